@@ -1,0 +1,87 @@
+"""Short random words and pictures of them: the data set of the bundled model.
+
+Every draw comes from the numpy Generator that is passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import cache
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+ALPHABET = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"  # without O, 0, I and 1, which look alike
+WORD_LENGTHS = (3, 4, 5)
+HEIGHT, WIDTH = 32, 64
+
+_FONT_SIZES = {3: (22, 25), 4: (19, 22), 5: (16, 18)}  # word length -> smallest and largest size tried, in pixels
+_MARGIN = 1
+
+
+def prompt(word: str) -> str:
+    """The one prompt format of the bundled model: the word in double quotes."""
+    return f'"{word}"'
+
+
+def random_word(rng: np.random.Generator) -> str:
+    """A word of three to five letters or digits, each length equally likely."""
+    length = rng.choice(WORD_LENGTHS)
+    return "".join(ALPHABET[i] for i in rng.integers(len(ALPHABET), size=length))
+
+
+def distinct_words(count: int, rng: np.random.Generator, *, exclude: Collection[str] = ()) -> list[str]:
+    """`count` different words, none of which is in `exclude`."""
+    excluded = frozenset(exclude)
+    words: dict[str, None] = {}  # a set that keeps its order
+    word = random_word(rng)
+    while len(words) < count:
+        if word not in excluded:
+            words[word] = None
+        word = random_word(rng)
+    return list(words)
+
+
+def render(word: str, rng: np.random.Generator) -> np.ndarray:
+    """Dark text in the middle of a light background, colours and position jittered. [HEIGHT, WIDTH, 3] uint8 RGB."""
+    background = tuple(rng.integers(205, 256, size=3).tolist())
+    foreground = tuple(rng.integers(0, 91, size=3).tolist())
+    font, (left, top, right, bottom) = _fitting_font(word, rng)
+    x = (WIDTH - left - right) / 2 + rng.integers(-1, 2)
+    y = (HEIGHT - top - bottom) / 2 + rng.integers(-2, 3)
+    image = Image.new("RGB", (WIDTH, HEIGHT), background)
+    ImageDraw.Draw(image).text((x, y), word, fill=foreground, font=font)
+    return np.asarray(image)
+
+
+def render_all(words: Sequence[str], rng: np.random.Generator) -> np.ndarray:
+    """One picture per word: [N, HEIGHT, WIDTH, 3] uint8."""
+    return np.stack([render(word, rng) for word in words])
+
+
+def grid(images: np.ndarray, *, columns: int = 8, scale: int = 2, gap: int = 2) -> Image.Image:
+    """Tile images [N, H, W, 3] uint8 on grey, row by row, enlarged `scale` times."""
+    count, height, width, _ = images.shape
+    rows = -(-count // columns)
+    canvas = np.full((rows * (height + gap), columns * (width + gap), 3), 128, np.uint8)
+    for i, image in enumerate(images):
+        y, x = (i // columns) * (height + gap), (i % columns) * (width + gap)
+        canvas[y : y + height, x : x + width] = image
+    return Image.fromarray(canvas).resize((canvas.shape[1] * scale, canvas.shape[0] * scale), Image.Resampling.NEAREST)
+
+
+def _fitting_font(word: str, rng: np.random.Generator) -> tuple[ImageFont.FreeTypeFont, tuple[float, ...]]:
+    """A font of random size, shrunk until the word fits the width, and the word's bounding box in it."""
+    smallest, largest = _FONT_SIZES[len(word)]
+    size = int(rng.integers(smallest, largest + 1))
+    while True:
+        font = _font(size)
+        box = font.getbbox(word)
+        if box[2] - box[0] <= WIDTH - 2 * _MARGIN:
+            return font, box
+        size -= 1
+
+
+@cache
+def _font(size: int) -> ImageFont.FreeTypeFont:
+    return ImageFont.load_default(size)  # Pillow's built-in scalable font: no file to ship

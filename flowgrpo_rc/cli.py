@@ -1,0 +1,131 @@
+"""The command line: train, eval, export, report, doctor."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Returns 0 when complete, 1 after a failure, 2 for bad input, 75 when stopped early (go on later)."""
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    _quieten_libraries()
+    from flowgrpo_rc.rewards.manager import RewardError
+    from flowgrpo_rc.training.checkpoint import CheckpointError
+    from flowgrpo_rc.training.update import NonFiniteGradient
+
+    try:
+        return int(arguments.command(arguments))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except (RewardError, CheckpointError, NonFiniteGradient, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def _quieten_libraries() -> None:
+    """Loading notices and progress bars of the Hugging Face libraries would bury the run's own lines."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    for library in (diffusers_logging, transformers_logging):
+        library.disable_progress_bar()
+        library.set_verbosity_error()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="flowgrpo-rc", description="FlowGRPO with rollout correction")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    train = commands.add_parser("train", help="train; with no override, the bundled model on its OCR task")
+    _add_config_options(train)
+    train.add_argument("--cfg", choices=["job"], help="print the composed configuration and stop")
+    train.add_argument("--dry-run", action="store_true", help="check everything that needs no model, then stop")
+    train.set_defaults(command=_train)
+
+    evaluate = commands.add_parser("eval", help="score a run's LoRA and the base model on the held-out prompts")
+    evaluate.add_argument("run_dir", help="folder of a run")
+    evaluate.add_argument("overrides", nargs="*", help="such as rollout.val_kwargs.num_inference_steps=20")
+    evaluate.set_defaults(command=_evaluate)
+
+    export = commands.add_parser("export", help="write the LoRA of a checkpoint for stock diffusers")
+    export.add_argument("checkpoint", help="folder of a checkpoint, or of a run (its newest)")
+    export.add_argument("--out", required=True, help="folder for pytorch_lora_weights.safetensors")
+    export.add_argument("--raw", action="store_true", help="the last weights rather than their average")
+    export.set_defaults(command=_export)
+
+    report = commands.add_parser("report", help="write report.html of a run")
+    report.add_argument("run_dir", help="folder of a run")
+    report.set_defaults(command=_report)
+
+    doctor = commands.add_parser("doctor", help="check the installation")
+    doctor.set_defaults(command=_doctor)
+    return parser
+
+
+def _add_config_options(parser: argparse.ArgumentParser) -> None:
+    from flowgrpo_rc.compose import DEFAULT_CONFIG
+
+    parser.add_argument("--config-name", default=DEFAULT_CONFIG, help=f"a file of configs/ (default {DEFAULT_CONFIG})")
+    parser.add_argument("--config-dir", help="a further folder with configuration files")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides such as model.path=... rollout.dtype=fp32")
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from omegaconf import OmegaConf
+
+    from flowgrpo_rc.compose import compose_config, to_config
+
+    composed = compose_config(
+        arguments.overrides, config_name=arguments.config_name, config_dir=arguments.config_dir
+    )
+    if arguments.cfg:
+        print(OmegaConf.to_yaml(composed, resolve=True), end="")
+        return EXIT_OK
+    config = to_config(composed)
+    config.check_output()
+    if arguments.dry_run:
+        sampler, held_out = config.read_prompts()
+        print(f"ok: {len(sampler.prompts)} training prompts, {len(held_out)} held-out prompts, nothing was loaded")
+        return EXIT_OK
+    from flowgrpo_rc.training.assemble import run
+    from flowgrpo_rc.training.stopping import EXIT_STOPPED
+
+    return EXIT_OK if run(config) is None else EXIT_STOPPED
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from flowgrpo_rc.commands import evaluate_run
+
+    evaluate_run(arguments.run_dir, arguments.overrides)
+    return EXIT_OK
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from flowgrpo_rc.commands import export_checkpoint
+
+    print(export_checkpoint(arguments.checkpoint, arguments.out, raw=arguments.raw))
+    return EXIT_OK
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from flowgrpo_rc.training.report import write_report
+
+    print(write_report(Path(arguments.run_dir)))
+    return EXIT_OK
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from flowgrpo_rc.commands import doctor
+
+    return EXIT_OK if doctor() else EXIT_FAILED

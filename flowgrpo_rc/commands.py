@@ -1,0 +1,136 @@
+"""The commands beside training: evaluate a run, export a checkpoint, check the installation."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console as RichConsole
+from rich.table import Table
+
+from flowgrpo_rc.config import Config
+from flowgrpo_rc.training.checkpoint import list_checkpoints, load_checkpoint
+from flowgrpo_rc.training.lora import export_lora
+from flowgrpo_rc.training.run_folder import RunFolder
+
+
+def run_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration that a run resolved, with changes; ValueError if the folder is no run or a key is unknown."""
+    path = RunFolder(run_dir).config
+    if not path.is_file():
+        raise ValueError(f"{run_dir} is not the folder of a run: it has no config.yaml")
+    try:
+        merged = OmegaConf.merge(
+            OmegaConf.structured(Config), OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides))
+        )
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ValueError(str(error).split("\n")[0]) from error
+    assert isinstance(config, Config)
+    config.validate()
+    return config
+
+
+def evaluate_run(run_dir: str, overrides: Sequence[str]) -> None:
+    """Print the held-out scores of the base model and of the run's exported LoRA."""
+    from flowgrpo_rc.models.base import load_model
+    from flowgrpo_rc.rewards.manager import RewardManager
+    from flowgrpo_rc.training.assemble import make_processes, training_policy
+    from flowgrpo_rc.training.console import Console
+    from flowgrpo_rc.training.evaluation import Evaluator
+    from flowgrpo_rc.training.lora import add_lora, reference_policy
+
+    config = run_config(Path(run_dir), overrides)
+    config.model.lora_path = str(RunFolder(Path(run_dir)).lora)
+    config.model.validate()
+    config.trainer.logger = ["console"]
+    _, held_out = config.read_prompts()
+    processes = make_processes(config)
+    model = load_model(config.model, processes.device)
+    transformer = add_lora(model, config.model, config.trainer.seed)
+    rewards = RewardManager(config.reward)
+    evaluator = Evaluator(training_policy(model, config, processes), held_out, config.rollout, rewards)
+    try:
+        with reference_policy(transformer):
+            before = evaluator.run(processes).metrics.compute(processes.sum, processes.max, processes.device)
+        after = evaluator.run(processes).metrics.compute(processes.sum, processes.max, processes.device)
+    finally:
+        rewards.close()
+    Console(total_steps=0, is_main=processes.is_main).final_table(before, after)
+
+
+def export_checkpoint(checkpoint: str, out: str, *, raw: bool) -> Path:
+    """Write the LoRA of a checkpoint (its average unless `raw`) in diffusers' format; returns the file."""
+    path = Path(checkpoint)
+    run_dir = path.parent.parent if path.parent.name == "checkpoints" else path
+    if path == run_dir:
+        found = list_checkpoints(RunFolder(run_dir).checkpoints)
+        if not found:
+            raise ValueError(f"{checkpoint} has no checkpoints: give a run's folder or one of its checkpoints/step_N")
+        path = found[-1]
+    config = run_config(run_dir)
+    loaded = load_checkpoint(path)
+    tensors = loaded.tensors["lora"] if raw else loaded.tensors.get("ema", loaded.tensors["lora"])
+    return export_lora(tensors, config.model, Path(out))
+
+
+def doctor() -> bool:
+    """Print what a run needs and whether it is there; False if something is missing."""
+    checks: list[tuple[str, Callable[[], str]]] = [
+        ("python", lambda: sys.version.split()[0]),
+        *((name, _version_check(name)) for name in ("torch", "diffusers", "transformers", "peft", "accelerate")),
+        ("device", _device),
+        ("threads", lambda: str(torch.get_num_threads())),
+        ("bundled model", _bundled_model),
+        ("OCR", _ocr),
+        ("disk", lambda: f"{shutil.disk_usage('.').free / 2**30:.1f} GiB free here"),
+    ]
+    table = Table(title="flowgrpo-rc doctor", title_justify="left")
+    for column in ("check", "", "found"):
+        table.add_column(column)
+    healthy = True
+    for name, check in checks:
+        try:
+            table.add_row(name, "ok", check())
+        except Exception as error:  # whatever is broken is the finding
+            healthy = False
+            table.add_row(name, "FAILED", f"{type(error).__name__}: {error}")
+    RichConsole().print(table)
+    return healthy
+
+
+def _version_check(package: str) -> Callable[[], str]:
+    return lambda: importlib.metadata.version(package)
+
+
+def _device() -> str:
+    if torch.cuda.is_available():
+        return f"cuda: {torch.cuda.get_device_name()}"
+    return "cpu"
+
+
+def _bundled_model() -> str:
+    from flowgrpo_rc import assets
+
+    return str(assets.path("tiny_glyph_sd3"))
+
+
+def _ocr() -> str:
+    import numpy as np
+    from PIL import Image, ImageDraw, ImageFont
+
+    from flowgrpo_rc.batch import Prompt
+    from flowgrpo_rc.rewards.ocr import OCR
+
+    image = Image.new("RGB", (64, 32), "white")
+    ImageDraw.Draw(image).text((4, 4), "AB7X", fill="black", font=ImageFont.load_default(20))
+    score = OCR()(np.asarray(image)[None], [Prompt(text='"AB7X"', index=0, target="AB7X")]).values[0]
+    if score < 1:
+        raise RuntimeError(f"a rendered word was read with reward {score:.2f}")
+    return "reads a rendered word"

@@ -1,0 +1,101 @@
+"""The configuration tree: each component's own dataclass, where its defaults live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.data.prompts import PromptSampler, read_prompts
+from flowgrpo_rc.losses.base import LossConfig
+from flowgrpo_rc.models.base import ModelConfig
+from flowgrpo_rc.rewards.manager import RewardConfig, requires_target, validate_rewards
+from flowgrpo_rc.rollout.base import RolloutConfig
+from flowgrpo_rc.training.run_folder import check_writable
+from flowgrpo_rc.training.settings import AlgorithmConfig, TrainerConfig
+from flowgrpo_rc.training.update import ActorConfig
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Prompt files (.txt, .jsonl, .parquet; one or several); train_batch_size counts prompts per step of all
+    processes; negative_prompt is that of prompts which bring none."""
+
+    train_files: Any = None
+    val_files: Any = None
+    train_batch_size: int = 48
+    negative_prompt: str = ""
+
+
+@dataclass(kw_only=True)
+class Config:
+    """Everything that a run needs. Keys are those of the command line, `model.path` and so on."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+    def loss(self) -> LossConfig:
+        return LossConfig(
+            diffusion_loss=self.actor.diffusion_loss, rollout_correction=self.algorithm.rollout_correction
+        )
+
+    def samples_per_mini_batch(self, num_processes: int) -> int:
+        """Samples of a mini-batch on one process."""
+        return self.actor.ppo_mini_batch_size * self.rollout.n // num_processes
+
+    def validate(self, num_processes: int = 1) -> None:
+        """Raise ValueError for whatever is wrong, before a model is loaded or a file is read in full."""
+        self.model.validate()
+        self.rollout.validate()
+        self.actor.validate()
+        self.algorithm.validate()
+        self.trainer.validate()
+        for name in ("train_files", "val_files"):
+            if not getattr(self.data, name):
+                raise ValueError(f"data.{name} is empty: give a prompt file (.txt, .jsonl, .parquet) or a list of them")
+        validate_rewards(self.reward)
+        self._validate_sizes(num_processes)
+
+    def _validate_sizes(self, num_processes: int) -> None:
+        prompts, mini = self.data.train_batch_size, self.actor.ppo_mini_batch_size
+        if prompts < 1 or prompts % mini:
+            raise ValueError(
+                f"data.train_batch_size={prompts} prompts are no whole number of mini-batches of "
+                f"actor.ppo_mini_batch_size={mini} prompts"
+            )
+        if mini % num_processes:
+            raise ValueError(
+                f"actor.ppo_mini_batch_size={mini} prompts cannot be shared evenly by {num_processes} processes "
+                "(a group of samples stays on one)"
+            )
+        samples, micro = self.samples_per_mini_batch(num_processes), self.actor.ppo_micro_batch_size_per_gpu
+        if samples % micro:
+            raise ValueError(
+                f"actor.ppo_micro_batch_size_per_gpu={micro} does not divide the {samples} samples of a mini-batch on "
+                f"one process (actor.ppo_mini_batch_size={mini} x rollout.n={self.rollout.n} / {num_processes})"
+            )
+        chunk = self.rollout.micro_batch_size_per_gpu
+        if chunk is not None and chunk < 1:
+            raise ValueError(f"rollout.micro_batch_size_per_gpu={chunk}: give at least 1, or null")
+
+    def read_prompts(self) -> tuple[PromptSampler, list[Prompt]]:
+        """The training sampler and the held-out prompts; ValueError for files that are missing, empty or malformed."""
+        target = requires_target(self.reward)
+        data = self.data
+        train = read_prompts(
+            data.train_files, require_target=target, negative_text=data.negative_prompt, key="data.train_files"
+        )
+        held_out = read_prompts(
+            data.val_files, require_target=target, negative_text=data.negative_prompt, key="data.val_files"
+        )
+        return PromptSampler(train, data.train_batch_size, self.trainer.seed), held_out
+
+    def check_output(self) -> None:
+        """ValueError if the output folder cannot be written."""
+        check_writable(Path(self.trainer.output_dir), needed_bytes=64 * 2**20)

@@ -1,0 +1,1 @@
+"""Pure [B, T] tensor maths: torch and the standard library, nothing else."""

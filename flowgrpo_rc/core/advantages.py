@@ -1,0 +1,57 @@
+"""Group-relative advantages: GRPO (arXiv 2402.03300), as FlowGRPO uses it, and Dr.GRPO (arXiv 2503.20783)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.core.reduce import AllReduce, identity, masked_mean
+
+ESTIMATORS = ("flow_grpo",)
+
+
+class Advantages(NamedTuple):
+    """values [B] float64, 0 for invalid samples; zero_std [G] bool per group of this process."""
+
+    values: Tensor
+    zero_std: Tensor
+
+
+def group_relative(
+    rewards: Tensor,
+    group: Tensor,
+    valid: Tensor,
+    *,
+    norm_by_std: bool = True,
+    global_std: bool = False,
+    eps: float = 1e-4,
+    all_reduce: AllReduce = identity,
+) -> Advantages:
+    """(reward - mean of its group) / (std + eps).
+
+    rewards [B]; group [B] int64, whole on this process; valid [B] bool: samples that are False (their reward
+    failed) leave the baseline and get 0. With `global_std` the standard deviation is that of all valid rewards of
+    the batch over all processes (about the global mean, as in FlowGRPO); without `norm_by_std` there is none
+    (Dr.GRPO). Standard deviations are those of the population. A group whose rewards are all equal gets exactly 0.
+    """
+    rewards = torch.where(valid, rewards, torch.zeros_like(rewards)).double()
+    _, index = torch.unique(group, return_inverse=True)
+    num_groups = int(index.max()) + 1
+    member = torch.nn.functional.one_hot(index, num_groups).bool().T & valid
+    rows = rewards.expand(num_groups, -1)
+    mean_g = masked_mean(rows, member, 1)
+    centred = torch.where(valid, rewards - mean_g[index], torch.zeros_like(rewards))
+    highest = torch.where(member, rows, -torch.inf).amax(1)
+    lowest = torch.where(member, rows, torch.inf).amin(1)
+    zero_std = highest <= lowest
+    centred = torch.where(zero_std[index], torch.zeros_like(centred), centred)
+    if not norm_by_std:
+        return Advantages(centred, zero_std)
+    if global_std:
+        mean = masked_mean(rewards, valid, all_reduce=all_reduce)
+        std = masked_mean((rewards - mean) ** 2, valid, all_reduce=all_reduce).sqrt()
+    else:
+        std = masked_mean(centred.expand(num_groups, -1) ** 2, member, 1).sqrt()[index]
+    return Advantages(centred / (std + eps), zero_std)

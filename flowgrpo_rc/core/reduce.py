@@ -1,0 +1,33 @@
+"""Masked reductions, and how a statistic becomes that of all processes.
+
+A statistic of the global batch is built from sums; `AllReduce` adds such sums over the processes and is the
+identity for a single one. Selection is by `torch.where`: a masked-out inf or nan takes no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+AllReduce = Callable[[Tensor], Tensor]
+
+
+def identity(total: Tensor) -> Tensor:
+    """The reduction of a single process."""
+    return total
+
+
+def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum of `values` where `mask` (bool, same shape) holds."""
+    selected = torch.where(mask, values, torch.zeros_like(values))
+    return selected.sum() if dim is None else selected.sum(dim)
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None, *, all_reduce: AllReduce = identity) -> Tensor:
+    """Mean of `values` where `mask` holds, 0 where nothing is selected; over all processes for dim=None."""
+    total, count = masked_sum(values, mask, dim), mask.sum() if dim is None else mask.sum(dim)
+    if dim is None:
+        total, count = all_reduce(torch.stack([total, count.to(total.dtype)]))
+    return total / count.clamp(min=1)

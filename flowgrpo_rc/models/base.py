@@ -1,0 +1,146 @@
+"""What a flow model is to the trainer: text to conditioning, state to velocity, latents to images.
+
+A model knows no algorithm. One file in this folder is one adapter, found by the checkpoint's pipeline class.
+Legend: B samples, P prompts, C latent channels, H and W latent height and width.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor, nn
+
+from flowgrpo_rc.batch import Conditioning
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LORA_INITS = ("gaussian", "default")
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """path: a local diffusers folder or a hub id; dtype: of the frozen weights (LoRA weights are always fp32).
+
+    target_modules: name endings of the linear layers that get a LoRA; null takes the adapter's default.
+    lora_path: an exported LoRA (folder or file) to start from.
+    """
+
+    path: str = ""
+    dtype: str = "fp32"
+    lora_rank: int = 32
+    lora_alpha: int = 64
+    lora_init: str = "gaussian"
+    lora_path: str | None = None
+    target_modules: list[str] | None = None
+    gradient_checkpointing: bool = False
+
+    def validate(self) -> None:
+        """Raise ValueError for settings that cannot work; nothing is loaded."""
+        if self.dtype not in ("fp32", "bf16"):
+            raise ValueError(f"model.dtype={self.dtype!r}: allowed are fp32, bf16")
+        if self.lora_rank < 1 or self.lora_alpha < 1:
+            raise ValueError(f"model.lora_rank={self.lora_rank} and model.lora_alpha={self.lora_alpha}: give at least 1")
+        if self.lora_init not in LORA_INITS:
+            raise ValueError(f"model.lora_init={self.lora_init!r}: allowed are {', '.join(LORA_INITS)}")
+        if not self.path:
+            raise ValueError("model.path is empty: give a diffusers folder or a hub id")
+        folder = Path(self.path).expanduser()
+        if folder.exists():
+            if not (folder / "model_index.json").is_file():
+                raise ValueError(f"model.path={self.path}: no model_index.json there, so it is no diffusers pipeline")
+        elif self.path.startswith((".", "/", "~")) or self.path.count("/") != 1:
+            raise ValueError(f"model.path={self.path}: there is no such folder, and it has not the form of a hub id")
+        if self.lora_path is not None and not Path(self.lora_path).expanduser().exists():
+            raise ValueError(f"model.lora_path={self.lora_path}: there is no such file or folder")
+
+
+class Schedule(NamedTuple):
+    """sigmas [S+1] fp32, ending in 0; timesteps [S] as the transformer receives them."""
+
+    sigmas: Tensor
+    timesteps: Tensor
+
+
+class FlowModel(ABC):
+    """A loaded pipeline. `transformer` is the base network; callers pass the copy they want evaluated."""
+
+    pipeline_class: ClassVar[str]
+    default_target_modules: ClassVar[tuple[str, ...]]
+
+    def __init__(self, pipeline: Any, device: torch.device) -> None:
+        self.pipeline = pipeline.to(device)
+        self.device = device
+        for component in pipeline.components.values():
+            if isinstance(component, nn.Module):
+                component.requires_grad_(False).eval()
+
+    @property
+    def transformer(self) -> Any:
+        return self.pipeline.transformer
+
+    @abstractmethod
+    def encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
+        """Conditioning of P prompts."""
+
+    @abstractmethod
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """Shape of one sample's latents. ValueError for a size that the model cannot make."""
+
+    @abstractmethod
+    def schedule(self, num_steps: int, height: int, width: int) -> Schedule:
+        """The sigmas and timesteps that the stock pipeline would use, bit for bit."""
+
+    @abstractmethod
+    def velocity(
+        self,
+        transformer: nn.Module,
+        latents: Tensor,
+        timesteps: Tensor,
+        conditioning: Conditioning,
+        negative: Conditioning | None,
+        guidance_scale: float,
+    ) -> Tensor:
+        """Velocity [B, ...] in fp32 at `latents` [B, ...] fp32 and `timesteps` [B]; guided if `negative` is given."""
+
+    @abstractmethod
+    def decode(self, latents: Tensor) -> np.ndarray:
+        """Images [B, H, W, 3] uint8 of final latents, as the stock pipeline would save them."""
+
+
+def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
+    """Load the pipeline through diffusers and wrap it in the adapter for its class.
+
+    The transformer and the text encoders take `config.dtype`; the VAE stays fp32, since SD3's overflows in half
+    precision. Raises ValueError for a folder that cannot be read or a pipeline class without adapter.
+    """
+    path = str(Path(config.path).expanduser()) if Path(config.path).expanduser().exists() else config.path
+    try:
+        index = DiffusionPipeline.load_config(path)
+    except OSError as error:
+        raise ValueError(f"model.path={config.path}: cannot be read as a diffusers pipeline: {error}") from error
+    adapters = {adapter.pipeline_class: adapter for adapter in _adapters()}
+    adapter = adapters.get(index["_class_name"])
+    if adapter is None:
+        raise ValueError(
+            f"model.path={config.path} is a {index['_class_name']}; adapters exist for {', '.join(sorted(adapters))}"
+        )
+    absent = {name: None for name, value in index.items() if isinstance(value, list) and value == [None, None]}
+    dtypes = {"default": DTYPES[config.dtype], "vae": torch.float32}
+    pipeline = DiffusionPipeline.from_pretrained(path, dtype=dtypes, use_safetensors=True, **absent)
+    pipeline.set_progress_bar_config(disable=True)
+    return adapter(pipeline, device)
+
+
+def _adapters() -> list[type[FlowModel]]:
+    package = importlib.import_module("flowgrpo_rc.models")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"flowgrpo_rc.models.{module.name}")
+    return FlowModel.__subclasses__()

@@ -1,0 +1,102 @@
+"""Stable Diffusion 3 and 3.5 (MM-DiT, arXiv 2403.03206)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
+from torch import Tensor, nn
+
+from flowgrpo_rc.batch import Conditioning
+from flowgrpo_rc.models.base import FlowModel, Schedule
+
+
+class StableDiffusion3(FlowModel):
+    """Two CLIP encoders and T5 (optional); latents [B, C, H/8, W/8]; classifier-free guidance on [negative, positive]."""
+
+    pipeline_class = "StableDiffusion3Pipeline"
+    default_target_modules = (
+        "attn.add_k_proj",
+        "attn.add_q_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+        "attn.to_k",
+        "attn.to_out.0",
+        "attn.to_q",
+        "attn.to_v",
+    )
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
+        embeds, _, pooled, _ = self.pipeline.encode_prompt(
+            list(prompts),
+            None,
+            None,
+            do_classifier_free_guidance=False,
+            max_sequence_length=max_sequence_length,
+            device=self.device,
+        )
+        return Conditioning(embeds=embeds, pooled=pooled)
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        factor = self.pipeline.vae_scale_factor
+        multiple = factor * self.pipeline.patch_size
+        largest = self.transformer.config.pos_embed_max_size * multiple
+        for key, size in (("height", height), ("width", width)):
+            if size % multiple or not 0 < size <= largest:
+                raise ValueError(
+                    f"rollout.pipeline.{key}={size}: this model makes multiples of {multiple} up to {largest} pixels"
+                )
+        return self.transformer.config.in_channels, height // factor, width // factor
+
+    def schedule(self, num_steps: int, height: int, width: int) -> Schedule:
+        scheduler = self.pipeline.scheduler
+        shift = {}
+        if scheduler.config.use_dynamic_shifting:
+            _, rows, columns = self.latent_shape(height, width)
+            patch = self.pipeline.patch_size
+            shift["mu"] = calculate_shift(
+                (rows // patch) * (columns // patch),
+                scheduler.config.base_image_seq_len,
+                scheduler.config.max_image_seq_len,
+                scheduler.config.base_shift,
+                scheduler.config.max_shift,
+            )
+        scheduler.set_timesteps(num_steps, device=self.device, **shift)
+        return Schedule(scheduler.sigmas.clone(), scheduler.timesteps.clone())
+
+    def velocity(
+        self,
+        transformer: nn.Module,
+        latents: Tensor,
+        timesteps: Tensor,
+        conditioning: Conditioning,
+        negative: Conditioning | None,
+        guidance_scale: float,
+    ) -> Tensor:
+        embeds, pooled = conditioning.embeds, conditioning.pooled
+        if negative is not None:
+            latents, timesteps = torch.cat([latents] * 2), torch.cat([timesteps] * 2)
+            embeds, pooled = torch.cat([negative.embeds, embeds]), torch.cat([negative.pooled, pooled])
+        dtype = transformer.dtype
+        predicted = transformer(
+            hidden_states=latents.to(dtype),
+            timestep=timesteps,
+            encoder_hidden_states=embeds.to(dtype),
+            pooled_projections=pooled.to(dtype),
+            return_dict=False,
+        )[0].float()
+        if negative is None:
+            return predicted
+        unguided, guided = predicted.chunk(2)
+        return unguided + guidance_scale * (guided - unguided)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> np.ndarray:
+        vae = self.pipeline.vae
+        scaled = latents / vae.config.scaling_factor + vae.config.shift_factor
+        decoded = vae.decode(scaled.to(vae.dtype), return_dict=False)[0]
+        images = self.pipeline.image_processor.postprocess(decoded, output_type="np")
+        return (images * 255).round().astype(np.uint8)

@@ -1,0 +1,137 @@
+"""A flow model as a stochastic policy: sampling and re-evaluation from the same transition code.
+
+Legend: B samples, T steps of the SDE window, S denoising steps. All maths outside the transformer is fp32 on the
+stored fp32 latents, with sigmas taken by index from one schedule, so that an fp32 replay in the same batch shape
+has a log-ratio of exactly 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec
+from flowgrpo_rc.core.transition import Transition, log_prob, sample, transition
+from flowgrpo_rc.models.base import FlowModel
+
+NoiseSource = Callable[[int], Tensor]
+
+
+class Trajectory(NamedTuple):
+    """final [B, ...]; window_latents [B, T+1, ...]; log_probs [B, T]."""
+
+    final: Tensor
+    window_latents: Tensor
+    log_probs: Tensor
+
+
+class StepEvaluation(NamedTuple):
+    """A policy on one recorded step: log_prob [B], and its Gaussian with sigma and sigma_next [B]."""
+
+    log_prob: Tensor
+    transition: Transition
+    sigma: Tensor
+    sigma_next: Tensor
+
+
+class FlowPolicy:
+    """`transformer` seen as a policy. Several policies (trainer, engine) share one FlowModel."""
+
+    def __init__(
+        self,
+        model: FlowModel,
+        transformer: Any,
+        *,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.model = model
+        self.transformer = transformer
+        self._autocast = autocast
+
+    @torch.no_grad()
+    def rollout(
+        self,
+        latents: Tensor,
+        conditioning: Conditioning,
+        negative: Conditioning | None,
+        spec: SamplerSpec,
+        window: Tensor,
+        noise: NoiseSource,
+    ) -> Trajectory:
+        """Denoise `latents` [B, ...] through the schedule; steps of `window` [B, T] are stochastic and recorded.
+
+        `window` holds consecutive step indices per sample and may be empty (T = 0) for an ODE sample. `noise(s)`
+        gives standard normal noise [B, ...] for step s. Outside its window a sample takes the deterministic step.
+        """
+        schedule = self.model.schedule(spec.num_inference_steps, spec.height, spec.width)
+        batch, length = window.shape
+        states = latents.new_zeros((batch, length + 1, *latents.shape[1:]))
+        log_probs = latents.new_zeros((batch, length))
+        rows = torch.arange(batch, device=latents.device)
+        stochastic = set(window.flatten().tolist())
+        for index in range(spec.num_inference_steps):
+            steps = torch.full((batch,), index, device=latents.device)
+            v = self._velocity(latents, schedule.timesteps[steps], conditioning, negative, spec)
+            following = _transition(latents, v, schedule.sigmas, steps, spec, noise_level=0.0).mean
+            if index in stochastic:
+                position = index - window[:, 0]
+                inside = (position >= 0) & (position < length)
+                step = _transition(latents, v, schedule.sigmas, steps, spec)
+                drawn = sample(step, noise(index))
+                following = torch.where(inside.reshape((-1,) + (1,) * (latents.ndim - 1)), drawn, following)
+                value = log_prob(step, following, convention=spec.log_prob_convention)
+                picked, at = rows[inside], position[inside]
+                states[picked, at], states[picked, at + 1] = latents[inside], following[inside]
+                log_probs[picked, at] = value[inside]
+            latents = following
+        return Trajectory(latents, states, log_probs)
+
+    def evaluate(self, batch: DiffusionBatch) -> StepEvaluation:
+        """This policy on the recorded steps of a batch with T = 1; differentiable."""
+        steps, timesteps = batch.step_indices[:, 0], batch.all_timesteps[:, 0]
+        x, following = batch.all_latents[:, 0], batch.all_latents[:, 1]
+        negative = None if batch.negative is None else batch.negative[batch.prompt_index]
+        v = self._velocity(x, timesteps, batch.conditioning[batch.prompt_index], negative, batch.spec)
+        step = _transition(x, v, batch.sigmas, steps, batch.spec)
+        value = log_prob(step, following, convention=batch.spec.log_prob_convention)
+        return StepEvaluation(value, step, batch.sigmas[steps], batch.sigmas[steps + 1])
+
+    @torch.no_grad()
+    def log_probs(self, batch: DiffusionBatch, micro_batch_size: int) -> Tensor:
+        """Log-probabilities [B, T] of the whole batch, without gradient, in micro-batches of one step each."""
+        rows = []
+        for start in range(0, len(batch), micro_batch_size):
+            micro = batch.rows(start, start + micro_batch_size)
+            rows.append(torch.stack([self.evaluate(micro.step(t)).log_prob for t in range(batch.num_steps)], 1))
+        return torch.cat(rows)
+
+    def _velocity(
+        self,
+        latents: Tensor,
+        timesteps: Tensor,
+        conditioning: Conditioning,
+        negative: Conditioning | None,
+        spec: SamplerSpec,
+    ) -> Tensor:
+        with self._autocast():
+            v = self.model.velocity(self.transformer, latents, timesteps, conditioning, negative, spec.guidance_scale)
+        return v.float()
+
+
+def _transition(
+    x: Tensor, v: Tensor, sigmas: Tensor, steps: Tensor, spec: SamplerSpec, *, noise_level: float | None = None
+) -> Transition:
+    """The Gaussian of steps `steps` [B] of the schedule at `x` [B, ...]."""
+    return transition(
+        x,
+        v,
+        sigmas[steps],
+        sigmas[steps + 1],
+        kind=spec.sde_type,
+        noise_level=spec.noise_level if noise_level is None else noise_level,
+        sigma_max=sigmas[1],
+    )

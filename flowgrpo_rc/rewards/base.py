@@ -1,0 +1,41 @@
+"""What a reward is. One file in this folder is one reward; see `docs` for adding one out of the tree."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from flowgrpo_rc.batch import Prompt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """values: one float per image; parts: further numbers per image that are logged but not optimized.
+
+    An image that could not be scored has the value NaN: it leaves the batch, where a 0 would teach the policy.
+    """
+
+    values: Sequence[float]
+    parts: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+class Reward(ABC):
+    """Scores images. Constructed once per process; called from a worker thread while sampling goes on.
+
+    The constructor's keyword parameters are the options of the configuration. It checks them and returns at once:
+    what is heavy loads at the first call. Calls to one reward never overlap.
+
+    part_names: the keys of `Scores.parts`, known in advance so that every process logs the same names.
+    requires_target: True if every prompt must have a target text.
+    """
+
+    part_names: ClassVar[tuple[str, ...]] = ()
+    requires_target: ClassVar[bool] = False
+
+    @abstractmethod
+    def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
+        """Score images [N, H, W, 3] uint8 RGB that were sampled from `prompts` (length N)."""

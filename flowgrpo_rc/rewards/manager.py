@@ -1,0 +1,231 @@
+"""Several rewards as one: scored in threads while sampling goes on, summed by weight, failures kept apart.
+
+A sample that a reward could not score has no reward. It is never given 0, which would teach the policy something.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from numbers import Real
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.batch import Prompt, Rewards
+from flowgrpo_rc.plugins import build, load_class
+from flowgrpo_rc.rewards.base import Reward, Scores
+
+PACKAGE = "flowgrpo_rc.rewards"
+logger = logging.getLogger(__name__)
+
+
+class RewardError(RuntimeError):
+    """Too many samples of a step have no reward; training on the rest would hide a broken reward."""
+
+
+@dataclass
+class RewardConfig:
+    """terms: name -> {weight (1.0), _target_ (the name itself), and the reward's own options}, or null to drop it.
+    `_target_` is a module of flowgrpo_rc.rewards or the full path of a class; give it to use a reward twice or to
+    use one out of the tree. Weight 0 logs a reward without optimizing it.
+
+    num_workers: rewards scored at the same time, at most the number of terms; one reward never overlaps itself.
+    max_failed_fraction: a step raises RewardError if a larger fraction of its samples fails in any one reward.
+    """
+
+    terms: dict[str, Any] = field(default_factory=lambda: {"ocr": {"weight": 1.0}})
+    num_workers: int = 1
+    max_failed_fraction: float = 0.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardHandle:
+    """A chunk of samples being scored; `RewardManager.collect` turns handles into rewards."""
+
+    futures: Mapping[str, Future[_Outcome]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Term:
+    reward: Reward
+    weight: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Outcome:
+    """values [N] float64, NaN where the reward failed; parts likewise; error: the failure, if there was one."""
+
+    values: Tensor
+    parts: Mapping[str, Tensor]
+    error: Exception | None = None
+
+
+def validate_rewards(config: RewardConfig) -> None:
+    """Raise ValueError, naming the key, for a configuration that RewardManager would refuse. Loads no model."""
+    _build_terms(config)
+
+
+def requires_target(config: RewardConfig) -> bool:
+    """True if some reward needs a target text in every prompt."""
+    return any(term.reward.requires_target for term in _build_terms(config).values())
+
+
+class RewardManager:
+    """Scores samples with every term of the configuration.
+
+    names: the terms, in the order of the configuration; part_keys: the keys of `Rewards.parts`.
+    failures: term -> samples without a value since the start; last_error: term -> the text of its latest failure.
+
+    A reward fails for its whole chunk if it raises or returns anything but `Scores` of the right length, and for
+    single images where their value is not a finite number.
+    Raises ValueError as `validate_rewards` does.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._terms = _build_terms(config)
+        self._max_failed_fraction = config.max_failed_fraction
+        self._locks = {name: Lock() for name in self._terms}
+        self._executor = ThreadPoolExecutor(config.num_workers, thread_name_prefix="reward")
+        self._logged: set[tuple[str, type[Exception]]] = set()
+        self.names = tuple(self._terms)
+        self.part_keys = tuple(
+            key
+            for name, term in self._terms.items()
+            for key in (name, *(f"{name}/{p}" for p in term.reward.part_names))
+        )
+        self.failures = dict.fromkeys(self._terms, 0)
+        self.last_error: dict[str, str] = {}
+
+    def submit(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardHandle:
+        """Start scoring images [N, H, W, 3] uint8 RGB, N prompts; returns at once. The arrays must not change."""
+        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
+            raise ValueError(f"images must be [N, H, W, 3] uint8, got {list(images.shape)} {images.dtype}")
+        if len(images) != len(prompts):
+            raise ValueError(f"{len(images)} images but {len(prompts)} prompts")
+        return RewardHandle(
+            futures={name: self._executor.submit(self._score, name, images, prompts) for name in self._terms}
+        )
+
+    def collect(self, handles: Sequence[RewardHandle]) -> Rewards:
+        """Wait for the handles; B samples in the order of the handles, whichever finished first.
+
+        Rewards.total is NaN where not valid. The parts are `name` and `name/part` of every term.
+        """
+        parts: dict[str, Tensor] = {}
+        for name, term in self._terms.items():
+            outcomes = [handle.futures[name].result() for handle in handles]
+            for outcome in outcomes:
+                self._count(name, outcome)
+            parts[name] = torch.cat([outcome.values for outcome in outcomes])
+            for part in term.reward.part_names:
+                parts[f"{name}/{part}"] = torch.cat([outcome.parts[part] for outcome in outcomes])
+        total = torch.stack([term.weight * parts[name] for name, term in self._terms.items()]).sum(0)
+        return Rewards(total=total, valid=total.isfinite(), parts=parts)
+
+    def count_failed(self, rewards: Rewards) -> dict[str, int]:
+        """Term -> how many of these samples it could not score."""
+        return {name: int(rewards.parts[name].isnan().sum()) for name in self.names}
+
+    def check_failed_fraction(self, num_failed: Mapping[str, int], num_total: int) -> None:
+        """Raise RewardError if a term failed for more than `max_failed_fraction` of a step's samples.
+
+        num_failed is `count_failed`, summed over processes, so that all of them raise together.
+        """
+        for name, count in num_failed.items():
+            if count / num_total > self._max_failed_fraction:
+                raise RewardError(
+                    f"reward {name!r} failed for {count} of {num_total} samples ({count / num_total:.0%}), more than "
+                    f"reward.max_failed_fraction={self._max_failed_fraction} allows; last error: "
+                    f"{self.last_error.get(name, 'on another process')}"
+                )
+
+    def close(self) -> None:
+        """Drop what has not started and wait for the rest."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def _score(self, name: str, images: np.ndarray, prompts: Sequence[Prompt]) -> _Outcome:
+        """Runs in a worker thread. A reward is foreign code: whatever it raises is that chunk's failure."""
+        reward = self._terms[name].reward
+        try:
+            with self._locks[name]:
+                scores = reward(images, prompts)
+            return _checked(scores, reward.part_names, prompts)
+        except Exception as error:
+            nothing = torch.full((len(prompts),), math.nan, dtype=torch.float64)
+            return _Outcome(values=nothing, parts=dict.fromkeys(reward.part_names, nothing), error=error)
+
+    def _count(self, name: str, outcome: _Outcome) -> None:
+        if outcome.error is None:
+            return
+        count = int(outcome.values.isnan().sum())
+        self.failures[name] += count
+        self.last_error[name] = f"{type(outcome.error).__name__}: {outcome.error}"
+        kind = (name, type(outcome.error))
+        if kind not in self._logged:
+            self._logged.add(kind)
+            logger.warning(
+                "reward %r failed for %d of %d samples, which get no reward (this kind of failure is logged once): %s",
+                *(name, count, len(outcome.values), self.last_error[name]),
+                exc_info=outcome.error,
+            )
+
+
+class _NotFinite(ValueError):
+    """Single images without a finite value; the others are fine."""
+
+
+def _checked(scores: object, part_names: Sequence[str], prompts: Sequence[Prompt]) -> _Outcome:
+    if not isinstance(scores, Scores):
+        raise TypeError(f"it returned {type(scores).__name__} instead of Scores")
+    if set(scores.parts) != set(part_names):
+        raise ValueError(f"it returned the parts {sorted(scores.parts)} but declares part_names={sorted(part_names)}")
+    values = _column(scores.values, len(prompts))
+    parts = {part: _column(scores.parts[part], len(prompts)) for part in part_names}
+    bad = values.isnan().nonzero().flatten().tolist()
+    if not bad:
+        return _Outcome(values=values, parts=parts)
+    first = prompts[bad[0]]
+    error = _NotFinite(f"{scores.values[bad[0]]!r} is no finite number, for prompt {first.index} ({first.text!r})")
+    return _Outcome(values=values, parts=parts, error=error)
+
+
+def _column(values: Sequence[float] | np.ndarray | Tensor, length: int) -> Tensor:
+    """[length] float64; NaN in place of whatever is not a finite number."""
+    numbers = values.tolist() if isinstance(values, (np.ndarray, Tensor)) else list(values)
+    if len(numbers) != length:
+        raise ValueError(f"it returned {len(numbers)} scores for {length} images")
+    finite = [float(number) if isinstance(number, Real) and math.isfinite(number) else math.nan for number in numbers]
+    return torch.tensor(finite, dtype=torch.float64)
+
+
+def _build_terms(config: RewardConfig) -> dict[str, _Term]:
+    terms = {str(name): _build_term(str(name), term) for name, term in config.terms.items() if term is not None}
+    if not terms:
+        raise ValueError("reward.terms is empty; give at least one, such as reward.terms.ocr.weight=1.0")
+    if not 1 <= config.num_workers <= len(terms):
+        raise ValueError(
+            f"reward.num_workers={config.num_workers} must be between 1 and the number of rewards, {len(terms)}: "
+            f"each reward scores one chunk at a time"
+        )
+    if not 0.0 <= config.max_failed_fraction <= 1.0:
+        raise ValueError(f"reward.max_failed_fraction={config.max_failed_fraction} must be between 0 and 1")
+    return terms
+
+
+def _build_term(name: str, term: object) -> _Term:
+    where = f"reward.terms.{name}"
+    if not isinstance(term, Mapping):
+        raise ValueError(f"{where}={term!r} must be a mapping such as {{weight: 1.0}}, or null to drop the reward")
+    options = {str(key): value for key, value in term.items()}
+    weight, target = options.pop("weight", 1.0), options.pop("_target_", name)
+    if not (isinstance(weight, Real) and math.isfinite(weight)):
+        raise ValueError(f"{where}.weight={weight!r} must be a finite number")
+    reward: Reward = build(load_class(PACKAGE, target, Reward), options, where)
+    return _Term(reward=reward, weight=float(weight))

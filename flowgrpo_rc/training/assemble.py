@@ -1,0 +1,171 @@
+"""From a checked configuration to a run: resume or start, assemble the parts, train, leave the results."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from flowgrpo_rc.config import Config
+from flowgrpo_rc.models.base import FlowModel, load_model
+from flowgrpo_rc.plugins import load_class
+from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.rewards.manager import RewardManager
+from flowgrpo_rc.rollout.base import RolloutEngine
+from flowgrpo_rc.training.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
+from flowgrpo_rc.training.console import Console
+from flowgrpo_rc.training.evaluation import Evaluator
+from flowgrpo_rc.training.health import HealthMonitor
+from flowgrpo_rc.training.lora import EXPORT_NAME, add_lora, export_lora
+from flowgrpo_rc.training.processes import Processes
+from flowgrpo_rc.training.report import write_report
+from flowgrpo_rc.training.run_folder import RunFolder
+from flowgrpo_rc.training.stopping import StopRequest
+from flowgrpo_rc.training.tracking import MetricsFile, Trackers, accelerate_loggers
+from flowgrpo_rc.training.trainer import Components, Trainer
+from flowgrpo_rc.training.update import PolicyUpdate
+
+ROLLOUT_PACKAGE = "flowgrpo_rc.rollout"
+
+
+def run(config: Config) -> str | None:
+    """Train as `config` says. Returns why the run stopped early, or None if it is complete.
+
+    `config.validate` has passed. Raises ValueError for what only files can tell, before a model is loaded.
+    """
+    folder = RunFolder(Path(config.trainer.output_dir))
+    settings = dataclasses.asdict(config)
+    sampler, held_out = config.read_prompts()
+    engine_class = load_class(ROLLOUT_PACKAGE, config.rollout.name, RolloutEngine)
+    resumed = _checkpoint_to_resume(config, folder, settings)
+    if resumed is not None and resumed.step >= config.trainer.total_training_steps:
+        _say_finished(config, folder, resumed)
+        return None
+    processes = make_processes(config)
+    if processes.is_main:
+        _prepare_folder(folder, settings, processes, resumed)
+    processes.wait()
+    model = load_model(config.model, processes.device)
+    model.latent_shape(config.rollout.pipeline.height, config.rollout.pipeline.width)
+    transformer = add_lora(model, config.model, config.trainer.seed)
+    chunk_size = config.rollout.micro_batch_size_per_gpu or config.actor.ppo_micro_batch_size_per_gpu
+    engine = engine_class(model, transformer, dtype=config.rollout.dtype, chunk_size=chunk_size)
+    rewards = RewardManager(config.reward)
+    policy = training_policy(model, config, processes)
+    console = Console(
+        total_steps=config.trainer.total_training_steps,
+        is_main=processes.is_main,
+        show_steps="console" in config.trainer.logger,
+    )
+    parts = Components(
+        config=config,
+        processes=processes,
+        folder=folder,
+        sampler=sampler,
+        policy=policy,
+        engine=engine,
+        rewards=rewards,
+        update=PolicyUpdate(policy, config.actor, config.loss(), processes, total_updates=_total_updates(config)),
+        evaluator=Evaluator(policy, held_out, config.rollout, rewards),
+        health=HealthMonitor(config.algorithm.rollout_correction),
+        console=console,
+        trackers=Trackers(
+            processes.accelerator,
+            project_name=config.trainer.project_name,
+            experiment_name=config.trainer.experiment_name,
+            run_dir=folder.root,
+            config=settings,
+            first_step=0 if resumed is None else resumed.step + 1,
+        ),
+    )
+    trainer = Trainer(parts, resumed)
+    try:
+        with console, StopRequest(config.trainer.max_time) as stop:
+            reason = trainer.fit(stop)
+        if processes.is_main:
+            leave_results(config, folder)
+            _say_results(console, folder, reason)
+        processes.wait()
+    finally:
+        rewards.close()
+        engine.close()
+        parts.trackers.finish()
+    return reason
+
+
+def make_processes(config: Config) -> Processes:
+    """Accelerate's view of this process; the CPU where there is no accelerator or `trainer.device=cpu`."""
+    accelerator = Accelerator(
+        cpu=config.trainer.device == "cpu" or not torch.accelerator.is_available(),
+        mixed_precision=config.trainer.mixed_precision,
+        log_with=accelerate_loggers(config.trainer.logger) or None,
+        project_dir=config.trainer.output_dir,
+    )
+    if not accelerator.is_main_process:
+        logging.getLogger("flowgrpo_rc").setLevel(logging.ERROR)
+    return Processes(accelerator)
+
+
+def training_policy(model: FlowModel, config: Config, processes: Processes) -> FlowPolicy:
+    """The trainer's own policy on the LoRA-wrapped transformer."""
+    if config.model.gradient_checkpointing:
+        model.transformer.enable_gradient_checkpointing()
+        model.transformer.train()
+    return FlowPolicy(model, model.transformer, autocast=processes.autocast)
+
+
+def leave_results(config: Config, folder: RunFolder) -> None:
+    """Export the LoRA of the newest checkpoint (its average, if it has one) and write the report."""
+    newest = load_checkpoint(list_checkpoints(folder.checkpoints)[-1])
+    export_lora(newest.tensors.get("ema", newest.tensors["lora"]), config.model, folder.lora)
+    write_report(folder.root)
+
+
+def _checkpoint_to_resume(config: Config, folder: RunFolder, settings: dict[str, Any]) -> Checkpoint | None:
+    checkpoints = list_checkpoints(folder.checkpoints)
+    if config.trainer.resume_mode == "disable":
+        if checkpoints or MetricsFile(folder.metrics).rows():
+            raise ValueError(
+                f"{folder.root} holds a run already: set trainer.resume_mode=auto to go on with it, or choose another "
+                "trainer.output_dir"
+            )
+        return None
+    folder.check_same_run(settings)
+    return load_checkpoint(checkpoints[-1]) if checkpoints else None
+
+
+def _prepare_folder(
+    folder: RunFolder, settings: dict[str, Any], processes: Processes, resumed: Checkpoint | None
+) -> None:
+    folder.create(settings, processes.device, processes.count)
+    step = -1 if resumed is None else resumed.step
+    MetricsFile(folder.metrics).truncate_after(step)
+    MetricsFile(folder.health).truncate_after(step)
+
+
+def _total_updates(config: Config) -> int:
+    per_step = config.data.train_batch_size // config.actor.ppo_mini_batch_size * config.actor.ppo_epochs
+    return config.trainer.total_training_steps * per_step
+
+
+def _say_finished(config: Config, folder: RunFolder, newest: Checkpoint) -> None:
+    print(f"{folder.root}: this run is finished (step {newest.step}); nothing to do")
+    if not (folder.lora / EXPORT_NAME).is_file() or not (folder.root / "report.html").is_file():
+        leave_results(config, folder)
+
+
+def _say_results(console: Console, folder: RunFolder, reason: str | None) -> None:
+    rows = MetricsFile(folder.metrics).rows()
+    evaluated = [
+        {name: row[name] for name in sorted(row) if name.startswith("val/")} for row in rows if "val/reward" in row
+    ]
+    if reason is None and len(evaluated) > 1:
+        console.final_table(evaluated[0], evaluated[-1])
+    if reason is not None:
+        console.message(f"stopped early ({reason}); the state is saved, the same command goes on from here")
+    console.message(f"LoRA: {folder.lora / EXPORT_NAME}")
+    console.message(f"report: {folder.root / 'report.html'}")

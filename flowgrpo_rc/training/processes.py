@@ -1,0 +1,60 @@
+"""The processes of a run, through accelerate: exact global statistics and one flat gradient reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+
+class Processes:
+    """Rank, device, autocast and reductions. With one process every reduction is the identity."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.rank: int = accelerator.process_index
+        self.count: int = accelerator.num_processes
+        self.is_main: bool = accelerator.is_main_process
+        self.device: torch.device = accelerator.device
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return self.accelerator.autocast()
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Elementwise sum over processes."""
+        return value if self.count == 1 else self.accelerator.reduce(value, reduction="sum")
+
+    def max(self, value: Tensor) -> Tensor:
+        """Elementwise maximum over processes."""
+        return value if self.count == 1 else self.accelerator.gather(value.unsqueeze(0)).amax(0)
+
+    def any(self, flag: bool) -> bool:
+        """True if any process says so; every process must ask."""
+        return flag if self.count == 1 else bool(self.max(torch.tensor([float(flag)], device=self.device)).item())
+
+    def wait(self) -> None:
+        self.accelerator.wait_for_everyone()
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add gradients over processes in one flat buffer; a parameter without one counts as zero.
+
+        Losses are divided by global numbers of elements, so the sum is the gradient of the global mini-batch. LoRA
+        gradients are small, and some tensors have none (the last block's context stream in SD3), which a
+        DistributedDataParallel wrapper would refuse.
+        """
+        parameters = list(parameters)
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if self.count == 1:
+            return
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        flat = self.sum(torch.cat([gradient.flatten() for gradient in gradients]))
+        torch._foreach_copy_(gradients, [
+            part.view_as(gradient)
+            for part, gradient in zip(flat.split([g.numel() for g in gradients]), gradients, strict=True)
+        ])

@@ -1,0 +1,75 @@
+"""What the report shows of a run's folder besides its metrics; each section says so where its file is missing."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flowgrpo_rc.training import report_page as html
+from flowgrpo_rc.training.tracking import MetricsFile, redact
+
+
+def samples(run_dir: Path) -> str:
+    grids = sorted((run_dir / "samples").glob("step_*.png"))
+    if not grids:
+        return html.empty("No samples yet.")
+    shown = grids if len(grids) == 1 else [grids[0], grids[-1]]
+    return html.pair([html.image(f"Step {int(path.stem.removeprefix('step_'))}", _data_uri(path)) for path in shown])
+
+
+def _data_uri(path: Path) -> str:
+    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode('ascii')}"
+
+
+def health(run_dir: Path) -> str:
+    rows = MetricsFile(run_dir / "health.jsonl").rows()
+    return (
+        html.warnings([(f"step {row['step']}", str(row["message"])) for row in rows]) if rows else html.empty("None.")
+    )
+
+
+def config(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        return {}
+    loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{path}: expected a mapping at the top, found {type(loaded).__name__}")
+    return {str(key): value for key, value in redact(loaded).items()}
+
+
+def config_text(config: Mapping[str, Any]) -> str:
+    if not config:
+        return html.empty("The folder has no config.yaml.")
+    return html.folded("Resolved configuration", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
+
+
+def environment(run_dir: Path) -> str:
+    path = run_dir / "environment.json"
+    if not path.is_file():
+        return html.empty("The folder has no environment.json.")
+    return html.table(_flat(redact(json.loads(path.read_text(encoding="utf-8")))))
+
+
+def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        return [row for key, item in value.items() for row in _flat(item, f"{prefix}.{key}" if prefix else str(key))]
+    return [(prefix, " ".join(map(str, value)) if isinstance(value, list) else str(value))]
+
+
+def checkpoints(run_dir: Path) -> str:
+    # A checkpoint that was being written has another name, and does not count.
+    folders = [path for path in (run_dir / "checkpoints").glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    folders.sort(key=lambda path: int(path.name.removeprefix("step_")))
+    rows = [(str(path.relative_to(run_dir)), _size(path)) for path in (*folders, run_dir / "lora") if path.is_dir()]
+    return html.table(rows) if rows else html.empty("None yet.")
+
+
+def _size(folder: Path) -> str:
+    return f"{sum(path.stat().st_size for path in folder.rglob('*') if path.is_file()) / 2**20:.1f} MiB"

@@ -1,0 +1,97 @@
+"""The folder of a run, and whether a command may go on in it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from flowgrpo_rc.training.tracking import redact, write_atomic
+
+_PACKAGES = ("flowgrpo-rc", "torch", "diffusers", "transformers", "peft", "accelerate", "numpy", "rapidocr-onnxruntime")
+# What may change between two commands on one run without changing what is trained.
+_FREE = ("trainer.total_training_steps", "trainer.max_time", "trainer.logger", "trainer.save_freq", "trainer.resume_mode",
+         "trainer.output_dir", "trainer.max_checkpoints_to_keep", "trainer.experiment_name", "trainer.project_name")
+
+
+class RunFolder:
+    """Paths of a run: config.yaml, environment.json, metrics.jsonl, health.jsonl, samples/, checkpoints/, lora/."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.config = root / "config.yaml"
+        self.metrics = root / "metrics.jsonl"
+        self.health = root / "health.jsonl"
+        self.samples = root / "samples"
+        self.checkpoints = root / "checkpoints"
+        self.lora = root / "lora"
+
+    def grid(self, step: int) -> Path:
+        return self.samples / f"step_{step:06d}.png"
+
+    def create(self, config: Mapping[str, Any], device: torch.device, processes: int) -> None:
+        """Write config.yaml and environment.json. OSError where the folder cannot be made."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.config, yaml.safe_dump(redact(config), sort_keys=False).encode())
+        environment = {
+            "command": redact(" ".join(sys.argv)),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "processes": processes,
+            "threads": torch.get_num_threads(),
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "packages": {name: _version(name) for name in _PACKAGES},
+        }
+        write_atomic(self.root / "environment.json", json.dumps(environment, indent=1).encode())
+
+    def check_same_run(self, config: Mapping[str, Any]) -> None:
+        """ValueError if the folder holds a run with other settings, naming the first keys that differ."""
+        if not self.config.is_file():
+            return
+        there, here = _flat(yaml.safe_load(self.config.read_text())), _flat(redact(config))
+        keys = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
+        keys = [key for key in keys if not key.startswith(_FREE)]
+        if keys:
+            shown = "; ".join(f"{key}: {there.get(key)!r} there, {here.get(key)!r} now" for key in keys[:5])
+            raise ValueError(
+                f"{self.root} holds a run with other settings ({shown}). Choose another trainer.output_dir, or delete "
+                "that folder to start over"
+            )
+
+
+def check_writable(root: Path, *, needed_bytes: int) -> None:
+    """ValueError before anything is loaded if `root` cannot be written or its disk has too little room."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        probe = root / ".write_test"
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"trainer.output_dir={root} cannot be written: {error.strerror}") from error
+    free = shutil.disk_usage(root).free
+    if free < needed_bytes:
+        raise ValueError(
+            f"trainer.output_dir={root}: {free / 2**20:.0f} MiB free, a run needs at least "
+            f"{needed_bytes / 2**20:.0f} MiB; free some space or choose another folder"
+        )
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, Mapping):
+        return {prefix: tree}
+    return {k: v for name, value in tree.items() for k, v in _flat(value, f"{prefix}.{name}" if prefix else name).items()}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,60 @@
+"""Settings of the run itself and of the advantage estimator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flowgrpo_rc.core.advantages import ESTIMATORS
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.training.tracking import validate_loggers
+
+RESUME_MODES = ("auto", "disable")
+PRECISIONS = ("no", "bf16")
+DEVICES = ("auto", "cpu")
+
+
+@dataclass(kw_only=True)
+class AlgorithmConfig:
+    """Group-relative advantages: divided by the standard deviation of the group, or with `global_std` of the batch;
+    without `norm_adv_by_std_in_grpo` by nothing (Dr.GRPO)."""
+
+    adv_estimator: str = "flow_grpo"
+    norm_adv_by_std_in_grpo: bool = True
+    global_std: bool = True
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+
+    def validate(self) -> None:
+        if self.adv_estimator not in ESTIMATORS:
+            raise ValueError(f"algorithm.adv_estimator={self.adv_estimator!r}: allowed are {', '.join(ESTIMATORS)}")
+        self.rollout_correction.validate()
+
+
+@dataclass(kw_only=True)
+class TrainerConfig:
+    """save_freq and test_freq count steps (0: only at the end); max_time: seconds of this command, then the run
+    stops after the step with its state saved; mixed_precision: autocast of the training forward."""
+
+    total_training_steps: int = 100
+    save_freq: int = 20
+    test_freq: int = 20
+    max_checkpoints_to_keep: int = 2
+    output_dir: str = "outputs/run"
+    project_name: str = "flowgrpo_rc"
+    experiment_name: str = "run"
+    logger: list[str] = field(default_factory=lambda: ["console"])
+    seed: int = 42
+    resume_mode: str = "auto"
+    max_time: float | None = None
+    device: str = "auto"
+    mixed_precision: str = "no"
+
+    def validate(self) -> None:
+        for name, allowed in (("resume_mode", RESUME_MODES), ("mixed_precision", PRECISIONS), ("device", DEVICES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"trainer.{name}={getattr(self, name)!r}: allowed are {', '.join(allowed)}")
+        for name, least in (("total_training_steps", 1), ("save_freq", 0), ("test_freq", 0), ("max_checkpoints_to_keep", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"trainer.{name}={getattr(self, name)}: give at least {least}")
+        if self.max_time is not None and not self.max_time > 0:
+            raise ValueError(f"trainer.max_time={self.max_time}: give a number of seconds above 0, or null")
+        validate_loggers(self.logger)

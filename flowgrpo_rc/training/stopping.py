@@ -1,0 +1,46 @@
+"""Stopping early without losing anything: SIGTERM, SIGINT and a time limit end the run after the current step."""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType, TracebackType
+from typing import Self
+
+EXIT_STOPPED = 75
+"""Exit code of a run that stopped early with its state saved (EX_TEMPFAIL: the same command goes on)."""
+
+
+class StopRequest:
+    """Context manager that turns the first SIGTERM or SIGINT into a request; a second one ends the process at once."""
+
+    def __init__(self, max_time: float | None) -> None:
+        self._deadline = None if max_time is None else time.monotonic() + max_time
+        self._signal: str | None = None
+        self._previous: dict[signal.Signals, signal.Handlers | int | None] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._receive)  # type: ignore[assignment]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def reason(self) -> str | None:
+        """Why the run should stop now, or None."""
+        if self._signal is not None:
+            return self._signal
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            return "trainer.max_time is over"
+        return None
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._signal = signal.Signals(number).name
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,251 @@
+"""The training loop. One step: prompts -> rollout -> rewards -> old log-probs -> correction -> advantages -> update."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flowgrpo_rc.batch import DiffusionBatch, Rewards, concat
+from flowgrpo_rc.core.advantages import group_relative
+from flowgrpo_rc.core.metrics import MetricBag, std_from_moments
+from flowgrpo_rc.core.random import derive_seed
+from flowgrpo_rc.core.schedule import draw_windows
+from flowgrpo_rc.correction.correct import (
+    apply_bypass_mode_to_diffusion_batch,
+    apply_rollout_correction_to_diffusion_batch,
+)
+from flowgrpo_rc.data.prompts import PromptSampler, shard
+from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.rewards.manager import RewardHandle, RewardManager
+from flowgrpo_rc.rollout.base import RolloutEngine, RolloutRequest
+from flowgrpo_rc.training.checkpoint import Checkpoint, save_checkpoint
+from flowgrpo_rc.training.console import Console
+from flowgrpo_rc.training.ema import averaged_weights
+from flowgrpo_rc.training.evaluation import Evaluator, record_rewards
+from flowgrpo_rc.training.health import HealthMonitor
+from flowgrpo_rc.training.processes import Processes
+from flowgrpo_rc.training.run_folder import RunFolder
+from flowgrpo_rc.training.samples import save_grid
+from flowgrpo_rc.training.stopping import StopRequest
+from flowgrpo_rc.training.tracking import MetricsFile, Trackers
+from flowgrpo_rc.training.update import PolicyUpdate, difference_by_timestep
+
+if TYPE_CHECKING:
+    from flowgrpo_rc.config import Config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Components:
+    """What a run is made of; `training.assemble` builds it."""
+
+    config: Config
+    processes: Processes
+    folder: RunFolder
+    sampler: PromptSampler
+    policy: FlowPolicy
+    engine: RolloutEngine
+    rewards: RewardManager
+    update: PolicyUpdate
+    evaluator: Evaluator
+    health: HealthMonitor
+    console: Console
+    trackers: Trackers
+
+
+class Trainer:
+    """Runs the steps that are left. Everything random follows from (seed, step, prompt slot, sample)."""
+
+    def __init__(self, parts: Components, resumed: Checkpoint | None) -> None:
+        self.parts = parts
+        self._bag = MetricBag()
+        self._seconds: dict[str, float] = {}
+        self._rows = MetricsFile(parts.folder.metrics)
+        self._health_rows = MetricsFile(parts.folder.health)
+        self._step = 0
+        if resumed is not None:
+            self._step = resumed.step
+            parts.update.load(resumed.tensors, resumed.state["update"])
+            parts.health.load_state_dict(resumed.state["health"])
+        parts.engine.sync_weights(parts.update.lora_state(), self._step)
+
+    def fit(self, stop: StopRequest) -> str | None:
+        """Train to the end, or until `stop` asks; returns its reason, or None if the run is complete."""
+        total = self.parts.config.trainer.total_training_steps
+        if self._step == 0:
+            self._evaluate()
+            self._finish_step()
+        while self._step < total:
+            self._step += 1
+            self._train_step()
+            if self._due(self.parts.config.trainer.test_freq):
+                self._evaluate()
+            self._finish_step()
+            reason = stop.reason()
+            stopping = self.parts.processes.any(reason is not None) and self._step < total
+            if stopping or self._due(self.parts.config.trainer.save_freq):
+                self._save()
+            if stopping:
+                return reason or "another process was asked to stop"
+        return None
+
+    def _train_step(self) -> None:
+        with self._timed("step"):
+            with self._timed("rollout"):
+                batch, handles = self._rollout()
+            with self._timed("old_log_prob"):
+                batch = self._old_log_probs(batch)
+            with self._timed("reward_wait"):
+                rewards = self._collect(handles)
+            batch = self._advantages(batch, rewards)
+            with self._timed("update"):
+                samples = self.parts.config.samples_per_mini_batch(self.parts.processes.count)
+                self._bag.merge(self.parts.update.run(batch, samples), "actor")
+            with self._timed("sync_weights"):
+                self.parts.engine.sync_weights(self.parts.update.lora_state(), self._step)
+        num_images = len(batch) * self.parts.processes.count
+        self._bag.max("perf/images_per_second", torch.tensor(num_images / self._seconds["step"]))
+
+    def _rollout(self) -> tuple[DiffusionBatch, list[RewardHandle]]:
+        """Sample this process's share; images go to the reward threads chunk by chunk."""
+        request = self._request()
+        chunks, handles = [], []
+        for chunk in self.parts.engine.generate(request):
+            different = request.spec.differences(chunk.batch.spec)
+            if different:
+                raise RuntimeError(f"the rollout engine sampled with other settings: {'; '.join(different)}")
+            chunks.append(chunk.batch)
+            handles.append(self.parts.rewards.submit(chunk.images, chunk.prompts))
+        return concat(chunks), handles
+
+    def _request(self) -> RolloutRequest:
+        config, processes = self.parts.config, self.parts.processes
+        prompts = shard(
+            self.parts.sampler.step(self._step - 1),
+            step=self._step,
+            mini_batch_size=config.actor.ppo_mini_batch_size,
+            rank=processes.rank,
+            world_size=processes.count,
+        )
+        seed, n = config.trainer.seed, config.rollout.n
+        size, first, last = config.rollout.window()
+        window = draw_windows(
+            prompts.slots,
+            n,
+            size=size,
+            first=first,
+            last=last,
+            sharing=config.rollout.algo.window_sharing,
+            seed=seed,
+            step=self._step,
+        )
+        seeds = [derive_seed(seed, self._step, slot, index, "rollout") for slot in prompts.slots for index in range(n)]
+        return RolloutRequest(
+            prompts=prompts, samples_per_prompt=n, spec=config.rollout.spec(), window=window, seeds=seeds
+        )
+
+    def _old_log_probs(self, batch: DiffusionBatch) -> DiffusionBatch:
+        """Bypass: old := rollout. Decoupled: recompute with the training graph, then correct once per batch."""
+        config = self.parts.config
+        correction = config.algorithm.rollout_correction
+        if correction.bypass_mode:
+            return apply_bypass_mode_to_diffusion_batch(batch)
+        old = self.parts.policy.log_probs(batch, config.actor.ppo_micro_batch_size_per_gpu)
+        batch, metrics = apply_rollout_correction_to_diffusion_batch(
+            batch.replace(old_log_probs=old), correction, all_reduce=self.parts.processes.sum
+        )
+        metrics.merge(difference_by_timestep(old, batch))
+        self._bag.merge(metrics, "rollout_corr")
+        return batch
+
+    def _collect(self, handles: Sequence[RewardHandle]) -> Rewards:
+        """Wait for the rewards; RewardError if too many samples of the step have none."""
+        manager, processes = self.parts.rewards, self.parts.processes
+        rewards = manager.collect(handles)
+        failed = torch.tensor([*manager.count_failed(rewards).values(), len(rewards.total)], device=processes.device)
+        *counts, total = processes.sum(failed).tolist()
+        manager.check_failed_fraction(dict(zip(manager.names, counts, strict=True)), total)
+        record_rewards(self._bag, rewards, prefix="reward", total="mean")
+        return rewards
+
+    def _advantages(self, batch: DiffusionBatch, rewards: Rewards) -> DiffusionBatch:
+        algorithm = self.parts.config.algorithm
+        device = batch.all_latents.device
+        total, valid = rewards.total.to(device), rewards.valid.to(device)
+        found = group_relative(
+            total,
+            batch.group,
+            valid,
+            norm_by_std=algorithm.norm_adv_by_std_in_grpo,
+            global_std=algorithm.global_std,
+            all_reduce=self.parts.processes.sum,
+        )
+        bag = self._bag
+        bag.mean("zero_std_ratio", found.zero_std.double())
+        bag.mean("advantages/mean", found.values, valid)
+        bag.mean("advantages/_square", found.values**2, valid)
+        bag.max("advantages/max", found.values, valid)
+        bag.min("advantages/min", found.values, valid)
+        bag.derive("advantages/std", lambda m: std_from_moments(m["advantages/mean"], m["advantages/_square"]))
+        return batch.replace(advantages=found.values.float().unsqueeze(1).expand(-1, batch.num_steps))
+
+    def _evaluate(self) -> None:
+        parts = self.parts
+        with self._timed("evaluation"), averaged_weights(parts.update.ema, parts.update.parameters):
+            evaluation = parts.evaluator.run(parts.processes)
+        self._bag.merge(evaluation.metrics)
+        if parts.processes.is_main:
+            image = save_grid(parts.folder.grid(self._step), evaluation.images, evaluation.captions)
+            parts.trackers.log_image(self._step, "val/samples", image)
+
+    def _finish_step(self) -> None:
+        """Reduce the step's metrics, with one host transfer, and write them down."""
+        parts = self.parts
+        for phase, seconds in self._seconds.items():
+            self._bag.max(f"timing_s/{phase}", torch.tensor(seconds))
+        self._bag.max("perf/peak_memory_gib", torch.tensor(peak_memory_gib(parts.processes.device)))
+        row = self._bag.compute(parts.processes.sum, parts.processes.max, parts.processes.device)
+        self._bag, self._seconds = MetricBag(), {}
+        warnings = parts.health.update(self._step, row)
+        if not parts.processes.is_main:
+            return
+        self._rows.append(self._step, row)
+        parts.trackers.log(self._step, row)
+        parts.console.step(self._step, row)
+        for warning in warnings:
+            self._health_rows.append(self._step, {"message": warning})
+            parts.console.warning(warning)
+
+    def _save(self) -> None:
+        parts = self.parts
+        if parts.processes.is_main:
+            state: Mapping[str, Any] = {"update": parts.update.state(), "health": parts.health.state_dict()}
+            checkpoint = Checkpoint(step=self._step, tensors=parts.update.tensors(), state=state)
+            keep = parts.config.trainer.max_checkpoints_to_keep
+            save_checkpoint(parts.folder.checkpoints, checkpoint, keep=keep)
+        parts.processes.wait()
+
+    def _due(self, frequency: int) -> bool:
+        """Every `frequency` steps (0: never) and at the last one."""
+        at_end = self._step == self.parts.config.trainer.total_training_steps
+        return at_end or (frequency > 0 and self._step % frequency == 0)
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak memory so far: of the device for CUDA, of the process otherwise."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)

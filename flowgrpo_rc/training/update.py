@@ -1,0 +1,244 @@
+"""The update: a batch of trajectories -> optimizer steps on the LoRA."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from diffusers.optimization import get_scheduler
+from diffusers.training_utils import EMAModel
+from torch import Tensor, nn
+
+from flowgrpo_rc.batch import DiffusionBatch
+from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.core.transition import reference_kl
+from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig
+from flowgrpo_rc.losses.diffusion import diffusion_loss
+from flowgrpo_rc.policies.flow import FlowPolicy, StepEvaluation
+from flowgrpo_rc.training.ema import EMAConfig
+from flowgrpo_rc.training.lora import lora_parameters, reference_policy
+from flowgrpo_rc.training.processes import Processes
+
+LR_SCHEDULERS = ("constant", "linear", "cosine", "polynomial")
+
+
+@dataclass(kw_only=True)
+class OptimConfig:
+    """AdamW. clip_grad: largest gradient norm; lr_warmup_steps count optimizer updates.
+
+    max_nonfinite_updates: the run ends after so many updates in a row whose gradient is not finite (each is skipped).
+    """
+
+    lr: float = 3e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 1e-4
+    clip_grad: float = 1.0
+    lr_scheduler: str = "constant"
+    lr_warmup_steps: int = 0
+    max_nonfinite_updates: int = 5
+
+    def validate(self) -> None:
+        for name in ("lr", "eps", "clip_grad"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"actor.optim.{name}={getattr(self, name)}: give a number above 0")
+        if self.weight_decay < 0 or self.lr_warmup_steps < 0:
+            raise ValueError("actor.optim.weight_decay and actor.optim.lr_warmup_steps cannot be negative")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"actor.optim.betas={self.betas}: give two numbers from 0 to below 1")
+        if self.lr_scheduler not in LR_SCHEDULERS:
+            raise ValueError(f"actor.optim.lr_scheduler={self.lr_scheduler!r}: allowed are {', '.join(LR_SCHEDULERS)}")
+        if self.max_nonfinite_updates < 1:
+            raise ValueError(f"actor.optim.max_nonfinite_updates={self.max_nonfinite_updates}: give at least 1")
+
+
+@dataclass(kw_only=True)
+class ActorConfig:
+    """ppo_mini_batch_size counts prompts of all processes, ppo_micro_batch_size_per_gpu samples of one.
+
+    use_kl_loss adds kl_loss_coef times the KL to the base model (the adapter switched off).
+    """
+
+    ppo_mini_batch_size: int = 24
+    ppo_micro_batch_size_per_gpu: int = 8
+    ppo_epochs: int = 1
+    use_kl_loss: bool = False
+    kl_loss_coef: float = 0.04
+    diffusion_loss: DiffusionLossConfig = field(default_factory=DiffusionLossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    ema: EMAConfig = field(default_factory=EMAConfig)
+
+    def validate(self) -> None:
+        for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"actor.{name}={getattr(self, name)}: give at least 1")
+        if self.kl_loss_coef < 0:
+            raise ValueError(f"actor.kl_loss_coef={self.kl_loss_coef}: give 0 or more")
+        self.diffusion_loss.validate()
+        self.optim.validate()
+        self.ema.validate()
+
+
+class NonFiniteGradient(RuntimeError):
+    """Too many updates in a row had a gradient that is not finite."""
+
+
+class PolicyUpdate:
+    """Owns the optimizer, the learning-rate schedule and the average of the LoRA of `policy.transformer`."""
+
+    def __init__(
+        self, policy: FlowPolicy, config: ActorConfig, loss: LossConfig, processes: Processes, *, total_updates: int
+    ) -> None:
+        self._policy, self._config, self._loss, self._processes = policy, config, loss, processes
+        self._named = lora_parameters(policy.transformer)
+        self._parameters = list(self._named.values())
+        optim = config.optim
+        self._optimizer = torch.optim.AdamW(
+            self._parameters,
+            lr=optim.lr,
+            betas=(optim.betas[0], optim.betas[1]),
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+        )
+        warm = optim.lr_scheduler == "constant" and optim.lr_warmup_steps > 0
+        self._schedule = get_scheduler(
+            "constant_with_warmup" if warm else optim.lr_scheduler,
+            self._optimizer,
+            num_warmup_steps=optim.lr_warmup_steps,
+            num_training_steps=total_updates,
+        )
+        self.ema = EMAModel(self._parameters, decay=config.ema.decay) if config.ema.enable else None
+        self._updates = 0
+        self._nonfinite_updates = 0
+        self._nonfinite_in_a_row = 0
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        return self._parameters
+
+    def lora_state(self) -> dict[str, Tensor]:
+        """The LoRA tensors by name (detached views)."""
+        return {name: parameter.detach() for name, parameter in self._named.items()}
+
+    def run(self, batch: DiffusionBatch, samples_per_mini_batch: int) -> MetricBag:
+        """All optimizer steps on this process's part of a global batch, in mini-batches of consecutive samples."""
+        bag = MetricBag()
+        for _ in range(self._config.ppo_epochs):
+            for start in range(0, len(batch), samples_per_mini_batch):
+                self._mini_batch(batch.rows(start, start + samples_per_mini_batch), bag)
+        bag.max("lr", torch.tensor(self._schedule.get_last_lr()[0], dtype=torch.float64))
+        bag.max("nonfinite_updates", torch.tensor(float(self._nonfinite_updates)))
+        return bag
+
+    def _mini_batch(self, mini: DiffusionBatch, bag: MetricBag) -> None:
+        num_elements = len(mini) * mini.num_steps * self._processes.count
+        size = self._config.ppo_micro_batch_size_per_gpu
+        for start in range(0, len(mini), size):
+            micro = mini.rows(start, start + size)
+            for t in range(micro.num_steps):
+                self._accumulate(micro.step(t), num_elements, bag)
+        self._step(bag)
+
+    def _accumulate(self, piece: DiffusionBatch, num_elements: int, bag: MetricBag) -> None:
+        """Backward of one SDE step of one micro-batch; the sum over all of them is the mini-batch's gradient."""
+        now = self._policy.evaluate(piece)
+        loss, metrics = diffusion_loss(self._loss, now.log_prob.unsqueeze(1), piece, num_elements=num_elements)
+        if self._config.use_kl_loss:
+            penalty = self._reference_kl(now, piece)
+            loss = loss + self._config.kl_loss_coef * penalty.sum() / num_elements
+            metrics.mean("kl_loss", penalty)
+        loss.backward()
+        bag.merge(metrics)
+        self._by_timestep(now.log_prob.detach(), piece, bag)
+
+    def _reference_kl(self, now: StepEvaluation, piece: DiffusionBatch) -> Tensor:
+        with torch.no_grad(), reference_policy(self._policy.transformer):
+            reference = self._policy.evaluate(piece).transition.mean
+        return reference_kl(now.transition, reference, now.sigma, now.sigma_next, kind=piece.spec.sde_type)
+
+    def _by_timestep(self, log_prob: Tensor, piece: DiffusionBatch, bag: MetricBag) -> None:
+        """|current - rollout| by timestep, where the correction is measured here (bypass mode)."""
+        if self._loss.rollout_correction.bypass_mode and piece.rollout_log_probs is not None:
+            bag.merge(difference_by_timestep(log_prob.unsqueeze(1), piece), "rollout_corr")
+
+    def _step(self, bag: MetricBag) -> None:
+        self._processes.sum_gradients(self._parameters)
+        norm = nn.utils.clip_grad_norm_(self._parameters, self._config.optim.clip_grad)
+        value = norm.item()
+        if math.isfinite(value):
+            self._optimizer.step()
+            self._schedule.step()
+            self._updates += 1
+            self._nonfinite_in_a_row = 0
+            if self.ema is not None and self._updates % self._config.ema.update_interval == 0:
+                self.ema.step(self._parameters)
+        else:
+            self._nonfinite_updates += 1
+            self._nonfinite_in_a_row += 1
+        self._optimizer.zero_grad(set_to_none=True)
+        finite = torch.isfinite(norm)
+        bag.mean("grad_norm", norm, finite)
+        bag.mean("nonfinite_update_fraction", (~finite).double())
+        if self._nonfinite_in_a_row >= self._config.optim.max_nonfinite_updates:
+            raise NonFiniteGradient(
+                f"the gradient was not finite in {self._nonfinite_in_a_row} updates in a row; lower actor.optim.lr or "
+                "raise actor.optim.max_nonfinite_updates"
+            )
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """What a checkpoint holds: `lora`, `optimizer` and, where there is one, `ema`."""
+        moments = {}
+        for name, parameter in self._named.items():
+            for key, value in self._optimizer.state[parameter].items():
+                moments[f"{name}.{key}"] = value
+        tensors = {"lora": self.lora_state(), "optimizer": moments}
+        if self.ema is not None:
+            tensors["ema"] = dict(zip(self._named, self.ema.shadow_params, strict=True))
+        return tensors
+
+    def state(self) -> dict[str, Any]:
+        """The numbers beside the tensors, JSON-able."""
+        return {
+            "updates": self._updates,
+            "nonfinite_updates": self._nonfinite_updates,
+            "nonfinite_in_a_row": self._nonfinite_in_a_row,
+            "lr_schedule": self._schedule.state_dict(),
+            "ema_step": 0 if self.ema is None else self.ema.optimization_step,
+        }
+
+    def load(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+        """Go back to what `tensors` and `state` recorded, bit for bit."""
+        for name, parameter in self._named.items():
+            parameter.data.copy_(tensors["lora"][name])
+            moments = {
+                key.removeprefix(f"{name}."): value.clone() if key.endswith(".step") else value.to(parameter.device)
+                for key, value in tensors["optimizer"].items()
+                if key.startswith(f"{name}.")
+            }
+            if moments:
+                self._optimizer.state[parameter] = moments
+        if self.ema is not None:
+            for shadow, name in zip(self.ema.shadow_params, self._named, strict=True):
+                shadow.copy_(tensors["ema"][name])
+            self.ema.optimization_step = state["ema_step"]
+        self._updates = state["updates"]
+        self._nonfinite_updates = state["nonfinite_updates"]
+        self._nonfinite_in_a_row = state["nonfinite_in_a_row"]
+        self._schedule.load_state_dict(state["lr_schedule"])
+        for group, rate in zip(self._optimizer.param_groups, self._schedule.get_last_lr(), strict=True):
+            group["lr"] = rate
+
+
+def difference_by_timestep(log_probs: Tensor, batch: DiffusionBatch) -> MetricBag:
+    """Mean |log_probs - rollout| [B, T] for each timestep value of the schedule, as `logprob_abs_diff/ts_{t}`."""
+    bag = MetricBag()
+    if batch.rollout_log_probs is None:
+        return bag
+    difference = (log_probs.double() - batch.rollout_log_probs.double()).abs()
+    timesteps = (batch.sigmas[:-1] * 1000).round().int().tolist()
+    for index, timestep in enumerate(timesteps):
+        bag.mean(f"logprob_abs_diff/ts_{timestep}", difference, batch.step_indices == index)
+    return bag

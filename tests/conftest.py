@@ -1,0 +1,97 @@
+"""A random-weight Stable Diffusion 3 checkpoint with all three text encoders, and small runs on it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diffusers.utils import logging as diffusers_logging
+from transformers.utils import logging as transformers_logging
+
+from flowgrpo_rc.assets import tiny_sd3
+from flowgrpo_rc.cli import main
+from flowgrpo_rc.models.base import FlowModel, ModelConfig, load_model
+
+diffusers_logging.disable_progress_bar()
+transformers_logging.disable_progress_bar()
+
+WORDS = ("AB7X", "HELP", "K9Q", "MNPR", "TUV2", "WXY", "C3D4", "EFGH")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A StableDiffusion3Pipeline folder with random weights."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "sd3"
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        vae = tiny_sd3.autoencoder()
+        vae.register_to_config(scaling_factor=1.0, shift_factor=0.0)
+        tiny_sd3.pipeline(vae).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "words.txt"
+    path.write_text("".join(f'"{word}"\n' for word in WORDS))
+    return path
+
+
+@pytest.fixture
+def model(checkpoint: Path) -> FlowModel:
+    return load_model(ModelConfig(path=str(checkpoint)), torch.device("cpu"))
+
+
+@pytest.fixture
+def overrides(checkpoint: Path, prompt_file: Path, tmp_path: Path) -> list[str]:
+    """A run of two steps, small enough for a test: 4 prompts x 2 samples, fp32 rollout, JPEG reward."""
+    return [
+        f"model.path={checkpoint}",
+        "model.lora_rank=4",
+        "model.lora_alpha=8",
+        f"data.train_files={prompt_file}",
+        f"data.val_files={prompt_file}",
+        "data.train_batch_size=4",
+        "rollout.n=2",
+        "rollout.dtype=fp32",
+        "rollout.pipeline.num_inference_steps=4",
+        "rollout.algo.sde_window_size=2",
+        "rollout.algo.sde_window_range=[0,3]",
+        "rollout.val_kwargs.num_inference_steps=2",
+        "rollout.val_kwargs.n=8",
+        "actor.ppo_mini_batch_size=2",
+        "actor.ppo_micro_batch_size_per_gpu=2",
+        "actor.optim.lr=1e-3",
+        "reward.terms.ocr=null",
+        "reward.terms.jpeg.weight=1.0",
+        "trainer.total_training_steps=2",
+        "trainer.device=cpu",
+        f"trainer.output_dir={tmp_path / 'run'}",
+    ]
+
+
+Train = Callable[..., int]
+
+
+@pytest.fixture
+def train(overrides: list[str]) -> Train:
+    """Run the training command with the overrides above and further ones; returns the exit code."""
+
+    def run(*further: str) -> int:
+        return main(["train", *overrides, *further])
+
+    return run
+
+
+def read_rows(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_timings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows without seconds, speed and memory."""
+    return [{k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/"))} for row in rows]

@@ -1,0 +1,175 @@
+"""Each rule at its threshold, and the monitor's onsets."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pytest
+
+from flowgrpo_rc.training.health import HealthMonitor, check_rollout_correction_health
+
+PREFIXES = ("rollout_corr/", "actor/rollout_corr/")
+
+
+@dataclass(frozen=True)
+class Settings:
+    bypass_mode: bool = True
+    rollout_is: str | None = "sequence"
+    rollout_is_threshold: float | str = 2.0
+    rollout_rs: str | None = "seq_mean_k1"
+
+
+HEALTHY = {
+    "rollout_rs_seq_masked_fraction": 0.01,
+    "log_ppl_abs_diff": 1e-4,
+    "rollout_is_max": 1.01,
+    "rollout_is_mean": 1.0,
+    "rollout_is_eff_sample_size": 0.99,
+    "rollout_is_veto_fraction": 0.0,
+    "rollout_is_std": 0.01,
+    "kl": -1e-4,
+    "chi2_token": 1e-6,
+    "mismatch_over_clip": 0.5,
+}
+# Metric, the last healthy value, a value just beyond it, a key that the remedy names.
+EDGES = [
+    ("rollout_rs_seq_masked_fraction", 0.05, 0.0501, "rollout.dtype"),
+    ("log_ppl_abs_diff", 1.0, 1.001, "bypass_mode=False"),
+    ("rollout_is_max", 1.999, 2.0, "rollout_is_threshold"),
+    ("rollout_is_max", 1.999, 2.5, "rollout_is_threshold"),
+    ("rollout_is_mean", 0.5, 0.499, "rollout.calculate_log_probs=True"),
+    ("rollout_is_mean", 2.0, 2.001, "rollout.calculate_log_probs=True"),
+    ("rollout_is_eff_sample_size", 0.3, 0.299, "rollout_is=geometric"),
+    ("rollout_is_veto_fraction", 0.1, 0.101, "rollout_token_veto_threshold"),
+    ("rollout_is_std", 1.0, 1.001, "rollout_is_threshold"),
+    ("kl", 0.1, 0.101, "actor.optim.lr"),
+    ("kl", -0.1, -0.101, "actor.optim.lr"),
+    ("chi2_token", 1.0, 1.001, "rollout.dtype"),
+    ("mismatch_over_clip", 1.0, 1.001, "actor.diffusion_loss.clip_ratio"),
+]
+
+
+def named(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
+    return {prefix + name: value for name, value in values.items()}
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize(("metric", "healthy", "ill", "key"), EDGES)
+def test_rule_flips_at_its_threshold(prefix: str, metric: str, healthy: float, ill: float, key: str) -> None:
+    assert check_rollout_correction_health(named(prefix, HEALTHY | {metric: healthy}), Settings()) == []
+    warnings = check_rollout_correction_health(named(prefix, HEALTHY | {metric: ill}), Settings())
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"{prefix}{metric} is {ill:.4g}, ")
+    assert key in warnings[0]
+    assert warnings[0].endswith(".")
+
+
+def test_rejection_above_ten_percent_also_dilutes() -> None:
+    at, above = (
+        check_rollout_correction_health({"rollout_corr/rollout_rs_seq_masked_fraction": value}, Settings())
+        for value in (0.10, 0.11)
+    )
+    assert len(at) == 1
+    assert len(above) == 2
+    assert "above 0.1:" in above[1]
+    assert "normalize=kept" in above[1]
+    assert "rollout_rs_threshold of seq_mean_k1" in above[1]
+
+
+def test_clipping_of_more_than_half_the_steps() -> None:
+    assert check_rollout_correction_health({"actor/clip_fraction": 0.5}, Settings()) == []
+    (warning,) = check_rollout_correction_health({"actor/clip_fraction": 0.51}, Settings())
+    assert "bypass_mode=False or raise actor.diffusion_loss.clip_ratio" in warning
+    (warning,) = check_rollout_correction_health({"actor/clip_fraction": 0.51}, Settings(bypass_mode=False))
+    assert "bypass_mode" not in warning
+
+
+def test_decoupled_mode_is_not_told_to_become_decoupled() -> None:
+    ill = {f"rollout_corr/{metric}": value for metric, _, value, _ in EDGES}
+    assert not any("bypass_mode" in text for text in check_rollout_correction_health(ill, Settings(bypass_mode=False)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (Settings(rollout_is_threshold=5.0), 0),
+        (Settings(rollout_is_threshold=3.0), 1),
+        (Settings(rollout_is_threshold="0.5_3.0"), 1),
+        (Settings(rollout_is_threshold="0.5_3.1"), 0),
+        (Settings(rollout_is_threshold="auto:4"), 0),
+        (Settings(rollout_is=None), 0),
+    ],
+)
+def test_pinned_weight_knows_its_bound(settings: Settings, expected: int) -> None:
+    assert len(check_rollout_correction_health({"rollout_corr/rollout_is_max": 3.0}, settings)) == expected
+
+
+def test_absent_metrics_are_no_error() -> None:
+    assert check_rollout_correction_health({}, Settings()) == []
+    assert check_rollout_correction_health({"reward/mean": math.nan, "timing_s/update": 3.0}, Settings()) == []
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None])
+def test_non_finite_value_is_one_warning(value: float | None) -> None:
+    metrics = {"actor/pg_loss": value, "actor/rollout_corr/kl": value, "actor/lr": 1e-4}
+    (warning,) = check_rollout_correction_health(metrics, Settings())
+    assert "actor/pg_loss (and 1 more) is not finite" in warning
+
+
+def run(monitor: HealthMonitor, values: list[float], first: int = 1) -> list[int]:
+    """The steps at which the monitor warned of the effective sample size."""
+    name = "rollout_corr/rollout_is_eff_sample_size"
+    return [step for step, value in enumerate(values, start=first) if monitor.update(step, {name: value})]
+
+
+def test_one_bad_step_is_no_onset() -> None:
+    assert run(HealthMonitor(Settings()), [0.9, 0.1, 0.9, 0.9, 0.1, 0.9, 0.9, 0.9, 0.1]) == []
+
+
+def test_majority_of_the_window_warns_once_per_onset() -> None:
+    ill, healthy = 0.1, 0.9
+    assert run(HealthMonitor(Settings()), [ill] * 20) == [3]
+    assert run(HealthMonitor(Settings()), [healthy, ill, healthy, ill, healthy, ill, ill]) == [6]
+    # Wavering around a majority is one onset; a clean window ends it.
+    assert run(HealthMonitor(Settings()), [ill, ill, ill, healthy, healthy, healthy, ill, ill, ill]) == [3]
+    assert run(HealthMonitor(Settings()), [ill] * 3 + [healthy] * 5 + [ill] * 3) == [3, 11]
+
+
+def test_onset_says_how_often() -> None:
+    monitor = HealthMonitor(Settings())
+    for step in (1, 2):
+        assert monitor.update(step, {"rollout_corr/kl": 0.5}) == []
+    (warning,) = monitor.update(3, {"rollout_corr/kl": 0.5})
+    assert warning.endswith("(3 of the last 3 steps).")
+
+
+def test_steps_without_the_metric_do_not_count() -> None:
+    monitor = HealthMonitor(Settings())
+    found = [bool(monitor.update(step, {"rollout_corr/kl": 0.5} if step % 2 else {})) for step in range(1, 8)]
+    assert [step for step, warned in enumerate(found, start=1) if warned] == [5]
+
+
+def test_non_finite_is_reported_at_once_and_once() -> None:
+    monitor = HealthMonitor(Settings())
+    values = [1.0, math.nan, math.nan, 1.0, 1.0, 1.0, 1.0, 1.0, math.nan]
+    assert [step for step, loss in enumerate(values) if monitor.update(step, {"actor/pg_loss": loss})] == [1, 8]
+
+
+@pytest.mark.parametrize("cut", range(1, 14))
+def test_resumed_monitor_warns_like_an_uninterrupted_one(cut: int) -> None:
+    values = [0.1, 0.9, 0.1, 0.1, 0.9, 0.9, 0.9, 0.9, 0.9, 0.1, 0.1, 0.1, 0.1, 0.1]
+    whole = HealthMonitor(Settings())
+    expected = run(whole, values)
+    first, second = HealthMonitor(Settings()), HealthMonitor(Settings())
+    warned = run(first, values[:cut])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert warned + run(second, values[cut:], first=cut + 1) == expected == [4, 12]
+    assert second.state_dict() == whole.state_dict()
+
+
+def test_window_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="window is 0"):
+        HealthMonitor(Settings(), window=0)

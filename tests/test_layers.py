@@ -1,0 +1,157 @@
+"""Arrows point down only: the imports of the package, read from its source."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import flowgrpo_rc
+
+ROOT = Path(flowgrpo_rc.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+
+BELOW = {
+    "batch": set(),
+    "plugins": set(),
+    "core": {"core"},
+    "correction": {"correction", "core", "batch"},
+    "losses": {"losses", "correction", "core", "batch", "plugins"},
+    "models": {"models", "core", "batch", "plugins"},
+    "policies": {"policies", "models", "losses", "correction", "core", "batch"},
+    "rewards": {"rewards", "core", "batch", "plugins"},
+    "data": {"data", "core", "batch", "plugins"},
+    "rollout": {"rollout", "policies", "models", "correction", "core", "batch", "plugins"},
+    "assets": {"assets", "models", "rewards", "batch"},
+}
+BELOW["training"] = {"training", *BELOW} - {"assets"}
+BELOW |= {part: {*BELOW, *("config", "compose", "commands", "cli")} for part in ("config", "compose", "commands")}
+BELOW["cli"] = {*BELOW} | {"cli"}
+BELOW["train"] = {"cli"}
+
+EXCEPTIONS = {("training/assemble.py", "config")}
+
+# What only some parts may import from outside.
+RESTRICTED = {
+    "diffusers": {"models", "policies", "rollout", "training", "assets", "cli"},
+    "transformers": {"models", "policies", "rollout", "training", "assets", "cli"},
+    "hydra": {"compose", "cli"},
+    "omegaconf": {"compose", "commands", "cli"},
+    "accelerate": {"training"},
+    "peft": {"training", "models", "rollout"},
+}
+CORE_MAY_IMPORT = sys.stdlib_module_names | {"torch"}
+HEAVY = ("rapidocr_onnxruntime", "wandb", "vllm", "vllm_omni", "pyarrow", "matplotlib.pyplot")
+
+
+class Import(NamedTuple):
+    """A module that a file imports, full dotted name; `typing_only` for what stands under TYPE_CHECKING."""
+
+    file: Path
+    line: int
+    module: str
+    typing_only: bool
+    at_top: bool
+
+    def __str__(self) -> str:
+        return f"{self.file.relative_to(ROOT)}:{self.line} imports {self.module}"
+
+
+def imports(file: Path) -> Iterator[Import]:
+    tree = ast.parse(file.read_text())
+    guards = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    typing_only = {id(child) for guard in guards for part in guard.body for child in ast.walk(part)}
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inside = {id(child) for function in functions for child in ast.walk(function)}
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno} is a relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            yield Import(file, node.lineno, name, id(node) in typing_only, id(node) not in inside)
+
+
+def part_of(file: Path) -> str:
+    """The first folder below the package, or the module's own name."""
+    return file.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+ALL = [found for file in FILES for found in imports(file)]
+
+
+def test_the_reader_sees_imports():
+    seen = {(part_of(found.file), found.module.split(".")[0]) for found in ALL}
+    assert ("correction", "flowgrpo_rc") in seen
+    assert ("models", "diffusers") in seen
+    assert any(found.typing_only for found in ALL)
+    assert any(not found.at_top for found in ALL)
+
+
+def test_every_part_has_a_layer():
+    assert {part_of(file) for file in FILES} - {"__init__"} <= set(BELOW)
+
+
+def test_no_import_points_up():
+    wrong = []
+    for found in ALL:
+        own, names = part_of(found.file), found.module.split(".")
+        if own == "__init__" or names[0] != "flowgrpo_rc" or found.typing_only:
+            continue
+        target = names[1]
+        allowed = target in BELOW[own] or (str(found.file.relative_to(ROOT)), target) in EXCEPTIONS
+        if not allowed:
+            wrong.append(str(found))
+    assert wrong == []
+
+
+def test_the_exceptions_are_still_needed():
+    used = {(str(f.file.relative_to(ROOT)), f.module.split(".")[1]) for f in ALL if f.module.startswith("flowgrpo_rc.")}
+    assert used >= EXCEPTIONS
+
+
+def test_the_core_needs_only_torch_and_the_standard_library():
+    outside = [
+        str(found)
+        for found in ALL
+        if part_of(found.file) in ("core", "correction", "losses", "batch", "plugins")
+        and found.module.split(".")[0] not in CORE_MAY_IMPORT | {"flowgrpo_rc"}
+    ]
+    assert outside == []
+
+
+def test_frameworks_stay_where_they_belong():
+    wrong = [
+        str(found)
+        for found in ALL
+        for allowed in [RESTRICTED.get(found.module.split(".")[0])]
+        if allowed is not None and part_of(found.file) not in allowed and not found.typing_only
+    ]
+    assert wrong == []
+
+
+def test_heavy_optional_libraries_are_imported_where_they_are_set_up():
+    wrong = [
+        str(found)
+        for found in ALL
+        if found.at_top and not found.typing_only and f"{found.module}.".startswith(tuple(f"{name}." for name in HEAVY))
+    ]
+    assert wrong == []
+
+
+def test_importing_the_package_is_light():
+    code = (
+        f"import sys, flowgrpo_rc; print([name for name in {(*HEAVY, 'hydra', 'diffusers')!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[]", "")
+
+
+def test_a_file_is_one_sitting():
+    long = {str(file.relative_to(ROOT)): lines for file in FILES if (lines := len(file.read_text().splitlines())) > 500}
+    assert long == {}

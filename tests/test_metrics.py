@@ -1,0 +1,317 @@
+"""Metrics: MetricBag, the diagnostics of the correction, and both over micro-batches and processes."""
+
+from __future__ import annotations
+
+import math
+
+import oracles
+import pytest
+import torch
+from oracles import CRITERIA, LEVELS, log_probs, mask_of, on_shards, std
+from oracles import correct_with_defaults as run
+
+from flowgrpo_rc import compute_offpolicy_metrics, compute_rollout_correction_and_rejection_mask
+from flowgrpo_rc.core.kl import k1, k2, k3
+from flowgrpo_rc.core.metrics import MetricBag, std_from_moments
+from flowgrpo_rc.core.reduce import masked_mean, masked_sum
+from flowgrpo_rc.correction.bands import parse_bands
+
+VALUES = torch.tensor([3.0, -1.0, 4.0, 1.5])
+SOME = torch.tensor([True, False, True, False])
+
+
+def filled(values: torch.Tensor, mask: torch.Tensor | None = None) -> MetricBag:
+    bag = MetricBag()
+    bag.mean("mean", values, mask)
+    bag.max("max", values, mask)
+    bag.min("min", values, mask)
+    bag.sum("sum", values)
+    bag.mean("_square", values**2, mask)
+    bag.derive("std", lambda m: std_from_moments(m["mean"], m["_square"]))
+    return bag
+
+
+def test_mean_sum_max_min_and_derived():
+    found = filled(VALUES).compute()
+    assert found == pytest.approx(
+        {"mean": 1.875, "max": 4.0, "min": -1.0, "sum": 7.5, "std": std(VALUES.tolist())}, abs=1e-14
+    )
+
+
+def test_a_mask_selects():
+    found = filled(VALUES, SOME).compute()
+    assert (found["mean"], found["max"], found["min"]) == (3.5, 4.0, 3.0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_masked_out_takes_no_part(bad):
+    values = torch.tensor([3.0, bad, 4.0, bad])
+    found = filled(values, SOME).compute()
+    assert (found["mean"], found["max"], found["min"]) == (3.5, 4.0, 3.0)
+
+
+def test_adding_in_pieces_is_adding_at_once_and_not_a_mean_of_means():
+    bag = MetricBag()
+    for piece in (VALUES[:1], VALUES[1:]):
+        bag.mean("mean", piece)
+        bag.max("max", piece)
+        bag.min("min", piece)
+    assert bag.compute() == {"mean": 1.875, "max": 4.0, "min": -1.0}
+
+
+def test_merge_with_a_prefix_keeps_derived_metrics_apart():
+    bag = MetricBag()
+    bag.mean("mean", torch.tensor([100.0]))
+    for piece in (VALUES[:1], VALUES[1:]):
+        bag.merge(filled(piece), "a/b")
+    outer = MetricBag()
+    outer.merge(bag, "actor")
+    found = outer.compute()
+    assert found["actor/a/b/std"] == pytest.approx(std(VALUES.tolist()), abs=1e-14)
+    assert found["actor/mean"] == 100.0
+    assert found["actor/a/b/mean"] == 1.875
+    assert found["actor/a/b/sum"] == 7.5
+    assert not [name for name in found if "_square" in name]
+
+
+def test_merge_leaves_the_other_bag_alone():
+    other, bag = filled(VALUES), MetricBag()
+    bag.merge(other)
+    bag.merge(other)
+    bag.mean("mean", torch.tensor([50.0]))
+    assert other.compute() == filled(VALUES).compute()
+    assert bag.compute()["sum"] == 15.0
+
+
+def test_an_empty_mask_leaves_the_metric_out():
+    nothing = torch.zeros(4, dtype=torch.bool)
+    found = filled(VALUES, nothing).compute()
+    assert set(found) == {"sum"}
+    bag = filled(VALUES, nothing)
+    bag.merge(filled(VALUES, SOME))
+    assert bag.compute()["mean"] == 3.5
+    assert bag.compute()["max"] == 4.0
+    assert bag.compute()["min"] == 3.0
+
+
+def test_a_tensor_without_elements_leaves_the_metric_out():
+    bag = MetricBag()
+    bag.mean("mean", torch.zeros(0))
+    bag.max("max", torch.zeros(0, 3))
+    bag.min("min", torch.zeros(2, 0), torch.zeros(2, 0, dtype=torch.bool))
+    assert bag.compute() == {}
+    bag.max("max", torch.tensor(2.0))
+    assert bag.compute() == {"max": 2.0}
+
+
+def test_an_empty_bag():
+    assert MetricBag().compute() == {}
+
+
+def test_nothing_of_the_graph_is_kept():
+    values = VALUES.clone().requires_grad_()
+    bag = filled(values * 2, SOME)
+    stores = (bag._sums, bag._counts, bag._maxima, bag._minima)
+    assert not [name for store in stores for name, value in store.items() if value.requires_grad]
+
+
+def test_sums_are_float64():
+    bag = MetricBag()
+    for _ in range(10):
+        bag.mean("mean", torch.tensor([1e8, 1.0], dtype=torch.float32))
+    assert bag.compute()["mean"] == (1e8 + 1) / 2
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_value_that_is_not_finite_is_shown_and_not_hidden(value):
+    found = filled(torch.tensor([1.0, value])).compute()
+    assert not math.isfinite(found["mean"])
+    assert not math.isfinite(found["max"])
+
+
+def test_processes_give_the_statistics_of_all_elements():
+    values = torch.randn(9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    parts = [values[:2], values[2:]]
+
+    def work(rank, reduce):
+        return filled(parts[rank]).compute(reduce["sum"], reduce["max"])
+
+    whole = filled(values).compute()
+    for found in on_shards(2, work):
+        assert found == pytest.approx(whole, abs=1e-12)
+        assert found["max"] == values.max().item()
+        assert found["min"] == values.min().item()
+
+
+def test_a_process_whose_mask_is_empty_does_not_disturb_the_others():
+    masks = [torch.zeros(4, dtype=torch.bool), SOME]
+
+    def work(rank, reduce):
+        return filled(VALUES, masks[rank]).compute(reduce["sum"], reduce["max"])
+
+    for found in on_shards(2, work):
+        assert (found["mean"], found["max"], found["min"]) == (3.5, 4.0, 3.0)
+
+
+def test_one_collective_for_sums_and_one_for_extrema():
+    calls = []
+
+    def reduce(value):
+        calls.append(value.shape)
+        return value
+
+    filled(VALUES).compute(reduce, reduce)
+    assert len(calls) == 2
+
+
+def test_masked_reductions():
+    values = torch.tensor([[1.0, math.nan], [math.inf, 4.0], [math.nan, math.nan]])
+    mask = torch.tensor([[True, False], [False, True], [False, False]])
+    assert masked_sum(values, mask).item() == 5
+    assert masked_sum(values, mask, 1).tolist() == [1, 4, 0]
+    assert masked_mean(values, mask).item() == 2.5
+    assert masked_mean(values, mask, 1).tolist() == [1, 4, 0]
+    doubled = masked_mean(values, mask, all_reduce=lambda total: total + torch.tensor([5.0, 1.0]))
+    assert doubled.item() == pytest.approx(10 / 3)
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1e-6, 1e-4, 1.0])
+def test_kl_estimators(scale):
+    x = scale * torch.randn(100, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert torch.equal(k1(x), -x)
+    torch.testing.assert_close(k2(x), x * x / 2, rtol=1e-15, atol=0)
+    series = sum(x**n / float(math.factorial(n)) for n in range(2, 30))
+    torch.testing.assert_close(k3(x), series, rtol=1e-12, atol=1e-15 * scale)
+    assert (k3(x) >= 0).all()
+    assert (k3(x.float()) >= 0).all()
+
+
+# The diagnostics of the correction -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("scale", [1e-8, 1e-6, 1e-4, 1e-2, 2.0])
+def test_metrics_hold_at_the_scale_of_diffusion_log_ratios(level, scale):
+    """fp32 makes k3 negative and variances zero at 1e-4; the rollout log-probs are of order 1."""
+    source = torch.Generator().manual_seed(1)
+    difference = scale * torch.randn(40, 3, generator=source, dtype=torch.float64)
+    mask = torch.ones(40, 3, dtype=torch.bool)
+    zero = torch.zeros_like(difference)
+    found = run(difference, zero, mask, rollout_is=level).metrics.compute()
+    valid = mask.tolist()
+    expect = oracles.metrics(difference.tolist(), zero.tolist(), valid, valid, level=level, upper=2.0)
+    assert found["k3_kl"] > 0
+    for name in ("k3_kl", "kl", "rollout_is_std", "rollout_is_seq_std", "chi2_token", "chi2_seq", "log_ppl_abs_diff"):
+        assert found[name] == pytest.approx(expect[name], rel=1e-6), name
+    assert found["rollout_is_eff_sample_size"] == pytest.approx(expect["rollout_is_eff_sample_size"], rel=1e-12)
+
+
+def test_k3_is_never_negative_for_fp32_inputs():
+    source = torch.Generator().manual_seed(2)
+    for scale in (1e-8, 1e-7, 1e-6, 1e-5, 1e-4):
+        rollout = -1 + 0.1 * torch.randn(50, 2, generator=source)
+        training = rollout + scale * torch.randn(50, 2, generator=source)
+        for row in range(50):
+            pair = training[row : row + 1], rollout[row : row + 1], torch.ones(1, 2)
+            assert compute_offpolicy_metrics(*pair)["k3_kl"] >= 0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_fractions_beyond_the_bounds_are_seen_before_truncation(level):
+    ratio = torch.tensor([[3.0, 3.0], [0.2, 0.2], [1.1, 1.1], [2.5, 2.5]], dtype=torch.float64)
+    training = ratio.log()
+    mask = torch.ones(4, 2, dtype=torch.bool)
+    values = run(training, torch.zeros_like(training), mask, rollout_is=level).metrics.compute()
+    assert values["rollout_is_ratio_fraction_high"] == values["rollout_is_seq_fraction_high"] == 0.5
+    assert values["rollout_is_ratio_fraction_low"] == values["rollout_is_seq_fraction_low"] == 0.25
+    assert values["rollout_is_max"] == values["rollout_is_seq_max"] == 2.0
+
+
+def test_without_valid_steps_there_are_no_metrics_of_values():
+    found = compute_rollout_correction_and_rejection_mask(torch.zeros(2, 3), torch.ones(2, 3), torch.zeros(2, 3))
+    assert found.metrics == {}
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (2, 0)])
+def test_an_empty_batch(shape):
+    empty = torch.zeros(shape)
+    found = compute_rollout_correction_and_rejection_mask(
+        empty, empty, empty, rollout_is="sequence", rollout_rs=",".join(CRITERIA[:1]), rollout_rs_threshold=2.0
+    )
+    assert found.weights.shape == found.mask.shape == shape
+    assert found.metrics == {}
+
+
+# Sharding -----------------------------------------------------------------------------------------------------------
+
+SHARDED = [
+    {},
+    {"rollout_is": "token"},
+    {"rollout_is": "sequence", "bands": parse_bands("seq_mean_k1,token_k2", "0.7_1.4,0.2")},
+    {"rollout_is": "token", "batch_normalize": True, "bands": parse_bands("seq_max_k3", 0.1)},
+    {"rollout_is": "sequence", "batch_normalize": True},
+]
+
+
+@pytest.mark.parametrize("settings", [settings for settings in SHARDED if "batch_normalize" not in settings])
+@pytest.mark.parametrize("scale", [1e-6, 1e-4, 0.5])
+@pytest.mark.parametrize("cuts", [[3], [1, 2], [1, 2, 3, 4, 5]])
+def test_micro_batches_change_neither_weights_mask_nor_metrics(settings, scale, cuts):
+    training, rollout = log_probs(scale)
+    mask = mask_of("empty")
+    whole = run(training, rollout, mask, **settings)
+    bag, parts = MetricBag(), []
+    for start, stop in zip([0, *cuts], [*cuts, 6], strict=True):
+        parts.append(run(training[start:stop], rollout[start:stop], mask[start:stop], **settings))
+        bag.merge(parts[-1].metrics)
+    assert torch.equal(torch.cat([part.mask for part in parts]), whole.mask)
+    if whole.weights is not None:
+        assert torch.equal(torch.cat([part.weights for part in parts]), whole.weights)
+    assert bag.compute() == pytest.approx(whole.metrics.compute(), rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize("settings", SHARDED)
+@pytest.mark.parametrize("scale", [1e-6, 1e-4, 0.5])
+def test_processes_change_neither_weights_mask_nor_metrics(settings, scale):
+    training, rollout = log_probs(scale)
+    mask = mask_of("empty")
+    whole = run(training, rollout, mask, **settings)
+    parts = [slice(0, 2), slice(2, 6)]
+
+    def work(rank, reduce):
+        rows = parts[rank]
+        found = run(training[rows], rollout[rows], mask[rows], all_reduce=reduce["sum"], **settings)
+        return found, found.metrics.compute(reduce["sum"], reduce["max"])
+
+    shards = on_shards(2, work)
+    assert torch.equal(torch.cat([found.mask for found, _ in shards]), whole.mask)
+    if whole.weights is not None:
+        weights = torch.cat([found.weights for found, _ in shards])
+        torch.testing.assert_close(weights, whole.weights, rtol=0, atol=1e-12)
+    for _, values in shards:
+        assert values == pytest.approx(whole.metrics.compute(), rel=0, abs=1e-12)
+
+
+def test_normalisation_by_the_other_shards_known_sums():
+    """Another process holds 5 tokens whose weights add up to 9.5: mean (1 + 2 + 9.5) / 7."""
+    training = torch.tensor([[0.0, math.log(3.0)]], dtype=torch.float64)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    add = torch.tensor([9.5, 5.0], dtype=torch.float64)
+    settings = {"rollout_is": "token", "batch_normalize": True, "all_reduce": lambda total: total + add}
+    found = run(training, torch.zeros_like(training), mask, **settings)
+    torch.testing.assert_close(found.weights, torch.tensor([[1.0, 2.0]], dtype=torch.float64) * 7 / 12.5)
+
+
+def test_the_maximum_is_the_one_of_the_global_batch():
+    rollout = torch.zeros(4, 1, dtype=torch.float64)
+    training = torch.tensor([[0.1], [0.2], [-0.6], [0.3]], dtype=torch.float64)
+    mask = torch.ones(4, 1, dtype=torch.bool)
+    bag = MetricBag()
+    for row in range(4):
+        bag.merge(run(training[row : row + 1], rollout[row : row + 1], mask[row : row + 1]).metrics, "actor")
+    values = bag.compute()
+    assert values["actor/logprob_abs_diff_max"] == pytest.approx(0.6)
+    assert values["actor/log_ppl_diff_max"] == pytest.approx(0.3)
+    assert values["actor/log_ppl_diff_min"] == pytest.approx(-0.6)
+    assert values["actor/rollout_is_max"] == pytest.approx(math.exp(0.3))
+    assert values["actor/rollout_is_min"] == pytest.approx(math.exp(-0.6))

@@ -1,0 +1,125 @@
+"""The OCR reward: its formula against numbers worked out by hand, its reading against text drawn by Pillow."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw, ImageFont
+from rapidocr_onnxruntime import RapidOCR
+
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.rewards.ocr import OCR, ocr_score
+
+
+def draw(text: str, *, width: int = 64, height: int = 32, size: int = 20, ink="navy", paper="white") -> np.ndarray:
+    """Text in the middle of an image [height, width, 3]; lines are separated by a line break."""
+    image = Image.new("RGB", (width, height), paper)
+    font = ImageFont.load_default(size)
+    ImageDraw.Draw(image).text((width / 2, height / 2), text, font=font, fill=ink, anchor="mm", align="center")
+    return np.asarray(image)
+
+
+def prompt(target: str | None, index: int = 0) -> Prompt:
+    return Prompt(text=f'a sign that says "{target}"', index=index, target=target)
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "reward", "edit", "substring", "exact"),
+    [
+        ("CAFE", "CAFE", 1.0, 1.0, 1.0, 1.0),
+        ("c a f e", "CAFE", 1.0, 1.0, 1.0, 1.0),  # spaces and case do not count
+        ("New York", "newyork", 1.0, 1.0, 1.0, 1.0),
+        ("CAFF", "CAFE", 0.75, 0.75, 0.0, 0.0),  # one substitution of four
+        ("CAF", "CAFE", 0.75, 0.75, 0.0, 0.0),  # one deletion
+        ("CXAFE", "CAFE", 0.75, 0.75, 0.0, 0.0),  # one insertion
+        ("THECAFE", "CAFE", 1.0, 0.25, 1.0, 0.0),  # three insertions, but the word is there
+        ("XXCAFEXX", "CAFE", 1.0, 0.0, 1.0, 0.0),
+        ("", "CAFE", 0.0, 0.0, 0.0, 0.0),
+        ("somethingquiteelse", "abc", 0.0, 0.0, 0.0, 0.0),  # the distance is cut at the target's length
+        ("kitten", "sitting", 4 / 7, 4 / 7, 0.0, 0.0),  # the textbook distance, 3
+    ],
+)
+def test_score_by_hand(text, target, reward, edit, substring, exact):
+    score = ocr_score(text, target)
+    assert (score.substring, score.exact) == (substring, exact)
+    assert score.reward == pytest.approx(reward)
+    assert score.edit == pytest.approx(edit)
+
+
+@pytest.mark.parametrize("target", ["", "   "])
+def test_score_refuses_an_empty_target(target):
+    with pytest.raises(ValueError, match="target text is empty"):
+        ocr_score("CAFE", target)
+
+
+WORDS = ["5WSJ", "KBCA", "F4W7", "HEY", "MUSEUM"]
+
+
+def test_reads_lines_in_batches():
+    images = np.stack([draw(word, width=96) for word in WORDS])
+    one_by_one = [OCR(batch_size=1).read(images[i : i + 1])[0] for i in range(len(WORDS))]
+    assert OCR(batch_size=2).read(images) == one_by_one == WORDS
+
+
+def test_reads_faint_colours_as_the_library_does_from_a_file():
+    """Near the limit of legibility the order of the colour channels changes what is read."""
+    rng = np.random.default_rng(0)
+    inks = rng.integers(0, 256, (24, 3))
+    papers = np.clip(inks + rng.integers(-20, 21, (24, 3)), 0, 255)
+    images = np.stack(
+        [draw("KBCA", ink=tuple(ink), paper=tuple(paper)) for ink, paper in zip(inks, papers, strict=True)]
+    )
+    library = RapidOCR(use_det=False, use_cls=False, rec_img_shape=[3, 48, 96], intra_op_num_threads=1)
+    expected = [library(Image.fromarray(image))[0][0][0] for image in images]
+    assert OCR().read(images) == expected
+    assert OCR().read(images[..., ::-1]) != expected
+
+
+def test_small_text_in_a_large_image_needs_detection():
+    page = draw("OPEN", width=512, height=512, size=60)
+    assert OCR(detection="always").read(page[None]) == ["OPEN"]
+    assert OCR(detection="auto").read(page[None]) == ["OPEN"]
+    assert OCR(detection="never").read(page[None]) != ["OPEN"]
+
+
+def test_detection_joins_lines_from_top_to_bottom():
+    page = draw("HAPPY\nBIRTHDAY", width=320, height=256, size=40)
+    assert OCR().read(page[None])[0].replace(" ", "") == "HAPPYBIRTHDAY"
+
+
+@pytest.mark.parametrize("shape", [(2, 32, 64, 3), (2, 128, 128, 3)])
+def test_blank_images_have_no_text_and_no_reward(shape):
+    blank = np.full(shape, 255, np.uint8)
+    reward = OCR()
+    assert reward.read(blank) == ["", ""]
+    assert reward(blank, [prompt("CAFE"), prompt("X")]).values == [0.0, 0.0]
+
+
+def test_scores_images_against_their_own_prompts():
+    images = np.stack([draw("KBCA"), draw("KBCA"), draw("KBCA"), draw("KBCA")])
+    targets = ["KBCA", "kb ca", "KBCX", "BC"]
+    scores = OCR()(images, [prompt(target, index) for index, target in enumerate(targets)])
+    assert scores.values == [1.0, 1.0, 0.75, 1.0]
+    assert scores.parts["edit"] == [1.0, 1.0, 0.75, 0.0]
+    assert scores.parts["substring"] == [1.0, 1.0, 0.0, 1.0]
+    assert scores.parts["exact"] == [1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("target", [None, "", " "])
+def test_a_prompt_without_target_is_named(target):
+    images = np.stack([draw("KBCA"), draw("HEY")])
+    with pytest.raises(ValueError, match="needs a target text, and prompt 7"):
+        OCR()(images, [prompt("KBCA"), prompt(target, 7)])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"detection": "sometimes"}, "detection='sometimes' is not one of auto, always, never"),
+        ({"threads": 0}, "threads=0 must be at least 1"),
+        ({"batch_size": -1}, "batch_size=-1 must be at least 1"),
+    ],
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        OCR(**options)

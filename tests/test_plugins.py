@@ -1,0 +1,146 @@
+"""Plug-ins: how they are found and built, and a conformance test for every reward in the folder."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import subprocess
+import sys
+from io import BytesIO
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.plugins import available_plugins, build, load_class
+from flowgrpo_rc.rewards.base import Reward, Scores
+from flowgrpo_rc.rewards.jpeg import Jpeg
+
+HERE = __name__
+PACKAGE = "flowgrpo_rc.rewards"
+
+
+def images(count: int, size: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (count, size, size, 3), dtype=np.uint8)
+
+
+def prompts(count: int, start: int = 0) -> list[Prompt]:
+    return [Prompt(text=f'a "{index}"', index=index, target=str(index)) for index in range(start, start + count)]
+
+
+class Constant(Reward):
+    """A reward out of the tree, with an option that has no default."""
+
+    def __init__(self, *, value: float) -> None:
+        self.value = value
+
+    def __call__(self, images, prompts):
+        return Scores(values=[self.value] * len(images))
+
+
+class Plain(Reward):
+    """No option at all."""
+
+    def __call__(self, images, prompts):
+        return Scores(values=[0.0] * len(images))
+
+
+class Unfinished(Reward):
+    """Abstract: it forgot to define __call__."""
+
+
+class NotAReward:
+    pass
+
+
+def test_finds_a_plug_in_by_its_module():
+    assert load_class(PACKAGE, "jpeg", Reward) is Jpeg
+    assert load_class(PACKAGE, f"{HERE}.Constant", Reward) is Constant
+    assert available_plugins(PACKAGE, Reward) == ["jpeg", "ocr"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("jpg", r"no plug-in 'jpg' \(did you mean 'jpeg'\?\); available: jpeg, ocr"),
+        ("nothing_like_it", r"no plug-in 'nothing_like_it'; available: jpeg, ocr"),
+        ("base", "must define one concrete subclass of Reward; it has: none"),
+        ("no_such_package.module.Class", "there is no module 'no_such_package.module'"),
+        (f"{HERE}.Missing", "is not a subclass of flowgrpo_rc.rewards.base.Reward"),
+        (f"{HERE}.NotAReward", "is not a subclass of flowgrpo_rc.rewards.base.Reward"),
+        (f"{HERE}.Unfinished", "is abstract: it lacks __call__"),
+        (f"{HERE}.images", "is not a subclass"),
+        ("..relative.Class", "there is no module"),
+        ("json.decoder.deeper.Class", "there is no module 'json.decoder.deeper'"),
+    ],
+)
+def test_plug_ins_that_do_not_load(name, message):
+    with pytest.raises(ValueError, match=message):
+        load_class(PACKAGE, name, Reward)
+
+
+def test_a_failing_import_inside_a_plug_in_is_shown_as_it_is(tmp_path, monkeypatch):
+    (tmp_path / "plug_in_with_a_hole.py").write_text("import a_library_nobody_has\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="a_library_nobody_has"):
+        load_class(PACKAGE, "plug_in_with_a_hole.Reward", Reward)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        (Jpeg, {"qualty": 3}, r"reward\.terms\.x\.qualty: unknown option \(did you mean 'quality'\?\); allowed: obj"),
+        (Jpeg, {"objective": "small"}, r"reward\.terms\.x: objective='small' is not one of compressibility, incom"),
+        (Jpeg, {"quality": 0}, r"reward\.terms\.x: quality=0 is not between 1 and 95"),
+        (Jpeg, {"quality": "high"}, r"reward\.terms\.x: quality='high' is not between 1 and 95"),
+        (Constant, {}, r"reward\.terms\.x: Constant needs the option value"),
+        (Plain, {"a": 1}, r"reward\.terms\.x\.a: unknown option; allowed: none"),
+    ],
+)
+def test_options_that_do_not_fit(cls, options, message):
+    with pytest.raises(ValueError, match=message):
+        build(cls, options, "reward.terms.x")
+
+
+def test_importing_loads_nothing_heavy():
+    heavy = "{'rapidocr_onnxruntime', 'onnxruntime', 'cv2', 'pyarrow', 'diffusers', 'transformers'}"
+    modules = "flowgrpo_rc.rewards.ocr, flowgrpo_rc.rewards.jpeg, flowgrpo_rc.rewards.manager, flowgrpo_rc.data.prompts"
+    use = "flowgrpo_rc.rewards.manager.validate_rewards(flowgrpo_rc.rewards.manager.RewardConfig())"
+    code = f"import sys, {modules}; {use}; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# --- every reward in the folder
+
+
+@pytest.mark.parametrize("name", available_plugins(PACKAGE, Reward))
+def test_conformance(name):
+    cls = load_class(PACKAGE, name, Reward)
+    kinds = {parameter.kind for parameter in inspect.signature(cls).parameters.values()}
+    assert kinds <= {inspect.Parameter.KEYWORD_ONLY}, "options are keywords"
+    reward = build(cls, {}, name)
+    batch = images(3, 32)
+    before = batch.copy()
+    scores = reward(batch, prompts(3))
+    assert len(scores.values) == 3
+    assert all(math.isfinite(value) for value in scores.values)
+    assert set(scores.parts) == set(cls.part_names)
+    assert all(len(part) == 3 for part in scores.parts.values())
+    assert np.array_equal(batch, before), "images are read only"
+    single = [reward(batch[i : i + 1], prompts(1, i)).values[0] for i in range(3)]
+    assert single == pytest.approx(list(scores.values)), "a score depends on its own image"
+
+
+def test_jpeg_sizes():
+    noise, flat = images(1, 64)[0], np.full((64, 64, 3), 128, np.uint8)
+    file = BytesIO()
+    Image.fromarray(noise).save(file, "JPEG", quality=95)
+    batch = np.stack([noise, flat])
+    grow = Jpeg(objective="incompressibility")(batch, prompts(2)).values
+    shrink = Jpeg(objective="compressibility")(batch, prompts(2)).values
+    assert grow[0] == len(file.getvalue()) / 1000
+    assert grow[0] > 4 * grow[1] > 0
+    assert shrink == [-value for value in grow]
+    assert Jpeg(objective="incompressibility", quality=20)(batch, prompts(2)).values[0] < grow[0]

@@ -1,0 +1,205 @@
+"""Prompt files, the order of prompts, and how processes share a step."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.data.prompts import PromptSampler, quoted_text, read_prompts, shard
+
+
+def write(path, text: str):
+    path.write_bytes(text.encode())
+    return path
+
+
+def some_prompts(count: int) -> list[Prompt]:
+    return [Prompt(text=f"prompt {index}", index=index) for index in range(count)]
+
+
+# --- files
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('a sign that says "OPEN"', "OPEN"),
+        ('"A" and then "B"', "A"),
+        ('left "unclosed', None),
+        ("no quotes, it's plain", None),
+        ('empty "" here', ""),
+    ],
+)
+def test_quoted_text(text, expected):
+    assert quoted_text(text) == expected
+
+
+def test_txt(tmp_path):
+    path = write(tmp_path / "a.txt", '\ufeffa "CAFE"\r\n  a "New York" at night  \nzwei "ÄÖ"\n\n \n')
+    prompts = read_prompts(path, require_target=True, negative_text="blurry")
+    assert [p.text for p in prompts] == ['a "CAFE"', 'a "New York" at night', 'zwei "ÄÖ"']
+    assert [p.target for p in prompts] == ["CAFE", "New York", "ÄÖ"]
+    assert [p.index for p in prompts] == [0, 1, 2]
+    assert {p.negative_text for p in prompts} == {"blurry"}
+
+
+def test_targets_are_optional_unless_required(tmp_path):
+    path = write(tmp_path / "a.txt", 'a cat\nan empty ""\na "dog"')
+    assert [p.target for p in read_prompts(path, require_target=False)] == [None, None, "dog"]
+
+
+ROWS = [
+    {"prompt": 'a "CAFE"', "target": "Bistro", "negative_prompt": "dark", "source": "x", "id": 7},
+    {"prompt": 'a "CAFE"', "target": None, "negative_prompt": None, "source": None, "id": 8},
+]
+
+
+def write_jsonl(path):
+    return write(path, "\n".join(json.dumps(row) for row in ROWS))
+
+
+def write_parquet(path):
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    return path
+
+
+@pytest.mark.parametrize(("name", "writer"), [("a.jsonl", write_jsonl), ("a.parquet", write_parquet)])
+def test_records(tmp_path, name, writer):
+    first, second = read_prompts(writer(tmp_path / name), require_target=True, negative_text="blurry")
+    assert (first.target, first.negative_text, first.metadata) == ("Bistro", "dark", {"source": "x", "id": 7})
+    assert (second.target, second.negative_text, second.metadata) == ("CAFE", "blurry", {"source": None, "id": 8})
+
+
+def test_several_files_share_one_numbering(tmp_path):
+    files = [write(tmp_path / "a.txt", "one\ntwo"), str(write_jsonl(tmp_path / "b.jsonl"))]
+    assert [p.index for p in read_prompts(files, require_target=False)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", "", "has no prompt"),
+        ("a.txt", "\n \n", "has no prompt"),
+        ("a.txt", 'a "b"\n\na "c"', "line 2: blank"),
+        ("a.txt", '\na "b"', "line 1: blank"),
+        ("a.txt", 'a "b"\na plain line', "line 2: 'a plain line' has no target"),
+        ("a.txt", 'a "b"\na "c', "line 2: .* has no target"),
+        ("a.txt", 'a "b"\nan empty "" one', "line 2: .* has an empty target"),
+        ("a.txt", 'a "b"\na blank " " one', "line 2: .* has an empty target"),
+        ("a.csv", "a", r"ends in '.csv'; allowed: .txt, .jsonl, .parquet"),
+        ("a.jsonl", '{"prompt": "a \\"b\\""}\n{"prompt": ', "line 2: not JSON"),
+        ("a.jsonl", '["a"]', "line 1: must be an object"),
+        ("a.jsonl", '{"text": "a"}', "line 1: the prompt is missing"),
+        ("a.jsonl", '{"prompt": " "}', "line 1: the prompt is empty"),
+        ("a.jsonl", '{"prompt": 3}', "line 1: prompt must be a text, got 3"),
+        ("a.jsonl", '{"prompt": "a \\"b\\"", "target": ""}', "line 1: .* has an empty target"),
+        ("a.jsonl", '{"prompt": "a \\"b\\"", "target": 5}', "line 1: target must be a text, got 5"),
+        ("a.parquet", "not parquet", "is not a parquet file"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, name, content, message):
+    with pytest.raises(ValueError, match=message) as error:
+        read_prompts(write(tmp_path / name, content), require_target=True, key="data.val_files")
+    assert str(error.value).startswith(f"data.val_files: {tmp_path / name}")
+
+
+def test_not_utf8(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b'a "caf\xe9"')
+    with pytest.raises(ValueError, match=r"data\.train_files: .*a\.txt is not UTF-8"):
+        read_prompts(tmp_path / "a.txt", require_target=True)
+
+
+def test_missing_file_and_no_file(tmp_path):
+    with pytest.raises(ValueError, match=r"data\.train_files: there is no file .*b\.txt"):
+        read_prompts([write(tmp_path / "a.txt", "x"), tmp_path / "b.txt"], require_target=False)
+    with pytest.raises(ValueError, match=r"data\.train_files names no file"):
+        read_prompts([], require_target=False)
+
+
+def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
+    path = write_parquet(tmp_path / "a.parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"data\.train_files: .* needs pyarrow: pip install 'flowgrpo_rc\[parquet\]'"):
+        read_prompts(path, require_target=False)
+
+
+# --- order
+
+
+@pytest.mark.parametrize(("count", "per_step"), [(12, 4), (10, 4), (7, 7), (5, 3), (3, 1)])
+def test_every_epoch_is_a_permutation(count, per_step):
+    sampler = PromptSampler(some_prompts(count), per_step, seed=3)
+    stream = [prompt.index for step in range(3 * count) for prompt in sampler.step(step)]
+    epochs = [stream[start : start + count] for start in range(0, len(stream), count)]
+    assert len(epochs) == 3 * per_step
+    assert all(sorted(epoch) == list(range(count)) for epoch in epochs)
+
+
+def test_a_step_can_be_asked_in_any_order():
+    prompts = some_prompts(10)
+    walked = PromptSampler(prompts, 4, seed=5)
+    forward = [walked.step(step) for step in range(20)]
+    for step in (19, 0, 7, 3):
+        assert PromptSampler(prompts, 4, seed=5).step(step) == forward[step]
+        assert walked.step(step) == forward[step]
+
+
+def test_seed_and_epoch_change_the_order_and_shuffle_false_keeps_it():
+    prompts = some_prompts(50)
+    orders = {
+        tuple(p.index for p in PromptSampler(prompts, 50, seed=seed).step(step)) for seed in (0, 1) for step in (0, 1)
+    }
+    assert len(orders) == 4
+    assert PromptSampler(prompts, 20, seed=0, shuffle=False).step(2) == prompts[40:] + prompts[:10]
+
+
+@pytest.mark.parametrize("per_step", [0, 4])
+def test_too_few_prompts(per_step):
+    with pytest.raises(ValueError, match=rf"data\.train_batch_size={per_step} must be between 1 and .* 3"):
+        PromptSampler(some_prompts(3), per_step, seed=0)
+
+
+def test_a_negative_step_is_refused():
+    with pytest.raises(ValueError, match="step=-1"):
+        PromptSampler(some_prompts(3), 1, seed=0).step(-1)
+
+
+# --- processes
+
+
+def test_shares_by_hand():
+    batch = shard(some_prompts(8), step=6, mini_batch_size=4, rank=1, world_size=2)
+    assert (batch.step, list(batch.slots)) == (6, [2, 3, 6, 7])
+    assert [prompt.index for prompt in batch.prompts] == [2, 3, 6, 7]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
+@pytest.mark.parametrize("mini_batch_size", [6, 12])
+def test_mini_batches_do_not_depend_on_the_number_of_processes(world_size, mini_batch_size):
+    prompts = some_prompts(12)
+    share = mini_batch_size // world_size
+    ranks = [
+        shard(prompts, step=0, mini_batch_size=mini_batch_size, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    for k in range(12 // mini_batch_size):
+        together = [slot for batch in ranks for slot in batch.slots[k * share : (k + 1) * share]]
+        assert together == list(range(k * mini_batch_size, (k + 1) * mini_batch_size))
+
+
+@pytest.mark.parametrize(
+    ("mini_batch_size", "world_size", "message"),
+    [
+        (3, 1, r"actor\.ppo_mini_batch_size=3 must divide data\.train_batch_size=8"),
+        (0, 1, r"actor\.ppo_mini_batch_size=0 must divide"),
+        (4, 3, r"actor\.ppo_mini_batch_size=4 .* number of processes, 3"),
+    ],
+)
+def test_uneven_shares_are_refused(mini_batch_size, world_size, message):
+    with pytest.raises(ValueError, match=message):
+        shard(some_prompts(8), step=0, mini_batch_size=mini_batch_size, rank=0, world_size=world_size)

@@ -1,0 +1,252 @@
+"""The reward manager: weights, order, hostile rewards, what counts as a failure, and the configuration."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError
+
+from flowgrpo_rc.batch import Prompt, Rewards
+from flowgrpo_rc.rewards.base import Reward, Scores
+from flowgrpo_rc.rewards.manager import (
+    RewardConfig,
+    RewardError,
+    RewardManager,
+    requires_target,
+    validate_rewards,
+)
+
+HERE = __name__
+
+
+def images(count: int, size: int = 16, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (count, size, size, 3), dtype=np.uint8)
+
+
+def prompts(count: int, start: int = 0) -> list[Prompt]:
+    return [Prompt(text=f'a "{index}"', index=index, target=str(index)) for index in range(start, start + count)]
+
+
+def run(config: RewardConfig, *, chunks: tuple[int, ...] = (2, 3)) -> tuple[RewardManager, Rewards]:
+    """Score chunks of prompts numbered 0, 1, 2 ... and close."""
+    manager = RewardManager(config)
+    starts = np.cumsum((0, *chunks))
+    handles = [manager.submit(images(n), prompts(n, int(start))) for n, start in zip(chunks, starts[:-1], strict=True)]
+    rewards = manager.collect(handles)
+    manager.close()
+    return manager, rewards
+
+
+# --- rewards as a stranger may write them
+
+
+class Index(Reward):
+    """The prompt's number; `delay` seconds, less for later prompts. Fails if two calls overlap."""
+
+    part_names = ("square",)
+
+    def __init__(self, *, scale: float = 1.0, delay: float = 0.02) -> None:
+        self.scale = scale
+        self.delay = delay
+        self.inside = 0
+
+    def __call__(self, images, prompts):
+        self.inside += 1
+        assert self.inside == 1
+        time.sleep(self.delay / (1 + prompts[0].index))
+        self.inside -= 1
+        values = [self.scale * prompt.index for prompt in prompts]
+        return Scores(values=values, parts={"square": [value**2 for value in values]})
+
+
+class Returns(Reward):
+    """Returns `what` makes of the plain scores 0, 1, 2 ..., and the plain scores where there is no prompt 2."""
+
+    def __init__(self, *, what: str) -> None:
+        self.what = what
+
+    def __call__(self, images, prompts):
+        values = [float(prompt.index) for prompt in prompts]
+        if 2 not in [prompt.index for prompt in prompts]:
+            return Scores(values=values)
+        if self.what == "raise":
+            raise KeyError("broken on purpose")
+        return {
+            "none": None,
+            "list": values,
+            "short": Scores(values=values[:-1]),
+            "long": Scores(values=[*values, 1.0]),
+            "no values": Scores(values=None),
+            "one number": Scores(values=3.0),
+            "undeclared part": Scores(values=values, parts={"surprise": values}),
+            "nan": Scores(values=[math.nan, *values[1:]]),
+            "inf": Scores(values=[-math.inf, *values[1:]]),
+            "text": Scores(values=["0.5", *values[1:]]),
+            "None inside": Scores(values=[None, *values[1:]]),
+            "complex": Scores(values=[1j, *values[1:]]),
+            "array": Scores(values=np.array([np.nan, *values[1:]], np.float32)),
+            "tensor": Scores(values=torch.tensor([torch.inf, *values[1:]])),
+            "column": Scores(values=np.array(values)[:, None]),
+        }[self.what]
+
+
+class Needs(Reward):
+    requires_target = True
+
+    def __call__(self, images, prompts):
+        return Scores(values=[0.5] * len(images))
+
+
+def returns(what: str) -> dict[str, object]:
+    return {"_target_": f"{HERE}.Returns", "what": what}
+
+
+# --- the manager
+
+
+def test_weighted_sum_in_sample_order():
+    terms = {
+        "a": {"_target_": f"{HERE}.Index", "weight": 2.0},
+        "b": {"_target_": f"{HERE}.Index", "weight": -0.5, "scale": 10.0, "delay": 0.0},
+    }
+    manager, rewards = run(RewardConfig(terms=terms, num_workers=2), chunks=(2, 3, 1, 4))
+    index = torch.arange(10, dtype=torch.float64)
+    assert list(rewards.parts) == list(manager.part_keys) == ["a", "a/square", "b", "b/square"]
+    assert torch.equal(rewards.parts["a"], index)
+    assert torch.equal(rewards.parts["b"], 10 * index)
+    assert torch.equal(rewards.parts["b/square"], 100 * index**2)
+    assert torch.equal(rewards.total, 2 * index - 5 * index)
+    assert rewards.total.dtype == torch.float64
+    assert rewards.valid.all()
+    assert manager.failures == {"a": 0, "b": 0}
+
+
+def test_collect_follows_the_handles_and_not_the_clock():
+    manager = RewardManager(RewardConfig(terms={"a": {"_target_": f"{HERE}.Index"}}))
+    handles = [manager.submit(images(1), prompts(1, start)) for start in (5, 1, 3)]
+    assert manager.collect(handles[::-1]).parts["a"].tolist() == [3.0, 1.0, 5.0]
+    manager.close()
+
+
+def test_submit_returns_at_once_and_close_drops_what_waits():
+    manager = RewardManager(RewardConfig(terms={"a": {"_target_": f"{HERE}.Index"}}))
+    start = time.monotonic()
+    handles = [manager.submit(images(1), prompts(1)) for _ in range(100)]
+    manager.close()
+    assert time.monotonic() - start < 1.0
+    assert handles[-1].futures["a"].cancelled()
+
+
+WHOLE_CHUNK = ["raise", "none", "list", "short", "long", "no values", "one number", "undeclared part"]
+SINGLE = ["nan", "inf", "text", "None inside", "complex", "array", "tensor"]
+
+
+@pytest.mark.parametrize("what", [*WHOLE_CHUNK, "column", *SINGLE])
+def test_failures_stay_where_they_are(what, caplog):
+    config = RewardConfig(terms={"bad": returns(what), "good": {"_target_": f"{HERE}.Index"}})
+    with caplog.at_level(logging.WARNING):
+        manager, rewards = run(config)
+    failed = [2] if what in SINGLE else [2, 3, 4]  # the second chunk holds the samples 2, 3 and 4
+    lost = torch.tensor([index in failed for index in range(5)])
+    assert torch.equal(rewards.valid, ~lost)
+    assert torch.equal(rewards.total.isnan(), lost)
+    assert rewards.total[~lost].tolist() == [2.0 * index for index in range(5) if index not in failed]
+    assert rewards.parts["good"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert manager.failures == manager.count_failed(rewards) == {"bad": len(failed), "good": 0}
+    assert set(manager.last_error) == {"bad"}
+    assert len(caplog.records) == 1
+    assert f"reward 'bad' failed for {len(failed)} of 3 samples" in caplog.text
+
+
+def test_the_last_error_says_what_happened():
+    assert run(RewardConfig(terms={"x": returns("raise")}))[0].last_error["x"] == "KeyError: 'broken on purpose'"
+    assert "2 scores for 3 images" in run(RewardConfig(terms={"x": returns("short")}))[0].last_error["x"]
+    assert "NoneType instead of Scores" in run(RewardConfig(terms={"x": returns("none")}))[0].last_error["x"]
+    assert "nan is no finite number, for prompt 2" in run(RewardConfig(terms={"x": returns("nan")}))[0].last_error["x"]
+
+
+def test_a_kind_of_failure_is_logged_once_but_counted_always(caplog):
+    manager = RewardManager(RewardConfig(terms={"x": returns("raise")}))
+    for _ in range(3):
+        manager.collect([manager.submit(images(3), prompts(3))])
+    manager.close()
+    assert manager.failures == {"x": 9}
+    assert len(caplog.records) == 1
+    assert caplog.records[0].exc_info is not None
+
+
+def test_too_many_failures_raise():
+    manager, rewards = run(RewardConfig(terms={"x": returns("nan")}, max_failed_fraction=0.2))
+    manager.check_failed_fraction(manager.count_failed(rewards), len(rewards.total))  # 1 of 5 is just allowed
+    with pytest.raises(RewardError, match=r"'x' failed for 2 of 5 samples \(40%\).*max_failed_fraction=0\.2.*prompt 2"):
+        manager.check_failed_fraction({"x": 2}, 5)
+
+
+def test_a_failure_on_another_process_raises_here_too():
+    manager = RewardManager(RewardConfig(terms={"x": returns("nan")}))
+    manager.close()
+    with pytest.raises(RewardError, match=r"last error: on another process"):
+        manager.check_failed_fraction({"x": 3}, 4)
+
+
+@pytest.mark.parametrize(
+    ("batch", "count", "message"),
+    [
+        (images(2), 3, "2 images but 3 prompts"),
+        (images(2).astype(np.float32), 2, r"\[N, H, W, 3\] uint8, got \[2, 16, 16, 3\] float32"),
+        (images(2).transpose(0, 3, 1, 2), 2, r"got \[2, 3, 16, 16\] uint8"),
+    ],
+)
+def test_submit_checks_its_input(batch, count, message):
+    manager = RewardManager(RewardConfig(terms={"jpeg": {}}))
+    with pytest.raises(ValueError, match=message):
+        manager.submit(batch, prompts(count))
+    manager.close()
+
+
+# --- configuration
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (RewardConfig(terms={}), r"reward\.terms is empty"),
+        (RewardConfig(terms={"ocr": None}), r"reward\.terms is empty"),
+        (RewardConfig(terms={"ocr": 1.0}), r"reward\.terms\.ocr=1\.0 must be a mapping"),
+        (RewardConfig(terms={"ocr": {"weight": "big"}}), r"reward\.terms\.ocr\.weight='big' must be a finite"),
+        (RewardConfig(terms={"ocr": {"weight": math.nan}}), r"reward\.terms\.ocr\.weight=nan must be a finite"),
+        (RewardConfig(terms={"ocr": {"wieght": 1}}), r"reward\.terms\.ocr\.wieght: unknown option"),
+        (RewardConfig(terms={"ocr": {"detection": "no"}}), r"reward\.terms\.ocr: detection='no' is not one of"),
+        (RewardConfig(terms={"orc": {}}), r"no plug-in 'orc' \(did you mean 'ocr'"),
+        (RewardConfig(num_workers=0), r"reward\.num_workers=0 must be between 1 and .* 1:"),
+        (RewardConfig(num_workers=2), r"reward\.num_workers=2 must be between 1 and .* 1:"),
+        (RewardConfig(max_failed_fraction=1.5), r"reward\.max_failed_fraction=1\.5 must be between 0 and 1"),
+    ],
+)
+def test_bad_configurations(config, message):
+    with pytest.raises(ValueError, match=message):
+        validate_rewards(config)
+
+
+def test_configuration_is_a_hydra_schema():
+    schema = OmegaConf.structured(RewardConfig)
+    assert OmegaConf.to_object(schema) == RewardConfig()
+    overrides = ["terms.jpeg.weight=0.1", "terms.jpeg.quality=50", "terms.ocr=null", "num_workers=1"]
+    config = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.from_dotlist(overrides)))
+    assert isinstance(config, RewardConfig)
+    assert config.terms == {"ocr": None, "jpeg": {"weight": 0.1, "quality": 50}}
+    assert RewardManager(config).names == ("jpeg",)
+    with pytest.raises(ConfigKeyError):
+        OmegaConf.merge(schema, {"num_worker": 2})
+
+
+def test_which_rewards_need_a_target():
+    assert requires_target(RewardConfig())
+    assert requires_target(RewardConfig(terms={"jpeg": {}, "x": {"_target_": f"{HERE}.Needs"}}))
+    assert not requires_target(RewardConfig(terms={"jpeg": {}}))
