@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,31 +122,29 @@ class DiffusionBatch:
         """T, the number of SDE steps that were recorded."""
         return self.step_indices.shape[1]
 
-    def replace(self, **changes: object) -> DiffusionBatch:
+    def replace(self, **changes: Any) -> DiffusionBatch:
         return replace(self, **changes)
 
     def rows(self, start: int, stop: int) -> DiffusionBatch:
         """Samples start..stop. Conditioning stays that of all prompts; `prompt_index` still points into it."""
-        return replace(self, **{name: value[start:stop] for name, value in self._per_sample().items()})
+        return replace(self, **{name: value[start:stop] for name, value in self.per_sample().items()})
 
     def step(self, t: int) -> DiffusionBatch:
         """SDE step t alone, as a batch with T = 1."""
-        window = {"all_latents": self.all_latents[:, t : t + 2]}
-        names = ("all_timesteps", "step_indices", *_STEP_FIELDS)
-        steps = {name: getattr(self, name)[:, t : t + 1] for name in names if getattr(self, name) is not None}
-        return replace(self, **window, **steps)
+        steps = {name: value[:, t : t + 1] for name, value in self._present(_STEP_FIELDS).items()}
+        return replace(self, all_latents=self.all_latents[:, t : t + 2], **steps)
 
-    def to(self, device: torch.device) -> DiffusionBatch:
-        moved = {name: value.to(device) for name, value in self._per_sample().items()}
-        return replace(self, **moved)
+    def per_sample(self) -> dict[str, Any]:
+        """The fields with one row per sample, by name, without those that are None."""
+        return self._present(("all_latents", *_STEP_FIELDS, "prompt_index", "group", "seed", "policy_version"))
 
-    def _per_sample(self) -> dict[str, Tensor]:
-        names = ("all_latents", "all_timesteps", "step_indices", *_STEP_FIELDS)
-        names += ("prompt_index", "group", "seed", "policy_version")
+    def _present(self, names: Sequence[str]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 _STEP_FIELDS = (
+    "all_timesteps",
+    "step_indices",
     "rollout_log_probs",
     "prev_sample_mean",
     "old_log_probs",
@@ -160,7 +159,7 @@ def concat(batches: Sequence[DiffusionBatch]) -> DiffusionBatch:
     first = batches[0]
     if any(batch.conditioning is not first.conditioning or batch.spec != first.spec for batch in batches):
         raise ValueError("only batches of one rollout, with one conditioning and one spec, can be joined")
-    columns = [batch._per_sample() for batch in batches]
+    columns = [batch.per_sample() for batch in batches]
     return replace(first, **{name: torch.cat([column[name] for column in columns]) for name in columns[0]})
 
 

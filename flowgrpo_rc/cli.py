@@ -12,7 +12,7 @@ EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns 0 when complete, 1 after a failure, 2 for bad input, 75 when stopped early (go on later)."""
+    """Run a command. Returns 0 when complete, 1 after a failure, 2 for bad input, 75 when stopped early."""
     arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     _quieten_libraries()
@@ -96,7 +96,7 @@ def _train(arguments: argparse.Namespace) -> int:
         sampler, held_out = config.read_prompts()
         print(f"ok: {len(sampler.prompts)} training prompts, {len(held_out)} held-out prompts, nothing was loaded")
         return EXIT_OK
-    from flowgrpo_rc.training.assemble import run
+    from flowgrpo_rc.run import run
     from flowgrpo_rc.training.stopping import EXIT_STOPPED
 
     return EXIT_OK if run(config) is None else EXIT_STOPPED

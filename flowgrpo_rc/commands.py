@@ -41,7 +41,7 @@ def evaluate_run(run_dir: str, overrides: Sequence[str]) -> None:
     """Print the held-out scores of the base model and of the run's exported LoRA."""
     from flowgrpo_rc.models.base import load_model
     from flowgrpo_rc.rewards.manager import RewardManager
-    from flowgrpo_rc.training.assemble import make_processes, training_policy
+    from flowgrpo_rc.run import make_processes, training_policy
     from flowgrpo_rc.training.console import Console
     from flowgrpo_rc.training.evaluation import Evaluator
     from flowgrpo_rc.training.lora import add_lora, reference_policy

@@ -49,6 +49,11 @@ class Config:
         """Samples of a mini-batch on one process."""
         return self.actor.ppo_mini_batch_size * self.rollout.n // num_processes
 
+    def total_updates(self) -> int:
+        """Optimizer updates of the whole run."""
+        per_step = self.data.train_batch_size // self.actor.ppo_mini_batch_size * self.actor.ppo_epochs
+        return self.trainer.total_training_steps * per_step
+
     def validate(self, num_processes: int = 1) -> None:
         """Raise ValueError for whatever is wrong, before a model is loaded or a file is read in full."""
         self.model.validate()

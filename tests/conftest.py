@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 

@@ -105,7 +105,9 @@ def test_gradient_checkpointing_changes_nothing(train: Train, tmp_path: Path) ->
     assert loras[0] == loras[1]
 
 
-def test_a_finished_run_says_so_and_changes_nothing(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_finished_run_says_so_and_changes_nothing(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     assert train() == 0
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     assert train() == 0
@@ -215,7 +217,7 @@ def test_sigkill_and_the_same_command_give_an_uninterrupted_runs_result(override
             _command(settings, f"trainer.output_dir={killed}"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         seen = len((killed / "metrics.jsonl").read_text().splitlines()) if (killed / "metrics.jsonl").exists() else 0
-        _wait_for(lambda seen=seen: _num_rows(killed) > seen or process.poll() is not None)
+        _wait_for(lambda seen=seen, process=process: _num_rows(killed) > seen or process.poll() is not None)
         time.sleep(0.5 * torch.rand((), generator=generator).item())
         process.kill()
         process.wait()

@@ -166,7 +166,8 @@ def _check_layout(pipe: StableDiffusion3Pipeline) -> None:
     expected_embeds, _, expected_pooled, _ = pipe.encode_prompt(
         prompts, None, None, do_classifier_free_guidance=False, max_sequence_length=tiny_sd3.MAX_TEXT_LENGTH
     )
-    assert torch.equal(embeds, expected_embeds) and torch.equal(pooled, expected_pooled)
+    assert torch.equal(embeds, expected_embeds)
+    assert torch.equal(pooled, expected_pooled)
 
 
 def _trained(pipe: StableDiffusion3Pipeline) -> nn.ModuleList:

@@ -47,8 +47,11 @@ class RolloutCorrectionConfig:
             raise ValueError(f"{KEY}.loss_type={self.loss_type!r}: allowed are {', '.join(LOSS_TYPES)}")
         if self.rollout_is is not None and self.rollout_is not in IS_LEVELS:
             raise ValueError(f"{KEY}.rollout_is={self.rollout_is!r}: allowed are null, {', '.join(IS_LEVELS)}")
-        if not self.rollout_is_threshold > 0:
-            raise ValueError(f"{KEY}.rollout_is_threshold={self.rollout_is_threshold}: give a number above 0")
+        if not self.rollout_is_threshold >= 1:
+            raise ValueError(
+                f"{KEY}.rollout_is_threshold={self.rollout_is_threshold}: give 1 or more (a lower bound would shrink "
+                "the weights of samples that need no correction)"
+            )
         if self.loss_type == "reinforce" and not self.bypass_mode:
             raise ValueError(
                 f"{KEY}.loss_type=reinforce compares the current policy with the rollout and needs "

@@ -47,6 +47,6 @@ def diffusion_loss(
         policy = flow_grpo(log_probs, batch.old_log_probs, advantages, kept, config.diffusion_loss.clip_ratio)
     metrics.merge(policy.metrics)
     values = policy.values if weights is None else torch.where(kept, policy.values * weights, 0.0)
-    loss = values.sum() / (num_elements or values.numel())
+    loss = values.sum() / (values.numel() if num_elements is None else num_elements)
     metrics.mean("pg_loss", values)
     return loss, metrics

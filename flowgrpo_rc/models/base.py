@@ -47,7 +47,7 @@ class ModelConfig:
         if self.dtype not in ("fp32", "bf16"):
             raise ValueError(f"model.dtype={self.dtype!r}: allowed are fp32, bf16")
         if self.lora_rank < 1 or self.lora_alpha < 1:
-            raise ValueError(f"model.lora_rank={self.lora_rank} and model.lora_alpha={self.lora_alpha}: give at least 1")
+            raise ValueError(f"model.lora_rank={self.lora_rank}, model.lora_alpha={self.lora_alpha}: give at least 1")
         if self.lora_init not in LORA_INITS:
             raise ValueError(f"model.lora_init={self.lora_init!r}: allowed are {', '.join(LORA_INITS)}")
         if not self.path:
@@ -101,7 +101,7 @@ class FlowModel(ABC):
     @abstractmethod
     def velocity(
         self,
-        transformer: nn.Module,
+        transformer: Any,
         latents: Tensor,
         timesteps: Tensor,
         conditioning: Conditioning,

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning
 from flowgrpo_rc.models.base import FlowModel, Schedule
 
 
 class StableDiffusion3(FlowModel):
-    """Two CLIP encoders and T5 (optional); latents [B, C, H/8, W/8]; classifier-free guidance on [negative, positive]."""
+    """Two CLIP encoders and, optionally, T5; latents [B, C, H/8, W/8]; guidance on [negative, positive]."""
 
     pipeline_class = "StableDiffusion3Pipeline"
     default_target_modules = (
@@ -69,17 +70,17 @@ class StableDiffusion3(FlowModel):
 
     def velocity(
         self,
-        transformer: nn.Module,
+        transformer: Any,
         latents: Tensor,
         timesteps: Tensor,
         conditioning: Conditioning,
         negative: Conditioning | None,
         guidance_scale: float,
     ) -> Tensor:
-        embeds, pooled = conditioning.embeds, conditioning.pooled
+        embeds, pooled = conditioning.embeds, _pooled(conditioning)
         if negative is not None:
             latents, timesteps = torch.cat([latents] * 2), torch.cat([timesteps] * 2)
-            embeds, pooled = torch.cat([negative.embeds, embeds]), torch.cat([negative.pooled, pooled])
+            embeds, pooled = torch.cat([negative.embeds, embeds]), torch.cat([_pooled(negative), pooled])
         dtype = transformer.dtype
         predicted = transformer(
             hidden_states=latents.to(dtype),
@@ -100,3 +101,8 @@ class StableDiffusion3(FlowModel):
         decoded = vae.decode(scaled.to(vae.dtype), return_dict=False)[0]
         images = self.pipeline.image_processor.postprocess(decoded, output_type="np")
         return (images * 255).round().astype(np.uint8)
+
+
+def _pooled(conditioning: Conditioning) -> Tensor:
+    assert conditioning.pooled is not None, "SD3 conditioning has a pooled embedding"
+    return conditioning.pooled

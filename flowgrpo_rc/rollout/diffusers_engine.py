@@ -30,6 +30,7 @@ class DiffusersEngine(RolloutEngine):
             replica = copy.deepcopy(transformer).to(DTYPES[dtype])
         self._lora = {name: p for name, p in replica.named_parameters() if p.requires_grad}
         replica.requires_grad_(False).eval()
+        self.transformer = replica
         self._policy = FlowPolicy(model, replica)
         self._model = model
         self._chunk_size = chunk_size

@@ -16,10 +16,19 @@ import yaml
 
 from flowgrpo_rc.training.tracking import redact, write_atomic
 
-_PACKAGES = ("flowgrpo-rc", "torch", "diffusers", "transformers", "peft", "accelerate", "numpy", "rapidocr-onnxruntime")
+_PACKAGES = ("flowgrpo-rc", "torch", "diffusers", "transformers", "peft", "accelerate", "rapidocr-onnxruntime")
 # What may change between two commands on one run without changing what is trained.
-_FREE = ("trainer.total_training_steps", "trainer.max_time", "trainer.logger", "trainer.save_freq", "trainer.resume_mode",
-         "trainer.output_dir", "trainer.max_checkpoints_to_keep", "trainer.experiment_name", "trainer.project_name")
+_FREE = (
+    "trainer.total_training_steps",
+    "trainer.max_time",
+    "trainer.logger",
+    "trainer.save_freq",
+    "trainer.resume_mode",
+    "trainer.output_dir",
+    "trainer.max_checkpoints_to_keep",
+    "trainer.experiment_name",
+    "trainer.project_name",
+)
 
 
 class RunFolder:
@@ -87,7 +96,10 @@ def check_writable(root: Path, *, needed_bytes: int) -> None:
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(tree, Mapping):
         return {prefix: tree}
-    return {k: v for name, value in tree.items() for k, v in _flat(value, f"{prefix}.{name}" if prefix else name).items()}
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _flat(value, f"{prefix}.{name}" if prefix else name)
+    return flat
 
 
 def _version(package: str) -> str:

@@ -52,7 +52,8 @@ class TrainerConfig:
         for name, allowed in (("resume_mode", RESUME_MODES), ("mixed_precision", PRECISIONS), ("device", DEVICES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"trainer.{name}={getattr(self, name)!r}: allowed are {', '.join(allowed)}")
-        for name, least in (("total_training_steps", 1), ("save_freq", 0), ("test_freq", 0), ("max_checkpoints_to_keep", 1)):
+        smallest = {"total_training_steps": 1, "save_freq": 0, "test_freq": 0, "max_checkpoints_to_keep": 1}
+        for name, least in smallest.items():
             if getattr(self, name) < least:
                 raise ValueError(f"trainer.{name}={getattr(self, name)}: give at least {least}")
         if self.max_time is not None and not self.max_time > 0:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Components:
-    """What a run is made of; `training.assemble` builds it."""
+    """What a run is made of; `flowgrpo_rc.run` builds it."""
 
     config: Config
     processes: Processes
@@ -83,7 +83,7 @@ class Trainer:
             self._finish_step()
         while self._step < total:
             self._step += 1
-            self._train_step()
+            self.train_step()
             if self._due(self.parts.config.trainer.test_freq):
                 self._evaluate()
             self._finish_step()
@@ -95,7 +95,8 @@ class Trainer:
                 return reason or "another process was asked to stop"
         return None
 
-    def _train_step(self) -> None:
+    def train_step(self) -> None:
+        """One step, from its prompts to the synchronised engine; `self._step` says which."""
         with self._timed("step"):
             with self._timed("rollout"):
                 batch, handles = self._rollout()

@@ -38,30 +38,43 @@ def run(config: Config) -> str | None:
     `config.validate` has passed. Raises ValueError for what only files can tell, before a model is loaded.
     """
     folder = RunFolder(Path(config.trainer.output_dir))
-    settings = dataclasses.asdict(config)
-    sampler, held_out = config.read_prompts()
-    engine_class = load_class(ROLLOUT_PACKAGE, config.rollout.name, RolloutEngine)
-    resumed = _checkpoint_to_resume(config, folder, settings)
+    config.read_prompts()
+    load_class(ROLLOUT_PACKAGE, config.rollout.name, RolloutEngine)
+    resumed = checkpoint_to_resume(config, folder)
     if resumed is not None and resumed.step >= config.trainer.total_training_steps:
         _say_finished(config, folder, resumed)
         return None
     processes = make_processes(config)
     if processes.is_main:
-        _prepare_folder(folder, settings, processes, resumed)
+        _prepare_folder(config, folder, processes, resumed)
     processes.wait()
+    parts = assemble(config, folder, processes, first_step=0 if resumed is None else resumed.step + 1)
+    try:
+        with parts.console, StopRequest(config.trainer.max_time) as stop:
+            reason = Trainer(parts, resumed).fit(stop)
+        if processes.is_main:
+            leave_results(config, folder)
+            _say_results(parts.console, folder, reason)
+        processes.wait()
+    finally:
+        parts.rewards.close()
+        parts.engine.close()
+        parts.trackers.finish()
+    return reason
+
+
+def assemble(config: Config, folder: RunFolder, processes: Processes, *, first_step: int) -> Components:
+    """Load the model and build every part of a run."""
+    sampler, held_out = config.read_prompts()
     model = load_model(config.model, processes.device)
     model.latent_shape(config.rollout.pipeline.height, config.rollout.pipeline.width)
     transformer = add_lora(model, config.model, config.trainer.seed)
     chunk_size = config.rollout.micro_batch_size_per_gpu or config.actor.ppo_micro_batch_size_per_gpu
+    engine_class = load_class(ROLLOUT_PACKAGE, config.rollout.name, RolloutEngine)
     engine = engine_class(model, transformer, dtype=config.rollout.dtype, chunk_size=chunk_size)
     rewards = RewardManager(config.reward)
     policy = training_policy(model, config, processes)
-    console = Console(
-        total_steps=config.trainer.total_training_steps,
-        is_main=processes.is_main,
-        show_steps="console" in config.trainer.logger,
-    )
-    parts = Components(
+    return Components(
         config=config,
         processes=processes,
         folder=folder,
@@ -69,32 +82,23 @@ def run(config: Config) -> str | None:
         policy=policy,
         engine=engine,
         rewards=rewards,
-        update=PolicyUpdate(policy, config.actor, config.loss(), processes, total_updates=_total_updates(config)),
+        update=PolicyUpdate(policy, config.actor, config.loss(), processes, total_updates=config.total_updates()),
         evaluator=Evaluator(policy, held_out, config.rollout, rewards),
         health=HealthMonitor(config.algorithm.rollout_correction),
-        console=console,
+        console=Console(
+            total_steps=config.trainer.total_training_steps,
+            is_main=processes.is_main,
+            show_steps="console" in config.trainer.logger,
+        ),
         trackers=Trackers(
             processes.accelerator,
             project_name=config.trainer.project_name,
             experiment_name=config.trainer.experiment_name,
             run_dir=folder.root,
-            config=settings,
-            first_step=0 if resumed is None else resumed.step + 1,
+            config=dataclasses.asdict(config),
+            first_step=first_step,
         ),
     )
-    trainer = Trainer(parts, resumed)
-    try:
-        with console, StopRequest(config.trainer.max_time) as stop:
-            reason = trainer.fit(stop)
-        if processes.is_main:
-            leave_results(config, folder)
-            _say_results(console, folder, reason)
-        processes.wait()
-    finally:
-        rewards.close()
-        engine.close()
-        parts.trackers.finish()
-    return reason
 
 
 def make_processes(config: Config) -> Processes:
@@ -118,14 +122,11 @@ def training_policy(model: FlowModel, config: Config, processes: Processes) -> F
     return FlowPolicy(model, model.transformer, autocast=processes.autocast)
 
 
-def leave_results(config: Config, folder: RunFolder) -> None:
-    """Export the LoRA of the newest checkpoint (its average, if it has one) and write the report."""
-    newest = load_checkpoint(list_checkpoints(folder.checkpoints)[-1])
-    export_lora(newest.tensors.get("ema", newest.tensors["lora"]), config.model, folder.lora)
-    write_report(folder.root)
+def checkpoint_to_resume(config: Config, folder: RunFolder) -> Checkpoint | None:
+    """The newest checkpoint of the output folder, verified; None for a new run.
 
-
-def _checkpoint_to_resume(config: Config, folder: RunFolder, settings: dict[str, Any]) -> Checkpoint | None:
+    Raises ValueError if the folder holds a run with other settings, CheckpointError for a damaged checkpoint.
+    """
     checkpoints = list_checkpoints(folder.checkpoints)
     if config.trainer.resume_mode == "disable":
         if checkpoints or MetricsFile(folder.metrics).rows():
@@ -134,22 +135,23 @@ def _checkpoint_to_resume(config: Config, folder: RunFolder, settings: dict[str,
                 "trainer.output_dir"
             )
         return None
-    folder.check_same_run(settings)
+    folder.check_same_run(dataclasses.asdict(config))
     return load_checkpoint(checkpoints[-1]) if checkpoints else None
 
 
-def _prepare_folder(
-    folder: RunFolder, settings: dict[str, Any], processes: Processes, resumed: Checkpoint | None
-) -> None:
+def leave_results(config: Config, folder: RunFolder) -> None:
+    """Export the LoRA of the newest checkpoint (its average, if it has one) and write the report."""
+    newest = load_checkpoint(list_checkpoints(folder.checkpoints)[-1])
+    export_lora(newest.tensors.get("ema", newest.tensors["lora"]), config.model, folder.lora)
+    write_report(folder.root)
+
+
+def _prepare_folder(config: Config, folder: RunFolder, processes: Processes, resumed: Checkpoint | None) -> None:
+    settings: dict[str, Any] = dataclasses.asdict(config)
     folder.create(settings, processes.device, processes.count)
     step = -1 if resumed is None else resumed.step
     MetricsFile(folder.metrics).truncate_after(step)
     MetricsFile(folder.health).truncate_after(step)
-
-
-def _total_updates(config: Config) -> int:
-    per_step = config.data.train_batch_size // config.actor.ppo_mini_batch_size * config.actor.ppo_epochs
-    return config.trainer.total_training_steps * per_step
 
 
 def _say_finished(config: Config, folder: RunFolder, newest: Checkpoint) -> None:

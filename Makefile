@@ -1,0 +1,27 @@
+# Two commands do everything on a fresh machine with Python 3.11 or 3.12: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	touch $@
+
+.PHONY: demo test lint check benchmark
+demo: $(VENV)/.ready  ## train the bundled model on the OCR reward
+	$(BIN)/flowgrpo-rc train $(ARGS)
+
+test: $(VENV)/.ready  ## run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.ready  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+check: lint test
+
+benchmark: $(VENV)/.ready  ## time of a training step over the bare calls that it needs
+	$(BIN)/python examples/benchmark_overhead.py $(ARGS)

@@ -1,0 +1,181 @@
+"""Bad input: an exit code of 2 and one line that names what was given, what is allowed and which key to change."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from conftest import Train
+
+from flowgrpo_rc.cli import main
+from flowgrpo_rc.models import base
+
+RC = "algorithm.rollout_correction"
+
+
+@pytest.fixture
+def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading a pipeline ends the test."""
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(base.DiffusionPipeline, "from_pretrained", fail)
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("actor.optim.learning_rate=1", ["actor.optim.learning_rate", "did you mean"]),
+        ("actor.optim.lrr=1", ["actor.optim.lrr", "did you mean actor.optim.lr?"]),
+        ("+new.key=1", ["unknown key new.key"]),
+        ("actor.optim.lr=fast", ["actor.optim.lr", "fast"]),
+        ("rollout.n=many", ["rollout.n", "many"]),
+        ("rollout.n=1", ["rollout.n=1", "at least 2"]),
+        ("actor.optim.lr=-1", ["actor.optim.lr=-1", "above 0"]),
+        ("actor.diffusion_loss.clip_ratio=2", ["clip_ratio=2", "between 0 and 1"]),
+        ("rollout.dtype=int3", ["rollout.dtype='int3'", "fp32, bf16, fp16"]),
+        ("rollout.algo.sde_type=ode", ["rollout.algo.sde_type='ode'", "sde, cps, dance_sde"]),
+        ("rollout.algo.noise_level=0", ["rollout.algo.noise_level", "above 0"]),
+        ("rollout.algo.sde_window_range=[0,9]", ["sde_window_range", "4 steps"]),
+        ("rollout.algo.sde_window_size=4", ["sde_window_size=4", "1 to 3"]),
+        ("actor.ppo_micro_batch_size_per_gpu=3", ["ppo_micro_batch_size_per_gpu=3", "4 samples"]),
+        ("actor.ppo_mini_batch_size=3", ["actor.ppo_mini_batch_size=3", "data.train_batch_size"]),
+        (f"{RC}.rollout_rs=seq_mean_k1", ["rollout_rs_threshold"]),
+        (f"{RC}.rollout_rs=seq_mean_k9", ["seq_mean_k9", "did you mean"]),
+        (f"{RC}.rollout_is=always", ["rollout_is='always'", "token, sequence"]),
+        (f"{RC}.loss_type=reinforce", ["loss_type=reinforce", "bypass_mode=true"]),
+        (f"{RC}.rollout_rs_threshold=2", ["rollout_rs_threshold", "no effect", "rollout_rs"]),
+        (f"{RC}.rollout_rs=seq_mean_k1,token_k1", ["must be a list"]),
+        ("rollout.calculate_log_probs=false", ["rollout.calculate_log_probs"]),
+        ("rollout.name=warp", ["warp", "diffusers_engine"]),
+        ("reward.terms.ocrr.weight=1", ["ocrr", "did you mean"]),
+        ("reward.terms.jpeg.objctive=x", ["objctive", "objective"]),
+        ("model.path=/does/not/exist", ["model.path=/does/not/exist"]),
+        ("model.lora_path=/does/not/exist", ["model.lora_path=/does/not/exist"]),
+        ("data.train_files=/does/not/exist.txt", ["data.train_files", "/does/not/exist.txt"]),
+        ("data.val_files=null", ["data.val_files"]),
+        ("data.train_batch_size=64", ["data.train_batch_size=64", "8"]),
+        ("trainer.logger=[console,paper]", ["trainer.logger", "paper"]),
+        ("trainer.output_dir=/proc/nothing", ["trainer.output_dir=/proc/nothing"]),
+        ("trainer.max_time=0", ["trainer.max_time"]),
+    ],
+)
+def test_one_wrong_setting(train: Train, capsys: pytest.CaptureFixture, override: str, words: list[str]) -> None:
+    assert train(override) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1, error
+    for word in words:
+        assert word in error
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+@pytest.mark.parametrize("threshold", ['"2.0_0.5"', "0.5_2"])
+def test_bands(train: Train, capsys: pytest.CaptureFixture, threshold: str) -> None:
+    """A reversed band, and the band that Hydra reads as the number 0.52."""
+    assert train(f"{RC}.rollout_rs=seq_mean_k1", f"{RC}.rollout_rs_threshold={threshold}") == 2
+    error = capsys.readouterr().err
+    assert "rollout_rs_threshold" in error
+    assert ("quote" in error) == (threshold == "0.5_2")
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+@pytest.mark.parametrize(
+    ("content", "words"), [("", ["has no prompt"]), ('"AB"\nno quotes here\n"CD"\n', ["line 2"])], ids=["empty", "quotes"]
+)
+def test_prompt_files(
+    train: Train, capsys: pytest.CaptureFixture, tmp_path: Path, content: str, words: list[str]
+) -> None:
+    path = tmp_path / "bad.txt"
+    path.write_text(content)
+    assert train(f"data.train_files={path}", "reward.terms.ocr.weight=1") == 2
+    error = capsys.readouterr().err
+    assert "data.train_files" in error
+    assert str(path) in error
+    assert all(word in error for word in words)
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+def test_a_folder_that_is_no_pipeline_and_a_config_that_is_not_there(
+    train: Train, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    assert train(f"model.path={tmp_path}") == 2
+    assert "model_index.json" in capsys.readouterr().err
+    assert main(["train", "--config-name", "nothing"]) == 2
+    assert "tiny_ocr" in capsys.readouterr().err
+    assert main(["train", "--config-dir", str(tmp_path / "x")]) == 2
+    assert "--config-dir" in capsys.readouterr().err
+
+
+def test_the_dry_run_and_the_printed_configuration_load_nothing(
+    train: Train, capsys: pytest.CaptureFixture, nothing_is_loaded: None
+) -> None:
+    assert train("--dry-run") == 0
+    assert "8 training prompts, 8 held-out prompts" in capsys.readouterr().out
+    assert train("--cfg", "job") == 0
+    assert "lora_rank: 4" in capsys.readouterr().out
+
+
+BROKEN = """
+import numpy as np
+from flowgrpo_rc.rewards.base import Reward, Scores
+
+class Raises(Reward):
+    def __call__(self, images, prompts):
+        raise RuntimeError("the scorer is down")
+
+class ReturnsNone(Reward):
+    def __call__(self, images, prompts):
+        return None
+
+class NotANumber(Reward):
+    def __call__(self, images, prompts):
+        return Scores(values=[float("nan")] * len(prompts))
+
+class TooShort(Reward):
+    def __call__(self, images, prompts):
+        return Scores(values=[1.0])
+
+class OneInFour(Reward):
+    def __call__(self, images, prompts):
+        return Scores(values=[float("nan") if p.index % 4 == 0 else float(p.index) for p in prompts])
+"""
+
+
+@pytest.fixture
+def broken_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "broken_rewards.py").write_text(textwrap.dedent(BROKEN))
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("broken_rewards", None)
+    return "broken_rewards"
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [("Raises", "the scorer is down"), ("ReturnsNone", "NoneType"), ("NotANumber", "nan"), ("TooShort", "1 scores")],
+)
+def test_a_reward_that_fails_ends_the_run_with_its_reason(
+    train: Train, capsys: pytest.CaptureFixture, broken_rewards: str, name: str, word: str
+) -> None:
+    chosen = ("reward.terms.jpeg=null", f"reward.terms.mine._target_={broken_rewards}.{name}")
+    assert train(*chosen) == 1
+    error = capsys.readouterr().err
+    assert "reward.max_failed_fraction" in error
+    assert "'mine'" in error
+    assert word in error
+
+
+def test_single_failures_leave_the_baseline_and_are_counted(
+    train: Train, broken_rewards: str, tmp_path: Path
+) -> None:
+    from conftest import read_rows
+
+    chosen = ("reward.terms.jpeg=null", f"reward.terms.mine._target_={broken_rewards}.OneInFour")
+    assert train(*chosen) == 0
+    rows = read_rows(tmp_path / "run")
+    assert any(row.get("reward/failed_fraction", 0) > 0 for row in rows)
+    assert all(row["reward/mean"] >= 1 for row in rows[1:])  # prompt 0, had it been scored 0, would lower it

@@ -1,0 +1,86 @@
+"""What ships: every configuration composes, the wheel carries its configs, the examples run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from flowgrpo_rc import assets
+from flowgrpo_rc.compose import compose_config, config_folder, to_config
+
+ROOT = Path(__file__).parents[1]
+PROMPTS = f"[{assets.path('prompts/glyph_val.txt')}]"
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in config_folder().glob("*.yaml")))
+def test_every_configuration_composes(name: str) -> None:
+    config = to_config(compose_config([f"data.train_files={PROMPTS}", f"data.val_files={PROMPTS}"], config_name=name))
+    assert config.rollout.spec().num_inference_steps == 10
+
+
+def test_a_wheel_finds_its_configuration_elsewhere(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path)]
+    subprocess.run(build, check=True, capture_output=True, text=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    program = "import flowgrpo_rc.compose as c; print(c.config_folder()); print(c.compose_config([]).model.path)"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
+    )
+    assert all(line.startswith(str(tmp_path / "site")) for line in done.stdout.splitlines())
+
+
+def _documented_commands() -> list[tuple[str, str]]:
+    """Every `flowgrpo-rc` or `python -m` command in the shell blocks of README.md and docs/, on one line each."""
+    found = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
+            lines = block.replace("\\\n", " ").splitlines()
+            found += [(page.name, " ".join(line.split())) for line in lines if line.startswith("flowgrpo-rc")]
+    return found
+
+
+COMMANDS = _documented_commands()
+CAPPED = ("trainer.total_training_steps=2", "rollout.val_kwargs.n=16", "trainer.test_freq=0", "trainer.save_freq=0")
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("workplace")
+
+
+def run_shell(command: str, folder: Path) -> subprocess.CompletedProcess:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "WANDB_MODE": "offline"}
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page}-{i}" for i, (page, _) in enumerate(COMMANDS)])
+def test_documented_commands_run(page: str, command: str, workplace: Path) -> None:
+    """In the order of the pages, each capped at two steps."""
+    capped = f"{command} {' '.join(CAPPED)}" if command.startswith("flowgrpo-rc train") else command
+    done = run_shell(capped, workplace)
+    assert done.returncode == 0, f"{page}: {command}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.sh")), ids=lambda path: path.name)
+def test_examples_run(script: Path, workplace: Path) -> None:
+    done = run_shell(f"bash {script} {' '.join(CAPPED)}", workplace)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "report.html" in done.stdout
+
+
+def test_the_benchmark_prints_a_ratio(workplace: Path) -> None:
+    done = run_shell(f"{sys.executable} {ROOT / 'examples' / 'benchmark_overhead.py'} --rounds 1 rollout.n=4", workplace)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.search(r"ratio \d\.\d+", done.stdout)

@@ -1,0 +1,115 @@
+"""One process or two: the same noise, the same images, the same LoRA."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import read_rows, without_timings
+from safetensors.torch import load_file
+
+PROGRAM = """
+import sys, torch
+from pathlib import Path
+from safetensors.torch import save_file
+from flowgrpo_rc.compose import compose_config, to_config
+from flowgrpo_rc.core.random import normal
+from flowgrpo_rc.run import assemble, make_processes
+from flowgrpo_rc.training.run_folder import RunFolder
+from flowgrpo_rc.training.trainer import Trainer
+
+config = to_config(compose_config(sys.argv[2:]))
+processes = make_processes(config)
+parts = assemble(config, RunFolder(Path(config.trainer.output_dir)), processes, first_step=0)
+trainer = Trainer(parts, None)
+trainer._step = 1
+request = trainer._request()
+chunks = list(parts.engine.generate(request))
+save_file(
+    {
+        "group": torch.cat([chunk.batch.group for chunk in chunks]),
+        "noise": torch.cat([normal((8, 8, 16), chunk.batch.seed.tolist(), "step", 1) for chunk in chunks]),
+        "window": request.window,
+        "latents": torch.cat([chunk.batch.all_latents for chunk in chunks]),
+        "images": torch.cat([torch.from_numpy(chunk.images) for chunk in chunks]),
+    },
+    f"{sys.argv[1]}/rank_{processes.rank}.safetensors",
+)
+parts.rewards.close()
+"""
+
+
+def launch(num_processes: int, *arguments: str) -> subprocess.CompletedProcess:
+    """torchrun with `num_processes` gloo processes of one thread each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = ["torch.distributed.run", f"--nproc_per_node={num_processes}", f"--master_port={port}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+    command = [sys.executable, "-m", *launcher, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.fixture
+def settings(overrides: list[str]) -> list[str]:
+    return [*overrides, "trainer.total_training_steps=3", "rollout.pipeline.guidance_scale=2.0"]
+
+
+def test_same_draws_and_images(settings: list[str], tmp_path: Path) -> None:
+    program = tmp_path / "draw.py"
+    program.write_text(textwrap.dedent(PROGRAM))
+    gathered = []
+    for num_processes in (1, 2):
+        folder = tmp_path / str(num_processes)
+        folder.mkdir()
+        done = launch(num_processes, str(program), str(folder), *settings)
+        assert done.returncode == 0, done.stderr[-3000:]
+        ranks = [load_file(path) for path in sorted(folder.glob("rank_*"))]
+        assert len(ranks) == num_processes
+        together = {name: torch.cat([rank[name] for rank in ranks]) for name in ranks[0]}
+        order = torch.sort(together["group"], stable=True).indices
+        gathered.append({name: value[order] for name, value in together.items()})
+    one, two = gathered
+    assert torch.equal(one["group"], two["group"])
+    assert torch.equal(one["noise"], two["noise"])
+    assert torch.equal(one["window"], two["window"])
+    torch.testing.assert_close(one["latents"], two["latents"], atol=1e-5, rtol=0)
+    assert (one["images"].int() - two["images"].int()).abs().max() <= 1
+
+
+@pytest.mark.parametrize("mode", ["decoupled", "bypass"])
+def test_same_lora_after_three_steps(settings: list[str], tmp_path: Path, mode: str) -> None:
+    correction = "algorithm.rollout_correction"
+    settings = [
+        *settings,
+        f"{correction}.bypass_mode={mode == 'bypass'}",
+        f"{correction}.rollout_is_batch_normalize={mode == 'decoupled'}",
+        "rollout.val_kwargs.n=5",
+        "actor.ppo_micro_batch_size_per_gpu=1",
+    ]
+    runs = []
+    for num_processes in (1, 2):
+        run = tmp_path / str(num_processes)
+        done = launch(num_processes, "-m", "flowgrpo_rc.train", *settings, f"trainer.output_dir={run}")
+        assert done.returncode == 0, done.stderr[-3000:]
+        runs.append((load_file(run / "lora" / "pytorch_lora_weights.safetensors"), without_timings(read_rows(run))))
+    (one, rows_one), (two, rows_two) = runs
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], atol=1e-5, rtol=0)
+    for row_one, row_two in zip(rows_one, rows_two, strict=True):
+        assert row_one.keys() == row_two.keys()
+        for name in ("reward/mean", "val/reward", "advantages/max", "zero_std_ratio"):
+            assert row_one.get(name) == pytest.approx(row_two.get(name), abs=2e-2)
+
+
+def test_a_number_of_processes_that_does_not_fit(settings: list[str], tmp_path: Path) -> None:
+    done = launch(2, "-m", "flowgrpo_rc.train", *settings, "actor.ppo_mini_batch_size=1")
+    assert done.returncode != 0
+    assert "actor.ppo_mini_batch_size=1" in done.stderr
