@@ -160,7 +160,7 @@ def concat(batches: Sequence[DiffusionBatch]) -> DiffusionBatch:
     if any(batch.conditioning is not first.conditioning or batch.spec != first.spec for batch in batches):
         raise ValueError("only batches of one rollout, with one conditioning and one spec, can be joined")
     columns = [batch.per_sample() for batch in batches]
-    return replace(first, **{name: torch.cat([column[name] for column in columns]) for name in columns[0]})
+    return first.replace(**{name: torch.cat([column[name] for column in columns]) for name in columns[0]})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

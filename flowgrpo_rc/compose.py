@@ -96,7 +96,7 @@ def _keys(node: DictConfig | ListConfig, prefix: str = "") -> Iterable[str]:
     if not isinstance(node, DictConfig):
         return
     for name in node:
-        key = f"{prefix}{name}"
+        key = f"{prefix}{name!s}"
         yield key
         yield from _keys(node._get_node(name), f"{key}.")  # type: ignore[arg-type]
 

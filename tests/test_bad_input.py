@@ -44,11 +44,11 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         ("rollout.algo.sde_window_size=4", ["sde_window_size=4", "1 to 3"]),
         ("actor.ppo_micro_batch_size_per_gpu=3", ["ppo_micro_batch_size_per_gpu=3", "4 samples"]),
         ("actor.ppo_mini_batch_size=3", ["actor.ppo_mini_batch_size=3", "data.train_batch_size"]),
-        (f"{RC}.rollout_rs=seq_mean_k1", ["rollout_rs_threshold"]),
+        (f"{RC}.rollout_rs_threshold=null", ["rollout_rs=seq_mean_k1", "rollout_rs_threshold"]),
         (f"{RC}.rollout_rs=seq_mean_k9", ["seq_mean_k9", "did you mean"]),
         (f"{RC}.rollout_is=always", ["rollout_is='always'", "token, sequence"]),
         (f"{RC}.loss_type=reinforce", ["loss_type=reinforce", "bypass_mode=true"]),
-        (f"{RC}.rollout_rs_threshold=2", ["rollout_rs_threshold", "no effect", "rollout_rs"]),
+        (f"{RC}.rollout_rs=null", ["rollout_rs_threshold", "no effect", "rollout_rs"]),
         (f"{RC}.rollout_rs=seq_mean_k1,token_k1", ["must be a list"]),
         ("rollout.calculate_log_probs=false", ["rollout.calculate_log_probs"]),
         ("rollout.name=warp", ["warp", "diffusers_engine"]),
@@ -85,7 +85,9 @@ def test_bands(train: Train, capsys: pytest.CaptureFixture, threshold: str) -> N
 
 @pytest.mark.usefixtures("nothing_is_loaded")
 @pytest.mark.parametrize(
-    ("content", "words"), [("", ["has no prompt"]), ('"AB"\nno quotes here\n"CD"\n', ["line 2"])], ids=["empty", "quotes"]
+    ("content", "words"),
+    [("", ["has no prompt"]), ('"AB"\nno quotes here\n"CD"\n', ["line 2"])],
+    ids=["empty", "quotes"],
 )
 def test_prompt_files(
     train: Train, capsys: pytest.CaptureFixture, tmp_path: Path, content: str, words: list[str]

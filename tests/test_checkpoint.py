@@ -21,7 +21,8 @@ from flowgrpo_rc.training.checkpoint import (
 
 
 def make(step: int) -> Checkpoint:
-    tensors = {"lora": {"a": torch.arange(6.0).reshape(2, 3) + step}, "optimizer": {"a.step": torch.tensor(float(step))}}
+    weights, count = torch.arange(6.0).reshape(2, 3) + step, torch.tensor(float(step))
+    tensors = {"lora": {"a": weights}, "optimizer": {"a.step": count}}
     return Checkpoint(step=step, tensors=tensors, state={"update": {"updates": step}, "ratio": 0.1})
 
 

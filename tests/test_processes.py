@@ -45,13 +45,22 @@ parts.rewards.close()
 """
 
 
-def launch(num_processes: int, *arguments: str) -> subprocess.CompletedProcess:
+SMOOTH_REWARD = """
+from flowgrpo_rc.rewards.base import Reward, Scores
+
+class Brightness(Reward):
+    def __call__(self, images, prompts):
+        return Scores(values=(images / 255).mean((1, 2, 3)).tolist())
+"""
+
+
+def launch(num_processes: int, *arguments: str, python_path: Path | None = None) -> subprocess.CompletedProcess:
     """torchrun with `num_processes` gloo processes of one thread each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     launcher = ["torch.distributed.run", f"--nproc_per_node={num_processes}", f"--master_port={port}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(python_path or "")}
     command = [sys.executable, "-m", *launcher, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
@@ -85,6 +94,8 @@ def test_same_draws_and_images(settings: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["decoupled", "bypass"])
 def test_same_lora_after_three_steps(settings: list[str], tmp_path: Path, mode: str) -> None:
+    """With a smooth reward; a jump (JPEG sizes, read letters) would enlarge differences of 1e-8 in the images."""
+    (tmp_path / "smooth_reward.py").write_text(SMOOTH_REWARD)
     correction = "algorithm.rollout_correction"
     settings = [
         *settings,
@@ -92,11 +103,14 @@ def test_same_lora_after_three_steps(settings: list[str], tmp_path: Path, mode: 
         f"{correction}.rollout_is_batch_normalize={mode == 'decoupled'}",
         "rollout.val_kwargs.n=5",
         "actor.ppo_micro_batch_size_per_gpu=1",
+        "reward.terms.jpeg=null",
+        "reward.terms.mine._target_=smooth_reward.Brightness",
     ]
     runs = []
     for num_processes in (1, 2):
         run = tmp_path / str(num_processes)
-        done = launch(num_processes, "-m", "flowgrpo_rc.train", *settings, f"trainer.output_dir={run}")
+        command = ("-m", "flowgrpo_rc.train", *settings, f"trainer.output_dir={run}")
+        done = launch(num_processes, *command, python_path=tmp_path)
         assert done.returncode == 0, done.stderr[-3000:]
         runs.append((load_file(run / "lora" / "pytorch_lora_weights.safetensors"), without_timings(read_rows(run))))
     (one, rows_one), (two, rows_two) = runs
@@ -105,8 +119,8 @@ def test_same_lora_after_three_steps(settings: list[str], tmp_path: Path, mode: 
         torch.testing.assert_close(one[name], two[name], atol=1e-5, rtol=0)
     for row_one, row_two in zip(rows_one, rows_two, strict=True):
         assert row_one.keys() == row_two.keys()
-        for name in ("reward/mean", "val/reward", "advantages/max", "zero_std_ratio"):
-            assert row_one.get(name) == pytest.approx(row_two.get(name), abs=2e-2)
+        for name in row_one.keys() - {"actor/grad_norm"}:
+            assert row_one[name] == pytest.approx(row_two[name], rel=1e-3, abs=1e-4), name
 
 
 def test_a_number_of_processes_that_does_not_fit(settings: list[str], tmp_path: Path) -> None:

@@ -86,7 +86,8 @@ def test_average_and_its_reversal(model: FlowModel) -> None:
 
 
 def test_reference_policy_is_the_base_model_bitwise(model: FlowModel) -> None:
-    latents, timesteps = torch.randn(2, 8, 8, 16, generator=torch.Generator().manual_seed(0)), torch.tensor([900.0, 10.0])
+    latents = torch.randn(2, 8, 8, 16, generator=torch.Generator().manual_seed(0))
+    timesteps = torch.tensor([900.0, 10.0])
     conditioning = model.encode(["a", "b"], max_sequence_length=16)
     arguments = (latents, timesteps, conditioning, None, 1.0)
     with torch.no_grad():

@@ -84,4 +84,6 @@ def _fitting_font(word: str, rng: np.random.Generator) -> tuple[ImageFont.FreeTy
 
 @cache
 def _font(size: int) -> ImageFont.FreeTypeFont:
-    return ImageFont.load_default(size)  # Pillow's built-in scalable font: no file to ship
+    font = ImageFont.load_default(size)  # Pillow's built-in scalable font: no file to ship
+    assert isinstance(font, ImageFont.FreeTypeFont), "this Pillow was built without FreeType"
+    return font

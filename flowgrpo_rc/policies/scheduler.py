@@ -43,7 +43,7 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
             sigma_max=self.sigmas[1],
         )
 
-    def step(  # type: ignore[override]
+    def step(
         self,
         model_output: Tensor,
         timestep: float | Tensor,
