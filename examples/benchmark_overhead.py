@@ -20,8 +20,10 @@ import torch
 
 from flowgrpo_rc.compose import compose_config, to_config
 from flowgrpo_rc.core.random import normal
+from flowgrpo_rc.plugins import load_class
+from flowgrpo_rc.rollout.base import RolloutEngine
 from flowgrpo_rc.rollout.diffusers_engine import encode_unique
-from flowgrpo_rc.run import assemble, make_processes
+from flowgrpo_rc.run import ROLLOUT_PACKAGE, assemble, make_processes
 from flowgrpo_rc.training.run_folder import RunFolder
 from flowgrpo_rc.training.trainer import Components, Trainer
 
@@ -54,6 +56,8 @@ def bare_step(parts: Components) -> None:
         for t in range(window):
             velocity(model.transformer, t).sum().backward()
         parts.rewards.collect([handle])
+    for parameter in parts.update.parameters:
+        parameter.grad = None
 
 
 def main() -> None:
@@ -64,12 +68,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         quiet = ["trainer.logger=[]", f"trainer.output_dir={folder}", "rollout.pipeline.guidance_scale=1.0"]
         config = to_config(compose_config([*arguments.overrides, *quiet]))
-        parts = assemble(config, RunFolder(Path(folder)), make_processes(config), first_step=0)
+        engine_class = load_class(ROLLOUT_PACKAGE, config.rollout.name, RolloutEngine)
+        prompts, processes = config.read_prompts(), make_processes(config)
+        parts = assemble(config, RunFolder(Path(folder)), processes, prompts, engine_class, first_step=0)
         trainer = Trainer(parts, None)
         full, bare = [], []
         for round_number in range(arguments.rounds + 1):
             start = time.perf_counter()
-            trainer.train_step()
+            trainer.train_step(round_number + 1)
             middle = time.perf_counter()
             bare_step(parts)
             end = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch, Rewards, SamplerSpec
+from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.correct import (
     apply_bypass_mode_to_diffusion_batch,
@@ -23,6 +24,7 @@ __all__ = [
     "DiffusionBatch",
     "DiffusionLossConfig",
     "LossConfig",
+    "MetricBag",
     "Prompt",
     "PromptBatch",
     "Rewards",

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
-    except (RewardError, CheckpointError, NonFiniteGradient, OSError) as error:
+    except (RewardError, CheckpointError, NonFiniteGradient, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
 

@@ -9,32 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console as RichConsole
 from rich.table import Table
 
-from flowgrpo_rc.config import Config
+from flowgrpo_rc.config import stored_config
 from flowgrpo_rc.training.checkpoint import list_checkpoints, load_checkpoint
 from flowgrpo_rc.training.lora import export_lora
 from flowgrpo_rc.training.run_folder import RunFolder
-
-
-def run_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration that a run resolved, with changes; ValueError if the folder is no run or a key is unknown."""
-    path = RunFolder(run_dir).config
-    if not path.is_file():
-        raise ValueError(f"{run_dir} is not the folder of a run: it has no config.yaml")
-    try:
-        merged = OmegaConf.merge(
-            OmegaConf.structured(Config), OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides))
-        )
-        config = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        raise ValueError(str(error).split("\n")[0]) from error
-    assert isinstance(config, Config)
-    config.validate()
-    return config
 
 
 def evaluate_run(run_dir: str, overrides: Sequence[str]) -> None:
@@ -46,10 +27,11 @@ def evaluate_run(run_dir: str, overrides: Sequence[str]) -> None:
     from flowgrpo_rc.training.evaluation import Evaluator
     from flowgrpo_rc.training.lora import add_lora, reference_policy
 
-    config = run_config(Path(run_dir), overrides)
-    config.model.lora_path = str(RunFolder(Path(run_dir)).lora)
-    config.model.validate()
+    folder = RunFolder(Path(run_dir))
+    config = stored_config(folder.config, overrides)
+    config.model.lora_path = str(folder.lora)
     config.trainer.logger = ["console"]
+    config.validate()
     _, held_out = config.read_prompts()
     processes = make_processes(config)
     model = load_model(config.model, processes.device)
@@ -74,7 +56,7 @@ def export_checkpoint(checkpoint: str, out: str, *, raw: bool) -> Path:
         if not found:
             raise ValueError(f"{checkpoint} has no checkpoints: give a run's folder or one of its checkpoints/step_N")
         path = found[-1]
-    config = run_config(run_dir)
+    config = stored_config(RunFolder(run_dir).config)
     loaded = load_checkpoint(path)
     tensors = loaded.tensors["lora"] if raw else loaded.tensors.get("ema", loaded.tensors["lora"])
     return export_lora(tensors, config.model, Path(out))

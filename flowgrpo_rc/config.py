@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.data.prompts import PromptSampler, read_prompts
@@ -66,6 +70,7 @@ class Config:
                 raise ValueError(f"data.{name} is empty: give a prompt file (.txt, .jsonl, .parquet) or a list of them")
         validate_rewards(self.reward)
         self._validate_sizes(num_processes)
+        self._validate_effects()
 
     def _validate_sizes(self, num_processes: int) -> None:
         prompts, mini = self.data.train_batch_size, self.actor.ppo_mini_batch_size
@@ -89,6 +94,21 @@ class Config:
         if chunk is not None and chunk < 1:
             raise ValueError(f"rollout.micro_batch_size_per_gpu={chunk}: give at least 1, or null")
 
+    def _validate_effects(self) -> None:
+        """A setting that would have no effect is an error."""
+        guided = self.rollout.pipeline.guidance_scale > 1 or self.rollout.val_kwargs.guidance_scale > 1
+        if self.data.negative_prompt and not guided:
+            raise ValueError(
+                f"data.negative_prompt={self.data.negative_prompt!r} has no effect without guidance: set "
+                "rollout.pipeline.guidance_scale above 1, or drop it"
+            )
+        ema, updates = self.actor.ema, self.total_updates()
+        if ema.enable and ema.update_interval > updates:
+            raise ValueError(
+                f"actor.ema.update_interval={ema.update_interval} exceeds the {updates} updates of this run, so the "
+                "average would stay where it starts: lower it, or set actor.ema.enable=false"
+            )
+
     def read_prompts(self) -> tuple[PromptSampler, list[Prompt]]:
         """The training sampler and the held-out prompts; ValueError for files that are missing, empty or malformed."""
         target = requires_target(self.reward)
@@ -101,6 +121,28 @@ class Config:
         )
         return PromptSampler(train, data.train_batch_size, self.trainer.seed), held_out
 
-    def check_output(self) -> None:
-        """ValueError if the output folder cannot be written."""
-        check_writable(Path(self.trainer.output_dir), needed_bytes=64 * 2**20)
+    def check_output(self, num_parameters: int = 0) -> None:
+        """ValueError if the output folder cannot be written or its disk has no room for the checkpoints.
+
+        A checkpoint holds each of the `num_parameters` of the LoRA four times in fp32: weight, two moments, average.
+        """
+        checkpoints = (self.trainer.max_checkpoints_to_keep + 1) * num_parameters * 16
+        check_writable(Path(self.trainer.output_dir), needed_bytes=64 * 2**20 + checkpoints)
+
+
+def stored_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """A run's config.yaml with changes, not validated. Keys that are newer than the file take their defaults.
+
+    Raises ValueError for a file that is not there, an unknown key or a wrong type.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path.parent} is not the folder of a run: it has no {path.name}")
+    try:
+        merged = OmegaConf.merge(
+            OmegaConf.structured(Config), OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides))
+        )
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{path}: {str(error).splitlines()[0]}") from error
+    assert isinstance(config, Config)
+    return config

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
-from flowgrpo_rc.config import Config
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.config import Config, stored_config
+from flowgrpo_rc.data.prompts import PromptSampler
 from flowgrpo_rc.models.base import FlowModel, load_model
 from flowgrpo_rc.plugins import load_class
 from flowgrpo_rc.policies.flow import FlowPolicy
@@ -20,7 +23,7 @@ from flowgrpo_rc.training.checkpoint import Checkpoint, list_checkpoints, load_c
 from flowgrpo_rc.training.console import Console
 from flowgrpo_rc.training.evaluation import Evaluator
 from flowgrpo_rc.training.health import HealthMonitor
-from flowgrpo_rc.training.lora import EXPORT_NAME, add_lora, export_lora
+from flowgrpo_rc.training.lora import EXPORT_NAME, add_lora, export_lora, lora_parameters
 from flowgrpo_rc.training.processes import Processes
 from flowgrpo_rc.training.report import write_report
 from flowgrpo_rc.training.run_folder import RunFolder
@@ -35,42 +38,45 @@ ROLLOUT_PACKAGE = "flowgrpo_rc.rollout"
 def run(config: Config) -> str | None:
     """Train as `config` says. Returns why the run stopped early, or None if it is complete.
 
-    `config.validate` has passed. Raises ValueError for what only files can tell, before a model is loaded.
+    `config.validate` has passed. Raises ValueError for what only files can tell, before a step is trained.
     """
-    folder = RunFolder(Path(config.trainer.output_dir))
-    config.read_prompts()
-    load_class(ROLLOUT_PACKAGE, config.rollout.name, RolloutEngine)
-    resumed = checkpoint_to_resume(config, folder)
-    if resumed is not None and resumed.step >= config.trainer.total_training_steps:
-        _say_finished(config, folder, resumed)
-        return None
-    processes = make_processes(config)
-    if processes.is_main:
-        _prepare_folder(config, folder, processes, resumed)
-    processes.wait()
-    parts = assemble(config, folder, processes, first_step=0 if resumed is None else resumed.step + 1)
-    try:
-        with parts.console, StopRequest(config.trainer.max_time) as stop:
-            reason = Trainer(parts, resumed).fit(stop)
-        if processes.is_main:
-            leave_results(config, folder)
-            _say_results(parts.console, folder, reason)
-        processes.wait()
-    finally:
-        parts.rewards.close()
-        parts.engine.close()
-        parts.trackers.finish()
-    return reason
+    with StopRequest(config.trainer.max_time) as stop:
+        prompts = config.read_prompts()
+        engine_class = load_class(ROLLOUT_PACKAGE, config.rollout.name, RolloutEngine)
+        folder = RunFolder(Path(config.trainer.output_dir))
+        resumed = checkpoint_to_resume(config, folder)
+        processes = make_processes(config)
+        _check_one_folder(processes, resumed)
+        if resumed is not None and resumed.step >= config.trainer.total_training_steps:
+            if processes.is_main:
+                _say_finished(config, folder, resumed)
+            processes.wait()
+            return None
+        with folder.locked() if processes.is_main else nullcontext():
+            if processes.is_main:
+                _prepare_folder(config, folder, processes, resumed)
+            processes.wait()
+            first_step = 0 if resumed is None else resumed.step + 1
+            parts = assemble(config, folder, processes, prompts, engine_class, first_step=first_step)
+            return _train(parts, resumed, stop)
 
 
-def assemble(config: Config, folder: RunFolder, processes: Processes, *, first_step: int) -> Components:
+def assemble(
+    config: Config,
+    folder: RunFolder,
+    processes: Processes,
+    prompts: tuple[PromptSampler, list[Prompt]],
+    engine_class: type,
+    *,
+    first_step: int,
+) -> Components:
     """Load the model and build every part of a run."""
-    sampler, held_out = config.read_prompts()
+    sampler, held_out = prompts
     model = load_model(config.model, processes.device)
     model.latent_shape(config.rollout.pipeline.height, config.rollout.pipeline.width)
     transformer = add_lora(model, config.model, config.trainer.seed)
+    config.check_output(num_parameters=sum(p.numel() for p in lora_parameters(transformer).values()))
     chunk_size = config.rollout.micro_batch_size_per_gpu or config.actor.ppo_micro_batch_size_per_gpu
-    engine_class = load_class(ROLLOUT_PACKAGE, config.rollout.name, RolloutEngine)
     engine = engine_class(model, transformer, dtype=config.rollout.dtype, chunk_size=chunk_size)
     rewards = RewardManager(config.reward)
     policy = training_policy(model, config, processes)
@@ -102,9 +108,12 @@ def assemble(config: Config, folder: RunFolder, processes: Processes, *, first_s
 
 
 def make_processes(config: Config) -> Processes:
-    """Accelerate's view of this process; the CPU where there is no accelerator or `trainer.device=cpu`."""
+    """Accelerate's view of this process; the CPU without CUDA or with `trainer.device=cpu`.
+
+    Other accelerators are left alone: Apple's has no float64, which the metrics need.
+    """
     accelerator = Accelerator(
-        cpu=config.trainer.device == "cpu" or not torch.accelerator.is_available(),
+        cpu=config.trainer.device == "cpu" or not torch.cuda.is_available(),
         mixed_precision=config.trainer.mixed_precision,
         log_with=accelerate_loggers(config.trainer.logger) or None,
         project_dir=config.trainer.output_dir,
@@ -118,7 +127,6 @@ def training_policy(model: FlowModel, config: Config, processes: Processes) -> F
     """The trainer's own policy on the LoRA-wrapped transformer."""
     if config.model.gradient_checkpointing:
         model.transformer.enable_gradient_checkpointing()
-        model.transformer.train()
     return FlowPolicy(model, model.transformer, autocast=processes.autocast)
 
 
@@ -135,8 +143,10 @@ def checkpoint_to_resume(config: Config, folder: RunFolder) -> Checkpoint | None
                 "trainer.output_dir"
             )
         return None
-    folder.check_same_run(dataclasses.asdict(config))
-    return load_checkpoint(checkpoints[-1]) if checkpoints else None
+    if not checkpoints:
+        return None
+    folder.check_same_run(dataclasses.asdict(stored_config(folder.config)), dataclasses.asdict(config))
+    return load_checkpoint(checkpoints[-1])
 
 
 def leave_results(config: Config, folder: RunFolder) -> None:
@@ -144,6 +154,35 @@ def leave_results(config: Config, folder: RunFolder) -> None:
     newest = load_checkpoint(list_checkpoints(folder.checkpoints)[-1])
     export_lora(newest.tensors.get("ema", newest.tensors["lora"]), config.model, folder.lora)
     write_report(folder.root)
+
+
+def _train(parts: Components, resumed: Checkpoint | None, stop: StopRequest) -> str | None:
+    correction = parts.config.algorithm.rollout_correction
+    if correction.bypass_mode and correction.loss_type == "ppo_clip" and correction.rollout_is is not None:
+        parts.console.message(
+            f"note: rollout_is={correction.rollout_is} only adds metrics in bypass mode with ppo_clip, whose ratio is "
+            "the weight"
+        )
+    try:
+        with parts.console:
+            reason = Trainer(parts, resumed).fit(stop)
+        if parts.processes.is_main:
+            leave_results(parts.config, parts.folder)
+            _say_results(parts.console, parts.folder, reason)
+        parts.processes.wait()
+    except ValueError as error:  # from here on it is no longer the user's input that is wrong
+        raise RuntimeError(f"training failed: {error}") from error
+    finally:
+        parts.rewards.close()
+        parts.engine.close()
+        parts.trackers.finish()
+    return reason
+
+
+def _check_one_folder(processes: Processes, resumed: Checkpoint | None) -> None:
+    step = torch.tensor([0.0 if resumed is None else resumed.step], device=processes.device)
+    if processes.max(step) != -processes.max(-step):
+        raise ValueError("trainer.output_dir must be a folder that all processes share: they see different checkpoints")
 
 
 def _prepare_folder(config: Config, folder: RunFolder, processes: Processes, resumed: Checkpoint | None) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def overrides(checkpoint: Path, prompt_file: Path, tmp_path: Path) -> list[str]:
         "actor.ppo_mini_batch_size=2",
         "actor.ppo_micro_batch_size_per_gpu=2",
         "actor.optim.lr=1e-3",
+        "actor.ema.update_interval=2",
         "reward.terms.ocr=null",
         "reward.terms.jpeg.weight=1.0",
         "trainer.total_training_steps=2",
@@ -85,6 +87,15 @@ def train(overrides: list[str]) -> Train:
         return main(["train", *overrides, *further])
 
     return run
+
+
+def fingerprint(state: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 over names and bytes of tensors."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(state.items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def read_rows(run_dir: Path) -> list[dict[str, Any]]:

@@ -32,7 +32,6 @@ HEALTHY = {
     "rollout_is_std": 0.01,
     "kl": -1e-4,
     "chi2_token": 1e-6,
-    "mismatch_over_clip": 0.5,
 }
 # Metric, the last healthy value, a value just beyond it, a key that the remedy names.
 EDGES = [
@@ -42,13 +41,11 @@ EDGES = [
     ("rollout_is_max", 1.999, 2.5, "rollout_is_threshold"),
     ("rollout_is_mean", 0.5, 0.499, "rollout.calculate_log_probs=True"),
     ("rollout_is_mean", 2.0, 2.001, "rollout.calculate_log_probs=True"),
-    ("rollout_is_eff_sample_size", 0.3, 0.299, "rollout_is=geometric"),
-    ("rollout_is_veto_fraction", 0.1, 0.101, "rollout_token_veto_threshold"),
+    ("rollout_is_eff_sample_size", 0.3, 0.299, "rollout_is=token"),
     ("rollout_is_std", 1.0, 1.001, "rollout_is_threshold"),
     ("kl", 0.1, 0.101, "actor.optim.lr"),
     ("kl", -0.1, -0.101, "actor.optim.lr"),
     ("chi2_token", 1.0, 1.001, "rollout.dtype"),
-    ("mismatch_over_clip", 1.0, 1.001, "actor.diffusion_loss.clip_ratio"),
 ]
 
 
@@ -75,7 +72,7 @@ def test_rejection_above_ten_percent_also_dilutes() -> None:
     assert len(at) == 1
     assert len(above) == 2
     assert "above 0.1:" in above[1]
-    assert "normalize=kept" in above[1]
+    assert "dilute" in above[1]
     assert "rollout_rs_threshold of seq_mean_k1" in above[1]
 
 

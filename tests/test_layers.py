@@ -39,7 +39,7 @@ RESTRICTED = {
     "diffusers": {"models", "policies", "rollout", "training", "assets", "cli"},
     "transformers": {"models", "policies", "rollout", "training", "assets", "cli"},
     "hydra": {"compose", "cli"},
-    "omegaconf": {"compose", "commands", "cli"},
+    "omegaconf": {"config", "compose", "cli"},
     "accelerate": {"training", "run"},
     "peft": {"training", "models", "rollout"},
 }

@@ -27,7 +27,7 @@ def filled(values: torch.Tensor, mask: torch.Tensor | None = None) -> MetricBag:
     bag.min("min", values, mask)
     bag.sum("sum", values)
     bag.mean("_square", values**2, mask)
-    bag.derive("std", lambda m: std_from_moments(m["mean"], m["_square"]))
+    bag.derive("std", ("mean", "_square"), std_from_moments)
     return bag
 
 

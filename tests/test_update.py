@@ -104,7 +104,7 @@ def test_reference_policy_is_the_base_model_bitwise(model: FlowModel) -> None:
 
 @pytest.mark.parametrize(
     ("name", "warmup", "wanted"),
-    [("constant", 0, [1, 1, 1]), ("constant", 2, [0.5, 1, 1]), ("linear", 0, [0.9, 0.8, 0.7])],
+    [("constant", 0, [1, 1, 1]), ("constant", 2, [0, 0.5, 1]), ("linear", 0, [1, 0.9, 0.8])],
 )
 def test_learning_rate(model: FlowModel, name: str, warmup: int, wanted: list[float]) -> None:
     optim = OptimConfig(lr=1e-3, lr_scheduler=name, lr_warmup_steps=warmup)

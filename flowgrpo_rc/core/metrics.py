@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from flowgrpo_rc.core.reduce import AllReduce, identity, masked_sum
 
-Derived = Callable[[Mapping[str, float]], float]
+Derived = Callable[..., float]
 
 
 class MetricBag:
@@ -25,7 +25,7 @@ class MetricBag:
         self._counts: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
         self._minima: dict[str, Tensor] = {}
-        self._derived: dict[str, Derived] = {}
+        self._derived: dict[str, tuple[tuple[str, ...], Derived]] = {}
 
     def mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Mean over the elements where `mask` (bool) holds; absent from the result if there is none."""
@@ -46,12 +46,13 @@ class MetricBag:
         """Minimum where `mask` holds; absent from the result if there is nothing."""
         self._extremum(self._minima, name, values, mask, math.inf, torch.minimum)
 
-    def derive(self, name: str, function: Derived) -> None:
+    def derive(self, name: str, needs: Sequence[str], function: Derived) -> None:
         """A metric that follows from other reduced ones, such as a standard deviation from two moments.
 
-        Names that start with `_` are intermediate and leave the result after this.
+        `function` gets the values of `needs`, in order; the metric is absent where one of them is. Names that start
+        with `_` are intermediate and leave the result after this.
         """
-        self._derived[name] = function
+        self._derived[name] = (tuple(needs), function)
 
     def merge(self, other: MetricBag, prefix: str = "") -> None:
         """Take in another bag, as if its elements had been put here."""
@@ -63,8 +64,8 @@ class MetricBag:
             self._fold(self._maxima, _join(prefix, name), value, torch.maximum)
         for name, value in other._minima.items():
             self._fold(self._minima, _join(prefix, name), value, torch.minimum)
-        for name, function in other._derived.items():
-            self._derived[_join(prefix, name)] = _renamed(function, prefix)
+        for name, (needs, function) in other._derived.items():
+            self._derived[_join(prefix, name)] = (tuple(_join(prefix, need) for need in needs), function)
 
     def compute(
         self,
@@ -93,11 +94,9 @@ class MetricBag:
         result = {name: total[name] / count.get(name, 1.0) for name in total if count.get(name, 1.0) > 0}
         result |= {name: value for name, value in highest.items() if value != -math.inf}
         result |= {name: value for name, value in lowest.items() if value != math.inf}
-        for name, function in self._derived.items():
-            try:
-                result[name] = function(result)
-            except KeyError:
-                continue
+        for name, (needs, function) in self._derived.items():
+            if all(need in result for need in needs):
+                result[name] = function(*(result[need] for need in needs))
         return {name: value for name, value in result.items() if not name.rsplit("/", 1)[-1].startswith("_")}
 
     @staticmethod
@@ -125,13 +124,6 @@ class MetricBag:
 
 def _join(prefix: str, name: str) -> str:
     return f"{prefix}/{name}" if prefix else name
-
-
-def _renamed(function: Derived, prefix: str) -> Derived:
-    if not prefix:
-        return function
-    start = prefix + "/"
-    return lambda metrics: function({k[len(start) :]: v for k, v in metrics.items() if k.startswith(start)})
 
 
 def std_from_moments(mean: float, mean_square: float) -> float:

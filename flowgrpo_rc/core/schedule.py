@@ -22,6 +22,8 @@ def window_bounds(
 
     Raises ValueError where the window does not fit the schedule.
     """
+    if bounds is not None and len(bounds) != 2:
+        raise ValueError(f"rollout.algo.sde_window_range={list(bounds)}: give two step indices, [first, last]")
     first, last = (0, num_steps - 1) if bounds is None else (int(bounds[0]), int(bounds[1]))
     if not 0 <= first < last <= num_steps:
         raise ValueError(

@@ -91,8 +91,6 @@ def _band(name: str, spec: Any) -> Band:
     lower, upper = numbers
     if not 0 <= lower < upper < math.inf:
         raise ValueError(f"{THRESHOLD_KEY}={spec!r} for {name}: a band needs 0 <= lower < upper")
-    if not lower <= 1 <= upper:
-        raise ValueError(f"{THRESHOLD_KEY}={spec!r} for {name}: the band must hold the ratio 1 of equal policies")
     return Band(level, estimator, math.log(lower) if lower else -math.inf, math.log(upper))
 
 

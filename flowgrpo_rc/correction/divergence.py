@@ -7,7 +7,6 @@ zero: everything here is float64. Sequences without a valid step take no part.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ def offpolicy_metrics(training: Tensor, rollout: Tensor, mask: Tensor) -> Metric
     bag.mean("log_ppl_abs_diff", difference.abs(), present)
     bag.max("log_ppl_diff_max", difference, present)
     bag.min("log_ppl_diff_min", difference, present)
-    bag.derive("ppl_ratio", lambda m: math.exp(min(-m["log_ppl_diff"], _LARGEST_EXPONENT)))
+    bag.derive("ppl_ratio", ("log_ppl_diff",), lambda diff: math.exp(min(-diff, _LARGEST_EXPONENT)))
     bag.mean("kl", k1(log_ratio), mask)
     bag.mean("k3_kl", k3(log_ratio), mask)
     bounded = 2 * SAFETY_BOUND
@@ -60,8 +59,9 @@ def weight_metrics(log_ratio: Tensor, weights: Tensor, mask: Tensor, level: str,
     bag.mean("_weight_deviation_square", (weights - 1) ** 2, mask)
     bag.max("rollout_is_max", weights, mask)
     bag.min("rollout_is_min", weights, mask)
-    bag.derive("rollout_is_std", lambda m: std_from_moments(m["_weight_deviation"], m["_weight_deviation_square"]))
-    bag.derive("rollout_is_eff_sample_size", _effective_sample_size)
+    moments = ("_weight_deviation", "_weight_deviation_square")
+    bag.derive("rollout_is_std", moments, std_from_moments)
+    bag.derive("rollout_is_eff_sample_size", moments, _effective_sample_size)
     unbounded, limit = aggregate(log_ratio, mask, level), math.log(upper)
     bag.mean("rollout_is_ratio_fraction_high", (unbounded > limit).double(), mask)
     bag.mean("rollout_is_ratio_fraction_low", (unbounded < -limit).double(), mask)
@@ -72,7 +72,7 @@ def weight_metrics(log_ratio: Tensor, weights: Tensor, mask: Tensor, level: str,
     bag.max("rollout_is_seq_max", sequence, present)
     bag.min("rollout_is_seq_min", sequence, present)
     bag.max("rollout_is_seq_max_deviation", (sequence - 1).abs(), present)
-    bag.derive("rollout_is_seq_std", lambda m: std_from_moments(m["_seq_deviation"], m["_seq_deviation_square"]))
+    bag.derive("rollout_is_seq_std", ("_seq_deviation", "_seq_deviation_square"), std_from_moments)
     unbounded_sequence = masked_mean(raw_weights(log_ratio, mask, level), mask, 1)
     bag.mean("rollout_is_seq_fraction_high", (unbounded_sequence > upper).double(), present)
     bag.mean("rollout_is_seq_fraction_low", (unbounded_sequence < 1 / upper).double(), present)
@@ -92,8 +92,7 @@ def rejection_metrics(kept: Tensor, mask: Tensor, log_ratio: Tensor) -> MetricBa
     return bag
 
 
-def _effective_sample_size(metrics: Mapping[str, float]) -> float:
-    """1 / mean(w^2) for weights normalised to mean 1, a fraction of the batch."""
-    deviation = metrics["_weight_deviation"]
-    square = metrics["_weight_deviation_square"] + 2 * deviation + 1
+def _effective_sample_size(deviation: float, square_deviation: float) -> float:
+    """1 / mean(w^2) for weights normalised to mean 1, a fraction of the batch; from moments of w - 1."""
+    square = square_deviation + 2 * deviation + 1
     return (1 + deviation) ** 2 / square if square > 0 else 0.0

@@ -32,6 +32,6 @@ def flow_grpo(
     bag.mean("clip_fraction_lower", lower.double(), kept)
     bag.mean("_deviation", deviation, kept)
     bag.mean("_deviation_square", deviation**2, kept)
-    bag.derive("ratio_mean", lambda m: 1 + m["_deviation"])
-    bag.derive("ratio_std", lambda m: std_from_moments(m["_deviation"], m["_deviation_square"]))
+    bag.derive("ratio_mean", ("_deviation",), lambda mean: 1 + mean)
+    bag.derive("ratio_std", ("_deviation", "_deviation_square"), std_from_moments)
     return PolicyLoss(torch.where(kept, values, torch.zeros_like(values)), bag)

@@ -15,18 +15,20 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec
-from flowgrpo_rc.core.transition import Transition, log_prob, sample, transition
-from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.core.transition import Transition, log_prob, sample
+from flowgrpo_rc.models.base import FlowModel, Schedule
+from flowgrpo_rc.policies.scheduler import step_transition
 
 NoiseSource = Callable[[int], Tensor]
 
 
 class Trajectory(NamedTuple):
-    """final [B, ...]; window_latents [B, T+1, ...]; log_probs [B, T]."""
+    """final [B, ...]; window_latents [B, T+1, ...]; log_probs [B, T]; the schedule that was walked."""
 
     final: Tensor
     window_latents: Tensor
     log_probs: Tensor
+    schedule: Schedule
 
 
 class StepEvaluation(NamedTuple):
@@ -88,7 +90,7 @@ class FlowPolicy:
                 states[picked, at], states[picked, at + 1] = latents[inside], following[inside]
                 log_probs[picked, at] = value[inside]
             latents = following
-        return Trajectory(latents, states, log_probs)
+        return Trajectory(latents, states, log_probs, schedule)
 
     def evaluate(self, batch: DiffusionBatch) -> StepEvaluation:
         """This policy on the recorded steps of a batch with T = 1; differentiable."""
@@ -125,13 +127,5 @@ class FlowPolicy:
 def _transition(
     x: Tensor, v: Tensor, sigmas: Tensor, steps: Tensor, spec: SamplerSpec, *, noise_level: float | None = None
 ) -> Transition:
-    """The Gaussian of steps `steps` [B] of the schedule at `x` [B, ...]."""
-    return transition(
-        x,
-        v,
-        sigmas[steps],
-        sigmas[steps + 1],
-        kind=spec.sde_type,
-        noise_level=spec.noise_level if noise_level is None else noise_level,
-        sigma_max=sigmas[1],
-    )
+    level = spec.noise_level if noise_level is None else noise_level
+    return step_transition(x, v, sigmas, steps, sde_type=spec.sde_type, noise_level=level)

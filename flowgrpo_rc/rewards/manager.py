@@ -126,7 +126,8 @@ class RewardManager:
             parts[name] = torch.cat([outcome.values for outcome in outcomes])
             for part in term.reward.part_names:
                 parts[f"{name}/{part}"] = torch.cat([outcome.parts[part] for outcome in outcomes])
-        total = torch.stack([term.weight * parts[name] for name, term in self._terms.items()]).sum(0)
+        weighted = [term.weight * parts[name] for name, term in self._terms.items() if term.weight != 0]
+        total = torch.stack(weighted).sum(0)
         return Rewards(total=total, valid=total.isfinite(), parts=parts)
 
     def count_failed(self, rewards: Rewards) -> dict[str, int]:

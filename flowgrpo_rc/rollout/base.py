@@ -107,6 +107,11 @@ class RolloutConfig:
                 f"rollout.algo.noise_level={self.algo.noise_level}: give a number above 0"
                 + (" and at most 1 for cps" if upper == 1 else "")
             )
+        if self.val_kwargs.batch_size < 1 or (self.val_kwargs.n is not None and self.val_kwargs.n < 1):
+            raise ValueError(
+                f"rollout.val_kwargs.batch_size={self.val_kwargs.batch_size} and rollout.val_kwargs.n="
+                f"{self.val_kwargs.n}: give at least 1 (n: or null for all prompts)"
+            )
         for key, pipeline in (("pipeline", self.pipeline), ("val_kwargs", self.val_kwargs)):
             if pipeline.num_inference_steps < 1:
                 raise ValueError(f"rollout.{key}.num_inference_steps={pipeline.num_inference_steps}: give at least 1")
@@ -145,11 +150,13 @@ class RolloutRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutChunk:
-    """Finished samples, in order: their part of the batch, images [b, H, W, 3] uint8 and prompts."""
+    """Finished samples, in order: their part of the batch, images [b, H, W, 3] uint8 and prompts; policy_version is
+    that of the last `sync_weights` before they were sampled."""
 
     batch: DiffusionBatch
     images: np.ndarray
     prompts: Sequence[Prompt]
+    policy_version: int
 
 
 class RolloutEngine(ABC):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ class DiffusersEngine(RolloutEngine):
         self._policy = FlowPolicy(model, replica)
         self._model = model
         self._chunk_size = chunk_size
+        self._dtype = dtype
         self._version = 0
 
     def generate(self, request: RolloutRequest) -> Iterator[RolloutChunk]:
@@ -55,6 +57,7 @@ class DiffusersEngine(RolloutEngine):
 
     def close(self) -> None:
         self._lora = {}
+        del self.transformer, self._policy
 
     def _chunk(
         self, request: RolloutRequest, conditioning: Conditioning, negative: Conditioning | None, start: int
@@ -73,10 +76,10 @@ class DiffusersEngine(RolloutEngine):
             window,
             lambda step: normal(shape, seeds, "step", step).to(device),
         )
-        schedule = self._model.schedule(spec.num_inference_steps, spec.height, spec.width)
+        schedule = trajectory.schedule
         slots = torch.tensor(request.prompts.slots, device=device)
         batch = DiffusionBatch(
-            spec=spec,
+            spec=replace(spec, dtype=self._dtype),
             all_latents=trajectory.window_latents,
             all_timesteps=schedule.timesteps[window],
             step_indices=window,
@@ -90,7 +93,8 @@ class DiffusersEngine(RolloutEngine):
             policy_version=torch.full_like(prompt_index, self._version),
         )
         images = self._model.decode(trajectory.final)
-        return RolloutChunk(batch=batch, images=images, prompts=[request.prompt_of(row) for row in rows])
+        prompts = [request.prompt_of(row) for row in rows]
+        return RolloutChunk(batch=batch, images=images, prompts=prompts, policy_version=self._version)
 
 
 def encode_unique(model: FlowModel, texts: list[str], max_sequence_length: int) -> Conditioning:

@@ -13,7 +13,7 @@ from flowgrpo_rc.batch import Prompt, Rewards, SamplerSpec
 from flowgrpo_rc.core.metrics import MetricBag, std_from_moments
 from flowgrpo_rc.core.random import derive_seed, normal
 from flowgrpo_rc.policies.flow import FlowPolicy
-from flowgrpo_rc.rewards.manager import RewardManager
+from flowgrpo_rc.rewards.manager import RewardHandle, RewardManager
 from flowgrpo_rc.rollout.base import RolloutConfig
 from flowgrpo_rc.rollout.diffusers_engine import encode_unique
 from flowgrpo_rc.training.processes import Processes
@@ -67,11 +67,9 @@ class Evaluator:
             if sum(map(len, shown)) < GRID_SIZE:
                 shown.append(images)
         bag = MetricBag()
-        if not handles:
-            return Evaluation(self._declare(bag), np.zeros((0, 1, 1, 3), np.uint8), [])
-        rewards = self._rewards.collect(handles)
+        rewards = collect_rewards(self._rewards, handles, processes)
         record_rewards(bag, rewards, prefix="val", total="reward")
-        images = np.concatenate(shown)[:GRID_SIZE]
+        images = np.concatenate([*shown, np.zeros((0, self._spec.height, self._spec.width, 3), np.uint8)])[:GRID_SIZE]
         captions = [
             f"{prompt.target or prompt.text} {score:.2f}"
             for prompt, score in zip(prompts, rewards.total[: len(images)].tolist(), strict=False)
@@ -101,12 +99,20 @@ class Evaluator:
         seeds = [derive_seed(self._config.seed, "evaluation", prompt.index) for prompt in prompts]
         return normal(shape, seeds, "latents").to(self._policy.model.device)
 
-    def _declare(self, bag: MetricBag) -> MetricBag:
-        """The names that every process must hold, without elements."""
-        nothing = torch.zeros(0, dtype=torch.float64)
-        parts = dict.fromkeys(self._rewards.part_keys, nothing)
-        record_rewards(bag, Rewards(total=nothing, valid=nothing.bool(), parts=parts), prefix="val", total="reward")
-        return bag
+
+def collect_rewards(manager: RewardManager, handles: Sequence[RewardHandle], processes: Processes) -> Rewards:
+    """Wait for the rewards of this process's samples; RewardError, on all processes, if too many have none.
+
+    A process without samples takes part with empty columns, so that names and reductions agree.
+    """
+    nothing = torch.zeros(0, dtype=torch.float64)
+    rewards = Rewards(total=nothing, valid=nothing.bool(), parts=dict.fromkeys(manager.part_keys, nothing))
+    if handles:
+        rewards = manager.collect(handles)
+    failed = torch.tensor([*manager.count_failed(rewards).values(), len(rewards.total)], device=processes.device)
+    *counts, total = processes.sum(failed).tolist()
+    manager.check_failed_fraction(dict(zip(manager.names, counts, strict=True)), total)
+    return rewards
 
 
 def record_rewards(bag: MetricBag, rewards: Rewards, *, prefix: str, total: str) -> None:
@@ -114,7 +120,7 @@ def record_rewards(bag: MetricBag, rewards: Rewards, *, prefix: str, total: str)
     `failed_fraction`."""
     bag.mean(f"{prefix}/{total}", rewards.total, rewards.valid)
     bag.mean(f"{prefix}/_square", rewards.total**2, rewards.valid)
-    bag.derive(f"{prefix}/std", lambda m: std_from_moments(m[f"{prefix}/{total}"], m[f"{prefix}/_square"]))
+    bag.derive(f"{prefix}/std", (f"{prefix}/{total}", f"{prefix}/_square"), std_from_moments)
     bag.mean(f"{prefix}/failed_fraction", (~rewards.valid).double())
     for name, values in rewards.parts.items():
         bag.mean(f"{prefix}/{name}", values, ~values.isnan())

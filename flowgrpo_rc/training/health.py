@@ -90,10 +90,7 @@ def _drift(config: CorrectionSettings) -> str:
 
 
 def _dilution(config: CorrectionSettings) -> str:
-    return (
-        f"rejected samples dilute the gradient where they stay in the mean; widen {_band(config)} "
-        f"or set {_KEY}.normalize=kept"
-    )
+    return f"rejected samples stay in the mean and dilute the gradient; widen {_band(config)}"
 
 
 def _band(config: CorrectionSettings) -> str:
@@ -101,11 +98,8 @@ def _band(config: CorrectionSettings) -> str:
     return f"{_KEY}.rollout_rs_threshold{criterion}"
 
 
-def _always(text: str) -> Callable[[CorrectionSettings], str]:
-    return lambda _: text
 
-
-_SPREAD = f"few samples carry the gradient; lower {_KEY}.rollout_is_threshold or set {_KEY}.rollout_is=geometric"
+_SPREAD = f"few samples carry the gradient; lower {_KEY}.rollout_is_threshold or set {_KEY}.rollout_is=token"
 
 
 def _clipping(reason: str) -> Callable[[CorrectionSettings], str]:
@@ -137,14 +131,8 @@ _RULES = (
             f"agree on both sides, and {_narrow_the_gap(config)}"
         ),
     ),
-    _Rule(name="ess", metric="rollout_is_eff_sample_size", judge=_below(0.3), advice=_always(_SPREAD)),
-    _Rule(name="is_std", metric="rollout_is_std", judge=_above(1.0), advice=_always(_SPREAD)),
-    _Rule(
-        name="veto",
-        metric="rollout_is_veto_fraction",
-        judge=_above(0.1),
-        advice=_always(f"too many samples are rejected whole; lower {_KEY}.rollout_token_veto_threshold"),
-    ),
+    _Rule(name="ess", metric="rollout_is_eff_sample_size", judge=_below(0.3), advice=lambda _: _SPREAD),
+    _Rule(name="is_std", metric="rollout_is_std", judge=_above(1.0), advice=lambda _: _SPREAD),
     _Rule(
         name="kl",
         metric="kl",
@@ -156,12 +144,6 @@ _RULES = (
         metric="chi2_token",
         judge=_above(1.0),
         advice=lambda config: f"the weights' variance is unusable; {_narrow_the_gap(config)}",
-    ),
-    _Rule(
-        name="noise_floor",
-        metric="mismatch_over_clip",
-        judge=_above(1.0),
-        advice=_clipping("the mismatch alone fills the clip band, so that clipping acts on noise"),
     ),
     _Rule(
         name="clipping",

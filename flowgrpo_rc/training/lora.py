@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -59,15 +59,6 @@ def lora_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in sorted(transformer.named_parameters()) if p.requires_grad}
 
 
-def fingerprint(state: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names and bytes of tensors."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(state.items()):
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
 @contextmanager
 def reference_policy(transformer: Any) -> Iterator[None]:
     """The base model for the duration: the adapter is off."""
@@ -101,15 +92,19 @@ def export_lora(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) 
 
 
 def load_export(transformer: nn.Module, config: ModelConfig) -> None:
-    """Start from an exported LoRA of the same rank and target modules; ValueError names the first difference."""
+    """Start from an exported LoRA of the same rank and target modules, at the strength that it was exported with.
+
+    ValueError names the first difference.
+    """
     path = Path(config.lora_path or "").expanduser()
     path = path / EXPORT_NAME if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"model.lora_path={config.lora_path}: there is no {EXPORT_NAME}")
     with safe_open(path, framework="pt") as file:
-        folded = LORA_ADAPTER_METADATA_KEY not in (file.metadata() or {})
+        described = json.loads((file.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY, "{}"))
         stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
-    scale = config.lora_alpha / config.lora_rank
+    stored_scale = described["transformer.lora_alpha"] / described["transformer.r"] if described else 1.0
+    factor = stored_scale / (config.lora_alpha / config.lora_rank)
     parameters = lora_parameters(transformer)
     expected = {f"transformer.{name.replace(f'.{_ADAPTER}.', '.')}": p for name, p in parameters.items()}
     if stored.keys() != expected.keys():
@@ -125,13 +120,11 @@ def load_export(transformer: nn.Module, config: ModelConfig) -> None:
                 f"{config.lora_rank} needs {tuple(parameter.shape)}"
             )
         value = stored[key].float()
-        parameter.data.copy_(value / scale if folded and ".lora_B." in key else value)
+        parameter.data.copy_(value * factor if ".lora_B." in key else value)
 
 
 def _adapter_metadata(config: ModelConfig, state: Mapping[str, Tensor]) -> str:
     """peft's description of the adapter, as diffusers stores it beside the tensors."""
-    import json
-
     modules = sorted({name.split(".lora_")[0] for name in state})
     fields = {"r": config.lora_rank, "lora_alpha": config.lora_alpha, "target_modules": modules}
     return json.dumps({f"transformer.{key}": value for key, value in fields.items()}, sort_keys=True)

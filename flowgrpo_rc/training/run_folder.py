@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import json
 import platform
 import shutil
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,6 @@ from flowgrpo_rc.training.tracking import redact, write_atomic
 _PACKAGES = ("flowgrpo-rc", "torch", "diffusers", "transformers", "peft", "accelerate", "rapidocr-onnxruntime")
 # What may change between two commands on one run without changing what is trained.
 _FREE = (
-    "trainer.total_training_steps",
     "trainer.max_time",
     "trainer.logger",
     "trainer.save_freq",
@@ -46,6 +48,17 @@ class RunFolder:
     def grid(self, step: int) -> Path:
         return self.samples / f"step_{step:06d}.png"
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the folder for the duration; the lock dies with the process. ValueError if another run holds it."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        with (self.root / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ValueError(f"trainer.output_dir={self.root} is in use by a run that is still going on") from error
+            yield
+
     def create(self, config: Mapping[str, Any], device: torch.device, processes: int) -> None:
         """Write config.yaml and environment.json. OSError where the folder cannot be made."""
         self.root.mkdir(parents=True, exist_ok=True)
@@ -61,13 +74,13 @@ class RunFolder:
         }
         write_atomic(self.root / "environment.json", json.dumps(environment, indent=1).encode())
 
-    def check_same_run(self, config: Mapping[str, Any]) -> None:
-        """ValueError if the folder holds a run with other settings, naming the first keys that differ."""
-        if not self.config.is_file():
-            return
-        there, here = _flat(yaml.safe_load(self.config.read_text())), _flat(redact(config))
+    def check_same_run(self, stored: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        """ValueError if `config` would train something else than the folder's `stored` one, naming the first keys."""
+        there, here = _flat(redact(stored)), _flat(redact(config))
         keys = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
         keys = [key for key in keys if not key.startswith(_FREE)]
+        if there["actor.optim.lr_scheduler"] == "constant":
+            keys = [key for key in keys if key != "trainer.total_training_steps"]
         if keys:
             shown = "; ".join(f"{key}: {there.get(key)!r} there, {here.get(key)!r} now" for key in keys[:5])
             raise ValueError(
@@ -78,14 +91,13 @@ class RunFolder:
 
 def check_writable(root: Path, *, needed_bytes: int) -> None:
     """ValueError before anything is loaded if `root` cannot be written or its disk has too little room."""
+    existing = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        probe = root / ".write_test"
-        probe.write_bytes(b"x")
-        probe.unlink()
+        with tempfile.NamedTemporaryFile(dir=existing):
+            pass
     except OSError as error:
         raise ValueError(f"trainer.output_dir={root} cannot be written: {error.strerror}") from error
-    free = shutil.disk_usage(root).free
+    free = shutil.disk_usage(existing).free
     if free < needed_bytes:
         raise ValueError(
             f"trainer.output_dir={root}: {free / 2**20:.0f} MiB free, a run needs at least "

@@ -20,6 +20,7 @@ from flowgrpo_rc.core.schedule import draw_windows
 from flowgrpo_rc.correction.correct import (
     apply_bypass_mode_to_diffusion_batch,
     apply_rollout_correction_to_diffusion_batch,
+    require_rollout_log_probs,
 )
 from flowgrpo_rc.data.prompts import PromptSampler, shard
 from flowgrpo_rc.policies.flow import FlowPolicy
@@ -28,14 +29,14 @@ from flowgrpo_rc.rollout.base import RolloutEngine, RolloutRequest
 from flowgrpo_rc.training.checkpoint import Checkpoint, save_checkpoint
 from flowgrpo_rc.training.console import Console
 from flowgrpo_rc.training.ema import averaged_weights
-from flowgrpo_rc.training.evaluation import Evaluator, record_rewards
+from flowgrpo_rc.training.evaluation import Evaluator, collect_rewards, record_rewards
 from flowgrpo_rc.training.health import HealthMonitor
 from flowgrpo_rc.training.processes import Processes
 from flowgrpo_rc.training.run_folder import RunFolder
 from flowgrpo_rc.training.samples import save_grid
 from flowgrpo_rc.training.stopping import StopRequest
 from flowgrpo_rc.training.tracking import MetricsFile, Trackers
-from flowgrpo_rc.training.update import PolicyUpdate, difference_by_timestep
+from flowgrpo_rc.training.update import PolicyUpdate, by_timestep
 
 if TYPE_CHECKING:
     from flowgrpo_rc.config import Config
@@ -68,6 +69,7 @@ class Trainer:
         self._seconds: dict[str, float] = {}
         self._rows = MetricsFile(parts.folder.metrics)
         self._health_rows = MetricsFile(parts.folder.health)
+        self._timesteps: list[int] = []
         self._step = 0
         if resumed is not None:
             self._step = resumed.step
@@ -82,8 +84,7 @@ class Trainer:
             self._evaluate()
             self._finish_step()
         while self._step < total:
-            self._step += 1
-            self.train_step()
+            self.train_step(self._step + 1)
             if self._due(self.parts.config.trainer.test_freq):
                 self._evaluate()
             self._finish_step()
@@ -95,8 +96,9 @@ class Trainer:
                 return reason or "another process was asked to stop"
         return None
 
-    def train_step(self) -> None:
-        """One step, from its prompts to the synchronised engine; `self._step` says which."""
+    def train_step(self, step: int) -> None:
+        """One step (the first is 1), from its prompts to the synchronised engine."""
+        self._step = step
         with self._timed("step"):
             with self._timed("rollout"):
                 batch, handles = self._rollout()
@@ -107,23 +109,28 @@ class Trainer:
             batch = self._advantages(batch, rewards)
             with self._timed("update"):
                 samples = self.parts.config.samples_per_mini_batch(self.parts.processes.count)
-                self._bag.merge(self.parts.update.run(batch, samples), "actor")
+                self._bag.merge(self.parts.update.run(batch, samples, self._timesteps), "actor")
             with self._timed("sync_weights"):
                 self.parts.engine.sync_weights(self.parts.update.lora_state(), self._step)
         num_images = len(batch) * self.parts.processes.count
-        self._bag.max("perf/images_per_second", torch.tensor(num_images / self._seconds["step"]))
+        self._bag.min("perf/images_per_second", torch.tensor(num_images / self._seconds["step"]))
 
     def _rollout(self) -> tuple[DiffusionBatch, list[RewardHandle]]:
         """Sample this process's share; images go to the reward threads chunk by chunk."""
         request = self._request()
         chunks, handles = [], []
         for chunk in self.parts.engine.generate(request):
+            require_rollout_log_probs(chunk.batch)
             different = request.spec.differences(chunk.batch.spec)
             if different:
                 raise RuntimeError(f"the rollout engine sampled with other settings: {'; '.join(different)}")
+            if chunk.policy_version != request.prompts.step - 1:
+                raise RuntimeError(f"the rollout engine sampled with the weights of step {chunk.policy_version}")
             chunks.append(chunk.batch)
             handles.append(self.parts.rewards.submit(chunk.images, chunk.prompts))
-        return concat(chunks), handles
+        batch = concat(chunks)
+        self._timesteps = (batch.sigmas[:-1] * 1000).round().int().tolist()
+        return batch, handles
 
     def _request(self) -> RolloutRequest:
         config, processes = self.parts.config, self.parts.processes
@@ -161,17 +168,14 @@ class Trainer:
         batch, metrics = apply_rollout_correction_to_diffusion_batch(
             batch.replace(old_log_probs=old), correction, all_reduce=self.parts.processes.sum
         )
-        metrics.merge(difference_by_timestep(old, batch))
+        difference = old - require_rollout_log_probs(batch)
+        metrics.merge(by_timestep(difference, batch.step_indices, self._timesteps))
         self._bag.merge(metrics, "rollout_corr")
         return batch
 
     def _collect(self, handles: Sequence[RewardHandle]) -> Rewards:
         """Wait for the rewards; RewardError if too many samples of the step have none."""
-        manager, processes = self.parts.rewards, self.parts.processes
-        rewards = manager.collect(handles)
-        failed = torch.tensor([*manager.count_failed(rewards).values(), len(rewards.total)], device=processes.device)
-        *counts, total = processes.sum(failed).tolist()
-        manager.check_failed_fraction(dict(zip(manager.names, counts, strict=True)), total)
+        rewards = collect_rewards(self.parts.rewards, handles, self.parts.processes)
         record_rewards(self._bag, rewards, prefix="reward", total="mean")
         return rewards
 
@@ -193,7 +197,7 @@ class Trainer:
         bag.mean("advantages/_square", found.values**2, valid)
         bag.max("advantages/max", found.values, valid)
         bag.min("advantages/min", found.values, valid)
-        bag.derive("advantages/std", lambda m: std_from_moments(m["advantages/mean"], m["advantages/_square"]))
+        bag.derive("advantages/std", ("advantages/mean", "advantages/_square"), std_from_moments)
         return batch.replace(advantages=found.values.float().unsqueeze(1).expand(-1, batch.num_steps))
 
     def _evaluate(self) -> None:
@@ -224,13 +228,15 @@ class Trainer:
             parts.console.warning(warning)
 
     def _save(self) -> None:
+        """Write a checkpoint; its seconds stand in the next row."""
         parts = self.parts
-        if parts.processes.is_main:
-            state: Mapping[str, Any] = {"update": parts.update.state(), "health": parts.health.state_dict()}
-            checkpoint = Checkpoint(step=self._step, tensors=parts.update.tensors(), state=state)
-            keep = parts.config.trainer.max_checkpoints_to_keep
-            save_checkpoint(parts.folder.checkpoints, checkpoint, keep=keep)
-        parts.processes.wait()
+        with self._timed("checkpoint"):
+            if parts.processes.is_main:
+                state: Mapping[str, Any] = {"update": parts.update.state(), "health": parts.health.state_dict()}
+                checkpoint = Checkpoint(step=self._step, tensors=parts.update.tensors(), state=state)
+                keep = parts.config.trainer.max_checkpoints_to_keep
+                save_checkpoint(parts.folder.checkpoints, checkpoint, keep=keep)
+            parts.processes.wait()
 
     def _due(self, frequency: int) -> bool:
         """Every `frequency` steps (0: never) and at the last one."""
@@ -241,6 +247,8 @@ class Trainer:
     def _timed(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
+        if self.parts.processes.device.type == "cuda":
+            torch.cuda.synchronize()
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
 

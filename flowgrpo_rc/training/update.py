@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.transition import reference_kl
+from flowgrpo_rc.correction.correct import require_rollout_log_probs
 from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig
 from flowgrpo_rc.losses.diffusion import diffusion_loss
 from flowgrpo_rc.policies.flow import FlowPolicy, StepEvaluation
@@ -43,7 +44,7 @@ class OptimConfig:
 
     def validate(self) -> None:
         for name in ("lr", "eps", "clip_grad"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"actor.optim.{name}={getattr(self, name)}: give a number above 0")
         if self.weight_decay < 0 or self.lr_warmup_steps < 0:
             raise ValueError("actor.optim.weight_decay and actor.optim.lr_warmup_steps cannot be negative")
@@ -75,8 +76,8 @@ class ActorConfig:
         for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"actor.{name}={getattr(self, name)}: give at least 1")
-        if self.kl_loss_coef < 0:
-            raise ValueError(f"actor.kl_loss_coef={self.kl_loss_coef}: give 0 or more")
+        if self.use_kl_loss and not self.kl_loss_coef > 0:
+            raise ValueError(f"actor.kl_loss_coef={self.kl_loss_coef} with actor.use_kl_loss=true: give more than 0")
         self.diffusion_loss.validate()
         self.optim.validate()
         self.ema.validate()
@@ -111,6 +112,7 @@ class PolicyUpdate:
             num_training_steps=total_updates,
         )
         self.ema = EMAModel(self._parameters, decay=config.ema.decay) if config.ema.enable else None
+        self._differences: list[tuple[Tensor, Tensor]] = []
         self._updates = 0
         self._nonfinite_updates = 0
         self._nonfinite_in_a_row = 0
@@ -123,13 +125,18 @@ class PolicyUpdate:
         """The LoRA tensors by name (detached views)."""
         return {name: parameter.detach() for name, parameter in self._named.items()}
 
-    def run(self, batch: DiffusionBatch, samples_per_mini_batch: int) -> MetricBag:
-        """All optimizer steps on this process's part of a global batch, in mini-batches of consecutive samples."""
-        bag = MetricBag()
+    def run(self, batch: DiffusionBatch, samples_per_mini_batch: int, timesteps: Sequence[int] = ()) -> MetricBag:
+        """All optimizer steps on this process's part of a global batch, in mini-batches of consecutive samples.
+
+        `timesteps` are the schedule's values as integers; bypass mode reports |current - rollout| by them.
+        """
+        bag, self._differences = MetricBag(), []
         for _ in range(self._config.ppo_epochs):
             for start in range(0, len(batch), samples_per_mini_batch):
                 self._mini_batch(batch.rows(start, start + samples_per_mini_batch), bag)
-        bag.max("lr", torch.tensor(self._schedule.get_last_lr()[0], dtype=torch.float64))
+        if self._differences:
+            differences, indices = (torch.cat(column) for column in zip(*self._differences, strict=True))
+            bag.merge(by_timestep(differences, indices, timesteps), "rollout_corr")
         bag.max("nonfinite_updates", torch.tensor(float(self._nonfinite_updates)))
         return bag
 
@@ -152,22 +159,20 @@ class PolicyUpdate:
             metrics.mean("kl_loss", penalty)
         loss.backward()
         bag.merge(metrics)
-        self._by_timestep(now.log_prob.detach(), piece, bag)
+        if self._loss.rollout_correction.bypass_mode:
+            difference = now.log_prob.detach().unsqueeze(1) - require_rollout_log_probs(piece)
+            self._differences.append((difference, piece.step_indices))
 
     def _reference_kl(self, now: StepEvaluation, piece: DiffusionBatch) -> Tensor:
         with torch.no_grad(), reference_policy(self._policy.transformer):
             reference = self._policy.evaluate(piece).transition.mean
         return reference_kl(now.transition, reference, now.sigma, now.sigma_next, kind=piece.spec.sde_type)
 
-    def _by_timestep(self, log_prob: Tensor, piece: DiffusionBatch, bag: MetricBag) -> None:
-        """|current - rollout| by timestep, where the correction is measured here (bypass mode)."""
-        if self._loss.rollout_correction.bypass_mode and piece.rollout_log_probs is not None:
-            bag.merge(difference_by_timestep(log_prob.unsqueeze(1), piece), "rollout_corr")
-
     def _step(self, bag: MetricBag) -> None:
         self._processes.sum_gradients(self._parameters)
         norm = nn.utils.clip_grad_norm_(self._parameters, self._config.optim.clip_grad)
         value = norm.item()
+        bag.max("lr", torch.tensor(self._schedule.get_last_lr()[0], dtype=torch.float64))
         if math.isfinite(value):
             self._optimizer.step()
             self._schedule.step()
@@ -232,13 +237,13 @@ class PolicyUpdate:
             group["lr"] = rate
 
 
-def difference_by_timestep(log_probs: Tensor, batch: DiffusionBatch) -> MetricBag:
-    """Mean |log_probs - rollout| [B, T] for each timestep value of the schedule, as `logprob_abs_diff/ts_{t}`."""
+def by_timestep(difference: Tensor, step_indices: Tensor, timesteps: Sequence[int]) -> MetricBag:
+    """Mean |difference| [B, T] at each timestep of the schedule, as `logprob_abs_diff/ts_{t}`.
+
+    `step_indices` [B, T] point into `timesteps`. Elements that are not finite take no part.
+    """
     bag = MetricBag()
-    if batch.rollout_log_probs is None:
-        return bag
-    difference = (log_probs.double() - batch.rollout_log_probs.double()).abs()
-    timesteps = (batch.sigmas[:-1] * 1000).round().int().tolist()
+    finite = torch.isfinite(difference)
     for index, timestep in enumerate(timesteps):
-        bag.mean(f"logprob_abs_diff/ts_{timestep}", difference, batch.step_indices == index)
+        bag.mean(f"logprob_abs_diff/ts_{timestep}", difference.double().abs(), finite & (step_indices == index))
     return bag
