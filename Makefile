@@ -17,9 +17,8 @@ demo: $(VENV)/.ready  ## train the bundled model on the OCR reward
 test: $(VENV)/.ready  ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
 
-lint: $(VENV)/.ready  ## ruff and mypy
-	$(BIN)/ruff check .
-	$(BIN)/mypy
+lint: $(VENV)/.ready  ## ruff and mypy, as the pre-commit hooks run them
+	PATH="$(abspath $(BIN)):$$PATH" pre-commit run --all-files
 
 check: lint test
 
