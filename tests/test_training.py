@@ -23,6 +23,7 @@ from flowgrpo_rc.core.random import derive_seed, normal
 from flowgrpo_rc.models.base import ModelConfig, load_model
 from flowgrpo_rc.training.checkpoint import list_checkpoints, load_checkpoint
 from flowgrpo_rc.training.lora import add_lora, load_export
+from flowgrpo_rc.training.run_folder import RunFolder
 
 RC = "algorithm.rollout_correction"
 QUICKSTART = (
@@ -125,6 +126,20 @@ def test_another_setting_in_the_same_folder_is_refused(
     assert "trainer.output_dir" in error
 
 
+def test_a_start_that_failed_does_not_hold_its_folder(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert train("rollout.pipeline.height=33") == 2
+    assert "rollout.pipeline.height=33" in capsys.readouterr().err
+    assert train() == 0
+
+
+def test_a_folder_in_use_is_refused(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    with RunFolder(tmp_path / "run").locked():
+        assert train() == 2
+    assert "in use" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("alpha", [8, 6], ids=["power_of_two", "other_scale"])
 def test_exported_lora_gives_bit_equal_images_in_stock_diffusers(
     train: Train, tmp_path: Path, checkpoint: Path, alpha: int
@@ -158,16 +173,24 @@ def test_exported_lora_gives_bit_equal_images_in_stock_diffusers(
     assert np.array_equal(loaded, trained)
 
 
-def test_training_goes_on_from_an_exported_lora(train: Train, tmp_path: Path, checkpoint: Path) -> None:
-    assert train("actor.ema.enable=false") == 0
+@pytest.mark.parametrize("alpha", [8, 6], ids=["folded", "with_metadata"])
+def test_training_goes_on_from_an_exported_lora(train: Train, tmp_path: Path, checkpoint: Path, alpha: int) -> None:
+    assert train("actor.ema.enable=false", f"model.lora_alpha={alpha}") == 0
     exported = tmp_path / "run" / "lora"
-    config = ModelConfig(path=str(checkpoint), lora_rank=4, lora_alpha=8, lora_path=str(exported))
+    config = ModelConfig(path=str(checkpoint), lora_rank=4, lora_alpha=alpha, lora_path=str(exported))
     model = load_model(config, torch.device("cpu"))
     transformer = add_lora(model, config, seed=99)
     newest = load_checkpoint(list_checkpoints(tmp_path / "run" / "checkpoints")[-1])
     for name, parameter in transformer.named_parameters():
         if parameter.requires_grad:
             assert torch.equal(parameter, newest.tensors["lora"][name])
+    # Another alpha here scales lora_B, so that the effect stays that of the file.
+    stronger = ModelConfig(path=str(checkpoint), lora_rank=4, lora_alpha=16, lora_path=str(exported))
+    rescaled = load_model(stronger, torch.device("cpu"))
+    for name, parameter in add_lora(rescaled, stronger, seed=0).named_parameters():
+        if parameter.requires_grad:
+            factor = alpha / 16 if "lora_B" in name else 1.0
+            torch.testing.assert_close(parameter.data, factor * newest.tensors["lora"][name])
     wrong = ModelConfig(path=str(checkpoint), lora_rank=8, lora_alpha=8, lora_path=str(exported))
     other = load_model(wrong, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"model\.lora_rank=8"):
