@@ -250,3 +250,13 @@ def test_which_rewards_need_a_target():
     assert requires_target(RewardConfig())
     assert requires_target(RewardConfig(terms={"jpeg": {}, "x": {"_target_": f"{HERE}.Needs"}}))
     assert not requires_target(RewardConfig(terms={"jpeg": {}}))
+
+
+def test_a_reward_of_weight_zero_is_logged_and_cannot_invalidate_a_sample():
+    terms = {"a": {"_target_": f"{HERE}.Index"}, "b": {"_target_": f"{HERE}.Returns", "weight": 0.0, "what": "raise"}}
+    _, rewards = run(RewardConfig(terms=terms, max_failed_fraction=1.0))
+    assert rewards.total.tolist() == rewards.parts["a"].tolist()
+    assert rewards.valid.all()
+    assert rewards.parts["b"].isnan().any()
+    with pytest.raises(ValueError, match=r"every weight is 0"):
+        validate_rewards(RewardConfig(terms={"jpeg": {"weight": 0.0}}))

@@ -210,6 +210,8 @@ def _build_terms(config: RewardConfig) -> dict[str, _Term]:
     terms = {str(name): _build_term(str(name), term) for name, term in config.terms.items() if term is not None}
     if not terms:
         raise ValueError("reward.terms is empty; give at least one, such as reward.terms.ocr.weight=1.0")
+    if not any(term.weight != 0 for term in terms.values()):
+        raise ValueError("reward.terms: every weight is 0, so there is nothing to optimize; give one of them a weight")
     if not 1 <= config.num_workers <= len(terms):
         raise ValueError(
             f"reward.num_workers={config.num_workers} must be between 1 and the number of rewards, {len(terms)}: "
