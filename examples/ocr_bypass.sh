@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The OCR run in bypass mode: the rollout's log-probs are the old ones, and rejection happens inside the loss.
-# No recompute, so a step is cheaper; the PPO band must be wider than the mismatch of the bf16 rollout.
+# No recompute, so a step is cheaper; the PPO band must be wider than the mismatch of the bf16 rollout. This is what the
+# demo does; here the keys are spelled out.
 set -euo pipefail
 
 flowgrpo-rc train \
