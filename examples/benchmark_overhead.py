@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 
 import torch
+from diffusers.utils import logging as diffusers_logging
+from transformers.utils import logging as transformers_logging
 
 from flowgrpo_rc.compose import compose_config, to_config
 from flowgrpo_rc.core.random import normal
@@ -29,38 +31,40 @@ from flowgrpo_rc.training.trainer import Components, Trainer
 
 
 def bare_step(parts: Components) -> None:
-    """The calls of one training step and nothing else."""
+    """The calls of one training step and nothing else, in the step's own batch shapes."""
     config, model = parts.config, parts.policy.model
     pipeline, micro = config.rollout.pipeline, config.actor.ppo_micro_batch_size_per_gpu
     prompts = [p for p in parts.sampler.step(0) for _ in range(config.rollout.n)]
     conditioning = encode_unique(model, [p.text for p in prompts], pipeline.max_sequence_length)
     shape = model.latent_shape(pipeline.height, pipeline.width)
+    x = normal(shape, range(len(prompts)))
     schedule = model.schedule(pipeline.num_inference_steps, pipeline.height, pipeline.width)
     window, _, _ = config.rollout.window()
-    for start in range(0, len(prompts), micro):
-        rows = torch.arange(start, min(start + micro, len(prompts)))
-        x, rows_conditioning = normal(shape, rows.tolist()), conditioning[rows]
 
-        def velocity(transformer: torch.nn.Module, t: int) -> torch.Tensor:
-            timesteps = schedule.timesteps[t].expand(len(x))  # noqa: B023
-            return model.velocity(transformer, x, timesteps, rows_conditioning, None, 1.0)  # noqa: B023
+    def velocity(transformer: torch.nn.Module, rows: torch.Tensor, t: int) -> torch.Tensor:
+        timesteps = schedule.timesteps[t].expand(len(rows))
+        return model.velocity(transformer, x[rows], timesteps, conditioning[rows], None, 1.0)
 
-        with torch.no_grad():
+    with torch.no_grad():
+        for rows in torch.arange(len(prompts)).split(config.rollout.micro_batch_size_per_gpu or micro):
             for t in range(pipeline.num_inference_steps):
-                velocity(parts.engine.transformer, t)
-            images = model.decode(x)
-            if not config.algorithm.rollout_correction.bypass_mode:
-                for t in range(window):
-                    velocity(model.transformer, t)
-        handle = parts.rewards.submit(images, prompts[start : start + micro])
+                velocity(parts.engine.transformer, rows, t)
+            images = model.decode(x[rows])
+            parts.rewards.collect([parts.rewards.submit(images, [prompts[row] for row in rows.tolist()])])
+    for rows in torch.arange(len(prompts)).split(micro):
         for t in range(window):
-            velocity(model.transformer, t).sum().backward()
-        parts.rewards.collect([handle])
+            if not config.algorithm.rollout_correction.bypass_mode:
+                with torch.no_grad():
+                    velocity(model.transformer, rows, t)
+            velocity(model.transformer, rows, t).sum().backward()
     for parameter in parts.update.parameters:
         parameter.grad = None
 
 
 def main() -> None:
+    for logging in (diffusers_logging, transformers_logging):
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("overrides", nargs="*")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
@@ -77,6 +78,13 @@ def overrides(checkpoint: Path, prompt_file: Path, tmp_path: Path) -> list[str]:
         "trainer.device=cpu",
         f"trainer.output_dir={tmp_path / 'run'}",
     ]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate() -> Iterator[None]:
+    """accelerate keeps device and precision for the whole process; each test is a process of its own in real life."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 Train = Callable[..., int]
