@@ -1,14 +1,14 @@
 """The dataclasses that cross the seams between data, rollout, rewards, correction and update.
 
-Shape legend: B samples of this process (prompts x samples per prompt), P prompts, T SDE steps of the window,
-S denoising steps of the schedule, L text tokens, E embedding width.
+Shape legend: B samples of this process (prompts x samples per prompt), P prompts, T steps (SDE steps of the window,
+or tokens of the longest response), S denoising steps of the schedule, L text tokens, E embedding width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,8 +59,19 @@ class Conditioning:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplerSpec:
+class Spec:
     """What a rollout was asked to do. An engine echoes the one it used; the trainer refuses any difference."""
+
+    dtype: str
+
+    def differences(self, other: Spec) -> list[str]:
+        pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
+        return [f"{name}: {mine!r} here, {theirs!r} there" for name, mine, theirs in pairs if mine != theirs]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplerSpec(Spec):
+    """How images are sampled."""
 
     height: int
     width: int
@@ -70,32 +81,86 @@ class SamplerSpec:
     sde_type: str
     log_prob_convention: str
     max_sequence_length: int
-    dtype: str
-
-    def differences(self, other: SamplerSpec) -> list[str]:
-        pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
-        return [f"{name}: {mine!r} here, {theirs!r} there" for name, mine, theirs in pairs if mine != theirs]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DiffusionBatch:
-    """Trajectories of B samples inside their SDE window; fp32 unless said otherwise.
+class TokenSpec(Spec):
+    """How responses are sampled: from the whole distribution at `temperature`, at most `response_length` tokens."""
+
+    temperature: float
+    prompt_length: int
+    response_length: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Trajectories of B samples and what the trainer learns about them, for images and text alike.
+
+    group, seed, policy_version [B] int64; `group` is the prompt's slot in the global batch
+    rollout_log_probs  [B, T] fp32  of the policy that sampled; None if the engine did not record them
+    old_log_probs      [B, T] fp32  None until bypass mode or the recompute fills it
+    rollout_is_weights [B, T]       None where no weights apply; no gradient
+    rejection_mask     [B, T] bool  True where the step is kept; None means that all valid ones are
+    advantages         [B, T]       None until the rewards are known
+    """
+
+    shared: ClassVar[tuple[str, ...]] = ("spec",)
+    spec: Spec
+    group: Tensor
+    seed: Tensor
+    policy_version: Tensor
+    rollout_log_probs: Tensor | None = None
+    old_log_probs: Tensor | None = None
+    rollout_is_weights: Tensor | None = None
+    rejection_mask: Tensor | None = None
+    advantages: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+    @property
+    def num_steps(self) -> int:
+        """T."""
+        return self.valid.shape[1]
+
+    @property
+    def valid(self) -> Tensor:
+        """[B, T] bool, False where there is no step: the padding of responses."""
+        raise NotImplementedError
+
+    def replace(self, **changes: Any) -> Self:
+        return replace(self, **changes)
+
+    def rows(self, start: int, stop: int) -> Self:
+        """Samples start..stop. What the samples share stays whole."""
+        return replace(self, **{name: value[start:stop] for name, value in self.per_sample().items()})
+
+    def select(self, index: Tensor) -> Self:
+        """The samples at `index` [B'] int64."""
+        return replace(self, **{name: value[index] for name, value in self.per_sample().items()})
+
+    def per_sample(self) -> dict[str, Any]:
+        """The fields with one row per sample, by name, without those that are None."""
+        columns = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in self.shared}
+        return {name: value for name, value in columns.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiffusionBatch(Batch):
+    """Trajectories of images inside their SDE window; fp32 unless said otherwise.
 
     all_latents        [B, T+1, ...]  states x_t of the window; entry t+1 is the stored result of step t
     all_timesteps      [B, T]         what the transformer receives (sigma x 1000)
     step_indices       [B, T] int64   position of each step in the schedule
     sigmas             [S+1]          the schedule, so that both sides use the same bits by index
-    rollout_log_probs  [B, T]         mean over latent dimensions; None if the engine did not record them
     prev_sample_mean   [B, T, ...]    mean of the reverse step at rollout; None unless something needs it
-    old_log_probs      [B, T]         None until bypass mode or the recompute fills it
-    rollout_is_weights [B, T]         None where no weights apply; no gradient
-    rejection_mask     [B, T] bool    True where the step is kept; None means that all are kept
-    advantages         [B, T]         None until the rewards are known
     conditioning       of the P prompts; `prompt_index` [B] says which row belongs to a sample
     negative           of the P negative prompts, or None without guidance
-    group, seed, policy_version [B] int64; `group` is the prompt's slot in the global batch
+
+    Log-probs are means over latent dimensions.
     """
 
+    shared: ClassVar[tuple[str, ...]] = ("spec", "sigmas", "conditioning", "negative")
     spec: SamplerSpec
     all_latents: Tensor
     all_timesteps: Tensor
@@ -103,50 +168,25 @@ class DiffusionBatch:
     sigmas: Tensor
     conditioning: Conditioning
     prompt_index: Tensor
-    group: Tensor
-    seed: Tensor
-    policy_version: Tensor
     negative: Conditioning | None = None
-    rollout_log_probs: Tensor | None = None
     prev_sample_mean: Tensor | None = None
-    old_log_probs: Tensor | None = None
-    rollout_is_weights: Tensor | None = None
-    rejection_mask: Tensor | None = None
-    advantages: Tensor | None = None
-
-    def __len__(self) -> int:
-        return self.all_latents.shape[0]
 
     @property
-    def num_steps(self) -> int:
-        """T, the number of SDE steps that were recorded."""
-        return self.step_indices.shape[1]
-
-    def replace(self, **changes: Any) -> DiffusionBatch:
-        return replace(self, **changes)
-
-    def rows(self, start: int, stop: int) -> DiffusionBatch:
-        """Samples start..stop. Conditioning stays that of all prompts; `prompt_index` still points into it."""
-        return replace(self, **{name: value[start:stop] for name, value in self.per_sample().items()})
+    def valid(self) -> Tensor:
+        return torch.ones_like(self.step_indices, dtype=torch.bool)
 
     def step(self, t: int) -> DiffusionBatch:
         """SDE step t alone, as a batch with T = 1."""
-        steps = {name: value[:, t : t + 1] for name, value in self._present(_STEP_FIELDS).items()}
-        return replace(self, all_latents=self.all_latents[:, t : t + 2], **steps)
-
-    def per_sample(self) -> dict[str, Any]:
-        """The fields with one row per sample, by name, without those that are None."""
-        return self._present(("all_latents", *_STEP_FIELDS, "prompt_index", "group", "seed", "policy_version"))
-
-    def _present(self, names: Sequence[str]) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        columns = self.per_sample()
+        per_step: dict[str, Any] = {name: columns[name][:, t : t + 1] for name in _STEP_COLUMNS if name in columns}
+        return replace(self, all_latents=self.all_latents[:, t : t + 2], **per_step)
 
 
-_STEP_FIELDS = (
+_STEP_COLUMNS = (
     "all_timesteps",
     "step_indices",
-    "rollout_log_probs",
     "prev_sample_mean",
+    "rollout_log_probs",
     "old_log_probs",
     "rollout_is_weights",
     "rejection_mask",
@@ -154,13 +194,59 @@ _STEP_FIELDS = (
 )
 
 
-def concat(batches: Sequence[DiffusionBatch]) -> DiffusionBatch:
-    """The rows of several batches of one rollout, in order. They must share their conditioning and schedule."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenBatch(Batch):
+    """Responses of a language model; a step is a token, the end-of-sequence token included.
+
+    prompt_ids    [B, L] int64  padded on the left
+    prompt_mask   [B, L] bool   True for the prompt's tokens
+    response_ids  [B, T] int64  padded on the right
+    response_mask [B, T] bool   True for the response's tokens; a row without any is an empty response
+    """
+
+    spec: TokenSpec
+    prompt_ids: Tensor
+    prompt_mask: Tensor
+    response_ids: Tensor
+    response_mask: Tensor
+
+    @property
+    def valid(self) -> Tensor:
+        return self.response_mask
+
+
+B = TypeVar("B", bound=Batch)
+
+
+def concat(batches: Sequence[B]) -> B:
+    """The rows of several batches of one rollout, in order. They must have in common what their rows share.
+
+    Responses and prompts of different lengths are padded to the longest.
+    """
     first = batches[0]
-    if any(batch.conditioning is not first.conditioning or batch.spec != first.spec for batch in batches):
-        raise ValueError("only batches of one rollout, with one conditioning and one spec, can be joined")
+    for name in first.shared:
+        if not all(_same(getattr(first, name), getattr(batch, name)) for batch in batches):
+            raise ValueError(f"only batches of one rollout can be joined: their {name} is not the same")
     columns = [batch.per_sample() for batch in batches]
-    return first.replace(**{name: torch.cat([column[name] for column in columns]) for name in columns[0]})
+    return first.replace(**{name: _stack(name, [column[name] for column in columns]) for name in columns[0]})
+
+
+def _same(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return one is other or (not isinstance(one, Conditioning) and one == other)
+
+
+def _stack(name: str, parts: Sequence[Tensor]) -> Tensor:
+    """Rows of all parts; the second dimension grows to the longest, on the left for a prompt's columns."""
+    if parts[0].ndim < 2 or len({part.shape[1] for part in parts}) == 1:
+        return torch.cat(list(parts))
+    length = max(part.shape[1] for part in parts)
+    pads = [length - part.shape[1] for part in parts]
+    left = name.startswith("prompt_")
+    return torch.cat([
+        torch.nn.functional.pad(part, (pad, 0) if left else (0, pad)) for part, pad in zip(parts, pads, strict=True)
+    ])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -82,11 +82,13 @@ def _add_config_options(parser: argparse.ArgumentParser) -> None:
 def _train(arguments: argparse.Namespace) -> int:
     from omegaconf import OmegaConf
 
-    from flowgrpo_rc.compose import compose_config, to_config
+    from flowgrpo_rc.compose import compose_all, to_config
 
-    composed = compose_config(
+    composed, notes = compose_all(
         arguments.overrides, config_name=arguments.config_name, config_dir=arguments.config_dir
     )
+    for note in notes:
+        print(f"translated: {note}", file=sys.stderr)
     if arguments.cfg:
         print(OmegaConf.to_yaml(composed, resolve=True), end="")
         return EXIT_OK

@@ -14,18 +14,17 @@ from rich.table import Table
 
 from flowgrpo_rc.config import stored_config
 from flowgrpo_rc.training.checkpoint import list_checkpoints, load_checkpoint
-from flowgrpo_rc.training.lora import export_lora
+from flowgrpo_rc.training.lora_files import export_lora
 from flowgrpo_rc.training.run_folder import RunFolder
 
 
 def evaluate_run(run_dir: str, overrides: Sequence[str]) -> None:
     """Print the held-out scores of the base model and of the run's exported LoRA."""
-    from flowgrpo_rc.models.base import load_model
     from flowgrpo_rc.rewards.manager import RewardManager
-    from flowgrpo_rc.run import make_processes, training_policy
+    from flowgrpo_rc.run import make_processes, make_task
     from flowgrpo_rc.training.console import Console
     from flowgrpo_rc.training.evaluation import Evaluator
-    from flowgrpo_rc.training.lora import add_lora, reference_policy
+    from flowgrpo_rc.training.lora import reference_policy
 
     folder = RunFolder(Path(run_dir))
     config = stored_config(folder.config, overrides)
@@ -34,12 +33,11 @@ def evaluate_run(run_dir: str, overrides: Sequence[str]) -> None:
     config.validate()
     _, held_out = config.read_prompts()
     processes = make_processes(config)
-    model = load_model(config.model, processes.device)
-    transformer = add_lora(model, config.model, config.trainer.seed)
+    task = make_task(config, processes)
     rewards = RewardManager(config.reward)
-    evaluator = Evaluator(training_policy(model, config, processes), held_out, config.rollout, rewards)
+    evaluator = Evaluator(task, held_out, config.rollout.val_kwargs, rewards)
     try:
-        with reference_policy(transformer):
+        with reference_policy(task.model.network):
             before = evaluator.run(processes).metrics.compute(processes.sum, processes.max, processes.device)
         after = evaluator.run(processes).metrics.compute(processes.sum, processes.max, processes.device)
     finally:
@@ -48,7 +46,7 @@ def evaluate_run(run_dir: str, overrides: Sequence[str]) -> None:
 
 
 def export_checkpoint(checkpoint: str, out: str, *, raw: bool) -> Path:
-    """Write the LoRA of a checkpoint (its average unless `raw`) in diffusers' format; returns the file."""
+    """Write the LoRA of a checkpoint (its average unless `raw`) for stock diffusers or peft; returns the file."""
     path = Path(checkpoint)
     run_dir = path.parent.parent if path.parent.name == "checkpoints" else path
     if path == run_dir:

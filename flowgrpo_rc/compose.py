@@ -5,21 +5,55 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from flowgrpo_rc import assets
+from flowgrpo_rc.compat import rollout_correction
 from flowgrpo_rc.config import Config
+from flowgrpo_rc.training.settings import AlgorithmConfig
+from flowgrpo_rc.training.update import ActorConfig
 
 DEFAULT_CONFIG = "tiny_ocr"
-_FREE_FORM = "reward.terms."
+_FREE_FORM = ("reward.terms.", "rollout.engine_kwargs.")
+_OTHER_PREFIX = "actor_rollout_ref."
+# The rollout correction and the place where verl-omni has it: one object, whichever name is used.
+_CORRECTION = ("algorithm.rollout_correction", "actor.rollout_correction")
+
+
+@dataclass(kw_only=True)
+class _Algorithm(AlgorithmConfig):
+    rollout_correction: dict[str, Any] = field(default_factory=dict)  # type: ignore[assignment]
+
+
+@dataclass(kw_only=True)
+class _Actor(ActorConfig):
+    rollout_correction: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class _Schema(Config):
+    """`Config` before translation: a file may write the correction in the words of any of the documents."""
+
+    algorithm: _Algorithm = field(default_factory=_Algorithm)
+    actor: _Actor = field(default_factory=_Actor)
+
+
+class Composition(NamedTuple):
+    """config: typed, not validated but for the rollout correction; notes: what was translated, a line each."""
+
+    config: DictConfig
+    notes: Sequence[str]
 
 
 def config_folder() -> Path:
@@ -32,26 +66,94 @@ def config_folder() -> Path:
 def compose_config(
     overrides: Sequence[str], *, config_name: str = DEFAULT_CONFIG, config_dir: str | None = None
 ) -> DictConfig:
-    """The composed configuration, typed but not validated. ValueError names the key, the value and what is allowed."""
+    """The configuration of `compose_all`, without the notes."""
+    return compose_all(overrides, config_name=config_name, config_dir=config_dir).config
+
+
+def compose_all(
+    overrides: Sequence[str], *, config_name: str = DEFAULT_CONFIG, config_dir: str | None = None
+) -> Composition:
+    """A file plus overrides. ValueError names the key, the value and what is allowed."""
     OmegaConf.register_new_resolver("asset", lambda name: str(assets.path(name)), replace=True)
-    ConfigStore.instance().store(name="schema", node=Config)
+    ConfigStore.instance().store(name="schema", node=_Schema)
     folders = [config_folder()]
-    overrides = [_free_form(override) for override in overrides]
     if config_dir is not None:
         folders.append(Path(config_dir).expanduser().resolve())
         if not folders[-1].is_dir():
             raise ValueError(f"--config-dir {config_dir}: there is no such folder")
-        overrides.append(f"hydra.searchpath=[file://{folders[-1]}]")
     names = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
     if config_name.removesuffix(".yaml") not in names:
         raise ValueError(f"--config-name {config_name}: there is no such file; there are {', '.join(names)}")
-    _check_keys(overrides, {path.name for folder in folders for path in folder.iterdir() if path.is_dir()})
+    notes = [f"{o} -> {o.removeprefix(_OTHER_PREFIX)}" for o in overrides if o.startswith(_OTHER_PREFIX)]
+    parsed = _parse([override.removeprefix(_OTHER_PREFIX) for override in overrides])
+    correction = _correction_of([override for override in parsed if _is_correction(override)])
+    others = [override for override in parsed if not _is_correction(override)]
+    _check_keys(others, {path.name for folder in folders for path in folder.iterdir() if path.is_dir()})
+    lines = [_free_form(str(override.input_line)) for override in others]
+    lines += [f"hydra.searchpath=[file://{folder}]" for folder in folders[1:]]
     GlobalHydra.instance().clear()
     with initialize_config_dir(config_dir=str(config_folder().resolve()), version_base="1.3"):
         try:
-            return compose(config_name=config_name, overrides=list(overrides))
+            composed = compose(config_name=config_name, overrides=lines)
         except (HydraException, OmegaConfBaseException) as error:
             raise ValueError(_first_cause(error)) from error
+    return _translated(composed, correction, notes)
+
+
+def _translated(composed: DictConfig, correction: dict[str, Any], notes: list[str]) -> Composition:
+    """The typed tree, with the rollout correction of the file and the command line in this project's words."""
+    tree: Any = OmegaConf.to_container(composed)
+    in_file = _merged(
+        (path, tree[path.split(".")[0]].pop("rollout_correction")) for path in _CORRECTION
+    )
+    config, translated = rollout_correction([in_file, correction])
+    try:
+        typed = OmegaConf.merge(OmegaConf.structured(Config), tree)
+        typed.algorithm.rollout_correction = config
+    except OmegaConfBaseException as error:
+        raise ValueError(_first_cause(error)) from error
+    assert isinstance(typed, DictConfig)
+    return Composition(typed, [*notes, *translated])
+
+
+def _is_correction(override: Override) -> bool:
+    key = override.key_or_group
+    return key in _CORRECTION or key.startswith(tuple(f"{path}." for path in _CORRECTION))
+
+
+def _correction_of(overrides: Sequence[Override]) -> dict[str, Any]:
+    """The settings of the rollout correction on the command line; a name alone, `algorithm.rollout_correction=NAME`, is
+    a preset's."""
+    found = []
+    for override in overrides:
+        path = next(p for p in _CORRECTION if override.key_or_group.startswith(p))
+        name, value = override.key_or_group[len(path) + 1 :], _value(override)
+        if not name:
+            found.append((path, value if isinstance(value, dict) else {"preset": value}))
+        else:
+            found.append((path, {name: value}))
+    return _merged(found)
+
+
+def _merged(sections: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """One mapping; ValueError where two places give a key different values."""
+    merged: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for path, section in sections:
+        for key, value in section.items():
+            if key in merged and origin[key] != path and merged[key] != value:
+                raise ValueError(
+                    f"{origin[key]}.{key}={merged[key]!r} and {path}.{key}={value!r} contradict: drop one of them"
+                )
+            merged[key], origin[key] = value, path
+    return merged
+
+
+def _value(override: Override) -> Any:
+    value = override.value()
+    if isinstance(value, list):
+        return [item.text if isinstance(item, QuotedString) else item for item in value]
+    return value.text if isinstance(value, QuotedString) else value
 
 
 def to_config(composed: DictConfig) -> Config:
@@ -66,25 +168,31 @@ def to_config(composed: DictConfig) -> Config:
 
 
 def _free_form(override: str) -> str:
-    """Rewards are named by the user, so their keys may be new: no `+` needed."""
-    return f"++{override}" if override.startswith((_FREE_FORM, "reward.terms=")) else override
+    """Rewards and engine options are named by the user, so their keys may be new: no `+` needed."""
+    return f"++{override}" if override.startswith((*_FREE_FORM, "reward.terms=")) else override
 
 
-def _check_keys(overrides: Iterable[str], groups: set[str]) -> None:
-    """ValueError for a key that is neither in the tree nor a folder of configuration files (a Hydra group)."""
-    known = set(_keys(OmegaConf.structured(Config)))
+def _parse(overrides: Sequence[str]) -> list[Override]:
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
         raise ValueError(f"cannot read the overrides: {_first_cause(error)}") from error
     for override in parsed:
-        key = override.key_or_group
         if override.is_sweep_override():
+            key = override.key_or_group
             raise ValueError(
                 f"{override.input_line}: a value with commas must be a list, {key}=[a,b], or quoted twice, "
                 f"{key}='\"a,b\"'"
             )
-        if key.startswith(("hydra", _FREE_FORM)) or key in known or key in groups:
+    return parsed
+
+
+def _check_keys(overrides: Iterable[Override], groups: set[str]) -> None:
+    """ValueError for a key that is neither in the tree nor a folder of configuration files (a Hydra group)."""
+    known = set(_keys(OmegaConf.structured(Config)))
+    for override in overrides:
+        key = override.key_or_group
+        if key.startswith(("hydra", *_FREE_FORM)) or key in known or key in groups:
             continue
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
         leaf = [name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]

@@ -14,7 +14,7 @@ from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.data.prompts import PromptSampler, read_prompts
 from flowgrpo_rc.losses.base import LossConfig
 from flowgrpo_rc.models.base import ModelConfig
-from flowgrpo_rc.rewards.manager import RewardConfig, requires_target, validate_rewards
+from flowgrpo_rc.rewards.manager import RewardConfig, check_kind, requires_target, validate_rewards
 from flowgrpo_rc.rollout.base import RolloutConfig
 from flowgrpo_rc.training.run_folder import check_writable
 from flowgrpo_rc.training.settings import AlgorithmConfig, TrainerConfig
@@ -46,7 +46,9 @@ class Config:
 
     def loss(self) -> LossConfig:
         return LossConfig(
-            diffusion_loss=self.actor.diffusion_loss, rollout_correction=self.algorithm.rollout_correction
+            rollout_correction=self.algorithm.rollout_correction,
+            diffusion_loss=self.actor.diffusion_loss,
+            token_loss=self.actor.token_loss,
         )
 
     def samples_per_mini_batch(self, num_processes: int) -> int:
@@ -69,6 +71,7 @@ class Config:
             if not getattr(self.data, name):
                 raise ValueError(f"data.{name} is empty: give a prompt file (.txt, .jsonl, .parquet) or a list of them")
         validate_rewards(self.reward)
+        check_kind(self.reward, "text" if self.model.kind == "causal_lm" else "image")
         self._validate_sizes(num_processes)
         self._validate_effects()
 
@@ -96,6 +99,18 @@ class Config:
 
     def _validate_effects(self) -> None:
         """A setting that would have no effect is an error."""
+        self._validate_other_kind()
+        correction = self.algorithm.rollout_correction
+        if correction.loss_type == "reinforce" and self.actor.token_loss.loss_mode != "ppo_clip":
+            raise ValueError(
+                f"actor.token_loss.loss_mode={self.actor.token_loss.loss_mode} has no effect with "
+                "algorithm.rollout_correction.loss_type=reinforce: drop one of them"
+            )
+        if self.actor.use_kl_loss and correction.bypass_mode and correction.rollout_is_batch_normalize:
+            raise ValueError(
+                "actor.use_kl_loss=true and algorithm.rollout_correction.rollout_is_batch_normalize=true cannot be "
+                "combined in bypass mode, where the normalisation scales the whole gradient: drop one of them"
+            )
         guided = self.rollout.pipeline.guidance_scale > 1 or self.rollout.val_kwargs.guidance_scale > 1
         if self.data.negative_prompt and not guided:
             raise ValueError(
@@ -108,6 +123,22 @@ class Config:
                 f"actor.ema.update_interval={ema.update_interval} exceeds the {updates} updates of this run, so the "
                 "average would stay where it starts: lower it, or set actor.ema.enable=false"
             )
+
+    def _validate_other_kind(self) -> None:
+        """Settings of images where text is made, and the other way round."""
+        default = Config()
+        both = (
+            ("rollout.pipeline", "diffusion", self.rollout.pipeline, default.rollout.pipeline),
+            ("rollout.algo", "diffusion", self.rollout.algo, default.rollout.algo),
+            ("actor.diffusion_loss", "diffusion", self.actor.diffusion_loss, default.actor.diffusion_loss),
+            ("actor.token_loss", "causal_lm", self.actor.token_loss, default.actor.token_loss),
+            ("rollout.temperature", "causal_lm", self.rollout.temperature, default.rollout.temperature),
+            ("rollout.prompt_length", "causal_lm", self.rollout.prompt_length, default.rollout.prompt_length),
+            ("rollout.response_length", "causal_lm", self.rollout.response_length, default.rollout.response_length),
+        )
+        for key, kind, value, unset in both:
+            if kind != self.model.kind and value != unset:
+                raise ValueError(f"{key} is set but has no effect with model.kind={self.model.kind}: drop it")
 
     def read_prompts(self) -> tuple[PromptSampler, list[Prompt]]:
         """The training sampler and the held-out prompts; ValueError for files that are missing, empty or malformed."""

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -66,6 +66,19 @@ def build(cls: type[T], options: Mapping[str, object], where: str) -> T:
         return cls(**options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """The function at `my_package.my_module:name`. ValueError for a path that leads to none."""
+    module_name, _, name = path.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), name)):
+        raise ValueError(f"path={path!r}: write it as my_package.my_module:name")
+    if not _exists(module_name):
+        raise ValueError(f"path={path!r}: there is no module {module_name!r}; is its folder on PYTHONPATH?")
+    value = vars(import_module(module_name)).get(name)
+    if not callable(value):
+        raise ValueError(f"path={path!r}: {module_name} has no function {name!r}")
+    return value
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,26 @@ from accelerate import Accelerator
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.config import Config, stored_config
 from flowgrpo_rc.data.prompts import PromptSampler
-from flowgrpo_rc.models.base import FlowModel, load_model
-from flowgrpo_rc.plugins import load_class
+from flowgrpo_rc.models.base import load_model
+from flowgrpo_rc.models.causal_lm import load_causal_lm
+from flowgrpo_rc.plugins import build, load_class
 from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.rewards.manager import RewardManager
 from flowgrpo_rc.rollout.base import RolloutEngine
 from flowgrpo_rc.training.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
 from flowgrpo_rc.training.console import Console
 from flowgrpo_rc.training.evaluation import Evaluator
 from flowgrpo_rc.training.health import HealthMonitor
-from flowgrpo_rc.training.lora import EXPORT_NAME, add_lora, export_lora, lora_parameters
+from flowgrpo_rc.training.image_task import ImageTask
+from flowgrpo_rc.training.lora import add_lora, lora_parameters
+from flowgrpo_rc.training.lora_files import EXPORT_NAMES, export_lora
 from flowgrpo_rc.training.processes import Processes
 from flowgrpo_rc.training.report import write_report
 from flowgrpo_rc.training.run_folder import RunFolder
 from flowgrpo_rc.training.stopping import StopRequest
+from flowgrpo_rc.training.task import Task
+from flowgrpo_rc.training.text_task import TextTask
 from flowgrpo_rc.training.tracking import MetricsFile, Trackers, accelerate_loggers
 from flowgrpo_rc.training.trainer import Components, Trainer
 from flowgrpo_rc.training.update import PolicyUpdate
@@ -42,7 +49,7 @@ def run(config: Config) -> str | None:
     """
     with StopRequest(config.trainer.max_time) as stop:
         prompts = config.read_prompts()
-        engine_class = load_class(ROLLOUT_PACKAGE, config.rollout.name, RolloutEngine)
+        engine_class = engine_of(config)
         folder = RunFolder(Path(config.trainer.output_dir))
         resumed = checkpoint_to_resume(config, folder)
         processes = make_processes(config)
@@ -72,24 +79,35 @@ def assemble(
 ) -> Components:
     """Load the model and build every part of a run."""
     sampler, held_out = prompts
-    model = load_model(config.model, processes.device)
-    model.latent_shape(config.rollout.pipeline.height, config.rollout.pipeline.width)
-    transformer = add_lora(model, config.model, config.trainer.seed)
-    config.check_output(num_parameters=sum(p.numel() for p in lora_parameters(transformer).values()))
-    chunk_size = config.rollout.micro_batch_size_per_gpu or config.actor.ppo_micro_batch_size_per_gpu
-    engine = engine_class(model, transformer, dtype=config.rollout.dtype, chunk_size=chunk_size)
+    task = make_task(config, processes)
+    network = task.model.network
+    task.check_prompts([*sampler.prompts, *held_out])
+    config.check_output(num_parameters=sum(p.numel() for p in lora_parameters(network).values()))
+    options = {
+        "model": task.model,
+        "network": network,
+        "dtype": config.rollout.dtype,
+        "chunk_size": config.rollout.micro_batch_size_per_gpu or config.actor.ppo_micro_batch_size_per_gpu,
+    }
+    engine: RolloutEngine[Any] = build(engine_class, options | config.rollout.engine_kwargs, "rollout.engine_kwargs")
     rewards = RewardManager(config.reward)
-    policy = training_policy(model, config, processes)
     return Components(
         config=config,
         processes=processes,
         folder=folder,
         sampler=sampler,
-        policy=policy,
+        task=task,
         engine=engine,
         rewards=rewards,
-        update=PolicyUpdate(policy, config.actor, config.loss(), processes, total_updates=config.total_updates()),
-        evaluator=Evaluator(policy, held_out, config.rollout, rewards),
+        update=PolicyUpdate(
+            task.policy,
+            config.actor,
+            partial(task.loss_terms, config.loss()),
+            processes,
+            total_updates=config.total_updates(),
+            report_mismatch=config.algorithm.rollout_correction.bypass_mode,
+        ),
+        evaluator=Evaluator(task, held_out, config.rollout.val_kwargs, rewards),
         health=HealthMonitor(config.algorithm.rollout_correction),
         console=Console(
             total_steps=config.trainer.total_training_steps,
@@ -123,11 +141,31 @@ def make_processes(config: Config) -> Processes:
     return Processes(accelerator)
 
 
-def training_policy(model: FlowModel, config: Config, processes: Processes) -> FlowPolicy:
-    """The trainer's own policy on the LoRA-wrapped transformer."""
-    if config.model.gradient_checkpointing:
+def make_task(config: Config, processes: Processes) -> Task:
+    """Load the model, put its LoRA on, and wrap both in what the trainer asks for."""
+    checkpointing, seed = config.model.gradient_checkpointing, config.trainer.seed
+    if config.model.kind == "causal_lm":
+        language = load_causal_lm(config.model, processes.device)
+        network = add_lora(language, config.model, seed)
+        tokens = TokenPolicy(language, network, autocast=processes.autocast, checkpoint_gradients=checkpointing)
+        return TextTask(language, tokens, config.rollout)
+    model = load_model(config.model, processes.device)
+    model.latent_shape(config.rollout.pipeline.height, config.rollout.pipeline.width)
+    network = add_lora(model, config.model, seed)
+    if checkpointing:
         model.transformer.enable_gradient_checkpointing()
-    return FlowPolicy(model, model.transformer, autocast=processes.autocast)
+    return ImageTask(model, FlowPolicy(model, network, autocast=processes.autocast), config.rollout, seed)
+
+
+def engine_of(config: Config) -> type[RolloutEngine[Any]]:
+    """The class of the rollout engine. ValueError if there is none, or if it samples from another kind of model."""
+    engine: type[RolloutEngine[Any]] = load_class(ROLLOUT_PACKAGE, config.rollout.name, RolloutEngine)
+    if engine.kind != config.model.kind:
+        raise ValueError(
+            f"rollout.name={config.rollout.name} samples from models of model.kind={engine.kind}, not from "
+            f"model.kind={config.model.kind}"
+        )
+    return engine
 
 
 def checkpoint_to_resume(config: Config, folder: RunFolder) -> Checkpoint | None:
@@ -158,7 +196,7 @@ def leave_results(config: Config, folder: RunFolder) -> None:
 
 def _train(parts: Components, resumed: Checkpoint | None, stop: StopRequest) -> str | None:
     correction = parts.config.algorithm.rollout_correction
-    if correction.bypass_mode and correction.loss_type == "ppo_clip" and correction.rollout_is is not None:
+    if correction.weights_are_metrics and correction.rollout_is is not None:
         parts.console.message(
             f"note: rollout_is={correction.rollout_is} only adds metrics in bypass mode with ppo_clip, whose ratio is "
             "the weight"
@@ -168,7 +206,7 @@ def _train(parts: Components, resumed: Checkpoint | None, stop: StopRequest) -> 
             reason = Trainer(parts, resumed).fit(stop)
         if parts.processes.is_main:
             leave_results(parts.config, parts.folder)
-            _say_results(parts.console, parts.folder, reason)
+            _say_results(parts, reason)
         parts.processes.wait()
     except ValueError as error:  # from here on it is no longer the user's input that is wrong
         raise RuntimeError(f"training failed: {error}") from error
@@ -195,11 +233,12 @@ def _prepare_folder(config: Config, folder: RunFolder, processes: Processes, res
 
 def _say_finished(config: Config, folder: RunFolder, newest: Checkpoint) -> None:
     print(f"{folder.root}: this run is finished (step {newest.step}); nothing to do")
-    if not (folder.lora / EXPORT_NAME).is_file() or not (folder.root / "report.html").is_file():
+    if not (folder.lora / EXPORT_NAMES[config.model.kind]).is_file() or not (folder.root / "report.html").is_file():
         leave_results(config, folder)
 
 
-def _say_results(console: Console, folder: RunFolder, reason: str | None) -> None:
+def _say_results(parts: Components, reason: str | None) -> None:
+    console, folder = parts.console, parts.folder
     rows = MetricsFile(folder.metrics).rows()
     evaluated = [
         {name: row[name] for name in sorted(row) if name.startswith("val/")} for row in rows if "val/reward" in row
@@ -208,5 +247,5 @@ def _say_results(console: Console, folder: RunFolder, reason: str | None) -> Non
         console.final_table(evaluated[0], evaluated[-1])
     if reason is not None:
         console.message(f"stopped early ({reason}); the state is saved, the same command goes on from here")
-    console.message(f"LoRA: {folder.lora / EXPORT_NAME}")
+    console.message(f"LoRA: {folder.lora / EXPORT_NAMES[parts.config.model.kind]}")
     console.message(f"report: {folder.root / 'report.html'}")

@@ -1,23 +1,19 @@
 """Independent formulas for the tests: scalars, loops and 50-digit decimals instead of tensors.
 
-Written from the reference documents, not from the code. `difference` and the log-probs are nested lists [B][T] of
-floats, `valid` a nested list of bools. Sequences without a valid step take no part.
+Written from the reference documents, not from the code. Log-probs are nested lists [B][T] of floats, masks nested
+lists of bools. Sequences without a valid step take no part, and neither does a step whose difference is not finite.
 """
 
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from decimal import Decimal, localcontext
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec
-from flowgrpo_rc.correction.correct import Correction, correct
-from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig
 
 Rows = Sequence[Sequence[float]]
 Valid = Sequence[Sequence[bool]]
@@ -29,6 +25,8 @@ CRITERIA = (
     *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
     *("seq_max_k2", "seq_max_k3"),
 )
+LEVELS = ("token", "sequence", "geometric")
+MODES = ("truncate", "clip", "mask", "icepop")
 
 
 # One reverse step ---------------------------------------------------------------------------------------------------
@@ -62,102 +60,179 @@ def kl_scale(kind: str, sigma: float, sigma_next: float, noise: float, second: f
 # Correction ---------------------------------------------------------------------------------------------------------
 
 
-def exp(value: Decimal | float) -> Decimal:
+class Rule(NamedTuple):
+    """A correction in plain numbers. bands: (criterion, lower, upper); bounds are on the ratio for k1."""
+
+    level: str | None = None
+    mode: str = "truncate"
+    lower: float = 0.0
+    upper: float = 2.0
+    bands: tuple[tuple[str, float, float], ...] = ()
+    veto: float | None = None
+    normalise: bool = False
+    over_kept: bool = False
+
+
+class Expected(NamedTuple):
+    """weights [B][T] or None, kept [B][T], metrics by name."""
+
+    weights: list[list[float]] | None
+    kept: list[list[bool]]
+    metrics: dict[str, float]
+
+
+@cache
+def exp(value: Decimal) -> Decimal:
     with localcontext(prec=50):
-        return Decimal(value).exp()
+        return value.exp()
 
 
-def estimate(name: str, difference: float) -> Decimal:
-    """k1 is the log-ratio training - rollout itself, so that its band is one on the ratio training / rollout."""
+def estimate(name: str, difference: float) -> float:
+    """k1 = -log(ratio), k2 = log(ratio)^2 / 2, k3 = ratio - 1 - log(ratio)."""
     x = Decimal(difference)
     with localcontext(prec=50):
-        return {"k1": x, "k2": x * x / 2, "k3": x.exp() - 1 - x}[name]
+        return float({"k1": -x, "k2": x * x / 2, "k3": exp(x) - 1 - x}[name])
+
+
+def ratio(difference: float, most: float = math.inf, least: float = -math.inf) -> float:
+    return float(exp(Decimal(min(max(difference, least), most))))
+
+
+def squared_ratio_minus_one(difference: float) -> float:
+    with localcontext(prec=50):
+        return float(exp(2 * Decimal(min(max(difference, -SAFETY), SAFETY))) - 1)
 
 
 def chosen(row: Sequence[Any], valid: Sequence[bool]) -> list[Any]:
     return [value for value, holds in zip(row, valid, strict=True) if holds]
 
 
-def statistic(criterion: str, difference: Rows, valid: Valid) -> list[list[float]]:
-    """The criterion's value at every step [B][T]; 0 for a sequence without a valid step."""
-    level, estimator = criterion.rsplit("_", 1)
-    rows = []
-    for row, holds in zip(difference, valid, strict=True):
-        values = [estimate(estimator, value) if ok else Decimal(0) for value, ok in zip(row, holds, strict=True)]
-        inside = chosen(values, holds) or [Decimal(0)]
-        if level != "token":
-            whole = {"seq_sum": sum(inside), "seq_mean": sum(inside) / len(inside), "seq_max": max(inside)}[level]
-            values = [whole] * len(row)
-        rows.append([float(value) for value in values])
-    return rows
-
-
-def kept(criterion: str, lower: float, upper: float, difference: Rows, valid: Valid) -> list[list[bool]]:
-    """Valid steps whose statistic is in the band. For k1 the band is one on exp(statistic), otherwise on itself."""
-    ratio = criterion.endswith("k1")
-    return [
-        [ok and lower <= (float(exp(value)) if ratio else value) <= upper for value, ok in zip(row, holds, strict=True)]
-        for row, holds in zip(statistic(criterion, difference, valid), valid, strict=True)
-    ]
-
-
-def log_weights(level: str, difference: Rows, valid: Valid) -> list[list[Decimal]]:
-    """The log-ratio of each step, or of the whole sequence repeated over its steps; no bound yet."""
-    if level == "token":
-        pairs = zip(difference, valid, strict=True)
-        return [[Decimal(value) if ok else Decimal(0) for value, ok in zip(*pair, strict=True)] for pair in pairs]
-    inside = [chosen(row, ok) for row, ok in zip(difference, valid, strict=True)]
-    totals = [sum((Decimal(value) for value in row), Decimal(0)) for row in inside]
-    return [[total] * len(row) for total, row in zip(totals, difference, strict=True)]
-
-
-def weights(level: str, upper: float, difference: Rows, valid: Valid) -> list[list[float]]:
-    """min(exp(clamp(log-ratio, +-20)), upper), 0 at steps that are not valid."""
-    logs = log_weights(level, difference, valid)
-    bounded = [[max(min(x, Decimal(SAFETY)), Decimal(-SAFETY)) for x in row] for row in logs]
-    return [
-        [min(float(exp(value)), upper) if ok else 0.0 for value, ok in zip(row, holds, strict=True)]
-        for row, holds in zip(bounded, valid, strict=True)
-    ]
-
-
-def normaliser(level: str, values: Rows, valid: Valid) -> float:
-    """The mean of batch normalisation: over valid tokens, or over sequences."""
-    per_row = [chosen(row, holds) for row, holds in zip(values, valid, strict=True)]
-    if level == "token":
-        return mean([value for row in per_row for value in row])
-    return mean([mean(row) for row in per_row if row])
-
-
 def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def std(values: Sequence[float]) -> float:
-    """Of the population."""
-    centre = mean(values)
-    return math.sqrt(mean([(value - centre) ** 2 for value in values]))
+def std(values: Sequence[float], lost: int = 0) -> float:
+    """Of the population, or with lost=1 of a sample (0 for a single value)."""
+    centre, count = mean(values), len(values) - lost
+    return math.sqrt(math.fsum((value - centre) ** 2 for value in values) / count) if count else 0.0
 
 
-def metrics(training: Rows, rollout: Rows, valid: Valid, keep: Valid, *, level: str, upper: float) -> dict[str, float]:
-    """Every documented metric for log-probs that are finite at the valid steps."""
-    difference = [[t - r for t, r in zip(*pair, strict=True)] for pair in zip(training, rollout, strict=True)]
-    flat = [value for row, ok in zip(difference, valid, strict=True) for value in chosen(row, ok)]
+def subtract(training: Rows, rollout: Rows) -> list[list[float]]:
+    return [[t - r for t, r in zip(*pair, strict=True)] for pair in zip(training, rollout, strict=True)]
+
+
+def finite_steps(difference: Rows, mask: Valid) -> list[list[bool]]:
+    return [
+        [ok and math.isfinite(x) for x, ok in zip(*pair, strict=True)] for pair in zip(difference, mask, strict=True)
+    ]
+
+
+def statistic(criterion: str, row: Sequence[float]) -> list[float]:
+    """The criterion at each of the valid steps of one sequence (the same one for sequence criteria)."""
+    level, estimator = criterion.rsplit("_", 1)
+    values = [estimate(estimator, x) for x in row]
+    if level == "token" or not values:
+        return values
+    whole = {"seq_sum": math.fsum(values), "seq_mean": mean(values), "seq_max": max(values)}[level]
+    return [whole] * len(values)
+
+
+def in_space_of_statistic(criterion: str, lower: float, upper: float) -> tuple[float, float]:
+    """lower <= ratio <= upper is -log(upper) <= k1 <= -log(lower); k2 and k3 have an upper bound only."""
+    if not criterion.endswith("k1"):
+        return -math.inf, upper
+    return -math.log(upper), -math.log(lower) if lower > 0 else math.inf
+
+
+def kept(criterion: str, lower: float, upper: float, difference: Rows, mask: Valid) -> list[list[bool]]:
+    """Steps that one criterion keeps. A sequence criterion keeps no sequence with a step that is not finite."""
+    low, high = in_space_of_statistic(criterion, lower, upper)
+    result = []
+    for row, exists in zip(difference, mask, strict=True):
+        ok = finite_steps([row], [exists])[0]
+        values = iter(statistic(criterion, chosen(row, ok)))
+        sound = criterion.startswith("token") or ok == list(exists)
+        result.append([here and low <= next(values) <= high and sound for here in ok])
+    return result
+
+
+def log_weights(level: str, row: Sequence[float]) -> list[float]:
+    """The log of the weight at each of the valid steps of one sequence, unbounded."""
+    if level == "token" or not row:
+        return list(row)
+    total = math.fsum(row)
+    return [total if level == "sequence" else total / len(row)] * len(row)
+
+
+def after_bounds(rule: Rule, weight: float) -> float:
+    if rule.mode == "truncate":
+        return min(weight, rule.upper)
+    if rule.mode == "clip":
+        return min(max(weight, rule.lower), rule.upper)
+    return 0.0 if rule.mode == "icepop" and not rule.lower <= weight <= rule.upper else weight
+
+
+def spread(values: Sequence[Sequence[float]], valid: Valid) -> list[list[float]]:
+    """Values of the valid steps, put back among the others as 0."""
+    rows = [iter(row) for row in values]
+    return [[next(row) if ok else 0.0 for ok in oks] for row, oks in zip(rows, valid, strict=True)]
+
+
+def correction(training: Rows, rollout: Rows, mask: Valid, rule: Rule) -> Expected:
+    """Everything that the documents say about one batch."""
+    difference = subtract(training, rollout)
+    valid = finite_steps(difference, mask)
+    rows = [chosen(row, ok) for row, ok in zip(difference, valid, strict=True)]
+    logs = [log_weights(rule.level or "token", row) for row in rows]
+    raw = [[ratio(x, SAFETY, -SAFETY) for x in row] for row in logs]
+    used = [[after_bounds(rule, w) for w in row] for row in raw]
+    keep = [list(row) for row in valid]
+    for criterion, lower, upper in rule.bands:
+        keep = both(keep, kept(criterion, lower, upper, difference, mask))
+    if rule.level is not None and rule.mode == "mask":
+        inside = [[rule.lower <= w <= rule.upper for w in row] for row in raw]
+        keep = both(keep, [[bool(x) for x in row] for row in spread(inside, valid)])
+    below = catastrophic(difference, mask, rule.veto)
+    keep = [[k and not any(low) for k in row] for row, low in zip(keep, below, strict=True)]
+    values = divergences(training, rollout, valid) | weight_metrics(rule, logs, raw, used)
+    for band in rule.bands:
+        values |= band_metrics(band, rows, kept(*band, difference, mask), valid)
+    values |= rejection_metrics(mask, valid, keep, below)
+    if rule.level is None:
+        return Expected(None, keep, values)
+    weights, factor = spread(used, valid), 1.0
+    if rule.normalise:
+        factor = normaliser(rule.level, weights, keep if rule.over_kept else valid)
+        values["rollout_is_batch_norm_factor"] = factor
+    return Expected([[w / factor for w in row] for row in weights], keep, values)
+
+
+def both(one: Valid, other: Valid) -> list[list[bool]]:
+    return [[a and b for a, b in zip(*pair, strict=True)] for pair in zip(one, other, strict=True)]
+
+
+def catastrophic(difference: Rows, mask: Valid, veto: float | None) -> list[list[bool]]:
+    """Steps whose ratio, without any bound, is below the veto; a training log-prob of -inf is one."""
+    limit = -math.inf if veto is None else math.log(veto)
+    return [[ok and x < limit for x, ok in zip(*pair, strict=True)] for pair in zip(difference, mask, strict=True)]
+
+
+def normaliser(level: str, values: Rows, counted: Valid) -> float:
+    """The mean of batch normalisation: over counted tokens, or over sequences that have one; 1 for a mean of 0."""
+    per_row = [chosen(row, holds) for row, holds in zip(values, counted, strict=True)]
+    found = [w for row in per_row for w in row] if level == "token" else [mean(row) for row in per_row if row]
+    centre = mean(found) if found else 0.0
+    return centre if centre > 1e-8 else 1.0
+
+
+def divergences(training: Rows, rollout: Rows, valid: Valid) -> dict[str, float]:
     rows = [(chosen(t, ok), chosen(r, ok)) for t, r, ok in zip(training, rollout, valid, strict=True) if any(ok)]
-    training_ppl = [-mean(t) for t, _ in rows]
-    rollout_ppl = [-mean(r) for _, r in rows]
-    ppl_diff = [r - t for t, r in zip(training_ppl, rollout_ppl, strict=True)]
-    after = weights(level, upper, difference, valid)
-    before = weights(level, math.inf, difference, valid)
-    logs = log_weights(level, difference, valid)
-    w = [value for row, ok in zip(after, valid, strict=True) for value in chosen(row, ok)]
-    log_w = [float(value) for row, ok in zip(logs, valid, strict=True) for value in chosen(row, ok)]
-    seq = [mean(chosen(row, ok)) for row, ok in zip(after, valid, strict=True) if any(ok)]
-    seq_before = [mean(chosen(row, ok)) for row, ok in zip(before, valid, strict=True) if any(ok)]
-    rejected = [[v and not k for v, k in zip(*pair, strict=True)] for pair in zip(valid, keep, strict=True)]
-    step_fraction = mean([float(x) for row, ok in zip(rejected, valid, strict=True) for x in chosen(row, ok)])
-    seq_fraction = mean([float(any(row)) for row, ok in zip(rejected, valid, strict=True) if any(ok)])
-    sums = [sum(chosen(row, ok)) for row, ok in zip(difference, valid, strict=True) if any(ok)]
+    if not rows:
+        return {}
+    differences = [subtract([t], [r])[0] for t, r in rows]
+    flat = [x for row in differences for x in row]
+    training_ppl, rollout_ppl = ([-mean(pair[side]) for pair in rows] for side in (0, 1))
+    ppl_diff = [-mean(row) for row in differences]
     return {
         "training_log_ppl": mean(training_ppl),
         "training_ppl": mean([math.exp(x) for x in training_ppl]),
@@ -167,146 +242,148 @@ def metrics(training: Rows, rollout: Rows, valid: Valid, keep: Valid, *, level: 
         "log_ppl_abs_diff": mean([abs(x) for x in ppl_diff]),
         "log_ppl_diff_max": max(ppl_diff),
         "log_ppl_diff_min": min(ppl_diff),
-        "ppl_ratio": math.exp(mean([t - r for t, r in zip(training_ppl, rollout_ppl, strict=True)])),
+        "ppl_ratio": mean([ratio(x) for x in ppl_diff]),
         "kl": mean([-x for x in flat]),
-        "k3_kl": mean([float(estimate("k3", x)) for x in flat]),
-        "chi2_token": mean([float(exp(2 * Decimal(x)) - 1) for x in flat]),
-        "chi2_seq": mean([float(exp(2 * Decimal(x)) - 1) for x in sums]),
+        "k3_kl": mean([estimate("k3", x) for x in flat]),
+        "chi2_token": mean([squared_ratio_minus_one(x) for x in flat]),
+        "chi2_seq": mean([squared_ratio_minus_one(math.fsum(row)) for row in differences]),
         "logprob_abs_diff_mean": mean([abs(x) for x in flat]),
         "logprob_abs_diff_max": max(abs(x) for x in flat),
-        "rollout_is_mean": mean(w),
-        "rollout_is_std": std(w),
-        "rollout_is_min": min(w),
-        "rollout_is_max": max(w),
-        "rollout_is_eff_sample_size": 1 / mean([(x / mean(w)) ** 2 for x in w]),
-        "rollout_is_ratio_fraction_high": mean([float(x > math.log(upper)) for x in log_w]),
-        "rollout_is_ratio_fraction_low": mean([float(x < -math.log(upper)) for x in log_w]),
-        "rollout_is_seq_mean": mean(seq),
-        "rollout_is_seq_std": std(seq),
-        "rollout_is_seq_min": min(seq),
-        "rollout_is_seq_max": max(seq),
-        "rollout_is_seq_max_deviation": max(abs(x - 1) for x in seq),
-        "rollout_is_seq_fraction_high": mean([float(x > upper) for x in seq_before]),
-        "rollout_is_seq_fraction_low": mean([float(x < 1 / upper) for x in seq_before]),
-        "rollout_is_masked_fraction": step_fraction,
-        "rollout_is_seq_masked_fraction": seq_fraction,
-        "rollout_rs_masked_fraction": step_fraction,
-        "rollout_rs_seq_masked_fraction": seq_fraction,
-        "rollout_rs_nonfinite_fraction": 0.0,
-        "rollout_is_veto_fraction": 0.0,
+    }
+
+
+def weight_metrics(rule: Rule, logs: Rows, raw: Rows, used: Rows) -> dict[str, float]:
+    """Of the weights at the valid steps, row by row; `logs` unbounded, `raw` safety-bounded, `used` after the mode."""
+    logs, raw, used = ([row for row in rows if row] for rows in (logs, raw, used))
+    if not logs:
+        return {}
+    per_step = rule.level in (None, "token")
+    flat_raw, flat_used = ([w for row in rows for w in row] for rows in (raw, used))
+    unbounded = [min(ratio(row[0]), math.exp(SAFETY)) for row in logs]
+    judged, extremes = (flat_raw, flat_used) if per_step else ([row[0] for row in raw], unbounded)
+    lower = 1 / rule.upper if rule.mode == "truncate" else rule.lower
+    seq_used, seq_raw = [mean(row) for row in used], [mean(row) for row in raw]
+    centre = mean(flat_used)
+    values = {
+        "rollout_is_mean": centre,
+        "rollout_is_raw_mean": mean(flat_raw),
+        "rollout_is_std": std(flat_used),
+        "rollout_is_eff_sample_size": 1 / mean([(w / centre) ** 2 for w in flat_used]) if centre else 0.0,
+        "rollout_is_max": max(extremes),
+        "rollout_is_min": min(extremes),
+        "rollout_is_ratio_fraction_high": mean([w > rule.upper for w in judged]),
+        "rollout_is_ratio_fraction_low": mean([w < lower for w in judged]),
+        "rollout_is_seq_mean": mean(seq_used),
+        "rollout_is_seq_std": std(seq_used, lost=1),
+        "rollout_is_seq_max": max(seq_used),
+        "rollout_is_seq_min": min(seq_used),
+        "rollout_is_seq_max_deviation": max(abs(w - 1) for w in seq_used),
+        "rollout_is_seq_fraction_high": mean([w > rule.upper for w in seq_raw]),
+        "rollout_is_seq_fraction_low": mean([w < lower for w in seq_raw]),
+    }
+    if rule.mode != "truncate":
+        values["rollout_is_oob_ratio"] = mean([not rule.lower <= w <= rule.upper for w in flat_raw])
+    return values
+
+
+def band_metrics(band: tuple[str, float, float], rows: Rows, keeps: Valid, valid: Valid) -> dict[str, float]:
+    """Of one criterion. `rows` holds the differences of the valid steps, `keeps` what this criterion keeps."""
+    criterion, low, high = band[0], *in_space_of_statistic(*band)
+    values = [statistic(criterion, row) for row in rows if row]
+    if not values:
+        return {}
+    outside = [[not k for k in chosen(keep, ok)] for keep, ok in zip(keeps, valid, strict=True) if any(ok)]
+    flat = [x for row in values for x in row]
+    judged = flat if criterion.startswith("token") else [row[0] for row in values]
+    per_sequence = [mean(row) for row in values]
+    found = {
+        "mean": mean(flat),
+        "std": std([min(max(x, low), high) for x in flat]),
+        "max": max(judged),
+        "min": min(judged),
+        "fraction_high": mean([x > high for x in judged]),
+        "fraction_low": mean([x < low for x in judged]),
+        "masked_fraction": mean([x for row in outside for x in row]),
+        "seq_masked_fraction": mean([any(row) for row in outside]),
+        "seq_mean": mean(per_sequence),
+        "seq_std": std(per_sequence, lost=1),
+        "seq_max": max(per_sequence),
+        "seq_min": min(per_sequence),
+        "seq_max_deviation": max(abs(x) for x in per_sequence),
+        "seq_fraction_high": mean([x > high for x in per_sequence]),
+        "seq_fraction_low": mean([x < low for x in per_sequence]),
+    }
+    return {f"rollout_rs_{criterion}_{name}": value for name, value in found.items()}
+
+
+def rejection_metrics(mask: Valid, valid: Valid, keep: Valid, below: Valid) -> dict[str, float]:
+    """Fractions of the steps that exist and of the sequences that have one."""
+    exists = [row for row in mask if any(row)]
+    if not exists:
+        return {}
+    rejected, broken, vetoed = (
+        [chosen(row, ok) for row, ok in zip(rows, mask, strict=True) if any(ok)]
+        for rows in ([[not k for k in row] for row in keep], [[not v for v in row] for row in valid], below)
+    )
+    of_steps, of_sequences = mean([x for row in rejected for x in row]), mean([any(row) for row in rejected])
+    return {
+        "rollout_is_masked_fraction": of_steps,
+        "rollout_is_seq_masked_fraction": of_sequences,
+        "rollout_rs_masked_fraction": of_steps,
+        "rollout_rs_seq_masked_fraction": of_sequences,
+        "rejected_ratio": of_sequences,
+        "rollout_rs_nonfinite_fraction": mean([x for row in broken for x in row]),
+        "rollout_is_veto_fraction": mean([any(row) for row in vetoed]),
+        "rollout_is_catastrophic_token_fraction": mean([x for row in vetoed for x in row]),
     }
 
 
 # Losses -------------------------------------------------------------------------------------------------------------
 
 
-def ppo(log_probs: Tensor, anchor: Tensor, advantages: Tensor, clip: float) -> Tensor:
-    """-min(r A, clip(r) A) for every step, float64, written out by case so that autograd sees one branch only."""
+class Clip(NamedTuple):
+    """The PPO band 1 - low .. 1 + high and the bound of the dual clip."""
+
+    low: float = 0.2
+    high: float = 0.2
+    dual: float | None = None
+
+
+def clipped(ratio: Tensor, advantage: float, clip: Clip) -> Tensor:
+    """-min(r A, clip(r) A) for one ratio, by case, so that autograd sees one branch; at most -A c for A < 0."""
+    value = ratio.item()
+    if advantage >= 0:
+        held = 1 + clip.high if value > 1 + clip.high else None
+    else:
+        held = 1 - clip.low if value < 1 - clip.low else None
+        held = clip.dual if clip.dual is not None and value > clip.dual else held
+    return -advantage * (ratio if held is None else held + 0 * ratio)
+
+
+def ppo(now: Tensor, old: Tensor, advantages: Tensor, clip: Clip) -> Tensor:
+    """The clipped loss of every step [B, T]."""
+    triples = zip(now.flatten(), old.flatten(), advantages.flatten().tolist(), strict=True)
+    return torch.stack([clipped(torch.exp(n - o), a, clip) for n, o, a in triples]).reshape(now.shape)
+
+
+def gspo(now: Tensor, old: Tensor, advantages: Sequence[float], kept: Valid, clip: Clip) -> Tensor:
+    """Mean over sequences of the clipped loss of s = exp(mean log-ratio); those without a kept step take no part."""
+    losses = []
+    for row in range(len(now)):
+        steps = [t for t, ok in enumerate(kept[row]) if ok]
+        if steps:
+            log_ratio = sum((now[row, t] - old[row, t] for t in steps), torch.zeros(())) / len(steps)
+            losses.append(clipped(torch.exp(log_ratio), advantages[row], clip))
+    return torch.stack(losses).mean()
+
+
+def aggregate(values: Tensor, kept: Valid, counted: Valid, mode: str) -> Tensor:
+    """The loss of kept steps, in a mean over counted ones. A sequence without a counted step is none."""
     rows = []
-    for now, old, advantage in zip(log_probs.flatten(), anchor.flatten(), advantages.flatten(), strict=True):
-        ratio = torch.exp(now - old)
-        held = advantage * min(max(ratio.item(), 1 - clip), 1 + clip)
-        free = advantage * ratio
-        rows.append(-(free if free.item() <= held.item() else held + 0 * now))
-    return torch.stack(rows).reshape(log_probs.shape)
-
-
-# Batches and processes ----------------------------------------------------------------------------------------------
-
-
-MASKS = {
-    "full": [[1, 1, 1, 1]] * 6,
-    "right": [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0]],
-    "left": [[1, 1, 1, 1], [0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 1, 1]],
-    "empty": [[1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 1, 1]],
-    "holes": [[1, 0, 1, 1], [0, 1, 0, 1], [1, 0, 0, 1], [1, 1, 0, 1], [0, 1, 1, 0], [1, 0, 1, 0]],
-}
-LEVELS = ("token", "sequence")
-DEFAULTS = {"rollout_is": None, "rollout_is_threshold": 2.0, "batch_normalize": False, "bands": ()}
-
-
-def log_probs(scale: float = 0.5, seed: int = 0, shape: tuple[int, int] = (6, 4)) -> tuple[Tensor, Tensor]:
-    source = torch.Generator().manual_seed(seed)
-    rollout = torch.randn(shape, generator=source, dtype=torch.float64)
-    return rollout + scale * torch.randn(shape, generator=source, dtype=torch.float64), rollout
-
-
-def mask_of(name: str) -> Tensor:
-    return torch.tensor(MASKS[name], dtype=torch.bool)
-
-
-def correct_with_defaults(training: Tensor, rollout: Tensor, mask: Tensor, **settings) -> Correction:
-    return correct(training, rollout, mask, **DEFAULTS | settings)
-
-
-def diffusion_batch(
-    rollout_log_probs: Tensor | None, *, shape: tuple[int, int] | None = None, **fields: Any
-) -> DiffusionBatch:
-    """A batch [B, T] with log-probs that matter and everything else small and constant."""
-    num_samples, num_steps = rollout_log_probs.shape if rollout_log_probs is not None else shape
-    spec = SamplerSpec(
-        height=8,
-        width=8,
-        num_inference_steps=num_steps + 1,
-        guidance_scale=1.0,
-        noise_level=0.7,
-        sde_type="sde",
-        log_prob_convention="gaussian",
-        max_sequence_length=4,
-        dtype="fp32",
-    )
-    index = torch.arange(num_samples)
-    return DiffusionBatch(
-        spec=spec,
-        all_latents=torch.zeros(num_samples, num_steps + 1, 2),
-        all_timesteps=torch.zeros(num_samples, num_steps),
-        step_indices=torch.arange(num_steps).expand(num_samples, -1),
-        sigmas=torch.linspace(1, 0, num_steps + 2),
-        conditioning=Conditioning(embeds=torch.zeros(1, 1, 1)),
-        prompt_index=torch.zeros(num_samples, dtype=torch.int64),
-        group=index // 2,
-        seed=index,
-        policy_version=torch.zeros(num_samples, dtype=torch.int64),
-        rollout_log_probs=rollout_log_probs,
-        **fields,
-    )
-
-
-def loss_config(correction: Any, *, clip: float = 0.1, adv_clip: float = 5.0) -> LossConfig:
-    settings = DiffusionLossConfig(clip_ratio=clip, adv_clip_max=adv_clip)
-    return LossConfig(diffusion_loss=settings, rollout_correction=correction)
-
-
-def on_shards(count: int, work: Callable[[int, Mapping[str, Callable[[Tensor], Tensor]]], Any]) -> list[Any]:
-    """work(rank, reduce) on `count` threads; reduce["sum"] and reduce["max"] really combine across them."""
-    barrier = threading.Barrier(count, timeout=20)
-    posted: list[Tensor] = [torch.empty(0)] * count
-    results: list[Any] = [None] * count
-    errors: list[BaseException] = []
-
-    def reducer(rank: int, combine: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        def reduce(value: Tensor) -> Tensor:
-            posted[rank] = value
-            barrier.wait()
-            together = combine(torch.stack(posted))
-            barrier.wait()
-            return together
-
-        return reduce
-
-    def run(rank: int) -> None:
-        reduce = {"sum": reducer(rank, lambda x: x.sum(0)), "max": reducer(rank, lambda x: x.amax(0))}
-        try:
-            results[rank] = work(rank, reduce)
-        except BaseException as error:
-            errors.append(error)
-            barrier.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
+    for row, (keep, count) in enumerate(zip(kept, counted, strict=True)):
+        if any(count):
+            total = sum((values[row, t] for t, ok in enumerate(keep) if ok), torch.zeros((), dtype=values.dtype))
+            rows.append((total, sum(count)))
+    totals = [total / (count if mode == "seq-mean-token-mean" else 1) for total, count in rows]
+    number = sum(count for _, count in rows) if mode == "token-mean" else len(rows)
+    return torch.stack(totals).sum() / number if rows else torch.zeros((), dtype=values.dtype)

@@ -57,14 +57,14 @@ class NotAReward:
 def test_finds_a_plug_in_by_its_module():
     assert load_class(PACKAGE, "jpeg", Reward) is Jpeg
     assert load_class(PACKAGE, f"{HERE}.Constant", Reward) is Constant
-    assert available_plugins(PACKAGE, Reward) == ["jpeg", "ocr"]
+    assert available_plugins(PACKAGE, Reward) == ["exact_match", "function", "jpeg", "ocr"]
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("jpg", r"no plug-in 'jpg' \(did you mean 'jpeg'\?\); available: jpeg, ocr"),
-        ("nothing_like_it", r"no plug-in 'nothing_like_it'; available: jpeg, ocr"),
+        ("jpg", r"no plug-in 'jpg' \(did you mean 'jpeg'\?\); available: exact_match, function, jpeg, ocr"),
+        ("nothing_like_it", r"no plug-in 'nothing_like_it'; available: exact_match, function, jpeg, ocr"),
         ("base", "must define one concrete subclass of Reward; it has: none"),
         ("no_such_package.module.Class", "there is no module 'no_such_package.module'"),
         (f"{HERE}.Missing", "is not a subclass of flowgrpo_rc.rewards.base.Reward"),
@@ -115,22 +115,29 @@ def test_importing_loads_nothing_heavy():
 # --- every reward in the folder
 
 
+REQUIRED_OPTIONS = {"function": {"path": f"{HERE}:number_of"}}  # what a reward cannot do without
+
+
+def number_of(sample, prompt):
+    return prompt.index
+
+
 @pytest.mark.parametrize("name", available_plugins(PACKAGE, Reward))
 def test_conformance(name):
     cls = load_class(PACKAGE, name, Reward)
     kinds = {parameter.kind for parameter in inspect.signature(cls).parameters.values()}
     assert kinds <= {inspect.Parameter.KEYWORD_ONLY}, "options are keywords"
-    reward = build(cls, {}, name)
-    batch = images(3, 32)
+    reward = build(cls, REQUIRED_OPTIONS.get(name, {}), name)
+    batch = ["0", "1", "2"] if reward.kind == "text" else images(3, 32)
     before = batch.copy()
     scores = reward(batch, prompts(3))
     assert len(scores.values) == 3
     assert all(math.isfinite(value) for value in scores.values)
     assert set(scores.parts) == set(cls.part_names)
     assert all(len(part) == 3 for part in scores.parts.values())
-    assert np.array_equal(batch, before), "images are read only"
+    assert np.array_equal(batch, before), "samples are read only"
     single = [reward(batch[i : i + 1], prompts(1, i)).values[0] for i in range(3)]
-    assert single == pytest.approx(list(scores.values)), "a score depends on its own image"
+    assert single == pytest.approx(list(scores.values)), "a score depends on its own sample"
 
 
 def test_jpeg_sizes():

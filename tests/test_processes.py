@@ -43,7 +43,7 @@ save_file(
         "noise": torch.cat([normal((8, 8, 16), chunk.batch.seed.tolist(), "step", 1) for chunk in chunks]),
         "window": request.window,
         "latents": torch.cat([chunk.batch.all_latents for chunk in chunks]),
-        "images": torch.cat([torch.from_numpy(chunk.images) for chunk in chunks]),
+        "images": torch.cat([torch.from_numpy(chunk.samples) for chunk in chunks]),
     },
     f"{sys.argv[1]}/rank_{processes.rank}.safetensors",
 )

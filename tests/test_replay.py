@@ -15,7 +15,7 @@ from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.base import FlowModel, ModelConfig
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.policies.scheduler import FlowMatchSDEScheduler
-from flowgrpo_rc.rollout.base import RolloutRequest
+from flowgrpo_rc.rollout.base import ImageRequest
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.training.lora import add_lora, lora_parameters
 
@@ -55,7 +55,7 @@ def sample(
     engine = DiffusersEngine(model, transformer, dtype=spec.dtype, chunk_size=chunk)
     engine.sync_weights({name: p.detach() for name, p in lora_parameters(transformer).items()}, version=3)
     prompts = [Prompt(text=f'"{word}"', index=i, target=word, negative_text="") for i, word in enumerate(WORDS)]
-    request = RolloutRequest(
+    request = ImageRequest(
         prompts=PromptBatch(step=1, prompts=prompts, slots=[0, 1]),
         samples_per_prompt=2,
         spec=spec,
@@ -63,7 +63,7 @@ def sample(
         seeds=[11, 12, 13, 14],
     )
     chunks = list(engine.generate(request))
-    return concat([chunk.batch for chunk in chunks]), np.concatenate([chunk.images for chunk in chunks])
+    return concat([chunk.batch for chunk in chunks]), np.concatenate([chunk.samples for chunk in chunks])
 
 
 @pytest.mark.parametrize(("kind", "guidance", "window"), list(itertools.product(KINDS, (1.0, 4.5), WINDOWS)))
@@ -125,11 +125,11 @@ def test_a_recorded_step_is_fed_to_the_next_one(model: FlowModel) -> None:
     transformer = trained_lora(model)
     fed: list[torch.Tensor] = []
     engine = DiffusersEngine(model, transformer, dtype="fp32", chunk_size=4)
-    engine._policy.transformer.register_forward_pre_hook(
+    engine._policy.network.register_forward_pre_hook(
         lambda module, args, kwargs: fed.append(kwargs["hidden_states"].clone()), with_kwargs=True
     )
     prompts = PromptBatch(step=1, prompts=[Prompt(text='"AB"', index=0)], slots=[0])
-    request = RolloutRequest(
+    request = ImageRequest(
         prompts=prompts,
         samples_per_prompt=4,
         spec=make_spec("sde", 1.0),

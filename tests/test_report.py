@@ -67,7 +67,7 @@ def metric_row(step: int, rng: np.random.Generator) -> dict[str, float]:
         "actor/ratio_std": 3e-5 * (1 + 0.1 * abs(noise)),
         "actor/grad_norm": 0.02 + 0.002 * noise,
         "actor/lr": 3e-4,
-        "perf/images_per_second": 40 + noise,
+        "perf/samples_per_second": 40 + noise,
         "perf/peak_memory_gib": 1.4,
         "timing_s/rollout": 2.0,
         "timing_s/update": 2.6,

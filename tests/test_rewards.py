@@ -166,7 +166,7 @@ def test_failures_stay_where_they_are(what, caplog):
 
 def test_the_last_error_says_what_happened():
     assert run(RewardConfig(terms={"x": returns("raise")}))[0].last_error["x"] == "KeyError: 'broken on purpose'"
-    assert "2 scores for 3 images" in run(RewardConfig(terms={"x": returns("short")}))[0].last_error["x"]
+    assert "2 scores for 3 samples" in run(RewardConfig(terms={"x": returns("short")}))[0].last_error["x"]
     assert "NoneType instead of Scores" in run(RewardConfig(terms={"x": returns("none")}))[0].last_error["x"]
     assert "nan is no finite number, for prompt 2" in run(RewardConfig(terms={"x": returns("nan")}))[0].last_error["x"]
 

@@ -202,7 +202,7 @@ def console_output(*, is_main: bool = True, show_steps: bool = True) -> str:
         console.message("run [red]dir")
         console.step(0, {"val/reward": 0.25})
         console.warning("kl is outside [-0.1, 0.1]")
-        console.step(1, {"reward/mean": 0.5, "perf/images_per_second": 41.26})
+        console.step(1, {"reward/mean": 0.5, "perf/samples_per_second": 41.26})
         console.warning("kl is outside [-0.1, 0.1]")
         console.step(2, {"reward/mean": 0.5, "val/reward": 0.75})
     console.final_table({"val/reward": 0.25, "val/ocr/exact": 0.0}, {"val/reward": 0.75, "val/ocr/exact": 0.5})
@@ -212,7 +212,7 @@ def console_output(*, is_main: bool = True, show_steps: bool = True) -> str:
 def test_console_prints_one_line_per_step_without_a_terminal() -> None:
     lines = console_output().splitlines()
     assert lines[:3] == ["run [red]dir", "step 0/2  val 0.250", "warning: kl is outside [-0.1, 0.1]"]
-    assert re.fullmatch(r"step 1/2  reward 0\.500  41\.3 img/s  eta \d+s", lines[3])
+    assert re.fullmatch(r"step 1/2  reward 0\.500  41\.3 samples/s  eta \d+s", lines[3])
     assert lines[4] == "step 2/2  reward 0.500  val 0.750"
     rows = [re.findall(r"[\w/.+-]+", line) for line in lines[5:]]
     assert ["reward", "0.2500", "0.7500", "+0.5000"] in rows
@@ -236,5 +236,5 @@ def test_console_shows_a_live_view_on_a_terminal(monkeypatch: pytest.MonkeyPatch
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console_output())
     assert "step 1/2" not in text.replace("\n", " ").replace("step 1/2 \u2501", "")
     assert "2/2" in text
-    assert "reward 0.500  val 0.750  41.3 img/s" in text
+    assert "reward 0.500  val 0.750  41.3 samples/s" in text
     assert text.count("warning: kl is outside [-0.1, 0.1]") == 1

@@ -22,7 +22,8 @@ from flowgrpo_rc.cli import main
 from flowgrpo_rc.core.random import derive_seed, normal
 from flowgrpo_rc.models.base import ModelConfig, load_model
 from flowgrpo_rc.training.checkpoint import list_checkpoints, load_checkpoint
-from flowgrpo_rc.training.lora import add_lora, load_export
+from flowgrpo_rc.training.lora import add_lora
+from flowgrpo_rc.training.lora_files import load_export
 from flowgrpo_rc.training.run_folder import RunFolder
 
 RC = "algorithm.rollout_correction"

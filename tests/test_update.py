@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.transition import log_prob
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig
+from flowgrpo_rc.losses.diffusion import diffusion_terms
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.training.ema import EMAConfig, averaged_weights
@@ -28,7 +30,9 @@ def make(model: FlowModel, actor: ActorConfig) -> tuple[PolicyUpdate, DiffusionB
     batch = batch.replace(old_log_probs=batch.rollout_log_probs, advantages=advantages)
     loss = LossConfig(diffusion_loss=DiffusionLossConfig(clip_ratio=1e-3), rollout_correction=RolloutCorrectionConfig())
     policy = FlowPolicy(model, transformer)
-    return PolicyUpdate(policy, actor, loss, Processes(Accelerator(cpu=True)), total_updates=10), batch
+    return PolicyUpdate(
+        policy, actor, partial(diffusion_terms, loss), Processes(Accelerator(cpu=True)), total_updates=10
+    ), batch
 
 
 def test_a_gradient_that_is_not_finite_skips_counts_and_ends_the_run(model: FlowModel) -> None:

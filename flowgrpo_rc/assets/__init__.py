@@ -1,4 +1,4 @@
-"""Files that ship with the package: the tiny checkpoint and its prompt lists."""
+"""Files that ship with the package: the tiny checkpoints and their prompt lists."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def path(name: str) -> Path:
 
 
 def _bundled() -> list[str]:
-    checkpoints = [index.parent.name for index in ROOT.glob("*/model_index.json")]
-    prompts = [f"prompts/{file.name}" for file in ROOT.glob("prompts/*.txt")]
+    checkpoints = [config.parent.name for name in ("model_index", "config") for config in ROOT.glob(f"*/{name}.json")]
+    prompts = [f"prompts/{file.name}" for file in ROOT.glob("prompts/*")]
     return sorted(checkpoints) + sorted(prompts)

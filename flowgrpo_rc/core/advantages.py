@@ -1,4 +1,5 @@
-"""Group-relative advantages: GRPO (arXiv 2402.03300), as FlowGRPO uses it, and Dr.GRPO (arXiv 2503.20783)."""
+"""Group-relative advantages: GRPO (arXiv 2402.03300), as FlowGRPO uses it, Dr.GRPO (arXiv 2503.20783) and RLOO
+(arXiv 2402.14740)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from torch import Tensor
 
 from flowgrpo_rc.core.reduce import AllReduce, identity, masked_mean
 
-ESTIMATORS = ("flow_grpo",)
+# estimator -> (divide by a standard deviation, take that of the whole batch), where the user does not say
+ESTIMATORS = {
+    "flow_grpo": (True, True),
+    "grpo": (True, False),
+    "dr_grpo": (False, False),
+    "rloo": (False, False),
+}
 
 
 class Advantages(NamedTuple):
@@ -26,15 +33,18 @@ def group_relative(
     *,
     norm_by_std: bool = True,
     global_std: bool = False,
+    leave_one_out: bool = False,
     eps: float = 1e-4,
     all_reduce: AllReduce = identity,
 ) -> Advantages:
     """(reward - mean of its group) / (std + eps).
 
     rewards [B]; group [B] int64, whole on this process; valid [B] bool: samples that are False (their reward
-    failed) leave the baseline and get 0. With `global_std` the standard deviation is that of all valid rewards of
-    the batch over all processes (about the global mean, as in FlowGRPO); without `norm_by_std` there is none
-    (Dr.GRPO). Standard deviations are those of the population. A group whose rewards are all equal gets exactly 0.
+    failed, or all of their steps were rejected) leave the baseline and get 0, and so does the last one of a group.
+    With `leave_one_out` (RLOO) the mean is that of the others of the group. With `global_std` the standard deviation
+    is that of all valid rewards of the batch over all processes (about the global mean, as in FlowGRPO); without
+    `norm_by_std` there is none (Dr.GRPO). Standard deviations are those of the population. A group whose rewards are
+    all equal gets exactly 0.
     """
     rewards = torch.where(valid, rewards, torch.zeros_like(rewards)).double()
     _, index = torch.unique(group, return_inverse=True)
@@ -47,6 +57,9 @@ def group_relative(
     lowest = torch.where(member, rows, torch.inf).amin(1)
     zero_std = highest <= lowest
     centred = torch.where(zero_std[index], torch.zeros_like(centred), centred)
+    if leave_one_out:
+        size = member.sum(1)[index]
+        centred = centred * size / (size - 1).clamp(min=1)
     if not norm_by_std:
         return Advantages(centred, zero_std)
     if global_std:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +32,12 @@ class MetricBag:
         """Mean over the elements where `mask` (bool) holds; absent from the result if there is none."""
         values = values.detach().double()
         mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
-        self._add(self._sums, name, masked_sum(values, mask))
-        self._add(self._counts, name, mask.sum().double())
+        self.ratio(name, masked_sum(values, mask), mask.sum())
+
+    def ratio(self, name: str, total: Tensor, count: Tensor) -> None:
+        """A mean from its sum and the number (or weight) of its elements; absent from the result if that is 0."""
+        self._add(self._sums, name, total.detach().double())
+        self._add(self._counts, name, count.detach().double())
 
     def sum(self, name: str, value: Tensor) -> None:
         """Sum over everything that is put under this name."""
@@ -53,6 +58,19 @@ class MetricBag:
         with `_` are intermediate and leave the result after this.
         """
         self._derived[name] = (tuple(needs), function)
+
+    def rename(self, names: Mapping[str, str], *, keep: bool) -> None:
+        """Give metrics another name, or with `keep` a second one."""
+        stores: tuple[dict[str, Any], ...] = (self._sums, self._counts, self._maxima, self._minima, self._derived)
+        for store in stores:
+            for old, new in names.items():
+                if old in store:
+                    store[new] = store[old] if keep else store.pop(old)
+        if not keep:
+            self._derived = {
+                name: (tuple(names.get(need, need) for need in needs), function)
+                for name, (needs, function) in self._derived.items()
+            }
 
     def merge(self, other: MetricBag, prefix: str = "") -> None:
         """Take in another bag, as if its elements had been put here."""
@@ -127,5 +145,10 @@ def _join(prefix: str, name: str) -> str:
 
 
 def std_from_moments(mean: float, mean_square: float) -> float:
-    """Population standard deviation; a rounding error below zero counts as zero."""
-    return math.sqrt(max(mean_square - mean * mean, 0.0))
+    """Population standard deviation; a rounding error below zero counts as zero, and inf has an infinite one."""
+    return math.inf if math.isinf(mean_square) else math.sqrt(max(mean_square - mean * mean, 0.0))
+
+
+def sample_std_from_moments(mean: float, mean_square: float, count: float) -> float:
+    """Standard deviation of a sample of `count` elements (n - 1 in the denominator); 0 for a single one."""
+    return std_from_moments(mean, mean_square) * math.sqrt(count / (count - 1)) if count > 1 else 0.0

@@ -27,3 +27,9 @@ def generator(*parts: int | str) -> torch.Generator:
 def normal(shape: Sequence[int], seeds: Sequence[int], *purpose: int | str) -> Tensor:
     """Standard normal [len(seeds), *shape] in fp32 on the CPU; row i depends on seeds[i] and purpose alone."""
     return torch.stack([torch.randn(tuple(shape), generator=generator(seed, *purpose)) for seed in seeds])
+
+
+def uniform(shape: Sequence[int], seeds: Sequence[int], *purpose: int | str) -> Tensor:
+    """Uniform in [0, 1), [len(seeds), *shape] in float64 on the CPU; row i depends on seeds[i] and purpose alone."""
+    rows = [torch.rand(tuple(shape), generator=generator(seed, *purpose), dtype=torch.float64) for seed in seeds]
+    return torch.stack(rows)

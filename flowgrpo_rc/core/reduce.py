@@ -19,9 +19,14 @@ def identity(total: Tensor) -> Tensor:
     return total
 
 
+def select(values: Tensor, mask: Tensor) -> Tensor:
+    """`values` where `mask` (bool, same shape) holds, 0 elsewhere."""
+    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum of `values` where `mask` (bool, same shape) holds."""
-    selected = torch.where(mask, values, torch.zeros_like(values))
+    selected = select(values, mask)
     return selected.sum() if dim is None else selected.sum(dim)
 
 

@@ -2,69 +2,166 @@
 
 from __future__ import annotations
 
+import importlib
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from flowgrpo_rc.correction.bands import Band, parse_bands
+from flowgrpo_rc.correction.bands import KEY, Band, WeightBounds, parse_bands, parse_weight_bounds
+from flowgrpo_rc.correction.importance import IS_LEVELS
+from flowgrpo_rc.correction.presets import Presets
 
-KEY = "algorithm.rollout_correction"
 LOSS_TYPES = ("ppo_clip", "reinforce")
-IS_LEVELS = ("token", "sequence")
+NORMALIZE = ("all", "kept")
+METRIC_NAMES = ("verl", "slime", "both")
+
+
+class Rules(NamedTuple):
+    """What the core applies: the settings, parsed.
+
+    level: of the weights, None without any; batch_normalize: divide them by their mean, `over_kept` of what is kept;
+    log_veto: None without a veto.
+    """
+
+    level: str | None
+    bounds: WeightBounds
+    batch_normalize: bool
+    over_kept: bool
+    bands: tuple[Band, ...]
+    log_veto: float | None
 
 
 @dataclass(kw_only=True)
-class RolloutCorrectionConfig:
-    """What to do about the difference between the rollout policy and the training graph.
+class RolloutCorrectionConfig(Presets):
+    """What to do about the difference between the rollout policy and the training graph. The ratio below is training /
+    rollout: old / rollout in decoupled mode, current / rollout in bypass mode.
 
-    bypass_mode: True takes old := rollout and corrects inside the loss, step by step, with current / rollout.
-        False (decoupled) recomputes old with the training graph and corrects once per batch with old / rollout.
-    loss_type: `ppo_clip`, or `reinforce` (truncated importance sampling without a clip; bypass mode only).
-    rollout_is: importance weights at `token` (each SDE step) or `sequence` (product over the window) level, or
-        null for none. Under bypass mode with ppo_clip they are diagnostics: the PPO ratio is the weight already.
-    rollout_is_threshold: weights are truncated above it.
-    rollout_is_batch_normalize: divide the weights by their mean over the batch (decoupled mode).
+    bypass_mode: True takes old := rollout and corrects inside the loss. False (decoupled) recomputes old with the
+        training graph and corrects once per batch.
+    loss_type: `ppo_clip`, or `reinforce` (importance weights without a clip; bypass mode only).
+    rollout_is: importance weights of each step (`token`), of the whole sequence (`sequence`, the product), of its
+        geometric mean (`geometric`), or null. In bypass mode with ppo_clip they are metrics: the ratio is the weight.
+    rollout_is_mode: `truncate`, `clip`, `mask` or `icepop`; null: truncate for one threshold, icepop for two.
+    rollout_is_threshold: upper bound of the weights, or "lower_upper".
+    rollout_is_batch_normalize: divide the weights by their mean over the batch.
     rollout_rs: rejection criteria, one or several separated by commas: token_k1..k3, seq_sum_k1..k3,
-        seq_mean_k1..k3, seq_max_k2, seq_max_k3.
-    rollout_rs_threshold: a band "lower_upper" on the ratio training / rollout for k1 (one number u means
-        "1/u_u"), one positive upper bound for k2 and k3; one for all criteria or one for each.
+        seq_mean_k1..k3, seq_max_k2, seq_max_k3, and the older names token, sequence and geometric.
+    rollout_rs_threshold: a band "lower_upper" on the ratio for k1 (one number u means "1/u_u"), one positive upper
+        bound for k2 and k3; one for all criteria or one for each. Null: the older names take rollout_is_threshold.
+    rollout_rs_threshold_lower: lower bound of k1 bands whose threshold is one number.
+    rollout_token_veto_threshold: reject a sequence if the ratio of any of its steps is below this.
+    normalize: the loss is the mean over `all` steps, or over those that are `kept`. Null: all for images, kept for
+        text. `kept` also makes batch normalisation one over kept steps.
+    exclude_rejected: a sample whose steps are all rejected leaves the baseline of its group; null: in decoupled mode.
+    metric_names: `verl`, `slime` or `both`.
+    custom_correction: "module:function" in place of the built-in weights and mask; see `correct.CustomCorrection`.
     """
 
     bypass_mode: bool = False
     loss_type: str = "ppo_clip"
     rollout_is: str | None = None
-    rollout_is_threshold: float = 2.0
+    rollout_is_mode: str | None = None
+    rollout_is_threshold: Any = 2.0
     rollout_is_batch_normalize: bool = False
     rollout_rs: Any = None
     rollout_rs_threshold: Any = None
+    rollout_rs_threshold_lower: Any = None
+    rollout_token_veto_threshold: float | None = None
+    normalize: str | None = None
+    exclude_rejected: bool | None = None
+    metric_names: str = "verl"
+    custom_correction: str | None = None
 
-    def bands(self) -> tuple[Band, ...]:
-        """The rejection criteria with their bounds, parsed."""
-        return parse_bands(self.rollout_rs, self.rollout_rs_threshold)
+    @property
+    def excludes_rejected(self) -> bool:
+        return not self.bypass_mode if self.exclude_rejected is None else self.exclude_rejected
+
+    @property
+    def weights_are_metrics(self) -> bool:
+        """In bypass mode the PPO ratio is the weight, so that `rollout_is` only reports."""
+        return self.bypass_mode and self.loss_type == "ppo_clip"
+
+    def rules(self) -> Rules:
+        """The settings parsed. ValueError as in `validate` where they cannot be."""
+        veto = self.rollout_token_veto_threshold
+        return Rules(
+            level=self.rollout_is,
+            bounds=parse_weight_bounds(self.rollout_is_threshold, self.rollout_is_mode),
+            batch_normalize=self.rollout_is_batch_normalize,
+            over_kept=self.normalize == "kept",
+            bands=parse_bands(
+                self.rollout_rs,
+                self.rollout_rs_threshold,
+                self.rollout_rs_threshold_lower,
+                fallback=self.rollout_is_threshold,
+            ),
+            log_veto=None if veto is None else math.log(veto),
+        )
 
     def validate(self) -> None:
         """Raise ValueError for a wrong or contradictory setting, naming the key and what is allowed."""
-        if self.loss_type not in LOSS_TYPES:
-            raise ValueError(f"{KEY}.loss_type={self.loss_type!r}: allowed are {', '.join(LOSS_TYPES)}")
-        if self.rollout_is is not None and self.rollout_is not in IS_LEVELS:
-            raise ValueError(f"{KEY}.rollout_is={self.rollout_is!r}: allowed are null, {', '.join(IS_LEVELS)}")
-        if not self.rollout_is_threshold >= 1:
-            raise ValueError(
-                f"{KEY}.rollout_is_threshold={self.rollout_is_threshold}: give 1 or more (a lower bound would shrink "
-                "the weights of samples that need no correction)"
-            )
+        self._validate_values()
+        self._validate_contradictions()
+        self.rules()
+        self.load_custom()
+
+    def load_custom(self) -> Callable[..., Any] | None:
+        """The function that `custom_correction` names. ValueError if there is none."""
+        if self.custom_correction is None:
+            return None
+        module, _, name = self.custom_correction.partition(":")
+        if not module or not name:
+            raise ValueError(f"{KEY}.custom_correction={self.custom_correction!r}: write it as module:function")
+        try:
+            function = vars(importlib.import_module(module)).get(name)
+        except ImportError as error:
+            raise ValueError(f"{KEY}.custom_correction={self.custom_correction!r}: {error}") from error
+        if not callable(function):
+            raise ValueError(f"{KEY}.custom_correction={self.custom_correction!r}: {module} has no function {name!r}")
+        return function
+
+    def _validate_values(self) -> None:
+        choices: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+            ("loss_type", LOSS_TYPES),
+            ("rollout_is", (None, *IS_LEVELS)),
+            ("normalize", (None, *NORMALIZE)),
+            ("metric_names", METRIC_NAMES),
+        )
+        for name, allowed in choices:
+            value = vars(self)[name]
+            if value not in allowed:
+                listed = ", ".join("null" if choice is None else choice for choice in allowed)
+                raise ValueError(f"{KEY}.{name}={value!r}: allowed are {listed}")
+        veto = self.rollout_token_veto_threshold
+        if veto is not None and not 0 < veto < 1:
+            raise ValueError(f"{KEY}.rollout_token_veto_threshold={veto}: give a ratio between 0 and 1, such as 1e-4")
+
+    def _validate_contradictions(self) -> None:
         if self.loss_type == "reinforce" and not self.bypass_mode:
             raise ValueError(
                 f"{KEY}.loss_type=reinforce compares the current policy with the rollout and needs "
                 f"{KEY}.bypass_mode=true; set that, or loss_type=ppo_clip"
             )
-        if self.rollout_is_batch_normalize and self.rollout_is is None:
+        if self.bypass_mode and self.exclude_rejected:
             raise ValueError(
-                f"{KEY}.rollout_is_batch_normalize=true has no weights to normalise: set {KEY}.rollout_is "
-                "to token or sequence, or leave it false"
+                f"{KEY}.exclude_rejected=true needs the rejection before the advantages, but with {KEY}.bypass_mode="
+                "true it comes with the loss: set bypass_mode=false, or exclude_rejected=null"
             )
-        if self.rollout_is_batch_normalize and self.bypass_mode:
+        if self.rollout_is is None:
+            for name, off in (("rollout_is_mode", None), ("rollout_is_batch_normalize", False)):
+                if vars(self)[name] != off:
+                    raise ValueError(
+                        f"{KEY}.{name}={vars(self)[name]} has no weights to act on: set {KEY}.rollout_is to one of "
+                        f"{', '.join(IS_LEVELS)}, or drop it"
+                    )
+        if self.weights_are_metrics and self.rollout_is_batch_normalize:
             raise ValueError(
-                f"{KEY}.rollout_is_batch_normalize=true needs the weights of the whole batch, which bypass mode "
-                f"does not have (it corrects step by step): set {KEY}.bypass_mode=false, or leave it false"
+                f"{KEY}.rollout_is_batch_normalize=true has no effect with {KEY}.bypass_mode=true and "
+                f"{KEY}.loss_type=ppo_clip, whose ratio is the weight: set loss_type=reinforce, or drop it"
             )
-        self.bands()
+        if self.weights_are_metrics and self.rollout_is_mode == "mask":
+            raise ValueError(
+                f"{KEY}.rollout_is_mode=mask has no effect with {KEY}.bypass_mode=true and {KEY}.loss_type=ppo_clip, "
+                f"where rollout_is only adds metrics: reject with {KEY}.rollout_rs instead"
+            )

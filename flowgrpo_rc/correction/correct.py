@@ -1,33 +1,45 @@
 """The one entry of rollout correction: log-probs [B, T] in, weights and mask out.
 
-It sees only [B, T] and a mask of valid steps (all of them for a diffusion window). References: rollout correction in
-verl and verl-omni; decoupled PPO, arXiv 2110.00641; truncated importance sampling and rejection as described there.
+It sees only [B, T] and a mask of the steps that exist: SDE steps or tokens. References: rollout correction in verl,
+verl-omni and slime; decoupled PPO, arXiv 2110.00641; truncated importance sampling and rejection as described there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.batch import DiffusionBatch
+from flowgrpo_rc.batch import Batch, DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
-from flowgrpo_rc.core.reduce import AllReduce, identity
-from flowgrpo_rc.correction.bands import Band, parse_bands
-from flowgrpo_rc.correction.config import IS_LEVELS, KEY, RolloutCorrectionConfig
-from flowgrpo_rc.correction.divergence import offpolicy_metrics, rejection_metrics, weight_metrics
-from flowgrpo_rc.correction.importance import batch_mean, raw_weights, truncate
-from flowgrpo_rc.correction.rejection import rejection_mask
+from flowgrpo_rc.core.reduce import AllReduce, identity, select
+from flowgrpo_rc.correction.bands import WeightBounds
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig, Rules
+from flowgrpo_rc.correction.divergence import offpolicy_metrics, weight_metrics
+from flowgrpo_rc.correction.importance import outside, weigh
+from flowgrpo_rc.correction.naming import apply_names
+from flowgrpo_rc.correction.rejection import reject, rejection_metrics, veto
+from flowgrpo_rc.correction.steps import prepare
+
+B = TypeVar("B", bound=Batch)
+# Rows are corrected in blocks of about so many elements: float64 temporaries stay in the cache and the memory small.
+_BLOCK = {"cpu": 2**17, "cuda": 2**22}
 
 
 class Correction(NamedTuple):
-    """weights [B, T] or None, without gradient and 0 at invalid steps; mask [B, T] bool, True where kept."""
+    """weights [B, T] or None, without gradient and 0 where there is no step; mask [B, T] bool, True where kept.
+
+    weight_total and weight_count: the sum and number whose quotient is the mean weight of batch normalisation, not yet
+    divided by; None without weights.
+    """
 
     weights: Tensor | None
     mask: Tensor
     metrics: MetricBag
+    weight_total: Tensor | None = None
+    weight_count: Tensor | None = None
 
 
 class CorrectionResult(NamedTuple):
@@ -38,39 +50,68 @@ class CorrectionResult(NamedTuple):
     metrics: Mapping[str, float]
 
 
+class CustomCorrection(Protocol):
+    """What `custom_correction` names: weights [B, T] or None and the kept steps [B, T] bool, from log-probs [B, T] of
+    the training graph and of the rollout and the mask of the steps that exist. No gradient flows through it."""
+
+    def __call__(
+        self, training: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrectionConfig
+    ) -> tuple[Tensor | None, Tensor]: ...
+
+
+def measure(training_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, rules: Rules) -> Correction:
+    """Weights before batch normalisation, mask and diagnostics for log-probs [B, T].
+
+    A step whose difference is not finite is rejected, whatever is configured, and counted in
+    `rollout_rs_nonfinite_fraction`; it takes no part in weights or in any other metric. A sequence criterion sees it
+    and rejects the sequence. Without a level the weight metrics are those of the token level.
+    """
+    weights = torch.empty_like(training_log_probs) if rules.level is not None else None
+    kept = torch.empty_like(mask)
+    metrics = MetricBag()
+    total, count = (torch.zeros((), dtype=torch.float64, device=mask.device) for _ in range(2))
+    for rows in _blocks(mask):
+        steps = prepare(training_log_probs[rows], rollout_log_probs[rows], mask[rows])
+        rejection = reject(steps, rules.bands)
+        keep = rejection.kept
+        found = weigh(steps, rules.level or "token", rules.bounds)
+        metrics.merge(rejection.metrics)
+        metrics.merge(offpolicy_metrics(steps))
+        metrics.merge(weight_metrics(steps, found, rules.bounds))
+        if rules.level is not None and rules.bounds.mode == "mask":
+            keep = keep & ~outside(found.raw, rules.bounds)
+        vetoed = veto(steps, -torch.inf if rules.log_veto is None else rules.log_veto)
+        metrics.merge(vetoed.metrics)
+        keep = keep & vetoed.kept if rules.log_veto is not None else keep
+        metrics.merge(rejection_metrics(steps, keep))
+        kept[rows] = keep
+        if weights is not None:
+            used = select(found.used.expand_as(steps.valid), steps.valid)
+            weights[rows] = used.to(weights.dtype)
+            part = _mean_parts(used, keep if rules.over_kept else steps.valid, per_step=found.per_step)
+            total, count = total + part[0], count + part[1]
+    if weights is None:
+        return Correction(None, kept, metrics)
+    return Correction(weights, kept, metrics, total, count)
+
+
 def correct(
     training_log_probs: Tensor,
     rollout_log_probs: Tensor,
     mask: Tensor,
+    rules: Rules,
     *,
-    rollout_is: str | None,
-    rollout_is_threshold: float,
-    batch_normalize: bool,
-    bands: Sequence[Band],
     all_reduce: AllReduce = identity,
 ) -> Correction:
-    """Weights, mask and diagnostics for log-probs [B, T] of the training graph and of the rollout.
+    """`measure`, with the weights divided by their mean over the batch of all processes where the rules say so."""
+    found = measure(training_log_probs, rollout_log_probs, mask, rules)
+    return _normalised(found, all_reduce) if rules.batch_normalize else found
 
-    A step whose difference is not finite is rejected, whatever is configured, and counted in
-    `rollout_rs_nonfinite_fraction`; it takes no part in weights or in any other metric. A sequence criterion sees it
-    and rejects the sequence. Without `rollout_is` the weight metrics are those of the token level.
-    """
-    training, rollout = training_log_probs.detach().double(), rollout_log_probs.detach().double()
-    difference = training - rollout
-    finite = mask & torch.isfinite(difference)
-    kept = rejection_mask(difference, mask, bands)
-    training, rollout = _select(training, finite), _select(rollout, finite)
-    log_ratio = training - rollout
-    level = rollout_is or "token"
-    weights = truncate(raw_weights(log_ratio, finite, level), rollout_is_threshold)
-    metrics = offpolicy_metrics(training, rollout, finite)
-    metrics.merge(weight_metrics(log_ratio, weights, finite, level, rollout_is_threshold))
-    metrics.merge(rejection_metrics(kept, mask, difference))
-    if batch_normalize:
-        factor = batch_mean(weights, finite, level, all_reduce=all_reduce)
-        metrics.max("rollout_is_batch_norm_factor", factor)
-        weights = weights / factor.clamp(min=torch.finfo(torch.float64).tiny)
-    return Correction(None if rollout_is is None else weights.to(training_log_probs.dtype), kept, metrics)
+
+def normalisation(total: Tensor, count: Tensor) -> Tensor:
+    """The mean weight that batch normalisation divides by; 1 where all weights are 0, as in verl."""
+    mean = total / count.clamp(min=1)
+    return torch.where(mean > 1e-8, mean, torch.ones_like(mean))
 
 
 def compute_rollout_correction_and_rejection_mask(
@@ -79,14 +120,18 @@ def compute_rollout_correction_and_rejection_mask(
     response_mask: Tensor,
     *,
     rollout_is: str | None = None,
-    rollout_is_threshold: float = 2.0,
+    rollout_is_threshold: float | str = 2.0,
+    rollout_is_mode: str | None = None,
     rollout_is_batch_normalize: bool = False,
     rollout_rs: str | Sequence[str] | None = None,
     rollout_rs_threshold: float | str | Sequence[float | str] | None = None,
+    rollout_rs_threshold_lower: float | Sequence[float] | None = None,
+    rollout_token_veto_threshold: float | None = None,
+    normalize: str | None = None,
 ) -> CorrectionResult:
     """Importance weights, rejection mask and metrics (named `rollout_corr/...`) for log-probs [B, T].
 
-    `old_log_prob` is the training graph's, `response_mask` marks the valid steps. Settings mean what they mean in
+    `old_log_prob` is the training graph's, `response_mask` marks the steps that exist. Settings mean what they mean in
     `RolloutCorrectionConfig`. Raises ValueError for wrong settings or shapes that differ.
     """
     if not old_log_prob.shape == rollout_log_prob.shape == response_mask.shape or old_log_prob.ndim != 2:
@@ -94,41 +139,47 @@ def compute_rollout_correction_and_rejection_mask(
             "old_log_prob, rollout_log_prob and response_mask must all be [B, T]; got "
             f"{tuple(old_log_prob.shape)}, {tuple(rollout_log_prob.shape)} and {tuple(response_mask.shape)}"
         )
-    settings = RolloutCorrectionConfig(
+    config = RolloutCorrectionConfig(
         rollout_is=rollout_is,
         rollout_is_threshold=rollout_is_threshold,
+        rollout_is_mode=rollout_is_mode,
         rollout_is_batch_normalize=rollout_is_batch_normalize,
         rollout_rs=rollout_rs,
         rollout_rs_threshold=rollout_rs_threshold,
+        rollout_rs_threshold_lower=rollout_rs_threshold_lower,
+        rollout_token_veto_threshold=rollout_token_veto_threshold,
+        normalize=normalize,
     )
-    settings.validate()
-    found = correct(
-        old_log_prob,
-        rollout_log_prob,
-        response_mask.bool(),
-        rollout_is=rollout_is,
-        rollout_is_threshold=rollout_is_threshold,
-        batch_normalize=rollout_is_batch_normalize,
-        bands=settings.bands(),
-    )
+    config.validate()
+    found = correct(old_log_prob, rollout_log_prob, response_mask.bool(), config.rules())
     bag = MetricBag()
     bag.merge(found.metrics, "rollout_corr")
-    mask = found.mask.to(response_mask.dtype)
-    return CorrectionResult(found.weights, mask, bag.compute())
+    return CorrectionResult(found.weights, found.mask.to(response_mask.dtype), bag.compute())
 
 
 def compute_rollout_correction_weights(
-    log_ratio: Tensor, response_mask: Tensor, *, rollout_is: str, rollout_is_threshold: float = 2.0
+    log_ratio: Tensor,
+    response_mask: Tensor,
+    *,
+    rollout_is: str,
+    rollout_is_threshold: float | str = 2.0,
+    rollout_is_mode: str | None = None,
+    rollout_is_batch_normalize: bool = False,
 ) -> Tensor:
-    """Truncated weights [B, T] for log-ratios training - rollout [B, T]; no gradient, 0 at invalid steps.
+    """Weights [B, T] for log-ratios training - rollout [B, T]; no gradient, 0 where there is no step.
 
-    Steps whose log-ratio is not finite are invalid. Raises ValueError for an unknown level.
+    Steps whose log-ratio is not finite do not exist. Raises ValueError for an unknown level or mode.
     """
-    if rollout_is not in IS_LEVELS:
-        raise ValueError(f"{KEY}.rollout_is={rollout_is!r}: allowed are {', '.join(IS_LEVELS)}")
-    valid = response_mask.bool() & torch.isfinite(log_ratio)
-    weights = raw_weights(log_ratio.detach().double(), valid, rollout_is)
-    return truncate(weights, rollout_is_threshold).to(log_ratio.dtype)
+    config = RolloutCorrectionConfig(
+        rollout_is=rollout_is,
+        rollout_is_threshold=rollout_is_threshold,
+        rollout_is_mode=rollout_is_mode,
+        rollout_is_batch_normalize=rollout_is_batch_normalize,
+    )
+    config.validate()
+    weights = correct(log_ratio, torch.zeros_like(log_ratio), response_mask.bool(), config.rules()).weights
+    assert weights is not None
+    return weights
 
 
 def compute_rollout_rejection_mask(
@@ -136,11 +187,18 @@ def compute_rollout_rejection_mask(
     response_mask: Tensor,
     *,
     rollout_rs: str | Sequence[str],
-    rollout_rs_threshold: float | str | Sequence[float | str],
+    rollout_rs_threshold: float | str | Sequence[float | str] | None = None,
+    rollout_rs_threshold_lower: float | Sequence[float] | None = None,
 ) -> Tensor:
     """The part of `response_mask` [B, T] that the criteria keep, for log-ratios training - rollout [B, T]."""
-    bands = parse_bands(rollout_rs, rollout_rs_threshold)
-    return rejection_mask(log_ratio.detach().double(), response_mask.bool(), bands).to(response_mask.dtype)
+    config = RolloutCorrectionConfig(
+        rollout_rs=rollout_rs,
+        rollout_rs_threshold=rollout_rs_threshold,
+        rollout_rs_threshold_lower=rollout_rs_threshold_lower,
+    )
+    config.validate()
+    steps = prepare(log_ratio, torch.zeros_like(log_ratio), response_mask.bool())
+    return reject(steps, config.rules().bands).kept.to(response_mask.dtype)
 
 
 def compute_offpolicy_metrics(
@@ -150,19 +208,22 @@ def compute_offpolicy_metrics(
 
     Steps whose difference is not finite take no part.
     """
-    training, rollout = old_log_prob.detach().double(), rollout_log_prob.detach().double()
-    valid = response_mask.bool() & torch.isfinite(training - rollout)
-    return offpolicy_metrics(training, rollout, valid).compute()
+    return offpolicy_metrics(prepare(old_log_prob, rollout_log_prob, response_mask.bool())).compute()
 
 
-def apply_bypass_mode_to_diffusion_batch(batch: DiffusionBatch) -> DiffusionBatch:
+def apply_bypass_mode(batch: B) -> B:
     """old_log_probs := rollout_log_probs. ValueError if the rollout recorded none."""
     return batch.replace(old_log_probs=require_rollout_log_probs(batch))
 
 
-def apply_rollout_correction_to_diffusion_batch(
-    batch: DiffusionBatch, config: RolloutCorrectionConfig, *, all_reduce: AllReduce = identity
-) -> tuple[DiffusionBatch, MetricBag]:
+def apply_bypass_mode_to_diffusion_batch(batch: DiffusionBatch) -> DiffusionBatch:
+    """`apply_bypass_mode` under the diffusion document's name."""
+    return apply_bypass_mode(batch)
+
+
+def apply_rollout_correction_to_batch(
+    batch: B, config: RolloutCorrectionConfig, *, all_reduce: AllReduce = identity
+) -> tuple[B, MetricBag]:
     """Decoupled correction, once per global batch: old / rollout -> weights and mask on the batch.
 
     Returns the batch with `rollout_is_weights` (None without `rollout_is`) and `rejection_mask`, and the metrics
@@ -171,27 +232,42 @@ def apply_rollout_correction_to_diffusion_batch(
     rollout = require_rollout_log_probs(batch)
     if batch.old_log_probs is None:
         raise ValueError("decoupled correction needs old_log_probs: recompute them with the training graph first")
-    found = correct_with(config, batch.old_log_probs, rollout, all_reduce=all_reduce)
+    found = correct_with(config, batch.old_log_probs, rollout, batch.valid, all_reduce=all_reduce)
     return batch.replace(rollout_is_weights=found.weights, rejection_mask=found.mask), found.metrics
 
 
+def apply_rollout_correction_to_diffusion_batch(
+    batch: DiffusionBatch, config: RolloutCorrectionConfig, *, all_reduce: AllReduce = identity
+) -> tuple[DiffusionBatch, MetricBag]:
+    """`apply_rollout_correction_to_batch` under the diffusion document's name."""
+    return apply_rollout_correction_to_batch(batch, config, all_reduce=all_reduce)
+
+
 def correct_with(
-    config: RolloutCorrectionConfig, training: Tensor, rollout: Tensor, *, all_reduce: AllReduce = identity
+    config: RolloutCorrectionConfig,
+    training: Tensor,
+    rollout: Tensor,
+    mask: Tensor,
+    *,
+    normalise: bool = True,
+    all_reduce: AllReduce = identity,
 ) -> Correction:
-    """`correct` with the settings of a config, for steps [B, T] that are all valid."""
-    return correct(
-        training,
-        rollout,
-        torch.ones_like(training, dtype=torch.bool),
-        rollout_is=config.rollout_is,
-        rollout_is_threshold=config.rollout_is_threshold,
-        batch_normalize=config.rollout_is_batch_normalize,
-        bands=config.bands(),
-        all_reduce=all_reduce,
-    )
+    """`correct` with the settings of a config and its metric names; without `normalise` the caller divides by the mean
+    weight when it knows the whole batch."""
+    rules, custom = config.rules(), config.load_custom()
+    if custom is None:
+        found = measure(training, rollout, mask, rules)
+    else:
+        found = _custom(custom, training, rollout, mask, config)
+    if rules.batch_normalize and normalise:
+        found = _normalised(found, all_reduce)
+    elif rules.batch_normalize and found.weight_total is not None and found.weight_count is not None:
+        found.metrics.ratio("rollout_is_batch_norm_factor", found.weight_total, found.weight_count)
+    apply_names(found.metrics, config.metric_names, rules.bounds.mode)
+    return found
 
 
-def require_rollout_log_probs(batch: DiffusionBatch) -> Tensor:
+def require_rollout_log_probs(batch: Batch) -> Tensor:
     """The batch's rollout log-probs [B, T], or a ValueError that says how to get them."""
     if batch.rollout_log_probs is None:
         raise ValueError(
@@ -201,5 +277,48 @@ def require_rollout_log_probs(batch: DiffusionBatch) -> Tensor:
     return batch.rollout_log_probs
 
 
-def _select(values: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, values, torch.zeros_like(values))
+def _normalised(found: Correction, all_reduce: AllReduce) -> Correction:
+    if found.weights is None:
+        return found
+    assert found.weight_total is not None
+    assert found.weight_count is not None
+    factor = normalisation(*all_reduce(torch.stack([found.weight_total, found.weight_count])))
+    found.metrics.max("rollout_is_batch_norm_factor", factor)
+    return found._replace(weights=(found.weights / factor).to(found.weights.dtype))
+
+
+def _blocks(mask: Tensor) -> Iterator[slice]:
+    rows, columns = mask.shape
+    size = max(1, _BLOCK.get(mask.device.type, 2**20) // max(columns, 1))
+    return (slice(start, start + size) for start in range(0, rows, size))
+
+
+def _mean_parts(used: Tensor, counted: Tensor, *, per_step: bool) -> tuple[Tensor, Tensor]:
+    """Sum and number of the weights whose mean is normalised: those of steps, or of sequences that have a step."""
+    selected = select(used, counted)
+    if per_step:
+        return selected.sum(), counted.sum().double()
+    counted_B = counted.sum(1)
+    return (selected.sum(1) / counted_B.clamp(min=1)).sum(), (counted_B > 0).sum().double()
+
+
+def _custom(
+    function: CustomCorrection, training: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrectionConfig
+) -> Correction:
+    """The weights and mask of a user's function, measured like the built-in ones."""
+    with torch.no_grad():
+        weights, kept = function(training.detach(), rollout, mask, config)
+    if kept.shape != mask.shape or (weights is not None and weights.shape != mask.shape):
+        raise ValueError(f"custom_correction={config.custom_correction}: weights and mask must be {tuple(mask.shape)}")
+    steps = prepare(training, rollout, mask)
+    kept = kept.bool() & steps.valid
+    metrics = offpolicy_metrics(steps)
+    metrics.merge(veto(steps, -torch.inf).metrics)
+    metrics.merge(rejection_metrics(steps, kept))
+    bounds = WeightBounds("truncate", 0.0, torch.inf)
+    found = weigh(steps, "token", bounds)
+    used = None if weights is None else select(weights.detach(), steps.valid)
+    metrics.merge(weight_metrics(steps, found if used is None else found._replace(used=used.double()), bounds))
+    if used is None:
+        return Correction(None, kept, metrics)
+    return Correction(used, kept, metrics, *_mean_parts(used.double(), steps.valid, per_step=True))

@@ -1,98 +1,109 @@
 """Diagnostics of the gap between the rollout policy and the training graph, under the documents' names.
 
-Log-ratios of mean-pooled log-probabilities are of the order of 1e-4, where fp32 makes k3 negative and variances
-zero: everything here is float64. Sequences without a valid step take no part.
+Sequences without a valid step take no part.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.core.kl import k1, k3
-from flowgrpo_rc.core.metrics import MetricBag, std_from_moments
-from flowgrpo_rc.core.reduce import masked_mean, masked_sum
-from flowgrpo_rc.correction.importance import SAFETY_BOUND, aggregate, raw_weights
-
-_LARGEST_EXPONENT = 700.0
+from flowgrpo_rc.core.metrics import MetricBag, sample_std_from_moments, std_from_moments
+from flowgrpo_rc.correction.bands import WeightBounds
+from flowgrpo_rc.correction.importance import Weights, outside
+from flowgrpo_rc.correction.steps import HIGHEST_WEIGHT, LOWEST_WEIGHT, Steps, safe_expm1
 
 
-def offpolicy_metrics(training: Tensor, rollout: Tensor, mask: Tensor) -> MetricBag:
-    """Perplexities, KL estimates, chi-squared and |difference| for log-probs [B, T] float64."""
-    bag = MetricBag()
-    log_ratio = training - rollout
-    present = mask.any(1)
-    training_log_ppl = -masked_mean(training, mask, 1)
-    rollout_log_ppl = -masked_mean(rollout, mask, 1)
-    difference = rollout_log_ppl - training_log_ppl
-    bag.mean("training_log_ppl", training_log_ppl, present)
-    bag.mean("training_ppl", training_log_ppl.exp(), present)
-    bag.mean("rollout_log_ppl", rollout_log_ppl, present)
-    bag.mean("rollout_ppl", rollout_log_ppl.exp(), present)
-    bag.mean("log_ppl_diff", difference, present)
-    bag.mean("log_ppl_abs_diff", difference.abs(), present)
-    bag.max("log_ppl_diff_max", difference, present)
-    bag.min("log_ppl_diff_min", difference, present)
-    bag.derive("ppl_ratio", ("log_ppl_diff",), lambda diff: math.exp(min(-diff, _LARGEST_EXPONENT)))
-    bag.mean("kl", k1(log_ratio), mask)
-    bag.mean("k3_kl", k3(log_ratio), mask)
-    bounded = 2 * SAFETY_BOUND
-    bag.mean("chi2_token", torch.expm1((2 * log_ratio).clamp(-bounded, bounded)), mask)
-    bag.mean("chi2_seq", torch.expm1((2 * masked_sum(log_ratio, mask, 1)).clamp(-bounded, bounded)), present)
-    bag.mean("logprob_abs_diff_mean", log_ratio.abs(), mask)
-    bag.max("logprob_abs_diff_max", log_ratio.abs(), mask)
-    return bag
+def offpolicy_metrics(steps: Steps) -> MetricBag:
+    """Perplexities, KL estimates, chi-squared and |difference|.
 
-
-def weight_metrics(log_ratio: Tensor, weights: Tensor, mask: Tensor, level: str, upper: float) -> MetricBag:
-    """Statistics of the weights after truncation, as the diffusion document defines them.
-
-    The fractions above and below the bounds (`upper` and its reciprocal) come from the log-ratio, before truncation.
-    Standard deviations are built from moments about 1, which keep their digits where weights are 1 + 1e-8.
+    log_ppl_diff is log(training perplexity / rollout perplexity), the mean of -log-ratio of a sequence.
     """
     bag = MetricBag()
-    present = mask.any(1)
-    bag.mean("rollout_is_mean", weights, mask)
-    bag.mean("_weight_deviation", weights - 1, mask)
-    bag.mean("_weight_deviation_square", (weights - 1) ** 2, mask)
-    bag.max("rollout_is_max", weights, mask)
-    bag.min("rollout_is_min", weights, mask)
+    present_B, counted = steps.present_B, steps.count_B.sum()
+    lengths = steps.count_B.clamp(min=1)
+    for name, log_probs in (("training", steps.training), ("rollout", steps.rollout)):
+        log_ppl_B = -log_probs.sum(1) / lengths
+        bag.mean(f"{name}_log_ppl", log_ppl_B, present_B)
+        bag.mean(f"{name}_ppl", safe_expm1(log_ppl_B) + 1, present_B)
+    diff_B = -steps.mean_B
+    bag.mean("log_ppl_diff", diff_B, present_B)
+    bag.mean("log_ppl_abs_diff", diff_B.abs(), present_B)
+    bag.max("log_ppl_diff_max", diff_B, present_B)
+    bag.min("log_ppl_diff_min", diff_B, present_B)
+    bag.mean("ppl_ratio", safe_expm1(diff_B) + 1, present_B)
+    bag.ratio("kl", -steps.total_B.sum(), counted)
+    bag.ratio("k3_kl", (steps.ratio_minus_one - steps.log_ratio).clamp(min=0).sum(), counted)
+    bag.ratio("chi2_token", _chi2(steps.ratio_minus_one).sum(), counted)
+    bag.mean("chi2_seq", _chi2(safe_expm1(steps.total_B)), present_B)
+    absolute = steps.log_ratio.abs()
+    bag.ratio("logprob_abs_diff_mean", absolute.sum(), counted)
+    bag.max("logprob_abs_diff_max", absolute.amax(1), present_B)
+    return bag
+
+
+def weight_metrics(steps: Steps, weights: Weights, bounds: WeightBounds) -> MetricBag:
+    """Statistics of the weights.
+
+    mean, std and effective sample size are those after the bounds, before batch normalisation, over valid steps.
+    max and min are those after the bounds at token level, and of the unbounded ratio at sequence level, as in verl.
+    Fractions beyond the bounds (a lone upper bound has its reciprocal beside it) count what the level weighs.
+    Standard deviations are built from moments about 1, which keep their digits where weights are 1 + 1e-8.
+    """
+    bag, counted = MetricBag(), steps.count_B.sum()
+    raw, used, per_step = weights.raw, weights.used, weights.per_step
+    units = steps.valid if per_step else steps.present_B.unsqueeze(1)
+    share = steps.valid.double() if per_step else steps.count_B.unsqueeze(1)
+    deviation = used - 1
+    bag.ratio("rollout_is_mean", _dot(share, used), counted)
+    bag.ratio("rollout_is_raw_mean", _dot(share, raw), counted)
+    bag.ratio("_weight_deviation", _dot(share, deviation), counted)
+    bag.ratio("_weight_deviation_square", _dot(share, deviation**2), counted)
     moments = ("_weight_deviation", "_weight_deviation_square")
     bag.derive("rollout_is_std", moments, std_from_moments)
-    bag.derive("rollout_is_eff_sample_size", moments, _effective_sample_size)
-    unbounded, limit = aggregate(log_ratio, mask, level), math.log(upper)
-    bag.mean("rollout_is_ratio_fraction_high", (unbounded > limit).double(), mask)
-    bag.mean("rollout_is_ratio_fraction_low", (unbounded < -limit).double(), mask)
-    sequence = masked_mean(weights, mask, 1)
-    bag.mean("rollout_is_seq_mean", sequence, present)
-    bag.mean("_seq_deviation", sequence - 1, present)
-    bag.mean("_seq_deviation_square", (sequence - 1) ** 2, present)
-    bag.max("rollout_is_seq_max", sequence, present)
-    bag.min("rollout_is_seq_min", sequence, present)
-    bag.max("rollout_is_seq_max_deviation", (sequence - 1).abs(), present)
-    bag.derive("rollout_is_seq_std", ("_seq_deviation", "_seq_deviation_square"), std_from_moments)
-    unbounded_sequence = masked_mean(raw_weights(log_ratio, mask, level), mask, 1)
-    bag.mean("rollout_is_seq_fraction_high", (unbounded_sequence > upper).double(), present)
-    bag.mean("rollout_is_seq_fraction_low", (unbounded_sequence < 1 / upper).double(), present)
+    bag.ratio("_weight_square", _dot(share, used**2), counted)
+    bag.derive("rollout_is_eff_sample_size", ("rollout_is_mean", "_weight_square"), _effective_sample_size)
+    extreme = used if per_step else weights.unbounded
+    bag.max("rollout_is_max", extreme, units)
+    bag.min("rollout_is_min", extreme, units)
+    lower = 1 / bounds.upper if bounds.mode == "truncate" else bounds.lower
+    bag.ratio("rollout_is_ratio_fraction_high", ((raw > bounds.upper) & units).sum(), units.sum())
+    bag.ratio("rollout_is_ratio_fraction_low", ((raw < lower) & units).sum(), units.sum())
+    if bounds.mode != "truncate":
+        bag.ratio("rollout_is_oob_ratio", _dot(share, outside(raw, bounds).double()), counted)
+    lengths = steps.count_B.clamp(min=1)
+    used_B = (share * used).sum(1) / lengths
+    raw_B = (share * raw).sum(1) / lengths
+    bag.merge(_sequence_metrics(used_B, steps.present_B))
+    bag.mean("rollout_is_seq_fraction_high", (raw_B > bounds.upper).double(), steps.present_B)
+    bag.mean("rollout_is_seq_fraction_low", (raw_B < lower).double(), steps.present_B)
     return bag
 
 
-def rejection_metrics(kept: Tensor, mask: Tensor, log_ratio: Tensor) -> MetricBag:
-    """Fractions of steps and of sequences (any step) that were rejected, under both documents' names."""
+def _sequence_metrics(used_B: Tensor, present_B: Tensor) -> MetricBag:
     bag = MetricBag()
-    rejected = mask & ~kept
-    present = mask.any(1)
-    for prefix in ("rollout_rs", "rollout_is"):
-        bag.mean(f"{prefix}_masked_fraction", rejected.double(), mask)
-        bag.mean(f"{prefix}_seq_masked_fraction", rejected.any(1).double(), present)
-    bag.mean("rollout_rs_nonfinite_fraction", (~torch.isfinite(log_ratio)).double(), mask)
-    bag.mean("rollout_is_veto_fraction", torch.zeros_like(present, dtype=torch.float64), present)
+    bag.mean("rollout_is_seq_mean", used_B, present_B)
+    bag.mean("_seq_deviation", used_B - 1, present_B)
+    bag.mean("_seq_deviation_square", (used_B - 1) ** 2, present_B)
+    bag.sum("_seq_count", present_B)
+    moments = ("_seq_deviation", "_seq_deviation_square", "_seq_count")
+    bag.derive("rollout_is_seq_std", moments, sample_std_from_moments)
+    bag.max("rollout_is_seq_max", used_B, present_B)
+    bag.min("rollout_is_seq_min", used_B, present_B)
+    bag.max("rollout_is_seq_max_deviation", (used_B - 1).abs(), present_B)
     return bag
 
 
-def _effective_sample_size(deviation: float, square_deviation: float) -> float:
-    """1 / mean(w^2) for weights normalised to mean 1, a fraction of the batch; from moments of w - 1."""
-    square = square_deviation + 2 * deviation + 1
-    return (1 + deviation) ** 2 / square if square > 0 else 0.0
+def _dot(share: Tensor, values: Tensor) -> Tensor:
+    return torch.dot(share.flatten(), values.flatten())
+
+
+def _effective_sample_size(mean: float, mean_square: float) -> float:
+    """1 / mean(w^2) for weights normalised to mean 1: a fraction of the batch; 0 where all weights are 0."""
+    return mean * mean / mean_square if mean_square > 0 else 0.0
+
+
+def _chi2(ratio_minus_one: Tensor) -> Tensor:
+    """ratio^2 - 1 with the ratio bounded to exp(+-20)."""
+    bounded = ratio_minus_one.clamp(LOWEST_WEIGHT - 1, HIGHEST_WEIGHT - 1)
+    return bounded * (bounded + 2)

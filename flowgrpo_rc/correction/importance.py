@@ -1,35 +1,57 @@
-"""Importance weights from log-ratios [B, T] (training - rollout)."""
+"""Importance weights from log-ratios training - rollout."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.core.reduce import AllReduce, identity, masked_mean, masked_sum
+from flowgrpo_rc.correction.bands import WeightBounds
+from flowgrpo_rc.correction.steps import HIGHEST_WEIGHT, Steps, safe_expm1, safe_weight
 
-SAFETY_BOUND = 20.0
+IS_LEVELS = ("token", "sequence", "geometric")
 
 
-def aggregate(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """The log-ratio of a `token`, or of the `sequence` it stands in (sum over valid steps) -> [B, T]."""
+class Weights(NamedTuple):
+    """Weights of steps [b, T], or of whole sequences [b, 1] where not `per_step`.
+
+    raw: the ratio bounded to exp(+-20); used: after the bounds of the mode; unbounded: the ratio with only its upper
+    safety bound, for sequences.
+    """
+
+    raw: Tensor
+    used: Tensor
+    unbounded: Tensor
+    per_step: bool
+
+
+def weigh(steps: Steps, level: str, bounds: WeightBounds) -> Weights:
+    """Weights at a level: token (each step), sequence (product over valid steps), geometric (its length-th root)."""
     if level == "token":
-        return log_ratio
-    return masked_sum(log_ratio, mask, 1).unsqueeze(1).expand_as(log_ratio)
+        raw = safe_weight(steps.ratio_minus_one)
+        return Weights(raw, bound(raw, bounds), raw, per_step=True)
+    log_weight = (steps.total_B if level == "sequence" else steps.mean_B).unsqueeze(1)
+    ratio_minus_one = safe_expm1(log_weight)
+    raw = safe_weight(ratio_minus_one)
+    return Weights(raw, bound(raw, bounds), (ratio_minus_one + 1).clamp(max=HIGHEST_WEIGHT), per_step=False)
 
 
-def raw_weights(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """exp of the aggregated log-ratio, bounded to exp(+-20), 0 where `mask` does not hold."""
-    weights = torch.exp(aggregate(log_ratio, mask, level).clamp(-SAFETY_BOUND, SAFETY_BOUND))
-    return torch.where(mask, weights, torch.zeros_like(weights))
+def bound(weights: Tensor, bounds: WeightBounds) -> Tensor:
+    """What a mode makes of weights outside [lower, upper].
+
+    truncate: above `upper` they become `upper` (truncated importance sampling); clip: they move to the nearer bound;
+    icepop: they become 0; mask: they stay, and `outside` takes their steps out of the mask.
+    """
+    if bounds.mode == "truncate":
+        return weights.clamp(max=bounds.upper)
+    if bounds.mode == "clip":
+        return weights.clamp(bounds.lower, bounds.upper)
+    if bounds.mode == "icepop":
+        return torch.where(outside(weights, bounds), torch.zeros_like(weights), weights)
+    return weights
 
 
-def truncate(weights: Tensor, upper: float) -> Tensor:
-    """Truncated importance sampling: weights above `upper` become `upper`."""
-    return weights.clamp(max=upper)
-
-
-def batch_mean(weights: Tensor, mask: Tensor, level: str, *, all_reduce: AllReduce = identity) -> Tensor:
-    """The mean that batch normalisation divides by: over valid tokens, or over sequences that have a valid step."""
-    if level == "token":
-        return masked_mean(weights, mask, all_reduce=all_reduce)
-    return masked_mean(masked_mean(weights, mask, 1), mask.any(1), all_reduce=all_reduce)
+def outside(weights: Tensor, bounds: WeightBounds) -> Tensor:
+    """Where unbounded weights leave [lower, upper]."""
+    return (weights < bounds.lower) | (weights > bounds.upper)

@@ -1,16 +1,23 @@
-"""Settings and contract of the policy losses. One file in this folder is one loss."""
+"""Settings and contracts of the policy losses."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.core.reduce import AllReduce, identity
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.correct import normalisation
 
-KEY = "actor.diffusion_loss"
+DIFFUSION_KEY = "actor.diffusion_loss"
+TOKEN_KEY = "actor.token_loss"
+TOKEN_LOSSES = ("ppo_clip", "gspo")
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 
 
 @dataclass(kw_only=True)
@@ -24,23 +31,85 @@ class DiffusionLossConfig:
 
     def validate(self) -> None:
         if self.loss_mode != "flow_grpo":
-            raise ValueError(f"{KEY}.loss_mode={self.loss_mode!r}: allowed is flow_grpo")
+            raise ValueError(f"{DIFFUSION_KEY}.loss_mode={self.loss_mode!r}: allowed is flow_grpo")
         if not 0 < self.clip_ratio < 1:
-            raise ValueError(f"{KEY}.clip_ratio={self.clip_ratio}: give a number between 0 and 1")
+            raise ValueError(f"{DIFFUSION_KEY}.clip_ratio={self.clip_ratio}: give a number between 0 and 1")
         if not self.adv_clip_max > 0:
-            raise ValueError(f"{KEY}.adv_clip_max={self.adv_clip_max}: give a number above 0")
+            raise ValueError(f"{DIFFUSION_KEY}.adv_clip_max={self.adv_clip_max}: give a number above 0")
+
+
+@dataclass(kw_only=True)
+class TokenLossConfig:
+    """loss_mode: `ppo_clip`, or `gspo` (one ratio for the sequence); the ratio stays in 1 - clip_ratio_low to 1 +
+    clip_ratio_high.
+
+    clip_ratio_c: dual clip, an upper bound above 1 on the ratio where the advantage is negative; null for none.
+    loss_agg_mode: `token-mean`, `seq-mean-token-sum` (Dr.GRPO's, up to a constant) or `seq-mean-token-mean` (GRPO's).
+    """
+
+    loss_mode: str = "ppo_clip"
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
+    clip_ratio_c: float | None = 3.0
+    loss_agg_mode: str = "token-mean"
+
+    def validate(self) -> None:
+        for name, allowed in (("loss_mode", TOKEN_LOSSES), ("loss_agg_mode", AGGREGATIONS)):
+            if vars(self)[name] not in allowed:
+                raise ValueError(f"{TOKEN_KEY}.{name}={vars(self)[name]!r}: allowed are {', '.join(allowed)}")
+        if not 0 < self.clip_ratio_low < 1 or not self.clip_ratio_high > 0:
+            raise ValueError(
+                f"{TOKEN_KEY}.clip_ratio_low={self.clip_ratio_low}, {TOKEN_KEY}.clip_ratio_high="
+                f"{self.clip_ratio_high}: give numbers above 0, the lower one below 1"
+            )
+        if self.clip_ratio_c is not None and not self.clip_ratio_c > 1 + self.clip_ratio_high:
+            raise ValueError(
+                f"{TOKEN_KEY}.clip_ratio_c={self.clip_ratio_c}: give more than 1 + clip_ratio_high, or null for none"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossConfig:
-    """What `diffusion_loss` reads: the actor's loss settings and the one rollout correction."""
+    """What `diffusion_loss` and `token_loss` read: the actor's loss settings and the one rollout correction."""
 
-    diffusion_loss: DiffusionLossConfig
     rollout_correction: RolloutCorrectionConfig
+    diffusion_loss: DiffusionLossConfig = field(default_factory=DiffusionLossConfig)
+    token_loss: TokenLossConfig = field(default_factory=TokenLossConfig)
 
 
 class PolicyLoss(NamedTuple):
-    """values [B, T]: loss of each step before weights, mask and mean; metrics: names without prefix."""
+    """values [B, T]: loss of each step before weights and mean, 0 where not kept; metrics: names without prefix."""
 
     values: Tensor
     metrics: MetricBag
+
+
+# (log_probs, old_log_probs, advantages, kept), all [B, T] -> the loss of each step.
+StepLoss = Callable[[Tensor, Tensor, Tensor, Tensor], PolicyLoss]
+
+
+class LossTerms(NamedTuple):
+    """A loss that adds up over micro-batches and processes: sum the totals, and divide once by the denominator.
+
+    total: scalar, differentiable; share [B, T]: how much a step counts in it; number: of the steps or
+    sequences it is the sum of, float64;
+    weight_total and weight_count: parts of the mean weight where the weights are still to be normalised.
+    """
+
+    total: Tensor
+    share: Tensor
+    number: Tensor
+    weight_total: Tensor
+    weight_count: Tensor
+    metrics: MetricBag
+
+    def parts(self) -> Tensor:
+        """What the denominator follows from [3] float64; adds up over micro-batches and processes."""
+        return torch.stack([self.number, self.weight_total, self.weight_count])
+
+
+def denominator(parts: Tensor, all_reduce: AllReduce = identity) -> Tensor:
+    """Of all processes, float64; 1 where nothing counts, so that the loss is 0 there."""
+    number, weight_total, weight_count = all_reduce(parts)
+    mean_weight = torch.where(weight_count > 0, normalisation(weight_total, weight_count), torch.ones_like(number))
+    return torch.where(number > 0, number * mean_weight, torch.ones_like(number))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.core.reduce import select
 from flowgrpo_rc.losses.base import PolicyLoss
 
 
-def reinforce(log_probs: Tensor, advantages: Tensor, kept: Tensor) -> PolicyLoss:
+def reinforce(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, kept: Tensor) -> PolicyLoss:
     """-A log_prob for each step [B, T]; the importance weight is applied outside, detached."""
-    selected = torch.where(kept, log_probs, torch.zeros_like(log_probs))
-    return PolicyLoss(-advantages * selected, MetricBag())
+    return PolicyLoss(-advantages * select(log_probs, kept), MetricBag())

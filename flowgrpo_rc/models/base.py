@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,16 +23,19 @@ from flowgrpo_rc.batch import Conditioning
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LORA_INITS = ("gaussian", "default")
+INDEX_FILES = {"diffusion": "model_index.json", "causal_lm": "config.json"}
 
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """path: a local diffusers folder or a hub id; dtype: of the frozen weights (LoRA weights are always fp32).
+    """kind: `diffusion`, or `causal_lm` for a language model; path: a local folder or a hub id; dtype: of the frozen
+    weights (LoRA weights are always fp32).
 
     target_modules: name endings of the linear layers that get a LoRA; null takes the adapter's default.
     lora_path: an exported LoRA (folder or file) to start from.
     """
 
+    kind: str = "diffusion"
     path: str = ""
     dtype: str = "fp32"
     lora_rank: int = 32
@@ -44,6 +47,8 @@ class ModelConfig:
 
     def validate(self) -> None:
         """Raise ValueError for settings that cannot work; nothing is loaded."""
+        if self.kind not in INDEX_FILES:
+            raise ValueError(f"model.kind={self.kind!r}: allowed are {', '.join(INDEX_FILES)}")
         if self.dtype not in ("fp32", "bf16"):
             raise ValueError(f"model.dtype={self.dtype!r}: allowed are fp32, bf16")
         if self.lora_rank < 1 or self.lora_alpha < 1:
@@ -51,11 +56,14 @@ class ModelConfig:
         if self.lora_init not in LORA_INITS:
             raise ValueError(f"model.lora_init={self.lora_init!r}: allowed are {', '.join(LORA_INITS)}")
         if not self.path:
-            raise ValueError("model.path is empty: give a diffusers folder or a hub id")
+            raise ValueError("model.path is empty: give a local folder or a hub id")
         folder = Path(self.path).expanduser()
         if folder.exists():
-            if not (folder / "model_index.json").is_file():
-                raise ValueError(f"model.path={self.path}: no model_index.json there, so it is no diffusers pipeline")
+            if not (folder / INDEX_FILES[self.kind]).is_file():
+                raise ValueError(
+                    f"model.path={self.path}: no {INDEX_FILES[self.kind]} there, so it is no model of "
+                    f"model.kind={self.kind}"
+                )
         elif self.path.startswith((".", "/", "~")) or self.path.count("/") != 1:
             raise ValueError(f"model.path={self.path}: there is no such folder, and it has not the form of a hub id")
         if self.lora_path is not None and not Path(self.lora_path).expanduser().exists():
@@ -67,6 +75,16 @@ class Schedule(NamedTuple):
 
     sigmas: Tensor
     timesteps: Tensor
+
+
+class TrainableModel(Protocol):
+    """What a LoRA needs to know: the network it is put on, and where."""
+
+    device: torch.device
+    default_target_modules: ClassVar[tuple[str, ...]]
+
+    @property
+    def network(self) -> Any: ...
 
 
 class FlowModel(ABC):
@@ -85,6 +103,10 @@ class FlowModel(ABC):
     @property
     def transformer(self) -> Any:
         return self.pipeline.transformer
+
+    @property
+    def network(self) -> Any:
+        return self.transformer
 
     @abstractmethod
     def encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:

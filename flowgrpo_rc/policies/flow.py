@@ -7,7 +7,7 @@ has a log-ratio of exactly 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec
-from flowgrpo_rc.core.transition import Transition, log_prob, sample
+from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.core.transition import Transition, log_prob, reference_kl, sample
 from flowgrpo_rc.models.base import FlowModel, Schedule
+from flowgrpo_rc.policies.base import Policy
 from flowgrpo_rc.policies.scheduler import step_transition
 
 NoiseSource = Callable[[int], Tensor]
@@ -39,19 +41,24 @@ class StepEvaluation(NamedTuple):
     sigma: Tensor
     sigma_next: Tensor
 
+    @property
+    def log_probs(self) -> Tensor:
+        """[B, 1]."""
+        return self.log_prob.unsqueeze(1)
 
-class FlowPolicy:
-    """`transformer` seen as a policy. Several policies (trainer, engine) share one FlowModel."""
+
+class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
+    """`network`, a transformer, seen as a policy. Several policies (trainer, engine) share one FlowModel."""
 
     def __init__(
         self,
         model: FlowModel,
-        transformer: Any,
+        network: Any,
         *,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.model = model
-        self.transformer = transformer
+        self.network = network
         self._autocast = autocast
 
     @torch.no_grad()
@@ -102,14 +109,24 @@ class FlowPolicy:
         value = log_prob(step, following, convention=batch.spec.log_prob_convention)
         return StepEvaluation(value, step, batch.sigmas[steps], batch.sigmas[steps + 1])
 
-    @torch.no_grad()
-    def log_probs(self, batch: DiffusionBatch, micro_batch_size: int) -> Tensor:
-        """Log-probabilities [B, T] of the whole batch, without gradient, in micro-batches of one step each."""
-        rows = []
-        for start in range(0, len(batch), micro_batch_size):
-            micro = batch.rows(start, start + micro_batch_size)
-            rows.append(torch.stack([self.evaluate(micro.step(t)).log_prob for t in range(batch.num_steps)], 1))
-        return torch.cat(rows)
+    def pieces(self, micro: DiffusionBatch) -> Iterator[DiffusionBatch]:
+        """One SDE step each: a forward of the transformer sees one timestep per sample."""
+        return (micro.step(t) for t in range(micro.num_steps))
+
+    def divergence(self, now: StepEvaluation, reference: StepEvaluation, piece: DiffusionBatch) -> Tensor:
+        """Gaussian KL of the reverse steps, with the scale that FlowGRPO uses (`core.transition.reference_kl`)."""
+        mean = reference.transition.mean
+        kl = reference_kl(now.transition, mean, now.sigma, now.sigma_next, kind=piece.spec.sde_type)
+        return kl.unsqueeze(1)
+
+    def mismatch(self, differences: Sequence[Tensor], pieces: Sequence[DiffusionBatch]) -> MetricBag:
+        """Mean |difference| at each timestep of the schedule, as `logprob_abs_diff/ts_{t}`."""
+        indices = torch.cat([piece.step_indices.flatten() for piece in pieces])
+        difference = torch.cat([part.flatten() for part in differences]).double().abs()
+        finite, bag = torch.isfinite(difference), MetricBag()
+        for index, timestep in enumerate((pieces[0].sigmas[:-1] * 1000).round().int().tolist()):
+            bag.mean(f"logprob_abs_diff/ts_{timestep}", difference, finite & (indices == index))
+        return bag
 
     def _velocity(
         self,
@@ -120,7 +137,7 @@ class FlowPolicy:
         spec: SamplerSpec,
     ) -> Tensor:
         with self._autocast():
-            v = self.model.velocity(self.transformer, latents, timesteps, conditioning, negative, spec.guidance_scale)
+            v = self.model.velocity(self.network, latents, timesteps, conditioning, negative, spec.guidance_scale)
         return v.float()
 
 

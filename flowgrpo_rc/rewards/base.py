@@ -5,18 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from flowgrpo_rc.batch import Prompt
 
+KINDS = ("image", "text", "any")
+Samples = np.ndarray | Sequence[str]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """values: one float per image; parts: further numbers per image that are logged but not optimized.
+    """values: one float per sample; parts: further numbers per sample that are logged but not optimized.
 
-    An image that could not be scored has the value NaN: it leaves the batch, where a 0 would teach the policy.
+    A sample that could not be scored has the value NaN: it leaves the batch, where a 0 would teach the policy.
     """
 
     values: Sequence[float]
@@ -24,18 +27,20 @@ class Scores:
 
 
 class Reward(ABC):
-    """Scores images. Constructed once per process; called from a worker thread while sampling goes on.
+    """Scores samples. Constructed once per process; called from a worker thread while sampling goes on.
 
     The constructor's keyword parameters are the options of the configuration. It checks them and returns at once:
     what is heavy loads at the first call. Calls to one reward never overlap.
 
+    kind: what it scores, "image" or "text", or "any" for both.
     part_names: the keys of `Scores.parts`, known in advance so that every process logs the same names.
     requires_target: True if every prompt must have a target text.
     """
 
+    kind: ClassVar[str] = "image"
     part_names: ClassVar[tuple[str, ...]] = ()
     requires_target: ClassVar[bool] = False
 
     @abstractmethod
-    def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
-        """Score images [N, H, W, 3] uint8 RGB that were sampled from `prompts` (length N)."""
+    def __call__(self, samples: Any, prompts: Sequence[Prompt]) -> Scores:
+        """Score images [N, H, W, 3] uint8 RGB or N texts that were sampled from `prompts` (length N)."""

@@ -36,8 +36,8 @@ class Jpeg(Reward):
         self.sign = SIGNS[objective]
         self.quality = quality
 
-    def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
-        return Scores(values=[self.sign * jpeg_kilobytes(image, self.quality) for image in images])
+    def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
+        return Scores(values=[self.sign * jpeg_kilobytes(image, self.quality) for image in samples])
 
 
 def jpeg_kilobytes(image: np.ndarray, quality: int) -> float:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Prompt, Rewards
 from flowgrpo_rc.plugins import build, load_class
-from flowgrpo_rc.rewards.base import Reward, Scores
+from flowgrpo_rc.rewards.base import KINDS, Reward, Samples, Scores
 
 PACKAGE = "flowgrpo_rc.rewards"
 logger = logging.getLogger(__name__)
@@ -77,6 +77,16 @@ def requires_target(config: RewardConfig) -> bool:
     return any(term.reward.requires_target for term in _build_terms(config).values())
 
 
+def check_kind(config: RewardConfig, kind: str) -> None:
+    """Raise ValueError, naming the term, for a reward that cannot score samples of `kind`, "image" or "text"."""
+    for name, term in _build_terms(config).items():
+        if term.reward.kind not in (kind, "any"):
+            raise ValueError(
+                f"reward.terms.{name} scores {term.reward.kind}s, and the model makes {kind}s: drop it with "
+                f"reward.terms.{name}=null and give a reward whose kind is {kind} or any"
+            )
+
+
 class RewardManager:
     """Scores samples with every term of the configuration.
 
@@ -84,7 +94,7 @@ class RewardManager:
     failures: term -> samples without a value since the start; last_error: term -> the text of its latest failure.
 
     A reward fails for its whole chunk if it raises or returns anything but `Scores` of the right length, and for
-    single images where their value is not a finite number.
+    single samples where their value is not a finite number.
     Raises ValueError as `validate_rewards` does.
     """
 
@@ -103,14 +113,14 @@ class RewardManager:
         self.failures = dict.fromkeys(self._terms, 0)
         self.last_error: dict[str, str] = {}
 
-    def submit(self, images: np.ndarray, prompts: Sequence[Prompt]) -> RewardHandle:
-        """Start scoring images [N, H, W, 3] uint8 RGB, N prompts; returns at once. The arrays must not change."""
-        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] != 3:
-            raise ValueError(f"images must be [N, H, W, 3] uint8, got {list(images.shape)} {images.dtype}")
-        if len(images) != len(prompts):
-            raise ValueError(f"{len(images)} images but {len(prompts)} prompts")
+    def submit(self, samples: Samples, prompts: Sequence[Prompt]) -> RewardHandle:
+        """Start scoring images [N, H, W, 3] uint8 RGB or N texts, N prompts; returns at once. They must not change."""
+        _check_samples(samples)
+        if len(samples) != len(prompts):
+            what = "images" if isinstance(samples, np.ndarray) else "texts"
+            raise ValueError(f"{len(samples)} {what} but {len(prompts)} prompts")
         return RewardHandle(
-            futures={name: self._executor.submit(self._score, name, images, prompts) for name in self._terms}
+            futures={name: self._executor.submit(self._score, name, samples, prompts) for name in self._terms}
         )
 
     def collect(self, handles: Sequence[RewardHandle]) -> Rewards:
@@ -151,12 +161,12 @@ class RewardManager:
         """Drop what has not started and wait for the rest."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def _score(self, name: str, images: np.ndarray, prompts: Sequence[Prompt]) -> _Outcome:
+    def _score(self, name: str, samples: Samples, prompts: Sequence[Prompt]) -> _Outcome:
         """Runs in a worker thread. A reward is foreign code: whatever it raises is that chunk's failure."""
         reward = self._terms[name].reward
         try:
             with self._locks[name]:
-                scores = reward(images, prompts)
+                scores = reward(samples, prompts)
             return _checked(scores, reward.part_names, prompts)
         except Exception as error:
             nothing = torch.full((len(prompts),), math.nan, dtype=torch.float64)
@@ -178,8 +188,16 @@ class RewardManager:
             )
 
 
+def _check_samples(samples: Samples) -> None:
+    if isinstance(samples, np.ndarray):
+        if samples.dtype != np.uint8 or samples.ndim != 4 or samples.shape[-1] != 3:
+            raise ValueError(f"images must be [N, H, W, 3] uint8, got {list(samples.shape)} {samples.dtype}")
+    elif isinstance(samples, str) or not all(isinstance(text, str) for text in samples):
+        raise ValueError(f"samples must be images [N, H, W, 3] uint8 or a list of texts, got {type(samples).__name__}")
+
+
 class _NotFinite(ValueError):
-    """Single images without a finite value; the others are fine."""
+    """Single samples without a finite value; the others are fine."""
 
 
 def _checked(scores: object, part_names: Sequence[str], prompts: Sequence[Prompt]) -> _Outcome:
@@ -201,7 +219,7 @@ def _column(values: Sequence[float] | np.ndarray | Tensor, length: int) -> Tenso
     """[length] float64; NaN in place of whatever is not a finite number."""
     numbers = values.tolist() if isinstance(values, (np.ndarray, Tensor)) else list(values)
     if len(numbers) != length:
-        raise ValueError(f"it returned {len(numbers)} scores for {length} images")
+        raise ValueError(f"it returned {len(numbers)} scores for {length} samples")
     finite = [float(number) if isinstance(number, Real) and math.isfinite(number) else math.nan for number in numbers]
     return torch.tensor(finite, dtype=torch.float64)
 
@@ -231,4 +249,6 @@ def _build_term(name: str, term: object) -> _Term:
     if not (isinstance(weight, Real) and math.isfinite(weight)):
         raise ValueError(f"{where}.weight={weight!r} must be a finite number")
     reward: Reward = build(load_class(PACKAGE, target, Reward), options, where)
+    if reward.kind not in KINDS:
+        raise ValueError(f"{where}: {type(reward).__name__}.kind={reward.kind!r}: allowed are {', '.join(KINDS)}")
     return _Term(reward=reward, weight=float(weight))

@@ -83,9 +83,9 @@ class OCR(Reward):
         self.threads = min(threads, os.cpu_count() or 1)
         self.batch_size = batch_size
 
-    def __call__(self, images: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
+    def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         targets = [_target(prompt) for prompt in prompts]
-        scores = [ocr_score(text, target) for text, target in zip(self.read(images), targets, strict=True)]
+        scores = [ocr_score(text, target) for text, target in zip(self.read(samples), targets, strict=True)]
         return Scores(
             values=[score.reward for score in scores],
             parts={

@@ -1,19 +1,22 @@
-"""What a rollout engine is: it samples images and records what training needs to know about them."""
+"""What a rollout engine is: it samples and records what training needs to know about the samples."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 from torch import Tensor
 
-from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch, SamplerSpec
+from flowgrpo_rc.batch import Batch, Prompt, PromptBatch, SamplerSpec, Spec, TokenSpec
 from flowgrpo_rc.core.schedule import SHARING, window_bounds
 from flowgrpo_rc.core.transition import CONVENTIONS, KINDS
 
 ROLLOUT_DTYPES = ("fp32", "bf16", "fp16")
+Samples = np.ndarray | Sequence[str]
 
 
 @dataclass(kw_only=True)
@@ -46,13 +49,15 @@ class AlgoConfig:
 
 @dataclass(kw_only=True)
 class EvaluationConfig:
-    """How held-out images are sampled: by the ODE, with their own steps, guidance and fixed seed.
+    """How held-out samples are made, with a fixed seed: images by the ODE, with their own steps and guidance; text at
+    its own temperature (0: the likeliest token).
 
     n prompts of the file are used (null: all), in batches of `batch_size`.
     """
 
     num_inference_steps: int = 40
     guidance_scale: float = 4.5
+    temperature: float = 0.0
     n: int | None = None
     batch_size: int = 16
     seed: int = 42
@@ -61,13 +66,22 @@ class EvaluationConfig:
 @dataclass(kw_only=True)
 class RolloutConfig:
     """name: the engine (a module of this folder); n: samples per prompt; dtype: precision of the sampling weights;
-    micro_batch_size_per_gpu: samples per forward (null: as the actor's, which keeps the replay aligned)."""
+    micro_batch_size_per_gpu: samples per forward (null: as the actor's, which keeps the replay aligned);
+    engine_kwargs: further options of the engine.
+
+    For images: pipeline and algo. For text: temperature, and prompt_length and response_length in tokens; a longer
+    prompt is an error.
+    """
 
     name: str = "diffusers_engine"
     n: int = 24
     dtype: str = "bf16"
     micro_batch_size_per_gpu: int | None = None
     calculate_log_probs: bool = True
+    temperature: float = 1.0
+    prompt_length: int = 512
+    response_length: int = 512
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     val_kwargs: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -86,6 +100,15 @@ class RolloutConfig:
             dtype=self.dtype,
         )
 
+    def token_spec(self) -> TokenSpec:
+        """How training rollouts sample text."""
+        return TokenSpec(
+            dtype=self.dtype,
+            temperature=self.temperature,
+            prompt_length=self.prompt_length,
+            response_length=self.response_length,
+        )
+
     def window(self) -> tuple[int, int, int]:
         """(size, first, last) of the SDE window; ValueError where it does not fit the schedule."""
         algo, steps = self.algo, self.pipeline.num_inference_steps
@@ -94,6 +117,16 @@ class RolloutConfig:
     def validate(self) -> None:
         """Raise ValueError for a setting that is out of range, naming key, value and what is allowed."""
         _one_of("rollout.dtype", self.dtype, ROLLOUT_DTYPES)
+        if not 0 < self.temperature < math.inf or not 0 <= self.val_kwargs.temperature < math.inf:
+            raise ValueError(
+                f"rollout.temperature={self.temperature}, rollout.val_kwargs.temperature="
+                f"{self.val_kwargs.temperature}: give a number above 0; held-out text may take 0, the likeliest token"
+            )
+        if self.prompt_length < 1 or self.response_length < 1:
+            raise ValueError(
+                f"rollout.prompt_length={self.prompt_length}, rollout.response_length={self.response_length}: give at "
+                "least 1 token"
+            )
         _one_of("rollout.algo.sde_type", self.algo.sde_type, KINDS)
         _one_of("rollout.algo.log_prob_convention", self.algo.log_prob_convention, CONVENTIONS)
         _one_of("rollout.algo.window_sharing", self.algo.window_sharing, SHARING)
@@ -133,15 +166,14 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutRequest:
-    """Sample `samples_per_prompt` images of each prompt; rows are prompt-major.
+    """Sample `samples_per_prompt` times from each prompt; rows are prompt-major.
 
-    window [B, T] int64 step indices; seeds [B]: everything random about a sample follows from its seed.
+    seeds [B]: everything random about a sample follows from its seed.
     """
 
     prompts: PromptBatch
     samples_per_prompt: int
-    spec: SamplerSpec
-    window: Tensor
+    spec: Spec
     seeds: Sequence[int]
 
     def prompt_of(self, row: int) -> Prompt:
@@ -149,22 +181,41 @@ class RolloutRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutChunk:
-    """Finished samples, in order: their part of the batch, images [b, H, W, 3] uint8 and prompts; policy_version is
-    that of the last `sync_weights` before they were sampled."""
+class ImageRequest(RolloutRequest):
+    """window [B, T] int64: the steps of the schedule that are stochastic."""
 
-    batch: DiffusionBatch
-    images: np.ndarray
+    spec: SamplerSpec
+    window: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextRequest(RolloutRequest):
+    spec: TokenSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutChunk:
+    """Finished samples, in order: their part of the batch, what rewards see (images [b, H, W, 3] uint8 or b texts) and
+    prompts; policy_version is that of the last `sync_weights` before they were sampled."""
+
+    batch: Batch
+    samples: Samples
     prompts: Sequence[Prompt]
     policy_version: int
 
 
-class RolloutEngine(ABC):
-    """Samples with its own copy of the weights."""
+R = TypeVar("R", bound=RolloutRequest)
+
+
+class RolloutEngine(ABC, Generic[R]):
+    """Samples with its own copy of the weights. Constructed with the keywords model, network, dtype and chunk_size,
+    and those of `rollout.engine_kwargs`. `kind` is the model.kind that it samples from."""
+
+    kind: ClassVar[str]
 
     @abstractmethod
-    def generate(self, request: RolloutRequest) -> Iterator[RolloutChunk]:
-        """Yield chunks as they finish, so that rewards can start; their batches share one conditioning."""
+    def generate(self, request: R) -> Iterator[RolloutChunk]:
+        """Yield chunks as they finish, so that rewards can start; their batches can be joined by `concat`."""
 
     @abstractmethod
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:

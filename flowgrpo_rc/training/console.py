@@ -107,7 +107,11 @@ class Console:
             print(plain, file=self._stream, flush=True)
 
     def _summary(self, metrics: Mapping[str, float]) -> str:
-        shown = {"reward/mean": "reward {:.3f}", "val/reward": "val {:.3f}", "perf/images_per_second": "{:.1f} img/s"}
+        shown = {
+            "reward/mean": "reward {:.3f}",
+            "val/reward": "val {:.3f}",
+            "perf/samples_per_second": "{:.1f} samples/s",
+        }
         return "".join(f"  {text.format(metrics[name])}" for name, text in shown.items() if name in metrics)
 
     def _eta(self) -> str:

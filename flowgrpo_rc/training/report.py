@@ -176,10 +176,10 @@ def _summary(rows: Sequence[Row]) -> str:
         for name, ends in values
         if ends is not None
     ]
-    speeds = [value for _, value in _points(rows, "perf/images_per_second") if value is not None]
+    speeds = [value for _, value in _points(rows, "perf/samples_per_second") if value is not None]
     memory = [value for _, value in _points(rows, "perf/peak_memory_gib") if value is not None]
     seconds = sum(_phases(rows).values()) if rows else 0.0
-    tiles += [("training images per second", f"{sum(speeds) / len(speeds):.1f}")] if speeds else []
+    tiles += [("training samples per second", f"{sum(speeds) / len(speeds):.1f}")] if speeds else []
     tiles += [("peak memory, GiB", f"{max(memory):.2f}")] if memory else []
     tiles += [("measured time", _duration(seconds))] if seconds else []
     return html.tiles(tiles) if tiles else html.empty("No metrics yet.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,52 @@ import yaml
 from flowgrpo_rc.training import report_page as html
 from flowgrpo_rc.training.tracking import MetricsFile, redact
 
+_MAX_TEXT = 1000  # characters of a prompt or a response
+
 
 def samples(run_dir: Path) -> str:
-    grids = sorted((run_dir / "samples").glob("step_*.png"))
-    if not grids:
-        return html.empty("No samples yet.")
-    shown = grids if len(grids) == 1 else [grids[0], grids[-1]]
-    return html.pair([html.image(f"Step {int(path.stem.removeprefix('step_'))}", _data_uri(path)) for path in shown])
+    """The first and the last held-out samples side by side, images or texts, whichever the run has."""
+    grids, texts = (_by_step(run_dir / "samples", ending) for ending in ("png", "jsonl"))
+    if grids:
+        return html.pair([html.image(_caption(path), _data_uri(path)) for path in grids])
+    if texts:
+        return _responses(texts)
+    return html.empty("No samples yet.")
+
+
+def _by_step(folder: Path, ending: str) -> list[Path]:
+    """The first and the last `step_*` file, or the only one."""
+    paths = sorted(folder.glob(f"step_*.{ending}"))
+    return paths if len(paths) < 2 else [paths[0], paths[-1]]
+
+
+def _caption(path: Path) -> str:
+    return f"Step {int(path.stem.removeprefix('step_'))}"
+
+
+def _responses(paths: Sequence[Path]) -> str:
+    """One row a prompt. Each evaluation has the same prompts in the same order."""
+    columns = [_rows(path) for path in paths]
+    captions = [name for path in paths for name in (_caption(path), "score")]
+    rows = [
+        (prompt["prompt"], prompt["target"], *(cell for row in row_by_step for cell in _response(row)))
+        for prompt, row_by_step in zip(columns[0], zip(*columns, strict=True), strict=True)
+    ]
+    return html.columns(("prompt", "target", *captions), [[_shown(cell) for cell in row] for row in rows])
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def _response(row: Mapping[str, Any]) -> tuple[str, str]:
+    return row["completion"], "failed" if row["score"] is None else f"{row['score']:.2f}"
+
+
+def _shown(cell: str | None) -> str:
+    """Cut where a table would become unreadable; the file has the whole text."""
+    text = cell or ""
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
 
 
 def _data_uri(path: Path) -> str:

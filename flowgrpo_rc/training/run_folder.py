@@ -45,8 +45,9 @@ class RunFolder:
         self.checkpoints = root / "checkpoints"
         self.lora = root / "lora"
 
-    def grid(self, step: int) -> Path:
-        return self.samples / f"step_{step:06d}.png"
+    def samples_stem(self, step: int) -> Path:
+        """The path of a step's held-out samples without its ending."""
+        return self.samples / f"step_{step:06d}"
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -15,17 +15,35 @@ DEVICES = ("auto", "cpu")
 
 @dataclass(kw_only=True)
 class AlgorithmConfig:
-    """Group-relative advantages: divided by the standard deviation of the group, or with `global_std` of the batch;
-    without `norm_adv_by_std_in_grpo` by nothing (Dr.GRPO)."""
+    """adv_estimator: reward minus the mean of its group, over a standard deviation: `flow_grpo` (that of the batch),
+    `grpo` (that of the group); over nothing: `dr_grpo`, and `rloo` (minus the mean of the group's others).
+
+    norm_adv_by_std_in_grpo, global_std: say otherwise; null takes the estimator's own.
+    """
 
     adv_estimator: str = "flow_grpo"
-    norm_adv_by_std_in_grpo: bool = True
-    global_std: bool = True
+    norm_adv_by_std_in_grpo: bool | None = None
+    global_std: bool | None = None
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+
+    @property
+    def norm_by_std(self) -> bool:
+        own, _ = ESTIMATORS[self.adv_estimator]
+        return own if self.norm_adv_by_std_in_grpo is None else self.norm_adv_by_std_in_grpo
+
+    @property
+    def norm_by_global_std(self) -> bool:
+        _, own = ESTIMATORS[self.adv_estimator]
+        return own if self.global_std is None else self.global_std
 
     def validate(self) -> None:
         if self.adv_estimator not in ESTIMATORS:
             raise ValueError(f"algorithm.adv_estimator={self.adv_estimator!r}: allowed are {', '.join(ESTIMATORS)}")
+        if self.global_std and not self.norm_by_std:
+            raise ValueError(
+                f"algorithm.global_std=true has no effect where no standard deviation is divided by: drop it, or "
+                f"set algorithm.norm_adv_by_std_in_grpo=true (algorithm.adv_estimator={self.adv_estimator})"
+            )
         self.rollout_correction.validate()
 
 

@@ -12,18 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flowgrpo_rc.batch import DiffusionBatch, Rewards, concat
+from flowgrpo_rc.batch import Batch, Rewards, concat
 from flowgrpo_rc.core.advantages import group_relative
 from flowgrpo_rc.core.metrics import MetricBag, std_from_moments
 from flowgrpo_rc.core.random import derive_seed
-from flowgrpo_rc.core.schedule import draw_windows
 from flowgrpo_rc.correction.correct import (
-    apply_bypass_mode_to_diffusion_batch,
-    apply_rollout_correction_to_diffusion_batch,
+    apply_bypass_mode,
+    apply_rollout_correction_to_batch,
     require_rollout_log_probs,
 )
 from flowgrpo_rc.data.prompts import PromptSampler, shard
-from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rewards.manager import RewardHandle, RewardManager
 from flowgrpo_rc.rollout.base import RolloutEngine, RolloutRequest
 from flowgrpo_rc.training.checkpoint import Checkpoint, save_checkpoint
@@ -33,10 +31,10 @@ from flowgrpo_rc.training.evaluation import Evaluator, collect_rewards, record_r
 from flowgrpo_rc.training.health import HealthMonitor
 from flowgrpo_rc.training.processes import Processes
 from flowgrpo_rc.training.run_folder import RunFolder
-from flowgrpo_rc.training.samples import save_grid
 from flowgrpo_rc.training.stopping import StopRequest
+from flowgrpo_rc.training.task import Task
 from flowgrpo_rc.training.tracking import MetricsFile, Trackers
-from flowgrpo_rc.training.update import PolicyUpdate, by_timestep
+from flowgrpo_rc.training.update import PolicyUpdate
 
 if TYPE_CHECKING:
     from flowgrpo_rc.config import Config
@@ -50,8 +48,8 @@ class Components:
     processes: Processes
     folder: RunFolder
     sampler: PromptSampler
-    policy: FlowPolicy
-    engine: RolloutEngine
+    task: Task
+    engine: RolloutEngine[Any]
     rewards: RewardManager
     update: PolicyUpdate
     evaluator: Evaluator
@@ -69,7 +67,6 @@ class Trainer:
         self._seconds: dict[str, float] = {}
         self._rows = MetricsFile(parts.folder.metrics)
         self._health_rows = MetricsFile(parts.folder.health)
-        self._timesteps: list[int] = []
         self._step = 0
         if resumed is not None:
             self._step = resumed.step
@@ -109,14 +106,14 @@ class Trainer:
             batch = self._advantages(batch, rewards)
             with self._timed("update"):
                 samples = self.parts.config.samples_per_mini_batch(self.parts.processes.count)
-                self._bag.merge(self.parts.update.run(batch, samples, self._timesteps), "actor")
+                self._bag.merge(self.parts.update.run(batch, samples), "actor")
             with self._timed("sync_weights"):
                 self.parts.engine.sync_weights(self.parts.update.lora_state(), self._step)
-        num_images = len(batch) * self.parts.processes.count
-        self._bag.min("perf/images_per_second", torch.tensor(num_images / self._seconds["step"]))
+        num_samples = len(batch) * self.parts.processes.count
+        self._bag.min("perf/samples_per_second", torch.tensor(num_samples / self._seconds["step"]))
 
-    def _rollout(self) -> tuple[DiffusionBatch, list[RewardHandle]]:
-        """Sample this process's share; images go to the reward threads chunk by chunk."""
+    def _rollout(self) -> tuple[Batch, list[RewardHandle]]:
+        """Sample this process's share; samples go to the reward threads chunk by chunk."""
         request = self._request()
         chunks, handles = [], []
         for chunk in self.parts.engine.generate(request):
@@ -127,9 +124,9 @@ class Trainer:
             if chunk.policy_version != request.prompts.step - 1:
                 raise RuntimeError(f"the rollout engine sampled with the weights of step {chunk.policy_version}")
             chunks.append(chunk.batch)
-            handles.append(self.parts.rewards.submit(chunk.images, chunk.prompts))
+            handles.append(self.parts.rewards.submit(chunk.samples, chunk.prompts))
         batch = concat(chunks)
-        self._timesteps = (batch.sigmas[:-1] * 1000).round().int().tolist()
+        self._bag.merge(self.parts.task.observe(batch))
         return batch, handles
 
     def _request(self) -> RolloutRequest:
@@ -142,34 +139,21 @@ class Trainer:
             world_size=processes.count,
         )
         seed, n = config.trainer.seed, config.rollout.n
-        size, first, last = config.rollout.window()
-        window = draw_windows(
-            prompts.slots,
-            n,
-            size=size,
-            first=first,
-            last=last,
-            sharing=config.rollout.algo.window_sharing,
-            seed=seed,
-            step=self._step,
-        )
         seeds = [derive_seed(seed, self._step, slot, index, "rollout") for slot in prompts.slots for index in range(n)]
-        return RolloutRequest(
-            prompts=prompts, samples_per_prompt=n, spec=config.rollout.spec(), window=window, seeds=seeds
-        )
+        return self.parts.task.request(prompts, seeds)
 
-    def _old_log_probs(self, batch: DiffusionBatch) -> DiffusionBatch:
+    def _old_log_probs(self, batch: Batch) -> Batch:
         """Bypass: old := rollout. Decoupled: recompute with the training graph, then correct once per batch."""
         config = self.parts.config
         correction = config.algorithm.rollout_correction
         if correction.bypass_mode:
-            return apply_bypass_mode_to_diffusion_batch(batch)
-        old = self.parts.policy.log_probs(batch, config.actor.ppo_micro_batch_size_per_gpu)
-        batch, metrics = apply_rollout_correction_to_diffusion_batch(
+            return apply_bypass_mode(batch)
+        policy = self.parts.task.policy
+        old = policy.log_probs(batch, config.actor.ppo_micro_batch_size_per_gpu)
+        batch, metrics = apply_rollout_correction_to_batch(
             batch.replace(old_log_probs=old), correction, all_reduce=self.parts.processes.sum
         )
-        difference = old - require_rollout_log_probs(batch)
-        metrics.merge(by_timestep(difference, batch.step_indices, self._timesteps))
+        metrics.merge(policy.mismatch([old - require_rollout_log_probs(batch)], [batch]))
         self._bag.merge(metrics, "rollout_corr")
         return batch
 
@@ -179,16 +163,21 @@ class Trainer:
         record_rewards(self._bag, rewards, prefix="reward", total="mean")
         return rewards
 
-    def _advantages(self, batch: DiffusionBatch, rewards: Rewards) -> DiffusionBatch:
+    def _advantages(self, batch: Batch, rewards: Rewards) -> Batch:
         algorithm = self.parts.config.algorithm
-        device = batch.all_latents.device
+        device = batch.group.device
         total, valid = rewards.total.to(device), rewards.valid.to(device)
+        if algorithm.rollout_correction.excludes_rejected:
+            excluded = wholly_rejected(batch)
+            self._bag.mean("rollout_corr/excluded_fraction", excluded.double())
+            valid = valid & ~excluded
         found = group_relative(
             total,
             batch.group,
             valid,
-            norm_by_std=algorithm.norm_adv_by_std_in_grpo,
-            global_std=algorithm.global_std,
+            norm_by_std=algorithm.norm_by_std,
+            global_std=algorithm.norm_by_global_std,
+            leave_one_out=algorithm.adv_estimator == "rloo",
             all_reduce=self.parts.processes.sum,
         )
         bag = self._bag
@@ -206,8 +195,10 @@ class Trainer:
             evaluation = parts.evaluator.run(parts.processes)
         self._bag.merge(evaluation.metrics)
         if parts.processes.is_main:
-            image = save_grid(parts.folder.grid(self._step), evaluation.images, evaluation.captions)
-            parts.trackers.log_image(self._step, "val/samples", image)
+            stem = parts.folder.samples_stem(self._step)
+            image = parts.task.save_samples(stem, evaluation.samples, evaluation.prompts, evaluation.scores)
+            if image is not None:
+                parts.trackers.log_image(self._step, "val/samples", image)
 
     def _finish_step(self) -> None:
         """Reduce the step's metrics, with one host transfer, and write them down."""
@@ -250,6 +241,13 @@ class Trainer:
         if self.parts.processes.device.type == "cuda":
             torch.cuda.synchronize()
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+def wholly_rejected(batch: Batch) -> torch.Tensor:
+    """[B] bool: samples that have steps, all of which the correction rejected; they must not shift a group's mean."""
+    if batch.rejection_mask is None:
+        return torch.zeros_like(batch.group, dtype=torch.bool)
+    return batch.valid.any(1) & ~(batch.valid & batch.rejection_mask).any(1)
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,13 +12,11 @@ from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 
-from flowgrpo_rc.batch import DiffusionBatch
+from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.core.metrics import MetricBag
-from flowgrpo_rc.core.transition import reference_kl
 from flowgrpo_rc.correction.correct import require_rollout_log_probs
-from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig
-from flowgrpo_rc.losses.diffusion import diffusion_loss
-from flowgrpo_rc.policies.flow import FlowPolicy, StepEvaluation
+from flowgrpo_rc.losses.base import DiffusionLossConfig, LossTerms, TokenLossConfig, denominator
+from flowgrpo_rc.policies.base import Evaluation, Policy
 from flowgrpo_rc.training.ema import EMAConfig
 from flowgrpo_rc.training.lora import lora_parameters, reference_policy
 from flowgrpo_rc.training.processes import Processes
@@ -69,6 +67,7 @@ class ActorConfig:
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.04
     diffusion_loss: DiffusionLossConfig = field(default_factory=DiffusionLossConfig)
+    token_loss: TokenLossConfig = field(default_factory=TokenLossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     ema: EMAConfig = field(default_factory=EMAConfig)
 
@@ -79,6 +78,7 @@ class ActorConfig:
         if self.use_kl_loss and not self.kl_loss_coef > 0:
             raise ValueError(f"actor.kl_loss_coef={self.kl_loss_coef} with actor.use_kl_loss=true: give more than 0")
         self.diffusion_loss.validate()
+        self.token_loss.validate()
         self.optim.validate()
         self.ema.validate()
 
@@ -87,14 +87,28 @@ class NonFiniteGradient(RuntimeError):
     """Too many updates in a row had a gradient that is not finite."""
 
 
+# (log-probs [b, t], batch) -> the terms of the loss.
+Loss = Callable[[Tensor, Any], LossTerms]
+
+
 class PolicyUpdate:
-    """Owns the optimizer, the learning-rate schedule and the average of the LoRA of `policy.transformer`."""
+    """Owns the optimizer, the learning-rate schedule and the average of the LoRA of `policy.network`.
+
+    report_mismatch: report what the policy knows of current - rollout (bypass mode, where nobody else does).
+    """
 
     def __init__(
-        self, policy: FlowPolicy, config: ActorConfig, loss: LossConfig, processes: Processes, *, total_updates: int
+        self,
+        policy: Policy[Any, Any],
+        config: ActorConfig,
+        loss: Loss,
+        processes: Processes,
+        *,
+        total_updates: int,
+        report_mismatch: bool = False,
     ) -> None:
         self._policy, self._config, self._loss, self._processes = policy, config, loss, processes
-        self._named = lora_parameters(policy.transformer)
+        self._named = lora_parameters(policy.network)
         self._parameters = list(self._named.values())
         optim = config.optim
         self._optimizer = torch.optim.AdamW(
@@ -112,7 +126,8 @@ class PolicyUpdate:
             num_training_steps=total_updates,
         )
         self.ema = EMAModel(self._parameters, decay=config.ema.decay) if config.ema.enable else None
-        self._differences: list[tuple[Tensor, Tensor]] = []
+        self._report_mismatch = report_mismatch
+        self._differences: list[tuple[Tensor, Batch]] = []
         self._updates = 0
         self._nonfinite_updates = 0
         self._nonfinite_in_a_row = 0
@@ -125,51 +140,54 @@ class PolicyUpdate:
         """The LoRA tensors by name (detached views)."""
         return {name: parameter.detach() for name, parameter in self._named.items()}
 
-    def run(self, batch: DiffusionBatch, samples_per_mini_batch: int, timesteps: Sequence[int] = ()) -> MetricBag:
-        """All optimizer steps on this process's part of a global batch, in mini-batches of consecutive samples.
-
-        `timesteps` are the schedule's values as integers; bypass mode reports |current - rollout| by them.
-        """
+    def run(self, batch: Batch, samples_per_mini_batch: int) -> MetricBag:
+        """All optimizer steps on this process's part of a global batch, in mini-batches of consecutive samples."""
         bag, self._differences = MetricBag(), []
         for _ in range(self._config.ppo_epochs):
             for start in range(0, len(batch), samples_per_mini_batch):
                 self._mini_batch(batch.rows(start, start + samples_per_mini_batch), bag)
         if self._differences:
-            differences, indices = (torch.cat(column) for column in zip(*self._differences, strict=True))
-            bag.merge(by_timestep(differences, indices, timesteps), "rollout_corr")
+            differences, pieces = zip(*self._differences, strict=True)
+            bag.merge(self._policy.mismatch(differences, pieces), "rollout_corr")
         bag.max("nonfinite_updates", torch.tensor(float(self._nonfinite_updates)))
         return bag
 
-    def _mini_batch(self, mini: DiffusionBatch, bag: MetricBag) -> None:
-        num_elements = len(mini) * mini.num_steps * self._processes.count
+    def _mini_batch(self, mini: Batch, bag: MetricBag) -> None:
+        """Sum the gradients of the pieces, then divide by what the whole mini-batch of all processes counts."""
         size = self._config.ppo_micro_batch_size_per_gpu
+        parts = torch.zeros(3, dtype=torch.float64, device=mini.group.device)
         for start in range(0, len(mini), size):
-            micro = mini.rows(start, start + size)
-            for t in range(micro.num_steps):
-                self._accumulate(micro.step(t), num_elements, bag)
+            for piece in self._policy.pieces(mini.rows(start, start + size)):
+                parts = parts + self._accumulate(piece, bag)
+        self._processes.sum_gradients(self._parameters)
+        scale = 1 / denominator(parts, self._processes.sum)
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
         self._step(bag)
 
-    def _accumulate(self, piece: DiffusionBatch, num_elements: int, bag: MetricBag) -> None:
-        """Backward of one SDE step of one micro-batch; the sum over all of them is the mini-batch's gradient."""
+    def _accumulate(self, piece: Batch, bag: MetricBag) -> Tensor:
+        """Backward of one forward; returns what the denominator follows from."""
         now = self._policy.evaluate(piece)
-        loss, metrics = diffusion_loss(self._loss, now.log_prob.unsqueeze(1), piece, num_elements=num_elements)
+        terms = self._loss(now.log_probs, piece)
+        total = terms.total
         if self._config.use_kl_loss:
-            penalty = self._reference_kl(now, piece)
-            loss = loss + self._config.kl_loss_coef * penalty.sum() / num_elements
-            metrics.mean("kl_loss", penalty)
-        loss.backward()
-        bag.merge(metrics)
-        if self._loss.rollout_correction.bypass_mode:
-            difference = now.log_prob.detach().unsqueeze(1) - require_rollout_log_probs(piece)
-            self._differences.append((difference, piece.step_indices))
+            penalty = self._reference_divergence(now, piece)
+            total = total + self._config.kl_loss_coef * (penalty * terms.share).sum()
+            terms.metrics.mean("kl_loss", penalty, terms.share > 0)
+        total.backward()
+        bag.merge(terms.metrics)
+        if self._report_mismatch:
+            difference = now.log_probs.detach() - require_rollout_log_probs(piece)
+            self._differences.append((difference, piece))
+        return terms.parts()
 
-    def _reference_kl(self, now: StepEvaluation, piece: DiffusionBatch) -> Tensor:
-        with torch.no_grad(), reference_policy(self._policy.transformer):
-            reference = self._policy.evaluate(piece).transition.mean
-        return reference_kl(now.transition, reference, now.sigma, now.sigma_next, kind=piece.spec.sde_type)
+    def _reference_divergence(self, now: Evaluation, piece: Batch) -> Tensor:
+        with torch.no_grad(), reference_policy(self._policy.network):
+            reference = self._policy.evaluate(piece)
+        return self._policy.divergence(now, reference, piece)
 
     def _step(self, bag: MetricBag) -> None:
-        self._processes.sum_gradients(self._parameters)
         norm = nn.utils.clip_grad_norm_(self._parameters, self._config.optim.clip_grad)
         value = norm.item()
         bag.max("lr", torch.tensor(self._schedule.get_last_lr()[0], dtype=torch.float64))
@@ -236,14 +254,3 @@ class PolicyUpdate:
         for group, rate in zip(self._optimizer.param_groups, self._schedule.get_last_lr(), strict=True):
             group["lr"] = rate
 
-
-def by_timestep(difference: Tensor, step_indices: Tensor, timesteps: Sequence[int]) -> MetricBag:
-    """Mean |difference| [B, T] at each timestep of the schedule, as `logprob_abs_diff/ts_{t}`.
-
-    `step_indices` [B, T] point into `timesteps`. Elements that are not finite take no part.
-    """
-    bag = MetricBag()
-    finite = torch.isfinite(difference)
-    for index, timestep in enumerate(timesteps):
-        bag.mean(f"logprob_abs_diff/ts_{timestep}", difference.double().abs(), finite & (step_indices == index))
-    return bag

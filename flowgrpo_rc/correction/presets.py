@@ -1,0 +1,216 @@
+"""The documents' presets, in the older and the newer spelling. Each is a starting point: further keys refine it.
+
+IS: importance weights. RS: rejection. Geometric: mean log-ratio of a sequence. pg: `reinforce`, without a PPO clip.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+Threshold = float | str
+GEOMETRIC_BAND = "0.999_1.001"
+
+
+class Presets:
+    """Named constructors of `RolloutCorrectionConfig`; a public method here is a preset that `preset=NAME` knows."""
+
+    # Decoupled mode: rollout, old and current policy.
+
+    @classmethod
+    def disabled(cls) -> Self:
+        """Metrics only: nothing is weighted, and only what is not finite is rejected."""
+        return cls()
+
+    @classmethod
+    def decoupled_token_is(cls, threshold: Threshold = 2.0) -> Self:
+        return cls._make(rollout_is="token", rollout_is_threshold=threshold)
+
+    @classmethod
+    def token_is(cls, threshold: Threshold = 2.0) -> Self:
+        return cls.decoupled_token_is(threshold)
+
+    @classmethod
+    def decoupled_seq_is(cls, threshold: Threshold = 2.0) -> Self:
+        return cls._make(rollout_is="sequence", rollout_is_threshold=threshold)
+
+    @classmethod
+    def seq_is(cls, threshold: Threshold = 2.0) -> Self:
+        return cls.decoupled_seq_is(threshold)
+
+    @classmethod
+    def decoupled_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5) -> Self:
+        return cls._make(rollout_is="token", rollout_is_threshold=f"{threshold_lower}_{threshold}")
+
+    @classmethod
+    def decoupled_seq_is_rs(
+        cls,
+        is_threshold: Threshold = 2.0,
+        rs_threshold: Threshold = "0.5_2.0",
+        rs_threshold_lower: float | None = None,
+    ) -> Self:
+        return cls._make(
+            rollout_is="sequence",
+            rollout_is_threshold=is_threshold,
+            rollout_rs="seq_sum_k1",
+            rollout_rs_threshold=rs_threshold,
+            rollout_rs_threshold_lower=rs_threshold_lower,
+        )
+
+    @classmethod
+    def seq_is_rs(
+        cls,
+        is_threshold: Threshold = 2.0,
+        rs_threshold: Threshold = "0.5_2.0",
+        rs_threshold_lower: float | None = None,
+    ) -> Self:
+        return cls.decoupled_seq_is_rs(is_threshold, rs_threshold, rs_threshold_lower)
+
+    @classmethod
+    def seq_mis(cls, threshold: float = 2.0) -> Self:
+        """As `seq_is_rs` with one threshold and an open lower side."""
+        return cls.decoupled_seq_is_rs(threshold, threshold, 0.0)
+
+    @classmethod
+    def decoupled_geo_rs(
+        cls,
+        rs_threshold: Threshold = GEOMETRIC_BAND,
+        rs_threshold_lower: float | None = None,
+        veto_threshold: float | None = 1e-4,
+    ) -> Self:
+        """With the veto that the mathematics document has; current verl has none (veto_threshold=None)."""
+        return cls._make(**_geometric(rs_threshold, rs_threshold_lower), rollout_token_veto_threshold=veto_threshold)
+
+    @classmethod
+    def geo_rs(
+        cls,
+        rs_threshold: Threshold = GEOMETRIC_BAND,
+        rs_threshold_lower: float | None = None,
+        veto_threshold: float | None = 1e-4,
+    ) -> Self:
+        return cls.decoupled_geo_rs(rs_threshold, rs_threshold_lower, veto_threshold)
+
+    @classmethod
+    def decoupled_geo_rs_seq_tis(cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = GEOMETRIC_BAND) -> Self:
+        return cls._make(rollout_is="sequence", rollout_is_threshold=is_threshold, **_geometric(rs_threshold))
+
+    @classmethod
+    def decoupled_geo_rs_token_tis(
+        cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = GEOMETRIC_BAND
+    ) -> Self:
+        return cls._make(rollout_is="token", rollout_is_threshold=is_threshold, **_geometric(rs_threshold))
+
+    @classmethod
+    def decoupled_k3_rs(cls, rs_threshold: float = 0.01) -> Self:
+        return cls._make(**_k3(rs_threshold))
+
+    @classmethod
+    def decoupled_k3_rs_seq_tis(cls, is_threshold: Threshold = 2.0, rs_threshold: float = 0.01) -> Self:
+        return cls._make(rollout_is="sequence", rollout_is_threshold=is_threshold, **_k3(rs_threshold))
+
+    @classmethod
+    def decoupled_k3_rs_token_tis(cls, is_threshold: Threshold = 2.0, rs_threshold: float = 0.01) -> Self:
+        return cls._make(rollout_is="token", rollout_is_threshold=is_threshold, **_k3(rs_threshold))
+
+    # Bypass mode with the PPO clip: the ratio current / rollout is the weight.
+
+    @classmethod
+    def bypass_ppo_clip(cls) -> Self:
+        return cls._make(bypass_mode=True)
+
+    @classmethod
+    def ppo_is_bypass(cls, threshold: Threshold = 2.0) -> Self:
+        """As `bypass_ppo_clip`, with the token weights as metrics."""
+        return cls._make(bypass_mode=True, rollout_is="token", rollout_is_threshold=threshold)
+
+    @classmethod
+    def bypass_ppo_clip_geo_rs(cls, rs_threshold: Threshold = GEOMETRIC_BAND) -> Self:
+        return cls._make(bypass_mode=True, **_geometric(rs_threshold))
+
+    @classmethod
+    def bypass_ppo_clip_k3_rs(cls, rs_threshold: float = 0.01) -> Self:
+        return cls._make(bypass_mode=True, **_k3(rs_threshold))
+
+    # Bypass mode without a clip: off-policy REINFORCE.
+
+    @classmethod
+    def bypass_pg_is(cls, threshold: Threshold = 2.0) -> Self:
+        return cls._pg(rollout_is="sequence", rollout_is_threshold=threshold)
+
+    @classmethod
+    def pg_is(cls, threshold: Threshold = 2.0) -> Self:
+        return cls.bypass_pg_is(threshold)
+
+    @classmethod
+    def pure_is(cls, threshold: Threshold = 2.0) -> Self:
+        return cls.bypass_pg_is(threshold)
+
+    @classmethod
+    def pg_rs(
+        cls,
+        rs_threshold: Threshold = GEOMETRIC_BAND,
+        rs_threshold_lower: float | None = None,
+        veto_threshold: float | None = 1e-4,
+    ) -> Self:
+        return cls._pg(**_geometric(rs_threshold, rs_threshold_lower), rollout_token_veto_threshold=veto_threshold)
+
+    @classmethod
+    def bypass_pg_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5) -> Self:
+        return cls._pg(rollout_is="token", rollout_is_threshold=f"{threshold_lower}_{threshold}")
+
+    @classmethod
+    def bypass_pg_geo_rs(cls, rs_threshold: Threshold = GEOMETRIC_BAND) -> Self:
+        return cls._pg(**_geometric(rs_threshold))
+
+    @classmethod
+    def bypass_pg_geo_rs_seq_tis(cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = GEOMETRIC_BAND) -> Self:
+        return cls._pg(rollout_is="sequence", rollout_is_threshold=is_threshold, **_geometric(rs_threshold))
+
+    @classmethod
+    def bypass_pg_geo_rs_token_tis(
+        cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = GEOMETRIC_BAND
+    ) -> Self:
+        return cls._pg(rollout_is="token", rollout_is_threshold=is_threshold, **_geometric(rs_threshold))
+
+    # slime's combinations.
+
+    @classmethod
+    def slime_tis(cls, upper: float = 2.0) -> Self:
+        """Truncated token weights."""
+        return cls._make(rollout_is="token", rollout_is_threshold=upper)
+
+    @classmethod
+    def slime_mis(cls, lower: float = 0.5, upper: float = 2.0) -> Self:
+        """Token weights whose outliers leave the mask."""
+        return cls._make(rollout_is="token", rollout_is_mode="mask", rollout_is_threshold=f"{lower}_{upper}")
+
+    @classmethod
+    def slime_mis_veto(cls, lower: float = 0.5, upper: float = 2.0, veto_threshold: float = 1e-4) -> Self:
+        return cls._make(
+            rollout_is="token",
+            rollout_is_mode="mask",
+            rollout_is_threshold=f"{lower}_{upper}",
+            rollout_token_veto_threshold=veto_threshold,
+        )
+
+    @classmethod
+    def _make(cls, **settings: Any) -> Self:
+        return cls(**settings)
+
+    @classmethod
+    def _pg(cls, **settings: Any) -> Self:
+        return cls(**{"bypass_mode": True, "loss_type": "reinforce", **settings})
+
+
+def _geometric(threshold: Threshold, lower: float | None = None) -> dict[str, Any]:
+    return {
+        "rollout_rs": "seq_mean_k1",
+        "rollout_rs_threshold": threshold,
+        "rollout_rs_threshold_lower": None if isinstance(threshold, str) and "_" in threshold else lower,
+    }
+
+
+def _k3(threshold: float) -> dict[str, Any]:
+    return {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": threshold}
+
+
+PRESETS = tuple(sorted(name for name in vars(Presets) if not name.startswith("_")))

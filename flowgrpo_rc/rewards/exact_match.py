@@ -1,0 +1,50 @@
+"""Whether a response is the target, the plainest verifiable reward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.rewards.base import Reward, Scores
+
+
+class ExactMatch(Reward):
+    """1 if the response equals the prompt's target, else 0; the part `contains` is 1 where the target occurs in it.
+
+    ignore_case: compare without regard to case.
+    strip: drop white space around the response and the target first.
+
+    Raises, when called, ValueError for a prompt without a target.
+    """
+
+    kind: ClassVar[str] = "text"
+    part_names: ClassVar[tuple[str, ...]] = ("contains",)
+    requires_target: ClassVar[bool] = True
+
+    def __init__(self, *, ignore_case: bool = False, strip: bool = True) -> None:
+        self.ignore_case = ignore_case
+        self.strip = strip
+
+    def __call__(self, samples: Sequence[str], prompts: Sequence[Prompt]) -> Scores:
+        pairs = [
+            (self._normalize(text), self._normalize(_target(prompt)))
+            for text, prompt in zip(samples, prompts, strict=True)
+        ]
+        return Scores(
+            values=[float(text == target) for text, target in pairs],
+            parts={"contains": [float(target in text) for text, target in pairs]},
+        )
+
+    def _normalize(self, text: str) -> str:
+        text = text.strip() if self.strip else text
+        return text.casefold() if self.ignore_case else text
+
+
+def _target(prompt: Prompt) -> str:
+    if prompt.target is None:
+        raise ValueError(
+            f"the exact_match reward needs a target text, and prompt {prompt.index} ({prompt.text!r}) has none: give "
+            'the key "target"'
+        )
+    return prompt.target

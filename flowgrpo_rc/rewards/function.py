@@ -1,0 +1,29 @@
+"""A plain function as a reward, for what needs no class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.plugins import load_function
+from flowgrpo_rc.rewards.base import Reward, Scores
+
+
+class Function(Reward):
+    """`score(sample, prompt)` of every sample, an image [H, W, 3] uint8 or a text, with its `Prompt`; returns a number.
+
+    A sample whose number is not finite, None included, has no reward; an exception is the failure of the whole chunk.
+
+    path: "my_package.my_module:score". The module is imported at once.
+
+    Raises ValueError for a path that leads to no function.
+    """
+
+    kind: ClassVar[str] = "any"
+
+    def __init__(self, *, path: str) -> None:
+        self._score: Callable[[Any, Prompt], float] = load_function(path)
+
+    def __call__(self, samples: Any, prompts: Sequence[Prompt]) -> Scores:
+        return Scores(values=[self._score(sample, prompt) for sample, prompt in zip(samples, prompts, strict=True)])

@@ -1,0 +1,53 @@
+"""An engine's own copy of the trainer's network, for engines that live in its process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.models.base import DTYPES
+
+
+class Replica:
+    """A copy of a LoRA-wrapped network in `dtype`, which follows the trainer's LoRA by `sync`.
+
+    In the training weights' own precision the copy shares their frozen tensors. The LoRA is always a copy and stays
+    separate: merged into bf16 weights, small updates would be rounded away. Buffers that a checkpoint does not hold
+    keep their precision, as they do where a model is loaded in `dtype`: rotary frequencies in bf16 would be other
+    positions.
+    """
+
+    def __init__(self, network: torch.nn.Module, dtype: str) -> None:
+        frozen = [tensor for tensor in _stored(network) if not tensor.requires_grad]
+        if all(tensor.dtype == DTYPES[dtype] for tensor in frozen):
+            replica = copy.deepcopy(network, memo={id(tensor): tensor for tensor in frozen})
+        else:
+            replica = copy.deepcopy(network)
+            for tensor in _stored(replica):
+                tensor.data = tensor.data.to(DTYPES[dtype])
+        self._lora = {name: p for name, p in replica.named_parameters() if p.requires_grad}
+        self.network: Any = replica.requires_grad_(False).eval()
+        self.version = 0
+
+    def sync(self, state: Mapping[str, Tensor], version: int) -> None:
+        """Take over LoRA tensors. ValueError unless names and shapes are those of the copy."""
+        if state.keys() != self._lora.keys():
+            different = sorted(state.keys() ^ self._lora.keys())[:3]
+            raise ValueError(f"the engine's LoRA has other tensors than the trainer's, among them {different}")
+        for name, parameter in self._lora.items():
+            if state[name].shape != parameter.shape:
+                raise ValueError(
+                    f"the engine's {name} is {tuple(parameter.shape)}, the trainer's {tuple(state[name].shape)}"
+                )
+        for name, parameter in self._lora.items():
+            parameter.copy_(state[name])
+        self.version = version
+
+
+def _stored(module: torch.nn.Module) -> list[Tensor]:
+    """Parameters and floating-point buffers that a checkpoint holds."""
+    return [tensor for tensor in module.state_dict(keep_vars=True).values() if tensor.is_floating_point()]

@@ -1,0 +1,62 @@
+"""Rollouts of text in the trainer's process through transformers, in a precision of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.batch import TokenBatch
+from flowgrpo_rc.core.random import uniform
+from flowgrpo_rc.models.causal_lm import CausalLM
+from flowgrpo_rc.policies.token import TokenPolicy
+from flowgrpo_rc.rollout.base import RolloutChunk, RolloutEngine, TextRequest
+from flowgrpo_rc.rollout.replica import Replica
+
+
+class TransformersEngine(RolloutEngine[TextRequest]):
+    """Samples with a copy of the LoRA-wrapped network in `dtype`, `chunk_size` responses at a time."""
+
+    kind = "causal_lm"
+
+    def __init__(self, model: CausalLM, network: torch.nn.Module, *, dtype: str, chunk_size: int) -> None:
+        self._replica = Replica(network, dtype)
+        self._policy = TokenPolicy(model, self._replica.network)
+        self._model = model
+        self._chunk_size = chunk_size
+        self._dtype = dtype
+
+    def generate(self, request: TextRequest) -> Iterator[RolloutChunk]:
+        for start in range(0, len(request.seeds), self._chunk_size):
+            yield self._chunk(request, range(start, min(start + self._chunk_size, len(request.seeds))))
+
+    def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
+        self._replica.sync(state, version)
+
+    def close(self) -> None:
+        del self._replica, self._policy
+
+    def _chunk(self, request: TextRequest, rows: range) -> RolloutChunk:
+        spec, device, version = request.spec, self._model.device, self._replica.version
+        prompts = [request.prompt_of(row) for row in rows]
+        seeds = [request.seeds[row] for row in rows]
+        slots = [request.prompts.slots[row // request.samples_per_prompt] for row in rows]
+        prompt_ids, prompt_mask = self._model.encode([p.text for p in prompts], max_length=spec.prompt_length)
+        uniforms = uniform((spec.response_length,), seeds, "tokens")
+        responses = self._policy.rollout(prompt_ids, prompt_mask, spec, uniforms)
+        group = torch.tensor(slots, device=device)
+        batch = TokenBatch(
+            spec=replace(spec, dtype=self._dtype),
+            prompt_ids=prompt_ids,
+            prompt_mask=prompt_mask,
+            response_ids=responses.ids,
+            response_mask=responses.mask,
+            rollout_log_probs=responses.log_probs,
+            group=group,
+            seed=torch.tensor(seeds, device=device),
+            policy_version=torch.full_like(group, version),
+        )
+        texts = self._model.decode(responses.ids, responses.mask)
+        return RolloutChunk(batch=batch, samples=texts, prompts=prompts, policy_version=version)

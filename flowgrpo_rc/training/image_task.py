@@ -1,0 +1,105 @@
+"""Images of a flow model: SDE windows for training, ODE samples for evaluation, captioned grids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch, SamplerSpec
+from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.core.random import derive_seed, normal
+from flowgrpo_rc.core.schedule import draw_windows
+from flowgrpo_rc.losses.base import LossConfig, LossTerms
+from flowgrpo_rc.losses.diffusion import diffusion_terms
+from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.rollout.base import ImageRequest, RolloutConfig
+from flowgrpo_rc.rollout.diffusers_engine import encode_unique
+from flowgrpo_rc.training.samples import save_grid
+from flowgrpo_rc.training.task import Task
+
+
+class ImageTask(Task):
+    """Each held-out prompt has one image whose noise follows from (rollout.val_kwargs.seed, position of the prompt), so
+    the images of two evaluations differ by the weights alone."""
+
+    model: FlowModel
+    policy: FlowPolicy
+
+    def __init__(self, model: FlowModel, policy: FlowPolicy, config: RolloutConfig, seed: int) -> None:
+        self.model, self.policy = model, policy
+        self._config, self._seed = config, seed
+        training, held_out = config.spec(), config.val_kwargs
+        self._held_out = SamplerSpec(
+            height=training.height,
+            width=training.width,
+            num_inference_steps=held_out.num_inference_steps,
+            guidance_scale=held_out.guidance_scale,
+            noise_level=0.0,
+            sde_type="sde",
+            log_prob_convention="gaussian",
+            max_sequence_length=training.max_sequence_length,
+            dtype="",
+        )
+
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Every text can be drawn; text encoders cut what is too long, as in the stock pipeline."""
+
+    def request(self, prompts: PromptBatch, seeds: Sequence[int]) -> ImageRequest:
+        config = self._config
+        size, first, last = config.window()
+        window = draw_windows(
+            prompts.slots,
+            config.n,
+            size=size,
+            first=first,
+            last=last,
+            sharing=config.algo.window_sharing,
+            seed=self._seed,
+            step=prompts.step,
+        )
+        return ImageRequest(
+            prompts=prompts, samples_per_prompt=config.n, spec=config.spec(), window=window, seeds=seeds
+        )
+
+    def loss_terms(self, config: LossConfig, log_probs: Tensor, batch: DiffusionBatch) -> LossTerms:
+        return diffusion_terms(config, log_probs, batch)
+
+    def observe(self, batch: DiffusionBatch) -> MetricBag:
+        return MetricBag()
+
+    @torch.no_grad()
+    def sample(self, prompts: Sequence[Prompt]) -> np.ndarray:
+        """Images [N, H, W, 3] uint8, by the ODE."""
+        model, spec = self.model, self._held_out
+        latents, length = self._latents(prompts), spec.max_sequence_length
+        negative = None
+        if spec.guidance_scale > 1:
+            negative = encode_unique(model, [p.negative_text for p in prompts], length)
+        trajectory = self.policy.rollout(
+            latents,
+            encode_unique(model, [p.text for p in prompts], length),
+            negative,
+            spec,
+            torch.empty((len(prompts), 0), dtype=torch.int64, device=model.device),
+            lambda step: latents,
+        )
+        return model.decode(trajectory.final)
+
+    def save_samples(
+        self, stem: Path, samples: Sequence[Any], prompts: Sequence[Prompt], scores: Sequence[float]
+    ) -> Image.Image | None:
+        """A captioned grid, `stem`.png."""
+        captions = [f"{p.target or p.text} {score:.2f}" for p, score in zip(prompts, scores, strict=True)]
+        return save_grid(stem.with_suffix(".png"), np.asarray(samples), captions)
+
+    def _latents(self, prompts: Sequence[Prompt]) -> Tensor:
+        shape = self.model.latent_shape(self._held_out.height, self._held_out.width)
+        seeds = [derive_seed(self._config.val_kwargs.seed, "evaluation", prompt.index) for prompt in prompts]
+        return normal(shape, seeds, "latents").to(self.model.device)

@@ -1,0 +1,51 @@
+"""What differs between training an image model and a language model. The loop is one and knows none of this."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from torch import Tensor
+
+from flowgrpo_rc.batch import Prompt, PromptBatch
+from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.losses.base import LossConfig, LossTerms
+from flowgrpo_rc.models.base import TrainableModel
+from flowgrpo_rc.policies.base import Policy
+from flowgrpo_rc.rollout.base import RolloutRequest, Samples
+
+
+class Task(ABC):
+    """model: what is trained, with its LoRA on; policy: the trainer's own view of it."""
+
+    model: TrainableModel
+    policy: Policy[Any, Any]
+
+    @abstractmethod
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """ValueError, before anything is sampled, for a prompt that the model cannot take."""
+
+    @abstractmethod
+    def request(self, prompts: PromptBatch, seeds: Sequence[int]) -> RolloutRequest:
+        """What the engine is asked for: rollout.n samples of each prompt, prompt-major, one seed each."""
+
+    @abstractmethod
+    def loss_terms(self, config: LossConfig, log_probs: Tensor, batch: Any) -> LossTerms:
+        """The loss of the path for the current policy's log-probs [b, t]."""
+
+    @abstractmethod
+    def observe(self, batch: Any) -> MetricBag:
+        """Facts about a rollout that are worth a curve, such as the length of responses; full names."""
+
+    @abstractmethod
+    def sample(self, prompts: Sequence[Prompt]) -> Samples:
+        """One held-out sample for each prompt, whose randomness follows from the prompt's index alone."""
+
+    @abstractmethod
+    def save_samples(
+        self, stem: Path, samples: Sequence[Any], prompts: Sequence[Prompt], scores: Sequence[float]
+    ) -> Image.Image | None:
+        """Write held-out samples to `stem` plus an ending; returns a picture of them where there is one."""
