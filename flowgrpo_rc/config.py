@@ -24,12 +24,16 @@ from flowgrpo_rc.training.update import ActorConfig
 @dataclass(kw_only=True)
 class DataConfig:
     """Prompt files (.txt, .jsonl, .parquet; one or several); train_batch_size counts prompts per step of all
-    processes; negative_prompt is that of prompts which bring none."""
+    processes; negative_prompt is that of prompts which bring none.
+
+    replay_dir: train on the trajectories that another run saved (its folder) instead of sampling.
+    """
 
     train_files: Any = None
     val_files: Any = None
     train_batch_size: int = 48
     negative_prompt: str = ""
+    replay_dir: str | None = None
 
 
 @dataclass(kw_only=True)
@@ -50,6 +54,10 @@ class Config:
             diffusion_loss=self.actor.diffusion_loss,
             token_loss=self.actor.token_loss,
         )
+
+    def samples_per_step(self, num_processes: int) -> int:
+        """Samples of a step on one process."""
+        return self.data.train_batch_size * self.rollout.n // num_processes
 
     def samples_per_mini_batch(self, num_processes: int) -> int:
         """Samples of a mini-batch on one process."""

@@ -32,6 +32,7 @@ from flowgrpo_rc.training.lora_files import EXPORT_NAMES, export_lora
 from flowgrpo_rc.training.processes import Processes
 from flowgrpo_rc.training.report import write_report
 from flowgrpo_rc.training.run_folder import RunFolder
+from flowgrpo_rc.training.source import EngineSource, ReplaySource, RolloutSource, replay_files
 from flowgrpo_rc.training.stopping import StopRequest
 from flowgrpo_rc.training.task import Task
 from flowgrpo_rc.training.text_task import TextTask
@@ -49,11 +50,13 @@ def run(config: Config) -> str | None:
     """
     with StopRequest(config.trainer.max_time) as stop:
         prompts = config.read_prompts()
-        engine_class = engine_of(config)
+        engine_of(config)
         folder = RunFolder(Path(config.trainer.output_dir))
         resumed = checkpoint_to_resume(config, folder)
         processes = make_processes(config)
         _check_one_folder(processes, resumed)
+        if config.data.replay_dir is not None:
+            replay_files(Path(config.data.replay_dir).expanduser(), processes.rank, processes.count)
         if resumed is not None and resumed.step >= config.trainer.total_training_steps:
             if processes.is_main:
                 _say_finished(config, folder, resumed)
@@ -64,7 +67,7 @@ def run(config: Config) -> str | None:
                 _prepare_folder(config, folder, processes, resumed)
             processes.wait()
             first_step = 0 if resumed is None else resumed.step + 1
-            parts = assemble(config, folder, processes, prompts, engine_class, first_step=first_step)
+            parts = assemble(config, folder, processes, prompts, first_step=first_step)
             return _train(parts, resumed, stop)
 
 
@@ -73,7 +76,6 @@ def assemble(
     folder: RunFolder,
     processes: Processes,
     prompts: tuple[PromptSampler, list[Prompt]],
-    engine_class: type,
     *,
     first_step: int,
 ) -> Components:
@@ -83,21 +85,13 @@ def assemble(
     network = task.model.network
     task.check_prompts([*sampler.prompts, *held_out])
     config.check_output(num_parameters=sum(p.numel() for p in lora_parameters(network).values()))
-    options = {
-        "model": task.model,
-        "network": network,
-        "dtype": config.rollout.dtype,
-        "chunk_size": config.rollout.micro_batch_size_per_gpu or config.actor.ppo_micro_batch_size_per_gpu,
-    }
-    engine: RolloutEngine[Any] = build(engine_class, options | config.rollout.engine_kwargs, "rollout.engine_kwargs")
     rewards = RewardManager(config.reward)
     return Components(
         config=config,
         processes=processes,
         folder=folder,
-        sampler=sampler,
         task=task,
-        engine=engine,
+        source=make_source(config, task, sampler, rewards, processes),
         rewards=rewards,
         update=PolicyUpdate(
             task.policy,
@@ -157,6 +151,35 @@ def make_task(config: Config, processes: Processes) -> Task:
     return ImageTask(model, FlowPolicy(model, network, autocast=processes.autocast), config.rollout, seed)
 
 
+def make_source(
+    config: Config, task: Task, sampler: PromptSampler, rewards: RewardManager, processes: Processes
+) -> RolloutSource:
+    """The engine that `rollout.name` names, or the files of `data.replay_dir`."""
+    if config.data.replay_dir is not None:
+        folder = Path(config.data.replay_dir).expanduser()
+        samples = config.samples_per_step(processes.count)
+        return ReplaySource(folder, task, processes, config.rollout, samples=samples)
+    options = {
+        "model": task.model,
+        "network": task.model.network,
+        "dtype": config.rollout.dtype,
+        "chunk_size": config.rollout.micro_batch_size_per_gpu or config.actor.ppo_micro_batch_size_per_gpu,
+    }
+    engine: RolloutEngine[Any] = build(
+        engine_of(config), options | config.rollout.engine_kwargs, "rollout.engine_kwargs"
+    )
+    return EngineSource(
+        engine,
+        task,
+        sampler,
+        rewards,
+        processes,
+        config.rollout,
+        mini_batch_size=config.actor.ppo_mini_batch_size,
+        seed=config.trainer.seed,
+    )
+
+
 def engine_of(config: Config) -> type[RolloutEngine[Any]]:
     """The class of the rollout engine. ValueError if there is none, or if it samples from another kind of model."""
     engine: type[RolloutEngine[Any]] = load_class(ROLLOUT_PACKAGE, config.rollout.name, RolloutEngine)
@@ -212,7 +235,7 @@ def _train(parts: Components, resumed: Checkpoint | None, stop: StopRequest) -> 
         raise RuntimeError(f"training failed: {error}") from error
     finally:
         parts.rewards.close()
-        parts.engine.close()
+        parts.source.close()
         parts.trackers.finish()
     return reason
 

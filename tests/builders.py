@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from oracles import Expected, Rule, correction
+from oracles import Clip, Expected, Rule, aggregate, correction, ppo
 from torch import Tensor
 
 from flowgrpo_rc.batch import Batch, Conditioning, DiffusionBatch, SamplerSpec, TokenBatch, TokenSpec
@@ -125,6 +125,32 @@ def loss_config(
     )
 
 
+def reference_loss(
+    config: LossConfig,
+    rule: Rule,
+    rollout: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip: Clip,
+    aggregation: str,
+    counts_kept: bool,
+) -> Callable[[Tensor], Tensor]:
+    """The loss of the documents as a formula of the current log-probs; the correction carries no gradient."""
+    correction_settings = config.rollout_correction
+    bypass, reinforces = correction_settings.bypass_mode, correction_settings.loss_type == "reinforce"
+
+    def total(now: Tensor) -> Tensor:
+        found = expected(now.detach() if bypass else old, rollout, mask, rule)
+        values = -advantages * now if reinforces else ppo(now, rollout if bypass else old, advantages, clip)
+        if found.weights is not None and (reinforces or not bypass):
+            values = values * torch.tensor(found.weights, dtype=now.dtype)
+        return aggregate(values, found.kept, found.kept if counts_kept else mask.tolist(), aggregation)
+
+    return total
+
+
 def gradient_of(total: Callable[[Tensor], Tensor], log_probs: Tensor) -> tuple[float, Tensor]:
     """Value and gradient of a formula of the current log-probs."""
     leaf = log_probs.detach().clone().requires_grad_()
@@ -134,9 +160,11 @@ def gradient_of(total: Callable[[Tensor], Tensor], log_probs: Tensor) -> tuple[f
     return loss.item(), leaf.grad
 
 
-def assert_same(found: tuple[float, Tensor], expect: tuple[float, Tensor], atol: float = 1e-13) -> None:
-    assert found[0] - expect[0] == 0 or abs(found[0] - expect[0]) < atol, (found[0], expect[0])
-    torch.testing.assert_close(found[1], expect[1], rtol=1e-11, atol=atol)
+def assert_same(found: tuple[float, Tensor], expect: tuple[float, Tensor]) -> None:
+    """The same loss and gradient, and not that of nothing."""
+    assert abs(found[0] - expect[0]) < 1e-12, (found[0], expect[0])
+    torch.testing.assert_close(found[1], expect[1], rtol=1e-11, atol=1e-13)
+    assert found[1].abs().max() > 0
 
 
 def drop_odd(training: Tensor, rollout: Tensor, mask: Tensor, config: Any) -> tuple[Tensor, Tensor]:

@@ -125,6 +125,12 @@ def test_calls_of_the_documents(call, same):
     assert vars(call) == vars(Config()) | same
 
 
+@pytest.mark.parametrize("name", ["geo_rs", "pg_rs", "seq_is_rs"])
+def test_a_lower_bound_beside_a_band_is_an_error_and_not_dropped(name):
+    with pytest.raises(ValueError, match="both give a lower bound"):
+        preset(name, rs_threshold_lower=0.9).validate()
+
+
 def test_the_older_and_the_newer_spelling_have_the_same_arguments():
     pairs = [("token_is", "decoupled_token_is"), ("seq_is", "decoupled_seq_is"), ("seq_is_rs", "decoupled_seq_is_rs")]
     pairs += [("geo_rs", "decoupled_geo_rs"), ("pg_is", "bypass_pg_is"), ("pure_is", "bypass_pg_is")]

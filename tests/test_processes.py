@@ -22,21 +22,18 @@ from pathlib import Path
 from safetensors.torch import save_file
 from flowgrpo_rc.compose import compose_config, to_config
 from flowgrpo_rc.core.random import normal
-from flowgrpo_rc.plugins import load_class
-from flowgrpo_rc.rollout.base import RolloutEngine
 from flowgrpo_rc.run import assemble, make_processes
 from flowgrpo_rc.training.run_folder import RunFolder
 from flowgrpo_rc.training.trainer import Trainer
 
 config = to_config(compose_config(sys.argv[2:]))
 processes = make_processes(config)
-engine_class = load_class("flowgrpo_rc.rollout", config.rollout.name, RolloutEngine)
 folder = RunFolder(Path(config.trainer.output_dir))
-parts = assemble(config, folder, processes, config.read_prompts(), engine_class, first_step=0)
-trainer = Trainer(parts, None)
-trainer._step = 1
-request = trainer._request()
-chunks = list(parts.engine.generate(request))
+parts = assemble(config, folder, processes, config.read_prompts(), first_step=0)
+Trainer(parts, None)
+prompts = parts.source.prompts(1)
+request = parts.task.request(prompts, parts.source._seeds(prompts))
+chunks = list(parts.source.engine.generate(request))
 save_file(
     {
         "group": torch.cat([chunk.batch.group for chunk in chunks]),

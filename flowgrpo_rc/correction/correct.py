@@ -290,7 +290,7 @@ def _normalised(found: Correction, all_reduce: AllReduce) -> Correction:
 def _blocks(mask: Tensor) -> Iterator[slice]:
     rows, columns = mask.shape
     size = max(1, _BLOCK.get(mask.device.type, 2**20) // max(columns, 1))
-    return (slice(start, start + size) for start in range(0, rows, size))
+    return (slice(start, start + size) for start in range(0, max(rows, 1), size))  # without rows the names stay
 
 
 def _mean_parts(used: Tensor, counted: Tensor, *, per_step: bool) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,7 @@ def offpolicy_metrics(steps: Steps) -> MetricBag:
     bag.mean("chi2_seq", _chi2(safe_expm1(steps.total_B)), present_B)
     absolute = steps.log_ratio.abs()
     bag.ratio("logprob_abs_diff_mean", absolute.sum(), counted)
-    bag.max("logprob_abs_diff_max", absolute.amax(1), present_B)
+    bag.max("logprob_abs_diff_max", absolute, steps.valid)
     return bag
 
 

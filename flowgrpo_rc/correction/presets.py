@@ -205,7 +205,7 @@ def _geometric(threshold: Threshold, lower: float | None = None) -> dict[str, An
     return {
         "rollout_rs": "seq_mean_k1",
         "rollout_rs_threshold": threshold,
-        "rollout_rs_threshold_lower": None if isinstance(threshold, str) and "_" in threshold else lower,
+        "rollout_rs_threshold_lower": lower,
     }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flowgrpo_rc.core.kl import k1, k2
 from flowgrpo_rc.core.metrics import MetricBag, sample_std_from_moments, std_from_moments
@@ -41,7 +42,8 @@ def statistic(steps: Steps, band: Band) -> Tensor:
     if band.level == "token":
         return estimate
     if band.level == "seq_max":
-        return estimate.amax(1, keepdim=True)
+        # k2 and k3 are 0 where not valid and never below; the padding gives a row without any step its 0 too.
+        return pad(estimate, (0, 1)).amax(1, keepdim=True)
     total = estimate.sum(1, keepdim=True)
     return total if band.level == "seq_sum" else total / steps.count_B.clamp(min=1).unsqueeze(1)
 

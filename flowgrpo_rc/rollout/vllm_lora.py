@@ -44,7 +44,7 @@ class VllmAdapter:
         self.request = self._make_request(
             lora_name=f"policy_{self._count}", lora_int_id=self._count, lora_path=str(folder)
         )
-        if not self._engine.add_lora(self.request) or self._engine.list_loras() != {self._count}:
+        if not self._engine.add_lora(self.request) or list(self._engine.list_loras()) != [self._count]:
             raise RuntimeError(f"vLLM did not take over LoRA adapter {self._count}")
 
     def drop(self) -> None:

@@ -34,7 +34,8 @@ _FREE = (
 
 
 class RunFolder:
-    """Paths of a run: config.yaml, environment.json, metrics.jsonl, health.jsonl, samples/, checkpoints/, lora/."""
+    """Paths of a run: config.yaml, environment.json, metrics.jsonl, health.jsonl, samples/, checkpoints/, lora/ and, if
+    asked for, rollouts/."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -44,6 +45,7 @@ class RunFolder:
         self.samples = root / "samples"
         self.checkpoints = root / "checkpoints"
         self.lora = root / "lora"
+        self.rollouts = root / "rollouts"
 
     def samples_stem(self, step: int) -> Path:
         """The path of a step's held-out samples without its ending."""

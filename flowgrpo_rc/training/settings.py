@@ -50,7 +50,10 @@ class AlgorithmConfig:
 @dataclass(kw_only=True)
 class TrainerConfig:
     """save_freq and test_freq count steps (0: only at the end); max_time: seconds of this command, then the run
-    stops after the step with its state saved; mixed_precision: autocast of the training forward."""
+    stops after the step with its state saved; mixed_precision: autocast of the training forward.
+
+    save_rollouts: keep every step's trajectories in rollouts/, for `data.replay_dir` of another run.
+    """
 
     total_training_steps: int = 100
     save_freq: int = 20
@@ -65,6 +68,7 @@ class TrainerConfig:
     max_time: float | None = None
     device: str = "auto"
     mixed_precision: str = "no"
+    save_rollouts: bool = False
 
     def validate(self) -> None:
         for name, allowed in (("resume_mode", RESUME_MODES), ("mixed_precision", PRECISIONS), ("device", DEVICES)):

@@ -5,32 +5,31 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flowgrpo_rc.batch import Batch, Rewards, concat
+from flowgrpo_rc.batch import Batch, Rewards
 from flowgrpo_rc.core.advantages import group_relative
 from flowgrpo_rc.core.metrics import MetricBag, std_from_moments
-from flowgrpo_rc.core.random import derive_seed
 from flowgrpo_rc.correction.correct import (
     apply_bypass_mode,
     apply_rollout_correction_to_batch,
     require_rollout_log_probs,
 )
-from flowgrpo_rc.data.prompts import PromptSampler, shard
-from flowgrpo_rc.rewards.manager import RewardHandle, RewardManager
-from flowgrpo_rc.rollout.base import RolloutEngine, RolloutRequest
+from flowgrpo_rc.rewards.manager import RewardManager
 from flowgrpo_rc.training.checkpoint import Checkpoint, save_checkpoint
 from flowgrpo_rc.training.console import Console
 from flowgrpo_rc.training.ema import averaged_weights
-from flowgrpo_rc.training.evaluation import Evaluator, collect_rewards, record_rewards
+from flowgrpo_rc.training.evaluation import Evaluator, record_rewards
 from flowgrpo_rc.training.health import HealthMonitor
 from flowgrpo_rc.training.processes import Processes
+from flowgrpo_rc.training.rollout_files import Rollout, rollout_path, save_rollout
 from flowgrpo_rc.training.run_folder import RunFolder
+from flowgrpo_rc.training.source import RolloutSource
 from flowgrpo_rc.training.stopping import StopRequest
 from flowgrpo_rc.training.task import Task
 from flowgrpo_rc.training.tracking import MetricsFile, Trackers
@@ -47,9 +46,8 @@ class Components:
     config: Config
     processes: Processes
     folder: RunFolder
-    sampler: PromptSampler
     task: Task
-    engine: RolloutEngine[Any]
+    source: RolloutSource
     rewards: RewardManager
     update: PolicyUpdate
     evaluator: Evaluator
@@ -72,7 +70,7 @@ class Trainer:
             self._step = resumed.step
             parts.update.load(resumed.tensors, resumed.state["update"])
             parts.health.load_state_dict(resumed.state["health"])
-        parts.engine.sync_weights(parts.update.lora_state(), self._step)
+        parts.source.sync_weights(parts.update.lora_state(), self._step)
 
     def fit(self, stop: StopRequest) -> str | None:
         """Train to the end, or until `stop` asks; returns its reason, or None if the run is complete."""
@@ -98,49 +96,24 @@ class Trainer:
         self._step = step
         with self._timed("step"):
             with self._timed("rollout"):
-                batch, handles = self._rollout()
+                collected = self.parts.source.collect(step)
+            batch = collected.batch
+            self._bag.merge(self.parts.task.observe(batch))
             with self._timed("old_log_prob"):
                 batch = self._old_log_probs(batch)
             with self._timed("reward_wait"):
-                rewards = self._collect(handles)
+                rewards = collected.rewards()
+            record_rewards(self._bag, rewards, prefix="reward", total="mean")
+            if self.parts.config.trainer.save_rollouts:
+                self._save_rollout(collected.batch, rewards)
             batch = self._advantages(batch, rewards)
             with self._timed("update"):
                 samples = self.parts.config.samples_per_mini_batch(self.parts.processes.count)
                 self._bag.merge(self.parts.update.run(batch, samples), "actor")
             with self._timed("sync_weights"):
-                self.parts.engine.sync_weights(self.parts.update.lora_state(), self._step)
+                self.parts.source.sync_weights(self.parts.update.lora_state(), self._step)
         num_samples = len(batch) * self.parts.processes.count
         self._bag.min("perf/samples_per_second", torch.tensor(num_samples / self._seconds["step"]))
-
-    def _rollout(self) -> tuple[Batch, list[RewardHandle]]:
-        """Sample this process's share; samples go to the reward threads chunk by chunk."""
-        request = self._request()
-        chunks, handles = [], []
-        for chunk in self.parts.engine.generate(request):
-            require_rollout_log_probs(chunk.batch)
-            different = request.spec.differences(chunk.batch.spec)
-            if different:
-                raise RuntimeError(f"the rollout engine sampled with other settings: {'; '.join(different)}")
-            if chunk.policy_version != request.prompts.step - 1:
-                raise RuntimeError(f"the rollout engine sampled with the weights of step {chunk.policy_version}")
-            chunks.append(chunk.batch)
-            handles.append(self.parts.rewards.submit(chunk.samples, chunk.prompts))
-        batch = concat(chunks)
-        self._bag.merge(self.parts.task.observe(batch))
-        return batch, handles
-
-    def _request(self) -> RolloutRequest:
-        config, processes = self.parts.config, self.parts.processes
-        prompts = shard(
-            self.parts.sampler.step(self._step - 1),
-            step=self._step,
-            mini_batch_size=config.actor.ppo_mini_batch_size,
-            rank=processes.rank,
-            world_size=processes.count,
-        )
-        seed, n = config.trainer.seed, config.rollout.n
-        seeds = [derive_seed(seed, self._step, slot, index, "rollout") for slot in prompts.slots for index in range(n)]
-        return self.parts.task.request(prompts, seeds)
 
     def _old_log_probs(self, batch: Batch) -> Batch:
         """Bypass: old := rollout. Decoupled: recompute with the training graph, then correct once per batch."""
@@ -157,11 +130,10 @@ class Trainer:
         self._bag.merge(metrics, "rollout_corr")
         return batch
 
-    def _collect(self, handles: Sequence[RewardHandle]) -> Rewards:
-        """Wait for the rewards; RewardError if too many samples of the step have none."""
-        rewards = collect_rewards(self.parts.rewards, handles, self.parts.processes)
-        record_rewards(self._bag, rewards, prefix="reward", total="mean")
-        return rewards
+    def _save_rollout(self, batch: Batch, rewards: Rewards) -> None:
+        processes = self.parts.processes
+        path = rollout_path(self.parts.folder.rollouts, self._step, processes.rank, processes.count)
+        save_rollout(path, Rollout(batch, rewards))
 
     def _advantages(self, batch: Batch, rewards: Rewards) -> Batch:
         algorithm = self.parts.config.algorithm

@@ -1,0 +1,153 @@
+"""Where the trajectories of a step come from: an engine that samples them, or files that another run saved."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from flowgrpo_rc.batch import Batch, PromptBatch, Rewards, concat
+from flowgrpo_rc.core.random import derive_seed
+from flowgrpo_rc.correction.correct import require_rollout_log_probs
+from flowgrpo_rc.data.prompts import PromptSampler, shard
+from flowgrpo_rc.rewards.manager import RewardManager
+from flowgrpo_rc.rollout.base import RolloutConfig, RolloutEngine
+from flowgrpo_rc.training.evaluation import collect_rewards
+from flowgrpo_rc.training.processes import Processes
+from flowgrpo_rc.training.rollout_files import load_rollout, rollout_path
+from flowgrpo_rc.training.task import Task
+
+
+class Collected(NamedTuple):
+    """This process's part of a step; `rewards()` waits until they are known."""
+
+    batch: Batch
+    rewards: Callable[[], Rewards]
+
+
+class RolloutSource(ABC):
+    """Steps count from 1."""
+
+    @abstractmethod
+    def collect(self, step: int) -> Collected:
+        """The trajectories of a step."""
+
+    @abstractmethod
+    def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
+        """The trainer's LoRA after `version` steps."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what the source holds."""
+
+
+class EngineSource(RolloutSource):
+    """Samples with an engine; finished chunks go to the reward threads while the rest is sampled."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine[Any],
+        task: Task,
+        sampler: PromptSampler,
+        rewards: RewardManager,
+        processes: Processes,
+        config: RolloutConfig,
+        *,
+        mini_batch_size: int,
+        seed: int,
+    ) -> None:
+        self.engine = engine
+        self._task, self._sampler, self._rewards, self._processes = task, sampler, rewards, processes
+        self._n, self._mini_batch_size, self._seed = config.n, mini_batch_size, seed
+
+    def collect(self, step: int) -> Collected:
+        prompts = self.prompts(step)
+        request = self._task.request(prompts, self._seeds(prompts))
+        batches, handles = [], []
+        for chunk in self.engine.generate(request):
+            require_rollout_log_probs(chunk.batch)
+            different = request.spec.differences(chunk.batch.spec)
+            if different:
+                raise RuntimeError(f"the rollout engine sampled with other settings: {'; '.join(different)}")
+            if chunk.policy_version != step - 1:
+                raise RuntimeError(f"the rollout engine sampled with the weights of step {chunk.policy_version}")
+            batches.append(chunk.batch)
+            handles.append(self._rewards.submit(chunk.samples, chunk.prompts))
+        return Collected(concat(batches), lambda: collect_rewards(self._rewards, handles, self._processes))
+
+    def prompts(self, step: int) -> PromptBatch:
+        """This process's share of the step's prompts."""
+        return shard(
+            self._sampler.step(step - 1),
+            step=step,
+            mini_batch_size=self._mini_batch_size,
+            rank=self._processes.rank,
+            world_size=self._processes.count,
+        )
+
+    def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
+        self.engine.sync_weights(state, version)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _seeds(self, prompts: PromptBatch) -> list[int]:
+        slots, samples = prompts.slots, range(self._n)
+        return [derive_seed(self._seed, prompts.step, slot, index, "rollout") for slot in slots for index in samples]
+
+
+class ReplaySource(RolloutSource):
+    """Trajectories that another run saved, with the log-probs of the policy that sampled them; over and over.
+
+    Raises ValueError, before anything is trained, where the folder lacks files, they come from another number of
+    processes, or were sampled otherwise than the configuration says (their precision aside).
+    """
+
+    def __init__(self, folder: Path, task: Task, processes: Processes, config: RolloutConfig, *, samples: int) -> None:
+        self._processes = processes
+        self._paths = replay_files(folder, processes.rank, processes.count)
+        self._wanted = task.request(PromptBatch(step=1, prompts=[], slots=[]), []).spec
+        self._samples, self._n = samples, config.n
+        self._read(self._paths[0])
+
+    def collect(self, step: int) -> Collected:
+        batch, rewards = self._read(self._paths[(step - 1) % len(self._paths)])
+        return Collected(batch, lambda: rewards)
+
+    def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
+        """Nobody samples."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _read(self, path: Path) -> tuple[Batch, Rewards]:
+        batch, rewards = load_rollout(path, self._processes.device)
+        require_rollout_log_probs(batch)
+        there = dataclasses.replace(batch.spec, dtype=self._wanted.dtype)
+        different = self._wanted.differences(there) if type(there) is type(self._wanted) else ["another kind of model"]
+        if different:
+            raise ValueError(f"data.replay_dir: {path} was sampled with other settings ({'; '.join(different)})")
+        sizes = set(batch.group.unique(return_counts=True)[1].tolist())
+        if len(batch) != self._samples or sizes != {self._n}:
+            raise ValueError(
+                f"data.replay_dir: {path} has {len(batch)} samples in groups of {sorted(sizes)}; data.train_batch_size "
+                f"and rollout.n ask for {self._samples} in groups of {self._n}"
+            )
+        return batch, rewards
+
+
+def replay_files(folder: Path, rank: int, count: int) -> list[Path]:
+    """The saved steps of a process, in order. `folder` is a run's, or its rollouts/."""
+    inside = folder / "rollouts"
+    folder = inside if inside.is_dir() else folder
+    found = sorted(folder.glob(f"step_*_process_{rank}_of_{count}.safetensors"))
+    if not found:
+        others = sorted({path.stem.split("_of_")[-1] for path in folder.glob("step_*_process_*.safetensors")})
+        hint = f"they were saved by {', '.join(others)} processes" if others else "save some with trainer.save_rollouts"
+        name = rollout_path(folder, 1, rank, count).name
+        raise ValueError(f"data.replay_dir={folder} has no rollouts of this process, such as {name}: {hint}")
+    return found
