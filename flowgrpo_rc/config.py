@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.data.prompts import PromptSampler, read_prompts
 from flowgrpo_rc.losses.base import LossConfig
 from flowgrpo_rc.models.base import ModelConfig
@@ -54,6 +55,12 @@ class Config:
             diffusion_loss=self.actor.diffusion_loss,
             token_loss=self.actor.token_loss,
         )
+
+    def effective_correction(self) -> RolloutCorrectionConfig:
+        """The rollout correction with the denominator that the kind of model has where the user does not say."""
+        correction = self.algorithm.rollout_correction
+        own = "kept" if self.model.kind == "causal_lm" else "all"
+        return replace(correction, normalize=correction.normalize or own)
 
     def samples_per_step(self, num_processes: int) -> int:
         """Samples of a step on one process."""

@@ -102,7 +102,7 @@ def assemble(
             report_mismatch=config.algorithm.rollout_correction.bypass_mode,
         ),
         evaluator=Evaluator(task, held_out, config.rollout.val_kwargs, rewards),
-        health=HealthMonitor(config.algorithm.rollout_correction),
+        health=HealthMonitor(config.effective_correction()),
         console=Console(
             total_steps=config.trainer.total_training_steps,
             is_main=processes.is_main,

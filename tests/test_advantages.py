@@ -6,12 +6,15 @@ import math
 
 import pytest
 import torch
-from oracles import mean, on_shards, std
+from builders import diffusion_batch, on_shards, token_batch
+from oracles import mean, std
 from torch import Tensor
 
-from flowgrpo_rc.core.advantages import group_relative
+from flowgrpo_rc.core.advantages import ESTIMATORS, group_relative
+from flowgrpo_rc.training.trainer import wholly_rejected
 
 EPS = 1e-4
+OPTIONS = [{}, {"global_std": True}, {"norm_by_std": False}, {"norm_by_std": False, "leave_one_out": True}]
 
 
 def tensors(rewards: list[float], group: list[int], valid: list[bool] | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -19,7 +22,16 @@ def tensors(rewards: list[float], group: list[int], valid: list[bool] | None = N
     return torch.tensor(rewards, dtype=torch.float64), torch.tensor(group), torch.tensor(holds)
 
 
-def oracle(rewards: list[float], group: list[int], valid: list[bool], *, by_std: bool, global_std: bool) -> list[float]:
+def oracle(
+    rewards: list[float],
+    group: list[int],
+    valid: list[bool],
+    *,
+    by_std: bool,
+    global_std: bool,
+    others: bool = False,
+) -> list[float]:
+    """`others`: the baseline is the mean of the others of the group. The std is about the mean of all of it."""
     everything = [reward for reward, ok in zip(rewards, valid, strict=True) if ok]
     result = []
     for reward, own, ok in zip(rewards, group, valid, strict=True):
@@ -27,8 +39,9 @@ def oracle(rewards: list[float], group: list[int], valid: list[bool], *, by_std:
         if not ok or len(set(peers)) < 2:
             result.append(0.0)
             continue
+        baseline = (sum(peers) - reward) / (len(peers) - 1) if others else mean(peers)
         scale = (std(everything if global_std else peers) + EPS) if by_std else 1.0
-        result.append((reward - mean(peers)) / scale)
+        result.append((reward - baseline) / scale)
     return result
 
 
@@ -53,6 +66,35 @@ def test_global_std_by_hand():
     assert found.values.tolist() == pytest.approx([x / scale for x in (-0.5, 0.5, -2, 0, 2)], abs=1e-14)
 
 
+def test_rloo_by_hand():
+    """The others of (0, 1) are 1 and 0, those of (2, 4, 6) have means 5, 4 and 3."""
+    found = group_relative(*tensors([0, 1, 2, 4, 6], [7, 7, 3, 3, 3]), norm_by_std=False, leave_one_out=True)
+    assert found.values.tolist() == pytest.approx([-1, 1, -3, 0, 3], abs=1e-15)
+
+
+def test_the_estimators_are_these():
+    """(divide by a standard deviation, by that of the whole batch)."""
+    assert ESTIMATORS == {
+        "flow_grpo": (True, True),
+        "grpo": (True, False),
+        "dr_grpo": (False, False),
+        "rloo": (False, False),
+    }
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("failed", [(), (0, 5, 6), (4, 5, 6, 7), (0, 2, 9)])
+def test_every_estimator(estimator, failed):
+    by_std, global_std = ESTIMATORS[estimator]
+    rewards = torch.rand(12, generator=torch.Generator().manual_seed(7), dtype=torch.float64).tolist()
+    group = [5, -2, 5, 9, 9, 9, 9, 9, -2, 5, -2, 5]
+    valid, others = [index not in failed for index in range(12)], estimator == "rloo"
+    options = {"norm_by_std": by_std, "global_std": global_std, "leave_one_out": others}
+    found = group_relative(*tensors(rewards, group, valid), **options)
+    expect = oracle(rewards, group, valid, by_std=by_std, global_std=global_std, others=others)
+    assert found.values.tolist() == pytest.approx(expect, abs=1e-13)
+
+
 @pytest.mark.parametrize("by_std", [True, False])
 @pytest.mark.parametrize("global_std", [True, False])
 @pytest.mark.parametrize("failed", [(), (1,), (0, 5, 6), (4, 5, 6, 7)])
@@ -67,7 +109,7 @@ def test_random_groups_interleaved_and_with_failed_rewards(by_std, global_std, f
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e300])
-@pytest.mark.parametrize("options", [{}, {"global_std": True}, {"norm_by_std": False}])
+@pytest.mark.parametrize("options", OPTIONS)
 def test_an_invalid_sample_gets_zero_and_leaves_the_baseline(bad, options):
     valid = [True, True, False, True, True]
     found = group_relative(*tensors([0, 1, bad, 4, 6], [0, 0, 0, 1, 1], valid), **options)
@@ -77,7 +119,7 @@ def test_an_invalid_sample_gets_zero_and_leaves_the_baseline(bad, options):
 
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7, 1e-9, 123456.789])
-@pytest.mark.parametrize("options", [{}, {"global_std": True}, {"norm_by_std": False}])
+@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_rewards_give_exactly_zero_whatever_their_mean_rounds_to(value, options, dtype):
     rewards, group, valid = tensors([value] * 7 + [0.0, 1.0], [0] * 7 + [1] * 2)
@@ -87,7 +129,7 @@ def test_equal_rewards_give_exactly_zero_whatever_their_mean_rounds_to(value, op
     assert found.zero_std.tolist() == [True, False]
 
 
-@pytest.mark.parametrize("options", [{}, {"global_std": True}, {"norm_by_std": False}])
+@pytest.mark.parametrize("options", OPTIONS)
 def test_a_group_without_valid_samples_and_a_group_of_one(options):
     found = group_relative(*tensors([1, 2, 5, 3, 9], [0, 0, 1, 2, 2], [False, False, True, True, True]), **options)
     assert torch.isfinite(found.values).all()
@@ -95,7 +137,18 @@ def test_a_group_without_valid_samples_and_a_group_of_one(options):
     assert found.values[3] == -found.values[4] != 0
 
 
-@pytest.mark.parametrize("options", [{}, {"global_std": True}, {"norm_by_std": False}])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("members", [1, 2, 5])
+def test_a_group_left_with_one_valid_member_gets_zero(options, members):
+    """Its baseline would be its own reward, or nobody's: neither says anything about it."""
+    rewards, group = [5.0] * members + [0.0, 1.0], [0] * members + [1, 1]
+    valid = [index == 0 for index in range(members)] + [True, True]
+    found = group_relative(*tensors(rewards, group, valid), **options)
+    assert found.values[:members].tolist() == [0.0] * members
+    assert found.values[members:].abs().min() > 0.1
+
+
+@pytest.mark.parametrize("options", OPTIONS)
 def test_nothing_valid_gives_zeros(options):
     found = group_relative(*tensors([1, math.nan], [0, 1], [False, False]), **options)
     assert found.values.tolist() == [0, 0]
@@ -122,3 +175,13 @@ def test_processes_share_the_global_statistics_and_nothing_else(by_std, global_s
         return group_relative(rewards[part], group[part], valid[part], **options).values
 
     torch.testing.assert_close(torch.cat(on_shards(2, work)), whole.values, rtol=0, atol=1e-12)
+
+
+def test_a_sample_is_wholly_rejected_if_it_has_steps_and_keeps_none():
+    mask = torch.tensor([[1, 1, 0], [1, 1, 0], [0, 0, 0], [1, 1, 1]], dtype=torch.bool)
+    kept = torch.tensor([[0, 0, 1], [0, 1, 1], [0, 0, 0], [0, 0, 0]], dtype=torch.bool)
+    zero = torch.zeros(4, 3)
+    text = token_batch(zero, mask, rejection_mask=kept)
+    assert wholly_rejected(text).tolist() == [True, False, False, True]
+    assert wholly_rejected(diffusion_batch(zero, rejection_mask=kept)).tolist() == [False, False, True, True]
+    assert wholly_rejected(text.replace(rejection_mask=None)).tolist() == [False] * 4

@@ -20,6 +20,7 @@ class Settings:
     rollout_is: str | None = "sequence"
     rollout_is_threshold: float | str = 2.0
     rollout_rs: str | None = "seq_mean_k1"
+    normalize: str | None = None
 
 
 HEALTHY = {
@@ -41,6 +42,7 @@ EDGES = [
     ("rollout_is_max", 1.999, 2.5, "rollout_is_threshold"),
     ("rollout_is_mean", 0.5, 0.499, "rollout.calculate_log_probs=True"),
     ("rollout_is_mean", 2.0, 2.001, "rollout.calculate_log_probs=True"),
+    ("rollout_is_veto_fraction", 0.1, 0.101, "rollout_token_veto_threshold"),
     ("rollout_is_eff_sample_size", 0.3, 0.299, "rollout_is=token"),
     ("rollout_is_std", 1.0, 1.001, "rollout_is_threshold"),
     ("kl", 0.1, 0.101, "actor.optim.lr"),
@@ -56,8 +58,8 @@ def named(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
 @pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize(("metric", "healthy", "ill", "key"), EDGES)
 def test_rule_flips_at_its_threshold(prefix: str, metric: str, healthy: float, ill: float, key: str) -> None:
-    assert check_rollout_correction_health(named(prefix, HEALTHY | {metric: healthy}), Settings()) == []
-    warnings = check_rollout_correction_health(named(prefix, HEALTHY | {metric: ill}), Settings())
+    assert check_rollout_correction_health(named(prefix, HEALTHY | {metric: healthy}), Settings())
+    warnings = check_rollout_correction_health(named(prefix, HEALTHY | {metric: ill}), Settings()).warnings
     assert len(warnings) == 1
     assert warnings[0].startswith(f"{prefix}{metric} is {ill:.4g}, ")
     assert key in warnings[0]
@@ -66,7 +68,7 @@ def test_rule_flips_at_its_threshold(prefix: str, metric: str, healthy: float, i
 
 def test_rejection_above_ten_percent_also_dilutes() -> None:
     at, above = (
-        check_rollout_correction_health({"rollout_corr/rollout_rs_seq_masked_fraction": value}, Settings())
+        check_rollout_correction_health({"rollout_corr/rollout_rs_seq_masked_fraction": value}, Settings()).warnings
         for value in (0.10, 0.11)
     )
     assert len(at) == 1
@@ -74,19 +76,27 @@ def test_rejection_above_ten_percent_also_dilutes() -> None:
     assert "above 0.1:" in above[1]
     assert "dilute" in above[1]
     assert "rollout_rs_threshold of seq_mean_k1" in above[1]
+    kept = Settings(normalize="kept")
+    assert len(check_rollout_correction_health({"rollout_corr/rollout_rs_seq_masked_fraction": 0.5}, kept).warnings) == 1
+
+
+def test_slime_names_are_judged_too() -> None:
+    found = check_rollout_correction_health({"rollout_corr/mismatch_kl": 0.2}, Settings())
+    assert "mismatch_kl is 0.2" in found.warnings[0]
 
 
 def test_clipping_of_more_than_half_the_steps() -> None:
-    assert check_rollout_correction_health({"actor/clip_fraction": 0.5}, Settings()) == []
-    (warning,) = check_rollout_correction_health({"actor/clip_fraction": 0.51}, Settings())
+    assert check_rollout_correction_health({"actor/clip_fraction": 0.5}, Settings())
+    (warning,) = check_rollout_correction_health({"actor/clip_fraction": 0.51}, Settings()).warnings
     assert "bypass_mode=False or raise actor.diffusion_loss.clip_ratio" in warning
-    (warning,) = check_rollout_correction_health({"actor/clip_fraction": 0.51}, Settings(bypass_mode=False))
+    (warning,) = check_rollout_correction_health({"actor/clip_fraction": 0.51}, Settings(bypass_mode=False)).warnings
     assert "bypass_mode" not in warning
 
 
 def test_decoupled_mode_is_not_told_to_become_decoupled() -> None:
     ill = {f"rollout_corr/{metric}": value for metric, _, value, _ in EDGES}
-    assert not any("bypass_mode" in text for text in check_rollout_correction_health(ill, Settings(bypass_mode=False)))
+    found = check_rollout_correction_health(ill, Settings(bypass_mode=False))
+    assert not any("bypass_mode" in text for text in found.warnings)
 
 
 @pytest.mark.parametrize(
@@ -101,18 +111,18 @@ def test_decoupled_mode_is_not_told_to_become_decoupled() -> None:
     ],
 )
 def test_pinned_weight_knows_its_bound(settings: Settings, expected: int) -> None:
-    assert len(check_rollout_correction_health({"rollout_corr/rollout_is_max": 3.0}, settings)) == expected
+    assert len(check_rollout_correction_health({"rollout_corr/rollout_is_max": 3.0}, settings).warnings) == expected
 
 
 def test_absent_metrics_are_no_error() -> None:
-    assert check_rollout_correction_health({}, Settings()) == []
-    assert check_rollout_correction_health({"reward/mean": math.nan, "timing_s/update": 3.0}, Settings()) == []
+    assert check_rollout_correction_health({}, Settings())
+    assert check_rollout_correction_health({"reward/mean": math.nan, "timing_s/update": 3.0}, Settings())
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None])
 def test_non_finite_value_is_one_warning(value: float | None) -> None:
     metrics = {"actor/pg_loss": value, "actor/rollout_corr/kl": value, "actor/lr": 1e-4}
-    (warning,) = check_rollout_correction_health(metrics, Settings())
+    (warning,) = check_rollout_correction_health(metrics, Settings()).warnings
     assert "actor/pg_loss (and 1 more) is not finite" in warning
 
 

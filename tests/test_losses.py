@@ -7,11 +7,23 @@ import math
 import oracles
 import pytest
 import torch
-from oracles import CRITERIA, diffusion_batch, loss_config, ppo
+from builders import (
+    assert_same,
+    diffusion_batch,
+    expected,
+    gradient_of,
+    loss_config,
+    on_shards,
+    pieces,
+    reference_loss,
+    settings,
+)
+from oracles import CRITERIA, LEVELS, Clip, Rule, ppo
 from torch import Tensor
 
 from flowgrpo_rc import (
     DiffusionLossConfig,
+    LossConfig,
     RolloutCorrectionConfig,
     apply_bypass_mode_to_diffusion_batch,
     apply_rollout_correction_to_diffusion_batch,
@@ -19,9 +31,12 @@ from flowgrpo_rc import (
 )
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.losses.base import denominator
+from flowgrpo_rc.losses.diffusion import diffusion_terms
 
 ADV_CLIP = 1.5
-LEVELS = ("token", "sequence")
+CLIP = Clip(0.1, 0.1)
+REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}
 
 
 def drawn(scale: float = 0.3, shape: tuple[int, int] = (8, 3)) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -32,48 +47,42 @@ def drawn(scale: float = 0.3, shape: tuple[int, int] = (8, 3)) -> tuple[Tensor, 
     return rollout, old, old + scale * moves[1], 1.5 * advantages
 
 
+def everything(values: Tensor) -> Tensor:
+    return torch.ones_like(values, dtype=torch.bool)
+
+
 def bypass(rollout: Tensor, advantages: Tensor) -> DiffusionBatch:
     return apply_bypass_mode_to_diffusion_batch(diffusion_batch(rollout, advantages=advantages))
 
 
-def value_and_gradient(config, log_probs: Tensor, batch: DiffusionBatch, **options) -> tuple[float, Tensor, MetricBag]:
-    log_probs = log_probs.detach().clone().requires_grad_()
-    loss, metrics = diffusion_loss(config, log_probs, batch, **options)
-    assert loss.ndim == 0
-    loss.backward()
-    return loss.item(), log_probs.grad, metrics
+def value_and_gradient(config: LossConfig, log_probs: Tensor, batch: DiffusionBatch) -> tuple[float, Tensor, MetricBag]:
+    found = gradient_of(lambda x: diffusion_loss(config, x, batch)[0], log_probs)
+    return *found, diffusion_loss(config, log_probs, batch)[1]
 
 
-def gradient_of(total, log_probs: Tensor) -> tuple[float, Tensor]:
-    leaf = log_probs.detach().clone().requires_grad_()
-    loss = total(leaf)
-    loss.backward()
-    return loss.item(), leaf.grad
-
-
-def assert_equal(found: tuple[float, Tensor, MetricBag], expect: tuple[float, Tensor]) -> None:
-    assert found[0] == pytest.approx(expect[0], abs=1e-12)
-    torch.testing.assert_close(found[1], expect[1], rtol=1e-11, atol=1e-14)
-    assert found[1].abs().max() > 0
+def reference(config: LossConfig, rule: Rule, now: Tensor, *tensors: Tensor) -> tuple[float, Tensor]:
+    """`tensors`: rollout, old, advantages. Rejected steps stay in the mean unless the setting says otherwise."""
+    kept = config.rollout_correction.normalize == "kept"
+    total = reference_loss(
+        config,
+        rule._replace(over_kept=kept),
+        *tensors,
+        everything(now),
+        clip=CLIP,
+        aggregation="token-mean",
+        counts_kept=kept,
+    )
+    return gradient_of(total, now)
 
 
 BOUNDS = {"token_k2": 0.05, "token_k3": 0.05, "seq_sum_k2": 0.18, "seq_sum_k3": 0.18, "seq_mean_k2": 0.06}
 BOUNDS |= {"seq_mean_k3": 0.06, "seq_max_k2": 0.12, "seq_max_k3": 0.12}
 
 
-def bounds_of(criterion: str) -> tuple[float, float]:
-    return (-math.inf, BOUNDS[criterion]) if criterion in BOUNDS else (0.75, 1.4)
-
-
-def spec_of(criterion: str) -> str:
-    return str(BOUNDS[criterion]) if criterion in BOUNDS else "0.75_1.4"
-
-
-def keep(criterion: str | None, difference: Tensor) -> Tensor:
-    valid = torch.ones_like(difference, dtype=torch.bool).tolist()
+def bands_of(criterion: str | None) -> tuple[tuple[str, float, float], ...]:
     if criterion is None:
-        return torch.tensor(valid)
-    return torch.tensor(oracles.kept(criterion, *bounds_of(criterion), difference.tolist(), valid))
+        return ()
+    return ((criterion, 0.0, BOUNDS[criterion]),) if criterion in BOUNDS else ((criterion, 0.75, 1.4),)
 
 
 # PPO clip -----------------------------------------------------------------------------------------------------------
@@ -86,22 +95,21 @@ def test_bypass_is_plain_ppo_on_the_rollout_log_probs(clip, level):
     rollout, _, now, advantages = drawn()
     config = loss_config(RolloutCorrectionConfig(bypass_mode=True, rollout_is=level), clip=clip, adv_clip=ADV_CLIP)
     held = advantages.clamp(-ADV_CLIP, ADV_CLIP)
-    expect = gradient_of(lambda x: ppo(x, rollout, held, clip).mean(), now)
-    assert_equal(value_and_gradient(config, now, bypass(rollout, advantages)), expect)
+    expect = gradient_of(lambda x: ppo(x, rollout, held, Clip(clip, clip)).mean(), now)
+    assert_same(value_and_gradient(config, now, bypass(rollout, advantages))[:2], expect)
 
 
 @pytest.mark.parametrize("criterion", CRITERIA)
 @pytest.mark.parametrize("num_steps", [1, 3])
 def test_bypass_with_rejection_leaves_out_what_the_criterion_rejects(criterion, num_steps):
     rollout, _, now, advantages = drawn(shape=(8, num_steps))
-    correction = RolloutCorrectionConfig(
-        bypass_mode=True, rollout_is="sequence", rollout_rs=criterion, rollout_rs_threshold=spec_of(criterion)
-    )
-    kept = keep(criterion, now - rollout)
+    rule = Rule("sequence", bands=bands_of(criterion))
+    config = loss_config(RolloutCorrectionConfig(bypass_mode=True, **settings(rule)))
+    kept = torch.tensor(expected(now, rollout, everything(now), rule).kept)
     assert 0 < kept.sum() < kept.numel()
-    expect = gradient_of(lambda x: (ppo(x, rollout, advantages, 0.1)[kept]).sum() / kept.numel(), now)
-    found = value_and_gradient(loss_config(correction), now, bypass(rollout, advantages))
-    assert_equal(found, expect)
+    expect = gradient_of(lambda x: (ppo(x, rollout, advantages, CLIP)[kept]).sum() / kept.numel(), now)
+    found = value_and_gradient(config, now, bypass(rollout, advantages))
+    assert_same(found[:2], expect)
     assert torch.count_nonzero(found[1][~kept]) == 0
     values = found[2].compute()
     assert values["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx((~kept).double().mean().item())
@@ -110,26 +118,15 @@ def test_bypass_with_rejection_leaves_out_what_the_criterion_rejects(criterion, 
 @pytest.mark.parametrize("level", [None, *LEVELS])
 @pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.parametrize("criterion", [None, "token_k1", "seq_mean_k1", "seq_max_k2"])
-def test_decoupled_multiplies_by_the_weights_of_the_kept_steps(level, normalised, criterion):
+@pytest.mark.parametrize("normalize", [None, "kept"])
+def test_decoupled_multiplies_by_the_weights_of_the_kept_steps(level, normalised, criterion, normalize):
     rollout, old, now, advantages = drawn()
-    correction = RolloutCorrectionConfig(
-        rollout_is=level,
-        rollout_is_threshold=1.2,
-        rollout_is_batch_normalize=normalised and level is not None,
-        rollout_rs=criterion,
-        rollout_rs_threshold=None if criterion is None else spec_of(criterion),
-    )
+    rule = Rule(level, upper=1.2, bands=bands_of(criterion), normalise=normalised and level is not None)
+    config = loss_config(RolloutCorrectionConfig(**settings(rule) | {"normalize": normalize}))
     full = diffusion_batch(rollout, old_log_probs=old, advantages=advantages)
-    batch, _ = apply_rollout_correction_to_diffusion_batch(full, correction)
-    valid = torch.ones(8, 3, dtype=torch.bool).tolist()
-    weights = torch.ones(8, 3, dtype=torch.float64)
-    if level is not None:
-        listed = oracles.weights(level, 1.2, (old - rollout).tolist(), valid)
-        weights = torch.tensor(listed, dtype=torch.float64)
-        weights = weights / oracles.normaliser(level, listed, valid) if normalised else weights
-    kept = keep(criterion, old - rollout)
-    expect = gradient_of(lambda x: (weights * ppo(x, old, advantages, 0.1))[kept].sum() / 24, now)
-    assert_equal(value_and_gradient(loss_config(correction), now, batch), expect)
+    batch, _ = apply_rollout_correction_to_diffusion_batch(full, config.rollout_correction)
+    expect = reference(config, rule, now, rollout, old, advantages)
+    assert_same(value_and_gradient(config, now, batch)[:2], expect)
 
 
 @pytest.mark.parametrize("level", [None, *LEVELS])
@@ -198,26 +195,17 @@ def test_ratio_moments_keep_their_digits_at_the_scale_of_diffusion():
 
 @pytest.mark.parametrize("level", [None, *LEVELS])
 @pytest.mark.parametrize("criterion", [None, "token_k1", "seq_sum_k1", "seq_mean_k3"])
-def test_reinforce_is_minus_advantage_weight_log_prob_with_the_weight_detached(level, criterion):
-    rollout, _, now, advantages = drawn()
-    correction = RolloutCorrectionConfig(
-        bypass_mode=True,
-        loss_type="reinforce",
-        rollout_is=level,
-        rollout_is_threshold=1.2,
-        rollout_rs=criterion,
-        rollout_rs_threshold=None if criterion is None else spec_of(criterion),
-    )
-    valid = torch.ones(8, 3, dtype=torch.bool).tolist()
-    weights = torch.ones(8, 3, dtype=torch.float64)
-    if level is not None:
-        weights = torch.tensor(oracles.weights(level, 1.2, (now - rollout).tolist(), valid), dtype=torch.float64)
-    kept = keep(criterion, now - rollout)
+@pytest.mark.parametrize("normalised", [False, True])
+def test_reinforce_is_minus_advantage_weight_log_prob_with_the_weight_detached(level, criterion, normalised):
+    rollout, old, now, advantages = drawn()
+    rule = Rule(level, upper=1.2, bands=bands_of(criterion), normalise=normalised and level is not None)
+    config = loss_config(RolloutCorrectionConfig(**settings(rule), **REINFORCE), adv_clip=ADV_CLIP)
     held = advantages.clamp(-ADV_CLIP, ADV_CLIP)
-    expect = gradient_of(lambda x: -(held * weights * x)[kept].sum() / 24, now)
-    found = value_and_gradient(loss_config(correction, adv_clip=ADV_CLIP), now, bypass(rollout, advantages))
-    assert_equal(found, expect)
-    closed = torch.where(kept, -held * weights / 24, torch.zeros_like(now))
+    found = value_and_gradient(config, now, bypass(rollout, advantages))
+    assert_same(found[:2], reference(config, rule, now, rollout, old, held))
+    correct = expected(now, rollout, everything(now), rule)
+    weights = torch.tensor(correct.weights or torch.ones_like(now).tolist(), dtype=torch.float64)
+    closed = torch.where(torch.tensor(correct.kept), -held * weights / 24, 0.0)
     torch.testing.assert_close(found[1], closed, rtol=1e-12, atol=0)
 
 
@@ -229,6 +217,7 @@ LOSSES = [
     RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce"),
     RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce", rollout_is="token"),
     RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce", rollout_is="sequence"),
+    RolloutCorrectionConfig(bypass_mode=True, normalize="kept", rollout_token_veto_threshold=1e-9),
 ]
 
 
@@ -242,12 +231,13 @@ def test_a_row_that_is_not_finite_leaves_everything_else_as_it_was(correction, d
     rollout, _, now, advantages = (x.to(dtype) for x in drawn(shape=(6, 1)))
     rollout[2], now[2] = rolled, current
     others = torch.tensor([0, 1, 3, 4, 5])
-    found = value_and_gradient(loss_config(correction), now, bypass(rollout, advantages), num_elements=6)
-    without = value_and_gradient(
-        loss_config(correction), now[others], bypass(rollout[others], advantages[others]), num_elements=6
-    )
-    assert found[0] == pytest.approx(without[0], rel=1e-6 if dtype == torch.float32 else 1e-13)
-    assert torch.equal(found[1][others], without[1])
+    config = loss_config(correction)
+    found = value_and_gradient(config, now, bypass(rollout, advantages))
+    without = value_and_gradient(config, now[others], bypass(rollout[others], advantages[others]))
+    share = 1 if correction.normalize == "kept" else 5 / 6
+    accuracy = 1e-6 if dtype == torch.float32 else 1e-13
+    assert found[0] == pytest.approx(without[0] * share, rel=accuracy)
+    torch.testing.assert_close(found[1][others], without[1] * share, rtol=accuracy, atol=0)
     assert found[1][2].item() == 0
     assert all(math.isfinite(value) for value in found[2].compute().values())
 
@@ -301,70 +291,94 @@ def test_a_mask_on_the_batch_also_holds_in_bypass():
     mask = torch.ones(8, 3, dtype=torch.bool)
     mask[0], mask[3, 1] = False, False
     batch = bypass(rollout, advantages).replace(rejection_mask=mask)
-    expect = gradient_of(lambda x: ppo(x, rollout, advantages, 0.1)[mask].sum() / 24, now)
-    assert_equal(value_and_gradient(loss_config(RolloutCorrectionConfig(bypass_mode=True)), now, batch), expect)
+    expect = gradient_of(lambda x: ppo(x, rollout, advantages, CLIP)[mask].sum() / 24, now)
+    config = loss_config(RolloutCorrectionConfig(bypass_mode=True))
+    assert_same(value_and_gradient(config, now, batch)[:2], expect)
 
 
 # Denominator, pieces, errors ----------------------------------------------------------------------------------------
 
 
-def test_rejected_steps_stay_in_the_denominator():
+@pytest.mark.parametrize(("normalize", "all_count"), [(None, True), ("all", True), ("kept", False)])
+def test_rejected_steps_stay_in_the_denominator_unless_only_kept_ones_count(normalize, all_count):
     rollout, _, now, advantages = drawn()
-    correction = RolloutCorrectionConfig(bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold="0.75_1.4")
-    kept = keep("token_k1", now - rollout)
+    rule = Rule(bands=bands_of("token_k1"))
+    correction = RolloutCorrectionConfig(bypass_mode=True, **settings(rule) | {"normalize": normalize})
+    kept = torch.tensor(expected(now, rollout, everything(now), rule).kept)
     value, _, metrics = value_and_gradient(loss_config(correction), now, bypass(rollout, advantages))
-    total = ppo(now, rollout, advantages, 0.1)[kept].sum().item()
-    assert value == pytest.approx(total / 24, abs=1e-13)
-    assert metrics.compute()["pg_loss"] == pytest.approx(total / 24, abs=1e-13)
+    total = ppo(now, rollout, advantages, CLIP)[kept].sum().item()
+    expect = total / (24 if all_count else kept.sum().item())
+    assert value == pytest.approx(expect, abs=1e-13)
+    assert metrics.compute()["pg_loss"] == pytest.approx(expect, abs=1e-13)
 
 
-@pytest.mark.parametrize("num_elements", [24, 48, 7])
-def test_num_elements_is_the_denominator(num_elements):
-    rollout, _, now, advantages = drawn()
-    config = loss_config(RolloutCorrectionConfig(bypass_mode=True))
-    batch = bypass(rollout, advantages)
-    alone = value_and_gradient(config, now, batch)
-    found = value_and_gradient(config, now, batch, num_elements=num_elements)
-    assert found[0] == pytest.approx(alone[0] * 24 / num_elements, abs=1e-14)
-    torch.testing.assert_close(found[1], alone[1] * 24 / num_elements, rtol=1e-13, atol=0)
+STEPWISE = Rule("token", bands=(("token_k1", 0.7, 1.5),))
+SPLIT = [
+    (STEPWISE, {"bypass_mode": True}),
+    (STEPWISE, REINFORCE),
+    (STEPWISE._replace(normalise=True), REINFORCE),
+    (STEPWISE._replace(mode="icepop", lower=0.6, upper=1.5, normalise=True), REINFORCE),
+    (Rule("sequence", upper=1.3, normalise=True), {}),
+    (Rule("geometric", "mask", 0.8, 1.2), {}),
+]
 
 
-STEPWISE = {"bypass_mode": True, "rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.7_1.5"}
+def summed(config: LossConfig, now: Tensor, batches: list[DiffusionBatch], reduce=None):
+    """As the update does it: each SDE step of each micro-batch alone, then one division."""
+    leaf, bag, parts, start = now.detach().clone().requires_grad_(), MetricBag(), torch.zeros(3).double(), 0
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in batches:
+        for t in range(batch.num_steps):
+            terms = diffusion_terms(config, leaf[start : start + len(batch), t : t + 1], batch.step(t))
+            terms.total.backward()
+            total, parts = total + terms.total.detach(), parts + terms.parts()
+            bag.merge(terms.metrics)
+        start += len(batch)
+    add = reduce["sum"] if reduce else lambda value: value
+    scale = denominator(parts, add)
+    return (add(total) / scale).item(), leaf.grad / scale, bag
 
 
-@pytest.mark.parametrize(
-    "correction",
-    [
-        RolloutCorrectionConfig(**STEPWISE),
-        RolloutCorrectionConfig(**STEPWISE, loss_type="reinforce"),
-        RolloutCorrectionConfig(rollout_is="sequence"),
-    ],
-)
+def filled(config: LossConfig, rows: slice = slice(None), **options) -> DiffusionBatch:
+    rollout, old, _, advantages = (x[rows] for x in drawn())
+    if config.rollout_correction.bypass_mode:
+        return bypass(rollout, advantages)
+    full = diffusion_batch(rollout, old_log_probs=old, advantages=advantages)
+    return apply_rollout_correction_to_diffusion_batch(full, config.rollout_correction, **options)[0]
+
+
+@pytest.mark.parametrize(("rule", "mode"), SPLIT)
+@pytest.mark.parametrize("normalize", ["all", "kept"])
 @pytest.mark.parametrize("cuts", [[4], [1, 2, 7]])
-def test_micro_batches_and_steps_add_up(correction, cuts):
+def test_micro_batches_and_steps_add_up(rule, mode, normalize, cuts):
     """Split by rows and, where no level spans the window, by SDE steps as the trainer does."""
     rollout, old, now, advantages = drawn()
-    if correction.bypass_mode:
-        batch = bypass(rollout, advantages)
-    else:
-        full = diffusion_batch(rollout, old_log_probs=old, advantages=advantages)
-        batch, _ = apply_rollout_correction_to_diffusion_batch(full, correction)
-    config = loss_config(correction)
-    whole = value_and_gradient(config, now, batch)
-    total, gradient, bag = 0.0, torch.zeros_like(now), MetricBag()
-    for start, stop in zip([0, *cuts], [*cuts, 8], strict=True):
-        for t in range(3):
-            piece = batch.rows(start, stop).step(t)
-            found = value_and_gradient(config, now[start:stop, t : t + 1], piece, num_elements=24)
-            total += found[0]
-            gradient[start:stop, t : t + 1] = found[1]
-            bag.merge(found[2])
-    assert total == pytest.approx(whole[0], abs=1e-12)
-    torch.testing.assert_close(gradient, whole[1], rtol=0, atol=1e-12)
-    values, expect = bag.compute(), whole[2].compute()
-    spans_the_window = {name for name in expect if "ppl" in name or "seq" in name}
-    compared = {name: value for name, value in expect.items() if name not in spans_the_window}
+    config = loss_config(RolloutCorrectionConfig(**settings(rule) | mode | {"normalize": normalize}))
+    batch = filled(config)
+    *found, bag = summed(config, now, pieces(batch, cuts))
+    assert_same(found, reference(config, rule, now, rollout, old, advantages))
+    values, expect = bag.compute(), diffusion_loss(config, now, batch)[1].compute()
+    spans_the_window = {name for name in expect if "ppl" in name or "seq" in name or name.endswith("rejected_ratio")}
+    compared = {name: expect[name] for name in expect.keys() - spans_the_window}
     assert {name: values[name] for name in compared} == pytest.approx(compared, abs=1e-12)
+
+
+@pytest.mark.parametrize(("rule", "mode"), SPLIT)
+@pytest.mark.parametrize("normalize", ["all", "kept"])
+@pytest.mark.parametrize("parts", [[slice(0, 3), slice(3, 8)], [slice(0, 1), slice(1, 2), slice(2, 8)]])
+def test_processes_add_up(rule, mode, normalize, parts):
+    rollout, old, now, advantages = drawn()
+    config = loss_config(RolloutCorrectionConfig(**settings(rule) | mode | {"normalize": normalize}))
+    expect = reference(config, rule, now, rollout, old, advantages)
+
+    def work(rank, reduce):
+        batch = filled(config, parts[rank], all_reduce=reduce["sum"])
+        return summed(config, now[parts[rank]], [batch], reduce)[:2]
+
+    results = on_shards(len(parts), work)
+    gradient = torch.cat([gradient for _, gradient in results])
+    for loss, _ in results:
+        assert_same((loss, gradient), expect)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from flowgrpo_rc.correction.naming import other_names
+
 DECOUPLED_PREFIX = "rollout_corr/"
 BYPASS_PREFIX = "actor/rollout_corr/"
 
@@ -29,10 +31,13 @@ class CorrectionSettings(Protocol):
     def rollout_is(self) -> str | None: ...
 
     @property
-    def rollout_is_threshold(self) -> float | str: ...
+    def rollout_is_threshold(self) -> Any: ...
 
     @property
-    def rollout_rs(self) -> str | None: ...
+    def rollout_rs(self) -> Any: ...
+
+    @property
+    def normalize(self) -> str | None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,8 +94,14 @@ def _drift(config: CorrectionSettings) -> str:
     return f"the rollout drifts away from the training graph; {_narrow_the_gap(config)}, or tighten {_band(config)}"
 
 
+def _diluted(value: float, config: CorrectionSettings) -> str | None:
+    """Only where rejected steps stay in the denominator."""
+    return None if config.normalize == "kept" else _above(0.10)(value, config)
+
+
 def _dilution(config: CorrectionSettings) -> str:
-    return f"rejected samples stay in the mean and dilute the gradient; widen {_band(config)}"
+    widen = f"widen {_band(config)}, or set {_KEY}.normalize=kept"
+    return f"rejected samples stay in the mean and dilute the gradient; {widen}"
 
 
 def _band(config: CorrectionSettings) -> str:
@@ -103,13 +114,13 @@ _SPREAD = f"few samples carry the gradient; lower {_KEY}.rollout_is_threshold or
 
 
 def _clipping(reason: str) -> Callable[[CorrectionSettings], str]:
-    widen = "raise actor.diffusion_loss.clip_ratio"
+    widen = "raise actor.diffusion_loss.clip_ratio (for text actor.token_loss.clip_ratio_low and clip_ratio_high)"
     return lambda config: f"{reason}; {f'set {_KEY}.bypass_mode=False or ' if config.bypass_mode else ''}{widen}"
 
 
 _RULES = (
     _Rule(name="drift", metric="rollout_rs_seq_masked_fraction", judge=_above(0.05), advice=_drift),
-    _Rule(name="dilution", metric="rollout_rs_seq_masked_fraction", judge=_above(0.10), advice=_dilution),
+    _Rule(name="dilution", metric="rollout_rs_seq_masked_fraction", judge=_diluted, advice=_dilution),
     _Rule(
         name="log_ppl",
         metric="log_ppl_abs_diff",
@@ -129,6 +140,14 @@ _RULES = (
         advice=lambda config: (
             f"the shift is systematic; check that rollout.calculate_log_probs=True and the sampler's settings "
             f"agree on both sides, and {_narrow_the_gap(config)}"
+        ),
+    ),
+    _Rule(
+        name="veto",
+        metric="rollout_is_veto_fraction",
+        judge=_above(0.1),
+        advice=lambda config: (
+            f"single steps are far off; {_narrow_the_gap(config)}, or lower {_KEY}.rollout_token_veto_threshold"
         ),
     ),
     _Rule(name="ess", metric="rollout_is_eff_sample_size", judge=_below(0.3), advice=lambda _: _SPREAD),
@@ -154,18 +173,29 @@ _RULES = (
 )
 
 
-def check_rollout_correction_health(metrics: Mapping[str, float | None], config: CorrectionSettings) -> list[str]:
-    """One sentence per rule that holds: the measured value, its threshold, and the key to change. Empty if healthy.
+@dataclass(frozen=True, slots=True)
+class Health:
+    """True if healthy. warnings: one sentence per rule that holds, with the measured value, its threshold and the key
+    to change."""
+
+    warnings: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return not self.warnings
+
+
+def check_rollout_correction_health(metrics: Mapping[str, float | None], config: CorrectionSettings) -> Health:
+    """Whether a step's correction metrics look healthy.
 
     metrics: of one step, under `rollout_corr/` (decoupled) or `actor/rollout_corr/` (bypass). None stands for a
         value that was not finite, as in metrics.jsonl.
     """
-    return [finding.message for finding in _findings(metrics, config) if finding.message is not None]
+    return Health(tuple(finding.message for finding in _findings(metrics, config) if finding.message is not None))
 
 
 def correction_metric_name(metrics: Mapping[str, Any], name: str) -> str | None:
-    """The full name under which `metrics` holds the correction metric `name`, or None."""
-    candidates = (DECOUPLED_PREFIX + name, BYPASS_PREFIX + name)
+    """The full name under which `metrics` holds the correction metric `name`, verl's or slime's, or None."""
+    candidates = [prefix + known for known in other_names(name) for prefix in (DECOUPLED_PREFIX, BYPASS_PREFIX)]
     return next((candidate for candidate in candidates if candidate in metrics), None)
 
 

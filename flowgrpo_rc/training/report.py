@@ -95,16 +95,17 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def plot_rollout_correction(history: Sequence[Row] | Path | str, path: Path | str) -> Path:
+def plot_rollout_correction(
+    history: Sequence[Row] | Mapping[str, Sequence[float]] | Path | str, path: Path | str
+) -> Path:
     """Draws six panels of the correction metrics by step into `path`, whose ending names the format (png, svg, pdf).
 
-    history: the rows of a run, or the path of its metrics.jsonl; either prefix. A row without `step` counts by its
-        position. Raises ValueError where no row holds a correction metric.
+    history: the rows of a run, the path of its metrics.jsonl, or a list of values for each metric; either prefix. A row
+        without `step` counts by its position. Raises ValueError where no row holds a correction metric.
     """
     from matplotlib.figure import Figure
 
-    found = MetricsFile(Path(history)).rows() if isinstance(history, Path | str) else history
-    rows = [{"step": position, **row} for position, row in enumerate(found)]
+    rows = [{"step": position, **row} for position, row in enumerate(_history_rows(history))]
     if not any(_correction_series(rows, names) for _, names, _ in _PANELS):
         raise ValueError("plot_rollout_correction: no row of the history holds a rollout_corr/ metric")
     figure = Figure(figsize=(13, 7), layout="constrained")
@@ -125,6 +126,15 @@ def plot_rollout_correction(history: Sequence[Row] | Path | str, path: Path | st
         axes.legend(fontsize=8, edgecolor="none", framealpha=0.85)
     figure.savefig(Path(path), dpi=150)
     return Path(path)
+
+
+def _history_rows(history: Sequence[Row] | Mapping[str, Sequence[float]] | Path | str) -> Sequence[Row]:
+    if isinstance(history, Path | str):
+        return MetricsFile(Path(history)).rows()
+    if isinstance(history, Mapping):
+        length = max((len(values) for values in history.values()), default=0)
+        return [{name: values[i] for name, values in history.items() if i < len(values)} for i in range(length)]
+    return history
 
 
 def _points(rows: Sequence[Row], name: str) -> list[tuple[float, float | None]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -208,6 +209,9 @@ def test_bf16_and_the_end_of_the_processes(model: CausalLM) -> None:
     print(f"bf16 against the fp32 trainer: mean |difference| {difference.mean():.1e}, max {difference.max():.1e}")
     assert 1e-4 < difference.mean() < 0.05
     engine.close()
+    deadline = time.monotonic() + 20
+    while not child_processes() <= children and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert child_processes() <= children
 
 
