@@ -10,44 +10,58 @@ import yaml
 
 from flowgrpo_rc.correction.bands import KEY
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.correction.translate import FILE_KEY, Translation, translate
+from flowgrpo_rc.correction.translate import FILE_KEY, SLIME_KEYS, translate
 
 Layer = Mapping[str, Any]
+# A later layer that switches something off takes what depends on it along.
+_DEPENDENTS = {
+    "rollout_is": ("rollout_is_mode", "rollout_is_batch_normalize"),
+    "rollout_rs": ("rollout_rs_threshold", "rollout_rs_threshold_lower"),
+}
 
 
 def rollout_correction(layers: Sequence[Layer]) -> tuple[RolloutCorrectionConfig, list[str]]:
     """The rollout correction from layers of settings (a file's, the command line's), and what was translated.
 
-    Inside a layer two keys that contradict each other are an error; a later layer overrides an earlier one, and one
-    that names a preset replaces it. The result is validated.
+    Inside a layer two keys that contradict each other are an error. A later layer overrides an earlier one, refines
+    its slime flags, and replaces it where it names a preset. The result is validated.
     """
     settings: dict[str, Any] = {}
     notes: list[str] = []
+    flags: dict[str, Any] = {}
     for layer in layers:
-        found = _with_file(layer)
-        if "preset" in layer:
-            settings = {}
+        given, read = _with_file(layer)
+        if given.get("preset") is not None:
+            settings, flags = {}, {}
+        own = {key: value for key, value in given.items() if key in SLIME_KEYS}
+        flags |= own
+        found = translate(given | flags if own else given)
+        for switch, dependents in _DEPENDENTS.items():
+            if switch in found.settings and found.settings[switch] is None:
+                settings = {key: value for key, value in settings.items() if key not in dependents}
         settings |= found.settings
-        notes += found.notes
+        notes += [*read, *found.notes]
     config = RolloutCorrectionConfig(**settings)
-    config.validate()
+    try:
+        config.validate()
+    except ValueError as error:
+        raise ValueError(f"{error} (translated: {'; '.join(notes)})" if notes else str(error)) from error
     return config, notes
 
 
-def _with_file(layer: Layer) -> Translation:
-    """`translate`, with the keys of a slime configuration file (`custom_config_path`) beside the others."""
+def _with_file(layer: Layer) -> tuple[dict[str, Any], list[str]]:
+    """A layer with the keys of a slime configuration file (`custom_config_path`) beside its own, and a note of it."""
     given = dict(layer)
     path = given.pop(FILE_KEY, None)
     if path is None:
-        return translate(given)
+        return given, []
     there = _read_mapping(Path(str(path)).expanduser())
     for key, value in there.items():
         if key in given and given[key] != value:
             raise ValueError(
                 f"{KEY}.{key}={given[key]!r} and {KEY}.{FILE_KEY}={path} with {key}={value!r} contradict: drop one"
             )
-    found = translate(there | given)
-    return Translation(found.settings, (f"{FILE_KEY}={path} -> {', '.join(map(str, there))}", *found.notes))
+    return there | given, [f"{FILE_KEY}={path} -> {', '.join(there)}"]
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
@@ -57,4 +71,4 @@ def _read_mapping(path: Path) -> dict[str, Any]:
         raise ValueError(f"{KEY}.{FILE_KEY}={path} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{KEY}.{FILE_KEY}={path} must hold a mapping of keys such as use_tis: true")
-    return found
+    return {str(key): value for key, value in found.items()}

@@ -33,12 +33,12 @@ _CORRECTION = ("algorithm.rollout_correction", "actor.rollout_correction")
 
 @dataclass(kw_only=True)
 class _Algorithm(AlgorithmConfig):
-    rollout_correction: dict[str, Any] = field(default_factory=dict)  # type: ignore[assignment]
+    rollout_correction: Any = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
 class _Actor(ActorConfig):
-    rollout_correction: dict[str, Any] = field(default_factory=dict)
+    rollout_correction: Any = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -81,18 +81,20 @@ def compose_all(
         folders.append(Path(config_dir).expanduser().resolve())
         if not folders[-1].is_dir():
             raise ValueError(f"--config-dir {config_dir}: there is no such folder")
-    names = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
-    if config_name.removesuffix(".yaml") not in names:
-        raise ValueError(f"--config-name {config_name}: there is no such file; there are {', '.join(names)}")
+    config_name = config_name.removesuffix(".yaml")
+    homes = {path.stem: folder for folder in folders for path in folder.glob("*.yaml")}
+    if config_name not in homes:
+        raise ValueError(f"--config-name {config_name}: there is no such file; there are {', '.join(sorted(homes))}")
+    home = homes[config_name].resolve()
     notes = [f"{o} -> {o.removeprefix(_OTHER_PREFIX)}" for o in overrides if o.startswith(_OTHER_PREFIX)]
     parsed = _parse([override.removeprefix(_OTHER_PREFIX) for override in overrides])
     correction = _correction_of([override for override in parsed if _is_correction(override)])
     others = [override for override in parsed if not _is_correction(override)]
     _check_keys(others, {path.name for folder in folders for path in folder.iterdir() if path.is_dir()})
     lines = [_free_form(str(override.input_line)) for override in others]
-    lines += [f"hydra.searchpath=[file://{folder}]" for folder in folders[1:]]
+    lines += [f"hydra.searchpath=[file://{folder.resolve()}]" for folder in folders if folder.resolve() != home]
     GlobalHydra.instance().clear()
-    with initialize_config_dir(config_dir=str(config_folder().resolve()), version_base="1.3"):
+    with initialize_config_dir(config_dir=str(home), version_base="1.3"):
         try:
             composed = compose(config_name=config_name, overrides=lines)
         except (HydraException, OmegaConfBaseException) as error:
@@ -103,9 +105,7 @@ def compose_all(
 def _translated(composed: DictConfig, correction: dict[str, Any], notes: list[str]) -> Composition:
     """The typed tree, with the rollout correction of the file and the command line in this project's words."""
     tree: Any = OmegaConf.to_container(composed)
-    in_file = _merged(
-        (path, tree[path.split(".")[0]].pop("rollout_correction")) for path in _CORRECTION
-    )
+    in_file = _merged((path, _section(tree[path.split(".")[0]].pop("rollout_correction"))) for path in _CORRECTION)
     config, translated = rollout_correction([in_file, correction])
     try:
         typed = OmegaConf.merge(OmegaConf.structured(Config), tree)
@@ -129,10 +129,15 @@ def _correction_of(overrides: Sequence[Override]) -> dict[str, Any]:
         path = next(p for p in _CORRECTION if override.key_or_group.startswith(p))
         name, value = override.key_or_group[len(path) + 1 :], _value(override)
         if not name:
-            found.append((path, value if isinstance(value, dict) else {"preset": value}))
+            found.append((path, _section(value)))
         else:
             found.append((path, {name: value}))
     return _merged(found)
+
+
+def _section(value: Any) -> dict[str, Any]:
+    """Settings, or the name of a preset."""
+    return value if isinstance(value, dict) else {"preset": value}
 
 
 def _merged(sections: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Any]:

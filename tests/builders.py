@@ -177,6 +177,14 @@ def only_a_mask(training: Tensor, rollout: Tensor, mask: Tensor, config: Any) ->
     return None, drop_odd(training, rollout, mask, config)[1]
 
 
+def a_wrong_shape(training: Tensor, rollout: Tensor, mask: Tensor, config: Any) -> tuple[None, Tensor]:
+    return None, mask[:, :1]
+
+
+def wrong_weights(training: Tensor, rollout: Tensor, mask: Tensor, config: Any) -> tuple[Tensor, Tensor]:
+    return training[:, :1], mask
+
+
 def pieces(batch: Batch, cuts: list[int]) -> list[Batch]:
     return [batch.rows(start, stop) for start, stop in zip([0, *cuts], [*cuts, len(batch)], strict=True)]
 

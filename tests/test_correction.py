@@ -139,7 +139,6 @@ def test_nothing_carries_a_gradient(level):
     assert not found.weights.requires_grad
     assert not found.mask.requires_grad
     assert not compute_rollout_correction_weights(training - rollout, mask, rollout_is=level).requires_grad
-    assert isinstance(compute_offpolicy_metrics(training, rollout, mask)["kl"], float)
 
 
 # Rejection ----------------------------------------------------------------------------------------------------------

@@ -77,7 +77,8 @@ def test_rejection_above_ten_percent_also_dilutes() -> None:
     assert "dilute" in above[1]
     assert "rollout_rs_threshold of seq_mean_k1" in above[1]
     kept = Settings(normalize="kept")
-    assert len(check_rollout_correction_health({"rollout_corr/rollout_rs_seq_masked_fraction": 0.5}, kept).warnings) == 1
+    found = check_rollout_correction_health({"rollout_corr/rollout_rs_seq_masked_fraction": 0.5}, kept)
+    assert len(found.warnings) == 1
 
 
 def test_slime_names_are_judged_too() -> None:

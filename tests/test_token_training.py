@@ -37,8 +37,8 @@ def lora(folder: Path) -> str:
 
 def test_a_run_leaves_what_an_image_run_leaves(tmp_path: Path) -> None:
     assert train(tmp_path) == 0
-    names = {path.name for path in tmp_path.iterdir()}
-    assert {"config.yaml", "environment.json", "metrics.jsonl", "samples", "checkpoints", "lora", "report.html"} <= names
+    expected = {"config.yaml", "environment.json", "metrics.jsonl", "samples", "checkpoints", "lora", "report.html"}
+    assert expected <= {path.name for path in tmp_path.iterdir()}
     rows = read_rows(tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert {"val/reward", "val/exact_match"} <= rows[0].keys()
@@ -171,7 +171,8 @@ def test_two_processes_sample_and_train_the_same(tmp_path: Path) -> None:
         done = launch(count, *common, f"trainer.output_dir={tmp_path / str(count)}")
         assert done.returncode == 0, done.stderr[-2000:]
     one, two = (without_timings(read_rows(tmp_path / count)) for count in ("1", "2"))
-    for name in ("reward/mean", "response/length_mean", "rollout_corr/rollout_log_ppl", "actor/grad_norm", "val/reward"):
+    compared = ("reward/mean", "response/length_mean", "rollout_corr/rollout_log_ppl", "actor/grad_norm", "val/reward")
+    for name in compared:
         values = [[row[name] for row in rows if name in row] for rows in (one, two)]
         assert values[0] == pytest.approx(values[1], rel=1e-4), name
 

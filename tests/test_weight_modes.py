@@ -106,6 +106,15 @@ def test_an_outlier_of_the_mask_mode_is_one_of_the_level(level, kept):
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_the_mask_mode_judges_the_weight_inside_the_safety_bound(level):
+    """exp(-40) counts as exp(-20), which a lower bound of 1e-10 lets in."""
+    training, mask = torch.tensor([[-40.0]], dtype=torch.float64), torch.ones(1, 1, dtype=torch.bool)
+    for lower, kept in ((1e-10, True), (1e-8, False)):
+        found = run(training, torch.zeros_like(training), mask, Rule(level, "mask", lower, 2.0))
+        assert found.mask.item() is kept
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_veto_leaves_the_weights_as_they_are(level):
     training, rollout = log_probs()
     with_veto, without = (run(training, rollout, mask_of("right"), Rule(level, veto=veto)) for veto in (0.6, None))
@@ -217,6 +226,23 @@ def test_a_custom_correction_has_the_metrics_that_documents_read(function):
     values = correct_with(config, training, rollout, mask_of("full")).metrics.compute()
     assert values.keys() == expected(training, rollout, mask_of("full"), Rule()).metrics.keys()
     assert values["rollout_is_veto_fraction"] == 0
+
+
+def test_the_weights_of_a_custom_correction_are_normalised_where_the_settings_say_so():
+    """In decoupled mode here; in bypass mode the loss divides by the mean."""
+    training, rollout = log_probs()
+    keys = {"rollout_is": "token", "rollout_is_batch_normalize": True, "custom_correction": "builders:drop_odd"}
+    found = correct_with(RolloutCorrectionConfig(**keys), training, rollout, mask_of("right"))
+    assert torch.equal(found.weights, mask_of("right").double())
+    assert found.metrics.compute()["rollout_is_batch_norm_factor"] == 3
+
+
+@pytest.mark.parametrize("function", ["a_wrong_shape", "wrong_weights"])
+def test_a_custom_correction_of_another_shape_is_refused(function):
+    training, rollout = log_probs()
+    config = RolloutCorrectionConfig(custom_correction=f"builders:{function}")
+    with pytest.raises(ValueError, match=rf"builders:{function}.*\(6, 4\)"):
+        correct_with(config, training, rollout, mask_of("full"))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -6,6 +6,7 @@ import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 from flowgrpo_rc.correction.bands import KEY, Band, WeightBounds, parse_bands, parse_weight_bounds
@@ -110,7 +111,7 @@ class RolloutCorrectionConfig(Presets):
         """The function that `custom_correction` names. ValueError if there is none."""
         if self.custom_correction is None:
             return None
-        module, _, name = self.custom_correction.partition(":")
+        module, _, name = str(self.custom_correction).partition(":")
         if not module or not name:
             raise ValueError(f"{KEY}.custom_correction={self.custom_correction!r}: write it as module:function")
         try:
@@ -133,9 +134,12 @@ class RolloutCorrectionConfig(Presets):
             if value not in allowed:
                 listed = ", ".join("null" if choice is None else choice for choice in allowed)
                 raise ValueError(f"{KEY}.{name}={value!r}: allowed are {listed}")
+        for name in ("bypass_mode", "rollout_is_batch_normalize"):
+            if not isinstance(vars(self)[name], bool):
+                raise ValueError(f"{KEY}.{name}={vars(self)[name]!r}: give true or false")
         veto = self.rollout_token_veto_threshold
-        if veto is not None and not 0 < veto < 1:
-            raise ValueError(f"{KEY}.rollout_token_veto_threshold={veto}: give a ratio between 0 and 1, such as 1e-4")
+        if veto is not None and (not isinstance(veto, Real) or not 0 < veto < 1):
+            raise ValueError(f"{KEY}.rollout_token_veto_threshold={veto!r}: give a ratio between 0 and 1, such as 1e-4")
 
     def _validate_contradictions(self) -> None:
         if self.loss_type == "reinforce" and not self.bypass_mode:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.correction.bands import WeightBounds
-from flowgrpo_rc.correction.steps import HIGHEST_WEIGHT, Steps, safe_expm1, safe_weight
+from flowgrpo_rc.correction.steps import SAFETY_BOUND, Steps, safe_expm1, safe_weight
 
 IS_LEVELS = ("token", "sequence", "geometric")
 
@@ -32,9 +32,9 @@ def weigh(steps: Steps, level: str, bounds: WeightBounds) -> Weights:
         raw = safe_weight(steps.ratio_minus_one)
         return Weights(raw, bound(raw, bounds), raw, per_step=True)
     log_weight = (steps.total_B if level == "sequence" else steps.mean_B).unsqueeze(1)
-    ratio_minus_one = safe_expm1(log_weight)
-    raw = safe_weight(ratio_minus_one)
-    return Weights(raw, bound(raw, bounds), (ratio_minus_one + 1).clamp(max=HIGHEST_WEIGHT), per_step=False)
+    raw = safe_weight(safe_expm1(log_weight))
+    unbounded = torch.exp(log_weight.clamp(max=SAFETY_BOUND))
+    return Weights(raw, bound(raw, bounds), unbounded, per_step=False)
 
 
 def bound(weights: Tensor, bounds: WeightBounds) -> Tensor:

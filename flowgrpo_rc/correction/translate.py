@@ -81,12 +81,12 @@ class _Settings:
         self.notes.append(text)
 
 
-def _preset(name: str | None, found: _Settings) -> None:
+def _preset(name: Any, found: _Settings) -> None:
     """The preset's settings below what was given; its mode and loss cannot be given differently."""
     if name is None:
         return
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
+        near = difflib.get_close_matches(str(name), PRESETS, n=1)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(f"{KEY}.preset={name!r}{hint}: there are {', '.join(PRESETS)}")
     chosen = vars(getattr(RolloutCorrectionConfig, name)())
@@ -104,11 +104,12 @@ def _preset(name: str | None, found: _Settings) -> None:
 
 def _older(given: Mapping[str, Any], found: _Settings) -> None:
     """verl's keys before `bypass_mode` and `loss_type`, and its names of rejection levels."""
-    if given.get("bypass_old_logprob_for_rollout") is not None:
-        found.put("bypass_mode", bool(given["bypass_old_logprob_for_rollout"]), "bypass_old_logprob_for_rollout")
+    key = "bypass_old_logprob_for_rollout"
+    if given.get(key) is not None:
+        found.put("bypass_mode", _flag(given[key], key), key)
     for key in ("use_pure_rollout_correction", "use_policy_gradient"):
         if given.get(key) is not None:
-            found.put("loss_type", "reinforce" if given[key] else "ppo_clip", key)
+            found.put("loss_type", "reinforce" if _flag(given[key], key) else "ppo_clip", key)
     level = given.get("rollout_rs")
     if isinstance(level, str) and level in OLDER_NAMES:
         found.note(f"rollout_rs={level} -> {OLDER_NAMES[level]}")
@@ -117,65 +118,100 @@ def _older(given: Mapping[str, Any], found: _Settings) -> None:
 def _slime(given: Mapping[str, Any], found: _Settings) -> None:
     """slime's flags. What its switches leave unused is said and left out, as slime does."""
     if "use_rollout_logprobs" in given:
-        found.put("bypass_mode", bool(given["use_rollout_logprobs"]), "use_rollout_logprobs")
-    if given.get("get_mismatch_metrics"):
+        key = "use_rollout_logprobs"
+        found.put("bypass_mode", _flag(given[key], key), key)
+    if "get_mismatch_metrics" in given:
         found.note("get_mismatch_metrics: the metrics are always reported, and change nothing in the loss")
     if "custom_tis_function_path" in given:
         module, _, function = str(given["custom_tis_function_path"]).replace(":", ".").rpartition(".")
         found.put("custom_correction", f"{module}:{function}", "custom_tis_function_path")
     for key in ("rs_veto_threshold", "mis_veto_threshold"):
         if key in given:
-            found.put("rollout_token_veto_threshold", float(given[key]), key)
-    tis = _tis(given)
-    _slime_weights(_same(given, "use_tis", "use_rollout_correction"), tis, found)
-    rejection = {key.removeprefix("rs_"): value for key, value in given.items() if key in _RS_KEYS}
-    if not given.get("use_rs"):
-        _unused(rejection, "rs", "use_rs", found)
-        return
-    level = rejection.get("level", "token")
-    found.put("rollout_rs", OLDER_NAMES.get(level, level), "use_rs")
-    upper = rejection.get("upper_bound", tis.get("upper_bound", 2.0))
-    found.put("rollout_rs_threshold", upper, "rs_upper_bound")
-    lower = rejection.get("lower_bound", tis.get("lower_bound"))
-    if lower is not None:
-        found.put("rollout_rs_threshold_lower", lower, "rs_lower_bound")
+            found.put("rollout_token_veto_threshold", _number(given[key], key), key)
+    tis = {name: _same(given, f"tis_{name}", f"mis_{name}") for name in SLIME_TIS}
+    rejection = {name: _Given(f"rs_{name}", given.get(f"rs_{name}")) for name in ("level", "lower_bound", "upper_bound")}
+    weigh, reject = _same(given, "use_tis", "use_rollout_correction"), _Given("use_rs", given.get("use_rs"))
+    used = _slime_weights(tis, found) if _on(weigh) else _off(weigh, _NO_WEIGHTS, found)
+    used |= _slime_rejection(rejection, tis, found) if _on(reject) else _off(reject, _NO_REJECTION, found)
+    for one in (*tis.values(), *rejection.values()):
+        if one.value is not None and one.key not in used:
+            switch = reject if one.key.startswith("rs_") else weigh
+            why = "tis_mode=truncate has no lower bound" if _on(switch) else f"{switch.key} is not on"
+            found.note(f"{one.key}={one.value} is not used: {why}")
 
 
-_RS_KEYS = ("rs_level", "rs_lower_bound", "rs_upper_bound")
+class _Given(NamedTuple):
+    """A key of the user and its value, None where it is not given."""
+
+    key: str
+    value: Any
 
 
-def _slime_weights(enabled: Any, tis: Mapping[str, Any], found: _Settings) -> None:
-    if not enabled:
-        if enabled is not None:
-            found.put("rollout_is", None, "use_tis")
-        _unused(tis, "tis", "use_tis", found)
-        return
-    found.put("rollout_is", tis.get("level", "token"), "use_tis")
-    mode, upper = tis.get("mode", "truncate"), tis.get("upper_bound", 2.0)
-    if "mode" in tis:
-        found.put("rollout_is_mode", mode, "tis_mode")
-    if mode == "truncate":
-        _unused({key: value for key, value in tis.items() if key == "lower_bound"}, "tis", "tis_mode", found)
-        found.put("rollout_is_threshold", upper, "tis_upper_bound")
+_NO_WEIGHTS = {"rollout_is": None, "rollout_is_mode": None, "rollout_is_batch_normalize": False}
+_NO_REJECTION = {"rollout_rs": None, "rollout_rs_threshold": None, "rollout_rs_threshold_lower": None}
+
+
+def _slime_weights(tis: Mapping[str, _Given], found: _Settings) -> set[str]:
+    """Put the weight settings of slime; returns the keys that took part."""
+    used = [tis["level"], tis["mode"], tis["upper_bound"], tis["batch_normalize"]]
+    found.put("rollout_is", tis["level"].value or "token", tis["level"].key)
+    if tis["mode"].value is not None:
+        found.put("rollout_is_mode", tis["mode"].value, tis["mode"].key)
+    upper = 2.0 if tis["upper_bound"].value is None else _number(tis["upper_bound"].value, tis["upper_bound"].key)
+    if tis["mode"].value in (None, "truncate"):
+        found.put("rollout_is_threshold", upper, tis["upper_bound"].key)
     else:
-        found.put("rollout_is_threshold", f"{tis.get('lower_bound', 1 / upper)}_{upper}", "tis_upper_bound")
-    if "batch_normalize" in tis:
-        found.put("rollout_is_batch_normalize", bool(tis["batch_normalize"]), "tis_batch_normalize")
+        used.append(tis["lower_bound"])
+        lower = 1 / upper if tis["lower_bound"].value is None else tis["lower_bound"].value
+        found.put("rollout_is_threshold", f"{_number(lower, tis['lower_bound'].key)}_{upper}", tis["upper_bound"].key)
+        found.note(f"{tis['lower_bound'].key} -> the lower bound in rollout_is_threshold")
+    if tis["batch_normalize"].value is not None:
+        normalize = tis["batch_normalize"]
+        found.put("rollout_is_batch_normalize", _flag(normalize.value, normalize.key), normalize.key)
+    return {one.key for one in used}
 
 
-def _tis(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The weight settings, which slime spells tis_* and mis_*."""
-    found = {name: _same(given, f"tis_{name}", f"mis_{name}") for name in SLIME_TIS}
-    return {name: value for name, value in found.items() if value is not None}
+def _slime_rejection(rejection: Mapping[str, _Given], tis: Mapping[str, _Given], found: _Settings) -> set[str]:
+    """Put the rejection settings of slime, whose bounds fall back to those of the weights; returns the keys used."""
+    level = rejection["level"].value or "token"
+    upper = rejection["upper_bound"] if rejection["upper_bound"].value is not None else tis["upper_bound"]
+    lower = rejection["lower_bound"] if rejection["lower_bound"].value is not None else tis["lower_bound"]
+    found.put("rollout_rs", OLDER_NAMES.get(level, level), rejection["level"].key)
+    found.put("rollout_rs_threshold", 2.0 if upper.value is None else _number(upper.value, upper.key), upper.key)
+    if lower.value is not None:
+        found.put("rollout_rs_threshold_lower", _number(lower.value, lower.key), lower.key)
+    return {rejection["level"].key, upper.key, lower.key}
 
 
-def _same(given: Mapping[str, Any], one: str, other: str) -> Any:
-    """The value of a setting with two names; ValueError if they differ, None if neither is given."""
+def _on(switch: _Given) -> bool:
+    return switch.value is not None and _flag(switch.value, switch.key)
+
+
+def _off(switch: _Given, settings: Mapping[str, Any], found: _Settings) -> set[str]:
+    """A switch that is given as false switches off; one that is not given leaves the rest of the settings alone."""
+    if switch.value is not None:
+        for key, value in settings.items():
+            found.put(key, value, switch.key)
+    return set()
+
+
+def _same(given: Mapping[str, Any], one: str, other: str) -> _Given:
+    """A setting with two names; ValueError if they are given with different values."""
     if one in given and other in given and given[one] != given[other]:
         raise ValueError(f"{KEY}.{one}={given[one]!r} and {KEY}.{other}={given[other]!r} contradict: drop one of them")
-    return given.get(one, given.get(other))
+    return _Given(other, given[other]) if other in given else _Given(one, given.get(one))
 
 
-def _unused(settings: Mapping[str, Any], prefix: str, switch: str, found: _Settings) -> None:
-    for key, value in settings.items():
-        found.note(f"{prefix}_{key}={value} is not used, because of {switch}")
+def _flag(value: Any, key: str) -> bool:
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if not isinstance(value, bool):
+        raise ValueError(f"{KEY}.{key}={value!r}: give true or false")
+    return value
+
+
+def _number(value: Any, key: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{KEY}.{key}={value!r}: give a number") from None

@@ -86,7 +86,7 @@ class VllmEngine(RolloutEngine[TextRequest]):
                 logprobs_mode="processed_logprobs",
                 generation_config="vllm",
             )
-        self._adapter = VllmAdapter(self._llm.llm_engine, name, config)
+        self._adapter = VllmAdapter(self._llm.llm_engine, network.name_or_path, name, config)
         self._check_binding()
         self.sync_weights(lora, 0)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import weakref
 from collections.abc import Mapping
@@ -10,8 +9,9 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
+
+from flowgrpo_rc.models.peft_files import peft_files
 
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the only ones that vLLM makes room for
 
@@ -19,15 +19,16 @@ MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the only ones that vL
 class VllmAdapter:
     """The one adapter that a vLLM engine holds. `request` goes with everything that is sampled; None: the base model.
 
-    engine: vLLM's LLMEngine; name and config: the LoRA's in the trainer's network, as in its `peft_config`.
+    engine: vLLM's LLMEngine; base: the checkpoint; name and config: the LoRA's in the trainer's network, as in its
+    `peft_config`.
     """
 
-    def __init__(self, engine: Any, name: str, config: Any) -> None:
+    def __init__(self, engine: Any, base: str, name: str, config: Any) -> None:
         from vllm.lora.request import LoRARequest
 
         self.request: Any = None
         self._make_request = LoRARequest
-        self._engine, self._name, self._config = engine, name, config
+        self._engine, self._base, self._name, self._config = engine, base, name, config
         self._count = 0
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -40,7 +41,17 @@ class VllmAdapter:
         # As long as the adapter is in use, vLLM may read it again.
         folder = Path(mkdtemp(prefix="flowgrpo_rc_lora_"))
         self._remove_folder = weakref.finalize(self, shutil.rmtree, folder)
-        write_adapter(state, self._name, self._config, folder)
+        targets = sorted({module_of(key) for key in state})
+        files = peft_files(
+            state,
+            adapter=self._name,
+            rank=self._config.r,
+            alpha=self._config.lora_alpha,
+            target_modules=targets,
+            base=self._base,
+        )
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
         self.request = self._make_request(
             lora_name=f"policy_{self._count}", lora_int_id=self._count, lora_path=str(folder)
         )
@@ -52,18 +63,6 @@ class VllmAdapter:
             self._engine.remove_lora(self.request.lora_int_id)
             self._remove_folder()
             self.request = None
-
-
-def write_adapter(state: Mapping[str, Tensor], name: str, config: Any, folder: Path) -> None:
-    """adapter_config.json and adapter_model.safetensors, as peft writes them for the adapter called `name`."""
-    targets = sorted({module_of(key) for key in state})
-    description = {"peft_type": "LORA", "r": config.r, "lora_alpha": config.lora_alpha, "target_modules": targets}
-    (folder / "adapter_config.json").write_text(json.dumps(description))
-    tensors = {
-        f"base_model.model.{key.replace(f'.{name}.', '.')}": tensor.detach().cpu().contiguous()
-        for key, tensor in state.items()
-    }
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def module_of(key: str) -> str:

@@ -8,17 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
-from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
 from flowgrpo_rc.models.base import ModelConfig
+from flowgrpo_rc.models.peft_files import CONFIG_NAME, TENSORS_NAME, peft_files
 from flowgrpo_rc.training.tracking import write_atomic
 
 ADAPTER = "default"
-EXPORT_NAMES = {"diffusion": "pytorch_lora_weights.safetensors", "causal_lm": "adapter_model.safetensors"}
-PEFT_CONFIG_NAME = "adapter_config.json"
+EXPORT_NAMES = {"diffusion": "pytorch_lora_weights.safetensors", "causal_lm": TENSORS_NAME}
 _PREFIXES = {"diffusion": "transformer.", "causal_lm": "base_model.model."}
 # Settings of peft that change what the tensors mean; nothing here computes with them.
 _UNKNOWN_TO_US = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias")
@@ -82,17 +81,17 @@ def _export_for_diffusers(state: Mapping[str, Tensor], config: ModelConfig, fold
 def _export_for_peft(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) -> Path:
     """The tensors as they are; peft's own description of the adapter holds rank and alpha."""
     layers = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in state}
-    described = LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
+    files = peft_files(
+        state,
+        adapter=ADAPTER,
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
         target_modules=sorted(config.target_modules or layers),
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=config.path,
-        inference_mode=True,
-    ).to_dict()
-    described["target_modules"] = sorted(described["target_modules"])  # peft holds a set, which has no order
-    write_atomic(folder / PEFT_CONFIG_NAME, (json.dumps(described, indent=2, sort_keys=True) + "\n").encode())
-    return _write(state, config, folder, {})
+        base=config.path,
+    )
+    for name, content in files.items():
+        write_atomic(folder / name, content)
+    return folder / TENSORS_NAME
 
 
 def _write(tensors: Mapping[str, Tensor], config: ModelConfig, folder: Path, metadata: Mapping[str, str]) -> Path:
@@ -121,14 +120,14 @@ def _diffusers_scale(metadata: str) -> float:
 
 def _peft_scale(path: Path, config: ModelConfig) -> float:
     """alpha / rank of the description beside the tensors."""
-    file = path.parent / PEFT_CONFIG_NAME
+    file = path.parent / CONFIG_NAME
     if not file.is_file():
-        raise ValueError(f"model.lora_path={config.lora_path}: there is no {PEFT_CONFIG_NAME} beside {path.name}")
+        raise ValueError(f"model.lora_path={config.lora_path}: there is no {CONFIG_NAME} beside {path.name}")
     described = json.loads(file.read_text(encoding="utf-8"))
     unknown = [name for name in _UNKNOWN_TO_US if described.get(name)]
     if unknown:
         raise ValueError(
-            f"model.lora_path={config.lora_path}: {PEFT_CONFIG_NAME} sets {', '.join(unknown)}; only a plain LoRA can "
+            f"model.lora_path={config.lora_path}: {CONFIG_NAME} sets {', '.join(unknown)}; only a plain LoRA can "
             "be trained further"
         )
     return float(described["lora_alpha"] / described["r"])

@@ -60,6 +60,10 @@ _PANELS: tuple[tuple[str, tuple[str, ...], tuple[tuple[float, str], ...]], ...] 
     ("Perplexity ratio, training over rollout", ("ppl_ratio",), ((1.0, "ideal"),)),
     ("Chi-squared divergence", ("chi2_token", "chi2_seq"), ((1.0, "warning above"),)),
 )
+_RESPONSE_CHARTS = (
+    ("Response length, tokens", ("response/length_mean", "response/length_max")),
+    ("Responses cut at the limit, or empty", ("response/limit_fraction", "response/empty_fraction")),
+)
 _DIFFERENCES = tuple(f"logprob_abs_diff_{part}" for part in ("mean", "p50", "p99", "max"))
 _TIMESTEP = re.compile(r"(?:.*/)?logprob_abs_diff/ts_(\d+)")
 
@@ -201,6 +205,7 @@ def _reward(rows: Sequence[Row]) -> str:
     renamed = [Series(name=names[line.name], points=line.points) for line in series]
     parts = _distinct(rows, "reward/", "reward/mean")[1:]
     charts = [line_chart(name, _series(rows, (name,))) for name in parts]
+    charts += [line_chart(title, found) for title, keys in _RESPONSE_CHARTS if (found := _series(rows, keys))]
     return html.wide(line_chart("Mean reward", renamed)) + html.grid(charts)
 
 
