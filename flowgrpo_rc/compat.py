@@ -10,7 +10,7 @@ import yaml
 
 from flowgrpo_rc.correction.bands import KEY
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.correction.translate import FILE_KEY, SLIME_KEYS, translate
+from flowgrpo_rc.correction.translate import FILE_KEY, SLIME_KEYS, SLIME_PAIRS, translate
 
 Layer = Mapping[str, Any]
 # A later layer that switches something off takes what depends on it along.
@@ -34,7 +34,8 @@ def rollout_correction(layers: Sequence[Layer]) -> tuple[RolloutCorrectionConfig
         if given.get("preset") is not None:
             settings, flags = {}, {}
         own = {key: value for key, value in given.items() if key in SLIME_KEYS}
-        flags |= own
+        replaced = {key for pair in SLIME_PAIRS for key in pair if own.keys() & set(pair)}
+        flags = {key: value for key, value in flags.items() if key not in replaced} | own
         found = translate(given | flags if own else given)
         for switch, dependents in _DEPENDENTS.items():
             if switch in found.settings and found.settings[switch] is None:

@@ -136,8 +136,8 @@ def _correction_of(overrides: Sequence[Override]) -> dict[str, Any]:
 
 
 def _section(value: Any) -> dict[str, Any]:
-    """Settings, or the name of a preset."""
-    return value if isinstance(value, dict) else {"preset": value}
+    """Settings, or the name of a preset; null switches the correction off."""
+    return value if isinstance(value, dict) else {"preset": "disabled" if value is None else value}
 
 
 def _merged(sections: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Any]:

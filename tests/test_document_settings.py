@@ -13,7 +13,7 @@ from builders import diffusion_batch, log_probs, loss_config
 from flowgrpo_rc import RolloutCorrectionConfig, apply_rollout_correction_to_batch, diffusion_loss
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.compat import rollout_correction
-from flowgrpo_rc.compose import compose_all, to_config
+from flowgrpo_rc.compose import compose_all, compose_config, to_config
 
 SECTION = "algorithm.rollout_correction"
 OTHER = "actor.rollout_correction"
@@ -52,7 +52,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"loss_type": "reinforce"}, "loss_type", "bypass_mode"),
     ({"use_tis": True, "use_rollout_correction": False}, "use_tis", "use_rollout_correction"),
     ({"use_tis": False, "rollout_is": "token"}, "use_tis", "rollout_is"),
-    ({"use_tis": True, "tis_level": "token", "rollout_is": "sequence"}, "use_tis", "rollout_is"),
+    ({"use_tis": True, "tis_level": "token", "rollout_is": "sequence"}, "tis_level", "rollout_is"),
     *(
         ({"use_tis": True, f"tis_{name}": one, f"mis_{name}": other}, f"tis_{name}", f"mis_{name}")
         for name, one, other in [
@@ -235,7 +235,7 @@ def test_a_wrong_slime_configuration_file(text: str, tmp_path: Path) -> None:
             [
                 "use_tis -> rollout_is=token",
                 "tis_upper_bound -> rollout_is_threshold=3.0",
-                "rs_level=token is not used, because of use_rs",
+                "rs_level=token is not used: use_rs is not on",
             ],
             ["rollout_is: token", "rollout_is_threshold: 3.0"],
         ),
@@ -340,3 +340,65 @@ def test_a_function_that_is_not_there(module: str, function: str) -> None:
         config.validate()
     with pytest.raises(ValueError, match=f"{SECTION}.custom_correction="):
         composed(f"{SECTION}.custom_correction='{function.format(module)}'")
+
+
+# Flags over several layers, and values of the wrong type --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ([{"use_tis": True}, {"tis_level": "sequence"}], {"rollout_is": "sequence"}),
+        (
+            [{"use_tis": True, "tis_mode": "mask"}, {"mis_upper_bound": 4.0}],
+            {"rollout_is_threshold": "0.25_4.0", "rollout_is_mode": "mask"},
+        ),
+        ([{"use_rs": True}, {"rs_upper_bound": 3.0}], {"rollout_rs_threshold": 3.0}),
+        ([{"use_rs": True}, {"use_rs": False}], {"rollout_rs": None, "rollout_rs_threshold": None}),
+        (
+            [{"use_tis": True, "tis_batch_normalize": True, "tis_mode": "clip"}, {"use_tis": False}],
+            {"rollout_is": None, "rollout_is_batch_normalize": False, "rollout_is_mode": None},
+        ),
+        (
+            [{"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}, {"rollout_rs": None}],
+            {"rollout_rs_threshold": None},
+        ),
+        ([{"rollout_is": "token", "rollout_is_mode": "clip"}, {"rollout_is": None}], {"rollout_is_mode": None}),
+        ([{"use_tis": "false"}], {"rollout_is": None}),
+        ([{"bypass_mode": True, "use_pure_rollout_correction": "false"}], {"loss_type": "ppo_clip"}),
+        ([{"use_tis": True, "tis_mode": "clip", "tis_upper_bound": "3"}], {"rollout_is_threshold": f"{1 / 3}_3.0"}),
+        ([{"use_rs": True, "tis_upper_bound": 3.0}], {"rollout_rs_threshold": 3.0}),
+    ],
+)
+def test_flags_refine_switch_off_and_accept_words(layers: list[dict], expected: dict) -> None:
+    config, notes = rollout_correction(layers)
+    assert {name: getattr(config, name) for name in expected} == expected
+    if layers == [{"use_rs": True, "tis_upper_bound": 3.0}]:
+        assert not any("not used" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("layer", "key"),
+    [
+        ({"use_tis": "yes"}, "use_tis"),
+        ({"use_tis": True, "tis_upper_bound": "wide"}, "tis_upper_bound"),
+        ({"rs_veto_threshold": "abc"}, "rs_veto_threshold"),
+        ({"rollout_token_veto_threshold": "abc"}, "rollout_token_veto_threshold"),
+        ({"custom_correction": 3}, "custom_correction"),
+        ({"bypass_mode": None}, "bypass_mode"),
+        ({"preset": 3}, "preset"),
+        ({"use_rs": False, "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}, "use_rs"),
+    ],
+)
+def test_values_of_the_wrong_type_name_their_key(layer: dict, key: str) -> None:
+    with pytest.raises(ValueError, match=rf"algorithm\.rollout_correction\.{key}"):
+        rollout_correction([layer])
+
+
+def test_a_file_may_name_a_preset_alone_and_stand_in_another_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [token_grpo, _self_]\nalgorithm: {rollout_correction: pg_is}\ntrainer: {seed: 7}\n"
+    )
+    config = compose_config([], config_name="mine", config_dir=str(tmp_path))
+    assert config.algorithm.rollout_correction.loss_type == "reinforce"
+    assert config.trainer.seed == 7

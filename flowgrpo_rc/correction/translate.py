@@ -24,6 +24,12 @@ SLIME_KEYS = (
     *("rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold", "mis_veto_threshold"),
     "custom_tis_function_path",
 )
+# Two spellings of one setting.
+SLIME_PAIRS = (
+    ("use_tis", "use_rollout_correction"),
+    ("rs_veto_threshold", "mis_veto_threshold"),
+    *((f"tis_{name}", f"mis_{name}") for name in SLIME_TIS),
+)
 # Read by the configuration, which may open files; see `flowgrpo_rc.compat`.
 FILE_KEY = "custom_config_path"
 KNOWN_KEYS = (*OWN_KEYS, "preset", *OLDER_KEYS, *SLIME_KEYS, FILE_KEY)
@@ -129,10 +135,11 @@ def _slime(given: Mapping[str, Any], found: _Settings) -> None:
         if key in given:
             found.put("rollout_token_veto_threshold", _number(given[key], key), key)
     tis = {name: _same(given, f"tis_{name}", f"mis_{name}") for name in SLIME_TIS}
-    rejection = {name: _Given(f"rs_{name}", given.get(f"rs_{name}")) for name in ("level", "lower_bound", "upper_bound")}
+    names = ("level", "lower_bound", "upper_bound")
+    rejection = {name: _Given(f"rs_{name}", given.get(f"rs_{name}")) for name in names}
     weigh, reject = _same(given, "use_tis", "use_rollout_correction"), _Given("use_rs", given.get("use_rs"))
-    used = _slime_weights(tis, found) if _on(weigh) else _off(weigh, _NO_WEIGHTS, found)
-    used |= _slime_rejection(rejection, tis, found) if _on(reject) else _off(reject, _NO_REJECTION, found)
+    used = _slime_weights(weigh.key, tis, found) if _on(weigh) else _off(weigh, _NO_WEIGHTS, found)
+    used |= _slime_rejection(reject.key, rejection, tis, found) if _on(reject) else _off(reject, _NO_REJECTION, found)
     for one in (*tis.values(), *rejection.values()):
         if one.value is not None and one.key not in used:
             switch = reject if one.key.startswith("rs_") else weigh
@@ -146,38 +153,47 @@ class _Given(NamedTuple):
     key: str
     value: Any
 
+    def source(self, switch: str) -> str:
+        """Who says so: the key, or the switch that is on where the key is not given."""
+        return switch if self.value is None else self.key
+
 
 _NO_WEIGHTS = {"rollout_is": None, "rollout_is_mode": None, "rollout_is_batch_normalize": False}
 _NO_REJECTION = {"rollout_rs": None, "rollout_rs_threshold": None, "rollout_rs_threshold_lower": None}
 
 
-def _slime_weights(tis: Mapping[str, _Given], found: _Settings) -> set[str]:
+def _slime_weights(switch: str, tis: Mapping[str, _Given], found: _Settings) -> set[str]:
     """Put the weight settings of slime; returns the keys that took part."""
     used = [tis["level"], tis["mode"], tis["upper_bound"], tis["batch_normalize"]]
-    found.put("rollout_is", tis["level"].value or "token", tis["level"].key)
+    found.put("rollout_is", tis["level"].value or "token", tis["level"].source(switch))
     if tis["mode"].value is not None:
         found.put("rollout_is_mode", tis["mode"].value, tis["mode"].key)
     upper = 2.0 if tis["upper_bound"].value is None else _number(tis["upper_bound"].value, tis["upper_bound"].key)
     if tis["mode"].value in (None, "truncate"):
-        found.put("rollout_is_threshold", upper, tis["upper_bound"].key)
+        found.put("rollout_is_threshold", upper, tis["upper_bound"].source(switch))
     else:
         used.append(tis["lower_bound"])
         lower = 1 / upper if tis["lower_bound"].value is None else tis["lower_bound"].value
-        found.put("rollout_is_threshold", f"{_number(lower, tis['lower_bound'].key)}_{upper}", tis["upper_bound"].key)
-        found.note(f"{tis['lower_bound'].key} -> the lower bound in rollout_is_threshold")
+        pair = f"{_number(lower, tis['lower_bound'].key)}_{upper}"
+        found.put("rollout_is_threshold", pair, tis["upper_bound"].source(tis["lower_bound"].source(switch)))
+        if tis["lower_bound"].value is not None:
+            found.note(f"{tis['lower_bound'].key} -> the lower bound in rollout_is_threshold")
     if tis["batch_normalize"].value is not None:
         normalize = tis["batch_normalize"]
         found.put("rollout_is_batch_normalize", _flag(normalize.value, normalize.key), normalize.key)
     return {one.key for one in used}
 
 
-def _slime_rejection(rejection: Mapping[str, _Given], tis: Mapping[str, _Given], found: _Settings) -> set[str]:
+def _slime_rejection(
+    switch: str, rejection: Mapping[str, _Given], tis: Mapping[str, _Given], found: _Settings
+) -> set[str]:
     """Put the rejection settings of slime, whose bounds fall back to those of the weights; returns the keys used."""
     level = rejection["level"].value or "token"
     upper = rejection["upper_bound"] if rejection["upper_bound"].value is not None else tis["upper_bound"]
     lower = rejection["lower_bound"] if rejection["lower_bound"].value is not None else tis["lower_bound"]
-    found.put("rollout_rs", OLDER_NAMES.get(level, level), rejection["level"].key)
-    found.put("rollout_rs_threshold", 2.0 if upper.value is None else _number(upper.value, upper.key), upper.key)
+    found.put("rollout_rs", OLDER_NAMES.get(level, level), rejection["level"].source(switch))
+    bound = 2.0 if upper.value is None else _number(upper.value, upper.key)
+    found.put("rollout_rs_threshold", bound, upper.source(switch))
     if lower.value is not None:
         found.put("rollout_rs_threshold_lower", _number(lower.value, lower.key), lower.key)
     return {rejection["level"].key, upper.key, lower.key}

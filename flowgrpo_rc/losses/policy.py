@@ -37,12 +37,15 @@ def loss_terms(
     metrics, valid, weights = MetricBag(), batch.valid, batch.rollout_is_weights
     kept = valid if batch.rejection_mask is None else valid & batch.rejection_mask
     weight_total = weight_count = torch.zeros((), dtype=torch.float64, device=log_probs.device)
+    loss_name = "pg_loss"
     if correction.bypass_mode:
         found = correct_with(correction, log_probs, require_rollout_log_probs(batch), valid, normalise=False)
         metrics.merge(found.metrics, "rollout_corr")
         kept, weights = kept & found.mask, None if correction.weights_are_metrics else found.weights
         if correction.rollout_is_batch_normalize and found.weight_total is not None and found.weight_count is not None:
-            weight_total, weight_count = found.weight_total, found.weight_count
+            weight_total, weight_count, loss_name = found.weight_total, found.weight_count, "_pg_loss"
+            metrics.ratio("_mean_weight", weight_total, weight_count)
+            metrics.derive("pg_loss", ("_pg_loss", "_mean_weight"), lambda loss, weight: loss / (weight or 1.0))
     function = reinforce if correction.loss_type == "reinforce" else step_loss
     policy = function(log_probs, batch.old_log_probs, batch.advantages.to(log_probs.dtype), kept)
     if correction.metric_names != "verl" and not correction.bypass_mode:
@@ -52,7 +55,7 @@ def loss_terms(
     counted = kept if (correction.normalize or normalize) == "kept" else valid
     share, number = shares(counted, aggregation, log_probs.dtype)
     total = (values * share).sum()
-    metrics.ratio("pg_loss", total, number)
+    metrics.ratio(loss_name, total, number)
     return LossTerms(total, share, number, weight_total, weight_count, metrics)
 
 
