@@ -1,7 +1,7 @@
 """Agreement with the published wheels verl 0.9.1 and 0.6.1, whose results stand in `parity/` (made by its script).
 
-Where this project differs on purpose, a test at the end of the file shows it: the band of k1 criteria, sequences without
-a valid step, float32 artefacts, tokens beyond the safety bound, and a batch whose weights are all 0.
+Where this project differs on purpose, a test at the end shows it: the band of k1 criteria, sequences without a valid
+step, float32 artefacts, tokens beyond the safety bound, and a batch whose weights are all 0.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def test_weights_and_masks_of_three_hundred_cases(version: str) -> None:
             ratio = found.weights[expect > 0] / expect[expect > 0]  # its mean counts rows without tokens as 0
             torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), rtol=2e-6, atol=0)
         else:
-            torch.testing.assert_close(found.weights, expect, rtol=2e-6, atol=1e-9)
+            # A float32 sum of log-ratios of 20 and more is itself uncertain by 1e-6.
+            tolerance = 2e-6 if case["flags"]["beyond_bound"] else 1e-6
+            torch.testing.assert_close(found.weights, expect, rtol=tolerance, atol=1e-6)
 
 
 def test_every_metric_of_the_newer_wheel() -> None:
