@@ -22,19 +22,17 @@ from transformers.utils import logging as transformers_logging
 
 from flowgrpo_rc.compose import compose_config, to_config
 from flowgrpo_rc.core.random import normal
-from flowgrpo_rc.plugins import load_class
-from flowgrpo_rc.rollout.base import RolloutEngine
 from flowgrpo_rc.rollout.diffusers_engine import encode_unique
-from flowgrpo_rc.run import ROLLOUT_PACKAGE, assemble, make_processes
+from flowgrpo_rc.run import assemble, make_processes
 from flowgrpo_rc.training.run_folder import RunFolder
 from flowgrpo_rc.training.trainer import Components, Trainer
 
 
 def bare_step(parts: Components) -> None:
     """The calls of one training step and nothing else, in the step's own batch shapes."""
-    config, model = parts.config, parts.policy.model
+    config, model = parts.config, parts.task.model
     pipeline, micro = config.rollout.pipeline, config.actor.ppo_micro_batch_size_per_gpu
-    prompts = [p for p in parts.sampler.step(0) for _ in range(config.rollout.n)]
+    prompts = [p for p in parts.source.prompts(1).prompts for _ in range(config.rollout.n)]
     conditioning = encode_unique(model, [p.text for p in prompts], pipeline.max_sequence_length)
     shape = model.latent_shape(pipeline.height, pipeline.width)
     x = normal(shape, range(len(prompts)))
@@ -48,7 +46,7 @@ def bare_step(parts: Components) -> None:
     with torch.no_grad():
         for rows in torch.arange(len(prompts)).split(config.rollout.micro_batch_size_per_gpu or micro):
             for t in range(pipeline.num_inference_steps):
-                velocity(parts.engine.transformer, rows, t)
+                velocity(parts.source.engine.transformer, rows, t)
             images = model.decode(x[rows])
             parts.rewards.collect([parts.rewards.submit(images, [prompts[row] for row in rows.tolist()])])
     for rows in torch.arange(len(prompts)).split(micro):
@@ -72,9 +70,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         quiet = ["trainer.logger=[]", f"trainer.output_dir={folder}", "rollout.pipeline.guidance_scale=1.0"]
         config = to_config(compose_config([*arguments.overrides, *quiet]))
-        engine_class = load_class(ROLLOUT_PACKAGE, config.rollout.name, RolloutEngine)
         prompts, processes = config.read_prompts(), make_processes(config)
-        parts = assemble(config, RunFolder(Path(folder)), processes, prompts, engine_class, first_step=0)
+        parts = assemble(config, RunFolder(Path(folder)), processes, prompts, first_step=0)
         trainer = Trainer(parts, None)
         full, bare = [], []
         for round_number in range(arguments.rounds + 1):

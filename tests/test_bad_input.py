@@ -54,7 +54,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"{RC}.rollout_rs=seq_mean_k9", ["seq_mean_k9", "did you mean"]),
         (f"{RC}.rollout_is=always", ["rollout_is='always'", "token, sequence"]),
         (f"{RC}.loss_type=reinforce", ["loss_type=reinforce", "bypass_mode=true"]),
-        (f"{RC}.rollout_rs=null", ["rollout_rs_threshold", "no effect", "rollout_rs"]),
+        (f"{RC}.rollout_rs_threshold=null", ["rollout_rs=seq_mean_k1", "needs", "rollout_rs_threshold"]),
         (f"{RC}.rollout_rs=seq_mean_k1,token_k1", ["must be a list"]),
         ("rollout.calculate_log_probs=false", ["rollout.calculate_log_probs"]),
         ("rollout.name=warp", ["warp", "diffusers_engine"]),
