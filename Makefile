@@ -10,7 +10,7 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	touch $@
 
-.PHONY: demo test lint check benchmark
+.PHONY: demo test lint check benchmark benchmark-correction
 demo: $(VENV)/.ready  ## train the bundled model on the OCR reward
 	$(BIN)/flowgrpo-rc train $(ARGS)
 
@@ -24,3 +24,6 @@ check: lint test
 
 benchmark: $(VENV)/.ready  ## time of a training step over the bare calls that it needs
 	$(BIN)/python examples/benchmark_overhead.py $(ARGS)
+
+benchmark-correction: $(VENV)/.ready  ## time, memory and host transfers of the correction beside verl 0.9.1 from PyPI
+	$(BIN)/python tests/benchmarks/benchmark_correction.py --install $(ARGS)

@@ -16,6 +16,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     _quieten_libraries()
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # rewards and functions of the user's own, as under `python -m`
     from flowgrpo_rc.rewards.manager import RewardError
     from flowgrpo_rc.training.checkpoint import CheckpointError
     from flowgrpo_rc.training.update import NonFiniteGradient
@@ -56,9 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("overrides", nargs="*", help="such as rollout.val_kwargs.num_inference_steps=20")
     evaluate.set_defaults(command=_evaluate)
 
-    export = commands.add_parser("export", help="write the LoRA of a checkpoint for stock diffusers")
+    export = commands.add_parser("export", help="write the LoRA of a checkpoint for stock diffusers, or peft")
     export.add_argument("checkpoint", help="folder of a checkpoint, or of a run (its newest)")
-    export.add_argument("--out", required=True, help="folder for pytorch_lora_weights.safetensors")
+    export.add_argument("--out", required=True, help="folder for the LoRA")
     export.add_argument("--raw", action="store_true", help="the last weights rather than their average")
     export.set_defaults(command=_export)
 
@@ -95,6 +97,7 @@ def _train(arguments: argparse.Namespace) -> int:
     config = to_config(composed)
     config.check_output()
     if arguments.dry_run:
+        config.check_replay(0, int(os.environ.get("WORLD_SIZE", "1")))
         sampler, held_out = config.read_prompts()
         print(f"ok: {len(sampler.prompts)} training prompts, {len(held_out)} held-out prompts, nothing was loaded")
         return EXIT_OK

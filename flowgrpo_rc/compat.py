@@ -6,18 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from flowgrpo_rc.correction.bands import KEY
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.correction.translate import FILE_KEY, SLIME_KEYS, SLIME_PAIRS, translate
+from flowgrpo_rc.correction.translate import FILE_KEY, SLIME_KEYS, SLIME_PAIRS, translate, without_dependents
 
 Layer = Mapping[str, Any]
-# A later layer that switches something off takes what depends on it along.
-_DEPENDENTS = {
-    "rollout_is": ("rollout_is_mode", "rollout_is_batch_normalize"),
-    "rollout_rs": ("rollout_rs_threshold", "rollout_rs_threshold_lower"),
-}
 
 
 def rollout_correction(layers: Sequence[Layer]) -> tuple[RolloutCorrectionConfig, list[str]]:
@@ -37,10 +34,7 @@ def rollout_correction(layers: Sequence[Layer]) -> tuple[RolloutCorrectionConfig
         replaced = {key for pair in SLIME_PAIRS for key in pair if own.keys() & set(pair)}
         flags = {key: value for key, value in flags.items() if key not in replaced} | own
         found = translate(given | flags if own else given)
-        for switch, dependents in _DEPENDENTS.items():
-            if switch in found.settings and found.settings[switch] is None:
-                settings = {key: value for key, value in settings.items() if key not in dependents}
-        settings |= found.settings
+        settings = without_dependents(settings, found.settings) | found.settings
         notes += [*read, *found.notes]
     config = RolloutCorrectionConfig(**settings)
     try:
@@ -67,8 +61,8 @@ def _with_file(layer: Layer) -> tuple[dict[str, Any], list[str]]:
 
 def _read_mapping(path: Path) -> dict[str, Any]:
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        found = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
         raise ValueError(f"{KEY}.{FILE_KEY}={path} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{KEY}.{FILE_KEY}={path} must hold a mapping of keys such as use_tis: true")

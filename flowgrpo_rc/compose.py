@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,14 +99,18 @@ def compose_all(
             composed = compose(config_name=config_name, overrides=lines)
         except (HydraException, OmegaConfBaseException) as error:
             raise ValueError(_first_cause(error)) from error
-    return _translated(composed, correction, notes)
+    return _translated(composed, _file_layers(config_name, homes), correction, notes)
 
 
-def _translated(composed: DictConfig, correction: dict[str, Any], notes: list[str]) -> Composition:
-    """The typed tree, with the rollout correction of the file and the command line in this project's words."""
+def _translated(
+    composed: DictConfig, files: Sequence[dict[str, Any]], correction: dict[str, Any], notes: list[str]
+) -> Composition:
+    """The typed tree, with the rollout correction of the files and the command line in this project's words."""
     tree: Any = OmegaConf.to_container(composed)
     in_file = _merged((path, _section(tree[path.split(".")[0]].pop("rollout_correction"))) for path in _CORRECTION)
-    config, translated = rollout_correction([in_file, correction])
+    known = {key: value for layer in files for key, value in layer.items()}
+    from_groups = {key: value for key, value in in_file.items() if key not in known or known[key] != value}
+    config, translated = rollout_correction([*files, from_groups, correction])
     try:
         typed = OmegaConf.merge(OmegaConf.structured(Config), tree)
         typed.algorithm.rollout_correction = config
@@ -114,6 +118,22 @@ def _translated(composed: DictConfig, correction: dict[str, Any], notes: list[st
         raise ValueError(_first_cause(error)) from error
     assert isinstance(typed, DictConfig)
     return Composition(typed, [*notes, *translated])
+
+
+def _file_layers(name: str, homes: Mapping[str, Path]) -> list[dict[str, Any]]:
+    """The rollout corrections of a file and of those that it builds on, each by itself: Hydra's merged mapping no
+    longer tells a preset of the one from the keys of the other."""
+    loaded: Any = OmegaConf.to_container(OmegaConf.load(homes[name] / f"{name}.yaml"))
+    roots = ((path, loaded.get(path.split(".")[0]) or {}) for path in _CORRECTION)
+    sections = ((path, root.get("rollout_correction", {})) for path, root in roots)
+    own = _merged((path, _section(section)) for path, section in sections)
+    layers: list[dict[str, Any]] = []
+    for parent in loaded.get("defaults", ["_self_"]):
+        if parent == "_self_":
+            layers.append(own)
+        elif isinstance(parent, str) and parent in homes:
+            layers += _file_layers(parent, homes)
+    return layers if "_self_" in loaded.get("defaults", ["_self_"]) else [*layers, own]
 
 
 def _is_correction(override: Override) -> bool:
@@ -156,6 +176,9 @@ def _merged(sections: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
 
 def _value(override: Override) -> Any:
     value = override.value()
+    raw = str(override.input_line).partition("=")[2]
+    if isinstance(value, int | float) and "_" in raw:
+        raise ValueError(f'{override.input_line}: Hydra reads the number {value}; quote a pair twice, \'"{raw}"\'')
     if isinstance(value, list):
         return [item.text if isinstance(item, QuotedString) else item for item in value]
     return value.text if isinstance(value, QuotedString) else value

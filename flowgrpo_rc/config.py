@@ -19,6 +19,7 @@ from flowgrpo_rc.rewards.manager import RewardConfig, check_kind, requires_targe
 from flowgrpo_rc.rollout.base import RolloutConfig
 from flowgrpo_rc.training.run_folder import check_writable
 from flowgrpo_rc.training.settings import AlgorithmConfig, TrainerConfig
+from flowgrpo_rc.training.source import replay_files
 from flowgrpo_rc.training.update import ActorConfig
 
 
@@ -146,6 +147,10 @@ class Config:
             ("rollout.pipeline", "diffusion", self.rollout.pipeline, default.rollout.pipeline),
             ("rollout.algo", "diffusion", self.rollout.algo, default.rollout.algo),
             ("actor.diffusion_loss", "diffusion", self.actor.diffusion_loss, default.actor.diffusion_loss),
+            ("rollout.val_kwargs.num_inference_steps", "diffusion", *_pair("num_inference_steps", self, default)),
+            ("rollout.val_kwargs.guidance_scale", "diffusion", *_pair("guidance_scale", self, default)),
+            ("rollout.val_kwargs.temperature", "causal_lm", *_pair("temperature", self, default)),
+            ("data.negative_prompt", "diffusion", self.data.negative_prompt, default.data.negative_prompt),
             ("actor.token_loss", "causal_lm", self.actor.token_loss, default.actor.token_loss),
             ("rollout.temperature", "causal_lm", self.rollout.temperature, default.rollout.temperature),
             ("rollout.prompt_length", "causal_lm", self.rollout.prompt_length, default.rollout.prompt_length),
@@ -167,6 +172,11 @@ class Config:
         )
         return PromptSampler(train, data.train_batch_size, self.trainer.seed), held_out
 
+    def check_replay(self, rank: int = 0, num_processes: int = 1) -> None:
+        """ValueError if `data.replay_dir` lacks files of this process."""
+        if self.data.replay_dir is not None:
+            replay_files(Path(self.data.replay_dir).expanduser(), rank, num_processes)
+
     def check_output(self, num_parameters: int = 0) -> None:
         """ValueError if the output folder cannot be written or its disk has no room for the checkpoints.
 
@@ -174,6 +184,10 @@ class Config:
         """
         checkpoints = (self.trainer.max_checkpoints_to_keep + 1) * num_parameters * 16
         check_writable(Path(self.trainer.output_dir), needed_bytes=64 * 2**20 + checkpoints)
+
+
+def _pair(name: str, config: Config, default: Config) -> tuple[object, object]:
+    return vars(config.rollout.val_kwargs)[name], vars(default.rollout.val_kwargs)[name]
 
 
 def stored_config(path: Path, overrides: Sequence[str] = ()) -> Config:

@@ -32,7 +32,7 @@ from flowgrpo_rc.training.lora_files import EXPORT_NAMES, export_lora
 from flowgrpo_rc.training.processes import Processes
 from flowgrpo_rc.training.report import write_report
 from flowgrpo_rc.training.run_folder import RunFolder
-from flowgrpo_rc.training.source import EngineSource, ReplaySource, RolloutSource, replay_files
+from flowgrpo_rc.training.source import EngineSource, ReplaySource, RolloutSource
 from flowgrpo_rc.training.stopping import StopRequest
 from flowgrpo_rc.training.task import Task
 from flowgrpo_rc.training.text_task import TextTask
@@ -55,8 +55,7 @@ def run(config: Config) -> str | None:
         resumed = checkpoint_to_resume(config, folder)
         processes = make_processes(config)
         _check_one_folder(processes, resumed)
-        if config.data.replay_dir is not None:
-            replay_files(Path(config.data.replay_dir).expanduser(), processes.rank, processes.count)
+        config.check_replay(processes.rank, processes.count)
         if resumed is not None and resumed.step >= config.trainer.total_training_steps:
             if processes.is_main:
                 _say_finished(config, folder, resumed)
@@ -219,10 +218,9 @@ def leave_results(config: Config, folder: RunFolder) -> None:
 
 def _train(parts: Components, resumed: Checkpoint | None, stop: StopRequest) -> str | None:
     correction = parts.config.algorithm.rollout_correction
-    if correction.weights_are_metrics and correction.rollout_is is not None:
+    if correction.weights_are_metrics and (correction.rollout_is or correction.custom_correction):
         parts.console.message(
-            f"note: rollout_is={correction.rollout_is} only adds metrics in bypass mode with ppo_clip, whose ratio is "
-            "the weight"
+            "note: importance weights only add metrics in bypass mode with ppo_clip, whose ratio is the weight"
         )
     try:
         with parts.console:
@@ -252,6 +250,7 @@ def _prepare_folder(config: Config, folder: RunFolder, processes: Processes, res
     step = -1 if resumed is None else resumed.step
     MetricsFile(folder.metrics).truncate_after(step)
     MetricsFile(folder.health).truncate_after(step)
+    folder.drop_rollouts_after(step)
 
 
 def _say_finished(config: Config, folder: RunFolder, newest: Checkpoint) -> None:

@@ -402,3 +402,29 @@ def test_a_file_may_name_a_preset_alone_and_stand_in_another_folder(tmp_path: Pa
     config = compose_config([], config_name="mine", config_dir=str(tmp_path))
     assert config.algorithm.rollout_correction.loss_type == "reinforce"
     assert config.trainer.seed == 7
+
+
+@pytest.mark.parametrize(
+    ("parent", "section", "expected"),
+    [
+        ("token_grpo", "{preset: decoupled_seq_is_rs, rollout_is_threshold: 5.0}", ("sequence", False, 5.0)),
+        ("token_grpo", "{use_tis: true, tis_level: geometric}", ("geometric", False, 2.0)),
+        ("tiny_ocr", "{preset: decoupled_seq_is}", ("sequence", False, 2.0)),
+        ("tiny_ocr", "{rollout_is: token}", ("token", True, 2.0)),
+    ],
+)
+def test_a_file_overrides_the_one_that_it_builds_on(tmp_path: Path, parent: str, section: str, expected: tuple) -> None:
+    text = f"defaults: [{parent}, _self_]\nalgorithm:\n  rollout_correction: {section}\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    found = to_config(compose_config([], config_name="mine", config_dir=str(tmp_path))).algorithm.rollout_correction
+    assert (found.rollout_is, found.bypass_mode, found.rollout_is_threshold) == expected
+
+
+def test_a_preset_may_have_a_part_switched_off() -> None:
+    assert composed(f"{SECTION}=geo_rs", f"{SECTION}.rollout_rs=null").rollout_token_veto_threshold == 1e-4
+    assert composed(f"{SECTION}=slime_mis", f"{SECTION}.rollout_is=null").rollout_is_mode is None
+
+
+def test_an_unquoted_pair_that_reads_as_a_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="1_5"):
+        compose_config([f"{SECTION}.rollout_is_threshold=1_5"])

@@ -40,7 +40,7 @@ RESTRICTED = {
     "diffusers": {"models", "policies", "rollout", "training", "assets", "cli"},
     "transformers": {"models", "policies", "rollout", "training", "assets", "cli"},
     "hydra": {"compose", "cli"},
-    "omegaconf": {"config", "compose", "cli"},
+    "omegaconf": {"config", "compat", "compose", "cli"},
     "accelerate": {"training", "run"},
     "peft": {"training", "models", "rollout"},
 }

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import fingerprint, read_rows, without_timings
 from safetensors.torch import load_file
 from test_processes import launch
@@ -109,20 +110,38 @@ def test_saved_rollouts_train_another_run_with_their_own_log_probs(
     assert here[1]["rollout_corr/rollout_log_ppl"] == there[1]["rollout_corr/rollout_log_ppl"]
     assert here[3]["rollout_corr/rollout_log_ppl"] == there[1]["rollout_corr/rollout_log_ppl"]
     assert here[3]["rollout_corr/logprob_abs_diff_mean"] > 3 * there[1]["rollout_corr/logprob_abs_diff_mean"]
-    batch, rewards = load_rollout(files[0], "cpu")
+    batch, rewards, _ = load_rollout(files[0], torch.device("cpu"))
     assert len(batch) == len(rewards.total) == 16
     capsys.readouterr()
     for further, words in (
         (("rollout.temperature=0.5",), ("temperature", "replay_dir")),
         (("rollout.n=2",), ("rollout.n", "groups")),
         ((f"data.replay_dir={tmp_path}",), ("save_rollouts",)),
+        (("rollout.response_length=7",), ("response_length", "8 there, 7 here")),
     ):
         assert train(tmp_path / "refused", *replay[:1], *further) == 2
         error = capsys.readouterr().err
         assert all(word in error for word in words), error
-    files[0].write_bytes(files[0].read_bytes()[:-100])
+    content = files[1].read_bytes()
+    files[1].write_bytes(content[:-100])
     assert train(tmp_path / "damaged", *replay) == 2
     assert "damaged" in capsys.readouterr().err
+    files[1].write_bytes(content)
+    files[0].rename(files[0].with_name("step_000001_process_0_of_2.safetensors"))
+    assert train(tmp_path / "incomplete", *replay, "--dry-run") == 2
+    assert "steps 1 to 2" in capsys.readouterr().err
+
+
+def test_rollouts_are_reproducible_and_those_of_an_abandoned_run_go(tmp_path: Path) -> None:
+    saving = ("trainer.save_rollouts=true", "trainer.total_training_steps=1")
+    for name in ("a", "b"):
+        leftover = tmp_path / name / "rollouts" / "step_000007_process_0_of_1.safetensors"
+        leftover.parent.mkdir(parents=True)
+        leftover.touch()
+        assert train(tmp_path / name, *saving) == 0
+    files = [sorted((tmp_path / name / "rollouts").iterdir()) for name in ("a", "b")]
+    assert [path.name for path in files[0]] == ["step_000001_process_0_of_1.safetensors"]
+    assert files[0][0].read_bytes() == files[1][0].read_bytes()
 
 
 def test_wholly_rejected_samples_leave_the_baseline(tmp_path: Path) -> None:

@@ -57,14 +57,13 @@ def group_relative(
     lowest = torch.where(member, rows, torch.inf).amin(1)
     zero_std = highest <= lowest
     centred = torch.where(zero_std[index], torch.zeros_like(centred), centred)
-    if leave_one_out:
-        size = member.sum(1)[index]
-        centred = centred * size / (size - 1).clamp(min=1)
+    size = member.sum(1)[index].double()
+    others = size / (size - 1).clamp(min=1) if leave_one_out else torch.ones_like(centred)
     if not norm_by_std:
-        return Advantages(centred, zero_std)
+        return Advantages(centred * others, zero_std)
     if global_std:
         mean = masked_mean(rewards, valid, all_reduce=all_reduce)
         std = masked_mean((rewards - mean) ** 2, valid, all_reduce=all_reduce).sqrt()
     else:
         std = masked_mean(centred.expand(num_groups, -1) ** 2, member, 1).sqrt()[index]
-    return Advantages(centred / (std + eps), zero_std)
+    return Advantages(centred * others / (std + eps), zero_std)

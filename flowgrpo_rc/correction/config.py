@@ -32,6 +32,11 @@ class Rules(NamedTuple):
     bands: tuple[Band, ...]
     log_veto: float | None
 
+    @property
+    def per_step(self) -> bool:
+        """Whether steps are weighed, and not sequences; without a level the metrics are those of the token level."""
+        return self.level in (None, "token")
+
 
 @dataclass(kw_only=True)
 class RolloutCorrectionConfig(Presets):
@@ -53,7 +58,7 @@ class RolloutCorrectionConfig(Presets):
     rollout_rs_threshold_lower: lower bound of k1 bands whose threshold is one number.
     rollout_token_veto_threshold: reject a sequence if the ratio of any of its steps is below this.
     normalize: the loss is the mean over `all` steps, or over those that are `kept`. Null: all for images, kept for
-        text. `kept` also makes batch normalisation one over kept steps.
+        text. Batch normalisation is over all valid steps, and over kept ones only where `kept` is given.
     exclude_rejected: a sample whose steps are all rejected leaves the baseline of its group; null: in decoupled mode.
     metric_names: `verl`, `slime` or `both`.
     custom_correction: "module:function" in place of the built-in weights and mask; see `correct.CustomCorrection`.

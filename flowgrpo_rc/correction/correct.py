@@ -16,16 +16,16 @@ from flowgrpo_rc.batch import Batch, DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import AllReduce, identity, select
 from flowgrpo_rc.correction.bands import WeightBounds
+from flowgrpo_rc.correction.block import correct_block, join_summaries, mean_parts, summarise, summary_metrics
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig, Rules
-from flowgrpo_rc.correction.divergence import offpolicy_metrics, weight_metrics
-from flowgrpo_rc.correction.importance import outside, weigh
+from flowgrpo_rc.correction.divergence import gap_rows, offpolicy_metrics
+from flowgrpo_rc.correction.importance import weigh
 from flowgrpo_rc.correction.naming import apply_names
-from flowgrpo_rc.correction.rejection import reject, rejection_metrics, veto
-from flowgrpo_rc.correction.steps import prepare
+from flowgrpo_rc.correction.steps import join, prepare
 
 B = TypeVar("B", bound=Batch)
 # Rows are corrected in blocks of about so many elements: float64 temporaries stay in the cache and the memory small.
-_BLOCK = {"cpu": 2**17, "cuda": 2**22}
+_BLOCK = {"cpu": 2**16, "cuda": 2**22}
 
 
 class Correction(NamedTuple):
@@ -66,33 +66,19 @@ def measure(training_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor,
     `rollout_rs_nonfinite_fraction`; it takes no part in weights or in any other metric. A sequence criterion sees it
     and rejects the sequence. Without a level the weight metrics are those of the token level.
     """
-    weights = torch.empty_like(training_log_probs) if rules.level is not None else None
-    kept = torch.empty_like(mask)
-    metrics = MetricBag()
-    total, count = (torch.zeros((), dtype=torch.float64, device=mask.device) for _ in range(2))
+    weights = None if rules.level is None else torch.empty_like(training_log_probs)
+    kept, summaries = torch.empty_like(mask), []
     for rows in _blocks(mask):
-        steps = prepare(training_log_probs[rows], rollout_log_probs[rows], mask[rows])
-        rejection = reject(steps, rules.bands)
-        keep = rejection.kept
-        found = weigh(steps, rules.level or "token", rules.bounds)
-        metrics.merge(rejection.metrics)
-        metrics.merge(offpolicy_metrics(steps))
-        metrics.merge(weight_metrics(steps, found, rules.bounds))
-        if rules.level is not None and rules.bounds.mode == "mask":
-            keep = keep & ~outside(found.raw, rules.bounds)
-        vetoed = veto(steps, -torch.inf if rules.log_veto is None else rules.log_veto)
-        metrics.merge(vetoed.metrics)
-        keep = keep & vetoed.kept if rules.log_veto is not None else keep
-        metrics.merge(rejection_metrics(steps, keep))
-        kept[rows] = keep
+        block = correct_block(training_log_probs[rows], rollout_log_probs[rows], mask[rows], rules)
+        summaries.append(block.summary)
+        kept[rows] = block.kept
         if weights is not None:
-            used = select(found.used.expand_as(steps.valid), steps.valid)
-            weights[rows] = used.to(weights.dtype)
-            part = _mean_parts(used, keep if rules.over_kept else steps.valid, per_step=found.per_step)
-            total, count = total + part[0], count + part[1]
+            weights[rows] = block.weights
+    summary = join_summaries(summaries)
+    metrics = summary_metrics(summary, rules)
     if weights is None:
         return Correction(None, kept, metrics)
-    return Correction(weights, kept, metrics, total, count)
+    return Correction(weights, kept, metrics, *mean_parts(summary, rules))
 
 
 def correct(
@@ -197,8 +183,8 @@ def compute_rollout_rejection_mask(
         rollout_rs_threshold_lower=rollout_rs_threshold_lower,
     )
     config.validate()
-    steps = prepare(log_ratio, torch.zeros_like(log_ratio), response_mask.bool())
-    return reject(steps, config.rules().bands).kept.to(response_mask.dtype)
+    found = measure(log_ratio, torch.zeros_like(log_ratio), response_mask.bool(), config.rules())
+    return found.mask.to(response_mask.dtype)
 
 
 def compute_offpolicy_metrics(
@@ -208,7 +194,9 @@ def compute_offpolicy_metrics(
 
     Steps whose difference is not finite take no part.
     """
-    return offpolicy_metrics(prepare(old_log_prob, rollout_log_prob, response_mask.bool())).compute()
+    mask = response_mask.bool()
+    gaps = [gap_rows(prepare(old_log_prob[rows], rollout_log_prob[rows], mask[rows])) for rows in _blocks(mask)]
+    return offpolicy_metrics(join(gaps)).compute()
 
 
 def apply_bypass_mode(batch: B) -> B:
@@ -293,15 +281,6 @@ def _blocks(mask: Tensor) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, max(rows, 1), size))  # without rows the names stay
 
 
-def _mean_parts(used: Tensor, counted: Tensor, *, per_step: bool) -> tuple[Tensor, Tensor]:
-    """Sum and number of the weights whose mean is normalised: those of steps, or of sequences that have a step."""
-    selected = select(used, counted)
-    if per_step:
-        return selected.sum(), counted.sum().double()
-    counted_B = counted.sum(1)
-    return (selected.sum(1) / counted_B.clamp(min=1)).sum(), (counted_B > 0).sum().double()
-
-
 def _custom(
     function: CustomCorrection, training: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrectionConfig
 ) -> Correction:
@@ -310,15 +289,14 @@ def _custom(
         weights, kept = function(training.detach(), rollout, mask, config)
     if kept.shape != mask.shape or (weights is not None and weights.shape != mask.shape):
         raise ValueError(f"custom_correction={config.custom_correction}: weights and mask must be {tuple(mask.shape)}")
+    rules = Rules("token", WeightBounds("truncate", 0.0, torch.inf), False, False, (), None)
     steps = prepare(training, rollout, mask)
-    kept = kept.bool() & steps.valid
-    metrics = offpolicy_metrics(steps)
-    metrics.merge(veto(steps, -torch.inf).metrics)
-    metrics.merge(rejection_metrics(steps, kept))
-    bounds = WeightBounds("truncate", 0.0, torch.inf)
-    found = weigh(steps, "token", bounds)
+    kept, found = kept.bool() & steps.valid, weigh(steps, "token", rules.bounds)
     used = None if weights is None else select(weights.detach(), steps.valid)
-    metrics.merge(weight_metrics(steps, found if used is None else found._replace(used=used.double()), bounds))
+    if used is not None:
+        found = found._replace(used=used.double())
+    summary = summarise(steps, found, kept, rules, (), torch.zeros_like(steps.count_B))
+    metrics = summary_metrics(summary, rules)
     if used is None:
         return Correction(None, kept, metrics)
-    return Correction(used, kept, metrics, *_mean_parts(used.double(), steps.valid, per_step=True))
+    return Correction(used, kept, metrics, *mean_parts(summary, rules))

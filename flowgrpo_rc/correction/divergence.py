@@ -1,82 +1,137 @@
 """Diagnostics of the gap between the rollout policy and the training graph, under the documents' names.
 
+Blocks of rows [b, T] become sums and extrema of each row; the metrics follow once, from those of all rows [B].
 Sequences without a valid step take no part.
 """
 
 from __future__ import annotations
 
-import torch
+from typing import NamedTuple
+
 from torch import Tensor
 
 from flowgrpo_rc.core.metrics import MetricBag, sample_std_from_moments, std_from_moments
+from flowgrpo_rc.core.reduce import row_max, select_
 from flowgrpo_rc.correction.bands import WeightBounds
-from flowgrpo_rc.correction.importance import Weights, outside
+from flowgrpo_rc.correction.importance import Weights
 from flowgrpo_rc.correction.steps import HIGHEST_WEIGHT, LOWEST_WEIGHT, Steps, safe_expm1
 
 
-def offpolicy_metrics(steps: Steps) -> MetricBag:
+class GapRows(NamedTuple):
+    """Of each row: number of valid steps; sums over them of log-probs, log-ratio, k3, ratio^2 - 1 and |log-ratio|; the
+    largest |log-ratio|."""
+
+    valid: Tensor
+    training: Tensor
+    rollout: Tensor
+    log_ratio: Tensor
+    k3: Tensor
+    chi2: Tensor
+    absolute: Tensor
+    highest_absolute: Tensor
+
+
+class WeightRows(NamedTuple):
+    """Of each row: sums over valid steps of the raw and of the used weight w, of w^2, w - 1 and (w - 1)^2; extrema; and how
+    many weights lie above and below the bounds."""
+
+    raw: Tensor
+    used: Tensor
+    square: Tensor
+    deviation: Tensor
+    deviation_square: Tensor
+    highest: Tensor
+    lowest: Tensor
+    high: Tensor
+    low: Tensor
+
+
+def gap_rows(steps: Steps) -> GapRows:
+    absolute = steps.log_ratio.abs()
+    return GapRows(
+        valid=steps.count_B,
+        training=steps.training_B,
+        rollout=steps.rollout_B,
+        log_ratio=steps.total_B,
+        k3=steps.k3.sum(1),
+        chi2=_chi2(steps.ratio_minus_one).sum(1),
+        absolute=absolute.sum(1),
+        highest_absolute=row_max(absolute),
+    )
+
+
+def weight_rows(steps: Steps, weights: Weights, bounds: WeightBounds) -> WeightRows:
+    """The extrema are those after the bounds at token level, and of the unbounded ratio at sequence level, as in verl.
+    A lone upper bound has its reciprocal beside it."""
+    raw, used, deviation = weights.raw, weights.used, select_(weights.used - 1, steps.units(weights.used))
+    extreme = used if weights.per_step else weights.unbounded
+    return WeightRows(
+        raw=steps.sum_B(raw),
+        used=steps.sum_B(used),
+        square=steps.sum_B(used**2),
+        deviation=steps.sum_B(deviation),
+        deviation_square=steps.sum_B(deviation**2),
+        highest=steps.highest_B(extreme),
+        lowest=steps.lowest_B(extreme),
+        high=steps.number_B(raw > bounds.upper),
+        low=steps.number_B(raw < _lower(bounds)),
+    )
+
+
+def offpolicy_metrics(gap: GapRows) -> MetricBag:
     """Perplexities, KL estimates, chi-squared and |difference|.
 
     log_ppl_diff is log(training perplexity / rollout perplexity), the mean of -log-ratio of a sequence.
     """
     bag = MetricBag()
-    present_B, counted = steps.present_B, steps.count_B.sum()
-    lengths = steps.count_B.clamp(min=1)
-    for name, log_probs in (("training", steps.training), ("rollout", steps.rollout)):
-        log_ppl_B = -log_probs.sum(1) / lengths
+    present_B, counted, lengths = gap.valid > 0, gap.valid.sum(), gap.valid.clamp(min=1)
+    for name, log_probs_B in (("training", gap.training), ("rollout", gap.rollout)):
+        log_ppl_B = -log_probs_B / lengths
         bag.mean(f"{name}_log_ppl", log_ppl_B, present_B)
         bag.mean(f"{name}_ppl", safe_expm1(log_ppl_B) + 1, present_B)
-    diff_B = -steps.mean_B
+    diff_B = -gap.log_ratio / lengths
     bag.mean("log_ppl_diff", diff_B, present_B)
     bag.mean("log_ppl_abs_diff", diff_B.abs(), present_B)
     bag.max("log_ppl_diff_max", diff_B, present_B)
     bag.min("log_ppl_diff_min", diff_B, present_B)
     bag.mean("ppl_ratio", safe_expm1(diff_B) + 1, present_B)
-    bag.ratio("kl", -steps.total_B.sum(), counted)
-    bag.ratio("k3_kl", (steps.ratio_minus_one - steps.log_ratio).clamp(min=0).sum(), counted)
-    bag.ratio("chi2_token", _chi2(steps.ratio_minus_one).sum(), counted)
-    bag.mean("chi2_seq", _chi2(safe_expm1(steps.total_B)), present_B)
-    absolute = steps.log_ratio.abs()
-    bag.ratio("logprob_abs_diff_mean", absolute.sum(), counted)
-    bag.max("logprob_abs_diff_max", absolute, steps.valid)
+    bag.ratio("kl", -gap.log_ratio.sum(), counted)
+    bag.ratio("k3_kl", gap.k3.sum(), counted)
+    bag.ratio("chi2_token", gap.chi2.sum(), counted)
+    bag.mean("chi2_seq", _chi2(safe_expm1(gap.log_ratio)), present_B)
+    bag.ratio("logprob_abs_diff_mean", gap.absolute.sum(), counted)
+    bag.max("logprob_abs_diff_max", gap.highest_absolute, present_B)
     return bag
 
 
-def weight_metrics(steps: Steps, weights: Weights, bounds: WeightBounds) -> MetricBag:
-    """Statistics of the weights.
+def weight_metrics(rows: WeightRows, count_B: Tensor, bounds: WeightBounds, *, per_step: bool) -> MetricBag:
+    """Statistics of the weights; count_B: valid steps of each row.
 
     mean, std and effective sample size are those after the bounds, before batch normalisation, over valid steps.
-    max and min are those after the bounds at token level, and of the unbounded ratio at sequence level, as in verl.
-    Fractions beyond the bounds (a lone upper bound has its reciprocal beside it) count what the level weighs.
+    Fractions beyond the bounds count what the level weighs.
     Standard deviations are built from moments about 1, which keep their digits where weights are 1 + 1e-8.
     """
-    bag, counted = MetricBag(), steps.count_B.sum()
-    raw, used, per_step = weights.raw, weights.used, weights.per_step
-    units = steps.valid if per_step else steps.present_B.unsqueeze(1)
-    share = steps.valid.double() if per_step else steps.count_B.unsqueeze(1)
-    deviation = used - 1
-    bag.ratio("rollout_is_mean", _dot(share, used), counted)
-    bag.ratio("rollout_is_raw_mean", _dot(share, raw), counted)
-    bag.ratio("_weight_deviation", _dot(share, deviation), counted)
-    bag.ratio("_weight_deviation_square", _dot(share, deviation**2), counted)
+    bag, counted, present_B = MetricBag(), count_B.sum(), count_B > 0
+    bag.ratio("rollout_is_mean", rows.used.sum(), counted)
+    bag.ratio("rollout_is_raw_mean", rows.raw.sum(), counted)
+    bag.ratio("_weight_deviation", rows.deviation.sum(), counted)
+    bag.ratio("_weight_deviation_square", rows.deviation_square.sum(), counted)
     moments = ("_weight_deviation", "_weight_deviation_square")
     bag.derive("rollout_is_std", moments, std_from_moments)
-    bag.ratio("_weight_square", _dot(share, used**2), counted)
+    bag.ratio("_weight_square", rows.square.sum(), counted)
     bag.derive("rollout_is_eff_sample_size", ("rollout_is_mean", "_weight_square"), _effective_sample_size)
-    extreme = used if per_step else weights.unbounded
-    bag.max("rollout_is_max", extreme, units)
-    bag.min("rollout_is_min", extreme, units)
-    lower = 1 / bounds.upper if bounds.mode == "truncate" else bounds.lower
-    bag.ratio("rollout_is_ratio_fraction_high", ((raw > bounds.upper) & units).sum(), units.sum())
-    bag.ratio("rollout_is_ratio_fraction_low", ((raw < lower) & units).sum(), units.sum())
+    bag.max("rollout_is_max", rows.highest)
+    bag.min("rollout_is_min", rows.lowest)
+    units = counted if per_step else present_B.sum()
+    bag.ratio("rollout_is_ratio_fraction_high", rows.high.sum(), units)
+    bag.ratio("rollout_is_ratio_fraction_low", rows.low.sum(), units)
     if bounds.mode != "truncate":
-        bag.ratio("rollout_is_oob_ratio", _dot(share, outside(raw, bounds).double()), counted)
-    lengths = steps.count_B.clamp(min=1)
-    used_B = (share * used).sum(1) / lengths
-    raw_B = (share * raw).sum(1) / lengths
-    bag.merge(_sequence_metrics(used_B, steps.present_B))
-    bag.mean("rollout_is_seq_fraction_high", (raw_B > bounds.upper).double(), steps.present_B)
-    bag.mean("rollout_is_seq_fraction_low", (raw_B < lower).double(), steps.present_B)
+        outside_B = rows.high + rows.low
+        bag.ratio("rollout_is_oob_ratio", (outside_B if per_step else outside_B * count_B).sum(), counted)
+    used_B, raw_B = (total_B / count_B.clamp(min=1) for total_B in (rows.used, rows.raw))
+    bag.merge(_sequence_metrics(used_B, present_B))
+    bag.mean("rollout_is_seq_fraction_high", (raw_B > bounds.upper).double(), present_B)
+    bag.mean("rollout_is_seq_fraction_low", (raw_B < _lower(bounds)).double(), present_B)
     return bag
 
 
@@ -94,8 +149,8 @@ def _sequence_metrics(used_B: Tensor, present_B: Tensor) -> MetricBag:
     return bag
 
 
-def _dot(share: Tensor, values: Tensor) -> Tensor:
-    return torch.dot(share.flatten(), values.flatten())
+def _lower(bounds: WeightBounds) -> float:
+    return 1 / bounds.upper if bounds.mode == "truncate" else bounds.lower
 
 
 def _effective_sample_size(mean: float, mean_square: float) -> float:
@@ -106,4 +161,4 @@ def _effective_sample_size(mean: float, mean_square: float) -> float:
 def _chi2(ratio_minus_one: Tensor) -> Tensor:
     """ratio^2 - 1 with the ratio bounded to exp(+-20)."""
     bounded = ratio_minus_one.clamp(LOWEST_WEIGHT - 1, HIGHEST_WEIGHT - 1)
-    return bounded * (bounded + 2)
+    return (bounded + 2).mul_(bounded)

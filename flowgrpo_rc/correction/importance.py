@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flowgrpo_rc.core.reduce import select_
 from flowgrpo_rc.correction.bands import WeightBounds
 from flowgrpo_rc.correction.steps import SAFETY_BOUND, Steps, safe_expm1, safe_weight
 
@@ -14,7 +15,7 @@ IS_LEVELS = ("token", "sequence", "geometric")
 
 
 class Weights(NamedTuple):
-    """Weights of steps [b, T], or of whole sequences [b, 1] where not `per_step`.
+    """Weights of steps [b, T], 0 where not valid, or of whole sequences [b, 1] where not `per_step`.
 
     raw: the ratio bounded to exp(+-20); used: after the bounds of the mode; unbounded: the ratio with only its upper
     safety bound, for sequences.
@@ -29,8 +30,9 @@ class Weights(NamedTuple):
 def weigh(steps: Steps, level: str, bounds: WeightBounds) -> Weights:
     """Weights at a level: token (each step), sequence (product over valid steps), geometric (its length-th root)."""
     if level == "token":
-        raw = safe_weight(steps.ratio_minus_one)
-        return Weights(raw, bound(raw, bounds), raw, per_step=True)
+        raw = select_(safe_weight(steps.ratio_minus_one), steps.valid)
+        used = bound(raw, bounds)
+        return Weights(raw, select_(used, steps.valid) if bounds.mode == "clip" else used, raw, per_step=True)
     log_weight = (steps.total_B if level == "sequence" else steps.mean_B).unsqueeze(1)
     raw = safe_weight(safe_expm1(log_weight))
     unbounded = torch.exp(log_weight.clamp(max=SAFETY_BOUND))

@@ -87,6 +87,18 @@ class _Settings:
         self.notes.append(text)
 
 
+def without_dependents(settings: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`settings` less what depends on a switch that `over` sets to null."""
+    gone = {name for switch, names in _DEPENDENTS.items() if over.get(switch, 0) is None for name in names}
+    return {key: value for key, value in settings.items() if key not in gone}
+
+
+_DEPENDENTS = {
+    "rollout_is": ("rollout_is_mode", "rollout_is_batch_normalize"),
+    "rollout_rs": ("rollout_rs_threshold", "rollout_rs_threshold_lower"),
+}
+
+
 def _preset(name: Any, found: _Settings) -> None:
     """The preset's settings below what was given; its mode and loss cannot be given differently."""
     if name is None:
@@ -103,7 +115,7 @@ def _preset(name: Any, found: _Settings) -> None:
                 "another preset, or drop one of them"
             )
     changed = {key: value for key, value in chosen.items() if value != vars(RolloutCorrectionConfig())[key]}
-    found.values = changed | found.values
+    found.values = without_dependents(changed, found.values) | found.values
     listed = ", ".join(f"{key}={value}" for key, value in changed.items()) or "metrics only"
     found.note(f"preset={name} -> {listed}")
 

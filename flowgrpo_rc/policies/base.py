@@ -6,7 +6,7 @@ Legend: b rows of a micro-batch, t steps that one forward evaluates.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -46,7 +46,7 @@ class Policy(ABC, Generic[B, E]):
         """Estimate of KL(now | reference) at each step [b, t]; differentiable in `now`."""
 
     @abstractmethod
-    def mismatch(self, differences: Sequence[Tensor], pieces: Sequence[B]) -> MetricBag:
+    def mismatch(self, difference: Tensor, piece: B) -> MetricBag:
         """How training - rollout log-probs [b, t] differ along the trajectory, beyond what holds for every policy."""
 
     @torch.no_grad()

@@ -7,7 +7,7 @@ has a log-ratio of exactly 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -119,13 +119,12 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         kl = reference_kl(now.transition, mean, now.sigma, now.sigma_next, kind=piece.spec.sde_type)
         return kl.unsqueeze(1)
 
-    def mismatch(self, differences: Sequence[Tensor], pieces: Sequence[DiffusionBatch]) -> MetricBag:
+    def mismatch(self, difference: Tensor, piece: DiffusionBatch) -> MetricBag:
         """Mean |difference| at each timestep of the schedule, as `logprob_abs_diff/ts_{t}`."""
-        indices = torch.cat([piece.step_indices.flatten() for piece in pieces])
-        difference = torch.cat([part.flatten() for part in differences]).double().abs()
         finite, bag = torch.isfinite(difference), MetricBag()
-        for index, timestep in enumerate((pieces[0].sigmas[:-1] * 1000).round().int().tolist()):
-            bag.mean(f"logprob_abs_diff/ts_{timestep}", difference, finite & (indices == index))
+        for index, timestep in enumerate((piece.sigmas[:-1] * 1000).round().int().tolist()):
+            here = finite & (piece.step_indices == index)
+            bag.mean(f"logprob_abs_diff/ts_{timestep}", difference.double().abs(), here)
         return bag
 
     def _velocity(

@@ -5,7 +5,7 @@ Legend: B rows, L tokens of the longest prompt, T tokens of the longest response
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -19,6 +19,9 @@ from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.tokens import positions, sample_tokens, token_log_probs, until_end
 from flowgrpo_rc.models.causal_lm import CausalLM, gradient_checkpointing
 from flowgrpo_rc.policies.base import Policy
+
+# A diverged log-ratio is bounded before its exponential, as the weights' and the loss's are.
+_LARGEST = 20.0
 
 
 class Responses(NamedTuple):
@@ -106,9 +109,9 @@ class TokenPolicy(Policy[TokenBatch, TokenEvaluation]):
 
     def divergence(self, now: TokenEvaluation, reference: TokenEvaluation, piece: TokenBatch) -> Tensor:
         """GRPO's estimate of KL(now | reference) at the sampled tokens, arXiv 2402.03300 (4); 0 at padding."""
-        return k3(reference.log_probs - now.log_probs)
+        return k3((reference.log_probs - now.log_probs).clamp(-_LARGEST, _LARGEST))
 
-    def mismatch(self, differences: Sequence[Tensor], pieces: Sequence[TokenBatch]) -> MetricBag:
+    def mismatch(self, difference: Tensor, piece: TokenBatch) -> MetricBag:
         """None beyond what holds for every policy: a token's position says little."""
         return MetricBag()
 

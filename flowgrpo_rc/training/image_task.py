@@ -68,6 +68,15 @@ class ImageTask(Task):
             prompts=prompts, samples_per_prompt=config.n, spec=config.spec(), window=window, seeds=seeds
         )
 
+    def origin(self) -> dict[str, Any]:
+        """The latents' shape and where the SDE window may lie."""
+        algo, pipeline = self._config.algo, self._config.pipeline
+        return {
+            "latent_shape": list(self.model.latent_shape(pipeline.height, pipeline.width)),
+            "window": list(self._config.window()),
+            "window_sharing": algo.window_sharing,
+        }
+
     def loss_terms(self, config: LossConfig, log_probs: Tensor, batch: DiffusionBatch) -> LossTerms:
         return diffusion_terms(config, log_probs, batch)
 

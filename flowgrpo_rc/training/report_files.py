@@ -38,13 +38,11 @@ def _caption(path: Path) -> str:
 
 
 def _responses(paths: Sequence[Path]) -> str:
-    """One row a prompt. Each evaluation has the same prompts in the same order."""
-    columns = [_rows(path) for path in paths]
+    """One row for each prompt that all the evaluations show; they may have run on other numbers of processes."""
+    columns = [{(row["prompt"], row["target"]): row for row in _rows(path)} for path in paths]
     captions = [name for path in paths for name in (_caption(path), "score")]
-    rows = [
-        (prompt["prompt"], prompt["target"], *(cell for row in row_by_step for cell in _response(row)))
-        for prompt, row_by_step in zip(columns[0], zip(*columns, strict=True), strict=True)
-    ]
+    shared = [prompt for prompt in columns[0] if all(prompt in column for column in columns)]
+    rows = [(*prompt, *(cell for column in columns for cell in _response(column[prompt]))) for prompt in shared]
     return html.columns(("prompt", "target", *captions), [[_shown(cell) for cell in row] for row in rows])
 
 

@@ -1,7 +1,7 @@
 """Trajectories on the disk: what one run sampled, another may train on (`data.replay_dir`).
 
 A file holds the part of one process of one step: the batch before anything was learned about it, with the log-probs of
-the policy that sampled it, and its rewards. safetensors, with the spec in the header.
+the policy that sampled it, and its rewards. safetensors, with kind, spec and origin in the header.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ KINDS: dict[str, tuple[type[Batch], type[Any]]] = {
     "causal_lm": (TokenBatch, TokenSpec),
 }
 _REWARD = "reward."
+_HEADER = "rollout"  # a single entry: safetensors writes several in no fixed order
 
 
 class Rollout(NamedTuple):
-    """One process's part of one step."""
+    """One process's part of one step. origin: what else a reader has to agree with, `Task.origin`."""
 
     batch: Batch
     rewards: Rewards
+    origin: Mapping[str, Any]
 
 
 def rollout_path(folder: Path, step: int, rank: int, count: int) -> Path:
@@ -47,18 +49,27 @@ def save_rollout(path: Path, rollout: Rollout) -> None:
     tensors |= {f"{_REWARD}parts/{name}": values for name, values in rollout.rewards.parts.items()}
     content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    spec = json.dumps(dataclasses.asdict(batch.spec), sort_keys=True)
-    write_atomic(path, save(content, metadata={"kind": kind, "spec": spec}))
+    header = {"kind": kind, "spec": dataclasses.asdict(batch.spec), "origin": dict(rollout.origin)}
+    write_atomic(path, save(content, metadata={_HEADER: json.dumps(header, sort_keys=True)}))
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """kind, spec and origin of a saved rollout, without its tensors. ValueError where the file is none or cut short."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return json.loads((file.metadata() or {})[_HEADER])
+    except (SafetensorError, KeyError, OSError) as error:
+        raise ValueError(f"data.replay_dir: {path} is not a saved rollout, or it is damaged: {error}") from error
 
 
 def load_rollout(path: Path, device: torch.device) -> Rollout:
     """Read it back, bit for bit. ValueError for a file that is damaged or something else."""
+    header = read_header(path)
     try:
         with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         cls, spec_class = KINDS[header["kind"]]
-        spec = spec_class(**json.loads(header["spec"]))
+        spec = spec_class(**header["spec"])
         columns = {name: value.to(device) for name, value in tensors.items() if not name.startswith(_REWARD)}
         parts = f"{_REWARD}parts/"
         rewards = Rewards(
@@ -66,7 +77,7 @@ def load_rollout(path: Path, device: torch.device) -> Rollout:
             valid=tensors[f"{_REWARD}valid"],
             parts={name.removeprefix(parts): values for name, values in tensors.items() if name.startswith(parts)},
         )
-        return Rollout(cls(spec=spec, **_unflatten(columns)), rewards)
+        return Rollout(cls(spec=spec, **_unflatten(columns)), rewards, header["origin"])
     except (SafetensorError, KeyError, TypeError) as error:
         raise ValueError(f"data.replay_dir: {path} is not a saved rollout, or it is damaged: {error}") from error
 

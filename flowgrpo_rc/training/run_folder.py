@@ -30,6 +30,7 @@ _FREE = (
     "trainer.max_checkpoints_to_keep",
     "trainer.experiment_name",
     "trainer.project_name",
+    "trainer.save_rollouts",
 )
 
 
@@ -50,6 +51,12 @@ class RunFolder:
     def samples_stem(self, step: int) -> Path:
         """The path of a step's held-out samples without its ending."""
         return self.samples / f"step_{step:06d}"
+
+    def drop_rollouts_after(self, step: int) -> None:
+        """Saved rollouts of steps that will be sampled again."""
+        for path in self.rollouts.glob("step_*.safetensors"):
+            if int(path.stem.split("_")[1]) > step:
+                path.unlink()
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from flowgrpo_rc.rewards.manager import RewardManager
 from flowgrpo_rc.rollout.base import RolloutConfig, RolloutEngine
 from flowgrpo_rc.training.evaluation import collect_rewards
 from flowgrpo_rc.training.processes import Processes
-from flowgrpo_rc.training.rollout_files import load_rollout, rollout_path
+from flowgrpo_rc.training.rollout_files import load_rollout, read_header, rollout_path
 from flowgrpo_rc.training.task import Task
 
 
@@ -103,15 +103,21 @@ class EngineSource(RolloutSource):
 class ReplaySource(RolloutSource):
     """Trajectories that another run saved, with the log-probs of the policy that sampled them; over and over.
 
-    Raises ValueError, before anything is trained, where the folder lacks files, they come from another number of
-    processes, or were sampled otherwise than the configuration says (their precision aside).
+    Raises ValueError, before anything is trained, where the folder lacks steps, a file is damaged, they come from
+    another number of processes, or were sampled otherwise than the configuration says (their precision aside).
     """
 
     def __init__(self, folder: Path, task: Task, processes: Processes, config: RolloutConfig, *, samples: int) -> None:
         self._processes = processes
         self._paths = replay_files(folder, processes.rank, processes.count)
-        self._wanted = task.request(PromptBatch(step=1, prompts=[], slots=[]), []).spec
         self._samples, self._n = samples, config.n
+        wanted = task.request(PromptBatch(step=1, prompts=[], slots=[]), []).spec
+        for path in self._paths:
+            there, here = read_header(path), dataclasses.asdict(wanted) | task.origin()
+            found = there["spec"] | there["origin"] | {"dtype": wanted.dtype}
+            different = [f"{k}: {found.get(k)!r} there, {here[k]!r} here" for k in here if found.get(k) != here[k]]
+            if different:
+                raise ValueError(f"data.replay_dir: {path} was sampled with other settings ({'; '.join(different)})")
         self._read(self._paths[0])
 
     def collect(self, step: int) -> Collected:
@@ -125,12 +131,8 @@ class ReplaySource(RolloutSource):
         """Nothing is held."""
 
     def _read(self, path: Path) -> tuple[Batch, Rewards]:
-        batch, rewards = load_rollout(path, self._processes.device)
+        batch, rewards, _ = load_rollout(path, self._processes.device)
         require_rollout_log_probs(batch)
-        there = dataclasses.replace(batch.spec, dtype=self._wanted.dtype)
-        different = self._wanted.differences(there) if type(there) is type(self._wanted) else ["another kind of model"]
-        if different:
-            raise ValueError(f"data.replay_dir: {path} was sampled with other settings ({'; '.join(different)})")
         sizes = set(batch.group.unique(return_counts=True)[1].tolist())
         if len(batch) != self._samples or sizes != {self._n}:
             raise ValueError(
@@ -141,13 +143,20 @@ class ReplaySource(RolloutSource):
 
 
 def replay_files(folder: Path, rank: int, count: int) -> list[Path]:
-    """The saved steps of a process, in order. `folder` is a run's, or its rollouts/."""
+    """The saved steps of a process, in order; all processes must have all of them. `folder` is a run's, or its
+    rollouts/."""
     inside = folder / "rollouts"
     folder = inside if inside.is_dir() else folder
-    found = sorted(folder.glob(f"step_*_process_{rank}_of_{count}.safetensors"))
+    found = {path.name for path in folder.glob("step_*_process_*_of_*.safetensors")}
     if not found:
-        others = sorted({path.stem.split("_of_")[-1] for path in folder.glob("step_*_process_*.safetensors")})
-        hint = f"they were saved by {', '.join(others)} processes" if others else "save some with trainer.save_rollouts"
         name = rollout_path(folder, 1, rank, count).name
-        raise ValueError(f"data.replay_dir={folder} has no rollouts of this process, such as {name}: {hint}")
-    return found
+        raise ValueError(f"data.replay_dir={folder} has no file such as {name}: save some with trainer.save_rollouts")
+    last = max(int(name.split("_")[1]) for name in found)
+    wanted = {rollout_path(folder, step, r, count).name for step in range(1, last + 1) for r in range(count)}
+    if found != wanted:
+        first = min(found ^ wanted)
+        raise ValueError(
+            f"data.replay_dir={folder} must hold steps 1 to {last} of {count} process(es), as many as train now, and "
+            f"nothing else; {first} is {'missing' if first in wanted else 'of another number of processes'}"
+        )
+    return [rollout_path(folder, step, rank, count) for step in range(1, last + 1)]

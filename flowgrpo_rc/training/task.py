@@ -33,6 +33,10 @@ class Task(ABC):
         """What the engine is asked for: rollout.n samples of each prompt, prompt-major, one seed each."""
 
     @abstractmethod
+    def origin(self) -> dict[str, Any]:
+        """What a saved rollout must have in common with the run that trains on it, besides the spec; JSON-able."""
+
+    @abstractmethod
     def loss_terms(self, config: LossConfig, log_probs: Tensor, batch: Any) -> LossTerms:
         """The loss of the path for the current policy's log-probs [b, t]."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -45,6 +46,11 @@ class TextTask(Task):
         return TextRequest(
             prompts=prompts, samples_per_prompt=self._config.n, spec=self._config.token_spec(), seeds=seeds
         )
+
+    def origin(self) -> dict[str, Any]:
+        """The vocabulary: ids of another one mean other texts."""
+        vocabulary = json.dumps(sorted(self.model.tokenizer.get_vocab().items())).encode()
+        return {"vocabulary_sha256": hashlib.sha256(vocabulary).hexdigest()}
 
     def loss_terms(self, config: LossConfig, log_probs: Tensor, batch: TokenBatch) -> LossTerms:
         return token_terms(config, log_probs, batch)

@@ -126,14 +126,14 @@ class Trainer:
         batch, metrics = apply_rollout_correction_to_batch(
             batch.replace(old_log_probs=old), correction, all_reduce=self.parts.processes.sum
         )
-        metrics.merge(policy.mismatch([old - require_rollout_log_probs(batch)], [batch]))
+        metrics.merge(policy.mismatch(old - require_rollout_log_probs(batch), batch))
         self._bag.merge(metrics, "rollout_corr")
         return batch
 
     def _save_rollout(self, batch: Batch, rewards: Rewards) -> None:
         processes = self.parts.processes
         path = rollout_path(self.parts.folder.rollouts, self._step, processes.rank, processes.count)
-        save_rollout(path, Rollout(batch, rewards))
+        save_rollout(path, Rollout(batch, rewards, self.parts.task.origin()))
 
     def _advantages(self, batch: Batch, rewards: Rewards) -> Batch:
         algorithm = self.parts.config.algorithm

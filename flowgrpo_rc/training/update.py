@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.core.reduce import select
 from flowgrpo_rc.correction.correct import require_rollout_log_probs
 from flowgrpo_rc.losses.base import DiffusionLossConfig, LossTerms, TokenLossConfig, denominator
 from flowgrpo_rc.policies.base import Evaluation, Policy
@@ -127,7 +128,6 @@ class PolicyUpdate:
         )
         self.ema = EMAModel(self._parameters, decay=config.ema.decay) if config.ema.enable else None
         self._report_mismatch = report_mismatch
-        self._differences: list[tuple[Tensor, Batch]] = []
         self._updates = 0
         self._nonfinite_updates = 0
         self._nonfinite_in_a_row = 0
@@ -142,13 +142,10 @@ class PolicyUpdate:
 
     def run(self, batch: Batch, samples_per_mini_batch: int) -> MetricBag:
         """All optimizer steps on this process's part of a global batch, in mini-batches of consecutive samples."""
-        bag, self._differences = MetricBag(), []
+        bag = MetricBag()
         for _ in range(self._config.ppo_epochs):
             for start in range(0, len(batch), samples_per_mini_batch):
                 self._mini_batch(batch.rows(start, start + samples_per_mini_batch), bag)
-        if self._differences:
-            differences, pieces = zip(*self._differences, strict=True)
-            bag.merge(self._policy.mismatch(differences, pieces), "rollout_corr")
         bag.max("nonfinite_updates", torch.tensor(float(self._nonfinite_updates)))
         return bag
 
@@ -172,14 +169,15 @@ class PolicyUpdate:
         terms = self._loss(now.log_probs, piece)
         total = terms.total
         if self._config.use_kl_loss:
-            penalty = self._reference_divergence(now, piece)
+            counted = terms.share > 0
+            penalty = select(self._reference_divergence(now, piece), counted)
             total = total + self._config.kl_loss_coef * (penalty * terms.share).sum()
-            terms.metrics.mean("kl_loss", penalty, terms.share > 0)
+            terms.metrics.mean("kl_loss", penalty, counted)
         total.backward()
         bag.merge(terms.metrics)
         if self._report_mismatch:
             difference = now.log_probs.detach() - require_rollout_log_probs(piece)
-            self._differences.append((difference, piece))
+            bag.merge(self._policy.mismatch(difference, piece), "rollout_corr")
         return terms.parts()
 
     def _reference_divergence(self, now: Evaluation, piece: Batch) -> Tensor:

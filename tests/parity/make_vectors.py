@@ -236,11 +236,16 @@ def generate(version: str) -> None:
     Path(f"{stem}.json").write_text(re.sub(r"([\[,])(?=\{)", "\\1\n", text) + "\n")
 
 
+def install(version: str, folder: str) -> None:
+    """A published version of verl, and what its import needs beside this project's environment."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:", "--target", folder]
+    subprocess.run([*pip, f"verl=={version}", *REQUIREMENTS.split(), *WHEELS[version]], check=True)
+
+
 def main() -> None:
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:", "--target"]
     with tempfile.TemporaryDirectory() as folder:
-        for version, more in WHEELS.items():
-            subprocess.run([*pip, f"{folder}/{version}", f"verl=={version}", *REQUIREMENTS.split(), *more], check=True)
+        for version in WHEELS:
+            install(version, f"{folder}/{version}")
             environment = os.environ | {"PYTHONPATH": f"{folder}/{version}"}
             subprocess.run([sys.executable, "-W", "ignore", __file__, version], check=True, env=environment)
 
