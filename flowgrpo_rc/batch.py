@@ -244,9 +244,9 @@ def _stack(name: str, parts: Sequence[Tensor]) -> Tensor:
     length = max(part.shape[1] for part in parts)
     pads = [length - part.shape[1] for part in parts]
     left = name.startswith("prompt_")
-    return torch.cat([
-        torch.nn.functional.pad(part, (pad, 0) if left else (0, pad)) for part, pad in zip(parts, pads, strict=True)
-    ])
+    return torch.cat(
+        [torch.nn.functional.pad(part, (pad, 0) if left else (0, pad)) for part, pad in zip(parts, pads, strict=True)]
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -178,7 +178,7 @@ def _value(override: Override) -> Any:
     value = override.value()
     raw = str(override.input_line).partition("=")[2]
     if isinstance(value, int | float) and "_" in raw:
-        raise ValueError(f'{override.input_line}: Hydra reads the number {value}; quote a pair twice, \'"{raw}"\'')
+        raise ValueError(f"{override.input_line}: Hydra reads the number {value}; quote a pair twice, '\"{raw}\"'")
     if isinstance(value, list):
         return [item.text if isinstance(item, QuotedString) else item for item in value]
     return value.text if isinstance(value, QuotedString) else value

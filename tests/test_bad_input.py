@@ -177,9 +177,7 @@ def test_a_reward_that_fails_ends_the_run_with_its_reason(
     assert word in error
 
 
-def test_single_failures_leave_the_baseline_and_are_counted(
-    train: Train, broken_rewards: str, tmp_path: Path
-) -> None:
+def test_single_failures_leave_the_baseline_and_are_counted(train: Train, broken_rewards: str, tmp_path: Path) -> None:
     from conftest import read_rows
 
     chosen = ("reward.terms.jpeg=null", f"reward.terms.mine._target_={broken_rewards}.OneInFour")

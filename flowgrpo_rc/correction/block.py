@@ -43,8 +43,8 @@ class NormalisedRows(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What the metrics need of each row, `bands` in the order of the rules; and `normalised`, of which batch normalisation
-    takes the mean."""
+    """What the metrics need of each row, `bands` in the order of the rules; and `normalised`, of which batch
+    normalisation takes the mean."""
 
     gap: GapRows
     weights: WeightRows

@@ -289,7 +289,8 @@ def _custom(
         weights, kept = function(training.detach(), rollout, mask, config)
     if kept.shape != mask.shape or (weights is not None and weights.shape != mask.shape):
         raise ValueError(f"custom_correction={config.custom_correction}: weights and mask must be {tuple(mask.shape)}")
-    rules = Rules("token", WeightBounds("truncate", 0.0, torch.inf), False, False, (), None)
+    over_kept = config.normalize == "kept"
+    rules = Rules("token", WeightBounds("truncate", 0.0, torch.inf), False, over_kept, (), None)
     steps = prepare(training, rollout, mask)
     kept, found = kept.bool() & steps.valid, weigh(steps, "token", rules.bounds)
     used = None if weights is None else select(weights.detach(), steps.valid)

@@ -32,8 +32,8 @@ class GapRows(NamedTuple):
 
 
 class WeightRows(NamedTuple):
-    """Of each row: sums over valid steps of the raw and of the used weight w, of w^2, w - 1 and (w - 1)^2; extrema; and how
-    many weights lie above and below the bounds."""
+    """Of each row: sums over valid steps of the raw and of the used weight w, of w^2, w - 1 and (w - 1)^2; extrema; and
+    how many weights lie above and below the bounds."""
 
     raw: Tensor
     used: Tensor

@@ -153,9 +153,7 @@ class RolloutConfig:
         if self.pipeline.num_inference_steps < 2:
             raise ValueError("rollout.pipeline.num_inference_steps=1 leaves no stochastic step: give at least 2")
         if not 0 <= self.pipeline.max_sequence_length <= 512:
-            raise ValueError(
-                f"rollout.pipeline.max_sequence_length={self.pipeline.max_sequence_length}: give 0 to 512"
-            )
+            raise ValueError(f"rollout.pipeline.max_sequence_length={self.pipeline.max_sequence_length}: give 0 to 512")
         if not self.calculate_log_probs:
             raise ValueError(
                 "rollout.calculate_log_probs=false leaves nothing to correct with, in bypass mode not even an old "

@@ -33,9 +33,7 @@ class Evaluator:
     No training randomness is consumed.
     """
 
-    def __init__(
-        self, task: Task, prompts: Sequence[Prompt], config: EvaluationConfig, rewards: RewardManager
-    ) -> None:
+    def __init__(self, task: Task, prompts: Sequence[Prompt], config: EvaluationConfig, rewards: RewardManager) -> None:
         self._task, self._rewards, self._batch_size = task, rewards, config.batch_size
         self._prompts = list(prompts)[: config.n]
 

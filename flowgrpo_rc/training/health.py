@@ -109,7 +109,6 @@ def _band(config: CorrectionSettings) -> str:
     return f"{_KEY}.rollout_rs_threshold{criterion}"
 
 
-
 _SPREAD = f"few samples carry the gradient; lower {_KEY}.rollout_is_threshold or set {_KEY}.rollout_is=token"
 
 

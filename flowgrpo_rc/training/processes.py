@@ -54,7 +54,10 @@ class Processes:
             return
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         flat = self.sum(torch.cat([gradient.flatten() for gradient in gradients]))
-        torch._foreach_copy_(gradients, [
-            part.view_as(gradient)
-            for part, gradient in zip(flat.split([g.numel() for g in gradients]), gradients, strict=True)
-        ])
+        torch._foreach_copy_(
+            gradients,
+            [
+                part.view_as(gradient)
+                for part, gradient in zip(flat.split([g.numel() for g in gradients]), gradients, strict=True)
+            ],
+        )

@@ -251,4 +251,3 @@ class PolicyUpdate:
         self._schedule.load_state_dict(state["lr_schedule"])
         for group, rate in zip(self._optimizer.param_groups, self._schedule.get_last_lr(), strict=True):
             group["lr"] = rate
-

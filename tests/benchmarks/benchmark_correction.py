@@ -10,9 +10,9 @@ Time: rounds alternate (theirs, ours, theirs, ...); the ratio is that of the med
 Memory: every allocation and release that torch's profiler records during one call, summed in order of time; the peak of
 that sum is what the call adds to its inputs. Results count, and so do the temporaries inside an operator.
 Host transfers: what would make the host wait for a GPU. The profiler records `_local_scalar_dense` (`item`, `float`,
-`int`, `bool` and every other use of a tensor as a Python number, in Python and in C++ alike) and operators whose result
-has a size that depends on the data. `tolist`, `numpy` and `cpu` do no such thing for a tensor on the CPU and are counted
-as they are called.
+`int`, `bool` and every other use of a tensor as a Python number, in Python and in C++ alike) and operators whose
+result has a size that depends on the data. `tolist`, `numpy` and `cpu` do no such thing for a tensor on the CPU and
+are counted as they are called.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,8 +65,8 @@ class Cost(NamedTuple):
 
 
 def make_inputs(rows: int, columns: int) -> Inputs:
-    """Log-probs of two implementations that differ by 0.02, one token in a hundred by 1; responses of any length from an
-    eighth of the longest; arbitrary numbers in the padding."""
+    """Log-probs of two implementations that differ by 0.02, one token in a hundred by 1; responses of any length from
+    an eighth of the longest; arbitrary numbers in the padding."""
     source = torch.Generator().manual_seed(0)
     rollout = -torch.empty(rows, columns).exponential_(2.0, generator=source)
     outliers = torch.rand(rows, columns, generator=source) < 0.01
@@ -97,9 +98,9 @@ def counted_copies() -> Iterator[list[str]]:
             setattr(Tensor, name, original)
 
 
-def cost(correct: Correct, inputs: Inputs) -> Cost:
+def cost(call: Callable[[], Any]) -> Cost:
     with counted_copies() as copies, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        result = correct(*inputs, **SETTINGS)
+        result = call()
     events = profiler.profiler.kineto_results.events()
     live = peak = 0
     for _, num_bytes in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
@@ -128,7 +129,7 @@ def compare(theirs: Correct, inputs: Inputs, rounds: int) -> None:
     pairs = [(seconds(theirs, inputs), seconds(ours, inputs)) for _ in range(WARM_UP + rounds)][WARM_UP:]
     their_time, our_time = (statistics.median(times) for times in zip(*pairs, strict=True))
     ratios = sorted(one / other for one, other in pairs)
-    their_cost, our_cost = cost(theirs, inputs), cost(ours, inputs)
+    their_cost, our_cost = (cost(partial(correct, *inputs, **SETTINGS)) for correct in (theirs, ours))
     shape = list(inputs[0].shape)
     print(f"{shape} float32, {torch.get_num_threads()} torch threads, torch {torch.__version__}, {rounds} rounds")
     print(f"{'':20}{'verl ' + metadata.version('verl'):>14}{'flowgrpo_rc':>14}{'ratio':>9}")
