@@ -198,8 +198,8 @@ def _check_samples(samples: Samples) -> None:
     if isinstance(samples, np.ndarray):
         if samples.dtype != np.uint8 or samples.ndim not in (4, 5) or samples.shape[-1] != 3:
             raise ValueError(
-                f"images must be [N, H, W, 3] uint8 and videos [N, F, H, W, 3] uint8, got {list(samples.shape)} "
-                f"{samples.dtype}"
+                "videos must be [N, F, H, W, 3] uint8, images [N, H, W, 3] uint8, got "
+                f"{list(samples.shape)} {samples.dtype}"
             )
     elif isinstance(samples, str) or not all(isinstance(text, str) for text in samples):
         raise ValueError(f"samples must be images [N, H, W, 3] uint8 or a list of texts, got {type(samples).__name__}")
