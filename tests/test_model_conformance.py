@@ -174,11 +174,12 @@ def test_noise_zero_gives_the_stock_pipelines_output(any_subject: Subject, kind:
     latents = drawn(model, spec)
     found = deterministic(model, model.transformer, spec, latents)
     wanted = call_stock(stock, tiny, vars(tiny)[guidance], latents, "latent")
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+    exact = kind == "sde" and tiny.steps_are_eulers
+    torch.testing.assert_close(found, wanted, atol=0 if exact else 1e-5, rtol=0)
     pictures = (call_stock(stock, tiny, vars(tiny)[guidance], latents, "np") * 255).round().astype(int)
     assert pictures.std() > 1
     apart = np.abs(model.decode(found, spec).astype(int) - pictures)
-    assert apart.max() <= 1
+    assert apart.max() <= (0 if exact else 1)
     assert (apart > 0).mean() < 1e-3
 
 
@@ -233,9 +234,9 @@ def test_an_export_gives_the_same_pictures_in_the_stock_pipeline(subject: Subjec
     found = deterministic(model, network, spec, latents)
     wanted = call_stock(stock, tiny, tiny.guided, latents, "latent")
     assert (found - before).abs().max() > 1e-3
-    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+    assert torch.equal(found, wanted)
     pictures = (call_stock(stock, tiny, tiny.guided, latents, "np") * 255).round().astype(np.uint8)
-    assert np.array_equal(model.decode(wanted, spec), pictures)
+    assert np.array_equal(model.decode(found, spec), pictures)
 
 
 def gradients(model: FlowModel, network: Any, batch: DiffusionBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -329,6 +330,15 @@ def test_bf16_rollout_has_a_mismatch_of_the_expected_scale(
                 f"by step {by_step}"
             )
         assert 1e-7 < apart.mean() < BF16_BOUND
+
+
+@pytest.mark.parametrize("guidance", GUIDANCE)
+def test_bf16_on_both_sides_replays_bitwise(subject: Subject, guidance: str) -> None:
+    """Layers that a model's class keeps in fp32 stay so in the rollout's copy."""
+    model, tiny = subject.load(dtype="bf16"), subject.tiny
+    network = trained_lora(model)
+    batch, _ = roll(model, network, tiny.spec("sde", vars(tiny)[guidance], dtype="bf16"))
+    assert torch.equal(difference(model, network, batch), torch.zeros(4, 3))
 
 
 def test_latents_have_the_same_shape_without_weights(subject: Subject) -> None:
