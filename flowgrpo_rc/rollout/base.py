@@ -15,7 +15,7 @@ from flowgrpo_rc.batch import Batch, Prompt, PromptBatch, SamplerSpec, Spec, Tok
 from flowgrpo_rc.core.schedule import SHARING, window_bounds
 from flowgrpo_rc.core.transition import CONVENTIONS, KINDS
 
-ROLLOUT_DTYPES = ("fp32", "bf16", "fp16")
+ROLLOUT_DTYPES = ("fp32", "bf16", "fp16", "fp64")
 Samples = np.ndarray | Sequence[str]
 
 
