@@ -53,7 +53,7 @@ class StableDiffusion3(FlowModel):
         return self.transformer.config.in_channels, height // factor, width // factor
 
     def schedule(self, num_steps: int, height: int, width: int) -> Schedule:
-        scheduler = self.pipeline.scheduler
+        scheduler = self.scheduler
         shift = {}
         if scheduler.config.use_dynamic_shifting:
             _, rows, columns = self.latent_shape(height, width)
