@@ -134,6 +134,10 @@ class Config:
                 f"data.negative_prompt={self.data.negative_prompt!r} has no effect without guidance: set "
                 "rollout.pipeline.guidance_scale (or true_cfg_scale, where the model has it) above 1, or drop it"
             )
+        for name in ("staleness", "quantization", "compile"):
+            value = vars(self.rollout)[name]
+            if value and self.data.replay_dir is not None:
+                raise ValueError(f"rollout.{name}={value} has no effect with data.replay_dir: drop one of them")
         ema, updates = self.actor.ema, self.total_updates()
         if ema.enable and ema.update_interval > updates:
             raise ValueError(
@@ -190,9 +194,11 @@ class Config:
     def check_output(self, num_parameters: int = 0) -> None:
         """ValueError if the output folder cannot be written or its disk has no room for the checkpoints.
 
-        A checkpoint holds each of the `num_parameters` of the LoRA four times in fp32: weight, two moments, average.
+        A checkpoint holds each of the `num_parameters` of the LoRA four times in fp32 (weight, two moments, average),
+        and once more for each step of `rollout.staleness`.
         """
-        checkpoints = (self.trainer.max_checkpoints_to_keep + 1) * num_parameters * 16
+        copies = 4 + self.rollout.staleness
+        checkpoints = (self.trainer.max_checkpoints_to_keep + 1) * num_parameters * 4 * copies
         check_writable(Path(self.trainer.output_dir), needed_bytes=64 * 2**20 + checkpoints)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shutil
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.rewards.manager import RewardManager, check_kind
 from flowgrpo_rc.rollout.base import RolloutEngine
+from flowgrpo_rc.rollout.quantization import check_device
+from flowgrpo_rc.training.ahead import AheadSource
 from flowgrpo_rc.training.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
 from flowgrpo_rc.training.console import Console
 from flowgrpo_rc.training.evaluation import Evaluator
@@ -43,6 +47,7 @@ from flowgrpo_rc.training.trainer import Components, Trainer
 from flowgrpo_rc.training.update import PolicyUpdate
 
 ROLLOUT_PACKAGE = "flowgrpo_rc.rollout"
+COMPILERS = ("g++", "clang++")
 
 
 def run(config: Config) -> str | None:
@@ -97,12 +102,13 @@ def assemble(
 ) -> Components:
     """Load the model and build every part of a run; shard it once the engine has made its copy, if it is to be."""
     sampler, held_out = prompts
+    check_machine(config, processes.device)
     task = make_task(config, processes)
     network = task.model.network
     task.check_prompts([*sampler.prompts, *held_out])
     config.check_output(num_parameters=sum(p.numel() for p in lora_parameters(network).values()))
     rewards = RewardManager(config.reward)
-    source = make_source(config, task, sampler, rewards, processes)
+    source = make_source(config, task, sampler, rewards, processes, first_step=first_step)
     if processes.count > 1 and resolve_strategy(config.trainer.strategy) == "fsdp2":
         shard_frozen_weights(network, processes.device, timedelta(seconds=config.trainer.timeout_s))
     return Components(
@@ -174,31 +180,42 @@ def make_task(config: Config, processes: Processes) -> Task:
 
 
 def make_source(
-    config: Config, task: Task, sampler: PromptSampler, rewards: RewardManager, processes: Processes
+    config: Config,
+    task: Task,
+    sampler: PromptSampler,
+    rewards: RewardManager,
+    processes: Processes,
+    *,
+    first_step: int,
 ) -> RolloutSource:
-    """The engine that `rollout.name` names, or the files of `data.replay_dir`."""
+    """The engine that `rollout.name` names, in a thread if it samples ahead, or the files of `data.replay_dir`."""
     if config.data.replay_dir is not None:
         folder = Path(config.data.replay_dir).expanduser()
         samples = config.samples_per_step(processes.count)
         return ReplaySource(folder, task, processes, config.rollout, samples=samples)
-    options = {
+    rollout = config.rollout
+    options: dict[str, Any] = {
         "model": task.model,
         "network": task.model.network,
-        "dtype": config.rollout.dtype,
-        "chunk_size": config.rollout.micro_batch_size_per_gpu or config.actor.ppo_micro_batch_size_per_gpu,
+        "dtype": rollout.dtype,
+        "chunk_size": rollout.micro_batch_size_per_gpu or config.actor.ppo_micro_batch_size_per_gpu,
     }
-    engine: RolloutEngine[Any] = build(
-        engine_of(config), options | config.rollout.engine_kwargs, "rollout.engine_kwargs"
-    )
-    return EngineSource(
+    options |= {name: vars(rollout)[name] for name in ("quantization", "compile") if vars(rollout)[name]}
+    engine: RolloutEngine[Any] = build(engine_of(config), options | rollout.engine_kwargs, "rollout.engine_kwargs")
+    source = EngineSource(
         engine,
         task,
         sampler,
         rewards,
         processes,
-        config.rollout,
+        rollout,
         mini_batch_size=config.actor.ppo_mini_batch_size,
         seed=config.trainer.seed,
+    )
+    if rollout.staleness == 0:
+        return source
+    return AheadSource(
+        source, rollout.staleness, steps=range(max(1, first_step), config.trainer.total_training_steps + 1)
     )
 
 
@@ -210,6 +227,19 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
             f"rollout.name={config.rollout.name} samples from models of model.kind={engine.kind}, not from "
             f"model.kind={config.model.kind}"
         )
+    quantization, offered = config.rollout.quantization, engine.quantizations
+    if quantization is not None and quantization not in offered:
+        raise ValueError(
+            f"rollout.quantization={quantization!r}: rollout.name={config.rollout.name} offers "
+            f"{', '.join(offered) or 'none (see rollout.engine_kwargs)'}"
+        )
+    if quantization is not None and find_spec(offered[quantization]) is None:
+        raise ValueError(
+            f"rollout.quantization={quantization} needs {offered[quantization]}: pip install "
+            "'flowgrpo-rc[quantization]'"
+        )
+    if config.rollout.compile and not engine.compiles:
+        raise ValueError(f"rollout.compile=true has no effect with rollout.name={config.rollout.name}: drop it")
     return engine
 
 
@@ -226,6 +256,22 @@ def check_model(config: Config) -> None:
             f"data.negative_prompt={config.data.negative_prompt!r} has no effect without guidance: set "
             f"rollout.pipeline.{adapter.cfg_key} above 1, or drop it"
         )
+
+
+def check_machine(config: Config, device: torch.device) -> None:
+    """ValueError for settings that `device` cannot follow; nothing has been loaded yet."""
+    if config.model.offload_idle and device.type == "cpu":
+        raise ValueError("model.offload_idle=true has no effect on the CPU, where everything stays anyway: drop it")
+    check_device(config.rollout.dtype, config.rollout.quantization, device)
+    has_compiler = device.type != "cpu" or any(map(shutil.which, COMPILERS))
+    for key, compiles in (
+        ("rollout.compile=true", config.rollout.compile),
+        ("actor.optim.name=adamw_8bit", config.actor.optim.name == "adamw_8bit"),
+    ):
+        if compiles and not has_compiler:
+            raise ValueError(
+                f"{key} on the CPU needs a C++ compiler, {' or '.join(COMPILERS)}: install one, or drop it"
+            )
 
 
 def checkpoint_to_resume(config: Config, folder: RunFolder) -> Checkpoint | None:

@@ -6,6 +6,7 @@ Legend: B samples, P prompts, C latent channels, H and W latent height and width
 
 from __future__ import annotations
 
+import copy
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
@@ -20,6 +21,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
+from flowgrpo_rc.models.sharing import Shared
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LORA_INITS = ("gaussian", "default")
@@ -34,6 +36,7 @@ class ModelConfig:
 
     target_modules: name endings of the linear layers that get a LoRA; null takes the adapter's default.
     lora_path: an exported LoRA (folder or file) to start from.
+    offload_idle: text encoders and VAE are on the CPU while nobody uses them.
     """
 
     kind: str = "diffusion"
@@ -45,6 +48,7 @@ class ModelConfig:
     lora_path: str | None = None
     target_modules: list[str] | None = None
     gradient_checkpointing: bool = False
+    offload_idle: bool = False
 
     def validate(self) -> None:
         """Raise ValueError for settings that cannot work; nothing is loaded."""
@@ -56,6 +60,8 @@ class ModelConfig:
             raise ValueError(f"model.lora_rank={self.lora_rank}, model.lora_alpha={self.lora_alpha}: give at least 1")
         if self.lora_init not in LORA_INITS:
             raise ValueError(f"model.lora_init={self.lora_init!r}: allowed are {', '.join(LORA_INITS)}")
+        if self.offload_idle and self.kind != "diffusion":
+            raise ValueError(f"model.offload_idle=true has no effect with model.kind={self.kind}: drop it")
         if not self.path:
             raise ValueError("model.path is empty: give a local folder or a hub id")
         folder = Path(self.path).expanduser()
@@ -110,12 +116,18 @@ class FlowModel(ABC):
     max_sequence_length: ClassVar[int] = 512
     unsupported_components: ClassVar[Mapping[str, str]] = {}
 
-    def __init__(self, pipeline: Any, device: torch.device) -> None:
-        self.pipeline = pipeline.to(device)
+    def __init__(self, pipeline: Any, device: torch.device, *, offload_idle: bool = False) -> None:
+        self.pipeline = pipeline
         self.device = device
-        for component in pipeline.components.values():
-            if isinstance(component, nn.Module):
-                component.requires_grad_(False).eval()
+        modules = {name: part for name, part in pipeline.components.items() if isinstance(part, nn.Module)}
+        for module in modules.values():
+            module.requires_grad_(False).eval()
+        self.transformer.to(device)
+        encoders = [module for name, module in modules.items() if name not in ("transformer", "vae")]
+        encoding = Shared(encoders, device, offload=offload_idle)
+        decoding = Shared([modules["vae"]], device, offload=offload_idle)
+        self.encode = encoding.during(self.encode)  # type: ignore[method-assign]
+        self.decode = decoding.during(self.decode)  # type: ignore[method-assign]
 
     @property
     def transformer(self) -> Any:
@@ -134,6 +146,11 @@ class FlowModel(ABC):
     @abstractmethod
     def check(self, spec: SamplerSpec, key: str) -> None:
         """ValueError for a size or a guidance that this checkpoint cannot make; `key` is where they were given."""
+
+    @property
+    def scheduler(self) -> Any:
+        """A copy, since setting the timesteps changes it, and several threads do."""
+        return copy.copy(self.pipeline.scheduler)
 
     @abstractmethod
     def encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
@@ -196,7 +213,7 @@ def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
     dtypes = {"default": DTYPES[config.dtype], "vae": torch.float32}
     pipeline = DiffusionPipeline.from_pretrained(path, dtype=dtypes, use_safetensors=True, **absent)
     pipeline.set_progress_bar_config(disable=True)
-    return adapter(pipeline, device)
+    return adapter(pipeline, device, offload_idle=config.offload_idle)
 
 
 def adapters_by_pipeline() -> dict[str, type[FlowModel]]:

@@ -55,7 +55,7 @@ class QwenImage(FlowModel):
 
     def schedule(self, spec: SamplerSpec) -> Schedule:
         rows, columns = self._patches(spec)
-        return linear_schedule(self.pipeline.scheduler, spec.num_inference_steps, rows * columns, self.device)
+        return linear_schedule(self.scheduler, spec.num_inference_steps, rows * columns, self.device)
 
     def velocity(
         self,

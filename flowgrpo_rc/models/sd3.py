@@ -50,7 +50,7 @@ class StableDiffusion3(FlowModel):
         return self.transformer.config.in_channels, spec.height // factor, spec.width // factor
 
     def schedule(self, spec: SamplerSpec) -> Schedule:
-        scheduler = self.pipeline.scheduler
+        scheduler = self.scheduler
         shift = {}
         if scheduler.config.use_dynamic_shifting:
             patch = self.pipeline.patch_size

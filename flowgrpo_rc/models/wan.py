@@ -69,7 +69,7 @@ class Wan(FlowModel):
         return self.transformer.config.in_channels, frames, spec.height // factor, spec.width // factor
 
     def schedule(self, spec: SamplerSpec) -> Schedule:
-        scheduler = self.pipeline.scheduler
+        scheduler = self.scheduler
         scheduler.set_timesteps(spec.num_inference_steps, device=self.device)
         sigmas = scheduler.sigmas.to(self.device)
         return Schedule(torch.where(sigmas > 1 - 2e-6, 1.0, sigmas), scheduler.timesteps.float())

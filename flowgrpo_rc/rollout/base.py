@@ -15,6 +15,7 @@ from flowgrpo_rc.batch import Batch, Prompt, PromptBatch, SamplerSpec, Spec, Tok
 from flowgrpo_rc.core.schedule import SHARING, window_bounds
 from flowgrpo_rc.core.transition import CONVENTIONS, KINDS
 from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.rollout.quantization import precision
 
 ROLLOUT_DTYPES = ("fp32", "bf16", "fp16", "fp64")
 Samples = np.ndarray | Sequence[str]
@@ -75,6 +76,10 @@ class RolloutConfig:
     micro_batch_size_per_gpu: samples per forward (null: as the actor's, which keeps the replay aligned);
     engine_kwargs: further options of the engine.
 
+    quantization: of the frozen weights of the blocks, int8, int4, fp8 or int8_dynamic (inputs of layers too), where the
+    engine offers it; compile: torch.compile for the blocks.
+    staleness: sample up to so many steps ahead of the training, with weights that are so many steps older.
+
     For images: pipeline and algo. For text: temperature, and prompt_length and response_length in tokens; a longer
     prompt is an error.
     """
@@ -82,6 +87,9 @@ class RolloutConfig:
     name: str = "diffusers_engine"
     n: int = 24
     dtype: str = "bf16"
+    quantization: str | None = None
+    compile: bool = False
+    staleness: int = 0
     micro_batch_size_per_gpu: int | None = None
     calculate_log_probs: bool = True
     temperature: float = 1.0
@@ -105,7 +113,7 @@ class RolloutConfig:
             max_sequence_length=self.pipeline.max_sequence_length,
             true_cfg_scale=self.pipeline.true_cfg_scale,
             num_frames=self.pipeline.num_frames,
-            dtype=self.dtype,
+            dtype=precision(self.dtype, self.quantization),
         )
 
     def held_out_spec(self) -> SamplerSpec:
@@ -144,7 +152,7 @@ class RolloutConfig:
     def token_spec(self) -> TokenSpec:
         """How training rollouts sample text."""
         return TokenSpec(
-            dtype=self.dtype,
+            dtype=precision(self.dtype, self.quantization),
             temperature=self.temperature,
             prompt_length=self.prompt_length,
             response_length=self.response_length,
@@ -158,6 +166,8 @@ class RolloutConfig:
     def validate(self) -> None:
         """Raise ValueError for a setting that is out of range, naming key, value and what is allowed."""
         _one_of("rollout.dtype", self.dtype, ROLLOUT_DTYPES)
+        if self.staleness < 0:
+            raise ValueError(f"rollout.staleness={self.staleness}: give 0 or more steps")
         if not 0 < self.temperature < math.inf or not 0 <= self.val_kwargs.temperature < math.inf:
             raise ValueError(
                 f"rollout.temperature={self.temperature}, rollout.val_kwargs.temperature="
@@ -250,9 +260,15 @@ R = TypeVar("R", bound=RolloutRequest)
 
 class RolloutEngine(ABC, Generic[R]):
     """Samples with its own copy of the weights. Constructed with the keywords model, network, dtype and chunk_size,
-    and those of `rollout.engine_kwargs`. `kind` is the model.kind that it samples from."""
+    and those of `rollout.engine_kwargs`; quantization and compile as well where the user sets them.
+
+    kind: the model.kind that it samples from; quantizations: the values of `rollout.quantization` that it offers, each
+    with the package that it takes; compiles: whether `rollout.compile` means something to it.
+    """
 
     kind: ClassVar[str]
+    quantizations: ClassVar[Mapping[str, str]] = {}
+    compiles: ClassVar[bool] = False
 
     @abstractmethod
     def generate(self, request: R) -> Iterator[RolloutChunk]:

@@ -13,6 +13,7 @@ from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.base import ImageRequest, RolloutChunk, RolloutEngine
+from flowgrpo_rc.rollout.quantization import PACKAGES
 from flowgrpo_rc.rollout.replica import Replica
 
 
@@ -20,14 +21,24 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
     """Samples with a copy of the LoRA-wrapped transformer in `dtype`; everything else belongs to the shared model."""
 
     kind = "diffusion"
+    quantizations = PACKAGES
+    compiles = True
 
-    def __init__(self, model: FlowModel, network: torch.nn.Module, *, dtype: str, chunk_size: int) -> None:
-        self._replica = Replica(network, dtype)
+    def __init__(
+        self,
+        model: FlowModel,
+        network: torch.nn.Module,
+        *,
+        dtype: str,
+        chunk_size: int,
+        quantization: str | None = None,
+        compile: bool = False,
+    ) -> None:
+        self._replica = Replica(network, dtype, quantization, backend="inductor" if compile else None)
         self.transformer = self._replica.network
         self._policy = FlowPolicy(model, self.transformer)
         self._model = model
         self._chunk_size = chunk_size
-        self._dtype = dtype
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
         spec, prompts = request.spec, request.prompts.prompts
@@ -61,7 +72,7 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
         schedule = trajectory.schedule
         slots = torch.tensor(request.prompts.slots, device=device)
         batch = DiffusionBatch(
-            spec=replace(spec, dtype=self._dtype),
+            spec=replace(spec, dtype=self._replica.precision),
             all_latents=trajectory.window_latents,
             all_timesteps=schedule.timesteps[window],
             step_indices=window,

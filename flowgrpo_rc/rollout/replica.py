@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.models.base import DTYPES
+from flowgrpo_rc.rollout.quantization import precision, quantize, repeated_blocks
 
 
 class Replica:
@@ -19,9 +20,14 @@ class Replica:
     separate: merged into bf16 weights, small updates would be rounded away. Buffers that a checkpoint does not hold
     keep their precision, as they do where a model is loaded in `dtype`: rotary frequencies in bf16 would be other
     positions.
+
+    quantization: of the frozen weights (`quantization.PACKAGES`). backend: compile the repeated blocks with this
+    backend of torch.compile. precision: the name of what came of it.
     """
 
-    def __init__(self, network: torch.nn.Module, dtype: str) -> None:
+    def __init__(
+        self, network: torch.nn.Module, dtype: str, quantization: str | None = None, backend: Any = None
+    ) -> None:
         frozen = [tensor for tensor in _stored(network) if not tensor.requires_grad]
         if all(tensor.dtype == DTYPES[dtype] for tensor in frozen):
             replica = copy.deepcopy(network, memo={id(tensor): tensor for tensor in frozen})
@@ -31,6 +37,12 @@ class Replica:
                 tensor.data = tensor.data.to(DTYPES[dtype])
         self._lora = {name: p for name, p in replica.named_parameters() if p.requires_grad}
         self.network: Any = replica.requires_grad_(False).eval()
+        self.precision = precision(dtype, quantization)
+        if quantization is not None:
+            quantize(replica, quantization)
+        if backend is not None:
+            for block in repeated_blocks(replica):
+                block.compile(backend=backend)
         self.version = 0
 
     def sync(self, state: Mapping[str, Tensor], version: int) -> None:

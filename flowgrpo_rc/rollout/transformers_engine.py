@@ -13,6 +13,7 @@ from flowgrpo_rc.core.random import uniform
 from flowgrpo_rc.models.causal_lm import CausalLM
 from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.rollout.base import RolloutChunk, RolloutEngine, TextRequest
+from flowgrpo_rc.rollout.quantization import PACKAGES
 from flowgrpo_rc.rollout.replica import Replica
 
 
@@ -20,13 +21,21 @@ class TransformersEngine(RolloutEngine[TextRequest]):
     """Samples with a copy of the LoRA-wrapped network in `dtype`, `chunk_size` responses at a time."""
 
     kind = "causal_lm"
+    quantizations = PACKAGES
 
-    def __init__(self, model: CausalLM, network: torch.nn.Module, *, dtype: str, chunk_size: int) -> None:
-        self._replica = Replica(network, dtype)
+    def __init__(
+        self,
+        model: CausalLM,
+        network: torch.nn.Module,
+        *,
+        dtype: str,
+        chunk_size: int,
+        quantization: str | None = None,
+    ) -> None:
+        self._replica = Replica(network, dtype, quantization)
         self._policy = TokenPolicy(model, self._replica.network)
         self._model = model
         self._chunk_size = chunk_size
-        self._dtype = dtype
 
     def generate(self, request: TextRequest) -> Iterator[RolloutChunk]:
         for start in range(0, len(request.seeds), self._chunk_size):
@@ -48,7 +57,7 @@ class TransformersEngine(RolloutEngine[TextRequest]):
         responses = self._policy.rollout(prompt_ids, prompt_mask, spec, uniforms)
         group = torch.tensor(slots, device=device)
         batch = TokenBatch(
-            spec=replace(spec, dtype=self._dtype),
+            spec=replace(spec, dtype=self._replica.precision),
             prompt_ids=prompt_ids,
             prompt_mask=prompt_mask,
             response_ids=responses.ids,

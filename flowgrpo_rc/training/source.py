@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Batch, PromptBatch, Rewards, concat
@@ -23,10 +26,16 @@ from flowgrpo_rc.training.task import Task
 
 
 class Collected(NamedTuple):
-    """This process's part of a step; `rewards()` waits until they are known."""
+    """This process's part of a step; `rewards()` waits until they are known. dropped: batches that were too old."""
 
     batch: Batch
     rewards: Callable[[], Rewards]
+    dropped: int = 0
+
+    def versions(self) -> tuple[int, int]:
+        """The oldest and the newest weights that a sample was made with."""
+        oldest, newest = torch.stack(self.batch.policy_version.aminmax()).tolist()
+        return oldest, newest
 
 
 class RolloutSource(ABC):
@@ -39,6 +48,10 @@ class RolloutSource(ABC):
     @abstractmethod
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         """The trainer's LoRA after `version` steps."""
+
+    @abstractmethod
+    def older_weights(self) -> Mapping[int, Mapping[str, Tensor]]:
+        """The trainer's LoRA after earlier steps, by step, that rollouts still to come depend on."""
 
     @abstractmethod
     def close(self) -> None:
@@ -63,18 +76,27 @@ class EngineSource(RolloutSource):
         self.engine = engine
         self._task, self._sampler, self._rewards, self._processes = task, sampler, rewards, processes
         self._n, self._mini_batch_size, self._seed = config.n, mini_batch_size, seed
+        self._cancelled = threading.Event()
 
     def collect(self, step: int) -> Collected:
+        collected = self.sample(step)
+        for version in collected.versions():
+            if version != step - 1:
+                raise RuntimeError(f"the rollout engine sampled step {step} with the weights of step {version}")
+        return collected
+
+    def sample(self, step: int) -> Collected:
+        """The trajectories of a step by whatever weights the engine has. CancelledError after `cancel`."""
         prompts = self.prompts(step)
         request = self._task.request(prompts, self._seeds(prompts))
         batches, handles = [], []
         for chunk in self.engine.generate(request):
+            if self._cancelled.is_set():
+                raise CancelledError
             require_rollout_log_probs(chunk.batch)
             different = request.spec.differences(chunk.batch.spec)
             if different:
                 raise RuntimeError(f"the rollout engine sampled with other settings: {'; '.join(different)}")
-            if chunk.policy_version != step - 1:
-                raise RuntimeError(f"the rollout engine sampled with the weights of step {chunk.policy_version}")
             batches.append(chunk.batch)
             handles.append(self._rewards.submit(chunk.samples, chunk.prompts))
         return Collected(concat(batches), lambda: collect_rewards(self._rewards, handles, self._processes))
@@ -91,6 +113,13 @@ class EngineSource(RolloutSource):
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         self.engine.sync_weights(state, version)
+
+    def older_weights(self) -> Mapping[int, Mapping[str, Tensor]]:
+        return {}
+
+    def cancel(self) -> None:
+        """Let a `sample` in another thread end at its next chunk."""
+        self._cancelled.set()
 
     def close(self) -> None:
         self.engine.close()
@@ -126,6 +155,9 @@ class ReplaySource(RolloutSource):
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         """Nobody samples."""
+
+    def older_weights(self) -> Mapping[int, Mapping[str, Tensor]]:
+        return {}
 
     def close(self) -> None:
         """Nothing is held."""

@@ -29,7 +29,7 @@ from flowgrpo_rc.training.health import HealthMonitor
 from flowgrpo_rc.training.processes import Processes
 from flowgrpo_rc.training.rollout_files import Rollout, rollout_path, save_rollout
 from flowgrpo_rc.training.run_folder import RunFolder
-from flowgrpo_rc.training.source import RolloutSource
+from flowgrpo_rc.training.source import Collected, RolloutSource
 from flowgrpo_rc.training.stopping import StopRequest
 from flowgrpo_rc.training.task import Task
 from flowgrpo_rc.training.tracking import MetricsFile, Trackers
@@ -37,6 +37,8 @@ from flowgrpo_rc.training.update import PolicyUpdate
 
 if TYPE_CHECKING:
     from flowgrpo_rc.config import Config
+
+_OLDER = "lora_step_"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +72,8 @@ class Trainer:
             self._step = resumed.step
             parts.update.load(resumed.tensors, resumed.state["update"])
             parts.health.load_state_dict(resumed.state["health"])
+            for version, weights in sorted(older_weights(resumed).items()):
+                parts.source.sync_weights(weights, version)
         parts.source.sync_weights(parts.update.lora_state(), self._step)
 
     def fit(self, stop: StopRequest) -> str | None:
@@ -99,6 +103,8 @@ class Trainer:
                 collected = self.parts.source.collect(step)
             batch = collected.batch
             self._bag.merge(self.parts.task.observe(batch))
+            if self.parts.config.rollout.staleness > 0:
+                self._bag.merge(staleness(collected, step))
             with self._timed("old_log_prob"):
                 batch = self._old_log_probs(batch)
             with self._timed("reward_wait"):
@@ -196,7 +202,8 @@ class Trainer:
         with self._timed("checkpoint"):
             if parts.processes.is_main:
                 state: Mapping[str, Any] = {"update": parts.update.state(), "health": parts.health.state_dict()}
-                checkpoint = Checkpoint(step=self._step, tensors=parts.update.tensors(), state=state)
+                older = {f"{_OLDER}{step}": weights for step, weights in parts.source.older_weights().items()}
+                checkpoint = Checkpoint(step=self._step, tensors=parts.update.tensors() | older, state=state)
                 keep = parts.config.trainer.max_checkpoints_to_keep
                 save_checkpoint(parts.folder.checkpoints, checkpoint, keep=keep)
             parts.processes.wait()
@@ -213,6 +220,24 @@ class Trainer:
         if self.parts.processes.device.type == "cuda":
             torch.cuda.synchronize()
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+def older_weights(checkpoint: Checkpoint) -> dict[int, Mapping[str, torch.Tensor]]:
+    """What the checkpoint holds of `RolloutSource.older_weights`."""
+    stems = {int(stem.removeprefix(_OLDER)): stem for stem in checkpoint.tensors if stem.startswith(_OLDER)}
+    return {step: checkpoint.tensors[stem] for step, stem in stems.items()}
+
+
+def staleness(collected: Collected, step: int) -> MetricBag:
+    """How many updates' steps the weights that sampled a step's batch were behind, and which they were."""
+    version, bag = collected.batch.policy_version, MetricBag()
+    behind = step - 1 - version
+    bag.mean("rollout/staleness_mean", behind)
+    bag.max("rollout/staleness_max", behind)
+    bag.min("rollout/policy_version_min", version)
+    bag.max("rollout/policy_version_max", version)
+    bag.sum("rollout/dropped_batches", torch.tensor(collected.dropped))
+    return bag
 
 
 def wholly_rejected(batch: Batch) -> torch.Tensor:

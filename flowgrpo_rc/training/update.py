@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 
@@ -20,39 +19,16 @@ from flowgrpo_rc.losses.base import DiffusionLossConfig, LossTerms, TokenLossCon
 from flowgrpo_rc.policies.base import Evaluation, Policy
 from flowgrpo_rc.training.ema import EMAConfig
 from flowgrpo_rc.training.lora import lora_parameters, reference_policy
+from flowgrpo_rc.training.optim import (
+    OptimConfig,
+    load_optimizer,
+    load_schedule,
+    make_optimizer,
+    make_schedule,
+    optimizer_tensors,
+    schedule_state,
+)
 from flowgrpo_rc.training.processes import Processes
-
-LR_SCHEDULERS = ("constant", "linear", "cosine", "polynomial")
-
-
-@dataclass(kw_only=True)
-class OptimConfig:
-    """AdamW. clip_grad: largest gradient norm; lr_warmup_steps count optimizer updates.
-
-    max_nonfinite_updates: the run ends after so many updates in a row whose gradient is not finite (each is skipped).
-    """
-
-    lr: float = 3e-4
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-8
-    weight_decay: float = 1e-4
-    clip_grad: float = 1.0
-    lr_scheduler: str = "constant"
-    lr_warmup_steps: int = 0
-    max_nonfinite_updates: int = 5
-
-    def validate(self) -> None:
-        for name in ("lr", "eps", "clip_grad"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"actor.optim.{name}={getattr(self, name)}: give a number above 0")
-        if self.weight_decay < 0 or self.lr_warmup_steps < 0:
-            raise ValueError("actor.optim.weight_decay and actor.optim.lr_warmup_steps cannot be negative")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"actor.optim.betas={self.betas}: give two numbers from 0 to below 1")
-        if self.lr_scheduler not in LR_SCHEDULERS:
-            raise ValueError(f"actor.optim.lr_scheduler={self.lr_scheduler!r}: allowed are {', '.join(LR_SCHEDULERS)}")
-        if self.max_nonfinite_updates < 1:
-            raise ValueError(f"actor.optim.max_nonfinite_updates={self.max_nonfinite_updates}: give at least 1")
 
 
 @dataclass(kw_only=True)
@@ -111,21 +87,8 @@ class PolicyUpdate:
         self._policy, self._config, self._loss, self._processes = policy, config, loss, processes
         self._named = lora_parameters(policy.network)
         self._parameters = list(self._named.values())
-        optim = config.optim
-        self._optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=optim.lr,
-            betas=(optim.betas[0], optim.betas[1]),
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-        )
-        warm = optim.lr_scheduler == "constant" and optim.lr_warmup_steps > 0
-        self._schedule = get_scheduler(
-            "constant_with_warmup" if warm else optim.lr_scheduler,
-            self._optimizer,
-            num_warmup_steps=optim.lr_warmup_steps,
-            num_training_steps=total_updates,
-        )
+        self._optimizer = make_optimizer(self._parameters, config.optim)
+        self._schedule = make_schedule(self._optimizer, config.optim, total_updates)
         self.ema = EMAModel(self._parameters, decay=config.ema.decay) if config.ema.enable else None
         self._report_mismatch = report_mismatch
         self._updates = 0
@@ -188,7 +151,7 @@ class PolicyUpdate:
     def _step(self, bag: MetricBag) -> None:
         norm = nn.utils.clip_grad_norm_(self._parameters, self._config.optim.clip_grad)
         value = norm.item()
-        bag.max("lr", torch.tensor(self._schedule.get_last_lr()[0], dtype=torch.float64))
+        bag.max("lr", torch.tensor(float(self._schedule.get_last_lr()[0]), dtype=torch.float64))
         if math.isfinite(value):
             self._optimizer.step()
             self._schedule.step()
@@ -211,11 +174,7 @@ class PolicyUpdate:
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint holds: `lora`, `optimizer` and, where there is one, `ema`."""
-        moments = {}
-        for name, parameter in self._named.items():
-            for key, value in self._optimizer.state[parameter].items():
-                moments[f"{name}.{key}"] = value
-        tensors = {"lora": self.lora_state(), "optimizer": moments}
+        tensors = {"lora": self.lora_state(), "optimizer": optimizer_tensors(self._optimizer, self._named)}
         if self.ema is not None:
             tensors["ema"] = dict(zip(self._named, self.ema.shadow_params, strict=True))
         return tensors
@@ -226,7 +185,7 @@ class PolicyUpdate:
             "updates": self._updates,
             "nonfinite_updates": self._nonfinite_updates,
             "nonfinite_in_a_row": self._nonfinite_in_a_row,
-            "lr_schedule": self._schedule.state_dict(),
+            "lr_schedule": schedule_state(self._schedule),
             "ema_step": 0 if self.ema is None else self.ema.optimization_step,
         }
 
@@ -234,13 +193,7 @@ class PolicyUpdate:
         """Go back to what `tensors` and `state` recorded, bit for bit."""
         for name, parameter in self._named.items():
             parameter.data.copy_(tensors["lora"][name])
-            moments = {
-                key.removeprefix(f"{name}."): value.clone() if key.endswith(".step") else value.to(parameter.device)
-                for key, value in tensors["optimizer"].items()
-                if key.startswith(f"{name}.")
-            }
-            if moments:
-                self._optimizer.state[parameter] = moments
+        load_optimizer(self._optimizer, self._named, tensors["optimizer"])
         if self.ema is not None:
             for shadow, name in zip(self.ema.shadow_params, self._named, strict=True):
                 shadow.copy_(tensors["ema"][name])
@@ -248,6 +201,4 @@ class PolicyUpdate:
         self._updates = state["updates"]
         self._nonfinite_updates = state["nonfinite_updates"]
         self._nonfinite_in_a_row = state["nonfinite_in_a_row"]
-        self._schedule.load_state_dict(state["lr_schedule"])
-        for group, rate in zip(self._optimizer.param_groups, self._schedule.get_last_lr(), strict=True):
-            group["lr"] = rate
+        load_schedule(self._schedule, state["lr_schedule"])

@@ -1,0 +1,105 @@
+"""Parts that two threads share: one call at a time, and on the device only meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from flowgrpo_rc.core.random import normal
+from flowgrpo_rc.models import base
+from flowgrpo_rc.models.base import FlowModel, ModelConfig, load_model
+from flowgrpo_rc.models.sharing import Shared
+
+GPU = torch.device("cuda", 0)
+
+
+class Traveller(nn.Module):
+    """Notes where it is sent instead of going there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str] = []
+
+    def to(self, device: torch.device) -> Traveller:  # type: ignore[override]
+        self.places.append(device.type)
+        return self
+
+
+def test_idle_parts_are_off_the_device() -> None:
+    parts = [Traveller(), Traveller()]
+    during = Shared(parts, GPU, offload=True).during(lambda value: (value, [part.places[-1] for part in parts]))
+    assert [part.places for part in parts] == [["cpu"]] * 2
+    assert during(3) == (3, ["cuda", "cuda"])
+    assert [part.places for part in parts] == [["cpu", "cuda", "cpu"]] * 2
+
+
+def test_they_leave_after_a_failure_as_well() -> None:
+    part = Traveller()
+
+    def fail() -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        Shared([part], GPU, offload=True).during(fail)()
+    assert part.places == ["cpu", "cuda", "cpu"]
+
+
+def test_without_offloading_they_stay() -> None:
+    part = Traveller()
+    assert Shared([part], GPU, offload=False).during(lambda: 1)() == 1
+    assert part.places == ["cuda"]
+
+
+def test_one_call_at_a_time() -> None:
+    """Two threads that would meet inside do not."""
+    barrier, broken = threading.Barrier(2), []
+
+    def meet() -> None:
+        try:
+            barrier.wait(timeout=0.5)
+        except threading.BrokenBarrierError:
+            broken.append(True)
+
+    alone = Shared([], GPU, offload=False).during(meet)
+    threads = [threading.Thread(target=alone) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert broken == [True, True]
+
+
+def test_a_models_encoders_and_its_vae_travel(
+    checkpoint: Path, model: FlowModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the adapter: encoders for `encode`, the VAE for `decode`, and the transformer stays."""
+    journeys: list[tuple[str, str]] = []
+    move = nn.Module.to
+
+    def noting(self: nn.Module, device: torch.device) -> nn.Module:
+        journeys.append((type(self).__name__, str(device)))
+        return move(self, device)
+
+    monkeypatch.setattr(base.nn.Module, "to", noting)
+    offloaded = load_model(ModelConfig(path=str(checkpoint), offload_idle=True), torch.device("cpu"))
+    journeys.clear()
+    conditioning = offloaded.encode(["A"], max_sequence_length=16)
+    assert sorted({name for name, _ in journeys}) == [
+        "CLIPTextModelWithProjection",
+        "T5EncoderModel",
+    ]
+    assert torch.equal(conditioning.embeds, model.encode(["A"], max_sequence_length=16).embeds)
+    journeys.clear()
+    latents = normal((8, 8, 16), [1])
+    assert np.array_equal(offloaded.decode(latents), model.decode(latents))
+    assert {name for name, _ in journeys} == {"AutoencoderKL"}
+
+
+def test_text_has_nothing_to_offload() -> None:
+    with pytest.raises(ValueError, match=r"model\.offload_idle=true has no effect with model\.kind=causal_lm"):
+        ModelConfig(kind="causal_lm", path="x/y", offload_idle=True).validate()

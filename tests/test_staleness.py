@@ -1,0 +1,253 @@
+"""Sampling ahead of the training: which weights sample what, overlap, resuming, failures."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Train, fingerprint, read_rows, without_timings
+from torch import Tensor
+
+from flowgrpo_rc.batch import Batch
+from flowgrpo_rc.models.base import FlowModel, ModelConfig
+from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.rollout.base import ImageRequest, RolloutChunk
+from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
+from flowgrpo_rc.training.checkpoint import list_checkpoints, load_checkpoint
+from flowgrpo_rc.training.lora import add_lora, lora_parameters
+from flowgrpo_rc.training.rollout_files import load_rollout, rollout_path
+from flowgrpo_rc.training.update import PolicyUpdate
+
+RC = "algorithm.rollout_correction"
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("rollout")]
+
+
+@pytest.fixture
+def trained_on(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
+    """The batches that updates are computed from, as they come."""
+    batches: list[Batch] = []
+    run = PolicyUpdate.run
+
+    def recording(self: PolicyUpdate, batch: Batch, samples: int) -> Any:
+        batches.append(batch)
+        return run(self, batch, samples)
+
+    monkeypatch.setattr(PolicyUpdate, "run", recording)
+    return batches
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_versions_and_decoupled_weights(
+    train: Train, tmp_path: Path, model: FlowModel, trained_on: list[Batch], staleness: int
+) -> None:
+    """Step s is sampled with the LoRA of step max(0, s - 1 - k) and corrected to that of step s - 1."""
+    steps = 4
+    assert (
+        train(
+            f"rollout.staleness={staleness}",
+            f"trainer.total_training_steps={steps}",
+            "trainer.save_rollouts=true",
+            "trainer.save_freq=1",
+            "trainer.max_checkpoints_to_keep=9",
+            f"{RC}.rollout_is=token",
+            f"{RC}.rollout_is_threshold=1.0001",
+        )
+        == 0
+    )
+    run = tmp_path / "run"
+    network = add_lora(model, ModelConfig(path="x", lora_rank=4, lora_alpha=8), seed=42)
+    policy = FlowPolicy(model, network)
+    parameters = lora_parameters(network)
+    versions = [{name: parameter.detach().clone() for name, parameter in parameters.items()}]
+    versions += [load_checkpoint(path).tensors["lora"] for path in list_checkpoints(run / "checkpoints")]
+
+    def log_probs(batch: Batch, version: int) -> Tensor:
+        for name, parameter in parameters.items():
+            parameter.data.copy_(versions[version][name])
+        return policy.log_probs(batch, 2)
+
+    for step, row in enumerate(read_rows(run)[1:], start=1):
+        batch, _, _ = load_rollout(rollout_path(run / "rollouts", step, 0, 1), torch.device("cpu"))
+        version = max(0, step - 1 - staleness)
+        assert batch.policy_version.tolist() == [version] * 8
+        assert row["rollout/policy_version_min"] == row["rollout/policy_version_max"] == version
+        assert row["rollout/staleness_mean"] == row["rollout/staleness_max"] == step - 1 - version
+        assert row["rollout/dropped_batches"] == 0
+        assert torch.equal(log_probs(batch, version), batch.rollout_log_probs)
+        old = log_probs(batch, step - 1)
+        used = trained_on[step - 1]
+        assert torch.equal(used.old_log_probs, old)
+        wanted = torch.exp(old.double() - batch.rollout_log_probs.double()).clamp(max=1.0001)
+        torch.testing.assert_close(used.rollout_is_weights.double(), wanted, rtol=0, atol=1e-7)
+        assert row["rollout_corr/rollout_is_mean"] == pytest.approx(wanted.mean().item(), abs=1e-7)
+        assert (row["rollout_corr/logprob_abs_diff_max"] > 0) == (version < step - 1)
+
+
+@pytest.mark.parametrize("mode", ["decoupled", "bypass"])
+def test_an_interrupted_run_ends_bit_equal(train: Train, tmp_path: Path, mode: str) -> None:
+    """Every command trains one step, with evaluations beside the sampling; the whole run evaluates as it goes."""
+    settings = (
+        "rollout.staleness=2",
+        "rollout.dtype=bf16",
+        "trainer.total_training_steps=5",
+        "trainer.test_freq=1",
+        f"{RC}.bypass_mode={mode == 'bypass'}",
+    )
+    assert train(*settings, f"trainer.output_dir={tmp_path / 'whole'}") == 0
+    pieces = [*settings, f"trainer.output_dir={tmp_path / 'pieces'}", "trainer.max_time=0.001"]
+    assert [train(*pieces) for _ in range(5)] == [75, 75, 75, 75, 0]
+    states = []
+    for name in ("whole", "pieces"):
+        newest = load_checkpoint(list_checkpoints(tmp_path / name / "checkpoints")[-1])
+        assert {"lora", "lora_step_3", "lora_step_4"} <= newest.tensors.keys()
+        prints = {stem: fingerprint(tensors) for stem, tensors in newest.tensors.items()}
+        states.append((prints, without_timings(read_rows(tmp_path / name))))
+    assert states[0] == states[1]
+
+
+class Meeting(DiffusersEngine):
+    """Step 2 is sampled only once step 1 is being trained."""
+
+    barrier = threading.Barrier(2)
+
+    def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
+        if request.prompts.step == 2:
+            self.barrier.wait(timeout=60)
+        yield from super().generate(request)
+
+
+def test_a_step_is_trained_while_the_next_is_sampled(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = PolicyUpdate.run
+
+    def meet(self: PolicyUpdate, batch: Batch, samples: int) -> Any:
+        if not threads:
+            threads.append(threading.current_thread())
+            Meeting.barrier.wait(timeout=60)
+        return run(self, batch, samples)
+
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(PolicyUpdate, "run", meet)
+    assert train("rollout.staleness=1", "rollout.name=test_staleness.Meeting") == 0
+    assert threads == [threading.main_thread()]
+
+
+class Failing(DiffusersEngine):
+    def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
+        for chunk in super().generate(request):
+            if request.prompts.step == 3:
+                self.run_out_of_memory()
+            yield chunk
+
+    def run_out_of_memory(self) -> None:
+        raise MemoryError("no room for step 3")
+
+
+def test_a_failure_of_the_thread_ends_the_run_with_its_traceback(train: Train, tmp_path: Path) -> None:
+    with pytest.raises(MemoryError, match="no room for step 3") as error:
+        train("rollout.staleness=1", "rollout.name=test_staleness.Failing", "trainer.total_training_steps=9")
+    assert "run_out_of_memory" in [frame.name for frame in traceback.extract_tb(error.value.__traceback__)]
+    assert [row["step"] for row in read_rows(tmp_path / "run")] in ([0], [0, 1], [0, 1, 2])
+
+
+class Lagging(DiffusersEngine):
+    """Takes over the weights of step 1 only when they are handed over `lag` times more."""
+
+    lag = 0
+
+    def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
+        if version == 1 and self.lag > 0:
+            type(self).lag -= 1
+        else:
+            super().sync_weights(state, version)
+
+
+def test_batches_that_are_too_old_are_dropped_and_counted(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("rollout.staleness=1", "trainer.total_training_steps=3")
+    assert train(*settings, f"trainer.output_dir={tmp_path / 'prompt'}") == 0
+    monkeypatch.setattr(Lagging, "lag", 2)
+    assert train(*settings, "rollout.name=test_staleness.Lagging") == 0
+    rows, wanted = (without_timings(read_rows(tmp_path / name)) for name in ("run", "prompt"))
+    assert [row["rollout/dropped_batches"] for row in rows[1:]] == [0, 0, 2]
+    rows[3]["rollout/dropped_batches"] = 0.0
+    assert rows == wanted
+    monkeypatch.setattr(Lagging, "lag", 3)
+    with pytest.raises(RuntimeError, match=r"step 3 with the weights of step 0, 3 times; rollout\.staleness=1 allows"):
+        train(*settings, "rollout.name=test_staleness.Lagging", f"trainer.output_dir={tmp_path / 'late'}")
+
+
+class Interrupted(DiffusersEngine):
+    """The process gets a SIGTERM while step 3 is sampled, once."""
+
+    pending = False
+
+    def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
+        for chunk in super().generate(request):
+            if self.pending and request.prompts.step == 3:
+                type(self).pending = False
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield chunk
+
+
+def test_a_signal_saves_and_the_same_command_goes_on(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("rollout.staleness=1", "rollout.name=test_staleness.Interrupted", "trainer.total_training_steps=6")
+    assert train(*settings, f"trainer.output_dir={tmp_path / 'whole'}") == 0
+    monkeypatch.setattr(Interrupted, "pending", True)
+    assert train(*settings) == 75
+    assert train(*settings) == 0
+    whole, stopped = (without_timings(read_rows(tmp_path / name)) for name in ("whole", "run"))
+    assert whole == stopped
+
+
+class Slow(DiffusersEngine):
+    """Samples one chunk a second, for an hour."""
+
+    def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
+        while True:
+            yield from super().generate(request)
+            if request.prompts.step < 3:
+                return
+            time.sleep(1)
+
+
+def test_a_stop_does_not_wait_for_what_is_being_sampled(train: Train, tmp_path: Path) -> None:
+    start = time.monotonic()
+    settings = ("rollout.staleness=1", "rollout.name=test_staleness.Slow", "trainer.total_training_steps=9")
+    assert train(*settings, "trainer.max_time=0.001") == 75
+    assert time.monotonic() - start < 60
+    assert list_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == "step_1"
+
+
+def test_two_threads_may_make_schedules(model: FlowModel) -> None:
+    before = model.pipeline.scheduler.timesteps.clone()
+    wrong: list[int] = []
+
+    def make(num_steps: int) -> None:
+        for _ in range(200):
+            schedule = model.schedule(num_steps, 32, 64)
+            if len(schedule.timesteps) != num_steps or len(schedule.sigmas) != num_steps + 1:
+                wrong.append(num_steps)
+
+    threads = [threading.Thread(target=make, args=(num_steps,)) for num_steps in (5, 40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert torch.equal(model.pipeline.scheduler.timesteps, before)
