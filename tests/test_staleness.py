@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.models.base import FlowModel, ModelConfig
 from flowgrpo_rc.policies.flow import FlowPolicy
-from flowgrpo_rc.rollout.base import ImageRequest, RolloutChunk
+from flowgrpo_rc.rollout.base import ImageRequest, RolloutChunk, RolloutConfig
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.training.checkpoint import list_checkpoints, load_checkpoint
 from flowgrpo_rc.training.lora import add_lora, lora_parameters
@@ -239,8 +240,9 @@ def test_two_threads_may_make_schedules(model: FlowModel) -> None:
     wrong: list[int] = []
 
     def make(num_steps: int) -> None:
+        spec = replace(RolloutConfig().spec(), height=32, width=64, num_inference_steps=num_steps)
         for _ in range(200):
-            schedule = model.schedule(num_steps, 32, 64)
+            schedule = model.schedule(spec)
             if len(schedule.timesteps) != num_steps or len(schedule.sigmas) != num_steps + 1:
                 wrong.append(num_steps)
 
