@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import Train
-from tiny_models import TINY, VARIANTS, Tiny
+from tiny_models import TINY
 
 from flowgrpo_rc.models import base
 
 VIDEO = ("reward.terms.jpeg=null", "+reward.terms.f={_target_: function, path: 'test_model_conformance:brightness'}")
 
 
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    root = tmp_path_factory.mktemp("settings")
-    known: Mapping[str, Tiny] = {
-        "sd3": TINY["StableDiffusion3Pipeline"],
-        "flux": TINY["FluxPipeline"],
-        "qwen": TINY["QwenImagePipeline"],
-        "wan": TINY["WanPipeline"],
-        "schnell": VARIANTS["flux_schnell"],
-    }
-
-    def folder(name: str) -> Path:
-        if not (root / name).exists():
-            known[name].save(root / name)
-        return root / name
-
-    return folder
+NAMES = {
+    "sd3": "StableDiffusion3Pipeline",
+    "flux": "FluxPipeline",
+    "qwen": "QwenImagePipeline",
+    "wan": "WanPipeline",
+    "schnell": "flux_schnell",
+}
 
 
 @pytest.mark.parametrize(
@@ -75,7 +65,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     ],
 )
 def test_a_setting_without_effect_is_refused_before_loading(
-    folders: Callable[[str], Path],
+    saved: Callable[[str], Path],
     train: Train,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -83,7 +73,7 @@ def test_a_setting_without_effect_is_refused_before_loading(
     given: list[str],
     words: list[str],
 ) -> None:
-    folder = folders(name)
+    folder = saved(NAMES[name])
 
     def fail(*args: object, **kwargs: object) -> None:
         raise AssertionError("a model was loaded")
@@ -115,14 +105,14 @@ def test_a_setting_without_effect_is_refused_before_loading(
     ],
 )
 def test_what_the_checkpoint_itself_cannot_make(
-    folders: Callable[[str], Path],
+    saved: Callable[[str], Path],
     train: Train,
     capsys: pytest.CaptureFixture[str],
     name: str,
     given: list[str],
     words: list[str],
 ) -> None:
-    assert train(f"model.path={folders(name)}", *given) == 2
+    assert train(f"model.path={saved(NAMES[name])}", *given) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in words), error
 
