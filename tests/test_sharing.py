@@ -14,6 +14,7 @@ from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models import base
 from flowgrpo_rc.models.base import FlowModel, ModelConfig, load_model
 from flowgrpo_rc.models.sharing import Shared
+from flowgrpo_rc.rollout.base import RolloutConfig
 
 GPU = torch.device("cuda", 0)
 
@@ -32,41 +33,39 @@ class Traveller(nn.Module):
 
 def test_idle_parts_are_off_the_device() -> None:
     parts = [Traveller(), Traveller()]
-    during = Shared(parts, GPU, offload=True).during(lambda value: (value, [part.places[-1] for part in parts]))
+    shared = Shared(parts, GPU, offload=True)
     assert [part.places for part in parts] == [["cpu"]] * 2
-    assert during(3) == (3, ["cuda", "cuda"])
+    with shared.at_work():
+        assert [part.places[-1] for part in parts] == ["cuda", "cuda"]
     assert [part.places for part in parts] == [["cpu", "cuda", "cpu"]] * 2
 
 
 def test_they_leave_after_a_failure_as_well() -> None:
     part = Traveller()
-
-    def fail() -> None:
+    with pytest.raises(KeyError), Shared([part], GPU, offload=True).at_work():
         raise KeyError("x")
-
-    with pytest.raises(KeyError):
-        Shared([part], GPU, offload=True).during(fail)()
     assert part.places == ["cpu", "cuda", "cpu"]
 
 
 def test_without_offloading_they_stay() -> None:
     part = Traveller()
-    assert Shared([part], GPU, offload=False).during(lambda: 1)() == 1
+    with Shared([part], GPU, offload=False).at_work():
+        pass
     assert part.places == ["cuda"]
 
 
 def test_one_call_at_a_time() -> None:
     """Two threads that would meet inside do not."""
-    barrier, broken = threading.Barrier(2), []
+    barrier, broken, shared = threading.Barrier(2), [], Shared([], GPU, offload=False)
 
     def meet() -> None:
-        try:
-            barrier.wait(timeout=0.5)
-        except threading.BrokenBarrierError:
-            broken.append(True)
+        with shared.at_work():
+            try:
+                barrier.wait(timeout=0.5)
+            except threading.BrokenBarrierError:
+                broken.append(True)
 
-    alone = Shared([], GPU, offload=False).during(meet)
-    threads = [threading.Thread(target=alone) for _ in range(2)]
+    threads = [threading.Thread(target=meet) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -95,8 +94,8 @@ def test_a_models_encoders_and_its_vae_travel(
     ]
     assert torch.equal(conditioning.embeds, model.encode(["A"], max_sequence_length=16).embeds)
     journeys.clear()
-    latents = normal((8, 8, 16), [1])
-    assert np.array_equal(offloaded.decode(latents), model.decode(latents))
+    latents, spec = normal((8, 8, 16), [1]), RolloutConfig().spec()
+    assert np.array_equal(offloaded.decode(latents, spec), model.decode(latents, spec))
     assert {name for name, _ in journeys} == {"AutoencoderKL"}
 
 

@@ -124,10 +124,8 @@ class FlowModel(ABC):
             module.requires_grad_(False).eval()
         self.transformer.to(device)
         encoders = [module for name, module in modules.items() if name not in ("transformer", "vae")]
-        encoding = Shared(encoders, device, offload=offload_idle)
-        decoding = Shared([modules["vae"]], device, offload=offload_idle)
-        self.encode = encoding.during(self.encode)  # type: ignore[method-assign]
-        self.decode = decoding.during(self.decode)  # type: ignore[method-assign]
+        self._encoders = Shared(encoders, device, offload=offload_idle)
+        self._vae = Shared([modules["vae"]], device, offload=offload_idle)
 
     @property
     def transformer(self) -> Any:
@@ -137,24 +135,36 @@ class FlowModel(ABC):
     def network(self) -> Any:
         return self.transformer
 
+    @property
+    def scheduler(self) -> Any:
+        """A copy, since setting the timesteps changes it, and several threads do."""
+        return copy.copy(self.pipeline.scheduler)
+
     @classmethod
     def cfg_scale(cls, spec: SamplerSpec) -> float:
         """Scale of classifier-free guidance; above 1 it takes a negative prompt and a second evaluation."""
         scale: float | None = getattr(spec, cls.cfg_key)
         return 1.0 if scale is None else scale
 
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
+        """Conditioning of P prompts."""
+        with self._encoders.at_work():
+            return self._encode(prompts, max_sequence_length=max_sequence_length)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
+        """Images [B, H, W, 3] or videos [B, F, H, W, 3] uint8 of final latents, as the stock pipeline gives them."""
+        with self._vae.at_work():
+            return self._decode(latents, spec)
+
     @abstractmethod
     def check(self, spec: SamplerSpec, key: str) -> None:
         """ValueError for a size or a guidance that this checkpoint cannot make; `key` is where they were given."""
 
-    @property
-    def scheduler(self) -> Any:
-        """A copy, since setting the timesteps changes it, and several threads do."""
-        return copy.copy(self.pipeline.scheduler)
-
     @abstractmethod
-    def encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
-        """Conditioning of P prompts."""
+    def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
+        """What `encode` returns; the text encoders are on the device."""
 
     @abstractmethod
     def latent_shape(self, spec: SamplerSpec) -> tuple[int, ...]:
@@ -180,8 +190,8 @@ class FlowModel(ABC):
         """
 
     @abstractmethod
-    def decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
-        """Images [B, H, W, 3] or videos [B, F, H, W, 3] uint8 of final latents, as the stock pipeline gives them."""
+    def _decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
+        """What `decode` returns; the VAE is on the device."""
 
 
 def adapter_of(config: ModelConfig) -> type[FlowModel]:

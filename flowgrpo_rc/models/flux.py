@@ -47,8 +47,7 @@ class Flux(FlowModel):
                 f"guidance; set it to 1 ({key}.true_cfg_scale guides on a negative prompt)"
             )
 
-    @torch.no_grad()
-    def encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
+    def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
         embeds, pooled, _ = self.pipeline.encode_prompt(
             list(prompts), device=self.device, max_sequence_length=max_sequence_length
         )
@@ -95,8 +94,7 @@ class Flux(FlowModel):
         unguided = predict(negative)
         return unguided + self.cfg_scale(spec) * (guided - unguided)
 
-    @torch.no_grad()
-    def decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
+    def _decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
         vae = self.pipeline.vae
         scaled = unpack(latents, *self._patches(spec)) / vae.config.scaling_factor + vae.config.shift_factor
         decoded = vae.decode(scaled.to(vae.dtype), return_dict=False)[0]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
@@ -42,8 +41,7 @@ class QwenImage(FlowModel):
     def check(self, spec: SamplerSpec, key: str) -> None:
         check_size(spec, multiple=2 * self.pipeline.vae_scale_factor)
 
-    @torch.no_grad()
-    def encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
+    def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
         embeds, mask = self.pipeline.encode_prompt(
             list(prompts), device=self.device, max_sequence_length=max_sequence_length
         )
@@ -84,8 +82,7 @@ class QwenImage(FlowModel):
         combined = unguided + self.cfg_scale(spec) * (guided - unguided)
         return combined * (guided.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
 
-    @torch.no_grad()
-    def decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
+    def _decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
         vae = self.pipeline.vae
         frames = unpack(latents, *self._patches(spec)).unsqueeze(2).to(vae.dtype)
         decoded = vae.decode(unscaled(frames, vae), return_dict=False)[0][:, :, 0]

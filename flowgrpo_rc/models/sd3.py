@@ -29,8 +29,7 @@ class StableDiffusion3(FlowModel):
         "attn.to_v",
     )
 
-    @torch.no_grad()
-    def encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
+    def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
             list(prompts),
             None,
@@ -85,8 +84,7 @@ class StableDiffusion3(FlowModel):
         unguided, guided = predicted.chunk(2)
         return unguided + self.cfg_scale(spec) * (guided - unguided)
 
-    @torch.no_grad()
-    def decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
+    def _decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
         vae = self.pipeline.vae
         scaled = latents / vae.config.scaling_factor + vae.config.shift_factor
         decoded = vae.decode(scaled.to(vae.dtype), return_dict=False)[0]

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import ParamSpec, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-P = ParamSpec("P")
-R = TypeVar("R")
 IDLE = torch.device("cpu")
 
 
 class Shared:
-    """Modules that serve one call at a time: tokenizers refuse a second thread, and modules move.
+    """Modules that serve one thread at a time: tokenizers refuse a second one, and modules move.
 
-    They are on `device`; with `offload` only for the duration of a call, and on the CPU otherwise.
+    They are on `device`; with `offload` only while at work, and on the CPU otherwise.
     """
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device, *, offload: bool) -> None:
@@ -26,21 +23,18 @@ class Shared:
         self._lock = threading.Lock()
         self._move(IDLE if offload else device)
 
-    def during(self, call: Callable[P, R]) -> Callable[P, R]:
-        """`call` as it is, but alone, and with the modules on the device."""
-
-        @wraps(call)
-        def alone(*args: P.args, **kwargs: P.kwargs) -> R:
-            with self._lock:
-                if not self._offload:
-                    return call(*args, **kwargs)
-                self._move(self._device)
-                try:
-                    return call(*args, **kwargs)
-                finally:
-                    self._move(IDLE)
-
-        return alone
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Alone, and with the modules on the device."""
+        with self._lock:
+            if not self._offload:
+                yield
+                return
+            self._move(self._device)
+            try:
+                yield
+            finally:
+                self._move(IDLE)
 
     def _move(self, device: torch.device) -> None:
         for module in self._modules:

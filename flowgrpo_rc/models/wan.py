@@ -51,8 +51,7 @@ class Wan(FlowModel):
                 "(use_flow_sigmas)"
             )
 
-    @torch.no_grad()
-    def encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
+    def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
         embeds, _ = self.pipeline.encode_prompt(
             list(prompts),
             do_classifier_free_guidance=False,
@@ -101,8 +100,7 @@ class Wan(FlowModel):
         unguided = predict(negative)
         return unguided + self.cfg_scale(spec) * (guided - unguided)
 
-    @torch.no_grad()
-    def decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
+    def _decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
         vae = self.pipeline.vae
         decoded = vae.decode(unscaled(latents.to(vae.dtype), vae), return_dict=False)[0]
         return to_uint8(self.pipeline.video_processor.postprocess_video(decoded, output_type="np"))
