@@ -10,7 +10,7 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	touch $@
 
-.PHONY: demo test lint check benchmark benchmark-correction
+.PHONY: demo test lint check benchmark benchmark-correction benchmark-staleness
 demo: $(VENV)/.ready  ## train the bundled model on the OCR reward
 	$(BIN)/flowgrpo-rc train $(ARGS)
 
@@ -27,3 +27,6 @@ benchmark: $(VENV)/.ready  ## time of a training step over the bare calls that i
 
 benchmark-correction: $(VENV)/.ready  ## time, memory and host transfers of the correction beside verl 0.9.1 from PyPI
 	$(BIN)/python tests/benchmarks/benchmark_correction.py --install $(ARGS)
+
+benchmark-staleness: $(VENV)/.ready  ## time of a step that samples ahead over one that samples and trains by turns
+	$(BIN)/python tests/benchmarks/benchmark_staleness.py $(ARGS)

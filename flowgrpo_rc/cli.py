@@ -13,9 +13,9 @@ EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns 0 when complete, 1 after a failure, 2 for bad input, 75 when stopped early."""
-    arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     _quieten_libraries()
+    arguments = _parser().parse_args(argv)
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # rewards and functions of the user's own, as under `python -m`
     from flowgrpo_rc.rewards.manager import RewardError
@@ -34,8 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _quieten_libraries() -> None:
-    """Loading notices and progress bars of the Hugging Face libraries would bury the run's own lines."""
+    """Loading notices and progress bars would bury the run's own lines; diffusers imports torchao where it is."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -12,12 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import benchmark_staleness
 import pytest
 import torch
 from conftest import Train, fingerprint, read_rows, without_timings
 from torch import Tensor
 
 from flowgrpo_rc.batch import Batch
+from flowgrpo_rc.cli import main
 from flowgrpo_rc.models.base import FlowModel, ModelConfig
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.base import ImageRequest, RolloutChunk, RolloutConfig
@@ -95,6 +99,14 @@ def test_versions_and_decoupled_weights(
         torch.testing.assert_close(used.rollout_is_weights.double(), wanted, rtol=0, atol=1e-7)
         assert row["rollout_corr/rollout_is_mean"] == pytest.approx(wanted.mean().item(), abs=1e-7)
         assert (row["rollout_corr/logprob_abs_diff_max"] > 0) == (version < step - 1)
+
+
+def test_text_is_sampled_ahead_as_well(tmp_path: Path) -> None:
+    settings = ["data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "rollout.n=4", "rollout.val_kwargs.n=4"]
+    settings += ["actor.ppo_micro_batch_size_per_gpu=8", "trainer.total_training_steps=3", "trainer.device=cpu"]
+    command = ["train", "--config-name", "token_grpo", *settings, "rollout.staleness=1"]
+    assert main([*command, f"trainer.output_dir={tmp_path}"]) == 0
+    assert [row["rollout/staleness_max"] for row in read_rows(tmp_path)[1:]] == [0, 1, 1]
 
 
 @pytest.mark.parametrize("mode", ["decoupled", "bypass"])
@@ -233,6 +245,14 @@ def test_a_stop_does_not_wait_for_what_is_being_sampled(train: Train, tmp_path: 
     assert train(*settings, "trainer.max_time=0.001") == 75
     assert time.monotonic() - start < 60
     assert list_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == "step_1"
+
+
+def test_the_benchmark_prints_the_ratio(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmark_staleness.py", "--rounds", "1", "--steps", "1", *overrides])
+    benchmark_staleness.main()
+    assert re.search(r"staleness 1: \d+\.\d+ s a step; ratio \d+\.\d+", capsys.readouterr().out)
 
 
 def test_two_threads_may_make_schedules(model: FlowModel) -> None:
