@@ -7,6 +7,10 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flowgrpo_rc.compose import Composition
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
 
@@ -74,27 +78,36 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_config_options(parser: argparse.ArgumentParser) -> None:
-    from flowgrpo_rc.compose import DEFAULT_CONFIG
+    from flowgrpo_rc.compose import DEFAULT_CONFIG, OTHER_CONFIG
 
-    parser.add_argument("--config-name", default=DEFAULT_CONFIG, help=f"a file of configs/ (default {DEFAULT_CONFIG})")
+    default = f"default {DEFAULT_CONFIG}; {OTHER_CONFIG} for a whole command line of verl-omni"
+    parser.add_argument("--config-name", help=f"a file of configs/ ({default})")
     parser.add_argument("--config-dir", help="a further folder with configuration files")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides such as model.path=... rollout.dtype=fp32")
+
+
+def _composed(arguments: argparse.Namespace) -> Composition:
+    """Compose, and print the table of what was written in other words."""
+    from flowgrpo_rc.compat import table
+    from flowgrpo_rc.compose import compose_all
+
+    composed = compose_all(arguments.overrides, config_name=arguments.config_name, config_dir=arguments.config_dir)
+    if composed.rows:
+        print(table(composed.rows), file=sys.stderr)
+    return composed
 
 
 def _train(arguments: argparse.Namespace) -> int:
     from omegaconf import OmegaConf
 
-    from flowgrpo_rc.compose import compose_all, to_config
+    from flowgrpo_rc.compose import to_config
 
-    composed, notes = compose_all(
-        arguments.overrides, config_name=arguments.config_name, config_dir=arguments.config_dir
-    )
-    for note in notes:
-        print(f"translated: {note}", file=sys.stderr)
+    composed = _composed(arguments)
     if arguments.cfg:
-        print(OmegaConf.to_yaml(composed, resolve=True), end="")
+        print(OmegaConf.to_yaml(composed.config, resolve=True), end="")
         return EXIT_OK
-    config = to_config(composed)
+    composed.check()
+    config = to_config(composed.config)
     config.check_output()
     if arguments.dry_run:
         config.check_replay(0, int(os.environ.get("WORLD_SIZE", "1")))

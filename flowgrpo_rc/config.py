@@ -39,6 +39,14 @@ class DataConfig:
 
 
 @dataclass(kw_only=True)
+class CompatConfig:
+    """ignore: overrides of another system (or sections of them) that have no counterpart here and would change what is
+    trained, to go on without."""
+
+    ignore: list[str] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
 class Config:
     """Everything that a run needs. Keys are those of the command line, `model.path` and so on."""
 
@@ -49,6 +57,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    compat: CompatConfig = field(default_factory=CompatConfig)
 
     def loss(self) -> LossConfig:
         return LossConfig(

@@ -28,7 +28,7 @@ BELOW = {
     "assets": {"assets", "models", "rewards", "batch"},
 }
 BELOW["training"] = {"training", *BELOW} - {"assets"}
-BELOW["compat"] = {"correction"}
+BELOW["compat"] = {"compat", "correction"}
 BELOW["config"] = {*BELOW}
 BELOW["run"] = {*BELOW}
 BELOW["compose"] = BELOW["commands"] = {*BELOW}
