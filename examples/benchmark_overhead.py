@@ -31,23 +31,22 @@ from flowgrpo_rc.training.trainer import Components, Trainer
 def bare_step(parts: Components) -> None:
     """The calls of one training step and nothing else, in the step's own batch shapes."""
     config, model = parts.config, parts.task.model
-    pipeline, micro = config.rollout.pipeline, config.actor.ppo_micro_batch_size_per_gpu
+    spec, micro = config.rollout.spec(), config.actor.ppo_micro_batch_size_per_gpu
     prompts = [p for p in parts.source.prompts(1).prompts for _ in range(config.rollout.n)]
-    conditioning = encode_unique(model, [p.text for p in prompts], pipeline.max_sequence_length)
-    shape = model.latent_shape(pipeline.height, pipeline.width)
-    x = normal(shape, range(len(prompts)))
-    schedule = model.schedule(pipeline.num_inference_steps, pipeline.height, pipeline.width)
+    conditioning = encode_unique(model, [p.text for p in prompts], spec.max_sequence_length)
+    x = normal(model.latent_shape(spec), range(len(prompts)))
+    schedule = model.schedule(spec)
     window, _, _ = config.rollout.window()
 
     def velocity(transformer: torch.nn.Module, rows: torch.Tensor, t: int) -> torch.Tensor:
         timesteps = schedule.timesteps[t].expand(len(rows))
-        return model.velocity(transformer, x[rows], timesteps, conditioning[rows], None, 1.0)
+        return model.velocity(transformer, x[rows], timesteps, conditioning[rows], None, spec)
 
     with torch.no_grad():
         for rows in torch.arange(len(prompts)).split(config.rollout.micro_batch_size_per_gpu or micro):
-            for t in range(pipeline.num_inference_steps):
+            for t in range(spec.num_inference_steps):
                 velocity(parts.source.engine.transformer, rows, t)
-            images = model.decode(x[rows])
+            images = model.decode(x[rows], spec)
             parts.rewards.collect([parts.rewards.submit(images, [prompts[row] for row in rows.tolist()])])
     for rows in torch.arange(len(prompts)).split(micro):
         for t in range(window):

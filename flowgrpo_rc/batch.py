@@ -44,7 +44,10 @@ class PromptBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conditioning:
-    """Text conditioning of P prompts: embeds [P, L, E], pooled [P, E'] or None, mask [P, L] or None."""
+    """Text conditioning of P prompts: embeds [P, L, E], pooled [P, E'] or None, mask [P, L] bool or None.
+
+    The mask is False at padding; None means that every token counts.
+    """
 
     embeds: Tensor
     pooled: Tensor | None = None
@@ -56,6 +59,33 @@ class Conditioning:
             pooled=None if self.pooled is None else self.pooled[rows],
             mask=None if self.mask is None else self.mask[rows],
         )
+
+    def __len__(self) -> int:
+        """P."""
+        return len(self.embeds)
+
+    @classmethod
+    def join(cls, parts: Sequence[Conditioning]) -> Conditioning:
+        """The prompts of all parts, in order. Shorter ones are padded on the right and masked there."""
+        length = max(part.embeds.shape[1] for part in parts)
+        pooled = [part.pooled for part in parts if part.pooled is not None]
+        masked = any(part.mask is not None or part.embeds.shape[1] != length for part in parts)
+        return cls(
+            embeds=torch.cat([_lengthened(part.embeds, length) for part in parts]),
+            pooled=torch.cat(pooled) if pooled else None,
+            mask=torch.cat([_lengthened(part.tokens(), length) for part in parts]) if masked else None,
+        )
+
+    def tokens(self) -> Tensor:
+        """The mask [P, L] bool, whether one is held or not."""
+        return torch.ones_like(self.embeds[..., 0], dtype=torch.bool) if self.mask is None else self.mask
+
+
+def _lengthened(tensor: Tensor, length: int) -> Tensor:
+    """Zeros (or False) on the right of the second dimension, up to `length`."""
+    padded = tensor.new_zeros((tensor.shape[0], length, *tensor.shape[2:]))
+    padded[:, : tensor.shape[1]] = tensor
+    return padded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +101,7 @@ class Spec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerSpec(Spec):
-    """How images are sampled."""
+    """How images or videos are sampled. true_cfg_scale: None where there is none; num_frames: None for images."""
 
     height: int
     width: int
@@ -81,6 +111,8 @@ class SamplerSpec(Spec):
     sde_type: str
     log_prob_convention: str
     max_sequence_length: int
+    true_cfg_scale: float | None = None
+    num_frames: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,14 +253,31 @@ B = TypeVar("B", bound=Batch)
 def concat(batches: Sequence[B]) -> B:
     """The rows of several batches of one rollout, in order. They must have in common what their rows share.
 
-    Responses and prompts of different lengths are padded to the longest.
+    Responses and prompts of different lengths are padded to the longest. Chunks that bring the conditioning of their
+    own prompts get one of all prompts.
     """
+    batches = _with_one_conditioning(batches)
     first = batches[0]
     for name in first.shared:
         if not all(_same(getattr(first, name), getattr(batch, name)) for batch in batches):
             raise ValueError(f"only batches of one rollout can be joined: their {name} is not the same")
     columns = [batch.per_sample() for batch in batches]
     return first.replace(**{name: _stack(name, [column[name] for column in columns]) for name in columns[0]})
+
+
+def _with_one_conditioning(batches: Sequence[B]) -> Sequence[B]:
+    """Batches that share one conditioning of the prompts of all of them; others than images are left as they are."""
+    images = [batch for batch in batches if isinstance(batch, DiffusionBatch)]
+    if all(batch.conditioning is images[0].conditioning for batch in images):
+        return batches
+    conditioning = Conditioning.join([batch.conditioning for batch in images])
+    given = [batch.negative for batch in images if batch.negative is not None]
+    negative = Conditioning.join(given) if given else None
+    starts = [sum(len(batch.conditioning) for batch in images[:i]) for i in range(len(images))]
+    return [
+        batch.replace(conditioning=conditioning, negative=negative, prompt_index=batch.prompt_index + start)
+        for batch, start in zip(images, starts, strict=True)
+    ]
 
 
 def _same(one: object, other: object) -> bool:

@@ -21,7 +21,7 @@ from flowgrpo_rc.training.run_folder import RunFolder
 def evaluate_run(run_dir: str, overrides: Sequence[str]) -> None:
     """Print the held-out scores of the base model and of the run's exported LoRA."""
     from flowgrpo_rc.rewards.manager import RewardManager
-    from flowgrpo_rc.run import make_processes, make_task
+    from flowgrpo_rc.run import check_model, make_processes, make_task
     from flowgrpo_rc.training.console import Console
     from flowgrpo_rc.training.evaluation import Evaluator
     from flowgrpo_rc.training.lora import reference_policy
@@ -31,6 +31,7 @@ def evaluate_run(run_dir: str, overrides: Sequence[str]) -> None:
     config.model.lora_path = str(folder.lora)
     config.trainer.logger = ["console"]
     config.validate()
+    check_model(config)
     _, held_out = config.read_prompts()
     processes = make_processes(config)
     task = make_task(config, processes)

@@ -96,7 +96,7 @@ class Config:
             if not getattr(self.data, name):
                 raise ValueError(f"data.{name} is empty: give a prompt file (.txt, .jsonl, .parquet) or a list of them")
         validate_rewards(self.reward)
-        check_kind(self.reward, "text" if self.model.kind == "causal_lm" else "image")
+        check_kind(self.reward, *(("text",) if self.model.kind == "causal_lm" else ("image", "video")))
         self._validate_sizes(num_processes)
         self._validate_effects()
 
@@ -136,12 +136,6 @@ class Config:
                 "actor.use_kl_loss=true and algorithm.rollout_correction.rollout_is_batch_normalize=true cannot be "
                 "combined in bypass mode, where the normalisation scales the whole gradient: drop one of them"
             )
-        guided = self.rollout.pipeline.guidance_scale > 1 or self.rollout.val_kwargs.guidance_scale > 1
-        if self.data.negative_prompt and not guided:
-            raise ValueError(
-                f"data.negative_prompt={self.data.negative_prompt!r} has no effect without guidance: set "
-                "rollout.pipeline.guidance_scale above 1, or drop it"
-            )
         ema, updates = self.actor.ema, self.total_updates()
         if ema.enable and ema.update_interval > updates:
             raise ValueError(
@@ -158,6 +152,7 @@ class Config:
             ("actor.diffusion_loss", "diffusion", self.actor.diffusion_loss, default.actor.diffusion_loss),
             ("rollout.val_kwargs.num_inference_steps", "diffusion", *_pair("num_inference_steps", self, default)),
             ("rollout.val_kwargs.guidance_scale", "diffusion", *_pair("guidance_scale", self, default)),
+            ("rollout.val_kwargs.true_cfg_scale", "diffusion", *_pair("true_cfg_scale", self, default)),
             ("rollout.val_kwargs.temperature", "causal_lm", *_pair("temperature", self, default)),
             ("data.negative_prompt", "diffusion", self.data.negative_prompt, default.data.negative_prompt),
             ("actor.token_loss", "causal_lm", self.actor.token_loss, default.actor.token_loss),

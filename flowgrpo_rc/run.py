@@ -15,12 +15,12 @@ from accelerate import Accelerator
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.config import Config, stored_config
 from flowgrpo_rc.data.prompts import PromptSampler
-from flowgrpo_rc.models.base import load_model
+from flowgrpo_rc.models.base import adapter_of, load_model
 from flowgrpo_rc.models.causal_lm import load_causal_lm
 from flowgrpo_rc.plugins import build, load_class
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.policies.token import TokenPolicy
-from flowgrpo_rc.rewards.manager import RewardManager
+from flowgrpo_rc.rewards.manager import RewardManager, check_kind
 from flowgrpo_rc.rollout.base import RolloutEngine
 from flowgrpo_rc.training.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
 from flowgrpo_rc.training.console import Console
@@ -51,6 +51,7 @@ def run(config: Config) -> str | None:
     with StopRequest(config.trainer.max_time) as stop:
         prompts = config.read_prompts()
         engine_of(config)
+        check_model(config)
         folder = RunFolder(Path(config.trainer.output_dir))
         resumed = checkpoint_to_resume(config, folder)
         processes = make_processes(config)
@@ -143,7 +144,8 @@ def make_task(config: Config, processes: Processes) -> Task:
         tokens = TokenPolicy(language, network, autocast=processes.autocast, checkpoint_gradients=checkpointing)
         return TextTask(language, tokens, config.rollout)
     model = load_model(config.model, processes.device)
-    model.latent_shape(config.rollout.pipeline.height, config.rollout.pipeline.width)
+    for spec, key in ((config.rollout.spec(), "pipeline"), (config.rollout.held_out_spec(), "val_kwargs")):
+        model.check(spec, f"rollout.{key}")
     network = add_lora(model, config.model, seed)
     if checkpointing:
         model.transformer.enable_gradient_checkpointing()
@@ -188,6 +190,21 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
             f"model.kind={config.model.kind}"
         )
     return engine
+
+
+def check_model(config: Config) -> None:
+    """Raise ValueError where settings or rewards do not fit the kind of flow model at model.path; loads no weights."""
+    if config.model.kind != "diffusion":
+        return
+    adapter, rollout = adapter_of(config.model), config.rollout
+    rollout.check_model(adapter)
+    check_kind(config.reward, adapter.makes)
+    guided = any(adapter.cfg_scale(spec) > 1 for spec in (rollout.spec(), rollout.held_out_spec()))
+    if config.data.negative_prompt and not guided:
+        raise ValueError(
+            f"data.negative_prompt={config.data.negative_prompt!r} has no effect without guidance: set "
+            f"rollout.pipeline.{adapter.cfg_key} above 1, or drop it"
+        )
 
 
 def checkpoint_to_resume(config: Config, folder: RunFolder) -> Checkpoint | None:

@@ -114,7 +114,7 @@ def test_batch_holds_what_was_sampled(model: FlowModel) -> None:
     assert batch.group.tolist() == [0, 0, 1, 1]
     assert batch.policy_version.tolist() == [3] * 4
     assert batch.spec == spec
-    schedule = model.schedule(5, 32, 64)
+    schedule = model.schedule(spec)
     assert torch.equal(batch.all_timesteps, schedule.timesteps[batch.step_indices])
     # Sample 0 starts at step 0: its first state is the initial noise, bit for bit.
     assert torch.equal(batch.all_latents[0, 0], normal((8, 8, 16), [11], "latents")[0])
@@ -171,7 +171,7 @@ def test_noise_zero_gives_the_stock_pipelines_image(checkpoint: Path, model: Flo
             with torch.no_grad():
                 decoded = stock.vae.decode(wanted, return_dict=False)[0]
             image = stock.image_processor.postprocess(decoded, output_type="pil")
-            assert np.array_equal(model.decode(found)[0], np.asarray(image[0]))
+            assert np.array_equal(model.decode(found, spec)[0], np.asarray(image[0]))
 
 
 @pytest.mark.parametrize("kind", KINDS)

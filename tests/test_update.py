@@ -93,7 +93,7 @@ def test_reference_policy_is_the_base_model_bitwise(model: FlowModel) -> None:
     latents = torch.randn(2, 8, 8, 16, generator=torch.Generator().manual_seed(0))
     timesteps = torch.tensor([900.0, 10.0])
     conditioning = model.encode(["a", "b"], max_sequence_length=16)
-    arguments = (latents, timesteps, conditioning, None, 1.0)
+    arguments = (latents, timesteps, conditioning, None, make_spec("sde", 1.0))
     with torch.no_grad():
         base = model.velocity(model.transformer, *arguments)
         transformer = trained_lora(model)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -19,10 +19,11 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
-from flowgrpo_rc.batch import Conditioning
+from flowgrpo_rc.batch import Conditioning, SamplerSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LORA_INITS = ("gaussian", "default")
+_ABSENT = [None, None]  # how model_index.json writes a component that is not there
 INDEX_FILES = {"diffusion": "model_index.json", "causal_lm": "config.json"}
 
 
@@ -88,10 +89,26 @@ class TrainableModel(Protocol):
 
 
 class FlowModel(ABC):
-    """A loaded pipeline. `transformer` is the base network; callers pass the copy they want evaluated."""
+    """A loaded pipeline. `transformer` is the base network; callers pass the copy they want evaluated.
+
+    Everything but `encode` and `decode` needs no weights: a pipeline of models on the meta device will do.
+
+    pipeline_class: the class in the checkpoint's model_index.json.
+    makes: what `decode` returns, "image" or "video".
+    cfg_key: the key of `rollout.pipeline` that is the scale of classifier-free guidance, guidance_scale or
+        true_cfg_scale.
+    embeds_guidance: the transformer takes guidance_scale as an input, besides.
+    max_sequence_length: the most tokens of a prompt that the stock pipeline allows.
+    unsupported_components: name in model_index.json -> why a checkpoint that has it cannot be trained.
+    """
 
     pipeline_class: ClassVar[str]
     default_target_modules: ClassVar[tuple[str, ...]]
+    makes: ClassVar[str] = "image"
+    cfg_key: ClassVar[str] = "guidance_scale"
+    embeds_guidance: ClassVar[bool] = False
+    max_sequence_length: ClassVar[int] = 512
+    unsupported_components: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, pipeline: Any, device: torch.device) -> None:
         self.pipeline = pipeline.to(device)
@@ -108,16 +125,26 @@ class FlowModel(ABC):
     def network(self) -> Any:
         return self.transformer
 
+    @classmethod
+    def cfg_scale(cls, spec: SamplerSpec) -> float:
+        """Scale of classifier-free guidance; above 1 it takes a negative prompt and a second evaluation."""
+        scale: float | None = getattr(spec, cls.cfg_key)
+        return 1.0 if scale is None else scale
+
+    @abstractmethod
+    def check(self, spec: SamplerSpec, key: str) -> None:
+        """ValueError for a size or a guidance that this checkpoint cannot make; `key` is where they were given."""
+
     @abstractmethod
     def encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
         """Conditioning of P prompts."""
 
     @abstractmethod
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """Shape of one sample's latents. ValueError for a size that the model cannot make."""
+    def latent_shape(self, spec: SamplerSpec) -> tuple[int, ...]:
+        """Shape of one sample's latents, as the stock pipeline takes them."""
 
     @abstractmethod
-    def schedule(self, num_steps: int, height: int, width: int) -> Schedule:
+    def schedule(self, spec: SamplerSpec) -> Schedule:
         """The sigmas and timesteps that the stock pipeline would use, bit for bit."""
 
     @abstractmethod
@@ -128,41 +155,66 @@ class FlowModel(ABC):
         timesteps: Tensor,
         conditioning: Conditioning,
         negative: Conditioning | None,
-        guidance_scale: float,
+        spec: SamplerSpec,
     ) -> Tensor:
-        """Velocity [B, ...] in fp32 at `latents` [B, ...] fp32 and `timesteps` [B]; guided if `negative` is given."""
+        """Velocity [B, ...] in fp32 at `latents` [B, ...] fp32 and `timesteps` [B].
+
+        With `negative` it is guided by `cfg_scale(spec)`, as in the stock pipeline.
+        """
 
     @abstractmethod
-    def decode(self, latents: Tensor) -> np.ndarray:
-        """Images [B, H, W, 3] uint8 of final latents, as the stock pipeline would save them."""
+    def decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
+        """Images [B, H, W, 3] or videos [B, F, H, W, 3] uint8 of final latents, as the stock pipeline gives them."""
+
+
+def adapter_of(config: ModelConfig) -> type[FlowModel]:
+    """The adapter for the checkpoint at `config.path`, from its model_index.json alone.
+
+    Raises ValueError for a folder that cannot be read, a pipeline class without adapter, or a component that the
+    adapter does not know what to do with.
+    """
+    index, adapters = _read_index(config), adapters_by_pipeline()
+    adapter = adapters.get(index["_class_name"])
+    if adapter is None:
+        raise ValueError(
+            f"model.path={config.path} is a {index['_class_name']}; adapters exist for {', '.join(sorted(adapters))}"
+        )
+    for name, reason in adapter.unsupported_components.items():
+        if index.get(name, _ABSENT) != _ABSENT:
+            raise ValueError(f"model.path={config.path} has a {name}: {reason}")
+    return adapter
 
 
 def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
     """Load the pipeline through diffusers and wrap it in the adapter for its class.
 
     The transformer and the text encoders take `config.dtype`; the VAE stays fp32, since SD3's overflows in half
-    precision. Raises ValueError for a folder that cannot be read or a pipeline class without adapter.
+    precision. Raises ValueError as `adapter_of` does.
     """
-    path = str(Path(config.path).expanduser()) if Path(config.path).expanduser().exists() else config.path
-    try:
-        index = DiffusionPipeline.load_config(path)
-    except OSError as error:
-        raise ValueError(f"model.path={config.path}: cannot be read as a diffusers pipeline: {error}") from error
-    adapters = {adapter.pipeline_class: adapter for adapter in _adapters()}
-    adapter = adapters.get(index["_class_name"])
-    if adapter is None:
-        raise ValueError(
-            f"model.path={config.path} is a {index['_class_name']}; adapters exist for {', '.join(sorted(adapters))}"
-        )
-    absent = {name: None for name, value in index.items() if isinstance(value, list) and value == [None, None]}
+    adapter, path, index = adapter_of(config), _path(config), _read_index(config)
+    absent = {name: None for name, value in index.items() if value == _ABSENT}
     dtypes = {"default": DTYPES[config.dtype], "vae": torch.float32}
     pipeline = DiffusionPipeline.from_pretrained(path, dtype=dtypes, use_safetensors=True, **absent)
     pipeline.set_progress_bar_config(disable=True)
     return adapter(pipeline, device)
 
 
-def _adapters() -> list[type[FlowModel]]:
+def adapters_by_pipeline() -> dict[str, type[FlowModel]]:
+    """Pipeline class -> adapter, of every module in this folder."""
     package = importlib.import_module("flowgrpo_rc.models")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"flowgrpo_rc.models.{module.name}")
-    return FlowModel.__subclasses__()
+    return {adapter.pipeline_class: adapter for adapter in FlowModel.__subclasses__()}
+
+
+def _path(config: ModelConfig) -> str:
+    folder = Path(config.path).expanduser()
+    return str(folder) if folder.exists() else config.path
+
+
+def _read_index(config: ModelConfig) -> dict[str, Any]:
+    """model_index.json."""
+    try:
+        return dict(DiffusionPipeline.load_config(_path(config)))
+    except OSError as error:
+        raise ValueError(f"model.path={config.path}: cannot be read as a diffusers pipeline: {error}") from error

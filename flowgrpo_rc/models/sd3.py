@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
 from torch import Tensor
 
-from flowgrpo_rc.batch import Conditioning
+from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.models.base import FlowModel, Schedule
+from flowgrpo_rc.models.layout import check_size, dynamic_shift, to_uint8
 
 
 class StableDiffusion3(FlowModel):
@@ -41,31 +41,22 @@ class StableDiffusion3(FlowModel):
         )
         return Conditioning(embeds=embeds, pooled=pooled)
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        factor = self.pipeline.vae_scale_factor
-        multiple = factor * self.pipeline.patch_size
-        largest = self.transformer.config.pos_embed_max_size * multiple
-        for key, size in (("height", height), ("width", width)):
-            if size % multiple or not 0 < size <= largest:
-                raise ValueError(
-                    f"rollout.pipeline.{key}={size}: this model makes multiples of {multiple} up to {largest} pixels"
-                )
-        return self.transformer.config.in_channels, height // factor, width // factor
+    def check(self, spec: SamplerSpec, key: str) -> None:
+        multiple = self.pipeline.vae_scale_factor * self.pipeline.patch_size
+        check_size(spec, multiple=multiple, largest=self.transformer.config.pos_embed_max_size * multiple)
 
-    def schedule(self, num_steps: int, height: int, width: int) -> Schedule:
+    def latent_shape(self, spec: SamplerSpec) -> tuple[int, ...]:
+        factor = self.pipeline.vae_scale_factor
+        return self.transformer.config.in_channels, spec.height // factor, spec.width // factor
+
+    def schedule(self, spec: SamplerSpec) -> Schedule:
         scheduler = self.pipeline.scheduler
         shift = {}
         if scheduler.config.use_dynamic_shifting:
-            _, rows, columns = self.latent_shape(height, width)
             patch = self.pipeline.patch_size
-            shift["mu"] = calculate_shift(
-                (rows // patch) * (columns // patch),
-                scheduler.config.base_image_seq_len,
-                scheduler.config.max_image_seq_len,
-                scheduler.config.base_shift,
-                scheduler.config.max_shift,
-            )
-        scheduler.set_timesteps(num_steps, device=self.device, **shift)
+            _, rows, columns = self.latent_shape(spec)
+            shift["mu"] = dynamic_shift(scheduler, (rows // patch) * (columns // patch))
+        scheduler.set_timesteps(spec.num_inference_steps, device=self.device, **shift)
         return Schedule(scheduler.sigmas.clone(), scheduler.timesteps.clone())
 
     def velocity(
@@ -75,7 +66,7 @@ class StableDiffusion3(FlowModel):
         timesteps: Tensor,
         conditioning: Conditioning,
         negative: Conditioning | None,
-        guidance_scale: float,
+        spec: SamplerSpec,
     ) -> Tensor:
         embeds, pooled = conditioning.embeds, _pooled(conditioning)
         if negative is not None:
@@ -92,15 +83,14 @@ class StableDiffusion3(FlowModel):
         if negative is None:
             return predicted
         unguided, guided = predicted.chunk(2)
-        return unguided + guidance_scale * (guided - unguided)
+        return unguided + self.cfg_scale(spec) * (guided - unguided)
 
     @torch.no_grad()
-    def decode(self, latents: Tensor) -> np.ndarray:
+    def decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
         vae = self.pipeline.vae
         scaled = latents / vae.config.scaling_factor + vae.config.shift_factor
         decoded = vae.decode(scaled.to(vae.dtype), return_dict=False)[0]
-        images = self.pipeline.image_processor.postprocess(decoded, output_type="np")
-        return (images * 255).round().astype(np.uint8)
+        return to_uint8(self.pipeline.image_processor.postprocess(decoded, output_type="np"))
 
 
 def _pooled(conditioning: Conditioning) -> Tensor:

@@ -76,7 +76,7 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         `window` holds consecutive step indices per sample and may be empty (T = 0) for an ODE sample. `noise(s)`
         gives standard normal noise [B, ...] for step s. Outside its window a sample takes the deterministic step.
         """
-        schedule = self.model.schedule(spec.num_inference_steps, spec.height, spec.width)
+        schedule = self.model.schedule(spec)
         batch, length = window.shape
         states = latents.new_zeros((batch, length + 1, *latents.shape[1:]))
         log_probs = latents.new_zeros((batch, length))
@@ -136,7 +136,7 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         spec: SamplerSpec,
     ) -> Tensor:
         with self._autocast():
-            v = self.model.velocity(self.network, latents, timesteps, conditioning, negative, spec.guidance_scale)
+            v = self.model.velocity(self.network, latents, timesteps, conditioning, negative, spec)
         return v.float()
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from flowgrpo_rc.batch import Prompt
 
-KINDS = ("image", "text", "any")
+KINDS = ("image", "video", "text", "any")
 Samples = np.ndarray | Sequence[str]
 
 
@@ -32,7 +32,7 @@ class Reward(ABC):
     The constructor's keyword parameters are the options of the configuration. It checks them and returns at once:
     what is heavy loads at the first call. Calls to one reward never overlap.
 
-    kind: what it scores, "image" or "text", or "any" for both.
+    kind: what it scores, "image", "video" or "text", or "any" for all of them.
     part_names: the keys of `Scores.parts`, known in advance so that every process logs the same names.
     requires_target: True if every prompt must have a target text.
     """
@@ -43,4 +43,4 @@ class Reward(ABC):
 
     @abstractmethod
     def __call__(self, samples: Any, prompts: Sequence[Prompt]) -> Scores:
-        """Score images [N, H, W, 3] uint8 RGB or N texts that were sampled from `prompts` (length N)."""
+        """Score N samples of N `prompts`: images [N, H, W, 3] or videos [N, F, H, W, 3] uint8 RGB, or texts."""

@@ -11,7 +11,8 @@ from flowgrpo_rc.rewards.base import Reward, Scores
 
 
 class Function(Reward):
-    """`score(sample, prompt)` of every sample, an image [H, W, 3] uint8 or a text, with its `Prompt`; returns a number.
+    """`score(sample, prompt)` of every sample with its `Prompt`; returns a number. A sample is an image [H, W, 3] or a
+    video [F, H, W, 3], uint8, or a text.
 
     A sample whose number is not finite, None included, has no reward; an exception is the failure of the whole chunk.
 

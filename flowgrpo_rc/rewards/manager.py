@@ -77,13 +77,16 @@ def requires_target(config: RewardConfig) -> bool:
     return any(term.reward.requires_target for term in _build_terms(config).values())
 
 
-def check_kind(config: RewardConfig, kind: str) -> None:
-    """Raise ValueError, naming the term, for a reward that cannot score samples of `kind`, "image" or "text"."""
+def check_kind(config: RewardConfig, *kinds: str) -> None:
+    """Raise ValueError, naming the term, for a reward that can score samples of none of `kinds` ("image", "video",
+    "text")."""
     for name, term in _build_terms(config).items():
-        if term.reward.kind not in (kind, "any"):
+        if term.reward.kind not in (*kinds, "any"):
+            made = " or ".join(f"{kind}s" for kind in kinds)
             raise ValueError(
-                f"reward.terms.{name} scores {term.reward.kind}s, and the model makes {kind}s: drop it with "
-                f"reward.terms.{name}=null and give a reward whose kind is {kind} or any"
+                f"reward.terms.{name} scores {term.reward.kind}s, and the model makes {made}: drop it with "
+                f"reward.terms.{name}=null and give a reward whose kind is {' or '.join((*kinds, 'any'))}, such as "
+                "function"
             )
 
 
@@ -114,10 +117,13 @@ class RewardManager:
         self.last_error: dict[str, str] = {}
 
     def submit(self, samples: Samples, prompts: Sequence[Prompt]) -> RewardHandle:
-        """Start scoring images [N, H, W, 3] uint8 RGB or N texts, N prompts; returns at once. They must not change."""
+        """Start scoring N samples: images [N, H, W, 3] or videos [N, F, H, W, 3] uint8 RGB, or texts.
+
+        Returns at once; the samples must not change.
+        """
         _check_samples(samples)
         if len(samples) != len(prompts):
-            what = "images" if isinstance(samples, np.ndarray) else "texts"
+            what = {4: "images", 5: "videos"}[samples.ndim] if isinstance(samples, np.ndarray) else "texts"
             raise ValueError(f"{len(samples)} {what} but {len(prompts)} prompts")
         return RewardHandle(
             futures={name: self._executor.submit(self._score, name, samples, prompts) for name in self._terms}
@@ -190,8 +196,11 @@ class RewardManager:
 
 def _check_samples(samples: Samples) -> None:
     if isinstance(samples, np.ndarray):
-        if samples.dtype != np.uint8 or samples.ndim != 4 or samples.shape[-1] != 3:
-            raise ValueError(f"images must be [N, H, W, 3] uint8, got {list(samples.shape)} {samples.dtype}")
+        if samples.dtype != np.uint8 or samples.ndim not in (4, 5) or samples.shape[-1] != 3:
+            raise ValueError(
+                "videos must be [N, F, H, W, 3] uint8, images [N, H, W, 3] uint8, got "
+                f"{list(samples.shape)} {samples.dtype}"
+            )
     elif isinstance(samples, str) or not all(isinstance(text, str) for text in samples):
         raise ValueError(f"samples must be images [N, H, W, 3] uint8 or a list of texts, got {type(samples).__name__}")
 

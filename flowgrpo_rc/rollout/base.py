@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor
 from flowgrpo_rc.batch import Batch, Prompt, PromptBatch, SamplerSpec, Spec, TokenSpec
 from flowgrpo_rc.core.schedule import SHARING, window_bounds
 from flowgrpo_rc.core.transition import CONVENTIONS, KINDS
+from flowgrpo_rc.models.base import FlowModel
 
 ROLLOUT_DTYPES = ("fp32", "bf16", "fp16")
 Samples = np.ndarray | Sequence[str]
@@ -21,16 +22,20 @@ Samples = np.ndarray | Sequence[str]
 
 @dataclass(kw_only=True)
 class PipelineConfig:
-    """Image size in pixels, denoising steps and guidance of the rollout, in the pipeline's own words.
+    """Size in pixels, denoising steps and guidance of the rollout, in the pipeline's own words.
 
-    guidance_scale: 1 is no guidance. max_sequence_length: tokens of the T5 prompt.
+    guidance_scale, true_cfg_scale: 1 is no guidance. Which of them a model uses follows from its pipeline: SD3 and Wan
+    the first, Qwen-Image the second (it must be given), FLUX.1 the first as an input of the transformer and the second
+    where a negative prompt is wanted. max_sequence_length: tokens of the prompt. num_frames: of a video.
     """
 
     height: int = 512
     width: int = 512
     num_inference_steps: int = 10
     guidance_scale: float = 4.5
+    true_cfg_scale: float | None = None
     max_sequence_length: int = 128
+    num_frames: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -49,14 +54,15 @@ class AlgoConfig:
 
 @dataclass(kw_only=True)
 class EvaluationConfig:
-    """How held-out samples are made, with a fixed seed: images by the ODE, with their own steps and guidance; text at
-    its own temperature (0: the likeliest token).
+    """How held-out samples are made, with a fixed seed: images by the ODE, with their own steps and guidance (a null
+    true_cfg_scale is that of rollout.pipeline); text at its own temperature (0: the likeliest token).
 
     n prompts of the file are used (null: all), in batches of `batch_size`.
     """
 
     num_inference_steps: int = 40
     guidance_scale: float = 4.5
+    true_cfg_scale: float | None = None
     temperature: float = 0.0
     n: int | None = None
     batch_size: int = 16
@@ -97,8 +103,43 @@ class RolloutConfig:
             sde_type=self.algo.sde_type,
             log_prob_convention=self.algo.log_prob_convention,
             max_sequence_length=self.pipeline.max_sequence_length,
+            true_cfg_scale=self.pipeline.true_cfg_scale,
+            num_frames=self.pipeline.num_frames,
             dtype=self.dtype,
         )
+
+    def held_out_spec(self) -> SamplerSpec:
+        """The sampler of evaluation: the ODE, in the trainer's own precision."""
+        held_out = self.val_kwargs
+        return replace(
+            self.spec(),
+            num_inference_steps=held_out.num_inference_steps,
+            guidance_scale=held_out.guidance_scale,
+            true_cfg_scale=self.pipeline.true_cfg_scale if held_out.true_cfg_scale is None else held_out.true_cfg_scale,
+            noise_level=0.0,
+            sde_type="sde",
+            log_prob_convention="gaussian",
+            dtype="",
+        )
+
+    def check_model(self, model: type[FlowModel]) -> None:
+        """Raise ValueError for a setting that has no effect on such a model, and for one that it lacks."""
+        _check_guidance(model, self.pipeline, PipelineConfig().guidance_scale, "rollout.pipeline")
+        _check_guidance(model, self.val_kwargs, EvaluationConfig().guidance_scale, "rollout.val_kwargs")
+        pipeline, name = self.pipeline, model.pipeline_class
+        if model.cfg_key == "true_cfg_scale" and not model.embeds_guidance and pipeline.true_cfg_scale is None:
+            raise ValueError(
+                f"rollout.pipeline.true_cfg_scale is not set, and {name} has no other guidance: give 1 (none) or more"
+            )
+        if model.makes == "video" and pipeline.num_frames is None:
+            raise ValueError(f"rollout.pipeline.num_frames is not set, and {name} makes videos: give their length")
+        if model.makes == "image" and pipeline.num_frames is not None:
+            raise ValueError(f"rollout.pipeline.num_frames={pipeline.num_frames} has no effect: {name} makes images")
+        if not 0 <= pipeline.max_sequence_length <= model.max_sequence_length:
+            raise ValueError(
+                f"rollout.pipeline.max_sequence_length={pipeline.max_sequence_length}: {name} takes 0 to "
+                f"{model.max_sequence_length} tokens"
+            )
 
     def token_spec(self) -> TokenSpec:
         """How training rollouts sample text."""
@@ -148,12 +189,13 @@ class RolloutConfig:
         for key, pipeline in (("pipeline", self.pipeline), ("val_kwargs", self.val_kwargs)):
             if pipeline.num_inference_steps < 1:
                 raise ValueError(f"rollout.{key}.num_inference_steps={pipeline.num_inference_steps}: give at least 1")
-            if pipeline.guidance_scale < 1:
-                raise ValueError(f"rollout.{key}.guidance_scale={pipeline.guidance_scale}: give 1 (none) or more")
+            for name, scale in (("guidance", pipeline.guidance_scale), ("true_cfg", pipeline.true_cfg_scale)):
+                if scale is not None and scale < 1:
+                    raise ValueError(f"rollout.{key}.{name}_scale={scale}: give 1 (none) or more")
         if self.pipeline.num_inference_steps < 2:
             raise ValueError("rollout.pipeline.num_inference_steps=1 leaves no stochastic step: give at least 2")
-        if not 0 <= self.pipeline.max_sequence_length <= 512:
-            raise ValueError(f"rollout.pipeline.max_sequence_length={self.pipeline.max_sequence_length}: give 0 to 512")
+        if self.pipeline.num_frames is not None and self.pipeline.num_frames < 1:
+            raise ValueError(f"rollout.pipeline.num_frames={self.pipeline.num_frames}: give at least 1, or null")
         if not self.calculate_log_probs:
             raise ValueError(
                 "rollout.calculate_log_probs=false leaves nothing to correct with, in bypass mode not even an old "
@@ -193,7 +235,8 @@ class TextRequest(RolloutRequest):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutChunk:
-    """Finished samples, in order: their part of the batch, what rewards see (images [b, H, W, 3] uint8 or b texts) and
+    """Finished samples, in order: their part of the batch, what rewards see (images
+    [b, H, W, 3] or videos [b, F, H, W, 3] uint8, or b texts) and
     prompts; policy_version is that of the last `sync_weights` before they were sampled."""
 
     batch: Batch
@@ -222,6 +265,17 @@ class RolloutEngine(ABC, Generic[R]):
     @abstractmethod
     def close(self) -> None:
         """Free what the engine holds."""
+
+
+def _check_guidance(
+    model: type[FlowModel], given: PipelineConfig | EvaluationConfig, default_scale: float, key: str
+) -> None:
+    used = f"the guidance of {model.pipeline_class} is {key}.{model.cfg_key}"
+    if model.cfg_key != "true_cfg_scale" and given.true_cfg_scale is not None:
+        raise ValueError(f"{key}.true_cfg_scale={given.true_cfg_scale} has no effect: {used}")
+    uses_guidance_scale = model.cfg_key == "guidance_scale" or model.embeds_guidance
+    if not uses_guidance_scale and given.guidance_scale not in (1, default_scale):
+        raise ValueError(f"{key}.guidance_scale={given.guidance_scale} has no effect: {used}")
 
 
 def _one_of(key: str, value: str, allowed: Sequence[str]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.batch import Conditioning, DiffusionBatch
+from flowgrpo_rc.batch import Conditioning, DiffusionBatch, Prompt, SamplerSpec
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.policies.flow import FlowPolicy
@@ -31,10 +31,7 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
         spec, prompts = request.spec, request.prompts.prompts
-        conditioning = encode_unique(self._model, [p.text for p in prompts], spec.max_sequence_length)
-        negative = None
-        if spec.guidance_scale > 1:
-            negative = encode_unique(self._model, [p.negative_text for p in prompts], spec.max_sequence_length)
+        conditioning, negative = encode_prompts(self._model, prompts, spec)
         for start in range(0, len(request.seeds), self._chunk_size):
             yield self._chunk(request, conditioning, negative, start)
 
@@ -52,7 +49,7 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
         rows = range(start, start + len(seeds))
         prompt_index = torch.tensor([row // request.samples_per_prompt for row in rows], device=device)
         window = request.window[start : start + len(seeds)].to(device)
-        shape = self._model.latent_shape(spec.height, spec.width)
+        shape = self._model.latent_shape(spec)
         trajectory = self._policy.rollout(
             normal(shape, seeds, "latents").to(device),
             conditioning[prompt_index],
@@ -77,9 +74,19 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
             seed=torch.tensor(seeds, device=device),
             policy_version=torch.full_like(prompt_index, version),
         )
-        images = self._model.decode(trajectory.final)
+        images = self._model.decode(trajectory.final, spec)
         prompts = [request.prompt_of(row) for row in rows]
         return RolloutChunk(batch=batch, samples=images, prompts=prompts, policy_version=version)
+
+
+def encode_prompts(
+    model: FlowModel, prompts: Sequence[Prompt], spec: SamplerSpec
+) -> tuple[Conditioning, Conditioning | None]:
+    """Conditioning of the prompts and, under classifier-free guidance, of their negatives."""
+    conditioning = encode_unique(model, [prompt.text for prompt in prompts], spec.max_sequence_length)
+    if model.cfg_scale(spec) <= 1:
+        return conditioning, None
+    return conditioning, encode_unique(model, [p.negative_text for p in prompts], spec.max_sequence_length)
 
 
 def encode_unique(model: FlowModel, texts: list[str], max_sequence_length: int) -> Conditioning:

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch, SamplerSpec
+from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.random import derive_seed, normal
 from flowgrpo_rc.core.schedule import draw_windows
@@ -20,7 +20,7 @@ from flowgrpo_rc.losses.diffusion import diffusion_terms
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.base import ImageRequest, RolloutConfig
-from flowgrpo_rc.rollout.diffusers_engine import encode_unique
+from flowgrpo_rc.rollout.diffusers_engine import encode_prompts
 from flowgrpo_rc.training.samples import save_grid
 from flowgrpo_rc.training.task import Task
 
@@ -35,18 +35,7 @@ class ImageTask(Task):
     def __init__(self, model: FlowModel, policy: FlowPolicy, config: RolloutConfig, seed: int) -> None:
         self.model, self.policy = model, policy
         self._config, self._seed = config, seed
-        training, held_out = config.spec(), config.val_kwargs
-        self._held_out = SamplerSpec(
-            height=training.height,
-            width=training.width,
-            num_inference_steps=held_out.num_inference_steps,
-            guidance_scale=held_out.guidance_scale,
-            noise_level=0.0,
-            sde_type="sde",
-            log_prob_convention="gaussian",
-            max_sequence_length=training.max_sequence_length,
-            dtype="",
-        )
+        self._held_out = config.held_out_spec()
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Every text can be drawn; text encoders cut what is too long, as in the stock pipeline."""
@@ -70,11 +59,10 @@ class ImageTask(Task):
 
     def origin(self) -> dict[str, Any]:
         """The latents' shape and where the SDE window may lie."""
-        algo, pipeline = self._config.algo, self._config.pipeline
         return {
-            "latent_shape": list(self.model.latent_shape(pipeline.height, pipeline.width)),
+            "latent_shape": list(self.model.latent_shape(self._config.spec())),
             "window": list(self._config.window()),
-            "window_sharing": algo.window_sharing,
+            "window_sharing": self._config.algo.window_sharing,
         }
 
     def loss_terms(self, config: LossConfig, log_probs: Tensor, batch: DiffusionBatch) -> LossTerms:
@@ -85,21 +73,19 @@ class ImageTask(Task):
 
     @torch.no_grad()
     def sample(self, prompts: Sequence[Prompt]) -> np.ndarray:
-        """Images [N, H, W, 3] uint8, by the ODE."""
+        """Images [N, H, W, 3] or videos [N, F, H, W, 3] uint8, by the ODE."""
         model, spec = self.model, self._held_out
-        latents, length = self._latents(prompts), spec.max_sequence_length
-        negative = None
-        if spec.guidance_scale > 1:
-            negative = encode_unique(model, [p.negative_text for p in prompts], length)
+        latents = self._latents(prompts)
+        conditioning, negative = encode_prompts(model, prompts, spec)
         trajectory = self.policy.rollout(
             latents,
-            encode_unique(model, [p.text for p in prompts], length),
+            conditioning,
             negative,
             spec,
             torch.empty((len(prompts), 0), dtype=torch.int64, device=model.device),
             lambda step: latents,
         )
-        return model.decode(trajectory.final)
+        return model.decode(trajectory.final, spec)
 
     def save_samples(
         self, stem: Path, samples: Sequence[Any], prompts: Sequence[Prompt], scores: Sequence[float]
@@ -109,6 +95,6 @@ class ImageTask(Task):
         return save_grid(stem.with_suffix(".png"), np.asarray(samples), captions)
 
     def _latents(self, prompts: Sequence[Prompt]) -> Tensor:
-        shape = self.model.latent_shape(self._held_out.height, self._held_out.width)
+        shape = self.model.latent_shape(self._held_out)
         seeds = [derive_seed(self._config.val_kwargs.seed, "evaluation", prompt.index) for prompt in prompts]
         return normal(shape, seeds, "latents").to(self.model.device)
