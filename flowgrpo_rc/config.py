@@ -25,8 +25,8 @@ from flowgrpo_rc.training.update import ActorConfig
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """Prompt files (.txt, .jsonl, .parquet; one or several); train_batch_size counts prompts per step of all
-    processes; negative_prompt is that of prompts which bring none.
+    """Prompt files (.txt, .jsonl, .parquet) or dataset folders, one or several; train_batch_size counts prompts per
+    step of all processes; negative_prompt is that of prompts which bring none.
 
     replay_dir: train on the trajectories that another run saved (its folder) instead of sampling.
     """
