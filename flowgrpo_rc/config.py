@@ -125,6 +125,7 @@ class Config:
     def _validate_effects(self) -> None:
         """A setting that would have no effect is an error."""
         self._validate_other_kind()
+        self._validate_fp64()
         correction = self.algorithm.rollout_correction
         if correction.loss_type == "reinforce" and self.actor.token_loss.loss_mode != "ppo_clip":
             raise ValueError(
@@ -141,6 +142,14 @@ class Config:
             raise ValueError(
                 f"actor.ema.update_interval={ema.update_interval} exceeds the {updates} updates of this run, so the "
                 "average would stay where it starts: lower it, or set actor.ema.enable=false"
+            )
+
+    def _validate_fp64(self) -> None:
+        trainer, wanted = self.trainer, "fp64" in (self.model.dtype, self.rollout.dtype)
+        if wanted and (trainer.device, trainer.mixed_precision) != ("cpu", "no"):
+            raise ValueError(
+                f"model.dtype={self.model.dtype} and rollout.dtype={self.rollout.dtype}: fp64 is for exact comparisons "
+                "on a CPU; set trainer.device=cpu and trainer.mixed_precision=no"
             )
 
     def _validate_other_kind(self) -> None:

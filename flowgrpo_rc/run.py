@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, InitProcessGroupKwargs
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.config import Config, stored_config
@@ -32,6 +33,7 @@ from flowgrpo_rc.training.lora_files import EXPORT_NAMES, export_lora
 from flowgrpo_rc.training.processes import Processes
 from flowgrpo_rc.training.report import write_report
 from flowgrpo_rc.training.run_folder import RunFolder
+from flowgrpo_rc.training.sharding import resolve_strategy, shard_frozen_weights
 from flowgrpo_rc.training.source import EngineSource, ReplaySource, RolloutSource
 from flowgrpo_rc.training.stopping import StopRequest
 from flowgrpo_rc.training.task import Task
@@ -55,20 +57,34 @@ def run(config: Config) -> str | None:
         folder = RunFolder(Path(config.trainer.output_dir))
         resumed = checkpoint_to_resume(config, folder)
         processes = make_processes(config)
-        _check_one_folder(processes, resumed)
-        config.check_replay(processes.rank, processes.count)
-        if resumed is not None and resumed.step >= config.trainer.total_training_steps:
-            if processes.is_main:
-                _say_finished(config, folder, resumed)
-            processes.wait()
-            return None
-        with folder.locked() if processes.is_main else nullcontext():
-            if processes.is_main:
-                _prepare_folder(config, folder, processes, resumed)
-            processes.wait()
-            first_step = 0 if resumed is None else resumed.step + 1
-            parts = assemble(config, folder, processes, prompts, first_step=first_step)
-            return _train(parts, resumed, stop)
+        with processes.noticing_losses():
+            reason = _run(config, folder, processes, prompts, resumed, stop)
+        processes.close()
+        return reason
+
+
+def _run(
+    config: Config,
+    folder: RunFolder,
+    processes: Processes,
+    prompts: tuple[PromptSampler, list[Prompt]],
+    resumed: Checkpoint | None,
+    stop: StopRequest,
+) -> str | None:
+    _check_one_folder(processes, resumed)
+    config.check_replay(processes.rank, processes.count)
+    if resumed is not None and resumed.step >= config.trainer.total_training_steps:
+        if processes.is_main:
+            _say_finished(config, folder, resumed)
+        processes.wait()
+        return None
+    with folder.locked() if processes.is_main else nullcontext():
+        if processes.is_main:
+            _prepare_folder(config, folder, processes, resumed)
+        processes.wait()
+        first_step = 0 if resumed is None else resumed.step + 1
+        parts = assemble(config, folder, processes, prompts, first_step=first_step)
+        return _train(parts, resumed, stop)
 
 
 def assemble(
@@ -79,19 +95,22 @@ def assemble(
     *,
     first_step: int,
 ) -> Components:
-    """Load the model and build every part of a run."""
+    """Load the model and build every part of a run; shard it once the engine has made its copy, if it is to be."""
     sampler, held_out = prompts
     task = make_task(config, processes)
     network = task.model.network
     task.check_prompts([*sampler.prompts, *held_out])
     config.check_output(num_parameters=sum(p.numel() for p in lora_parameters(network).values()))
     rewards = RewardManager(config.reward)
+    source = make_source(config, task, sampler, rewards, processes)
+    if processes.count > 1 and resolve_strategy(config.trainer.strategy) == "fsdp2":
+        shard_frozen_weights(network, processes.device, timedelta(seconds=config.trainer.timeout_s))
     return Components(
         config=config,
         processes=processes,
         folder=folder,
         task=task,
-        source=make_source(config, task, sampler, rewards, processes),
+        source=source,
         rewards=rewards,
         update=PolicyUpdate(
             task.policy,
@@ -124,11 +143,13 @@ def make_processes(config: Config) -> Processes:
 
     Other accelerators are left alone: Apple's has no float64, which the metrics need.
     """
+    resolve_strategy(config.trainer.strategy)
     accelerator = Accelerator(
         cpu=config.trainer.device == "cpu" or not torch.cuda.is_available(),
         mixed_precision=config.trainer.mixed_precision,
         log_with=accelerate_loggers(config.trainer.logger) or None,
         project_dir=config.trainer.output_dir,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.trainer.timeout_s))],
     )
     if not accelerator.is_main_process:
         logging.getLogger("flowgrpo_rc").setLevel(logging.ERROR)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LORA_INITS = ("gaussian", "default")
 _ABSENT = [None, None]  # how model_index.json writes a component that is not there
 INDEX_FILES = {"diffusion": "model_index.json", "causal_lm": "config.json"}
@@ -30,7 +30,7 @@ INDEX_FILES = {"diffusion": "model_index.json", "causal_lm": "config.json"}
 @dataclass(kw_only=True)
 class ModelConfig:
     """kind: `diffusion`, or `causal_lm` for a language model; path: a local folder or a hub id; dtype: of the frozen
-    weights (LoRA weights are always fp32).
+    weights (LoRA weights are fp32). `fp64`, LoRA included, is for exact comparisons on a CPU.
 
     target_modules: name endings of the linear layers that get a LoRA; null takes the adapter's default.
     lora_path: an exported LoRA (folder or file) to start from.
@@ -50,8 +50,8 @@ class ModelConfig:
         """Raise ValueError for settings that cannot work; nothing is loaded."""
         if self.kind not in INDEX_FILES:
             raise ValueError(f"model.kind={self.kind!r}: allowed are {', '.join(INDEX_FILES)}")
-        if self.dtype not in ("fp32", "bf16"):
-            raise ValueError(f"model.dtype={self.dtype!r}: allowed are fp32, bf16")
+        if self.dtype not in ("fp32", "bf16", "fp64"):
+            raise ValueError(f"model.dtype={self.dtype!r}: allowed are fp32, bf16, fp64")
         if self.lora_rank < 1 or self.lora_alpha < 1:
             raise ValueError(f"model.lora_rank={self.lora_rank}, model.lora_alpha={self.lora_alpha}: give at least 1")
         if self.lora_init not in LORA_INITS:

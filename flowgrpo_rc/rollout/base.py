@@ -16,7 +16,7 @@ from flowgrpo_rc.core.schedule import SHARING, window_bounds
 from flowgrpo_rc.core.transition import CONVENTIONS, KINDS
 from flowgrpo_rc.models.base import FlowModel
 
-ROLLOUT_DTYPES = ("fp32", "bf16", "fp16")
+ROLLOUT_DTYPES = ("fp32", "bf16", "fp16", "fp64")
 Samples = np.ndarray | Sequence[str]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from flowgrpo_rc.batch import Prompt, Rewards
@@ -18,8 +19,8 @@ NUM_SHOWN = 16
 
 
 class Evaluation(NamedTuple):
-    """metrics: `reward` and its parts, not yet reduced; the samples of this process's first prompts, their prompts and
-    scores."""
+    """metrics: `reward` and its parts, not yet reduced; the samples of the first prompts, whichever process made them,
+    with their prompts and scores."""
 
     metrics: MetricBag
     samples: Sequence[Any]
@@ -38,22 +39,41 @@ class Evaluator:
         self._prompts = list(prompts)[: config.n]
 
     def run(self, processes: Processes) -> Evaluation:
-        """Evaluate this process's contiguous share; the metrics are exact after reduction."""
+        """Evaluate this process's contiguous share; the metrics are exact after reduction.
+
+        Sharded weights are gathered by all processes at once. So all run the same forwards: what a share lacks is
+        filled up by the last prompt, whose samples nobody sees.
+        """
         share = -(-len(self._prompts) // processes.count)
-        prompts = self._prompts[processes.rank * share : (processes.rank + 1) * share]
+        first = processes.rank * share
+        own = self._prompts[first : first + share]
+        filled = [*own, *[self._prompts[-1]] * (share - len(own))]
         shown: list[Any] = []
         handles = []
-        for start in range(0, len(prompts), self._batch_size):
-            batch = prompts[start : start + self._batch_size]
-            samples = self._task.sample(batch)
-            handles.append(self._rewards.submit(samples, batch))
+        for start in range(0, share, self._batch_size):
+            samples = self._task.sample(filled[start : start + self._batch_size])
+            batch = own[start : start + self._batch_size]
+            if batch:
+                handles.append(self._rewards.submit(samples[: len(batch)], batch))
             if len(shown) < NUM_SHOWN:
                 shown.extend(samples)
         bag = MetricBag()
         rewards = collect_rewards(self._rewards, handles, processes)
         record_rewards(bag, rewards, prefix="val", total="reward")
-        shown = shown[:NUM_SHOWN]
-        return Evaluation(bag, shown, prompts[: len(shown)], rewards.total[: len(shown)].tolist())
+        prompts = self._prompts[:NUM_SHOWN]
+        scores = processes.rows_of_all(rewards.total, first, len(prompts)).tolist()
+        return Evaluation(bag, _shown_by_all(shown, first, len(prompts), processes), prompts, scores)
+
+
+def _shown_by_all(samples: Sequence[Any], first: int, total: int, processes: Processes) -> Any:
+    """The samples of the first `total` prompts; this process made those of the prompts first, first + 1, ..."""
+    if not isinstance(samples[0], str):
+        return processes.rows_of_all(torch.from_numpy(np.stack(samples)), first, total).numpy()
+    longest = torch.tensor([max(1, *map(len, samples))], device=processes.device)
+    letters = np.array(samples, dtype=f"U{int(processes.max(longest).item())}")
+    codes = letters.view(np.int32).reshape(len(samples), -1)
+    whole = processes.rows_of_all(torch.from_numpy(codes), first, total)
+    return whole.numpy().view(letters.dtype).ravel().tolist()
 
 
 def collect_rewards(manager: RewardManager, handles: Sequence[RewardHandle], processes: Processes) -> Rewards:

@@ -11,12 +11,13 @@ from peft import LoraConfig
 from torch import nn
 
 from flowgrpo_rc.core.random import derive_seed
-from flowgrpo_rc.models.base import ModelConfig, TrainableModel
+from flowgrpo_rc.models.base import DTYPES, ModelConfig, TrainableModel
 from flowgrpo_rc.training.lora_files import ADAPTER, load_export
 
 
 def add_lora(model: TrainableModel, config: ModelConfig, seed: int) -> Any:
-    """Put a fresh LoRA (or that of `config.lora_path`) on the model's network; only its fp32 tensors train.
+    """Put a fresh LoRA (or that of `config.lora_path`) on the model's network; only its tensors train, in fp32 (fp64 on
+    an fp64 network).
 
     The initial values follow from `seed` alone. Raises ValueError if a target module is not there.
     """
@@ -37,10 +38,11 @@ def add_lora(model: TrainableModel, config: ModelConfig, seed: int) -> Any:
             ),
             adapter_name=ADAPTER,
         )
+    precision = torch.promote_types(DTYPES[config.dtype], torch.float32)
     for name, parameter in network.named_parameters():
         parameter.requires_grad_("lora_" in name)
         if parameter.requires_grad:
-            parameter.data = parameter.data.float()
+            parameter.data = parameter.data.to(precision)
     if config.lora_path is not None:
         load_export(network, config)
     return network

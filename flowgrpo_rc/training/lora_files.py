@@ -61,7 +61,7 @@ def load_export(network: nn.Module, config: ModelConfig) -> None:
                 f"model.lora_path={config.lora_path}: {key} is {tuple(stored[key].shape)}, model.lora_rank="
                 f"{config.lora_rank} needs {tuple(parameter.shape)}"
             )
-        value = stored[key].float()
+        value = stored[key].to(parameter.dtype)
         parameter.data.copy_(value * factor if ".lora_B." in key else value)
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed import DistError
+
+
+class ProcessLost(RuntimeError):
+    """Another process of the run died or did not answer in time."""
 
 
 class Processes:
@@ -38,6 +43,35 @@ class Processes:
 
     def wait(self) -> None:
         self.accelerator.wait_for_everyone()
+
+    def rows_of_all(self, rows: Tensor, first: int, total: int) -> Tensor:
+        """[total, ...] on the CPU, the same everywhere: this process brings rows first, first + 1, ... of it.
+
+        Rows [k, ...] have the same shape on all processes, k aside; those beyond `total` are dropped.
+        """
+        rows = rows[: max(0, total - first)]
+        whole = rows.new_zeros((total, *rows.shape[1:]))
+        whole[first : first + len(rows)] = rows
+        return self.sum(whole.to(self.device)).cpu()
+
+    @contextmanager
+    def noticing_losses(self) -> Iterator[None]:
+        """ProcessLost in place of what the communication library raises where another process is gone or hangs."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not (isinstance(error, DistError) or "/gloo/" in str(error)):
+                raise
+            reason = str(error).splitlines()[0].split("] ", 1)[-1]
+            raise ProcessLost(
+                f"process {self.rank} of {self.count} cannot reach another one, which has failed (its own message says "
+                "why), was killed, or kept the others waiting for longer than trainer.timeout_s. The same command goes "
+                f"on from the last checkpoint. ({reason})"
+            ) from error
+
+    def close(self) -> None:
+        """Leave the process group; for a run that ended well, since a failed process would wait for the others."""
+        self.accelerator.state.destroy_process_group()
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Add gradients over processes in one flat buffer; a parameter without one counts as zero.

@@ -20,7 +20,7 @@ import yaml
 from flowgrpo_rc.training.tracking import redact, write_atomic
 
 _PACKAGES = ("flowgrpo-rc", "torch", "diffusers", "transformers", "peft", "accelerate", "rapidocr-onnxruntime")
-# What may change between two commands on one run without changing what is trained.
+# What may change between two commands on one run without changing what is trained, the order of sums aside.
 _FREE = (
     "trainer.max_time",
     "trainer.logger",
@@ -31,6 +31,10 @@ _FREE = (
     "trainer.experiment_name",
     "trainer.project_name",
     "trainer.save_rollouts",
+    "trainer.strategy",
+    "trainer.timeout_s",
+    "actor.ppo_micro_batch_size_per_gpu",
+    "rollout.micro_batch_size_per_gpu",
 )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from flowgrpo_rc.core.advantages import ESTIMATORS
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.training.sharding import STRATEGIES
 from flowgrpo_rc.training.tracking import validate_loggers
 
 RESUME_MODES = ("auto", "disable")
@@ -53,6 +55,8 @@ class TrainerConfig:
     stops after the step with its state saved; mixed_precision: autocast of the training forward.
 
     save_rollouts: keep every step's trajectories in rollouts/, for `data.replay_dir` of another run.
+    strategy: several processes hold a whole network each (`ddp`) or share the frozen weights (`fsdp2`); `auto` does
+    what accelerate's configuration says. timeout_s: how long a process waits for another one before the run fails.
     """
 
     total_training_steps: int = 100
@@ -69,9 +73,12 @@ class TrainerConfig:
     device: str = "auto"
     mixed_precision: str = "no"
     save_rollouts: bool = False
+    strategy: str = "auto"
+    timeout_s: float = 1800.0
 
     def validate(self) -> None:
-        for name, allowed in (("resume_mode", RESUME_MODES), ("mixed_precision", PRECISIONS), ("device", DEVICES)):
+        named = {"resume_mode": RESUME_MODES, "mixed_precision": PRECISIONS, "device": DEVICES, "strategy": STRATEGIES}
+        for name, allowed in named.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"trainer.{name}={getattr(self, name)!r}: allowed are {', '.join(allowed)}")
         smallest = {"total_training_steps": 1, "save_freq": 0, "test_freq": 0, "max_checkpoints_to_keep": 1}
@@ -80,4 +87,6 @@ class TrainerConfig:
                 raise ValueError(f"trainer.{name}={getattr(self, name)}: give at least {least}")
         if self.max_time is not None and not self.max_time > 0:
             raise ValueError(f"trainer.max_time={self.max_time}: give a number of seconds above 0, or null")
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"trainer.timeout_s={self.timeout_s}: give a number of seconds above 0")
         validate_loggers(self.logger)
