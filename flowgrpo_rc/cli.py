@@ -1,4 +1,4 @@
-"""The command line: train, eval, export, report, doctor."""
+"""The command line: train, plan, eval, export, report, doctor."""
 
 from __future__ import annotations
 
@@ -57,6 +57,12 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--cfg", choices=["job"], help="print the composed configuration and stop")
     train.add_argument("--dry-run", action="store_true", help="check everything that needs no model, then stop")
     train.set_defaults(command=_train)
+
+    plan = commands.add_parser("plan", help="what a run would need and do; allocates nothing")
+    _add_config_options(plan)
+    default = int(os.environ.get("WORLD_SIZE", "1"))
+    plan.add_argument("--processes", type=int, default=default, metavar="N", help=f"number of processes ({default})")
+    plan.set_defaults(command=_plan)
 
     evaluate = commands.add_parser("eval", help="score a run's LoRA and the base model on the held-out prompts")
     evaluate.add_argument("run_dir", help="folder of a run")
@@ -119,6 +125,18 @@ def _train(arguments: argparse.Namespace) -> int:
     from flowgrpo_rc.training.stopping import EXIT_STOPPED
 
     return EXIT_OK if run(config) is None else EXIT_STOPPED
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from flowgrpo_rc.compose import config_folder, to_config
+
+    composed = _composed(arguments)
+    composed.check()
+    config = to_config(composed.config, num_processes=arguments.processes)
+    from flowgrpo_rc.plan import make_plan
+
+    print(make_plan(config, arguments.processes, config_folder() / "architectures"))
+    return EXIT_OK
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:

@@ -29,6 +29,7 @@ from flowgrpo_rc.training.update import ActorConfig
 DEFAULT_CONFIG = "tiny_ocr"
 # What a whole command line of verl-omni leaves unsaid is that system's default.
 OTHER_CONFIG = "verl_omni"
+EXPERIMENT = "experiment"
 _FREE_FORM = ("reward.terms.", "rollout.engine_kwargs.")
 # The rollout correction and the place where verl-omni has it: one object, whichever name is used.
 _CORRECTION = ("algorithm.rollout_correction", "actor.rollout_correction")
@@ -84,12 +85,13 @@ def compose_all(
 ) -> Composition:
     """A file plus overrides. ValueError names the key, the value and what is allowed.
 
-    Without a name the file is that of the bundled model; for a whole command line of verl-omni it is `verl_omni`.
+    Without a name the file is that of the bundled model; for a whole command line of verl-omni it is `verl_omni`, and
+    for `+experiment=NAME` it is experiment/NAME, a configuration of its own.
     """
     _register_resolvers()
     folders = _folders(config_dir)
-    homes = {path.stem: folder for folder in folders for path in folder.glob("*.yaml")}
-    settings = [_setting(override) for override in _parse(overrides)]
+    homes = _homes(folders)
+    config_name, settings = _experiment(config_name, [_setting(override) for override in _parse(overrides)])
     whole = config_name is None and is_whole_command([setting.key for setting in settings])
     config_name = config_name or (OTHER_CONFIG if whole else DEFAULT_CONFIG)
     config_name = config_name.removesuffix(".yaml")
@@ -119,6 +121,28 @@ def _compose(name: str, lines: Sequence[str], folder: Path, folders: Sequence[Pa
             return compose(config_name=name, overrides=[*lines, *further])
         except (HydraException, OmegaConfBaseException) as error:
             raise ValueError(_first_cause(error)) from error
+
+
+def _experiment(config_name: str | None, settings: list[Setting]) -> tuple[str | None, list[Setting]]:
+    """The file that `experiment=NAME` stands for, and the other settings."""
+    chosen = [setting for setting in settings if setting.key == EXPERIMENT]
+    if not chosen:
+        return config_name, settings
+    if config_name is not None or len(chosen) > 1:
+        given = [f"--config-name {config_name}"] if config_name is not None else []
+        given += [setting.line for setting in chosen]
+        raise ValueError(f"{' and '.join(given)}: each is a whole configuration, give one of them")
+    return f"{EXPERIMENT}/{chosen[0].value}", [setting for setting in settings if setting.key != EXPERIMENT]
+
+
+def _homes(folders: Iterable[Path]) -> dict[str, Path]:
+    """Name of a configuration -> the folder that it is in."""
+    return {
+        path.relative_to(folder).with_suffix("").as_posix(): folder
+        for folder in folders
+        for pattern in ("*.yaml", f"{EXPERIMENT}/*.yaml")
+        for path in folder.glob(pattern)
+    }
 
 
 def _folders(config_dir: str | None) -> list[Path]:
@@ -175,10 +199,11 @@ def _file_layers(name: str, homes: Mapping[str, Path]) -> list[dict[str, Any]]:
     own = _merged((path, _section(section)) for path, section in sections)
     layers: list[dict[str, Any]] = []
     for parent in loaded.get("defaults", ["_self_"]):
+        beside = f"{name.rpartition('/')[0]}/{parent}".lstrip("/")
         if parent == "_self_":
             layers.append(own)
-        elif isinstance(parent, str) and parent in homes:
-            layers += _file_layers(parent, homes)
+        elif isinstance(parent, str) and beside in homes:
+            layers += _file_layers(beside, homes)
     return layers if "_self_" in loaded.get("defaults", ["_self_"]) else [*layers, own]
 
 
@@ -241,14 +266,14 @@ def _value(override: Override) -> Any:
     return _plain(value)
 
 
-def to_config(composed: DictConfig) -> Config:
-    """The dataclass tree, validated for the number of processes that the launcher announces."""
+def to_config(composed: DictConfig, *, num_processes: int | None = None) -> Config:
+    """The dataclass tree, validated for a number of processes: that which the launcher announces, if none is given."""
     try:
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise ValueError(_first_cause(error)) from error
     assert isinstance(config, Config)
-    config.validate(int(os.environ.get("WORLD_SIZE", "1")))
+    config.validate(int(os.environ.get("WORLD_SIZE", "1")) if num_processes is None else num_processes)
     return config
 
 

@@ -31,6 +31,7 @@ BELOW["training"] = {"training", *BELOW} - {"assets"}
 BELOW["compat"] = {"compat", "correction"}
 BELOW["config"] = {*BELOW}
 BELOW["run"] = {*BELOW}
+BELOW["plan"] = {*BELOW}
 BELOW["compose"] = BELOW["commands"] = {*BELOW}
 BELOW["cli"] = {*BELOW}
 BELOW["train"] = {"cli"}

@@ -167,7 +167,7 @@ _MODEL_RULES: dict[str, Rule] = {
 }
 
 _ACTOR_RULES: dict[str, Rule] = {
-    f"{ACTOR}.strategy": _SHARDING,
+    f"{ACTOR}.strategy": to("trainer.strategy", {"fsdp": "fsdp2"}),
     f"{ACTOR}.rollout_n": to("rollout.n"),
     f"{ACTOR}.policy_loss.loss_mode": to("actor.diffusion_loss.loss_mode"),
     **each(
