@@ -58,19 +58,6 @@ class Subject(NamedTuple):
         return pipeline
 
 
-@pytest.fixture(scope="session")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a checkpoint by name, made once."""
-    root = tmp_path_factory.mktemp("tiny")
-
-    def folder(name: str) -> Path:
-        if not (root / name).exists():
-            (TINY | VARIANTS)[name].save(root / name)
-        return root / name
-
-    return folder
-
-
 def make_subject(name: str, saved: Callable[[str], Path]) -> Subject:
     if name not in TINY | VARIANTS:
         pytest.fail(f"the adapter for {name} has no random checkpoint: add one to TINY in tests/tiny_models.py")
@@ -174,11 +161,12 @@ def test_noise_zero_gives_the_stock_pipelines_output(any_subject: Subject, kind:
     latents = drawn(model, spec)
     found = deterministic(model, model.transformer, spec, latents)
     wanted = call_stock(stock, tiny, vars(tiny)[guidance], latents, "latent")
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+    exact = kind == "sde" and tiny.steps_are_eulers
+    torch.testing.assert_close(found, wanted, atol=0 if exact else 1e-5, rtol=0)
     pictures = (call_stock(stock, tiny, vars(tiny)[guidance], latents, "np") * 255).round().astype(int)
     assert pictures.std() > 1
     apart = np.abs(model.decode(found, spec).astype(int) - pictures)
-    assert apart.max() <= 1
+    assert apart.max() <= (0 if exact else 1)
     assert (apart > 0).mean() < 1e-3
 
 
@@ -233,9 +221,9 @@ def test_an_export_gives_the_same_pictures_in_the_stock_pipeline(subject: Subjec
     found = deterministic(model, network, spec, latents)
     wanted = call_stock(stock, tiny, tiny.guided, latents, "latent")
     assert (found - before).abs().max() > 1e-3
-    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+    assert torch.equal(found, wanted)
     pictures = (call_stock(stock, tiny, tiny.guided, latents, "np") * 255).round().astype(np.uint8)
-    assert np.array_equal(model.decode(wanted, spec), pictures)
+    assert np.array_equal(model.decode(found, spec), pictures)
 
 
 def gradients(model: FlowModel, network: Any, batch: DiffusionBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -331,6 +319,15 @@ def test_bf16_rollout_has_a_mismatch_of_the_expected_scale(
         assert 1e-7 < apart.mean() < BF16_BOUND
 
 
+@pytest.mark.parametrize("guidance", GUIDANCE)
+def test_bf16_on_both_sides_replays_bitwise(subject: Subject, guidance: str) -> None:
+    """Layers that a model's class keeps in fp32 stay so in the rollout's copy."""
+    model, tiny = subject.load(dtype="bf16"), subject.tiny
+    network = trained_lora(model)
+    batch, _ = roll(model, network, tiny.spec("sde", vars(tiny)[guidance], dtype="bf16"))
+    assert torch.equal(difference(model, network, batch), torch.zeros(4, 3))
+
+
 def test_latents_have_the_same_shape_without_weights(subject: Subject) -> None:
     with torch.device("meta"):
         pipeline = subject.tiny.build()
@@ -346,15 +343,11 @@ def brightness(sample: np.ndarray, prompt: Prompt) -> float:
     return float(sample.mean()) / 255
 
 
-@pytest.mark.parametrize("guidance", GUIDANCE)
-def test_two_steps_of_training_from_the_command_line(
-    subject: Subject, train: Train, tmp_path: Path, guidance: str
-) -> None:
+def test_two_steps_of_training_from_the_command_line(subject: Subject, train: Train, tmp_path: Path) -> None:
     tiny = subject.tiny
-    scales = dict(vars(tiny)[guidance])
-    given = [f"rollout.{where}.{key}={scale}" for where in ("pipeline", "val_kwargs") for key, scale in scales.items()]
+    scales = [f"{key}={scale}" for key, scale in tiny.guided.items()]
+    given = [f"rollout.{where}.{scale}" for where in ("pipeline", "val_kwargs") for scale in scales]
     frames = [] if tiny.num_frames is None else [f"rollout.pipeline.num_frames={tiny.num_frames}"]
-    negative = ["data.negative_prompt=blurry"] if guidance == "guided" else []
     reward = ["reward.terms.jpeg=null", f"+reward.terms.light={{_target_: function, path: '{__name__}:brightness'}}"]
     code = train(
         f"model.path={subject.folder}",
@@ -362,14 +355,14 @@ def test_two_steps_of_training_from_the_command_line(
         "rollout.val_kwargs.guidance_scale=1.0",
         *given,
         *frames,
-        *negative,
         *reward,
+        "data.negative_prompt=blurry",
         "model.gradient_checkpointing=true",
         "actor.use_kl_loss=true",
     )
     assert code == 0
     rows = read_rows(tmp_path / "run")
-    steps = [row for row in rows if "actor/ppo_kl" in row or "actor/grad_norm" in row]
+    steps = [row for row in rows if "actor/grad_norm" in row]
     assert len(steps) == 2
     assert all(row["actor/grad_norm"] > 0 for row in steps)
     assert steps[0]["rollout_corr/logprob_abs_diff_max"] == 0

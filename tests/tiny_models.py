@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from diffusers import (
     FluxTransformer2DModel,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
+    SchedulerMixin,
     StableDiffusion3Pipeline,
     UniPCMultistepScheduler,
     WanPipeline,
@@ -45,12 +46,14 @@ _LATENT_CHANNELS = 4  # of video VAEs
 @dataclass(frozen=True, kw_only=True)
 class Tiny:
     """build: the stock pipeline, untrained; unguided, guided: the model's own guidance, as `rollout.pipeline` and the
-    stock pipeline call it; num_frames: of a video."""
+    stock pipeline call it; num_frames: of a video; steps_are_eulers: the checkpoint's own scheduler computes its steps
+    as ours does, and not in another order."""
 
     build: Callable[[], DiffusionPipeline]
     unguided: Mapping[str, float]
     guided: Mapping[str, float]
     num_frames: int | None = None
+    steps_are_eulers: bool = True
 
     def save(self, folder: Path) -> None:
         with torch.random.fork_rng():
@@ -167,7 +170,15 @@ def qwen_image() -> QwenImagePipeline:
     )
 
 
-def wan(*, scheduler: str = "euler", expand_timesteps: bool = False) -> WanPipeline:
+def euler() -> FlowMatchEulerDiscreteScheduler:
+    return FlowMatchEulerDiscreteScheduler(shift=3.0)
+
+
+def wan(
+    *,
+    scheduler: Callable[[], SchedulerMixin] = euler,
+    expand_timesteps: bool = False,
+) -> WanPipeline:
     tokenizer = tiny_sd3.t5_tokenizer()
     encoder = UMT5EncoderModel(
         UMT5Config(
@@ -193,7 +204,7 @@ def wan(*, scheduler: str = "euler", expand_timesteps: bool = False) -> WanPipel
             latents_mean=[-0.5, 0.0, 0.5, 1.0],
             latents_std=[2.0, 1.5, 1.0, 2.5],
         ),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0) if scheduler == "euler" else one_step_unipc(),
+        scheduler=scheduler(),
         transformer=WanTransformer3DModel(
             num_attention_heads=2,
             attention_head_dim=_WIDTH // 2,
@@ -244,8 +255,6 @@ VARIANTS = {
         unguided={"guidance_scale": 1.0},
         guided={"guidance_scale": 1.0, "true_cfg_scale": 2.0},
     ),
-    "wan_unipc": Tiny(build=partial(wan, scheduler="unipc"), unguided=_WAN.unguided, guided=_WAN.guided, num_frames=5),
-    "wan_ti2v": Tiny(
-        build=partial(wan, expand_timesteps=True), unguided=_WAN.unguided, guided=_WAN.guided, num_frames=5
-    ),
+    "wan_unipc": replace(_WAN, build=partial(wan, scheduler=one_step_unipc), steps_are_eulers=False),
+    "wan_ti2v": replace(_WAN, build=partial(wan, expand_timesteps=True)),
 }

@@ -71,8 +71,8 @@ class Flux(FlowModel):
         negative: Conditioning | None,
         spec: SamplerSpec,
     ) -> Tensor:
-        rows, columns = self._patches(spec)
-        positions = torch.cartesian_prod(torch.arange(1), torch.arange(rows), torch.arange(columns)).to(latents)
+        axes = (torch.arange(size, device=latents.device) for size in (1, *self._patches(spec)))
+        positions = torch.cartesian_prod(*axes).to(latents.dtype)
         guidance = latents.new_full((len(latents),), spec.guidance_scale)
 
         def predict(text: Conditioning) -> Tensor:
