@@ -62,7 +62,7 @@ class Processes:
         except RuntimeError as error:
             if not (isinstance(error, DistError) or "/gloo/" in str(error)):
                 raise
-            reason = str(error).splitlines()[0].split("] ", 1)[-1]
+            reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". This is typically", 1)[0]
             raise ProcessLost(
                 f"process {self.rank} of {self.count} cannot reach another one, which has failed (its own message says "
                 "why), was killed, or kept the others waiting for longer than trainer.timeout_s. The same command goes "

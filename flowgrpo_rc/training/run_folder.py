@@ -20,7 +20,7 @@ import yaml
 from flowgrpo_rc.training.tracking import redact, write_atomic
 
 _PACKAGES = ("flowgrpo-rc", "torch", "diffusers", "transformers", "peft", "accelerate", "rapidocr-onnxruntime")
-# What may change between two commands on one run without changing what is trained, the order of sums aside.
+# What may change between two commands on one run without changing what is trained, rounding aside.
 _FREE = (
     "trainer.max_time",
     "trainer.logger",

@@ -59,7 +59,7 @@ def shard_frozen_weights(network: Any, device: torch.device, timeout: timedelta)
 
 def _mesh(device: torch.device, timeout: timedelta) -> DeviceMesh:
     """With frozen weights the nodes owe each other nothing, so that gathering stays on the fast links inside one."""
-    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     size = per_node if per_node > 1 else dist.get_world_size()
     group, _ = dist.new_subgroups(group_size=size, timeout=timeout)
     return DeviceMesh.from_group(group, device.type)
