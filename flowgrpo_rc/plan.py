@@ -54,7 +54,7 @@ def make_plan(config: Config, num_processes: int, architectures: Path) -> Plan:
     """
     if config.model.kind != "diffusion":
         raise ValueError(f"plan knows flow models, model.kind=diffusion; model.kind={config.model.kind}")
-    path = _bundled(config.model.path, architectures) or config.model.path
+    path = _location(config.model.path, architectures)
     config = replace(config, model=replace(config.model, path=path, lora_path=None))
     check_model(config)
     model = build_architecture(config.model)
@@ -152,14 +152,15 @@ def _counts(config: Config, model: FlowModel, num_processes: int) -> list[tuple[
     return rows
 
 
-def _bundled(path: str, architectures: Path) -> str | None:
-    """The folder without weights for a hub id."""
-    if Path(path).expanduser().exists():
-        return None
+def _location(path: str, architectures: Path) -> str:
+    """A local folder, the folder without weights for a hub id, or the hub id itself."""
+    folder = Path(path).expanduser()
+    if folder.exists():
+        return str(folder)
     for index in sorted(architectures.glob("*/model_index.json")):
         if json.loads(index.read_text())["_name_or_path"] == path:
             return str(index.parent)
-    return None
+    return path
 
 
 def _shape(model: FlowModel, config: Config) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import pyarrow
 import pytest
-from conftest import Train
+from conftest import WORDS, Train, read_rows
+from pyarrow import parquet
 
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.compat import Row, Setting, translate
@@ -195,7 +198,7 @@ def test_the_sd35_command() -> None:
     assert (config.rollout.algo.sde_type, config.rollout.algo.log_prob_convention) == ("cps", "peers")
     assert config.actor.diffusion_loss.clip_ratio == 1e-5
     assert (config.rollout.val_kwargs.n, config.trainer.seed) == (32, 42)
-    assert config.rollout.engine_kwargs == {"max_num_seqs": 256}
+    assert config.rollout.engine_kwargs == {}
     assert config.rollout.val_kwargs.guidance_scale == 1.0  # follows the rollout's
 
 
@@ -310,6 +313,7 @@ def test_no_key_of_verl_omni_is_unknown() -> None:
         ("actor_rollout_ref.rollout.pipeline.guidance_scale=null", ("rollout.pipeline.guidance_scale", 1.0)),
         ("actor_rollout_ref.rollout.pipeline.num_frames=1", ("rollout.pipeline.num_frames", None)),
         ("actor_rollout_ref.rollout.noise_level=0.9", ("rollout.algo.noise_level", 0.9)),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", ("rollout.engine_kwargs.tensor_parallel_size", 2)),
         ("actor_rollout_ref.rollout.val_kwargs.n=1", ("rollout.val_kwargs.n", None)),
         ("rollout.val_kwargs.n=1", ("rollout.val_kwargs.n", 1)),
         ("data.val_max_samples=-1", ("rollout.val_kwargs.n", None)),
@@ -329,6 +333,25 @@ def test_values_in_other_units(given: str, here: tuple[str, object]) -> None:
 
     result = leaves(OmegaConf.to_container(compose_config([given]), resolve=True))
     assert result[here[0]] == here[1]
+
+
+def documented() -> list[tuple[str, str]]:
+    """Rows `override` -> `override`, ... of the table in docs/migrating.md."""
+    page = (Path(__file__).parents[1] / "docs" / "migrating.md").read_text()
+    section = page.partition("### Keys")[2].partition("\n## ")[0]
+    return re.findall(r"^\| `(\S+)` \| (`.*`) \|$", section, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("there", "here"), documented())
+def test_the_documented_translations(there: str, here: str) -> None:
+    rows = compose_all([there]).rows
+    assert [(row.kind, row.given) for row in rows] == [("translated", there)]
+    for line in re.findall(r"`(.*?)`", here):
+        assert line in rows[0].here.split("; ")
+
+
+def test_the_page_documents_translations() -> None:
+    assert len(documented()) > 15
 
 
 @pytest.mark.parametrize(
@@ -351,6 +374,8 @@ def test_values_in_other_units(given: str, here: tuple[str, object]) -> None:
         ("trainer.v1.trainer_mode=separate_async", True),
         ("trainer.resume_from_path=/c", True),
         ("algorithm.trainer_type=direct_preference", True),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm_omni.max_num_seqs=32", False),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=1", False),
         ("trainer.n_gpus_per_node=8", False),
         ("ray_kwargs.ray_init.num_cpus=4", False),
         ("+ray_kwargs.ray_init.runtime_env.x=4", False),
@@ -435,6 +460,61 @@ def test_a_command_in_other_words_trains(train: Train, tmp_path: Path, capsys: p
     assert train(*other, "compat.ignore=[data.shuffle]") == 0
     stored = (tmp_path / "run" / "config.yaml").read_text()
     assert "ignore:\n  - data.shuffle" in stored
+
+
+def test_a_whole_command_trains_on_its_own_files(checkpoint: Path, tmp_path: Path) -> None:
+    """Nothing in this project's words but the reward and the device: model, parquet files, sizes, folder."""
+    for split in ("train", "test"):
+        rows = [
+            {
+                "data_source": "flow_grpo/ocr",
+                "prompt": [{"role": "system", "content": "Draw."}, {"role": "user", "content": f'a sign "{word}"'}],
+                "negative_prompt": [{"role": "user", "content": " "}],
+                "reward_model": {"style": "model", "ground_truth": word},
+                "extra_info": {"split": split, "index": index},
+            }
+            for index, word in enumerate(WORDS)
+        ]
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{split}.parquet")
+    command = [
+        f"data.train_files={tmp_path}/train.parquet",
+        f"data.val_files={tmp_path}/test.parquet",
+        "data.train_batch_size=4",
+        "data.val_max_samples=4",
+        "data.max_prompt_length=64",
+        "actor_rollout_ref.model.algorithm=flow_grpo",
+        f"actor_rollout_ref.model.path={checkpoint}",
+        "actor_rollout_ref.model.lora_rank=4",
+        "actor_rollout_ref.model.lora_alpha=8",
+        "actor_rollout_ref.model.target_modules=['to_q','to_k','to_v']",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.actor.fsdp_config.model_dtype=float32",
+        "actor_rollout_ref.actor.strategy=fsdp2",
+        "actor_rollout_ref.rollout.name=diffusers_engine",
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.rollout.pipeline.height=32",
+        "actor_rollout_ref.rollout.pipeline.width=32",
+        "actor_rollout_ref.rollout.pipeline.num_inference_steps=4",
+        "actor_rollout_ref.rollout.pipeline.guidance_scale=2.0",
+        "actor_rollout_ref.rollout.pipeline.max_sequence_length=16",
+        "actor_rollout_ref.rollout.algo.sde_type=cps",
+        "actor_rollout_ref.rollout.algo.noise_level=0.8",
+        "actor_rollout_ref.rollout.algo.sde_window_size=2",
+        "actor_rollout_ref.rollout.algo.sde_window_range=[0,3]",
+        "actor_rollout_ref.rollout.val_kwargs.pipeline.num_inference_steps=2",
+        "trainer.logger=[console]",
+        "trainer.n_gpus_per_node=1",
+        f"trainer.default_local_dir={tmp_path}/run",
+        "trainer.save_freq=-1",
+        "trainer.total_training_steps=2",
+    ]
+    assert main(["train", *command, "reward.terms.ocr=null", "reward.terms.jpeg.weight=1", "trainer.device=cpu"]) == 0
+    rows = read_rows(tmp_path / "run")
+    assert len(rows) == 3
+    assert (tmp_path / "run" / "lora" / "pytorch_lora_weights.safetensors").is_file()
+    assert all(row["actor/grad_norm"] > 0 for row in rows[1:])
 
 
 def test_a_row_names_its_kind() -> None:

@@ -26,7 +26,7 @@ WHOLE = (f"{MODEL}.path", f"{ROLLOUT}.name")
 
 _LOGGERS = ("mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio", "file")
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-_ENGINE = reported("how the engine runs: rollout.engine_kwargs of this project's engines")
+_ENGINE = reported("how the engine runs: rollout.engine_kwargs and rollout.micro_batch_size_per_gpu")
 _LAUNCHER = reported("the launcher decides: accelerate launch --num_processes N (--num_machines M)")
 _SHARDING = reported("how weights are sharded and offloaded does not change what is trained")
 _LOGGING = reported("logging: metrics.jsonl, samples/ and report.html are always written")
@@ -85,9 +85,10 @@ def _warmup_ratio(setting: Setting, given: Mapping[str, Any]) -> Outcome:
     return Outcome({"actor.optim.lr_warmup_steps": Written(f"${{updates_of_ratio:{setting.value}}}")})
 
 
-def _engine_option(setting: Setting, given: Mapping[str, Any]) -> Outcome:
-    name = setting.key.removeprefix(f"{ROLLOUT}.engine_kwargs.vllm_omni").lstrip(".")
-    return Outcome({f"rollout.engine_kwargs.{name}".rstrip("."): Written(setting.text)})
+def _tensor_parallel(setting: Setting, given: Mapping[str, Any]) -> Outcome:
+    if same(setting.value, 1):
+        return Outcome(why=AS_HERE)
+    return Outcome({"rollout.engine_kwargs.tensor_parallel_size": Written(setting.text)})
 
 
 def _epochs(setting: Setting, given: Mapping[str, Any]) -> Outcome:
@@ -224,7 +225,7 @@ _ROLLOUT_RULES: dict[str, Rule] = {
     **each(
         ROLLOUT,
         "mode rollout_attn_backend gpu_memory_utilization enforce_eager cudagraph_capture_sizes free_cache_engine "
-        "tensor_model_parallel_size data_parallel_size expert_parallel_size pipeline_model_parallel_size "
+        "data_parallel_size expert_parallel_size pipeline_model_parallel_size "
         "max_num_batched_tokens max_model_len max_num_seqs max_prompt_embed_length step_execution "
         "enable_chunked_prefill enable_prefix_caching logprobs_mode scheduling_policy load_format layered_summon "
         "disable_log_stats skip_tokenizer_init enable_rollout_routing_replay agent checkpoint_engine prometheus mtp "
@@ -232,7 +233,8 @@ _ROLLOUT_RULES: dict[str, Rule] = {
         _ENGINE,
     ),
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": reported("recomputed in actor.ppo_micro_batch_size_per_gpu"),
-    f"{ROLLOUT}.engine_kwargs.vllm_omni": _engine_option,
+    f"{ROLLOUT}.engine_kwargs.vllm_omni": _ENGINE,
+    f"{ROLLOUT}.tensor_model_parallel_size": _tensor_parallel,
     f"{ROLLOUT}.pipeline.guidance_scale": to("rollout.pipeline.guidance_scale", {None: 1.0}),
     f"{ROLLOUT}.pipeline.num_frames": to("rollout.pipeline.num_frames", {1: None}),
     f"{ROLLOUT}.algo.sde_type": _sde_type,
