@@ -136,6 +136,15 @@ def test_the_checkpoint_is_wrapped_by_its_adapter(any_subject: Subject) -> None:
         model.check(any_subject.tiny.spec("sde", any_subject.tiny.guided), key)
 
 
+def test_the_schedule_goes_from_exactly_one_to_zero(any_subject: Subject) -> None:
+    """A first sigma a little below 1 would give the first `sde` step a thousandfold noise."""
+    sigmas, timesteps = any_subject.load().schedule(any_subject.tiny.spec("sde", any_subject.tiny.unguided))
+    assert sigmas.dtype == timesteps.dtype == torch.float32
+    assert (len(sigmas), len(timesteps)) == (5, 4)
+    assert (sigmas[0], sigmas[-1]) == (1, 0)
+    assert (sigmas.diff() < 0).all()
+
+
 @pytest.mark.parametrize("guidance", GUIDANCE)
 @pytest.mark.parametrize("kind", KINDS)
 def test_fp32_replay_is_bitwise_exact(any_subject: Subject, kind: str, guidance: str) -> None:

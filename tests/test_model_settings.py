@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Train
+from diffusers import UniPCMultistepScheduler
 from tiny_models import TINY
 
 from flowgrpo_rc.models import base
@@ -128,6 +129,16 @@ def test_a_wan_with_two_transformers_is_refused(
     error = capsys.readouterr().err
     assert "has a transformer_2" in error
     assert "Wan 2.1" in error
+
+
+def test_a_wan_whose_scheduler_is_no_flow_is_refused(
+    train: Train, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pipeline = TINY["WanPipeline"].build()
+    pipeline.register_modules(scheduler=UniPCMultistepScheduler())
+    pipeline.save_pretrained(tmp_path / "wan")
+    assert train(f"model.path={tmp_path / 'wan'}", *VIDEO, "rollout.pipeline.num_frames=5") == 2
+    assert "UniPCMultistepScheduler, does not walk the sigmas of a flow" in capsys.readouterr().err
 
 
 def test_a_pipeline_without_adapter_names_those_that_have_one(
