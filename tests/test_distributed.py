@@ -17,7 +17,6 @@ from accelerate.commands.config.config_args import load_config_from_file
 from conftest import WORDS, read_rows, without_timings
 from test_processes import free_port, launch, launch_environment
 
-from flowgrpo_rc import assets
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.training.checkpoint import load_checkpoint
 from flowgrpo_rc.training.sharding import resolve_strategy
@@ -56,7 +55,7 @@ def settings(workplace: Path, mode: str) -> list[str]:
         f"data.train_files={words}",
         f"data.val_files={words}",
         "data.train_batch_size=4",
-        "rollout.n=4",
+        "rollout.n=2",
         "rollout.micro_batch_size_per_gpu=null",
         "rollout.pipeline.num_inference_steps=4",
         "rollout.algo.sde_window_size=2",
@@ -93,7 +92,8 @@ def assert_same_training(one: Path, other: Path, *, rows_from: int = 0) -> None:
             torch.testing.assert_close(theirs.tensors[stem][name], tensor, atol=1e-10, rtol=0)
     moved = max(tensor.abs().max() for name, tensor in ours.tensors["lora"].items() if "lora_B" in name)
     assert moved > 1e-4
-    for mine, its in zip(without_timings(read_rows(one))[rows_from:], without_timings(read_rows(other))[rows_from:]):
+    rows = (without_timings(read_rows(run))[rows_from:] for run in (one, other))
+    for mine, its in zip(*rows, strict=True):
         assert mine.keys() == its.keys()
         for name, value in mine.items():
             assert its[name] == pytest.approx(value, rel=1e-8, abs=1e-8), name
@@ -101,7 +101,7 @@ def assert_same_training(one: Path, other: Path, *, rows_from: int = 0) -> None:
     assert sample.read_bytes() == (other / "samples" / sample.name).read_bytes()
 
 
-@pytest.mark.parametrize(("strategy", "mode"), [("ddp", "decoupled"), ("ddp", "bypass"), ("fsdp2", "bypass")])
+@pytest.mark.parametrize(("strategy", "mode"), [("ddp", "decoupled"), ("fsdp2", "bypass")])
 def test_two_processes_train_what_one_does(workplace: Path, strategy: str, mode: str) -> None:
     run = workplace / f"{strategy}_{mode}"
     options = (f"trainer.strategy={strategy}", f"trainer.output_dir={run}")
@@ -176,7 +176,7 @@ def test_two_processes_train_a_language_model_as_one_does(workplace: Path) -> No
 
 # Two blocks of mixed precision with a LoRA each; what is compared is the same network whole.
 SHARDS = """
-import copy, os, sys, torch
+import copy, os, torch
 from datetime import timedelta
 import torch.distributed as dist
 from torch import nn
@@ -207,32 +207,32 @@ class Network(nn.Module):
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-network = Network()
-whole = copy.deepcopy(network)
-shard_frozen_weights(network, torch.device("cpu"), timedelta(seconds=60))
-frozen = {name: p for name, p in network.named_parameters() if not p.requires_grad}
-assert all(isinstance(p, DTensor) for p in frozen.values())
-assert not any(isinstance(p, DTensor) for name, p in network.named_parameters() if name not in frozen)
-here = sum(p.to_local().numel() for p in frozen.values())
-assert here * int(sys.argv[1]) == sum(p.numel() for p in frozen.values()), here
 x = torch.randn(3, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
-with torch.no_grad():
-    assert torch.equal(network(x), whole(x))
-for net in (network, whole):
-    net(x).square().sum().backward()
-for block, other in zip(network.blocks, whole.blocks):
-    assert torch.equal(block.lora.grad, other.lora.grad) and block.lora.grad.abs().sum() > 0
-block = network.blocks[0].base.weight
-assert isinstance(block, DTensor), "gathered weights are freed after the backward"
+for per_node, parts in ((4, 4), (2, 2), (1, 4)):
+    network = Network()
+    whole = copy.deepcopy(network)
+    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+    shard_frozen_weights(network, torch.device("cpu"), timedelta(seconds=60))
+    frozen = {name: p for name, p in network.named_parameters() if not p.requires_grad}
+    assert all(isinstance(p, DTensor) for p in frozen.values())
+    assert not any(isinstance(p, DTensor) for name, p in network.named_parameters() if name not in frozen)
+    here = sum(p.to_local().numel() for p in frozen.values())
+    assert here * parts == sum(p.numel() for p in frozen.values()), here
+    with torch.no_grad():
+        assert torch.equal(network(x), whole(x))
+    for net in (network, whole):
+        net(x).square().sum().backward()
+    for block, other in zip(network.blocks, whole.blocks):
+        assert torch.equal(block.lora.grad, other.lora.grad) and block.lora.grad.abs().sum() > 0
+    assert isinstance(network.blocks[0].base.weight, DTensor), "gathered weights are freed after the backward"
 dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("per_node", "parts"), [(4, 4), (2, 2), (1, 4)])
-def test_frozen_weights_are_split_inside_a_node_and_change_nothing(tmp_path: Path, per_node: int, parts: int) -> None:
+def test_frozen_weights_are_split_inside_a_node_and_change_nothing(tmp_path: Path) -> None:
     program = tmp_path / "shards.py"
-    program.write_text(f'import os\nos.environ["LOCAL_WORLD_SIZE"] = "{per_node}"\n{SHARDS}')
-    done = launch(4, str(program), str(parts))
+    program.write_text(SHARDS)
+    done = launch(4, str(program))
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -354,8 +354,3 @@ def test_bad_input(
     assert main(["train", *overrides, *further]) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in words), error
-
-
-def test_the_launcher_of_a_test_is_not_that_of_this_process() -> None:
-    assert not {"RANK", "WORLD_SIZE", "ACCELERATE_USE_FSDP"} & os.environ.keys()
-    assert assets.path("tiny_glyph_sd3").is_dir()

@@ -10,7 +10,6 @@ import pytest
 import torch
 from conftest import fingerprint, read_rows, without_timings
 from safetensors.torch import load_file
-from test_processes import launch
 
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.training.rollout_files import load_rollout
@@ -182,18 +181,6 @@ def test_bad_input_is_refused_by_name(
     assert train(tmp_path / "run", *further) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in words), error
-
-
-def test_two_processes_sample_and_train_the_same(tmp_path: Path) -> None:
-    common = ["-m", "flowgrpo_rc.train", "--config-name", "token_grpo", *SMALL, "rollout.dtype=fp32"]
-    for count in (1, 2):
-        done = launch(count, *common, f"trainer.output_dir={tmp_path / str(count)}")
-        assert done.returncode == 0, done.stderr[-2000:]
-    one, two = (without_timings(read_rows(tmp_path / count)) for count in ("1", "2"))
-    compared = ("reward/mean", "response/length_mean", "rollout_corr/rollout_log_ppl", "actor/grad_norm", "val/reward")
-    for name in compared:
-        values = [[row[name] for row in rows if name in row] for rows in (one, two)]
-        assert values[0] == pytest.approx(values[1], rel=1e-4), name
 
 
 def test_it_learns(tmp_path: Path) -> None:
