@@ -1,4 +1,4 @@
-"""The command line: train, eval, export, report, doctor."""
+"""The command line: train, plan, eval, export, report, doctor."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flowgrpo_rc.compose import Composition
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
 
@@ -57,6 +61,12 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--dry-run", action="store_true", help="check everything that needs no model, then stop")
     train.set_defaults(command=_train)
 
+    plan = commands.add_parser("plan", help="what a run would need and do; allocates nothing")
+    _add_config_options(plan)
+    default = int(os.environ.get("WORLD_SIZE", "1"))
+    plan.add_argument("--processes", type=int, default=default, metavar="N", help=f"number of processes ({default})")
+    plan.set_defaults(command=_plan)
+
     evaluate = commands.add_parser("eval", help="score a run's LoRA and the base model on the held-out prompts")
     evaluate.add_argument("run_dir", help="folder of a run")
     evaluate.add_argument("overrides", nargs="*", help="such as rollout.val_kwargs.num_inference_steps=20")
@@ -78,27 +88,36 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_config_options(parser: argparse.ArgumentParser) -> None:
-    from flowgrpo_rc.compose import DEFAULT_CONFIG
+    from flowgrpo_rc.compose import DEFAULT_CONFIG, OTHER_CONFIG
 
-    parser.add_argument("--config-name", default=DEFAULT_CONFIG, help=f"a file of configs/ (default {DEFAULT_CONFIG})")
+    default = f"default {DEFAULT_CONFIG}; {OTHER_CONFIG} for a whole command line of verl-omni"
+    parser.add_argument("--config-name", help=f"a file of configs/ ({default})")
     parser.add_argument("--config-dir", help="a further folder with configuration files")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides such as model.path=... rollout.dtype=fp32")
+
+
+def _composed(arguments: argparse.Namespace) -> Composition:
+    """Compose, and print the table of what was written in other words."""
+    from flowgrpo_rc.compat import table
+    from flowgrpo_rc.compose import compose_all
+
+    composed = compose_all(arguments.overrides, config_name=arguments.config_name, config_dir=arguments.config_dir)
+    if composed.rows:
+        print(table(composed.rows), file=sys.stderr)
+    return composed
 
 
 def _train(arguments: argparse.Namespace) -> int:
     from omegaconf import OmegaConf
 
-    from flowgrpo_rc.compose import compose_all, to_config
+    from flowgrpo_rc.compose import to_config
 
-    composed, notes = compose_all(
-        arguments.overrides, config_name=arguments.config_name, config_dir=arguments.config_dir
-    )
-    for note in notes:
-        print(f"translated: {note}", file=sys.stderr)
+    composed = _composed(arguments)
     if arguments.cfg:
-        print(OmegaConf.to_yaml(composed, resolve=True), end="")
+        print(OmegaConf.to_yaml(composed.config, resolve=True), end="")
         return EXIT_OK
-    config = to_config(composed)
+    composed.check()
+    config = to_config(composed.config)
     config.check_output()
     if arguments.dry_run:
         config.check_replay(0, int(os.environ.get("WORLD_SIZE", "1")))
@@ -109,6 +128,18 @@ def _train(arguments: argparse.Namespace) -> int:
     from flowgrpo_rc.training.stopping import EXIT_STOPPED
 
     return EXIT_OK if run(config) is None else EXIT_STOPPED
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from flowgrpo_rc.compose import config_folder, to_config
+
+    composed = _composed(arguments)
+    composed.check()
+    config = to_config(composed.config, num_processes=arguments.processes)
+    from flowgrpo_rc.plan import make_plan
+
+    print(make_plan(config, arguments.processes, config_folder() / "architectures"))
+    return EXIT_OK
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:

@@ -19,14 +19,18 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from flowgrpo_rc import assets
-from flowgrpo_rc.compat import rollout_correction
+from flowgrpo_rc.compat import Row, Setting, rollout_correction, rows_of_notes, translate
+from flowgrpo_rc.compat.overrides import TRANSLATED, check, is_whole_command, resolved
+from flowgrpo_rc.compat.verl_omni import PREFIX, RULES
 from flowgrpo_rc.config import Config
 from flowgrpo_rc.training.settings import AlgorithmConfig
 from flowgrpo_rc.training.update import ActorConfig
 
 DEFAULT_CONFIG = "tiny_ocr"
+# What a whole command line of verl-omni leaves unsaid is that system's default.
+OTHER_CONFIG = "verl_omni"
+EXPERIMENT = "experiment"
 _FREE_FORM = ("reward.terms.", "rollout.engine_kwargs.")
-_OTHER_PREFIX = "actor_rollout_ref."
 # The rollout correction and the place where verl-omni has it: one object, whichever name is used.
 _CORRECTION = ("algorithm.rollout_correction", "actor.rollout_correction")
 
@@ -50,10 +54,14 @@ class _Schema(Config):
 
 
 class Composition(NamedTuple):
-    """config: typed, not validated but for the rollout correction; notes: what was translated, a line each."""
+    """config: typed, not validated but for the rollout correction; rows: what became of settings in other words."""
 
     config: DictConfig
-    notes: Sequence[str]
+    rows: Sequence[Row]
+
+    def check(self) -> None:
+        """ValueError for settings that have no counterpart and would change what is trained."""
+        check(self.rows, self.config.compat.ignore)
 
 
 def config_folder() -> Path:
@@ -64,60 +72,122 @@ def config_folder() -> Path:
 
 
 def compose_config(
-    overrides: Sequence[str], *, config_name: str = DEFAULT_CONFIG, config_dir: str | None = None
+    overrides: Sequence[str], *, config_name: str | None = None, config_dir: str | None = None
 ) -> DictConfig:
-    """The configuration of `compose_all`, without the notes."""
-    return compose_all(overrides, config_name=config_name, config_dir=config_dir).config
+    """The configuration of `compose_all`, checked as a run would check it."""
+    composed = compose_all(overrides, config_name=config_name, config_dir=config_dir)
+    composed.check()
+    return composed.config
 
 
 def compose_all(
-    overrides: Sequence[str], *, config_name: str = DEFAULT_CONFIG, config_dir: str | None = None
+    overrides: Sequence[str], *, config_name: str | None = None, config_dir: str | None = None
 ) -> Composition:
-    """A file plus overrides. ValueError names the key, the value and what is allowed."""
-    OmegaConf.register_new_resolver("asset", lambda name: str(assets.path(name)), replace=True)
+    """A file plus overrides. ValueError names the key, the value and what is allowed.
+
+    Without a name the file is that of the bundled model; for a whole command line of verl-omni it is `verl_omni`, and
+    for `+experiment=NAME` it is experiment/NAME, a configuration of its own.
+    """
+    _register_resolvers()
+    folders = _folders(config_dir)
+    homes = _homes(folders)
+    config_name, settings = _experiment(config_name, [_setting(override) for override in _parse(overrides)])
+    whole = config_name is None and is_whole_command([setting.key for setting in settings])
+    config_name = config_name or (OTHER_CONFIG if whole else DEFAULT_CONFIG)
+    config_name = config_name.removesuffix(".yaml")
+    if config_name not in homes:
+        raise ValueError(f"--config-name {config_name}: there is no such file; there are {', '.join(sorted(homes))}")
+    translation = translate(settings, set(_keys(OmegaConf.structured(Config))))
+    parsed = _parse(translation.lines)
+    correction = _correction_of([override for override in parsed if _is_correction(override)])
+    others = [override for override in parsed if not _is_correction(override)]
+    _check_keys(others, {path.name for folder in folders for path in folder.iterdir() if path.is_dir()})
+    lines = [_free_form(str(override.input_line)) for override in others]
+    composed = _compose(config_name, lines, homes[config_name], folders)
+    config, notes = _translated(composed, _file_layers(config_name, homes), correction)
+    rows = [*translation.rows, *rows_of_notes(notes)]
+    if whole:
+        rows.append(Row(TRANSLATED, "(what is not given)", f"configs/{OTHER_CONFIG}.yaml"))
+    return Composition(config, resolved(rows, config.compat.ignore))
+
+
+def _compose(name: str, lines: Sequence[str], folder: Path, folders: Sequence[Path]) -> DictConfig:
     ConfigStore.instance().store(name="schema", node=_Schema)
+    home = folder.resolve()
+    further = [f"hydra.searchpath=[file://{other.resolve()}]" for other in folders if other.resolve() != home]
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(config_dir=str(home), version_base="1.3"):
+        try:
+            return compose(config_name=name, overrides=[*lines, *further])
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ValueError(_first_cause(error)) from error
+
+
+def _experiment(config_name: str | None, settings: list[Setting]) -> tuple[str | None, list[Setting]]:
+    """The file that `experiment=NAME` stands for, and the other settings."""
+    chosen = [setting for setting in settings if setting.key == EXPERIMENT]
+    if not chosen:
+        return config_name, settings
+    if config_name is not None or len(chosen) > 1:
+        given = [f"--config-name {config_name}"] if config_name is not None else []
+        given += [setting.line for setting in chosen]
+        raise ValueError(f"{' and '.join(given)}: each is a whole configuration, give one of them")
+    return f"{EXPERIMENT}/{chosen[0].value}", [setting for setting in settings if setting.key != EXPERIMENT]
+
+
+def _homes(folders: Iterable[Path]) -> dict[str, Path]:
+    """Name of a configuration -> the folder that it is in."""
+    return {
+        path.relative_to(folder).with_suffix("").as_posix(): folder
+        for folder in folders
+        for pattern in ("*.yaml", f"{EXPERIMENT}/*.yaml")
+        for path in folder.glob(pattern)
+    }
+
+
+def _folders(config_dir: str | None) -> list[Path]:
     folders = [config_folder()]
     if config_dir is not None:
         folders.append(Path(config_dir).expanduser().resolve())
         if not folders[-1].is_dir():
             raise ValueError(f"--config-dir {config_dir}: there is no such folder")
-    config_name = config_name.removesuffix(".yaml")
-    homes = {path.stem: folder for folder in folders for path in folder.glob("*.yaml")}
-    if config_name not in homes:
-        raise ValueError(f"--config-name {config_name}: there is no such file; there are {', '.join(sorted(homes))}")
-    home = homes[config_name].resolve()
-    notes = [f"{o} -> {o.removeprefix(_OTHER_PREFIX)}" for o in overrides if o.startswith(_OTHER_PREFIX)]
-    parsed = _parse([override.removeprefix(_OTHER_PREFIX) for override in overrides])
-    correction = _correction_of([override for override in parsed if _is_correction(override)])
-    others = [override for override in parsed if not _is_correction(override)]
-    _check_keys(others, {path.name for folder in folders for path in folder.iterdir() if path.is_dir()})
-    lines = [_free_form(str(override.input_line)) for override in others]
-    lines += [f"hydra.searchpath=[file://{folder.resolve()}]" for folder in folders if folder.resolve() != home]
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(config_dir=str(home), version_base="1.3"):
-        try:
-            composed = compose(config_name=config_name, overrides=lines)
-        except (HydraException, OmegaConfBaseException) as error:
-            raise ValueError(_first_cause(error)) from error
-    return _translated(composed, _file_layers(config_name, homes), correction, notes)
+    return folders
+
+
+def _register_resolvers() -> None:
+    """`asset:NAME` is a bundled file; `updates_of_steps:N`, `updates_of_ratio:X` are numbers of optimizer updates."""
+    OmegaConf.register_new_resolver("asset", lambda name: str(assets.path(name)), replace=True)
+    OmegaConf.register_new_resolver(
+        "updates_of_steps", lambda steps, _root_: steps * _updates_per_step(_root_), replace=True
+    )
+    OmegaConf.register_new_resolver(
+        "updates_of_ratio",
+        lambda ratio, _root_: round(ratio * _root_.trainer.total_training_steps) * _updates_per_step(_root_),
+        replace=True,
+    )
+
+
+def _updates_per_step(root: Any) -> int:
+    return int(root.data.train_batch_size // root.actor.ppo_mini_batch_size * root.actor.ppo_epochs)
 
 
 def _translated(
-    composed: DictConfig, files: Sequence[dict[str, Any]], correction: dict[str, Any], notes: list[str]
-) -> Composition:
-    """The typed tree, with the rollout correction of the files and the command line in this project's words."""
+    composed: DictConfig, files: Sequence[dict[str, Any]], correction: dict[str, Any]
+) -> tuple[DictConfig, list[str]]:
+    """The typed tree, with the rollout correction of the files and the command line in this project's words, and what
+    was translated."""
     tree: Any = OmegaConf.to_container(composed)
     in_file = _merged((path, _section(tree[path.split(".")[0]].pop("rollout_correction"))) for path in _CORRECTION)
     known = {key: value for layer in files for key, value in layer.items()}
     from_groups = {key: value for key, value in in_file.items() if key not in known or known[key] != value}
-    config, translated = rollout_correction([*files, from_groups, correction])
+    config, notes = rollout_correction([*files, from_groups, correction])
     try:
         typed = OmegaConf.merge(OmegaConf.structured(Config), tree)
         typed.algorithm.rollout_correction = config
     except OmegaConfBaseException as error:
         raise ValueError(_first_cause(error)) from error
     assert isinstance(typed, DictConfig)
-    return Composition(typed, [*notes, *translated])
+    return typed, notes
 
 
 def _file_layers(name: str, homes: Mapping[str, Path]) -> list[dict[str, Any]]:
@@ -129,10 +199,11 @@ def _file_layers(name: str, homes: Mapping[str, Path]) -> list[dict[str, Any]]:
     own = _merged((path, _section(section)) for path, section in sections)
     layers: list[dict[str, Any]] = []
     for parent in loaded.get("defaults", ["_self_"]):
+        beside = f"{name.rpartition('/')[0]}/{parent}".lstrip("/")
         if parent == "_self_":
             layers.append(own)
-        elif isinstance(parent, str) and parent in homes:
-            layers += _file_layers(parent, homes)
+        elif isinstance(parent, str) and beside in homes:
+            layers += _file_layers(beside, homes)
     return layers if "_self_" in loaded.get("defaults", ["_self_"]) else [*layers, own]
 
 
@@ -174,24 +245,35 @@ def _merged(sections: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     return merged
 
 
+def _setting(override: Override) -> Setting:
+    line = str(override.input_line)
+    value = None if override.is_delete() else _plain(override.value())
+    return Setting(line, override.key_or_group, value, line.partition("=")[2])
+
+
+def _plain(value: Any) -> Any:
+    """A parsed value without Hydra's own types."""
+    if isinstance(value, QuotedString):
+        return value.text
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
 def _value(override: Override) -> Any:
     value = override.value()
     raw = str(override.input_line).partition("=")[2]
     if isinstance(value, int | float) and "_" in raw:
         raise ValueError(f"{override.input_line}: Hydra reads the number {value}; quote a pair twice, '\"{raw}\"'")
-    if isinstance(value, list):
-        return [item.text if isinstance(item, QuotedString) else item for item in value]
-    return value.text if isinstance(value, QuotedString) else value
+    return _plain(value)
 
 
-def to_config(composed: DictConfig) -> Config:
-    """The dataclass tree, validated for the number of processes that the launcher announces."""
+def to_config(composed: DictConfig, *, num_processes: int | None = None) -> Config:
+    """The dataclass tree, validated for a number of processes: that which the launcher announces, if none is given."""
     try:
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise ValueError(_first_cause(error)) from error
     assert isinstance(config, Config)
-    config.validate(int(os.environ.get("WORLD_SIZE", "1")))
+    config.validate(int(os.environ.get("WORLD_SIZE", "1")) if num_processes is None else num_processes)
     return config
 
 
@@ -222,7 +304,7 @@ def _check_keys(overrides: Iterable[Override], groups: set[str]) -> None:
         key = override.key_or_group
         if key.startswith(("hydra", *_FREE_FORM)) or key in known or key in groups:
             continue
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(key, {*known, *(name.removeprefix(PREFIX) for name in RULES)}, n=1, cutoff=0.5)
         leaf = [name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
         hint = f"did you mean {(near or leaf)[0]}?" if near or leaf else "see --cfg job for all keys"
         raise ValueError(f"unknown key {key}: {hint}")

@@ -25,8 +25,8 @@ from flowgrpo_rc.training.update import ActorConfig
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """Prompt files (.txt, .jsonl, .parquet; one or several); train_batch_size counts prompts per step of all
-    processes; negative_prompt is that of prompts which bring none.
+    """Prompt files (.txt, .jsonl, .parquet) or dataset folders, one or several; train_batch_size counts prompts per
+    step of all processes; negative_prompt is that of prompts which bring none.
 
     replay_dir: train on the trajectories that another run saved (its folder) instead of sampling.
     """
@@ -36,6 +36,14 @@ class DataConfig:
     train_batch_size: int = 48
     negative_prompt: str = ""
     replay_dir: str | None = None
+
+
+@dataclass(kw_only=True)
+class CompatConfig:
+    """ignore: overrides of another system (or sections of them) that have no counterpart here and would change what is
+    trained, to go on without."""
+
+    ignore: list[str] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -49,6 +57,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    compat: CompatConfig = field(default_factory=CompatConfig)
 
     def loss(self) -> LossConfig:
         return LossConfig(

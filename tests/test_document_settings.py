@@ -256,10 +256,10 @@ def test_a_translation_is_printed(
 ) -> None:
     assert main(["train", "--cfg", "job", *overrides]) == 0
     printed = capsys.readouterr()
-    translated = [line for line in printed.err.splitlines() if line.startswith("translated: ")]
+    translated = [" ".join(line.split()) for line in printed.err.splitlines() if line.startswith("translated ")]
     assert len(translated) >= len(lines)
     for line in lines:
-        assert any(found.startswith(f"translated: {line}") for found in translated), line
+        assert any(found.startswith(f"translated {line.replace(' -> ', ' ')}") for found in translated), line
     out = [line.strip() for line in printed.out.splitlines()]
     for setting in settings:
         assert setting in out

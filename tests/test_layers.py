@@ -28,9 +28,10 @@ BELOW = {
     "assets": {"assets", "models", "rewards", "batch"},
 }
 BELOW["training"] = {"training", *BELOW} - {"assets"}
-BELOW["compat"] = {"correction"}
+BELOW["compat"] = {"compat", "correction"}
 BELOW["config"] = {*BELOW}
 BELOW["run"] = {*BELOW}
+BELOW["plan"] = {*BELOW}
 BELOW["compose"] = BELOW["commands"] = {*BELOW}
 BELOW["cli"] = {*BELOW}
 BELOW["train"] = {"cli"}

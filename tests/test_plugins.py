@@ -57,7 +57,7 @@ class NotAReward:
 def test_finds_a_plug_in_by_its_module():
     assert load_class(PACKAGE, "jpeg", Reward) is Jpeg
     assert load_class(PACKAGE, f"{HERE}.Constant", Reward) is Constant
-    assert available_plugins(PACKAGE, Reward) == ["exact_match", "function", "jpeg", "ocr"]
+    assert available_plugins(PACKAGE, Reward) == ["exact_match", "function", "jpeg", "ocr", "video_ocr"]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,8 @@ def test_conformance(name):
     kinds = {parameter.kind for parameter in inspect.signature(cls).parameters.values()}
     assert kinds <= {inspect.Parameter.KEYWORD_ONLY}, "options are keywords"
     reward = build(cls, REQUIRED_OPTIONS.get(name, {}), name)
-    batch = ["0", "1", "2"] if reward.kind == "text" else images(3, 32)
+    makes = {"text": lambda: ["0", "1", "2"], "video": lambda: np.stack([images(3, 32)] * 2, axis=1)}
+    batch = makes.get(reward.kind, lambda: images(3, 32))()
     before = batch.copy()
     scores = reward(batch, prompts(3))
     assert len(scores.values) == 3

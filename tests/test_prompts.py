@@ -18,6 +18,11 @@ def write(path, text: str):
     return path
 
 
+def as_parquet(path, rows):
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
 def some_prompts(count: int) -> list[Prompt]:
     return [Prompt(text=f"prompt {index}", index=index) for index in range(count)]
 
@@ -64,8 +69,7 @@ def write_jsonl(path):
 
 
 def write_parquet(path):
-    parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
-    return path
+    return as_parquet(path, ROWS)
 
 
 @pytest.mark.parametrize(("name", "writer"), [("a.jsonl", write_jsonl), ("a.parquet", write_parquet)])
@@ -126,6 +130,137 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ImportError, match=r"data\.train_files: .* needs pyarrow: pip install 'flowgrpo_rc\[parquet\]'"):
         read_prompts(path, require_target=False)
+
+
+# --- datasets of flow_grpo and verl-omni
+
+GENEVAL = [
+    {
+        "tag": "color_attr",
+        "include": [{"class": "bus", "count": 1, "color": "red"}, {"class": "cup", "count": 1, "color": "blue"}],
+        "prompt": "a photo of a red bus and a blue cup",
+    },
+    {
+        "tag": "counting",
+        "include": [{"class": "dog", "count": 3}],
+        "exclude": [{"class": "dog", "count": 4}],
+        "prompt": "a photo of three dogs",
+    },
+]
+SYSTEM = {"role": "system", "content": "Describe the image."}
+
+
+def verl_row(text: str, truth: object, **columns: object) -> dict:
+    """A row as verl-omni's preprocessing writes it."""
+    return {
+        "data_source": "flow_grpo/ocr",
+        "prompt": [SYSTEM, {"role": "user", "content": text}],
+        "negative_prompt": [SYSTEM, {"role": "user", "content": " "}],
+        "ability": "ocr",
+        "reward_model": {"style": "model", "ground_truth": truth},
+        "extra_info": {"split": "train", "index": 3},
+    } | columns
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    """flow_grpo's `dataset` folder in small, with a verl-omni folder beside."""
+    for name in ("ocr", "pickscore", "geneval", "verl"):
+        (tmp_path / name).mkdir()
+    write(tmp_path / "ocr" / "train.txt", 'A sign that reads "OPEN" in neon\nA cake with "Happy Day"\n')
+    write(tmp_path / "ocr" / "test.txt", 'A van that says "TAXI"\n')
+    write(tmp_path / "pickscore" / "train.txt", "a fox, watercolour\nan astronaut\n")
+    write(tmp_path / "pickscore" / "test.txt", "a hut\n")
+    for split, rows in (("train", GENEVAL), ("test", GENEVAL[:1])):
+        lines = "\n".join(json.dumps(row) for row in rows)
+        write(tmp_path / "geneval" / f"{split}_metadata.jsonl", lines)
+    as_parquet(tmp_path / "verl" / "train.parquet", [verl_row('a "CAFE"', "CAFE"), verl_row("a shop", "Bistro")])
+    as_parquet(tmp_path / "verl" / "test.parquet", [verl_row('a "BAR"', "BAR")])
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("folder", "train", "held_out"),
+    [
+        ("ocr", ['A sign that reads "OPEN" in neon', 'A cake with "Happy Day"'], ['A van that says "TAXI"']),
+        ("pickscore", ["a fox, watercolour", "an astronaut"], ["a hut"]),
+        ("geneval", [row["prompt"] for row in GENEVAL], [GENEVAL[0]["prompt"]]),
+        ("verl", ['a "CAFE"', "a shop"], ['a "BAR"']),
+    ],
+)
+def test_a_folder_has_both_splits(dataset, folder, train, held_out):
+    for key, texts in (("data.train_files", train), ("data.val_files", held_out)):
+        assert [p.text for p in read_prompts(dataset / folder, require_target=False, key=key)] == texts
+
+
+def test_targets_and_metadata_reach_the_prompts(dataset):
+    ocr = read_prompts(dataset / "ocr", require_target=True)
+    assert [p.target for p in ocr] == ["OPEN", "Happy Day"]
+    geneval = read_prompts(dataset / "geneval", require_target=False)
+    assert [dict(p.metadata) for p in geneval] == [
+        {key: value for key, value in row.items() if key != "prompt"} for row in GENEVAL
+    ]
+    first, second = read_prompts(dataset / "verl", require_target=True, negative_text="blurry")
+    assert (first.target, second.target) == ("CAFE", "Bistro")
+    assert first.negative_text == " "
+    assert first.metadata == {
+        "data_source": "flow_grpo/ocr",
+        "ability": "ocr",
+        "reward_model": {"style": "model", "ground_truth": "CAFE"},
+        "extra_info": {"split": "train", "index": 3},
+        "system_prompt": "Describe the image.",
+    }
+
+
+def test_chats_in_json_lines_and_prompts_that_are_texts(tmp_path):
+    rows = [
+        verl_row("a cat", ""),
+        verl_row("a dog", {"class": "dog"}, prompt="plain text"),
+        {"prompt": [{"role": "user", "content": 'an "X"'}], "target": "own", "reward_model": {"ground_truth": "Y"}},
+    ]
+    path = write(tmp_path / "rows.jsonl", "\n".join(json.dumps(row) for row in rows))
+    prompts = read_prompts(path, require_target=False)
+    assert [(p.text, p.target) for p in prompts] == [("a cat", None), ("plain text", None), ('an "X"', "own")]
+    assert "system_prompt" not in prompts[1].metadata
+    assert prompts[1].metadata["reward_model"] == {"style": "model", "ground_truth": {"class": "dog"}}
+
+
+@pytest.mark.parametrize(
+    ("chat", "message"),
+    [
+        ([SYSTEM], "row 2: prompt is a chat without a user message"),
+        ([], "row 2: prompt is a chat without a user message"),
+        ([{"role": "user", "content": "a"}] * 2, "row 2: prompt is a chat with 'user' again"),
+        ([{"role": "assistant", "content": "a"}], "row 2: prompt is a chat with 'assistant' .*out of place"),
+        ([{"role": "user", "content": None}], "row 2: prompt must be a text, or a chat"),
+        ([{"role": "user", "content": " "}], "row 2: the prompt is empty"),
+    ],
+)
+def test_bad_chats_are_named(tmp_path, chat, message):
+    path = as_parquet(tmp_path / "a.parquet", [verl_row("fine", "x"), verl_row("", "x", prompt=chat)])
+    with pytest.raises(ValueError, match=message) as error:
+        read_prompts(path, require_target=False)
+    assert str(error.value).startswith(f"data.train_files: {path}")
+
+
+def test_a_row_without_ground_truth_needs_quotes(tmp_path):
+    path = as_parquet(tmp_path / "a.parquet", [verl_row('a "B"', ""), verl_row("no quotes", "")])
+    with pytest.raises(ValueError, match=r"row 2: 'no quotes' has no target"):
+        read_prompts(path, require_target=True)
+
+
+def test_folders_without_a_file_or_with_several(dataset):
+    with pytest.raises(ValueError, match=r"data\.val_files: the folder .* has none of test\.txt, .*: geneval, ocr"):
+        read_prompts(dataset, require_target=False, key="data.val_files")
+    write(dataset / "ocr" / "train.jsonl", json.dumps({"prompt": "a"}))
+    with pytest.raises(ValueError, match=r"data\.train_files: .* has train\.txt, train\.jsonl: give one"):
+        read_prompts(dataset / "ocr", require_target=False)
+
+
+def test_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "a.txt", "one")
+    assert [p.text for p in read_prompts("~/a.txt", require_target=False)] == ["one"]
 
 
 # --- order

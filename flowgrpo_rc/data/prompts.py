@@ -6,8 +6,7 @@ mini-batches of a step hold the same prompts whatever the number of processes.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,9 +14,10 @@ import torch
 
 from flowgrpo_rc.batch import Prompt, PromptBatch
 from flowgrpo_rc.core.random import generator
+from flowgrpo_rc.data.readers import Row, find_file, read_rows
 
 _OWN_KEYS = ("prompt", "target", "negative_prompt")
-Row = Mapping[str, object]
+_SPLITS = {"data.train_files": "train", "data.val_files": "test"}
 
 
 def read_prompts(
@@ -32,18 +32,21 @@ def read_prompts(
     .txt      one prompt a line
     .jsonl    one object a line: `prompt`, optional `target` and `negative_prompt`; all other keys are metadata
     .parquet  the same names as columns
+    a folder  its file for `key`: train.txt, train_metadata.jsonl, ..., or test.* for `data.val_files`
 
+    A prompt may be a chat, and the target `reward_model.ground_truth`, as in the files of verl-omni (`readers`).
     Where no target is given it is the text in the prompt's first pair of double quotes. `negative_text` is the
     negative prompt of prompts that have none.
     Raises ValueError naming `key`, the file and the line for whatever cannot be read, a blank line before the last
     prompt, a wrong type, and a missing or empty target under require_target.
     """
-    files = [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
+    given = [Path(path).expanduser() for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
+    files = [find_file(path, _SPLITS[key], key) for path in given]
     if not files:
         raise ValueError(f"{key} names no file")
     prompts: list[Prompt] = []
     for file in files:
-        rows = list(_read(file, key))
+        rows = list(read_rows(file, key))
         if not rows:
             raise ValueError(f"{key}: {file} has no prompt")
         for place, row in rows:
@@ -111,65 +114,6 @@ def shard(prompts: Sequence[Prompt], *, step: int, mini_batch_size: int, rank: i
     starts = range(rank * share, len(prompts), mini_batch_size)
     slots = [slot for start in starts for slot in range(start, start + share)]
     return PromptBatch(step=step, prompts=[prompts[slot] for slot in slots], slots=slots)
-
-
-def _read(file: Path, key: str) -> Iterator[tuple[str, Row]]:
-    """(place, row) of every prompt in a file; place is for messages, such as `line 3`."""
-    if file.suffix not in _READERS:
-        raise ValueError(f"{key}: {file} ends in {file.suffix!r}; allowed: {', '.join(_READERS)}")
-    if not file.is_file():
-        raise ValueError(f"{key}: there is no file {file} (looked in {Path.cwd()})")
-    return _READERS[file.suffix](file, key)
-
-
-def _read_txt(file: Path, key: str) -> Iterator[tuple[str, Row]]:
-    for place, line in _lines(file, key):
-        yield place, {"prompt": line}
-
-
-def _read_jsonl(file: Path, key: str) -> Iterator[tuple[str, Row]]:
-    for place, line in _lines(file, key):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{key}: {file}, {place}: not JSON ({error})") from error
-        if not isinstance(row, dict):
-            raise ValueError(f'{key}: {file}, {place}: must be an object such as {{"prompt": "..."}}, got {line}')
-        yield place, row
-
-
-def _read_parquet(file: Path, key: str) -> Iterator[tuple[str, Row]]:
-    try:
-        from pyarrow import ArrowInvalid
-        from pyarrow.parquet import read_table
-    except ImportError as error:
-        raise ImportError(f"{key}: reading {file} needs pyarrow: pip install 'flowgrpo_rc[parquet]'") from error
-    try:
-        rows = read_table(file).to_pylist()
-    except ArrowInvalid as error:
-        raise ValueError(f"{key}: {file} is not a parquet file ({error})") from error
-    for number, row in enumerate(rows, start=1):
-        yield f"row {number}", row
-
-
-_READERS: dict[str, Callable[[Path, str], Iterator[tuple[str, Row]]]] = {
-    ".txt": _read_txt,
-    ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
-}
-
-
-def _lines(file: Path, key: str) -> Iterator[tuple[str, str]]:
-    """Lines without the white space around them; blank ones are allowed at the end of the file only."""
-    try:
-        lines = file.read_text(encoding="utf-8-sig").rstrip().split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{key}: {file} is not UTF-8 text ({error})") from error
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield f"line {number}", line.strip()
-        elif len(lines) > 1:
-            raise ValueError(f"{key}: {file}, line {number}: blank; blank lines may only end a file")
 
 
 def _prompt(row: Row, where: str, index: int, require_target: bool, negative_text: str) -> Prompt:

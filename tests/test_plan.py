@@ -1,0 +1,170 @@
+"""`flowgrpo-rc plan`: full architectures without weights, and what a run on them would need."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowgrpo_rc.cli import main
+from flowgrpo_rc.compose import compose_config, config_folder, to_config
+from flowgrpo_rc.models.architecture import build_architecture
+from flowgrpo_rc.models.base import ModelConfig
+from flowgrpo_rc.plan import Plan, make_plan
+
+ARCHITECTURES = config_folder() / "architectures"
+
+# Published numbers of parameters of every part.
+PUBLISHED = {
+    "stable-diffusion-3.5-medium": {
+        "transformer": 2_243_171_520,
+        "text_encoder": 123_650_304,
+        "text_encoder_2": 694_659_840,
+        "text_encoder_3": 4_762_310_656,
+        "vae": 83_819_683,
+    },
+    "FLUX.1-dev": {
+        "transformer": 11_901_408_320,
+        "text_encoder": 123_060_480,
+        "text_encoder_2": 4_762_310_656,
+        "vae": 83_819_683,
+    },
+    "Qwen-Image": {"transformer": 20_430_401_088, "text_encoder": 8_292_166_656, "vae": 126_892_531},
+    "Wan2.1-T2V-1.3B-Diffusers": {"transformer": 1_418_996_800, "text_encoder": 5_680_910_336, "vae": 126_892_531},
+}
+
+
+def plan_of(*overrides: str, processes: int = 1, data: bool = True) -> Plan:
+    files = ["data.train_files=a.txt", "data.val_files=a.txt"] if data else []
+    config = to_config(compose_config([*overrides, *files]), num_processes=processes)
+    return make_plan(config, processes, ARCHITECTURES)
+
+
+def sizes(plan: Plan) -> dict[str, int]:
+    return {name: size for name, size, _ in plan.memory}
+
+
+def values(plan: Plan) -> dict[str, str]:
+    return {name: value for name, value, _ in plan.counts}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_the_published_ones_and_nothing_is_allocated(name: str) -> None:
+    model = build_architecture(ModelConfig(path=str(ARCHITECTURES / name), dtype="bf16"))
+    parts = {key: part for key, part in model.pipeline.components.items() if isinstance(part, torch.nn.Module)}
+    assert {key: sum(p.numel() for p in part.parameters()) for key, part in parts.items()} == PUBLISHED[name]
+    assert all(p.is_meta for part in parts.values() for p in part.parameters())
+    assert {p.dtype for p in model.transformer.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in model.pipeline.vae.parameters()} == {torch.float32}
+
+
+def test_every_architecture_is_listed() -> None:
+    listed = (ARCHITECTURES / "README.md").read_text()
+    assert {path.parent.name for path in ARCHITECTURES.glob("*/model_index.json")} == set(PUBLISHED)
+    for index in ARCHITECTURES.glob("*/model_index.json"):
+        assert json.loads(index.read_text())["_name_or_path"] in listed
+    for parts in PUBLISHED.values():
+        assert all(f"{count:,}" in listed for count in parts.values())
+    assert not [path for path in ARCHITECTURES.rglob("*") if path.is_file() and path.suffix not in (".json", ".md")]
+
+
+def test_the_reference_recipe_by_hand() -> None:
+    plan = plan_of("+experiment=sd35_medium_ocr_8xh100", processes=8)
+    # LoRA of rank 32 on 8 layers of 1536 x 1536 in 24 blocks; the last has no to_add_out.
+    trained = (24 * 8 - 1) * 32 * (1536 + 1536)
+    assert [count for name, count, _ in plan.parameters if name == "LoRA"] == [trained]
+    position = 384 * 384 * 1536  # a buffer
+    assert sizes(plan) == {
+        "transformer": 2 * (2_243_171_520 + position),
+        "text encoders, VAE": sizes(plan)["text encoders, VAE"],
+        "LoRA": 4 * trained,
+        "gradients": 4 * trained,
+        "optimizer": 8 * trained,
+        "average": 4 * trained,
+        "rollout copy": 4 * trained,
+        "batch": 4 * 144 * 10 * 16 * 64 * 64,
+    }
+    encoders = 2 * (123_650_304 + 694_659_840 + 4_762_310_656) + 4 * 83_819_683
+    assert sizes(plan)["text encoders, VAE"] == pytest.approx(encoders, rel=1e-3)  # and small buffers
+    assert values(plan) == {
+        "images per step": "1,152",
+        "groups per step": "48",
+        "stochastic steps": "9",
+        "latents of a sample": "65,536",
+        "forwards, sampling": "2,880",
+        "forwards, reference": "2,592",
+        "forwards with backward": "2,592",
+        "mini-batches per step": "2",
+        "micro-batches each": "72",
+        "steps": "1,000",
+        "updates": "2,000",
+    }
+
+
+def test_sharding_and_an_engine_of_its_own() -> None:
+    """Qwen-Image: frozen weights over four ranks, and a whole pipeline in the engine."""
+    recipe = "+experiment=qwen_image_ocr_rollout_corr_4xh800"
+    sharded, whole = plan_of(recipe, processes=4), plan_of(recipe, "trainer.strategy=ddp", processes=4)
+    assert sizes(sharded)["transformer"] == 2 * 20_430_401_088 // 4
+    assert sizes(whole)["transformer"] == 2 * 20_430_401_088
+    engine = 2 * sum(PUBLISHED["Qwen-Image"].values())
+    assert sizes(sharded)["rollout engine"] == pytest.approx(engine, rel=1e-3)
+    assert "average" not in sizes(sharded)
+    assert "forwards, old policy" not in values(sharded)  # bypass mode
+    assert values(sharded)["forwards, sampling"] == f"{128 * 10 * 2:,}"
+
+
+def test_copies_in_another_precision_and_decoupled_mode() -> None:
+    base = plan_of("+experiment=sd35_medium_ocr_1xh100")
+    changed = plan_of(
+        "+experiment=sd35_medium_ocr_1xh100",
+        "model.dtype=fp32",
+        "algorithm.rollout_correction.bypass_mode=false",
+        "actor.ppo_epochs=2",
+    )
+    trained = sizes(base)["LoRA"] // 4
+    assert sizes(changed)["transformer"] == 2 * sizes(base)["transformer"]
+    assert sizes(changed)["rollout copy"] == sizes(base)["transformer"] + 2 * trained
+    assert values(changed)["forwards, old policy"] == values(base)["forwards with backward"] == f"{64 * 9 * 2:,}"
+    assert values(changed)["forwards with backward"] == f"{64 * 9 * 2 * 2:,}"
+    assert values(changed)["updates"] == "4,000"
+
+
+def test_the_command(capsys: pytest.CaptureFixture) -> None:
+    """The bundled job from its folder, and with the overrides of another system."""
+    assert main(["plan", "trainer.nnodes=1", "actor_rollout_ref.rollout.n=24", "--processes", "2"]) == 0
+    shown = capsys.readouterr()
+    assert "tiny_ocr: StableDiffusion3Pipeline on 2 processes, ddp" in shown.out
+    for words in ("transformer", "2,293,024", "images per step", "8 prompts x 24; 96 on a rank", "sum"):
+        assert words in shown.out
+    assert "no counterpart" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--config-name", "token_grpo"], ["model.kind=causal_lm"]),
+        (["--processes", "3"], ["actor.ppo_mini_batch_size=2", "3 processes"]),
+        (["rollout.pipeline.height=30"], ["rollout.pipeline.height=30", "multiples of"]),
+        (["data.shuffle=False"], ["compat.ignore=[data.shuffle]"]),
+        (
+            ["+experiment=qwen_image_ocr_rollout_corr_4xh800", "rollout.pipeline.true_cfg_scale=null"],
+            ["true_cfg_scale"],
+        ),
+    ],
+)
+def test_what_a_run_would_refuse(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in words), error
+
+
+def test_a_part_without_its_settings(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(ARCHITECTURES / "Qwen-Image", folder)
+    (folder / "vae" / "config.json").unlink()
+    assert main(["plan", "+experiment=qwen_image_ocr_rollout_corr_4xh800", f"model.path={folder}"]) == 2
+    assert "the settings of its vae cannot be read" in capsys.readouterr().err
