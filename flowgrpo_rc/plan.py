@@ -16,9 +16,12 @@ from torch import Tensor, nn
 from flowgrpo_rc.config import Config
 from flowgrpo_rc.models.architecture import META, build_architecture
 from flowgrpo_rc.models.base import DTYPES, FlowModel
+from flowgrpo_rc.rollout.quantization import linear_layers, precision, repeated_blocks
 from flowgrpo_rc.run import check_model
 from flowgrpo_rc.training.lora import add_lora, lora_parameters
 from flowgrpo_rc.training.sharding import resolve_strategy
+
+QUANTIZED_BITS = {"int8": 8, "int4": 4, "fp8": 8, "int8_dynamic": 8}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,13 +89,20 @@ def _memory(
     spread = f"/ {shards} (fsdp2, on one node)" if shards > 1 else "whole on each rank"
     rows = [("transformer", transformer // shards, f"{dtype} weights and buffers, {spread}")]
     others = sum(frozen.values()) - transformer
-    rows.append(("text encoders, VAE", others, f"{dtype} encoders, fp32 VAE"))
+    if config.model.offload_idle:
+        rows.append(("text encoders, VAE", 0, f"on the CPU; {_size(others)} while at work"))
+    else:
+        rows.append(("text encoders, VAE", others, f"{dtype} encoders, fp32 VAE"))
     rows.append(("LoRA", 4 * trained, "4 bytes x LoRA parameters"))
     rows.append(("gradients", 4 * trained, "4 bytes x LoRA parameters"))
-    rows.append(("optimizer", 8 * trained, "AdamW: two moments of 4 bytes x LoRA parameters"))
+    moment = 1 if config.actor.optim.name == "adamw_8bit" else 4
+    rows.append(("optimizer", 2 * moment * trained, f"two moments of {moment} byte(s) x LoRA parameters"))
     if config.actor.ema.enable:
         rows.append(("average", 4 * trained, "4 bytes x LoRA parameters"))
-    rows.append(_replica(config, frozen, trained, strategy))
+    rows.append(_replica(config, model, frozen, trained, strategy))
+    older = config.rollout.staleness
+    if older:
+        rows.append(("older LoRAs", 4 * trained * older, f"4 bytes x LoRA parameters x staleness {older}"))
     samples = config.samples_per_step(num_processes)
     steps, elements = config.rollout.window()[0], math.prod(model.latent_shape(config.rollout.spec()))
     states = 4 * samples * (steps + 1) * elements
@@ -100,13 +110,22 @@ def _memory(
     return rows
 
 
-def _replica(config: Config, frozen: dict[str, int], trained: int, strategy: str) -> tuple[str, int, str]:
+def _replica(
+    config: Config, model: FlowModel, frozen: dict[str, int], trained: int, strategy: str
+) -> tuple[str, int, str]:
     """The copy that samples: in the trainer's process, or an engine of its own with all parts of the pipeline."""
     rollout, training = config.rollout.dtype, config.model.dtype
     scale = DTYPES[rollout].itemsize / DTYPES[training].itemsize
     if config.rollout.name.removesuffix("_engine") != "diffusers":
         size = int(scale * (sum(frozen.values()) - frozen["vae"])) + frozen["vae"] // 4 * DTYPES[rollout].itemsize
         return "rollout engine", size, f"{config.rollout.name} on the same card: a {rollout} pipeline, while awake"
+    if config.rollout.quantization is not None:
+        bits = QUANTIZED_BITS[config.rollout.quantization]
+        linear = _count(layer.weight for block in repeated_blocks(model.transformer) for layer in linear_layers(block))
+        size = int(scale * frozen["transformer"]) - linear * DTYPES[rollout].itemsize + linear * bits // 8
+        lora = DTYPES[rollout].itemsize * trained
+        name = precision(rollout, config.rollout.quantization)
+        return "rollout copy", size + lora, f"{name}: {linear:,} weights of {bits} bits and their scales"
     if rollout != training:
         lora = DTYPES[rollout].itemsize * trained
         return "rollout copy", int(scale * frozen["transformer"]) + lora, f"{rollout} transformer and LoRA"

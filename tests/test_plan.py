@@ -133,6 +133,23 @@ def test_copies_in_another_precision_and_decoupled_mode() -> None:
     assert values(changed)["updates"] == "4,000"
 
 
+def test_what_saves_memory() -> None:
+    recipe = "+experiment=sd35_medium_ocr_1xh100"
+    base = sizes(plan_of(recipe))
+    less = sizes(plan_of(recipe, "model.offload_idle=true", "actor.optim.name=adamw_8bit", "rollout.quantization=int4"))
+    assert less["text encoders, VAE"] == 0
+    assert less["optimizer"] == base["optimizer"] // 4
+    # Per block: 8 projections of attention, the same of the second attention in the first 13, two feed-forwards, two
+    # modulations; the last block has one modulation of its context that is smaller, and neither its output nor its
+    # feed-forward.
+    width, blocks, dual = 1536, 24, 13
+    joint = 8 + 2 * 8 + 2 * 6
+    linear = width**2 * (blocks * joint + dual * (4 + 3) - (1 + 8 + 4))
+    assert less["rollout copy"] == base["transformer"] - 2 * linear + linear // 2 + base["LoRA"] // 2
+    ahead = sizes(plan_of(recipe, "rollout.staleness=2"))
+    assert ahead["older LoRAs"] == 2 * base["LoRA"]
+
+
 def test_the_command(capsys: pytest.CaptureFixture) -> None:
     """The bundled job from its folder, and with the overrides of another system."""
     assert main(["plan", "trainer.nnodes=1", "actor_rollout_ref.rollout.n=24", "--processes", "2"]) == 0

@@ -194,8 +194,8 @@ _ACTOR_RULES: dict[str, Rule] = {
         "use_orig_params strategy ulysses_sequence_parallel_size seed full_determinism",
         _SHARDING,
     ),
-    f"{ACTOR}.optim.optimizer": stops("AdamW is the only one", unless=["AdamW"]),
-    f"{ACTOR}.optim.optimizer_impl": stops("torch.optim is the only one", unless=["torch.optim"]),
+    f"{ACTOR}.optim.optimizer": stops("set actor.optim.name", unless=["AdamW"]),
+    f"{ACTOR}.optim.optimizer_impl": stops("set actor.optim.name", unless=["torch.optim"]),
     f"{ACTOR}.optim.override_optimizer_config": stops("set actor.optim", unless=[None]),
     f"{ACTOR}.optim.lr_scheduler_type": to("actor.optim.lr_scheduler"),
     f"{ACTOR}.optim.warmup_style": lambda setting, given: (
@@ -326,7 +326,7 @@ _TRAINER_RULES: dict[str, Rule] = {
     "trainer.val_only": stops("use the command flowgrpo-rc eval", unless=[False]),
     "trainer.val_before_train": reported("a run starts and ends with an evaluation"),
     "trainer.v1": reported("belongs to trainer_mode=separate_async"),
-    "trainer.v1.trainer_mode": stops("sampling and training take turns", unless=["sync"]),
+    "trainer.v1.trainer_mode": stops("set rollout.staleness", unless=["sync"]),
     "trainer.use_v1": reported("there is one trainer"),
     **each("trainer", "nnodes n_gpus_per_node ray_wait_register_center_timeout ray_master_port_range", _LAUNCHER),
     **each(

@@ -36,7 +36,7 @@ def quantize(network: nn.Module, name: str) -> None:
     """Replace the weights of the blocks' linear layers. ValueError for a layer whose shape does not allow it."""
     from torchao.quantization import quantize_
 
-    layers = [module for block in repeated_blocks(network) for module in _base_layers(block)]
+    layers = [module for block in repeated_blocks(network) for module in linear_layers(block)]
     for layer in layers:
         if name == "int4" and layer.in_features % INT4_GROUP:
             raise ValueError(
@@ -52,7 +52,8 @@ def repeated_blocks(network: nn.Module) -> Iterator[nn.Module]:
         yield from child if isinstance(child, nn.ModuleList) else repeated_blocks(child)
 
 
-def _base_layers(block: nn.Module) -> Iterator[nn.Linear]:
+def linear_layers(block: nn.Module) -> Iterator[nn.Linear]:
+    """Those under a LoRA included, its own not."""
     for name, module in block.named_modules():
         if isinstance(module, nn.Linear) and "lora_" not in name:
             yield module
