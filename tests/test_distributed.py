@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,10 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
 from conftest import WORDS, read_rows, without_timings
 from test_processes import free_port, launch, launch_environment
 
 from flowgrpo_rc.cli import main
+from flowgrpo_rc.compose import compose_config, to_config
 from flowgrpo_rc.training.checkpoint import load_checkpoint
 from flowgrpo_rc.training.sharding import resolve_strategy
 
@@ -298,6 +301,23 @@ def test_configurations_of_the_launcher(path: Path) -> None:
     if sharded:
         assert config.fsdp_config["fsdp_version"] == 2
         assert config.fsdp_config["fsdp_cpu_ram_efficient_loading"] is False
+
+
+def documented_launches() -> list[str]:
+    pages = [ROOT / "README.md", ROOT / "docs" / "scaling_out.md"]
+    lines = "\n".join(page.read_text() for page in pages).replace("\\\n", " ").splitlines()
+    return [line.removesuffix("...") for line in lines if line.startswith("accelerate launch")]
+
+
+@pytest.mark.parametrize("command", documented_launches())
+def test_documented_launches_are_understood(command: str, prompt_file: Path) -> None:
+    parsed = launch_command_parser().parse_args(shlex.split(command)[2:])
+    assert (ROOT / parsed.config_file).is_file()
+    assert parsed.module
+    assert parsed.training_script == "flowgrpo_rc.train"
+    name, *overrides = parsed.training_script_args[1:]
+    files = [f"data.train_files={prompt_file}", f"data.val_files={prompt_file}"]
+    to_config(compose_config([*overrides, *files], config_name=name))
 
 
 @pytest.mark.parametrize(
