@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -264,10 +263,8 @@ def test_a_process_that_dies_takes_the_others_down(
     failing: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str, strategy: str
 ) -> None:
     monkeypatch.setenv("FAILURE", failure)
-    options = (f"trainer.strategy={strategy}", "trainer.timeout_s=60")
-    start = time.monotonic()
+    options = (f"trainer.strategy={strategy}", "trainer.timeout_s=3600")  # far beyond what `launch` waits
     done = launch(2, "-m", "flowgrpo_rc.train", *failing, *options, python_path=tmp_path)
-    assert time.monotonic() - start < 50
     assert done.returncode != 0
     assert "error: process 0 of 2 cannot reach another one" in done.stderr
     assert ("this process fails alone" in done.stderr) == (failure == "raises")
@@ -277,7 +274,7 @@ def test_a_process_that_hangs_is_noticed_in_time(failing: list[str], tmp_path: P
     """Without a launcher that would end the other one too."""
     rendezvous = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment = launch_environment(tmp_path) | rendezvous | {"FAILURE": "hangs"}
-    command = [sys.executable, "-m", "flowgrpo_rc.train", *failing, "trainer.timeout_s=3"]
+    command = [sys.executable, "-m", "flowgrpo_rc.train", *failing, "trainer.timeout_s=5"]
     ranks = [
         subprocess.Popen(command, env=environment | {"RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE)
         for rank in ("0", "1")
@@ -289,7 +286,7 @@ def test_a_process_that_hangs_is_noticed_in_time(failing: list[str], tmp_path: P
         ranks[1].send_signal(signal.SIGKILL)
         ranks[1].communicate()
     assert ranks[0].returncode == 1
-    assert re.search(r"error: process 0 of 2 .*trainer\.timeout_s.*Timed out waiting 3000ms", error.decode())
+    assert re.search(r"error: process 0 of 2 .*trainer\.timeout_s.*Timed out waiting 5000ms", error.decode())
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
