@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
 from conftest import WORDS, read_rows, without_timings
 from test_processes import free_port, launch, launch_environment
 
 from flowgrpo_rc.cli import main
+from flowgrpo_rc.compose import compose_config, to_config
 from flowgrpo_rc.training.checkpoint import load_checkpoint
 from flowgrpo_rc.training.sharding import resolve_strategy
 
@@ -261,10 +263,8 @@ def test_a_process_that_dies_takes_the_others_down(
     failing: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str, strategy: str
 ) -> None:
     monkeypatch.setenv("FAILURE", failure)
-    options = (f"trainer.strategy={strategy}", "trainer.timeout_s=60")
-    start = time.monotonic()
+    options = (f"trainer.strategy={strategy}", "trainer.timeout_s=3600")  # far beyond what `launch` waits
     done = launch(2, "-m", "flowgrpo_rc.train", *failing, *options, python_path=tmp_path)
-    assert time.monotonic() - start < 50
     assert done.returncode != 0
     assert "error: process 0 of 2 cannot reach another one" in done.stderr
     assert ("this process fails alone" in done.stderr) == (failure == "raises")
@@ -274,7 +274,7 @@ def test_a_process_that_hangs_is_noticed_in_time(failing: list[str], tmp_path: P
     """Without a launcher that would end the other one too."""
     rendezvous = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment = launch_environment(tmp_path) | rendezvous | {"FAILURE": "hangs"}
-    command = [sys.executable, "-m", "flowgrpo_rc.train", *failing, "trainer.timeout_s=3"]
+    command = [sys.executable, "-m", "flowgrpo_rc.train", *failing, "trainer.timeout_s=5"]
     ranks = [
         subprocess.Popen(command, env=environment | {"RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE)
         for rank in ("0", "1")
@@ -286,7 +286,7 @@ def test_a_process_that_hangs_is_noticed_in_time(failing: list[str], tmp_path: P
         ranks[1].send_signal(signal.SIGKILL)
         ranks[1].communicate()
     assert ranks[0].returncode == 1
-    assert re.search(r"error: process 0 of 2 .*trainer\.timeout_s.*Timed out waiting 3000ms", error.decode())
+    assert re.search(r"error: process 0 of 2 .*trainer\.timeout_s.*Timed out waiting 5000ms", error.decode())
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
@@ -298,6 +298,23 @@ def test_configurations_of_the_launcher(path: Path) -> None:
     if sharded:
         assert config.fsdp_config["fsdp_version"] == 2
         assert config.fsdp_config["fsdp_cpu_ram_efficient_loading"] is False
+
+
+def documented_launches() -> list[str]:
+    pages = [ROOT / "README.md", ROOT / "docs" / "scaling_out.md"]
+    lines = "\n".join(page.read_text() for page in pages).replace("\\\n", " ").splitlines()
+    return [line.removesuffix("...") for line in lines if line.startswith("accelerate launch")]
+
+
+@pytest.mark.parametrize("command", documented_launches())
+def test_documented_launches_are_understood(command: str, prompt_file: Path) -> None:
+    parsed = launch_command_parser().parse_args(shlex.split(command)[2:])
+    assert (ROOT / parsed.config_file).is_file()
+    assert parsed.module
+    assert parsed.training_script == "flowgrpo_rc.train"
+    name, *overrides = parsed.training_script_args[1:]
+    files = [f"data.train_files={prompt_file}", f"data.val_files={prompt_file}"]
+    to_config(compose_config([*overrides, *files], config_name=name))
 
 
 @pytest.mark.parametrize(
