@@ -62,11 +62,11 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         timeout_s: float = 600.0,
         start_timeout_s: float = 1800.0,
     ) -> None:
-        if find_spec("vllm_omni") is None:
-            raise ImportError("rollout.name=vllm_omni needs vLLM-Omni: pip install 'flowgrpo_rc[vllm-omni]'")
         _check_model(model, quantization)
         _check_options(model.device, tensor_parallel_size, attention_backend, memory_fraction, sleep)
         _check_timeouts(timeout_s=timeout_s, start_timeout_s=start_timeout_s)
+        if find_spec("vllm_omni") is None:
+            raise ImportError("rollout.name=vllm_omni needs vLLM-Omni: pip install 'flowgrpo_rc[vllm-omni]'")
         self._model, self._dtype, self._chunk_size, self._record_means = model, dtype, chunk_size, record_means
         ((self._adapter, self._lora_config),) = network.peft_config.items()
         state = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
