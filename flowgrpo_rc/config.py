@@ -16,7 +16,7 @@ from flowgrpo_rc.data.prompts import PromptSampler, read_prompts
 from flowgrpo_rc.losses.base import LossConfig
 from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.rewards.manager import RewardConfig, check_kind, requires_target, validate_rewards
-from flowgrpo_rc.rollout.base import RolloutConfig
+from flowgrpo_rc.rollout.base import EvaluationConfig, PipelineConfig, RolloutConfig
 from flowgrpo_rc.training.run_folder import check_writable
 from flowgrpo_rc.training.settings import AlgorithmConfig, TrainerConfig
 from flowgrpo_rc.training.source import replay_files
@@ -127,6 +127,12 @@ class Config:
                 "actor.use_kl_loss=true and algorithm.rollout_correction.rollout_is_batch_normalize=true cannot be "
                 "combined in bypass mode, where the normalisation scales the whole gradient: drop one of them"
             )
+        scales = [s for where in (self.rollout.pipeline, self.rollout.val_kwargs) for s in _guidance(where)]
+        if self.data.negative_prompt and max(scales) <= 1:
+            raise ValueError(
+                f"data.negative_prompt={self.data.negative_prompt!r} has no effect without guidance: set "
+                "rollout.pipeline.guidance_scale (or true_cfg_scale, where the model has it) above 1, or drop it"
+            )
         ema, updates = self.actor.ema, self.total_updates()
         if ema.enable and ema.update_interval > updates:
             raise ValueError(
@@ -179,6 +185,10 @@ class Config:
         """
         checkpoints = (self.trainer.max_checkpoints_to_keep + 1) * num_parameters * 16
         check_writable(Path(self.trainer.output_dir), needed_bytes=64 * 2**20 + checkpoints)
+
+
+def _guidance(given: PipelineConfig | EvaluationConfig) -> tuple[float, float]:
+    return given.guidance_scale, given.true_cfg_scale or 1.0
 
 
 def _pair(name: str, config: Config, default: Config) -> tuple[object, object]:

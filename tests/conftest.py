@@ -37,6 +37,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a random checkpoint by its name in `tiny_models`, made once."""
+    from tiny_models import TINY, VARIANTS
+
+    root = tmp_path_factory.mktemp("tiny")
+
+    def folder(name: str) -> Path:
+        if not (root / name).exists():
+            (TINY | VARIANTS)[name].save(root / name)
+        return root / name
+
+    return folder
+
+
+@pytest.fixture(scope="session")
 def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("prompts") / "words.txt"
     path.write_text("".join(f'"{word}"\n' for word in WORDS))

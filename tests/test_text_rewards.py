@@ -164,5 +164,9 @@ def test_a_reward_must_fit_the_model():
         check_kind(RewardConfig(terms={"ocr": {}, "exact_match": {}}), "text")
     with pytest.raises(ValueError, match=r"reward\.terms\.match scores texts, and the model makes images"):
         check_kind(RewardConfig(terms={"match": {"_target_": "exact_match", "weight": 0.0}, "jpeg": {}}), "image")
-    with pytest.raises(ValueError, match=r"reward\.terms\.x: Unknown\.kind='sound': allowed are image, text, any"):
+    with pytest.raises(ValueError, match=r"reward\.terms\.jpeg scores images, and the model makes videos: drop it"):
+        check_kind(RewardConfig(terms={"jpeg": {}, "f": function}), "video")
+    with pytest.raises(
+        ValueError, match=r"reward\.terms\.x: Unknown\.kind='sound': allowed are image, video, text, any"
+    ):
         validate_rewards(RewardConfig(terms={"x": {"_target_": f"{HERE}.Unknown"}}))

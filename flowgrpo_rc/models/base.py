@@ -91,7 +91,7 @@ class TrainableModel(Protocol):
 class FlowModel(ABC):
     """A loaded pipeline. `transformer` is the base network; callers pass the copy they want evaluated.
 
-    Everything but `encode` and `decode` needs no weights: a pipeline of models on the meta device will do.
+    `check` and `latent_shape` need no weights: a pipeline of models on the meta device will do.
 
     pipeline_class: the class in the checkpoint's model_index.json.
     makes: what `decode` returns, "image" or "video".

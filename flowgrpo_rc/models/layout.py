@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import SamplerSpec
+from flowgrpo_rc.models.base import Schedule
 
 
 def check_size(spec: SamplerSpec, *, multiple: int, largest: int | None = None) -> None:
@@ -27,6 +28,14 @@ def dynamic_shift(scheduler: Any, num_tokens: int) -> float:
     config = scheduler.config
     slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
     return float(num_tokens * slope + (config.base_shift - slope * config.base_image_seq_len))
+
+
+def linear_schedule(scheduler: Any, num_steps: int, num_tokens: int, device: torch.device) -> Schedule:
+    """Evenly spaced sigmas from 1 to 1 / num_steps, then shifted for an image of `num_tokens`."""
+    scheduler.set_timesteps(
+        sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=dynamic_shift(scheduler, num_tokens), device=device
+    )
+    return Schedule(scheduler.sigmas.clone(), scheduler.timesteps.clone())
 
 
 def unpack(latents: Tensor, rows: int, columns: int) -> Tensor:

@@ -48,6 +48,8 @@ class Replica:
         self.version = version
 
 
-def _stored(module: torch.nn.Module) -> list[Tensor]:
-    """Parameters and floating-point buffers that a checkpoint holds."""
-    return [tensor for tensor in module.state_dict(keep_vars=True).values() if tensor.is_floating_point()]
+def _stored(module: Any) -> list[Tensor]:
+    """Parameters and floating-point buffers that a checkpoint holds, without those that the class keeps in fp32."""
+    kept = set(module._keep_in_fp32_modules or ())
+    tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    return [t for name, t in tensors.items() if t.is_floating_point() and not kept & set(name.split("."))]

@@ -1,4 +1,4 @@
-"""Images of a flow model: SDE windows for training, ODE samples for evaluation, captioned grids."""
+"""Images or videos of a flow model: SDE windows for training, ODE samples for evaluation, captioned grids."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.base import ImageRequest, RolloutConfig
 from flowgrpo_rc.rollout.diffusers_engine import encode_prompts
-from flowgrpo_rc.training.samples import save_grid
+from flowgrpo_rc.training.samples import film_strips, save_animation, save_grid
 from flowgrpo_rc.training.task import Task
 
 
 class ImageTask(Task):
-    """Each held-out prompt has one image whose noise follows from (rollout.val_kwargs.seed, position of the prompt), so
-    the images of two evaluations differ by the weights alone."""
+    """Each held-out prompt has one sample, whose noise follows from (rollout.val_kwargs.seed, position of the prompt):
+    the samples of two evaluations differ by the weights alone."""
 
     model: FlowModel
     policy: FlowPolicy
@@ -90,9 +90,13 @@ class ImageTask(Task):
     def save_samples(
         self, stem: Path, samples: Sequence[Any], prompts: Sequence[Prompt], scores: Sequence[float]
     ) -> Image.Image | None:
-        """A captioned grid, `stem`.png."""
+        """A captioned grid, `stem`.png; of videos three frames each, and all of them in `stem`.webp."""
         captions = [f"{p.target or p.text} {score:.2f}" for p, score in zip(prompts, scores, strict=True)]
-        return save_grid(stem.with_suffix(".png"), np.asarray(samples), captions)
+        pictures = np.asarray(samples)
+        if self.model.makes == "video":
+            save_animation(stem.with_suffix(".webp"), pictures, captions)
+            pictures = film_strips(pictures)
+        return save_grid(stem.with_suffix(".png"), pictures, captions)
 
     def _latents(self, prompts: Sequence[Prompt]) -> Tensor:
         shape = self.model.latent_shape(self._held_out)

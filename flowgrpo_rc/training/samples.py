@@ -1,4 +1,4 @@
-"""Captioned grids of sampled images, the same prompts and seeds each time, so that two grids can be compared."""
+"""Captioned grids of sampled images or videos, the same prompts and seeds each time, so that two can be compared."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _MAX_SIDE = 256
 _GAP = 8
 _FONT_SIZE = 14
 _CAPTION_HEIGHT = 20
+_FRAMES_PER_SECOND = 16
 _BACKGROUND = "white"
 _INK = "#333333"
 
@@ -58,6 +59,22 @@ def save_grid(path: Path, images: np.ndarray, captions: Sequence[str], *, column
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, buffer.getvalue())
     return grid
+
+
+def film_strips(videos: np.ndarray) -> np.ndarray:
+    """First, middle and last frame of videos [N, F, H, W, 3] side by side, as images [N, H, 3 W, 3]."""
+    last = videos.shape[1] - 1
+    return np.concatenate([videos[:, frame] for frame in (0, last // 2, last)], axis=2)
+
+
+def save_animation(path: Path, videos: np.ndarray, captions: Sequence[str], *, columns: int = 8) -> None:
+    """Writes the grids of all frames of videos [N, F, H, W, 3] uint8 as an animated WebP, whole or not at all."""
+    first, *rest = (image_grid(videos[:, frame], captions, columns=columns) for frame in range(videos.shape[1]))
+    buffer = io.BytesIO()
+    duration = round(1000 / _FRAMES_PER_SECOND)
+    first.save(buffer, format="WEBP", save_all=True, append_images=rest, duration=duration, loop=0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, buffer.getvalue())
 
 
 def _resized(image: Image.Image, scale: int | None) -> Image.Image:

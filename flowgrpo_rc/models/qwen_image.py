@@ -1,0 +1,97 @@
+"""Qwen-Image (arXiv 2508.02324)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.batch import Conditioning, SamplerSpec
+from flowgrpo_rc.models.base import FlowModel, Schedule
+from flowgrpo_rc.models.layout import check_size, linear_schedule, to_uint8, unpack, unscaled
+
+
+class QwenImage(FlowModel):
+    """Qwen2.5-VL's hidden states, masked, since prompts keep their own length; packed latents [B, H/16 * W/16, 64].
+
+    true_cfg_scale guides on a negative prompt; the guided velocity of a token is scaled back to the length that it has
+    without guidance.
+    """
+
+    pipeline_class = "QwenImagePipeline"
+    cfg_key = "true_cfg_scale"
+    max_sequence_length = 1024
+    default_target_modules = (
+        "attn.add_k_proj",
+        "attn.add_q_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+        "attn.to_k",
+        "attn.to_out.0",
+        "attn.to_q",
+        "attn.to_v",
+        "img_mlp.net.0.proj",
+        "img_mlp.net.2",
+        "txt_mlp.net.0.proj",
+        "txt_mlp.net.2",
+    )
+
+    def check(self, spec: SamplerSpec, key: str) -> None:
+        check_size(spec, multiple=2 * self.pipeline.vae_scale_factor)
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
+        embeds, mask = self.pipeline.encode_prompt(
+            list(prompts), device=self.device, max_sequence_length=max_sequence_length
+        )
+        return Conditioning(embeds=embeds, mask=None if mask is None else mask.bool())
+
+    def latent_shape(self, spec: SamplerSpec) -> tuple[int, ...]:
+        rows, columns = self._patches(spec)
+        return rows * columns, self.transformer.config.in_channels
+
+    def schedule(self, spec: SamplerSpec) -> Schedule:
+        rows, columns = self._patches(spec)
+        return linear_schedule(self.pipeline.scheduler, spec.num_inference_steps, rows * columns, self.device)
+
+    def velocity(
+        self,
+        transformer: Any,
+        latents: Tensor,
+        timesteps: Tensor,
+        conditioning: Conditioning,
+        negative: Conditioning | None,
+        spec: SamplerSpec,
+    ) -> Tensor:
+        def predict(text: Conditioning) -> Tensor:
+            predicted: Tensor = transformer(
+                hidden_states=latents.to(transformer.dtype),
+                timestep=timesteps / 1000,
+                encoder_hidden_states=text.embeds.to(transformer.dtype),
+                encoder_hidden_states_mask=text.mask,
+                img_shapes=[[(1, *self._patches(spec))]] * len(latents),
+                return_dict=False,
+            )[0]
+            return predicted.float()
+
+        guided = predict(conditioning)
+        if negative is None:
+            return guided
+        unguided = predict(negative)
+        combined = unguided + self.cfg_scale(spec) * (guided - unguided)
+        return combined * (guided.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
+        vae = self.pipeline.vae
+        frames = unpack(latents, *self._patches(spec)).unsqueeze(2).to(vae.dtype)
+        decoded = vae.decode(unscaled(frames, vae), return_dict=False)[0][:, :, 0]
+        return to_uint8(self.pipeline.image_processor.postprocess(decoded, output_type="np"))
+
+    def _patches(self, spec: SamplerSpec) -> tuple[int, int]:
+        """Rows and columns of the image's tokens."""
+        side = 2 * self.pipeline.vae_scale_factor
+        return spec.height // side, spec.width // side

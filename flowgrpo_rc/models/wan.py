@@ -1,0 +1,111 @@
+"""Wan 2.1 and 2.2 text-to-video with one transformer (arXiv 2503.20314)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from torch import Tensor
+
+from flowgrpo_rc.batch import Conditioning, SamplerSpec
+from flowgrpo_rc.models.base import FlowModel, Schedule
+from flowgrpo_rc.models.layout import check_size, to_uint8, unscaled
+
+
+class Wan(FlowModel):
+    """UMT5, padded to max_sequence_length; latents [B, C, 1 + (frames - 1) / 4, H/8, W/8]; a causal 3D VAE.
+
+    Checkpoints come with UniPC, a multistep solver, which has no Gaussian step: its sigmas and timesteps are kept, the
+    steps are Euler's. Its first sigma is 1e-6 below 1 for the sake of a logarithm; here it is 1.
+    """
+
+    pipeline_class = "WanPipeline"
+    makes = "video"
+    default_target_modules = tuple(
+        f"{attention}.{layer}" for attention in ("attn1", "attn2") for layer in ("to_k", "to_out.0", "to_q", "to_v")
+    )
+    unsupported_components: ClassVar[Mapping[str, str]] = {
+        "transformer_2": "two transformers, one for each part of the schedule, would need a LoRA each; give a "
+        "model.path with one, such as Wan 2.1 or Wan 2.2 TI2V-5B"
+    }
+
+    def check(self, spec: SamplerSpec, key: str) -> None:
+        pipeline = self.pipeline
+        _, rows, columns = self.transformer.config.patch_size
+        assert rows == columns, "Wan's patches are square"
+        check_size(spec, multiple=math.lcm(16, rows * pipeline.vae_scale_factor_spatial))
+        assert spec.num_frames is not None, "a video has frames"
+        if spec.num_frames % pipeline.vae_scale_factor_temporal != 1:
+            raise ValueError(
+                f"rollout.pipeline.num_frames={spec.num_frames}: this model makes multiples of "
+                f"{pipeline.vae_scale_factor_temporal} and 1 more: 1, {1 + pipeline.vae_scale_factor_temporal}, ..."
+            )
+        config = pipeline.scheduler.config
+        if not isinstance(pipeline.scheduler, FlowMatchEulerDiscreteScheduler) and not config.get("use_flow_sigmas"):
+            raise ValueError(
+                f"model.path: its scheduler, {type(pipeline.scheduler).__name__}, does not walk the sigmas of a flow "
+                "(use_flow_sigmas)"
+            )
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
+        embeds, _ = self.pipeline.encode_prompt(
+            list(prompts),
+            do_classifier_free_guidance=False,
+            max_sequence_length=max_sequence_length,
+            device=self.device,
+        )
+        return Conditioning(embeds=embeds)
+
+    def latent_shape(self, spec: SamplerSpec) -> tuple[int, ...]:
+        pipeline = self.pipeline
+        assert spec.num_frames is not None, "a video has frames"
+        frames = 1 + (spec.num_frames - 1) // pipeline.vae_scale_factor_temporal
+        factor = pipeline.vae_scale_factor_spatial
+        return self.transformer.config.in_channels, frames, spec.height // factor, spec.width // factor
+
+    def schedule(self, spec: SamplerSpec) -> Schedule:
+        scheduler = self.pipeline.scheduler
+        scheduler.set_timesteps(spec.num_inference_steps, device=self.device)
+        sigmas = scheduler.sigmas.to(self.device)
+        return Schedule(torch.where(sigmas > 1 - 2e-6, 1.0, sigmas), scheduler.timesteps.float())
+
+    def velocity(
+        self,
+        transformer: Any,
+        latents: Tensor,
+        timesteps: Tensor,
+        conditioning: Conditioning,
+        negative: Conditioning | None,
+        spec: SamplerSpec,
+    ) -> Tensor:
+        if self.pipeline.config.expand_timesteps:  # Wan 2.2 TI2V: a timestep for each token
+            timesteps = timesteps.unsqueeze(1).expand(-1, self._num_tokens(latents))
+
+        def predict(text: Conditioning) -> Tensor:
+            predicted: Tensor = transformer(
+                hidden_states=latents.to(transformer.dtype),
+                timestep=timesteps,
+                encoder_hidden_states=text.embeds.to(transformer.dtype),
+                return_dict=False,
+            )[0]
+            return predicted.float()
+
+        guided = predict(conditioning)
+        if negative is None:
+            return guided
+        unguided = predict(negative)
+        return unguided + self.cfg_scale(spec) * (guided - unguided)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
+        vae = self.pipeline.vae
+        decoded = vae.decode(unscaled(latents.to(vae.dtype), vae), return_dict=False)[0]
+        return to_uint8(self.pipeline.video_processor.postprocess_video(decoded, output_type="np"))
+
+    def _num_tokens(self, latents: Tensor) -> int:
+        return latents[0, 0].numel() // math.prod(self.transformer.config.patch_size)
