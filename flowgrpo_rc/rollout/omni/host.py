@@ -48,6 +48,7 @@ class Host:
         )
         config.enrich_config()
         self._engine = DiffusionEngine.make_engine(config)
+        self._engine.post_process_func = None  # the trainer decodes; Qwen-Image's would take latents for a picture
         self._chunk_size, self._sleeps, self._asleep = fields["chunk_size"], fields["sleep"], False
         self._adapter: LoRARequest | None = None
         self._count = 0

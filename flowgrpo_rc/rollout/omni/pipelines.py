@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -43,9 +43,13 @@ class Sample:
 
 
 class Recorder:
-    """Mixed into a pipeline: runs `diffuse` on the requests' own noise and sends back what it recorded."""
+    """Mixed into a pipeline: runs `diffuse` on the requests' own noise and sends back what it recorded.
+
+    renamed: the end of a module's name in diffusers -> in vLLM-Omni.
+    """
 
     supports_request_batch = True
+    renamed: ClassVar[Mapping[str, str]] = {}
     od_config: Any
     device: torch.device
     lora: tuple[Mapping[str, Tensor], int] | None = None
@@ -97,9 +101,13 @@ class Recorder:
         """The hook by which vLLM-Omni asks a pipeline for an adapter: from memory, in the tensors' own precision."""
         assert self.lora is not None, "tensors are handed over before they are bound"
         tensors, rank = self.lora
-        modules = sorted({name.split(".lora_")[0] for name in tensors})
+        named = {}
+        for name, tensor in tensors.items():
+            for theirs, ours in self.renamed.items():
+                name = name.replace(f"{theirs}.lora_", f"{ours}.lora_")
+            named[f"base_model.model.{name}"] = tensor
+        modules = sorted({name.removeprefix("base_model.model.").split(".lora_")[0] for name in named})
         helper = PEFTHelper(r=rank, lora_alpha=rank, target_modules=modules)
-        named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
         model = LoRAModel.from_lora_tensors(lora_request.lora_int_id, named, helper, device="cpu", dtype=dtype)
         return model, helper
 
@@ -136,9 +144,11 @@ class RolloutStableDiffusion3(Recorder, StableDiffusion3Pipeline):
 
 
 class RolloutQwenImage(Recorder, QwenImagePipeline):
+    renamed: ClassVar[Mapping[str, str]] = {".to_out.0": ".to_out"}
+
     def encode(self, texts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
         embeds, mask = self.encode_prompt(texts, max_sequence_length=max_sequence_length)
-        return {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
+        return {"prompt_embeds": embeds.to(self.od_config.dtype), "prompt_embeds_mask": mask}  # its encoder has its own
 
     def diffuse(
         self,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 from vllm_omni.lora.request import LoRARequest
+
+Pair = tuple[Tensor, Tensor]
 
 
 class RolloutWorker(CustomPipelineWorkerExtension):
@@ -36,17 +38,29 @@ class RolloutWorker(CustomPipelineWorkerExtension):
         With tensor parallelism a layer holds a part, and the whole tensors are read from the manager instead, which
         binds all or raises.
         """
-        manager, (_, rank) = self.lora_manager, self.model_runner.pipeline.lora
-        if self.od_config.parallel_config.tensor_parallel_size > 1:
-            adapters = [manager._registered_adapters[key] for key in [manager._active_adapter_id] if key is not None]
-            held = {name: weights for adapter in adapters for name, weights in adapter.loras.items()}
-            return {f"{n}.lora_{k}.weight": t for n, w in held.items() for k, t in (("A", w.lora_a), ("B", w.lora_b))}
-        bound = {}
-        for path, layer in manager._lora_modules.items():
-            module, _, leaf = path.partition(".")[2].rpartition(".")  # without `transformer.`
-            slices = manager._get_packed_sublayer_suffixes(leaf, layer.n_slices) if layer.n_slices > 1 else [leaf]
-            for index, name in enumerate(slices):
-                if layer._diffusion_lora_active_slices[index]:
-                    bound[f"{module}.{name}.lora_A.weight"] = layer.lora_a_stacked[index][0, 0, :rank]
-                    bound[f"{module}.{name}.lora_B.weight"] = layer.lora_b_stacked[index][0, 0, :, :rank]
-        return bound
+        manager, pipeline = self.lora_manager, self.model_runner.pipeline
+        _, rank = pipeline.lora
+        whole = self.od_config.parallel_config.tensor_parallel_size == 1
+        bound = _in_layers(manager, rank) if whole else _in_manager(manager)
+        named: dict[str, Tensor] = {}
+        for module, pair in bound:
+            for theirs, ours in pipeline.renamed.items():
+                module = module.removesuffix(ours) + theirs if module.endswith(ours) else module
+            named |= {f"{module}.lora_{letter}.weight": tensor for letter, tensor in zip("AB", pair, strict=True)}
+        return named
+
+
+def _in_layers(manager: Any, rank: int) -> Iterator[tuple[str, Pair]]:
+    for path, layer in manager._lora_modules.items():
+        parent, _, leaf = path.partition(".")[2].rpartition(".")  # without `transformer.`
+        slices = manager._get_packed_sublayer_suffixes(leaf, layer.n_slices) if layer.n_slices > 1 else [leaf]
+        for index, name in enumerate(slices):
+            if layer._diffusion_lora_active_slices[index]:
+                a, b = layer.lora_a_stacked[index], layer.lora_b_stacked[index]
+                yield f"{parent}.{name}", (a[0, 0, :rank], b[0, 0, :, :rank])
+
+
+def _in_manager(manager: Any) -> Iterator[tuple[str, Pair]]:
+    adapter = manager._registered_adapters.get(manager._active_adapter_id)
+    for name, weights in () if adapter is None else adapter.loras.items():
+        yield name, (weights.lora_a, weights.lora_b)
