@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # rewards and functions of the user's own, as under `python -m`
     from flowgrpo_rc.rewards.manager import RewardError
+    from flowgrpo_rc.rollout.base import EngineError
     from flowgrpo_rc.training.checkpoint import CheckpointError
     from flowgrpo_rc.training.processes import ProcessLost
     from flowgrpo_rc.training.update import NonFiniteGradient
@@ -32,7 +33,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
-    except (RewardError, CheckpointError, NonFiniteGradient, ProcessLost, OSError, ImportError) as error:
+    except (
+        RewardError,
+        CheckpointError,
+        NonFiniteGradient,
+        ProcessLost,
+        EngineError,
+        OSError,
+        ImportError,
+    ) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
 

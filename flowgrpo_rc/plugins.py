@@ -21,12 +21,16 @@ _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEY
 def load_class(package: str, name: str, base: type) -> type:
     """The plug-in class called `name`: the one in module `package.name`, or the class at a dotted path.
 
-    Raises ValueError for an unknown name (listing what there is), for a module that does not hold exactly one
-    concrete subclass of `base`, and for a dotted path that leads to no such class.
+    The ending of a module such as `vllm_engine` may be left out. Raises ValueError for an unknown name (listing what
+    there is), for a module that does not hold exactly one concrete subclass of `base`, and for a dotted path that
+    leads to no such class.
     """
     if "." in name:
         return _class_at(name, base)
-    if name not in _module_names(package):
+    modules = _module_names(package)
+    if f"{name}_engine" in modules:
+        name = f"{name}_engine"
+    if name not in modules:
         available = available_plugins(package, base)
         raise ValueError(
             f"{package} has no plug-in {name!r}{did_you_mean(name, available)}; available: {', '.join(available)}, "

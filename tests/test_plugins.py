@@ -16,6 +16,7 @@ from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import available_plugins, build, load_class
 from flowgrpo_rc.rewards.base import Reward, Scores
 from flowgrpo_rc.rewards.jpeg import Jpeg
+from flowgrpo_rc.rollout.base import RolloutEngine
 
 HERE = __name__
 PACKAGE = "flowgrpo_rc.rewards"
@@ -58,6 +59,13 @@ def test_finds_a_plug_in_by_its_module():
     assert load_class(PACKAGE, "jpeg", Reward) is Jpeg
     assert load_class(PACKAGE, f"{HERE}.Constant", Reward) is Constant
     assert available_plugins(PACKAGE, Reward) == ["exact_match", "function", "jpeg", "ocr", "video_ocr"]
+
+
+@pytest.mark.parametrize("name", ["diffusers", "transformers", "vllm", "vllm_omni"])
+def test_the_ending_of_an_engine_may_be_left_out(name):
+    short, full = (load_class("flowgrpo_rc.rollout", n, RolloutEngine) for n in (name, f"{name}_engine"))
+    assert short is full
+    assert full.__module__ == f"flowgrpo_rc.rollout.{name}_engine"
 
 
 @pytest.mark.parametrize(

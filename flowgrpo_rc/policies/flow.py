@@ -22,14 +22,17 @@ from flowgrpo_rc.policies.base import Policy
 from flowgrpo_rc.policies.scheduler import step_transition
 
 NoiseSource = Callable[[int], Tensor]
+Velocity = Callable[[Tensor, Tensor], Tensor]
 
 
 class Trajectory(NamedTuple):
-    """final [B, ...]; window_latents [B, T+1, ...]; log_probs [B, T]; the schedule that was walked."""
+    """final [B, ...]; window_latents [B, T+1, ...]; log_probs [B, T]; means [B, T, ...] of the steps of the window; the
+    schedule that was walked."""
 
     final: Tensor
     window_latents: Tensor
     log_probs: Tensor
+    means: Tensor
     schedule: Schedule
 
 
@@ -71,33 +74,13 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         window: Tensor,
         noise: NoiseSource,
     ) -> Trajectory:
-        """Denoise `latents` [B, ...] through the schedule; steps of `window` [B, T] are stochastic and recorded.
-
-        `window` holds consecutive step indices per sample and may be empty (T = 0) for an ODE sample. `noise(s)`
-        gives standard normal noise [B, ...] for step s. Outside its window a sample takes the deterministic step.
-        """
+        """Denoise `latents` [B, ...] through the model's schedule, as `sample_trajectory` does."""
         schedule = self.model.schedule(spec)
-        batch, length = window.shape
-        states = latents.new_zeros((batch, length + 1, *latents.shape[1:]))
-        log_probs = latents.new_zeros((batch, length))
-        rows = torch.arange(batch, device=latents.device)
-        stochastic = set(window.flatten().tolist())
-        for index in range(spec.num_inference_steps):
-            steps = torch.full((batch,), index, device=latents.device)
-            v = self._velocity(latents, schedule.timesteps[steps], conditioning, negative, spec)
-            following = _transition(latents, v, schedule.sigmas, steps, spec, noise_level=0.0).mean
-            if index in stochastic:
-                position = index - window[:, 0]
-                inside = (position >= 0) & (position < length)
-                step = _transition(latents, v, schedule.sigmas, steps, spec)
-                drawn = sample(step, noise(index))
-                following = torch.where(inside.reshape((-1,) + (1,) * (latents.ndim - 1)), drawn, following)
-                value = log_prob(step, following, convention=spec.log_prob_convention)
-                picked, at = rows[inside], position[inside]
-                states[picked, at], states[picked, at + 1] = latents[inside], following[inside]
-                log_probs[picked, at] = value[inside]
-            latents = following
-        return Trajectory(latents, states, log_probs, schedule)
+
+        def velocity(x: Tensor, timesteps: Tensor) -> Tensor:
+            return self._velocity(x, timesteps, conditioning, negative, spec)
+
+        return sample_trajectory(velocity, schedule, latents, spec, window, noise)
 
     def evaluate(self, batch: DiffusionBatch) -> StepEvaluation:
         """This policy on the recorded steps of a batch with T = 1; differentiable."""
@@ -138,6 +121,45 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         with self._autocast():
             v = self.model.velocity(self.network, latents, timesteps, conditioning, negative, spec)
         return v.float()
+
+
+@torch.no_grad()
+def sample_trajectory(
+    velocity: Velocity,
+    schedule: Schedule,
+    latents: Tensor,
+    spec: SamplerSpec,
+    window: Tensor,
+    noise: NoiseSource,
+) -> Trajectory:
+    """Denoise `latents` [B, ...] through the schedule; steps of `window` [B, T] are stochastic and recorded.
+
+    `velocity(x, timesteps)` is the model at x [B, ...] and timesteps [B], in fp32. `window` holds consecutive step
+    indices per sample and may be empty (T = 0) for an ODE sample. `noise(s)` gives standard normal noise [B, ...] for
+    step s. Outside its window a sample takes the deterministic step.
+    """
+    batch, length = window.shape
+    states = latents.new_zeros((batch, length + 1, *latents.shape[1:]))
+    means = latents.new_zeros((batch, length, *latents.shape[1:]))
+    log_probs = latents.new_zeros((batch, length))
+    rows = torch.arange(batch, device=latents.device)
+    stochastic = set(window.flatten().tolist())
+    for index in range(spec.num_inference_steps):
+        steps = torch.full((batch,), index, device=latents.device)
+        v = velocity(latents, schedule.timesteps[steps])
+        following = _transition(latents, v, schedule.sigmas, steps, spec, noise_level=0.0).mean
+        if index in stochastic:
+            position = index - window[:, 0]
+            inside = (position >= 0) & (position < length)
+            step = _transition(latents, v, schedule.sigmas, steps, spec)
+            drawn = sample(step, noise(index))
+            following = torch.where(inside.reshape((-1,) + (1,) * (latents.ndim - 1)), drawn, following)
+            value = log_prob(step, following, convention=spec.log_prob_convention)
+            picked, at = rows[inside], position[inside]
+            states[picked, at], states[picked, at + 1] = latents[inside], following[inside]
+            means[picked, at], log_probs[picked, at] = step.mean[inside], value[inside]
+        latents = following
+    return Trajectory(latents, states, log_probs, means, schedule)
 
 
 def _transition(

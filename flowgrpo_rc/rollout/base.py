@@ -258,6 +258,10 @@ class RolloutChunk:
 R = TypeVar("R", bound=RolloutRequest)
 
 
+class EngineError(RuntimeError):
+    """An engine in a process of its own crashed, hung, or does not hold the trainer's weights."""
+
+
 class RolloutEngine(ABC, Generic[R]):
     """Samples with its own copy of the weights. Constructed with the keywords model, network, dtype and chunk_size,
     and those of `rollout.engine_kwargs`; quantization and compile as well where the user sets them.

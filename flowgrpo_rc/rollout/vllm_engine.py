@@ -16,6 +16,7 @@ from flowgrpo_rc.batch import TokenBatch, TokenSpec
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.causal_lm import CausalLM
 from flowgrpo_rc.rollout.base import RolloutChunk, RolloutEngine, TextRequest
+from flowgrpo_rc.rollout.devices import visible_device
 from flowgrpo_rc.rollout.vllm_lora import VllmAdapter, max_lora_rank, module_of
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -188,8 +189,7 @@ def _trainer_device_only(device: torch.device, tensor_parallel_size: int) -> Ite
         yield
         return
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = before.split(",") if before else [str(index) for index in range(torch.cuda.device_count())]
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible[device.index or 0]
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible_device(device)
     try:
         yield
     finally:

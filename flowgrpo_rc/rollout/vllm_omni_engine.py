@@ -1,0 +1,248 @@
+"""Rollouts of image models by vLLM-Omni (https://docs.vllm.ai/projects/vllm-omni), one process for each of the
+trainer's."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec
+from flowgrpo_rc.models.base import DTYPES, FlowModel
+from flowgrpo_rc.rollout.base import EngineError, ImageRequest, RolloutChunk, RolloutEngine
+from flowgrpo_rc.rollout.omni.channel import Message
+from flowgrpo_rc.rollout.omni.lora import fingerprint, weights_to_bind
+from flowgrpo_rc.rollout.omni.process import EngineProcess, child_environment
+
+PIPELINES = {"StableDiffusion3Pipeline": "RolloutStableDiffusion3", "QwenImagePipeline": "RolloutQwenImage"}
+QUANTIZED = ("QwenImagePipeline",)  # vLLM-Omni's SD3 transformer knows no quantization and would ignore it
+ATTENTION_BACKENDS = ("TORCH_SDPA", "FLASH_ATTN", "CUDNN_ATTN", "SAGE_ATTN", "FLASHINFER_ATTN")
+COMMAND = (sys.executable, "-m", "flowgrpo_rc.rollout.omni.child")
+
+
+class VllmOmniEngine(RolloutEngine[ImageRequest]):
+    """Samples from the checkpoint that the model was loaded from, with the trainer's LoRA beside it.
+
+    The engine encodes the prompts and denoises, by the trainer's own schedule, noise and step; the trainer decodes, so
+    that rewards and evaluation see one VAE. Each sample is a request with its seed; vLLM-Omni runs up to `chunk_size`
+    of them in one forward.
+
+    `sync_weights` pushes the LoRA and compares a fingerprint of what the engine's layers hold with the trainer's
+    tensors; so does the end of every rollout. Any failure, and silence for `timeout_s` (the start: `start_timeout_s`),
+    ends the engine and raises EngineError with the end of its log.
+
+    tensor_parallel_size: GPUs of the engine; above 1 for a trainer of one process. quantization: a method of
+    vLLM-Omni's, fp8 for instance. attention_backend: null takes the one of the platform. memory_fraction: of the GPU,
+    at most, for the engine. sleep: the engine's weights leave the GPU between rollouts. record_means: batches hold the
+    mean of every recorded step.
+    """
+
+    kind = "diffusion"
+
+    def __init__(
+        self,
+        model: FlowModel,
+        network: Any,
+        *,
+        dtype: str,
+        chunk_size: int,
+        tensor_parallel_size: int = 1,
+        quantization: str | None = None,
+        attention_backend: str | None = None,
+        memory_fraction: float | None = None,
+        sleep: bool = False,
+        enforce_eager: bool = True,
+        record_means: bool = False,
+        timeout_s: float = 600.0,
+        start_timeout_s: float = 1800.0,
+    ) -> None:
+        _check_model(model, quantization)
+        _check_options(model.device, tensor_parallel_size, attention_backend, memory_fraction, sleep)
+        _check_timeouts(timeout_s=timeout_s, start_timeout_s=start_timeout_s)
+        if find_spec("vllm_omni") is None:
+            raise ImportError("rollout.name=vllm_omni needs vLLM-Omni: pip install 'flowgrpo_rc[vllm-omni]'")
+        self._model, self._dtype, self._chunk_size, self._record_means = model, dtype, chunk_size, record_means
+        ((self._adapter, self._lora_config),) = network.peft_config.items()
+        state = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
+        self._shapes = {name: tensor.shape for name, tensor in state.items()}
+        self._version, self._fingerprint = 0, ""
+        environment = child_environment(os.environ, model.device, tensor_parallel_size)
+        self._process = EngineProcess(COMMAND, environment, timeout_s=timeout_s)
+        engine = {
+            "model": model.pipeline.name_or_path,
+            "dtype": dtype,
+            "num_gpus": tensor_parallel_size,
+            "parallel_config": {"tensor_parallel_size": tensor_parallel_size},
+            "quantization_config": quantization,
+            "enforce_eager": enforce_eager,
+        }
+        if attention_backend is not None:
+            engine["diffusion_attention_config"] = {"default": attention_backend}
+        start = {
+            "engine": engine,
+            "pipeline": PIPELINES[model.pipeline_class],
+            "chunk_size": chunk_size,
+            "memory_fraction": memory_fraction,
+            "sleep": sleep,
+        }
+        list(self._process.ask("start", start, timeout_s=start_timeout_s))
+        self.sync_weights(state, 0)
+
+    def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
+        replies = self._process.ask(*self._question(request))
+        encoded, prompts, device = next(replies).tensors, request.prompts.prompts, self._model.device
+        conditioning = _conditioning(encoded, "", [prompt.text for prompt in prompts], device)
+        negative = None
+        if "negative_prompt_embeds" in encoded:
+            negative = _conditioning(encoded, "negative_", [prompt.negative_text for prompt in prompts], device)
+        start = 0
+        for reply in replies:
+            if reply.kind == "done":
+                self._check_held(reply)
+                break
+            count = reply.fields["count"]
+            yield self._chunk(request, reply, range(start, start + count), conditioning, negative)
+            start += count
+
+    def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
+        shapes = {name: tensor.shape for name, tensor in state.items()}
+        if shapes != self._shapes:
+            different = sorted({name for name, _ in shapes.items() ^ self._shapes.items()})[:3]
+            raise ValueError(f"the engine's LoRA has other tensors than the trainer's, among them {different}")
+        scale = self._lora_config.lora_alpha / self._lora_config.r
+        tensors = weights_to_bind(state, adapter=self._adapter, scale=scale, dtype=DTYPES[self._dtype])
+        self._version, self._fingerprint = version, fingerprint(tensors)
+        (done,) = self._process.ask("sync", {"version": version, "rank": self._lora_config.r}, tensors)
+        self._check_held(done)
+
+    def close(self) -> None:
+        self._process.close()
+
+    def _check_held(self, reply: Message) -> None:
+        """EngineError unless the engine's layers hold the tensors that were pushed last, all of them."""
+        wanted, bound = len(self._shapes) // 2, reply.fields["modules"]
+        if reply.fields["fingerprint"] != self._fingerprint:
+            raise EngineError(
+                f"the vLLM-Omni engine does not hold the LoRA of step {self._version}: it bound {bound} of {wanted} "
+                f"modules, and their fingerprint is {reply.fields['fingerprint'][:12]}, the trainer's "
+                f"{self._fingerprint[:12]}"
+            )
+
+    def _question(self, request: ImageRequest) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+        spec, prompts = request.spec, request.prompts.prompts
+        guided = self._model.cfg_scale(spec) > 1
+        texts = list(dict.fromkeys(prompt.text for prompt in prompts))
+        negatives = list(dict.fromkeys(prompt.negative_text for prompt in prompts)) if guided else []
+        rows = [request.prompt_of(row) for row in range(len(request.seeds))]
+        schedule = self._model.schedule(spec)
+        fields = {
+            "spec": asdict(replace(spec, dtype=self._dtype)),
+            "shape": self._model.latent_shape(spec),
+            "seeds": list(request.seeds),
+            "texts": texts,
+            "text_of": [texts.index(prompt.text) for prompt in rows],
+            "negative_texts": negatives,
+            "negative_text_of": [negatives.index(p.negative_text) if guided else 0 for p in rows],
+            "record_means": self._record_means,
+        }
+        tensors = {"window": request.window, "sigmas": schedule.sigmas, "timesteps": schedule.timesteps}
+        return "generate", fields, tensors
+
+    def _chunk(
+        self,
+        request: ImageRequest,
+        reply: Message,
+        rows: range,
+        conditioning: Conditioning,
+        negative: Conditioning | None,
+    ) -> RolloutChunk:
+        device, prompts = self._model.device, [request.prompt_of(row) for row in rows]
+        tensors = {name: tensor.to(device) for name, tensor in reply.tensors.items()}
+        prompt_index = torch.tensor([row // request.samples_per_prompt for row in rows], device=device)
+        window = request.window[rows.start : rows.stop].to(device)
+        spec = SamplerSpec(**reply.fields["spec"])
+        batch = DiffusionBatch(
+            spec=spec,
+            all_latents=tensors["window_latents"],
+            all_timesteps=tensors["timesteps"][window],
+            step_indices=window,
+            sigmas=tensors["sigmas"],
+            rollout_log_probs=tensors["log_probs"],
+            prev_sample_mean=tensors.get("means"),
+            conditioning=conditioning,
+            negative=negative,
+            prompt_index=prompt_index,
+            group=torch.tensor(request.prompts.slots, device=device)[prompt_index],
+            seed=torch.tensor(request.seeds[rows.start : rows.stop], device=device),
+            policy_version=torch.full_like(prompt_index, self._version),
+        )
+        images = self._model.decode(tensors["final"], spec)
+        return RolloutChunk(batch=batch, samples=images, prompts=prompts, policy_version=self._version)
+
+
+def _conditioning(
+    encoded: Mapping[str, Tensor], prefix: str, texts: Sequence[str], device: torch.device
+) -> Conditioning:
+    """Of every text, from the distinct ones that the engine encoded, in order of appearance."""
+    distinct = list(dict.fromkeys(texts))
+    rows = torch.tensor([distinct.index(text) for text in texts])
+    found = {name.removeprefix(prefix): tensor for name, tensor in encoded.items() if name.startswith(prefix)}
+    pooled, mask = found.get("pooled_prompt_embeds"), found.get("prompt_embeds_mask")
+    return Conditioning(
+        embeds=found["prompt_embeds"][rows].to(device),
+        pooled=None if pooled is None else pooled[rows].to(device),
+        mask=None if mask is None or mask.all() else mask[rows].bool().to(device),
+    )
+
+
+def _check_model(model: FlowModel, quantization: str | None) -> None:
+    if model.pipeline_class not in PIPELINES:
+        raise ValueError(
+            f"rollout.name=vllm_omni samples from {', '.join(PIPELINES)}; model.path is a {model.pipeline_class}: set "
+            "rollout.name=diffusers"
+        )
+    if quantization is not None and model.pipeline_class not in QUANTIZED:
+        raise ValueError(
+            f"quantization={quantization!r}: vLLM-Omni does not quantize a {model.pipeline_class}, only "
+            f"{', '.join(QUANTIZED)}"
+        )
+
+
+def _check_options(
+    device: torch.device,
+    tensor_parallel_size: int,
+    attention_backend: str | None,
+    memory_fraction: float | None,
+    sleep: bool,
+) -> None:
+    if tensor_parallel_size < 1:
+        raise ValueError(f"tensor_parallel_size={tensor_parallel_size}: give at least 1")
+    if tensor_parallel_size > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            f"tensor_parallel_size={tensor_parallel_size}: each process of the trainer has an engine on its own GPU; "
+            "an engine of several GPUs takes a trainer of one process"
+        )
+    if attention_backend is not None and attention_backend not in ATTENTION_BACKENDS:
+        raise ValueError(f"attention_backend={attention_backend!r}: allowed are {', '.join(ATTENTION_BACKENDS)}")
+    if memory_fraction is not None and not 0 < memory_fraction <= 1:
+        raise ValueError(f"memory_fraction={memory_fraction}: give a number above 0 and at most 1")
+    if device.type != "cuda":
+        given = {
+            "tensor_parallel_size": tensor_parallel_size > 1,
+            "memory_fraction": memory_fraction is not None,
+            "sleep": sleep,
+        }
+        for name in (name for name, is_given in given.items() if is_given):
+            raise ValueError(f"{name} has no effect on {device.type}: it is for GPUs")
+
+
+def _check_timeouts(**seconds: float) -> None:
+    for name, value in seconds.items():
+        if not value > 0:
+            raise ValueError(f"{name}={value}: give a number of seconds above 0")
