@@ -63,6 +63,10 @@ class Config:
         own = "kept" if self.model.kind == "causal_lm" else "all"
         return replace(correction, normalize=correction.normalize or own)
 
+    def keep_means(self) -> bool:
+        """Whether rollouts have to record the means of their steps."""
+        return self.algorithm.rollout_correction.rules().needs_step_kl
+
     def samples_per_step(self, num_processes: int) -> int:
         """Samples of a step on one process."""
         return self.data.train_batch_size * self.rollout.n // num_processes
@@ -117,6 +121,11 @@ class Config:
         """A setting that would have no effect is an error."""
         self._validate_other_kind()
         correction = self.algorithm.rollout_correction
+        if self.model.kind == "causal_lm" and correction.rules().needs_step_kl:
+            raise ValueError(
+                "algorithm.rollout_correction.rollout_rs=step_kl compares Gaussian steps, which a language model has "
+                "none of (model.kind=causal_lm): take token_k3, the estimate of the same KL from log-probs"
+            )
         if correction.loss_type == "reinforce" and self.actor.token_loss.loss_mode != "ppo_clip":
             raise ValueError(
                 f"actor.token_loss.loss_mode={self.actor.token_loss.loss_mode} has no effect with "

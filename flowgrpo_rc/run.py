@@ -147,7 +147,8 @@ def make_task(config: Config, processes: Processes) -> Task:
     network = add_lora(model, config.model, seed)
     if checkpointing:
         model.transformer.enable_gradient_checkpointing()
-    return ImageTask(model, FlowPolicy(model, network, autocast=processes.autocast), config.rollout, seed)
+    policy = FlowPolicy(model, network, autocast=processes.autocast)
+    return ImageTask(model, policy, config.rollout, seed, keep_means=config.keep_means())
 
 
 def make_source(

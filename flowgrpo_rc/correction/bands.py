@@ -15,6 +15,7 @@ IS_KEY = f"{KEY}.rollout_is_threshold"
 MODE_KEY = f"{KEY}.rollout_is_mode"
 LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
 CRITERIA = tuple(f"{level}_{k}" for level in LEVELS for k in ("k1", "k2", "k3") if (level, k) != ("seq_max", "k1"))
+STEP_KL = "step_kl"  # the one criterion that is not a function of log-ratios
 OLDER_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 IS_MODES = ("truncate", "clip", "mask", "icepop")
 
@@ -24,6 +25,7 @@ class Band(NamedTuple):
 
     level: token (a step), seq_sum, seq_mean or seq_max over the valid steps; estimator: k1, k2 or k3 of `core.kl`.
     k1 is -log(ratio), so its bounds are the negated logarithms of the ratio's; k2 and k3 have only an upper bound.
+    `step_kl` has level step and estimator kl: the exact KL of each step, with an upper bound.
     """
 
     level: str
@@ -34,6 +36,11 @@ class Band(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.level}_{self.estimator}"
+
+    @property
+    def per_step(self) -> bool:
+        """Whether it judges steps, and not sequences."""
+        return self.level in ("token", "step")
 
 
 class WeightBounds(NamedTuple):
@@ -62,10 +69,10 @@ def parse_bands(
         return ()
     names = [OLDER_NAMES.get(name, name) for name in given]
     for name in names:
-        if name not in CRITERIA:
-            near = difflib.get_close_matches(name, CRITERIA, n=1)
+        if name not in (*CRITERIA, STEP_KL):
+            near = difflib.get_close_matches(name, (*CRITERIA, STEP_KL), n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
-            allowed = ", ".join((*CRITERIA, *OLDER_NAMES))
+            allowed = ", ".join((*CRITERIA, STEP_KL, *OLDER_NAMES))
             raise ValueError(f"{RS_KEY}={name!r}{hint}: allowed are {allowed}")
     if len(set(names)) != len(names):
         raise ValueError(f"{RS_KEY}={','.join(given)!r} names a criterion twice")

@@ -61,9 +61,11 @@ class Block(NamedTuple):
     summary: Summary
 
 
-def correct_block(training: Tensor, rollout: Tensor, mask: Tensor, rules: Rules) -> Block:
-    """Weights (of the token level if the rules have none), mask and summary for log-probs [b, T]."""
-    steps = prepare(training, rollout, mask)
+def correct_block(
+    training: Tensor, rollout: Tensor, mask: Tensor, rules: Rules, step_kl: Tensor | None = None
+) -> Block:
+    """Weights (of the token level if the rules have none), mask and summary for log-probs and exact KL [b, T]."""
+    steps = prepare(training, rollout, mask, step_kl)
     weights = weigh(steps, rules.level or "token", rules.bounds)
     kept, bands, catastrophic_B = steps.valid, [], torch.zeros_like(steps.count_B)
     for band in rules.bands:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
-from flowgrpo_rc.correction.bands import KEY, Band, WeightBounds, parse_bands, parse_weight_bounds
+from flowgrpo_rc.correction.bands import KEY, STEP_KL, Band, WeightBounds, parse_bands, parse_weight_bounds
 from flowgrpo_rc.correction.importance import IS_LEVELS
 from flowgrpo_rc.correction.presets import Presets
 
@@ -37,6 +37,10 @@ class Rules(NamedTuple):
         """Whether steps are weighed, and not sequences; without a level the metrics are those of the token level."""
         return self.level in (None, "token")
 
+    @property
+    def needs_step_kl(self) -> bool:
+        return any(band.name == STEP_KL for band in self.bands)
+
 
 @dataclass(kw_only=True)
 class RolloutCorrectionConfig(Presets):
@@ -52,9 +56,11 @@ class RolloutCorrectionConfig(Presets):
     rollout_is_threshold: upper bound of the weights, or "lower_upper".
     rollout_is_batch_normalize: divide the weights by their mean over the batch.
     rollout_rs: rejection criteria, one or several separated by commas: token_k1..k3, seq_sum_k1..k3,
-        seq_mean_k1..k3, seq_max_k2, seq_max_k3, and the older names token, sequence and geometric.
+        seq_mean_k1..k3, seq_max_k2, seq_max_k3, and the older names token, sequence and geometric; for images also
+        step_kl, the exact KL between the Gaussians of a step.
     rollout_rs_threshold: a band "lower_upper" on the ratio for k1 (one number u means "1/u_u"), one positive upper
-        bound for k2 and k3; one for all criteria or one for each. Null: the older names take rollout_is_threshold.
+        bound for k2, k3 and step_kl; one for all criteria or one for each. Null: the older names take
+        rollout_is_threshold.
     rollout_rs_threshold_lower: lower bound of k1 bands whose threshold is one number.
     rollout_token_veto_threshold: reject a sequence if the ratio of any of its steps is below this.
     normalize: the loss is the mean over `all` steps, or over those that are `kept`. Null: all for images, kept for

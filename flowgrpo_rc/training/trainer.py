@@ -122,11 +122,14 @@ class Trainer:
         if correction.bypass_mode:
             return apply_bypass_mode(batch)
         policy = self.parts.task.policy
-        old = policy.log_probs(batch, config.actor.ppo_micro_batch_size_per_gpu)
+        old = policy.measure(batch, config.actor.ppo_micro_batch_size_per_gpu)
         batch, metrics = apply_rollout_correction_to_batch(
-            batch.replace(old_log_probs=old), correction, all_reduce=self.parts.processes.sum
+            batch.with_old(old.log_probs, old.means),
+            correction,
+            step_kl=old.step_kl,
+            all_reduce=self.parts.processes.sum,
         )
-        metrics.merge(policy.mismatch(old - require_rollout_log_probs(batch), batch))
+        metrics.merge(policy.mismatch(old.log_probs - require_rollout_log_probs(batch), batch))
         self._bag.merge(metrics, "rollout_corr")
         return batch
 

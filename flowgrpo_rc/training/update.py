@@ -88,8 +88,8 @@ class NonFiniteGradient(RuntimeError):
     """Too many updates in a row had a gradient that is not finite."""
 
 
-# (log-probs [b, t], batch) -> the terms of the loss.
-Loss = Callable[[Tensor, Any], LossTerms]
+# (log-probs [b, t], batch, Gaussians of the steps or None) -> the terms of the loss.
+Loss = Callable[[Tensor, Any, Any], LossTerms]
 
 
 class PolicyUpdate:
@@ -166,7 +166,7 @@ class PolicyUpdate:
     def _accumulate(self, piece: Batch, bag: MetricBag) -> Tensor:
         """Backward of one forward; returns what the denominator follows from."""
         now = self._policy.evaluate(piece)
-        terms = self._loss(now.log_probs, piece)
+        terms = self._loss(now.log_probs, piece, now.gaussian)
         total = terms.total
         if self._config.use_kl_loss:
             counted = terms.share > 0
