@@ -65,7 +65,7 @@ class Config:
 
     def keep_means(self) -> bool:
         """Whether rollouts have to record the means of their steps."""
-        return self.algorithm.rollout_correction.rules().needs_step_kl
+        return self.algorithm.rollout_correction.rules().needs_means
 
     def samples_per_step(self, num_processes: int) -> int:
         """Samples of a step on one process."""
@@ -121,7 +121,14 @@ class Config:
         """A setting that would have no effect is an error."""
         self._validate_other_kind()
         correction = self.algorithm.rollout_correction
-        if self.model.kind == "causal_lm" and correction.rules().needs_step_kl:
+        rules = correction.rules()
+        if self.model.kind == "causal_lm" and rules.auto:
+            raise ValueError(
+                "algorithm.rollout_correction.rollout_rs_threshold=auto:k follows the mismatch of each denoising step; "
+                "that of a token depends on its probability and not on its position (model.kind=causal_lm): give a "
+                "number"
+            )
+        if self.model.kind == "causal_lm" and rules.needs_means:
             raise ValueError(
                 "algorithm.rollout_correction.rollout_rs=step_kl compares Gaussian steps, which a language model has "
                 "none of (model.kind=causal_lm): take token_k3, the estimate of the same KL from log-probs"

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.config import Config, stored_config
+from flowgrpo_rc.correction.auto import AutoBands
 from flowgrpo_rc.data.prompts import PromptSampler
 from flowgrpo_rc.models.base import load_model
 from flowgrpo_rc.models.causal_lm import load_causal_lm
@@ -85,6 +86,7 @@ def assemble(
     task.check_prompts([*sampler.prompts, *held_out])
     config.check_output(num_parameters=sum(p.numel() for p in lora_parameters(network).values()))
     rewards = RewardManager(config.reward)
+    correction, auto_bands = config.algorithm.rollout_correction, make_auto_bands(config, processes)
     return Components(
         config=config,
         processes=processes,
@@ -98,7 +100,8 @@ def assemble(
             partial(task.loss_terms, config.loss()),
             processes,
             total_updates=config.total_updates(),
-            report_mismatch=config.algorithm.rollout_correction.bypass_mode,
+            report_mismatch=correction.bypass_mode,
+            auto_bands=auto_bands if correction.bypass_mode else None,
         ),
         evaluator=Evaluator(task, held_out, config.rollout.val_kwargs, rewards),
         health=HealthMonitor(config.effective_correction()),
@@ -115,6 +118,7 @@ def assemble(
             config=dataclasses.asdict(config),
             first_step=first_step,
         ),
+        auto_bands=auto_bands,
     )
 
 
@@ -149,6 +153,13 @@ def make_task(config: Config, processes: Processes) -> Task:
         model.transformer.enable_gradient_checkpointing()
     policy = FlowPolicy(model, network, autocast=processes.autocast)
     return ImageTask(model, policy, config.rollout, seed, keep_means=config.keep_means())
+
+
+def make_auto_bands(config: Config, processes: Processes) -> AutoBands | None:
+    """What follows the mismatch where a criterion has an `auto` band."""
+    correction, num_steps = config.algorithm.rollout_correction, config.rollout.pipeline.num_inference_steps
+    bands = () if correction.custom_correction else correction.rules().auto
+    return AutoBands(bands, num_steps, processes.device) if bands else None
 
 
 def make_source(

@@ -22,7 +22,7 @@ class Rules(NamedTuple):
     """What the core applies: the settings, parsed.
 
     level: of the weights, None without any; batch_normalize: divide them by their mean, `over_kept` of what is kept;
-    log_veto: None without a veto.
+    log_veto: None without a veto; auto: the bands that `correction.auto` resolves and applies.
     """
 
     level: str | None
@@ -31,6 +31,7 @@ class Rules(NamedTuple):
     over_kept: bool
     bands: tuple[Band, ...]
     log_veto: float | None
+    auto: tuple[Band, ...] = ()
 
     @property
     def per_step(self) -> bool:
@@ -40,6 +41,11 @@ class Rules(NamedTuple):
     @property
     def needs_step_kl(self) -> bool:
         return any(band.name == STEP_KL for band in self.bands)
+
+    @property
+    def needs_means(self) -> bool:
+        """Whether the rollout has to keep the means of its steps."""
+        return any(band.name == STEP_KL for band in (*self.bands, *self.auto))
 
 
 @dataclass(kw_only=True)
@@ -59,7 +65,8 @@ class RolloutCorrectionConfig(Presets):
         seq_mean_k1..k3, seq_max_k2, seq_max_k3, and the older names token, sequence and geometric; for images also
         step_kl, the exact KL between the Gaussians of a step.
     rollout_rs_threshold: a band "lower_upper" on the ratio for k1 (one number u means "1/u_u"), one positive upper
-        bound for k2, k3 and step_kl; one for all criteria or one for each. Null: the older names take
+        bound for k2, k3 and step_kl; for images also "auto:k", k robust standard deviations about the running median
+        of the mismatch before an update; one for all criteria or one for each. Null: the older names take
         rollout_is_threshold.
     rollout_rs_threshold_lower: lower bound of k1 bands whose threshold is one number.
     rollout_token_veto_threshold: reject a sequence if the ratio of any of its steps is below this.
@@ -97,18 +104,20 @@ class RolloutCorrectionConfig(Presets):
     def rules(self) -> Rules:
         """The settings parsed. ValueError as in `validate` where they cannot be."""
         veto = self.rollout_token_veto_threshold
+        bands = parse_bands(
+            self.rollout_rs,
+            self.rollout_rs_threshold,
+            self.rollout_rs_threshold_lower,
+            fallback=self.rollout_is_threshold,
+        )
         return Rules(
             level=self.rollout_is,
             bounds=parse_weight_bounds(self.rollout_is_threshold, self.rollout_is_mode),
             batch_normalize=self.rollout_is_batch_normalize,
             over_kept=self.normalize == "kept",
-            bands=parse_bands(
-                self.rollout_rs,
-                self.rollout_rs_threshold,
-                self.rollout_rs_threshold_lower,
-                fallback=self.rollout_is_threshold,
-            ),
+            bands=tuple(band for band in bands if not band.auto),
             log_veto=None if veto is None else math.log(veto),
+            auto=tuple(band for band in bands if band.auto),
         )
 
     def validate(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from flowgrpo_rc.batch import Batch, DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import AllReduce, identity, select
-from flowgrpo_rc.correction.bands import RS_KEY, STEP_KL, WeightBounds
+from flowgrpo_rc.correction.bands import RS_KEY, STEP_KL, THRESHOLD_KEY, WeightBounds
 from flowgrpo_rc.correction.block import correct_block, join_summaries, mean_parts, summarise, summary_metrics
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig, Rules
 from flowgrpo_rc.correction.divergence import gap_rows, offpolicy_metrics
@@ -65,6 +65,7 @@ def measure(
     mask: Tensor,
     rules: Rules,
     *,
+    allowed: Tensor | None = None,
     step_kl: Tensor | None = None,
 ) -> Correction:
     """Weights before batch normalisation, mask and diagnostics for log-probs [B, T].
@@ -73,14 +74,21 @@ def measure(
     `rollout_rs_nonfinite_fraction`; it takes no part in weights or in any other metric. A sequence criterion sees it
     and rejects the sequence. Without a level the weight metrics are those of the token level.
 
-    step_kl [B, T] is for the criterion of that name: ValueError where one is there without the other.
+    allowed [B, T] bool: what an earlier decision keeps, which the rules narrow further. step_kl [B, T] is for the
+    criterion of that name. ValueError where one of them is there without the other, or `auto` bands without a decision.
     """
     _check_step_kl(rules, step_kl)
+    if rules.auto and allowed is None:
+        raise ValueError(
+            f"{THRESHOLD_KEY}=auto:k needs the mismatch of the iterations before, which a run of the trainer has: put "
+            "the decision of `correction.auto.AutoBands` into the batch's rejection_mask, or give a number"
+        )
     weights = None if rules.level is None else torch.empty_like(training_log_probs)
     kept, summaries = torch.empty_like(mask), []
     for rows in _blocks(mask):
-        kl = None if step_kl is None else step_kl[rows]
-        block = correct_block(training_log_probs[rows], rollout_log_probs[rows], mask[rows], rules, kl)
+        given = {"allowed": allowed, "step_kl": step_kl}
+        own = {name: None if values is None else values[rows] for name, values in given.items()}
+        block = correct_block(training_log_probs[rows], rollout_log_probs[rows], mask[rows], rules, **own)
         summaries.append(block.summary)
         kept[rows] = block.kept
         if weights is not None:
@@ -232,13 +240,21 @@ def apply_rollout_correction_to_batch(
     """Decoupled correction, once per global batch: old / rollout -> weights and mask on the batch.
 
     step_kl [B, T]: exact KL between rollout's and old policy's steps, where a criterion needs it. Returns the batch
-    with `rollout_is_weights` (None without `rollout_is`) and `rejection_mask`, and the metrics under their names
-    without prefix. ValueError if old or rollout log-probs, or that KL, are missing.
+    with `rollout_is_weights` (None without `rollout_is`) and `rejection_mask` (that of the batch narrowed further), and
+    the metrics under their names without prefix. ValueError if old or rollout log-probs, or that KL, are missing.
     """
     rollout = require_rollout_log_probs(batch)
     if batch.old_log_probs is None:
         raise ValueError("decoupled correction needs old_log_probs: recompute them with the training graph first")
-    found = correct_with(config, batch.old_log_probs, rollout, batch.valid, step_kl=step_kl, all_reduce=all_reduce)
+    found = correct_with(
+        config,
+        batch.old_log_probs,
+        rollout,
+        batch.valid,
+        allowed=batch.rejection_mask,
+        step_kl=step_kl,
+        all_reduce=all_reduce,
+    )
     return batch.replace(rollout_is_weights=found.weights, rejection_mask=found.mask), found.metrics
 
 
@@ -259,6 +275,7 @@ def correct_with(
     rollout: Tensor,
     mask: Tensor,
     *,
+    allowed: Tensor | None = None,
     step_kl: Tensor | None = None,
     normalise: bool = True,
     all_reduce: AllReduce = identity,
@@ -267,7 +284,8 @@ def correct_with(
     weight when it knows the whole batch. A `step_kl` that no criterion asks for is left alone."""
     rules, custom = config.rules(), config.load_custom()
     if custom is None:
-        found = measure(training, rollout, mask, rules, step_kl=step_kl if rules.needs_step_kl else None)
+        step_kl = step_kl if rules.needs_step_kl else None
+        found = measure(training, rollout, mask, rules, allowed=allowed, step_kl=step_kl)
     else:
         found = _custom(custom, training, rollout, mask, config)
     if rules.batch_normalize and normalise:

@@ -40,9 +40,9 @@ class DecisionRows(NamedTuple):
     catastrophic: Tensor
 
 
-def judge(steps: Steps, band: Band) -> tuple[Tensor, BandRows]:
-    """What a band keeps, [b, T] or [b, 1]. A sequence with a step that is not finite fails every sequence band."""
-    value = statistic(steps, band)
+def judge(steps: Steps, band: Band, value: Tensor) -> tuple[Tensor, BandRows]:
+    """What a band keeps of statistics [b, T] or [b, 1]. A sequence with a step that is not finite fails every sequence
+    band."""
     units, high, low = steps.units(value), value > band.upper, value < band.lower
     inside = ~(high | low)
     if not band.per_step:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import select
+from flowgrpo_rc.correction.auto import AutoBands
 from flowgrpo_rc.correction.correct import require_rollout_log_probs
 from flowgrpo_rc.losses.base import DiffusionLossConfig, LossTerms, TokenLossConfig, denominator
 from flowgrpo_rc.policies.base import Evaluation, Policy
@@ -96,6 +97,8 @@ class PolicyUpdate:
     """Owns the optimizer, the learning-rate schedule and the average of the LoRA of `policy.network`.
 
     report_mismatch: report what the policy knows of current - rollout (bypass mode, where nobody else does).
+    auto_bands: judge each sample by them once, before the first update (bypass mode; in decoupled mode the batch comes
+    judged).
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class PolicyUpdate:
         *,
         total_updates: int,
         report_mismatch: bool = False,
+        auto_bands: AutoBands | None = None,
     ) -> None:
         self._policy, self._config, self._loss, self._processes = policy, config, loss, processes
         self._named = lora_parameters(policy.network)
@@ -127,7 +131,7 @@ class PolicyUpdate:
             num_training_steps=total_updates,
         )
         self.ema = EMAModel(self._parameters, decay=config.ema.decay) if config.ema.enable else None
-        self._report_mismatch = report_mismatch
+        self._report_mismatch, self._auto_bands = report_mismatch, auto_bands
         self._updates = 0
         self._nonfinite_updates = 0
         self._nonfinite_in_a_row = 0
@@ -143,9 +147,18 @@ class PolicyUpdate:
     def run(self, batch: Batch, samples_per_mini_batch: int) -> MetricBag:
         """All optimizer steps on this process's part of a global batch, in mini-batches of consecutive samples."""
         bag = MetricBag()
+        minis = [
+            batch.rows(start, start + samples_per_mini_batch) for start in range(0, len(batch), samples_per_mini_batch)
+        ]
+        if self._auto_bands is not None:
+            # The first mini-batch is judged by its own forwards, unless it comes again.
+            own = 1 if self._config.ppo_epochs == 1 else 0
+            minis[own:] = [self._judged(mini, bag) for mini in minis[own:]]
         for _ in range(self._config.ppo_epochs):
-            for start in range(0, len(batch), samples_per_mini_batch):
-                self._mini_batch(batch.rows(start, start + samples_per_mini_batch), bag)
+            for mini in minis:
+                self._mini_batch(mini, bag)
+        if self._auto_bands is not None:
+            self._auto_bands.finish(self._processes.gather)
         bag.max("nonfinite_updates", torch.tensor(float(self._nonfinite_updates)))
         return bag
 
@@ -166,6 +179,7 @@ class PolicyUpdate:
     def _accumulate(self, piece: Batch, bag: MetricBag) -> Tensor:
         """Backward of one forward; returns what the denominator follows from."""
         now = self._policy.evaluate(piece)
+        piece = self._decide(piece, now, bag)
         terms = self._loss(now.log_probs, piece, now.gaussian)
         total = terms.total
         if self._config.use_kl_loss:
@@ -179,6 +193,26 @@ class PolicyUpdate:
             difference = now.log_probs.detach() - require_rollout_log_probs(piece)
             bag.merge(self._policy.mismatch(difference, piece), "rollout_corr")
         return terms.parts()
+
+    @torch.no_grad()
+    def _judged(self, mini: Batch, bag: MetricBag) -> Batch:
+        """The mini-batch with the decisions of the `auto` bands, by forwards for nothing else."""
+        rows, size = [], self._config.ppo_micro_batch_size_per_gpu
+        for start in range(0, len(mini), size):
+            pieces = self._policy.pieces(mini.rows(start, start + size))
+            decided = [self._decide(piece, self._policy.evaluate(piece), bag) for piece in pieces]
+            rows.append(torch.cat([piece.rejection_mask for piece in decided], 1))
+        return mini.replace(rejection_mask=torch.cat(rows))
+
+    def _decide(self, piece: Any, now: Evaluation, bag: MetricBag) -> Any:
+        """The piece with the decision of the `auto` bands, if there are any and it has none yet."""
+        if self._auto_bands is None or piece.rejection_mask is not None:
+            return piece
+        judged, metrics = self._auto_bands.judge(
+            piece, now.log_probs, None if now.gaussian is None else now.gaussian.kl
+        )
+        bag.merge(metrics, "rollout_corr")
+        return judged
 
     def _reference_divergence(self, now: Evaluation, piece: Batch) -> Tensor:
         with torch.no_grad(), reference_policy(self._policy.network):
