@@ -122,6 +122,11 @@ class Config:
         self._validate_other_kind()
         correction = self.algorithm.rollout_correction
         rules = correction.rules()
+        if self.model.kind == "causal_lm" and correction.bypass_level != "step":
+            raise ValueError(
+                f"algorithm.rollout_correction.bypass_level={correction.bypass_level} has no effect with "
+                "model.kind=causal_lm, where whole responses are corrected: drop it"
+            )
         if self.model.kind == "causal_lm" and rules.auto:
             raise ValueError(
                 "algorithm.rollout_correction.rollout_rs_threshold=auto:k follows the mismatch of each denoising step; "

@@ -101,6 +101,7 @@ def assemble(
             processes,
             total_updates=config.total_updates(),
             report_mismatch=correction.bypass_mode,
+            whole_windows=correction.bypass_level == "window",
             auto_bands=auto_bands if correction.bypass_mode else None,
         ),
         evaluator=Evaluator(task, held_out, config.rollout.val_kwargs, rewards),

@@ -357,4 +357,5 @@ def test_the_knobs_are_these():
         *("bypass_mode", "loss_type", "rollout_is", "rollout_is_mode", "rollout_is_threshold"),
         *("rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower"),
         *("rollout_token_veto_threshold", "normalize", "exclude_rejected", "metric_names", "custom_correction"),
+        "bypass_level",
     }

@@ -15,6 +15,7 @@ from flowgrpo_rc.correction.presets import Presets
 
 LOSS_TYPES = ("ppo_clip", "reinforce")
 NORMALIZE = ("all", "kept")
+BYPASS_LEVELS = ("step", "window")
 METRIC_NAMES = ("verl", "slime", "both")
 
 
@@ -73,6 +74,8 @@ class RolloutCorrectionConfig(Presets):
     normalize: the loss is the mean over `all` steps, or over those that are `kept`. Null: all for images, kept for
         text. Batch normalisation is over all valid steps, and over kept ones only where `kept` is given.
     exclude_rejected: a sample whose steps are all rejected leaves the baseline of its group; null: in decoupled mode.
+    bypass_level: what the correction of images sees in bypass mode: each `step` alone, or the sample's whole `window`
+        (one more forward), so that criteria and weights of sequences mean the trajectory.
     metric_names: `verl`, `slime` or `both`.
     custom_correction: "module:function" in place of the built-in weights and mask; see `correct.CustomCorrection`.
     """
@@ -89,6 +92,7 @@ class RolloutCorrectionConfig(Presets):
     rollout_token_veto_threshold: float | None = None
     normalize: str | None = None
     exclude_rejected: bool | None = None
+    bypass_level: str = "step"
     metric_names: str = "verl"
     custom_correction: str | None = None
 
@@ -147,6 +151,7 @@ class RolloutCorrectionConfig(Presets):
             ("loss_type", LOSS_TYPES),
             ("rollout_is", (None, *IS_LEVELS)),
             ("normalize", (None, *NORMALIZE)),
+            ("bypass_level", BYPASS_LEVELS),
             ("metric_names", METRIC_NAMES),
         )
         for name, allowed in choices:
@@ -166,6 +171,11 @@ class RolloutCorrectionConfig(Presets):
             raise ValueError(
                 f"{KEY}.loss_type=reinforce compares the current policy with the rollout and needs "
                 f"{KEY}.bypass_mode=true; set that, or loss_type=ppo_clip"
+            )
+        if self.bypass_level != "step" and not self.bypass_mode:
+            raise ValueError(
+                f"{KEY}.bypass_level={self.bypass_level} has no effect with {KEY}.bypass_mode=false, where the whole "
+                "window is corrected: drop it, or set bypass_mode=true"
             )
         if self.bypass_mode and self.exclude_rejected:
             raise ValueError(

@@ -15,8 +15,9 @@ from flowgrpo_rc.losses.ppo_clip import ppo_clip
 def diffusion_terms(
     config: LossConfig, log_probs: Tensor, batch: DiffusionBatch, gaussian: GaussianSteps | None = None
 ) -> LossTerms:
-    """`loss_terms` of FlowGRPO for log-probs [B, T]; the trainer gives one SDE step at a time, so that every rejection
-    level of bypass mode means the step. The mean is over all steps, rejected ones included, as the document has it.
+    """`loss_terms` of FlowGRPO for log-probs [B, T]. In bypass mode the trainer gives one SDE step at a time, so that
+    every rejection level means the step, or with `bypass_level=window` all of a sample. The mean is over all steps,
+    rejected ones included, as the document has it.
 
     gaussian [B, T]: the steps of the current policy, for what needs more than log-probs: `rollout_rs=step_kl`.
     """

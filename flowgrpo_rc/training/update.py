@@ -97,6 +97,7 @@ class PolicyUpdate:
     """Owns the optimizer, the learning-rate schedule and the average of the LoRA of `policy.network`.
 
     report_mismatch: report what the policy knows of current - rollout (bypass mode, where nobody else does).
+    whole_windows: the loss sees all steps of a sample at once (bypass mode with `bypass_level=window`).
     auto_bands: judge each sample by them once, before the first update (bypass mode; in decoupled mode the batch comes
     judged).
     """
@@ -110,6 +111,7 @@ class PolicyUpdate:
         *,
         total_updates: int,
         report_mismatch: bool = False,
+        whole_windows: bool = False,
         auto_bands: AutoBands | None = None,
     ) -> None:
         self._policy, self._config, self._loss, self._processes = policy, config, loss, processes
@@ -131,7 +133,7 @@ class PolicyUpdate:
             num_training_steps=total_updates,
         )
         self.ema = EMAModel(self._parameters, decay=config.ema.decay) if config.ema.enable else None
-        self._report_mismatch, self._auto_bands = report_mismatch, auto_bands
+        self._report_mismatch, self._whole_windows, self._auto_bands = report_mismatch, whole_windows, auto_bands
         self._updates = 0
         self._nonfinite_updates = 0
         self._nonfinite_in_a_row = 0
@@ -167,8 +169,12 @@ class PolicyUpdate:
         size = self._config.ppo_micro_batch_size_per_gpu
         parts = torch.zeros(3, dtype=torch.float64, device=mini.group.device)
         for start in range(0, len(mini), size):
-            for piece in self._policy.pieces(mini.rows(start, start + size)):
-                parts = parts + self._accumulate(piece, bag)
+            micro = mini.rows(start, start + size)
+            if self._whole_windows and micro.num_steps > 1:
+                parts = parts + self._accumulate_window(micro, bag)
+            else:
+                for piece in self._policy.pieces(micro):
+                    parts = parts + self._accumulate(piece, bag)
         self._processes.sum_gradients(self._parameters)
         scale = 1 / denominator(parts, self._processes.sum)
         for parameter in self._parameters:
@@ -183,25 +189,58 @@ class PolicyUpdate:
         terms = self._loss(now.log_probs, piece, now.gaussian)
         total = terms.total
         if self._config.use_kl_loss:
-            counted = terms.share > 0
-            penalty = select(self._reference_divergence(now, piece), counted)
-            total = total + self._config.kl_loss_coef * (penalty * terms.share).sum()
-            terms.metrics.mean("kl_loss", penalty, counted)
+            total = total + self._penalty(now, piece, terms.share, bag)
         total.backward()
+        self._report(terms, now.log_probs, piece, bag)
+        return terms.parts()
+
+    def _accumulate_window(self, micro: Batch, bag: MetricBag) -> Tensor:
+        """As `_accumulate`, with a loss of all steps of a sample and the memory of one.
+
+        The log-probs are first measured without graphs. The slope of the loss at each of them is then handed on, by the
+        chain rule, to a forward with a graph, one step after the other.
+        """
+        seen = self._policy.measure(micro, len(micro))
+        micro = self._decide(micro, seen, bag)
+        log_probs, gaussian = seen.log_probs.requires_grad_(), seen.gaussian
+        kl = None if gaussian is None or gaussian.kl is None else gaussian.kl.requires_grad_()
+        terms = self._loss(log_probs, micro, gaussian)
+        terms.total.backward()
+        start = 0
+        for piece in self._policy.pieces(micro):
+            now, here = self._policy.evaluate(piece), slice(start, start + piece.num_steps)
+            total = (now.log_probs * _slope(log_probs)[:, here]).sum()
+            if kl is not None and now.gaussian is not None and now.gaussian.kl is not None:
+                total = total + (now.gaussian.kl * _slope(kl)[:, here]).sum()
+            if self._config.use_kl_loss:
+                total = total + self._penalty(now, piece, terms.share[:, here], bag)
+            total.backward()
+            start = here.stop
+        self._report(terms, log_probs, micro, bag)
+        return terms.parts()
+
+    def _penalty(self, now: Evaluation, piece: Batch, share: Tensor, bag: MetricBag) -> Tensor:
+        """kl_loss_coef times the KL to the base model, for steps that count with `share` [b, t]."""
+        counted = share > 0
+        penalty = select(self._reference_divergence(now, piece), counted)
+        bag.mean("kl_loss", penalty, counted)
+        return self._config.kl_loss_coef * (penalty * share).sum()
+
+    def _report(self, terms: LossTerms, log_probs: Tensor, part: Batch, bag: MetricBag) -> None:
         bag.merge(terms.metrics)
         if self._report_mismatch:
-            difference = now.log_probs.detach() - require_rollout_log_probs(piece)
-            bag.merge(self._policy.mismatch(difference, piece), "rollout_corr")
-        return terms.parts()
+            difference = log_probs.detach() - require_rollout_log_probs(part)
+            bag.merge(self._policy.mismatch(difference, part), "rollout_corr")
 
     @torch.no_grad()
     def _judged(self, mini: Batch, bag: MetricBag) -> Batch:
         """The mini-batch with the decisions of the `auto` bands, by forwards for nothing else."""
         rows, size = [], self._config.ppo_micro_batch_size_per_gpu
         for start in range(0, len(mini), size):
-            pieces = self._policy.pieces(mini.rows(start, start + size))
-            decided = [self._decide(piece, self._policy.evaluate(piece), bag) for piece in pieces]
-            rows.append(torch.cat([piece.rejection_mask for piece in decided], 1))
+            micro = mini.rows(start, start + size)
+            parts = [micro] if self._whole_windows else self._policy.pieces(micro)
+            decided = [self._decide(part, self._policy.measure(part, size), bag) for part in parts]
+            rows.append(torch.cat([part.rejection_mask for part in decided], 1))
         return mini.replace(rejection_mask=torch.cat(rows))
 
     def _decide(self, piece: Any, now: Evaluation, bag: MetricBag) -> Any:
@@ -285,3 +324,8 @@ class PolicyUpdate:
         self._schedule.load_state_dict(state["lr_schedule"])
         for group, rate in zip(self._optimizer.param_groups, self._schedule.get_last_lr(), strict=True):
             group["lr"] = rate
+
+
+def _slope(leaf: Tensor) -> Tensor:
+    """What a backward left at a tensor; 0 where the loss does not read it."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
