@@ -65,7 +65,8 @@ class Config:
 
     def keep_means(self) -> bool:
         """Whether rollouts have to record the means of their steps."""
-        return self.algorithm.rollout_correction.rules().needs_means
+        correction = self.algorithm.rollout_correction
+        return correction.rules().needs_means or (correction.bypass_mode and self.actor.diffusion_loss.needs_means)
 
     def samples_per_step(self, num_processes: int) -> int:
         """Samples of a step on one process."""
@@ -142,6 +143,17 @@ class Config:
             raise ValueError(
                 f"actor.token_loss.loss_mode={self.actor.token_loss.loss_mode} has no effect with "
                 "algorithm.rollout_correction.loss_type=reinforce: drop one of them"
+            )
+        loss_mode = self.actor.diffusion_loss.loss_mode
+        if correction.loss_type == "reinforce" and loss_mode != "flow_grpo":
+            raise ValueError(
+                f"actor.diffusion_loss.loss_mode={loss_mode} has no effect with "
+                "algorithm.rollout_correction.loss_type=reinforce: drop one of them"
+            )
+        if loss_mode == "grpo_guard" and self.rollout.algo.log_prob_convention == "peers":
+            raise ValueError(
+                "actor.diffusion_loss.loss_mode=grpo_guard adds a Gaussian KL to the log-ratio, which with "
+                "rollout.algo.log_prob_convention=peers has other units: set log_prob_convention=gaussian"
             )
         if self.actor.use_kl_loss and correction.bypass_mode and correction.rollout_is_batch_normalize:
             raise ValueError(

@@ -91,8 +91,9 @@ class ImageTask(Task):
         if self._keep_means and batch.prev_sample_mean is None:
             raise ValueError(
                 "the loss or a criterion compares the means of the steps with those of the rollout, which did not "
-                "record any (prev_sample_mean): use another engine or rollout, or drop "
-                "algorithm.rollout_correction.rollout_rs=step_kl"
+                "record any (prev_sample_mean): use another engine or rollout, or do without "
+                "algorithm.rollout_correction.rollout_rs=step_kl and, in bypass mode, with "
+                "actor.diffusion_loss.loss_mode=flow_grpo"
             )
 
     def loss_terms(

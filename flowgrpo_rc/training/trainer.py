@@ -126,7 +126,8 @@ class Trainer:
         if correction.bypass_mode:
             return apply_bypass_mode(batch)
         policy = self.parts.task.policy
-        old = policy.measure(batch, config.actor.ppo_micro_batch_size_per_gpu)
+        keep_means = config.actor.diffusion_loss.needs_means
+        old = policy.measure(batch, config.actor.ppo_micro_batch_size_per_gpu, keep_means=keep_means)
         batch = batch.with_old(old.log_probs, old.means)
         if self.parts.auto_bands is not None:
             assert isinstance(batch, DiffusionBatch)  # the configuration allows them for nothing else
