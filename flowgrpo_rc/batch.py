@@ -128,6 +128,11 @@ class Batch:
         """[B, T] bool, False where there is no step: the padding of responses."""
         raise NotImplementedError
 
+    @property
+    def num_elements(self) -> int:
+        """How many elements the log-prob of a step is the mean of."""
+        raise NotImplementedError
+
     def with_old(self, log_probs: Tensor, means: Tensor | None) -> Self:
         """The batch with another old policy than the rollout's: its log-probs [B, T] and, where they are needed, the
         means of its steps."""
@@ -182,6 +187,10 @@ class DiffusionBatch(Batch):
     def valid(self) -> Tensor:
         return torch.ones_like(self.step_indices, dtype=torch.bool)
 
+    @property
+    def num_elements(self) -> int:
+        return self.all_latents.shape[2:].numel()
+
     def with_old(self, log_probs: Tensor, means: Tensor | None) -> Self:
         return self.replace(old_log_probs=log_probs, prev_sample_mean=means)
 
@@ -223,6 +232,10 @@ class TokenBatch(Batch):
     @property
     def valid(self) -> Tensor:
         return self.response_mask
+
+    @property
+    def num_elements(self) -> int:
+        return 1
 
     def with_old(self, log_probs: Tensor, means: Tensor | None) -> Self:
         return self.replace(old_log_probs=log_probs)

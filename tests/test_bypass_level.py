@@ -17,7 +17,6 @@ from torch import Tensor
 
 from flowgrpo_rc import diffusion_loss
 from flowgrpo_rc.batch import DiffusionBatch
-from flowgrpo_rc.cli import main
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.correction.auto import AutoBands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
@@ -185,11 +184,6 @@ def test_what_is_refused(settings: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError, match=r"algorithm\.rollout_correction") as error:
         RolloutCorrectionConfig(**settings).validate()
     assert all(word in str(error.value) for word in words)
-
-
-def test_text_is_corrected_by_whole_responses_anyway(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert main(["train", "--config-name", "token_grpo", *RULES, f"trainer.output_dir={tmp_path / 'run'}"]) != 0
-    assert "bypass_level" in capsys.readouterr().err
 
 
 def test_a_run(train: Train, tmp_path: Path) -> None:

@@ -95,6 +95,16 @@ def test_same_draws_and_images(settings: list[str], tmp_path: Path) -> None:
     assert (one["images"].int() - two["images"].int()).abs().max() <= 1
 
 
+RULES = "algorithm.rollout_correction"
+# What is shared by the processes, or follows from means that the rollout keeps.
+OF_BYPASS = (
+    f"{RULES}.rollout_rs=[token_k1,step_kl]",
+    f"{RULES}.rollout_rs_threshold=auto:4",
+    f"{RULES}.bypass_level=window",
+    "actor.diffusion_loss.loss_mode=grpo_guard",
+)
+
+
 @pytest.mark.parametrize("mode", ["decoupled", "bypass"])
 def test_same_lora_after_three_steps(settings: list[str], tmp_path: Path, mode: str) -> None:
     """With a smooth reward; a jump (JPEG sizes, read letters) would enlarge differences of 1e-8 in the images.
@@ -109,6 +119,7 @@ def test_same_lora_after_three_steps(settings: list[str], tmp_path: Path, mode: 
         f"model.path={assets.path('tiny_glyph_sd3')}",
         f"{correction}.bypass_mode={mode == 'bypass'}",
         f"{correction}.rollout_is_batch_normalize={mode == 'decoupled'}",
+        *(OF_BYPASS if mode == "bypass" else ()),
         "rollout.val_kwargs.n=5",
         "actor.ppo_micro_batch_size_per_gpu=1",
         "actor.optim.lr=1e-4",  # Adam makes steps of this size, however small and noisy the gradient

@@ -16,6 +16,7 @@ from flowgrpo_rc.correction.presets import Presets
 LOSS_TYPES = ("ppo_clip", "reinforce")
 NORMALIZE = ("all", "kept")
 BYPASS_LEVELS = ("step", "window")
+LOG_PROB_SCALES = ("mean", "sum")
 METRIC_NAMES = ("verl", "slime", "both")
 
 
@@ -76,6 +77,8 @@ class RolloutCorrectionConfig(Presets):
     exclude_rejected: a sample whose steps are all rejected leaves the baseline of its group; null: in decoupled mode.
     bypass_level: what the correction of images sees in bypass mode: each `step` alone, or the sample's whole `window`
         (one more forward), so that criteria and weights of sequences mean the trajectory.
+    log_prob_scale: for study, images: correct by the `sum` of the log-density over latent elements, whose ratio is that
+        of the densities, in place of the `mean` that the loss has.
     metric_names: `verl`, `slime` or `both`.
     custom_correction: "module:function" in place of the built-in weights and mask; see `correct.CustomCorrection`.
     """
@@ -93,6 +96,7 @@ class RolloutCorrectionConfig(Presets):
     normalize: str | None = None
     exclude_rejected: bool | None = None
     bypass_level: str = "step"
+    log_prob_scale: str = "mean"
     metric_names: str = "verl"
     custom_correction: str | None = None
 
@@ -152,6 +156,7 @@ class RolloutCorrectionConfig(Presets):
             ("rollout_is", (None, *IS_LEVELS)),
             ("normalize", (None, *NORMALIZE)),
             ("bypass_level", BYPASS_LEVELS),
+            ("log_prob_scale", LOG_PROB_SCALES),
             ("metric_names", METRIC_NAMES),
         )
         for name, allowed in choices:

@@ -253,6 +253,7 @@ def apply_rollout_correction_to_batch(
         batch.valid,
         allowed=batch.rejection_mask,
         step_kl=step_kl,
+        num_elements=batch.num_elements,
         all_reduce=all_reduce,
     )
     return batch.replace(rollout_is_weights=found.weights, rejection_mask=found.mask), found.metrics
@@ -277,11 +278,16 @@ def correct_with(
     *,
     allowed: Tensor | None = None,
     step_kl: Tensor | None = None,
+    num_elements: int = 1,
     normalise: bool = True,
     all_reduce: AllReduce = identity,
 ) -> Correction:
     """`correct` with the settings of a config and its metric names; without `normalise` the caller divides by the mean
-    weight when it knows the whole batch. A `step_kl` that no criterion asks for is left alone."""
+    weight when it knows the whole batch. A `step_kl` that no criterion asks for is left alone; num_elements: of which a
+    log-prob is the mean, for `log_prob_scale=sum`."""
+    dtype = training.dtype
+    if config.log_prob_scale == "sum":
+        training, rollout = (log_probs.detach().double() * num_elements for log_probs in (training, rollout))
     rules, custom = config.rules(), config.load_custom()
     if custom is None:
         step_kl = step_kl if rules.needs_step_kl else None
@@ -293,7 +299,7 @@ def correct_with(
     elif rules.batch_normalize and found.weight_total is not None and found.weight_count is not None:
         found.metrics.ratio("rollout_is_batch_norm_factor", found.weight_total, found.weight_count)
     apply_names(found.metrics, config.metric_names, rules.bounds.mode)
-    return found
+    return found._replace(weights=None if found.weights is None else found.weights.to(dtype))
 
 
 def _check_step_kl(rules: Rules, step_kl: Tensor | None) -> None:

@@ -41,8 +41,16 @@ def loss_terms(
     loss_name = "pg_loss"
     if correction.bypass_mode:
         rollout = require_rollout_log_probs(batch)
-        before = batch.rejection_mask
-        found = correct_with(correction, log_probs, rollout, valid, allowed=before, step_kl=step_kl, normalise=False)
+        found = correct_with(
+            correction,
+            log_probs,
+            rollout,
+            valid,
+            allowed=batch.rejection_mask,
+            step_kl=step_kl,
+            num_elements=batch.num_elements,
+            normalise=False,
+        )
         metrics.merge(found.metrics, "rollout_corr")
         kept, weights = kept & found.mask, None if correction.weights_are_metrics else found.weights
         if correction.rollout_is_batch_normalize and found.weight_total is not None and found.weight_count is not None:
