@@ -160,6 +160,16 @@ class Batch:
         """[B, T] bool, False where there is no step: the padding of responses."""
         raise NotImplementedError
 
+    @property
+    def num_elements(self) -> int:
+        """How many elements the log-prob of a step is the mean of."""
+        raise NotImplementedError
+
+    def with_old(self, log_probs: Tensor, means: Tensor | None) -> Self:
+        """The batch with another old policy than the rollout's: its log-probs [B, T] and, where they are needed, the
+        means of its steps."""
+        raise NotImplementedError
+
     def replace(self, **changes: Any) -> Self:
         return replace(self, **changes)
 
@@ -185,7 +195,9 @@ class DiffusionBatch(Batch):
     all_timesteps      [B, T]         what the transformer receives (sigma x 1000)
     step_indices       [B, T] int64   position of each step in the schedule
     sigmas             [S+1]          the schedule, so that both sides use the same bits by index
-    prev_sample_mean   [B, T, ...]    mean of the reverse step at rollout; None unless something needs it
+    prev_sample_mean   [B, T, ...]    mean of the reverse step under the policy that others are compared with: the
+                                      rollout's and, once they are recomputed, the old one's; None unless a loss or
+                                      a criterion needs it
     conditioning       of the P prompts; `prompt_index` [B] says which row belongs to a sample
     negative           of the P negative prompts, or None without guidance
 
@@ -206,6 +218,13 @@ class DiffusionBatch(Batch):
     @property
     def valid(self) -> Tensor:
         return torch.ones_like(self.step_indices, dtype=torch.bool)
+
+    @property
+    def num_elements(self) -> int:
+        return self.all_latents.shape[2:].numel()
+
+    def with_old(self, log_probs: Tensor, means: Tensor | None) -> Self:
+        return self.replace(old_log_probs=log_probs, prev_sample_mean=means)
 
     def step(self, t: int) -> DiffusionBatch:
         """SDE step t alone, as a batch with T = 1."""
@@ -245,6 +264,13 @@ class TokenBatch(Batch):
     @property
     def valid(self) -> Tensor:
         return self.response_mask
+
+    @property
+    def num_elements(self) -> int:
+        return 1
+
+    def with_old(self, log_probs: Tensor, means: Tensor | None) -> Self:
+        return self.replace(old_log_probs=log_probs)
 
 
 B = TypeVar("B", bound=Batch)

@@ -72,6 +72,11 @@ class Config:
         own = "kept" if self.model.kind == "causal_lm" else "all"
         return replace(correction, normalize=correction.normalize or own)
 
+    def keep_means(self) -> bool:
+        """Whether rollouts have to record the means of their steps."""
+        correction = self.algorithm.rollout_correction
+        return correction.rules().needs_means or (correction.bypass_mode and self.actor.diffusion_loss.needs_means)
+
     def samples_per_step(self, num_processes: int) -> int:
         """Samples of a step on one process."""
         return self.data.train_batch_size * self.rollout.n // num_processes
@@ -126,17 +131,7 @@ class Config:
         """A setting that would have no effect is an error."""
         self._validate_other_kind()
         self._validate_fp64()
-        correction = self.algorithm.rollout_correction
-        if correction.loss_type == "reinforce" and self.actor.token_loss.loss_mode != "ppo_clip":
-            raise ValueError(
-                f"actor.token_loss.loss_mode={self.actor.token_loss.loss_mode} has no effect with "
-                "algorithm.rollout_correction.loss_type=reinforce: drop one of them"
-            )
-        if self.actor.use_kl_loss and correction.bypass_mode and correction.rollout_is_batch_normalize:
-            raise ValueError(
-                "actor.use_kl_loss=true and algorithm.rollout_correction.rollout_is_batch_normalize=true cannot be "
-                "combined in bypass mode, where the normalisation scales the whole gradient: drop one of them"
-            )
+        self._validate_correction()
         scales = [s for where in (self.rollout.pipeline, self.rollout.val_kwargs) for s in _guidance(where)]
         if self.data.negative_prompt and max(scales) <= 1:
             raise ValueError(
@@ -161,6 +156,60 @@ class Config:
                 f"model.dtype={self.model.dtype} and rollout.dtype={self.rollout.dtype}: fp64 is for exact comparisons "
                 "on a CPU; set trainer.device=cpu and trainer.mixed_precision=no"
             )
+
+    def _validate_correction(self) -> None:
+        """What the rollout correction cannot do with the loss and the sampler."""
+        correction, actor = self.algorithm.rollout_correction, self.actor
+        if self.model.kind == "causal_lm":
+            self._validate_correction_of_text()
+        for key, mode, own in (
+            ("token_loss", actor.token_loss.loss_mode, "ppo_clip"),
+            ("diffusion_loss", actor.diffusion_loss.loss_mode, "flow_grpo"),
+        ):
+            if correction.loss_type == "reinforce" and mode != own:
+                raise ValueError(
+                    f"actor.{key}.loss_mode={mode} has no effect with "
+                    "algorithm.rollout_correction.loss_type=reinforce: drop one of them"
+                )
+        if self.rollout.algo.log_prob_convention == "peers":
+            gaussian = "set rollout.algo.log_prob_convention=gaussian, since that of the peers is no density"
+            if actor.diffusion_loss.loss_mode == "grpo_guard":
+                raise ValueError(f"actor.diffusion_loss.loss_mode=grpo_guard adds a KL to the log-ratio: {gaussian}")
+            if correction.log_prob_scale == "sum":
+                raise ValueError(f"algorithm.rollout_correction.log_prob_scale=sum makes a density: {gaussian}")
+        if actor.use_kl_loss and correction.bypass_mode and correction.rollout_is_batch_normalize:
+            raise ValueError(
+                "actor.use_kl_loss=true and algorithm.rollout_correction.rollout_is_batch_normalize=true cannot be "
+                "combined in bypass mode, where the normalisation scales the whole gradient: drop one of them"
+            )
+
+    def _validate_correction_of_text(self) -> None:
+        """What only images have: a schedule, Gaussian steps, log-probs that are means."""
+        correction = self.algorithm.rollout_correction
+        rules = correction.rules()
+        refused = (
+            (
+                correction.bypass_level != "step",
+                f"bypass_level={correction.bypass_level} has no effect: whole responses are corrected; drop it",
+            ),
+            (
+                correction.log_prob_scale != "mean",
+                f"log_prob_scale={correction.log_prob_scale} has no effect: a token's log-prob is no mean; drop it",
+            ),
+            (
+                rules.needs_means,
+                "rollout_rs=step_kl compares Gaussian steps, and tokens are none: take token_k3, the estimate of the "
+                "same KL from log-probs",
+            ),
+            (
+                bool(rules.auto),
+                "rollout_rs_threshold=auto:k follows the mismatch of each denoising step, and that of a token depends "
+                "on its probability and not on its position: give a number",
+            ),
+        )
+        for holds, message in refused:
+            if holds:
+                raise ValueError(f"algorithm.rollout_correction.{message} (model.kind=causal_lm)")
 
     def _validate_other_kind(self) -> None:
         """Settings of images where text is made, and the other way round."""

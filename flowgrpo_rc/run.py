@@ -17,6 +17,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.config import Config, stored_config
+from flowgrpo_rc.correction.auto import AutoBands
 from flowgrpo_rc.data.prompts import PromptSampler
 from flowgrpo_rc.models.base import adapter_of, load_model
 from flowgrpo_rc.models.causal_lm import load_causal_lm
@@ -111,6 +112,7 @@ def assemble(
     source = make_source(config, task, sampler, rewards, processes, first_step=first_step)
     if processes.count > 1 and resolve_strategy(config.trainer.strategy) == "fsdp2":
         shard_frozen_weights(network, processes.device, timedelta(seconds=config.trainer.timeout_s))
+    correction, auto_bands = config.algorithm.rollout_correction, make_auto_bands(config, processes)
     return Components(
         config=config,
         processes=processes,
@@ -124,7 +126,9 @@ def assemble(
             partial(task.loss_terms, config.loss()),
             processes,
             total_updates=config.total_updates(),
-            report_mismatch=config.algorithm.rollout_correction.bypass_mode,
+            report_mismatch=correction.bypass_mode,
+            whole_windows=correction.bypass_level == "window",
+            auto_bands=auto_bands if correction.bypass_mode else None,
         ),
         evaluator=Evaluator(task, held_out, config.rollout.val_kwargs, rewards),
         health=HealthMonitor(config.effective_correction()),
@@ -141,6 +145,7 @@ def assemble(
             config=dataclasses.asdict(config),
             first_step=first_step,
         ),
+        auto_bands=auto_bands,
     )
 
 
@@ -176,7 +181,15 @@ def make_task(config: Config, processes: Processes) -> Task:
     network = add_lora(model, config.model, seed)
     if checkpointing:
         model.transformer.enable_gradient_checkpointing()
-    return ImageTask(model, FlowPolicy(model, network, autocast=processes.autocast), config.rollout, seed)
+    policy = FlowPolicy(model, network, autocast=processes.autocast)
+    return ImageTask(model, policy, config.rollout, seed, keep_means=config.keep_means())
+
+
+def make_auto_bands(config: Config, processes: Processes) -> AutoBands | None:
+    """What follows the mismatch where a criterion has an `auto` band."""
+    correction, num_steps = config.algorithm.rollout_correction, config.rollout.pipeline.num_inference_steps
+    bands = () if correction.custom_correction else correction.rules().auto
+    return AutoBands(bands, num_steps, processes.device) if bands else None
 
 
 def make_source(

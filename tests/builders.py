@@ -190,7 +190,7 @@ def pieces(batch: Batch, cuts: list[int]) -> list[Batch]:
 
 
 def on_shards(count: int, work: Callable[[int, Mapping[str, AllReduce]], Any]) -> list[Any]:
-    """work(rank, reduce) on `count` threads; reduce["sum"] and reduce["max"] really combine across them."""
+    """work(rank, reduce) on `count` threads; reduce["sum"], ["max"] and ["gather"] really combine across them."""
     barrier = threading.Barrier(count, timeout=20)
     posted: list[Tensor] = [torch.empty(0)] * count
     results: list[Any] = [None] * count
@@ -207,7 +207,8 @@ def on_shards(count: int, work: Callable[[int, Mapping[str, AllReduce]], Any]) -
         return reduce
 
     def start(rank: int) -> None:
-        reduce = {"sum": reducer(rank, lambda x: x.sum(0)), "max": reducer(rank, lambda x: x.amax(0))}
+        combine = {"sum": lambda x: x.sum(0), "max": lambda x: x.amax(0), "gather": lambda x: x.flatten(0, 1)}
+        reduce = {name: reducer(rank, function) for name, function in combine.items()}
         try:
             results[rank] = work(rank, reduce)
         except BaseException as error:

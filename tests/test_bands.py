@@ -269,6 +269,7 @@ KEY = "algorithm.rollout_correction."
         ({"rollout_is": "token", "rollout_is_threshold": 0}, ["rollout_is_threshold"]),
         ({"rollout_is": "token", "rollout_is_threshold": math.nan}, ["rollout_is_threshold"]),
         ({"normalize": "mean"}, ["normalize", "null", "all", "kept"]),
+        ({"log_prob_scale": "total"}, ["log_prob_scale", "mean", "sum"]),
         ({"metric_names": "slimes"}, ["metric_names", "verl", "slime", "both"]),
         ({"rollout_token_veto_threshold": 0.0}, ["rollout_token_veto_threshold", "1e-4"]),
         ({"rollout_token_veto_threshold": 1.0}, ["rollout_token_veto_threshold"]),
@@ -357,4 +358,5 @@ def test_the_knobs_are_these():
         *("bypass_mode", "loss_type", "rollout_is", "rollout_is_mode", "rollout_is_threshold"),
         *("rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower"),
         *("rollout_token_veto_threshold", "normalize", "exclude_rejected", "metric_names", "custom_correction"),
+        *("bypass_level", "log_prob_scale"),
     }

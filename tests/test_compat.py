@@ -324,6 +324,10 @@ def test_no_key_of_verl_omni_is_unknown() -> None:
         ("trainer.logger=[console,swanlab]", ("trainer.logger", ["console"])),
         ("trainer.max_actor_ckpt_to_keep=3", ("trainer.max_checkpoints_to_keep", 3)),
         ("algorithm.bypass_mode=false", ("algorithm.rollout_correction.bypass_mode", False)),
+        (
+            "actor_rollout_ref.actor.diffusion_loss.loss_mode=grpo_guard",
+            ("actor.diffusion_loss.loss_mode", "grpo_guard"),
+        ),
         ("actor_rollout_ref.rollout.algo.sde_type=cps", ("rollout.algo.log_prob_convention", "peers")),
         ("rollout.algo.sde_type=cps", ("rollout.algo.log_prob_convention", "gaussian")),
     ],
@@ -333,6 +337,17 @@ def test_values_in_other_units(given: str, here: tuple[str, object]) -> None:
 
     result = leaves(OmegaConf.to_container(compose_config([given]), resolve=True))
     assert result[here[0]] == here[1]
+
+
+def test_the_trust_region_of_flow_dppo() -> None:
+    loss = "actor_rollout_ref.actor.diffusion_loss"
+    threshold = [f"{loss}.kl_mask_threshold=3e-5", f"{loss}.add_kl_coefficient=true"]
+    assert [row.kind for row in compose_all(threshold).rows] == ["no counterpart"] * 2
+    dppo = compose_all([f"{loss}.loss_mode=flow_dppo", *threshold])
+    dppo.check()
+    assert dppo.config.actor.diffusion_loss.kl_threshold == 3e-5
+    with pytest.raises(ValueError, match="add_kl_coefficient=false"):
+        compose_all([f"{loss}.loss_mode=flow_dppo", f"{loss}.add_kl_coefficient=false"]).check()
 
 
 def documented() -> list[tuple[str, str]]:
@@ -360,6 +375,7 @@ def test_the_page_documents_translations() -> None:
         ("actor_rollout_ref.model.target_modules=all-linear", True),
         ("actor_rollout_ref.model.lora_rank=0", True),
         ("actor_rollout_ref.model.algorithm=diffusion_nft", True),
+        ("actor_rollout_ref.model.algorithm=grpo_guard", False),
         ("actor_rollout_ref.model.tokenizer_path=/elsewhere", True),
         ("actor_rollout_ref.rollout.quantization=fp8", True),
         ("actor_rollout_ref.actor.optim.min_lr_ratio=0.1", True),

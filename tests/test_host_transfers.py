@@ -13,7 +13,9 @@ from benchmark_correction import cost, make_inputs
 from builders import diffusion_batch, loss_config, token_batch
 
 from flowgrpo_rc import compute_offpolicy_metrics, compute_rollout_correction_and_rejection_mask
+from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig
 from flowgrpo_rc.losses.diffusion import diffusion_terms
 from flowgrpo_rc.losses.token import token_terms
 
@@ -46,6 +48,16 @@ def test_none_inside_a_loss(mode: dict[str, object]) -> None:
     steps, tokens = diffusion_batch(rollout, **filled), token_batch(rollout, mask.bool(), **filled)
     assert transfers(lambda: diffusion_terms(config, now, steps)) == 0
     assert transfers(lambda: token_terms(config, now, tokens)) == 0
+
+
+@pytest.mark.parametrize("loss_mode", ["grpo_guard", "flow_dppo"])
+def test_none_where_a_loss_and_a_criterion_know_the_means(loss_mode: str) -> None:
+    now, rollout, _ = INPUTS
+    correction = RolloutCorrectionConfig(bypass_mode=True, rollout_rs="step_kl", rollout_rs_threshold=0.1)
+    batch = diffusion_batch(rollout, old_log_probs=rollout, advantages=torch.ones_like(rollout))
+    config = LossConfig(rollout_correction=correction, diffusion_loss=DiffusionLossConfig(loss_mode=loss_mode))
+    gaussian = GaussianSteps(torch.ones_like(now), -torch.ones_like(now), (now - rollout) ** 2)
+    assert transfers(lambda: diffusion_terms(config, now, batch, gaussian)) == 0
 
 
 def test_the_count_sees_a_transfer() -> None:

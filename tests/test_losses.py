@@ -409,6 +409,8 @@ def test_missing_columns_are_errors():
     ("settings", "key"),
     [
         ({"loss_mode": "grpo"}, "loss_mode"),
+        ({"kl_threshold": 1e-4}, "kl_threshold"),
+        ({"loss_mode": "flow_dppo", "kl_threshold": 0.0}, "kl_threshold"),
         ({"clip_ratio": 0.0}, "clip_ratio"),
         ({"clip_ratio": 1.0}, "clip_ratio"),
         ({"clip_ratio": math.nan}, "clip_ratio"),

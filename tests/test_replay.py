@@ -50,7 +50,13 @@ def trained_lora(model: FlowModel) -> torch.nn.Module:
 
 
 def sample(
-    model: FlowModel, transformer: torch.nn.Module, spec: SamplerSpec, window: list[list[int]], *, chunk: int = 4
+    model: FlowModel,
+    transformer: torch.nn.Module,
+    spec: SamplerSpec,
+    window: list[list[int]],
+    *,
+    chunk: int = 4,
+    keep_means: bool = False,
 ) -> tuple[DiffusionBatch, np.ndarray]:
     engine = DiffusersEngine(model, transformer, dtype=spec.dtype, chunk_size=chunk)
     engine.sync_weights({name: p.detach() for name, p in lora_parameters(transformer).items()}, version=3)
@@ -61,6 +67,7 @@ def sample(
         spec=spec,
         window=torch.tensor(window * (4 // len(window))),
         seeds=[11, 12, 13, 14],
+        keep_means=keep_means,
     )
     chunks = list(engine.generate(request))
     return concat([chunk.batch for chunk in chunks]), np.concatenate([chunk.samples for chunk in chunks])

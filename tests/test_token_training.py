@@ -172,6 +172,10 @@ def test_wholly_rejected_samples_leave_the_baseline(tmp_path: Path) -> None:
         (("algorithm.adv_estimator=rloo", "algorithm.global_std=true"), ("global_std", "adv_estimator")),
         ((f"{RC}=pg_is", "actor.token_loss.loss_mode=gspo"), ("loss_mode", "loss_type")),
         ((f"{RC}=bypass_ppo_clip", f"{RC}.exclude_rejected=true"), ("exclude_rejected", "bypass_mode")),
+        ((f"{RC}=bypass_ppo_clip", f"{RC}.bypass_level=window"), ("bypass_level", "whole responses")),
+        ((f"{RC}.log_prob_scale=sum",), ("log_prob_scale", "no mean")),
+        ((f"{RC}.rollout_rs=step_kl", f"{RC}.rollout_rs_threshold=1"), ("step_kl", "token_k3")),
+        ((f"{RC}.rollout_rs=token_k1", f"{RC}.rollout_rs_threshold=auto:4"), ("auto:k", "give a number")),
         (("rollout.engine_kwargs.speed=2",), ("rollout.engine_kwargs", "speed")),
     ],
 )

@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from builders import MASKS, expected, log_probs, mask_of, run, settings
+from builders import MASKS, diffusion_batch, expected, log_probs, loss_config, mask_of, run, settings
 from oracles import LEVELS, MODES, Rule
 
-from flowgrpo_rc import RolloutCorrectionConfig, compute_rollout_correction_weights
+from flowgrpo_rc import RolloutCorrectionConfig, compute_rollout_correction_weights, diffusion_loss
 from flowgrpo_rc.correction import correct as module
 from flowgrpo_rc.correction.bands import IS_MODES
-from flowgrpo_rc.correction.correct import Correction, correct_with
+from flowgrpo_rc.correction.correct import Correction, apply_rollout_correction_to_batch, correct_with
 
 BOUNDS = {"truncate": (0.0, 1.3), "clip": (0.8, 1.3), "mask": (0.8, 1.3), "icepop": (0.8, 1.3)}
 
@@ -294,3 +294,29 @@ def test_renamed_metrics_still_combine(mode, metric_names):
     )
     first.merge(second)
     assert first.compute() == pytest.approx(whole.compute(), rel=1e-12, abs=1e-12)
+
+
+# The scale of a log-prob --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [{}, {"bypass_mode": True, "loss_type": "reinforce"}], ids=["decoupled", "reinforce"])
+def test_the_sum_over_latent_elements_is_so_many_times_the_mean(mode):
+    """Weights and rejection are those of D times the log-probs; the loss itself keeps the mean."""
+    training, rollout = log_probs(scale=0.02)
+    chosen = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_1.25", **mode}
+    fields = {"advantages": torch.ones_like(rollout), "all_latents": torch.zeros(6, 5, 3, 7)}
+    config = RolloutCorrectionConfig(log_prob_scale="sum", **chosen)
+    config.validate()
+    found = correct_with(RolloutCorrectionConfig(**chosen), 21 * training, 21 * rollout, torch.ones(6, 4).bool())
+    assert 0 < found.mask.sum() < 24
+    if not mode:
+        batch = diffusion_batch(rollout).replace(old_log_probs=training, **fields)
+        batch, metrics = apply_rollout_correction_to_batch(batch, config)
+        torch.testing.assert_close(batch.rollout_is_weights, found.weights, rtol=1e-12, atol=0)
+        assert torch.equal(batch.rejection_mask, found.mask)
+        assert metrics.compute() == pytest.approx(found.metrics.compute(), rel=1e-12, abs=1e-12)
+        return
+    leaf = training.clone().requires_grad_()
+    batch = diffusion_batch(rollout).replace(old_log_probs=rollout, **fields)
+    diffusion_loss(loss_config(config), leaf, batch)[0].backward()
+    torch.testing.assert_close(leaf.grad, torch.where(found.mask, -found.weights / 24, 0.0), rtol=1e-12, atol=0)

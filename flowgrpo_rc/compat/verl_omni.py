@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flowgrpo_rc.compat.rules import AS_HERE, Outcome, Rule, Setting, Written, each, reported, same, stops, to
+from flowgrpo_rc.losses.base import DIFFUSION_LOSSES
 
 PREFIX = "actor_rollout_ref."
 MODEL, ACTOR, ROLLOUT = f"{PREFIX}model", f"{PREFIX}actor", f"{PREFIX}rollout"
@@ -30,7 +31,7 @@ _ENGINE = reported("how the engine runs: rollout.engine_kwargs and rollout.micro
 _LAUNCHER = reported("the launcher decides: accelerate launch --num_processes N (--num_machines M)")
 _SHARDING = reported("how weights are sharded and offloaded does not change what is trained")
 _LOGGING = reported("logging: metrics.jsonl, samples/ and report.html are always written")
-_OTHER_LOSS = reported("belongs to another loss than flow_grpo")
+_OTHER_LOSS = reported("belongs to a loss that this project has not")
 _HELD_OUT = reported("held-out images are made by the ODE, in the size of the rollout's")
 _LOADING = reported("prompt files are read whole, by this project's readers")
 _ADAPTER = "adapters are found by the checkpoint's pipeline class"
@@ -119,6 +120,24 @@ def _loggers(setting: Setting, given: Mapping[str, Any]) -> Outcome:
     return Outcome({"trainer.logger": known}, f"there is no {', '.join(dropped)}; metrics.jsonl is always written")
 
 
+def _is_dppo(given: Mapping[str, Any]) -> bool:
+    names = (f"{ACTOR}.diffusion_loss.loss_mode", "actor.diffusion_loss.loss_mode", f"{ACTOR}.policy_loss.loss_mode")
+    return any(given.get(name) == "flow_dppo" for name in names)
+
+
+def _kl_threshold(setting: Setting, given: Mapping[str, Any]) -> Outcome:
+    if _is_dppo(given):
+        return Outcome({"actor.diffusion_loss.kl_threshold": Written(setting.text)})
+    return Outcome(why="belongs to loss_mode=flow_dppo")
+
+
+def _kl_coefficient(setting: Setting, given: Mapping[str, Any]) -> Outcome:
+    """Whether the variance of a step holds its dt, as it does here."""
+    if _is_dppo(given) and not same(setting.value, True):
+        return Outcome(why="the KL here is that of the step, dt included: set it to true", stops=True)
+    return Outcome(why=AS_HERE if _is_dppo(given) else "belongs to loss_mode=flow_dppo")
+
+
 def _reward_workers(setting: Setting, given: Mapping[str, Any]) -> Outcome:
     """The name exists on both sides: there it counts processes, here rewards scored at the same time."""
     if any(key.startswith(PREFIX) for key in given):
@@ -139,7 +158,7 @@ def _checkpoints_kept(setting: Setting, given: Mapping[str, Any]) -> Outcome:
 
 
 _MODEL_RULES: dict[str, Rule] = {
-    f"{MODEL}.algorithm": stops("set actor.diffusion_loss and algorithm for it", unless=["flow_grpo"]),
+    f"{MODEL}.algorithm": stops("set actor.diffusion_loss and algorithm for it", unless=DIFFUSION_LOSSES),
     f"{MODEL}.tokenizer_path": _tokenizer_path,
     f"{MODEL}.custom_chat_template": stops(
         "here a prompt is the text of its user messages, in the pipeline's own template", unless=[None]
@@ -173,9 +192,11 @@ _ACTOR_RULES: dict[str, Rule] = {
     f"{ACTOR}.policy_loss.loss_mode": to("actor.diffusion_loss.loss_mode"),
     **each(
         f"{ACTOR}.diffusion_loss",
-        "mix_beta ref_kl_coef adaptive_weight_min dpo_beta kl_mask_threshold add_kl_coefficient mse_weight ratio_norm",
+        "mix_beta ref_kl_coef adaptive_weight_min dpo_beta mse_weight ratio_norm",
         _OTHER_LOSS,
     ),
+    f"{ACTOR}.diffusion_loss.kl_mask_threshold": _kl_threshold,
+    f"{ACTOR}.diffusion_loss.add_kl_coefficient": _kl_coefficient,
     f"{ACTOR}.loss_scale_factor": stops("set actor.optim.lr", unless=[None]),
     f"{ACTOR}.use_distill_loss": stops("there is no distillation", unless=[False]),
     **each(ACTOR, "distill_loss_mode distill_loss_coef", reported("belongs to use_distill_loss")),

@@ -1,4 +1,4 @@
-"""Estimators of a divergence from log-ratios (Schulman, http://joschu.net/blog/kl-approx.html).
+"""Divergences: estimators from log-ratios (Schulman, http://joschu.net/blog/kl-approx.html), and that of Gaussians.
 
 `log_ratio` is log(training / rollout) for samples of the rollout policy; all three estimate KL(rollout | training).
 """
@@ -26,3 +26,11 @@ def k3(log_ratio: Tensor) -> Tensor:
     the last rounding below zero.
     """
     return (torch.expm1(log_ratio) - log_ratio).clamp(min=0)
+
+
+def gaussian_kl(mean: Tensor, other_mean: Tensor, std: Tensor) -> Tensor:
+    """Mean over D of the KL between Gaussians of one standard deviation: (mean - other_mean)^2 / (2 std^2) -> [B].
+
+    mean, other_mean [B, ...]; std broadcasts to them. The same in both directions, and without sampling noise.
+    """
+    return ((mean - other_mean) ** 2 / (2 * std**2)).flatten(1).mean(1)

@@ -30,6 +30,18 @@ class Transition(NamedTuple):
     std: Tensor
 
 
+class GaussianSteps(NamedTuple):
+    """What recorded steps say beside their log-probs, [B, T].
+
+    std: standard deviation of a step, dt included; dt = sigma_next - sigma < 0; kl: exact KL, mean over D, between the
+    policy whose means the batch holds and this one, differentiable in this one; None where the batch holds none.
+    """
+
+    std: Tensor
+    dt: Tensor
+    kl: Tensor | None
+
+
 def transition(
     x: Tensor,
     v: Tensor,

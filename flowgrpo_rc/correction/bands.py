@@ -15,6 +15,7 @@ IS_KEY = f"{KEY}.rollout_is_threshold"
 MODE_KEY = f"{KEY}.rollout_is_mode"
 LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
 CRITERIA = tuple(f"{level}_{k}" for level in LEVELS for k in ("k1", "k2", "k3") if (level, k) != ("seq_max", "k1"))
+STEP_KL = "step_kl"  # the one criterion that is not a function of log-ratios
 OLDER_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 IS_MODES = ("truncate", "clip", "mask", "icepop")
 
@@ -24,16 +25,24 @@ class Band(NamedTuple):
 
     level: token (a step), seq_sum, seq_mean or seq_max over the valid steps; estimator: k1, k2 or k3 of `core.kl`.
     k1 is -log(ratio), so its bounds are the negated logarithms of the ratio's; k2 and k3 have only an upper bound.
+    `step_kl` has level step and estimator kl: the exact KL of each step, with an upper bound.
+    auto: the bounds are in robust standard deviations from a running median (`correction.auto`).
     """
 
     level: str
     estimator: str
     lower: float
     upper: float
+    auto: bool = False
 
     @property
     def name(self) -> str:
         return f"{self.level}_{self.estimator}"
+
+    @property
+    def per_step(self) -> bool:
+        """Whether it judges steps, and not sequences."""
+        return self.level in ("token", "step")
 
 
 class WeightBounds(NamedTuple):
@@ -62,10 +71,10 @@ def parse_bands(
         return ()
     names = [OLDER_NAMES.get(name, name) for name in given]
     for name in names:
-        if name not in CRITERIA:
-            near = difflib.get_close_matches(name, CRITERIA, n=1)
+        if name not in (*CRITERIA, STEP_KL):
+            near = difflib.get_close_matches(name, (*CRITERIA, STEP_KL), n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
-            allowed = ", ".join((*CRITERIA, *OLDER_NAMES))
+            allowed = ", ".join((*CRITERIA, STEP_KL, *OLDER_NAMES))
             raise ValueError(f"{RS_KEY}={name!r}{hint}: allowed are {allowed}")
     if len(set(names)) != len(names):
         raise ValueError(f"{RS_KEY}={','.join(given)!r} names a criterion twice")
@@ -125,6 +134,11 @@ def _one_each(value: Any, count: int, key: str) -> list[Any]:
 
 def _band(name: str, spec: Any, lower_spec: Any) -> Band:
     level, estimator = name.rsplit("_", 1)
+    if str(spec).strip().startswith("auto"):
+        deviations = _deviations(str(spec).strip())
+        if lower_spec is not None:
+            raise ValueError(f"{LOWER_KEY}={lower_spec!r} has no effect on {THRESHOLD_KEY}={spec}: drop it")
+        return Band(level, estimator, -deviations if estimator == "k1" else -math.inf, deviations, auto=True)
     numbers = _numbers(spec, THRESHOLD_KEY)
     if estimator != "k1":
         if len(numbers) != 1 or not 0 < numbers[0] < math.inf:
@@ -152,6 +166,17 @@ def _band(name: str, spec: Any, lower_spec: Any) -> Band:
         beside = "" if lower_spec is None else f" with {LOWER_KEY}={lower_spec!r}"
         raise ValueError(f"{THRESHOLD_KEY}={spec!r}{beside} for {name}: a band needs 0 <= lower < upper")
     return Band(level, estimator, -math.log(upper), -math.log(lower) if lower else math.inf)
+
+
+def _deviations(spec: str) -> float:
+    """The k of "auto:k"."""
+    try:
+        (deviations,) = (float(part) for part in spec.removeprefix("auto:").split("_"))
+    except ValueError:
+        deviations = math.nan
+    if not 0 < deviations < math.inf:
+        raise ValueError(f'{THRESHOLD_KEY}={spec!r}: give the standard deviations above 0 after the colon, "auto:4"')
+    return deviations
 
 
 def _numbers(spec: Any, key: str) -> list[float]:

@@ -31,6 +31,7 @@ from flowgrpo_rc.correction.rejection import (
     count_catastrophic,
     judge,
     rejection_metrics,
+    statistic,
 )
 from flowgrpo_rc.correction.steps import Steps, join, prepare
 
@@ -61,13 +62,26 @@ class Block(NamedTuple):
     summary: Summary
 
 
-def correct_block(training: Tensor, rollout: Tensor, mask: Tensor, rules: Rules) -> Block:
-    """Weights (of the token level if the rules have none), mask and summary for log-probs [b, T]."""
-    steps = prepare(training, rollout, mask)
+def correct_block(
+    training: Tensor,
+    rollout: Tensor,
+    mask: Tensor,
+    rules: Rules,
+    *,
+    allowed: Tensor | None = None,
+    step_kl: Tensor | None = None,
+) -> Block:
+    """Weights (of the token level if the rules have none), mask and summary for log-probs and exact KL [b, T].
+
+    allowed [b, T] bool: what an earlier decision keeps; None for everything.
+    """
+    steps = prepare(training, rollout, mask, step_kl)
     weights = weigh(steps, rules.level or "token", rules.bounds)
     kept, bands, catastrophic_B = steps.valid, [], torch.zeros_like(steps.count_B)
+    if allowed is not None:
+        kept = kept & allowed
     for band in rules.bands:
-        inside, rows = judge(steps, band)
+        inside, rows = judge(steps, band, statistic(steps, band))
         kept = kept & inside
         bands.append(rows)
     if rules.level is not None and rules.bounds.mode == "mask":

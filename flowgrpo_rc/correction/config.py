@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
-from flowgrpo_rc.correction.bands import KEY, Band, WeightBounds, parse_bands, parse_weight_bounds
+from flowgrpo_rc.correction.bands import KEY, STEP_KL, Band, WeightBounds, parse_bands, parse_weight_bounds
 from flowgrpo_rc.correction.importance import IS_LEVELS
 from flowgrpo_rc.correction.presets import Presets
 
 LOSS_TYPES = ("ppo_clip", "reinforce")
 NORMALIZE = ("all", "kept")
+BYPASS_LEVELS = ("step", "window")
+LOG_PROB_SCALES = ("mean", "sum")
 METRIC_NAMES = ("verl", "slime", "both")
 
 
@@ -22,7 +24,7 @@ class Rules(NamedTuple):
     """What the core applies: the settings, parsed.
 
     level: of the weights, None without any; batch_normalize: divide them by their mean, `over_kept` of what is kept;
-    log_veto: None without a veto.
+    log_veto: None without a veto; auto: the bands that `correction.auto` resolves and applies.
     """
 
     level: str | None
@@ -31,11 +33,21 @@ class Rules(NamedTuple):
     over_kept: bool
     bands: tuple[Band, ...]
     log_veto: float | None
+    auto: tuple[Band, ...] = ()
 
     @property
     def per_step(self) -> bool:
         """Whether steps are weighed, and not sequences; without a level the metrics are those of the token level."""
         return self.level in (None, "token")
+
+    @property
+    def needs_step_kl(self) -> bool:
+        return any(band.name == STEP_KL for band in self.bands)
+
+    @property
+    def needs_means(self) -> bool:
+        """Whether the rollout has to keep the means of its steps."""
+        return any(band.name == STEP_KL for band in (*self.bands, *self.auto))
 
 
 @dataclass(kw_only=True)
@@ -52,14 +64,21 @@ class RolloutCorrectionConfig(Presets):
     rollout_is_threshold: upper bound of the weights, or "lower_upper".
     rollout_is_batch_normalize: divide the weights by their mean over the batch.
     rollout_rs: rejection criteria, one or several separated by commas: token_k1..k3, seq_sum_k1..k3,
-        seq_mean_k1..k3, seq_max_k2, seq_max_k3, and the older names token, sequence and geometric.
+        seq_mean_k1..k3, seq_max_k2, seq_max_k3, and the older names token, sequence and geometric; for images also
+        step_kl, the exact KL between the Gaussians of a step.
     rollout_rs_threshold: a band "lower_upper" on the ratio for k1 (one number u means "1/u_u"), one positive upper
-        bound for k2 and k3; one for all criteria or one for each. Null: the older names take rollout_is_threshold.
+        bound for k2, k3 and step_kl; for images also "auto:k", k robust standard deviations about the running median
+        of the mismatch before an update; one for all criteria or one for each. Null: the older names take
+        rollout_is_threshold.
     rollout_rs_threshold_lower: lower bound of k1 bands whose threshold is one number.
     rollout_token_veto_threshold: reject a sequence if the ratio of any of its steps is below this.
     normalize: the loss is the mean over `all` steps, or over those that are `kept`. Null: all for images, kept for
         text. Batch normalisation is over all valid steps, and over kept ones only where `kept` is given.
     exclude_rejected: a sample whose steps are all rejected leaves the baseline of its group; null: in decoupled mode.
+    bypass_level: what the correction of images sees in bypass mode: each `step` alone, or the sample's whole `window`
+        (one more forward), so that criteria and weights of sequences mean the trajectory.
+    log_prob_scale: for study, images: correct by the `sum` of the log-density over latent elements, whose ratio is that
+        of the densities, in place of the `mean` that the loss has.
     metric_names: `verl`, `slime` or `both`.
     custom_correction: "module:function" in place of the built-in weights and mask; see `correct.CustomCorrection`.
     """
@@ -76,6 +95,8 @@ class RolloutCorrectionConfig(Presets):
     rollout_token_veto_threshold: float | None = None
     normalize: str | None = None
     exclude_rejected: bool | None = None
+    bypass_level: str = "step"
+    log_prob_scale: str = "mean"
     metric_names: str = "verl"
     custom_correction: str | None = None
 
@@ -91,18 +112,20 @@ class RolloutCorrectionConfig(Presets):
     def rules(self) -> Rules:
         """The settings parsed. ValueError as in `validate` where they cannot be."""
         veto = self.rollout_token_veto_threshold
+        bands = parse_bands(
+            self.rollout_rs,
+            self.rollout_rs_threshold,
+            self.rollout_rs_threshold_lower,
+            fallback=self.rollout_is_threshold,
+        )
         return Rules(
             level=self.rollout_is,
             bounds=parse_weight_bounds(self.rollout_is_threshold, self.rollout_is_mode),
             batch_normalize=self.rollout_is_batch_normalize,
             over_kept=self.normalize == "kept",
-            bands=parse_bands(
-                self.rollout_rs,
-                self.rollout_rs_threshold,
-                self.rollout_rs_threshold_lower,
-                fallback=self.rollout_is_threshold,
-            ),
+            bands=tuple(band for band in bands if not band.auto),
             log_veto=None if veto is None else math.log(veto),
+            auto=tuple(band for band in bands if band.auto),
         )
 
     def validate(self) -> None:
@@ -132,6 +155,8 @@ class RolloutCorrectionConfig(Presets):
             ("loss_type", LOSS_TYPES),
             ("rollout_is", (None, *IS_LEVELS)),
             ("normalize", (None, *NORMALIZE)),
+            ("bypass_level", BYPASS_LEVELS),
+            ("log_prob_scale", LOG_PROB_SCALES),
             ("metric_names", METRIC_NAMES),
         )
         for name, allowed in choices:
@@ -151,6 +176,11 @@ class RolloutCorrectionConfig(Presets):
             raise ValueError(
                 f"{KEY}.loss_type=reinforce compares the current policy with the rollout and needs "
                 f"{KEY}.bypass_mode=true; set that, or loss_type=ppo_clip"
+            )
+        if self.bypass_level != "step" and not self.bypass_mode:
+            raise ValueError(
+                f"{KEY}.bypass_level={self.bypass_level} has no effect with {KEY}.bypass_mode=false, where the whole "
+                "window is corrected: drop it, or set bypass_mode=true"
             )
         if self.bypass_mode and self.exclude_rejected:
             raise ValueError(

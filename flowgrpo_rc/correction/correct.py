@@ -15,7 +15,7 @@ from torch import Tensor
 from flowgrpo_rc.batch import Batch, DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import AllReduce, identity, select
-from flowgrpo_rc.correction.bands import WeightBounds
+from flowgrpo_rc.correction.bands import RS_KEY, STEP_KL, THRESHOLD_KEY, WeightBounds
 from flowgrpo_rc.correction.block import correct_block, join_summaries, mean_parts, summarise, summary_metrics
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig, Rules
 from flowgrpo_rc.correction.divergence import gap_rows, offpolicy_metrics
@@ -59,17 +59,36 @@ class CustomCorrection(Protocol):
     ) -> tuple[Tensor | None, Tensor]: ...
 
 
-def measure(training_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, rules: Rules) -> Correction:
+def measure(
+    training_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    rules: Rules,
+    *,
+    allowed: Tensor | None = None,
+    step_kl: Tensor | None = None,
+) -> Correction:
     """Weights before batch normalisation, mask and diagnostics for log-probs [B, T].
 
     A step whose difference is not finite is rejected, whatever is configured, and counted in
     `rollout_rs_nonfinite_fraction`; it takes no part in weights or in any other metric. A sequence criterion sees it
     and rejects the sequence. Without a level the weight metrics are those of the token level.
+
+    allowed [B, T] bool: what an earlier decision keeps, which the rules narrow further. step_kl [B, T] is for the
+    criterion of that name. ValueError where one of them is there without the other, or `auto` bands without a decision.
     """
+    _check_step_kl(rules, step_kl)
+    if rules.auto and allowed is None:
+        raise ValueError(
+            f"{THRESHOLD_KEY}=auto:k needs the mismatch of the iterations before, which a run of the trainer has: put "
+            "the decision of `correction.auto.AutoBands` into the batch's rejection_mask, or give a number"
+        )
     weights = None if rules.level is None else torch.empty_like(training_log_probs)
     kept, summaries = torch.empty_like(mask), []
     for rows in _blocks(mask):
-        block = correct_block(training_log_probs[rows], rollout_log_probs[rows], mask[rows], rules)
+        given = {"allowed": allowed, "step_kl": step_kl}
+        own = {name: None if values is None else values[rows] for name, values in given.items()}
+        block = correct_block(training_log_probs[rows], rollout_log_probs[rows], mask[rows], rules, **own)
         summaries.append(block.summary)
         kept[rows] = block.kept
         if weights is not None:
@@ -87,10 +106,11 @@ def correct(
     mask: Tensor,
     rules: Rules,
     *,
+    step_kl: Tensor | None = None,
     all_reduce: AllReduce = identity,
 ) -> Correction:
     """`measure`, with the weights divided by their mean over the batch of all processes where the rules say so."""
-    found = measure(training_log_probs, rollout_log_probs, mask, rules)
+    found = measure(training_log_probs, rollout_log_probs, mask, rules, step_kl=step_kl)
     return _normalised(found, all_reduce) if rules.batch_normalize else found
 
 
@@ -114,17 +134,19 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_rs_threshold_lower: float | Sequence[float] | None = None,
     rollout_token_veto_threshold: float | None = None,
     normalize: str | None = None,
+    step_kl: Tensor | None = None,
 ) -> CorrectionResult:
     """Importance weights, rejection mask and metrics (named `rollout_corr/...`) for log-probs [B, T].
 
-    `old_log_prob` is the training graph's, `response_mask` marks the steps that exist. Settings mean what they mean in
+    `old_log_prob` is the training graph's, `response_mask` marks the steps that exist, `step_kl` is the exact KL [B, T]
+    between rollout's and training graph's steps, for `rollout_rs=step_kl`. Settings mean what they mean in
     `RolloutCorrectionConfig`. Raises ValueError for wrong settings or shapes that differ.
     """
-    if not old_log_prob.shape == rollout_log_prob.shape == response_mask.shape or old_log_prob.ndim != 2:
-        raise ValueError(
-            "old_log_prob, rollout_log_prob and response_mask must all be [B, T]; got "
-            f"{tuple(old_log_prob.shape)}, {tuple(rollout_log_prob.shape)} and {tuple(response_mask.shape)}"
-        )
+    given = {"old_log_prob": old_log_prob, "rollout_log_prob": rollout_log_prob, "response_mask": response_mask}
+    given |= {} if step_kl is None else {"step_kl": step_kl}
+    shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
+    if len(set(shapes.values())) != 1 or old_log_prob.ndim != 2:
+        raise ValueError(f"log-probs, mask and step_kl must all be [B, T]; got {shapes}")
     config = RolloutCorrectionConfig(
         rollout_is=rollout_is,
         rollout_is_threshold=rollout_is_threshold,
@@ -137,7 +159,7 @@ def compute_rollout_correction_and_rejection_mask(
         normalize=normalize,
     )
     config.validate()
-    found = correct(old_log_prob, rollout_log_prob, response_mask.bool(), config.rules())
+    found = correct(old_log_prob, rollout_log_prob, response_mask.bool(), config.rules(), step_kl=step_kl)
     bag = MetricBag()
     bag.merge(found.metrics, "rollout_corr")
     return CorrectionResult(found.weights, found.mask.to(response_mask.dtype), bag.compute())
@@ -175,15 +197,18 @@ def compute_rollout_rejection_mask(
     rollout_rs: str | Sequence[str],
     rollout_rs_threshold: float | str | Sequence[float | str] | None = None,
     rollout_rs_threshold_lower: float | Sequence[float] | None = None,
+    step_kl: Tensor | None = None,
 ) -> Tensor:
-    """The part of `response_mask` [B, T] that the criteria keep, for log-ratios training - rollout [B, T]."""
+    """The part of `response_mask` [B, T] that the criteria keep, for log-ratios training - rollout [B, T] and, with
+    `step_kl` among them, the exact KL [B, T]."""
     config = RolloutCorrectionConfig(
         rollout_rs=rollout_rs,
         rollout_rs_threshold=rollout_rs_threshold,
         rollout_rs_threshold_lower=rollout_rs_threshold_lower,
     )
     config.validate()
-    found = measure(log_ratio, torch.zeros_like(log_ratio), response_mask.bool(), config.rules())
+    rules, rollout = config.rules(), torch.zeros_like(log_ratio)
+    found = measure(log_ratio, rollout, response_mask.bool(), rules, step_kl=step_kl)
     return found.mask.to(response_mask.dtype)
 
 
@@ -210,25 +235,39 @@ def apply_bypass_mode_to_diffusion_batch(batch: DiffusionBatch) -> DiffusionBatc
 
 
 def apply_rollout_correction_to_batch(
-    batch: B, config: RolloutCorrectionConfig, *, all_reduce: AllReduce = identity
+    batch: B, config: RolloutCorrectionConfig, *, step_kl: Tensor | None = None, all_reduce: AllReduce = identity
 ) -> tuple[B, MetricBag]:
     """Decoupled correction, once per global batch: old / rollout -> weights and mask on the batch.
 
-    Returns the batch with `rollout_is_weights` (None without `rollout_is`) and `rejection_mask`, and the metrics
-    under their names without prefix. ValueError if old or rollout log-probs are missing.
+    step_kl [B, T]: exact KL between rollout's and old policy's steps, where a criterion needs it. Returns the batch
+    with `rollout_is_weights` (None without `rollout_is`) and `rejection_mask` (that of the batch narrowed further), and
+    the metrics under their names without prefix. ValueError if old or rollout log-probs, or that KL, are missing.
     """
     rollout = require_rollout_log_probs(batch)
     if batch.old_log_probs is None:
         raise ValueError("decoupled correction needs old_log_probs: recompute them with the training graph first")
-    found = correct_with(config, batch.old_log_probs, rollout, batch.valid, all_reduce=all_reduce)
+    found = correct_with(
+        config,
+        batch.old_log_probs,
+        rollout,
+        batch.valid,
+        allowed=batch.rejection_mask,
+        step_kl=step_kl,
+        num_elements=batch.num_elements,
+        all_reduce=all_reduce,
+    )
     return batch.replace(rollout_is_weights=found.weights, rejection_mask=found.mask), found.metrics
 
 
 def apply_rollout_correction_to_diffusion_batch(
-    batch: DiffusionBatch, config: RolloutCorrectionConfig, *, all_reduce: AllReduce = identity
+    batch: DiffusionBatch,
+    config: RolloutCorrectionConfig,
+    *,
+    step_kl: Tensor | None = None,
+    all_reduce: AllReduce = identity,
 ) -> tuple[DiffusionBatch, MetricBag]:
     """`apply_rollout_correction_to_batch` under the diffusion document's name."""
-    return apply_rollout_correction_to_batch(batch, config, all_reduce=all_reduce)
+    return apply_rollout_correction_to_batch(batch, config, step_kl=step_kl, all_reduce=all_reduce)
 
 
 def correct_with(
@@ -237,14 +276,22 @@ def correct_with(
     rollout: Tensor,
     mask: Tensor,
     *,
+    allowed: Tensor | None = None,
+    step_kl: Tensor | None = None,
+    num_elements: int = 1,
     normalise: bool = True,
     all_reduce: AllReduce = identity,
 ) -> Correction:
     """`correct` with the settings of a config and its metric names; without `normalise` the caller divides by the mean
-    weight when it knows the whole batch."""
+    weight when it knows the whole batch. A `step_kl` that no criterion asks for is left alone; num_elements: of which a
+    log-prob is the mean, for `log_prob_scale=sum`."""
+    dtype = training.dtype
+    if config.log_prob_scale == "sum":
+        training, rollout = (log_probs.detach().double() * num_elements for log_probs in (training, rollout))
     rules, custom = config.rules(), config.load_custom()
     if custom is None:
-        found = measure(training, rollout, mask, rules)
+        step_kl = step_kl if rules.needs_step_kl else None
+        found = measure(training, rollout, mask, rules, allowed=allowed, step_kl=step_kl)
     else:
         found = _custom(custom, training, rollout, mask, config)
     if rules.batch_normalize and normalise:
@@ -252,7 +299,17 @@ def correct_with(
     elif rules.batch_normalize and found.weight_total is not None and found.weight_count is not None:
         found.metrics.ratio("rollout_is_batch_norm_factor", found.weight_total, found.weight_count)
     apply_names(found.metrics, config.metric_names, rules.bounds.mode)
-    return found
+    return found._replace(weights=None if found.weights is None else found.weights.to(dtype))
+
+
+def _check_step_kl(rules: Rules, step_kl: Tensor | None) -> None:
+    if rules.needs_step_kl and step_kl is None:
+        raise ValueError(
+            f"{RS_KEY}={STEP_KL} needs step_kl [B, T], the exact KL between rollout's and training graph's steps. It "
+            "follows from the step means that a rollout of images keeps (prev_sample_mean); tokens have none"
+        )
+    if step_kl is not None and not rules.needs_step_kl:
+        raise ValueError(f"step_kl has no effect without {RS_KEY}={STEP_KL}: drop it, or set that")
 
 
 def require_rollout_log_probs(batch: Batch) -> Tensor:

@@ -40,36 +40,39 @@ class DecisionRows(NamedTuple):
     catastrophic: Tensor
 
 
-def judge(steps: Steps, band: Band) -> tuple[Tensor, BandRows]:
-    """What a band keeps, [b, T] or [b, 1]. A sequence with a step that is not finite fails every sequence band."""
-    value = statistic(steps, band)
+def judge(steps: Steps, band: Band, value: Tensor) -> tuple[Tensor, BandRows]:
+    """What a band keeps of statistics [b, T] or [b, 1]. A sequence with a step that is not finite fails every sequence
+    band."""
     units, high, low = steps.units(value), value > band.upper, value < band.lower
     inside = ~(high | low)
-    if band.level != "token":
+    if not band.per_step:
         inside = inside & (steps.count_B == steps.existing_B).unsqueeze(1)
     high_B, low_B = steps.number_B(high), steps.number_B(low)
     total_B, clamped = steps.sum_B(value), select_(value.clamp(band.lower, band.upper), units)
     rows = BandRows(
         total=total_B,
-        mean=total_B / steps.count_B.clamp(min=1) if band.level == "token" else value.squeeze(1),
+        mean=total_B / steps.count_B.clamp(min=1) if band.per_step else value.squeeze(1),
         clamped=steps.sum_B(clamped),
         clamped_square=steps.sum_B(clamped**2),
         highest=steps.highest_B(value),
         lowest=steps.lowest_B(value),
         high=high_B,
         low=low_B,
-        rejected=high_B + low_B if band.level == "token" else steps.sum_B(~inside & units),
+        rejected=high_B + low_B if band.per_step else steps.sum_B(~inside & units),
     )
     return inside, rows
 
 
 def statistic(steps: Steps, band: Band) -> Tensor:
     """The criterion's statistic: of each step [b, T], or of each sequence [b, 1]."""
+    if band.estimator == "kl":
+        assert steps.step_kl is not None
+        return steps.step_kl
     if band.estimator == "k3":
         estimate = steps.k3
     else:
         estimate = k1(steps.log_ratio) if band.estimator == "k1" else k2(steps.log_ratio)
-    if band.level == "token":
+    if band.per_step:
         return estimate
     if band.level == "seq_max":
         return row_max(estimate).unsqueeze(1)  # k2 and k3 are never negative
@@ -110,7 +113,7 @@ def band_metrics(rows: BandRows, count_B: Tensor, band: Band) -> MetricBag:
     bag.derive(f"{name}_std", (f"_{name}_clamped", f"_{name}_clamped_square"), std_from_moments)
     bag.max(f"{name}_max", rows.highest)
     bag.min(f"{name}_min", rows.lowest)
-    units = counted if band.level == "token" else present_B.sum()
+    units = counted if band.per_step else present_B.sum()
     bag.ratio(f"{name}_fraction_high", rows.high.sum(), units)
     bag.ratio(f"{name}_fraction_low", rows.low.sum(), units)
     bag.ratio(f"{name}_masked_fraction", rows.rejected.sum(), counted)

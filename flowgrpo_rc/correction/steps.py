@@ -24,9 +24,9 @@ class Steps(NamedTuple):
     """Rows [b, T] float64 of log-probs; everything is 0 where not `valid`.
 
     difference: training - rollout as it came, possibly not finite; mask: the steps that exist; valid: those of them
-    whose difference is finite; log_ratio: the difference where valid; ratio_minus_one: expm1 of it; k3: their
-    difference; existing_B, count_B: numbers of steps and of valid steps in a row; training_B, rollout_B, total_B: sums
-    of the log-probs and of the log-ratio over valid steps.
+    whose difference (and exact KL, if any) is finite; log_ratio: the difference where valid; ratio_minus_one: expm1 of
+    it; k3: their difference; existing_B, count_B: numbers of steps and of valid steps in a row; training_B, rollout_B,
+    total_B: sums of the log-probs and of the log-ratio over valid steps; step_kl: the exact KL, None without Gaussians.
     """
 
     difference: Tensor
@@ -40,6 +40,7 @@ class Steps(NamedTuple):
     training_B: Tensor
     rollout_B: Tensor
     total_B: Tensor
+    step_kl: Tensor | None
 
     @property
     def mean_B(self) -> Tensor:
@@ -79,11 +80,15 @@ def join(parts: Sequence[Rows]) -> Rows:
     return type(parts[0])(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def prepare(training: Tensor, rollout: Tensor, mask: Tensor) -> Steps:
-    """`Steps` of log-probs [b, T] of any floating dtype and a bool mask."""
+def prepare(training: Tensor, rollout: Tensor, mask: Tensor, step_kl: Tensor | None = None) -> Steps:
+    """`Steps` of log-probs and exact KL [b, T] of any floating dtype and a bool mask."""
     training, rollout = training.detach().double(), rollout.detach().double()
     difference = training - rollout
     valid = mask & (difference.abs() < torch.inf)  # four times as fast as isfinite
+    if step_kl is not None:
+        step_kl = step_kl.detach().double()
+        valid = valid & (step_kl.abs() < torch.inf)
+        step_kl = select(step_kl, valid)
     log_ratio = select(difference, valid)
     ratio_minus_one = safe_expm1(log_ratio)
     return Steps(
@@ -98,6 +103,7 @@ def prepare(training: Tensor, rollout: Tensor, mask: Tensor) -> Steps:
         training_B=select(training, valid).sum(1),
         rollout_B=select(rollout, valid).sum(1),
         total_B=log_ratio.sum(1),
+        step_kl=step_kl,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,22 +17,41 @@ from flowgrpo_rc.correction.correct import normalisation
 
 DIFFUSION_KEY = "actor.diffusion_loss"
 TOKEN_KEY = "actor.token_loss"
+DIFFUSION_LOSSES = ("flow_grpo", "grpo_guard", "flow_dppo")
 TOKEN_LOSSES = ("ppo_clip", "gspo")
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 
 
 @dataclass(kw_only=True)
 class DiffusionLossConfig:
-    """loss_mode: the loss under `loss_type=ppo_clip`; clip_ratio: half-width of the PPO band on the mean-pooled
-    ratio; adv_clip_max: advantages are clipped to +- this."""
+    """loss_mode: the loss under `loss_type=ppo_clip`, one of `DIFFUSION_LOSSES`; adv_clip_max: advantages are clipped
+    to +- this.
+
+    clip_ratio: half-width of the PPO band of flow_grpo (on the mean-pooled ratio) and grpo_guard (on its own).
+    kl_threshold: up to this KL of a step, mean over D, flow_dppo lets every update pass.
+    """
 
     loss_mode: str = "flow_grpo"
     clip_ratio: float = 1e-4
     adv_clip_max: float = 5.0
+    kl_threshold: float = 1e-5
+
+    @property
+    def needs_means(self) -> bool:
+        """Whether it compares the means of the current steps with those of the old policy's."""
+        return self.loss_mode != "flow_grpo"
 
     def validate(self) -> None:
-        if self.loss_mode != "flow_grpo":
-            raise ValueError(f"{DIFFUSION_KEY}.loss_mode={self.loss_mode!r}: allowed is flow_grpo")
+        if self.loss_mode not in DIFFUSION_LOSSES:
+            allowed = ", ".join(DIFFUSION_LOSSES)
+            raise ValueError(f"{DIFFUSION_KEY}.loss_mode={self.loss_mode!r}: allowed are {allowed}")
+        if not 0 < self.kl_threshold < math.inf:
+            raise ValueError(f"{DIFFUSION_KEY}.kl_threshold={self.kl_threshold}: give a number above 0")
+        if self.kl_threshold != DiffusionLossConfig.kl_threshold and self.loss_mode != "flow_dppo":
+            raise ValueError(
+                f"{DIFFUSION_KEY}.kl_threshold={self.kl_threshold} has no effect with {DIFFUSION_KEY}.loss_mode="
+                f"{self.loss_mode}: drop it, or set loss_mode=flow_dppo"
+            )
         if not 0 < self.clip_ratio < 1:
             raise ValueError(f"{DIFFUSION_KEY}.clip_ratio={self.clip_ratio}: give a number between 0 and 1")
         if not self.adv_clip_max > 0:

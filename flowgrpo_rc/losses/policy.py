@@ -22,13 +22,14 @@ def loss_terms(
     *,
     aggregation: str,
     normalize: str,
+    step_kl: Tensor | None = None,
 ) -> LossTerms:
     """The terms of the loss for the current policy's log-probs [B, T] on `batch`.
 
     Bypass mode corrects here, on [B, T] as given, with current / rollout: `ppo_clip` (the `step_loss`) takes only the
     rejection mask, since its ratio is the weight; `reinforce` takes mask and weight. Decoupled mode applies the batch's
     own mask and weights. Rejected steps are selected out, never multiplied; `normalize` is the path's default for
-    whether they stay in the denominator.
+    whether they stay in the denominator; step_kl [B, T] is for the criterion of that name.
 
     Raises ValueError where the batch lacks advantages, old or rollout log-probs.
     """
@@ -39,7 +40,17 @@ def loss_terms(
     weight_total = weight_count = torch.zeros((), dtype=torch.float64, device=log_probs.device)
     loss_name = "pg_loss"
     if correction.bypass_mode:
-        found = correct_with(correction, log_probs, require_rollout_log_probs(batch), valid, normalise=False)
+        rollout = require_rollout_log_probs(batch)
+        found = correct_with(
+            correction,
+            log_probs,
+            rollout,
+            valid,
+            allowed=batch.rejection_mask,
+            step_kl=step_kl,
+            num_elements=batch.num_elements,
+            normalise=False,
+        )
         metrics.merge(found.metrics, "rollout_corr")
         kept, weights = kept & found.mask, None if correction.weights_are_metrics else found.weights
         if correction.rollout_is_batch_normalize and found.weight_total is not None and found.weight_count is not None:

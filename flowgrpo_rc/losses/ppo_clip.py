@@ -31,7 +31,7 @@ def ppo_clip(
     values = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
     deviation = torch.expm1(log_ratio.detach().double())
     higher, lower = deviation > high, deviation < -low
-    bag = MetricBag()
+    bag = ratio_metrics(log_ratio, kept)
     if dual is not None:
         bounded = torch.minimum(values, -advantages * dual)
         bag.mean("dual_clip_fraction", ((advantages < 0) & (bounded < values)).double(), kept)
@@ -39,11 +39,17 @@ def ppo_clip(
     bag.mean("clip_fraction", (higher | lower).double(), kept)
     bag.mean("clip_fraction_higher", higher.double(), kept)
     bag.mean("clip_fraction_lower", lower.double(), kept)
+    return PolicyLoss(select(values, kept), bag)
+
+
+def ratio_metrics(log_ratio: Tensor, kept: Tensor) -> MetricBag:
+    """Mean and standard deviation of the ratio where `kept`, from moments about 1."""
+    bag, deviation = MetricBag(), torch.expm1(log_ratio.detach().double())
     bag.mean("_deviation", deviation, kept)
     bag.mean("_deviation_square", deviation**2, kept)
     bag.derive("ratio_mean", ("_deviation",), lambda mean: 1 + mean)
     bag.derive("ratio_std", ("_deviation", "_deviation_square"), std_from_moments)
-    return PolicyLoss(select(values, kept), bag)
+    return bag
 
 
 def sequence_log_ratio(log_probs: Tensor, old_log_probs: Tensor, kept: Tensor) -> Tensor:

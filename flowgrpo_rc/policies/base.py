@@ -6,14 +6,15 @@ Legend: b rows of a micro-batch, t steps that one forward evaluates.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.core.transition import GaussianSteps
 
 
 class Evaluation(Protocol):
@@ -22,6 +23,27 @@ class Evaluation(Protocol):
     @property
     def log_probs(self) -> Tensor:
         """[b, t]; whatever at steps that are not valid."""
+
+    @property
+    def gaussian(self) -> GaussianSteps | None:
+        """[b, t]; None where steps are no Gaussians."""
+
+    @property
+    def means(self) -> Tensor | None:
+        """Of the Gaussians [b, t, ...]."""
+
+
+class Measured(NamedTuple):
+    """A policy on all steps of a batch [B, T], without gradient; means [B, T, ...] where they were asked for."""
+
+    log_probs: Tensor
+    gaussian: GaussianSteps | None
+    means: Tensor | None
+
+    @property
+    def step_kl(self) -> Tensor | None:
+        """Exact KL from the means that the batch holds; None where it holds none."""
+        return None if self.gaussian is None else self.gaussian.kl
 
 
 B = TypeVar("B", bound=Batch)
@@ -50,10 +72,25 @@ class Policy(ABC, Generic[B, E]):
         """How training - rollout log-probs [b, t] differ along the trajectory, beyond what holds for every policy."""
 
     @torch.no_grad()
-    def log_probs(self, batch: B, micro_batch_size: int) -> Tensor:
-        """Log-probabilities [B, T] of the whole batch, without gradient."""
+    def measure(self, batch: B, micro_batch_size: int, *, keep_means: bool = False) -> Measured:
+        """This policy on the whole batch, without gradient."""
         rows = []
         for start in range(0, len(batch), micro_batch_size):
-            micro = batch.rows(start, start + micro_batch_size)
-            rows.append(torch.cat([self.evaluate(piece).log_probs for piece in self.pieces(micro)], 1))
-        return torch.cat(rows)
+            found = []
+            for piece in self.pieces(batch.rows(start, start + micro_batch_size)):
+                now = self.evaluate(piece)
+                found.append(Measured(now.log_probs, now.gaussian, now.means if keep_means else None))
+            rows.append(_join(found, dim=1))
+        return _join(rows, dim=0)
+
+    def log_probs(self, batch: B, micro_batch_size: int) -> Tensor:
+        """Log-probabilities [B, T] of the whole batch, without gradient."""
+        return self.measure(batch, micro_batch_size).log_probs
+
+
+def _join(parts: Sequence[Any], dim: int) -> Any:
+    """Tensors of all parts, side by side; a tuple's fields each for itself, and None stays None."""
+    first = parts[0]
+    if isinstance(first, tuple):
+        return type(first)(*(_join(column, dim) for column in zip(*parts, strict=True)))
+    return None if first is None else torch.cat(list(parts), dim)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec
+from flowgrpo_rc.core.kl import gaussian_kl
 from flowgrpo_rc.core.metrics import MetricBag
-from flowgrpo_rc.core.transition import Transition, log_prob, reference_kl, sample
+from flowgrpo_rc.core.transition import GaussianSteps, Transition, log_prob, reference_kl, sample
 from flowgrpo_rc.models.base import FlowModel, Schedule
 from flowgrpo_rc.policies.base import Policy
 from flowgrpo_rc.policies.scheduler import step_transition
@@ -26,28 +27,41 @@ Velocity = Callable[[Tensor, Tensor], Tensor]
 
 
 class Trajectory(NamedTuple):
-    """final [B, ...]; window_latents [B, T+1, ...]; log_probs [B, T]; means [B, T, ...] of the steps of the window; the
-    schedule that was walked."""
+    """final [B, ...]; window_latents [B, T+1, ...]; log_probs [B, T]; the schedule that was walked; means [B, T, ...]
+    of the window's steps, where they were asked for."""
 
     final: Tensor
     window_latents: Tensor
     log_probs: Tensor
-    means: Tensor
     schedule: Schedule
+    means: Tensor | None
 
 
 class StepEvaluation(NamedTuple):
-    """A policy on one recorded step: log_prob [B], and its Gaussian with sigma and sigma_next [B]."""
+    """A policy on one recorded step: log_prob [B], its Gaussian with sigma and sigma_next [B], and the exact KL [B]
+    from the means that the batch holds, if any."""
 
     log_prob: Tensor
     transition: Transition
     sigma: Tensor
     sigma_next: Tensor
+    kl: Tensor | None
 
     @property
     def log_probs(self) -> Tensor:
         """[B, 1]."""
         return self.log_prob.unsqueeze(1)
+
+    @property
+    def gaussian(self) -> GaussianSteps:
+        """[B, 1]."""
+        std, kl = self.transition.std.flatten(1)[:, :1], None if self.kl is None else self.kl.unsqueeze(1)
+        return GaussianSteps(std, (self.sigma_next - self.sigma).unsqueeze(1), kl)
+
+    @property
+    def means(self) -> Tensor:
+        """[B, 1, ...]."""
+        return self.transition.mean.unsqueeze(1)
 
 
 class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
@@ -73,6 +87,8 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         spec: SamplerSpec,
         window: Tensor,
         noise: NoiseSource,
+        *,
+        keep_means: bool = False,
     ) -> Trajectory:
         """Denoise `latents` [B, ...] through the model's schedule, as `sample_trajectory` does."""
         schedule = self.model.schedule(spec)
@@ -80,7 +96,7 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         def velocity(x: Tensor, timesteps: Tensor) -> Tensor:
             return self._velocity(x, timesteps, conditioning, negative, spec)
 
-        return sample_trajectory(velocity, schedule, latents, spec, window, noise)
+        return sample_trajectory(velocity, schedule, latents, spec, window, noise, keep_means=keep_means)
 
     def evaluate(self, batch: DiffusionBatch) -> StepEvaluation:
         """This policy on the recorded steps of a batch with T = 1; differentiable."""
@@ -90,7 +106,10 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         v = self._velocity(x, timesteps, batch.conditioning[batch.prompt_index], negative, batch.spec)
         step = _transition(x, v, batch.sigmas, steps, batch.spec)
         value = log_prob(step, following, convention=batch.spec.log_prob_convention)
-        return StepEvaluation(value, step, batch.sigmas[steps], batch.sigmas[steps + 1])
+        kl = None
+        if batch.prev_sample_mean is not None:
+            kl = gaussian_kl(step.mean, batch.prev_sample_mean[:, 0], step.std)
+        return StepEvaluation(value, step, batch.sigmas[steps], batch.sigmas[steps + 1], kl)
 
     def pieces(self, micro: DiffusionBatch) -> Iterator[DiffusionBatch]:
         """One SDE step each: a forward of the transformer sees one timestep per sample."""
@@ -131,6 +150,8 @@ def sample_trajectory(
     spec: SamplerSpec,
     window: Tensor,
     noise: NoiseSource,
+    *,
+    keep_means: bool = False,
 ) -> Trajectory:
     """Denoise `latents` [B, ...] through the schedule; steps of `window` [B, T] are stochastic and recorded.
 
@@ -140,8 +161,8 @@ def sample_trajectory(
     """
     batch, length = window.shape
     states = latents.new_zeros((batch, length + 1, *latents.shape[1:]))
-    means = latents.new_zeros((batch, length, *latents.shape[1:]))
     log_probs = latents.new_zeros((batch, length))
+    means = latents.new_zeros((batch, length, *latents.shape[1:])) if keep_means else None
     rows = torch.arange(batch, device=latents.device)
     stochastic = set(window.flatten().tolist())
     for index in range(spec.num_inference_steps):
@@ -157,9 +178,11 @@ def sample_trajectory(
             value = log_prob(step, following, convention=spec.log_prob_convention)
             picked, at = rows[inside], position[inside]
             states[picked, at], states[picked, at + 1] = latents[inside], following[inside]
-            means[picked, at], log_probs[picked, at] = step.mean[inside], value[inside]
+            log_probs[picked, at] = value[inside]
+            if means is not None:
+                means[picked, at] = step.mean[inside]
         latents = following
-    return Trajectory(latents, states, log_probs, means, schedule)
+    return Trajectory(latents, states, log_probs, schedule, means)
 
 
 def _transition(

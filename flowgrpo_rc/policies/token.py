@@ -34,9 +34,11 @@ class Responses(NamedTuple):
 
 
 class TokenEvaluation(NamedTuple):
-    """A policy on recorded responses: log_probs [B, T] fp32, 0 at padding."""
+    """A policy on recorded responses: log_probs [B, T] fp32, 0 at padding. A token is drawn from no Gaussian."""
 
     log_probs: Tensor
+    gaussian: None = None
+    means: None = None
 
 
 class TokenPolicy(Policy[TokenBatch, TokenEvaluation]):

@@ -232,10 +232,12 @@ class RolloutRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageRequest(RolloutRequest):
-    """window [B, T] int64: the steps of the schedule that are stochastic."""
+    """window [B, T] int64: the steps of the schedule that are stochastic; keep_means: the batch has to hold the means
+    of these steps (`prev_sample_mean`)."""
 
     spec: SamplerSpec
     window: Tensor
+    keep_means: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

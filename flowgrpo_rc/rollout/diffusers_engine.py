@@ -68,6 +68,7 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
             spec,
             window,
             lambda step: normal(shape, seeds, "step", step).to(device),
+            keep_means=request.keep_means,
         )
         schedule = trajectory.schedule
         slots = torch.tensor(request.prompts.slots, device=device)
@@ -78,6 +79,7 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
             step_indices=window,
             sigmas=schedule.sigmas,
             rollout_log_probs=trajectory.log_probs,
+            prev_sample_mean=trajectory.means,
             conditioning=conditioning,
             negative=negative,
             prompt_index=prompt_index,

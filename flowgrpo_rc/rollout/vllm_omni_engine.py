@@ -39,8 +39,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
 
     tensor_parallel_size: GPUs of the engine; above 1 for a trainer of one process. quantization: a method of
     vLLM-Omni's, fp8 for instance. attention_backend: null takes the one of the platform. memory_fraction: of the GPU,
-    at most, for the engine. sleep: the engine's weights leave the GPU between rollouts. record_means: batches hold the
-    mean of every recorded step.
+    at most, for the engine. sleep: the engine's weights leave the GPU between rollouts.
     """
 
     kind = "diffusion"
@@ -58,7 +57,6 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         memory_fraction: float | None = None,
         sleep: bool = False,
         enforce_eager: bool = True,
-        record_means: bool = False,
         timeout_s: float = 600.0,
         start_timeout_s: float = 1800.0,
     ) -> None:
@@ -67,7 +65,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         _check_timeouts(timeout_s=timeout_s, start_timeout_s=start_timeout_s)
         if find_spec("vllm_omni") is None:
             raise ImportError("rollout.name=vllm_omni needs vLLM-Omni: pip install 'flowgrpo_rc[vllm-omni]'")
-        self._model, self._dtype, self._chunk_size, self._record_means = model, dtype, chunk_size, record_means
+        self._model, self._dtype, self._chunk_size = model, dtype, chunk_size
         ((self._adapter, self._lora_config),) = network.peft_config.items()
         state = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
         self._shapes = {name: tensor.shape for name, tensor in state.items()}
@@ -149,7 +147,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
             "text_of": [texts.index(prompt.text) for prompt in rows],
             "negative_texts": negatives,
             "negative_text_of": [negatives.index(p.negative_text) if guided else 0 for p in rows],
-            "record_means": self._record_means,
+            "keep_means": request.keep_means,
         }
         tensors = {"window": request.window, "sigmas": schedule.sigmas, "timesteps": schedule.timesteps}
         return "generate", fields, tensors

@@ -15,6 +15,8 @@ from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.random import derive_seed, normal
 from flowgrpo_rc.core.schedule import draw_windows
+from flowgrpo_rc.core.transition import GaussianSteps
+from flowgrpo_rc.correction.correct import require_rollout_log_probs
 from flowgrpo_rc.losses.base import LossConfig, LossTerms
 from flowgrpo_rc.losses.diffusion import diffusion_terms
 from flowgrpo_rc.models.base import FlowModel
@@ -32,9 +34,11 @@ class ImageTask(Task):
     model: FlowModel
     policy: FlowPolicy
 
-    def __init__(self, model: FlowModel, policy: FlowPolicy, config: RolloutConfig, seed: int) -> None:
+    def __init__(
+        self, model: FlowModel, policy: FlowPolicy, config: RolloutConfig, seed: int, *, keep_means: bool = False
+    ) -> None:
         self.model, self.policy = model, policy
-        self._config, self._seed = config, seed
+        self._config, self._seed, self._keep_means = config, seed, keep_means
         self._held_out = config.held_out_spec()
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
@@ -54,7 +58,12 @@ class ImageTask(Task):
             step=prompts.step,
         )
         return ImageRequest(
-            prompts=prompts, samples_per_prompt=config.n, spec=config.spec(), window=window, seeds=seeds
+            prompts=prompts,
+            samples_per_prompt=config.n,
+            spec=config.spec(),
+            window=window,
+            seeds=seeds,
+            keep_means=self._keep_means,
         )
 
     def origin(self) -> dict[str, Any]:
@@ -65,8 +74,20 @@ class ImageTask(Task):
             "window_sharing": self._config.algo.window_sharing,
         }
 
-    def loss_terms(self, config: LossConfig, log_probs: Tensor, batch: DiffusionBatch) -> LossTerms:
-        return diffusion_terms(config, log_probs, batch)
+    def check_rollout(self, batch: DiffusionBatch) -> None:
+        require_rollout_log_probs(batch)
+        if self._keep_means and batch.prev_sample_mean is None:
+            raise ValueError(
+                "the loss or a criterion compares the means of the steps with those of the rollout, which did not "
+                "record any (prev_sample_mean): use another engine or rollout, or do without "
+                "algorithm.rollout_correction.rollout_rs=step_kl and, in bypass mode, with "
+                "actor.diffusion_loss.loss_mode=flow_grpo"
+            )
+
+    def loss_terms(
+        self, config: LossConfig, log_probs: Tensor, batch: DiffusionBatch, gaussian: GaussianSteps | None
+    ) -> LossTerms:
+        return diffusion_terms(config, log_probs, batch, gaussian)
 
     def observe(self, batch: DiffusionBatch) -> MetricBag:
         return MetricBag()

@@ -37,6 +37,10 @@ class Processes:
         """Elementwise maximum over processes."""
         return value if self.count == 1 else self.accelerator.gather(value.unsqueeze(0)).amax(0)
 
+    def gather(self, rows: Tensor) -> Tensor:
+        """The rows of all processes, each of which has as many."""
+        return rows if self.count == 1 else self.accelerator.gather(rows)
+
     def any(self, flag: bool) -> bool:
         """True if any process says so; every process must ask."""
         return flag if self.count == 1 else bool(self.max(torch.tensor([float(flag)], device=self.device)).item())

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Batch, PromptBatch, Rewards, concat
 from flowgrpo_rc.core.random import derive_seed
-from flowgrpo_rc.correction.correct import require_rollout_log_probs
 from flowgrpo_rc.data.prompts import PromptSampler, shard
 from flowgrpo_rc.rewards.manager import RewardManager
 from flowgrpo_rc.rollout.base import RolloutConfig, RolloutEngine
@@ -93,7 +92,7 @@ class EngineSource(RolloutSource):
         for chunk in self.engine.generate(request):
             if self._cancelled.is_set():
                 raise CancelledError
-            require_rollout_log_probs(chunk.batch)
+            self._task.check_rollout(chunk.batch)
             different = request.spec.differences(chunk.batch.spec)
             if different:
                 raise RuntimeError(f"the rollout engine sampled with other settings: {'; '.join(different)}")
@@ -137,7 +136,7 @@ class ReplaySource(RolloutSource):
     """
 
     def __init__(self, folder: Path, task: Task, processes: Processes, config: RolloutConfig, *, samples: int) -> None:
-        self._processes = processes
+        self._task, self._processes = task, processes
         self._paths = replay_files(folder, processes.rank, processes.count)
         self._samples, self._n = samples, config.n
         wanted = task.request(PromptBatch(step=1, prompts=[], slots=[]), []).spec
@@ -164,7 +163,7 @@ class ReplaySource(RolloutSource):
 
     def _read(self, path: Path) -> tuple[Batch, Rewards]:
         batch, rewards, _ = load_rollout(path, self._processes.device)
-        require_rollout_log_probs(batch)
+        self._task.check_rollout(batch)
         sizes = set(batch.group.unique(return_counts=True)[1].tolist())
         if len(batch) != self._samples or sizes != {self._n}:
             raise ValueError(

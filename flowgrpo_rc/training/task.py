@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Prompt, PromptBatch
 from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.losses.base import LossConfig, LossTerms
 from flowgrpo_rc.models.base import TrainableModel
 from flowgrpo_rc.policies.base import Policy
@@ -37,8 +38,14 @@ class Task(ABC):
         """What a saved rollout must have in common with the run that trains on it, besides the spec; JSON-able."""
 
     @abstractmethod
-    def loss_terms(self, config: LossConfig, log_probs: Tensor, batch: Any) -> LossTerms:
-        """The loss of the path for the current policy's log-probs [b, t]."""
+    def check_rollout(self, batch: Any) -> None:
+        """ValueError unless a finished part of a rollout holds what training needs of it."""
+
+    @abstractmethod
+    def loss_terms(
+        self, config: LossConfig, log_probs: Tensor, batch: Any, gaussian: GaussianSteps | None
+    ) -> LossTerms:
+        """The loss of the path for the current policy's log-probs [b, t] and, for images, Gaussians of these steps."""
 
     @abstractmethod
     def observe(self, batch: Any) -> MetricBag:

@@ -17,6 +17,8 @@ from torch import Tensor
 from flowgrpo_rc.batch import Prompt, PromptBatch, TokenBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.random import derive_seed, uniform
+from flowgrpo_rc.core.transition import GaussianSteps
+from flowgrpo_rc.correction.correct import require_rollout_log_probs
 from flowgrpo_rc.losses.base import LossConfig, LossTerms
 from flowgrpo_rc.losses.token import token_terms
 from flowgrpo_rc.models.causal_lm import CausalLM
@@ -52,7 +54,12 @@ class TextTask(Task):
         vocabulary = json.dumps(sorted(self.model.tokenizer.get_vocab().items())).encode()
         return {"vocabulary_sha256": hashlib.sha256(vocabulary).hexdigest()}
 
-    def loss_terms(self, config: LossConfig, log_probs: Tensor, batch: TokenBatch) -> LossTerms:
+    def check_rollout(self, batch: TokenBatch) -> None:
+        require_rollout_log_probs(batch)
+
+    def loss_terms(
+        self, config: LossConfig, log_probs: Tensor, batch: TokenBatch, gaussian: GaussianSteps | None
+    ) -> LossTerms:
         return token_terms(config, log_probs, batch)
 
     def observe(self, batch: TokenBatch) -> MetricBag:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flowgrpo_rc.batch import Batch, Rewards
+from flowgrpo_rc.batch import Batch, DiffusionBatch, Rewards
 from flowgrpo_rc.core.advantages import group_relative
 from flowgrpo_rc.core.metrics import MetricBag, std_from_moments
+from flowgrpo_rc.correction.auto import AutoBands
 from flowgrpo_rc.correction.correct import (
     apply_bypass_mode,
     apply_rollout_correction_to_batch,
@@ -56,6 +57,7 @@ class Components:
     health: HealthMonitor
     console: Console
     trackers: Trackers
+    auto_bands: AutoBands | None = None
 
 
 class Trainer:
@@ -72,6 +74,8 @@ class Trainer:
             self._step = resumed.step
             parts.update.load(resumed.tensors, resumed.state["update"])
             parts.health.load_state_dict(resumed.state["health"])
+            if parts.auto_bands is not None:
+                parts.auto_bands.load(resumed.tensors["auto_bands"])
             for version, weights in sorted(older_weights(resumed).items()):
                 parts.source.sync_weights(weights, version)
         parts.source.sync_weights(parts.update.lora_state(), self._step)
@@ -128,11 +132,18 @@ class Trainer:
         if correction.bypass_mode:
             return apply_bypass_mode(batch)
         policy = self.parts.task.policy
-        old = policy.log_probs(batch, config.actor.ppo_micro_batch_size_per_gpu)
+        keep_means = config.actor.diffusion_loss.needs_means
+        old = policy.measure(batch, config.actor.ppo_micro_batch_size_per_gpu, keep_means=keep_means)
+        batch = batch.with_old(old.log_probs, old.means)
+        if self.parts.auto_bands is not None:
+            assert isinstance(batch, DiffusionBatch)  # the configuration allows them for nothing else
+            batch, judged = self.parts.auto_bands.judge(batch, old.log_probs, old.step_kl)
+            self.parts.auto_bands.finish(self.parts.processes.gather)
+            self._bag.merge(judged, "rollout_corr")
         batch, metrics = apply_rollout_correction_to_batch(
-            batch.replace(old_log_probs=old), correction, all_reduce=self.parts.processes.sum
+            batch, correction, step_kl=old.step_kl, all_reduce=self.parts.processes.sum
         )
-        metrics.merge(policy.mismatch(old - require_rollout_log_probs(batch), batch))
+        metrics.merge(policy.mismatch(old.log_probs - require_rollout_log_probs(batch), batch))
         self._bag.merge(metrics, "rollout_corr")
         return batch
 
@@ -203,7 +214,10 @@ class Trainer:
             if parts.processes.is_main:
                 state: Mapping[str, Any] = {"update": parts.update.state(), "health": parts.health.state_dict()}
                 older = {f"{_OLDER}{step}": weights for step, weights in parts.source.older_weights().items()}
-                checkpoint = Checkpoint(step=self._step, tensors=parts.update.tensors() | older, state=state)
+                tensors = parts.update.tensors() | older
+                if parts.auto_bands is not None:
+                    tensors["auto_bands"] = parts.auto_bands.tensors()
+                checkpoint = Checkpoint(step=self._step, tensors=tensors, state=state)
                 keep = parts.config.trainer.max_checkpoints_to_keep
                 save_checkpoint(parts.folder.checkpoints, checkpoint, keep=keep)
             parts.processes.wait()

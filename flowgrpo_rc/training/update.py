@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import select
+from flowgrpo_rc.correction.auto import AutoBands
 from flowgrpo_rc.correction.correct import require_rollout_log_probs
 from flowgrpo_rc.losses.base import DiffusionLossConfig, LossTerms, TokenLossConfig, denominator
 from flowgrpo_rc.policies.base import Evaluation, Policy
@@ -64,14 +65,17 @@ class NonFiniteGradient(RuntimeError):
     """Too many updates in a row had a gradient that is not finite."""
 
 
-# (log-probs [b, t], batch) -> the terms of the loss.
-Loss = Callable[[Tensor, Any], LossTerms]
+# (log-probs [b, t], batch, Gaussians of the steps or None) -> the terms of the loss.
+Loss = Callable[[Tensor, Any, Any], LossTerms]
 
 
 class PolicyUpdate:
     """Owns the optimizer, the learning-rate schedule and the average of the LoRA of `policy.network`.
 
     report_mismatch: report what the policy knows of current - rollout (bypass mode, where nobody else does).
+    whole_windows: the loss sees all steps of a sample at once (bypass mode with `bypass_level=window`).
+    auto_bands: judge each sample by them once, before the first update (bypass mode; in decoupled mode the batch comes
+    judged).
     """
 
     def __init__(
@@ -83,6 +87,8 @@ class PolicyUpdate:
         *,
         total_updates: int,
         report_mismatch: bool = False,
+        whole_windows: bool = False,
+        auto_bands: AutoBands | None = None,
     ) -> None:
         self._policy, self._config, self._loss, self._processes = policy, config, loss, processes
         self._named = lora_parameters(policy.network)
@@ -90,7 +96,7 @@ class PolicyUpdate:
         self._optimizer = make_optimizer(self._parameters, config.optim)
         self._schedule = make_schedule(self._optimizer, config.optim, total_updates)
         self.ema = EMAModel(self._parameters, decay=config.ema.decay) if config.ema.enable else None
-        self._report_mismatch = report_mismatch
+        self._report_mismatch, self._whole_windows, self._auto_bands = report_mismatch, whole_windows, auto_bands
         self._updates = 0
         self._nonfinite_updates = 0
         self._nonfinite_in_a_row = 0
@@ -106,9 +112,18 @@ class PolicyUpdate:
     def run(self, batch: Batch, samples_per_mini_batch: int) -> MetricBag:
         """All optimizer steps on this process's part of a global batch, in mini-batches of consecutive samples."""
         bag = MetricBag()
+        minis = [
+            batch.rows(start, start + samples_per_mini_batch) for start in range(0, len(batch), samples_per_mini_batch)
+        ]
+        if self._auto_bands is not None:
+            # The first mini-batch is judged by its own forwards, unless it comes again.
+            own = 1 if self._config.ppo_epochs == 1 else 0
+            minis[own:] = [self._judged(mini, bag) for mini in minis[own:]]
         for _ in range(self._config.ppo_epochs):
-            for start in range(0, len(batch), samples_per_mini_batch):
-                self._mini_batch(batch.rows(start, start + samples_per_mini_batch), bag)
+            for mini in minis:
+                self._mini_batch(mini, bag)
+        if self._auto_bands is not None:
+            self._auto_bands.finish(self._processes.gather)
         bag.max("nonfinite_updates", torch.tensor(float(self._nonfinite_updates)))
         return bag
 
@@ -117,8 +132,12 @@ class PolicyUpdate:
         size = self._config.ppo_micro_batch_size_per_gpu
         parts = torch.zeros(3, dtype=torch.float64, device=mini.group.device)
         for start in range(0, len(mini), size):
-            for piece in self._policy.pieces(mini.rows(start, start + size)):
-                parts = parts + self._accumulate(piece, bag)
+            micro = mini.rows(start, start + size)
+            if self._whole_windows and micro.num_steps > 1:
+                parts = parts + self._accumulate_window(micro, bag)
+            else:
+                for piece in self._policy.pieces(micro):
+                    parts = parts + self._accumulate(piece, bag)
         self._processes.sum_gradients(self._parameters)
         scale = 1 / denominator(parts, self._processes.sum)
         for parameter in self._parameters:
@@ -129,19 +148,73 @@ class PolicyUpdate:
     def _accumulate(self, piece: Batch, bag: MetricBag) -> Tensor:
         """Backward of one forward; returns what the denominator follows from."""
         now = self._policy.evaluate(piece)
-        terms = self._loss(now.log_probs, piece)
+        piece = self._decide(piece, now, bag)
+        terms = self._loss(now.log_probs, piece, now.gaussian)
         total = terms.total
         if self._config.use_kl_loss:
-            counted = terms.share > 0
-            penalty = select(self._reference_divergence(now, piece), counted)
-            total = total + self._config.kl_loss_coef * (penalty * terms.share).sum()
-            terms.metrics.mean("kl_loss", penalty, counted)
+            total = total + self._penalty(now, piece, terms.share, bag)
         total.backward()
+        self._report(terms, now.log_probs, piece, bag)
+        return terms.parts()
+
+    def _accumulate_window(self, micro: Batch, bag: MetricBag) -> Tensor:
+        """As `_accumulate`, with a loss of all steps of a sample and the memory of one.
+
+        The log-probs are first measured without graphs. The slope of the loss at each of them is then handed on, by the
+        chain rule, to a forward with a graph, one step after the other.
+        """
+        seen = self._policy.measure(micro, len(micro))
+        micro = self._decide(micro, seen, bag)
+        log_probs, gaussian = seen.log_probs.requires_grad_(), seen.gaussian
+        kl = None if gaussian is None or gaussian.kl is None else gaussian.kl.requires_grad_()
+        terms = self._loss(log_probs, micro, gaussian)
+        terms.total.backward()
+        start = 0
+        for piece in self._policy.pieces(micro):
+            now, here = self._policy.evaluate(piece), slice(start, start + piece.num_steps)
+            total = (now.log_probs * _slope(log_probs)[:, here]).sum()
+            if kl is not None and now.gaussian is not None and now.gaussian.kl is not None:
+                total = total + (now.gaussian.kl * _slope(kl)[:, here]).sum()
+            if self._config.use_kl_loss:
+                total = total + self._penalty(now, piece, terms.share[:, here], bag)
+            total.backward()
+            start = here.stop
+        self._report(terms, log_probs, micro, bag)
+        return terms.parts()
+
+    def _penalty(self, now: Evaluation, piece: Batch, share: Tensor, bag: MetricBag) -> Tensor:
+        """kl_loss_coef times the KL to the base model, for steps that count with `share` [b, t]."""
+        counted = share > 0
+        penalty = select(self._reference_divergence(now, piece), counted)
+        bag.mean("kl_loss", penalty, counted)
+        return self._config.kl_loss_coef * (penalty * share).sum()
+
+    def _report(self, terms: LossTerms, log_probs: Tensor, part: Batch, bag: MetricBag) -> None:
         bag.merge(terms.metrics)
         if self._report_mismatch:
-            difference = now.log_probs.detach() - require_rollout_log_probs(piece)
-            bag.merge(self._policy.mismatch(difference, piece), "rollout_corr")
-        return terms.parts()
+            difference = log_probs.detach() - require_rollout_log_probs(part)
+            bag.merge(self._policy.mismatch(difference, part), "rollout_corr")
+
+    @torch.no_grad()
+    def _judged(self, mini: Batch, bag: MetricBag) -> Batch:
+        """The mini-batch with the decisions of the `auto` bands, by forwards for nothing else."""
+        rows, size = [], self._config.ppo_micro_batch_size_per_gpu
+        for start in range(0, len(mini), size):
+            micro = mini.rows(start, start + size)
+            parts = [micro] if self._whole_windows else self._policy.pieces(micro)
+            decided = [self._decide(part, self._policy.measure(part, size), bag) for part in parts]
+            rows.append(torch.cat([part.rejection_mask for part in decided], 1))
+        return mini.replace(rejection_mask=torch.cat(rows))
+
+    def _decide(self, piece: Any, now: Evaluation, bag: MetricBag) -> Any:
+        """The piece with the decision of the `auto` bands, if there are any and it has none yet."""
+        if self._auto_bands is None or piece.rejection_mask is not None:
+            return piece
+        judged, metrics = self._auto_bands.judge(
+            piece, now.log_probs, None if now.gaussian is None else now.gaussian.kl
+        )
+        bag.merge(metrics, "rollout_corr")
+        return judged
 
     def _reference_divergence(self, now: Evaluation, piece: Batch) -> Tensor:
         with torch.no_grad(), reference_policy(self._policy.network):
@@ -202,3 +275,8 @@ class PolicyUpdate:
         self._nonfinite_updates = state["nonfinite_updates"]
         self._nonfinite_in_a_row = state["nonfinite_in_a_row"]
         load_schedule(self._schedule, state["lr_schedule"])
+
+
+def _slope(leaf: Tensor) -> Tensor:
+    """What a backward left at a tensor; 0 where the loss does not read it."""
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

@@ -78,11 +78,18 @@ class Host:
         ]
         schedule = Schedule(tensors["sigmas"], tensors["timesteps"])
         samples = [
-            Sample(spec=spec, schedule=schedule, shape=fields["shape"], window=window, seed=seed)
+            Sample(
+                spec=spec,
+                schedule=schedule,
+                shape=fields["shape"],
+                window=window,
+                seed=seed,
+                keep_means=fields["keep_means"],
+            )
             for window, seed in zip(tensors["window"], fields["seeds"], strict=True)
         ]
         tasks = [asyncio.create_task(self._sample(*pair)) for pair in zip(prompts, samples, strict=True)]
-        recorded = [name for name in RECORDED if name != "means" or fields["record_means"]]
+        recorded = [name for name in RECORDED if name != "means" or fields["keep_means"]]
         for start in range(0, len(tasks), self._chunk_size):
             rows = await asyncio.gather(*tasks[start : start + self._chunk_size])
             stacked = {name: torch.stack([row[name] for row in rows]) for name in recorded}

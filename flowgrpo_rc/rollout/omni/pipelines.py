@@ -40,6 +40,7 @@ class Sample:
     shape: Sequence[int]
     window: Tensor
     seed: int
+    keep_means: bool
 
 
 class Recorder:
@@ -62,7 +63,8 @@ class Recorder:
         record, spec = self._record, asdict(self._used(req.sampling_params_list[0]))
         shared = {"sigmas": record.schedule.sigmas.cpu(), "timesteps": record.schedule.timesteps.cpu(), "spec": spec}
         for row, output in enumerate(outputs):
-            own = {name: getattr(record, name)[row].cpu() for name in RECORDED}
+            recorded = {name: getattr(record, name) for name in RECORDED}
+            own = {name: rows[row].cpu() for name, rows in recorded.items() if rows is not None}
             output.output = {"payload": {"image": own["final"]}, "metadata": {EXTRA: shared | own}}
         return outputs
 
@@ -82,6 +84,7 @@ class Recorder:
             first.spec,
             torch.stack([sample.window for sample in samples]).to(self.device),
             lambda step: normal(first.shape, seeds, "step", step).to(self.device),
+            keep_means=first.keep_means,
         )
         return self._record.final
 
