@@ -203,6 +203,12 @@ def test_a_model_that_the_engine_cannot_sample(model, monkeypatch):
         VllmOmniEngine(model, None, dtype="fp32", chunk_size=2)
 
 
+def test_a_checkpoint_without_one_of_its_encoders(model):
+    model.pipeline.text_encoder_3 = None
+    with pytest.raises(ValueError, match=r"needs every text encoder, and model\.path has no text_encoder_3"):
+        VllmOmniEngine(model, None, dtype="fp32", chunk_size=2)
+
+
 @pytest.mark.skipif(find_spec("vllm_omni") is not None, reason="vLLM-Omni is installed")
 def test_the_missing_package_is_named(train, capsys):
     assert train("rollout.name=vllm_omni") == 1

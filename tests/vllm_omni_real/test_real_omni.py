@@ -225,7 +225,8 @@ def test_a_stale_lora_is_caught(case: Case, monkeypatch: pytest.MonkeyPatch) -> 
     assert set(sample(case.engine, request)[0].policy_version.tolist()) == {1}
 
 
-def test_the_child_has_no_process_group_of_the_trainer(case: Case) -> None:
+def test_the_child_has_vllm_and_the_trainer_its_process_group(case: Case) -> None:
+    assert not {"vllm", "vllm_omni"} & sys.modules.keys()
     environment = Path(f"/proc/{case.engine._process.pid}/environ").read_bytes().decode().split("\0")
     assert not [entry for entry in environment if entry.startswith(("RANK=", "WORLD_SIZE=", "MASTER_", "LOCAL_RANK="))]
     assert os.getpgid(case.engine._process.pid) != os.getpgid(0)
