@@ -10,12 +10,23 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	touch $@
 
-.PHONY: demo test lint check benchmark benchmark-correction benchmark-staleness
+OMNI_VENV ?= .venv-vllm-omni
+$(OMNI_VENV)/.ready: pyproject.toml $(wildcard tests/vllm_omni_real/install.sh tests/vllm_omni_real/cpu_platform/*/*.py)
+	rm -rf $(OMNI_VENV)
+	PYTHON=$(PYTHON) bash tests/vllm_omni_real/install.sh $(OMNI_VENV)
+	touch $@
+
+.PHONY: demo test vllm-omni test-vllm-omni lint check benchmark benchmark-correction benchmark-staleness
 demo: $(VENV)/.ready  ## train the bundled model on the OCR reward
 	$(BIN)/flowgrpo-rc train $(ARGS)
 
 test: $(VENV)/.ready  ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
+
+vllm-omni: $(OMNI_VENV)/.ready  ## an environment in which rollout.name=vllm_omni runs on a CPU
+
+test-vllm-omni: $(OMNI_VENV)/.ready  ## run the real vLLM-Omni engine on a CPU, in an environment of its own
+	OMP_NUM_THREADS=1 $(OMNI_VENV)/bin/python -m pytest tests/vllm_omni_real $(ARGS)
 
 lint: $(VENV)/.ready  ## ruff and mypy, as the pre-commit hooks run them
 	PATH="$(abspath $(BIN)):$$PATH" pre-commit run --all-files

@@ -11,11 +11,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from conftest import WORDS, read_rows, without_timings
+from PIL import Image
 from test_processes import free_port, launch, launch_environment
 
 from flowgrpo_rc.cli import main
@@ -94,7 +96,8 @@ def trained_alone(workplace: Path, mode: str) -> Path:
 
 
 def assert_same_training(one: Path, other: Path, *, rows_from: int = 0) -> None:
-    """Weights, moments and average after the last step to 1e-10, metrics to 1e-8, held-out samples to the byte."""
+    """Weights, moments and average after the last step to 1e-10, metrics to 1e-8; the same held-out texts, and pictures
+    to one of 255 levels: the VAE is fp32, and batches of other sizes round otherwise."""
     ours, theirs = (load_checkpoint(run / "checkpoints" / "step_3") for run in (one, other))
     assert ours.tensors.keys() == theirs.tensors.keys()
     for stem, tensors in ours.tensors.items():
@@ -112,7 +115,11 @@ def assert_same_training(one: Path, other: Path, *, rows_from: int = 0) -> None:
         for name, value in mine.items():
             assert its[name] == pytest.approx(value, rel=1e-8, abs=1e-8), name
     (sample,) = (one / "samples").glob("step_000003.*")
-    assert sample.read_bytes() == (other / "samples" / sample.name).read_bytes()
+    if sample.suffix == ".png":
+        mine, its = (np.asarray(Image.open(run / "samples" / sample.name)).astype(int) for run in (one, other))
+        assert np.abs(mine - its).max() <= 1
+    else:
+        assert sample.read_bytes() == (other / "samples" / sample.name).read_bytes()
 
 
 @pytest.mark.parametrize(("strategy", "mode"), [("ddp", "decoupled"), ("fsdp2", "bypass"), ("ddp", "window")])
@@ -324,7 +331,9 @@ def test_documented_launches_are_understood(command: str, prompt_file: Path) -> 
     assert (ROOT / parsed.config_file).is_file()
     assert parsed.module
     assert parsed.training_script == "flowgrpo_rc.train"
-    name, *overrides = parsed.training_script_args[1:]
+    arguments = [argument for argument in parsed.training_script_args if not argument.endswith("=...")]
+    name = arguments.pop(arguments.index("--config-name") + 1) if "--config-name" in arguments else None
+    overrides = [argument for argument in arguments if argument != "--config-name"]
     files = [f"data.train_files={prompt_file}", f"data.val_files={prompt_file}"]
     to_config(compose_config([*overrides, *files], config_name=name))
 

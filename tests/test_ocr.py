@@ -9,6 +9,7 @@ from rapidocr_onnxruntime import RapidOCR
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.ocr import OCR, ocr_score
+from flowgrpo_rc.rewards.video_ocr import VideoOCR
 
 
 def draw(text: str, *, width: int = 64, height: int = 32, size: int = 20, ink="navy", paper="white") -> np.ndarray:
@@ -123,3 +124,15 @@ def test_a_prompt_without_target_is_named(target):
 def test_options_are_checked(options, message):
     with pytest.raises(ValueError, match=message):
         OCR(**options)
+
+
+def test_a_video_scores_the_mean_of_its_frames():
+    """Frames 0 and 2 of four count; text that is gone halfway counts half."""
+    blank = np.full((32, 96, 3), 255, np.uint8)
+    word = draw("HEY", width=96)
+    videos = np.stack([np.stack(frames) for frames in ([word, blank, word, blank], [word, word, blank, word])])
+    scores = VideoOCR(every=2)(videos, [prompt("HEY"), prompt("HEY", 1)])
+    assert scores.values == [1.0, 0.5]
+    assert scores.parts["exact"] == [1.0, 0.5]
+    with pytest.raises(ValueError, match="every=0"):
+        VideoOCR(every=0)

@@ -197,7 +197,15 @@ def test_several_gpus_for_an_engine_take_one_process(model, monkeypatch):
 
 def test_a_model_that_the_engine_cannot_sample(model, monkeypatch):
     monkeypatch.setattr(type(model), "pipeline_class", "FluxPipeline")
-    with pytest.raises(ValueError, match="samples from StableDiffusion3Pipeline, QwenImagePipeline; "):
+    with pytest.raises(
+        ValueError, match=r"samples from StableDiffusion3Pipeline, QwenImagePipeline; model\.path is a Fl"
+    ):
+        VllmOmniEngine(model, None, dtype="fp32", chunk_size=2)
+
+
+def test_a_checkpoint_without_one_of_its_encoders(model):
+    model.pipeline.text_encoder_3 = None
+    with pytest.raises(ValueError, match=r"needs every text encoder, and model\.path has no text_encoder_3"):
         VllmOmniEngine(model, None, dtype="fp32", chunk_size=2)
 
 
@@ -224,6 +232,9 @@ def gone(pid: int, seconds: float = 20) -> bool:
     return False
 
 
+SAY_ERROR = FAKE.replace("ANSWER", 'send(connection, "error", {"error": "KeyError: 7"}, {})')
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [
@@ -233,10 +244,7 @@ def gone(pid: int, seconds: float = 20) -> bool:
         ("import time; print('waiting', flush=True); time.sleep(60)", "has not answered 'start' for 2 s.*waiting"),
         ("import os, sys, time; os.write(int(sys.argv[1]), b'\\0\\0'); time.sleep(60)", "broke off while it worked"),
         (
-            "import sys; from multiprocessing.connection import Connection; "
-            "c = Connection(int(sys.argv[1])); c.recv_bytes(); "
-            'c.recv_bytes(); c.send_bytes(b\'{"kind": "error", "fields": {"error": "KeyError: 7"}}\'); '
-            "c.send_bytes(b'\\x02' + bytes(7) + b'{}'); c.recv_bytes()",
+            SAY_ERROR,
             "failed in 'start': KeyError: 7",
         ),
     ],

