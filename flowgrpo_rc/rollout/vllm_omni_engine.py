@@ -124,9 +124,10 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         self._process.close()
 
     def _check_held(self, reply: Message) -> None:
-        """EngineError unless the engine's layers hold the tensors that were pushed last, all of them."""
+        """EngineError, and the end of the engine, unless its layers hold all the tensors that were pushed last."""
         wanted, bound = len(self._shapes) // 2, reply.fields["modules"]
         if reply.fields["fingerprint"] != self._fingerprint:
+            self.close()
             raise EngineError(
                 f"the vLLM-Omni engine does not hold the LoRA of step {self._version}: it bound {bound} of {wanted} "
                 f"modules, and their fingerprint is {reply.fields['fingerprint'][:12]}, the trainer's "
