@@ -28,7 +28,7 @@ BELOW = {
     "assets": {"assets", "models", "rewards", "batch"},
 }
 BELOW["training"] = {"training", *BELOW} - {"assets"}
-BELOW["compat"] = {"compat", "correction"}
+BELOW["compat"] = {"compat", "losses", "correction"}
 BELOW["config"] = {*BELOW}
 BELOW["run"] = {*BELOW}
 BELOW["plan"] = {*BELOW}
