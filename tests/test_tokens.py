@@ -1,4 +1,4 @@
-"""Language models: token maths, padding, the policy, the engine, its precision, and the LoRA files."""
+"""Language models: padding, the policy, the engine, its precision, and the LoRA files."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tiny_language_model import EOS, PAD, save_language_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from flowgrpo_rc.batch import Prompt, PromptBatch, TokenBatch, TokenSpec, concat
 from flowgrpo_rc.core.random import uniform
-from flowgrpo_rc.core.tokens import positions, sample_tokens, token_log_probs, until_end
+from flowgrpo_rc.core.tokens import until_end
 from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.models.causal_lm import CausalLM, load_causal_lm
 from flowgrpo_rc.policies.token import TokenPolicy
@@ -28,8 +28,6 @@ from flowgrpo_rc.training.lora_files import EXPORT_NAMES, export_lora
 from flowgrpo_rc.training.report_files import samples as report_samples
 from flowgrpo_rc.training.text_task import TextTask
 
-CHARACTERS = "0123456789+="
-PAD, EOS = 0, 1
 TEXTS = ("37+58=", "1+2=", "100+70=")
 SPEC = TokenSpec(dtype="fp32", temperature=1.0, prompt_length=8, response_length=6)
 CPU = torch.device("cpu")
@@ -37,35 +35,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def tiny_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A two-layer Llama with random weights, large enough to have an opinion, and one token per character.
-
-    Its generation settings advise a penalty and a second end token; only the latter may have an effect.
-    """
     folder = tmp_path_factory.mktemp("lm") / "tiny"
-    vocabulary = {token: i for i, token in enumerate(("<pad>", "<eos>", *CHARACTERS, "<end>"))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
-    wrapped.save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        bos_token_id=None,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        network = LlamaForCausalLM(config)
-    end = vocabulary["<end>"]
-    network.generation_config = GenerationConfig(eos_token_id=[end], repetition_penalty=5.0, suppress_tokens=[3])
-    network.save_pretrained(folder)
+    save_language_model(folder)
     return folder
 
 
@@ -123,62 +94,6 @@ def padded(batch: TokenBatch, left: int, right: int) -> TokenBatch:
         response_mask=pad(batch.response_mask, (0, right)),
         rollout_log_probs=pad(batch.rollout_log_probs, (0, right)),
     )
-
-
-# --- token maths
-
-
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_token_log_probs_are_those_of_log_softmax(temperature: float, dtype: torch.dtype) -> None:
-    logits = (5 * torch.randn(2, 3, 11, generator=torch.Generator().manual_seed(0))).to(dtype)
-    ids = torch.tensor([[0, 10, 4], [3, 3, 9]])
-    wanted = (logits.double() / temperature).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-    found = token_log_probs(logits, ids, temperature)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=0)
-
-
-def test_token_log_probs_gradient_is_the_indicator_minus_the_probability() -> None:
-    logits = torch.randn(1, 1, 5, dtype=torch.float32, requires_grad=True)
-    token_log_probs(logits, torch.tensor([[2]]), 0.5).sum().backward()
-    wanted = (torch.nn.functional.one_hot(torch.tensor([[2]]), 5) - (logits / 0.5).softmax(-1)) / 0.5
-    torch.testing.assert_close(logits.grad, wanted.detach())
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-def test_sampled_frequencies_are_the_probabilities(temperature: float) -> None:
-    """Chi-squared over 9 tokens with 8 degrees of freedom: 26 is exceeded once in a thousand times."""
-    logits, count = torch.randn(9, generator=torch.Generator().manual_seed(3)), 20_000
-    uniforms = uniform((count,), [1], "test")[0]
-    ids = sample_tokens(logits.expand(count, -1), uniforms, temperature)
-    wanted = count * (logits / temperature).softmax(-1).double()
-    found = torch.bincount(ids, minlength=9).double()
-    assert (((found - wanted) ** 2) / wanted).sum() < 26
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_token_without_probability_is_never_sampled(dtype: torch.dtype) -> None:
-    one = torch.tensor(1.0, dtype=dtype)
-    below = torch.nextafter(one, torch.zeros((), dtype=dtype))
-    rows = [[-torch.inf, 1.0, -torch.inf], [-torch.inf, -torch.inf, 2.0], [0.0, -torch.inf, -torch.inf]]
-    rows += [[-200.0, 0.0, -200.0], [-torch.inf, 0.1, -300.0]]  # in fp32, too little to be anything
-    for number in (torch.zeros((), dtype=dtype), torch.tensor(0.5, dtype=dtype), below):
-        ids = sample_tokens(torch.tensor(rows), number.expand(len(rows)), 1.0)
-        assert ids.tolist() == [1, 2, 0, 1, 1]
-
-
-def test_the_extremes_of_a_large_vocabulary() -> None:
-    logits = torch.randn(2, 50_000, generator=torch.Generator().manual_seed(0))
-    ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    assert sample_tokens(logits, ends, 1.0).tolist() == [0, 49_999]
-
-
-def test_positions_and_ends() -> None:
-    assert positions(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]]).bool()).tolist() == [[0, 0, 0, 1], [0, 1, 2, 2]]
-    ids = torch.tensor([[4, 1, 0, 0], [1, 1, 5, 1], [4, 4, 4, 4], [4, 6, 1, 0]])
-    wanted = [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0]]
-    assert until_end(ids, torch.tensor([1, 6])).tolist() == [[bool(x) for x in row] for row in wanted]
 
 
 # --- the model
