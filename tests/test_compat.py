@@ -18,7 +18,7 @@ from flowgrpo_rc.compose import Composition, compose_all, compose_config, config
 KINDS = ("translated", "no counterpart", "stops the run", "ignored")
 OTHER = "actor_rollout_ref."
 
-REWARD = ["reward.reward_model.enable", "reward.custom_reward_function.path"]
+REWARD = ["reward.reward_model.enable", "reward.custom_reward_function.path", "reward.terms"]
 
 
 def of_kind(composed: Composition, kind: str) -> list[str]:
@@ -261,6 +261,32 @@ def test_what_changes_the_training_stops(given: str, stops: bool) -> None:
     assert given in str(error.value)
     compose_all([given, f"compat.ignore=[{key}]"]).check()
     compose_all([given, f"compat.ignore=[{key.removeprefix(OTHER).rpartition('.')[0]}]"]).check()
+
+
+def test_a_whole_command_does_not_choose_its_reward_by_default() -> None:
+    assert "reward.terms" in of_kind(compose_all(SD35), "stops the run")
+    chosen = compose_all([*SD35, "reward.terms.ocr=null", "reward.terms.jpeg.weight=1"])
+    assert not [key for key in of_kind(chosen, "stops the run") if key.startswith("reward")]
+
+
+@pytest.mark.parametrize("chosen", [{"config_name": "sd35_medium_ocr"}, {"overrides": "sd35_medium_ocr_8xh100"}])
+def test_a_chosen_file_leaves_nothing_unsaid(chosen: dict[str, str]) -> None:
+    overrides = [f"{OTHER}model.path=x/y", f"{OTHER}rollout.name=vllm_omni"]
+    if "overrides" in chosen:
+        overrides.append(f"+experiment={chosen['overrides']}")
+    composed = compose_all(overrides, config_name=chosen.get("config_name"))
+    assert not of_kind(composed, "stops the run")
+    composed.check()
+
+
+def test_a_window_range_without_a_size_has_no_effect_there() -> None:
+    window = f"{OTHER}rollout.algo.sde_window_range=[0,3]"
+    whole = compose_all([*SD35, f"{OTHER}rollout.name=vllm_omni", window])
+    assert "rollout.algo.sde_window_range" in of_kind(whole, "no counterpart")
+    assert whole.config.rollout.algo.sde_window_range is None
+    sized = compose_all([*SD35, f"{OTHER}rollout.name=vllm_omni", window, f"{OTHER}rollout.algo.sde_window_size=2"])
+    assert sized.config.rollout.algo.sde_window_range == [0, 3]
+    assert compose_config([window]).rollout.algo.sde_window_range == [0, 3]  # the size is the file's
 
 
 def test_ignoring_nothing_is_an_error() -> None:
