@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_config_options(plan)
     default = int(os.environ.get("WORLD_SIZE", "1"))
     plan.add_argument("--processes", type=int, default=default, metavar="N", help=f"number of processes ({default})")
+    plan.add_argument("--nodes", type=int, default=1, metavar="N", help="number of machines (1)")
     plan.set_defaults(command=_plan)
 
     evaluate = commands.add_parser("eval", help="score a run's LoRA and the base model on the held-out prompts")
@@ -144,10 +145,12 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     composed = _composed(arguments)
     composed.check()
+    if arguments.nodes < 1 or arguments.processes % arguments.nodes:
+        raise ValueError(f"--processes {arguments.processes} are not spread evenly over --nodes {arguments.nodes}")
     config = to_config(composed.config, num_processes=arguments.processes)
     from flowgrpo_rc.plan import make_plan
 
-    print(make_plan(config, arguments.processes, config_folder() / "architectures"))
+    print(make_plan(config, arguments.processes, config_folder() / "architectures", num_nodes=arguments.nodes))
     return EXIT_OK
 
 

@@ -19,9 +19,9 @@ from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.config import Config, stored_config
 from flowgrpo_rc.correction.auto import AutoBands
 from flowgrpo_rc.data.prompts import PromptSampler
-from flowgrpo_rc.models.base import adapter_of, load_model
+from flowgrpo_rc.models.base import absent_components, adapter_of, load_model
 from flowgrpo_rc.models.causal_lm import load_causal_lm
-from flowgrpo_rc.plugins import build, load_class
+from flowgrpo_rc.plugins import build, check_options, load_class
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.rewards.manager import RewardManager, check_kind
@@ -47,7 +47,7 @@ from flowgrpo_rc.training.tracking import MetricsFile, Trackers, accelerate_logg
 from flowgrpo_rc.training.trainer import Components, Trainer
 from flowgrpo_rc.training.update import PolicyUpdate
 
-ROLLOUT_PACKAGE = "flowgrpo_rc.rollout"
+ROLLOUT_PACKAGE, ENGINE_KWARGS = "flowgrpo_rc.rollout", "rollout.engine_kwargs"
 COMPILERS = ("g++", "clang++")
 
 
@@ -101,7 +101,7 @@ def assemble(
     *,
     first_step: int,
 ) -> Components:
-    """Load the model and build every part of a run; shard it once the engine has made its copy, if it is to be."""
+    """Load the model and build every part of a run; if it is to be sharded, then once no engine needs it whole."""
     sampler, held_out = prompts
     check_machine(config, processes.device)
     task = make_task(config, processes)
@@ -109,9 +109,14 @@ def assemble(
     task.check_prompts([*sampler.prompts, *held_out])
     config.check_output(num_parameters=sum(p.numel() for p in lora_parameters(network).values()))
     rewards = RewardManager(config.reward)
+    sharded = processes.count > 1 and resolve_strategy(config.trainer.strategy) == "fsdp2"
+    shard = partial(shard_frozen_weights, network, processes.device, timedelta(seconds=config.trainer.timeout_s))
+    copied = config.data.replay_dir is None and engine_of(config).copies_network
+    if sharded and not copied:
+        shard()
     source = make_source(config, task, sampler, rewards, processes, first_step=first_step)
-    if processes.count > 1 and resolve_strategy(config.trainer.strategy) == "fsdp2":
-        shard_frozen_weights(network, processes.device, timedelta(seconds=config.trainer.timeout_s))
+    if sharded and copied:
+        shard()
     correction, auto_bands = config.algorithm.rollout_correction, make_auto_bands(config, processes)
     return Components(
         config=config,
@@ -207,14 +212,8 @@ def make_source(
         samples = config.samples_per_step(processes.count)
         return ReplaySource(folder, task, processes, config.rollout, samples=samples)
     rollout = config.rollout
-    options: dict[str, Any] = {
-        "model": task.model,
-        "network": task.model.network,
-        "dtype": rollout.dtype,
-        "chunk_size": rollout.micro_batch_size_per_gpu or config.actor.ppo_micro_batch_size_per_gpu,
-    }
-    options |= {name: vars(rollout)[name] for name in ("quantization", "compile") if vars(rollout)[name]}
-    engine: RolloutEngine[Any] = build(engine_of(config), options | rollout.engine_kwargs, "rollout.engine_kwargs")
+    options = engine_options(config) | {"model": task.model, "network": task.model.network}
+    engine: RolloutEngine[Any] = build(engine_of(config), options, ENGINE_KWARGS)
     source = EngineSource(
         engine,
         task,
@@ -227,9 +226,8 @@ def make_source(
     )
     if rollout.staleness == 0:
         return source
-    return AheadSource(
-        source, rollout.staleness, steps=range(max(1, first_step), config.trainer.total_training_steps + 1)
-    )
+    steps = range(max(1, first_step), config.trainer.total_training_steps + 1)
+    return AheadSource(source, rollout.staleness, steps=steps, device=processes.device)
 
 
 def engine_of(config: Config) -> type[RolloutEngine[Any]]:
@@ -256,6 +254,17 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
     return engine
 
 
+def engine_options(config: Config) -> dict[str, Any]:
+    """What the engine is built with, besides the model and its network."""
+    rollout = config.rollout
+    options: dict[str, Any] = {
+        "dtype": rollout.dtype,
+        "chunk_size": rollout.micro_batch_size_per_gpu or config.actor.ppo_micro_batch_size_per_gpu,
+    }
+    options |= {name: vars(rollout)[name] for name in ("quantization", "compile") if vars(rollout)[name]}
+    return options | rollout.engine_kwargs
+
+
 def check_model(config: Config) -> None:
     """Raise ValueError where settings or rewards do not fit the kind of flow model at model.path; loads no weights."""
     if config.model.kind != "diffusion":
@@ -276,6 +285,8 @@ def check_machine(config: Config, device: torch.device) -> None:
     if config.model.offload_idle and device.type == "cpu":
         raise ValueError("model.offload_idle=true has no effect on the CPU, where everything stays anyway: drop it")
     check_device(config.rollout.dtype, config.rollout.quantization, device)
+    if config.data.replay_dir is None:
+        _check_engine(config, device)
     has_compiler = device.type != "cpu" or any(map(shutil.which, COMPILERS))
     for key, compiles in (
         ("rollout.compile=true", config.rollout.compile),
@@ -285,6 +296,17 @@ def check_machine(config: Config, device: torch.device) -> None:
             raise ValueError(
                 f"{key} on the CPU needs a C++ compiler, {' or '.join(COMPILERS)}: install one, or drop it"
             )
+
+
+def _check_engine(config: Config, device: torch.device) -> None:
+    engine, options = engine_of(config), engine_options(config)
+    check_options(engine, options | {"model": None, "network": None}, ENGINE_KWARGS)
+    if config.model.kind == "diffusion":
+        pipeline_class, absent = adapter_of(config.model).pipeline_class, absent_components(config.model)
+        try:
+            engine.check(pipeline_class, absent, device, options)
+        except ValueError as error:
+            raise ValueError(f"{ENGINE_KWARGS}: {error}") from error
 
 
 def checkpoint_to_resume(config: Config, folder: RunFolder) -> Checkpoint | None:

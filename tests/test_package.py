@@ -70,7 +70,7 @@ def run_shell(command: str, folder: Path) -> subprocess.CompletedProcess:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "WANDB_MODE": "offline"}
     return subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
 
 
@@ -90,7 +90,7 @@ def test_documented_python_runs(page: Path, workplace: Path) -> None:
         cwd=workplace,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -37,10 +37,10 @@ PUBLISHED = {
 }
 
 
-def plan_of(*overrides: str, processes: int = 1, data: bool = True) -> Plan:
+def plan_of(*overrides: str, processes: int = 1, nodes: int = 1, data: bool = True) -> Plan:
     files = ["data.train_files=a.txt", "data.val_files=a.txt"] if data else []
     config = to_config(compose_config([*overrides, *files]), num_processes=processes)
-    return make_plan(config, processes, ARCHITECTURES)
+    return make_plan(config, processes, ARCHITECTURES, num_nodes=nodes)
 
 
 def sizes(plan: Plan) -> dict[str, int]:
@@ -110,6 +110,7 @@ def test_sharding_and_an_engine_of_its_own() -> None:
     sharded, whole = plan_of(recipe, processes=4), plan_of(recipe, "trainer.strategy=ddp", processes=4)
     assert sizes(sharded)["transformer"] == 2 * 20_430_401_088 // 4
     assert sizes(whole)["transformer"] == 2 * 20_430_401_088
+    assert sizes(plan_of(recipe, processes=8, nodes=2))["transformer"] == sizes(sharded)["transformer"]
     engine = 2 * sum(PUBLISHED["Qwen-Image"].values())
     assert sizes(sharded)["rollout engine"] == pytest.approx(engine, rel=1e-3)
     assert "average" not in sizes(sharded)

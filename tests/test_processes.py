@@ -52,7 +52,7 @@ def launch(num_processes: int, *arguments: str, python_path: Path | None = None)
     launcher = ["torch.distributed.run", f"--nproc_per_node={num_processes}", f"--master_port={free_port()}"]
     command = [sys.executable, "-m", *launcher, *arguments]
     environment = launch_environment(python_path)
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
 
 
 def launch_environment(*folders: Path | None) -> dict[str, str]:

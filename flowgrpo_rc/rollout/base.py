@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Batch, Prompt, PromptBatch, SamplerSpec, Spec, TokenSpec
@@ -269,12 +270,24 @@ class RolloutEngine(ABC, Generic[R]):
     and those of `rollout.engine_kwargs`; quantization and compile as well where the user sets them.
 
     kind: the model.kind that it samples from; quantizations: the values of `rollout.quantization` that it offers, each
-    with the package that it takes; compiles: whether `rollout.compile` means something to it.
+    with the package that it takes; compiles: whether `rollout.compile` means something to it; copies_network: false if
+    it loads the frozen weights itself, so that the trainer's may be sharded before.
     """
 
     kind: ClassVar[str]
     quantizations: ClassVar[Mapping[str, str]] = {}
     compiles: ClassVar[bool] = False
+    copies_network: ClassVar[bool] = True
+
+    @classmethod
+    def check(
+        cls, pipeline_class: str, absent: Sequence[str], device: torch.device, options: Mapping[str, Any]
+    ) -> None:
+        """ValueError, before anything is loaded, for a flow model or options that the engine cannot take.
+
+        absent: components of the pipeline that the checkpoint lacks; options: all that the constructor would get. An
+        engine that takes whatever its constructor's names allow need not define it.
+        """
 
     @abstractmethod
     def generate(self, request: R) -> Iterator[RolloutChunk]:
@@ -293,7 +306,7 @@ def _check_guidance(
     model: type[FlowModel], given: PipelineConfig | EvaluationConfig, default_scale: float, key: str
 ) -> None:
     used = f"the guidance of {model.pipeline_class} is {key}.{model.cfg_key}"
-    if model.cfg_key != "true_cfg_scale" and given.true_cfg_scale is not None:
+    if model.cfg_key != "true_cfg_scale" and given.true_cfg_scale not in (None, 1):
         raise ValueError(f"{key}.true_cfg_scale={given.true_cfg_scale} has no effect: {used}")
     uses_guidance_scale = model.cfg_key == "guidance_scale" or model.embeds_guidance
     if not uses_guidance_scale and given.guidance_scale not in (1, default_scale):
