@@ -58,7 +58,16 @@ def _documented_commands() -> list[tuple[str, str]]:
 
 
 COMMANDS = _documented_commands()
-CAPPED = ("trainer.total_training_steps=2", "rollout.val_kwargs.n=16", "trainer.test_freq=0", "trainer.save_freq=0")
+CAPPED = (
+    "trainer.total_training_steps=2",
+    "trainer.test_freq=0",
+    "trainer.save_freq=0",
+    "data.train_batch_size=2",
+    "rollout.n=4",
+    "rollout.val_kwargs.n=16",
+    "actor.ppo_mini_batch_size=2",
+    "actor.ppo_micro_batch_size_per_gpu=4",
+)
 
 
 @pytest.fixture(scope="module")
