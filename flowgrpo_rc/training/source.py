@@ -76,6 +76,7 @@ class EngineSource(RolloutSource):
         self._task, self._sampler, self._rewards, self._processes = task, sampler, rewards, processes
         self._n, self._mini_batch_size, self._seed = config.n, mini_batch_size, seed
         self._cancelled = threading.Event()
+        self._pushed: Mapping[str, Tensor] = {}
 
     def collect(self, step: int) -> Collected:
         collected = self.sample(step)
@@ -85,7 +86,8 @@ class EngineSource(RolloutSource):
         return collected
 
     def sample(self, step: int) -> Collected:
-        """The trajectories of a step by whatever weights the engine has. CancelledError after `cancel`."""
+        """The trajectories of a step by the weights that were pushed last. CancelledError after `cancel`."""
+        self._check_weights()
         prompts = self.prompts(step)
         request = self._task.request(prompts, self._seeds(prompts))
         batches, handles = [], []
@@ -111,6 +113,7 @@ class EngineSource(RolloutSource):
         )
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
+        self._pushed = state
         self.engine.sync_weights(state, version)
 
     def older_weights(self) -> Mapping[int, Mapping[str, Tensor]]:
@@ -122,6 +125,19 @@ class EngineSource(RolloutSource):
 
     def close(self) -> None:
         self.engine.close()
+
+    def _check_weights(self) -> None:
+        """RuntimeError unless the engine holds the trainer's LoRA, rounded to its precision."""
+        held = self.engine.held_weights()
+        if not held:
+            return
+        different = [(tensor != self._pushed[name].to(tensor)).any() for name, tensor in held.items()]
+        number = int(torch.stack(different).sum())
+        if number:
+            raise RuntimeError(
+                f"the rollout engine does not hold the trainer's LoRA: {number} of its {len(held)} tensors differ from "
+                "those that were pushed last"
+            )
 
     def _seeds(self, prompts: PromptBatch) -> list[int]:
         slots, samples = prompts.slots, range(self._n)
