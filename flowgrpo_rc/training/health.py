@@ -43,12 +43,14 @@ class CorrectionSettings(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rule:
-    """`judge` returns the threshold that was crossed, in words, or None. `advice` is the rest of the sentence."""
+    """`judge` returns the threshold that was crossed, in words, or None. `advice` is the rest of the sentence.
+    immediate: one step is enough, since the metric cannot waver."""
 
     name: str
     metric: str
     judge: Callable[[float, CorrectionSettings], str | None]
     advice: Callable[[CorrectionSettings], str]
+    immediate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,13 @@ _RULES = (
         judge=_above(0.5),
         advice=_clipping("more than half of the steps are clipped and teach nothing"),
     ),
+    _Rule(
+        name="rounded_latents",
+        metric="rollout/latents_16bit_fraction",
+        judge=_above(0.5),
+        advice=lambda _: "the engine stores latents in 16 bits, so that log-probs are those of other states; keep fp32",
+        immediate=True,
+    ),
 )
 
 
@@ -215,7 +224,7 @@ def _findings(metrics: Mapping[str, float | None], config: CorrectionSettings) -
         if value is not None and math.isfinite(value):
             crossed = rule.judge(value, config)
             message = None if crossed is None else f"{name} is {value:.4g}, {crossed}: {rule.advice(config)}."
-            yield _Finding(rule.name, message, immediate=False)
+            yield _Finding(rule.name, message, rule.immediate)
 
 
 def _non_finite(metrics: Mapping[str, float | None], config: CorrectionSettings) -> str | None:

@@ -137,9 +137,8 @@ def spread(differences: Tensor, clip_ratio: float | None) -> MetricBag:
 def quantile(values: Tensor, fraction: float) -> Tensor:
     """Of `values` [N], nan aside, with linear interpolation; nan for none. `torch.nanquantile` stops at 16 million."""
     ordered = values.sort().values
-    last = (torch.isfinite(values).sum() - 1).clamp(min=0)
-    at = fraction * last
-    lower, upper = ordered[at.floor().long()], ordered[at.ceil().long()]
+    at = fraction * (torch.isfinite(values).sum() - 1).clamp(min=0).double()
+    lower, upper = ordered.index_select(0, torch.stack([at.floor(), at.ceil()]).long())
     return torch.lerp(lower, upper, at - at.floor())
 
 

@@ -76,7 +76,7 @@ class EngineSource(RolloutSource):
         self._task, self._sampler, self._rewards, self._processes = task, sampler, rewards, processes
         self._n, self._mini_batch_size, self._seed = config.n, mini_batch_size, seed
         self._cancelled = threading.Event()
-        self._pushed: Mapping[str, Tensor] = {}
+        self._pushed: tuple[Mapping[str, Tensor], int] | None = None
 
     def collect(self, step: int) -> Collected:
         collected = self.sample(step)
@@ -86,8 +86,7 @@ class EngineSource(RolloutSource):
         return collected
 
     def sample(self, step: int) -> Collected:
-        """The trajectories of a step by the weights that were pushed last. CancelledError after `cancel`."""
-        self._check_weights()
+        """The trajectories of a step by whatever weights the engine has. CancelledError after `cancel`."""
         prompts = self.prompts(step)
         request = self._task.request(prompts, self._seeds(prompts))
         batches, handles = [], []
@@ -100,7 +99,9 @@ class EngineSource(RolloutSource):
                 raise RuntimeError(f"the rollout engine sampled with other settings: {'; '.join(different)}")
             batches.append(chunk.batch)
             handles.append(self._rewards.submit(chunk.samples, chunk.prompts))
-        return Collected(concat(batches), lambda: collect_rewards(self._rewards, handles, self._processes))
+        collected = Collected(concat(batches), lambda: collect_rewards(self._rewards, handles, self._processes))
+        self._check_weights(collected)
+        return collected
 
     def prompts(self, step: int) -> PromptBatch:
         """This process's share of the step's prompts."""
@@ -113,7 +114,7 @@ class EngineSource(RolloutSource):
         )
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        self._pushed = state
+        self._pushed = state, version
         self.engine.sync_weights(state, version)
 
     def older_weights(self) -> Mapping[int, Mapping[str, Tensor]]:
@@ -126,17 +127,18 @@ class EngineSource(RolloutSource):
     def close(self) -> None:
         self.engine.close()
 
-    def _check_weights(self) -> None:
-        """RuntimeError unless the engine holds the trainer's LoRA, rounded to its precision."""
+    def _check_weights(self, collected: Collected) -> None:
+        """RuntimeError if the engine names the version that was pushed last and holds another LoRA, rounding aside."""
         held = self.engine.held_weights()
-        if not held:
+        if held is None or self._pushed is None or self._pushed[1] not in collected.versions():
             return
-        different = [(tensor != self._pushed[name].to(tensor)).any() for name, tensor in held.items()]
+        state, version = self._pushed
+        different = [(tensor != state[name].to(tensor)).any() for name, tensor in held.items()]
         number = int(torch.stack(different).sum())
         if number:
             raise RuntimeError(
-                f"the rollout engine does not hold the trainer's LoRA: {number} of its {len(held)} tensors differ from "
-                "those that were pushed last"
+                f"the rollout engine does not hold the trainer's LoRA of step {version}: {number} of {len(held)} "
+                "tensors are others"
             )
 
     def _seeds(self, prompts: PromptBatch) -> list[int]:
