@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,16 +11,18 @@ from accelerate import Accelerator
 from faulty_engine import FAULTS
 from torch import Tensor
 
+from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.compose import compose_config, to_config
 from flowgrpo_rc.config import Config
 from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rewards.manager import RewardManager
 from flowgrpo_rc.run import make_floor, make_source, make_task
 from flowgrpo_rc.training.health import HealthMonitor
 from flowgrpo_rc.training.image_task import ImageTask
 from flowgrpo_rc.training.lora import lora_parameters
+from flowgrpo_rc.training.noise_floor import NoiseFloor
 from flowgrpo_rc.training.processes import Processes
-from flowgrpo_rc.training.source import EngineSource
 
 SETTINGS = [
     *("data.train_batch_size=3", "rollout.n=4", "rollout.micro_batch_size_per_gpu=12", "reward.terms.ocr=null"),
@@ -31,28 +32,41 @@ SETTINGS = [
 ALARM = "differ by more than their precisions explain"
 
 
-@dataclass(frozen=True)
 class Bench:
-    """A model whose LoRA takes part, and its values one update earlier."""
+    """The bundled model with a LoRA that takes part, and its values before and after an update."""
 
-    task: ImageTask
-    processes: Processes
-    earlier: dict[str, Tensor]
-    now: dict[str, Tensor]
+    def __init__(self) -> None:
+        task = make_task(configure(), Processes(Accelerator(cpu=True)))
+        assert isinstance(task, ImageTask)
+        self.model = task.model
+        source = torch.Generator().manual_seed(1)
+        self.earlier: dict[str, Tensor] = {}
+        self.now: dict[str, Tensor] = {}
+        for name, parameter in lora_parameters(self.model.network).items():
+            drawn = torch.randn(parameter.shape, generator=source)
+            self.earlier[name] = (0.02 * drawn if "lora_B" in name else parameter.detach()).clone()
+            step = 1e-3 * torch.randn(parameter.shape, generator=source).sign()  # Adam's first one
+            self.now[name] = self.earlier[name] + step
+            parameter.data.copy_(self.now[name])
+
+    def parts(self, config: Config) -> tuple[ImageTask, NoiseFloor, DiffusionBatch]:
+        """What judges, and step 2 by an engine that got the earlier weights, then those of the training graph."""
+        processes = Processes(Accelerator(cpu=True))
+        policy = FlowPolicy(self.model, self.model.network, autocast=processes.autocast)
+        task, rewards = ImageTask(self.model, policy, config.rollout, seed=0), RewardManager(config.reward)
+        source = make_source(config, task, config.read_prompts()[0], rewards, processes, first_step=0)
+        try:
+            source.sync_weights(self.earlier, 0)
+            source.sync_weights(self.now, 1)
+            return task, make_floor(config, task, processes), source.collect(2).batch
+        finally:
+            rewards.close()
+            source.close()
 
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
-    processes = Processes(Accelerator(cpu=True))
-    task = make_task(configure(), processes)
-    assert isinstance(task, ImageTask)
-    source, earlier, now = torch.Generator().manual_seed(1), {}, {}
-    for name, parameter in lora_parameters(task.model.network).items():
-        drawn = torch.randn(parameter.shape, generator=source)
-        earlier[name] = (0.02 * drawn if "lora_B" in name else parameter.detach()).clone()
-        now[name] = earlier[name] + 1e-3 * torch.randn(parameter.shape, generator=source).sign()  # Adam's step
-        parameter.data.copy_(now[name])
-    return Bench(task, processes, earlier, now)
+    return Bench()
 
 
 def configure(*further: str) -> Config:
@@ -69,19 +83,8 @@ class Seen:
 
 
 def iterate(bench: Bench, *further: str) -> Seen:
-    """Step 2: the engine got the earlier weights, then those of the training graph."""
     config = configure(*further)
-    task = ImageTask(bench.task.model, bench.task.policy, config.rollout, seed=0)
-    rewards, floor = RewardManager(config.reward), make_floor(config, task, bench.processes)
-    source = make_source(config, task, config.read_prompts()[0], rewards, bench.processes, first_step=0)
-    assert isinstance(source, EngineSource)
-    try:
-        source.sync_weights(bench.earlier, 0)
-        source.sync_weights(bench.now, 1)
-        batch = source.collect(2).batch
-    finally:
-        rewards.close()
-        source.close()
+    task, floor, batch = bench.parts(config)
     bag = MetricBag()
     bag.merge(task.observe(batch))
     floor.expect(batch, 2)
@@ -124,10 +127,10 @@ def test_every_fault_of_an_fp32_pair_is_noticed(bench: Bench, floor_of_bf16: flo
     """And with a bf16 rollout each that is above three times its floor."""
     seen = iterate(bench, "rollout.dtype=fp32", *fault(name))
     assert any(ALARM in alarm and "flowgrpo-rc calibrate" in alarm for alarm in seen.alarms)
-    in_bf16 = iterate(bench, "rollout.dtype=bf16", *fault(name))
-    print(name, seen.size, seen.over, floor_of_bf16, in_bf16.size, in_bf16.over)
-    if seen.size > 3 * floor_of_bf16:
-        assert any(ALARM in alarm for alarm in in_bf16.alarms)
+    large = seen.size > 3 * floor_of_bf16
+    assert large or name not in ("shifted_schedule", "lora_off")
+    if large:
+        assert any(ALARM in alarm for alarm in iterate(bench, "rollout.dtype=bf16", *fault(name)).alarms)
 
 
 def test_latents_in_16_bits_are_noticed_below_the_floor(bench: Bench) -> None:
@@ -150,17 +153,16 @@ def test_what_an_engine_admits_is_compared(bench: Bench, name: str, words: str) 
     assert words in str(error.value)
 
 
-def test_a_resumed_run_expects_the_same(bench: Bench, tmp_path: Path) -> None:
+def test_a_resumed_run_expects_the_same(bench: Bench) -> None:
+    """It measures again only where an uninterrupted one does."""
     config = configure("rollout.dtype=bf16")
-    first, second = (make_floor(config, bench.task, bench.processes) for _ in range(2))
-    task = ImageTask(bench.task.model, bench.task.policy, config.rollout, seed=0)
-    rewards = RewardManager(config.reward)
-    source = make_source(config, task, config.read_prompts()[0], rewards, bench.processes, first_step=0)
-    source.sync_weights(bench.now, 0)
-    batch = source.collect(1).batch
-    rewards.close()
-    source.close()
+    task, first, batch = bench.parts(config)
     first.expect(batch, 1)
+    second = make_floor(config, task, Processes(Accelerator(cpu=True)))
     second.load(first.tensors())
-    second.expect(batch, 2)  # not due: it would read the batch otherwise
-    assert torch.equal(first.tensors()["autocast"], second.tensors()["autocast"])
+    for floor in (first, second):
+        floor.expect(batch.rows(0, 1), 2)
+    expected = [floor.tensors()["autocast"].nan_to_num() for floor in (first, second)]
+    assert torch.equal(*expected)
+    second.expect(batch.rows(0, 1), 101)
+    assert not torch.equal(expected[0], second.tensors()["autocast"].nan_to_num())
