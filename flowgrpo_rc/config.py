@@ -17,6 +17,7 @@ from flowgrpo_rc.losses.base import LossConfig
 from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.rewards.manager import RewardConfig, check_kind, requires_target, validate_rewards
 from flowgrpo_rc.rollout.base import EvaluationConfig, PipelineConfig, RolloutConfig
+from flowgrpo_rc.training.expected_floor import relative_size
 from flowgrpo_rc.training.run_folder import check_writable
 from flowgrpo_rc.training.settings import AlgorithmConfig, TrainerConfig
 from flowgrpo_rc.training.source import replay_files
@@ -76,6 +77,23 @@ class Config:
         """Whether rollouts have to record the means of their steps."""
         correction = self.algorithm.rollout_correction
         return correction.rules().needs_means or (correction.bypass_mode and self.actor.diffusion_loss.needs_means)
+
+    def clip_ratio(self) -> float | None:
+        """Half the PPO band (its narrower half) on the ratio of a single step; None where the loss has another."""
+        actor, correction = self.actor, self.algorithm.rollout_correction
+        if correction.loss_type == "reinforce":
+            return None
+        if self.model.kind == "causal_lm":
+            tokens = actor.token_loss
+            return min(tokens.clip_ratio_low, tokens.clip_ratio_high) if tokens.loss_mode == "ppo_clip" else None
+        return actor.diffusion_loss.clip_ratio if actor.diffusion_loss.loss_mode == "flow_grpo" else None
+
+    def expected_mismatch(self) -> float | None:
+        """`relative_size` of the run's precisions; None for samples of older weights and of an engine's own formats."""
+        rollout = self.rollout
+        if rollout.staleness or self.data.replay_dir is not None or rollout.engine_kwargs.get("quantization"):
+            return None
+        return relative_size(rollout.spec().dtype, self.model.dtype, self.trainer.mixed_precision)
 
     def samples_per_step(self, num_processes: int) -> int:
         """Samples of a step on one process."""

@@ -31,10 +31,12 @@ from flowgrpo_rc.training.ahead import AheadSource
 from flowgrpo_rc.training.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
 from flowgrpo_rc.training.console import Console
 from flowgrpo_rc.training.evaluation import Evaluator
+from flowgrpo_rc.training.expected_floor import LEAST, ExpectedFloor
 from flowgrpo_rc.training.health import HealthMonitor
 from flowgrpo_rc.training.image_task import ImageTask
 from flowgrpo_rc.training.lora import add_lora, lora_parameters
 from flowgrpo_rc.training.lora_files import EXPORT_NAMES, export_lora
+from flowgrpo_rc.training.noise_floor import NoiseFloor
 from flowgrpo_rc.training.processes import Processes
 from flowgrpo_rc.training.report import write_report
 from flowgrpo_rc.training.run_folder import RunFolder
@@ -118,6 +120,7 @@ def assemble(
     if sharded and copied:
         shard()
     correction, auto_bands = config.algorithm.rollout_correction, make_auto_bands(config, processes)
+    floor = make_floor(config, task, processes)
     return Components(
         config=config,
         processes=processes,
@@ -125,13 +128,14 @@ def assemble(
         task=task,
         source=source,
         rewards=rewards,
+        floor=floor,
         update=PolicyUpdate(
             task.policy,
             config.actor,
             partial(task.loss_terms, config.loss()),
             processes,
             total_updates=config.total_updates(),
-            report_mismatch=correction.bypass_mode,
+            floor=floor,
             whole_windows=correction.bypass_level == "window",
             auto_bands=auto_bands if correction.bypass_mode else None,
         ),
@@ -195,6 +199,30 @@ def make_auto_bands(config: Config, processes: Processes) -> AutoBands | None:
     correction, num_steps = config.algorithm.rollout_correction, config.rollout.pipeline.num_inference_steps
     bands = () if correction.custom_correction else correction.rules().auto
     return AutoBands(bands, num_steps, processes.device) if bands else None
+
+
+def make_floor(config: Config, task: Task, processes: Processes) -> NoiseFloor:
+    """What measures the mismatch, with what the precisions explain of it, where samples are fresh."""
+    correction, kind = config.algorithm.rollout_correction, config.model.kind
+    expected, size = None, config.expected_mismatch()
+    if size is not None:
+        switched = config.trainer.mixed_precision == "no"
+        expected = ExpectedFloor(
+            task.policy,
+            task.policy.under(partial(torch.autocast, processes.device.type, torch.bfloat16, enabled=switched)),
+            processes,
+            size=size,
+            least=LEAST[kind],
+            micro_batch_size=config.actor.ppo_micro_batch_size_per_gpu,
+        )
+    return NoiseFloor(
+        task.policy,
+        processes,
+        bypass=correction.bypass_mode,
+        clip_ratio=config.clip_ratio(),
+        expected=expected,
+        metric_names=correction.metric_names,
+    )
 
 
 def make_source(

@@ -52,7 +52,6 @@ class Setting:
             partial(diffusion_terms, config),
             Processes(Accelerator(cpu=True)),
             total_updates=10,
-            report_mismatch=True,
             whole_windows=config.rollout_correction.bypass_level == "window",
             auto_bands=bands,
         )

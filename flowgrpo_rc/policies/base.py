@@ -6,14 +6,14 @@ Legend: b rows of a micro-batch, t steps that one forward evaluates.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Batch
-from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.transition import GaussianSteps
 
 
@@ -68,8 +68,16 @@ class Policy(ABC, Generic[B, E]):
         """Estimate of KL(now | reference) at each step [b, t]; differentiable in `now`."""
 
     @abstractmethod
-    def mismatch(self, difference: Tensor, piece: B) -> MetricBag:
-        """How training - rollout log-probs [b, t] differ along the trajectory, beyond what holds for every policy."""
+    def cells(self, batch: B) -> Tensor:
+        """The cell [b, t] int64 of each step; steps of one cell share the scale of their mismatch."""
+
+    @abstractmethod
+    def cell_names(self, batch: B) -> Sequence[str]:
+        """Of all cells, in order, on the host; empty for a cell that is no curve of its own."""
+
+    @abstractmethod
+    def under(self, autocast: Callable[[], AbstractContextManager[Any]]) -> Policy[B, E]:
+        """This policy with another autocast around its network."""
 
     @torch.no_grad()
     def measure(self, batch: B, micro_batch_size: int, *, keep_means: bool = False) -> Measured:

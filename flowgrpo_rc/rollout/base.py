@@ -298,6 +298,11 @@ class RolloutEngine(ABC, Generic[R]):
         """Take over the LoRA tensors of the trainer. ValueError if names or shapes do not match exactly."""
 
     @abstractmethod
+    def held_weights(self) -> Mapping[str, Tensor] | None:
+        """The LoRA tensors that it samples with, in its precision, named as the trainer's; None where it compares
+        them in `sync_weights`, out of the trainer's reach."""
+
+    @abstractmethod
     def close(self) -> None:
         """Free what the engine holds."""
 

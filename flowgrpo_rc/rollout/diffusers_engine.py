@@ -49,6 +49,9 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         self._replica.sync(state, version)
 
+    def held_weights(self) -> Mapping[str, Tensor]:
+        return self._replica.lora
+
     def close(self) -> None:
         del self.transformer, self._replica, self._policy
 

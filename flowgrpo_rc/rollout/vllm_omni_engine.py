@@ -129,6 +129,9 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         (done,) = self._process.ask("sync", {"version": version, "rank": self._lora_config.r}, tensors)
         self._check_held(done)
 
+    def held_weights(self) -> None:
+        return None
+
     def close(self) -> None:
         self._process.close()
 

@@ -15,11 +15,11 @@ from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import select
 from flowgrpo_rc.correction.auto import AutoBands
-from flowgrpo_rc.correction.correct import require_rollout_log_probs
 from flowgrpo_rc.losses.base import DiffusionLossConfig, LossTerms, TokenLossConfig, denominator
 from flowgrpo_rc.policies.base import Evaluation, Policy
 from flowgrpo_rc.training.ema import EMAConfig
 from flowgrpo_rc.training.lora import lora_parameters, reference_policy
+from flowgrpo_rc.training.noise_floor import NoiseFloor
 from flowgrpo_rc.training.optim import (
     OptimConfig,
     load_optimizer,
@@ -72,7 +72,7 @@ Loss = Callable[[Tensor, Any, Any], LossTerms]
 class PolicyUpdate:
     """Owns the optimizer, the learning-rate schedule and the average of the LoRA of `policy.network`.
 
-    report_mismatch: report what the policy knows of current - rollout (bypass mode, where nobody else does).
+    floor: is told what every loss is computed of.
     whole_windows: the loss sees all steps of a sample at once (bypass mode with `bypass_level=window`).
     auto_bands: judge each sample by them once, before the first update (bypass mode; in decoupled mode the batch comes
     judged).
@@ -86,7 +86,7 @@ class PolicyUpdate:
         processes: Processes,
         *,
         total_updates: int,
-        report_mismatch: bool = False,
+        floor: NoiseFloor | None = None,
         whole_windows: bool = False,
         auto_bands: AutoBands | None = None,
     ) -> None:
@@ -96,8 +96,9 @@ class PolicyUpdate:
         self._optimizer = make_optimizer(self._parameters, config.optim)
         self._schedule = make_schedule(self._optimizer, config.optim, total_updates)
         self.ema = EMAModel(self._parameters, decay=config.ema.decay) if config.ema.enable else None
-        self._report_mismatch, self._whole_windows, self._auto_bands = report_mismatch, whole_windows, auto_bands
+        self._floor, self._whole_windows, self._auto_bands = floor, whole_windows, auto_bands
         self._updates = 0
+        self._updated = False
         self._nonfinite_updates = 0
         self._nonfinite_in_a_row = 0
 
@@ -111,7 +112,7 @@ class PolicyUpdate:
 
     def run(self, batch: Batch, samples_per_mini_batch: int) -> MetricBag:
         """All optimizer steps on this process's part of a global batch, in mini-batches of consecutive samples."""
-        bag = MetricBag()
+        bag, self._updated = MetricBag(), False
         minis = [
             batch.rows(start, start + samples_per_mini_batch) for start in range(0, len(batch), samples_per_mini_batch)
         ]
@@ -122,6 +123,7 @@ class PolicyUpdate:
         for _ in range(self._config.ppo_epochs):
             for mini in minis:
                 self._mini_batch(mini, bag)
+                self._updated = True
         if self._auto_bands is not None:
             self._auto_bands.finish(self._processes.gather)
         bag.max("nonfinite_updates", torch.tensor(float(self._nonfinite_updates)))
@@ -191,9 +193,8 @@ class PolicyUpdate:
 
     def _report(self, terms: LossTerms, log_probs: Tensor, part: Batch, bag: MetricBag) -> None:
         bag.merge(terms.metrics)
-        if self._report_mismatch:
-            difference = log_probs.detach() - require_rollout_log_probs(part)
-            bag.merge(self._policy.mismatch(difference, part), "rollout_corr")
+        if self._floor is not None:
+            self._floor.during(part, log_probs, terms.metrics, updated=self._updated)
 
     @torch.no_grad()
     def _judged(self, mini: Batch, bag: MetricBag) -> Batch:

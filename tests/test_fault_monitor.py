@@ -1,0 +1,168 @@
+"""What the running trainer notices of an engine with a fault, on the bundled model, within one iteration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from faulty_engine import FAULTS
+from torch import Tensor
+
+from flowgrpo_rc.batch import DiffusionBatch
+from flowgrpo_rc.compose import compose_config, to_config
+from flowgrpo_rc.config import Config
+from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.rewards.manager import RewardManager
+from flowgrpo_rc.run import make_floor, make_source, make_task
+from flowgrpo_rc.training.health import HealthMonitor
+from flowgrpo_rc.training.image_task import ImageTask
+from flowgrpo_rc.training.lora import lora_parameters
+from flowgrpo_rc.training.noise_floor import NoiseFloor
+from flowgrpo_rc.training.processes import Processes
+
+SETTINGS = [
+    *("data.train_batch_size=3", "rollout.n=4", "rollout.micro_batch_size_per_gpu=12", "reward.terms.ocr=null"),
+    *("actor.ppo_mini_batch_size=3", "actor.ppo_micro_batch_size_per_gpu=12", "reward.terms.jpeg.weight=1"),
+    *("rollout.pipeline.guidance_scale=4.5", "rollout.name=faulty_engine.FaultyEngine", "trainer.device=cpu"),
+]
+ALARM = "differ by more than their precisions explain"
+
+
+class Bench:
+    """The bundled model with a LoRA that takes part, and its values before and after an update."""
+
+    def __init__(self) -> None:
+        task = make_task(configure(), Processes(Accelerator(cpu=True)))
+        assert isinstance(task, ImageTask)
+        self.model = task.model
+        source = torch.Generator().manual_seed(1)
+        self.earlier: dict[str, Tensor] = {}
+        self.now: dict[str, Tensor] = {}
+        for name, parameter in lora_parameters(self.model.network).items():
+            drawn = torch.randn(parameter.shape, generator=source)
+            self.earlier[name] = (0.02 * drawn if "lora_B" in name else parameter.detach()).clone()
+            step = 1e-3 * torch.randn(parameter.shape, generator=source).sign()  # Adam's first one
+            self.now[name] = self.earlier[name] + step
+            parameter.data.copy_(self.now[name])
+
+    def parts(self, config: Config) -> tuple[ImageTask, NoiseFloor, DiffusionBatch]:
+        """What judges, and step 2 by an engine that got the earlier weights, then those of the training graph."""
+        processes = Processes(Accelerator(cpu=True))
+        policy = FlowPolicy(self.model, self.model.network, autocast=processes.autocast)
+        task, rewards = ImageTask(self.model, policy, config.rollout, seed=0), RewardManager(config.reward)
+        source = make_source(config, task, config.read_prompts()[0], rewards, processes, first_step=0)
+        try:
+            source.sync_weights(self.earlier, 0)
+            source.sync_weights(self.now, 1)
+            return task, make_floor(config, task, processes), source.collect(2).batch
+        finally:
+            rewards.close()
+            source.close()
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench()
+
+
+def configure(*further: str) -> Config:
+    return to_config(compose_config([*SETTINGS, *further]))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What an iteration said: the size of the mismatch, in log-probs and over the expectation, and the alarms."""
+
+    size: float
+    over: float
+    alarms: list[str]
+
+
+def iterate(bench: Bench, *further: str) -> Seen:
+    config = configure(*further)
+    task, floor, batch = bench.parts(config)
+    bag = MetricBag()
+    bag.merge(task.observe(batch))
+    floor.expect(batch, 2)
+    floor.before(batch, task.policy.log_probs(batch, 12))
+    bag.merge(floor.finish(), "rollout_corr")
+    row = bag.compute()
+    alarms = HealthMonitor(config.effective_correction()).update(2, row)
+    return Seen(row["rollout_corr/logprob_abs_diff_mean"], row["rollout_corr/mismatch_over_expected"], alarms)
+
+
+def fault(name: str, **options: Any) -> list[str]:
+    return [f"+rollout.engine_kwargs.{key}={value}" for key, value in {"fault": name, **options}.items()]
+
+
+@pytest.fixture(scope="module")
+def floor_of_bf16(bench: Bench) -> float:
+    return iterate(bench, "rollout.dtype=bf16").size
+
+
+CLEAN = {
+    "fp32": ["rollout.dtype=fp32"],
+    "other_shape": ["rollout.dtype=fp32", "rollout.micro_batch_size_per_gpu=4"],
+    "fp16": ["rollout.dtype=fp16"],
+    "bf16": ["rollout.dtype=bf16"],
+    "int8_dynamic": ["rollout.dtype=fp32", "rollout.quantization=int8_dynamic"],
+    "no_guidance": ["rollout.dtype=bf16", "rollout.pipeline.guidance_scale=1.0"],
+    "cps": ["rollout.dtype=bf16", "rollout.algo.sde_type=cps", "rollout.algo.log_prob_convention=peers"],
+}
+
+
+@pytest.mark.parametrize("pair", CLEAN)
+def test_a_clean_engine_raises_no_alarm(bench: Bench, pair: str) -> None:
+    seen = iterate(bench, *CLEAN[pair])
+    assert seen.alarms == []
+    assert seen.over < (0.5 if pair in ("fp32", "other_shape") else 1.8)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_fault_of_an_fp32_pair_is_noticed(bench: Bench, floor_of_bf16: float, name: str) -> None:
+    """And with a bf16 rollout each that is above three times its floor."""
+    seen = iterate(bench, "rollout.dtype=fp32", *fault(name))
+    assert any(ALARM in alarm and "flowgrpo-rc calibrate" in alarm for alarm in seen.alarms)
+    large = seen.size > 3 * floor_of_bf16
+    assert large or name not in ("shifted_schedule", "lora_off")
+    if large:
+        assert any(ALARM in alarm for alarm in iterate(bench, "rollout.dtype=bf16", *fault(name)).alarms)
+
+
+def test_latents_in_16_bits_are_noticed_below_the_floor(bench: Bench) -> None:
+    (alarm,) = iterate(bench, "rollout.dtype=bf16", *fault("bf16_latents")).alarms
+    assert "stores latents in 16 bits" in alarm
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("guidance", "guidance_scale: 4.5 here, 4.545"),
+        ("shifted_schedule", "another schedule than the model's: sigmas"),
+        ("stale_weights", "does not hold the trainer's LoRA"),
+    ],
+)
+def test_what_an_engine_admits_is_compared(bench: Bench, name: str, words: str) -> None:
+    """Below any floor, by the echoed settings, the recorded schedule and the weights that it holds."""
+    with pytest.raises((RuntimeError, ValueError)) as error:
+        iterate(bench, "rollout.dtype=bf16", *fault(name, admits=True))
+    assert words in str(error.value)
+
+
+def test_a_resumed_run_expects_the_same(bench: Bench) -> None:
+    """It measures again only where an uninterrupted one does."""
+    config = configure("rollout.dtype=bf16")
+    task, first, batch = bench.parts(config)
+    first.expect(batch, 1)
+    second = make_floor(config, task, Processes(Accelerator(cpu=True)))
+    second.load(first.tensors())
+    for floor in (first, second):
+        floor.expect(batch.rows(0, 1), 2)
+    expected = [floor.tensors()["autocast"].nan_to_num() for floor in (first, second)]
+    assert torch.equal(*expected)
+    second.expect(batch.rows(0, 1), 101)
+    assert not torch.equal(expected[0], second.tensors()["autocast"].nan_to_num())
