@@ -17,6 +17,7 @@ from flowgrpo_rc.losses.base import LossConfig
 from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.rewards.manager import RewardConfig, check_kind, requires_target, validate_rewards
 from flowgrpo_rc.rollout.base import EvaluationConfig, PipelineConfig, RolloutConfig
+from flowgrpo_rc.training.old_policy import why_recompute
 from flowgrpo_rc.training.run_folder import check_writable
 from flowgrpo_rc.training.settings import AlgorithmConfig, TrainerConfig
 from flowgrpo_rc.training.source import replay_files
@@ -76,6 +77,13 @@ class Config:
         """Whether rollouts have to record the means of their steps."""
         correction = self.algorithm.rollout_correction
         return correction.rules().needs_means or (correction.bypass_mode and self.actor.diffusion_loss.needs_means)
+
+    def why_recompute(self) -> str | None:
+        """Why decoupled mode recomputes the old policy of the first mini-batch, too; None where it does not."""
+        if self.actor.old_log_probs == "recompute":
+            return "actor.old_log_probs=recompute"
+        sees_rows = self.model.kind == "causal_lm" or self.rollout.window()[0] == 1
+        return why_recompute(self.algorithm.rollout_correction, sees_rows=sees_rows)
 
     def samples_per_step(self, num_processes: int) -> int:
         """Samples of a step on one process."""
@@ -160,6 +168,11 @@ class Config:
     def _validate_correction(self) -> None:
         """What the rollout correction cannot do with the loss and the sampler."""
         correction, actor = self.algorithm.rollout_correction, self.actor
+        if correction.bypass_mode and actor.old_log_probs != "auto":
+            raise ValueError(
+                f"actor.old_log_probs={actor.old_log_probs} has no effect with algorithm.rollout_correction.bypass_mode"
+                "=true, where the old log-probs are the rollout's: drop it, or set bypass_mode=false"
+            )
         if self.model.kind == "causal_lm":
             self._validate_correction_of_text()
         for key, mode, own in (

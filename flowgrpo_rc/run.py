@@ -35,6 +35,7 @@ from flowgrpo_rc.training.health import HealthMonitor
 from flowgrpo_rc.training.image_task import ImageTask
 from flowgrpo_rc.training.lora import add_lora, lora_parameters
 from flowgrpo_rc.training.lora_files import EXPORT_NAMES, export_lora
+from flowgrpo_rc.training.old_policy import OldPolicy
 from flowgrpo_rc.training.processes import Processes
 from flowgrpo_rc.training.report import write_report
 from flowgrpo_rc.training.run_folder import RunFolder
@@ -113,6 +114,7 @@ def assemble(
     if processes.count > 1 and resolve_strategy(config.trainer.strategy) == "fsdp2":
         shard_frozen_weights(network, processes.device, timedelta(seconds=config.trainer.timeout_s))
     correction, auto_bands = config.algorithm.rollout_correction, make_auto_bands(config, processes)
+    old_policy = None if correction.bypass_mode else make_old_policy(config, task, processes, auto_bands)
     return Components(
         config=config,
         processes=processes,
@@ -129,6 +131,7 @@ def assemble(
             report_mismatch=correction.bypass_mode,
             whole_windows=correction.bypass_level == "window",
             auto_bands=auto_bands if correction.bypass_mode else None,
+            old_policy=old_policy,
         ),
         evaluator=Evaluator(task, held_out, config.rollout.val_kwargs, rewards),
         health=HealthMonitor(config.effective_correction()),
@@ -146,6 +149,7 @@ def assemble(
             first_step=first_step,
         ),
         auto_bands=auto_bands,
+        old_policy=old_policy,
     )
 
 
@@ -190,6 +194,18 @@ def make_auto_bands(config: Config, processes: Processes) -> AutoBands | None:
     correction, num_steps = config.algorithm.rollout_correction, config.rollout.pipeline.num_inference_steps
     bands = () if correction.custom_correction else correction.rules().auto
     return AutoBands(bands, num_steps, processes.device) if bands else None
+
+
+def make_old_policy(config: Config, task: Task, processes: Processes, auto_bands: AutoBands | None) -> OldPolicy:
+    return OldPolicy(
+        task.policy,
+        config.algorithm.rollout_correction,
+        processes,
+        micro_batch_size=config.actor.ppo_micro_batch_size_per_gpu,
+        reuses=config.why_recompute() is None,
+        keep_means=config.actor.diffusion_loss.needs_means,
+        auto_bands=auto_bands,
+    )
 
 
 def make_source(
@@ -319,6 +335,8 @@ def _train(parts: Components, resumed: Checkpoint | None, stop: StopRequest) -> 
         parts.console.message(
             "note: importance weights only add metrics in bypass mode with ppo_clip, whose ratio is the weight"
         )
+    if not correction.bypass_mode and (why := parts.config.why_recompute()) is not None:
+        parts.console.message(f"note: old log-probs are recomputed, one forward for each trained step: {why}")
     try:
         with parts.console:
             reason = Trainer(parts, resumed).fit(stop)
