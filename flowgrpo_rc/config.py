@@ -134,6 +134,27 @@ class Config:
         chunk = self.rollout.micro_batch_size_per_gpu
         if chunk is not None and chunk < 1:
             raise ValueError(f"rollout.micro_batch_size_per_gpu={chunk}: give at least 1, or null")
+        if self.actor.replay == "aligned":
+            self._validate_alignment(chunk, micro)
+
+    def _validate_alignment(self, chunk: int | None, micro: int) -> None:
+        """A micro-batch has to be a batch of the rollout; a mini-batch is a whole number of them in any case."""
+        if self.model.kind == "causal_lm":
+            raise ValueError(
+                "actor.replay=aligned is for images: text is sampled one token after the other and evaluated at once "
+                "(model.kind=causal_lm); drop it"
+            )
+        if self.data.replay_dir is not None:
+            raise ValueError(
+                "actor.replay=aligned: a saved rollout (data.replay_dir) does not tell which samples were evaluated "
+                "together; drop one of them"
+            )
+        if chunk not in (None, micro):
+            raise ValueError(
+                f"actor.replay=aligned evaluates together what the rollout did, but rollout.micro_batch_size_per_gpu="
+                f"{chunk} and actor.ppo_micro_batch_size_per_gpu={micro}: make them equal (or the former null); they "
+                f"have to divide the samples of a mini-batch on one process"
+            )
 
     def _validate_effects(self) -> None:
         """A setting that would have no effect is an error."""

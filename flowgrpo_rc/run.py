@@ -269,6 +269,11 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
         )
     if config.rollout.compile and not engine.compiles:
         raise ValueError(f"rollout.compile=true has no effect with rollout.name={config.rollout.name}: drop it")
+    if config.actor.replay == "aligned" and not engine.aligns:
+        raise ValueError(
+            f"actor.replay=aligned: rollout.name={config.rollout.name} forms batches of its own; set rollout.name="
+            "diffusers, or drop it"
+        )
     return engine
 
 

@@ -269,12 +269,14 @@ class RolloutEngine(ABC, Generic[R]):
     and those of `rollout.engine_kwargs`; quantization and compile as well where the user sets them.
 
     kind: the model.kind that it samples from; quantizations: the values of `rollout.quantization` that it offers, each
-    with the package that it takes; compiles: whether `rollout.compile` means something to it.
+    with the package that it takes; compiles: whether `rollout.compile` means something to it; aligns: whether each
+    chunk of `chunk_size` samples is one batch of its network, in the trainer's own code (`actor.replay=aligned`).
     """
 
     kind: ClassVar[str]
     quantizations: ClassVar[Mapping[str, str]] = {}
     compiles: ClassVar[bool] = False
+    aligns: ClassVar[bool] = False
 
     @abstractmethod
     def generate(self, request: R) -> Iterator[RolloutChunk]:

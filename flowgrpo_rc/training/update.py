@@ -33,6 +33,7 @@ from flowgrpo_rc.training.optim import (
 from flowgrpo_rc.training.processes import Processes
 
 OLD_LOG_PROBS = ("auto", "recompute")
+REPLAYS = ("any", "aligned")
 
 
 @dataclass(kw_only=True)
@@ -42,6 +43,8 @@ class ActorConfig:
     use_kl_loss adds kl_loss_coef times the KL to the base model (the adapter switched off).
     old_log_probs, in decoupled mode: `auto` takes the first mini-batch's own forwards for its old policy, where its
     correction allows that; `recompute` never does.
+    replay: `aligned` insists that a micro-batch is what the rollout evaluated together, so that equal precisions give a
+    ratio of exactly 1 where a row's last bits depend on the size of its batch; `any` lets the sizes differ.
     """
 
     ppo_mini_batch_size: int = 24
@@ -50,6 +53,7 @@ class ActorConfig:
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.04
     old_log_probs: str = "auto"
+    replay: str = "any"
     diffusion_loss: DiffusionLossConfig = field(default_factory=DiffusionLossConfig)
     token_loss: TokenLossConfig = field(default_factory=TokenLossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -61,8 +65,9 @@ class ActorConfig:
                 raise ValueError(f"actor.{name}={getattr(self, name)}: give at least 1")
         if self.use_kl_loss and not self.kl_loss_coef > 0:
             raise ValueError(f"actor.kl_loss_coef={self.kl_loss_coef} with actor.use_kl_loss=true: give more than 0")
-        if self.old_log_probs not in OLD_LOG_PROBS:
-            raise ValueError(f"actor.old_log_probs={self.old_log_probs!r}: allowed are {', '.join(OLD_LOG_PROBS)}")
+        for name, allowed in (("old_log_probs", OLD_LOG_PROBS), ("replay", REPLAYS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"actor.{name}={getattr(self, name)!r}: allowed are {', '.join(allowed)}")
         self.diffusion_loss.validate()
         self.token_loss.validate()
         self.optim.validate()
