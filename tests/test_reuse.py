@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import benchmark_decoupled
 import pytest
 import torch
 from accelerate import Accelerator
@@ -252,11 +255,22 @@ def test_the_window_decides_what_a_forward_sees() -> None:
     assert config.why_recompute() == "actor.old_log_probs=recompute"
 
 
+def test_the_benchmark_prints_the_ratios(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    given = [option for option in overrides if not option.startswith(RC)]
+    monkeypatch.setattr(sys, "argv", ["benchmark_decoupled.py", "--rounds", "1", *given])
+    benchmark_decoupled.main()
+    found = re.findall(r"(\w+): (\d\.\d+) of bypass by the clock", capsys.readouterr().out)
+    assert [arm for arm, _ in found] == ["bypass", "recomputed", "reused"]
+    assert found[0][1] == "1.000"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["actor.old_log_probs=never"], ["actor.old_log_probs", "auto, recompute"]),
-        (["actor.old_log_probs=recompute", f"{RC}=bypass_ppo_clip"], ["actor.old_log_probs", "bypass_mode"]),
+        (["actor.old_log_probs=recompute", f"{RC}.bypass_mode=true"], ["actor.old_log_probs", "bypass_mode"]),
     ],
 )
 def test_what_is_refused(train: Train, options: list[str], words: list[str], capsys: pytest.CaptureFixture) -> None:
