@@ -164,7 +164,10 @@ def _counts(config: Config, model: FlowModel, num_processes: int) -> list[tuple[
     trained = per_rank * size * cfg
     each = f"{per_rank} samples x {size} stochastic steps{told}"
     if not config.algorithm.rollout_correction.bypass_mode:
-        rows.append(("forwards, old policy", f"{trained:,}", f"{each}, no gradient (decoupled mode)"))
+        why = config.why_recompute()
+        recomputed = trained if why else trained * (prompts - actor.ppo_mini_batch_size) // prompts
+        which = f"of every mini-batch: {why}" if why else "of all mini-batches but the first, whose own forwards serve"
+        rows.append(("forwards, old policy", f"{recomputed:,}", f"no gradient; {which}"))
     epochs = f" x {actor.ppo_epochs} epochs" if actor.ppo_epochs > 1 else ""
     if actor.use_kl_loss:
         rows.append(("forwards, reference", f"{trained * actor.ppo_epochs:,}", f"{each}{epochs}, no gradient (KL)"))

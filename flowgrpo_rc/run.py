@@ -37,6 +37,7 @@ from flowgrpo_rc.training.image_task import ImageTask
 from flowgrpo_rc.training.lora import add_lora, lora_parameters
 from flowgrpo_rc.training.lora_files import EXPORT_NAMES, export_lora
 from flowgrpo_rc.training.noise_floor import NoiseFloor
+from flowgrpo_rc.training.old_policy import OldPolicy
 from flowgrpo_rc.training.processes import Processes
 from flowgrpo_rc.training.report import write_report
 from flowgrpo_rc.training.run_folder import RunFolder
@@ -121,6 +122,7 @@ def assemble(
         shard()
     correction, auto_bands = config.algorithm.rollout_correction, make_auto_bands(config, processes)
     floor = make_floor(config, task, processes)
+    old_policy = None if correction.bypass_mode else make_old_policy(config, task, processes, auto_bands, floor)
     return Components(
         config=config,
         processes=processes,
@@ -138,6 +140,7 @@ def assemble(
             floor=floor,
             whole_windows=correction.bypass_level == "window",
             auto_bands=auto_bands if correction.bypass_mode else None,
+            old_policy=old_policy,
         ),
         evaluator=Evaluator(task, held_out, config.rollout.val_kwargs, rewards),
         health=HealthMonitor(config.effective_correction()),
@@ -155,6 +158,7 @@ def assemble(
             first_step=first_step,
         ),
         auto_bands=auto_bands,
+        old_policy=old_policy,
     )
 
 
@@ -225,6 +229,21 @@ def make_floor(config: Config, task: Task, processes: Processes) -> NoiseFloor:
     )
 
 
+def make_old_policy(
+    config: Config, task: Task, processes: Processes, auto_bands: AutoBands | None, floor: NoiseFloor
+) -> OldPolicy:
+    return OldPolicy(
+        task.policy,
+        config.algorithm.rollout_correction,
+        processes,
+        floor,
+        micro_batch_size=config.actor.ppo_micro_batch_size_per_gpu,
+        reuses=config.why_recompute() is None,
+        keep_means=config.actor.diffusion_loss.needs_means,
+        auto_bands=auto_bands,
+    )
+
+
 def make_source(
     config: Config,
     task: Task,
@@ -279,6 +298,11 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
         )
     if config.rollout.compile and not engine.compiles:
         raise ValueError(f"rollout.compile=true has no effect with rollout.name={config.rollout.name}: drop it")
+    if config.actor.replay == "aligned" and not engine.aligns:
+        raise ValueError(
+            f"actor.replay=aligned: rollout.name={config.rollout.name} forms batches of its own; set rollout.name="
+            "diffusers, or drop it"
+        )
     return engine
 
 
@@ -369,6 +393,8 @@ def _train(parts: Components, resumed: Checkpoint | None, stop: StopRequest) -> 
         parts.console.message(
             "note: importance weights only add metrics in bypass mode with ppo_clip, whose ratio is the weight"
         )
+    if not correction.bypass_mode and (why := parts.config.why_recompute()) is not None:
+        parts.console.message(f"note: old log-probs are recomputed, one forward for each trained step: {why}")
     try:
         with parts.console:
             reason = Trainer(parts, resumed).fit(stop)

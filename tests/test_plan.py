@@ -129,9 +129,21 @@ def test_copies_in_another_precision_and_decoupled_mode() -> None:
     trained = sizes(base)["LoRA"] // 4
     assert sizes(changed)["transformer"] == 2 * sizes(base)["transformer"]
     assert sizes(changed)["rollout copy"] == sizes(base)["transformer"] + 2 * trained
-    assert values(changed)["forwards, old policy"] == values(base)["forwards with backward"] == f"{64 * 9 * 2:,}"
+    assert values(base)["forwards with backward"] == f"{64 * 9 * 2:,}"
+    assert values(changed)["forwards, old policy"] == f"{64 * 9:,}"  # of the second of two mini-batches
     assert values(changed)["forwards with backward"] == f"{64 * 9 * 2 * 2:,}"
     assert values(changed)["updates"] == "4,000"
+
+
+def test_why_decoupled_mode_recomputes_everything() -> None:
+    decoupled = "algorithm.rollout_correction=decoupled_seq_is"
+    ((count, why),) = [
+        (value, why)
+        for name, value, why in plan_of("+experiment=sd35_medium_ocr_1xh100", decoupled).counts
+        if name == "forwards, old policy"
+    ]
+    assert count == f"{64 * 9 * 2:,}"
+    assert "need all steps" in why
 
 
 def test_what_saves_memory() -> None:

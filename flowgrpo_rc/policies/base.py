@@ -40,6 +40,14 @@ class Measured(NamedTuple):
     gaussian: GaussianSteps | None
     means: Tensor | None
 
+    @classmethod
+    def of(cls, now: Evaluation, *, keep_means: bool = False) -> Measured:
+        """An evaluation [b, t], detached."""
+        gaussian, means = now.gaussian, now.means if keep_means else None
+        if gaussian is not None and gaussian.kl is not None:
+            gaussian = gaussian._replace(kl=gaussian.kl.detach())
+        return cls(now.log_probs.detach(), gaussian, None if means is None else means.detach())
+
     @property
     def step_kl(self) -> Tensor | None:
         """Exact KL from the means that the batch holds; None where it holds none."""
@@ -84,21 +92,19 @@ class Policy(ABC, Generic[B, E]):
         """This policy on the whole batch, without gradient."""
         rows = []
         for start in range(0, len(batch), micro_batch_size):
-            found = []
-            for piece in self.pieces(batch.rows(start, start + micro_batch_size)):
-                now = self.evaluate(piece)
-                found.append(Measured(now.log_probs, now.gaussian, now.means if keep_means else None))
-            rows.append(_join(found, dim=1))
-        return _join(rows, dim=0)
+            pieces = self.pieces(batch.rows(start, start + micro_batch_size))
+            found = [Measured.of(self.evaluate(piece), keep_means=keep_means) for piece in pieces]
+            rows.append(join(found, dim=1))
+        return join(rows, dim=0)
 
     def log_probs(self, batch: B, micro_batch_size: int) -> Tensor:
         """Log-probabilities [B, T] of the whole batch, without gradient."""
         return self.measure(batch, micro_batch_size).log_probs
 
 
-def _join(parts: Sequence[Any], dim: int) -> Any:
-    """Tensors of all parts, side by side; a tuple's fields each for itself, and None stays None."""
+def join(parts: Sequence[Any], dim: int) -> Any:
+    """What was `Measured` of all parts, side by side: a tuple's fields each for itself, and None stays None."""
     first = parts[0]
     if isinstance(first, tuple):
-        return type(first)(*(_join(column, dim) for column in zip(*parts, strict=True)))
+        return type(first)(*(join(column, dim) for column in zip(*parts, strict=True)))
     return None if first is None else torch.cat(list(parts), dim)

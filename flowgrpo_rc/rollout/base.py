@@ -271,13 +271,15 @@ class RolloutEngine(ABC, Generic[R]):
 
     kind: the model.kind that it samples from; quantizations: the values of `rollout.quantization` that it offers, each
     with the package that it takes; compiles: whether `rollout.compile` means something to it; copies_network: false if
-    it loads the frozen weights itself, so that the trainer's may be sharded before.
+    it loads the frozen weights itself, so that the trainer's may be sharded before; aligns: whether each chunk of
+    `chunk_size` samples is one batch of its network, in the trainer's own code (`actor.replay=aligned`).
     """
 
     kind: ClassVar[str]
     quantizations: ClassVar[Mapping[str, str]] = {}
     compiles: ClassVar[bool] = False
     copies_network: ClassVar[bool] = True
+    aligns: ClassVar[bool] = False
 
     @classmethod
     def check(

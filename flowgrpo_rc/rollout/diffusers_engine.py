@@ -23,6 +23,7 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
     kind = "diffusion"
     quantizations = PACKAGES
     compiles = True
+    aligns = True
 
     def __init__(
         self,

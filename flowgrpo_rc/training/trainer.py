@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flowgrpo_rc.batch import Batch, DiffusionBatch, Rewards
+from flowgrpo_rc.batch import Batch, Rewards
 from flowgrpo_rc.core.advantages import group_relative
 from flowgrpo_rc.core.metrics import MetricBag, std_from_moments
 from flowgrpo_rc.correction.auto import AutoBands
-from flowgrpo_rc.correction.correct import apply_bypass_mode, apply_rollout_correction_to_batch
+from flowgrpo_rc.correction.correct import apply_bypass_mode
 from flowgrpo_rc.rewards.manager import RewardManager
 from flowgrpo_rc.training.checkpoint import Checkpoint, save_checkpoint
 from flowgrpo_rc.training.console import Console
@@ -24,6 +24,7 @@ from flowgrpo_rc.training.ema import averaged_weights
 from flowgrpo_rc.training.evaluation import Evaluator, record_rewards
 from flowgrpo_rc.training.health import BYPASS_PREFIX, DECOUPLED_PREFIX, HealthMonitor
 from flowgrpo_rc.training.noise_floor import NoiseFloor
+from flowgrpo_rc.training.old_policy import OldPolicy
 from flowgrpo_rc.training.processes import Processes
 from flowgrpo_rc.training.rollout_files import Rollout, rollout_path, save_rollout
 from flowgrpo_rc.training.run_folder import RunFolder
@@ -41,7 +42,7 @@ _OLDER = "lora_step_"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Components:
-    """What a run is made of; `flowgrpo_rc.run` builds it."""
+    """What a run is made of; `flowgrpo_rc.run` builds it. old_policy: in decoupled mode."""
 
     config: Config
     processes: Processes
@@ -56,6 +57,7 @@ class Components:
     console: Console
     trackers: Trackers
     auto_bands: AutoBands | None = None
+    old_policy: OldPolicy | None = None
 
 
 class Trainer:
@@ -120,6 +122,8 @@ class Trainer:
             with self._timed("update"):
                 samples = self.parts.config.samples_per_mini_batch(self.parts.processes.count)
                 self._bag.merge(self.parts.update.run(batch, samples), "actor")
+            if self.parts.old_policy is not None:
+                self._bag.merge(self.parts.old_policy.take_metrics(), "rollout_corr")
             bypass = self.parts.config.algorithm.rollout_correction.bypass_mode
             prefix = (BYPASS_PREFIX if bypass else DECOUPLED_PREFIX).removesuffix("/")
             self._bag.replace(self.parts.floor.finish(), prefix)
@@ -129,26 +133,9 @@ class Trainer:
         self._bag.min("perf/samples_per_second", torch.tensor(num_samples / self._seconds["step"]))
 
     def _old_log_probs(self, batch: Batch) -> Batch:
-        """Bypass: old := rollout. Decoupled: recompute with the training graph, then correct once per batch."""
-        config = self.parts.config
-        correction = config.algorithm.rollout_correction
-        if correction.bypass_mode:
-            return apply_bypass_mode(batch)
-        policy = self.parts.task.policy
-        keep_means = config.actor.diffusion_loss.needs_means
-        old = policy.measure(batch, config.actor.ppo_micro_batch_size_per_gpu, keep_means=keep_means)
-        self.parts.floor.before(batch, old.log_probs)
-        batch = batch.with_old(old.log_probs, old.means)
-        if self.parts.auto_bands is not None:
-            assert isinstance(batch, DiffusionBatch)  # the configuration allows them for nothing else
-            batch, judged = self.parts.auto_bands.judge(batch, old.log_probs, old.step_kl)
-            self.parts.auto_bands.finish(self.parts.processes.gather)
-            self._bag.merge(judged, "rollout_corr")
-        batch, metrics = apply_rollout_correction_to_batch(
-            batch, correction, step_kl=old.step_kl, all_reduce=self.parts.processes.sum
-        )
-        self._bag.merge(metrics, "rollout_corr")
-        return batch
+        """Bypass: old := rollout. Decoupled: the training graph, now or in the update, and the correction with it."""
+        old = self.parts.old_policy
+        return apply_bypass_mode(batch) if old is None else old.before_rewards(batch)
 
     def _save_rollout(self, batch: Batch, rewards: Rewards) -> None:
         processes = self.parts.processes
