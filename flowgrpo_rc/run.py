@@ -206,15 +206,7 @@ def make_source(
         folder = Path(config.data.replay_dir).expanduser()
         samples = config.samples_per_step(processes.count)
         return ReplaySource(folder, task, processes, config.rollout, samples=samples)
-    rollout = config.rollout
-    options: dict[str, Any] = {
-        "model": task.model,
-        "network": task.model.network,
-        "dtype": rollout.dtype,
-        "chunk_size": rollout.micro_batch_size_per_gpu or config.actor.ppo_micro_batch_size_per_gpu,
-    }
-    options |= {name: vars(rollout)[name] for name in ("quantization", "compile") if vars(rollout)[name]}
-    engine: RolloutEngine[Any] = build(engine_of(config), options | rollout.engine_kwargs, "rollout.engine_kwargs")
+    rollout, engine = config.rollout, make_engine(config, task)
     source = EngineSource(
         engine,
         task,
@@ -230,6 +222,25 @@ def make_source(
     return AheadSource(
         source, rollout.staleness, steps=range(max(1, first_step), config.trainer.total_training_steps + 1)
     )
+
+
+def make_engine(config: Config, task: Task) -> RolloutEngine[Any]:
+    """The engine that `rollout.name` names, with the task's weights. ValueError where it refuses its options."""
+    rollout = config.rollout
+    options: dict[str, Any] = {
+        "model": task.model,
+        "network": task.model.network,
+        "dtype": rollout.dtype,
+        "chunk_size": chunk_size(config),
+    }
+    options |= {name: vars(rollout)[name] for name in ("quantization", "compile") if vars(rollout)[name]}
+    engine: RolloutEngine[Any] = build(engine_of(config), options | rollout.engine_kwargs, "rollout.engine_kwargs")
+    return engine
+
+
+def chunk_size(config: Config) -> int:
+    """Samples of a forward while sampling."""
+    return config.rollout.micro_batch_size_per_gpu or config.actor.ppo_micro_batch_size_per_gpu
 
 
 def engine_of(config: Config) -> type[RolloutEngine[Any]]:
