@@ -155,16 +155,39 @@ class StaleWeights(DiffusersEngine):
         self._replica.version = version
 
 
+class OtherPrompt(Recorded):
+    """The text embeddings are not quite those that it sampled with."""
+
+    def record(self, batch: Any) -> Any:
+        return batch.replace(conditioning=replace(batch.conditioning, embeds=1.01 * batch.conditioning.embeds))
+
+
+class Bf16Weights(DiffusersEngine):
+    """Computes in bf16 and says fp32."""
+
+    def __init__(self, model: Any, network: torch.nn.Module, **options: Any) -> None:
+        super().__init__(model, network, **options | {"dtype": "bf16"})
+        self._replica.precision = "fp32"
+
+
 class Autocast(DiffusersEngine):
-    """Computes in bf16 whatever it was asked for."""
+    """fp32 weights and products in bf16."""
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
         with torch.autocast("cpu", torch.bfloat16):
             yield from super().generate(request)
 
 
-class OtherKernels(DiffusersEngine):
-    """Of the precision that it was asked for, with sums in another order: one sample a forward."""
+class OtherKernels(Autocast):
+    """What an engine in bf16 with kernels of its own is like."""
+
+    def __init__(self, model: Any, network: torch.nn.Module, **options: Any) -> None:
+        super().__init__(model, network, **options | {"dtype": "fp32", "chunk_size": 1})
+        self._replica.precision = "bf16"
+
+
+class OneByOne(DiffusersEngine):
+    """One sample a forward, so that sums come in another order."""
 
     def __init__(self, model: Any, network: torch.nn.Module, **options: Any) -> None:
         super().__init__(model, network, **options | {"chunk_size": 1})

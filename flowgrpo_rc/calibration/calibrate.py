@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.calibration.causes import Diagnosis, diagnose
 from flowgrpo_rc.calibration.faults import Lora, Replay
 from flowgrpo_rc.calibration.measure import (
@@ -14,7 +18,7 @@ from flowgrpo_rc.calibration.measure import (
     Rollout,
     against_engine,
     ask,
-    guidances,
+    other_guidance,
     plant_movements,
     sample,
 )
@@ -22,7 +26,6 @@ from flowgrpo_rc.calibration.result import Calibration, Folder, show
 from flowgrpo_rc.calibration.settings import MODES, REFERENCE_CLIP, choose
 from flowgrpo_rc.config import Config
 from flowgrpo_rc.models.base import FlowModel
-from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.base import RolloutEngine
 from flowgrpo_rc.run import check_machine, check_model, chunk_size, engine_of, make_engine, make_processes, make_task
 from flowgrpo_rc.training.image_task import ImageTask
@@ -55,32 +58,27 @@ def measure(config: Config, *, num_prompts: int, mode: str) -> Calibration:
     check_machine(config, processes.device)
     task = make_task(config, processes)
     assert isinstance(task, ImageTask)
-    model, policy, spec = task.model, task.policy, config.rollout.spec()
-    engine: RolloutEngine[Any] = make_engine(config, task)
+    engine = make_engine(config, task)
+    lora = Lora(*plant_movements(task.model.network, config.trainer.seed))
     try:
-        lora = Lora(*plant_movements(model.network, config.trainer.seed))
-        for version, state in ((1, lora.before), (2, lora.current)):
-            engine.sync_weights(state, version)
-        many = sample(engine, ask(config, prompts, config.rollout.n, spec))
-        few = [sample(engine, ask(config, prompts[: FEW[0]], FEW[1], each)) for each in guidances(model, spec)]
+        rollouts = sample_all(config, task.model, engine, lora, prompts)
     finally:
         engine.close()
-    scale = config.model.lora_alpha / config.model.lora_rank
-    mismatches, diagnosis = _compare(config, policy, model, many, few, lora, scale)
+    mismatches, diagnosis = compare(config, task, rollouts, lora)
     settings = choose(config, mismatches[0], mode=mode, cause=diagnosis.cause)
-    configured = (config.actor.diffusion_loss.clip_ratio, settings.clip_ratio or config.actor.diffusion_loss.clip_ratio)
-    clips = {REFERENCE_CLIP[spec.log_prob_convention], *configured}
+    convention, configured = config.rollout.algo.log_prob_convention, config.actor.diffusion_loss.clip_ratio
+    clips = {REFERENCE_CLIP[convention], configured, settings.clip_ratio or configured}
     return Calibration(
         subject={
             "model": config.model.path,
-            "trainer": _trainer_precision(config),
+            "trainer": trainer_precision(config),
             "engine": config.rollout.name,
-            "precision": spec.dtype,
-            "guidance": model.cfg_scale(spec),
+            "precision": config.rollout.spec().dtype,
+            "guidance": mismatches[0].guidance,
             "window": list(config.rollout.window()),
-            "sde_type": spec.sde_type,
-            "log_prob_convention": spec.log_prob_convention,
-            "samples": len(many.batch),
+            "sde_type": config.rollout.algo.sde_type,
+            "log_prob_convention": convention,
+            "samples": len(rollouts.many.batch),
         },
         mismatches=mismatches,
         clipped={clip: mismatches[0].clipped(clip) for clip in sorted(clips)},
@@ -89,32 +87,58 @@ def measure(config: Config, *, num_prompts: int, mode: str) -> Calibration:
     )
 
 
-def _compare(
-    config: Config, policy: FlowPolicy, model: FlowModel, many: Rollout, few: list[Rollout], lora: Lora, scale: float
-) -> tuple[list[Mismatch], Diagnosis]:
-    """The engine's mismatch at both guidances, then that of copies in the engine's precision and in others."""
-    rows, dtype, quantization = chunk_size(config), config.rollout.dtype, config.rollout.quantization
+class Rollouts(NamedTuple):
+    """Many samples and a few at the configured guidance, and a few at another."""
 
-    def trainer(rollout: Rollout) -> Any:
-        return policy.log_probs(rollout.batch, config.actor.ppo_micro_batch_size_per_gpu)
+    many: Rollout
+    few: Rollout
+    other: Rollout
+
+
+def sample_all(
+    config: Config, model: FlowModel, engine: RolloutEngine[Any], lora: Lora, prompts: Sequence[Prompt]
+) -> Rollouts:
+    """What the engine samples after it was given the LoRA of both movements, as versions 1 and 2."""
+    for version, state in ((1, lora.before), (2, lora.current)):
+        engine.sync_weights(state, version)
+    spec = config.rollout.spec()
+    few = prompts[: FEW[0]]
+    return Rollouts(
+        sample(engine, ask(config, prompts, config.rollout.n, spec)),
+        sample(engine, ask(config, few, FEW[1], spec)),
+        sample(engine, ask(config, few, FEW[1], other_guidance(model, spec))),
+    )
+
+
+def compare(config: Config, task: ImageTask, rollouts: Rollouts, lora: Lora) -> tuple[list[Mismatch], Diagnosis]:
+    """The mismatch of the engine, over many samples and at another guidance, then that of copies of the trainer's
+    network in the engine's precision and in others; and what explains it."""
+    model, few = task.model, (rollouts.few, rollouts.other)
+
+    def trainer(rollout: Rollout) -> Tensor:
+        return task.policy.log_probs(rollout.batch, config.actor.ppo_micro_batch_size_per_gpu)
+
+    def copied(dtype: str, quantization: str | None) -> Copy:
+        return Copy(model, dtype, quantization, chunk_size(config))
 
     scales = [model.cfg_scale(rollout.request.spec) for rollout in few]
-    ours = [trainer(rollout) for rollout in few]
-    engines = [against_engine(*each) for each in zip(few, ours, scales, strict=True)]
-    own = Copy(model, dtype, quantization, rows)
-    replay = Replay(own, few[0], lora, scale)
-    copies = [[own.against(*each) for each in zip(few, ours, scales, strict=True)]]
-    others = [name for name in PRECISIONS if name not in (own.precision, _trainer_precision(config))]
-    for name in others:
-        copy = Copy(model, name, None, rows)
-        copies.append([copy.against(*each) for each in zip(few, ours, scales, strict=True)])
-    diagnosis = diagnose(few[0], replay, engines[0], [copy[0] for copy in copies], version=2)
-    whole = against_engine(many, trainer(many), scales[0])
-    shown = [copy for copy in copies if copy[0].precision != _trainer_precision(config)]
-    return [whole, engines[1], *(each for copy in shown for each in copy)], diagnosis
+    compared = list(zip(few, [trainer(rollout) for rollout in few], scales, strict=True))
+    engine, engine_other = (against_engine(*each) for each in compared)
+    own, ours = copied(config.rollout.dtype, config.rollout.quantization), trainer_precision(config)
+    replay = Replay(own, rollouts.few, lora, config.model.lora_alpha / config.model.lora_rank)
+    copies = [[own.against(*each) for each in compared]]
+    for name in PRECISIONS:
+        if name not in (own.precision, ours):
+            copy = copied(name, None)
+            copies.append([copy.against(*each) for each in compared])
+    diagnosis = diagnose(rollouts.few, replay, engine, [copy[0] for copy in copies], version=2)
+    whole = against_engine(rollouts.many, trainer(rollouts.many), scales[0])
+    shown = [each for copy in copies for each in copy if each.precision != ours]
+    return [whole, engine_other, *shown], diagnosis
 
 
-def _trainer_precision(config: Config) -> str:
+def trainer_precision(config: Config) -> str:
+    """Of the training graph."""
     mixed = config.trainer.mixed_precision
     return config.model.dtype if mixed == "no" else mixed
 

@@ -36,7 +36,8 @@ class Diagnosis:
     |copy - engine|, what the precision leaves open; resolution: of fp32 log-probs.
 
     trials: replays with each fault; found: what the record itself shows, (cause, sentence); explanation: the trial that
-    explains the mismatch, if one does; healthy: whether there is nothing to explain.
+    explains the mismatch, if one does; similar: a precision in which a copy differs as much; healthy: whether there is
+    nothing to explain.
     """
 
     mismatch: float
@@ -46,6 +47,7 @@ class Diagnosis:
     trials: Sequence[Trial]
     found: Sequence[tuple[str, str]]
     explanation: Trial | None
+    similar: str | None
     healthy: bool
 
     @property
@@ -61,13 +63,15 @@ class Diagnosis:
             there = self.explanation
             parts.append(
                 f"likely cause: {there.cause}: {there.fault}. Replayed so, the mismatch falls from "
-                f"{self.as_recorded:.1e} to {there.residual:.1e}"
+                f"{self.as_recorded:.1e} to {there.residual:.1g}"
             )
         elif not self.healthy:
             parts.append(
                 f"no known fault explains the mismatch: {self.mismatch:.1e}, where the precision explains "
-                f"{self.floor:.1e}; of the faults tried, none brings it down"
+                f"{self.floor:.1e}"
             )
+            if self.similar is not None:
+                parts.append(f"it is as large as that of {self.similar}: see whether the engine computes in it")
         elif not self.found:
             parts.append(f"no fault: the mismatch of {self.mismatch:.1e} is that of the precision ({self.floor:.1e})")
         if self.cause is not None:
@@ -82,16 +86,16 @@ def diagnose(rollout: Rollout, replay: Replay, engine: Mismatch, copies: Sequenc
     the engine first; version: of the weights that the engine was given last.
     """
     recorded = rollout.recorded
-    mismatch, floor = engine.differences.abs().mean().item(), copies[0].differences.abs().mean().item()
+    mismatch, floor = size(engine), size(copies[0])
     as_recorded = distance(replay.log_probs, recorded)
     resolution = RESOLUTION * recorded.abs().mean().item()
     allowed, enough = max(floor, resolution), max(as_recorded / CLEAR, resolution)
     if as_recorded > BEYOND * allowed:
         enough = max(enough, AT_FLOOR * allowed)
-    trials = [
-        Trial(cause="precision", fault=f"computed in {copy.precision}", residual=left_by(engine, copy))
-        for copy in copies[1:]
-    ]
+    trials = [Trial(cause="precision", fault="computed as the trainer does", residual=mismatch)]
+    for copy in copies[1:]:
+        residual = (engine.differences - copy.differences).abs().mean().item()
+        trials.append(Trial(cause="precision", fault=f"computed in {copy.precision}", residual=residual))
     trials += replay.trials()
     open_question = not as_recorded <= resolution
     trials += replay.sized_trials(fitted=open_question and all(trial.residual > enough for trial in trials))
@@ -105,19 +109,19 @@ def diagnose(rollout: Rollout, replay: Replay, engine: Mismatch, copies: Sequenc
         trials=trials,
         found=check_record(rollout, replay.model, version),
         explanation=best if explained else None,
+        similar=next((c.precision for c in copies if 0.5 < mismatch / max(size(c), resolution) < 2), None),
         healthy=not explained and as_recorded <= BEYOND * allowed,
     )
 
 
-def left_by(engine: Mismatch, copy: Mismatch) -> float:
-    """Mean |copy - engine|, of two mismatches with the same trainer."""
-    return (engine.differences - copy.differences).abs().mean().item()
+def size(mismatch: Mismatch) -> float:
+    return mismatch.differences.abs().mean().item()
 
 
 def check_record(rollout: Rollout, model: FlowModel, version: int) -> list[tuple[str, str]]:
     """What is wrong with a record whatever its log-probs are: (cause, sentence)."""
     batch, request, found = rollout.batch, rollout.request, []
-    schedule, steps = model.schedule(request.spec), batch.step_indices
+    schedule, steps, results = model.schedule(request.spec), batch.step_indices, batch.all_latents[:, 1:]
     different = request.spec.differences(batch.spec)
     if different:
         found.append(("settings", f"the engine sampled with other settings: {'; '.join(different)}"))
@@ -128,7 +132,7 @@ def check_record(rollout: Rollout, model: FlowModel, version: int) -> list[tuple
     elif not torch.equal(batch.all_timesteps, schedule.timesteps[steps]):
         found.append(("timestep", "the recorded timesteps are not those of the schedule"))
     for name, dtype in HALF.items():
-        if torch.equal(batch.all_latents, batch.all_latents.to(dtype).float()):
+        if torch.equal(results, results.to(dtype).float()):
             found.append(("latents", f"every recorded latent is a number of {name}"))
             break
     versions = sorted(set(batch.policy_version.tolist()))

@@ -90,15 +90,16 @@ class Replay:
         """Rounding what a step starts from can be replayed. What was rounded after its log-prob was taken is gone: then
         the pattern of the mismatch is compared with that of steps of our own, made from the same noise."""
         observed = self.log_probs - self._rollout.recorded
+        sampled, stepped = self._sampled_again(), self._stepped_again()
         for name, dtype in HALF.items():
             residual = self._residual(partial(round_start, dtype=dtype))
             yield Trial(cause="latents", fault=f"latents rounded to {name} before a step", residual=residual)
-            for fault, again in (
-                (f"latents recorded in {name}", self._sampled_again(dtype)),
-                (f"latents rounded to {name} after a step", self._stepped_again(dtype)),
+            for fault, again, first in (
+                (f"latents recorded in {name}", sampled, 0),
+                (f"latents rounded to {name} after a step", stepped, 1),
             ):
                 assert again.rollout_log_probs is not None
-                pattern = self._copy.log_probs(again) - again.rollout_log_probs
+                pattern = self._copy.log_probs(round_states(again, dtype, first)) - again.rollout_log_probs
                 yield Trial(cause="latents", fault=fault, residual=distance(pattern, observed))
 
     def _guidance(self, fitted: bool) -> Trial:
@@ -151,36 +152,34 @@ class Replay:
     def _residual(self, change: Change) -> float:
         return distance(self._changed(change), self._rollout.recorded)
 
-    def _sampled_again(self, dtype: torch.dtype) -> DiffusionBatch:
-        """What the copy samples from the same seeds, its latents rounded when they are recorded."""
-        spec, parts = self._batch.spec, []
+    def _sampled_again(self) -> DiffusionBatch:
+        """What the copy samples from the same seeds."""
+        parts = []
         for rows in self._rows():
-            seeds, device = rows.seed.tolist(), rows.all_latents.device
-            shape = rows.all_latents.shape[2:]
+            seeds, shape = rows.seed.tolist(), rows.all_latents.shape[2:]
             trajectory = self._copy.policy.rollout(
-                normal(shape, seeds, "latents").to(device),
+                normal(shape, seeds, "latents").to(rows.all_latents.device),
                 rows.conditioning[rows.prompt_index],
                 None if rows.negative is None else rows.negative[rows.prompt_index],
-                spec,
+                rows.spec,
                 rows.step_indices,
                 partial(noise, rows),
             )
-            latents = trajectory.window_latents.to(dtype).float()
-            parts.append(rows.replace(all_latents=latents, rollout_log_probs=trajectory.log_probs))
+            states, log_probs = trajectory.window_latents, trajectory.log_probs
+            parts.append(rows.replace(all_latents=states, rollout_log_probs=log_probs))
         return concat(parts)
 
     @torch.no_grad()
-    def _stepped_again(self, dtype: torch.dtype) -> DiffusionBatch:
-        """Every recorded step taken again by the copy with the same noise, its result rounded after its log-prob."""
+    def _stepped_again(self) -> DiffusionBatch:
+        """Every recorded step, taken again by the copy with the same noise."""
         convention, parts = self._batch.spec.log_prob_convention, []
         for rows in self._rows():
-            states, values = [rows.all_latents[:, 0]], []
+            states, log_probs = [rows.all_latents[:, 0]], []
             for t in range(rows.num_steps):
-                now = self._copy.policy.evaluate(rows.step(t))
-                following = draw(now.transition, noise(rows, int(rows.step_indices[0, t])))
-                values.append(log_prob(now.transition, following, convention=convention))
-                states.append(following.to(dtype).float())
-            parts.append(rows.replace(rollout_log_probs=torch.stack(values, 1), all_latents=torch.stack(states, 1)))
+                step = self._copy.policy.evaluate(rows.step(t)).transition
+                states.append(draw(step, noise(rows, int(rows.step_indices[0, t]))))
+                log_probs.append(log_prob(step, states[-1], convention=convention))
+            parts.append(rows.replace(all_latents=torch.stack(states, 1), rollout_log_probs=torch.stack(log_probs, 1)))
         return concat(parts)
 
     def _rows(self) -> Iterator[DiffusionBatch]:
@@ -209,6 +208,13 @@ def round_start(piece: DiffusionBatch, dtype: torch.dtype) -> DiffusionBatch:
     """A step from rounded latents to what is recorded."""
     start, end = piece.all_latents.unbind(1)
     return piece.replace(all_latents=torch.stack([start.to(dtype).float(), end], 1))
+
+
+def round_states(batch: DiffusionBatch, dtype: torch.dtype, first: int) -> DiffusionBatch:
+    """The states from the one at `first` on, rounded."""
+    states = batch.all_latents
+    rounded = torch.cat([states[:, :first], states[:, first:].to(dtype).float()], 1)
+    return batch.replace(all_latents=rounded)
 
 
 def move_step(piece: DiffusionBatch, timesteps: Tensor, by: int) -> DiffusionBatch | None:

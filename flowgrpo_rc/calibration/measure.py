@@ -115,10 +115,9 @@ def _move(network: nn.Module, name: str, up: Tensor, source: torch.Generator) ->
     up.add_(noise * (MOVEMENT * weight.float().norm() / size))
 
 
-def guidances(model: FlowModel, spec: SamplerSpec) -> list[SamplerSpec]:
-    """The configured sampler, and one without guidance (or, where there is none, with the usual one)."""
-    other = 1.0 if model.cfg_scale(spec) > 1 else PipelineConfig().guidance_scale
-    return [spec, with_guidance(model, spec, other)]
+def other_guidance(model: FlowModel, spec: SamplerSpec) -> SamplerSpec:
+    """The sampler without guidance or, where it has none, with the usual one."""
+    return with_guidance(model, spec, 1.0 if model.cfg_scale(spec) > 1 else PipelineConfig().guidance_scale)
 
 
 def with_guidance(model: FlowModel, spec: SamplerSpec, scale: float) -> SamplerSpec:
