@@ -258,9 +258,7 @@ def make_source(
         folder = Path(config.data.replay_dir).expanduser()
         samples = config.samples_per_step(processes.count)
         return ReplaySource(folder, task, processes, config.rollout, samples=samples)
-    rollout = config.rollout
-    options = engine_options(config) | {"model": task.model, "network": task.model.network}
-    engine: RolloutEngine[Any] = build(engine_of(config), options, ENGINE_KWARGS)
+    rollout, engine = config.rollout, make_engine(config, task)
     source = EngineSource(
         engine,
         task,
@@ -275,6 +273,18 @@ def make_source(
         return source
     steps = range(max(1, first_step), config.trainer.total_training_steps + 1)
     return AheadSource(source, rollout.staleness, steps=steps, device=processes.device)
+
+
+def make_engine(config: Config, task: Task) -> RolloutEngine[Any]:
+    """The engine that `rollout.name` names, with the task's weights. ValueError where it refuses its options."""
+    options = engine_options(config) | {"model": task.model, "network": task.model.network}
+    engine: RolloutEngine[Any] = build(engine_of(config), options, ENGINE_KWARGS)
+    return engine
+
+
+def chunk_size(config: Config) -> int:
+    """Samples of a forward while sampling."""
+    return config.rollout.micro_batch_size_per_gpu or config.actor.ppo_micro_batch_size_per_gpu
 
 
 def engine_of(config: Config) -> type[RolloutEngine[Any]]:
@@ -311,7 +321,7 @@ def engine_options(config: Config) -> dict[str, Any]:
     rollout = config.rollout
     options: dict[str, Any] = {
         "dtype": rollout.dtype,
-        "chunk_size": rollout.micro_batch_size_per_gpu or config.actor.ppo_micro_batch_size_per_gpu,
+        "chunk_size": chunk_size(config),
     }
     options |= {name: vars(rollout)[name] for name in ("quantization", "compile") if vars(rollout)[name]}
     return options | rollout.engine_kwargs

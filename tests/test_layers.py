@@ -32,6 +32,7 @@ BELOW["compat"] = {"compat", "losses", "correction"}
 BELOW["config"] = {*BELOW}
 BELOW["run"] = {*BELOW}
 BELOW["plan"] = {*BELOW}
+BELOW["calibration"] = {"calibration", *BELOW}
 BELOW["compose"] = BELOW["commands"] = {*BELOW}
 BELOW["cli"] = {*BELOW}
 BELOW["train"] = {"cli"}
