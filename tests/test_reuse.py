@@ -33,6 +33,7 @@ from flowgrpo_rc.policies.base import Policy
 from flowgrpo_rc.policies.flow import StepEvaluation
 from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.training.lora import add_lora, lora_parameters
+from flowgrpo_rc.training.noise_floor import NoiseFloor
 from flowgrpo_rc.training.old_policy import OldPolicy, why_recompute
 from flowgrpo_rc.training.processes import Processes
 from flowgrpo_rc.training.update import ActorConfig, Loss, OptimConfig, PolicyUpdate
@@ -63,12 +64,14 @@ def iterate(
     start = {name: p.detach().clone() for name, p in lora_parameters(policy.network).items()}
     config = ActorConfig(ppo_micro_batch_size_per_gpu=2, optim=OptimConfig(lr=1e-2), **actor)
     processes = Processes(Accelerator(cpu=True))
-    old = OldPolicy(policy, correction, processes, micro_batch_size=2, reuses=reuses, keep_means=keep_means)
-    update = PolicyUpdate(policy, config, loss, processes, total_updates=10, old_policy=old)
+    floor = NoiseFloor(policy, processes, bypass=False, metric_names=correction.metric_names)
+    old = OldPolicy(policy, correction, processes, floor, micro_batch_size=2, reuses=reuses, keep_means=keep_means)
+    update = PolicyUpdate(policy, config, loss, processes, total_updates=10, floor=floor, old_policy=old)
     gradients: list[Tensor] = []
     hooks = [p.register_hook(lambda gradient: gradients.append(gradient.clone())) for p in update.parameters]
     bag = update.run(old.before_rewards(batch), mini)
     bag.merge(old.take_metrics(), "rollout_corr")
+    bag.replace(floor.finish(), "rollout_corr")
     found = Run(gradients, {name: p.clone() for name, p in update.lora_state().items()}, bag.compute())
     for hook in hooks:
         hook.remove()
