@@ -199,7 +199,8 @@ def test_a_rollout_that_is_not_finite_leaves_the_baseline_at_once(policy: Counti
     batch, _ = sample(policy.model, policy.network, make_spec("sde", 1.0), WINDOWS["first"])
     batch.rollout_log_probs[0], batch.rollout_log_probs[1, 0] = math.nan, math.inf
     processes = Processes(Accelerator(cpu=True))
-    old = OldPolicy(policy, RolloutCorrectionConfig(), processes, micro_batch_size=2, reuses=reuses)
+    floor = NoiseFloor(policy, processes, bypass=False)
+    old = OldPolicy(policy, RolloutCorrectionConfig(), processes, floor, micro_batch_size=2, reuses=reuses)
     found = old.before_rewards(batch).rejection_mask
     assert found.tolist() == [[False, False], [False, True], [True, True], [True, True]]
 
