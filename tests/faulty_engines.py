@@ -99,13 +99,15 @@ class Bf16Timestep(OtherSchedule):
 class Bf16Input(DiffusersEngine):
     """Steps start from rounded latents; those that are recorded are not rounded."""
 
+    def __init__(self, model: Any, network: torch.nn.Module, **options: Any) -> None:
+        super().__init__(model, network, **options)
+        rounding = copy.copy(model)
+        rounding.velocity = lambda network, x, *rest: model.velocity(network, x.bfloat16().float(), *rest)
+        self._policy = flow.FlowPolicy(rounding, self.transformer)
+
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
         original = flow._transition
-
-        def rounding(x: Tensor, *rest: Any, **options: Any) -> Any:
-            return original(x.bfloat16().float(), *rest, **options)
-
-        flow._transition = rounding
+        flow._transition = lambda x, *rest, **options: original(x.bfloat16().float(), *rest, **options)
         try:
             yield from super().generate(request)
         finally:
@@ -155,13 +157,6 @@ class StaleWeights(DiffusersEngine):
         self._replica.version = version
 
 
-class OtherPrompt(Recorded):
-    """The text embeddings are not quite those that it sampled with."""
-
-    def record(self, batch: Any) -> Any:
-        return batch.replace(conditioning=replace(batch.conditioning, embeds=1.01 * batch.conditioning.embeds))
-
-
 class Bf16Weights(DiffusersEngine):
     """Computes in bf16 and says fp32."""
 
@@ -184,6 +179,10 @@ class OtherKernels(Autocast):
     def __init__(self, model: Any, network: torch.nn.Module, **options: Any) -> None:
         super().__init__(model, network, **options | {"dtype": "fp32", "chunk_size": 1})
         self._replica.precision = "bf16"
+
+
+class ShiftOfOtherKernels(OtherKernels, Shift):
+    """Both."""
 
 
 class OneByOne(DiffusersEngine):

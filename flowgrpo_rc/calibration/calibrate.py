@@ -55,6 +55,8 @@ def measure(config: Config, *, num_prompts: int, mode: str) -> Calibration:
     prompts = config.read_prompts()[0].step(0)[:num_prompts]
     config.trainer.logger = ["console"]
     processes = make_processes(config)
+    if processes.count > 1:
+        raise ValueError(f"calibrate runs in one process, not in {processes.count}: start it without a launcher")
     check_machine(config, processes.device)
     task = make_task(config, processes)
     assert isinstance(task, ImageTask)

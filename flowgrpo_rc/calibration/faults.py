@@ -26,8 +26,8 @@ Change = Callable[[DiffusionBatch], DiffusionBatch | None]
 State = Mapping[str, Tensor]
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-SHIFTS = [2 ** (k / 2) for k in range(-6, 7)]  # of the schedule, relative to the configured one
-SCALES = [0.25, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0, 4.5, 7.0]  # of the guidance, likewise
+SHIFTS = [2 ** (k / 2) for k in range(-4, 5)]  # of the schedule, relative to the configured one
+SCALES = [0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0, 8.0]  # of the guidance, likewise
 TYPICAL_SHIFT, TYPICAL_SCALE = 1.1, 1.01  # tried where there is no mismatch to explain
 GOLDEN = (math.sqrt(5) - 1) / 2
 TOLERANCE = 1e-4  # of a fitted size, relative

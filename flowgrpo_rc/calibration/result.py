@@ -129,7 +129,7 @@ def show(found: Calibration, folder: Folder) -> None:
         found.diagnosis.sentence(),
         found.settings.reason,
         f"{folder.json}, {folder.picture}, {folder.yaml}",
-        f"train with these settings: --config-dir {folder.root} +{GROUP}={folder.name}",
+        f"train with them: flowgrpo-rc train --config-dir {folder.root} +{GROUP}={folder.name} ...",
     ):
         console.print(line, markup=False, soft_wrap=True)
 
