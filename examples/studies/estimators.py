@@ -26,14 +26,16 @@ from flowgrpo_rc.core.advantages import group_relative
 from flowgrpo_rc.core.reduce import identity
 from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.correction.auto import ROBUST, AutoBands
-from flowgrpo_rc.correction.bands import CRITERIA, parse_bands
+from flowgrpo_rc.correction.bands import parse_bands
 from flowgrpo_rc.correction.rejection import statistic
 from flowgrpo_rc.correction.steps import prepare
 
 REFERENCE_CLIP, REFERENCE_GUARD_CLIP = 1e-4, 2e-6
 REJECTED = 0.05  # what a calibrated band rejects of a clean rollout
 OUTSIDE = 0.01  # what a calibrated clip band leaves outside before any update
-SWEEP = (0.1, 0.3, 1.0, 2.0, 3.0, 4.0, 6.0, 10.0)  # clip_ratio over the floor
+# With as many steps in every window, seq_sum rejects what seq_mean rejects, and seq_max_k2 what seq_max_k3 does.
+CRITERIA = ("token_k1", "token_k2", "token_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k3", "step_kl")
+SWEEP = (0.1, 0.3, 1.0, 2.0, 4.0, 10.0)  # clip_ratio over the floor
 
 Pair = tuple[DiffusionBatch, Evaluation]
 
@@ -60,8 +62,10 @@ class Estimator(NamedTuple):
         batch = batch.with_old(found.log_probs, found.means)
         return apply_rollout_correction_to_diffusion_batch(batch, self.correction, step_kl=kl)[0]
 
-    def slopes(self, batch: DiffusionBatch, rewards: Tensor, found: Evaluation) -> tuple[Tensor, Tensor, dict[str, float]]:
-        """Of the loss at every log-prob and at every KL [B, T], for a settled batch before the first update; metrics."""
+    def slopes(
+        self, batch: DiffusionBatch, rewards: Tensor, found: Evaluation
+    ) -> tuple[Tensor, Tensor, dict[str, float]]:
+        """Of the loss at every log-prob and at every KL [B, T], for a settled batch before an update; metrics."""
         valid = torch.ones_like(rewards, dtype=torch.bool)
         if self.correction.excludes_rejected and batch.rejection_mask is not None:
             valid = batch.rejection_mask.any(1)
@@ -71,7 +75,9 @@ class Estimator(NamedTuple):
         kl = found.gaussian.kl if self.correction.bypass_mode else torch.zeros_like(found.log_probs)
         log_probs, kl = (one.clone().requires_grad_() for one in (found.log_probs, kl))
         config = LossConfig(rollout_correction=self.correction, diffusion_loss=self.loss)
-        loss, metrics = diffusion_loss(config, log_probs, batch, GaussianSteps(found.gaussian.std, found.gaussian.dt, kl))
+        loss, metrics = diffusion_loss(
+            config, log_probs, batch, GaussianSteps(found.gaussian.std, found.gaussian.dt, kl)
+        )
         loss.backward()
         kl_slope = torch.zeros_like(kl) if kl.grad is None or not self.correction.bypass_mode else kl.grad
         return log_probs.grad, kl_slope, metrics.compute()
@@ -109,7 +115,7 @@ def calibrate(pairs: Sequence[Pair]) -> Calibration:
         absolute={"mean": magnitude.mean().item(), "p50": _quantile(magnitude, 0.5), "p99": _quantile(magnitude, 0.99)},
         clip=_quantile(torch.expm1(ratio).abs(), 1 - OUTSIDE),
         guard_clip=_quantile(guard, 1 - OUTSIDE),
-        bands={name: _threshold(statistic(steps, _band(name)), name) for name in (*CRITERIA, "step_kl")},
+        bands={name: _threshold(statistic(steps, _band(name)), name) for name in CRITERIA},
         kl=_quantile(kl, 1 - OUTSIDE),
         mean_kl=kl.mean().item(),
     )
@@ -197,6 +203,4 @@ def estimators(seen: Calibration, pairs: Sequence[Pair]) -> dict[str, Estimator]
 def estimands() -> dict[str, Estimator]:
     """On rollouts of the policy itself: FlowGRPO's gradient and Guard's."""
     decoupled = RolloutCorrectionConfig()
-    return {
-        name: Estimator(decoupled, DiffusionLossConfig(loss_mode=name)) for name in ("flow_grpo", "grpo_guard")
-    }
+    return {name: Estimator(decoupled, DiffusionLossConfig(loss_mode=name)) for name in ("flow_grpo", "grpo_guard")}

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev, vmap
+from torch.func import functional_call, grad, vmap
 
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec
 from flowgrpo_rc.core.kl import gaussian_kl
@@ -30,9 +30,9 @@ from flowgrpo_rc.rollout.quantization import quantize
 
 CLASSES, WIDTH, BLOCKS, FEATURES = 8, 64, 2, 16
 STEPS, NOISE_LEVEL, GUIDANCE = 6, 0.7, 3.0
-PROMPTS, SAMPLES = 32, 16  # of a batch
-RANK = 4
-CHUNK = 640  # steps whose gradients are held at once
+PROMPTS, SAMPLES = 64, 16  # of a batch
+RANK = 2
+CHUNK = 1024  # steps whose gradients are held at once
 
 Lora = Mapping[str, Tensor]
 
@@ -130,7 +130,7 @@ class Problem:
         position = ((final - self.centres[classes]) * direction).sum(1) / (direction**2).sum(1)
         return torch.sigmoid(4 * position)
 
-    def fit(self, updates: int = 1500, size: int = 256) -> None:
+    def fit(self, updates: int = 1000, size: int = 256) -> None:
         """Flow matching on the base weights, one class in five hidden; then everything is float64."""
         base = [p for name, p in self.network.named_parameters() if "lora_" not in name]
         for parameter in self.network.parameters():
@@ -212,18 +212,18 @@ class Problem:
         gaussian = GaussianSteps(step.std.view(shape), dt, kl.detach().view(shape))
         return Evaluation(value.detach().view(shape), gaussian, step.mean.detach().unflatten(0, shape), *slopes)
 
-    def pull_back(self, batch: DiffusionBatch, slopes: Sequence[Tensor], coefficients: Sequence[Tensor]) -> Tensor:
-        """sum_i coefficients_i [E, B, T] x d(quantity_i)/d(LoRA) -> [E, P], for quantities i with `slopes` [B, T, D].
+    def pull_back(self, batch: DiffusionBatch, slope: Tensor, coefficients: Tensor) -> Tensor:
+        """sum of coefficients [E, B, T] x d(quantity)/d(LoRA) -> [E, P], for a quantity of each step with the slope
+        [B, T, D] in the velocity.
 
         Each step's gradient is taken once and serves all E rows.
         """
         x, times, classes = batch.all_latents[:, :-1].flatten(0, 1), batch.all_timesteps.flatten(), step_classes(batch)
         lora, total = self.lora(), torch.zeros(())
-        cotangents = torch.stack([slope.flatten(0, 1) for slope in slopes], 1)
-        weights = torch.stack([one.flatten(1) for one in coefficients], 2)
+        cotangents, weights = slope.flatten(0, 1), coefficients.flatten(1)
         for rows in torch.arange(len(x)).split(CHUNK):
             found = _step_gradients(self.network, lora, x[rows], times[rows], classes[rows], cotangents[rows])
-            total = total + weights[:, rows].flatten(1) @ found.flatten(0, 1)
+            total = total + weights[:, rows] @ found
         return total
 
 
@@ -236,13 +236,13 @@ def step_classes(batch: DiffusionBatch) -> Tensor:
 def _step_gradients(
     network: nn.Module, lora: Lora, x: Tensor, times: Tensor, classes: Tensor, cotangents: Tensor
 ) -> Tensor:
-    """Gradients [N, I, P] of <velocity, cotangent_i> at each of N steps, for cotangents [N, I, D]."""
+    """Gradients [N, P] of <velocity, cotangent> at each of N steps, for cotangents [N, D]."""
 
-    def products(lora: Lora, x: Tensor, time: Tensor, label: Tensor, cotangents: Tensor) -> Tensor:
+    def product(lora: Lora, x: Tensor, time: Tensor, label: Tensor, cotangent: Tensor) -> Tensor:
         labels = torch.stack([label, torch.full_like(label, CLASSES)])
         given = (x.expand(2, -1), time.expand(2), labels)
         conditional, unconditional = functional_call(network, dict(lora), given)
-        return cotangents @ (unconditional + GUIDANCE * (conditional - unconditional))
+        return cotangent @ (unconditional + GUIDANCE * (conditional - unconditional))
 
-    found = vmap(jacrev(products), in_dims=(None, 0, 0, 0, 0))(lora, x, times, classes, cotangents)
-    return torch.cat([gradient.flatten(2) for gradient in found.values()], 2)
+    found = vmap(grad(product), in_dims=(None, 0, 0, 0, 0))(lora, x, times, classes, cotangents)
+    return torch.cat([gradient.flatten(1) for gradient in found.values()], 1)

@@ -3,9 +3,9 @@
     python examples/studies/gradient_study.py [--quick] [--cells NAME ...]
 
 The truth is the expected gradient, over batches that the policy itself samples, of FlowGRPO's loss: mean-scale
-log-probs, advantages of 16 samples about their prompt's mean over the batch's standard deviation, one batch of 512
-samples, before any update; everything in float64. An estimator sees batches that a mismatched sampler made from the same
-prompts and the same noise, so that the difference of two gradients is the mismatch's doing and not the draw's.
+log-probs, advantages of 16 samples about their prompt's mean over the batch's standard deviation, one batch of 1,024
+samples, before any update; everything in float64. An estimator sees batches that a mismatched sampler made from the
+same prompts and the same noise, so that the difference of two gradients is the mismatch's doing and not the draw's.
 
 Each cell (a size of the flow and a mismatch) is one file in results/gradient; cells that are there are not repeated.
 About half an hour on one core; `--quick` runs two small cells in a minute and writes them elsewhere.
@@ -21,17 +21,21 @@ from typing import Any, NamedTuple
 
 import torch
 from cells import RESULTS, Cell, save
-from estimators import Calibration, Estimator, Pair, calibrate, estimands, estimators
-from flow import GUIDANCE, Problem, Sampler
+from estimators import Estimator, Pair, calibrate, estimands, estimators
+from flow import GUIDANCE, PROMPTS, SAMPLES, Evaluation, Problem, Sampler
 from torch import Tensor
+
+from flowgrpo_rc import DiffusionBatch
+from flowgrpo_rc.core.random import generator
+from flowgrpo_rc.core.transition import GaussianSteps
 
 STUDY = "gradient"
 SEED = 0
-MOVES, LEARNING_RATE = 16, 2e-3  # on-policy updates that lead to the policy of the study
+MOVES, LEARNING_RATE = 12, 2e-3  # on-policy updates that lead to the policy of the study
 BLOCKS = 16  # of batches, for the jackknife
 MAIN, OTHERS = 64, (16, 256)  # elements of a sample
 MISMATCHES = ("bf16", "int8", "int4", "guidance", "stale_1", "stale_2", "stale_4", "stale_8")
-ELSEWHERE = ("bf16", "int4", "stale_4")
+ELSEWHERE = ("bf16", "int4")
 
 
 class Gradients(NamedTuple):
@@ -63,7 +67,7 @@ class Study:
             batch, rewards = problem.rollout(Sampler(network=problem.network), index, "move")
             found = problem.evaluate(batch)
             slope, _, _ = estimator.slopes(estimator.settle(batch, found), rewards, found)
-            gradient = problem.pull_back(batch, [found.log_prob_slope], [slope.unsqueeze(0)])[0]
+            gradient = problem.pull_back(batch, found.log_prob_slope, slope.unsqueeze(0))[0]
             for parameter, part in zip(lora.values(), gradient.split([p.numel() for p in lora.values()]), strict=True):
                 parameter.grad = part.view_as(parameter)
             optimizer.step()
@@ -95,38 +99,54 @@ class Study:
         for index in range(self.batches):
             batch, rewards = self.problem.rollout(sampler, index, "study")
             found = self.problem.evaluate(batch)
-            shuffled = rewards[torch.randperm(len(rewards), generator=torch.Generator().manual_seed(index))]
+            order = torch.randperm(len(rewards), generator=generator(SEED, index, "chance"))
+            both, both_found, dealt = _twice(batch), _twice_found(found), torch.cat([rewards, rewards[order]])
             at_log_prob, at_kl = [], []
             for name, estimator in given.items():
-                settled = estimator.settle(batch, found)
-                for dealt in (rewards, shuffled):
-                    slope, kl_slope, measured = estimator.slopes(settled, dealt, found)
-                    at_log_prob.append(slope)
-                    at_kl.append(kl_slope)
-                    if dealt is rewards:
-                        metrics[name].append(_shown(measured, slope, settled, rewards))
-            at_log_prob.append(torch.zeros_like(slope))
-            at_kl.append(torch.full_like(slope, 1 / slope.numel()))
-            coefficients = [torch.stack(at_log_prob), torch.stack(at_kl)]
-            rows.append(self.problem.pull_back(batch, [found.log_prob_slope, found.kl_slope], coefficients))
+                settled = estimator.settle(both, both_found)
+                slope, kl_slope, measured = estimator.slopes(settled, dealt, both_found)
+                at_log_prob += list(2 * slope.unflatten(0, (2, -1)))
+                at_kl += list(2 * kl_slope.unflatten(0, (2, -1)))
+                metrics[name].append(_shown(measured, settled, at_log_prob[-2], rewards))
+            row = self.problem.pull_back(batch, found.log_prob_slope, torch.stack(at_log_prob))
+            with_kl = [i for i, one in enumerate(at_kl) if one.any()]
+            mean = torch.full_like(found.log_probs, 1 / found.log_probs.numel())
+            by_kl = self.problem.pull_back(batch, found.kl_slope, torch.stack([*(at_kl[i] for i in with_kl), mean]))
+            row[with_kl] += by_kl[:-1]
+            rows.append(torch.cat([row, by_kl[-1:]]))
         columns = torch.stack(rows, 1)
         pairs = zip(given, columns[:-1].unflatten(0, (-1, 2)), strict=True)
         return {name: Gradients(one[0], one[1], metrics[name]) for name, one in pairs}, columns[-1]
 
 
-def _shown(measured: Mapping[str, float], slope: Tensor, batch: Any, rewards: Tensor) -> dict[str, float]:
-    """What the package reports, and the share of |advantage| whose log-prob has no slope."""
-    centred = rewards - rewards.view(-1, len(rewards) // int(batch.group.max() + 1)).mean(1)[batch.group]
+def _twice(batch: DiffusionBatch) -> DiffusionBatch:
+    """Every sample twice, in groups of their own: one loss serves the rewards and the rewards dealt out at random."""
+    doubled = batch.select(torch.arange(len(batch)).repeat(2))
+    return doubled.replace(group=torch.cat([batch.group, batch.group + PROMPTS]))
+
+
+def _twice_found(found: Evaluation) -> Evaluation:
+    gaussian = GaussianSteps(*(torch.cat([part, part]) for part in found.gaussian))
+    return Evaluation(torch.cat([found.log_probs] * 2), gaussian, *(torch.cat([part] * 2) for part in found[2:]))
+
+
+def _shown(measured: Mapping[str, float], settled: DiffusionBatch, slope: Tensor, rewards: Tensor) -> dict[str, Any]:
+    """What the package reports, and the share of |advantage| whose log-prob has no slope, in all and by step."""
+    centred = rewards - rewards.view(-1, SAMPLES).mean(1).repeat_interleave(SAMPLES)
     size = centred.abs().unsqueeze(1).expand_as(slope)
-    lost = torch.where(slope == 0, size, 0.0).sum() / size.sum()
-    kept = 1.0 if batch.rejection_mask is None else batch.rejection_mask.double().mean().item()
-    shown = {"gated": lost.item(), "clip_fraction": measured.get("clip_fraction", 0.0)}
-    rejected = measured.get("rollout_corr/rollout_rs_masked_fraction", 1 - kept)
-    weights = batch.rollout_is_weights
+    gated = torch.where(slope == 0, size, 0.0).sum(0) / size.sum(0)
+    mask, weights = settled.rejection_mask, settled.rollout_is_weights
+    kept = 1.0 if mask is None else mask.double().mean().item()
     ess = measured.get("rollout_corr/rollout_is_eff_sample_size", 1.0)
     if weights is not None:
         ess = (weights.mean() ** 2 / (weights**2).mean()).item()
-    return {**shown, "rejected": rejected, "effective_samples": ess}
+    return {
+        "gated": gated.mean().item(),
+        "gated_by_step": gated.tolist(),
+        "clip_fraction": measured.get("clip_fraction", 0.0),
+        "rejected": measured.get("rollout_corr/rollout_rs_masked_fraction", 1 - kept),
+        "effective_samples": ess,
+    }
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
@@ -177,13 +197,16 @@ def with_errors(one: Gradients, truth: Gradients, pull: Tensor) -> dict[str, lis
         values = torch.stack([part[name] for part in left_out])
         error = ((values - values.mean()) ** 2).sum().mul((blocks - 1) / blocks).sqrt()
         found[name] = [value.item(), error.item()] if torch.isfinite(value) else None
-    means = {name: sum(row[name] for row in one.metrics) / len(one.metrics) for name in one.metrics[0]}
-    return {**found, **means}
+    return {**found, **{name: _mean([row[name] for row in one.metrics]) for name in one.metrics[0]}}
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    return torch.tensor(values, dtype=torch.float64).mean(0).tolist()
 
 
 def run_cell(study: Study, mismatch: str) -> Cell:
     start, sampler = time.process_time(), study.sampler(mismatch)
-    pairs = study.pairs(sampler, 8)
+    pairs = study.pairs(sampler, 4)
     seen = calibrate(pairs)
     given = estimators(seen, pairs)
     found, pull = study.gradients(sampler, given)
@@ -191,9 +214,7 @@ def run_cell(study: Study, mismatch: str) -> Cell:
         **_head(study),
         "mismatch": mismatch,
         "calibration": seen._asdict(),
-        "estimators": {
-            name: with_errors(one, study.truth[given[name].estimand], pull) for name, one in found.items()
-        },
+        "estimators": {name: with_errors(one, study.truth[given[name].estimand], pull) for name, one in found.items()},
         "cpu_seconds": round(time.process_time() - start),
     }
 
@@ -202,7 +223,9 @@ def truth_cell(study: Study) -> Cell:
     """How well the truth itself is known, and how Guard's differs from FlowGRPO's."""
     flow, guard = study.truth["flow_grpo"].reward, study.truth["grpo_guard"].reward
     square, noise = inner(flow, flow), spread(flow)
-    reward = [study.problem.rollout(Sampler(network=study.problem.network), index, "study")[1].mean() for index in range(8)]
+    reward = [
+        study.problem.rollout(Sampler(network=study.problem.network), index, "study")[1].mean() for index in range(8)
+    ]
     return {
         **_head(study),
         "relative_error": (noise / len(flow) / square).sqrt().item(),
@@ -214,13 +237,13 @@ def truth_cell(study: Study) -> Cell:
 
 def _head(study: Study) -> Cell:
     size = study.problem.elements
-    return {"seed": SEED, "elements": size, "batches": study.batches, "samples_per_batch": 512}
+    return {"seed": SEED, "elements": size, "batches": study.batches, "samples_per_batch": PROMPTS * SAMPLES}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two small cells, to see that it runs")
-    parser.add_argument("--batches", type=int, default=96, help="of 512 samples, for each cell")
+    parser.add_argument("--batches", type=int, default=32, help="of 1,024 samples, for each cell")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
