@@ -68,15 +68,21 @@ class Network(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """A network as it samples: its precision is that of its weights; latents stay float64."""
+    """A network as it samples: its precision is that of its weights; latents stay float64.
+
+    rounds: whether what the network gives is rounded to bf16, an error without any system.
+    """
 
     network: nn.Module
     guidance: float = GUIDANCE
+    rounds: bool = False
 
     def velocity(self, x: Tensor, timesteps: Tensor, classes: Tensor) -> Tensor:
         dtype = next(self.network.parameters()).dtype
         nobody = torch.full_like(classes, CLASSES)
         both = self.network(torch.cat([x, x]).to(dtype), timesteps.repeat(2), torch.cat([classes, nobody]))
+        if self.rounds:
+            both = both.bfloat16()
         conditional, unconditional = both.to(x.dtype).chunk(2)
         return unconditional + self.guidance * (conditional - unconditional)
 
@@ -130,7 +136,7 @@ class Problem:
         position = ((final - self.centres[classes]) * direction).sum(1) / (direction**2).sum(1)
         return torch.sigmoid(4 * position)
 
-    def fit(self, updates: int = 1000, size: int = 256) -> None:
+    def fit(self, updates: int, size: int = 256) -> None:
         """Flow matching on the base weights, one class in five hidden; then everything is float64."""
         base = [p for name, p in self.network.named_parameters() if "lora_" not in name]
         for parameter in self.network.parameters():

@@ -1,6 +1,6 @@
 """The gradient study: bias, variance and cosine of each estimator under mismatch, on a flow whose gradient is known.
 
-    python examples/studies/gradient_study.py [--quick] [--cells NAME ...]
+    python examples/studies/gradient_study.py [--quick] [--output FOLDER]
 
 The truth is the expected gradient, over batches that the policy itself samples, of FlowGRPO's loss: mean-scale
 log-probs, advantages of 16 samples about their prompt's mean over the batch's standard deviation, one batch of 1,024
@@ -8,7 +8,7 @@ samples, before any update; everything in float64. An estimator sees batches tha
 same prompts and the same noise, so that the difference of two gradients is the mismatch's doing and not the draw's.
 
 Each cell (a size of the flow and a mismatch) is one file in results/gradient; cells that are there are not repeated.
-About half an hour on one core; `--quick` runs two small cells in a minute and writes them elsewhere.
+About half an hour on one core; `--quick --output FOLDER` runs one small cell in a minute.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from cells import RESULTS, Cell, save
 from estimators import Estimator, Pair, calibrate, estimands, estimators
 from flow import GUIDANCE, PROMPTS, SAMPLES, Evaluation, Problem, Sampler
+from moments import Rows, estimate, inner, length, spread
 from torch import Tensor
 
 from flowgrpo_rc import DiffusionBatch
@@ -32,30 +33,59 @@ from flowgrpo_rc.core.transition import GaussianSteps
 STUDY = "gradient"
 SEED = 0
 MOVES, LEARNING_RATE = 12, 2e-3  # on-policy updates that lead to the policy of the study
-BLOCKS = 16  # of batches, for the jackknife
-MAIN, OTHERS = 64, (16, 256)  # elements of a sample
-MISMATCHES = ("bf16", "int8", "int4", "guidance", "stale_1", "stale_2", "stale_4", "stale_8")
-ELSEWHERE = ("bf16", "int4")
+CALIBRATION = 4  # batches that calibrate a mismatch
+
+
+class Plan(NamedTuple):
+    """Updates that fit the flow; batches of 1,024 samples for each mismatch, and of the policy itself for the truth;
+    the mismatches of each size of the flow."""
+
+    fit: int
+    batches: int
+    truth: int
+    cells: Mapping[int, Sequence[str]]
+
+
+FULL = Plan(
+    1000,
+    48,
+    384,
+    {
+        64: ("bf16", "int8", "int4", "rounding", "guidance", "stale_1", "stale_2", "stale_4", "stale_8"),
+        16: ("bf16", "int4"),
+        256: ("bf16", "int4"),
+    },
+)
+QUICK = Plan(20, 3, 4, {16: ("bf16",)})
+
+
+class Slopes(NamedTuple):
+    """Of each estimator's loss at every log-prob and every KL, for the rewards and for the rewards dealt out at random
+    [2E, B, T]; what else is reported, by estimator."""
+
+    at_log_prob: Tensor
+    at_kl: Tensor
+    metrics: dict[str, dict[str, Any]]
 
 
 class Gradients(NamedTuple):
-    """One row for each batch [M, P]: of the loss, of the loss with the rewards dealt out at random, and what the
-    estimators' metrics were."""
+    """By estimator, one row for each batch [M, P]: for the rewards, and for those dealt out at random; the means of the
+    metrics."""
 
-    reward: Tensor
-    chance: Tensor
-    metrics: list[dict[str, float]]
+    reward: dict[str, Tensor]
+    chance: dict[str, Tensor]
+    metrics: dict[str, dict[str, Any]]
 
 
 class Study:
     """One size of the flow: the trained policy, its older versions, and the truth."""
 
-    def __init__(self, elements: int, batches: int, fit: int | None = None) -> None:
-        self.problem, self.batches = Problem(elements, SEED), batches
-        self.problem.fit() if fit is None else self.problem.fit(fit)
+    def __init__(self, elements: int, plan: Plan) -> None:
+        self.problem, self.plan = Problem(elements, SEED), plan
+        self.problem.fit(plan.fit)
+        self.reward_by_update: list[float] = []
         self.versions = self._move()
-        on_policy = Sampler(network=self.problem.replica())
-        self.truth, _ = self.gradients(on_policy, estimands())
+        self.truth = self._truth()
 
     def _move(self) -> list[dict[str, Tensor]]:
         """FlowGRPO on the policy's own samples; the LoRA after each update, the last one in place."""
@@ -73,6 +103,7 @@ class Study:
             optimizer.step()
             problem.load(lora)
             versions.append(problem.lora())
+            self.reward_by_update.append(rewards.mean().item())
         return versions
 
     def sampler(self, mismatch: str) -> Sampler:
@@ -80,6 +111,8 @@ class Study:
         kind, _, age = mismatch.partition("_")
         if kind == "guidance":
             return Sampler(network=self.problem.replica(), guidance=1.01 * GUIDANCE)
+        if kind == "rounding":
+            return Sampler(network=self.problem.replica(), rounds=True)
         if kind == "stale":
             self.problem.load(self.versions[-1 - int(age)])
             older = self.problem.replica()
@@ -93,30 +126,60 @@ class Study:
         batches = [self.problem.rollout(sampler, index, "calibration")[0] for index in range(count)]
         return [(batch, self.problem.evaluate(batch)) for batch in batches]
 
-    def gradients(self, sampler: Sampler, given: Mapping[str, Estimator]) -> tuple[dict[str, Gradients], Tensor]:
+    def _truth(self) -> Gradients:
+        """On the policy's own samples."""
+        on_policy, given, rows = Sampler(network=self.problem.replica()), estimands(), []
+        for index in range(self.plan.truth):
+            batch, rewards = self.problem.rollout(on_policy, index, "study")
+            found = self.problem.evaluate(batch)
+            slopes = all_slopes(given, batch, found, rewards, index)
+            rows.append(self.problem.pull_back(batch, found.log_prob_slope, slopes.at_log_prob))
+        return _by_estimator(torch.stack(rows, 1), given, [])
+
+    def gradients(self, sampler: Sampler, given: Mapping[str, Estimator]) -> tuple[Gradients, Tensor]:
         """Of every estimator on the same batches; and that of the mean KL from the rollout [M, P]."""
-        rows, metrics = [], {name: [] for name in given}
-        for index in range(self.batches):
+        rows, to_rollout, metrics = [], [], []
+        for index in range(self.plan.batches):
             batch, rewards = self.problem.rollout(sampler, index, "study")
             found = self.problem.evaluate(batch)
-            order = torch.randperm(len(rewards), generator=generator(SEED, index, "chance"))
-            both, both_found, dealt = _twice(batch), _twice_found(found), torch.cat([rewards, rewards[order]])
-            at_log_prob, at_kl = [], []
-            for name, estimator in given.items():
-                settled = estimator.settle(both, both_found)
-                slope, kl_slope, measured = estimator.slopes(settled, dealt, both_found)
-                at_log_prob += list(2 * slope.unflatten(0, (2, -1)))
-                at_kl += list(2 * kl_slope.unflatten(0, (2, -1)))
-                metrics[name].append(_shown(measured, settled, at_log_prob[-2], rewards))
-            row = self.problem.pull_back(batch, found.log_prob_slope, torch.stack(at_log_prob))
-            with_kl = [i for i, one in enumerate(at_kl) if one.any()]
-            mean = torch.full_like(found.log_probs, 1 / found.log_probs.numel())
-            by_kl = self.problem.pull_back(batch, found.kl_slope, torch.stack([*(at_kl[i] for i in with_kl), mean]))
-            row[with_kl] += by_kl[:-1]
-            rows.append(torch.cat([row, by_kl[-1:]]))
-        columns = torch.stack(rows, 1)
-        pairs = zip(given, columns[:-1].unflatten(0, (-1, 2)), strict=True)
-        return {name: Gradients(one[0], one[1], metrics[name]) for name, one in pairs}, columns[-1]
+            slopes = all_slopes(given, batch, found, rewards, index)
+            row = self.problem.pull_back(batch, found.log_prob_slope, slopes.at_log_prob)
+            used = slopes.at_kl.flatten(1).any(1)
+            mean = torch.full_like(found.log_probs, 1 / found.log_probs.numel()).unsqueeze(0)
+            by_kl = self.problem.pull_back(batch, found.kl_slope, torch.cat([slopes.at_kl[used], mean]))
+            row[used] += by_kl[:-1]
+            rows.append(row)
+            to_rollout.append(by_kl[-1])
+            metrics.append(slopes.metrics)
+        return _by_estimator(torch.stack(rows, 1), given, metrics), torch.stack(to_rollout)
+
+
+def all_slopes(
+    given: Mapping[str, Estimator], batch: DiffusionBatch, found: Evaluation, rewards: Tensor, index: int
+) -> Slopes:
+    """Of every estimator on one batch."""
+    order = torch.randperm(len(rewards), generator=generator(SEED, index, "chance"))
+    both, both_found, dealt = _twice(batch), _twice_found(found), torch.cat([rewards, rewards[order]])
+    at_log_prob, at_kl, metrics = [], [], {}
+    for name, estimator in given.items():
+        settled = estimator.settle(both, both_found)
+        slope, kl_slope, measured = estimator.slopes(settled, dealt, both_found)
+        at_log_prob.append(2 * slope.unflatten(0, (2, -1)))
+        at_kl.append(2 * kl_slope.unflatten(0, (2, -1)))
+        metrics[name] = _shown(measured, settled, at_log_prob[-1][0], rewards)
+    return Slopes(torch.cat(at_log_prob), torch.cat(at_kl), metrics)
+
+
+def _by_estimator(columns: Tensor, given: Mapping[str, Estimator], metrics: Sequence[Any]) -> Gradients:
+    """columns [2E, M, P]."""
+    pairs = dict(zip(given, columns.unflatten(0, (-1, 2)), strict=True))
+    return Gradients(
+        {name: pair[0] for name, pair in pairs.items()},
+        {name: pair[1] for name, pair in pairs.items()},
+        {name: {key: _mean([one[name][key] for one in metrics]) for key in metrics[0][name]} for name in given}
+        if metrics
+        else {},
+    )
 
 
 def _twice(batch: DiffusionBatch) -> DiffusionBatch:
@@ -149,117 +212,63 @@ def _shown(measured: Mapping[str, float], settled: DiffusionBatch, slope: Tensor
     }
 
 
-def inner(a: Tensor, b: Tensor) -> Tensor:
-    """<E a, E b> from rows [M, P] that are independent of each other, without the bias of their noise."""
-    count = len(a)
-    return (a.sum(0) @ b.sum(0) - (a * b).sum()) / (count * (count - 1))
-
-
-def spread(a: Tensor) -> Tensor:
-    """Trace of the covariance of rows [M, P]."""
-    return ((a - a.mean(0)) ** 2).sum() / (len(a) - 1)
-
-
-def summary(reward: Tensor, chance: Tensor, truth: Gradients, pull: Tensor) -> dict[str, Tensor]:
-    """Of rows [M, P], in units of the true gradient.
-
-    bias: |E g - truth|; length: the component of E g along the truth; cosine: between them; variance: of one batch's
-    gradient, over that of an on-policy one; chance: |E g| where rewards are dealt out at random, so that it ought to
-    be 0; to_rollout: cosine of that gradient with the KL's from the rollout (1: it pulls the policy to the rollout's).
-    """
-    true, drift = truth.reward, chance - truth.chance
-    square = inner(true, true)
-    own = inner(reward, reward).clamp(min=0)
-    drift_square = inner(drift, drift).clamp(min=0)
-    pull_square = inner(pull, pull).clamp(min=0)
-    return {
-        "bias": (inner(reward - true, reward - true).clamp(min=0) / square).sqrt(),
-        "length": inner(reward, true) / square,
-        "cosine": inner(reward, true) / (own * square).sqrt(),
-        "variance": spread(reward) / spread(true),
-        "chance": (drift_square / square).sqrt(),
-        "to_rollout": inner(drift, pull) / (drift_square * pull_square).sqrt(),
-    }
-
-
-def with_errors(one: Gradients, truth: Gradients, pull: Tensor) -> dict[str, list[float] | float]:
-    """Each quantity with its standard error, by leaving out blocks of batches in turn; and the mean metrics."""
-    batches = torch.arange(len(pull))
-    blocks = min(BLOCKS, len(batches))
-
-    def of(kept: Tensor) -> dict[str, Tensor]:
-        part = Gradients(truth.reward[kept], truth.chance[kept], [])
-        return summary(one.reward[kept], one.chance[kept], part, pull[kept])
-
-    left_out = [of(batches[batches % blocks != block]) for block in range(blocks)]
-    found = {}
-    for name, value in of(batches).items():
-        values = torch.stack([part[name] for part in left_out])
-        error = ((values - values.mean()) ** 2).sum().mul((blocks - 1) / blocks).sqrt()
-        found[name] = [value.item(), error.item()] if torch.isfinite(value) else None
-    return {**found, **{name: _mean([row[name] for row in one.metrics]) for name in one.metrics[0]}}
-
-
 def _mean(values: Sequence[Any]) -> Any:
     return torch.tensor(values, dtype=torch.float64).mean(0).tolist()
 
 
 def run_cell(study: Study, mismatch: str) -> Cell:
-    start, sampler = time.process_time(), study.sampler(mismatch)
-    pairs = study.pairs(sampler, 4)
+    """Every estimator under one mismatch."""
+    start, sampler, truth = time.process_time(), study.sampler(mismatch), study.truth
+    pairs = study.pairs(sampler, CALIBRATION)
     seen = calibrate(pairs)
     given = estimators(seen, pairs)
-    found, pull = study.gradients(sampler, given)
-    return {
-        **_head(study),
-        "mismatch": mismatch,
-        "calibration": seen._asdict(),
-        "estimators": {name: with_errors(one, study.truth[given[name].estimand], pull) for name, one in found.items()},
-        "cpu_seconds": round(time.process_time() - start),
-    }
+    found, to_rollout = study.gradients(sampler, given)
+    count, results = len(to_rollout), {}
+    for name, estimator in given.items():
+        own = estimator.estimand
+        own_chance = truth.chance[own][:count]
+        rows = Rows(found.reward[name], found.chance[name], truth.reward[own], own_chance, to_rollout)
+        results[name] = {**estimate(rows), **found.metrics[name]}
+    seconds = round(time.process_time() - start)
+    return {**_head(study), "calibration": seen._asdict(), "estimators": results, "cpu_seconds": seconds}
 
 
 def truth_cell(study: Study) -> Cell:
     """How well the truth itself is known, and how Guard's differs from FlowGRPO's."""
-    flow, guard = study.truth["flow_grpo"].reward, study.truth["grpo_guard"].reward
-    square, noise = inner(flow, flow), spread(flow)
-    reward = [
-        study.problem.rollout(Sampler(network=study.problem.network), index, "study")[1].mean() for index in range(8)
-    ]
+    flow, guard = study.truth.reward["flow_grpo"], study.truth.reward["grpo_guard"]
+    noise = (spread(flow) / inner(flow, flow)).sqrt()
     return {
         **_head(study),
-        "relative_error": (noise / len(flow) / square).sqrt().item(),
-        "batch_noise": (noise / square).sqrt().item(),
-        "guard_cosine": (inner(guard, flow) / (inner(guard, guard) * square).sqrt()).item(),
-        "mean_reward": torch.stack(reward).mean().item(),
+        "truth_batches": len(flow),
+        "batch_noise": noise.item(),
+        "relative_error": (noise / len(flow) ** 0.5).item(),
+        "guard_cosine": (inner(guard, flow) / (length(guard) * length(flow))).item(),
+        "reward_by_update": study.reward_by_update,
     }
 
 
 def _head(study: Study) -> Cell:
-    size = study.problem.elements
-    return {"seed": SEED, "elements": size, "batches": study.batches, "samples_per_batch": PROMPTS * SAMPLES}
+    size, batches = study.problem.elements, study.plan.batches
+    return {"seed": SEED, "elements": size, "batches": batches, "samples_per_batch": PROMPTS * SAMPLES}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two small cells, to see that it runs")
-    parser.add_argument("--batches", type=int, default=32, help="of 1,024 samples, for each cell")
+    parser.add_argument("--quick", action="store_true", help="one small cell, to see that it runs")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    plan = {MAIN: MISMATCHES, **dict.fromkeys(OTHERS, ELSEWHERE)}
-    fit, folder = None, options.output
-    if options.quick:
-        plan, options.batches, fit = {16: ("bf16",)}, 4, 50
-    for elements, mismatches in plan.items():
-        missing = [name for name in ("truth", *mismatches) if not (folder / STUDY / f"{name}_{elements}.json").exists()]
+    plan = QUICK if options.quick else FULL
+    for elements, mismatches in plan.cells.items():
+        files = {name: options.output / STUDY / f"{name}_{elements}.json" for name in ("truth", *mismatches)}
+        missing = [name for name, file in files.items() if not file.exists()]
         if not missing:
             continue
-        study = Study(elements, options.batches, fit)
+        study = Study(elements, plan)
         for name in missing:
             cell = truth_cell(study) if name == "truth" else run_cell(study, name)
-            save(STUDY, f"{name}_{elements}", cell, folder)
-            print(f"{name}_{elements}", flush=True)
+            save(STUDY, files[name].stem, cell, options.output)
+            print(files[name].stem, flush=True)
 
 
 if __name__ == "__main__":
