@@ -32,7 +32,7 @@ from flowgrpo_rc.correction.steps import prepare
 
 REFERENCE_CLIP, REFERENCE_GUARD_CLIP = 1e-4, 2e-6
 REJECTED = 0.05  # what a calibrated band rejects of a clean rollout
-OUTSIDE = 0.01  # what a calibrated clip band leaves outside before any update
+WITHIN, MARGIN = 0.99, 1.25  # a calibrated band ends a quarter above this quantile, as `flowgrpo-rc calibrate` has it
 # With as many steps in every window, seq_sum rejects what seq_mean rejects, and seq_max_k2 what seq_max_k3 does.
 CRITERIA = ("token_k1", "token_k2", "token_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k3", "step_kl")
 SWEEP = (0.1, 0.3, 1.0, 2.0, 4.0, 10.0)  # clip_ratio over the floor
@@ -87,8 +87,8 @@ class Calibration(NamedTuple):
     """What one kind of mismatch looks like before an update, on batches that the study does not use again.
 
     floor: robust standard deviation of the log-ratio; by_step: the same of each step [T]; absolute: mean, median, 99th
-    percentile of |log-ratio|; clip, guard_clip: what leaves `OUTSIDE` outside; bands: criterion -> the threshold that
-    rejects `REJECTED`; kl: the upper quantile of the KL that Flow-DPPO takes; mean_kl: its mean.
+    percentile of |log-ratio|; clip, guard_clip, kl: the calibrated bands of FlowGRPO, Guard and Flow-DPPO; bands:
+    criterion -> the threshold that rejects `REJECTED`; mean_kl: of the steps.
     """
 
     floor: float
@@ -113,10 +113,10 @@ def calibrate(pairs: Sequence[Pair]) -> Calibration:
         floor=_robust(ratio.flatten()),
         by_step=[_robust(column) for column in ratio.T],
         absolute={"mean": magnitude.mean().item(), "p50": _quantile(magnitude, 0.5), "p99": _quantile(magnitude, 0.99)},
-        clip=_quantile(torch.expm1(ratio).abs(), 1 - OUTSIDE),
-        guard_clip=_quantile(guard, 1 - OUTSIDE),
+        clip=MARGIN * _quantile(torch.expm1(ratio).abs(), WITHIN),
+        guard_clip=MARGIN * _quantile(guard, WITHIN),
         bands={name: _threshold(statistic(steps, _band(name)), name) for name in CRITERIA},
-        kl=_quantile(kl, 1 - OUTSIDE),
+        kl=MARGIN * _quantile(kl, WITHIN),
         mean_kl=kl.mean().item(),
     )
 
