@@ -32,15 +32,16 @@ from flowgrpo_rc.core.transition import GaussianSteps
 
 STUDY = "gradient"
 SEED = 0
-MOVES, LEARNING_RATE = 12, 2e-3  # on-policy updates that lead to the policy of the study
+LEARNING_RATE = 2e-3  # of the on-policy updates that lead to the policy of the study
 CALIBRATION = 4  # batches that calibrate a mismatch
 
 
 class Plan(NamedTuple):
-    """Updates that fit the flow; batches of 1,024 samples for each mismatch, and of the policy itself for the truth;
-    the mismatches of each size of the flow."""
+    """Updates that fit the flow, and on-policy ones that move it; batches of 1,024 samples for each mismatch, and of
+    the policy itself for the truth; the mismatches of each size of the flow."""
 
     fit: int
+    moves: int
     batches: int
     truth: int
     cells: Mapping[int, Sequence[str]]
@@ -48,6 +49,7 @@ class Plan(NamedTuple):
 
 FULL = Plan(
     1000,
+    12,
     48,
     384,
     {
@@ -56,7 +58,7 @@ FULL = Plan(
         256: ("bf16", "int4"),
     },
 )
-QUICK = Plan(20, 3, 4, {16: ("bf16",)})
+QUICK = Plan(20, 2, 3, 4, {16: ("bf16",)})
 
 
 class Slopes(NamedTuple):
@@ -93,7 +95,7 @@ class Study:
         lora = problem.lora()
         optimizer = torch.optim.Adam(list(lora.values()), lr=LEARNING_RATE)
         versions = []
-        for index in range(MOVES):
+        for index in range(self.plan.moves):
             batch, rewards = problem.rollout(Sampler(network=problem.network), index, "move")
             found = problem.evaluate(batch)
             slope, _, _ = estimator.slopes(estimator.settle(batch, found), rewards, found)
@@ -121,11 +123,6 @@ class Study:
         quantization = None if kind == "bf16" else kind
         return Sampler(network=self.problem.replica(dtype=torch.bfloat16, quantization=quantization))
 
-    def pairs(self, sampler: Sampler, count: int) -> list[Pair]:
-        """Batches for calibration, apart from those of the study."""
-        batches = [self.problem.rollout(sampler, index, "calibration")[0] for index in range(count)]
-        return [(batch, self.problem.evaluate(batch)) for batch in batches]
-
     def _truth(self) -> Gradients:
         """On the policy's own samples."""
         on_policy, given, rows = Sampler(network=self.problem.replica()), estimands(), []
@@ -152,6 +149,12 @@ class Study:
             to_rollout.append(by_kl[-1])
             metrics.append(slopes.metrics)
         return _by_estimator(torch.stack(rows, 1), given, metrics), torch.stack(to_rollout)
+
+
+def calibration_pairs(problem: Problem, sampler: Sampler, count: int = CALIBRATION) -> list[Pair]:
+    """Batches apart from those of the study, and the training graph on them."""
+    batches = [problem.rollout(sampler, index, "calibration")[0] for index in range(count)]
+    return [(batch, problem.evaluate(batch)) for batch in batches]
 
 
 def all_slopes(
@@ -219,7 +222,7 @@ def _mean(values: Sequence[Any]) -> Any:
 def run_cell(study: Study, mismatch: str) -> Cell:
     """Every estimator under one mismatch."""
     start, sampler, truth = time.process_time(), study.sampler(mismatch), study.truth
-    pairs = study.pairs(sampler, CALIBRATION)
+    pairs = calibration_pairs(study.problem, sampler)
     seen = calibrate(pairs)
     given = estimators(seen, pairs)
     found, to_rollout = study.gradients(sampler, given)
