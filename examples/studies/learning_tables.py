@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from cells import Cell
-from learning import ARMS, MATTER, ROLLOUTS
+from learning import ARMS, ROLLOUTS
 from tables import markdown
 
 STUDY = "learning"
@@ -118,7 +118,6 @@ def done(cells: Mapping[str, Cell]) -> str:
 
 ENTRIES: dict[str, Callable[[Mapping[str, Cell]], str]] = {
     "learning_runs": done,
-    "learning_planned": lambda cells: str(5 * len(MATTER)),
     "learning_before": before,
     "learning_rewards": rewards,
     "learning_mechanics": mechanics,
