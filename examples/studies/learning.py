@@ -84,7 +84,7 @@ FURTHER = (
 )
 QUICK = (("fp32", "bypass"), ("fault", "is_rs"))
 
-# What differs from configs/tiny_ocr.yaml in every run: fewer steps, so that fifty runs take hours on two cores, not a day.
+# What differs from configs/tiny_ocr.yaml in every run: fewer steps, so that fifty runs take hours on two cores.
 BUDGET = (
     "rollout.pipeline.num_inference_steps=6",
     "rollout.algo.sde_window_range=[0,4]",

@@ -68,7 +68,7 @@ def _rewards(axes: Axes, grouped: Mapping[tuple[str, str], Runs]) -> None:
         axes.axvline(after(grouped[REFERENCE]).mean, color=GREY, linewidth=1, linestyle=":")
     axes.set_yticks(range(len(grouped)), [f"{rollout}  {arm}" for rollout, arm in grouped])
     axes.invert_yaxis()
-    axes.set_xlabel("reward on held-out words after training (dashed: before; dotted: the reference)")
+    axes.set_xlabel("held-out reward after training (dashed: before, dotted: reference)")
 
 
 def _curves(axes: Axes, grouped: Mapping[tuple[str, str], Runs], rollout: str = "int4") -> None:
