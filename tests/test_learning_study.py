@@ -18,7 +18,7 @@ CELLS = (*learning.MATTER, *learning.FURTHER)
 
 @pytest.mark.parametrize("cell", CELLS, ids="_".join)
 def test_every_cell_is_a_valid_run(cell: tuple[str, str], tmp_path: Path) -> None:
-    overrides = learning.Run(*cell, seed=3).overrides(tmp_path, 40, 256)
+    overrides = learning.Run(*cell, seed=3).overrides(learning.WHOLE, tmp_path)
     config = to_config(compose_config(overrides))
     config.validate()
     assert (config.trainer.seed, config.rollout.val_kwargs.n) == (3, 256)
@@ -36,7 +36,7 @@ def test_the_study_runs_and_goes_on_where_it_was(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["learning.py", "--quick", "--results", str(tmp_path)])
     learning.main()
-    names = [f"{rollout}_{arm}_seed1" for rollout, arm in learning.QUICK]
+    names = [f"{rollout}_{arm}_seed1" for rollout, arm in learning.QUICK_CELLS]
     assert capsys.readouterr().out.split() == names
     found = load(learning.STUDY, tmp_path)
     clean, fault = (found[name]["curves"] for name in names)

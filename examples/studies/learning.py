@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,7 +82,6 @@ FURTHER = (
     ("int8", "recomputed"),
     ("int8", "is_rs"),
 )
-QUICK = (("fp32", "bypass"), ("fault", "is_rs"))
 
 # What differs from configs/tiny_ocr.yaml in every run: a quarter of its iterations, all at the full learning rate.
 BUDGET = (
@@ -91,7 +90,16 @@ BUDGET = (
     "trainer.save_freq=0",
     "trainer.logger=[]",
 )
-ITERATIONS, HELD_OUT = 40, 256
+ITERATIONS = 40
+WHOLE = (*BUDGET, f"trainer.total_training_steps={ITERATIONS}", "rollout.val_kwargs.n=256")
+QUICK = (
+    *BUDGET,
+    "trainer.total_training_steps=2",
+    "rollout.val_kwargs.n=8",
+    "rollout.n=4",
+    "actor.ppo_micro_batch_size_per_gpu=8",
+)
+QUICK_CELLS = (("fp32", "bypass"), ("fault", "is_rs"))
 
 # Name in a file -> the run's metric, whose prefix depends on the mode.
 CURVES = {
@@ -115,10 +123,9 @@ class Run(NamedTuple):
     def name(self) -> str:
         return f"{self.rollout}_{self.arm}_seed{self.seed}"
 
-    def overrides(self, folder: Path, iterations: int, held_out: int) -> list[str]:
-        sizes = (f"trainer.total_training_steps={iterations}", f"rollout.val_kwargs.n={held_out}")
+    def overrides(self, budget: Sequence[str], folder: Path) -> list[str]:
         own = (f"trainer.seed={self.seed}", f"trainer.output_dir={folder}")
-        return [*BUDGET, *sizes, *ROLLOUTS[self.rollout], *ARMS[self.arm], *own]
+        return [*budget, *ROLLOUTS[self.rollout], *ARMS[self.arm], *own]
 
 
 def plan(cells: Sequence[tuple[str, str]], num_seeds: int) -> list[Run]:
@@ -126,11 +133,11 @@ def plan(cells: Sequence[tuple[str, str]], num_seeds: int) -> list[Run]:
     return [Run(rollout, arm, seed) for seed in range(1, num_seeds + 1) for rollout, arm in cells]
 
 
-def measure(run: Run, results: Path, iterations: int, held_out: int) -> None:
+def measure(run: Run, budget: Sequence[str], results: Path) -> None:
     """Train once and keep what the study needs; the run's folder goes."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "run"
-        command = [sys.executable, "-m", "flowgrpo_rc.train", *run.overrides(root, iterations, held_out)]
+        command = [sys.executable, "-m", "flowgrpo_rc.train", *run.overrides(budget, root)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert process.stdout is not None
@@ -169,16 +176,24 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
-    runs = plan(QUICK, 1) if given.quick else plan(MATTER + FURTHER if given.full else MATTER, given.seeds)
-    sizes = (2, 8) if given.quick else (ITERATIONS, HELD_OUT)
+    if given.quick and given.results == RESULTS:
+        parser.error("--quick needs a folder of its own: give --results")
+    budget = QUICK if given.quick else WHOLE
+    cells = QUICK_CELLS if given.quick else MATTER + FURTHER if given.full else MATTER
 
     def work(run: Run) -> None:
         if not (given.results / STUDY / f"{run.name}.json").is_file():
-            measure(run, given.results, *sizes)
+            measure(run, budget, given.results)
             print(run.name, flush=True)
 
-    with ThreadPoolExecutor(given.workers) as executor:
-        list(executor.map(work, runs))
+    executor = ThreadPoolExecutor(given.workers)
+    futures = [executor.submit(work, run) for run in plan(cells, 1 if given.quick else given.seeds)]
+    try:
+        wait(futures)
+    finally:
+        executor.shutdown(cancel_futures=True)
+    for future in futures:  # a run that failed stops no other, but the study ends with what it said
+        future.result()
 
 
 if __name__ == "__main__":
