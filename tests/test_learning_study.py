@@ -9,7 +9,7 @@ from pathlib import Path
 import learning
 import learning_tables
 import pytest
-from cells import Cell, load
+from cells import Cell, load, save
 
 from flowgrpo_rc.compose import compose_config, to_config
 
@@ -35,17 +35,18 @@ def test_the_study_runs_and_goes_on_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["learning.py", "--quick", "--results", str(tmp_path)])
+    first, second = (learning.Run(*cell, seed=1).name for cell in learning.QUICK_CELLS)
+    save(learning.STUDY, second, {}, tmp_path)
     learning.main()
-    names = [f"{rollout}_{arm}_seed1" for rollout, arm in learning.QUICK_CELLS]
-    assert capsys.readouterr().out.split() == names
+    assert capsys.readouterr().out.split() == [first]
+    (tmp_path / learning.STUDY / f"{second}.json").unlink()
+    learning.main()
+    assert capsys.readouterr().out.split() == [second]
     found = load(learning.STUDY, tmp_path)
-    clean, fault = (found[name]["curves"] for name in names)
+    clean, fault = (found[name]["curves"] for name in (first, second))
     assert all(len(curve) == 2 for curve in (*clean.values(), *fault.values()))
-    assert clean["logprob_abs_diff_mean"][0] < 1e-4 < 0.01 < fault["logprob_abs_diff_mean"][0]
-    assert found[names[0]]["before"] == found[names[1]]["before"]
-    (tmp_path / learning.STUDY / f"{names[1]}.json").unlink()
-    learning.main()
-    assert capsys.readouterr().out.split() == names[1:]
+    assert clean["logprob_abs_diff_mean"][0] < 1e-3 < 1e-2 < fault["logprob_abs_diff_mean"][0]
+    assert found[first]["before"] == found[second]["before"]
 
 
 def run(rollout: str, arm: str, seed: int, after: float) -> Cell:

@@ -96,6 +96,7 @@ QUICK = (
     *BUDGET,
     "trainer.total_training_steps=2",
     "rollout.val_kwargs.n=8",
+    "data.train_batch_size=2",
     "rollout.n=4",
     "actor.ppo_micro_batch_size_per_gpu=8",
 )
@@ -139,12 +140,13 @@ def measure(run: Run, budget: Sequence[str], results: Path) -> None:
         root = Path(folder) / "run"
         command = [sys.executable, "-m", "flowgrpo_rc.train", *run.overrides(budget, root)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        assert process.stdout is not None
-        said = process.stdout.read().decode()
-        _, status, usage = os.wait4(process.pid, 0)
-        if status != 0:
-            raise SystemExit(f"{run.name} failed:\n{said}")
+        with open(Path(folder) / "said.txt", "w+") as said:
+            process = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
+            _, status, usage = os.wait4(process.pid, 0)  # the usage of this process alone
+            process.returncode = os.waitstatus_to_exitcode(status)
+            if process.returncode != 0:
+                said.seek(0)
+                raise RuntimeError(f"{run.name} failed:\n{said.read()}")
         rows = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
     save(STUDY, run.name, summary(run, rows, usage), results)
 
