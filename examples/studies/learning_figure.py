@@ -1,0 +1,87 @@
+"""Draw docs/figures/learning.svg from the learning study's files.
+
+python examples/studies/learning_figure.py
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+
+import matplotlib
+from cells import Cell, load
+from learning_tables import REFERENCE, STUDY, Runs, after, by_cell
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+FIGURE = Path(__file__).parents[2] / "docs" / "figures" / "learning.svg"
+# Readable on white and on black.
+GREY = "#808080"
+COLOURS = {
+    "bypass": "#8a8a8a",
+    "recipe": "#d95f4b",
+    "calibrated": "#d09a1e",
+    "recomputed": "#3d8fd1",
+    "is": "#9a7bd0",
+    "is_rs": "#2fa572",
+}
+STYLE = {
+    "svg.hashsalt": "learning",
+    "font.size": 9,
+    "text.color": GREY,
+    "axes.labelcolor": GREY,
+    "axes.edgecolor": GREY,
+    "axes.titlecolor": GREY,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": False,
+    "legend.frameon": False,
+}
+SMOOTHED = 8
+
+
+def draw(cells: Mapping[str, Cell], path: Path = FIGURE) -> None:
+    """Left: reward on held-out words after training, with intervals and single runs. Right: reward by iteration."""
+    grouped = by_cell(cells)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9, 0.9 + 0.27 * len(grouped)), layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=[3, 2])
+        _rewards(left, grouped)
+        _curves(right, grouped)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+
+
+def _rewards(axes: Axes, grouped: Mapping[tuple[str, str], Runs]) -> None:
+    for row, ((_, arm), runs) in enumerate(grouped.items()):
+        found, colour = after(runs), COLOURS[arm]
+        axes.plot([run["after"] for run in runs.values()], [row] * len(runs), "|", color=colour, alpha=0.6)
+        error = None if math.isinf(found.half) else found.half
+        axes.errorbar(found.mean, row, xerr=error, fmt="o", color=colour, capsize=3, markersize=5)
+    any_run = next(run for runs in grouped.values() for run in runs.values())
+    axes.axvline(any_run["before"], color=GREY, linewidth=1, linestyle="--")
+    if REFERENCE in grouped:
+        axes.axvline(after(grouped[REFERENCE]).mean, color=GREY, linewidth=1, linestyle=":")
+    axes.set_yticks(range(len(grouped)), [f"{rollout}  {arm}" for rollout, arm in grouped])
+    axes.invert_yaxis()
+    axes.set_xlabel("held-out reward after training (dashed: before, dotted: reference)")
+
+
+def _curves(axes: Axes, grouped: Mapping[tuple[str, str], Runs], rollout: str = "int4") -> None:
+    shown = {cell: runs for cell, runs in grouped.items() if cell == REFERENCE or cell[0] == rollout}
+    for (kind, arm), runs in shown.items():
+        curves = [run["curves"]["reward"] for run in runs.values()]
+        mean = [statistics.mean(values) for values in zip(*curves, strict=True)]
+        smooth = [statistics.mean(mean[max(0, i + 1 - SMOOTHED) : i + 1]) for i in range(len(mean))]
+        axes.plot(range(1, len(mean) + 1), smooth, color=COLOURS[arm], label=f"{kind}  {arm}")
+    axes.set_xlabel("iteration")
+    axes.set_ylabel(f"reward of the rollouts (mean of {SMOOTHED} iterations)")
+    axes.legend()
+
+
+if __name__ == "__main__":
+    draw(load(STUDY))
