@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from faulty_engine import FAULTS
+from faulty_engines import Bf16Latents, Bf16Timestep, Guidance, NoLora, Shift, StaleWeights
 from torch import Tensor
 
 from flowgrpo_rc.batch import DiffusionBatch
@@ -17,6 +17,8 @@ from flowgrpo_rc.config import Config
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rewards.manager import RewardManager
+from flowgrpo_rc.rollout.base import ImageRequest, RolloutChunk
+from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.run import make_floor, make_source, make_task
 from flowgrpo_rc.training.health import HealthMonitor
 from flowgrpo_rc.training.image_task import ImageTask
@@ -27,9 +29,40 @@ from flowgrpo_rc.training.processes import Processes
 SETTINGS = [
     *("data.train_batch_size=3", "rollout.n=4", "rollout.micro_batch_size_per_gpu=12", "reward.terms.ocr=null"),
     *("actor.ppo_mini_batch_size=3", "actor.ppo_micro_batch_size_per_gpu=12", "reward.terms.jpeg.weight=1"),
-    *("rollout.pipeline.guidance_scale=4.5", "rollout.name=faulty_engine.FaultyEngine", "trainer.device=cpu"),
+    *("rollout.pipeline.guidance_scale=4.5", "trainer.device=cpu"),
 ]
 ALARM = "differ by more than their precisions explain"
+
+
+class SilentStale(StaleWeights):
+    """Like an engine in a process of its own, whose weights the trainer does not see."""
+
+    def held_weights(self) -> None:  # type: ignore[override]
+        return None
+
+
+class SilentNoLora(NoLora):
+    def held_weights(self) -> None:  # type: ignore[override]
+        return None
+
+
+class TellsGuidance(Guidance):
+    """Its batches tell what it really did."""
+
+    def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
+        return DiffusersEngine.generate(self, self.changed(request))
+
+
+class TellsShift(Shift):
+    def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
+        return DiffusersEngine.generate(self, request)
+
+
+FAULTS = (Bf16Latents, Bf16Timestep, Guidance, Shift, SilentNoLora, SilentStale)
+
+
+def engine(cls: type[DiffusersEngine]) -> str:
+    return f"rollout.name={cls.__module__}.{cls.__name__}"
 
 
 class Bench:
@@ -95,10 +128,6 @@ def iterate(bench: Bench, *further: str) -> Seen:
     return Seen(row["rollout_corr/logprob_abs_diff_mean"], row["rollout_corr/mismatch_over_expected"], alarms)
 
 
-def fault(name: str, **options: Any) -> list[str]:
-    return [f"+rollout.engine_kwargs.{key}={value}" for key, value in {"fault": name, **options}.items()]
-
-
 @pytest.fixture(scope="module")
 def floor_of_bf16(bench: Bench) -> float:
     return iterate(bench, "rollout.dtype=bf16").size
@@ -122,34 +151,35 @@ def test_a_clean_engine_raises_no_alarm(bench: Bench, pair: str) -> None:
     assert seen.over < (0.5 if pair in ("fp32", "other_shape") else 1.8)
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_every_fault_of_an_fp32_pair_is_noticed(bench: Bench, floor_of_bf16: float, name: str) -> None:
+@pytest.mark.parametrize("cls", FAULTS)
+def test_every_fault_of_an_fp32_pair_is_noticed(bench: Bench, floor_of_bf16: float, cls: type[DiffusersEngine]) -> None:
     """And with a bf16 rollout each that is above three times its floor."""
-    seen = iterate(bench, "rollout.dtype=fp32", *fault(name))
+    seen = iterate(bench, "rollout.dtype=fp32", engine(cls))
     assert any(ALARM in alarm and "flowgrpo-rc calibrate" in alarm for alarm in seen.alarms)
     large = seen.size > 3 * floor_of_bf16
-    assert large or name not in ("shifted_schedule", "lora_off")
+    assert large or cls not in (Shift, SilentNoLora)
     if large:
-        assert any(ALARM in alarm for alarm in iterate(bench, "rollout.dtype=bf16", *fault(name)).alarms)
+        assert any(ALARM in alarm for alarm in iterate(bench, "rollout.dtype=bf16", engine(cls)).alarms)
 
 
 def test_latents_in_16_bits_are_noticed_below_the_floor(bench: Bench) -> None:
-    (alarm,) = iterate(bench, "rollout.dtype=bf16", *fault("bf16_latents")).alarms
+    (alarm,) = iterate(bench, "rollout.dtype=bf16", engine(Bf16Latents)).alarms
     assert "stores latents in 16 bits" in alarm
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("cls", "words"),
     [
-        ("guidance", "guidance_scale: 4.5 here, 4.545"),
-        ("shifted_schedule", "another schedule than the model's: sigmas"),
-        ("stale_weights", "does not hold the trainer's LoRA"),
+        (TellsGuidance, "guidance_scale: 4.5 here, 4.545"),
+        (TellsShift, "another schedule than the model's: sigmas"),
+        (StaleWeights, "does not hold the trainer's LoRA of step 1"),
+        (NoLora, "does not hold the trainer's LoRA of step 1"),
     ],
 )
-def test_what_an_engine_admits_is_compared(bench: Bench, name: str, words: str) -> None:
+def test_what_an_engine_tells_is_compared(bench: Bench, cls: type[DiffusersEngine], words: str) -> None:
     """Below any floor, by the echoed settings, the recorded schedule and the weights that it holds."""
     with pytest.raises((RuntimeError, ValueError)) as error:
-        iterate(bench, "rollout.dtype=bf16", *fault(name, admits=True))
+        iterate(bench, "rollout.dtype=bf16", engine(cls))
     assert words in str(error.value)
 
 
