@@ -13,11 +13,11 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from flowgrpo_rc.assemble import check_model
 from flowgrpo_rc.config import Config
 from flowgrpo_rc.models.architecture import META, build_architecture
 from flowgrpo_rc.models.base import DTYPES, FlowModel
 from flowgrpo_rc.rollout.quantization import linear_layers, precision, repeated_blocks
-from flowgrpo_rc.run import check_model
 from flowgrpo_rc.training.lora import add_lora, lora_parameters
 from flowgrpo_rc.training.sharding import resolve_strategy
 

@@ -14,6 +14,7 @@ import torch
 import yaml
 from conftest import read_rows
 
+from flowgrpo_rc.assemble import make_engine, make_processes, make_task
 from flowgrpo_rc.calibration.calibrate import compare, sample_all
 from flowgrpo_rc.calibration.causes import Diagnosis, check_record
 from flowgrpo_rc.calibration.faults import Lora, fit
@@ -23,7 +24,6 @@ from flowgrpo_rc.cli import main
 from flowgrpo_rc.compose import compose_config, to_config
 from flowgrpo_rc.losses.diffusion import diffusion_loss
 from flowgrpo_rc.policies.flow import FlowPolicy
-from flowgrpo_rc.run import make_engine, make_processes, make_task
 from flowgrpo_rc.training.lora import lora_parameters
 
 FAULTS = {

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from faulty_engines import Bf16Latents, Bf16Timestep, Guidance, NoLora, Shift, StaleWeights
 from torch import Tensor
 
+from flowgrpo_rc.assemble import make_floor, make_source, make_task
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.compose import compose_config, to_config
 from flowgrpo_rc.config import Config
@@ -19,7 +20,6 @@ from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rewards.manager import RewardManager
 from flowgrpo_rc.rollout.base import ImageRequest, RolloutChunk
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
-from flowgrpo_rc.run import make_floor, make_source, make_task
 from flowgrpo_rc.training.health import HealthMonitor
 from flowgrpo_rc.training.image_task import ImageTask
 from flowgrpo_rc.training.lora import lora_parameters

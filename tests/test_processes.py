@@ -21,7 +21,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from flowgrpo_rc.compose import compose_config, to_config
 from flowgrpo_rc.core.random import normal
-from flowgrpo_rc.run import assemble, make_processes
+from flowgrpo_rc.assemble import assemble, make_processes
 from flowgrpo_rc.training.run_folder import RunFolder
 from flowgrpo_rc.training.trainer import Trainer
 

@@ -8,6 +8,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from flowgrpo_rc.assemble import (
+    check_machine,
+    check_model,
+    chunk_size,
+    engine_of,
+    make_engine,
+    make_processes,
+    make_task,
+)
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.calibration.causes import Diagnosis, diagnose
 from flowgrpo_rc.calibration.faults import Lora, Replay
@@ -27,7 +36,6 @@ from flowgrpo_rc.calibration.settings import MODES, REFERENCE_CLIP, choose
 from flowgrpo_rc.config import Config
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.rollout.base import RolloutEngine
-from flowgrpo_rc.run import check_machine, check_model, chunk_size, engine_of, make_engine, make_processes, make_task
 from flowgrpo_rc.training.image_task import ImageTask
 
 PRECISIONS = ("fp32", "fp16", "bf16")  # of copies, whatever the engine has

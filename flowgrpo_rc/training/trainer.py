@@ -42,7 +42,7 @@ _OLDER = "lora_step_"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Components:
-    """What a run is made of; `flowgrpo_rc.run` builds it. old_policy: in decoupled mode."""
+    """What a run is made of; `flowgrpo_rc.assemble` builds it. old_policy: in decoupled mode."""
 
     config: Config
     processes: Processes
