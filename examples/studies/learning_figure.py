@@ -24,6 +24,7 @@ COLOURS = {
     "recipe": "#d95f4b",
     "calibrated": "#d09a1e",
     "recomputed": "#3d8fd1",
+    "recomputed_tight": "#e07fb0",
     "is": "#9a7bd0",
     "is_rs": "#2fa572",
 }
