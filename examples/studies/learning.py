@@ -50,10 +50,11 @@ ARMS: Mapping[str, Sequence[str]] = {
     "recomputed_tight": (f"{RC}=disabled",),
     "is": (f"{RC}=decoupled_seq_is",),
     "is_rs": (f"{RC}.bypass_mode=false", f"{RC}.rollout_is=sequence", *AUTO),
+    "guard": (f"{RC}=bypass_ppo_clip", "actor.diffusion_loss.loss_mode=grpo_guard"),
 }
 # The published recipes' clip, one above the mismatch of bf16, and one above that of int4, which is ten times as large.
 TIGHT, WIDE, WIDER = 1e-4, 1e-3, 1e-2
-CLIPS = {"recipe": TIGHT, "recomputed_tight": TIGHT}
+CLIPS = {"recipe": TIGHT, "recomputed_tight": TIGHT, "guard": WIDER}
 MATTER = (
     ("fp32", "bypass"),
     ("int4", "recipe"),
@@ -63,6 +64,7 @@ MATTER = (
     ("fp32", "recipe"),
     ("fault", "recipe"),
     ("fault", "is_rs"),
+    ("stale", "recipe"),
     ("stale", "bypass"),
     ("stale", "is"),
     ("int4", "calibrated"),
@@ -71,8 +73,9 @@ FURTHER = (
     ("bf16", "is_rs"),
     ("int4", "is_rs"),
     ("int4", "recomputed_tight"),
+    ("int4", "guard"),
+    ("stale", "guard"),
     ("fault", "recomputed"),
-    ("stale", "recipe"),
     ("int4", "bypass"),
     ("bf16", "recomputed"),
     ("stale", "recomputed"),
