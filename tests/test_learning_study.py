@@ -18,10 +18,11 @@ CELLS = (*learning.MATTER, *learning.FURTHER)
 
 @pytest.mark.parametrize("cell", CELLS, ids="_".join)
 def test_every_cell_is_a_valid_run(cell: tuple[str, str], tmp_path: Path) -> None:
-    overrides = learning.Run(*cell, seed=3).overrides(learning.WHOLE, tmp_path)
-    config = to_config(compose_config(overrides))
+    run = learning.Run(*cell, seed=3)
+    config = to_config(compose_config(run.overrides(learning.WHOLE, tmp_path)))
     config.validate()
     assert (config.trainer.seed, config.rollout.val_kwargs.n) == (3, 256)
+    assert config.actor.diffusion_loss.clip_ratio == run.clip_ratio
 
 
 def test_what_is_there_after_an_interruption_is_balanced():

@@ -36,24 +36,25 @@ ROLLOUTS: Mapping[str, Sequence[str]] = {
     "stale": ("rollout.staleness=4",),
     "fault": ("rollout.name=learning_faults.LateLatents",),
 }
-WIDE, TIGHT = f"{CLIP}=1e-3", f"{CLIP}=1e-4"
 AUTO = (f"{RC}.rollout_rs=token_k1", f"{RC}.rollout_rs_threshold=auto:4")
 ARMS: Mapping[str, Sequence[str]] = {
-    "bypass": (f"{RC}=bypass_ppo_clip", WIDE),
-    # The published recipe's clip, with the band that its documents give.
+    "bypass": (f"{RC}=bypass_ppo_clip",),
     "recipe": (
         f"{RC}.bypass_mode=true",
         f"{RC}.rollout_is=sequence",
         f"{RC}.rollout_rs=seq_mean_k1",
         f"{RC}.rollout_rs_threshold='0.5_2.0'",
-        TIGHT,
     ),
-    # A clip above the bf16 mismatch, and a band that follows the mismatch.
-    "calibrated": (f"{RC}.bypass_mode=true", *AUTO, WIDE),
-    "recomputed": (f"{RC}=disabled", WIDE),
-    "is": (f"{RC}=decoupled_seq_is", WIDE),
-    "is_rs": (f"{RC}.bypass_mode=false", f"{RC}.rollout_is=sequence", *AUTO, WIDE),
+    "calibrated": (f"{RC}.bypass_mode=true", *AUTO),
+    "recomputed": (f"{RC}=disabled",),
+    "recomputed_tight": (f"{RC}=disabled",),
+    "is": (f"{RC}=decoupled_seq_is",),
+    "is_rs": (f"{RC}.bypass_mode=false", f"{RC}.rollout_is=sequence", *AUTO),
+    "guard": (f"{RC}=bypass_ppo_clip", "actor.diffusion_loss.loss_mode=grpo_guard"),
 }
+# The published recipes' clip, one above the mismatch of bf16, and one above that of int4, which is ten times as large.
+TIGHT, WIDE, WIDER = 1e-4, 1e-3, 1e-2
+CLIPS = {"recipe": TIGHT, "recomputed_tight": TIGHT, "guard": WIDER}
 MATTER = (
     ("fp32", "bypass"),
     ("int4", "recipe"),
@@ -63,18 +64,22 @@ MATTER = (
     ("fp32", "recipe"),
     ("fault", "recipe"),
     ("fault", "is_rs"),
+    ("stale", "recipe"),
     ("stale", "bypass"),
     ("stale", "is"),
-    ("bf16", "is_rs"),
+    ("int4", "calibrated"),
 )
 FURTHER = (
+    ("bf16", "is_rs"),
     ("int4", "is_rs"),
-    ("bf16", "recomputed"),
+    ("int4", "recomputed_tight"),
+    ("int4", "guard"),
+    ("stale", "guard"),
     ("fault", "recomputed"),
-    ("stale", "recomputed"),
     ("int4", "bypass"),
+    ("bf16", "recomputed"),
+    ("stale", "recomputed"),
     ("fault", "calibrated"),
-    ("stale", "recipe"),
     ("bf16", "is"),
     ("int4", "is"),
     ("stale", "is_rs"),
@@ -124,8 +129,14 @@ class Run(NamedTuple):
     def name(self) -> str:
         return f"{self.rollout}_{self.arm}_seed{self.seed}"
 
+    @property
+    def clip_ratio(self) -> float:
+        if (self.rollout, self.arm) == ("int4", "calibrated"):
+            return WIDER
+        return CLIPS.get(self.arm, WIDE)
+
     def overrides(self, budget: Sequence[str], folder: Path) -> list[str]:
-        own = (f"trainer.seed={self.seed}", f"trainer.output_dir={folder}")
+        own = (f"{CLIP}={self.clip_ratio}", f"trainer.seed={self.seed}", f"trainer.output_dir={folder}")
         return [*budget, *ROLLOUTS[self.rollout], *ARMS[self.arm], *own]
 
 

@@ -1,13 +1,16 @@
-"""Draw docs/figures/learning.svg from the learning study's files.
+"""Draw docs/figures/learning.svg from the learning study's results.
 
-python examples/studies/learning_figure.py
+    python examples/studies/learning_figures.py [--output FOLDER]
+
+The background is transparent and the ink a grey of middle lightness, so that the figure reads on light and dark pages.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -15,36 +18,37 @@ from cells import Cell, load
 from learning_tables import REFERENCE, STUDY, Runs, after, by_cell
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from tables import PAGE
 
-FIGURE = Path(__file__).parents[2] / "docs" / "figures" / "learning.svg"
-# Readable on white and on black.
-GREY = "#808080"
+INK = "#7d8590"
 COLOURS = {
-    "bypass": "#8a8a8a",
+    "bypass": INK,
     "recipe": "#d95f4b",
     "calibrated": "#d09a1e",
     "recomputed": "#3d8fd1",
+    "recomputed_tight": "#e07fb0",
     "is": "#9a7bd0",
     "is_rs": "#2fa572",
+    "guard": "#30a0a8",
 }
 STYLE = {
-    "svg.hashsalt": "learning",
+    "svg.fonttype": "none",
+    "svg.hashsalt": STUDY,
+    "font.family": "sans-serif",
     "font.size": 9,
-    "text.color": GREY,
-    "axes.labelcolor": GREY,
-    "axes.edgecolor": GREY,
-    "axes.titlecolor": GREY,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.grid": False,
+    "xtick.color": INK,
+    "ytick.color": INK,
     "legend.frameon": False,
 }
 SMOOTHED = 8
 
 
-def draw(cells: Mapping[str, Cell], path: Path = FIGURE) -> None:
+def draw(cells: Mapping[str, Cell], path: Path) -> None:
     """Left: reward on held-out words after training, with intervals and single runs. Right: reward by iteration."""
     grouped = by_cell(cells)
     with matplotlib.rc_context(STYLE):
@@ -63,9 +67,9 @@ def _rewards(axes: Axes, grouped: Mapping[tuple[str, str], Runs]) -> None:
         error = None if math.isinf(found.half) else found.half
         axes.errorbar(found.mean, row, xerr=error, fmt="o", color=colour, capsize=3, markersize=5)
     any_run = next(run for runs in grouped.values() for run in runs.values())
-    axes.axvline(any_run["before"], color=GREY, linewidth=1, linestyle="--")
+    axes.axvline(any_run["before"], color=INK, linewidth=1, linestyle="--")
     if REFERENCE in grouped:
-        axes.axvline(after(grouped[REFERENCE]).mean, color=GREY, linewidth=1, linestyle=":")
+        axes.axvline(after(grouped[REFERENCE]).mean, color=INK, linewidth=1, linestyle=":")
     axes.set_yticks(range(len(grouped)), [f"{rollout}  {arm}" for rollout, arm in grouped])
     axes.invert_yaxis()
     axes.set_xlabel("held-out reward after training (dashed: before, dotted: reference)")
@@ -83,5 +87,11 @@ def _curves(axes: Axes, grouped: Mapping[tuple[str, str], Runs], rollout: str = 
     axes.legend()
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=PAGE.parent / "figures")
+    draw(load(STUDY), parser.parse_args(arguments).output / "learning.svg")
+
+
 if __name__ == "__main__":
-    draw(load(STUDY))
+    main()
