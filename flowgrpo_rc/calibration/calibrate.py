@@ -18,7 +18,7 @@ from flowgrpo_rc.assemble import (
     make_task,
 )
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.calibration.causes import Diagnosis, diagnose
+from flowgrpo_rc.calibration.causes import Diagnosis, check_record, diagnose
 from flowgrpo_rc.calibration.faults import Lora, Replay
 from flowgrpo_rc.calibration.measure import (
     FEW,
@@ -37,6 +37,7 @@ from flowgrpo_rc.config import Config
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.rollout.base import RolloutEngine
 from flowgrpo_rc.training.image_task import ImageTask
+from flowgrpo_rc.training.source import other_tensors
 
 PRECISIONS = ("fp32", "fp16", "bf16")  # of copies, whatever the engine has
 
@@ -98,11 +99,13 @@ def measure(config: Config, *, num_prompts: int, mode: str) -> Calibration:
 
 
 class Rollouts(NamedTuple):
-    """Many samples and a few at the configured guidance, and a few at another."""
+    """Many samples and a few at the configured guidance, and a few at another. other_tensors: of the LoRA that the
+    engine holds, how many are not those that it was given."""
 
     many: Rollout
     few: Rollout
     other: Rollout
+    other_tensors: int
 
 
 def sample_all(
@@ -111,12 +114,12 @@ def sample_all(
     """What the engine samples after it was given the LoRA of both movements, as versions 1 and 2."""
     for version, state in ((1, lora.before), (2, lora.current)):
         engine.sync_weights(state, version)
-    spec = config.rollout.spec()
-    few = prompts[: FEW[0]]
+    spec, held, few = config.rollout.spec(), engine.held_weights(), prompts[: FEW[0]]
     return Rollouts(
-        sample(engine, ask(config, prompts, config.rollout.n, spec)),
-        sample(engine, ask(config, few, FEW[1], spec)),
-        sample(engine, ask(config, few, FEW[1], other_guidance(model, spec))),
+        many=sample(engine, ask(config, prompts, config.rollout.n, spec)),
+        few=sample(engine, ask(config, few, FEW[1], spec)),
+        other=sample(engine, ask(config, few, FEW[1], other_guidance(model, spec))),
+        other_tensors=0 if held is None else other_tensors(held, lora.current),
     )
 
 
@@ -141,7 +144,8 @@ def compare(config: Config, task: ImageTask, rollouts: Rollouts, lora: Lora) -> 
         if name not in (own.precision, ours):
             copy = copied(name, None)
             copies.append([copy.against(*each) for each in compared])
-    diagnosis = diagnose(rollouts.few, replay, engine, [copy[0] for copy in copies], version=2)
+    found = check_record(rollouts.few, model, version=2, other_tensors=rollouts.other_tensors)
+    diagnosis = diagnose(rollouts.few, replay, engine, [copy[0] for copy in copies], found)
     whole = against_engine(rollouts.many, trainer(rollouts.many), scales[0])
     shown = [each for copy in copies for each in copy if each.precision != ours]
     return [whole, engine_other, *shown], diagnosis

@@ -79,11 +79,17 @@ class Diagnosis:
         return "; ".join(parts)
 
 
-def diagnose(rollout: Rollout, replay: Replay, engine: Mismatch, copies: Sequence[Mismatch], version: int) -> Diagnosis:
+def diagnose(
+    rollout: Rollout,
+    replay: Replay,
+    engine: Mismatch,
+    copies: Sequence[Mismatch],
+    found: Sequence[tuple[str, str]],
+) -> Diagnosis:
     """Explain the mismatch of a few recorded steps.
 
     engine: of the trainer and the engine on them; copies: of the trainer and its copies in several precisions, that of
-    the engine first; version: of the weights that the engine was given last.
+    the engine first; found: by `check_record`.
     """
     recorded = rollout.recorded
     mismatch, floor = size(engine), size(copies[0])
@@ -107,7 +113,7 @@ def diagnose(rollout: Rollout, replay: Replay, engine: Mismatch, copies: Sequenc
         as_recorded=as_recorded,
         resolution=resolution,
         trials=trials,
-        found=check_record(rollout, replay.model, version),
+        found=found,
         explanation=best if explained else None,
         similar=next((c.precision for c in copies if 0.5 < mismatch / max(size(c), resolution) < 2), None),
         healthy=not explained and as_recorded <= BEYOND * allowed,
@@ -118,8 +124,11 @@ def size(mismatch: Mismatch) -> float:
     return mismatch.differences.abs().mean().item()
 
 
-def check_record(rollout: Rollout, model: FlowModel, version: int) -> list[tuple[str, str]]:
-    """What is wrong with a record whatever its log-probs are: (cause, sentence)."""
+def check_record(rollout: Rollout, model: FlowModel, *, version: int, other_tensors: int) -> list[tuple[str, str]]:
+    """What is wrong with a record whatever its log-probs are: (cause, sentence).
+
+    version: of the weights that the engine was given last; other_tensors: of its LoRA, how many are not those.
+    """
     batch, request, found = rollout.batch, rollout.request, []
     schedule, steps, results = model.schedule(request.spec), batch.step_indices, batch.all_latents[:, 1:]
     different = request.spec.differences(batch.spec)
@@ -138,4 +147,6 @@ def check_record(rollout: Rollout, model: FlowModel, version: int) -> list[tuple
     versions = sorted(set(batch.policy_version.tolist()))
     if versions != [version]:
         found.append(("weights", f"the engine sampled with the weights of version {versions}, not {version}"))
+    elif other_tensors:
+        found.append(("weights", f"{other_tensors} tensors of the engine's LoRA are not those that it was given"))
     return found

@@ -17,6 +17,7 @@ from flowgrpo_rc.calibration.settings import Settings
 from flowgrpo_rc.training.tracking import write_atomic
 
 GROUP = "calibration"
+WIDTH = 110  # of the tables at least: a narrower one would cut its numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +122,7 @@ def draw(found: Calibration, path: Path) -> None:
 def show(found: Calibration, folder: Folder) -> None:
     """Print the tables, the verdict and what to do with the settings."""
     console = Console(highlight=False)
+    console.width = max(console.width, WIDTH)
     console.print(mismatch_table(found.mismatches))
     console.print(trial_table(found.diagnosis))
     clipped = ", ".join(f"{100 * share:.1f}% by clip_ratio {clip:g}" for clip, share in found.clipped.items())

@@ -133,8 +133,7 @@ class EngineSource(RolloutSource):
         if held is None or self._pushed is None or self._pushed[1] not in collected.versions():
             return
         state, version = self._pushed
-        different = [(tensor != state[name].to(tensor)).any() for name, tensor in held.items()]
-        number = int(torch.stack(different).sum())
+        number = other_tensors(held, state)
         if number:
             raise RuntimeError(
                 f"the rollout engine does not hold the trainer's LoRA of step {version}: {number} of {len(held)} "
@@ -144,6 +143,11 @@ class EngineSource(RolloutSource):
     def _seeds(self, prompts: PromptBatch) -> list[int]:
         slots, samples = prompts.slots, range(self._n)
         return [derive_seed(self._seed, prompts.step, slot, index, "rollout") for slot in slots for index in samples]
+
+
+def other_tensors(held: Mapping[str, Tensor], pushed: Mapping[str, Tensor]) -> int:
+    """How many LoRA tensors that an engine holds are not those that it was given, rounding to its precision aside."""
+    return int(torch.stack([(tensor != pushed[name].to(tensor)).any() for name, tensor in held.items()]).sum())
 
 
 class ReplaySource(RolloutSource):
