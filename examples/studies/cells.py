@@ -29,7 +29,7 @@ def save(study: str, name: str, cell: Cell, folder: Path = RESULTS) -> None:
     """Write a cell at once, so that an interrupted write leaves none."""
     path = folder / study / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(rounded({"package": flowgrpo_rc.__version__, **cell}), indent=1) + "\n"
+    text = json.dumps(rounded({"package": flowgrpo_rc.__version__, **cell}), indent=1, allow_nan=False) + "\n"
     draft = path.with_suffix(".tmp")
     draft.write_text(text)
     os.replace(draft, path)

@@ -25,15 +25,12 @@ from tables import PAGE
 INK = "#7d8590"
 COLOURS = {
     "bf16": "#2f81f7",
-    "int8": "#1b9e9e",
     "int4": "#e5534b",
+    "rounding": "#57a85a",
     "guidance": "#b083f0",
     "stale_1": "#c9a227",
-    "stale_2": "#d4883a",
-    "stale_4": "#c8692d",
-    "stale_8": "#a04a1c",
+    "stale_8": "#b5622b",
 }
-SHOWN = ("bf16", "int4", "guidance", "stale_1", "stale_8")
 STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "gradient",
@@ -63,7 +60,7 @@ def clip_sweep(cells: Cells) -> Any:
     )
     figure, axes = plt.subplots(1, 3, figsize=(9, 3.1), layout="constrained")
     for axis, (quantity, title) in zip(axes, panels, strict=True):
-        for name in SHOWN:
+        for name in COLOURS:
             found = cell(cells, name)["estimators"]
             values = [_value(found[f"bypass_clip_{multiple:g}"][quantity]) for multiple in SWEEP]
             axis.plot(SWEEP, values, color=COLOURS[name], marker="o", markersize=3, label=MISMATCHES[name])
@@ -71,7 +68,7 @@ def clip_sweep(cells: Cells) -> Any:
             axis.plot(own, _value(found["bypass"][quantity]), color=COLOURS[name], marker="D", markersize=6)
         axis.set(xscale="log", xlabel="clip_ratio over the floor", title=title, ylim=(0, None))
         axis.grid(visible=True)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(SHOWN))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS))
     return figure
 
 
@@ -89,19 +86,20 @@ def directions(cells: Cells) -> Any:
         "guard_calibrated",
     )
     figure, axis = plt.subplots(figsize=(9, 3.4), layout="constrained")
-    for name, offset in zip(SHOWN, range(-2, 3), strict=True):
+    for name, offset in zip(COLOURS, range(len(COLOURS)), strict=True):
         found = [cell(cells, name)["estimators"][key]["cosine"] for key in chosen]
-        places = [place + 0.13 * offset for place in range(len(chosen))]
+        places = [place + 0.12 * (offset - (len(COLOURS) - 1) / 2) for place in range(len(chosen))]
         values, errors = zip(*((float("nan"), 0.0) if one is None else one for one in found), strict=True)
         axis.errorbar(
             places, values, errors, color=COLOURS[name], fmt="o", markersize=4, linewidth=1, label=MISMATCHES[name]
         )
-    axis.set_xticks(range(len(chosen)), [NAMES[key].replace("`", "").replace(", ", "\n") for key in chosen], fontsize=8)
+    labels = [NAMES[key].replace("` `", ", ").replace("`", "").replace(", ", "\n") for key in chosen]
+    axis.set_xticks(range(len(chosen)), labels, fontsize=8)
     axis.set(ylabel="cosine with the truth")
     axis.grid(visible=True, axis="y")
     axis.axhline(1, color=INK, linewidth=0.8)
     axis.axhline(0, color=INK, linewidth=0.8)
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=len(SHOWN))
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS))
     return figure
 
 

@@ -8,7 +8,7 @@ samples, before any update; everything in float64. An estimator sees batches tha
 same prompts and the same noise, so that the difference of two gradients is the mismatch's doing and not the draw's.
 
 Each cell (a size of the flow and a mismatch) is one file in results/gradient; cells that are there are not repeated.
-About half an hour on one core; `--quick --output FOLDER` runs one small cell in a minute.
+About 20 minutes on one core; `--quick --output FOLDER` runs one small cell in a minute.
 """
 
 from __future__ import annotations

@@ -71,15 +71,14 @@ def quantities(rows: Rows) -> dict[str, Tensor]:
 
 
 def estimate(rows: Rows) -> dict[str, list[float] | None]:
-    """Each quantity with its standard error, by the jackknife over blocks of batches. None for an angle of what is not
-    three standard errors long."""
+    """Each quantity with its standard error, by the jackknife over blocks of batches. None for an angle that the noise
+    leaves open: not finite, or of a drift that is not three standard errors long."""
     left_out = [quantities(rows.without(block)) for block in range(min(BLOCKS, len(rows.reward)))]
     found: dict[str, list[float] | None] = {}
     for name, value in quantities(rows).items():
         values = torch.stack([part[name] for part in left_out])
         error = ((values - values.mean()) ** 2).mean().mul(len(values) - 1).sqrt()
-        found[name] = [value.item(), error.item()]
-    size, error = found["chance"]
-    if not size > 3 * error:
+        found[name] = [value.item(), error.item()] if torch.isfinite(value + error) else None
+    if found["chance"] is None or not found["chance"][0] > 3 * found["chance"][1]:
         found["to_rollout"] = None
     return found
