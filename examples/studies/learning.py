@@ -4,8 +4,8 @@
 
 A cell is a rollout (`ROLLOUTS`) with an arm (`ARMS`). Each run is a process of its own with one thread, and leaves one
 file in FOLDER/learning. Runs that have theirs are skipped, so the same command goes on after an interruption. The cells
-that matter most run their first seed, then their second: whatever is there is balanced. --full adds further cells, after
-them; --quick is two short runs, to see that the study works.
+that matter most run their first seed, then their second: whatever is there is balanced. --full adds further cells
+after them; --quick is two short runs, to see that the study works.
 """
 
 from __future__ import annotations
