@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from accelerate import Accelerator
-from faulty_engines import Bf16Latents, Bf16Timestep, Guidance, NoLora, Shift, StaleWeights
+from faulty_engines import Bf16Latents, Bf16Timestep, Guidance, NoLora, Recorded, Shift, StaleWeights
 from torch import Tensor
 
 from flowgrpo_rc.assemble import make_floor, make_source, make_task
@@ -44,6 +44,17 @@ class SilentStale(StaleWeights):
 class SilentNoLora(NoLora):
     def held_weights(self) -> None:  # type: ignore[override]
         return None
+
+
+class ThreeFloors(Recorded):
+    """A fault of any kind, 3.2 times as large as the mismatch of a bf16 rollout, which is `floor`."""
+
+    floor = 0.0
+
+    def record(self, batch: DiffusionBatch) -> DiffusionBatch:
+        drawn = torch.randn(batch.rollout_log_probs.shape, generator=torch.Generator().manual_seed(0))
+        size = 3.2 * self.floor * drawn / drawn.abs().mean()
+        return batch.replace(rollout_log_probs=batch.rollout_log_probs + size)
 
 
 class TellsGuidance(Guidance):
@@ -160,6 +171,13 @@ def test_every_fault_of_an_fp32_pair_is_noticed(bench: Bench, floor_of_bf16: flo
     assert large or cls not in (Shift, SilentNoLora)
     if large:
         assert any(ALARM in alarm for alarm in iterate(bench, "rollout.dtype=bf16", engine(cls)).alarms)
+
+
+def test_three_floors_are_noticed_in_a_bf16_pair(
+    bench: Bench, floor_of_bf16: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ThreeFloors, "floor", floor_of_bf16)
+    assert any(ALARM in alarm for alarm in iterate(bench, "rollout.dtype=bf16", engine(ThreeFloors)).alarms)
 
 
 def test_latents_in_16_bits_are_noticed_below_the_floor(bench: Bench) -> None:

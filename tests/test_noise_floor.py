@@ -187,10 +187,11 @@ def test_expectation_of_cells_that_nobody_saw() -> None:
     [
         ("fp32", "fp32", "no", 0.0),
         ("fp32", "fp64", "no", 0.0),
-        ("bf16", "fp32", "no", 1.2),
-        ("bf16+int8", "fp32", "no", math.hypot(1.2, 0.85)),
+        ("bf16", "fp32", "no", 1.0),
+        ("bf16+int8", "fp32", "no", math.hypot(1.0, 0.75)),
         ("fp32", "fp32", "bf16", 1.0),
-        ("bf16", "bf16", "no", math.hypot(1.2, 1.0)),
+        ("bf16", "fp32", "bf16", math.hypot(1.0, 1.0)),
+        ("bf16", "bf16", "no", None),
         ("bf16", "fp64", "no", None),
     ],
 )
@@ -281,5 +282,5 @@ def test_a_run_reports_it(train: Train, tmp_path: Path, mode: str) -> None:
         assert 0 < median < p99 <= most < 0.01 < own["policy_drift_abs_mean"]
         assert own["mismatch_over_clip"] == pytest.approx(median / 1e-4)
         assert (own["pre_update_clip_fraction"] == 0) == (mode == "decoupled")
-        assert 0.3 < own["mismatch_over_expected"] < 2.5
+        assert 0.3 < own["mismatch_over_expected"] < 2.0
     assert not (tmp_path / "run" / "health.jsonl").exists()

@@ -183,7 +183,7 @@ _RULES = (
 
 
 # Of the differences outside the clip band; the size of a fault, in multiples of what the precisions explain.
-MOST_CLIPPED, FAULT = 0.3, 2.5
+MOST_CLIPPED, FAULT = 0.3, 2.0
 
 
 @dataclass(frozen=True, slots=True)
