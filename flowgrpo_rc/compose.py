@@ -30,6 +30,7 @@ DEFAULT_CONFIG = "tiny_ocr"
 # What a whole command line of verl-omni leaves unsaid is that system's default.
 OTHER_CONFIG = "verl_omni"
 EXPERIMENT = "experiment"
+_START = "start"
 _FREE_FORM = ("reward.terms.", "rollout.engine_kwargs.")
 # The rollout correction and the place where verl-omni has it: one object, whichever name is used.
 _CORRECTION = ("algorithm.rollout_correction", "actor.rollout_correction")
@@ -113,12 +114,14 @@ def compose_all(
 
 def _compose(name: str, lines: Sequence[str], folder: Path, folders: Sequence[Path]) -> DictConfig:
     ConfigStore.instance().store(name="schema", node=_Schema)
+    # Hydra looks for a group of the command line beside the file that it starts from, so that one is at the top.
+    ConfigStore.instance().store(name=_START, node={"defaults": [f"{name}@_global_", "_self_"]})
     home = folder.resolve()
     further = [f"hydra.searchpath=[file://{other.resolve()}]" for other in folders if other.resolve() != home]
     GlobalHydra.instance().clear()
     with initialize_config_dir(config_dir=str(home), version_base="1.3"):
         try:
-            return compose(config_name=name, overrides=[*lines, *further])
+            return compose(config_name=_START, overrides=[*lines, *further])
         except (HydraException, OmegaConfBaseException) as error:
             raise ValueError(_first_cause(error)) from error
 

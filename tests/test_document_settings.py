@@ -163,9 +163,9 @@ def test_the_command_line_says_what_is_wrong(
 
 
 def test_the_command_line_overrides_the_file_and_keeps_the_rest_of_it() -> None:
-    """configs/tiny_ocr.yaml has bypass mode, sequence weights and a band."""
+    """configs/tiny_ocr.yaml has bypass mode and a band."""
     file = composed()
-    assert (file.bypass_mode, file.rollout_is, file.rollout_rs) == (True, "sequence", "seq_mean_k1")
+    assert (file.bypass_mode, file.rollout_is, file.rollout_rs) == (True, None, "token_k1")
     changed = composed(f"{SECTION}.use_rollout_logprobs=false", f"{OTHER}.rollout_is=token")
     assert vars(changed) == vars(file) | {"bypass_mode": False, "rollout_is": "token"}
 

@@ -69,6 +69,25 @@ def test_the_reference_recipe() -> None:
     assert (correction.rollout_is, correction.rollout_rs) == (None, None)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_it_takes_the_correction_that_the_studies_found_best(name: str) -> None:
+    published, corrected = experiment(name), experiment(name, "+correction=recomputed")
+    corrected.validate()
+    found = corrected.algorithm.rollout_correction
+    assert (found.bypass_mode, found.rollout_is, found.rollout_rs) == (False, None, "token_k1")
+    assert found.rollout_rs_threshold == "auto:4"
+    assert corrected.actor == published.actor
+
+
+def test_it_takes_a_calibration_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "calibration").mkdir()
+    settings = "# @package _global_\nactor: {diffusion_loss: {clip_ratio: 7.0e-4}}\n"
+    (tmp_path / "calibration" / "measured.yaml").write_text(settings)
+    config = to_config(compose_config([f"+experiment={NAMES[0]}", "+calibration=measured"], config_dir=str(tmp_path)))
+    assert config.actor.diffusion_loss.clip_ratio == 7e-4
+    assert config.model.path == experiment(NAMES[0]).model.path
+
+
 def changes(name: str, base: str) -> dict[str, object]:
     """What differs between two experiments."""
 

@@ -32,7 +32,7 @@ from flowgrpo_rc.correction.steps import prepare
 
 REFERENCE_CLIP, REFERENCE_GUARD_CLIP = 1e-4, 2e-6
 REJECTED = 0.05  # what a calibrated band rejects of a clean rollout
-WITHIN, MARGIN = 0.99, 1.25  # a calibrated band ends a quarter above this quantile, as `flowgrpo-rc calibrate` has it
+WITHIN, MARGIN = 0.99, 1.25  # a calibrated band ends a quarter above this quantile
 # With as many steps in every window, seq_sum rejects what seq_mean rejects, and seq_max_k2 what seq_max_k3 does.
 CRITERIA = ("token_k1", "token_k2", "token_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k3", "step_kl")
 SWEEP = (0.1, 0.3, 1.0, 2.0, 4.0, 10.0)  # clip_ratio over the floor

@@ -26,6 +26,8 @@ MISMATCHES = {
 }
 STALE = ("stale_1", "stale_2", "stale_4", "stale_8")
 PRECISE = ("bf16", "int8", "rounding", "guidance")
+LOW_PRECISION = ("bf16", "int8", "int4", "rounding")
+STALE = tuple(name for name in MISMATCHES if name.startswith("stale"))
 SYSTEMATIC = tuple(name for name in MISMATCHES if name != "rounding")
 NAMES = {
     "bypass": "bypass, clip 1e-4",
@@ -202,6 +204,9 @@ ENTRIES: dict[str, Callable[[Cells], str]] = {
     "gradient_guard_lowest": lambda cells: fixed(lowest(cells, "guard_calibrated", "cosine")),
     "gradient_guard_recomputed_lowest": lambda cells: fixed(lowest(cells, "guard_recomputed", "cosine")),
     "gradient_sum_samples_int4": lambda cells: fixed(one(cells, "int4", UNBOUNDED, "effective_samples")),
+    "gradient_auto_k1": lambda cells: f"{highest(cells, 'bypass_auto_k1', 'rejected', LOW_PRECISION):.1%}",
+    "gradient_auto_step_kl": lambda cells: f"{highest(cells, 'bypass_auto_step_kl', 'rejected', LOW_PRECISION):.1%}",
+    "gradient_auto_stale": lambda cells: f"{highest(cells, 'bypass_auto_k1', 'rejected', STALE):.1%}",
     "gradient_sum_variance_int4": lambda cells: f"{one(cells, 'int4', UNBOUNDED, 'variance'):.0f}",
 }
 

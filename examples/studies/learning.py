@@ -111,7 +111,6 @@ QUICK_CELLS = (("fp32", "bypass"), ("fault", "is_rs"))
 CURVES = {
     "reward": "reward/mean",
     "clip_fraction": "actor/clip_fraction",
-    "logprob_abs_diff_mean": "rollout_corr/logprob_abs_diff_mean",
     "eff_sample_size": "rollout_corr/rollout_is_eff_sample_size",
     "rejected_fraction": "rollout_corr/rollout_rs_masked_fraction",
     "seconds": "timing_s/step",

@@ -89,19 +89,18 @@ def rewards(cells: Mapping[str, Cell]) -> str:
 def mechanics(cells: Mapping[str, Cell]) -> str:
     rows = []
     for (rollout, arm), runs in by_cell(cells).items():
-        first = _over_runs(runs, "logprob_abs_diff_mean", 1, ".1e")
-        clipped, rejected = (_over_runs(runs, name, None, ".1%") for name in ("clip_fraction", "rejected_fraction"))
-        size = _over_runs(runs, "eff_sample_size", None, ".4f")
+        clipped, rejected = (_over_runs(runs, name, ".1%") for name in ("clip_fraction", "rejected_fraction"))
+        size = _over_runs(runs, "eff_sample_size", ".4f")
         seconds = min(second for run in runs.values() for second in run["curves"]["seconds"])
         cpu = statistics.median(run["cpu_seconds"] for run in runs.values())
-        rows.append([rollout, f"`{arm}`", first, clipped, size, rejected, f"{seconds:.1f}", f"{cpu:.0f}"])
-    header = ["rollout", "arm", "mismatch at first", "clipped", "effective sample size", "rejected"]
+        rows.append([rollout, f"`{arm}`", clipped, size, rejected, f"{seconds:.1f}", f"{cpu:.0f}"])
+    header = ["rollout", "arm", "clipped", "effective sample size", "rejected"]
     return markdown([*header, "fastest iteration, s", "CPU seconds per run"], rows)
 
 
-def _over_runs(runs: Runs, curve: str, iterations: int | None, form: str) -> str:
-    """The mean over all runs and their first `iterations` (None: all), where the runs measure it."""
-    values = [value for run in runs.values() for value in run["curves"].get(curve, [])[:iterations]]
+def _over_runs(runs: Runs, curve: str, form: str) -> str:
+    """The mean over all runs and their iterations, where the runs measure it."""
+    values = [value for run in runs.values() for value in run["curves"].get(curve, [])]
     return format(statistics.mean(values), form) if values else NOTHING
 
 
