@@ -19,6 +19,7 @@ REFERENCE = ("fp32", "bypass")
 # Two-sided 95% quantiles of Student's t for 2, 3, ... values.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 NOTHING = "-"
+CLOSE = 0.03  # a difference of two cells' mean rewards that is called none
 
 Runs = Mapping[int, Cell]  # by seed
 
@@ -115,10 +116,70 @@ def done(cells: Mapping[str, Cell]) -> str:
     return str(len(cells))
 
 
+def reached(rollout: str, arm: str) -> Callable[[Mapping[str, Cell]], str]:
+    """The reward after training of a cell, with its interval."""
+    return lambda cells: str(after(by_cell(cells)[rollout, arm]))
+
+
+def gap(cells: Mapping[str, Cell], rollout: str, arm: str, to: tuple[str, str] = REFERENCE) -> Estimate:
+    """Reward after training less that of another cell."""
+    grouped = by_cell(cells)
+    found = difference(grouped[rollout, arm], grouped[to])
+    assert found is not None
+    return found
+
+
+def less(rollout: str, arm: str, to: tuple[str, str] = REFERENCE) -> Callable[[Mapping[str, Cell]], str]:
+    return lambda cells: gap(cells, rollout, arm, to).signed
+
+
+def over_runs(rollout: str, arm: str, curve: str, form: str) -> Callable[[Mapping[str, Cell]], str]:
+    return lambda cells: _over_runs(by_cell(cells)[rollout, arm], curve, form)
+
+
+def as_good(cells: Mapping[str, Cell], rollout: str, arm: str) -> bool:
+    """No run collapsed, and what the mean is short of the reference's is less than CLOSE."""
+    return collapsed(by_cell(cells)[rollout, arm]) == 0 and gap(cells, rollout, arm).mean > -CLOSE
+
+
+def worse(cells: Mapping[str, Cell], rollout: str, arm: str, to: tuple[str, str] = REFERENCE) -> bool:
+    """Below, with its whole interval."""
+    found = gap(cells, rollout, arm, to)
+    return found.mean + found.half < 0
+
+
+def all_collapse(cells: Mapping[str, Cell], rollout: str, arm: str) -> bool:
+    runs = by_cell(cells)[rollout, arm]
+    return collapsed(runs) == len(runs) and after(runs).mean < 0.1
+
+
 ENTRIES: dict[str, Callable[[Mapping[str, Cell]], str]] = {
     "learning_runs": done,
     "learning_before": before,
     "learning_rewards": rewards,
     "learning_mechanics": mechanics,
+    "learning_int4_recipe": reached("int4", "recipe"),
+    "learning_int4_clipped": over_runs("int4", "recipe", "clip_fraction", ".0%"),
+    "learning_int4_recomputed": less("int4", "recomputed"),
+    "learning_int4_guard": less("int4", "guard"),
+    "learning_bf16_recipe": less("bf16", "recipe"),
+    "learning_bf16_clipped": over_runs("bf16", "recipe", "clip_fraction", ".0%"),
+    "learning_bf16_calibrated": less("bf16", "calibrated"),
+    "learning_stale_recipe": less("stale", "recipe"),
+    "learning_stale_is": less("stale", "is"),
+    "learning_stale_size": over_runs("stale", "is", "eff_sample_size", ".6f"),
+    "learning_fault_recipe": reached("fault", "recipe"),
+    "learning_fault_is_rs": less("fault", "is_rs"),
+    "learning_fault_rejected": over_runs("fault", "is_rs", "rejected_fraction", ".0%"),
 }
-CLAIMS: dict[str, Callable[[Mapping[str, Cell]], bool]] = {}
+CLAIMS: dict[str, Callable[[Mapping[str, Cell]], bool]] = {
+    "learning_int4_collapses": lambda c: all_collapse(c, "int4", "recipe"),
+    "learning_int4_is_saved": lambda c: as_good(c, "int4", "recomputed") and as_good(c, "int4", "guard"),
+    "learning_bf16_costs": lambda c: worse(c, "bf16", "recipe") and not all_collapse(c, "bf16", "recipe"),
+    "learning_bf16_is_saved": lambda c: as_good(c, "bf16", "calibrated"),
+    "learning_stale_costs": lambda c: worse(c, "stale", "recipe") and worse(c, "stale", "recipe", ("stale", "is")),
+    "learning_stale_is_saved": lambda c: as_good(c, "stale", "is"),
+    "learning_weights_do_nothing": lambda c: float(ENTRIES["learning_stale_size"](c)) > 0.999,
+    "learning_fault_collapses": lambda c: all_collapse(c, "fault", "recipe"),
+    "learning_fault_is_found": lambda c: as_good(c, "fault", "is_rs"),
+}
