@@ -72,7 +72,9 @@ class Replay:
     def sized_trials(self, *, fitted: bool) -> Iterator[Trial]:
         """Every fault that has a size: with `fitted` that which is nearest to the record, otherwise a typical one."""
         yield self._schedule(fitted)
-        yield self._guidance(fitted)
+        yield self._guidance(self.model.cfg_key, fitted)
+        if self.model.embeds_guidance:
+            yield self._guidance("guidance_scale", fitted)
 
     def _schedule(self, fitted: bool) -> Trial:
         def residual(shift: float) -> float:
@@ -102,19 +104,21 @@ class Replay:
                 pattern = self._copy.log_probs(round_states(again, dtype, first)) - again.rollout_log_probs
                 yield Trial(cause="latents", fault=fault, residual=distance(pattern, observed))
 
-    def _guidance(self, fitted: bool) -> Trial:
-        batch, asked = self._batch, self.model.cfg_scale(self._spec)
+    def _guidance(self, key: str, fitted: bool) -> Trial:
+        """Of classifier-free guidance, or of that which the transformer takes as an input."""
+        batch, classifier_free = self._batch, key == self.model.cfg_key
+        asked = self.model.cfg_scale(self._spec) if classifier_free else self._spec.guidance_scale
         negative = batch.negative
-        if negative is None:
+        if negative is None and classifier_free:
             texts = [prompt.negative_text for prompt in self._rollout.request.prompts.prompts]
             negative = encode_unique(self.model, texts, self._spec.max_sequence_length)
 
         def residual(factor: float) -> float:
-            spec = with_guidance(self.model, batch.spec, asked * factor)
+            spec = with_guidance(batch.spec, key, asked * factor)
             return self._residual(lambda piece: piece.replace(spec=spec, negative=negative))
 
         factor = fit(residual, SCALES) if fitted else TYPICAL_SCALE
-        fault = f"guidance {asked * factor:.4g} in place of {asked:g}"
+        fault = f"{key} {asked * factor:.4g} in place of {asked:g}"
         return Trial(cause="guidance", fault=fault, residual=residual(factor))
 
     def _window(self) -> Iterator[Trial]:
