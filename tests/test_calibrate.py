@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,18 +11,31 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from conftest import read_rows
 
 from flowgrpo_rc.assemble import make_engine, make_processes, make_task
-from flowgrpo_rc.calibration.calibrate import compare, sample_all
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.calibration import calibrate as command
+from flowgrpo_rc.calibration.calibrate import compare, other_precisions, sample_all
 from flowgrpo_rc.calibration.causes import Diagnosis, check_record
 from flowgrpo_rc.calibration.faults import Lora, fit
-from flowgrpo_rc.calibration.measure import MOVEMENT, Mismatch, ask, plant_movements, sample
-from flowgrpo_rc.calibration.settings import choose, up
+from flowgrpo_rc.calibration.measure import (
+    MOVEMENT,
+    Copy,
+    Mismatch,
+    Rollout,
+    against_engine,
+    ask,
+    plant_movements,
+    sample,
+)
+from flowgrpo_rc.calibration.settings import Settings, bound_of, check_modes, choose, up
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.compose import compose_config, to_config
+from flowgrpo_rc.config import Config
+from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.losses.diffusion import diffusion_loss
+from flowgrpo_rc.policies.base import Measured
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.training.lora import lora_parameters
 
@@ -53,13 +66,17 @@ class Bench:
         self.config.rollout.name, self.config.rollout.dtype = name, dtype
         engine = make_engine(self.config, self.task)
         rollouts = sample_all(self.config, self.task.model, engine, self.lora, self.prompts)
-        return compare(self.config, self.task, rollouts, self.lora)[1]
+        return compare(self.config, self.task, rollouts, self.lora).diagnosis
 
 
 @pytest.fixture(scope="module")
 def bench(checkpoint: Path, prompt_file: Path) -> Bench:
+    return small_bench(checkpoint, prompt_file)
+
+
+def small_bench(model_path: Path, prompt_file: Path) -> Bench:
     return Bench(
-        f"model.path={checkpoint}",
+        f"model.path={model_path}",
         "model.lora_rank=4",
         "model.lora_alpha=8",
         f"data.train_files={prompt_file}",
@@ -114,6 +131,41 @@ def test_what_nothing_explains_is_said_to_be_unexplained(bench: Bench) -> None:
     assert (found.cause, found.healthy) == (None, False)
     assert "no known fault explains" in found.sentence()
     assert "it is as large as that of bf16" in found.sentence()
+
+
+def test_the_guidance_that_a_transformer_takes_is_tried_too(saved: Callable[[str], Path], prompt_file: Path) -> None:
+    found = small_bench(saved("FluxPipeline"), prompt_file).diagnose("faulty_engines.Guidance", "fp32")
+    assert found.explanation is not None, found
+    assert found.explanation.fault == "guidance_scale 4.545 in place of 4.5"
+
+
+def test_copies_come_one_after_the_other(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: weakref.WeakSet[Copy] = weakref.WeakSet()
+    made = []
+
+    class Watched(Copy):
+        def __init__(self, *given: Any) -> None:
+            assert len(alive) == 0
+            super().__init__(*given)
+            alive.add(self)
+            made.append(self.precision)
+
+    monkeypatch.setattr(command, "Copy", Watched)
+    bench.diagnose("diffusers", "bf16")
+    assert made == ["fp16", "bf16"]
+
+
+@pytest.mark.parametrize(
+    ("given", "others"),
+    [
+        (["model.dtype=fp32", "rollout.dtype=bf16"], ["fp16"]),
+        (["model.dtype=bf16", "rollout.dtype=bf16"], ["fp16"]),  # fp32 would be twice as large
+        (["model.dtype=fp32", "rollout.dtype=bf16", "trainer.mixed_precision=bf16"], ["fp32", "fp16"]),
+        (["model.dtype=fp32", "rollout.dtype=fp32", "trainer.mixed_precision=bf16"], ["fp16", "bf16"]),
+    ],
+)
+def test_no_copy_is_larger_than_the_trainer(given: list[str], others: list[str]) -> None:
+    assert other_precisions(configured(*given)) == others
 
 
 RECORDS = {
@@ -180,8 +232,26 @@ def mismatch(*scales: float) -> Mismatch:
     )
 
 
-def settings(found: Mismatch, *overrides: str, mode: str = "auto", cause: str | None = None) -> Any:
-    return choose(to_config(compose_config(list(overrides))), found, mode=mode, cause=cause)
+KEY = "algorithm.rollout_correction"
+CLIP, THRESHOLD = "actor.diffusion_loss.clip_ratio", "actor.diffusion_loss.kl_threshold"
+REINFORCE = [f"{KEY}.loss_type=reinforce", f"{KEY}.bypass_mode=true"]
+PEERS = ["rollout.algo.sde_type=cps", "rollout.algo.log_prob_convention=peers", "rollout.algo.noise_level=0.8"]
+STD, KL = 0.5, 3e-6  # of the steps
+
+
+def configured(*overrides: str) -> Config:
+    return to_config(compose_config(list(overrides)))
+
+
+def settings(found: Mismatch, *overrides: str, mode: str = "auto", doubt: str | None = None) -> Settings:
+    config, differences = configured(*overrides), found.differences
+    std, kl = torch.full_like(differences, STD), torch.full_like(differences, KL)
+    measured = Measured(differences, GaussianSteps(std, -std, kl), None)
+    return choose(config, bound_of(config, differences, measured), mode=mode, doubt=doubt)
+
+
+def loss_mode(name: str) -> str:
+    return f"actor.diffusion_loss.loss_mode={name}"
 
 
 Z99 = 2.5758  # of |z|
@@ -200,30 +270,110 @@ Z99 = 2.5758  # of |z|
 )
 def test_mode_and_band_follow_the_rule(scales: tuple[float, ...], bypass: bool, clip: float) -> None:
     found = settings(mismatch(*scales))
-    assert (found.bypass_mode, found.clip_ratio) == (bypass, pytest.approx(clip, rel=1e-6))
+    assert (found.bypass_mode, found.values[CLIP]) == (bypass, pytest.approx(clip, rel=1e-6))
     assert found.reason.startswith("Bypass mode" if bypass else "Decoupled mode")
+    assert any("loss_mode=grpo_guard" in note for note in found.notes) is not bypass  # which needs no small mismatch
 
 
 def test_a_mode_can_be_asked_for_and_a_fault_gets_no_room() -> None:
     assert not settings(mismatch(1e-4), mode="decoupled").bypass_mode
     forced = settings(mismatch(1e-3), mode="bypass")
-    assert (forced.bypass_mode, forced.clip_ratio) == (True, pytest.approx(up(1.25 * Z99 * 1e-3)))
-    assert "wider than sensible" in forced.reason
-    faulty = settings(mismatch(1e-4), cause="guidance")
-    assert (faulty.bypass_mode, faulty.clip_ratio) == (False, 1e-4)
-    assert "guidance" in faulty.reason
+    assert (forced.bypass_mode, forced.values[CLIP]) == (True, pytest.approx(up(1.25 * Z99 * 1e-3)))
+    assert "though it is wider" in forced.reason
+    faulty = settings(mismatch(1e-4), doubt="the guidance is wrong")
+    assert (faulty.bypass_mode, faulty.values[CLIP]) == (False, 1e-4)
+    assert "since the guidance is wrong" in faulty.reason
+    assert (
+        "though the guidance is wrong" in settings(mismatch(1e-4), mode="bypass", doubt="the guidance is wrong").reason
+    )
+    beyond = settings(mismatch(1.0), mode="bypass")  # training would refuse such a clip
+    assert (beyond.bypass_mode, beyond.values[CLIP]) == (False, 1e-4)
+    assert "no clip_ratio below 1" in beyond.reason
 
 
-def test_peers_log_probs_and_other_losses_have_their_own_bands() -> None:
-    peers = ["rollout.algo.sde_type=cps", "rollout.algo.log_prob_convention=peers", "rollout.algo.noise_level=0.8"]
-    assert settings(mismatch(1e-9), *peers).clip_ratio == 1e-5
-    assert settings(mismatch(1e-4), *peers).bypass_mode is False
-    guard = ["actor.diffusion_loss.loss_mode=grpo_guard", "algorithm.rollout_correction.rollout_rs=null"]
-    found = settings(mismatch(1e-9), *guard)
-    assert (found.bypass_mode, found.clip_ratio) == (False, None)
-    assert "clip_ratio" not in yaml.safe_load(found.yaml([])).get("actor", {})
-    with pytest.raises(ValueError, match=re.escape("--mode bypass: the band of actor.diffusion_loss.loss_mode=")):
-        settings(mismatch(1e-9), *guard, mode="bypass")
+@pytest.mark.parametrize(
+    ("cause", "healthy", "doubted"), [(None, True, False), (None, False, True), ("lora", False, True)]
+)
+def test_what_is_not_explained_is_no_noise(cause: str | None, healthy: bool, doubted: bool) -> None:
+    found = [] if cause is None else [(cause, "it is off")]
+    numbers = {"mismatch": 1e-4, "floor": 1e-5, "as_recorded": 1e-4, "resolution": 1e-8}
+    diagnosis = Diagnosis(**numbers, trials=[], found=found, explanation=None, similar=None, healthy=healthy)
+    chosen = settings(mismatch(1e-4), doubt=diagnosis.doubt)
+    assert chosen.bypass_mode is not doubted
+    assert doubted is (diagnosis.doubt is not None and diagnosis.doubt in chosen.reason)
+
+
+def test_peers_log_probs_have_their_own_band() -> None:
+    assert settings(mismatch(1e-9), *PEERS).values[CLIP] == 1e-5
+    assert settings(mismatch(1e-4), *PEERS).bypass_mode is False
+
+
+def test_guard_is_in_bypass_mode_with_a_clip_on_its_own_ratio() -> None:
+    """However large the mismatch is; the log-ratio of Guard is (mismatch + KL) std."""
+    guard = loss_mode("grpo_guard")
+    for scale in (1e-4, 1e-2):
+        found = settings(mismatch(scale, scale), guard)
+        assert found.bypass_mode
+        assert found.values[CLIP] == pytest.approx(up(1.25 * STD * Z99 * scale), rel=1e-6)
+        assert settings(mismatch(scale), guard, doubt="it is off").bypass_mode is False
+    assert settings(mismatch(1e-9, 1e-9), guard).values[CLIP] == 2e-6
+    recomputed = settings(mismatch(1e-4), guard, mode="decoupled")
+    assert (recomputed.bypass_mode, recomputed.values[CLIP]) == (False, 2e-6)
+    assert "docs/evidence.md" in recomputed.notes[0]
+
+
+def test_the_threshold_of_flow_dppo_is_on_the_kl() -> None:
+    found = settings(mismatch(1e-4), loss_mode("flow_dppo"))
+    assert (found.bypass_mode, found.values[THRESHOLD], CLIP in found.values) == (True, 1e-5, False)
+    config, differences = configured(loss_mode("flow_dppo")), mismatch(1e-4).differences
+    for kl, bypass, threshold in ((4e-5, True, 5e-5), (1e-4, False, 1e-5)):
+        gaussian = GaussianSteps(torch.ones(1), torch.ones(1), torch.full_like(differences, kl))
+        bound = bound_of(config, differences, Measured(differences, gaussian, None))
+        chosen = choose(config, bound, mode="auto", doubt=None)
+        assert (chosen.bypass_mode, chosen.values[THRESHOLD]) == (bypass, pytest.approx(threshold, rel=0.03))
+
+
+def test_reinforce_has_its_mode_and_no_clip() -> None:
+    for doubt in (None, "it is off"):
+        found = settings(mismatch(1e-2), *REINFORCE, doubt=doubt)
+        assert (found.bypass_mode, CLIP in found.values) == (True, False)
+        found.applied(configured(*REINFORCE)).validate()
+    with pytest.raises(ValueError, match="--mode decoupled"):
+        check_modes(configured(*REINFORCE), "decoupled")
+
+
+BYPASS, DECOUPLED = f"{KEY}.bypass_mode=true", f"{KEY}.bypass_mode=false"
+
+
+@pytest.mark.parametrize(
+    ("given", "mode", "key", "value"),
+    [
+        ([DECOUPLED, "actor.old_log_probs=recompute"], "bypass", "actor.old_log_probs", "auto"),
+        ([DECOUPLED, f"{KEY}.exclude_rejected=true"], "bypass", f"{KEY}.exclude_rejected", None),
+        ([DECOUPLED, f"{KEY}.rollout_is_batch_normalize=true"], "bypass", f"{KEY}.rollout_is_batch_normalize", False),
+        ([DECOUPLED, f"{KEY}.rollout_is_mode=mask"], "bypass", f"{KEY}.rollout_is_mode", None),
+        ([BYPASS, f"{KEY}.bypass_level=window"], "decoupled", f"{KEY}.bypass_level", "step"),
+    ],
+)
+def test_what_the_chosen_mode_refuses_is_put_right(given: list[str], mode: str, key: str, value: object) -> None:
+    config = configured(*given)
+    config.validate()
+    check_modes(config, "auto")
+    found = settings(mismatch(1e-4), *given, mode=mode)
+    assert key in found.values
+    assert found.values[key] == value
+    assert any(note.startswith(f"{key}=") and mode in note for note in found.notes)
+    found.applied(config).validate()
+    other = "decoupled" if mode == "bypass" else "bypass"
+    assert key not in settings(mismatch(1e-4), *given, mode=other).values  # that which it is configured for
+
+
+def test_the_file_says_what_is_applied(tmp_path: Path) -> None:
+    found = settings(mismatch(1e-4), DECOUPLED, f"{KEY}.exclude_rejected=true", mode="bypass")
+    (tmp_path / "calibration").mkdir()
+    (tmp_path / "calibration" / "measured.yaml").write_text(found.yaml(["A header."]))
+    composed = to_config(compose_config(["+calibration=measured"], config_dir=str(tmp_path)))
+    assert composed == found.applied(configured())
 
 
 @pytest.mark.parametrize(
@@ -284,6 +434,9 @@ def test_the_folder_of_a_result(calibrate: Callable[..., int], tmp_path: Path, c
         (["--name", "a/b"], "--name a/b"),
         (["data.replay_dir=/nowhere"], "calibrate measures an engine"),
         (["rollout.name=nobody"], "no plug-in 'nobody'"),
+        (["--prompts", "9"], "--prompts 9: data.train_files has 8"),
+        (["rollout.name=faulty_engines.NanLogProbs"], "2 of 6 log-probs of the engine are nan or inf, at steps [1]"),
+        (["rollout.name=faulty_engines.InfLogProbs"], "2 of 6 log-probs of the engine are nan or inf, at steps [2]"),
     ],
 )
 def test_bad_input_is_refused(
@@ -301,6 +454,7 @@ def test_text_models_are_refused(capsys: pytest.CaptureFixture, tmp_path: Path) 
 
 # The bundled model, whose rollout is bf16 -----------------------------------------------------------------------------
 
+GUIDED = "rollout.pipeline.guidance_scale=4.5"
 QUICK = ["reward.terms.ocr=null", "reward.terms.jpeg.weight=1.0", "rollout.val_kwargs.n=8", "trainer.device=cpu"]
 # One update of all samples, so that every ratio is that before any update.
 ONE_UPDATE = [*QUICK, "actor.ppo_mini_batch_size=8", "trainer.total_training_steps=1"]
@@ -317,18 +471,56 @@ def clipped_before_update(run: Path, *settings: str, config_dir: Path | None = N
     options = [] if config_dir is None else ["--config-dir", str(config_dir)]
     assert main(["train", *options, *ONE_UPDATE, *settings, f"trainer.output_dir={run}"]) == 0
     row = read_rows(run)[1]
-    assert row["actor/rollout_corr/pre_update_clip_fraction"] == row["actor/clip_fraction"]
-    return row["actor/clip_fraction"]
+    found = [value for name, value in row.items() if name.endswith("rollout_corr/pre_update_clip_fraction")]
+    assert found == [row["actor/clip_fraction"]]
+    return found[0]
 
 
 def test_noise_is_not_clipped_with_the_written_settings(calibrated: Path, tmp_path: Path) -> None:
     measured = json.loads((calibrated / "calibration.json").read_text())
     assert measured["diagnosis"]["cause"] is None
-    assert measured["settings"]["bypass_mode"] is True
-    with_settings = clipped_before_update(tmp_path / "calibrated", "+calibration=measured", config_dir=calibrated)
-    assert with_settings < 0.02
-    # The published recipe without guidance, whose window is this run's.
-    assert clipped_before_update(tmp_path / "reference", "actor.diffusion_loss.clip_ratio=1e-5") > 0.3
+    assert measured["settings"][f"{KEY}.bypass_mode"] is True
+    assert clipped_before_update(tmp_path / "calibrated", "+calibration=measured", config_dir=calibrated) < 0.02
+
+
+def test_noise_is_not_clipped_under_the_guidance_of_the_reference(tmp_path: Path) -> None:
+    """4.5, where a band that holds the mismatch would be too wide for bypass mode."""
+    few = [GUIDED, "data.train_batch_size=2", "actor.ppo_mini_batch_size=2"]
+    assert main(["calibrate", *QUICK, *few, "--prompts", "2", "--out", str(tmp_path / "out")]) == 0
+    measured = json.loads((tmp_path / "out" / "calibration.json").read_text())
+    assert measured["diagnosis"]["cause"] is None
+    assert (measured["settings"][f"{KEY}.bypass_mode"], measured["settings"][CLIP]) == (False, 1e-4)
+    reference = clipped_before_update(tmp_path / "reference", *few, f"{CLIP}=1e-4", BYPASS)
+    assert reference > 0.3
+    assert measured["clipped_before_update"]["0.0001"] == pytest.approx(reference, abs=0.1)
+    chosen = clipped_before_update(tmp_path / "chosen", *few, "+calibration=measured", config_dir=tmp_path / "out")
+    assert chosen == 0  # the ratio of the first update is 1
+
+
+def test_guard_is_calibrated_under_the_guidance_of_the_reference() -> None:
+    """In bypass mode, and on samples of another prompt."""
+    bench = Bench(*QUICK, GUIDED, loss_mode("grpo_guard"))
+    config, policy = bench.config, bench.task.policy
+    engine = make_engine(config, bench.task)
+
+    def sampled(prompt: Prompt) -> Rollout:
+        return sample(engine, ask(config, [prompt], 24, config.rollout.spec(), keep_means=True))
+
+    first, other = map(sampled, config.read_prompts()[0].step(0)[:2])
+    found = policy.measure(first.batch, 24)
+    bound = bound_of(config, against_engine(first, found.log_probs, 4.5).differences, found)
+    settings = choose(config, bound, mode="auto", doubt=None)
+    assert settings.bypass_mode
+
+    found = policy.measure(other.batch, 24)
+    batch = other.batch.replace(old_log_probs=other.recorded, advantages=torch.ones_like(other.recorded))
+
+    def clipped(clip_ratio: float) -> float:
+        config.actor.diffusion_loss.clip_ratio = clip_ratio
+        return diffusion_loss(config.loss(), found.log_probs, batch, found.gaussian)[1].compute()["clip_fraction"]
+
+    assert clipped(settings.values[CLIP]) < 0.02
+    assert clipped(2e-6) > 0.3
 
 
 def test_a_movement_of_ten_floors_is_clipped(calibrated: Path) -> None:
