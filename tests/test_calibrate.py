@@ -426,6 +426,19 @@ def test_the_folder_of_a_result(calibrate: Callable[..., int], tmp_path: Path, c
     assert "bypass_mode: false" in (out / "calibration" / "fp32.yaml").read_text()
 
 
+def test_the_file_of_another_loss(calibrate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert calibrate("rollout.dtype=bf16", "rollout.n=8", loss_mode("grpo_guard"), f"{KEY}.exclude_rejected=true") == 0
+    written = json.loads((tmp_path / "out" / "calibration.json").read_text())
+    shown, chosen = capsys.readouterr().out, written["settings"]
+    composed = compose_config(["+calibration=measured"], config_dir=str(tmp_path / "out"))
+    assert (composed.algorithm.rollout_correction.bypass_mode, chosen[f"{KEY}.exclude_rejected"]) == (True, None)
+    assert composed.actor.diffusion_loss.clip_ratio == chosen[CLIP] > 2e-6
+    shares = written["clipped_before_update"]
+    assert shares[f"{chosen[CLIP]:g}"] < 0.02 < 0.3 < shares["2e-06"]
+    assert all(line in shown for line in (written["reason"], *written["notes"]))
+    assert f"{KEY}.exclude_rejected=true does not go with bypass mode" in shown
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

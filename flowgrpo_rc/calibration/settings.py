@@ -167,7 +167,7 @@ def _advice(config: Config, *, guard: bool, fits: bool) -> list[str]:
         return []
     return [
         "Recomputed log-probs end the pull of the clip, but the gradient stays biased where the mismatch is large; "
-        f"that of {DIFFUSION_KEY}.loss_mode=grpo_guard in bypass mode, calibrated anew, is not (docs/evidence.md)."
+        f"that of {DIFFUSION_KEY}.loss_mode=grpo_guard, calibrated for bypass mode, is nearly right (docs/evidence.md)."
     ]
 
 
