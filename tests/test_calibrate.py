@@ -16,7 +16,7 @@ from conftest import read_rows
 from flowgrpo_rc.assemble import make_engine, make_processes, make_task
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.calibration import calibrate as command
-from flowgrpo_rc.calibration.calibrate import compare, other_precisions, sample_all
+from flowgrpo_rc.calibration.calibrate import compare, other_precisions, same_as_trainer, sample_all
 from flowgrpo_rc.calibration.causes import Diagnosis, check_record
 from flowgrpo_rc.calibration.faults import Lora, fit
 from flowgrpo_rc.calibration.measure import (
@@ -156,16 +156,18 @@ def test_copies_come_one_after_the_other(bench: Bench, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("given", "others"),
+    ("given", "others", "same"),
     [
-        (["model.dtype=fp32", "rollout.dtype=bf16"], ["fp16"]),
-        (["model.dtype=bf16", "rollout.dtype=bf16"], ["fp16"]),  # fp32 would be twice as large
-        (["model.dtype=fp32", "rollout.dtype=bf16", "trainer.mixed_precision=bf16"], ["fp32", "fp16"]),
-        (["model.dtype=fp32", "rollout.dtype=fp32", "trainer.mixed_precision=bf16"], ["fp16", "bf16"]),
+        (["model.dtype=fp32", "rollout.dtype=bf16"], ["fp16"], "fp32"),
+        (["model.dtype=bf16", "rollout.dtype=bf16"], ["fp16"], "bf16"),  # fp32 would be twice as large
+        (["model.dtype=fp32", "rollout.dtype=bf16", "trainer.mixed_precision=bf16"], ["fp32", "fp16"], None),
+        (["model.dtype=fp32", "rollout.dtype=fp32", "trainer.mixed_precision=bf16"], ["fp16", "bf16"], None),
     ],
 )
-def test_no_copy_is_larger_than_the_trainer(given: list[str], others: list[str]) -> None:
-    assert other_precisions(configured(*given)) == others
+def test_no_copy_is_larger_than_the_trainer(given: list[str], others: list[str], same: str | None) -> None:
+    """And none is left out of the table but one that is the trainer's network once more."""
+    config = configured(*given)
+    assert (other_precisions(config), same_as_trainer(config)) == (others, same)
 
 
 RECORDS = {

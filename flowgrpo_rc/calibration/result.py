@@ -141,8 +141,9 @@ def show(found: Calibration, folder: Folder) -> None:
 
 
 def clipped(bound: Bound, shares: Mapping[float, float]) -> str:
-    listed = ", ".join(f"{100 * share:.1f}% by {bound.key} {value:g}" for value, share in shares.items())
-    return f"clipped before any update, in bypass mode: {listed}"
+    """Which share of the steps is beyond some bounds, in words."""
+    listed = ", ".join(f"{100 * share:.1f}% with {bound.key}={value:g}" for value, share in shares.items())
+    return f"beyond the bound before any update, in bypass mode: {listed}"
 
 
 def mismatch_table(mismatches: Sequence[Mismatch]) -> Table:
