@@ -10,7 +10,7 @@ from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
-from omegaconf import OmegaConf
+import yaml
 from torch import Tensor
 
 from flowgrpo_rc.calibration.measure import robust
@@ -99,11 +99,12 @@ class Settings:
 
     def yaml(self, header: Sequence[str]) -> str:
         """A file of the group `calibration`, for `--config-dir OUT +calibration=NAME`."""
-        tree = OmegaConf.create()
+        tree: dict[str, Any] = {}
         for key, value in self.values.items():
-            OmegaConf.update(tree, key, value)
-        comments = [f"# {line}\n" for line in (*header, self.reason, *self.notes)]
-        return f"# @package _global_\n{''.join(comments)}{OmegaConf.to_yaml(tree)}"
+            *path, name = key.split(".")
+            reduce(lambda node, part: node.setdefault(part, {}), path, tree)[name] = value
+        comments = [f"# {line}\n" for line in ("@package _global_", *header, self.reason, *self.notes)]
+        return "".join(comments) + yaml.safe_dump(tree, sort_keys=False)
 
     def applied(self, config: Config) -> Config:
         """A copy of the configuration with these settings."""
@@ -187,12 +188,16 @@ def _settings(
         for key, refused, instead in REFUSED[bypass_mode]:
             if reduce(getattr, key.split("."), config) == refused:
                 values[key] = instead
-                given, taken = (json.dumps(value).strip('"') for value in (refused, instead))
                 resets.append(
-                    f"{key}={given} does not go with {mode} mode: the file sets {taken}; drop yours from the command "
-                    "line, which wins over the file."
+                    f"{key}={_scalar(refused)} does not go with {mode} mode: the file sets {_scalar(instead)}; drop "
+                    "yours from the command line, which wins over the file."
                 )
     return Settings(values=values, reason=reason, notes=[*notes, *resets])
+
+
+def _scalar(value: object) -> str:
+    """As it is written."""
+    return json.dumps(value).strip('"')
 
 
 def up(value: float) -> float:
