@@ -139,6 +139,7 @@ def test_reinforce_has_its_mode_and_no_clip() -> None:
 
 
 BYPASS, DECOUPLED = f"{KEY}.bypass_mode=true", f"{KEY}.bypass_mode=false"
+WEIGHTS = f"{KEY}.rollout_is=token"
 
 
 @pytest.mark.parametrize(
@@ -146,8 +147,13 @@ BYPASS, DECOUPLED = f"{KEY}.bypass_mode=true", f"{KEY}.bypass_mode=false"
     [
         ([DECOUPLED, "actor.old_log_probs=recompute"], "bypass", "actor.old_log_probs", "auto"),
         ([DECOUPLED, f"{KEY}.exclude_rejected=true"], "bypass", f"{KEY}.exclude_rejected", None),
-        ([DECOUPLED, f"{KEY}.rollout_is_batch_normalize=true"], "bypass", f"{KEY}.rollout_is_batch_normalize", False),
-        ([DECOUPLED, f"{KEY}.rollout_is_mode=mask"], "bypass", f"{KEY}.rollout_is_mode", None),
+        (
+            [DECOUPLED, WEIGHTS, f"{KEY}.rollout_is_batch_normalize=true"],
+            "bypass",
+            f"{KEY}.rollout_is_batch_normalize",
+            False,
+        ),
+        ([DECOUPLED, WEIGHTS, f"{KEY}.rollout_is_mode=mask"], "bypass", f"{KEY}.rollout_is_mode", None),
         ([BYPASS, f"{KEY}.bypass_level=window"], "decoupled", f"{KEY}.bypass_level", "step"),
     ],
 )
