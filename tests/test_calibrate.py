@@ -372,7 +372,11 @@ def test_guard_is_calibrated_under_the_guidance_of_the_reference() -> None:
     assert settings.bypass_mode
 
     found = policy.measure(other.batch, 24)
-    batch = other.batch.replace(old_log_probs=other.recorded, advantages=torch.ones_like(other.recorded))
+    batch = other.batch.replace(
+        old_log_probs=other.recorded,
+        advantages=torch.ones_like(other.recorded),
+        rejection_mask=other.batch.valid,  # what the bands decide before an update
+    )
 
     def clipped(clip_ratio: float) -> float:
         config.actor.diffusion_loss.clip_ratio = clip_ratio
