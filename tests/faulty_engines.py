@@ -42,6 +42,21 @@ class LateLogProbs(Recorded):
         return batch.replace(rollout_log_probs=batch.rollout_log_probs.roll(-1, 1))
 
 
+class NanLogProbs(Recorded):
+    """One step overflows."""
+
+    step, value = 1, float("nan")
+
+    def record(self, batch: Any) -> Any:
+        log_probs = batch.rollout_log_probs.clone()
+        log_probs[:, self.step] = self.value
+        return batch.replace(rollout_log_probs=log_probs)
+
+
+class InfLogProbs(NanLogProbs):
+    step, value = 2, float("-inf")
+
+
 class OtherSettings(DiffusersEngine):
     """Samples with changed settings and records those that were asked for."""
 

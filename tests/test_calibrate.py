@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,21 +11,34 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from conftest import read_rows
 
 from flowgrpo_rc.assemble import make_engine, make_processes, make_task
-from flowgrpo_rc.calibration.calibrate import compare, sample_all
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.calibration import calibrate as command
+from flowgrpo_rc.calibration.calibrate import compare, other_precisions, same_as_trainer, sample_all
 from flowgrpo_rc.calibration.causes import Diagnosis, check_record
 from flowgrpo_rc.calibration.faults import Lora, fit
-from flowgrpo_rc.calibration.measure import MOVEMENT, Mismatch, ask, plant_movements, sample
-from flowgrpo_rc.calibration.settings import choose, up
+from flowgrpo_rc.calibration.measure import (
+    MOVEMENT,
+    Copy,
+    Rollout,
+    against_engine,
+    ask,
+    plant_movements,
+    sample,
+)
+from flowgrpo_rc.calibration.settings import bound_of, choose
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.compose import compose_config, to_config
+from flowgrpo_rc.config import Config
 from flowgrpo_rc.losses.diffusion import diffusion_loss
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.training.lora import lora_parameters
 
+KEY = "algorithm.rollout_correction"
+CLIP, BYPASS = "actor.diffusion_loss.clip_ratio", f"{KEY}.bypass_mode=true"
+GUARD = "actor.diffusion_loss.loss_mode=grpo_guard"
 FAULTS = {
     "Bf16Latents": "latents",
     "Bf16Timestep": "timestep",
@@ -53,13 +66,21 @@ class Bench:
         self.config.rollout.name, self.config.rollout.dtype = name, dtype
         engine = make_engine(self.config, self.task)
         rollouts = sample_all(self.config, self.task.model, engine, self.lora, self.prompts)
-        return compare(self.config, self.task, rollouts, self.lora)[1]
+        return compare(self.config, self.task, rollouts, self.lora).diagnosis
 
 
 @pytest.fixture(scope="module")
 def bench(checkpoint: Path, prompt_file: Path) -> Bench:
+    return small_bench(checkpoint, prompt_file)
+
+
+def configured(*overrides: str) -> Config:
+    return to_config(compose_config(list(overrides)))
+
+
+def small_bench(model_path: Path, prompt_file: Path) -> Bench:
     return Bench(
-        f"model.path={checkpoint}",
+        f"model.path={model_path}",
         "model.lora_rank=4",
         "model.lora_alpha=8",
         f"data.train_files={prompt_file}",
@@ -116,6 +137,43 @@ def test_what_nothing_explains_is_said_to_be_unexplained(bench: Bench) -> None:
     assert "it is as large as that of bf16" in found.sentence()
 
 
+def test_the_guidance_that_a_transformer_takes_is_tried_too(saved: Callable[[str], Path], prompt_file: Path) -> None:
+    found = small_bench(saved("FluxPipeline"), prompt_file).diagnose("faulty_engines.Guidance", "fp32")
+    assert found.explanation is not None, found
+    assert found.explanation.fault == "guidance_scale 4.545 in place of 4.5"
+
+
+def test_copies_come_one_after_the_other(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: weakref.WeakSet[Copy] = weakref.WeakSet()
+    made = []
+
+    class Watched(Copy):
+        def __init__(self, *given: Any) -> None:
+            assert len(alive) == 0
+            super().__init__(*given)
+            alive.add(self)
+            made.append(self.precision)
+
+    monkeypatch.setattr(command, "Copy", Watched)
+    bench.diagnose("diffusers", "bf16")
+    assert made == ["fp16", "bf16"]
+
+
+@pytest.mark.parametrize(
+    ("given", "others", "same"),
+    [
+        (["model.dtype=fp32", "rollout.dtype=bf16"], ["fp16"], "fp32"),
+        (["model.dtype=bf16", "rollout.dtype=bf16"], ["fp16"], "bf16"),  # fp32 would be twice as large
+        (["model.dtype=fp32", "rollout.dtype=bf16", "trainer.mixed_precision=bf16"], ["fp32", "fp16"], None),
+        (["model.dtype=fp32", "rollout.dtype=fp32", "trainer.mixed_precision=bf16"], ["fp16", "bf16"], None),
+    ],
+)
+def test_no_copy_is_larger_than_the_trainer(given: list[str], others: list[str], same: str | None) -> None:
+    """And none is left out of the table but one that is the trainer's network once more."""
+    config = configured(*given)
+    assert (other_precisions(config), same_as_trainer(config)) == (others, same)
+
+
 RECORDS = {
     "settings": lambda batch: batch.replace(spec=replace(batch.spec, guidance_scale=4.6)),
     "schedule": lambda batch: batch.replace(sigmas=batch.sigmas * 1.001),
@@ -165,75 +223,6 @@ def test_a_size_is_fitted(size: float) -> None:
     assert len(asked) < 40
 
 
-# The settings ---------------------------------------------------------------------------------------------------------
-
-
-def mismatch(*scales: float) -> Mismatch:
-    """Normal differences, of a standard deviation for each step."""
-    normal = torch.distributions.Normal(0.0, 1.0).icdf(torch.arange(1, 20000).double() / 20000)
-    return Mismatch(
-        guidance=1.0,
-        precision="bf16",
-        engine=True,
-        timesteps=range(len(scales)),
-        differences=normal.unsqueeze(1) * torch.tensor(scales).double(),
-    )
-
-
-def settings(found: Mismatch, *overrides: str, mode: str = "auto", cause: str | None = None) -> Any:
-    return choose(to_config(compose_config(list(overrides))), found, mode=mode, cause=cause)
-
-
-Z99 = 2.5758  # of |z|
-
-
-@pytest.mark.parametrize(
-    ("scales", "bypass", "clip"),
-    [
-        ((1e-9, 1e-9), True, 1e-4),  # the reference's band is wide enough
-        ((3e-5, 3e-5), True, 1e-4),
-        ((1e-4, 1e-4), True, up(1.25 * Z99 * 1e-4)),
-        ((3e-4, 3e-4), True, up(1.25 * Z99 * 3e-4)),
-        ((4e-4, 4e-4), False, 1e-4),  # ten times the reference
-        ((1e-4, 1e-4, 1e-4, 1e-3), False, 1e-4),  # seven floors
-    ],
-)
-def test_mode_and_band_follow_the_rule(scales: tuple[float, ...], bypass: bool, clip: float) -> None:
-    found = settings(mismatch(*scales))
-    assert (found.bypass_mode, found.clip_ratio) == (bypass, pytest.approx(clip, rel=1e-6))
-    assert found.reason.startswith("Bypass mode" if bypass else "Decoupled mode")
-
-
-def test_a_mode_can_be_asked_for_and_a_fault_gets_no_room() -> None:
-    assert not settings(mismatch(1e-4), mode="decoupled").bypass_mode
-    forced = settings(mismatch(1e-3), mode="bypass")
-    assert (forced.bypass_mode, forced.clip_ratio) == (True, pytest.approx(up(1.25 * Z99 * 1e-3)))
-    assert "wider than sensible" in forced.reason
-    faulty = settings(mismatch(1e-4), cause="guidance")
-    assert (faulty.bypass_mode, faulty.clip_ratio) == (False, 1e-4)
-    assert "guidance" in faulty.reason
-
-
-def test_peers_log_probs_and_other_losses_have_their_own_bands() -> None:
-    peers = ["rollout.algo.sde_type=cps", "rollout.algo.log_prob_convention=peers", "rollout.algo.noise_level=0.8"]
-    assert settings(mismatch(1e-9), *peers).clip_ratio == 1e-5
-    assert settings(mismatch(1e-4), *peers).bypass_mode is False
-    guard = ["actor.diffusion_loss.loss_mode=grpo_guard", "algorithm.rollout_correction.rollout_rs=null"]
-    found = settings(mismatch(1e-9), *guard)
-    assert (found.bypass_mode, found.clip_ratio) == (False, None)
-    assert "clip_ratio" not in yaml.safe_load(found.yaml([])).get("actor", {})
-    with pytest.raises(ValueError, match=re.escape("--mode bypass: the band of actor.diffusion_loss.loss_mode=")):
-        settings(mismatch(1e-9), *guard, mode="bypass")
-
-
-@pytest.mark.parametrize(
-    ("value", "rounded"),
-    [(3.21e-4, 3.3e-4), (3.2e-4, 3.2e-4), (9.91e-4, 1e-3), (1.0e-5, 1e-5), (1.26e-3, 1.3e-3)],
-)
-def test_a_band_is_rounded_up(value: float, rounded: float) -> None:
-    assert up(value) == pytest.approx(rounded, rel=1e-12)
-
-
 # The command ----------------------------------------------------------------------------------------------------------
 
 
@@ -276,6 +265,26 @@ def test_the_folder_of_a_result(calibrate: Callable[..., int], tmp_path: Path, c
     assert "bypass_mode: false" in (out / "calibration" / "fp32.yaml").read_text()
 
 
+def test_the_file_of_another_loss(calibrate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert calibrate("rollout.dtype=bf16", "rollout.n=8", GUARD, f"{KEY}.exclude_rejected=true") == 0
+    written = json.loads((tmp_path / "out" / "calibration.json").read_text())
+    shown, chosen = capsys.readouterr().out, written["settings"]
+    composed = compose_config(["+calibration=measured"], config_dir=str(tmp_path / "out"))
+    assert (composed.algorithm.rollout_correction.bypass_mode, chosen[f"{KEY}.exclude_rejected"]) == (True, None)
+    assert composed.actor.diffusion_loss.clip_ratio == chosen[CLIP] > 2e-6
+    shares = written["clipped_before_update"]
+    assert shares[f"{chosen[CLIP]:g}"] < 0.02 < 0.3 < shares["2e-06"]
+    assert all(line in shown for line in (written["reason"], *written["notes"]))
+    assert f"{KEY}.exclude_rejected=true does not go with bypass mode" in shown
+
+
+def test_the_file_of_a_loss_without_clip(calibrate: Callable[..., int], tmp_path: Path) -> None:
+    assert calibrate(BYPASS, f"{KEY}.loss_type=reinforce", f"{KEY}.bypass_level=window") == 0
+    written = json.loads((tmp_path / "out" / "calibration.json").read_text())
+    assert (written["bound"], written["clipped_before_update"]) == (None, {})
+    assert "actor" not in (tmp_path / "out" / "calibration" / "measured.yaml").read_text()
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -284,6 +293,9 @@ def test_the_folder_of_a_result(calibrate: Callable[..., int], tmp_path: Path, c
         (["--name", "a/b"], "--name a/b"),
         (["data.replay_dir=/nowhere"], "calibrate measures an engine"),
         (["rollout.name=nobody"], "no plug-in 'nobody'"),
+        (["--prompts", "9"], "--prompts 9: data.train_files has 8"),
+        (["rollout.name=faulty_engines.NanLogProbs"], "2 of 6 log-probs of the engine are nan or inf, at steps [1]"),
+        (["rollout.name=faulty_engines.InfLogProbs"], "2 of 6 log-probs of the engine are nan or inf, at steps [2]"),
     ],
 )
 def test_bad_input_is_refused(
@@ -301,6 +313,7 @@ def test_text_models_are_refused(capsys: pytest.CaptureFixture, tmp_path: Path) 
 
 # The bundled model, whose rollout is bf16 -----------------------------------------------------------------------------
 
+GUIDED = "rollout.pipeline.guidance_scale=4.5"
 QUICK = ["reward.terms.ocr=null", "reward.terms.jpeg.weight=1.0", "rollout.val_kwargs.n=8", "trainer.device=cpu"]
 # One update of all samples, so that every ratio is that before any update.
 ONE_UPDATE = [*QUICK, "actor.ppo_mini_batch_size=8", "trainer.total_training_steps=1"]
@@ -317,18 +330,60 @@ def clipped_before_update(run: Path, *settings: str, config_dir: Path | None = N
     options = [] if config_dir is None else ["--config-dir", str(config_dir)]
     assert main(["train", *options, *ONE_UPDATE, *settings, f"trainer.output_dir={run}"]) == 0
     row = read_rows(run)[1]
-    assert row["actor/rollout_corr/pre_update_clip_fraction"] == row["actor/clip_fraction"]
-    return row["actor/clip_fraction"]
+    found = [value for name, value in row.items() if name.endswith("rollout_corr/pre_update_clip_fraction")]
+    assert found == [row["actor/clip_fraction"]]
+    return found[0]
 
 
 def test_noise_is_not_clipped_with_the_written_settings(calibrated: Path, tmp_path: Path) -> None:
     measured = json.loads((calibrated / "calibration.json").read_text())
     assert measured["diagnosis"]["cause"] is None
-    assert measured["settings"]["bypass_mode"] is True
-    with_settings = clipped_before_update(tmp_path / "calibrated", "+calibration=measured", config_dir=calibrated)
-    assert with_settings < 0.02
-    # The published recipe without guidance, whose window is this run's.
-    assert clipped_before_update(tmp_path / "reference", "actor.diffusion_loss.clip_ratio=1e-5") > 0.3
+    assert measured["settings"][f"{KEY}.bypass_mode"] is True
+    assert clipped_before_update(tmp_path / "calibrated", "+calibration=measured", config_dir=calibrated) < 0.02
+
+
+def test_noise_is_not_clipped_under_the_guidance_of_the_reference(tmp_path: Path) -> None:
+    """4.5, where a band that holds the mismatch would be too wide for bypass mode."""
+    few = [GUIDED, "data.train_batch_size=2", "actor.ppo_mini_batch_size=2"]
+    assert main(["calibrate", *QUICK, *few, "--prompts", "2", "--out", str(tmp_path / "out")]) == 0
+    measured = json.loads((tmp_path / "out" / "calibration.json").read_text())
+    assert measured["diagnosis"]["cause"] is None
+    assert (measured["settings"][f"{KEY}.bypass_mode"], measured["settings"][CLIP]) == (False, 1e-4)
+    reference = clipped_before_update(tmp_path / "reference", *few, f"{CLIP}=1e-4", BYPASS)
+    assert reference > 0.3
+    assert measured["clipped_before_update"]["0.0001"] == pytest.approx(reference, abs=0.1)
+    chosen = clipped_before_update(tmp_path / "chosen", *few, "+calibration=measured", config_dir=tmp_path / "out")
+    assert chosen == 0  # the ratio of the first update is 1
+
+
+def test_guard_is_calibrated_under_the_guidance_of_the_reference() -> None:
+    """In bypass mode, and on samples of another prompt."""
+    bench = Bench(*QUICK, GUIDED, GUARD)
+    config, policy = bench.config, bench.task.policy
+    engine = make_engine(config, bench.task)
+
+    def sampled(prompt: Prompt) -> Rollout:
+        return sample(engine, ask(config, [prompt], 24, config.rollout.spec(), keep_means=True))
+
+    first, other = map(sampled, config.read_prompts()[0].step(0)[:2])
+    found = policy.measure(first.batch, 24)
+    bound = bound_of(config, against_engine(first, found.log_probs, 4.5).differences, found)
+    settings = choose(config, bound, mode="auto", doubt=None)
+    assert settings.bypass_mode
+
+    found = policy.measure(other.batch, 24)
+    batch = other.batch.replace(
+        old_log_probs=other.recorded,
+        advantages=torch.ones_like(other.recorded),
+        rejection_mask=other.batch.valid,  # what the bands decide before an update
+    )
+
+    def clipped(clip_ratio: float) -> float:
+        config.actor.diffusion_loss.clip_ratio = clip_ratio
+        return diffusion_loss(config.loss(), found.log_probs, batch, found.gaussian)[1].compute()["clip_fraction"]
+
+    assert clipped(settings.values[CLIP]) < 0.02
+    assert clipped(2e-6) > 0.3
 
 
 def test_a_movement_of_ten_floors_is_clipped(calibrated: Path) -> None:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from flowgrpo_rc.assemble import (
     check_machine,
     check_model,
@@ -29,12 +27,16 @@ from flowgrpo_rc.calibration.measure import (
     ask,
     other_guidance,
     plant_movements,
+    require_finite,
     sample,
 )
 from flowgrpo_rc.calibration.result import Calibration, Folder, show
-from flowgrpo_rc.calibration.settings import MODES, REFERENCE_CLIP, choose
+from flowgrpo_rc.calibration.settings import Bound, bound_of, check_modes, choose
 from flowgrpo_rc.config import Config
-from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.data.prompts import PromptSampler
+from flowgrpo_rc.losses.base import DIFFUSION_KEY
+from flowgrpo_rc.models.base import DTYPES, FlowModel
+from flowgrpo_rc.policies.base import Measured
 from flowgrpo_rc.rollout.base import RolloutEngine
 from flowgrpo_rc.training.image_task import ImageTask
 from flowgrpo_rc.training.source import other_tensors
@@ -47,13 +49,13 @@ def calibrate(
 ) -> Calibration:
     """Measure, print and write a calibration of a validated configuration; nothing is trained.
 
-    Raises ValueError for text models, for replayed data, for an unknown mode, and where another result would be lost.
+    Raises ValueError for text models, for replayed data, for a mode that cannot be, and where another result would be
+    lost, before anything is loaded; for log-probs that are no numbers, once they are sampled.
     """
     folder = Folder(Path(out), name)
     folder.check(overwrite=overwrite)
     _check(config, num_prompts, mode)
     found = measure(config, num_prompts=num_prompts, mode=mode)
-    found.settings.applied(config).validate()
     folder.write(found)
     show(found, folder)
     return found
@@ -61,7 +63,7 @@ def calibrate(
 
 def measure(config: Config, *, num_prompts: int, mode: str) -> Calibration:
     """The calibration itself, in one process."""
-    prompts = config.read_prompts()[0].step(0)[:num_prompts]
+    prompts = _prompts(config, num_prompts)
     config.trainer.logger = ["console"]
     processes = make_processes(config)
     if processes.count > 1:
@@ -75,10 +77,8 @@ def measure(config: Config, *, num_prompts: int, mode: str) -> Calibration:
         rollouts = sample_all(config, task.model, engine, lora, prompts)
     finally:
         engine.close()
-    mismatches, diagnosis = compare(config, task, rollouts, lora)
-    settings = choose(config, mismatches[0], mode=mode, cause=diagnosis.cause)
-    convention, configured = config.rollout.algo.log_prob_convention, config.actor.diffusion_loss.clip_ratio
-    clips = {REFERENCE_CLIP[convention], configured, settings.clip_ratio or configured}
+    mismatches, bound, diagnosis = compare(config, task, rollouts, lora)
+    settings = choose(config, bound, mode=mode, doubt=diagnosis.doubt)
     return Calibration(
         subject={
             "model": config.model.path,
@@ -88,14 +88,22 @@ def measure(config: Config, *, num_prompts: int, mode: str) -> Calibration:
             "guidance": mismatches[0].guidance,
             "window": list(config.rollout.window()),
             "sde_type": config.rollout.algo.sde_type,
-            "log_prob_convention": convention,
+            "loss_mode": config.actor.diffusion_loss.loss_mode,
+            "log_prob_convention": config.rollout.algo.log_prob_convention,
             "samples": len(rollouts.many.batch),
         },
         mismatches=mismatches,
-        clipped={clip: mismatches[0].clipped(clip) for clip in sorted(clips)},
+        bound=bound,
+        clipped={} if bound is None else _clipped(config, bound, settings.values[f"{DIFFUSION_KEY}.{bound.key}"]),
         diagnosis=diagnosis,
         settings=settings,
     )
+
+
+def _clipped(config: Config, bound: Bound, chosen: float) -> dict[float, float]:
+    """What the reference's, the configured and the chosen bound clip before any update, in bypass mode."""
+    values = {bound.reference, vars(config.actor.diffusion_loss)[bound.key], chosen}
+    return {value: bound.exceeded(value) for value in sorted(values)}
 
 
 class Rollouts(NamedTuple):
@@ -115,46 +123,76 @@ def sample_all(
     for version, state in ((1, lora.before), (2, lora.current)):
         engine.sync_weights(state, version)
     spec, held, few = config.rollout.spec(), engine.held_weights(), prompts[: FEW[0]]
+    keep_means = config.actor.diffusion_loss.needs_means
     return Rollouts(
-        many=sample(engine, ask(config, prompts, config.rollout.n, spec)),
+        many=sample(engine, ask(config, prompts, config.rollout.n, spec, keep_means=keep_means)),
         few=sample(engine, ask(config, few, FEW[1], spec)),
         other=sample(engine, ask(config, few, FEW[1], other_guidance(model, spec))),
         other_tensors=0 if held is None else other_tensors(held, lora.current),
     )
 
 
-def compare(config: Config, task: ImageTask, rollouts: Rollouts, lora: Lora) -> tuple[list[Mismatch], Diagnosis]:
-    """The mismatch of the engine, over many samples and at another guidance, then that of copies of the trainer's
-    network in the engine's precision and in others; and what explains it."""
+class Comparison(NamedTuple):
+    """mismatches: that of the engine over many samples and at another guidance, then that of copies of the trainer's
+    network in the engine's precision and in others; bound: of the loss; diagnosis: what explains the mismatch."""
+
+    mismatches: list[Mismatch]
+    bound: Bound | None
+    diagnosis: Diagnosis
+
+
+def compare(config: Config, task: ImageTask, rollouts: Rollouts, lora: Lora) -> Comparison:
+    """The trainer, and copies of its network one after the other, on what the engine sampled."""
     model, few = task.model, (rollouts.few, rollouts.other)
 
-    def trainer(rollout: Rollout) -> Tensor:
-        return task.policy.log_probs(rollout.batch, config.actor.ppo_micro_batch_size_per_gpu)
+    def trainer(rollout: Rollout) -> Measured:
+        measured = task.policy.measure(rollout.batch, config.actor.ppo_micro_batch_size_per_gpu)
+        require_finite(rollout, measured.log_probs, "trainer", "model.dtype and trainer.mixed_precision")
+        return measured
 
     def copied(dtype: str, quantization: str | None) -> Copy:
         return Copy(model, dtype, quantization, chunk_size(config))
 
-    scales = [model.cfg_scale(rollout.request.spec) for rollout in few]
-    compared = list(zip(few, [trainer(rollout) for rollout in few], scales, strict=True))
+    def differ(copy: Copy) -> list[Mismatch]:
+        return [copy.against(*each) for each in compared]
+
+    many, guidance = trainer(rollouts.many), [model.cfg_scale(rollout.request.spec) for rollout in few]
+    whole = against_engine(rollouts.many, many.log_probs, guidance[0])
+    compared = list(zip(few, [trainer(rollout).log_probs for rollout in few], guidance, strict=True))
     engine, engine_other = (against_engine(*each) for each in compared)
-    own, ours = copied(config.rollout.dtype, config.rollout.quantization), trainer_precision(config)
+    others = [differ(copied(name, None)) for name in other_precisions(config)]  # each is gone before the next is made
+    own = copied(config.rollout.dtype, config.rollout.quantization)
+    copies = [differ(own), *others]
     replay = Replay(own, rollouts.few, lora, config.model.lora_alpha / config.model.lora_rank)
-    copies = [[own.against(*each) for each in compared]]
-    for name in PRECISIONS:
-        if name not in (own.precision, ours):
-            copy = copied(name, None)
-            copies.append([copy.against(*each) for each in compared])
     found = check_record(rollouts.few, model, version=2, other_tensors=rollouts.other_tensors)
     diagnosis = diagnose(rollouts.few, replay, engine, [copy[0] for copy in copies], found)
-    whole = against_engine(rollouts.many, trainer(rollouts.many), scales[0])
-    shown = [each for copy in copies for each in copy if each.precision != ours]
-    return [whole, engine_other, *shown], diagnosis
+    shown = [each for copy in copies for each in copy if each.precision != same_as_trainer(config)]
+    return Comparison([whole, engine_other, *shown], bound_of(config, whole.differences, many), diagnosis)
+
+
+def same_as_trainer(config: Config) -> str | None:
+    """The precision in which a copy is the trainer's network once more; None under autocast, which no copy has."""
+    return config.model.dtype if config.trainer.mixed_precision == "no" else None
+
+
+def other_precisions(config: Config) -> list[str]:
+    """Of copies beside that in the engine's precision: without the trainer's own, and no larger than its weights."""
+    known, size = (config.rollout.spec().dtype, same_as_trainer(config)), DTYPES[config.model.dtype].itemsize
+    return [name for name in PRECISIONS if name not in known and DTYPES[name].itemsize <= size]
 
 
 def trainer_precision(config: Config) -> str:
     """Of the training graph."""
     mixed = config.trainer.mixed_precision
     return config.model.dtype if mixed == "no" else mixed
+
+
+def _prompts(config: Config, count: int) -> list[Prompt]:
+    """The first that training would take."""
+    prompts = config.read_prompts()[0].prompts
+    if count > len(prompts):
+        raise ValueError(f"--prompts {count}: data.train_files has {len(prompts)}")
+    return PromptSampler(prompts, count, config.trainer.seed).step(0)
 
 
 def _check(config: Config, num_prompts: int, mode: str) -> None:
@@ -166,9 +204,8 @@ def _check(config: Config, num_prompts: int, mode: str) -> None:
         )
     if config.data.replay_dir is not None:
         raise ValueError(f"data.replay_dir={config.data.replay_dir}: calibrate measures an engine; drop it")
-    if mode not in MODES:
-        raise ValueError(f"--mode {mode}: allowed are {', '.join(MODES)}")
     if num_prompts < 1:
         raise ValueError(f"--prompts {num_prompts}: give at least 1")
+    check_modes(config, mode)
     engine_of(config)
     check_model(config)

@@ -56,6 +56,13 @@ class Diagnosis:
             return self.explanation.cause
         return self.found[0][0] if self.found else None
 
+    @property
+    def doubt(self) -> str | None:
+        """Why the mismatch is not to be taken for noise; None where it may be."""
+        if self.cause is not None:
+            return f"there is a fault to be mended ({self.cause})"
+        return None if self.healthy else "it is more than the precision explains, and no known fault explains it"
+
     def sentence(self) -> str:
         """The verdict in words."""
         parts = [sentence for _, sentence in self.found]

@@ -28,6 +28,7 @@ State = Mapping[str, Tensor]
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SHIFTS = [2 ** (k / 2) for k in range(-4, 5)]  # of the schedule, relative to the configured one
 SCALES = [0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0, 8.0]  # of the guidance, likewise
+EMBEDDED = (1.0, 2.5, 3.5, 5.0, 7.0)  # usual guidance of transformers that take it as an input
 TYPICAL_SHIFT, TYPICAL_SCALE = 1.1, 1.01  # tried where there is no mismatch to explain
 GOLDEN = (math.sqrt(5) - 1) / 2
 TOLERANCE = 1e-4  # of a fitted size, relative
@@ -72,7 +73,9 @@ class Replay:
     def sized_trials(self, *, fitted: bool) -> Iterator[Trial]:
         """Every fault that has a size: with `fitted` that which is nearest to the record, otherwise a typical one."""
         yield self._schedule(fitted)
-        yield self._guidance(fitted)
+        yield self._guidance(self.model.cfg_key, fitted)
+        if self.model.embeds_guidance:
+            yield self._guidance("guidance_scale", fitted)
 
     def _schedule(self, fitted: bool) -> Trial:
         def residual(shift: float) -> float:
@@ -102,19 +105,22 @@ class Replay:
                 pattern = self._copy.log_probs(round_states(again, dtype, first)) - again.rollout_log_probs
                 yield Trial(cause="latents", fault=fault, residual=distance(pattern, observed))
 
-    def _guidance(self, fitted: bool) -> Trial:
-        batch, asked = self._batch, self.model.cfg_scale(self._spec)
+    def _guidance(self, key: str, fitted: bool) -> Trial:
+        """Of classifier-free guidance, or of that which the transformer takes as an input."""
+        batch, classifier_free = self._batch, key == self.model.cfg_key
+        asked = self.model.cfg_scale(self._spec) if classifier_free else self._spec.guidance_scale
         negative = batch.negative
-        if negative is None:
+        if negative is None and classifier_free:
             texts = [prompt.negative_text for prompt in self._rollout.request.prompts.prompts]
             negative = encode_unique(self.model, texts, self._spec.max_sequence_length)
 
         def residual(factor: float) -> float:
-            spec = with_guidance(self.model, batch.spec, asked * factor)
+            spec = with_guidance(batch.spec, key, asked * factor)
             return self._residual(lambda piece: piece.replace(spec=spec, negative=negative))
 
-        factor = fit(residual, SCALES) if fitted else TYPICAL_SCALE
-        fault = f"guidance {asked * factor:.4g} in place of {asked:g}"
+        usual = () if classifier_free else (TYPICAL_SCALE, *(scale / asked for scale in EMBEDDED))
+        factor = fit(residual, sorted({*SCALES, *usual})) if fitted else TYPICAL_SCALE
+        fault = f"{key} {asked * factor:.4g} in place of {asked:g}"
         return Trial(cause="guidance", fault=fault, residual=residual(factor))
 
     def _window(self) -> Iterator[Trial]:
@@ -239,7 +245,8 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 def fit(residual: Callable[[float], float], grid: Sequence[float]) -> float:
     """The positive number with the least residual: golden-section search about the best of an ascending grid.
 
-    A shorter number is taken where it is as good, since settings are short numbers.
+    A shorter number is taken where it is as good, since settings are short numbers, and that of the grid where the
+    residual has several valleys and the search ends in a shallower one.
     """
     best = min(range(len(grid)), key=lambda index: residual(grid[index]))
     low, high = math.log(grid[max(best - 1, 0)]), math.log(grid[min(best + 1, len(grid) - 1)])
@@ -249,4 +256,4 @@ def fit(residual: Callable[[float], float], grid: Sequence[float]) -> float:
         nearer = at(round(left, 9)) < at(round(right, 9))  # one of the two is known from the round before
         low, high = (low, right) if nearer else (left, high)
     found = math.exp((low + high) / 2)
-    return min([*(float(f"{found:.{digits}g}") for digits in (1, 2, 3, 4)), found], key=residual)
+    return min([*(float(f"{found:.{digits}g}") for digits in (1, 2, 3, 4)), found, grid[best]], key=residual)

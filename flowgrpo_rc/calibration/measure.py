@@ -68,22 +68,22 @@ class Mismatch:
         return self.differences.abs().mean(0).tolist()
 
     def scale(self) -> float:
-        """The noise floor: the robust standard deviation of the differences, 1.4826 times the median deviation."""
-        centred = self.differences - self.differences.median()
-        return ROBUST * centred.abs().median().item()
+        """The noise floor: the robust standard deviation of the differences."""
+        return robust(self.differences)
 
     def quantile(self, q: float) -> float:
         """Of |difference|."""
         return torch.quantile(self.differences.abs().flatten(), q).item()
 
-    def clipped(self, clip_ratio: float) -> float:
-        """The fraction of steps that a PPO band of this half-width clips."""
-        return (torch.expm1(self.differences).abs() > clip_ratio).double().mean().item()
-
     def summary(self) -> dict[str, float]:
         mean = self.differences.abs().mean().item()
         quantiles = {f"p{100 * q:g}": self.quantile(q) for q in (0.5, 0.99, 0.999)}
         return {"mean": mean, **quantiles, "max": self.quantile(1.0), "floor": self.scale()}
+
+
+def robust(values: Tensor) -> float:
+    """The robust standard deviation, 1.4826 times the median deviation."""
+    return ROBUST * (values - values.median()).abs().median().item()
 
 
 def plant_movements(network: nn.Module, seed: int) -> list[dict[str, Tensor]]:
@@ -117,15 +117,19 @@ def _move(network: nn.Module, name: str, up: Tensor, source: torch.Generator) ->
 
 def other_guidance(model: FlowModel, spec: SamplerSpec) -> SamplerSpec:
     """The sampler without guidance or, where it has none, with the usual one."""
-    return with_guidance(model, spec, 1.0 if model.cfg_scale(spec) > 1 else PipelineConfig().guidance_scale)
+    scale = 1.0 if model.cfg_scale(spec) > 1 else PipelineConfig().guidance_scale
+    return with_guidance(spec, model.cfg_key, scale)
 
 
-def with_guidance(model: FlowModel, spec: SamplerSpec, scale: float) -> SamplerSpec:
-    changed: dict[str, Any] = {model.cfg_key: scale}
+def with_guidance(spec: SamplerSpec, key: str, scale: float) -> SamplerSpec:
+    """key: guidance_scale or true_cfg_scale."""
+    changed: dict[str, Any] = {key: scale}
     return replace(spec, **changed)
 
 
-def ask(config: Config, prompts: Sequence[Prompt], samples: int, spec: SamplerSpec) -> ImageRequest:
+def ask(
+    config: Config, prompts: Sequence[Prompt], samples: int, spec: SamplerSpec, *, keep_means: bool = False
+) -> ImageRequest:
     """`samples` of each prompt, all steps stochastic that a window could hold."""
     _, first, last = config.rollout.window()
     rows = [(prompt.index, sample) for prompt in prompts for sample in range(samples)]
@@ -135,13 +139,34 @@ def ask(config: Config, prompts: Sequence[Prompt], samples: int, spec: SamplerSp
         spec=spec,
         window=torch.arange(first, last).expand(len(rows), -1),
         seeds=[derive_seed(config.trainer.seed, "calibration", *row) for row in rows],
+        keep_means=keep_means,
     )
 
 
 def sample(engine: RolloutEngine[ImageRequest], request: ImageRequest) -> Rollout:
+    """ValueError for log-probs that are no numbers, and for means that are missing."""
     batch = concat([chunk.batch for chunk in engine.generate(request)])
     assert isinstance(batch, DiffusionBatch)
-    return Rollout(request=request, batch=batch)
+    rollout = Rollout(request=request, batch=batch)
+    if request.keep_means and batch.prev_sample_mean is None:
+        raise ValueError(
+            "actor.diffusion_loss.loss_mode compares means, and the engine recorded none (prev_sample_mean): use "
+            "another rollout.name, or loss_mode=flow_grpo"
+        )
+    require_finite(rollout, rollout.recorded, "engine", "rollout.dtype")
+    return rollout
+
+
+def require_finite(rollout: Rollout, log_probs: Tensor, whose: str, key: str) -> None:
+    """ValueError where one of the log-probs [B, T] is nan or inf."""
+    broken = ~log_probs.isfinite()
+    if broken.any():
+        steps = sorted(set(rollout.batch.step_indices[broken].tolist()))
+        raise ValueError(
+            f"{int(broken.sum())} of {broken.numel()} log-probs of the {whose} are nan or inf, at steps {steps} of the "
+            f"schedule: there is nothing to calibrate before that is mended; see {key} (fp16 overflows early), the "
+            "weights, and whether rollout.algo.sde_window_range holds a step without noise"
+        )
 
 
 def against_engine(rollout: Rollout, log_probs: Tensor, guidance: float) -> Mismatch:

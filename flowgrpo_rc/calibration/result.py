@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from flowgrpo_rc.calibration.causes import Diagnosis
 from flowgrpo_rc.calibration.measure import Mismatch, finite
-from flowgrpo_rc.calibration.settings import Settings
+from flowgrpo_rc.calibration.settings import Bound, Settings
 from flowgrpo_rc.training.tracking import write_atomic
 
 GROUP = "calibration"
@@ -23,10 +23,11 @@ WIDTH = 110  # of the tables at least: a narrower one would cut its numbers
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
     """mismatches: that of the engine at the configured guidance, over all samples, comes first; clipped: the share of
-    steps outside of some clip bands before any update; subject: what was calibrated."""
+    steps outside of the loss's bound before any update, by its value; subject: what was calibrated."""
 
     subject: dict[str, Any]
     mismatches: Sequence[Mismatch]
+    bound: Bound | None
     clipped: dict[float, float]
     diagnosis: Diagnosis
     settings: Settings
@@ -45,7 +46,8 @@ class Calibration:
                 }
                 for found in self.mismatches
             ],
-            "clipped_before_update": {f"{clip:g}": share for clip, share in self.clipped.items()},
+            "bound": None if self.bound is None else self.bound.key,
+            "clipped_before_update": {f"{value:g}": share for value, share in self.clipped.items()},
             "diagnosis": {
                 "cause": diagnosis.cause,
                 "verdict": diagnosis.sentence(),
@@ -54,7 +56,9 @@ class Calibration:
                 "as_recorded": finite(diagnosis.as_recorded),
                 "trials": [asdict(trial) | {"residual": finite(trial.residual)} for trial in diagnosis.trials],
             },
-            "settings": asdict(self.settings),
+            "settings": self.settings.values,
+            "reason": self.settings.reason,
+            "notes": list(self.settings.notes),
         }
 
     def header(self) -> list[str]:
@@ -62,7 +66,7 @@ class Calibration:
         subject = self.subject
         return [
             f"Measured with {subject['engine']}, {subject['precision']}, on {subject['model']}, guidance "
-            f"{subject['guidance']:g}, {subject['samples']} samples.",
+            f"{subject['guidance']:g}, {subject['samples']} samples; noise floor {self.mismatches[0].scale():.1e}.",
             f"{self.diagnosis.sentence()}.",
         ]
 
@@ -109,7 +113,7 @@ def draw(found: Calibration, path: Path) -> None:
             linestyle="-" if one.guidance == configured else "--",
             marker="o" if one.engine else "x",
         )
-    for clip in found.clipped:
+    for clip in found.clipped if found.subject["loss_mode"] == "flow_grpo" else ():  # others bound something else
         axes.axhline(clip, color="0.45", linestyle=":", linewidth=1)
         axes.annotate(f"clip_ratio {clip:g}", (1, clip), xycoords=("axes fraction", "data"), ha="right", va="bottom")
     axes.set(xlabel="timestep", ylabel="mean |log-prob of trainer - of sampler|", yscale="log")
@@ -125,15 +129,21 @@ def show(found: Calibration, folder: Folder) -> None:
     console.width = max(console.width, WIDTH)
     console.print(mismatch_table(found.mismatches))
     console.print(trial_table(found.diagnosis))
-    clipped = ", ".join(f"{100 * share:.1f}% by clip_ratio {clip:g}" for clip, share in found.clipped.items())
     for line in (
-        f"clipped before any update, in bypass mode: {clipped}",
+        *([] if found.bound is None else [clipped(found.bound, found.clipped)]),
         found.diagnosis.sentence(),
         found.settings.reason,
+        *found.settings.notes,
         f"{folder.json}, {folder.picture}, {folder.yaml}",
         f"train with them: flowgrpo-rc train --config-dir {folder.root} +{GROUP}={folder.name} ...",
     ):
         console.print(line, markup=False, soft_wrap=True)
+
+
+def clipped(bound: Bound, shares: Mapping[float, float]) -> str:
+    """Which share of the steps is beyond some bounds, in words."""
+    listed = ", ".join(f"{100 * share:.1f}% with {bound.key}={value:g}" for value, share in shares.items())
+    return f"beyond the bound before any update, in bypass mode: {listed}"
 
 
 def mismatch_table(mismatches: Sequence[Mismatch]) -> Table:

@@ -1,93 +1,203 @@
-"""The rule that turns a measured mismatch into a mode, a clip band and rejection bands."""
+"""The rule that turns a measured mismatch into a mode, a bound of the loss and rejection bands."""
 
 from __future__ import annotations
 
 import copy
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from typing import Any, NamedTuple
 
-from flowgrpo_rc.calibration.measure import Mismatch
+import torch
+import yaml
+from torch import Tensor
+
+from flowgrpo_rc.calibration.measure import robust
 from flowgrpo_rc.config import Config
-from flowgrpo_rc.losses.base import DiffusionLossConfig
+from flowgrpo_rc.correction.bands import KEY
+from flowgrpo_rc.losses.base import DIFFUSION_KEY, DiffusionLossConfig
+from flowgrpo_rc.policies.base import Measured
 
 MODES = ("auto", "bypass", "decoupled")
 REFERENCE_CLIP = {"gaussian": DiffusionLossConfig.clip_ratio, "peers": 1e-5}  # of the published recipes, by convention
-QUANTILE, MARGIN = 0.99, 1.25  # of |difference|, and how far above it the band of bypass mode ends
-WIDEST = 10.0  # times the reference: a wider band no longer bounds what an update does
+GUARD_CLIP = 2e-6  # of the published recipe
+QUANTILE, MARGIN = 0.99, 1.25  # of what the loss bounds, and how far above it the bound of bypass mode is
+WIDEST = 10.0  # times the reference: a wider bound no longer holds back what an update does
 MOVEMENT = 7.0  # times the floor: a movement of ten floors, less three of noise, must still be clipped
 CRITERION, BAND = "token_k1", "auto:4"
+# By bypass_mode: key, a value of it that the mode refuses, and what it is in its place.
+REFUSED: dict[bool, Sequence[tuple[str, Any, Any]]] = {
+    True: (
+        ("actor.old_log_probs", "recompute", "auto"),
+        (f"{KEY}.exclude_rejected", True, None),
+        (f"{KEY}.rollout_is_batch_normalize", True, False),
+        (f"{KEY}.rollout_is_mode", "mask", None),
+    ),
+    False: ((f"{KEY}.bypass_level", "window", "step"),),
+}
+
+
+class Bound(NamedTuple):
+    """What the loss compares with a key of its own at every step.
+
+    key: of `actor.diffusion_loss`; reference: its value in the published recipe; what: is compared, in words; sizes
+    [B, T]: that before any update; widest: with more, the bound no longer holds an update back.
+    """
+
+    key: str
+    reference: float
+    what: str
+    sizes: Tensor
+    widest: float
+
+    @property
+    def within(self) -> float:
+        """What nearly all sizes are within."""
+        return torch.quantile(self.sizes.flatten(), QUANTILE).item()
+
+    def exceeded(self, value: float) -> float:
+        """The share of steps that this value of the key clips."""
+        return (self.sizes > value).double().mean().item()
+
+
+def bound_of(config: Config, differences: Tensor, measured: Measured) -> Bound | None:
+    """The bound of the configured loss, for a mismatch [B, T] float64 and the trainer's steps, which have a KL where
+    the loss compares means. None for `reinforce`, which has none."""
+    if config.algorithm.rollout_correction.loss_type == "reinforce":
+        return None
+    loss = config.actor.diffusion_loss
+    if not loss.needs_means:
+        reference = REFERENCE_CLIP[config.rollout.algo.log_prob_convention]
+        widest = min(WIDEST * reference, MOVEMENT * robust(differences))
+        return Bound("clip_ratio", reference, "the mismatch", torch.expm1(differences).abs(), widest)
+    gaussian = measured.gaussian
+    assert gaussian is not None
+    assert gaussian.kl is not None
+    kl = gaussian.kl.double()
+    if loss.loss_mode == "grpo_guard":
+        log_ratio = (differences + kl) * gaussian.std.double()
+        sizes, widest = torch.expm1(log_ratio).abs(), MOVEMENT * robust(log_ratio)
+        return Bound("clip_ratio", GUARD_CLIP, "Guard's log-ratio", sizes, widest)
+    reference = DiffusionLossConfig.kl_threshold
+    widest = min(WIDEST * reference, MOVEMENT**2 * kl.median().item())  # a KL is the square of a movement
+    return Bound("kl_threshold", reference, "the KL of a step", kl, widest)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """clip_ratio: None where the loss has none; reason: of the mode, with the numbers that decided."""
+    """values: by key; reason: of the mode, with the numbers that decided; notes: what else to know, in sentences."""
 
-    bypass_mode: bool
-    clip_ratio: float | None
+    values: dict[str, Any]
     reason: str
+    notes: Sequence[str]
 
-    def yaml(self, header: list[str]) -> str:
+    @property
+    def bypass_mode(self) -> bool:
+        mode: bool = self.values[f"{KEY}.bypass_mode"]
+        return mode
+
+    def yaml(self, header: Sequence[str]) -> str:
         """A file of the group `calibration`, for `--config-dir OUT +calibration=NAME`."""
-        lines = ["# @package _global_", *(f"# {line}" for line in header), f"# {self.reason}"]
-        if self.clip_ratio is not None:
-            lines += ["actor:", "  diffusion_loss:", f"    clip_ratio: {self.clip_ratio:.1e}"]
-        lines += [
-            "algorithm:",
-            "  rollout_correction:",
-            f"    bypass_mode: {str(self.bypass_mode).lower()}",
-            f"    rollout_rs: {CRITERION}",
-            f'    rollout_rs_threshold: "{BAND}"',
-            "    rollout_rs_threshold_lower: null",
-        ]
-        return "\n".join(lines) + "\n"
+        tree: dict[str, Any] = {}
+        for key, value in self.values.items():
+            *path, name = key.split(".")
+            reduce(lambda node, part: node.setdefault(part, {}), path, tree)[name] = value
+        comments = [f"# {line}\n" for line in ("@package _global_", *header, self.reason, *self.notes)]
+        return "".join(comments) + yaml.safe_dump(tree, sort_keys=False)
 
     def applied(self, config: Config) -> Config:
         """A copy of the configuration with these settings."""
         config = copy.deepcopy(config)
-        if self.clip_ratio is not None:
-            config.actor.diffusion_loss.clip_ratio = self.clip_ratio
-        correction = config.algorithm.rollout_correction
-        correction.bypass_mode = self.bypass_mode
-        correction.rollout_rs, correction.rollout_rs_threshold = CRITERION, BAND
-        correction.rollout_rs_threshold_lower = None
+        for key, value in self.values.items():
+            *path, name = key.split(".")
+            setattr(reduce(getattr, path, config), name, value)
         return config
 
 
-def choose(config: Config, mismatch: Mismatch, *, mode: str, cause: str | None) -> Settings:
-    """The settings for a mismatch of engine and trainer.
+def check_modes(config: Config, mode: str) -> None:
+    """ValueError for a mode that the configuration cannot have, before anything is measured."""
+    if mode not in MODES:
+        raise ValueError(f"--mode {mode}: allowed are {', '.join(MODES)}")
+    reinforces = config.algorithm.rollout_correction.loss_type == "reinforce"
+    if mode == "decoupled" and reinforces:
+        raise ValueError(f"--mode decoupled: {KEY}.loss_type=reinforce is of bypass mode; drop one of them")
+    for bypass_mode in (True,) if reinforces else (True, False):
+        _settings(config, bypass_mode, {}, "", []).applied(config).validate()
 
-    Bypass mode where a band that 99% of the mismatch lies in, with a margin, is sensible: at most `WIDEST` times the
-    reference, and at most `MOVEMENT` times the floor. Decoupled mode otherwise, with the reference's band, since its
-    ratio holds no mismatch. A fault is no noise to make room for. `mode` overrules the choice, not the numbers.
+
+def choose(config: Config, bound: Bound | None, *, mode: str, doubt: str | None) -> Settings:
+    """The settings for what the mismatch makes of the loss's bound.
+
+    Bypass mode where a bound that holds 99% of it, with a margin, is sensible: at most `WIDEST` times the reference,
+    and at most `MOVEMENT` times the floor. Decoupled mode otherwise, with the reference's bound, since its ratio holds
+    no mismatch. GRPO-Guard is in bypass mode however wide its bound is: recomputed means take its correction away.
+
+    doubt: why the mismatch is no noise to make room for. `mode` overrules the choice, not the numbers.
     """
-    loss_mode = config.actor.diffusion_loss.loss_mode
-    reference = REFERENCE_CLIP[config.rollout.algo.log_prob_convention]
-    if loss_mode != "flow_grpo":
-        if mode == "bypass":
-            raise ValueError(
-                f"--mode bypass: the band of actor.diffusion_loss.loss_mode={loss_mode} is not on the log-ratio that "
-                "is measured here; use decoupled mode, or loss_mode=flow_grpo"
-            )
-        return Settings(
-            bypass_mode=False,
-            clip_ratio=None,
-            reason=f"Decoupled mode: {loss_mode} does not clip the log-ratio, so no band of its own was fitted.",
-        )
-    floor, within = mismatch.scale(), mismatch.quantile(QUANTILE)
-    needed, widest = up(MARGIN * within), min(WIDEST * reference, MOVEMENT * floor)
-    numbers = f"{100 * QUANTILE:g}% of the mismatch is within {within:.1e}, the floor is {floor:.1e}"
-    fits = cause is None and (needed <= reference or needed <= widest)
-    if mode == "bypass" or (mode == "auto" and fits):
-        clip, chosen = max(reference, needed), "Bypass mode"
-        reason = f"a clip_ratio of {clip:.1e} contains it" + ("" if fits else ", though that is wider than sensible")
+    if bound is None:
+        reason = f"Bypass mode: {KEY}.loss_type=reinforce needs it, and clips nothing."
+        return _settings(config, True, {}, reason, [] if doubt is None else [f"See to the mismatch first: {doubt}."])
+    guard, needed = config.actor.diffusion_loss.loss_mode == "grpo_guard", up(MARGIN * bound.within)
+    fits, possible = needed <= max(bound.reference, bound.widest), needed < 1
+    bypass = possible and (mode == "bypass" or (mode == "auto" and doubt is None and (fits or guard)))
+    value = max(bound.reference, needed) if bypass else bound.reference
+    wide = f"wider than the {bound.widest:.1e} that is sure to hold an update back"
+    if bypass:
+        reason = f"a {bound.key} of {value:.1e} contains it"
+        reason += f", though {doubt}" if doubt is not None else "" if fits else f", though it is {wide}"
+    elif doubt is not None:
+        reason = f"no room is made for it, since {doubt}"
+    elif not possible:
+        reason = f"no {bound.key} below 1 contains it"
+    elif mode == "decoupled":
+        reason = "asked for; its ratio holds no mismatch, so the bound is the reference's"
     else:
-        clip, chosen = reference, "Decoupled mode"
-        if cause is not None:
-            reason = f"there is a fault ({cause}) to be mended first, and the band must not make room for it"
-        elif fits:
-            reason = "asked for; the ratio holds no mismatch, so the band is the reference's"
-        else:
-            reason = f"a band of {needed:.1e} would be wider than the {widest:.1e} that still bounds an update"
-    return Settings(bypass_mode=chosen == "Bypass mode", clip_ratio=clip, reason=f"{chosen}: {numbers}; {reason}.")
+        reason = f"a {bound.key} of {needed:.1e} would be {wide}"
+    name = "Bypass" if bypass else "Decoupled"
+    sentence = f"{name} mode: {100 * QUANTILE:g}% of {bound.what} is within {bound.within:.1e}; {reason}."
+    notes = [] if bypass or doubt is not None else _advice(config, guard=guard, fits=fits)
+    return _settings(config, bypass, {f"{DIFFUSION_KEY}.{bound.key}": value}, sentence, notes)
+
+
+def _advice(config: Config, *, guard: bool, fits: bool) -> list[str]:
+    """What decoupled mode leaves to be wished."""
+    if guard:
+        return ["Recomputed means take the correction away that GRPO-Guard has in bypass mode (docs/evidence.md)."]
+    if fits or config.rollout.algo.log_prob_convention == "peers":
+        return []
+    return [
+        "Recomputed log-probs end the pull of the clip, but the gradient stays biased where the mismatch is large; "
+        f"that of {DIFFUSION_KEY}.loss_mode=grpo_guard, calibrated for bypass mode, is nearly right (docs/evidence.md)."
+    ]
+
+
+def _settings(
+    config: Config, bypass_mode: bool, bound: dict[str, float], reason: str, notes: Sequence[str]
+) -> Settings:
+    """Those of a mode, and what it refuses of the configuration put right."""
+    values = {
+        **bound,
+        f"{KEY}.bypass_mode": bypass_mode,
+        f"{KEY}.rollout_rs": CRITERION,
+        f"{KEY}.rollout_rs_threshold": BAND,
+        f"{KEY}.rollout_rs_threshold_lower": None,
+    }
+    mode, resets = "bypass" if bypass_mode else "decoupled", []
+    if bypass_mode != config.algorithm.rollout_correction.bypass_mode:
+        for key, refused, instead in REFUSED[bypass_mode]:
+            if reduce(getattr, key.split("."), config) == refused:
+                values[key] = instead
+                resets.append(
+                    f"{key}={_scalar(refused)} does not go with {mode} mode: the file sets {_scalar(instead)}; drop "
+                    "yours from the command line, which wins over the file."
+                )
+    return Settings(values=values, reason=reason, notes=[*notes, *resets])
+
+
+def _scalar(value: object) -> str:
+    """As it is written."""
+    return json.dumps(value).strip('"')
 
 
 def up(value: float) -> float:

@@ -1,0 +1,186 @@
+"""The rule that turns a mismatch into settings, for each loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowgrpo_rc.calibration.causes import Diagnosis
+from flowgrpo_rc.calibration.measure import Mismatch
+from flowgrpo_rc.calibration.settings import Settings, bound_of, check_modes, choose, up
+from flowgrpo_rc.compose import compose_config, to_config
+from flowgrpo_rc.config import Config
+from flowgrpo_rc.core.transition import GaussianSteps
+from flowgrpo_rc.policies.base import Measured
+
+
+def mismatch(*scales: float) -> Mismatch:
+    """Normal differences, of a standard deviation for each step."""
+    normal = torch.distributions.Normal(0.0, 1.0).icdf(torch.arange(1, 20000).double() / 20000)
+    return Mismatch(
+        guidance=1.0,
+        precision="bf16",
+        engine=True,
+        timesteps=range(len(scales)),
+        differences=normal.unsqueeze(1) * torch.tensor(scales).double(),
+    )
+
+
+KEY = "algorithm.rollout_correction"
+CLIP, THRESHOLD = "actor.diffusion_loss.clip_ratio", "actor.diffusion_loss.kl_threshold"
+REINFORCE = [f"{KEY}.loss_type=reinforce", f"{KEY}.bypass_mode=true"]
+PEERS = ["rollout.algo.sde_type=cps", "rollout.algo.log_prob_convention=peers", "rollout.algo.noise_level=0.8"]
+STD, KL = 0.5, 3e-6  # of the steps
+
+
+def configured(*overrides: str) -> Config:
+    return to_config(compose_config(list(overrides)))
+
+
+def settings(found: Mismatch, *overrides: str, mode: str = "auto", doubt: str | None = None) -> Settings:
+    config, differences = configured(*overrides), found.differences
+    std, kl = torch.full_like(differences, STD), torch.full_like(differences, KL)
+    measured = Measured(differences, GaussianSteps(std, -std, kl), None)
+    return choose(config, bound_of(config, differences, measured), mode=mode, doubt=doubt)
+
+
+def loss_mode(name: str) -> str:
+    return f"actor.diffusion_loss.loss_mode={name}"
+
+
+Z99 = 2.5758  # of |z|
+
+
+@pytest.mark.parametrize(
+    ("scales", "bypass", "clip"),
+    [
+        ((1e-9, 1e-9), True, 1e-4),  # the reference's band is wide enough
+        ((3e-5, 3e-5), True, 1e-4),
+        ((1e-4, 1e-4), True, up(1.25 * Z99 * 1e-4)),
+        ((3e-4, 3e-4), True, up(1.25 * Z99 * 3e-4)),
+        ((4e-4, 4e-4), False, 1e-4),  # ten times the reference
+        ((1e-4, 1e-4, 1e-4, 1e-3), False, 1e-4),  # seven floors
+    ],
+)
+def test_mode_and_band_follow_the_rule(scales: tuple[float, ...], bypass: bool, clip: float) -> None:
+    found = settings(mismatch(*scales))
+    assert (found.bypass_mode, found.values[CLIP]) == (bypass, pytest.approx(clip, rel=1e-6))
+    assert found.reason.startswith("Bypass mode" if bypass else "Decoupled mode")
+    assert any("loss_mode=grpo_guard" in note for note in found.notes) is not bypass  # which needs no small mismatch
+
+
+def test_a_mode_can_be_asked_for_and_a_fault_gets_no_room() -> None:
+    assert not settings(mismatch(1e-4), mode="decoupled").bypass_mode
+    forced = settings(mismatch(1e-3), mode="bypass")
+    assert (forced.bypass_mode, forced.values[CLIP]) == (True, pytest.approx(up(1.25 * Z99 * 1e-3)))
+    assert "though it is wider" in forced.reason
+    faulty = settings(mismatch(1e-4), doubt="the guidance is wrong")
+    assert (faulty.bypass_mode, faulty.values[CLIP]) == (False, 1e-4)
+    assert "since the guidance is wrong" in faulty.reason
+    assert (
+        "though the guidance is wrong" in settings(mismatch(1e-4), mode="bypass", doubt="the guidance is wrong").reason
+    )
+    beyond = settings(mismatch(1.0), mode="bypass")  # training would refuse such a clip
+    assert (beyond.bypass_mode, beyond.values[CLIP]) == (False, 1e-4)
+    assert "no clip_ratio below 1" in beyond.reason
+
+
+@pytest.mark.parametrize(
+    ("cause", "healthy", "doubted"), [(None, True, False), (None, False, True), ("lora", False, True)]
+)
+def test_what_is_not_explained_is_no_noise(cause: str | None, healthy: bool, doubted: bool) -> None:
+    found = [] if cause is None else [(cause, "it is off")]
+    numbers = {"mismatch": 1e-4, "floor": 1e-5, "as_recorded": 1e-4, "resolution": 1e-8}
+    diagnosis = Diagnosis(**numbers, trials=[], found=found, explanation=None, similar=None, healthy=healthy)
+    chosen = settings(mismatch(1e-4), doubt=diagnosis.doubt)
+    assert chosen.bypass_mode is not doubted
+    assert doubted is (diagnosis.doubt is not None and diagnosis.doubt in chosen.reason)
+
+
+def test_peers_log_probs_have_their_own_band() -> None:
+    assert settings(mismatch(1e-9), *PEERS).values[CLIP] == 1e-5
+    assert settings(mismatch(1e-4), *PEERS).bypass_mode is False
+
+
+def test_guard_is_in_bypass_mode_with_a_clip_on_its_own_ratio() -> None:
+    """However large the mismatch is; the log-ratio of Guard is (mismatch + KL) std."""
+    guard = loss_mode("grpo_guard")
+    for scale in (1e-4, 1e-2):
+        found = settings(mismatch(scale, scale), guard)
+        assert found.bypass_mode
+        assert found.values[CLIP] == pytest.approx(up(1.25 * STD * Z99 * scale), rel=1e-6)
+        assert settings(mismatch(scale), guard, doubt="it is off").bypass_mode is False
+    assert settings(mismatch(1e-9, 1e-9), guard).values[CLIP] == 2e-6
+    recomputed = settings(mismatch(1e-4), guard, mode="decoupled")
+    assert (recomputed.bypass_mode, recomputed.values[CLIP]) == (False, 2e-6)
+    assert "docs/evidence.md" in recomputed.notes[0]
+
+
+def test_the_threshold_of_flow_dppo_is_on_the_kl() -> None:
+    found = settings(mismatch(1e-4), loss_mode("flow_dppo"))
+    assert (found.bypass_mode, found.values[THRESHOLD], CLIP in found.values) == (True, 1e-5, False)
+    config, differences = configured(loss_mode("flow_dppo")), mismatch(1e-4).differences
+    for kl, bypass, threshold in ((4e-5, True, 5e-5), (1e-4, False, 1e-5)):
+        gaussian = GaussianSteps(torch.ones(1), torch.ones(1), torch.full_like(differences, kl))
+        bound = bound_of(config, differences, Measured(differences, gaussian, None))
+        chosen = choose(config, bound, mode="auto", doubt=None)
+        assert (chosen.bypass_mode, chosen.values[THRESHOLD]) == (bypass, pytest.approx(threshold, rel=0.03))
+
+
+def test_reinforce_has_its_mode_and_no_clip() -> None:
+    for doubt in (None, "it is off"):
+        found = settings(mismatch(1e-2), *REINFORCE, doubt=doubt)
+        assert (found.bypass_mode, CLIP in found.values) == (True, False)
+        found.applied(configured(*REINFORCE)).validate()
+    with pytest.raises(ValueError, match="--mode decoupled"):
+        check_modes(configured(*REINFORCE), "decoupled")
+
+
+BYPASS, DECOUPLED = f"{KEY}.bypass_mode=true", f"{KEY}.bypass_mode=false"
+WEIGHTS = f"{KEY}.rollout_is=token"
+
+
+@pytest.mark.parametrize(
+    ("given", "mode", "key", "value"),
+    [
+        ([DECOUPLED, "actor.old_log_probs=recompute"], "bypass", "actor.old_log_probs", "auto"),
+        ([DECOUPLED, f"{KEY}.exclude_rejected=true"], "bypass", f"{KEY}.exclude_rejected", None),
+        (
+            [DECOUPLED, WEIGHTS, f"{KEY}.rollout_is_batch_normalize=true"],
+            "bypass",
+            f"{KEY}.rollout_is_batch_normalize",
+            False,
+        ),
+        ([DECOUPLED, WEIGHTS, f"{KEY}.rollout_is_mode=mask"], "bypass", f"{KEY}.rollout_is_mode", None),
+        ([BYPASS, f"{KEY}.bypass_level=window"], "decoupled", f"{KEY}.bypass_level", "step"),
+    ],
+)
+def test_what_the_chosen_mode_refuses_is_put_right(given: list[str], mode: str, key: str, value: object) -> None:
+    config = configured(*given)
+    config.validate()
+    check_modes(config, "auto")
+    found = settings(mismatch(1e-4), *given, mode=mode)
+    assert key in found.values
+    assert found.values[key] == value
+    assert any(note.startswith(f"{key}=") and mode in note for note in found.notes)
+    found.applied(config).validate()
+    other = "decoupled" if mode == "bypass" else "bypass"
+    assert key not in settings(mismatch(1e-4), *given, mode=other).values  # that which it is configured for
+
+
+def test_the_file_says_what_is_applied(tmp_path: Path) -> None:
+    found = settings(mismatch(1e-4), DECOUPLED, f"{KEY}.exclude_rejected=true", mode="bypass")
+    (tmp_path / "calibration").mkdir()
+    (tmp_path / "calibration" / "measured.yaml").write_text(found.yaml(["A header."]))
+    composed = to_config(compose_config(["+calibration=measured"], config_dir=str(tmp_path)))
+    assert composed == found.applied(configured())
+
+
+@pytest.mark.parametrize(
+    ("value", "rounded"),
+    [(3.21e-4, 3.3e-4), (3.2e-4, 3.2e-4), (9.91e-4, 1e-3), (1.0e-5, 1e-5), (1.26e-3, 1.3e-3)],
+)
+def test_a_band_is_rounded_up(value: float, rounded: float) -> None:
+    assert up(value) == pytest.approx(rounded, rel=1e-12)
