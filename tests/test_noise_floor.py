@@ -25,7 +25,7 @@ from flowgrpo_rc.losses.diffusion import diffusion_terms
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.policies.token import TokenPolicy
-from flowgrpo_rc.training.expected_floor import relative_size
+from flowgrpo_rc.training.expected_floor import ExpectedFloor, relative_size
 from flowgrpo_rc.training.noise_floor import NoiseFloor, advised_clip_ratio, drift, over, quantile, spread
 from flowgrpo_rc.training.optim import OptimConfig
 from flowgrpo_rc.training.processes import Processes
@@ -174,6 +174,49 @@ def test_drift_without_the_mismatch_that_contains_it(moved: float) -> None:
     assert (total / number).item() == pytest.approx(movement.abs().mean().item(), rel=0.1, abs=1e-4)
     before[:, 1] = 0
     assert drift(after, before)[1] == 2 * count
+
+
+class Rounding(FlowPolicy):
+    """Log-probs that are 1e-4 apart where they are rounded; counts how often it was asked."""
+
+    asked = 0
+
+    def __init__(self, *, rounded: bool) -> None:
+        self._rounded = rounded
+
+    def log_probs(self, batch: DiffusionBatch, micro_batch_size: int) -> Tensor:
+        self.asked += 1
+        return torch.full(batch.step_indices.shape, 1e-4 if self._rounded else 0.0)
+
+
+class WithAnother(Processes):
+    """One of two processes; the other one's samples are in cells without an expectation."""
+
+    def __init__(self, news: bool) -> None:
+        super().__init__(Accelerator(cpu=True))
+        self._news = news
+
+    def any(self, flag: bool) -> bool:
+        return flag or self._news
+
+
+@pytest.mark.parametrize(("moved", "elsewhere", "asked"), [(0, False, 1), (2, False, 2), (0, True, 2)])
+def test_steps_of_another_window_get_their_expectation_at_once(moved: int, elsewhere: bool, asked: int) -> None:
+    """A later iteration's mismatch is twice the expectation, wherever its window lies."""
+    policy, processes = Rounding(rounded=False), WithAnother(elsewhere)
+    expected = ExpectedFloor(
+        policy, Rounding(rounded=True), processes, size=1.0, least=4e-7, micro_batch_size=2
+    )
+    floor = NoiseFloor(policy, processes, bypass=False, expected=expected)
+    batch = diffusion_batch(torch.zeros(4, 2)).replace(sigmas=torch.linspace(1, 0, 6))
+    for step in (1, 2, 3):
+        here = batch.replace(step_indices=batch.step_indices + (0 if step == 1 else moved))
+        floor.expect(here, step)
+        floor.before(here, torch.full((4, 2), 2e-4))
+        assert floor.finish().compute()["mismatch_over_expected"] == pytest.approx(2.0)
+        if step == 2:
+            assert policy.asked == asked
+    assert policy.asked == asked + elsewhere
 
 
 def test_expectation_of_cells_that_nobody_saw() -> None:

@@ -103,11 +103,12 @@ class AutoBands:
 
     def tensors(self) -> dict[str, Tensor]:
         """The observations that the bands follow, for a checkpoint."""
+        none = torch.zeros(0, dtype=torch.float64, device=self._device)
         found = {}
         for name, past in self._past.items():
             found[f"{name}.sizes"] = torch.tensor([len(iteration.values) for iteration in past], dtype=torch.int64)
-            found[f"{name}.steps"] = torch.cat([*(one.steps for one in past), torch.zeros(0, dtype=torch.int64)])
-            found[f"{name}.values"] = torch.cat([*(one.values for one in past), torch.zeros(0, dtype=torch.float64)])
+            found[f"{name}.steps"] = torch.cat([*(one.steps for one in past), none.long()])
+            found[f"{name}.values"] = torch.cat([*(one.values for one in past), none])
         return found
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:

@@ -40,7 +40,8 @@ def relative_size(rollout: str, dtype: str, mixed_precision: str) -> float | Non
 
 
 class ExpectedFloor:
-    """Mean |difference| of each cell, measured in the first iteration and every `EVERY` after it.
+    """Mean |difference| of each cell, measured in the first iteration, every `EVERY` after it, and where a sample is in
+    a cell that none was in.
 
     other: the policy with autocast switched over; size: `relative_size`; least: the least expectation.
     """
@@ -59,9 +60,13 @@ class ExpectedFloor:
         self._size, self._least, self._micro_batch_size = size, least, micro_batch_size
         self._measured: Tensor | None = None
 
-    def due(self, step: int) -> bool:
-        """Whether `measure` has to be called in this step; the first is 1. Never, where nothing is rounded."""
-        return self._size > 0 and (self._measured is None or step % EVERY == 1)
+    def due(self, step: int, batch: Batch) -> bool:
+        """Whether `measure` has to be called in this step, the same on all processes; the first is 1. Never, where
+        nothing is rounded."""
+        if self._size == 0 or self._measured is None or step % EVERY == 1:
+            return self._size > 0
+        unknown = torch.isnan(self._measured)[self._policies[0].cells(batch)] & batch.valid
+        return self._processes.any(bool(unknown.any()))
 
     def measure(self, batch: Batch, num_cells: int) -> None:
         """Two forwards of all samples, without gradient."""
