@@ -23,6 +23,7 @@ from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.losses.diffusion import diffusion_terms
 from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.policies.base import nudge
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.training.expected_floor import ExpectedFloor, relative_size
@@ -176,6 +177,19 @@ def test_drift_without_the_mismatch_that_contains_it(moved: float) -> None:
     assert drift(after, before)[1] == 2 * count
 
 
+def test_a_nudge_is_one_unit_in_the_last_place() -> None:
+    values = torch.randn(64, 33, generator=torch.Generator().manual_seed(0)).bfloat16()
+    values[0] = 0
+    moved = nudge(values.float(), torch.bfloat16)
+    assert moved.dtype == torch.bfloat16
+    assert torch.equal(moved, nudge(values, torch.bfloat16))
+    assert (moved[0] == 0).all()
+    steps = (moved.view(torch.int16) - values.view(torch.int16))[1:]
+    assert set(steps.unique().tolist()) <= {-1, 0, 1}
+    assert (steps != 0).double().mean() > 0.98  # a half of those at powers of 2 stay
+    assert steps.double().mean().abs() < 0.1
+
+
 class Rounding(FlowPolicy):
     """Log-probs that are 1e-4 apart where they are rounded; counts how often it was asked."""
 
@@ -204,9 +218,7 @@ class WithAnother(Processes):
 def test_steps_of_another_window_get_their_expectation_at_once(moved: int, elsewhere: bool, asked: int) -> None:
     """A later iteration's mismatch is twice the expectation, wherever its window lies."""
     policy, processes = Rounding(rounded=False), WithAnother(elsewhere)
-    expected = ExpectedFloor(
-        policy, Rounding(rounded=True), processes, size=1.0, least=4e-7, micro_batch_size=2
-    )
+    expected = ExpectedFloor(policy, Rounding(rounded=True), processes, size=1.0, least=4e-7, micro_batch_size=2)
     floor = NoiseFloor(policy, processes, bypass=False, expected=expected)
     batch = diffusion_batch(torch.zeros(4, 2)).replace(sigmas=torch.linspace(1, 0, 6))
     for step in (1, 2, 3):
@@ -234,7 +246,11 @@ def test_expectation_of_cells_that_nobody_saw() -> None:
         ("bf16+int8", "fp32", "no", math.hypot(1.0, 0.75)),
         ("fp32", "fp32", "bf16", 1.0),
         ("bf16", "fp32", "bf16", math.hypot(1.0, 1.0)),
-        ("bf16", "bf16", "no", None),
+        ("bf16", "bf16", "no", 1.0),
+        ("bf16", "bf16", "bf16", 1.0),
+        ("fp32", "bf16", "no", 1.0),
+        ("fp16", "bf16", "no", math.hypot(1.0, 0.13)),
+        ("bf16+int8", "bf16", "no", math.hypot(1.0, 1.0, 0.75)),
         ("bf16", "fp64", "no", None),
     ],
 )

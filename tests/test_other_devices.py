@@ -1,5 +1,5 @@
-"""An iteration and its checkpoint on a device that is not the host's: tensors of the meta device hold no numbers, but as
-on any other device it is an error where they meet the host's."""
+"""An iteration and its checkpoint on a device that is not the host's: tensors of the meta device hold no numbers, but
+as on any other device it is an error where they meet the host's."""
 
 from __future__ import annotations
 
