@@ -1,10 +1,12 @@
 """What a pair of precisions explains of the mismatch between rollout and training graph.
 
 Rounding is as large as the model, the guidance and the timestep make it, so the model is asked: its training graph is
-evaluated twice on the recorded steps, as it trains and with bf16 autocast switched over. Weights in bf16, which
-autocast leaves as they are, are evaluated a second time with their inputs moved by one unit in the last place, so that
-everything behind is rounded otherwise. Whatever an engine does wrong is in neither. What other precisions cost is known
-relative to that.
+evaluated twice on the recorded steps, as it trains and with bf16 autocast switched over. Whatever an engine does wrong
+is in neither. What another precision than bf16 costs is known relative to that.
+
+Weights in bf16, which autocast leaves as they are, are evaluated a second time with their inputs moved by one unit in
+the last place, so that what follows is rounded otherwise. That is what two evaluations in bf16 differ by. It does not
+show what all of them have in common, by which a rollout in another precision is off.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from flowgrpo_rc.policies.base import Policy
 from flowgrpo_rc.training.processes import Processes
 
 EVERY = 100  # iterations after which the expectation is measured again
-# Mean |difference| relative to that of bf16, measured on the bundled model; they add up in squares.
+# Mean |difference| relative to that of autocast, measured on the bundled model; they add up in squares.
 DTYPES = {"fp64": 0.0, "fp32": 0.0, "fp16": 0.13, "bf16": 1.0}
 QUANTIZATIONS = {"int8": 0.75, "int8_dynamic": 1.9, "fp8": 3.5, "int4": 12.0}
 # The least expectation: sums in another order move fp32 log-probs by 1e-8, and by 1e-7 where a cache is involved.
@@ -30,17 +32,17 @@ LEAST = {"diffusion": 4e-7, "causal_lm": 4e-6}
 
 def relative_size(rollout: str, dtype: str, mixed_precision: str) -> float | None:
     """Of the mismatch that is expected, relative to what is measured; 0 for exact precisions, None where nothing can be
-    measured: autocast changes nothing for weights in fp64.
+    measured: of weights in fp64, and of those in bf16 with a rollout in another precision.
 
     rollout: as in specs, `bf16+int8`; dtype and mixed_precision: of the training graph.
     """
+    if dtype == "bf16":
+        return 1.0 if rollout == "bf16" else None
     sampled, _, quantization = rollout.partition("+")
-    own = 0.0 if dtype != "bf16" and mixed_precision == "no" else 1.0
-    # Two evaluations with the same weights in bf16 round their inputs alike and are no further apart than one is from
-    # exact arithmetic.
-    theirs = 0.0 if rollout == dtype == "bf16" else DTYPES[sampled]
-    size = math.hypot(own, theirs, QUANTIZATIONS[quantization] if quantization else 0.0)
-    return None if dtype == "fp64" and size > 0 else size
+    parts = [DTYPES[sampled], QUANTIZATIONS[quantization] if quantization else 0.0]
+    parts.append(0.0 if mixed_precision == "no" else 1.0)
+    size = math.hypot(*parts)
+    return size if dtype == "fp32" or size == 0 else None
 
 
 class ExpectedFloor:
