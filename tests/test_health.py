@@ -186,7 +186,8 @@ def test_a_run_knows_what_it_trains_on(changed: Config, word: str) -> None:
 
 def test_a_fault_is_not_answered_with_a_wider_band() -> None:
     monitor, fault = HealthMonitor(Settings()), {"mismatch_over_expected": 3.0}
-    warned = [monitor.update(step, named(PREFIXES[1], FLOOR | fault)) for step in range(1, 6)]
+    row = named(PREFIXES[1], FLOOR | fault) | {"actor/clip_fraction": 0.62}
+    warned = [monitor.update(step, row) for step in range(1, 6)]
     assert [len(texts) for texts in warned] == [1, 0, 0, 0, 0]
     assert "flowgrpo-rc calibrate" in warned[0][0]
     later = [monitor.update(step, named(PREFIXES[1], FLOOR)) for step in range(6, 11)]

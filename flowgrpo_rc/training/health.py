@@ -227,12 +227,14 @@ def correction_metric_name(metrics: Mapping[str, Any], name: str) -> str | None:
 def _findings(metrics: Mapping[str, float | None], config: CorrectionSettings, samples: _Samples) -> Iterator[_Finding]:
     yield _Finding("non_finite", _non_finite(metrics, config), immediate=True)
     fault = _fault(metrics)
-    # What a fault does to the clip is no noise, and no clip band is the answer to it.
+    # What a fault makes the clip do is no noise, and a wider band is not the answer.
     noise = None if fault else _noise(metrics, config, samples)
     for kind, sentence, immediate in (("noise", noise, False), ("fault", fault, True)):
         if sentence is not None:
             yield _Finding(kind, sentence or None, immediate)
     for rule in _RULES:
+        if fault and rule.name == "clipping":
+            continue
         name = rule.metric if rule.metric in metrics else correction_metric_name(metrics, rule.metric)
         value = None if name is None else metrics[name]
         if value is not None and math.isfinite(value):
