@@ -96,7 +96,7 @@ def assemble(
             old_policy=old_policy,
         ),
         evaluator=Evaluator(task, held_out, config.rollout.val_kwargs, rewards),
-        health=HealthMonitor(config.effective_correction()),
+        health=make_health(config),
         console=Console(
             total_steps=config.trainer.total_training_steps,
             is_main=processes.is_main,
@@ -164,9 +164,10 @@ def make_floor(config: Config, task: Task, processes: Processes) -> NoiseFloor:
     expected, size = None, config.expected_mismatch()
     if size is not None:
         switched = config.trainer.mixed_precision == "no"
+        autocast = partial(torch.autocast, processes.device.type, torch.bfloat16, enabled=switched)
         expected = ExpectedFloor(
             task.policy,
-            task.policy.under(partial(torch.autocast, processes.device.type, torch.bfloat16, enabled=switched)),
+            task.policy.nudged() if config.model.dtype == "bf16" else task.policy.under(autocast),
             processes,
             size=size,
             least=LEAST[kind],
@@ -180,6 +181,10 @@ def make_floor(config: Config, task: Task, processes: Processes) -> NoiseFloor:
         expected=expected,
         metric_names=correction.metric_names,
     )
+
+
+def make_health(config: Config) -> HealthMonitor:
+    return HealthMonitor(config.effective_correction(), text=config.model.kind == "causal_lm", fresh=config.fresh())
 
 
 def make_old_policy(

@@ -89,10 +89,14 @@ class Config:
             return min(tokens.clip_ratio_low, tokens.clip_ratio_high) if tokens.loss_mode == "ppo_clip" else None
         return actor.diffusion_loss.clip_ratio if actor.diffusion_loss.loss_mode == "flow_grpo" else None
 
+    def fresh(self) -> bool:
+        """Whether the weights that are trained have made the samples, and not older ones."""
+        return self.rollout.staleness == 0 and self.data.replay_dir is None
+
     def expected_mismatch(self) -> float | None:
         """`relative_size` of the run's precisions; None for samples of older weights and of an engine's own formats."""
         rollout = self.rollout
-        if rollout.staleness or self.data.replay_dir is not None or rollout.engine_kwargs.get("quantization"):
+        if not self.fresh() or rollout.engine_kwargs.get("quantization"):
             return None
         return relative_size(rollout.spec().dtype, self.model.dtype, self.trainer.mixed_precision)
 

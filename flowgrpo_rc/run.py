@@ -99,6 +99,13 @@ def _train(parts: Components, resumed: Checkpoint | None, stop: StopRequest) -> 
         )
     if not correction.bypass_mode and (why := parts.config.why_recompute()) is not None:
         parts.console.message(f"note: old log-probs are recomputed, one forward for each trained step: {why}")
+    if parts.config.fresh() and parts.config.expected_mismatch() is None:
+        rollout, trained = parts.config.rollout, parts.config.model.dtype
+        formats = [rollout.spec().dtype, *filter(None, [rollout.engine_kwargs.get("quantization")])]
+        parts.console.message(
+            "note: no fault of the engine is reported by the size of the mismatch: what rounding makes of it cannot be "
+            f"measured for a rollout in {'+'.join(formats)} and a training graph in {trained}"
+        )
     try:
         with parts.console:
             reason = Trainer(parts, resumed).fit(stop)

@@ -363,13 +363,18 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize("bypass", [False, True])
+@pytest.mark.parametrize(
+    ("bypass", "further"),
+    [(False, []), (False, ["algorithm.rollout_correction.exclude_rejected=false"]), (True, [])],
+    ids=["recomputed", "own_forwards", "bypass"],
+)
 def test_a_run_goes_on_with_its_bands(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bypass: bool
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bypass: bool, further: list[str]
 ) -> None:
     monkeypatch.setattr(module, "WARM_UP", 2)
     options = [
         *RULES,
+        *further,
         f"algorithm.rollout_correction.bypass_mode={bypass}",
         "rollout.dtype=bf16",
         "trainer.save_freq=1",

@@ -294,6 +294,12 @@ def test_wrong_values_name_the_key_and_what_is_allowed(settings, words):
         ({"bypass_mode": True, "exclude_rejected": True}, "exclude_rejected", "bypass_mode"),
         ({"rollout_is_batch_normalize": True}, "rollout_is_batch_normalize", "rollout_is "),
         ({"rollout_is_mode": "clip"}, "rollout_is_mode", "rollout_is "),
+        ({"log_prob_scale": "sum"}, "log_prob_scale", "rollout_is"),
+        (
+            {"log_prob_scale": "sum", "rollout_rs": "token_k1,step_kl", "rollout_rs_threshold": ["auto:4", 1e-5]},
+            "log_prob_scale",
+            "rollout_is",
+        ),
         (
             {"rollout_is_batch_normalize": True, "bypass_mode": True, "rollout_is": "token"},
             "rollout_is_batch_normalize",

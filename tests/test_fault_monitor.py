@@ -1,14 +1,15 @@
-"""What the running trainer notices of an engine with a fault, on the bundled model, within one iteration."""
+"""What the parts of the trainer that judge a rollout notice of an engine with a fault, in one iteration of the bundled
+model: source, task, noise floor and health rules as `assemble` makes them, without an update."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from accelerate import Accelerator
-from faulty_engines import Bf16Latents, Bf16Timestep, Guidance, NoLora, Recorded, Shift, StaleWeights
+from faulty_engines import Bf16Latents, Bf16Timestep, Guidance, NoLora, OtherKernels, Recorded, Shift, StaleWeights
 from torch import Tensor
 
 from flowgrpo_rc.assemble import make_floor, make_source, make_task
@@ -57,6 +58,13 @@ class ThreeFloors(Recorded):
         return batch.replace(rollout_log_probs=batch.rollout_log_probs + size)
 
 
+class MuchGuidance(Guidance):
+    """A third more."""
+
+    def changed(self, request: ImageRequest) -> ImageRequest:
+        return replace(request, spec=replace(request.spec, guidance_scale=6.0))
+
+
 class TellsGuidance(Guidance):
     """Its batches tell what it really did."""
 
@@ -79,8 +87,8 @@ def engine(cls: type[DiffusersEngine]) -> str:
 class Bench:
     """The bundled model with a LoRA that takes part, and its values before and after an update."""
 
-    def __init__(self) -> None:
-        task = make_task(configure(), Processes(Accelerator(cpu=True)))
+    def __init__(self, *settings: str) -> None:
+        task = make_task(configure(*settings), Processes(Accelerator(cpu=True)))
         assert isinstance(task, ImageTask)
         self.model = task.model
         source = torch.Generator().manual_seed(1)
@@ -180,6 +188,42 @@ def test_three_floors_are_noticed_in_a_bf16_pair(
     assert any(ALARM in alarm for alarm in iterate(bench, "rollout.dtype=bf16", engine(ThreeFloors)).alarms)
 
 
+# Training in bf16 ---------------------------------------------------------------------------------------------------
+
+BF16 = "model.dtype=bf16"
+
+
+@pytest.fixture(scope="module")
+def in_bf16() -> Bench:
+    return Bench(BF16)
+
+
+@pytest.fixture(scope="module")
+def other_kernels(in_bf16: Bench) -> Seen:
+    """Of an engine that multiplies the same weights in bf16 in another way."""
+    return iterate(in_bf16, BF16, "rollout.dtype=bf16", engine(OtherKernels))
+
+
+def test_roundings_of_other_kernels_are_expected(other_kernels: Seen) -> None:
+    assert other_kernels.alarms == []
+    assert 0.5 < other_kernels.over < 1.8
+
+
+def test_equal_roundings_are_no_fault(in_bf16: Bench) -> None:
+    seen = iterate(in_bf16, BF16, "rollout.dtype=bf16")
+    assert (seen.over, seen.alarms) == (0, [])
+
+
+@pytest.mark.parametrize("cls", [ThreeFloors, MuchGuidance, Shift, SilentNoLora])
+def test_what_is_above_three_floors_of_bf16_is_noticed(
+    in_bf16: Bench, other_kernels: Seen, monkeypatch: pytest.MonkeyPatch, cls: type[DiffusersEngine]
+) -> None:
+    monkeypatch.setattr(ThreeFloors, "floor", other_kernels.size)
+    seen = iterate(in_bf16, BF16, "rollout.dtype=bf16", engine(cls))
+    assert seen.size > 3 * other_kernels.size
+    assert any(ALARM in alarm for alarm in seen.alarms)
+
+
 def test_latents_in_16_bits_are_noticed_below_the_floor(bench: Bench) -> None:
     (alarm,) = iterate(bench, "rollout.dtype=bf16", engine(Bf16Latents)).alarms
     assert "stores latents in 16 bits" in alarm
@@ -210,7 +254,7 @@ def test_a_resumed_run_expects_the_same(bench: Bench) -> None:
     second.load(first.tensors())
     for floor in (first, second):
         floor.expect(batch.rows(0, 1), 2)
-    expected = [floor.tensors()["autocast"].nan_to_num() for floor in (first, second)]
+    expected = [floor.tensors()["measured"].nan_to_num() for floor in (first, second)]
     assert torch.equal(*expected)
     second.expect(batch.rows(0, 1), 101)
-    assert not torch.equal(expected[0], second.tensors()["autocast"].nan_to_num())
+    assert not torch.equal(expected[0], second.tensors()["measured"].nan_to_num())

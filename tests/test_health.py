@@ -9,6 +9,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from flowgrpo_rc.assemble import make_health
+from flowgrpo_rc.config import Config, DataConfig
+from flowgrpo_rc.models.base import ModelConfig
+from flowgrpo_rc.rollout.base import RolloutConfig
 from flowgrpo_rc.training.health import HealthMonitor, check_rollout_correction_health
 
 PREFIXES = ("rollout_corr/", "actor/rollout_corr/")
@@ -148,6 +152,47 @@ def test_clipping_by_noise_without_a_band_of_single_steps() -> None:
     ).warnings
     assert "clip_ratio" not in warning
     assert "wider clip band" in warning
+
+
+def test_the_band_of_text_has_other_keys() -> None:
+    (warning,) = check_rollout_correction_health(named(PREFIXES[1], FLOOR), Settings(), text=True).warnings
+    assert "actor.token_loss.clip_ratio_low and clip_ratio_high >= 0.0004" in warning
+    assert "diffusion_loss" not in warning
+    assert "latents" not in warning
+
+
+def test_samples_of_an_older_policy_are_not_noisy() -> None:
+    (warning,) = check_rollout_correction_health(named(PREFIXES[1], FLOOR), Settings(), fresh=False).warnings
+    assert "clipped by the age of their policy" in warning
+    assert "bypass_mode=False, or take actor.diffusion_loss.clip_ratio >= 0.0004" in warning
+    assert "noise" not in warning
+    assert "fp32" not in warning
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        (Config(), "clipped by noise"),
+        (Config(rollout=RolloutConfig(staleness=1)), "age of their policy"),
+        (Config(data=DataConfig(replay_dir="x")), "age of their policy"),
+        (Config(model=ModelConfig(kind="causal_lm")), "token_loss"),
+    ],
+)
+def test_a_run_knows_what_it_trains_on(changed: Config, word: str) -> None:
+    monitor = make_health(changed)
+    (warning,) = [text for step in range(1, 6) for text in monitor.update(step, named(PREFIXES[0], FLOOR))]
+    assert word in warning
+
+
+def test_a_fault_is_not_answered_with_a_wider_band() -> None:
+    monitor, fault = HealthMonitor(Settings()), {"mismatch_over_expected": 3.0}
+    row = named(PREFIXES[1], FLOOR | fault) | {"actor/clip_fraction": 0.62}
+    warned = [monitor.update(step, row) for step in range(1, 6)]
+    assert [len(texts) for texts in warned] == [1, 0, 0, 0, 0]
+    assert "flowgrpo-rc calibrate" in warned[0][0]
+    later = [monitor.update(step, named(PREFIXES[1], FLOOR)) for step in range(6, 11)]
+    assert [len(texts) for texts in later] == [0, 0, 1, 0, 0]
+    assert "clip_ratio >=" in later[2][0]
 
 
 def test_more_than_the_precisions_explain_is_a_fault_at_once_and_once() -> None:

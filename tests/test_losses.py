@@ -411,6 +411,7 @@ def test_missing_columns_are_errors():
         ({"loss_mode": "grpo"}, "loss_mode"),
         ({"kl_threshold": 1e-4}, "kl_threshold"),
         ({"loss_mode": "flow_dppo", "kl_threshold": 0.0}, "kl_threshold"),
+        ({"loss_mode": "flow_dppo", "clip_ratio": 1e-3}, "clip_ratio"),
         ({"clip_ratio": 0.0}, "clip_ratio"),
         ({"clip_ratio": 1.0}, "clip_ratio"),
         ({"clip_ratio": math.nan}, "clip_ratio"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import sys
@@ -23,6 +24,9 @@ from torch import Tensor
 from flowgrpo_rc import assets
 from flowgrpo_rc.batch import Batch, DiffusionBatch, TokenSpec
 from flowgrpo_rc.config import Config
+from flowgrpo_rc.core.reduce import identity
+from flowgrpo_rc.correction import auto as auto_bands
+from flowgrpo_rc.correction.auto import AutoBands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig, TokenLossConfig
 from flowgrpo_rc.losses.diffusion import diffusion_terms
@@ -42,11 +46,12 @@ RC = "algorithm.rollout_correction"
 
 
 class Run(NamedTuple):
-    """What an iteration leaves: every gradient, the LoRA, the metrics."""
+    """What an iteration leaves: every gradient, the LoRA, the metrics, the scales of `auto` bands."""
 
     gradients: list[Tensor]
     lora: dict[str, Tensor]
     metrics: dict[str, float]
+    scales: list[Tensor]
 
 
 def iterate(
@@ -58,21 +63,25 @@ def iterate(
     reuses: bool,
     mini: int,
     keep_means: bool = False,
+    bands: AutoBands | None = None,
     **actor: Any,
 ) -> Run:
-    """One iteration from the same weights, with a learning rate that moves the policy far."""
+    """One iteration from the same weights and bands, with a learning rate that moves the policy far."""
     start = {name: p.detach().clone() for name, p in lora_parameters(policy.network).items()}
     config = ActorConfig(ppo_micro_batch_size_per_gpu=2, optim=OptimConfig(lr=1e-2), **actor)
     processes = Processes(Accelerator(cpu=True))
     floor = NoiseFloor(policy, processes, bypass=False, metric_names=correction.metric_names)
-    old = OldPolicy(policy, correction, processes, floor, micro_batch_size=2, reuses=reuses, keep_means=keep_means)
+    bands = copy.deepcopy(bands)
+    options: dict[str, Any] = {"reuses": reuses, "keep_means": keep_means, "auto_bands": bands}
+    old = OldPolicy(policy, correction, processes, floor, micro_batch_size=2, **options)
     update = PolicyUpdate(policy, config, loss, processes, total_updates=10, floor=floor, old_policy=old)
     gradients: list[Tensor] = []
     hooks = [p.register_hook(lambda gradient: gradients.append(gradient.clone())) for p in update.parameters]
     bag = update.run(old.before_rewards(batch), mini)
-    bag.merge(old.take_metrics(), "rollout_corr")
+    bag.merge(old.finish(), "rollout_corr")
     bag.replace(floor.finish(), "rollout_corr")
-    found = Run(gradients, {name: p.clone() for name, p in update.lora_state().items()}, bag.compute())
+    scales = [] if bands is None else [part for band in correction.rules().auto for part in bands.scale(band.name)]
+    found = Run(gradients, {name: p.clone() for name, p in update.lora_state().items()}, bag.compute(), scales)
     for hook in hooks:
         hook.remove()
     for name, parameter in lora_parameters(policy.network).items():
@@ -85,6 +94,7 @@ def assert_same(reused: Run, recomputed: Run, *, rejects: bool) -> None:
     assert len(reused.gradients) == len(recomputed.gradients) > 0
     assert all(torch.equal(one, other) for one, other in zip(reused.gradients, recomputed.gradients, strict=True))
     assert all(torch.equal(reused.lora[name], tensor) for name, tensor in recomputed.lora.items())
+    assert all(torch.equal(one, other) for one, other in zip(reused.scales, recomputed.scales, strict=True))
     assert reused.metrics == pytest.approx(recomputed.metrics, rel=1e-9, abs=1e-13)
     measured = {name.removeprefix("rollout_corr/"): value for name, value in recomputed.metrics.items()}
     assert measured["rollout_is_max"] > measured["rollout_is_min"]
@@ -94,6 +104,7 @@ def assert_same(reused: Run, recomputed: Run, *, rejects: bool) -> None:
 
 TOKEN_IS = {"rollout_is": "token", "rollout_is_threshold": 1.00005}  # cuts some of the weights
 REJECTS = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.9999_1.00002", "exclude_rejected": False}
+AUTO = REJECTS | {"rollout_rs": "token_k1,token_k2,step_kl", "rollout_rs_threshold": ["auto:1", 1e-8, "auto:1"]}
 ONE_STEP = {"rollout_is": "sequence", "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 1e-9}
 
 # settings of the correction and of the loss, the window, the actor's
@@ -103,6 +114,8 @@ IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any], str, dict[str, Any]]] = 
     "epochs": (TOKEN_IS | REJECTS, {}, "all", {"ppo_epochs": 2}),
     "kept": (REJECTS | {"normalize": "kept"}, {}, "all", {}),
     "step_kl": (REJECTS | {"rollout_rs": "step_kl", "rollout_rs_threshold": 1e-5}, {}, "all", {}),
+    "auto": (TOKEN_IS | AUTO, {}, "all", {}),
+    "auto_epochs": (TOKEN_IS | AUTO, {}, "per_sample", {"ppo_epochs": 2}),
     "guard": (TOKEN_IS, {"loss_mode": "grpo_guard"}, "all", {"ppo_epochs": 2, "use_kl_loss": True}),
     "dppo_sum": (TOKEN_IS | {"log_prob_scale": "sum"}, {"loss_mode": "flow_dppo"}, "first", {}),
     "one_step": (ONE_STEP | {"exclude_rejected": False}, {}, "one", {"ppo_epochs": 2}),
@@ -132,7 +145,15 @@ def test_it_is_the_recompute_bit_for_bit(
     spec = make_spec("sde", 1.0, dtype="bf16")
     batch, _ = sample(policy.model, policy.network, spec, WINDOWS[window], keep_means=keep_means)
     batch = batch.replace(advantages=torch.tensor([1.0, -1.0, 2.0, -0.5]).unsqueeze(1).expand(4, batch.num_steps))
-    loss, options = partial(diffusion_terms, config), {"keep_means": config.diffusion_loss.needs_means, **actor}
+    bands = None
+    if auto := correction.rules().auto:  # warm by what another rollout of these weights was off by
+        monkeypatch.setattr(auto_bands, "WARM_UP", 2)
+        bands = AutoBands(auto, 5, torch.device("cpu"))
+        seen = policy.measure(batch, 2)
+        bands.judge(batch, 0.9 * seen.log_probs + 0.1 * batch.rollout_log_probs, 0.9 * seen.step_kl)
+        bands.finish(identity)
+    loss = partial(diffusion_terms, config)
+    options = {"keep_means": config.diffusion_loss.needs_means, "bands": bands, **actor}
     runs, forwards = [], []
     for reuses in (True, False):
         policy.forwards = 0
@@ -221,7 +242,10 @@ def test_a_rollout_that_is_not_finite_leaves_the_baseline_at_once(policy: Counti
         (TOKEN_IS | {"rollout_is_mode": "mask", "rollout_is_threshold": "0.9_1.1"}, True, "exclude_rejected=false"),
         ({"rollout_token_veto_threshold": 1e-4}, True, "exclude_rejected=false"),
         (TOKEN_IS | {"rollout_is_batch_normalize": True}, True, "rollout_is_batch_normalize"),
-        (REJECTS | {"rollout_rs_threshold": "auto:4"}, True, "auto:k"),
+        (REJECTS | {"rollout_rs_threshold": "auto:4"}, False, None),
+        (REJECTS | {"rollout_rs_threshold": "auto:4", "exclude_rejected": None}, True, "exclude_rejected=false"),
+        (REJECTS | {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "auto:4"}, False, "all steps"),
+        (REJECTS | {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "auto:4"}, True, None),
         ({"custom_correction": "builders:drop_odd"}, True, "custom_correction"),
         ({"rollout_is": "sequence"}, False, "all steps"),
         ({"rollout_is": "geometric"}, False, "all steps"),

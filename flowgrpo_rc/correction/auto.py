@@ -65,13 +65,13 @@ class AutoBands:
         return self._scales[name]
 
     def judge(
-        self, batch: DiffusionBatch, training: Tensor, step_kl: Tensor | None
+        self, batch: DiffusionBatch, training: Tensor, step_kl: Tensor | None, *, remember: bool = True
     ) -> tuple[DiffusionBatch, MetricBag]:
         """The batch with a `rejection_mask` of the steps that all bands keep, by log-probs [b, T] of the training graph
-        before its first update.
+        before its first update. It follows from earlier iterations, so that it does not matter what comes together.
 
-        What they find is remembered for the iterations after `finish`. The metrics of a criterion are in robust
-        standard deviations from its median, and 0 until it is warm.
+        What they find is remembered for the iterations after `finish`, unless `remember` is false. The metrics of a
+        criterion are in robust standard deviations from its median, and 0 until it is warm.
         """
         assert batch.rollout_log_probs is not None
         steps = prepare(training, batch.rollout_log_probs, batch.valid, step_kl)
@@ -79,8 +79,9 @@ class AutoBands:
         for band in self._bands:
             value, scale = observed(steps, band), self._scales[band.name]
             units, index = steps.units(value), batch.step_indices[:, : value.shape[1]]
-            seen = torch.where(units, value, torch.nan)
-            self._seen[band.name].append(Iteration(index.flatten(), seen.flatten()))
+            if remember:
+                seen = torch.where(units, value, torch.nan)
+                self._seen[band.name].append(Iteration(index.flatten(), seen.flatten()))
             centre, spread = scale.centre[index], scale.spread[index]
             inside, rows = judge(steps, band, select((value - centre) / spread, units))
             kept = kept & inside
@@ -103,11 +104,12 @@ class AutoBands:
 
     def tensors(self) -> dict[str, Tensor]:
         """The observations that the bands follow, for a checkpoint."""
+        none = torch.zeros(0, dtype=torch.float64, device=self._device)
         found = {}
         for name, past in self._past.items():
             found[f"{name}.sizes"] = torch.tensor([len(iteration.values) for iteration in past], dtype=torch.int64)
-            found[f"{name}.steps"] = torch.cat([*(one.steps for one in past), torch.zeros(0, dtype=torch.int64)])
-            found[f"{name}.values"] = torch.cat([*(one.values for one in past), torch.zeros(0, dtype=torch.float64)])
+            found[f"{name}.steps"] = torch.cat([*(one.steps for one in past), none.long()])
+            found[f"{name}.values"] = torch.cat([*(one.values for one in past), none])
         return found
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:

@@ -135,6 +135,12 @@ class RolloutCorrectionConfig(Presets):
         self.rules()
         self.load_custom()
 
+    def _scales_something(self) -> bool:
+        """Whether `log_prob_scale` changes more than metrics."""
+        rules = self.rules()
+        scaled = any(band.name != STEP_KL for band in rules.bands) or rules.log_veto is not None
+        return scaled or rules.level is not None or self.custom_correction is not None
+
     def load_custom(self) -> Callable[..., Any] | None:
         """The function that `custom_correction` names. ValueError if there is none."""
         if self.custom_correction is None:
@@ -186,6 +192,12 @@ class RolloutCorrectionConfig(Presets):
             raise ValueError(
                 f"{KEY}.exclude_rejected=true needs the rejection before the advantages, but with {KEY}.bypass_mode="
                 "true it comes with the loss: set bypass_mode=false, or exclude_rejected=null"
+            )
+        if self.log_prob_scale != "mean" and not self._scales_something():
+            raise ValueError(
+                f"{KEY}.log_prob_scale={self.log_prob_scale} has nothing to act on: it scales weights ({KEY}.rollout_is"
+                "), thresholds of k1 to k3 that are numbers, and the veto, but neither step_kl nor auto:k; set one of "
+                "these, or drop it"
             )
         if self.rollout_is is None:
             for name, off in (("rollout_is_mode", None), ("rollout_is_batch_normalize", False)):

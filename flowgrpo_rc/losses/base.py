@@ -54,6 +54,11 @@ class DiffusionLossConfig:
             )
         if not 0 < self.clip_ratio < 1:
             raise ValueError(f"{DIFFUSION_KEY}.clip_ratio={self.clip_ratio}: give a number between 0 and 1")
+        if self.clip_ratio != DiffusionLossConfig.clip_ratio and self.loss_mode == "flow_dppo":
+            raise ValueError(
+                f"{DIFFUSION_KEY}.clip_ratio={self.clip_ratio} has no effect with {DIFFUSION_KEY}.loss_mode=flow_dppo, "
+                f"which has kl_threshold in its place: drop it (its default is {DiffusionLossConfig.clip_ratio:g})"
+            )
         if not self.adv_clip_max > 0:
             raise ValueError(f"{DIFFUSION_KEY}.adv_clip_max={self.adv_clip_max}: give a number above 0")
 

@@ -87,6 +87,10 @@ class Policy(ABC, Generic[B, E]):
     def under(self, autocast: Callable[[], AbstractContextManager[Any]]) -> Policy[B, E]:
         """This policy with another autocast around its network."""
 
+    @abstractmethod
+    def nudged(self) -> Policy[B, E]:
+        """This policy with the embeddings that its network is given moved as by `nudge`, in the network's dtype."""
+
     @torch.no_grad()
     def measure(self, batch: B, micro_batch_size: int, *, keep_means: bool = False) -> Measured:
         """This policy on the whole batch, without gradient."""
@@ -100,6 +104,13 @@ class Policy(ABC, Generic[B, E]):
     def log_probs(self, batch: B, micro_batch_size: int) -> Tensor:
         """Log-probabilities [B, T] of the whole batch, without gradient."""
         return self.measure(batch, micro_batch_size).log_probs
+
+
+def nudge(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """`values` by one unit in the last place of `dtype` up or down at random, the same ones whenever the shape is."""
+    source = torch.Generator().manual_seed(0)
+    signs = (2 * torch.randint(2, values.shape, generator=source) - 1).to(values.device)
+    return (values.to(dtype).float() * (1 + signs * torch.finfo(dtype).eps / 2)).to(dtype)
 
 
 def join(parts: Sequence[Any], dim: int) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec
 from flowgrpo_rc.core.kl import gaussian_kl
 from flowgrpo_rc.core.transition import GaussianSteps, Transition, log_prob, reference_kl, sample
 from flowgrpo_rc.models.base import FlowModel, Schedule
-from flowgrpo_rc.policies.base import Policy
+from flowgrpo_rc.policies.base import Policy, nudge
 from flowgrpo_rc.policies.scheduler import step_transition
 
 NoiseSource = Callable[[int], Tensor]
@@ -131,6 +132,9 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
     def under(self, autocast: Callable[[], AbstractContextManager[Any]]) -> FlowPolicy:
         return FlowPolicy(self.model, self.network, autocast=autocast)
 
+    def nudged(self) -> FlowPolicy:
+        return _Nudged(self.model, self.network, autocast=self._autocast)
+
     def _velocity(
         self,
         latents: Tensor,
@@ -142,6 +146,25 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         with self._autocast():
             v = self.model.velocity(self.network, latents, timesteps, conditioning, negative, spec)
         return v.float()
+
+
+class _Nudged(FlowPolicy):
+    def _velocity(
+        self,
+        latents: Tensor,
+        timesteps: Tensor,
+        conditioning: Conditioning,
+        negative: Conditioning | None,
+        spec: SamplerSpec,
+    ) -> Tensor:
+        conditioning = self._moved(conditioning)
+        negative = None if negative is None else self._moved(negative)
+        return super()._velocity(latents, timesteps, conditioning, negative, spec)
+
+    def _moved(self, conditioning: Conditioning) -> Conditioning:
+        dtype, pooled = self.network.dtype, conditioning.pooled
+        moved = None if pooled is None else nudge(pooled, dtype)
+        return replace(conditioning, embeds=nudge(conditioning.embeds, dtype), pooled=moved)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from flowgrpo_rc.batch import TokenBatch, TokenSpec
 from flowgrpo_rc.core.kl import k3
 from flowgrpo_rc.core.tokens import positions, sample_tokens, token_log_probs, until_end
 from flowgrpo_rc.models.causal_lm import CausalLM, gradient_checkpointing
-from flowgrpo_rc.policies.base import Policy
+from flowgrpo_rc.policies.base import Policy, nudge
 
 # A diverged log-ratio is bounded before its exponential, as the weights' and the loss's are.
 _LARGEST = 20.0
@@ -121,6 +121,19 @@ class TokenPolicy(Policy[TokenBatch, TokenEvaluation]):
 
     def under(self, autocast: Callable[[], AbstractContextManager[Any]]) -> TokenPolicy:
         return TokenPolicy(self.model, self.network, autocast=autocast, checkpoint_gradients=self._checkpoint_gradients)
+
+    def nudged(self) -> TokenPolicy:
+        return _Nudged(self.model, self.network, autocast=self._autocast)
+
+
+class _Nudged(TokenPolicy):
+    def evaluate(self, piece: TokenBatch) -> TokenEvaluation:
+        embeddings = self.network.get_input_embeddings()
+        hook = embeddings.register_forward_hook(lambda module, given, found: nudge(found, found.dtype))
+        try:
+            return super().evaluate(piece)
+        finally:
+            hook.remove()
 
 
 class _Sampler(LogitsProcessor):

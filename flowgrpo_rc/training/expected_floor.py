@@ -3,6 +3,10 @@
 Rounding is as large as the model, the guidance and the timestep make it, so the model is asked: its training graph is
 evaluated twice on the recorded steps, as it trains and with bf16 autocast switched over. Whatever an engine does wrong
 is in neither. What another precision than bf16 costs is known relative to that.
+
+Weights in bf16, which autocast leaves as they are, are evaluated a second time with their inputs moved by one unit in
+the last place, so that what follows is rounded otherwise. That is what two evaluations in bf16 differ by. It does not
+show what all of them have in common, by which a rollout in another precision is off.
 """
 
 from __future__ import annotations
@@ -27,22 +31,25 @@ LEAST = {"diffusion": 4e-7, "causal_lm": 4e-6}
 
 
 def relative_size(rollout: str, dtype: str, mixed_precision: str) -> float | None:
-    """Of the mismatch that is expected, relative to that of autocast; 0 for exact precisions, None where unknown:
-    autocast changes nothing for weights in 16 or 64 bits.
+    """Of the mismatch that is expected, relative to what is measured; 0 for exact precisions, None where nothing can be
+    measured: of weights in fp64, and of those in bf16 with a rollout in another precision.
 
     rollout: as in specs, `bf16+int8`; dtype and mixed_precision: of the training graph.
     """
+    if dtype == "bf16":
+        return 1.0 if rollout == "bf16" else None
     sampled, _, quantization = rollout.partition("+")
     parts = [DTYPES[sampled], QUANTIZATIONS[quantization] if quantization else 0.0]
     parts.append(0.0 if mixed_precision == "no" else 1.0)
     size = math.hypot(*parts)
-    return size if dtype == "fp32" or (dtype == "fp64" and size == 0) else None
+    return size if dtype == "fp32" or size == 0 else None
 
 
 class ExpectedFloor:
-    """Mean |difference| of each cell, measured in the first iteration and every `EVERY` after it.
+    """Mean |difference| of each cell, measured in the first iteration, every `EVERY` after it, and where a sample is in
+    a cell that none was in.
 
-    other: the policy with autocast switched over; size: `relative_size`; least: the least expectation.
+    other: the policy that is rounded otherwise; size: `relative_size`; least: the least expectation.
     """
 
     def __init__(
@@ -59,9 +66,13 @@ class ExpectedFloor:
         self._size, self._least, self._micro_batch_size = size, least, micro_batch_size
         self._measured: Tensor | None = None
 
-    def due(self, step: int) -> bool:
-        """Whether `measure` has to be called in this step; the first is 1. Never, where nothing is rounded."""
-        return self._size > 0 and (self._measured is None or step % EVERY == 1)
+    def due(self, step: int, batch: Batch) -> bool:
+        """Whether `measure` has to be called in this step, the same on all processes; the first is 1. Never, where
+        nothing is rounded."""
+        if self._size == 0 or self._measured is None or step % EVERY == 1:
+            return self._size > 0
+        unknown = torch.isnan(self._measured)[self._policies[0].cells(batch)] & batch.valid
+        return self._processes.any(bool(unknown.any()))
 
     def measure(self, batch: Batch, num_cells: int) -> None:
         """Two forwards of all samples, without gradient."""
@@ -77,11 +88,11 @@ class ExpectedFloor:
         return least if self._measured is None else (self._size * self._measured).clamp(min=self._least)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {} if self._measured is None else {"autocast": self._measured}
+        return {} if self._measured is None else {"measured": self._measured}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        if "autocast" in tensors:
-            self._measured = tensors["autocast"].to(self._processes.device)
+        if "measured" in tensors:
+            self._measured = tensors["measured"].to(self._processes.device)
 
 
 def by_cell(difference: Tensor, known: Tensor, cells: Tensor, num_cells: int) -> Tensor:

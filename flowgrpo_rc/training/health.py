@@ -11,9 +11,10 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from flowgrpo_rc.correction.naming import other_names
+from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
 from flowgrpo_rc.training.noise_floor import advised_clip_ratio
 
 DECOUPLED_PREFIX = "rollout_corr/"
@@ -182,6 +183,13 @@ _RULES = (
 )
 
 
+class _Samples(NamedTuple):
+    """Of a language model; of the weights that are trained."""
+
+    text: bool
+    fresh: bool
+
+
 # Of the differences outside the clip band; the size of a fault, in multiples of what the precisions explain.
 MOST_CLIPPED, FAULT = 0.3, 2.0
 
@@ -197,13 +205,17 @@ class Health:
         return not self.warnings
 
 
-def check_rollout_correction_health(metrics: Mapping[str, float | None], config: CorrectionSettings) -> Health:
+def check_rollout_correction_health(
+    metrics: Mapping[str, float | None], config: CorrectionSettings, *, text: bool = False, fresh: bool = True
+) -> Health:
     """Whether a step's correction metrics look healthy.
 
     metrics: of one step, under `rollout_corr/` (decoupled) or `actor/rollout_corr/` (bypass). None stands for a
         value that was not finite, as in metrics.jsonl.
+    text: a language model is trained; fresh: on samples of the weights that are trained, not of older ones.
     """
-    return Health(tuple(finding.message for finding in _findings(metrics, config) if finding.message is not None))
+    found = _findings(metrics, config, _Samples(text, fresh))
+    return Health(tuple(finding.message for finding in found if finding.message is not None))
 
 
 def correction_metric_name(metrics: Mapping[str, Any], name: str) -> str | None:
@@ -212,13 +224,17 @@ def correction_metric_name(metrics: Mapping[str, Any], name: str) -> str | None:
     return next((candidate for candidate in candidates if candidate in metrics), None)
 
 
-def _findings(metrics: Mapping[str, float | None], config: CorrectionSettings) -> Iterator[_Finding]:
+def _findings(metrics: Mapping[str, float | None], config: CorrectionSettings, samples: _Samples) -> Iterator[_Finding]:
     yield _Finding("non_finite", _non_finite(metrics, config), immediate=True)
-    for kind, judge, immediate in (("noise", _noise, False), ("fault", _fault, True)):
-        sentence = judge(metrics, config)
+    fault = _fault(metrics)
+    # What a fault makes the clip do is no noise, and a wider band is not the answer.
+    noise = None if fault else _noise(metrics, config, samples)
+    for kind, sentence, immediate in (("noise", noise, False), ("fault", fault, True)):
         if sentence is not None:
             yield _Finding(kind, sentence or None, immediate)
     for rule in _RULES:
+        if fault and rule.name == "clipping":
+            continue
         name = rule.metric if rule.metric in metrics else correction_metric_name(metrics, rule.metric)
         value = None if name is None else metrics[name]
         if value is not None and math.isfinite(value):
@@ -242,8 +258,8 @@ def _non_finite(metrics: Mapping[str, float | None], config: CorrectionSettings)
     return f"{names[0]}{others} is not finite{shown}: lower actor.optim.lr, or {_narrow_the_gap(config)}."
 
 
-def _noise(metrics: Mapping[str, float | None], config: CorrectionSettings) -> str | None:
-    """Whether the clip acts on noise: a sentence, empty if it does not, None where it cannot be told."""
+def _noise(metrics: Mapping[str, float | None], config: CorrectionSettings, samples: _Samples) -> str | None:
+    """Whether the clip acts before any update: a sentence, empty if it does not, None where it cannot be told."""
     name = correction_metric_name(metrics, "pre_update_clip_fraction")
     clipped = _finite(metrics, "pre_update_clip_fraction")
     if clipped is None or clipped <= MOST_CLIPPED:
@@ -252,16 +268,21 @@ def _noise(metrics: Mapping[str, float | None], config: CorrectionSettings) -> s
     size = "" if over is None else f", and half of them differ by {over:.2g} times the clip band or more"
     widen = "a wider clip band"
     if over is not None and p99 is not None:
-        widen = f"actor.diffusion_loss.clip_ratio >= {advised_clip_ratio(p99):g} (99% differ by less than {p99:.2g})"
+        key = f"{TOKEN_KEY}.clip_ratio_low and clip_ratio_high" if samples.text else f"{DIFFUSION_KEY}.clip_ratio"
+        widen = f"{key} >= {advised_clip_ratio(p99):g} (99% differ by less than {p99:.2g})"
     ways = [f"set {_KEY}.bypass_mode=False"] if config.bypass_mode else []
-    ways += [f"or take {widen}", "or a more precise rollout (rollout.dtype=fp32, fp32 latents in the engine)"]
+    ways.append(f"or take {widen}")
+    if samples.fresh:
+        latents = "" if samples.text else ", fp32 latents in the engine"
+        ways.append(f"or a more precise rollout (rollout.dtype=fp32{latents})")
+    cause = "noise" if samples.fresh else "the age of their policy"
     return (
-        f"{name} is {clipped:.4g}, above {MOST_CLIPPED:g}: so many samples are clipped by noise before any "
+        f"{name} is {clipped:.4g}, above {MOST_CLIPPED:g}: so many samples are clipped by {cause} before any "
         f"update{size}; {', '.join(ways).removeprefix('or ')}."
     )
 
 
-def _fault(metrics: Mapping[str, float | None], config: CorrectionSettings) -> str | None:
+def _fault(metrics: Mapping[str, float | None]) -> str | None:
     """Whether the mismatch is more than noise; as `_noise`."""
     name, over = correction_metric_name(metrics, "mismatch_over_expected"), _finite(metrics, "mismatch_over_expected")
     if over is None or over <= FAULT:
@@ -286,12 +307,14 @@ class HealthMonitor:
 
     A rule has to hold in a majority of the last `window` steps that report its metric; a value that is not finite
     is reported at once. The state goes into the checkpoint, so that a resumed run warns like an uninterrupted one.
+
+    text, fresh: as in `check_rollout_correction_health`.
     """
 
-    def __init__(self, config: CorrectionSettings, window: int = 5) -> None:
+    def __init__(self, config: CorrectionSettings, window: int = 5, *, text: bool = False, fresh: bool = True) -> None:
         if window < 1:
             raise ValueError(f"HealthMonitor: window is {window}, and must be at least 1")
-        self._config = config
+        self._config, self._samples = config, _Samples(text, fresh)
         self._window = window
         self._history: dict[str, deque[bool]] = {}
         self._active: set[str] = set()
@@ -302,7 +325,8 @@ class HealthMonitor:
         if step <= self._step:
             return []
         self._step = step
-        return [text for finding in _findings(metrics, self._config) if (text := self._onset(finding)) is not None]
+        found = _findings(metrics, self._config, self._samples)
+        return [sentence for finding in found if (sentence := self._onset(finding)) is not None]
 
     def _onset(self, finding: _Finding) -> str | None:
         history = self._history.setdefault(finding.rule, deque(maxlen=self._window))

@@ -59,7 +59,7 @@ class NoiseFloor:
 
     def expect(self, batch: Batch, step: int) -> None:
         """Find out what the precisions explain, in the steps where that is due."""
-        if self._expected is not None and self._expected.due(step):
+        if self._expected is not None and self._expected.due(step, batch):
             self._expected.measure(batch, len(self._cell_names(batch)))
 
     def before(self, batch: Batch, log_probs: Tensor) -> None:

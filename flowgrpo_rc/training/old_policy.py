@@ -53,16 +53,14 @@ class OldPolicy:
 
     def recompute(self, batch: Batch) -> Batch:
         """The batch with its old policy, by forwards for nothing else."""
-        old = self._policy.measure(batch, self._micro_batch_size, keep_means=self.keep_means)
-        if self._auto_bands is not None:
-            assert isinstance(batch, DiffusionBatch)  # the configuration allows them for nothing else
-            batch, judged = self._auto_bands.judge(batch, old.log_probs, old.step_kl)
-            self._auto_bands.finish(self._processes.gather)
-            self._metrics.merge(judged)
-        return self.correct(batch, old)
+        return self.correct(batch, self._policy.measure(batch, self._micro_batch_size, keep_means=self.keep_means))
 
     def correct(self, batch: Batch, old: Measured) -> Batch:
         """The batch with `old` as its old policy and the correction that follows; remembers the metrics."""
+        if self._auto_bands is not None:
+            assert isinstance(batch, DiffusionBatch)  # the configuration allows them for nothing else
+            batch, judged = self._auto_bands.judge(batch, old.log_probs, old.step_kl)
+            self._metrics.merge(judged)
         batch = batch.with_old(old.log_probs, old.means)
         batch, metrics = apply_rollout_correction_to_batch(
             batch, self._correction, step_kl=old.step_kl, all_reduce=self._processes.sum
@@ -76,14 +74,20 @@ class OldPolicy:
         the Gaussians of its steps, whose KL from themselves is 0."""
         gaussian = now.gaussian
         step_kl = None if gaussian is None else gaussian.kl
+        if self._auto_bands is not None:
+            assert isinstance(piece, DiffusionBatch)
+            piece, _ = self._auto_bands.judge(piece, now.log_probs, step_kl, remember=False)
         piece = piece.with_old(now.log_probs.detach(), None)
         piece, _ = apply_rollout_correction_to_batch(piece, self._correction, step_kl=step_kl)
         if gaussian is not None:
             gaussian = gaussian._replace(kl=torch.zeros_like(gaussian.std))
         return piece, gaussian
 
-    def take_metrics(self) -> MetricBag:
-        """Of the correction since the last call; names without prefix."""
+    def finish(self) -> MetricBag:
+        """The end of an iteration: the `auto` bands take it in. Returns the metrics of its correction, names without
+        prefix."""
+        if self._auto_bands is not None:
+            self._auto_bands.finish(self._processes.gather)
         found, self._metrics = self._metrics, MetricBag()
         return found
 
@@ -97,11 +101,11 @@ def why_recompute(correction: RolloutCorrectionConfig, *, sees_rows: bool) -> st
     rules = correction.rules()
     rejects = bool(rules.bands or rules.auto) or rules.log_veto is not None
     rejects = rejects or (rules.level is not None and rules.bounds.mode == "mask")
-    of_rows = not rules.per_step or rules.log_veto is not None or not all(band.per_step for band in rules.bands)
+    judges_rows = rules.log_veto is not None or not all(band.per_step for band in (*rules.bands, *rules.auto))
+    of_rows = judges_rows or not rules.per_step
     reasons = (
         (correction.custom_correction is not None, f"{KEY}.custom_correction sees the whole batch"),
         (rules.batch_normalize, f"{KEY}.rollout_is_batch_normalize takes the mean weight of the whole batch"),
-        (bool(rules.auto), f"{KEY}.rollout_rs_threshold=auto:k judges the whole batch"),
         (
             rejects and correction.excludes_rejected,
             "a rejected sample leaves the baseline of its group, which the update needs first "

@@ -123,7 +123,7 @@ class Trainer:
                 samples = self.parts.config.samples_per_mini_batch(self.parts.processes.count)
                 self._bag.merge(self.parts.update.run(batch, samples), "actor")
             if self.parts.old_policy is not None:
-                self._bag.merge(self.parts.old_policy.take_metrics(), "rollout_corr")
+                self._bag.merge(self.parts.old_policy.finish(), "rollout_corr")
             bypass = self.parts.config.algorithm.rollout_correction.bypass_mode
             prefix = (BYPASS_PREFIX if bypass else DECOUPLED_PREFIX).removesuffix("/")
             self._bag.replace(self.parts.floor.finish(), prefix)

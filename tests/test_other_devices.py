@@ -1,0 +1,81 @@
+"""An iteration and its checkpoint on a device that is not the host's: tensors of the meta device hold no numbers, but
+as on any other device it is an error where they meet the host's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from accelerate import Accelerator
+from builders import diffusion_batch
+from torch import Tensor
+
+from flowgrpo_rc.batch import DiffusionBatch
+from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.core.reduce import identity
+from flowgrpo_rc.correction.auto import AutoBands
+from flowgrpo_rc.correction.bands import parse_bands
+from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.training.expected_floor import ExpectedFloor
+from flowgrpo_rc.training.noise_floor import NoiseFloor
+from flowgrpo_rc.training.processes import Processes
+
+META = torch.device("meta")
+
+
+class Anything(FlowPolicy):
+    """Evaluates to some log-probs, and names its cells without a look at the numbers of the schedule."""
+
+    def cell_names(self, batch: DiffusionBatch) -> Sequence[str]:
+        return ["ts_1000", "ts_667", "ts_333"]
+
+    def log_probs(self, batch: DiffusionBatch, micro_batch_size: int) -> Tensor:
+        return torch.randn_like(batch.step_indices, dtype=torch.float32)
+
+
+@pytest.fixture
+def batch() -> DiffusionBatch:
+    """[4, 2]."""
+    with META:
+        return diffusion_batch(torch.zeros(4, 2), old_log_probs=torch.zeros(4, 2))
+
+
+@pytest.fixture
+def processes() -> Processes:
+    made = Processes(Accelerator(cpu=True))
+    made.device = META
+    return made
+
+
+def on_device(tensors: Mapping[str, Tensor]) -> bool:
+    """Sizes aside, which are the host's."""
+    return all(tensor.device == META for name, tensor in tensors.items() if not name.endswith(".sizes"))
+
+
+def test_two_devices_are_an_error(batch: DiffusionBatch) -> None:
+    with pytest.raises(RuntimeError, match="device"):
+        torch.cat([batch.old_log_probs, torch.zeros(4, 2)])
+
+
+@pytest.mark.parametrize("iterations", [0, 2])
+def test_auto_bands(batch: DiffusionBatch, iterations: int) -> None:
+    bands = AutoBands(parse_bands("token_k1,step_kl,seq_mean_k1", "auto:4"), 3, META)
+    for _ in range(iterations):
+        bands.judge(batch, batch.old_log_probs, batch.old_log_probs)
+        bands.finish(identity)
+    found = bands.tensors()
+    assert len(found) == 9
+    assert on_device(found)
+
+
+def test_the_noise_floor(batch: DiffusionBatch, processes: Processes) -> None:
+    policy = Anything(None, None)  # type: ignore[arg-type]
+    expected = ExpectedFloor(policy, policy, processes, size=1.0, least=4e-7, micro_batch_size=2)
+    floor = NoiseFloor(policy, processes, bypass=True, clip_ratio=1e-4, expected=expected)
+    floor.expect(batch, 1)
+    floor.during(batch, policy.log_probs(batch, 2), MetricBag(), updated=False)
+    floor.during(batch, policy.log_probs(batch, 2), MetricBag(), updated=True)
+    floor.finish()
+    assert on_device(floor.tensors())
+    assert floor.tensors()
