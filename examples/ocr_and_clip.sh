@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# Two rewards at once on the bundled model, OCR and CLIP: their curves stand apart in the report.
+set -euo pipefail
+
+flowgrpo-rc train --config-name tiny_clip_ocr "$@"

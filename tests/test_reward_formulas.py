@@ -1,0 +1,162 @@
+"""Scores of the reward models against other ways to compute them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_rewards import CLIP_FEATURES, HIDDEN, blip, save_clip, save_head, save_image_reward
+from transformers import AutoTokenizer, CLIPModel
+
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.rewards.aesthetic import Aesthetic, linear_head
+from flowgrpo_rc.rewards.clip_score import ClipScore
+from flowgrpo_rc.rewards.geneval import Found, Wish, degree, sides
+from flowgrpo_rc.rewards.hpsv2 import HPSv2
+from flowgrpo_rc.rewards.image_reward import ImageReward
+from flowgrpo_rc.rewards.pickscore import PickScore
+from flowgrpo_rc.rewards.video_clip import VideoClip
+
+TEXTS = ["a red dog", "the cat", "two"]
+PROMPTS = [Prompt(text=text, index=index) for index, text in enumerate(TEXTS)]
+IMAGES = np.random.default_rng(0).integers(0, 256, (3, 30, 46, 3), dtype=np.uint8)
+MEAN, STD = np.array([0.48145466, 0.4578275, 0.40821073]), np.array([0.26862954, 0.26130258, 0.27577711])
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_clip(tmp_path_factory.mktemp("clip"))
+
+
+def pixels(images: np.ndarray, size: int) -> torch.Tensor:
+    """CLIP's preparation by Pillow: shorter side to `size`, bicubic, the middle, standardised."""
+    rows = []
+    for image in images:
+        height, width = image.shape[:2]
+        scale = size / min(height, width)
+        resized = Image.fromarray(image).resize((int(width * scale), int(height * scale)), Image.Resampling.BICUBIC)
+        left, top = (resized.width - size) // 2, (resized.height - size) // 2
+        rows.append((np.asarray(resized.crop((left, top, left + size, top + size))) / 255 - MEAN) / STD)
+    return torch.tensor(np.stack(rows).transpose(0, 3, 1, 2), dtype=torch.float32)
+
+
+def logits(clip: Path, images: np.ndarray, texts: list[str]) -> tuple[np.ndarray, float]:
+    """The diagonal of the model's own logits, and its scale."""
+    model, tokenizer = CLIPModel.from_pretrained(clip), AutoTokenizer.from_pretrained(clip)
+    tokens = tokenizer(texts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        out = model(**tokens, pixel_values=pixels(images, 20)).logits_per_image
+    return out.diag().numpy(), model.logit_scale.exp().item()
+
+
+def test_clip_scores(clip):
+    wanted, scale = logits(clip, IMAGES, TEXTS)
+    assert scale > 2
+    for reward in (ClipScore(path=str(clip)), HPSv2(path=str(clip))):
+        assert reward(IMAGES, PROMPTS).values == pytest.approx(wanted / scale, abs=1e-5)
+    pick = PickScore(path=str(clip), processor=str(clip))
+    assert pick(IMAGES, PROMPTS).values == pytest.approx(wanted, abs=1e-4)
+
+
+def test_clip_of_a_video_is_the_mean_over_its_frames(clip):
+    videos = np.stack([IMAGES, IMAGES[::-1]])
+    wanted, scale = logits(clip, np.concatenate([videos[0, ::2], videos[1, ::2]]), [TEXTS[0]] * 2 + [TEXTS[1]] * 2)
+    scores = VideoClip(path=str(clip), every=2)(videos, PROMPTS[:2]).values
+    assert scores == pytest.approx(wanted.reshape(2, 2).mean(1) / scale, abs=1e-5)
+
+
+@pytest.mark.parametrize("ending", ["pth", "safetensors"])
+def test_aesthetic(clip, tmp_path, ending):
+    file = save_head(tmp_path / f"head.{ending}", CLIP_FEATURES)
+    state = torch.load(save_head(tmp_path / "same.pth", CLIP_FEATURES), weights_only=True)
+    with torch.no_grad():
+        x = CLIPModel.from_pretrained(clip).get_image_features(pixels(IMAGES, 20)).pooler_output.double()
+    x = x / x.square().sum(1, keepdim=True).sqrt()
+    for layer in (0, 2):
+        x = x @ state[f"layers.{layer}.weight"].double().T + state[f"layers.{layer}.bias"].double()
+    assert Aesthetic(path=str(clip), head=str(file))(IMAGES, PROMPTS).values == pytest.approx(
+        x[:, 0].tolist(), abs=1e-5
+    )
+
+
+def test_a_head_must_be_layers_in_a_row(clip, tmp_path):
+    good = torch.load(save_head(tmp_path / "head.pth", 4), weights_only=True)
+    for state in ({}, good | {"layers.2.weight": torch.ones(2, 8), "layers.2.bias": torch.ones(2)}):
+        with pytest.raises(ValueError, match="linear layers"):
+            linear_head(state)
+    with pytest.raises(ValueError, match=r"head='nowhere\.pth': give an existing file"):
+        Aesthetic(path=str(clip), head="nowhere.pth")
+
+
+def test_image_reward(tmp_path):
+    """The head has no activation, so it is one affine map: the matching head of BLIP's retrieval model can hold it."""
+    folder = save_image_reward(tmp_path)
+    model = blip()
+    head = torch.load(save_head(tmp_path / "head.pth", HIDDEN, seed=2), weights_only=True)
+    weight = head["layers.2.weight"] @ head["layers.0.weight"]
+    bias = head["layers.2.weight"] @ head["layers.0.bias"] + head["layers.2.bias"]
+    tokens = AutoTokenizer.from_pretrained(folder)(TEXTS, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        model.itm_head.weight.copy_(weight.expand(2, -1))
+        model.itm_head.bias.copy_(bias.expand(2))
+        out = model(
+            input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, pixel_values=pixels(IMAGES, 32)
+        ).itm_score[:, 0]
+    wanted = ((out - 0.16717362830052426) / 1.0333394966054072).tolist()
+    assert ImageReward(path=str(folder))(IMAGES, PROMPTS).values == pytest.approx(wanted, abs=1e-4)
+
+
+# --- GenEval, by hand
+
+
+def dog(left: float, top: float, color: str | None = None, name: str = "dog") -> Found:
+    return Found(name=name, box=(left, top, left + 10, top + 10), color=color)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "found"),
+    [
+        (dog(0, 0), dog(50, 0), {"left of"}),
+        (dog(50, 0), dog(0, 0), {"right of"}),
+        (dog(0, 0), dog(0, 50), {"above"}),
+        (dog(0, 50), dog(0, 0), {"below"}),
+        (dog(0, 0), dog(50, 50), {"left of", "above"}),
+        (dog(0, 0), dog(0, 0), set()),
+        (dog(0, 0), dog(2, 0), set()),  # as near as a tenth of both widths
+        (dog(0, 0), dog(3, 0), set()),  # (3 - 2) / 3 is no half
+        (dog(0, 0), dog(5, 0), {"left of"}),  # (5 - 2) / 5 is
+    ],
+)
+def test_sides(one, other, found):
+    assert sides(one, other) == found
+
+
+TWO = Wish(name="dog", count=2)
+CAT = Wish(name="cat", count=1)
+FEWER = Wish(name="dog", count=3, excluded=True)
+
+
+@pytest.mark.parametrize(
+    ("wish", "objects", "met"),
+    [
+        (TWO, [], 0.0),
+        (TWO, [dog(0, 0)], 0.5),
+        (TWO, [dog(0, 0)] * 3, 1.0),
+        (FEWER, [dog(0, 0)] * 2, 1.0),
+        (FEWER, [dog(0, 0)] * 3, 0.5),
+        (FEWER, [dog(0, 0)] * 9, 0.0),
+        (Wish(name="dog", count=1, excluded=True), [dog(0, 0)], 0.0),
+        (Wish(name="dog", count=1, excluded=True), [dog(0, 0, name="cat")], 1.0),
+        (Wish(name="dog", count=2, color="red"), [dog(0, 0, "red"), dog(0, 0, "blue")], 0.75),
+        (Wish(name="dog", count=1, color="red"), [dog(0, 0, "red")], 1.0),
+        (Wish(name="dog", count=1, color="red"), [dog(0, 0)], 0.5),
+        (Wish(name="dog", count=1, position=("left of", 0)), [dog(0, 0), dog(50, 0, name="cat")], 1.0),
+        (Wish(name="dog", count=1, position=("right of", 0)), [dog(0, 0), dog(50, 0, name="cat")], 0.5),
+        (Wish(name="dog", count=1, position=("left of", 0)), [dog(0, 0)], 0.5),
+    ],
+)
+def test_how_far_a_wish_is_met(wish, objects, met):
+    assert degree(wish, [CAT], objects) == pytest.approx(met)
