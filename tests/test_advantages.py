@@ -79,6 +79,7 @@ def test_the_estimators_are_these():
         "grpo": (True, False),
         "dr_grpo": (False, False),
         "rloo": (False, False),
+        "gdpo": (True, False),
     }
 
 

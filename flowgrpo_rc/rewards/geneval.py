@@ -142,10 +142,10 @@ def _wishes(prompt: Prompt) -> tuple[list[Wish], list[Wish]]:
             include = [_wish(row, where, excluded=False) for row in rows]
         case _:
             raise ValueError(f"{where} has no field include with the objects that geneval looks for")
-    rows = prompt.metadata.get("exclude") or []
-    if not isinstance(rows, Sequence):
+    unwanted = prompt.metadata.get("exclude") or []
+    if not isinstance(unwanted, list):
         raise ValueError(f"{where}: exclude must be a list")
-    wishes = include, [_wish(row, where, excluded=True) for row in rows]
+    wishes = include, [_wish(row, where, excluded=True) for row in unwanted]
     for wish in include:
         if wish.position is not None and not (wish.position[0] in POSITIONS and 0 <= wish.position[1] < len(include)):
             raise ValueError(

@@ -56,8 +56,8 @@ class Evaluator:
             made = self._task.sample(filled[start : start + self._batch_size], decode=decode)
             batch = own[start : start + self._batch_size]
             if batch:
-                scored = [None if column is None else column[: len(batch)] for column in made]
-                handles.append(self._rewards.submit(scored[0], batch, scored[1]))
+                scored = made.first(len(batch))
+                handles.append(self._rewards.submit(scored.samples, batch, scored.latents))
             if show:
                 shown.extend(made.samples)
         bag = MetricBag()

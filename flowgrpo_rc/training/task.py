@@ -16,14 +16,17 @@ from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.losses.base import LossConfig, LossTerms
 from flowgrpo_rc.models.base import TrainableModel
 from flowgrpo_rc.policies.base import Policy
-from flowgrpo_rc.rollout.base import RolloutRequest, Samples
+from flowgrpo_rc.rollout.base import RolloutRequest
 
 
 class HeldOut(NamedTuple):
     """Samples, None where they were not decoded, and the latents of images [N, ...]."""
 
-    samples: Samples | None
+    samples: Any
     latents: Tensor | None = None
+
+    def first(self, count: int) -> HeldOut:
+        return HeldOut(*(None if column is None else column[:count] for column in self))
 
 
 class Task(ABC):
