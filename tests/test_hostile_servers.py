@@ -20,7 +20,8 @@ from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.http import Breaker, JsonClient, ServerError
 from flowgrpo_rc.rewards.jpeg import Jpeg
 from flowgrpo_rc.rewards.manager import RewardConfig, RewardManager, validate_rewards
-from flowgrpo_rc.rewards.wire import decode
+from flowgrpo_rc.rewards.vlm_ocr import VlmOCR
+from flowgrpo_rc.rewards.wire import decode, decode_png
 
 TOKEN = "tok-1f2e3d4c5b6a"
 IMAGES = np.random.default_rng(0).integers(0, 256, (3, 8, 12, 3), dtype=np.uint8)
@@ -260,3 +261,29 @@ def test_a_run_goes_on_beside_a_hostile_server_and_writes_no_token(train, tmp_pa
     assert b"REWARD_TOKEN" in written
     assert TOKEN.encode() not in written
     assert TOKEN not in caplog.text + shown.out + shown.err
+
+
+def test_one_unanswered_image_costs_itself_alone(caplog):
+    """A vision-language model that fails for one image, talks about another, and answers for none."""
+    answers = {IMAGES[index, 0, 0].tobytes(): index for index in range(3)}
+
+    def reads(connection: socket.socket, received: Received, server: Scripted) -> None:
+        (picture, words) = received.body["messages"][0]["content"]
+        first = decode_png(picture["image_url"]["url"].removeprefix("data:image/png;base64,"))[0, 0].tobytes()
+        text = ["AB", None, "xx A B!"][answers[first]]
+        choice = {"message": {"role": "assistant", "content": text}}
+        assert words["text"]
+        connection.sendall(http({"choices": [choice]}))
+
+    prompts = [Prompt(text="x", index=index, target="ab") for index in range(3)]
+    with scripted(reads) as server:
+        reward = VlmOCR(url=f"{server.url}/v1", model="reader", **PATIENT)
+        scores = reward(IMAGES, prompts)
+        with pytest.raises(ServerError, match="no chat completion"):
+            reward(IMAGES[1:2], prompts[1:2])
+    assert np.array_equal(scores.values, [1.0, np.nan, 1.0], equal_nan=True)
+    assert np.array_equal(scores.parts["exact"], [1.0, np.nan, 0.0], equal_nan=True)
+    assert "1 of 3 images have no answer: the answer is no chat completion" in caplog.text
+    assert {(received.path, received.body["model"]) for received in server.received} == {
+        ("/v1/chat/completions", "reader")
+    }

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from reward_servers import answering, scripted
 from tiny_rewards import CLIP_FEATURES, HIDDEN, blip, save_clip, save_head, save_image_reward
 from torch import nn
 from transformers import AutoTokenizer, CLIPModel, CLIPVisionConfig, CLIPVisionModelWithProjection
@@ -17,7 +18,7 @@ from transformers import AutoTokenizer, CLIPModel, CLIPVisionConfig, CLIPVisionM
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.aesthetic import Aesthetic, linear_head
 from flowgrpo_rc.rewards.clip_score import ClipScore
-from flowgrpo_rc.rewards.geneval import Found, Wish, degree, sides
+from flowgrpo_rc.rewards.geneval import Found, GenEval, Wish, degree, sides
 from flowgrpo_rc.rewards.hpsv2 import HPSv2
 from flowgrpo_rc.rewards.image_reward import ImageReward
 from flowgrpo_rc.rewards.manager import RewardConfig, RewardManager
@@ -283,3 +284,36 @@ def test_the_example_of_a_reward_of_ones_own(monkeypatch):
         "tint/brightness": pytest.approx(1 / 3),
         "red": 1.0,
     }
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({}, r"prompt 4 \('x'\) has no field include"),
+        ({"include": []}, "has no field include"),
+        ({"include": [{"class": "dog"}]}, "must be an object with class and count"),
+        ({"include": [{"class": "dog", "count": 0}]}, "must be an object with class and count"),
+        ({"include": [{"class": "dog", "count": 1, "position": ["near", 0]}]}, "position .*: give one of left of"),
+        ({"include": [{"class": "dog", "count": 1, "position": ["above", 1]}]}, "position .*: give one of left of"),
+        ({"include": [{"class": "dog", "count": 1}], "exclude": 3}, "exclude must be a list"),
+    ],
+)
+def test_geneval_asks_no_server_about_a_prompt_that_it_cannot_judge(metadata, message):
+    with pytest.raises(ValueError, match=message):
+        GenEval(url="http://127.0.0.1:1")(IMAGES[:1], [Prompt(text="x", index=4, metadata=metadata)])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [],
+        {},
+        {"objects": []},
+        {"objects": [[{"class": "dog"}]]},
+        {"objects": [[{"class": "dog", "box": [1, 2, 3, "4"]}]]},
+    ],
+)
+def test_geneval_refuses_what_is_no_detection(answer):
+    metadata = {"include": [{"class": "dog", "count": 1}]}
+    with scripted(answering(lambda _: answer)) as server, pytest.raises(ValueError, match=r"the answer|of the answer"):
+        GenEval(url=server.url)(IMAGES[:1], [Prompt(text="x", index=4, metadata=metadata)])
