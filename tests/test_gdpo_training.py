@@ -20,6 +20,8 @@ def test_two_rewards_of_any_scale_train_and_saved_ones_must_be_there(train, tmp_
     assert {"reward/jpeg", "reward/left"} <= rows[1].keys()
     assert rows[1]["advantages/std"] == pytest.approx(1, abs=1e-3)
     assert rows[1]["advantages/mean"] == pytest.approx(0, abs=1e-9)
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert all(f"<b>{name}</b>" in page for name in ("reward/jpeg", "reward/left"))
     replay = f"data.replay_dir={tmp_path / 'run'}"
     assert train(*two, replay, f"trainer.output_dir={tmp_path / 'again'}") == 0
     again = read_rows(tmp_path / "again")

@@ -51,7 +51,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict
     with scripted(answering(answer)) as server:
         yield {
             "aesthetic": {**clip, "head": str(save_head(folder / "head.safetensors", CLIP_FEATURES))},
-            "clip_score": clip,
+            "clip": clip,
             "exact_match": {},
             "function": {"path": f"{__name__}:brightness"},
             "geneval": {"url": server.url, "batch_size": 2},
@@ -69,7 +69,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict
 
 CASES = [
     "aesthetic",
-    "clip_score",
+    "clip",
     "exact_match",
     "function",
     "geneval",
@@ -83,7 +83,7 @@ CASES = [
     "video_ocr",
     "vlm_ocr",
 ]
-WITH_WEIGHTS = ("aesthetic", "clip_score", "hpsv2", "image_reward", "pickscore", "video_clip")
+WITH_WEIGHTS = ("aesthetic", "clip", "hpsv2", "image_reward", "pickscore", "video_clip")
 PER_SAMPLE = [name for name in CASES if name not in ("exact_match", "function", "remote", "jpeg")]
 
 
@@ -179,7 +179,7 @@ def test_bad_options_fail_before_anything_is_loaded(name, options, tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_device_that_is_not_there(options):
     with pytest.raises(ValueError, match="torch finds no CUDA device"):
-        make("clip_score", options, device="cuda")
+        make("clip", options, device="cuda")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -210,7 +210,7 @@ def test_a_checkpoint_of_another_model_is_refused(options, tmp_path: Path):
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
-    reward = make("clip_score", options, path=str(folder))
+    reward = make("clip", options, path=str(folder))
     with pytest.raises(ValueError, match=r"is no CLIPModel: it lacks vision_model\."):
         reward(samples_of(reward, 1), prompts(1))
 
@@ -218,6 +218,6 @@ def test_a_checkpoint_of_another_model_is_refused(options, tmp_path: Path):
 def test_pickled_weights_are_not_loaded(options, tmp_path: Path):
     folder = save_clip(tmp_path / "pickled")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    reward = make("clip_score", options, path=str(folder))
+    reward = make("clip", options, path=str(folder))
     with pytest.raises(OSError, match=r"model\.safetensors"):
         reward(samples_of(reward, 1), prompts(1))

@@ -3,7 +3,7 @@
     python -m flowgrpo_rc.assets.build_tiny_clip [--out DIR]
 
 writes DIR/tiny_clip (transformers layout, with build_metrics.json). Without --out it replaces the bundled one. Takes
-about ten minutes on one CPU thread.
+about seven minutes of one CPU thread.
 
 The model is a stock `CLIPModel`: a ViT on the picture resized to 48 x 48, and a text encoder with one token per
 character. It is trained with CLIP's contrastive loss on rendered words, blurred and noisy in part, against the words.
@@ -76,7 +76,7 @@ def image_processor() -> CLIPImageProcessorPil:
 
 
 def build_model(tokenizer: CLIPTokenizer) -> CLIPModel:
-    """A CLIP of 0.4 million parameters with random weights."""
+    """A CLIP of 0.33 million parameters with random weights."""
     torch.manual_seed(SEED)
     text = {
         "vocab_size": len(tokenizer),

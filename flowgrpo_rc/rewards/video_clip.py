@@ -10,14 +10,14 @@ import numpy as np
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import build
 from flowgrpo_rc.rewards.base import Reward, Scores
-from flowgrpo_rc.rewards.clip_score import ClipScore
+from flowgrpo_rc.rewards.clip import ClipScore
 from flowgrpo_rc.rewards.frames import check_every, mean_over_frames
 
 
 class VideoClip(Reward):
-    """The mean score of every `every`-th frame [N, F, H, W, 3], by the `clip_score` reward with its options.
+    """The mean score of every `every`-th frame [N, F, H, W, 3], by the `clip` reward with its options.
 
-    Raises ValueError for a number below 1, and as `clip_score` does.
+    Raises ValueError for a number below 1, and as `clip` does.
     """
 
     kind = "video"
@@ -25,7 +25,7 @@ class VideoClip(Reward):
     def __init__(self, *, every: int = 8, **options: Any) -> None:
         check_every(every)
         self.every = every
-        self._images = build(ClipScore, options, "clip_score")
+        self._images = build(ClipScore, options, "clip")
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         return mean_over_frames(self._images, samples, prompts, self.every)
