@@ -106,6 +106,10 @@ HOSTILE = {
     "sends a pickle as JSON": says(http(pickle.dumps(Bomb()))),
     "compresses": says(http(gzip.compress(b"1" * 10**7), headers="Content-Encoding: gzip\r\n")),
     "echoes the token": says(http({"detail": ECHO}, "400 Bad Request", headers=f"X-Echo: {ECHO}\r\n")),
+    "echoes the token in pieces": says(http(f"{TOKEN[:5]}\0{TOKEN[5:]}".encode() + b"\xff", "400 Bad Request")),
+    "echoes the token around a broken byte": says(
+        http(TOKEN[:5].encode() + b"\xff" + TOKEN[5:].encode(), "400 Bad Request")
+    ),
     "echoes the token as status": says(f"HTTP/1.1 {ECHO}\r\n\r\n".encode()),
     "echoes the token as a value": says(values(ECHO, ECHO, ECHO)),
     "echoes the token as a key": says(http({ECHO: [1, 2, 3]})),

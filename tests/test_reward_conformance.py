@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +112,18 @@ def test_every_reward_stands_here():
 
 
 @pytest.mark.parametrize("name", CASES)
+def test_options_are_keywords(name):
+    kinds = {parameter.kind for parameter in signature(load_class(PACKAGE, name, Reward)).parameters.values()}
+    assert kinds <= {Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD}
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_one_finite_number_for_each_sample_whoever_is_in_the_batch(name, options):
     reward = make(name, options)
     samples, asked = samples_of(reward, 7), prompts(7)
+    before = samples.copy()
     scores = reward(samples, asked)
+    assert np.array_equal(samples, before), "samples are read only"
     assert len(scores.values) == 7
     assert all(math.isfinite(value) for value in scores.values)
     assert set(scores.parts) == set(reward.part_names)

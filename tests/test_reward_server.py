@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -48,9 +49,9 @@ class Video(Reward):
 
 
 @contextmanager
-def served(reward: Reward, **options: Any) -> Iterator[str]:
-    app = make_app(reward, TOKEN, **{"max_body_mb": 1.0, **options})
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", lifespan="off"))
+def served(reward: Reward, *, max_body_mb: float = 1.0, **options: Any) -> Iterator[str]:
+    app = make_app(reward, TOKEN, max_body_mb=max_body_mb)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", lifespan="off", **options))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
@@ -74,6 +75,21 @@ def remote(url: str, **options: Any) -> Remote:
 def test_images_come_back_with_the_scores_of_the_reward_itself():
     with served(Jpeg()) as url:
         assert remote(url, batch_size=2, concurrency=2)(IMAGES, PROMPTS).values == Jpeg()(IMAGES, PROMPTS).values
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate by openssl")
+def test_tls_is_checked_against_the_certificate_that_is_trusted(tmp_path):
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = f"openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=here -keyout {key} -out {certificate}"
+    subprocess.run([*command.split(), "-addext", "subjectAltName=DNS:localhost"], check=True, capture_output=True)
+    with served(Jpeg(), ssl_certfile=certificate, ssl_keyfile=key) as url:
+        port = url.rpartition(":")[2]
+        trusting = remote(f"https://localhost:{port}", ca_file=str(certificate))
+        assert trusting(IMAGES, PROMPTS).values == Jpeg()(IMAGES, PROMPTS).values
+        for address, options in (("localhost", {}), ("127.0.0.1", {"ca_file": str(certificate)})):
+            stranger = remote(f"https://{address}:{port}", max_attempts=1, **options)
+            with pytest.raises(ServerError, match=r"cannot be reached \(ConnectError\)"):
+                stranger(IMAGES, PROMPTS)
 
 
 def test_texts_and_parts():

@@ -192,10 +192,10 @@ class JsonClient:
 
     def _quoted(self, content: bytes) -> str:
         """What a server says about its refusal, printable, short and without the token."""
-        text = content.decode("utf-8", "replace")
+        text = "".join(c for c in content.decode("utf-8", "ignore") if c.isprintable())
         if self._token is not None:
             text = text.replace(self._token, "***")
-        return f": {''.join(c for c in text if c.isprintable())[:_LONGEST_QUOTE]}"
+        return f": {text[:_LONGEST_QUOTE]}"
 
 
 class Breaker:
