@@ -16,7 +16,7 @@ $(OMNI_VENV)/.ready: pyproject.toml $(wildcard tests/vllm_omni_real/install.sh t
 	PYTHON=$(PYTHON) bash tests/vllm_omni_real/install.sh $(OMNI_VENV)
 	touch $@
 
-.PHONY: demo test vllm-omni test-vllm-omni lint check benchmark benchmark-correction benchmark-staleness
+.PHONY: demo test vllm-omni test-vllm-omni lint check benchmark benchmark-correction benchmark-decoupled benchmark-staleness
 demo: $(VENV)/.ready  ## train the bundled model on the OCR reward
 	$(BIN)/flowgrpo-rc train $(ARGS)
 
@@ -38,6 +38,9 @@ benchmark: $(VENV)/.ready  ## time of a training step over the bare calls that i
 
 benchmark-correction: $(VENV)/.ready  ## time, memory and host transfers of the correction beside verl 0.9.1 from PyPI
 	$(BIN)/python tests/benchmarks/benchmark_correction.py --install $(ARGS)
+
+benchmark-decoupled: $(VENV)/.ready  ## time of a step in decoupled mode over that in bypass mode, with and without recompute
+	$(BIN)/python tests/benchmarks/benchmark_decoupled.py $(ARGS)
 
 benchmark-staleness: $(VENV)/.ready  ## time of a step that samples ahead over one that samples and trains by turns
 	$(BIN)/python tests/benchmarks/benchmark_staleness.py $(ARGS)

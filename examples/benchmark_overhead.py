@@ -3,8 +3,8 @@
     python examples/benchmark_overhead.py [--rounds 7] [overrides]
 
 The bare step calls the same modules on the same shapes in a plain loop: text encoders, the LoRA-wrapped transformer in
-the rollout's precision for every denoising step, VAE, OCR, the transformer in the training precision once more without
-gradient (the recompute of decoupled mode), and forward and backward for every SDE step. It has no sampler, no
+the rollout's precision for every denoising step, VAE, OCR, the transformer in the training precision without gradient
+where decoupled mode recomputes old log-probs, and forward and backward for every SDE step. It has no sampler, no
 correction, no loss but a sum, no optimizer and no metrics. Rounds alternate; the printed ratio is that of the medians.
 """
 
@@ -20,10 +20,10 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
+from flowgrpo_rc.assemble import assemble, make_processes
 from flowgrpo_rc.compose import compose_config, to_config
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.rollout.diffusers_engine import encode_unique
-from flowgrpo_rc.run import assemble, make_processes
 from flowgrpo_rc.training.run_folder import RunFolder
 from flowgrpo_rc.training.trainer import Components, Trainer
 
@@ -37,6 +37,7 @@ def bare_step(parts: Components) -> None:
     x = normal(model.latent_shape(spec), range(len(prompts)))
     schedule = model.schedule(spec)
     window, _, _ = config.rollout.window()
+    own = 0 if config.why_recompute() else config.samples_per_mini_batch(parts.processes.count)
 
     def velocity(transformer: torch.nn.Module, rows: torch.Tensor, t: int) -> torch.Tensor:
         timesteps = schedule.timesteps[t].expand(len(rows))
@@ -50,7 +51,7 @@ def bare_step(parts: Components) -> None:
             parts.rewards.collect([parts.rewards.submit(images, [prompts[row] for row in rows.tolist()])])
     for rows in torch.arange(len(prompts)).split(micro):
         for t in range(window):
-            if not config.algorithm.rollout_correction.bypass_mode:
+            if parts.old_policy is not None and rows[0] >= own:
                 with torch.no_grad():
                     velocity(model.transformer, rows, t)
             velocity(model.transformer, rows, t).sum().backward()

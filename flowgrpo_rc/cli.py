@@ -1,4 +1,4 @@
-"""The command line: train, plan, eval, export, report, serve-reward, doctor."""
+"""The command line: train, plan, calibrate, eval, export, report, serve-reward, doctor."""
 
 from __future__ import annotations
 
@@ -74,7 +74,17 @@ def _parser() -> argparse.ArgumentParser:
     _add_config_options(plan)
     default = int(os.environ.get("WORLD_SIZE", "1"))
     plan.add_argument("--processes", type=int, default=default, metavar="N", help=f"number of processes ({default})")
+    plan.add_argument("--nodes", type=int, default=1, metavar="N", help="number of machines (1)")
     plan.set_defaults(command=_plan)
+
+    calibrate = commands.add_parser("calibrate", help="measure engine against trainer, and write settings that fit")
+    _add_config_options(calibrate)
+    calibrate.add_argument("--out", default="outputs/calibration", help="folder for the result (%(default)s)")
+    calibrate.add_argument("--name", default="measured", help="of the settings, for +calibration=NAME (%(default)s)")
+    calibrate.add_argument("--prompts", type=int, default=4, metavar="N", help="prompts to sample (%(default)s)")
+    calibrate.add_argument("--mode", default="auto", help="auto (the rule decides), bypass or decoupled")
+    calibrate.add_argument("--overwrite", action="store_true", help="replace the result that is in the folder")
+    calibrate.set_defaults(command=_calibrate)
 
     evaluate = commands.add_parser("eval", help="score a run's LoRA and the base model on the held-out prompts")
     evaluate.add_argument("run_dir", help="folder of a run")
@@ -160,10 +170,31 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     composed = _composed(arguments)
     composed.check()
+    if arguments.nodes < 1 or arguments.processes % arguments.nodes:
+        raise ValueError(f"--processes {arguments.processes} are not spread evenly over --nodes {arguments.nodes}")
     config = to_config(composed.config, num_processes=arguments.processes)
     from flowgrpo_rc.plan import make_plan
 
-    print(make_plan(config, arguments.processes, config_folder() / "architectures"))
+    print(make_plan(config, arguments.processes, config_folder() / "architectures", num_nodes=arguments.nodes))
+    return EXIT_OK
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from flowgrpo_rc.compose import to_config
+
+    composed = _composed(arguments)
+    composed.check()
+    config = to_config(composed.config, num_processes=1)
+    from flowgrpo_rc.calibration.calibrate import calibrate
+
+    calibrate(
+        config,
+        out=arguments.out,
+        name=arguments.name,
+        num_prompts=arguments.prompts,
+        mode=arguments.mode,
+        overwrite=arguments.overwrite,
+    )
     return EXIT_OK
 
 

@@ -23,8 +23,8 @@ from flowgrpo_rc.training.run_folder import RunFolder
 
 def evaluate_run(run_dir: str, overrides: Sequence[str]) -> None:
     """Print the held-out scores of the base model and of the run's exported LoRA."""
+    from flowgrpo_rc.assemble import check_model, make_processes, make_task
     from flowgrpo_rc.rewards.manager import RewardManager
-    from flowgrpo_rc.run import check_model, make_processes, make_task
     from flowgrpo_rc.training.console import Console
     from flowgrpo_rc.training.evaluation import Evaluator
     from flowgrpo_rc.training.lora import reference_policy

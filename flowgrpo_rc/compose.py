@@ -97,7 +97,7 @@ def compose_all(
     config_name = config_name.removesuffix(".yaml")
     if config_name not in homes:
         raise ValueError(f"--config-name {config_name}: there is no such file; there are {', '.join(sorted(homes))}")
-    translation = translate(settings, set(_keys(OmegaConf.structured(Config))))
+    translation = translate(settings, set(_keys(OmegaConf.structured(Config))), whole=whole)
     parsed = _parse(translation.lines)
     correction = _correction_of([override for override in parsed if _is_correction(override)])
     others = [override for override in parsed if not _is_correction(override)]

@@ -17,6 +17,8 @@ from flowgrpo_rc.losses.base import LossConfig
 from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.rewards.manager import RewardConfig, check_kind, requires_target, validate_rewards
 from flowgrpo_rc.rollout.base import EvaluationConfig, PipelineConfig, RolloutConfig
+from flowgrpo_rc.training.expected_floor import relative_size
+from flowgrpo_rc.training.old_policy import why_recompute
 from flowgrpo_rc.training.run_folder import check_writable
 from flowgrpo_rc.training.settings import AlgorithmConfig, TrainerConfig
 from flowgrpo_rc.training.source import replay_files
@@ -77,6 +79,30 @@ class Config:
         correction = self.algorithm.rollout_correction
         return correction.rules().needs_means or (correction.bypass_mode and self.actor.diffusion_loss.needs_means)
 
+    def clip_ratio(self) -> float | None:
+        """Half the PPO band (its narrower half) on the ratio of a single step; None where the loss has another."""
+        actor, correction = self.actor, self.algorithm.rollout_correction
+        if correction.loss_type == "reinforce":
+            return None
+        if self.model.kind == "causal_lm":
+            tokens = actor.token_loss
+            return min(tokens.clip_ratio_low, tokens.clip_ratio_high) if tokens.loss_mode == "ppo_clip" else None
+        return actor.diffusion_loss.clip_ratio if actor.diffusion_loss.loss_mode == "flow_grpo" else None
+
+    def expected_mismatch(self) -> float | None:
+        """`relative_size` of the run's precisions; None for samples of older weights and of an engine's own formats."""
+        rollout = self.rollout
+        if rollout.staleness or self.data.replay_dir is not None or rollout.engine_kwargs.get("quantization"):
+            return None
+        return relative_size(rollout.spec().dtype, self.model.dtype, self.trainer.mixed_precision)
+
+    def why_recompute(self) -> str | None:
+        """Why decoupled mode recomputes the old policy of the first mini-batch, too; None where it does not."""
+        if self.actor.old_log_probs == "recompute":
+            return "actor.old_log_probs=recompute"
+        sees_rows = self.model.kind == "causal_lm" or self.rollout.window()[0] == 1
+        return why_recompute(self.algorithm.rollout_correction, sees_rows=sees_rows)
+
     def samples_per_step(self, num_processes: int) -> int:
         """Samples of a step on one process."""
         return self.data.train_batch_size * self.rollout.n // num_processes
@@ -126,6 +152,27 @@ class Config:
         chunk = self.rollout.micro_batch_size_per_gpu
         if chunk is not None and chunk < 1:
             raise ValueError(f"rollout.micro_batch_size_per_gpu={chunk}: give at least 1, or null")
+        if self.actor.replay == "aligned":
+            self._validate_alignment(chunk, micro)
+
+    def _validate_alignment(self, chunk: int | None, micro: int) -> None:
+        """A micro-batch has to be a batch of the rollout; a mini-batch is a whole number of them in any case."""
+        if self.model.kind == "causal_lm":
+            raise ValueError(
+                "actor.replay=aligned is for images: text is sampled one token after the other and evaluated at once "
+                "(model.kind=causal_lm); drop it"
+            )
+        if self.data.replay_dir is not None:
+            raise ValueError(
+                "actor.replay=aligned: a saved rollout (data.replay_dir) does not tell which samples were evaluated "
+                "together; drop one of them"
+            )
+        if chunk not in (None, micro):
+            raise ValueError(
+                f"actor.replay=aligned evaluates together what the rollout did, but rollout.micro_batch_size_per_gpu="
+                f"{chunk} and actor.ppo_micro_batch_size_per_gpu={micro}: make them equal (or the former null); they "
+                f"have to divide the samples of a mini-batch on one process"
+            )
 
     def _validate_effects(self) -> None:
         """A setting that would have no effect is an error."""
@@ -160,6 +207,11 @@ class Config:
     def _validate_correction(self) -> None:
         """What the rollout correction cannot do with the loss and the sampler."""
         correction, actor = self.algorithm.rollout_correction, self.actor
+        if correction.bypass_mode and actor.old_log_probs != "auto":
+            raise ValueError(
+                f"actor.old_log_probs={actor.old_log_probs} has no effect with algorithm.rollout_correction.bypass_mode"
+                "=true, where the old log-probs are the rollout's: drop it, or set bypass_mode=false"
+            )
         if self.model.kind == "causal_lm":
             self._validate_correction_of_text()
         for key, mode, own in (

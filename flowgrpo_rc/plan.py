@@ -13,11 +13,11 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from flowgrpo_rc.assemble import check_model
 from flowgrpo_rc.config import Config
 from flowgrpo_rc.models.architecture import META, build_architecture
 from flowgrpo_rc.models.base import DTYPES, FlowModel
 from flowgrpo_rc.rollout.quantization import linear_layers, precision, repeated_blocks
-from flowgrpo_rc.run import check_model
 from flowgrpo_rc.training.lora import add_lora, lora_parameters
 from flowgrpo_rc.training.sharding import resolve_strategy
 
@@ -49,8 +49,8 @@ class Plan:
         return "\n\n".join([self.title, *blocks])
 
 
-def make_plan(config: Config, num_processes: int, architectures: Path) -> Plan:
-    """The plan of a validated configuration for so many processes.
+def make_plan(config: Config, num_processes: int, architectures: Path, *, num_nodes: int = 1) -> Plan:
+    """The plan of a validated configuration for so many processes, evenly on so many machines.
 
     `architectures` holds pipeline folders without weights, for hub ids. Raises ValueError for a model that is neither
     there nor in a folder nor on the hub, and for settings that do not fit it.
@@ -75,18 +75,25 @@ def make_plan(config: Config, num_processes: int, architectures: Path) -> Plan:
     return Plan(
         title=f"{config.trainer.experiment_name}: {model.pipeline_class} on {where}",
         parameters=parameters,
-        memory=_memory(config, model, frozen, trained, num_processes, strategy),
+        memory=_memory(config, model, frozen, trained, num_processes, strategy, num_nodes),
         counts=_counts(config, model, num_processes),
     )
 
 
 def _memory(
-    config: Config, model: FlowModel, frozen: dict[str, int], trained: int, num_processes: int, strategy: str
+    config: Config,
+    model: FlowModel,
+    frozen: dict[str, int],
+    trained: int,
+    num_processes: int,
+    strategy: str,
+    num_nodes: int,
 ) -> list[tuple[str, int, str]]:
     dtype = config.model.dtype
     transformer = frozen["transformer"]
-    shards = num_processes if strategy == "fsdp2" else 1
-    spread = f"/ {shards} (fsdp2, on one node)" if shards > 1 else "whole on each rank"
+    per_node = num_processes // num_nodes
+    shards = (per_node if per_node > 1 else num_processes) if strategy == "fsdp2" else 1
+    spread = f"/ {shards} (fsdp2; {_size(transformer)} while loading)" if shards > 1 else "whole on each rank"
     rows = [("transformer", transformer // shards, f"{dtype} weights and buffers, {spread}")]
     others = sum(frozen.values()) - transformer
     if config.model.offload_idle:
@@ -118,7 +125,8 @@ def _replica(
     scale = DTYPES[rollout].itemsize / DTYPES[training].itemsize
     if config.rollout.name.removesuffix("_engine") != "diffusers":
         size = int(scale * (sum(frozen.values()) - frozen["vae"])) + frozen["vae"] // 4 * DTYPES[rollout].itemsize
-        return "rollout engine", size, f"{config.rollout.name} on the same card: a {rollout} pipeline, while awake"
+        when = "while sampling" if config.rollout.engine_kwargs.get("sleep") else "always"
+        return "rollout engine", size, f"{config.rollout.name} on the same card: a {rollout} pipeline, {when}"
     if config.rollout.quantization is not None:
         bits = QUANTIZED_BITS[config.rollout.quantization]
         linear = _count(layer.weight for block in repeated_blocks(model.transformer) for layer in linear_layers(block))
@@ -156,7 +164,10 @@ def _counts(config: Config, model: FlowModel, num_processes: int) -> list[tuple[
     trained = per_rank * size * cfg
     each = f"{per_rank} samples x {size} stochastic steps{told}"
     if not config.algorithm.rollout_correction.bypass_mode:
-        rows.append(("forwards, old policy", f"{trained:,}", f"{each}, no gradient (decoupled mode)"))
+        why = config.why_recompute()
+        recomputed = trained if why else trained * (prompts - actor.ppo_mini_batch_size) // prompts
+        which = f"of every mini-batch: {why}" if why else "of all mini-batches but the first, whose own forwards serve"
+        rows.append(("forwards, old policy", f"{recomputed:,}", f"no gradient; {which}"))
     epochs = f" x {actor.ppo_epochs} epochs" if actor.ppo_epochs > 1 else ""
     if actor.use_kl_loss:
         rows.append(("forwards, reference", f"{trained * actor.ppo_epochs:,}", f"{each}{epochs}, no gradient (KL)"))

@@ -52,9 +52,17 @@ def available_plugins(package: str, base: type) -> list[str]:
 def build(cls: type[T], options: Mapping[str, object], where: str) -> T:
     """cls(**options). `where` is the configuration key that the options come from, such as `reward.terms.ocr`.
 
-    Raises ValueError for an option that the constructor does not have (naming the nearest) or misses, and for a
-    value that the constructor refuses, always with the key.
+    Raises ValueError as `check_options` does, and for a value that the constructor refuses, always with the key.
     """
+    check_options(cls, options, where)
+    try:
+        return cls(**options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def check_options(cls: type, options: Mapping[str, object], where: str) -> None:
+    """ValueError for an option that the constructor does not have (naming the nearest), or misses."""
     parameters = inspect.signature(cls).parameters
     allowed = [name for name, parameter in parameters.items() if parameter.kind in _KEYWORD_KINDS]
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -66,10 +74,6 @@ def build(cls: type[T], options: Mapping[str, object], where: str) -> T:
     missing = [name for name in required if name not in options]
     if missing:
         raise ValueError(f"{where}: {cls.__name__} needs the option {', '.join(missing)}")
-    try:
-        return cls(**options)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}: {error}") from error
 
 
 def load_function(path: str) -> Callable[..., Any]:

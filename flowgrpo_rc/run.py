@@ -1,54 +1,26 @@
-"""From a checked configuration to a run: resume or start, assemble the parts, train, leave the results."""
+"""From a checked configuration to a run: resume or start, train, leave the results."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-import shutil
 from contextlib import nullcontext
-from datetime import timedelta
-from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, InitProcessGroupKwargs
 
+from flowgrpo_rc.assemble import assemble, check_model, engine_of, make_processes
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.config import Config, stored_config
-from flowgrpo_rc.correction.auto import AutoBands
 from flowgrpo_rc.data.prompts import PromptSampler
-from flowgrpo_rc.models.base import adapter_of, load_model
-from flowgrpo_rc.models.causal_lm import load_causal_lm
-from flowgrpo_rc.plugins import build, load_class
-from flowgrpo_rc.policies.flow import FlowPolicy
-from flowgrpo_rc.policies.token import TokenPolicy
-from flowgrpo_rc.rewards.manager import RewardManager, check_kind, needs_samples
-from flowgrpo_rc.rollout.base import RolloutEngine
-from flowgrpo_rc.rollout.quantization import check_device
-from flowgrpo_rc.training.ahead import AheadSource
 from flowgrpo_rc.training.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
-from flowgrpo_rc.training.console import Console
-from flowgrpo_rc.training.evaluation import Evaluator
-from flowgrpo_rc.training.health import HealthMonitor
-from flowgrpo_rc.training.image_task import ImageTask
-from flowgrpo_rc.training.lora import add_lora, lora_parameters
 from flowgrpo_rc.training.lora_files import EXPORT_NAMES, export_lora
 from flowgrpo_rc.training.processes import Processes
 from flowgrpo_rc.training.report import write_report
 from flowgrpo_rc.training.run_folder import RunFolder
-from flowgrpo_rc.training.sharding import resolve_strategy, shard_frozen_weights
-from flowgrpo_rc.training.source import EngineSource, ReplaySource, RolloutSource
 from flowgrpo_rc.training.stopping import StopRequest
-from flowgrpo_rc.training.task import Task
-from flowgrpo_rc.training.text_task import TextTask
-from flowgrpo_rc.training.tracking import MetricsFile, Trackers, accelerate_loggers
+from flowgrpo_rc.training.tracking import MetricsFile
 from flowgrpo_rc.training.trainer import Components, Trainer
-from flowgrpo_rc.training.update import PolicyUpdate
-
-ROLLOUT_PACKAGE = "flowgrpo_rc.rollout"
-COMPILERS = ("g++", "clang++")
 
 
 def run(config: Config) -> str | None:
@@ -93,202 +65,6 @@ def _run(
         return _train(parts, resumed, stop)
 
 
-def assemble(
-    config: Config,
-    folder: RunFolder,
-    processes: Processes,
-    prompts: tuple[PromptSampler, list[Prompt]],
-    *,
-    first_step: int,
-) -> Components:
-    """Load the model and build every part of a run; shard it once the engine has made its copy, if it is to be."""
-    sampler, held_out = prompts
-    check_machine(config, processes.device)
-    task = make_task(config, processes)
-    network = task.model.network
-    task.check_prompts([*sampler.prompts, *held_out])
-    config.check_output(num_parameters=sum(p.numel() for p in lora_parameters(network).values()))
-    rewards = RewardManager(config.reward)
-    source = make_source(config, task, sampler, rewards, processes, first_step=first_step)
-    if processes.count > 1 and resolve_strategy(config.trainer.strategy) == "fsdp2":
-        shard_frozen_weights(network, processes.device, timedelta(seconds=config.trainer.timeout_s))
-    correction, auto_bands = config.algorithm.rollout_correction, make_auto_bands(config, processes)
-    return Components(
-        config=config,
-        processes=processes,
-        folder=folder,
-        task=task,
-        source=source,
-        rewards=rewards,
-        update=PolicyUpdate(
-            task.policy,
-            config.actor,
-            partial(task.loss_terms, config.loss()),
-            processes,
-            total_updates=config.total_updates(),
-            report_mismatch=correction.bypass_mode,
-            whole_windows=correction.bypass_level == "window",
-            auto_bands=auto_bands if correction.bypass_mode else None,
-        ),
-        evaluator=Evaluator(task, held_out, config.rollout.val_kwargs, rewards),
-        health=HealthMonitor(config.effective_correction()),
-        console=Console(
-            total_steps=config.trainer.total_training_steps,
-            is_main=processes.is_main,
-            show_steps="console" in config.trainer.logger,
-        ),
-        trackers=Trackers(
-            processes.accelerator,
-            project_name=config.trainer.project_name,
-            experiment_name=config.trainer.experiment_name,
-            run_dir=folder.root,
-            config=dataclasses.asdict(config),
-            first_step=first_step,
-        ),
-        auto_bands=auto_bands,
-    )
-
-
-def make_processes(config: Config) -> Processes:
-    """Accelerate's view of this process; the CPU without CUDA or with `trainer.device=cpu`.
-
-    Other accelerators are left alone: Apple's has no float64, which the metrics need.
-    """
-    resolve_strategy(config.trainer.strategy)
-    accelerator = Accelerator(
-        cpu=config.trainer.device == "cpu" or not torch.cuda.is_available(),
-        mixed_precision=config.trainer.mixed_precision,
-        log_with=accelerate_loggers(config.trainer.logger) or None,
-        project_dir=config.trainer.output_dir,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.trainer.timeout_s))],
-    )
-    if not accelerator.is_main_process:
-        logging.getLogger("flowgrpo_rc").setLevel(logging.ERROR)
-    return Processes(accelerator)
-
-
-def make_task(config: Config, processes: Processes) -> Task:
-    """Load the model, put its LoRA on, and wrap both in what the trainer asks for."""
-    checkpointing, seed = config.model.gradient_checkpointing, config.trainer.seed
-    if config.model.kind == "causal_lm":
-        language = load_causal_lm(config.model, processes.device)
-        network = add_lora(language, config.model, seed)
-        tokens = TokenPolicy(language, network, autocast=processes.autocast, checkpoint_gradients=checkpointing)
-        return TextTask(language, tokens, config.rollout)
-    model = load_model(config.model, processes.device)
-    for spec, key in ((config.rollout.spec(), "pipeline"), (config.rollout.held_out_spec(), "val_kwargs")):
-        model.check(spec, f"rollout.{key}")
-    network = add_lora(model, config.model, seed)
-    if checkpointing:
-        model.transformer.enable_gradient_checkpointing()
-    policy = FlowPolicy(model, network, autocast=processes.autocast)
-    decode = needs_samples(config.reward)
-    return ImageTask(model, policy, config.rollout, seed, keep_means=config.keep_means(), decode=decode)
-
-
-def make_auto_bands(config: Config, processes: Processes) -> AutoBands | None:
-    """What follows the mismatch where a criterion has an `auto` band."""
-    correction, num_steps = config.algorithm.rollout_correction, config.rollout.pipeline.num_inference_steps
-    bands = () if correction.custom_correction else correction.rules().auto
-    return AutoBands(bands, num_steps, processes.device) if bands else None
-
-
-def make_source(
-    config: Config,
-    task: Task,
-    sampler: PromptSampler,
-    rewards: RewardManager,
-    processes: Processes,
-    *,
-    first_step: int,
-) -> RolloutSource:
-    """The engine that `rollout.name` names, in a thread if it samples ahead, or the files of `data.replay_dir`."""
-    if config.data.replay_dir is not None:
-        folder = Path(config.data.replay_dir).expanduser()
-        samples = config.samples_per_step(processes.count)
-        terms = rewards.weights if config.algorithm.adv_estimator == "gdpo" else ()
-        return ReplaySource(folder, task, processes, config.rollout, samples=samples, terms=terms)
-    rollout = config.rollout
-    options: dict[str, Any] = {
-        "model": task.model,
-        "network": task.model.network,
-        "dtype": rollout.dtype,
-        "chunk_size": rollout.micro_batch_size_per_gpu or config.actor.ppo_micro_batch_size_per_gpu,
-    }
-    options |= {name: vars(rollout)[name] for name in ("quantization", "compile") if vars(rollout)[name]}
-    engine: RolloutEngine[Any] = build(engine_of(config), options | rollout.engine_kwargs, "rollout.engine_kwargs")
-    source = EngineSource(
-        engine,
-        task,
-        sampler,
-        rewards,
-        processes,
-        rollout,
-        mini_batch_size=config.actor.ppo_mini_batch_size,
-        seed=config.trainer.seed,
-    )
-    if rollout.staleness == 0:
-        return source
-    return AheadSource(
-        source, rollout.staleness, steps=range(max(1, first_step), config.trainer.total_training_steps + 1)
-    )
-
-
-def engine_of(config: Config) -> type[RolloutEngine[Any]]:
-    """The class of the rollout engine. ValueError if there is none, or if it samples from another kind of model."""
-    engine: type[RolloutEngine[Any]] = load_class(ROLLOUT_PACKAGE, config.rollout.name, RolloutEngine)
-    if engine.kind != config.model.kind:
-        raise ValueError(
-            f"rollout.name={config.rollout.name} samples from models of model.kind={engine.kind}, not from "
-            f"model.kind={config.model.kind}"
-        )
-    quantization, offered = config.rollout.quantization, engine.quantizations
-    if quantization is not None and quantization not in offered:
-        raise ValueError(
-            f"rollout.quantization={quantization!r}: rollout.name={config.rollout.name} offers "
-            f"{', '.join(offered) or 'none (see rollout.engine_kwargs)'}"
-        )
-    if quantization is not None and find_spec(offered[quantization]) is None:
-        raise ValueError(
-            f"rollout.quantization={quantization} needs {offered[quantization]}: pip install "
-            "'flowgrpo-rc[quantization]'"
-        )
-    if config.rollout.compile and not engine.compiles:
-        raise ValueError(f"rollout.compile=true has no effect with rollout.name={config.rollout.name}: drop it")
-    return engine
-
-
-def check_model(config: Config) -> None:
-    """Raise ValueError where settings or rewards do not fit the kind of flow model at model.path; loads no weights."""
-    if config.model.kind != "diffusion":
-        return
-    adapter, rollout = adapter_of(config.model), config.rollout
-    rollout.check_model(adapter)
-    check_kind(config.reward, adapter.makes, "latent")
-    guided = any(adapter.cfg_scale(spec) > 1 for spec in (rollout.spec(), rollout.held_out_spec()))
-    if config.data.negative_prompt and not guided:
-        raise ValueError(
-            f"data.negative_prompt={config.data.negative_prompt!r} has no effect without guidance: set "
-            f"rollout.pipeline.{adapter.cfg_key} above 1, or drop it"
-        )
-
-
-def check_machine(config: Config, device: torch.device) -> None:
-    """ValueError for settings that `device` cannot follow; nothing has been loaded yet."""
-    if config.model.offload_idle and device.type == "cpu":
-        raise ValueError("model.offload_idle=true has no effect on the CPU, where everything stays anyway: drop it")
-    check_device(config.rollout.dtype, config.rollout.quantization, device)
-    has_compiler = device.type != "cpu" or any(map(shutil.which, COMPILERS))
-    for key, compiles in (
-        ("rollout.compile=true", config.rollout.compile),
-        ("actor.optim.name=adamw_8bit", config.actor.optim.name == "adamw_8bit"),
-    ):
-        if compiles and not has_compiler:
-            raise ValueError(
-                f"{key} on the CPU needs a C++ compiler, {' or '.join(COMPILERS)}: install one, or drop it"
-            )
-
-
 def checkpoint_to_resume(config: Config, folder: RunFolder) -> Checkpoint | None:
     """The newest checkpoint of the output folder, verified; None for a new run.
 
@@ -321,6 +97,8 @@ def _train(parts: Components, resumed: Checkpoint | None, stop: StopRequest) -> 
         parts.console.message(
             "note: importance weights only add metrics in bypass mode with ppo_clip, whose ratio is the weight"
         )
+    if not correction.bypass_mode and (why := parts.config.why_recompute()) is not None:
+        parts.console.message(f"note: old log-probs are recomputed, one forward for each trained step: {why}")
     try:
         with parts.console:
             reason = Trainer(parts, resumed).fit(stop)

@@ -17,8 +17,9 @@ from flowgrpo_rc.compose import Composition, compose_all, compose_config, config
 
 KINDS = ("translated", "no counterpart", "stops the run", "ignored")
 OTHER = "actor_rollout_ref."
+WHOLE = [f"{OTHER}model.path=a/b", f"{OTHER}rollout.name=vllm_omni"]
 
-REWARD = ["reward.reward_model.enable", "reward.custom_reward_function.path"]
+REWARD = ["reward.reward_model.enable", "reward.custom_reward_function.path", "reward.terms"]
 
 
 def of_kind(composed: Composition, kind: str) -> list[str]:
@@ -116,17 +117,17 @@ def test_single_overrides_keep_the_bundled_job() -> None:
 
 def test_a_whole_command_takes_the_other_systems_defaults() -> None:
     """Named files are never replaced."""
-    whole = ["actor_rollout_ref.model.path=a/b", "actor_rollout_ref.rollout.name=vllm_omni"]
-    composed = compose_all(whole)
+    composed = compose_all(WHOLE)
     assert composed.config.rollout.pipeline.width == 512
     assert of_kind(composed, "stops the run") == [
+        "reward.terms",
         "model.lora_rank",
         "model.target_modules",
         "rollout.n",
         "trainer.total_epochs",
     ]
     assert composed.rows[-1][1:3] == ("(what is not given)", "configs/verl_omni.yaml")
-    assert compose_all(whole, config_name="tiny_ocr").config.rollout.pipeline.width == 64
+    assert compose_all(WHOLE, config_name="tiny_ocr").config.rollout.pipeline.width == 64
 
 
 # Keys ---------------------------------------------------------------------------------------------------------------
@@ -277,6 +278,30 @@ def test_what_changes_the_training_stops(given: str, stops: bool) -> None:
     assert given in str(error.value)
     compose_all([given, f"compat.ignore=[{key}]"]).check()
     compose_all([given, f"compat.ignore=[{key.removeprefix(OTHER).rpartition('.')[0]}]"]).check()
+
+
+def test_a_whole_command_does_not_choose_its_reward_by_default() -> None:
+    assert "reward.terms" in of_kind(compose_all(WHOLE), "stops the run")
+    chosen = compose_all([*WHOLE, "reward.terms.ocr=null", "reward.terms.jpeg.weight=1"])
+    assert "reward.terms" not in of_kind(chosen, "stops the run")
+
+
+@pytest.mark.parametrize("chosen", [{"config_name": "sd35_medium_ocr"}, {"experiment": "sd35_medium_ocr_8xh100"}])
+def test_a_chosen_file_leaves_nothing_unsaid(chosen: dict[str, str]) -> None:
+    overrides = [f"+experiment={chosen['experiment']}"] if "experiment" in chosen else []
+    composed = compose_all([*WHOLE, *overrides], config_name=chosen.get("config_name"))
+    assert not of_kind(composed, "stops the run")
+    composed.check()
+
+
+def test_a_window_range_without_a_size_has_no_effect_there() -> None:
+    window = f"{OTHER}rollout.algo.sde_window_range=[0,3]"
+    whole = compose_all([*WHOLE, window])
+    assert "rollout.algo.sde_window_range" in of_kind(whole, "no counterpart")
+    assert whole.config.rollout.algo.sde_window_range is None
+    sized = compose_all([*WHOLE, window, f"{OTHER}rollout.algo.sde_window_size=2"])
+    assert sized.config.rollout.algo.sde_window_range == [0, 3]
+    assert compose_config([window]).rollout.algo.sde_window_range == [0, 3]  # the size is the file's
 
 
 def test_ignoring_nothing_is_an_error() -> None:

@@ -154,7 +154,7 @@ def test_two_nodes_of_a_slurm_job_train_what_one_process_does(workplace: Path) -
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

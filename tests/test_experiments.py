@@ -113,7 +113,7 @@ def test_one_card_and_the_fast_variant_change_what_they_say() -> None:
 
 def test_qwen_image_is_the_command_of_verl_omni() -> None:
     """The experiment and the published command line agree wherever the command says something about the training."""
-    from test_compat import QWEN_IMAGE
+    from verl_omni_commands import QWEN_IMAGE
 
     there = compose_config([*QWEN_IMAGE, "compat.ignore=[reward]"])
     here = compose_config(["+experiment=qwen_image_ocr_rollout_corr_4xh800"])
@@ -133,7 +133,9 @@ def test_qwen_image_is_the_command_of_verl_omni() -> None:
         "trainer.save_freq",
         "trainer.test_freq",
     ]
-    there.model.offload_idle = True  # where idle parts are does not change what is trained
+    # Where idle parts are does not change what is trained.
+    there.model.offload_idle = True
+    there.rollout.engine_kwargs = here.rollout.engine_kwargs
     # The guidance that Qwen-Image does not have.
     for config in (there, here):
         config.rollout.pipeline.guidance_scale = config.rollout.val_kwargs.guidance_scale = 1.0

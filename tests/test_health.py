@@ -127,6 +127,45 @@ def test_non_finite_value_is_one_warning(value: float | None) -> None:
     assert "actor/pg_loss (and 1 more) is not finite" in warning
 
 
+FLOOR = {"pre_update_clip_fraction": 0.62, "mismatch_over_clip": 1.8, "logprob_abs_diff_p99": 3.1e-4}
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_clipping_by_noise_says_how_wide_a_band_would_do(prefix: str) -> None:
+    assert check_rollout_correction_health(named(prefix, FLOOR | {"pre_update_clip_fraction": 0.3}), Settings())
+    (warning,) = check_rollout_correction_health(named(prefix, FLOOR), Settings()).warnings
+    assert warning.startswith(f"{prefix}pre_update_clip_fraction is 0.62, above 0.3: ")
+    assert "half of them differ by 1.8 times the clip band or more" in warning
+    assert "bypass_mode=False, or take actor.diffusion_loss.clip_ratio >= 0.0004 (99% differ by" in warning
+    assert "fp32 latents in the engine" in warning
+    (warning,) = check_rollout_correction_health(named(prefix, FLOOR), Settings(bypass_mode=False)).warnings
+    assert "bypass_mode" not in warning
+
+
+def test_clipping_by_noise_without_a_band_of_single_steps() -> None:
+    (warning,) = check_rollout_correction_health(
+        {"actor/rollout_corr/pre_update_clip_fraction": 0.4}, Settings()
+    ).warnings
+    assert "clip_ratio" not in warning
+    assert "wider clip band" in warning
+
+
+def test_more_than_the_precisions_explain_is_a_fault_at_once_and_once() -> None:
+    monitor, name = HealthMonitor(Settings()), "rollout_corr/mismatch_over_expected"
+    values = [1.0, 2.0, 2.1, 9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0]
+    warned = {step: monitor.update(step, {name: value}) for step, value in enumerate(values, start=1)}
+    assert [step for step, warnings in warned.items() if warnings] == [3, 10]
+    (warning,) = warned[3]
+    assert warning.startswith(f"{name} is 2.1, above 2: ")
+    assert "flowgrpo-rc calibrate" in warning
+
+
+def test_rounded_latents_are_reported_at_once() -> None:
+    assert HealthMonitor(Settings()).update(1, {"rollout/latents_16bit_fraction": 0.001}) == []
+    (warning,) = HealthMonitor(Settings()).update(1, {"rollout/latents_16bit_fraction": 1.0})
+    assert "16 bits" in warning
+
+
 def run(monitor: HealthMonitor, values: list[float], first: int = 1) -> list[int]:
     """The steps at which the monitor warned of the effective sample size."""
     name = "rollout_corr/rollout_is_eff_sample_size"

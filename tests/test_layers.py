@@ -30,8 +30,10 @@ BELOW = {
 BELOW["training"] = {"training", *BELOW} - {"assets"}
 BELOW["compat"] = {"compat", "losses", "correction"}
 BELOW["config"] = {*BELOW}
+BELOW["assemble"] = {*BELOW}
 BELOW["run"] = {*BELOW}
 BELOW["plan"] = {*BELOW}
+BELOW["calibration"] = {"calibration", *BELOW}
 BELOW["compose"] = BELOW["commands"] = {*BELOW}
 BELOW["cli"] = {*BELOW}
 BELOW["train"] = {"cli"}
@@ -42,7 +44,7 @@ RESTRICTED = {
     "transformers": {"models", "policies", "rollout", "rewards", "training", "assets", "cli"},
     "hydra": {"compose", "cli"},
     "omegaconf": {"config", "compat", "compose", "cli"},
-    "accelerate": {"training", "run"},
+    "accelerate": {"training", "assemble"},
     "peft": {"training", "models", "rollout"},
 }
 CORE_MAY_IMPORT = sys.stdlib_module_names | {"torch"}

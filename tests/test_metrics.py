@@ -450,3 +450,21 @@ def test_the_maximum_is_the_one_of_the_global_batch():
     assert values["actor/log_ppl_diff_min"] == values["actor/rollout_rs_token_k1_min"] == pytest.approx(-0.3)
     assert values["actor/rollout_is_max"] == pytest.approx(math.exp(0.3))
     assert values["actor/rollout_is_min"] == pytest.approx(math.exp(-0.6))
+
+
+def test_metrics_under_other_names() -> None:
+    bag = MetricBag()
+    bag.mean("a", torch.tensor([1.0, 3.0]))
+    bag.max("b", torch.tensor([5.0]))
+    assert bag.pick({"a": "x", "c": "y"}).compute() == {"x": 2.0}
+    assert bag.compute() == {"a": 2.0, "b": 5.0}
+
+
+def test_what_is_replaced_does_not_add_up() -> None:
+    """Whatever the kind of the metric was."""
+    bag, other = MetricBag(), MetricBag()
+    bag.mean("p/a", torch.tensor([1.0, 3.0]))
+    bag.max("p/b", torch.tensor([5.0]))
+    other.max("a", torch.tensor([7.0]))
+    bag.replace(other, "p")
+    assert bag.compute() == {"p/a": 7.0, "p/b": 5.0}

@@ -58,7 +58,16 @@ def _documented_commands() -> list[tuple[str, str]]:
 
 
 COMMANDS = _documented_commands()
-CAPPED = ("trainer.total_training_steps=2", "rollout.val_kwargs.n=16", "trainer.test_freq=0", "trainer.save_freq=0")
+CAPPED = (
+    "trainer.total_training_steps=2",
+    "trainer.test_freq=0",
+    "trainer.save_freq=0",
+    "data.train_batch_size=2",
+    "rollout.n=4",
+    "rollout.val_kwargs.n=16",
+    "actor.ppo_mini_batch_size=2",
+    "actor.ppo_micro_batch_size_per_gpu=4",
+)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +79,7 @@ def run_shell(command: str, folder: Path) -> subprocess.CompletedProcess:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "WANDB_MODE": "offline"}
     return subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
 
 
@@ -90,7 +99,7 @@ def test_documented_python_runs(page: Path, workplace: Path) -> None:
         cwd=workplace,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

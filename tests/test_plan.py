@@ -37,10 +37,10 @@ PUBLISHED = {
 }
 
 
-def plan_of(*overrides: str, processes: int = 1, data: bool = True) -> Plan:
+def plan_of(*overrides: str, processes: int = 1, nodes: int = 1, data: bool = True) -> Plan:
     files = ["data.train_files=a.txt", "data.val_files=a.txt"] if data else []
     config = to_config(compose_config([*overrides, *files]), num_processes=processes)
-    return make_plan(config, processes, ARCHITECTURES)
+    return make_plan(config, processes, ARCHITECTURES, num_nodes=nodes)
 
 
 def sizes(plan: Plan) -> dict[str, int]:
@@ -110,6 +110,7 @@ def test_sharding_and_an_engine_of_its_own() -> None:
     sharded, whole = plan_of(recipe, processes=4), plan_of(recipe, "trainer.strategy=ddp", processes=4)
     assert sizes(sharded)["transformer"] == 2 * 20_430_401_088 // 4
     assert sizes(whole)["transformer"] == 2 * 20_430_401_088
+    assert sizes(plan_of(recipe, processes=8, nodes=2))["transformer"] == sizes(sharded)["transformer"]
     engine = 2 * sum(PUBLISHED["Qwen-Image"].values())
     assert sizes(sharded)["rollout engine"] == pytest.approx(engine, rel=1e-3)
     assert "average" not in sizes(sharded)
@@ -128,9 +129,21 @@ def test_copies_in_another_precision_and_decoupled_mode() -> None:
     trained = sizes(base)["LoRA"] // 4
     assert sizes(changed)["transformer"] == 2 * sizes(base)["transformer"]
     assert sizes(changed)["rollout copy"] == sizes(base)["transformer"] + 2 * trained
-    assert values(changed)["forwards, old policy"] == values(base)["forwards with backward"] == f"{64 * 9 * 2:,}"
+    assert values(base)["forwards with backward"] == f"{64 * 9 * 2:,}"
+    assert values(changed)["forwards, old policy"] == f"{64 * 9:,}"  # of the second of two mini-batches
     assert values(changed)["forwards with backward"] == f"{64 * 9 * 2 * 2:,}"
     assert values(changed)["updates"] == "4,000"
+
+
+def test_why_decoupled_mode_recomputes_everything() -> None:
+    decoupled = "algorithm.rollout_correction=decoupled_seq_is"
+    ((count, why),) = [
+        (value, why)
+        for name, value, why in plan_of("+experiment=sd35_medium_ocr_1xh100", decoupled).counts
+        if name == "forwards, old policy"
+    ]
+    assert count == f"{64 * 9 * 2:,}"
+    assert "need all steps" in why
 
 
 def test_what_saves_memory() -> None:

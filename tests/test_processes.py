@@ -21,7 +21,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from flowgrpo_rc.compose import compose_config, to_config
 from flowgrpo_rc.core.random import normal
-from flowgrpo_rc.run import assemble, make_processes
+from flowgrpo_rc.assemble import assemble, make_processes
 from flowgrpo_rc.training.run_folder import RunFolder
 from flowgrpo_rc.training.trainer import Trainer
 
@@ -52,7 +52,7 @@ def launch(num_processes: int, *arguments: str, python_path: Path | None = None)
     launcher = ["torch.distributed.run", f"--nproc_per_node={num_processes}", f"--master_port={free_port()}"]
     command = [sys.executable, "-m", *launcher, *arguments]
     environment = launch_environment(python_path)
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
 
 
 def launch_environment(*folders: Path | None) -> dict[str, str]:

@@ -281,8 +281,9 @@ def test_an_engine_that_does_not_offer_it(name: str, kind: str, wrong: dict[str,
         run.engine_of(config)
 
 
-def test_int4_on_a_gpu_takes_bf16() -> None:
+def test_int4_on_a_gpu_takes_bf16(checkpoint: Path) -> None:
     config = Config()
+    config.model.path = str(checkpoint)
     config.rollout.quantization, config.rollout.dtype = "int4", "fp16"
     with pytest.raises(ValueError, match=r"rollout\.quantization=int4 on a GPU needs rollout\.dtype=bf16, not fp16"):
         run.check_machine(config, torch.device("cuda"))

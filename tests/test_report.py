@@ -239,6 +239,19 @@ def test_difference_by_timestep_is_the_mean_over_steps(tmp_path: Path, prefix: s
     assert "largest step: 3e-05 at 750" in text
 
 
+@pytest.mark.parametrize("over", [0.5, None])
+def test_the_clip_band_is_drawn_where_the_floor_is(tmp_path: Path, over: float | None) -> None:
+    """Half the band at the median: 2e-4, inside the range of the percentiles."""
+    row = {f"rollout_corr/logprob_abs_diff_{part}": value for part, value in (("p50", 1e-4), ("p99", 4e-4))}
+    row |= {"rollout_corr/logprob_abs_diff/ts_750": 5e-5, "rollout_corr/logprob_abs_diff/ts_500": 5e-4}
+    row |= {"rollout_corr/policy_drift_abs_mean": 3e-5}
+    row |= {} if over is None else {"rollout_corr/mismatch_over_clip": over}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, **row}) + "\n")
+    text = write_report(tmp_path).read_text()
+    assert text.count("dashed: the clip band, 0.0002") == text.count("threshold 0.0002") == (2 if over else 0)
+    assert "policy_drift_abs_mean: 3e-05 at 1" in text
+
+
 @pytest.mark.parametrize(
     ("values", "labels"),
     [

@@ -31,6 +31,7 @@ trackers = Trackers(accelerator, project_name="proj", experiment_name="exp", run
 trackers.log(0, {"val/reward": 0.25})
 trackers.log_image(0, "samples", Image.new("RGB", (16, 8), "red"))
 trackers.log(1, {"reward/mean": 0.5, "actor/pg_loss": float("nan")})
+trackers.alert(1, "kl is outside its bounds")
 trackers.finish()
 """
 
@@ -176,7 +177,7 @@ def test_wandb_offline_records_numbers_and_images_and_no_secret(tmp_path: Path) 
     files = run_trackers("wandb", tmp_path)
     (record,) = [path for path in files if path.suffix == ".wandb"]
     content = record.read_bytes()
-    for expected in (b"val/reward", b"reward/mean", b"tiny_model", b"exp"):
+    for expected in (b"val/reward", b"reward/mean", b"tiny_model", b"exp", b"kl is outside its bounds"):
         assert expected in content
     assert any(path.suffix == ".png" for path in files)
     assert not any(b"hunter" in path.read_bytes() for path in files)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -25,7 +27,6 @@ from torch import Tensor
 
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.base import FlowModel, ModelConfig
-from flowgrpo_rc.plugins import build
 from flowgrpo_rc.rollout import vllm_omni_engine
 from flowgrpo_rc.rollout.base import EngineError
 from flowgrpo_rc.rollout.omni.channel import receive, send
@@ -56,7 +57,9 @@ HONEST = 'send(connection, "done", held, {})'
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Callable[[str], tuple[str, ...]]:
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[str, ...]]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # logs of failed children stay
+
     def write(code: str) -> tuple[str, ...]:
         path = tmp_path / "child.py"
         path.write_text(code)
@@ -183,30 +186,38 @@ def test_a_child_sees_the_gpu_of_its_trainer(monkeypatch, before, index, gpus, v
         ({"timeout": 3}, r"timeout: unknown option \(did you mean 'timeout_s'\?\)"),
     ],
 )
-def test_wrong_options_fail_before_the_child_starts(model, options, message):
-    parts = {"model": model, "network": None, "dtype": "fp32", "chunk_size": 2}
-    with pytest.raises(ValueError, match=rf"rollout\.engine_kwargs.*{message}"):
-        build(VllmOmniEngine, parts | options, "rollout.engine_kwargs")
+def test_wrong_options_fail_before_anything_is_loaded(train, capsys, options, message):
+    given = [f"rollout.engine_kwargs.{name}={value}" for name, value in options.items()]
+    assert train("rollout.name=vllm_omni", *given) == 2
+    assert re.search(rf"rollout\.engine_kwargs.*{message}", capsys.readouterr().err)
 
 
-def test_several_gpus_for_an_engine_take_one_process(model, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="an engine of several GPUs takes a trainer of one process"):
-        VllmOmniEngine(model, None, dtype="fp32", chunk_size=2, tensor_parallel_size=2)
+SD3 = "StableDiffusion3Pipeline"
 
 
-def test_a_model_that_the_engine_cannot_sample(model, monkeypatch):
-    monkeypatch.setattr(type(model), "pipeline_class", "FluxPipeline")
-    with pytest.raises(
-        ValueError, match=r"samples from StableDiffusion3Pipeline, QwenImagePipeline; model\.path is a Fl"
-    ):
-        VllmOmniEngine(model, None, dtype="fp32", chunk_size=2)
+@pytest.mark.parametrize(
+    ("options", "processes", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "2", "an engine of several GPUs takes a trainer of one process"),
+        ({"tensor_parallel_size": 2, "memory_fraction": 0.5}, "1", "no effect with tensor_parallel_size=2"),
+    ],
+)
+def test_several_gpus_for_an_engine(monkeypatch, options, processes, message):
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    with pytest.raises(ValueError, match=message):
+        VllmOmniEngine.check(SD3, [], torch.device("cuda"), options)
 
 
-def test_a_checkpoint_without_one_of_its_encoders(model):
-    model.pipeline.text_encoder_3 = None
-    with pytest.raises(ValueError, match=r"needs every text encoder, and model\.path has no text_encoder_3"):
-        VllmOmniEngine(model, None, dtype="fp32", chunk_size=2)
+@pytest.mark.parametrize(
+    ("pipeline_class", "absent", "message"),
+    [
+        ("FluxPipeline", [], r"samples from StableDiffusion3Pipeline, QwenImagePipeline; model\.path is a Fl"),
+        (SD3, ["image_encoder", "text_encoder_3"], r"needs every text encoder, and model\.path has no text_encoder_3"),
+    ],
+)
+def test_a_model_that_the_engine_cannot_sample(pipeline_class, absent, message):
+    with pytest.raises(ValueError, match=message):
+        VllmOmniEngine.check(pipeline_class, absent, CPU, {})
 
 
 @pytest.mark.skipif(find_spec("vllm_omni") is not None, reason="vLLM-Omni is installed")
@@ -248,14 +259,11 @@ SAY_ERROR = FAKE.replace("ANSWER", 'send(connection, "error", {"error": "KeyErro
 )
 def test_a_crash_or_hang_is_reported_with_its_log(script, code, message, timeout_s):
     child = EngineProcess(script(code), os.environ, timeout_s=timeout_s)
-    began = time.monotonic()
     with pytest.raises(EngineError, match=f"(?s){message}"):
         list(child.ask("start", {}))
-    assert time.monotonic() - began < 30
     assert gone(child.pid)
-    assert child.log.exists()
     child.close()
-    assert not child.log.exists()
+    assert child.log.exists()
 
 
 def test_a_child_that_reads_nothing_does_not_block_the_trainer(script):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from flowgrpo_rc.compat.rules import Outcome, Rule, Setting, Written
 from flowgrpo_rc.compat.verl_omni import PREFIX, RULES, UNSAID, WHOLE
 
+REWARD = "reward.terms"
 TRANSLATED, NONE, STOPS, IGNORED = "translated", "no counterpart", "stops the run", "ignored"
 
 
@@ -34,8 +35,9 @@ def is_whole_command(keys: Collection[str]) -> bool:
     return all(key in keys for key in WHOLE)
 
 
-def translate(settings: Sequence[Setting], known: Collection[str]) -> Translation:
-    """`known` are this project's keys. What belongs to neither side stays as it is, for the caller to refuse.
+def translate(settings: Sequence[Setting], known: Collection[str], *, whole: bool = False) -> Translation:
+    """`known` are this project's keys; whole: what a command of verl-omni leaves unsaid is that system's default.
+    What belongs to neither side stays as it is, for the caller to refuse.
 
     Raises ValueError where two names set one key to different values.
     """
@@ -54,7 +56,7 @@ def translate(settings: Sequence[Setting], known: Collection[str]) -> Translatio
             continue
         kind = STOPS if outcome.stops else TRANSLATED if here else NONE
         rows.append(Row(kind, setting.line, "; ".join([*here, outcome.why] if outcome.why else here), setting.key))
-    return Translation(lines=[line for line, _ in lines.values()], rows=[*rows, *_unsaid(given)])
+    return Translation(lines=[line for line, _ in lines.values()], rows=[*rows, *(_unsaid(given) if whole else [])])
 
 
 def rows_of_notes(notes: Iterable[str]) -> list[Row]:
@@ -110,9 +112,11 @@ def write(value: Any) -> str:
 
 def _unsaid(given: Mapping[str, Any]) -> list[Row]:
     """What a whole command would train by not saying it, where there is no counterpart."""
-    if not is_whole_command(given):
-        return []
     rows = []
+    if not any(key.startswith(REWARD) for key in given):
+        rows.append(
+            Row(STOPS, "reward.terms (not given)", "there the rows of the data choose it by data_source", REWARD)
+        )
     for key, value in UNSAID.items():
         if key not in given and key.removeprefix(PREFIX) not in given:
             outcome = RULES[key](Setting("", key, value, str(value)), given)

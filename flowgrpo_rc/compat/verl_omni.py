@@ -28,6 +28,7 @@ WHOLE = (f"{MODEL}.path", f"{ROLLOUT}.name")
 _LOGGERS = ("mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio", "file")
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _ENGINE = reported("how the engine runs: rollout.engine_kwargs and rollout.micro_batch_size_per_gpu")
+_QUANTIZATION = "set rollout.engine_kwargs.quantization (vllm_omni) or rollout.quantization (diffusers)"
 _LAUNCHER = reported("the launcher decides: accelerate launch --num_processes N (--num_machines M)")
 _SHARDING = reported("how weights are sharded and offloaded does not change what is trained")
 _LOGGING = reported("logging: metrics.jsonl, samples/ and report.html are always written")
@@ -71,6 +72,15 @@ def _sde_type(setting: Setting, given: Mapping[str, Any]) -> Outcome:
     )
 
 
+def _window_range(setting: Setting, given: Mapping[str, Any]) -> Outcome:
+    """Without a size every step but the last is trained there, whatever the range."""
+    names = (f"{ROLLOUT}.algo.sde_window_size", f"{ROLLOUT}.sde_window_size", "rollout.algo.sde_window_size")
+    sizes = [given[name] for name in names if name in given] or ([None] if all(key in given for key in WHOLE) else [0])
+    if None in sizes:
+        return Outcome(why="has no effect there without rollout.algo.sde_window_size")
+    return Outcome({"rollout.algo.sde_window_range": Written(setting.text)})
+
+
 def _warmup_steps(setting: Setting, given: Mapping[str, Any]) -> Outcome:
     """There in training steps, here in optimizer updates."""
     if setting.value is None or setting.value <= 0:
@@ -94,7 +104,7 @@ def _tensor_parallel(setting: Setting, given: Mapping[str, Any]) -> Outcome:
 
 def _epochs(setting: Setting, given: Mapping[str, Any]) -> Outcome:
     if given.get("trainer.total_training_steps") is not None:
-        return Outcome(why="trainer.total_training_steps decides")
+        return Outcome(why="trainer.total_training_steps decides, there the smaller of the two")
     return Outcome(why="set trainer.total_training_steps: epochs x prompts // data.train_batch_size", stops=True)
 
 
@@ -237,7 +247,7 @@ _ROLLOUT_RULES: dict[str, Rule] = {
     f"{ROLLOUT}.dtype": to("rollout.dtype", _DTYPES),
     f"{ROLLOUT}.prompt_length": reported("the length of images' prompts is rollout.pipeline.max_sequence_length"),
     f"{ROLLOUT}.seed": reported("noise follows from trainer.seed"),
-    f"{ROLLOUT}.quantization": stops("set rollout.dtype", unless=[None]),
+    f"{ROLLOUT}.quantization": stops(_QUANTIZATION, unless=[None]),
     f"{ROLLOUT}.rollout_adapter": stops("there is one LoRA", unless=["default"]),
     f"{ROLLOUT}.external_lib": reported(_ADAPTER),
     f"{ROLLOUT}.multi_turn": reported("belongs to multi_turn.enable"),
@@ -255,10 +265,15 @@ _ROLLOUT_RULES: dict[str, Rule] = {
     ),
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": reported("recomputed in actor.ppo_micro_batch_size_per_gpu"),
     f"{ROLLOUT}.engine_kwargs.vllm_omni": _ENGINE,
+    **each(
+        f"{ROLLOUT}.engine_kwargs.vllm_omni", "quantization quantization_config", stops(_QUANTIZATION, unless=[None])
+    ),
+    f"{ROLLOUT}.engine_kwargs.vllm_omni.dtype": stops("set rollout.dtype", unless=[None]),
     f"{ROLLOUT}.tensor_model_parallel_size": _tensor_parallel,
     f"{ROLLOUT}.pipeline.guidance_scale": to("rollout.pipeline.guidance_scale", {None: 1.0}),
     f"{ROLLOUT}.pipeline.num_frames": to("rollout.pipeline.num_frames", {1: None}),
     f"{ROLLOUT}.algo.sde_type": _sde_type,
+    f"{ROLLOUT}.algo.sde_window_range": _window_range,
     f"{ROLLOUT}.algo.sample_strategy": stops("windows are drawn anew at every step", unless=["random"]),
     f"{ROLLOUT}.algo.iters_per_group": reported("belongs to sample_strategy=progressive"),
     f"{ROLLOUT}.algo.sde_window_seed": reported("windows follow from trainer.seed"),
@@ -275,10 +290,8 @@ _ROLLOUT_RULES: dict[str, Rule] = {
     },
     f"{ROLLOUT}.guidance_scale": to("rollout.pipeline.guidance_scale", {None: 1.0}),
     f"{ROLLOUT}.sde_type": _sde_type,
-    **{
-        f"{ROLLOUT}.{name}": to(f"rollout.algo.{name}")
-        for name in ("noise_level", "sde_window_size", "sde_window_range")
-    },
+    f"{ROLLOUT}.sde_window_range": _window_range,
+    **{f"{ROLLOUT}.{name}": to(f"rollout.algo.{name}") for name in ("noise_level", "sde_window_size")},
 }
 
 _DATA_RULES: dict[str, Rule] = {

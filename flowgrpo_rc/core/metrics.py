@@ -61,8 +61,7 @@ class MetricBag:
 
     def rename(self, names: Mapping[str, str], *, keep: bool) -> None:
         """Give metrics another name, or with `keep` a second one."""
-        stores: tuple[dict[str, Any], ...] = (self._sums, self._counts, self._maxima, self._minima, self._derived)
-        for store in stores:
+        for store in self._stores():
             for old, new in names.items():
                 if old in store:
                     store[new] = store[old] if keep else store.pop(old)
@@ -71,6 +70,21 @@ class MetricBag:
                 name: (tuple(names.get(need, need) for need in needs), function)
                 for name, (needs, function) in self._derived.items()
             }
+
+    def pick(self, names: Mapping[str, str]) -> MetricBag:
+        """Those of the metrics in `names` that are here, under their new names."""
+        bag = MetricBag()
+        for store, own in zip(self._stores(), bag._stores(), strict=True):
+            own.update({new: store[old] for old, new in names.items() if old in store})
+        return bag
+
+    def replace(self, other: MetricBag, prefix: str = "") -> None:
+        """As `merge`, but what `other` has takes the place of what is here under the same name."""
+        taken = {_join(prefix, name) for store in other._stores() for name in store}
+        for store in self._stores():
+            for name in taken & store.keys():
+                del store[name]
+        self.merge(other, prefix)
 
     def merge(self, other: MetricBag, prefix: str = "") -> None:
         """Take in another bag, as if its elements had been put here."""
@@ -116,6 +130,9 @@ class MetricBag:
             if all(need in result for need in needs):
                 result[name] = function(*(result[need] for need in needs))
         return {name: value for name, value in result.items() if not name.rsplit("/", 1)[-1].startswith("_")}
+
+    def _stores(self) -> tuple[dict[str, Any], ...]:
+        return self._sums, self._counts, self._maxima, self._minima, self._derived
 
     @staticmethod
     def _fold(store: dict[str, Tensor], name: str, value: Tensor, op: Callable[[Tensor, Tensor], Tensor]) -> None:

@@ -212,14 +212,18 @@ def adapter_of(config: ModelConfig) -> type[FlowModel]:
     return adapter
 
 
+def absent_components(config: ModelConfig) -> list[str]:
+    """The components of its pipeline that the checkpoint at `config.path` lacks, from its model_index.json alone."""
+    return [name for name, value in _read_index(config).items() if value == _ABSENT]
+
+
 def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
     """Load the pipeline through diffusers and wrap it in the adapter for its class.
 
     The transformer and the text encoders take `config.dtype`; the VAE stays fp32, since SD3's overflows in half
     precision. Raises ValueError as `adapter_of` does.
     """
-    adapter, path, index = adapter_of(config), _path(config), _read_index(config)
-    absent = {name: None for name, value in index.items() if value == _ABSENT}
+    adapter, path, absent = adapter_of(config), _path(config), dict.fromkeys(absent_components(config))
     dtypes = {"default": DTYPES[config.dtype], "vae": torch.float32}
     pipeline = DiffusionPipeline.from_pretrained(path, dtype=dtypes, use_safetensors=True, **absent)
     pipeline.set_progress_bar_config(disable=True)

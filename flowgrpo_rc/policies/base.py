@@ -6,14 +6,14 @@ Legend: b rows of a micro-batch, t steps that one forward evaluates.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Batch
-from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.transition import GaussianSteps
 
 
@@ -39,6 +39,14 @@ class Measured(NamedTuple):
     log_probs: Tensor
     gaussian: GaussianSteps | None
     means: Tensor | None
+
+    @classmethod
+    def of(cls, now: Evaluation, *, keep_means: bool = False) -> Measured:
+        """An evaluation [b, t], detached."""
+        gaussian, means = now.gaussian, now.means if keep_means else None
+        if gaussian is not None and gaussian.kl is not None:
+            gaussian = gaussian._replace(kl=gaussian.kl.detach())
+        return cls(now.log_probs.detach(), gaussian, None if means is None else means.detach())
 
     @property
     def step_kl(self) -> Tensor | None:
@@ -68,29 +76,35 @@ class Policy(ABC, Generic[B, E]):
         """Estimate of KL(now | reference) at each step [b, t]; differentiable in `now`."""
 
     @abstractmethod
-    def mismatch(self, difference: Tensor, piece: B) -> MetricBag:
-        """How training - rollout log-probs [b, t] differ along the trajectory, beyond what holds for every policy."""
+    def cells(self, batch: B) -> Tensor:
+        """The cell [b, t] int64 of each step; steps of one cell share the scale of their mismatch."""
+
+    @abstractmethod
+    def cell_names(self, batch: B) -> Sequence[str]:
+        """Of all cells, in order, on the host; empty for a cell that is no curve of its own."""
+
+    @abstractmethod
+    def under(self, autocast: Callable[[], AbstractContextManager[Any]]) -> Policy[B, E]:
+        """This policy with another autocast around its network."""
 
     @torch.no_grad()
     def measure(self, batch: B, micro_batch_size: int, *, keep_means: bool = False) -> Measured:
         """This policy on the whole batch, without gradient."""
         rows = []
         for start in range(0, len(batch), micro_batch_size):
-            found = []
-            for piece in self.pieces(batch.rows(start, start + micro_batch_size)):
-                now = self.evaluate(piece)
-                found.append(Measured(now.log_probs, now.gaussian, now.means if keep_means else None))
-            rows.append(_join(found, dim=1))
-        return _join(rows, dim=0)
+            pieces = self.pieces(batch.rows(start, start + micro_batch_size))
+            found = [Measured.of(self.evaluate(piece), keep_means=keep_means) for piece in pieces]
+            rows.append(join(found, dim=1))
+        return join(rows, dim=0)
 
     def log_probs(self, batch: B, micro_batch_size: int) -> Tensor:
         """Log-probabilities [B, T] of the whole batch, without gradient."""
         return self.measure(batch, micro_batch_size).log_probs
 
 
-def _join(parts: Sequence[Any], dim: int) -> Any:
-    """Tensors of all parts, side by side; a tuple's fields each for itself, and None stays None."""
+def join(parts: Sequence[Any], dim: int) -> Any:
+    """What was `Measured` of all parts, side by side: a tuple's fields each for itself, and None stays None."""
     first = parts[0]
     if isinstance(first, tuple):
-        return type(first)(*(_join(column, dim) for column in zip(*parts, strict=True)))
+        return type(first)(*(join(column, dim) for column in zip(*parts, strict=True)))
     return None if first is None else torch.cat(list(parts), dim)

@@ -7,7 +7,7 @@ has a log-ratio of exactly 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec
 from flowgrpo_rc.core.kl import gaussian_kl
-from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.transition import GaussianSteps, Transition, log_prob, reference_kl, sample
 from flowgrpo_rc.models.base import FlowModel, Schedule
 from flowgrpo_rc.policies.base import Policy
@@ -121,13 +120,16 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         kl = reference_kl(now.transition, mean, now.sigma, now.sigma_next, kind=piece.spec.sde_type)
         return kl.unsqueeze(1)
 
-    def mismatch(self, difference: Tensor, piece: DiffusionBatch) -> MetricBag:
-        """Mean |difference| at each timestep of the schedule, as `logprob_abs_diff/ts_{t}`."""
-        finite, bag = torch.isfinite(difference), MetricBag()
-        for index, timestep in enumerate((piece.sigmas[:-1] * 1000).round().int().tolist()):
-            here = finite & (piece.step_indices == index)
-            bag.mean(f"logprob_abs_diff/ts_{timestep}", difference.double().abs(), here)
-        return bag
+    def cells(self, batch: DiffusionBatch) -> Tensor:
+        """The position in the schedule: late steps amplify what the velocity is off by."""
+        return batch.step_indices
+
+    def cell_names(self, batch: DiffusionBatch) -> Sequence[str]:
+        """ts_{t} of each timestep of the schedule."""
+        return [f"ts_{timestep}" for timestep in (batch.sigmas[:-1] * 1000).round().int().tolist()]
+
+    def under(self, autocast: Callable[[], AbstractContextManager[Any]]) -> FlowPolicy:
+        return FlowPolicy(self.model, self.network, autocast=autocast)
 
     def _velocity(
         self,

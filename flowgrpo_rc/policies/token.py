@@ -5,7 +5,7 @@ Legend: B rows, L tokens of the longest prompt, T tokens of the longest response
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -15,7 +15,6 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from flowgrpo_rc.batch import TokenBatch, TokenSpec
 from flowgrpo_rc.core.kl import k3
-from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.tokens import positions, sample_tokens, token_log_probs, until_end
 from flowgrpo_rc.models.causal_lm import CausalLM, gradient_checkpointing
 from flowgrpo_rc.policies.base import Policy
@@ -113,9 +112,15 @@ class TokenPolicy(Policy[TokenBatch, TokenEvaluation]):
         """GRPO's estimate of KL(now | reference) at the sampled tokens, arXiv 2402.03300 (4); 0 at padding."""
         return k3((reference.log_probs - now.log_probs).clamp(-_LARGEST, _LARGEST))
 
-    def mismatch(self, difference: Tensor, piece: TokenBatch) -> MetricBag:
-        """None beyond what holds for every policy: a token's position says little."""
-        return MetricBag()
+    def cells(self, batch: TokenBatch) -> Tensor:
+        """One for all: a token's position says little."""
+        return torch.zeros_like(batch.response_ids)
+
+    def cell_names(self, batch: TokenBatch) -> Sequence[str]:
+        return [""]
+
+    def under(self, autocast: Callable[[], AbstractContextManager[Any]]) -> TokenPolicy:
+        return TokenPolicy(self.model, self.network, autocast=autocast, checkpoint_gradients=self._checkpoint_gradients)
 
 
 class _Sampler(LogitsProcessor):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Batch, Prompt, PromptBatch, SamplerSpec, Spec, TokenSpec
@@ -271,12 +272,26 @@ class RolloutEngine(ABC, Generic[R]):
     and those of `rollout.engine_kwargs`; quantization and compile as well where the user sets them.
 
     kind: the model.kind that it samples from; quantizations: the values of `rollout.quantization` that it offers, each
-    with the package that it takes; compiles: whether `rollout.compile` means something to it.
+    with the package that it takes; compiles: whether `rollout.compile` means something to it; copies_network: false if
+    it loads the frozen weights itself, so that the trainer's may be sharded before; aligns: whether each chunk of
+    `chunk_size` samples is one batch of its network, in the trainer's own code (`actor.replay=aligned`).
     """
 
     kind: ClassVar[str]
     quantizations: ClassVar[Mapping[str, str]] = {}
     compiles: ClassVar[bool] = False
+    copies_network: ClassVar[bool] = True
+    aligns: ClassVar[bool] = False
+
+    @classmethod
+    def check(
+        cls, pipeline_class: str, absent: Sequence[str], device: torch.device, options: Mapping[str, Any]
+    ) -> None:
+        """ValueError, before anything is loaded, for a flow model or options that the engine cannot take.
+
+        absent: components of the pipeline that the checkpoint lacks; options: all that the constructor would get. An
+        engine that takes whatever its constructor's names allow need not define it.
+        """
 
     @abstractmethod
     def generate(self, request: R) -> Iterator[RolloutChunk]:
@@ -287,6 +302,11 @@ class RolloutEngine(ABC, Generic[R]):
         """Take over the LoRA tensors of the trainer. ValueError if names or shapes do not match exactly."""
 
     @abstractmethod
+    def held_weights(self) -> Mapping[str, Tensor] | None:
+        """The LoRA tensors that it samples with, in its precision, named as the trainer's; None where it compares
+        them in `sync_weights`, out of the trainer's reach."""
+
+    @abstractmethod
     def close(self) -> None:
         """Free what the engine holds."""
 
@@ -295,7 +315,7 @@ def _check_guidance(
     model: type[FlowModel], given: PipelineConfig | EvaluationConfig, default_scale: float, key: str
 ) -> None:
     used = f"the guidance of {model.pipeline_class} is {key}.{model.cfg_key}"
-    if model.cfg_key != "true_cfg_scale" and given.true_cfg_scale is not None:
+    if model.cfg_key != "true_cfg_scale" and given.true_cfg_scale not in (None, 1):
         raise ValueError(f"{key}.true_cfg_scale={given.true_cfg_scale} has no effect: {used}")
     uses_guidance_scale = model.cfg_key == "guidance_scale" or model.embeds_guidance
     if not uses_guidance_scale and given.guidance_scale not in (1, default_scale):

@@ -23,6 +23,7 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
     kind = "diffusion"
     quantizations = PACKAGES
     compiles = True
+    aligns = True
 
     def __init__(
         self,
@@ -48,6 +49,9 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         self._replica.sync(state, version)
+
+    def held_weights(self) -> Mapping[str, Tensor]:
+        return self._replica.lora
 
     def close(self) -> None:
         del self.transformer, self._replica, self._policy

@@ -22,7 +22,7 @@ class Replica:
     positions.
 
     quantization: of the frozen weights (`quantization.PACKAGES`). backend: compile the repeated blocks with this
-    backend of torch.compile. precision: the name of what came of it.
+    backend of torch.compile. precision: the name of what came of it; lora: its LoRA, by name.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Replica:
             replica = copy.deepcopy(network)
             for tensor in _stored(replica):
                 tensor.data = tensor.data.to(DTYPES[dtype])
-        self._lora = {name: p for name, p in replica.named_parameters() if p.requires_grad}
+        self.lora = {name: p for name, p in replica.named_parameters() if p.requires_grad}
         self.network: Any = replica.requires_grad_(False).eval()
         self.precision = precision(dtype, quantization)
         if quantization is not None:
@@ -47,15 +47,15 @@ class Replica:
 
     def sync(self, state: Mapping[str, Tensor], version: int) -> None:
         """Take over LoRA tensors. ValueError unless names and shapes are those of the copy."""
-        if state.keys() != self._lora.keys():
-            different = sorted(state.keys() ^ self._lora.keys())[:3]
+        if state.keys() != self.lora.keys():
+            different = sorted(state.keys() ^ self.lora.keys())[:3]
             raise ValueError(f"the engine's LoRA has other tensors than the trainer's, among them {different}")
-        for name, parameter in self._lora.items():
+        for name, parameter in self.lora.items():
             if state[name].shape != parameter.shape:
                 raise ValueError(
                     f"the engine's {name} is {tuple(parameter.shape)}, the trainer's {tuple(state[name].shape)}"
                 )
-        for name, parameter in self._lora.items():
+        for name, parameter in self.lora.items():
             parameter.copy_(state[name])
         self.version = version
 

@@ -44,6 +44,9 @@ class TransformersEngine(RolloutEngine[TextRequest]):
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         self._replica.sync(state, version)
 
+    def held_weights(self) -> Mapping[str, Tensor]:
+        return self._replica.lora
+
     def close(self) -> None:
         del self._replica, self._policy
 

@@ -113,6 +113,9 @@ class VllmEngine(RolloutEngine[TextRequest]):
         self._adapter.load(state)
         self._version = version
 
+    def held_weights(self) -> None:
+        return None
+
     def close(self) -> None:
         self._adapter.drop()
         self._llm.llm_engine.engine_core.shutdown()

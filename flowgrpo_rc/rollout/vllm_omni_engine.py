@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec
 from flowgrpo_rc.models.base import DTYPES, FlowModel
-from flowgrpo_rc.rollout.base import EngineError, ImageRequest, RolloutChunk, RolloutEngine
+from flowgrpo_rc.rollout.base import ImageRequest, RolloutChunk, RolloutEngine
 from flowgrpo_rc.rollout.omni.channel import Message
 from flowgrpo_rc.rollout.omni.lora import fingerprint, weights_to_bind
 from flowgrpo_rc.rollout.omni.process import EngineProcess, child_environment
@@ -44,6 +45,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
     """
 
     kind = "diffusion"
+    copies_network = False
 
     def __init__(
         self,
@@ -61,11 +63,6 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         timeout_s: float = 600.0,
         start_timeout_s: float = 1800.0,
     ) -> None:
-        _check_model(model, quantization)
-        _check_options(model.device, tensor_parallel_size, attention_backend, memory_fraction, sleep)
-        _check_timeouts(timeout_s=timeout_s, start_timeout_s=start_timeout_s)
-        if find_spec("vllm_omni") is None:
-            raise ImportError("rollout.name=vllm_omni needs vLLM-Omni: pip install 'flowgrpo_rc[vllm-omni]'")
         self._model, self._dtype, self._chunk_size = model, dtype, chunk_size
         ((self._adapter, self._lora_config),) = network.peft_config.items()
         state = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
@@ -92,6 +89,18 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         }
         list(self._process.ask("start", start, timeout_s=start_timeout_s))
         self.sync_weights(state, 0)
+
+    @classmethod
+    def check(
+        cls, pipeline_class: str, absent: Sequence[str], device: torch.device, options: Mapping[str, Any]
+    ) -> None:
+        given = {name: parameter.default for name, parameter in signature(cls).parameters.items()} | dict(options)
+        _check_model(pipeline_class, absent, given["quantization"])
+        names = ("tensor_parallel_size", "attention_backend", "memory_fraction", "sleep")
+        _check_options(device, *(given[name] for name in names))
+        _check_timeouts(timeout_s=given["timeout_s"], start_timeout_s=given["start_timeout_s"])
+        if find_spec("vllm_omni") is None:
+            raise ImportError("rollout.name=vllm_omni needs vLLM-Omni: pip install 'flowgrpo_rc[vllm-omni]'")
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
         replies = self._process.ask(*self._question(request))
@@ -120,6 +129,9 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         (done,) = self._process.ask("sync", {"version": version, "rank": self._lora_config.r}, tensors)
         self._check_held(done)
 
+    def held_weights(self) -> None:
+        return None
+
     def close(self) -> None:
         self._process.close()
 
@@ -127,11 +139,9 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         """EngineError, and the end of the engine, unless its layers hold all the tensors that were pushed last."""
         wanted, bound = len(self._shapes) // 2, reply.fields["modules"]
         if reply.fields["fingerprint"] != self._fingerprint:
-            self.close()
-            raise EngineError(
-                f"the vLLM-Omni engine does not hold the LoRA of step {self._version}: it bound {bound} of {wanted} "
-                f"modules, and their fingerprint is {reply.fields['fingerprint'][:12]}, the trainer's "
-                f"{self._fingerprint[:12]}"
+            self._process.fail(
+                f"does not hold the LoRA of step {self._version}: it bound {bound} of {wanted} modules, and their "
+                f"fingerprint is {reply.fields['fingerprint'][:12]}, the trainer's {self._fingerprint[:12]}"
             )
 
     def _question(self, request: ImageRequest) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
@@ -202,21 +212,21 @@ def _conditioning(
     )
 
 
-def _check_model(model: FlowModel, quantization: str | None) -> None:
-    if model.pipeline_class not in PIPELINES:
+def _check_model(pipeline_class: str, absent: Sequence[str], quantization: str | None) -> None:
+    if pipeline_class not in PIPELINES:
         raise ValueError(
-            f"rollout.name=vllm_omni samples from {', '.join(PIPELINES)}; model.path is a {model.pipeline_class}: set "
+            f"rollout.name=vllm_omni samples from {', '.join(PIPELINES)}; model.path is a {pipeline_class}: set "
             "rollout.name=diffusers"
         )
-    absent = [name for name, part in model.pipeline.components.items() if part is None and name in ENCODERS]
-    if absent:
+    missing = [name for name in absent if name in ENCODERS]
+    if missing:
         raise ValueError(
-            f"rollout.name=vllm_omni needs every text encoder, and model.path has no {', '.join(absent)}: set "
+            f"rollout.name=vllm_omni needs every text encoder, and model.path has no {', '.join(missing)}: set "
             "rollout.name=diffusers"
         )
-    if quantization is not None and model.pipeline_class not in QUANTIZED:
+    if quantization is not None and pipeline_class not in QUANTIZED:
         raise ValueError(
-            f"quantization={quantization!r}: vLLM-Omni does not quantize a {model.pipeline_class}, only "
+            f"quantization={quantization!r}: vLLM-Omni does not quantize a {pipeline_class}, only "
             f"{', '.join(QUANTIZED)}"
         )
 
@@ -234,6 +244,11 @@ def _check_options(
         raise ValueError(
             f"tensor_parallel_size={tensor_parallel_size}: each process of the trainer has an engine on its own GPU; "
             "an engine of several GPUs takes a trainer of one process"
+        )
+    if tensor_parallel_size > 1 and memory_fraction is not None:
+        raise ValueError(
+            f"memory_fraction={memory_fraction} has no effect with tensor_parallel_size={tensor_parallel_size}, whose "
+            "workers are processes of their own: drop it"
         )
     if attention_backend is not None and attention_backend not in ATTENTION_BACKENDS:
         raise ValueError(f"attention_backend={attention_backend!r}: allowed are {', '.join(ATTENTION_BACKENDS)}")

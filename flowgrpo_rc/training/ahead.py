@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import torch
 from torch import Tensor
 
 from flowgrpo_rc.training.source import Collected, EngineSource, RolloutSource
@@ -23,9 +24,9 @@ class AheadSource(RolloutSource):
     A batch in which the engine used older weights than that is dropped and sampled again. steps: those to sample.
     """
 
-    def __init__(self, source: EngineSource, staleness: int, *, steps: range) -> None:
+    def __init__(self, source: EngineSource, staleness: int, *, steps: range, device: torch.device) -> None:
         self._source, self._staleness, self._steps = source, staleness, steps
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="rollout")
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="rollout", initializer=_use, initargs=(device,))
         self._sampled: dict[int, Future[Collected]] = {}
         self._versions: dict[int, dict[str, Tensor]] = {}
 
@@ -66,3 +67,9 @@ class AheadSource(RolloutSource):
             f"the rollout engine sampled step {step} with the weights of step {oldest}, {MOST_DROPPED} times; "
             f"rollout.staleness={self._staleness} allows those of step {version}"
         )
+
+
+def _use(device: torch.device) -> None:
+    """CUDA's current device is that of a thread, and a new thread's is the first."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flowgrpo_rc.correction.naming import other_names
+from flowgrpo_rc.training.noise_floor import advised_clip_ratio
 
 DECOUPLED_PREFIX = "rollout_corr/"
 BYPASS_PREFIX = "actor/rollout_corr/"
@@ -42,12 +43,14 @@ class CorrectionSettings(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rule:
-    """`judge` returns the threshold that was crossed, in words, or None. `advice` is the rest of the sentence."""
+    """`judge` returns the threshold that was crossed, in words, or None. `advice` is the rest of the sentence.
+    immediate: one step is enough, since the metric cannot waver."""
 
     name: str
     metric: str
     judge: Callable[[float, CorrectionSettings], str | None]
     advice: Callable[[CorrectionSettings], str]
+    immediate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +172,18 @@ _RULES = (
         judge=_above(0.5),
         advice=_clipping("more than half of the steps are clipped and teach nothing"),
     ),
+    _Rule(
+        name="rounded_latents",
+        metric="rollout/latents_16bit_fraction",
+        judge=_above(0.5),
+        advice=lambda _: "the engine stores latents in 16 bits, so that log-probs are those of other states; keep fp32",
+        immediate=True,
+    ),
 )
+
+
+# Of the differences outside the clip band; the size of a fault, in multiples of what the precisions explain.
+MOST_CLIPPED, FAULT = 0.3, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,13 +214,17 @@ def correction_metric_name(metrics: Mapping[str, Any], name: str) -> str | None:
 
 def _findings(metrics: Mapping[str, float | None], config: CorrectionSettings) -> Iterator[_Finding]:
     yield _Finding("non_finite", _non_finite(metrics, config), immediate=True)
+    for kind, judge, immediate in (("noise", _noise, False), ("fault", _fault, True)):
+        sentence = judge(metrics, config)
+        if sentence is not None:
+            yield _Finding(kind, sentence or None, immediate)
     for rule in _RULES:
         name = rule.metric if rule.metric in metrics else correction_metric_name(metrics, rule.metric)
         value = None if name is None else metrics[name]
         if value is not None and math.isfinite(value):
             crossed = rule.judge(value, config)
             message = None if crossed is None else f"{name} is {value:.4g}, {crossed}: {rule.advice(config)}."
-            yield _Finding(rule.name, message, immediate=False)
+            yield _Finding(rule.name, message, rule.immediate)
 
 
 def _non_finite(metrics: Mapping[str, float | None], config: CorrectionSettings) -> str | None:
@@ -222,6 +240,45 @@ def _non_finite(metrics: Mapping[str, float | None], config: CorrectionSettings)
     measured = metrics[names[0]]
     shown = "" if measured is None else f" but {measured}"
     return f"{names[0]}{others} is not finite{shown}: lower actor.optim.lr, or {_narrow_the_gap(config)}."
+
+
+def _noise(metrics: Mapping[str, float | None], config: CorrectionSettings) -> str | None:
+    """Whether the clip acts on noise: a sentence, empty if it does not, None where it cannot be told."""
+    name = correction_metric_name(metrics, "pre_update_clip_fraction")
+    clipped = _finite(metrics, "pre_update_clip_fraction")
+    if clipped is None or clipped <= MOST_CLIPPED:
+        return None if clipped is None else ""
+    over, p99 = _finite(metrics, "mismatch_over_clip"), _finite(metrics, "logprob_abs_diff_p99")
+    size = "" if over is None else f", and half of them differ by {over:.2g} times the clip band or more"
+    widen = "a wider clip band"
+    if over is not None and p99 is not None:
+        widen = f"actor.diffusion_loss.clip_ratio >= {advised_clip_ratio(p99):g} (99% differ by less than {p99:.2g})"
+    ways = [f"set {_KEY}.bypass_mode=False"] if config.bypass_mode else []
+    ways += [f"or take {widen}", "or a more precise rollout (rollout.dtype=fp32, fp32 latents in the engine)"]
+    return (
+        f"{name} is {clipped:.4g}, above {MOST_CLIPPED:g}: so many samples are clipped by noise before any "
+        f"update{size}; {', '.join(ways).removeprefix('or ')}."
+    )
+
+
+def _fault(metrics: Mapping[str, float | None], config: CorrectionSettings) -> str | None:
+    """Whether the mismatch is more than noise; as `_noise`."""
+    name, over = correction_metric_name(metrics, "mismatch_over_expected"), _finite(metrics, "mismatch_over_expected")
+    if over is None or over <= FAULT:
+        return None if over is None else ""
+    mean = _finite(metrics, "logprob_abs_diff_mean")
+    size = "" if mean is None else f" ({mean:.2g} on average)"
+    return (
+        f"{name} is {over:.4g}, above {FAULT:g}: before any update, rollout and training graph differ by more than "
+        f"their precisions explain{size}. The engine samples with other settings, roundings or weights than it "
+        "should; flowgrpo-rc calibrate with the same settings looks for the cause."
+    )
+
+
+def _finite(metrics: Mapping[str, float | None], name: str) -> float | None:
+    full = correction_metric_name(metrics, name)
+    value = None if full is None else metrics[full]
+    return value if value is not None and math.isfinite(value) else None
 
 
 class HealthMonitor:

@@ -84,6 +84,7 @@ class ImageTask(Task):
 
     def check_rollout(self, batch: DiffusionBatch) -> None:
         require_rollout_log_probs(batch)
+        self._check_schedule(batch)
         if self._keep_means and batch.prev_sample_mean is None:
             raise ValueError(
                 "the loss or a criterion compares the means of the steps with those of the rollout, which did not "
@@ -92,13 +93,30 @@ class ImageTask(Task):
                 "actor.diffusion_loss.loss_mode=flow_grpo"
             )
 
+    def _check_schedule(self, batch: DiffusionBatch) -> None:
+        """ValueError unless the rollout walked the model's own schedule: both sides read it from the batch, so that
+        another one, or timesteps in 16 bits, would show in no log-prob."""
+        schedule = self.model.schedule(self._config.spec())
+        for name, found, wanted in (
+            ("sigmas", batch.sigmas, schedule.sigmas),
+            ("all_timesteps", batch.all_timesteps, schedule.timesteps[batch.step_indices]),
+        ):
+            if found.shape != wanted.shape or not torch.allclose(found, wanted.to(found), rtol=1e-5, atol=1e-6):
+                raise ValueError(
+                    f"the rollout walked another schedule than the model's: {name} are {_first(found)}, and should be "
+                    f"{_first(wanted)}; check the scheduler (shift, dtype of the timesteps) of the engine"
+                )
+
     def loss_terms(
         self, config: LossConfig, log_probs: Tensor, batch: DiffusionBatch, gaussian: GaussianSteps | None
     ) -> LossTerms:
         return diffusion_terms(config, log_probs, batch, gaussian)
 
     def observe(self, batch: DiffusionBatch) -> MetricBag:
-        return MetricBag()
+        """The share of latents that 16 bits hold: all where an engine rounds what it stores, one in thousands else."""
+        bag, stored = MetricBag(), batch.all_latents[:, -1]
+        bag.mean("rollout/latents_16bit_fraction", (stored == stored.half()).double())
+        return bag
 
     @torch.no_grad()
     def sample(self, prompts: Sequence[Prompt], *, decode: bool = True) -> HeldOut:
@@ -131,3 +149,8 @@ class ImageTask(Task):
         shape = self.model.latent_shape(self._held_out)
         seeds = [derive_seed(self._config.val_kwargs.seed, "evaluation", prompt.index) for prompt in prompts]
         return normal(shape, seeds, "latents").to(self.model.device)
+
+
+def _first(values: Tensor) -> str:
+    """The first numbers of a schedule, in words."""
+    return ", ".join(f"{value:g}" for value in values.flatten()[:4].tolist()) + ", ..."

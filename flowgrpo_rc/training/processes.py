@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -40,6 +41,12 @@ class Processes:
     def gather(self, rows: Tensor) -> Tensor:
         """The rows of all processes, each of which has as many."""
         return rows if self.count == 1 else self.accelerator.gather(rows)
+
+    def gather_ragged(self, values: Tensor) -> Tensor:
+        """The numbers [N] of all processes, which may have different numbers of them; nan fills up."""
+        if self.count == 1:
+            return values
+        return self.accelerator.gather(self.accelerator.pad_across_processes(values, pad_index=math.nan))
 
     def any(self, flag: bool) -> bool:
         """True if any process says so; every process must ask."""

@@ -14,7 +14,7 @@ from typing import Any
 from flowgrpo_rc.training import report_files as files
 from flowgrpo_rc.training import report_page as html
 from flowgrpo_rc.training.charts import Series, bar_list, line_chart
-from flowgrpo_rc.training.health import correction_metric_name
+from flowgrpo_rc.training.health import FAULT, MOST_CLIPPED, correction_metric_name
 from flowgrpo_rc.training.tracking import MetricsFile, write_atomic
 
 Row = Mapping[str, Any]
@@ -37,7 +37,18 @@ _CORRECTION_CHARTS: tuple[tuple[str, str, tuple[float, ...], tuple[str, ...]], .
     ("KL(rollout, training)", "warns beyond 0.1", (-0.1, 0.1), ("kl", "k3_kl")),
     ("Log-perplexity difference", "absolute; warns above 1", (1.0,), ("log_ppl_abs_diff",)),
     ("Chi-squared divergence", "warns above 1", (1.0,), ("chi2_token", "chi2_seq")),
-    ("Mismatch over clip band", "the noise floor; warns above 1", (1.0,), ("mismatch_over_clip",)),
+    (
+        "Clipped by noise before any update",
+        f"fraction; warns above {MOST_CLIPPED:g}",
+        (MOST_CLIPPED,),
+        ("pre_update_clip_fraction",),
+    ),
+    (
+        "Mismatch over what the precisions explain",
+        f"above {FAULT:g} it is a fault",
+        (FAULT,),
+        ("mismatch_over_expected",),
+    ),
 )
 _UPDATE_CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Policy loss", ("actor/pg_loss",)),
@@ -64,7 +75,7 @@ _RESPONSE_CHARTS = (
     ("Response length, tokens", ("response/length_mean", "response/length_max")),
     ("Responses cut at the limit, or empty", ("response/limit_fraction", "response/empty_fraction")),
 )
-_DIFFERENCES = tuple(f"logprob_abs_diff_{part}" for part in ("mean", "p50", "p99", "max"))
+_FLOOR = (*(f"logprob_abs_diff_{part}" for part in ("p50", "mean", "p99")), "policy_drift_abs_mean")
 _TIMESTEP = re.compile(r"(?:.*/)?logprob_abs_diff/ts_(\d+)")
 
 
@@ -221,9 +232,21 @@ def _correction(rows: Sequence[Row]) -> str:
         for title, note, bounds, names in _CORRECTION_CHARTS
         if (series := _correction_series(rows, names))
     ]
-    if differences := _correction_series(rows, _DIFFERENCES):
-        charts.append(line_chart("Log-probability difference", differences, note="absolute", log_y=True))
+    if differences := _correction_series(rows, _FLOOR):
+        words, band = _band(rows)
+        note = f"log-probability difference before the first update, and the policy's own movement after it{words}"
+        charts.append(line_chart("Noise floor", differences, note=note, log_y=True, thresholds=band))
     return html.grid(charts) if charts else html.empty("The run reports no rollout-correction metrics.")
+
+
+def _band(rows: Sequence[Row]) -> tuple[str, tuple[float, ...]]:
+    """The clip band in words and as a threshold, where the run has one."""
+    for row in rows:
+        size, over = (correction_metric_name(row, name) for name in ("logprob_abs_diff_p50", "mismatch_over_clip"))
+        if size is not None and over is not None and row[size] and row[over]:
+            band = row[size] / row[over]
+            return f"; dashed: the clip band, {band:.2g}", (band,)
+    return "", ()
 
 
 def _timesteps(rows: Sequence[Row]) -> str:
@@ -238,8 +261,11 @@ def _timesteps(rows: Sequence[Row]) -> str:
         return html.empty("The difference is exactly zero at every timestep.")
     mean = Series(name="mean over steps", points=[(t, sum(found) / len(found)) for t, found in sorted(values.items())])
     worst = Series(name="largest step", points=[(t, max(found)) for t, found in sorted(values.items())])
-    note = "absolute, rollout against training; 1000 is pure noise"
-    chart = line_chart("Difference by timestep", [mean, worst], note=note, x_name="timestep", log_y=True)
+    words, band = _band(rows)
+    note = f"absolute, rollout against training, before the first update; 1000 is pure noise{words}"
+    chart = line_chart(
+        "Difference by timestep", [mean, worst], note=note, x_name="timestep", log_y=True, thresholds=band
+    )
     return html.wide(chart)
 
 

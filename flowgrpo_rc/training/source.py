@@ -76,6 +76,7 @@ class EngineSource(RolloutSource):
         self._task, self._sampler, self._rewards, self._processes = task, sampler, rewards, processes
         self._n, self._mini_batch_size, self._seed = config.n, mini_batch_size, seed
         self._cancelled = threading.Event()
+        self._pushed: tuple[Mapping[str, Tensor], int] | None = None
 
     def collect(self, step: int) -> Collected:
         collected = self.sample(step)
@@ -98,7 +99,9 @@ class EngineSource(RolloutSource):
                 raise RuntimeError(f"the rollout engine sampled with other settings: {'; '.join(different)}")
             batches.append(chunk.batch)
             handles.append(self._rewards.submit(chunk.samples, chunk.prompts, chunk.latents))
-        return Collected(concat(batches), lambda: collect_rewards(self._rewards, handles, self._processes))
+        collected = Collected(concat(batches), lambda: collect_rewards(self._rewards, handles, self._processes))
+        self._check_weights(collected)
+        return collected
 
     def prompts(self, step: int) -> PromptBatch:
         """This process's share of the step's prompts."""
@@ -111,6 +114,7 @@ class EngineSource(RolloutSource):
         )
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
+        self._pushed = state, version
         self.engine.sync_weights(state, version)
 
     def older_weights(self) -> Mapping[int, Mapping[str, Tensor]]:
@@ -123,9 +127,27 @@ class EngineSource(RolloutSource):
     def close(self) -> None:
         self.engine.close()
 
+    def _check_weights(self, collected: Collected) -> None:
+        """RuntimeError if the engine names the version that was pushed last and holds another LoRA, rounding aside."""
+        held = self.engine.held_weights()
+        if held is None or self._pushed is None or self._pushed[1] not in collected.versions():
+            return
+        state, version = self._pushed
+        number = other_tensors(held, state)
+        if number:
+            raise RuntimeError(
+                f"the rollout engine does not hold the trainer's LoRA of step {version}: {number} of {len(held)} "
+                "tensors are others"
+            )
+
     def _seeds(self, prompts: PromptBatch) -> list[int]:
         slots, samples = prompts.slots, range(self._n)
         return [derive_seed(self._seed, prompts.step, slot, index, "rollout") for slot in slots for index in samples]
+
+
+def other_tensors(held: Mapping[str, Tensor], pushed: Mapping[str, Tensor]) -> int:
+    """How many LoRA tensors that an engine holds are not those that it was given, rounding to its precision aside."""
+    return int(torch.stack([(tensor != pushed[name].to(tensor)).any() for name, tensor in held.items()]).sum())
 
 
 class ReplaySource(RolloutSource):

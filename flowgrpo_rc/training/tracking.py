@@ -193,6 +193,12 @@ class Trackers:
             batch = np.asarray(image.convert("RGB"))[None]
             self._accelerator.get_tracker("tensorboard").log_images({name: batch}, step=step, dataformats="NHWC")
 
+    def alert(self, step: int, text: str) -> None:
+        """Tell the people who watch the run, where a tracker can: wandb sends mails and messages."""
+        if "wandb" in self._names:
+            run = self._accelerator.get_tracker("wandb", unwrap=True)
+            run.alert(title=f"step {step}: rollout correction", text=text, level="WARN", wait_duration=0)
+
     def finish(self) -> None:
         for name in self._names:
             self._accelerator.get_tracker(name).finish()

@@ -12,21 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flowgrpo_rc.batch import Batch, DiffusionBatch, Rewards
+from flowgrpo_rc.batch import Batch, Rewards
 from flowgrpo_rc.core.advantages import group_decoupled, group_relative
 from flowgrpo_rc.core.metrics import MetricBag, std_from_moments
 from flowgrpo_rc.correction.auto import AutoBands
-from flowgrpo_rc.correction.correct import (
-    apply_bypass_mode,
-    apply_rollout_correction_to_batch,
-    require_rollout_log_probs,
-)
+from flowgrpo_rc.correction.correct import apply_bypass_mode
 from flowgrpo_rc.rewards.manager import RewardManager
 from flowgrpo_rc.training.checkpoint import Checkpoint, save_checkpoint
 from flowgrpo_rc.training.console import Console
 from flowgrpo_rc.training.ema import averaged_weights
 from flowgrpo_rc.training.evaluation import Evaluator, record_rewards
-from flowgrpo_rc.training.health import HealthMonitor
+from flowgrpo_rc.training.health import BYPASS_PREFIX, DECOUPLED_PREFIX, HealthMonitor
+from flowgrpo_rc.training.noise_floor import NoiseFloor
+from flowgrpo_rc.training.old_policy import OldPolicy
 from flowgrpo_rc.training.processes import Processes
 from flowgrpo_rc.training.rollout_files import Rollout, rollout_path, save_rollout
 from flowgrpo_rc.training.run_folder import RunFolder
@@ -44,7 +42,7 @@ _OLDER = "lora_step_"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Components:
-    """What a run is made of; `flowgrpo_rc.run` builds it."""
+    """What a run is made of; `flowgrpo_rc.assemble` builds it. old_policy: in decoupled mode."""
 
     config: Config
     processes: Processes
@@ -52,12 +50,14 @@ class Components:
     task: Task
     source: RolloutSource
     rewards: RewardManager
+    floor: NoiseFloor
     update: PolicyUpdate
     evaluator: Evaluator
     health: HealthMonitor
     console: Console
     trackers: Trackers
     auto_bands: AutoBands | None = None
+    old_policy: OldPolicy | None = None
 
 
 class Trainer:
@@ -76,6 +76,7 @@ class Trainer:
             parts.health.load_state_dict(resumed.state["health"])
             if parts.auto_bands is not None:
                 parts.auto_bands.load(resumed.tensors["auto_bands"])
+            parts.floor.load(resumed.tensors.get("noise_floor", {}))
             for version, weights in sorted(older_weights(resumed).items()):
                 parts.source.sync_weights(weights, version)
         parts.source.sync_weights(parts.update.lora_state(), self._step)
@@ -110,6 +111,7 @@ class Trainer:
             if self.parts.config.rollout.staleness > 0:
                 self._bag.merge(staleness(collected, step))
             with self._timed("old_log_prob"):
+                self.parts.floor.expect(batch, step)
                 batch = self._old_log_probs(batch)
             with self._timed("reward_wait"):
                 rewards = collected.rewards()
@@ -120,32 +122,20 @@ class Trainer:
             with self._timed("update"):
                 samples = self.parts.config.samples_per_mini_batch(self.parts.processes.count)
                 self._bag.merge(self.parts.update.run(batch, samples), "actor")
+            if self.parts.old_policy is not None:
+                self._bag.merge(self.parts.old_policy.take_metrics(), "rollout_corr")
+            bypass = self.parts.config.algorithm.rollout_correction.bypass_mode
+            prefix = (BYPASS_PREFIX if bypass else DECOUPLED_PREFIX).removesuffix("/")
+            self._bag.replace(self.parts.floor.finish(), prefix)
             with self._timed("sync_weights"):
                 self.parts.source.sync_weights(self.parts.update.lora_state(), self._step)
         num_samples = len(batch) * self.parts.processes.count
         self._bag.min("perf/samples_per_second", torch.tensor(num_samples / self._seconds["step"]))
 
     def _old_log_probs(self, batch: Batch) -> Batch:
-        """Bypass: old := rollout. Decoupled: recompute with the training graph, then correct once per batch."""
-        config = self.parts.config
-        correction = config.algorithm.rollout_correction
-        if correction.bypass_mode:
-            return apply_bypass_mode(batch)
-        policy = self.parts.task.policy
-        keep_means = config.actor.diffusion_loss.needs_means
-        old = policy.measure(batch, config.actor.ppo_micro_batch_size_per_gpu, keep_means=keep_means)
-        batch = batch.with_old(old.log_probs, old.means)
-        if self.parts.auto_bands is not None:
-            assert isinstance(batch, DiffusionBatch)  # the configuration allows them for nothing else
-            batch, judged = self.parts.auto_bands.judge(batch, old.log_probs, old.step_kl)
-            self.parts.auto_bands.finish(self.parts.processes.gather)
-            self._bag.merge(judged, "rollout_corr")
-        batch, metrics = apply_rollout_correction_to_batch(
-            batch, correction, step_kl=old.step_kl, all_reduce=self.parts.processes.sum
-        )
-        metrics.merge(policy.mismatch(old.log_probs - require_rollout_log_probs(batch), batch))
-        self._bag.merge(metrics, "rollout_corr")
-        return batch
+        """Bypass: old := rollout. Decoupled: the training graph, now or in the update, and the correction with it."""
+        old = self.parts.old_policy
+        return apply_bypass_mode(batch) if old is None else old.before_rewards(batch)
 
     def _save_rollout(self, batch: Batch, rewards: Rewards) -> None:
         processes = self.parts.processes
@@ -213,6 +203,7 @@ class Trainer:
         for warning in warnings:
             self._health_rows.append(self._step, {"message": warning})
             parts.console.warning(warning)
+            parts.trackers.alert(self._step, warning)
 
     def _save(self) -> None:
         """Write a checkpoint; its seconds stand in the next row."""
@@ -224,6 +215,8 @@ class Trainer:
                 tensors = parts.update.tensors() | older
                 if parts.auto_bands is not None:
                     tensors["auto_bands"] = parts.auto_bands.tensors()
+                if floor := parts.floor.tensors():
+                    tensors["noise_floor"] = floor
                 checkpoint = Checkpoint(step=self._step, tensors=tensors, state=state)
                 keep = parts.config.trainer.max_checkpoints_to_keep
                 save_checkpoint(parts.folder.checkpoints, checkpoint, keep=keep)

@@ -15,11 +15,12 @@ from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import select
 from flowgrpo_rc.correction.auto import AutoBands
-from flowgrpo_rc.correction.correct import require_rollout_log_probs
 from flowgrpo_rc.losses.base import DiffusionLossConfig, LossTerms, TokenLossConfig, denominator
-from flowgrpo_rc.policies.base import Evaluation, Policy
+from flowgrpo_rc.policies.base import Evaluation, Measured, Policy, join
 from flowgrpo_rc.training.ema import EMAConfig
 from flowgrpo_rc.training.lora import lora_parameters, reference_policy
+from flowgrpo_rc.training.noise_floor import NoiseFloor
+from flowgrpo_rc.training.old_policy import OldPolicy
 from flowgrpo_rc.training.optim import (
     OptimConfig,
     load_optimizer,
@@ -31,12 +32,19 @@ from flowgrpo_rc.training.optim import (
 )
 from flowgrpo_rc.training.processes import Processes
 
+OLD_LOG_PROBS = ("auto", "recompute")
+REPLAYS = ("any", "aligned")
+
 
 @dataclass(kw_only=True)
 class ActorConfig:
     """ppo_mini_batch_size counts prompts of all processes, ppo_micro_batch_size_per_gpu samples of one.
 
     use_kl_loss adds kl_loss_coef times the KL to the base model (the adapter switched off).
+    old_log_probs, in decoupled mode: `auto` takes the first mini-batch's own forwards for its old policy, where its
+    correction allows that; `recompute` never does.
+    replay: `aligned` insists that a micro-batch is what the rollout evaluated together, so that equal precisions give a
+    ratio of exactly 1 where a row's last bits depend on the size of its batch; `any` lets the sizes differ.
     """
 
     ppo_mini_batch_size: int = 24
@@ -44,6 +52,8 @@ class ActorConfig:
     ppo_epochs: int = 1
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.04
+    old_log_probs: str = "auto"
+    replay: str = "any"
     diffusion_loss: DiffusionLossConfig = field(default_factory=DiffusionLossConfig)
     token_loss: TokenLossConfig = field(default_factory=TokenLossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -55,6 +65,9 @@ class ActorConfig:
                 raise ValueError(f"actor.{name}={getattr(self, name)}: give at least 1")
         if self.use_kl_loss and not self.kl_loss_coef > 0:
             raise ValueError(f"actor.kl_loss_coef={self.kl_loss_coef} with actor.use_kl_loss=true: give more than 0")
+        for name, allowed in (("old_log_probs", OLD_LOG_PROBS), ("replay", REPLAYS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"actor.{name}={getattr(self, name)!r}: allowed are {', '.join(allowed)}")
         self.diffusion_loss.validate()
         self.token_loss.validate()
         self.optim.validate()
@@ -72,10 +85,11 @@ Loss = Callable[[Tensor, Any, Any], LossTerms]
 class PolicyUpdate:
     """Owns the optimizer, the learning-rate schedule and the average of the LoRA of `policy.network`.
 
-    report_mismatch: report what the policy knows of current - rollout (bypass mode, where nobody else does).
+    floor: is told what every loss is computed of.
     whole_windows: the loss sees all steps of a sample at once (bypass mode with `bypass_level=window`).
     auto_bands: judge each sample by them once, before the first update (bypass mode; in decoupled mode the batch comes
     judged).
+    old_policy: of batches that come without one (decoupled mode).
     """
 
     def __init__(
@@ -86,18 +100,21 @@ class PolicyUpdate:
         processes: Processes,
         *,
         total_updates: int,
-        report_mismatch: bool = False,
+        floor: NoiseFloor | None = None,
         whole_windows: bool = False,
         auto_bands: AutoBands | None = None,
+        old_policy: OldPolicy | None = None,
     ) -> None:
         self._policy, self._config, self._loss, self._processes = policy, config, loss, processes
+        self._old_policy = old_policy
         self._named = lora_parameters(policy.network)
         self._parameters = list(self._named.values())
         self._optimizer = make_optimizer(self._parameters, config.optim)
         self._schedule = make_schedule(self._optimizer, config.optim, total_updates)
         self.ema = EMAModel(self._parameters, decay=config.ema.decay) if config.ema.enable else None
-        self._report_mismatch, self._whole_windows, self._auto_bands = report_mismatch, whole_windows, auto_bands
+        self._floor, self._whole_windows, self._auto_bands = floor, whole_windows, auto_bands
         self._updates = 0
+        self._updated = False
         self._nonfinite_updates = 0
         self._nonfinite_in_a_row = 0
 
@@ -111,7 +128,7 @@ class PolicyUpdate:
 
     def run(self, batch: Batch, samples_per_mini_batch: int) -> MetricBag:
         """All optimizer steps on this process's part of a global batch, in mini-batches of consecutive samples."""
-        bag = MetricBag()
+        bag, self._updated = MetricBag(), False
         minis = [
             batch.rows(start, start + samples_per_mini_batch) for start in range(0, len(batch), samples_per_mini_batch)
         ]
@@ -119,45 +136,62 @@ class PolicyUpdate:
             # The first mini-batch is judged by its own forwards, unless it comes again.
             own = 1 if self._config.ppo_epochs == 1 else 0
             minis[own:] = [self._judged(mini, bag) for mini in minis[own:]]
+        if batch.old_log_probs is None and self._old_policy is not None:
+            # The first mini-batch's own forwards are its old policy.
+            minis[1:] = [self._old_policy.recompute(mini) for mini in minis[1:]]
         for _ in range(self._config.ppo_epochs):
-            for mini in minis:
-                self._mini_batch(mini, bag)
+            for index, mini in enumerate(minis):
+                minis[index] = self._mini_batch(mini, bag)
+                self._updated = True
         if self._auto_bands is not None:
             self._auto_bands.finish(self._processes.gather)
         bag.max("nonfinite_updates", torch.tensor(float(self._nonfinite_updates)))
         return bag
 
-    def _mini_batch(self, mini: Batch, bag: MetricBag) -> None:
-        """Sum the gradients of the pieces, then divide by what the whole mini-batch of all processes counts."""
+    def _mini_batch(self, mini: Batch, bag: MetricBag) -> Batch:
+        """Sum the gradients of the pieces, then divide by what the whole mini-batch of all processes counts.
+
+        Returns it with its old policy, which these forwards were where it came without one.
+        """
         size = self._config.ppo_micro_batch_size_per_gpu
         parts = torch.zeros(3, dtype=torch.float64, device=mini.group.device)
+        rows = []
         for start in range(0, len(mini), size):
-            micro = mini.rows(start, start + size)
-            if self._whole_windows and micro.num_steps > 1:
-                parts = parts + self._accumulate_window(micro, bag)
-            else:
-                for piece in self._policy.pieces(micro):
-                    parts = parts + self._accumulate(piece, bag)
+            micro, found = mini.rows(start, start + size), []
+            whole = self._whole_windows and micro.num_steps > 1
+            accumulate = self._accumulate_window if whole else self._accumulate
+            for piece in [micro] if whole else self._policy.pieces(micro):
+                counted, seen = accumulate(piece, bag)
+                parts = parts + counted
+                found.append(seen)
+            rows.append(join(found, dim=1))
+        if mini.old_log_probs is None and self._old_policy is not None:
+            mini = self._old_policy.correct(mini, join(rows, dim=0))
         self._processes.sum_gradients(self._parameters)
         scale = 1 / denominator(parts, self._processes.sum)
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
         self._step(bag)
+        return mini
 
-    def _accumulate(self, piece: Batch, bag: MetricBag) -> Tensor:
-        """Backward of one forward; returns what the denominator follows from."""
+    def _accumulate(self, piece: Batch, bag: MetricBag) -> tuple[Tensor, Measured]:
+        """Backward of one forward; returns what the denominator follows from, and what the forward said."""
         now = self._policy.evaluate(piece)
+        gaussian, keep_means = now.gaussian, False
+        if piece.old_log_probs is None and self._old_policy is not None:
+            keep_means = self._old_policy.keep_means
+            piece, gaussian = self._old_policy.own(piece, now)
         piece = self._decide(piece, now, bag)
-        terms = self._loss(now.log_probs, piece, now.gaussian)
+        terms = self._loss(now.log_probs, piece, gaussian)
         total = terms.total
         if self._config.use_kl_loss:
             total = total + self._penalty(now, piece, terms.share, bag)
         total.backward()
         self._report(terms, now.log_probs, piece, bag)
-        return terms.parts()
+        return terms.parts(), Measured.of(now, keep_means=keep_means)
 
-    def _accumulate_window(self, micro: Batch, bag: MetricBag) -> Tensor:
+    def _accumulate_window(self, micro: Batch, bag: MetricBag) -> tuple[Tensor, Measured]:
         """As `_accumulate`, with a loss of all steps of a sample and the memory of one.
 
         The log-probs are first measured without graphs. The slope of the loss at each of them is then handed on, by the
@@ -180,7 +214,7 @@ class PolicyUpdate:
             total.backward()
             start = here.stop
         self._report(terms, log_probs, micro, bag)
-        return terms.parts()
+        return terms.parts(), Measured.of(seen)
 
     def _penalty(self, now: Evaluation, piece: Batch, share: Tensor, bag: MetricBag) -> Tensor:
         """kl_loss_coef times the KL to the base model, for steps that count with `share` [b, t]."""
@@ -191,9 +225,8 @@ class PolicyUpdate:
 
     def _report(self, terms: LossTerms, log_probs: Tensor, part: Batch, bag: MetricBag) -> None:
         bag.merge(terms.metrics)
-        if self._report_mismatch:
-            difference = log_probs.detach() - require_rollout_log_probs(part)
-            bag.merge(self._policy.mismatch(difference, part), "rollout_corr")
+        if self._floor is not None:
+            self._floor.during(part, log_probs, terms.metrics, updated=self._updated)
 
     @torch.no_grad()
     def _judged(self, mini: Batch, bag: MetricBag) -> Batch:

@@ -20,8 +20,8 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
+from flowgrpo_rc.assemble import assemble, make_processes
 from flowgrpo_rc.compose import compose_config, to_config
-from flowgrpo_rc.run import assemble, make_processes
 from flowgrpo_rc.training.run_folder import RunFolder
 from flowgrpo_rc.training.trainer import Trainer
 

@@ -213,7 +213,15 @@ def test_a_pushed_lora_is_that_of_peft(case: Case) -> None:
     case.push(1)
 
 
-def test_a_stale_lora_is_caught(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_child_has_vllm_and_the_trainer_its_process_group(case: Case) -> None:
+    assert not {"vllm", "vllm_omni"} & sys.modules.keys()
+    environment = Path(f"/proc/{case.engine._process.pid}/environ").read_bytes().decode().split("\0")
+    assert not [entry for entry in environment if entry.startswith(("RANK=", "WORLD_SIZE=", "MASTER_", "LOCAL_RANK="))]
+    assert os.getpgid(case.engine._process.pid) != os.getpgid(0)
+
+
+def test_a_stale_lora_is_caught(case: Case) -> None:
+    """The engine ends with it, so that this is the last test of `case`."""
     request = request_of(case.tiny.spec("sde", case.tiny.unguided), SEEDS[:3], WINDOW)
     stale = lora(case.model, 5)
     tensors = weights_to_bind(stale, adapter="default", scale=2.0, dtype=torch.float32)
@@ -221,15 +229,7 @@ def test_a_stale_lora_is_caught(case: Case, monkeypatch: pytest.MonkeyPatch) -> 
     assert reply.fields == {"modules": len(stale) // 2, "fingerprint": fingerprint(tensors)}
     with pytest.raises(EngineError, match=r"does not hold the LoRA of step 1: it bound (\d+) of \1 modules"):
         sample(case.engine, request)
-    case.push(1)
-    assert set(sample(case.engine, request)[0].policy_version.tolist()) == {1}
-
-
-def test_the_child_has_vllm_and_the_trainer_its_process_group(case: Case) -> None:
-    assert not {"vllm", "vllm_omni"} & sys.modules.keys()
-    environment = Path(f"/proc/{case.engine._process.pid}/environ").read_bytes().decode().split("\0")
-    assert not [entry for entry in environment if entry.startswith(("RANK=", "WORLD_SIZE=", "MASTER_", "LOCAL_RANK="))]
-    assert os.getpgid(case.engine._process.pid) != os.getpgid(0)
+    assert not Path(f"/proc/{case.engine._process.pid}").exists()
 
 
 def test_bf16_shows_its_gap(bf16: Case) -> None:
@@ -281,7 +281,7 @@ def command(folder: Path, *overrides: str, launcher: Sequence[str] = ()) -> list
 
 
 def train(folder: Path, *overrides: str, launcher: Sequence[str] = ()) -> list[dict[str, Any]]:
-    subprocess.run(command(folder, *overrides, launcher=launcher), check=True, timeout=400)
+    subprocess.run(command(folder, *overrides, launcher=launcher), check=True, timeout=1800)
     return read_rows(folder)
 
 
@@ -314,7 +314,7 @@ def test_decoupled_training_survives_the_death_of_its_engine(diffusers_run: Path
                 time.sleep(0.1)
             os.kill(engine_of(trainer.pid), signal.SIGKILL)
             began = time.monotonic()
-            _, errors = trainer.communicate(timeout=120)
+            _, errors = trainer.communicate(timeout=600)
         finally:
             trainer.kill()
     print(f"reported {time.monotonic() - began:.1f} s after kill -9")

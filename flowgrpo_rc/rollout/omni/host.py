@@ -22,7 +22,6 @@ from flowgrpo_rc.rollout.omni.lora import fingerprint
 from flowgrpo_rc.rollout.omni.pipelines import EXTRA, RECORDED, Sample
 
 PACKAGE = "flowgrpo_rc.rollout.omni"
-ADAPTER_ID = 1
 BATCH_WAIT_MS = 50.0  # for the last, smaller forward of a request; a full one does not wait
 
 

@@ -149,6 +149,11 @@ class RolloutStableDiffusion3(Recorder, StableDiffusion3Pipeline):
 class RolloutQwenImage(Recorder, QwenImagePipeline):
     renamed: ClassVar[Mapping[str, str]] = {".to_out.0": ".to_out"}
 
+    def _used(self, params: OmniDiffusionSamplingParams) -> SamplerSpec:
+        used = super()._used(params)
+        asked = max(used.true_cfg_scale or 1.0, 1.0)
+        return used if self._guidance == asked else replace(used, true_cfg_scale=self._guidance)
+
     def encode(self, texts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
         embeds, mask = self.encode_prompt(texts, max_sequence_length=max_sequence_length)
         return {"prompt_embeds": embeds.to(self.od_config.dtype), "prompt_embeds_mask": mask}  # its encoder has its own
@@ -172,6 +177,7 @@ class RolloutQwenImage(Recorder, QwenImagePipeline):
         additional_transformer_kwargs: Mapping[str, Any] | None = None,
     ) -> Tensor:
         self.transformer.do_true_cfg = do_true_cfg
+        self._guidance = true_cfg_scale if do_true_cfg else 1.0
 
         def velocity(x: Tensor, at: Tensor) -> Tensor:
             both = {

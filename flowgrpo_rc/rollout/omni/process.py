@@ -50,12 +50,12 @@ class EngineProcess:
     """A child in a session of its own, so that Ctrl-C reaches the trainer alone, joined by one pair of sockets.
 
     The child ends when its socket does, whatever happened to the trainer. Its output goes to `log`, which is removed
-    after an orderly end.
+    after an orderly end and stays after a failure.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, timeout_s: float) -> None:
         """command: takes the number of its socket as a further argument. timeout_s: the longest silence."""
-        self._timeout_s = timeout_s
+        self._timeout_s, self._failed = timeout_s, False
         handle, name = tempfile.mkstemp(prefix="flowgrpo_rc_vllm_omni_", suffix=".log")
         self.log = Path(name)
         ours, theirs = socket.socketpair()
@@ -93,11 +93,11 @@ class EngineProcess:
         try:
             send(self._connection, kind, fields, tensors or {})
         except OSError as error:
-            self._fail(f"did not take the request {kind!r} ({error})")
+            self.fail(f"did not take the request {kind!r} ({error})")
         while True:
             reply = self._receive(kind, timeout_s or self._timeout_s)
             if reply.kind == "error":
-                self._fail(f"failed in {kind!r}: {reply.fields['error']}")
+                self.fail(f"failed in {kind!r}: {reply.fields['error']}")
             yield reply
             if reply.kind == "done":
                 return
@@ -111,27 +111,30 @@ class EngineProcess:
             except (OSError, subprocess.TimeoutExpired):
                 self._kill()
         self._connection.close()
-        self.log.unlink(missing_ok=True)
+        if not self._failed:
+            self.log.unlink(missing_ok=True)
 
-    def _receive(self, kind: str, timeout_s: float) -> Message:
-        deadline = time.monotonic() + timeout_s
-        while not self._connection.poll(POLL_S):
-            if self._child.poll() is not None and not self._connection.poll():
-                self._fail(f"ended while it worked on {kind!r}")
-            if time.monotonic() > deadline:
-                self._fail(f"has not answered {kind!r} for {timeout_s:g} s, the limit of timeout_s")
-        try:
-            return receive(self._connection)
-        except (EOFError, OSError):
-            self._fail(f"broke off while it worked on {kind!r}")
-
-    def _fail(self, what: str) -> NoReturn:
+    def fail(self, what: str) -> NoReturn:
+        """End the child and raise EngineError: the engine `what`, how it ended, and the end of its log."""
+        self._failed = True
         how = _ending(self._kill())
         lines = self.log.read_text(errors="replace").splitlines()
         tail = "\n".join(lines[-LOG_LINES:]) or "(empty)"
         raise EngineError(
             f"the vLLM-Omni engine (process {self.pid}) {what}; {how}. The end of its log, {self.log}:\n{tail}"
         )
+
+    def _receive(self, kind: str, timeout_s: float) -> Message:
+        deadline = time.monotonic() + timeout_s
+        while not self._connection.poll(POLL_S):
+            if self._child.poll() is not None and not self._connection.poll():
+                self.fail(f"ended while it worked on {kind!r}")
+            if time.monotonic() > deadline:
+                self.fail(f"has not answered {kind!r} for {timeout_s:g} s, the limit of timeout_s")
+        try:
+            return receive(self._connection)
+        except (EOFError, OSError):
+            self.fail(f"broke off while it worked on {kind!r}")
 
     def _kill(self) -> int | None:
         """Its exit status if it ended by itself, else None."""

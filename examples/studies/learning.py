@@ -1,0 +1,214 @@
+"""What mismatch and its correction do to learning: the bundled OCR task, five seeds for each cell, one budget.
+
+    python examples/studies/learning.py [--full | --quick] [--seeds 5] [--workers 1] [--results FOLDER]
+
+A cell is a rollout (`ROLLOUTS`) with an arm (`ARMS`). Each run is a process of its own with one thread, and leaves one
+file in FOLDER/learning. Runs that have theirs are skipped, so the same command goes on after an interruption. The cells
+that matter most run their first seed, then their second: whatever is there is balanced. --full adds further cells
+after them; --quick is two short runs, to see that the study works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cells import RESULTS, save
+
+STUDY = "learning"
+RC = "algorithm.rollout_correction"
+CLIP = "actor.diffusion_loss.clip_ratio"
+
+ROLLOUTS: Mapping[str, Sequence[str]] = {
+    "fp32": ("rollout.dtype=fp32",),
+    "bf16": (),
+    "int4": ("rollout.quantization=int4",),
+    "int8": ("rollout.quantization=int8_dynamic",),
+    "stale": ("rollout.staleness=4",),
+    "fault": ("rollout.name=learning_faults.LateLatents",),
+}
+AUTO = (f"{RC}.rollout_rs=token_k1", f"{RC}.rollout_rs_threshold=auto:4")
+ARMS: Mapping[str, Sequence[str]] = {
+    "bypass": (f"{RC}=bypass_ppo_clip",),
+    "recipe": (
+        f"{RC}.bypass_mode=true",
+        f"{RC}.rollout_is=sequence",
+        f"{RC}.rollout_rs=seq_mean_k1",
+        f"{RC}.rollout_rs_threshold='0.5_2.0'",
+    ),
+    "calibrated": (f"{RC}.bypass_mode=true", *AUTO),
+    "recomputed": (f"{RC}=disabled",),
+    "recomputed_tight": (f"{RC}=disabled",),
+    "is": (f"{RC}=decoupled_seq_is",),
+    "is_rs": (f"{RC}.bypass_mode=false", f"{RC}.rollout_is=sequence", *AUTO),
+    "guard": (f"{RC}=bypass_ppo_clip", "actor.diffusion_loss.loss_mode=grpo_guard"),
+}
+# The published recipes' clip, one above the mismatch of bf16, and one above that of int4, which is ten times as large.
+TIGHT, WIDE, WIDER = 1e-4, 1e-3, 1e-2
+CLIPS = {"recipe": TIGHT, "recomputed_tight": TIGHT, "guard": WIDER}
+MATTER = (
+    ("fp32", "bypass"),
+    ("int4", "recipe"),
+    ("int4", "recomputed"),
+    ("int4", "guard"),
+    ("bf16", "recipe"),
+    ("bf16", "calibrated"),
+    ("stale", "recipe"),
+    ("stale", "is"),
+    ("fault", "recipe"),
+    ("fault", "is_rs"),
+)
+FURTHER = (
+    ("int4", "calibrated"),
+    ("stale", "bypass"),
+    ("int8", "recipe"),
+    ("stale", "guard"),
+    ("fp32", "recipe"),
+    ("bf16", "is_rs"),
+    ("int4", "is_rs"),
+    ("int4", "recomputed_tight"),
+    ("fault", "recomputed"),
+    ("int4", "bypass"),
+    ("bf16", "recomputed"),
+    ("stale", "recomputed"),
+    ("fault", "calibrated"),
+    ("bf16", "is"),
+    ("int4", "is"),
+    ("stale", "is_rs"),
+    ("int8", "recomputed"),
+    ("int8", "is_rs"),
+)
+
+# What differs from configs/tiny_ocr.yaml in every run: a quarter of its iterations, all at the full learning rate.
+BUDGET = (
+    "actor.optim.lr_scheduler=constant",
+    "trainer.test_freq=0",
+    "trainer.save_freq=0",
+    "trainer.logger=[]",
+)
+ITERATIONS = 40
+WHOLE = (*BUDGET, f"trainer.total_training_steps={ITERATIONS}", "rollout.val_kwargs.n=256")
+QUICK = (
+    *BUDGET,
+    "trainer.total_training_steps=2",
+    "rollout.val_kwargs.n=8",
+    "data.train_batch_size=2",
+    "rollout.n=4",
+    "actor.ppo_micro_batch_size_per_gpu=8",
+)
+QUICK_CELLS = (("fp32", "bypass"), ("fault", "is_rs"))
+
+# Name in a file -> the run's metric, whose prefix depends on the mode.
+CURVES = {
+    "reward": "reward/mean",
+    "clip_fraction": "actor/clip_fraction",
+    "logprob_abs_diff_mean": "rollout_corr/logprob_abs_diff_mean",
+    "eff_sample_size": "rollout_corr/rollout_is_eff_sample_size",
+    "rejected_fraction": "rollout_corr/rollout_rs_masked_fraction",
+    "seconds": "timing_s/step",
+}
+
+
+class Run(NamedTuple):
+    """One cell with one seed."""
+
+    rollout: str
+    arm: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.rollout}_{self.arm}_seed{self.seed}"
+
+    @property
+    def clip_ratio(self) -> float:
+        if (self.rollout, self.arm) == ("int4", "calibrated"):
+            return WIDER
+        return CLIPS.get(self.arm, WIDE)
+
+    def overrides(self, budget: Sequence[str], folder: Path) -> list[str]:
+        own = (f"{CLIP}={self.clip_ratio}", f"trainer.seed={self.seed}", f"trainer.output_dir={folder}")
+        return [*budget, *ROLLOUTS[self.rollout], *ARMS[self.arm], *own]
+
+
+def plan(cells: Sequence[tuple[str, str]], num_seeds: int) -> list[Run]:
+    """Of the cells that matter every first seed, then every second, and so on; then of the further ones."""
+    groups = [[cell for cell in cells if (cell in MATTER) == matter] for matter in (True, False)]
+    return [Run(*cell, seed) for group in groups for seed in range(1, num_seeds + 1) for cell in group]
+
+
+def measure(run: Run, budget: Sequence[str], results: Path) -> None:
+    """Train once and keep what the study needs; the run's folder goes."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "run"
+        command = [sys.executable, "-m", "flowgrpo_rc.train", *run.overrides(budget, root)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        with open(Path(folder) / "said.txt", "w+") as said:
+            process = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
+            _, status, usage = os.wait4(process.pid, 0)  # the usage of this process alone
+            process.returncode = os.waitstatus_to_exitcode(status)
+            if process.returncode != 0:
+                said.seek(0)
+                raise RuntimeError(f"{run.name} failed:\n{said.read()}")
+        rows = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    save(STUDY, run.name, summary(run, rows, usage), results)
+
+
+def summary(run: Run, rows: Sequence[Mapping[str, float]], usage: resource.struct_rusage) -> dict[str, Any]:
+    """The file of a run: its reward on held-out words before and after, and its curves by iteration."""
+    evaluated, steps = [row for row in rows if "val/reward" in row], rows[1:]
+    curves = {name: [_value(row, metric) for row in steps] for name, metric in CURVES.items()}
+    return {
+        **run._asdict(),
+        "before": evaluated[0]["val/reward"],
+        "after": evaluated[-1]["val/reward"],
+        "exact_before": evaluated[0]["val/ocr/exact"],
+        "exact_after": evaluated[-1]["val/ocr/exact"],
+        "cpu_seconds": usage.ru_utime + usage.ru_stime,
+        "curves": {name: curve for name, curve in curves.items() if None not in curve},
+    }
+
+
+def _value(row: Mapping[str, float], metric: str) -> float | None:
+    return row.get(metric, row.get(f"actor/{metric}"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    if given.quick and given.results == RESULTS:
+        parser.error("--quick needs a folder of its own: give --results")
+    budget = QUICK if given.quick else WHOLE
+    cells = QUICK_CELLS if given.quick else MATTER + FURTHER if given.full else MATTER
+
+    def work(run: Run) -> None:
+        if not (given.results / STUDY / f"{run.name}.json").is_file():
+            measure(run, budget, given.results)
+            print(run.name, flush=True)
+
+    executor = ThreadPoolExecutor(given.workers)
+    futures = [executor.submit(work, run) for run in plan(cells, 1 if given.quick else given.seeds)]
+    try:
+        wait(futures)
+    finally:
+        executor.shutdown(cancel_futures=True)
+    for future in futures:  # a run that failed stops no other, but the study ends with what it said
+        future.result()
+
+
+if __name__ == "__main__":
+    main()

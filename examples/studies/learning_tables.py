@@ -1,0 +1,125 @@
+"""What docs/evidence.md shows of the learning study.
+
+Intervals are 95% of Student's t over the seeds; differences are paired, each run against the reference of its own seed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from cells import Cell
+from learning import ARMS, ROLLOUTS
+from tables import markdown
+
+STUDY = "learning"
+REFERENCE = ("fp32", "bypass")
+# Two-sided 95% quantiles of Student's t for 2, 3, ... values.
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+NOTHING = "-"
+
+Runs = Mapping[int, Cell]  # by seed
+
+
+class Estimate(NamedTuple):
+    """A mean of `count` values; half: half the width of its interval, infinite for one value."""
+
+    mean: float
+    half: float
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f}" if math.isinf(self.half) else f"{self.mean:.3f} ± {self.half:.3f}"
+
+    @property
+    def signed(self) -> str:
+        return f"{self.mean:+.3f}" if math.isinf(self.half) else f"{self.mean:+.3f} ± {self.half:.3f}"
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Mean and interval of at most ten values."""
+    count = len(values)
+    if count == 1:
+        return Estimate(values[0], math.inf, 1)
+    half = T95[count - 2] * statistics.stdev(values) / math.sqrt(count)
+    return Estimate(statistics.mean(values), half, count)
+
+
+def by_cell(cells: Mapping[str, Cell]) -> dict[tuple[str, str], dict[int, Cell]]:
+    """The runs of each cell that has any, in the study's order."""
+    found: dict[tuple[str, str], dict[int, Cell]] = {}
+    for rollout in ROLLOUTS:
+        for arm in ARMS:
+            runs = {run["seed"]: run for run in cells.values() if (run["rollout"], run["arm"]) == (rollout, arm)}
+            if runs:
+                found[rollout, arm] = dict(sorted(runs.items()))
+    return found
+
+
+def after(runs: Runs) -> Estimate:
+    return estimate([run["after"] for run in runs.values()])
+
+
+def difference(runs: Runs, reference: Runs) -> Estimate | None:
+    """Reward after training less that of the reference, over the seeds that both have."""
+    common = runs.keys() & reference.keys()
+    return estimate([runs[seed]["after"] - reference[seed]["after"] for seed in sorted(common)]) if common else None
+
+
+def collapsed(runs: Runs) -> int:
+    """Runs that end below where they started."""
+    return sum(run["after"] < run["before"] for run in runs.values())
+
+
+def rewards(cells: Mapping[str, Cell]) -> str:
+    grouped = by_cell(cells)
+    reference = grouped.get(REFERENCE, {})
+    rows = []
+    for (rollout, arm), runs in grouped.items():
+        gap = None if (rollout, arm) == REFERENCE else difference(runs, reference)
+        exact = estimate([run["exact_after"] for run in runs.values()])
+        against, fell = NOTHING if gap is None else gap.signed, f"{collapsed(runs)} of {len(runs)}"
+        rows.append([rollout, f"`{arm}`", len(runs), after(runs), against, exact, fell])
+    header = ["rollout", "arm", "seeds", "reward after", "against the reference", "exact match", "collapsed"]
+    return markdown(header, rows)
+
+
+def mechanics(cells: Mapping[str, Cell]) -> str:
+    rows = []
+    for (rollout, arm), runs in by_cell(cells).items():
+        first = _over_runs(runs, "logprob_abs_diff_mean", 1, ".1e")
+        clipped, rejected = (_over_runs(runs, name, None, ".1%") for name in ("clip_fraction", "rejected_fraction"))
+        size = _over_runs(runs, "eff_sample_size", None, ".4f")
+        seconds = min(second for run in runs.values() for second in run["curves"]["seconds"])
+        cpu = statistics.median(run["cpu_seconds"] for run in runs.values())
+        rows.append([rollout, f"`{arm}`", first, clipped, size, rejected, f"{seconds:.1f}", f"{cpu:.0f}"])
+    header = ["rollout", "arm", "mismatch at first", "clipped", "effective sample size", "rejected"]
+    return markdown([*header, "fastest iteration, s", "CPU seconds per run"], rows)
+
+
+def _over_runs(runs: Runs, curve: str, iterations: int | None, form: str) -> str:
+    """The mean over all runs and their first `iterations` (None: all), where the runs measure it."""
+    values = [value for run in runs.values() for value in run["curves"].get(curve, [])[:iterations]]
+    return format(statistics.mean(values), form) if values else NOTHING
+
+
+def before(cells: Mapping[str, Cell]) -> str:
+    """The base model's reward: the same for every run."""
+    values = {run["before"] for run in cells.values()}
+    assert len(values) <= 1
+    return f"{values.pop():.3f}" if values else NOTHING
+
+
+def done(cells: Mapping[str, Cell]) -> str:
+    return str(len(cells))
+
+
+ENTRIES: dict[str, Callable[[Mapping[str, Cell]], str]] = {
+    "learning_runs": done,
+    "learning_before": before,
+    "learning_rewards": rewards,
+    "learning_mechanics": mechanics,
+}
+CLAIMS: dict[str, Callable[[Mapping[str, Cell]], bool]] = {}

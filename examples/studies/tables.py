@@ -1,0 +1,90 @@
+"""Write the numbers of docs/evidence.md from the studies' JSON files, or check them.
+
+    python examples/studies/tables.py [--check]
+
+Every module `*_tables.py` in this folder describes one study:
+
+    STUDY     the folder of its results
+    ENTRIES   name -> function of the study's cells that gives the text: a table, or a number inside a sentence
+    CLAIMS    name -> function of the cells that says whether a conclusion holds
+
+and the page holds their markers, which Markdown does not show:
+
+    <!-- table: NAME -->            written between the markers, on lines of its own
+    <!-- /table -->
+    <!-- value: NAME -->0.93<!-- /value -->
+    This sentence draws a conclusion.<!-- claim: NAME -->
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cells import RESULTS, Cell, load
+
+FOLDER = Path(__file__).parent
+PAGE = FOLDER.parents[1] / "docs" / "evidence.md"
+MARKED = re.compile(r"(<!-- (table|value): (\w+) -->)(.*?)(<!-- /\2 -->)", re.DOTALL)
+CLAIM = re.compile(r"<!-- claim: (\w+) -->")
+
+
+class Study(NamedTuple):
+    """One study's entries and claims, as its module gives them, with its cells."""
+
+    name: str
+    entries: Mapping[str, Callable[[Mapping[str, Cell]], str]]
+    claims: Mapping[str, Callable[[Mapping[str, Cell]], bool]]
+    cells: Mapping[str, Cell]
+
+
+def studies(results: Path = RESULTS) -> list[Study]:
+    """All studies of this folder."""
+    modules = [importlib.import_module(path.stem) for path in sorted(FOLDER.glob("*_tables.py"))]
+    return [Study(m.STUDY, m.ENTRIES, m.CLAIMS, load(m.STUDY, results)) for m in modules]
+
+
+def fill(page: str, found: Sequence[Study]) -> str:
+    """The page with every table and value written anew. KeyError for a marker that no study knows."""
+    texts = {name: (study, entry) for study in found for name, entry in study.entries.items()}
+
+    def text(match: re.Match[str]) -> str:
+        start, kind, name, _, end = match.groups()
+        study, entry = texts[name]
+        content = entry(study.cells)
+        return f"{start}\n{content}\n{end}" if kind == "table" else f"{start}{content}{end}"
+
+    return MARKED.sub(text, page)
+
+
+def broken_claims(page: str, found: Sequence[Study]) -> list[str]:
+    """The conclusions of the page that the data contradicts. KeyError for one that no study knows."""
+    claims = {name: (study, claim) for study in found for name, claim in study.claims.items()}
+    used = [(name, *claims[name]) for name in CLAIM.findall(page)]
+    return [name for name, study, claim in used if not claim(study.cells)]
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(item) for item in line) + " |" for line in lines)
+
+
+def main(arguments: Sequence[str] | None = None, page: Path = PAGE) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail where page and data disagree")
+    check, found, text = parser.parse_args(arguments).check, studies(), page.read_text()
+    new = fill(text, found)
+    if check and new != text:
+        raise SystemExit(f"{page.name} does not show the data: run python examples/studies/tables.py")
+    page.write_text(new)
+    if broken := broken_claims(text, found):
+        raise SystemExit(f"{page.name} concludes what the data contradicts: {', '.join(broken)}")
+
+
+if __name__ == "__main__":
+    main()
