@@ -208,6 +208,17 @@ def test_half_precision_is_near(name, options):
     assert (found != wanted).any()
 
 
+def test_a_processor_elsewhere(options, monkeypatch):
+    """`~` is this user's folder for both, and what is nowhere is said before anything is loaded."""
+    home, name = Path(options["clip"]["path"]).parent, Path(options["clip"]["path"]).name
+    monkeypatch.setenv("HOME", str(home))
+    reward = make("pickscore", options, path=f"~/{name}", processor=f"~/{name}")
+    samples = samples_of(reward, 2)
+    assert reward(samples, prompts(2)) == make("pickscore", options)(samples, prompts(2))
+    with pytest.raises(ValueError, match=r"processor='~/none': there is no such folder"):
+        make("pickscore", options, processor="~/none")
+
+
 def test_a_checkpoint_of_another_model_is_refused(options, tmp_path: Path):
     """The names of the text encoder alone: what is missing would be random."""
     from safetensors.torch import load_file, save_file
