@@ -23,7 +23,7 @@ from flowgrpo_rc.models.causal_lm import load_causal_lm
 from flowgrpo_rc.plugins import build, check_options, load_class
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.policies.token import TokenPolicy
-from flowgrpo_rc.rewards.manager import RewardManager, check_kind
+from flowgrpo_rc.rewards.manager import RewardManager, check_kind, needs_samples
 from flowgrpo_rc.rollout.base import RolloutEngine
 from flowgrpo_rc.rollout.quantization import check_device
 from flowgrpo_rc.training.ahead import AheadSource
@@ -148,7 +148,8 @@ def make_task(config: Config, processes: Processes) -> Task:
     if checkpointing:
         model.transformer.enable_gradient_checkpointing()
     policy = FlowPolicy(model, network, autocast=processes.autocast)
-    return ImageTask(model, policy, config.rollout, seed, keep_means=config.keep_means())
+    decode = needs_samples(config.reward)
+    return ImageTask(model, policy, config.rollout, seed, keep_means=config.keep_means(), decode=decode)
 
 
 def make_auto_bands(config: Config, processes: Processes) -> AutoBands | None:
@@ -215,7 +216,8 @@ def make_source(
     if config.data.replay_dir is not None:
         folder = Path(config.data.replay_dir).expanduser()
         samples = config.samples_per_step(processes.count)
-        return ReplaySource(folder, task, processes, config.rollout, samples=samples)
+        terms = rewards.weights if config.algorithm.adv_estimator == "gdpo" else ()
+        return ReplaySource(folder, task, processes, config.rollout, samples=samples, terms=terms)
     rollout, engine = config.rollout, make_engine(config, task)
     source = EngineSource(
         engine,
@@ -291,7 +293,7 @@ def check_model(config: Config) -> None:
         return
     adapter, rollout = adapter_of(config.model), config.rollout
     rollout.check_model(adapter)
-    check_kind(config.reward, adapter.makes)
+    check_kind(config.reward, adapter.makes, "latent")
     guided = any(adapter.cfg_scale(spec) > 1 for spec in (rollout.spec(), rollout.held_out_spec()))
     if config.data.negative_prompt and not guided:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The command line: train, plan, calibrate, eval, export, report, doctor."""
+"""The command line: train, plan, calibrate, eval, export, report, serve-reward, doctor."""
 
 from __future__ import annotations
 
@@ -101,6 +101,22 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run_dir", help="folder of a run")
     report.set_defaults(command=_report)
 
+    serve = commands.add_parser("serve-reward", help="a reward over HTTP, for the remote reward of a run")
+    serve.add_argument("reward", metavar="NAME", help="such as ocr, or the full path of a class")
+    serve.add_argument("options", nargs="*", metavar="key=value", help="the reward's options, such as batch_size=8")
+    serve.add_argument("--host", default="127.0.0.1", help="address (127.0.0.1)")
+    serve.add_argument("--port", type=int, default=8000, help="port (8000)")
+    serve.add_argument(
+        "--token-env",
+        default="FLOWGRPO_REWARD_TOKEN",
+        metavar="NAME",
+        help="environment variable with the token that clients must send (FLOWGRPO_REWARD_TOKEN)",
+    )
+    serve.add_argument("--certificate", metavar="FILE", help="TLS certificate (PEM); needed beyond this machine")
+    serve.add_argument("--key", metavar="FILE", help="its private key")
+    serve.add_argument("--max-body-mb", type=float, default=256.0, metavar="MB", help="longest request (256)")
+    serve.set_defaults(command=_serve_reward)
+
     doctor = commands.add_parser("doctor", help="check the installation")
     doctor.set_defaults(command=_doctor)
     return parser
@@ -130,10 +146,12 @@ def _train(arguments: argparse.Namespace) -> int:
     from omegaconf import OmegaConf
 
     from flowgrpo_rc.compose import to_config
+    from flowgrpo_rc.training.tracking import redact
 
     composed = _composed(arguments)
     if arguments.cfg:
-        print(OmegaConf.to_yaml(composed.config, resolve=True), end="")
+        shown = redact(OmegaConf.to_container(composed.config, resolve=True))
+        print(OmegaConf.to_yaml(OmegaConf.create(shown)), end="")
         return EXIT_OK
     composed.check()
     config = to_config(composed.config)
@@ -202,6 +220,13 @@ def _report(arguments: argparse.Namespace) -> int:
     from flowgrpo_rc.training.report import write_report
 
     print(write_report(Path(arguments.run_dir)))
+    return EXIT_OK
+
+
+def _serve_reward(arguments: argparse.Namespace) -> int:
+    from flowgrpo_rc.commands import serve_reward
+
+    serve_reward(arguments)
     return EXIT_OK
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import shutil
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+import yaml
 from rich.console import Console as RichConsole
 from rich.table import Table
 
@@ -59,6 +61,28 @@ def export_checkpoint(checkpoint: str, out: str, *, raw: bool) -> Path:
     loaded = load_checkpoint(path)
     tensors = loaded.tensors["lora"] if raw else loaded.tensors.get("ema", loaded.tensors["lora"])
     return export_lora(tensors, config.model, Path(out))
+
+
+def serve_reward(arguments: argparse.Namespace) -> None:
+    """Serve a reward until interrupted; its options are read as YAML."""
+    from flowgrpo_rc.rewards.server import serve
+
+    options = {}
+    for option in arguments.options:
+        key, equals, value = option.partition("=")
+        if not (key and equals):
+            raise ValueError(f"{option!r}: write options of the reward as key=value")
+        options[key] = yaml.safe_load(value)
+    serve(
+        arguments.reward,
+        options,
+        token_env=arguments.token_env,
+        host=arguments.host,
+        port=arguments.port,
+        certificate=arguments.certificate,
+        key=arguments.key,
+        max_body_mb=arguments.max_body_mb,
+    )
 
 
 def doctor() -> bool:

@@ -131,7 +131,7 @@ class Config:
             if not getattr(self.data, name):
                 raise ValueError(f"data.{name} is empty: give a prompt file (.txt, .jsonl, .parquet) or a list of them")
         validate_rewards(self.reward)
-        check_kind(self.reward, *(("text",) if self.model.kind == "causal_lm" else ("image", "video")))
+        check_kind(self.reward, *(("text",) if self.model.kind == "causal_lm" else ("image", "video", "latent")))
         self._validate_sizes(num_processes)
         self._validate_effects()
 

@@ -10,7 +10,7 @@ from builders import diffusion_batch, on_shards, token_batch
 from oracles import mean, std
 from torch import Tensor
 
-from flowgrpo_rc.core.advantages import ESTIMATORS, group_relative
+from flowgrpo_rc.core.advantages import ESTIMATORS, group_decoupled, group_relative
 from flowgrpo_rc.training.trainer import wholly_rejected
 
 EPS = 1e-4
@@ -79,6 +79,7 @@ def test_the_estimators_are_these():
         "grpo": (True, False),
         "dr_grpo": (False, False),
         "rloo": (False, False),
+        "gdpo": (True, False),
     }
 
 
@@ -185,3 +186,69 @@ def test_a_sample_is_wholly_rejected_if_it_has_steps_and_keeps_none():
     assert wholly_rejected(text).tolist() == [True, False, False, True]
     assert wholly_rejected(diffusion_batch(zero, rejection_mask=kept)).tolist() == [False, False, True, True]
     assert wholly_rejected(text.replace(rejection_mask=None)).tolist() == [False] * 4
+
+
+# --- GDPO
+
+
+def gdpo_oracle(rewards: list[list[float]], weights: list[float], group: list[int], valid: list[bool]) -> list[float]:
+    """Each reward over the standard deviation of its group, their weighted sum over that of the batch."""
+    alone = [oracle(reward, group, valid, by_std=True, global_std=False) for reward in rewards]
+    summed = [sum(w * part[i] for w, part in zip(weights, alone, strict=True)) for i in range(len(group))]
+    scale = std([value for value, ok in zip(summed, valid, strict=True) if ok]) + EPS
+    return [value / scale for value in summed]
+
+
+GDPO = {
+    "rewards": [[0.0, 1.0, 0.0, 2.0, 2.0, 2.0, 9.0], [50.0, 10.0, 30.0, 30.0, 10.0, 20.0, 0.0]],
+    "weights": [1.0, -0.5],
+    "group": [4, 4, 4, 9, 9, 9, 9],
+    "valid": [True] * 6 + [False],
+}
+
+
+def test_gdpo():
+    rewards = [torch.tensor(reward, dtype=torch.float64) for reward in GDPO["rewards"]]
+    found = group_decoupled(rewards, GDPO["weights"], torch.tensor(GDPO["group"]), torch.tensor(GDPO["valid"]))
+    assert found.values.tolist() == pytest.approx(gdpo_oracle(**GDPO), abs=1e-12)
+    assert found.values[:6].square().mean().sqrt().item() == pytest.approx(1, abs=1e-3)
+    assert found.zero_std.tolist() == [False, False]
+
+
+def test_gdpo_does_not_depend_on_the_scale_of_a_reward():
+    """GRPO of the sum sees two samples alike that differ in both rewards; and a large reward drowns a small one."""
+    group, valid = torch.tensor([0, 0, 0, 0]), torch.ones(4, dtype=torch.bool)
+    small, large = torch.tensor([0.0, 1.0, 0.0, 1.0]), torch.tensor([300.0, 100.0, 100.0, 300.0])
+    values = [
+        group_decoupled([small, scale * large], [1.0, 1.0], group, valid, eps=1e-12).values for scale in (1e-3, 1, 1e3)
+    ]
+    for found in values:
+        torch.testing.assert_close(found, values[0], rtol=1e-9, atol=1e-9)
+        assert found.tolist() == pytest.approx([0, 0, -math.sqrt(2), math.sqrt(2)], abs=1e-9)
+
+
+def test_gdpo_of_equal_rewards_is_zero_and_invalid_samples_are_too():
+    group, valid = torch.tensor([0, 0, 1, 1]), torch.tensor([True, True, True, False])
+    found = group_decoupled([torch.tensor([1.0, 1.0, 5.0, torch.nan])], [1.0], group, valid)
+    assert found.values.tolist() == [0, 0, 0, 0]
+    assert found.zero_std.all()
+
+
+def test_gdpo_is_the_same_on_any_number_of_processes():
+    rewards = [torch.tensor(reward, dtype=torch.float64) for reward in GDPO["rewards"]]
+    group, valid = torch.tensor(GDPO["group"]), torch.tensor(GDPO["valid"])
+    rows = [slice(0, 3), slice(3, 7)]
+    parts = on_shards(
+        2,
+        lambda rank, reduce: (
+            group_decoupled(
+                [reward[rows[rank]] for reward in rewards],
+                GDPO["weights"],
+                group[rows[rank]],
+                valid[rows[rank]],
+                all_reduce=reduce["sum"],
+            ).values
+        ),
+    )
+    whole = group_decoupled(rewards, GDPO["weights"], group, valid).values
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=1e-12)

@@ -41,7 +41,7 @@ BELOW["train"] = {"cli"}
 # What only some parts may import from outside.
 RESTRICTED = {
     "diffusers": {"models", "policies", "rollout", "training", "assets", "cli"},
-    "transformers": {"models", "policies", "rollout", "training", "assets", "cli"},
+    "transformers": {"models", "policies", "rollout", "rewards", "training", "assets", "cli"},
     "hydra": {"compose", "cli"},
     "omegaconf": {"config", "compat", "compose", "cli"},
     "accelerate": {"training", "assemble"},
@@ -50,7 +50,7 @@ RESTRICTED = {
 CORE_MAY_IMPORT = sys.stdlib_module_names | {"torch"}
 # Modules of a process of its own, which nothing else imports at its top.
 CHILD_ONLY = ("flowgrpo_rc.rollout.omni.host", "flowgrpo_rc.rollout.omni.pipelines", "flowgrpo_rc.rollout.omni.worker")
-HEAVY = ("rapidocr_onnxruntime", "wandb", "vllm", "vllm_omni", "pyarrow", "matplotlib.pyplot")
+HEAVY = ("rapidocr_onnxruntime", "wandb", "vllm", "vllm_omni", "pyarrow", "matplotlib.pyplot", "httpx2", "fastapi")
 
 
 class Import(NamedTuple):

@@ -44,7 +44,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def _blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+    """Those without a mark above them, `<!-- not run: why -->`."""
+    return re.findall(rf"(?<!-->\n)```{language}\n(.*?)```", page.read_text(), re.DOTALL)
 
 
 def _documented_commands() -> list[tuple[str, str]]:

@@ -167,6 +167,6 @@ def test_a_reward_must_fit_the_model():
     with pytest.raises(ValueError, match=r"reward\.terms\.jpeg scores images, and the model makes videos: drop it"):
         check_kind(RewardConfig(terms={"jpeg": {}, "f": function}), "video")
     with pytest.raises(
-        ValueError, match=r"reward\.terms\.x: Unknown\.kind='sound': allowed are image, video, text, any"
+        ValueError, match=r"reward\.terms\.x: Unknown\.kind='sound': allowed are image, video, text, latent, any"
     ):
         validate_rewards(RewardConfig(terms={"x": {"_target_": f"{HERE}.Unknown"}}))

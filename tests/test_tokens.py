@@ -381,17 +381,17 @@ def test_evaluation_is_greedy_by_default(trained: CausalLM) -> None:
         ),
     )[:, ids.shape[1] :]
     wanted = trained.decode(stock, until_end(stock, torch.tensor(trained.eos_ids)))
-    assert task(trained).sample(prompts) == wanted
-    assert task(trained).sample(prompts[::-1]) == wanted[::-1]
+    assert task(trained).sample(prompts).samples == wanted
+    assert task(trained).sample(prompts[::-1]).samples == wanted[::-1]
 
 
 def test_evaluation_at_a_temperature_depends_on_seed_and_index_alone(trained: CausalLM) -> None:
     prompts = [Prompt(text="1+2=", index=i) for i in range(12)]
     warm = task(trained, temperature=1.5, seed=1)
-    together = warm.sample(prompts)
+    together = warm.sample(prompts).samples
     assert len(set(together)) > 1
-    assert together == [text for prompt in prompts for text in warm.sample([prompt])]
-    assert together != task(trained, temperature=1.5, seed=2).sample(prompts)
+    assert together == [text for prompt in prompts for text in warm.sample([prompt]).samples]
+    assert together != task(trained, temperature=1.5, seed=2).sample(prompts).samples
 
 
 def test_what_is_observed(trained: CausalLM) -> None:

@@ -1,8 +1,9 @@
-"""Group-relative advantages: GRPO (arXiv 2402.03300), as FlowGRPO uses it, Dr.GRPO (arXiv 2503.20783) and RLOO
-(arXiv 2402.14740)."""
+"""Group-relative advantages: GRPO (arXiv 2402.03300), as FlowGRPO uses it, Dr.GRPO (arXiv 2503.20783), RLOO
+(arXiv 2402.14740) and, of several rewards, GDPO (arXiv 2601.05242)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ ESTIMATORS = {
     "grpo": (True, False),
     "dr_grpo": (False, False),
     "rloo": (False, False),
+    "gdpo": (True, False),
 }
 
 
@@ -67,3 +69,25 @@ def group_relative(
     else:
         std = masked_mean(centred.expand(num_groups, -1) ** 2, member, 1).sqrt()[index]
     return Advantages(centred * others / (std + eps), zero_std)
+
+
+def group_decoupled(
+    rewards: Sequence[Tensor],
+    weights: Sequence[float],
+    group: Tensor,
+    valid: Tensor,
+    *,
+    eps: float = 1e-4,
+    all_reduce: AllReduce = identity,
+) -> Advantages:
+    """GDPO: each reward over the mean and standard deviation of its group, then their weighted sum over its standard
+    deviation in the batch.
+
+    So the scale of a reward no longer decides what it counts, only its weight does. rewards: [B] for each of the
+    weights; group, valid and eps as in `group_relative`. The sum needs no centring in the batch, since every group has
+    mean 0. A group in which each reward is the same for all gets exactly 0.
+    """
+    alone = [group_relative(reward, group, valid, eps=eps) for reward in rewards]
+    summed = torch.stack([weight * part.values for weight, part in zip(weights, alone, strict=True)]).sum(0)
+    std = masked_mean(summed**2, valid, all_reduce=all_reduce).sqrt()
+    return Advantages(summed / (std + eps), torch.stack([part.zero_std for part in alone]).all(0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.base import Reward, Scores
@@ -18,9 +17,9 @@ class ExactMatch(Reward):
     Raises, when called, ValueError for a prompt without a target.
     """
 
-    kind: ClassVar[str] = "text"
-    part_names: ClassVar[tuple[str, ...]] = ("contains",)
-    requires_target: ClassVar[bool] = True
+    kind = "text"
+    part_names = ("contains",)
+    requires_target = True
 
     def __init__(self, *, ignore_case: bool = False, strip: bool = True) -> None:
         self.ignore_case = ignore_case

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import load_function
@@ -12,18 +12,18 @@ from flowgrpo_rc.rewards.base import Reward, Scores
 
 class Function(Reward):
     """`score(sample, prompt)` of every sample with its `Prompt`; returns a number. A sample is an image [H, W, 3] or a
-    video [F, H, W, 3], uint8, or a text.
+    video [F, H, W, 3], uint8, or a text; with kind=latent it is the tensor that would be decoded.
 
     A sample whose number is not finite, None included, has no reward; an exception is the failure of the whole chunk.
 
     path: "my_package.my_module:score". The module is imported at once.
+    kind: "image", "video", "text" or "latent" for a function that scores nothing else.
 
     Raises ValueError for a path that leads to no function.
     """
 
-    kind: ClassVar[str] = "any"
-
-    def __init__(self, *, path: str) -> None:
+    def __init__(self, *, path: str, kind: str = "any") -> None:
+        self.kind = kind
         self._score: Callable[[Any, Prompt], float] = load_function(path)
 
     def __call__(self, samples: Any, prompts: Sequence[Prompt]) -> Scores:

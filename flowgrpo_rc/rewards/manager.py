@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Prompt, Rewards
 from flowgrpo_rc.plugins import build, load_class
-from flowgrpo_rc.rewards.base import KINDS, Reward, Samples, Scores
+from flowgrpo_rc.rewards.base import KINDS, Reward, Samples, Scores, finite_numbers
 
 PACKAGE = "flowgrpo_rc.rewards"
 logger = logging.getLogger(__name__)
@@ -77,9 +77,14 @@ def requires_target(config: RewardConfig) -> bool:
     return any(term.reward.requires_target for term in _build_terms(config).values())
 
 
+def needs_samples(config: RewardConfig) -> bool:
+    """False if all rewards score latents, so that nothing has to be decoded."""
+    return any(term.reward.kind != "latent" for term in _build_terms(config).values())
+
+
 def check_kind(config: RewardConfig, *kinds: str) -> None:
     """Raise ValueError, naming the term, for a reward that can score samples of none of `kinds` ("image", "video",
-    "text")."""
+    "text", "latent")."""
     for name, term in _build_terms(config).items():
         if term.reward.kind not in (*kinds, "any"):
             made = " or ".join(f"{kind}s" for kind in kinds)
@@ -93,7 +98,8 @@ def check_kind(config: RewardConfig, *kinds: str) -> None:
 class RewardManager:
     """Scores samples with every term of the configuration.
 
-    names: the terms, in the order of the configuration; part_keys: the keys of `Rewards.parts`.
+    names: the terms, in the order of the configuration; part_keys: the keys of `Rewards.parts`; weights: name -> weight
+    of the terms that are optimized; needs_samples: False if all terms score latents.
     failures: term -> samples without a value since the start; last_error: term -> the text of its latest failure.
 
     A reward fails for its whole chunk if it raises or returns anything but `Scores` of the right length, and for
@@ -108,6 +114,8 @@ class RewardManager:
         self._executor = ThreadPoolExecutor(config.num_workers, thread_name_prefix="reward")
         self._logged: set[tuple[str, type[Exception]]] = set()
         self.names = tuple(self._terms)
+        self.weights = {name: term.weight for name, term in self._terms.items() if term.weight != 0}
+        self.needs_samples = any(term.reward.kind != "latent" for term in self._terms.values())
         self.part_keys = tuple(
             key
             for name, term in self._terms.items()
@@ -116,18 +124,21 @@ class RewardManager:
         self.failures = dict.fromkeys(self._terms, 0)
         self.last_error: dict[str, str] = {}
 
-    def submit(self, samples: Samples, prompts: Sequence[Prompt]) -> RewardHandle:
-        """Start scoring N samples: images [N, H, W, 3] or videos [N, F, H, W, 3] uint8 RGB, or texts.
+    def submit(self, samples: Samples | None, prompts: Sequence[Prompt], latents: Tensor | None = None) -> RewardHandle:
+        """Start scoring N samples: images [N, H, W, 3] or videos [N, F, H, W, 3] uint8 RGB, or texts, and the latents
+        [N, ...] that they were decoded from. One of the two may be None where no reward scores it.
 
         Returns at once; the samples must not change.
         """
-        _check_samples(samples)
-        if len(samples) != len(prompts):
-            what = {4: "images", 5: "videos"}[samples.ndim] if isinstance(samples, np.ndarray) else "texts"
-            raise ValueError(f"{len(samples)} {what} but {len(prompts)} prompts")
-        return RewardHandle(
-            futures={name: self._executor.submit(self._score, name, samples, prompts) for name in self._terms}
-        )
+        _check_samples(samples, latents, prompts)
+        futures = {}
+        for name, term in self._terms.items():
+            scored = latents if term.reward.kind == "latent" else samples
+            if scored is None:
+                kind = "latents" if term.reward.kind == "latent" else "samples"
+                raise ValueError(f"reward {name!r} scores {kind}, and there are none")
+            futures[name] = self._executor.submit(self._score, name, scored, prompts)
+        return RewardHandle(futures=futures)
 
     def collect(self, handles: Sequence[RewardHandle]) -> Rewards:
         """Wait for the handles; B samples in the order of the handles, whichever finished first.
@@ -142,8 +153,7 @@ class RewardManager:
             parts[name] = torch.cat([outcome.values for outcome in outcomes])
             for part in term.reward.part_names:
                 parts[f"{name}/{part}"] = torch.cat([outcome.parts[part] for outcome in outcomes])
-        weighted = [term.weight * parts[name] for name, term in self._terms.items() if term.weight != 0]
-        total = torch.stack(weighted).sum(0)
+        total = torch.stack([weight * parts[name] for name, weight in self.weights.items()]).sum(0)
         return Rewards(total=total, valid=total.isfinite(), parts=parts)
 
     def count_failed(self, rewards: Rewards) -> dict[str, int]:
@@ -167,7 +177,7 @@ class RewardManager:
         """Drop what has not started and wait for the rest."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def _score(self, name: str, samples: Samples, prompts: Sequence[Prompt]) -> _Outcome:
+    def _score(self, name: str, samples: Samples | Tensor, prompts: Sequence[Prompt]) -> _Outcome:
         """Runs in a worker thread. A reward is foreign code: whatever it raises is that chunk's failure."""
         reward = self._terms[name].reward
         try:
@@ -194,15 +204,24 @@ class RewardManager:
             )
 
 
-def _check_samples(samples: Samples) -> None:
+def _check_samples(samples: Samples | None, latents: Tensor | None, prompts: Sequence[Prompt]) -> None:
+    for what, given in ((_kind_of(samples), samples), ("latents", latents)):
+        if given is not None and len(given) != len(prompts):
+            raise ValueError(f"{len(given)} {what} but {len(prompts)} prompts")
+
+
+def _kind_of(samples: Samples | None) -> str:
+    """images, videos or texts; ValueError for what is none of them."""
     if isinstance(samples, np.ndarray):
         if samples.dtype != np.uint8 or samples.ndim not in (4, 5) or samples.shape[-1] != 3:
             raise ValueError(
                 "videos must be [N, F, H, W, 3] uint8, images [N, H, W, 3] uint8, got "
                 f"{list(samples.shape)} {samples.dtype}"
             )
-    elif isinstance(samples, str) or not all(isinstance(text, str) for text in samples):
+        return "images" if samples.ndim == 4 else "videos"
+    if isinstance(samples, str) or not all(isinstance(text, str) for text in samples or ()):
         raise ValueError(f"samples must be images [N, H, W, 3] uint8 or a list of texts, got {type(samples).__name__}")
+    return "texts"
 
 
 class _NotFinite(ValueError):
@@ -226,11 +245,10 @@ def _checked(scores: object, part_names: Sequence[str], prompts: Sequence[Prompt
 
 def _column(values: Sequence[float] | np.ndarray | Tensor, length: int) -> Tensor:
     """[length] float64; NaN in place of whatever is not a finite number."""
-    numbers = values.tolist() if isinstance(values, (np.ndarray, Tensor)) else list(values)
+    numbers = finite_numbers(values)
     if len(numbers) != length:
         raise ValueError(f"it returned {len(numbers)} scores for {length} samples")
-    finite = [float(number) if isinstance(number, Real) and math.isfinite(number) else math.nan for number in numbers]
-    return torch.tensor(finite, dtype=torch.float64)
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def _build_terms(config: RewardConfig) -> dict[str, _Term]:

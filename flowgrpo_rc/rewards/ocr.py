@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rapidfuzz.distance import Levenshtein
@@ -68,8 +68,8 @@ class OCR(Reward):
     and, when called, ValueError for a prompt without a target.
     """
 
-    part_names: ClassVar[tuple[str, ...]] = ("edit", "substring", "exact")
-    requires_target: ClassVar[bool] = True
+    part_names = ("edit", "substring", "exact")
+    requires_target = True
 
     def __init__(self, *, detection: str = "auto", threads: int = 1, batch_size: int = 1) -> None:
         if detection not in DETECTION:
@@ -84,7 +84,7 @@ class OCR(Reward):
         self.batch_size = batch_size
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
-        targets = [_target(prompt) for prompt in prompts]
+        targets = [target_of(prompt) for prompt in prompts]
         scores = [ocr_score(text, target) for text, target in zip(self.read(samples), targets, strict=True)]
         return Scores(
             values=[score.reward for score in scores],
@@ -140,10 +140,11 @@ def _normalize(text: str) -> str:
     return text.replace(" ", "").lower()
 
 
-def _target(prompt: Prompt) -> str:
+def target_of(prompt: Prompt) -> str:
+    """The text to read. ValueError if there is none."""
     if prompt.target is None or not _normalize(prompt.target):
         raise ValueError(
-            f"the ocr reward needs a target text, and prompt {prompt.index} ({prompt.text!r}) has "
+            f"reading needs a target text, and prompt {prompt.index} ({prompt.text!r}) has "
             f'{prompt.target!r}: put the text between double quotes, or give the key "target"'
         )
     return prompt.target

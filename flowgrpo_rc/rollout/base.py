@@ -234,11 +234,12 @@ class RolloutRequest:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageRequest(RolloutRequest):
     """window [B, T] int64: the steps of the schedule that are stochastic; keep_means: the batch has to hold the means
-    of these steps (`prev_sample_mean`)."""
+    of these steps (`prev_sample_mean`); decode: False where rewards score the latents alone."""
 
     spec: SamplerSpec
     window: Tensor
     keep_means: bool = False
+    decode: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,14 +249,15 @@ class TextRequest(RolloutRequest):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutChunk:
-    """Finished samples, in order: their part of the batch, what rewards see (images
-    [b, H, W, 3] or videos [b, F, H, W, 3] uint8, or b texts) and
-    prompts; policy_version is that of the last `sync_weights` before they were sampled."""
+    """Finished samples, in order: their part of the batch, what rewards see (images [b, H, W, 3] or videos
+    [b, F, H, W, 3] uint8, or b texts; None where the request says not to decode) and prompts; policy_version is that of
+    the last `sync_weights` before they were sampled; latents [b, ...]: the final ones, None for text."""
 
     batch: Batch
-    samples: Samples
+    samples: Samples | None
     prompts: Sequence[Prompt]
     policy_version: int
+    latents: Tensor | None = None
 
 
 R = TypeVar("R", bound=RolloutRequest)

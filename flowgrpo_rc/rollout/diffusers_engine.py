@@ -91,9 +91,9 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
             seed=torch.tensor(seeds, device=device),
             policy_version=torch.full_like(prompt_index, version),
         )
-        images = self._model.decode(trajectory.final, spec)
-        prompts = [request.prompt_of(row) for row in rows]
-        return RolloutChunk(batch=batch, samples=images, prompts=prompts, policy_version=version)
+        final, prompts = trajectory.final, [request.prompt_of(row) for row in rows]
+        images = self._model.decode(final, spec) if request.decode else None
+        return RolloutChunk(batch=batch, samples=images, prompts=prompts, policy_version=version, latents=final)
 
 
 def encode_prompts(

@@ -192,8 +192,9 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
             seed=torch.tensor(request.seeds[rows.start : rows.stop], device=device),
             policy_version=torch.full_like(prompt_index, self._version),
         )
-        images = self._model.decode(tensors["final"], spec)
-        return RolloutChunk(batch=batch, samples=images, prompts=prompts, policy_version=self._version)
+        final = tensors["final"]
+        images = self._model.decode(final, spec) if request.decode else None
+        return RolloutChunk(batch=batch, samples=images, prompts=prompts, policy_version=self._version, latents=final)
 
 
 def _conditioning(

@@ -51,12 +51,15 @@ class Evaluator:
         shown: list[Any] = []
         handles = []
         for start in range(0, share, self._batch_size):
-            samples = self._task.sample(filled[start : start + self._batch_size])
+            show = len(shown) < NUM_SHOWN
+            decode = show or self._rewards.needs_samples
+            made = self._task.sample(filled[start : start + self._batch_size], decode=decode)
             batch = own[start : start + self._batch_size]
             if batch:
-                handles.append(self._rewards.submit(samples[: len(batch)], batch))
-            if len(shown) < NUM_SHOWN:
-                shown.extend(samples)
+                scored = made.first(len(batch))
+                handles.append(self._rewards.submit(scored.samples, batch, scored.latents))
+            if show:
+                shown.extend(made.samples)
         bag = MetricBag()
         rewards = collect_rewards(self._rewards, handles, processes)
         record_rewards(bag, rewards, prefix="val", total="reward")

@@ -24,7 +24,7 @@ from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.base import ImageRequest, RolloutConfig
 from flowgrpo_rc.rollout.diffusers_engine import encode_prompts
 from flowgrpo_rc.training.samples import film_strips, save_animation, save_grid
-from flowgrpo_rc.training.task import Task
+from flowgrpo_rc.training.task import HeldOut, Task
 
 
 class ImageTask(Task):
@@ -35,10 +35,17 @@ class ImageTask(Task):
     policy: FlowPolicy
 
     def __init__(
-        self, model: FlowModel, policy: FlowPolicy, config: RolloutConfig, seed: int, *, keep_means: bool = False
+        self,
+        model: FlowModel,
+        policy: FlowPolicy,
+        config: RolloutConfig,
+        seed: int,
+        *,
+        keep_means: bool = False,
+        decode: bool = True,
     ) -> None:
         self.model, self.policy = model, policy
-        self._config, self._seed, self._keep_means = config, seed, keep_means
+        self._config, self._seed, self._keep_means, self._decode = config, seed, keep_means, decode
         self._held_out = config.held_out_spec()
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
@@ -64,6 +71,7 @@ class ImageTask(Task):
             window=window,
             seeds=seeds,
             keep_means=self._keep_means,
+            decode=self._decode,
         )
 
     def origin(self) -> dict[str, Any]:
@@ -111,7 +119,7 @@ class ImageTask(Task):
         return bag
 
     @torch.no_grad()
-    def sample(self, prompts: Sequence[Prompt]) -> np.ndarray:
+    def sample(self, prompts: Sequence[Prompt], *, decode: bool = True) -> HeldOut:
         """Images [N, H, W, 3] or videos [N, F, H, W, 3] uint8, by the ODE."""
         model, spec = self.model, self._held_out
         latents = self._latents(prompts)
@@ -124,7 +132,7 @@ class ImageTask(Task):
             torch.empty((len(prompts), 0), dtype=torch.int64, device=model.device),
             lambda step: latents,
         )
-        return model.decode(trajectory.final, spec)
+        return HeldOut(model.decode(trajectory.final, spec) if decode else None, trajectory.final)
 
     def save_samples(
         self, stem: Path, samples: Sequence[Any], prompts: Sequence[Prompt], scores: Sequence[float]

@@ -18,7 +18,8 @@ DEVICES = ("auto", "cpu")
 @dataclass(kw_only=True)
 class AlgorithmConfig:
     """adv_estimator: reward minus the mean of its group, over a standard deviation: `flow_grpo` (that of the batch),
-    `grpo` (that of the group); over nothing: `dr_grpo`, and `rloo` (minus the mean of the group's others).
+    `grpo` (that of the group); over nothing: `dr_grpo`, and `rloo` (minus the mean of the group's others). `gdpo` does
+    as `grpo` with each reward alone, then adds them by weight and divides by the standard deviation of the batch.
 
     norm_adv_by_std_in_grpo, global_std: say otherwise; null takes the estimator's own.
     """
@@ -41,6 +42,13 @@ class AlgorithmConfig:
     def validate(self) -> None:
         if self.adv_estimator not in ESTIMATORS:
             raise ValueError(f"algorithm.adv_estimator={self.adv_estimator!r}: allowed are {', '.join(ESTIMATORS)}")
+        if self.adv_estimator == "gdpo":
+            for name in ("norm_adv_by_std_in_grpo", "global_std"):
+                value = getattr(self, name)
+                if value is not None:
+                    raise ValueError(
+                        f"algorithm.{name}={value} has no effect with algorithm.adv_estimator=gdpo: drop it"
+                    )
         if self.global_std and not self.norm_by_std:
             raise ValueError(
                 f"algorithm.global_std=true has no effect where no standard deviation is divided by: drop it, or "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,7 +98,7 @@ class EngineSource(RolloutSource):
             if different:
                 raise RuntimeError(f"the rollout engine sampled with other settings: {'; '.join(different)}")
             batches.append(chunk.batch)
-            handles.append(self._rewards.submit(chunk.samples, chunk.prompts))
+            handles.append(self._rewards.submit(chunk.samples, chunk.prompts, chunk.latents))
         collected = Collected(concat(batches), lambda: collect_rewards(self._rewards, handles, self._processes))
         self._check_weights(collected)
         return collected
@@ -153,11 +153,22 @@ def other_tensors(held: Mapping[str, Tensor], pushed: Mapping[str, Tensor]) -> i
 class ReplaySource(RolloutSource):
     """Trajectories that another run saved, with the log-probs of the policy that sampled them; over and over.
 
-    Raises ValueError, before anything is trained, where the folder lacks steps, a file is damaged, they come from
-    another number of processes, or were sampled otherwise than the configuration says (their precision aside).
+    terms: the rewards that must be known one by one. Raises ValueError, before anything is trained, where the folder
+    lacks steps, a file is damaged, they come from another number of processes, lack one of the terms, or were sampled
+    otherwise than the configuration says (their precision aside).
     """
 
-    def __init__(self, folder: Path, task: Task, processes: Processes, config: RolloutConfig, *, samples: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        task: Task,
+        processes: Processes,
+        config: RolloutConfig,
+        *,
+        samples: int,
+        terms: Collection[str] = (),
+    ) -> None:
+        self._terms = terms
         self._task, self._processes = task, processes
         self._paths = replay_files(folder, processes.rank, processes.count)
         self._samples, self._n = samples, config.n
@@ -186,6 +197,12 @@ class ReplaySource(RolloutSource):
     def _read(self, path: Path) -> tuple[Batch, Rewards]:
         batch, rewards, _ = load_rollout(path, self._processes.device)
         self._task.check_rollout(batch)
+        lacking = sorted(set(self._terms) - set(rewards.parts))
+        if lacking:
+            raise ValueError(
+                f"data.replay_dir: {path} has no reward {lacking[0]!r}, and algorithm.adv_estimator=gdpo needs each of "
+                f"reward.terms; it has {', '.join(rewards.parts)}"
+            )
         sizes = set(batch.group.unique(return_counts=True)[1].tolist())
         if len(batch) != self._samples or sizes != {self._n}:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from PIL import Image
 from torch import Tensor
@@ -16,7 +16,17 @@ from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.losses.base import LossConfig, LossTerms
 from flowgrpo_rc.models.base import TrainableModel
 from flowgrpo_rc.policies.base import Policy
-from flowgrpo_rc.rollout.base import RolloutRequest, Samples
+from flowgrpo_rc.rollout.base import RolloutRequest
+
+
+class HeldOut(NamedTuple):
+    """Samples, None where they were not decoded, and the latents of images [N, ...]."""
+
+    samples: Any
+    latents: Tensor | None = None
+
+    def first(self, count: int) -> HeldOut:
+        return HeldOut(*(None if column is None else column[:count] for column in self))
 
 
 class Task(ABC):
@@ -52,8 +62,11 @@ class Task(ABC):
         """Facts about a rollout that are worth a curve, such as the length of responses; full names."""
 
     @abstractmethod
-    def sample(self, prompts: Sequence[Prompt]) -> Samples:
-        """One held-out sample for each prompt, whose randomness follows from the prompt's index alone."""
+    def sample(self, prompts: Sequence[Prompt], *, decode: bool = True) -> HeldOut:
+        """One held-out sample for each prompt, whose randomness follows from the prompt's index alone.
+
+        decode: False where the latents of images are enough.
+        """
 
     @abstractmethod
     def save_samples(

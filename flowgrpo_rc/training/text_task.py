@@ -24,7 +24,7 @@ from flowgrpo_rc.losses.token import token_terms
 from flowgrpo_rc.models.causal_lm import CausalLM
 from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.rollout.base import RolloutConfig, TextRequest
-from flowgrpo_rc.training.task import Task
+from flowgrpo_rc.training.task import HeldOut, Task
 from flowgrpo_rc.training.tracking import write_atomic
 
 
@@ -75,13 +75,13 @@ class TextTask(Task):
         bag.mean("response/empty_fraction", lengths - ended.long() == 0)
         return bag
 
-    def sample(self, prompts: Sequence[Prompt]) -> list[str]:
+    def sample(self, prompts: Sequence[Prompt], *, decode: bool = True) -> HeldOut:
         """The response to each prompt, as text."""
         spec, config = self._held_out, self._config.val_kwargs
         ids, mask = self.model.encode([prompt.text for prompt in prompts], max_length=spec.prompt_length)
         seeds = [derive_seed(config.seed, "evaluation", prompt.index) for prompt in prompts]
         responses = self.policy.rollout(ids, mask, spec, uniform((spec.response_length,), seeds, "tokens"))
-        return self.model.decode(responses.ids, responses.mask)
+        return HeldOut(self.model.decode(responses.ids, responses.mask))
 
     def save_samples(
         self, stem: Path, samples: Sequence[Any], prompts: Sequence[Prompt], scores: Sequence[float]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flowgrpo_rc.batch import Batch, Rewards
-from flowgrpo_rc.core.advantages import group_relative
+from flowgrpo_rc.core.advantages import group_decoupled, group_relative
 from flowgrpo_rc.core.metrics import MetricBag, std_from_moments
 from flowgrpo_rc.correction.auto import AutoBands
 from flowgrpo_rc.correction.correct import apply_bypass_mode
@@ -150,15 +150,22 @@ class Trainer:
             excluded = wholly_rejected(batch)
             self._bag.mean("rollout_corr/excluded_fraction", excluded.double())
             valid = valid & ~excluded
-        found = group_relative(
-            total,
-            batch.group,
-            valid,
-            norm_by_std=algorithm.norm_by_std,
-            global_std=algorithm.norm_by_global_std,
-            leave_one_out=algorithm.adv_estimator == "rloo",
-            all_reduce=self.parts.processes.sum,
-        )
+        if algorithm.adv_estimator == "gdpo":
+            weights = self.parts.rewards.weights
+            terms = [rewards.parts[name].to(device) for name in weights]
+            found = group_decoupled(
+                terms, list(weights.values()), batch.group, valid, all_reduce=self.parts.processes.sum
+            )
+        else:
+            found = group_relative(
+                total,
+                batch.group,
+                valid,
+                norm_by_std=algorithm.norm_by_std,
+                global_std=algorithm.norm_by_global_std,
+                leave_one_out=algorithm.adv_estimator == "rloo",
+                all_reduce=self.parts.processes.sum,
+            )
         bag = self._bag
         bag.mean("zero_std_ratio", found.zero_std.double())
         bag.mean("advantages/mean", found.values, valid)

@@ -1,0 +1,61 @@
+"""Any reward behind HTTP: in an environment of its own, on another card or machine (`flowgrpo-rc serve-reward`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.plugins import build
+from flowgrpo_rc.rewards.base import Reward, Scores
+from flowgrpo_rc.rewards.http import JsonClient, ServerError
+from flowgrpo_rc.rewards.wire import PATH, decode_scores, encode
+
+
+class Remote(Reward):
+    """What the server at `url` says of the samples; the protocol is that of `rewards/wire.py`.
+
+    url, and token_env, ca_file, deadline_s, max_attempts, max_pause_s, max_response_mb, max_failures, cooldown_s: as in
+        `JsonClient`. deadline_s is of all requests for one chunk of samples.
+    part_names: parts of the answer that are logged.
+    requires_target: whether every prompt must have a target text.
+    batch_size: samples of a request; concurrency: requests at a time.
+
+    Raises ValueError as `JsonClient` does, for a number below 1 and for part_names that are no list; when called,
+    ServerError, and ValueError for an answer that holds other than the scores.
+    """
+
+    kind = "any"
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        part_names: Sequence[str] = (),
+        requires_target: bool = False,
+        batch_size: int = 16,
+        concurrency: int = 1,
+        **connection: Any,
+    ) -> None:
+        if batch_size < 1 or concurrency < 1:
+            raise ValueError(f"batch_size={batch_size!r} and concurrency={concurrency!r} must be at least 1")
+        if isinstance(part_names, str):
+            raise ValueError(f"part_names={part_names!r}: give a list, such as [{part_names}]")
+        self.part_names, self.requires_target = tuple(part_names), requires_target
+        self._batch_size, self._concurrency = batch_size, concurrency
+        self._client = build(JsonClient, {"url": url, **connection}, "connection")
+
+    def __call__(self, samples: Any, prompts: Sequence[Prompt]) -> Scores:
+        starts = range(0, len(prompts), self._batch_size)
+        chunks = [slice(start, start + self._batch_size) for start in starts]
+        bodies = [encode(samples[chunk], prompts[chunk]) for chunk in chunks]
+        answers = self._client.post_all(PATH, bodies, concurrency=self._concurrency)
+        found = []
+        for answer, chunk in zip(answers, chunks, strict=True):
+            if isinstance(answer, ServerError):
+                raise answer
+            found.append(decode_scores(answer, self.part_names, len(prompts[chunk])))
+        return Scores(
+            values=[value for scores in found for value in scores.values],
+            parts={name: [value for scores in found for value in scores.parts[name]] for name in self.part_names},
+        )

@@ -1,0 +1,84 @@
+"""Servers on this machine that answer a reward's requests, well or badly."""
+
+from __future__ import annotations
+
+import json
+import socket
+import socketserver
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class Received:
+    path: str
+    head: str
+    body: Any
+
+
+Behaviour = Callable[[socket.socket, Received, "Scripted"], None]
+
+
+class Scripted(socketserver.ThreadingTCPServer):
+    """Reads requests and lets `behaviour` write whatever it wants to the socket, until `stopped`."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, behaviour: Behaviour, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        if tls is not None:
+            self.socket = tls.wrap_socket(self.socket, server_side=True)
+        self.behaviour, self.stopped, self.received = behaviour, threading.Event(), list[Received]()
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, *_: Any) -> None:
+        """A client that goes away is what these servers are for."""
+
+
+class _Handler(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        read = self.request.makefile("rb")
+        first = read.readline().decode()
+        lines = []
+        while line := read.readline().decode("latin-1").strip():
+            lines.append(line)
+        head = first + "\n".join(lines)
+        length = next((int(line.split(":")[1]) for line in lines if line.lower().startswith("content-length")), 0)
+        received = Received(first.split(" ")[1], head, json.loads(read.read(length) or b"null"))
+        self.server.received.append(received)
+        with suppress(OSError):
+            self.server.behaviour(self.request, received, self.server)
+
+
+@contextmanager
+def scripted(behaviour: Behaviour, tls: ssl.SSLContext | None = None) -> Iterator[Scripted]:
+    with Scripted(behaviour, tls) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.stopped.set()
+            server.shutdown()
+            thread.join()
+
+
+def http(
+    content: bytes | str | object, status: str = "200 OK", kind: str = "application/json", headers: str = ""
+) -> bytes:
+    """A whole answer; anything but bytes and text is written as JSON."""
+    if not isinstance(content, bytes | str):
+        content = json.dumps(content)
+    body = content.encode() if isinstance(content, str) else content
+    headers = f"Content-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n{headers}"
+    return f"HTTP/1.1 {status}\r\n{headers}\r\n".encode() + body
+
+
+def answering(answer: Callable[[Received], object]) -> Behaviour:
+    """A server that behaves."""
+    return lambda connection, received, server: connection.sendall(http(answer(received)))
