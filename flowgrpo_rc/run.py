@@ -16,6 +16,7 @@ from flowgrpo_rc.data.prompts import PromptSampler
 from flowgrpo_rc.training.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
 from flowgrpo_rc.training.lora_files import EXPORT_NAMES, export_lora
 from flowgrpo_rc.training.processes import Processes
+from flowgrpo_rc.training.rejected import drop_rejected_after
 from flowgrpo_rc.training.report import write_report
 from flowgrpo_rc.training.run_folder import RunFolder
 from flowgrpo_rc.training.stopping import StopRequest
@@ -126,8 +127,10 @@ def _prepare_folder(config: Config, folder: RunFolder, processes: Processes, res
     folder.create(settings, processes.device, processes.count)
     step = -1 if resumed is None else resumed.step
     MetricsFile(folder.metrics).truncate_after(step)
+    MetricsFile(folder.histograms).truncate_after(step)
     MetricsFile(folder.health).truncate_after(step)
     folder.drop_rollouts_after(step)
+    drop_rejected_after(folder.rejected, step)
 
 
 def _say_finished(config: Config, folder: RunFolder, newest: Checkpoint) -> None:

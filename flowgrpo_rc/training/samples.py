@@ -11,6 +11,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from flowgrpo_rc.training.tracking import write_atomic
 
+THUMBNAIL = 128  # pixels of its longer side
 _MIN_SIDE = 128
 _MAX_SIDE = 256
 _GAP = 8
@@ -49,6 +50,15 @@ def image_grid(
         text = _fitted(caption, font, tile.width)
         draw.text((left + tile.width / 2, top + tile.height + 3), text, fill=_INK, font=font, anchor="mt")
     return grid
+
+
+def thumbnail(sample: np.ndarray) -> np.ndarray:
+    """A small copy [h, w, 3] of an image [H, W, 3] or of a video [F, H, W, 3], of which it shows three frames; an image
+    that is small already is returned as it is."""
+    if sample.ndim == 4:
+        return np.concatenate([thumbnail(frame) for frame in sample[[0, (len(sample) - 1) // 2, len(sample) - 1]]], 1)
+    factor = -(-max(sample.shape[:2]) // THUMBNAIL)
+    return sample if factor == 1 else np.asarray(Image.fromarray(sample).reduce(factor))
 
 
 def save_grid(path: Path, images: np.ndarray, captions: Sequence[str], *, columns: int = 8) -> Image.Image:
