@@ -20,8 +20,7 @@ from flowgrpo_rc.batch import Batch, Rewards
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.reasons import Reason, reasons
 from flowgrpo_rc.training.observations import Observation, worst_rejected
-from flowgrpo_rc.training.samples import image_grid
-from flowgrpo_rc.training.source import Shown
+from flowgrpo_rc.training.samples import Shown, image_grid
 from flowgrpo_rc.training.tracking import write_atomic
 
 PER_STEP = 4  # of all processes together, and at least one of each

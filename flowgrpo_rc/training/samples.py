@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.training.tracking import write_atomic
 
 THUMBNAIL = 128  # pixels of its longer side
@@ -20,6 +22,14 @@ _CAPTION_HEIGHT = 20
 _FRAMES_PER_SECOND = 16
 _BACKGROUND = "white"
 _INK = "#333333"
+
+
+class Shown(NamedTuple):
+    """What people may see of the samples of a batch, in its order: prompts, and thumbnails [h, w, 3] uint8, texts, or
+    None where nothing was decoded. Both are empty where the trajectories come from files."""
+
+    prompts: Sequence[Prompt] = ()
+    samples: Sequence[np.ndarray | str | None] = ()
 
 
 def image_grid(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import CancelledError
 from functools import partial
 from pathlib import Path
@@ -23,16 +23,8 @@ from flowgrpo_rc.rollout.base import RolloutChunk, RolloutConfig, RolloutEngine
 from flowgrpo_rc.training.evaluation import collect_rewards
 from flowgrpo_rc.training.processes import Processes
 from flowgrpo_rc.training.rollout_files import load_rollout, read_header, rollout_path
-from flowgrpo_rc.training.samples import thumbnail
+from flowgrpo_rc.training.samples import Shown, thumbnail
 from flowgrpo_rc.training.task import Task
-
-
-class Shown(NamedTuple):
-    """What people may see of the samples of a batch, in its order: prompts, and thumbnails [h, w, 3] uint8, texts, or
-    None where nothing was decoded. Both are empty where the trajectories come from files."""
-
-    prompts: Sequence[Prompt] = ()
-    samples: Sequence[np.ndarray | str | None] = ()
 
 
 class Collected(NamedTuple):
