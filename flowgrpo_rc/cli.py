@@ -95,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("checkpoint", help="folder of a checkpoint, or of a run (its newest)")
     export.add_argument("--out", required=True, help="folder for the LoRA")
     export.add_argument("--raw", action="store_true", help="the last weights rather than their average")
+    export.add_argument("--push-to-hub", metavar="REPO", help="also upload it to user/name, a private repository")
+    export.add_argument("--public", action="store_true", help="with --push-to-hub: for everybody to see")
     export.set_defaults(command=_export)
 
     report = commands.add_parser("report", help="write report.html of a run")
@@ -213,7 +215,14 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from flowgrpo_rc.commands import export_checkpoint
 
-    print(export_checkpoint(arguments.checkpoint, arguments.out, raw=arguments.raw))
+    written = export_checkpoint(
+        arguments.checkpoint,
+        arguments.out,
+        raw=arguments.raw,
+        push_to_hub=arguments.push_to_hub,
+        public=arguments.public,
+    )
+    print(written)
     return EXIT_OK
 
 

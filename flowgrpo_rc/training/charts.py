@@ -43,7 +43,8 @@ def line_chart(
 ) -> str:
     """A titled chart, or a sentence where no series has a finite point (positive, with `log_y`).
 
-    A series keeps its colour whether or not the others have points. thresholds: drawn as dashed lines where they fall inside the data's range, which they do not widen.
+    A series keeps its colour whether or not the others have points. thresholds: drawn as dashed lines where they fall
+    inside the data's range, which they do not widen.
     """
     visible = ((index, _visible(line, log_y)) for index, line in enumerate(series))
     drawn = {index: line for index, line in visible if line.finite()}

@@ -20,12 +20,12 @@ _EVALUATION = ("data.val_files", "rollout.val_kwargs.", "reward.terms.")
 _ABSENT = "\u2014"
 # Title, metric, whether values may be drawn on a logarithmic axis.
 _CORRECTION = (
-    ("Mismatch before the first update, mean", "logprob_abs_diff_mean", True),
+    ("Mismatch before the first update", "logprob_abs_diff_mean", True),
     ("Policy's own movement", "policy_drift_abs_mean", True),
     ("Mismatch over what the precisions explain", "mismatch_over_expected", False),
     ("Clipped by noise before any update", "pre_update_clip_fraction", False),
-    ("Rejected samples, fraction", "rollout_rs_seq_masked_fraction", False),
-    ("Effective sample size, fraction", "rollout_is_eff_sample_size", False),
+    ("Fraction of samples rejected", "rollout_rs_seq_masked_fraction", False),
+    ("Effective sample size", "rollout_is_eff_sample_size", False),
 )
 _UPDATE = (
     ("Clipped fraction", "actor/clip_fraction"),
@@ -97,11 +97,16 @@ def _numbers(runs: Sequence[Run]) -> str:
     rows = [(f"held-out {name.removeprefix('val/')}", [_first_last(run, name) for run in runs]) for name in scores]
     rows.append(("training reward, last step", [_last(points_of(run.rows, "reward/mean")) for run in runs]))
     for title, name, _ in _CORRECTION:
-        rows.append((f"{title}, mean over steps", [_mean(correction_series(run.rows, (name,))) for run in runs]))
+        rows.append(
+            (
+                f"{title[0].lower()}{title[1:]}, over all steps",
+                [_mean(correction_series(run.rows, (name,))) for run in runs],
+            )
+        )
     rows.append(("training samples per second", [_mean_of(run, "perf/samples_per_second", "{:.1f}") for run in runs]))
     rows.append(("measured time, seconds", [f"{sum(phases(run.rows).values()):.0f}" for run in runs]))
     shown = [(name, *values) for name, values in rows if set(values) != {_ABSENT}]
-    return _caveat(runs) + html.columns(("", *(run.name for run in runs)), shown)
+    return _caveat(runs) + html.columns(("", *(run.name for run in runs)), shown, kind="columns even")
 
 
 def _caveat(runs: Sequence[Run]) -> str:
@@ -124,12 +129,12 @@ def _differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 def _settings(runs: Sequence[Run]) -> str:
     rows = [(key, *values) for key, values in _differences(runs) if key not in _NAMES_ONLY]
-    return html.columns(("", *(run.name for run in runs)), rows) if rows else html.empty("None.")
+    return html.columns(("", *(run.name for run in runs)), rows, kind="columns even") if rows else html.empty("None.")
 
 
 def _rewards(runs: Sequence[Run]) -> str:
-    names = sorted({name for run in runs for prefix in ("val/", "reward/") for name in distinct(run.rows, prefix, "")})
-    names = [name for name in names if name and name not in ("val/reward", "reward/mean")]
+    ways = (("val/", "val/reward"), ("reward/", "reward/mean"))
+    names = sorted({name for run in runs for way in ways for name in distinct(run.rows, *way)[1:]})
     charts = [_overlay(runs, "Training reward", "reward/mean")]
     charts += [_overlay(runs, name, name) for name in names if not name.endswith("failed_fraction")]
     return html.wide(_overlay(runs, "Held-out reward", "val/reward")) + html.grid(charts)

@@ -60,6 +60,7 @@ th, td { text-align: left; vertical-align: top; padding: 4px 12px 4px 0;
 tr:last-child > * { border-bottom: 0; }
 th { font-weight: 500; color: var(--soft); width: 30%; min-width: 13em; } td { font-variant-numeric: tabular-nums; }
 .columns th { width: auto; min-width: 4em; } .columns td { white-space: pre-wrap; }
+.even { table-layout: fixed; } .even th:first-child { width: 40%; min-width: 0; }
 .bars th { width: 22%; min-width: 5em; } .bars td:last-child { width: 26%; white-space: nowrap; text-align: right;
   padding-right: 0; }
 .bar { vertical-align: middle; } .bar span { display: block; height: 12px; min-width: 2px; border-radius: 0 4px 4px 0;
@@ -135,11 +136,11 @@ def table(rows: Sequence[tuple[str, str]]) -> str:
     )
 
 
-def columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def columns(names: Sequence[str], rows: Sequence[Sequence[str]], *, kind: str = "columns") -> str:
     """A table with a heading over each column. Line breaks in the texts are kept."""
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<table class="columns"><tr>{head}</tr>{body}</table>'
+    return f'<table class="{kind}"><tr>{head}</tr>{body}</table>'
 
 
 def warnings(rows: Sequence[tuple[str, str]]) -> str:
