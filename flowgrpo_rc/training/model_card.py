@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.training.lora_files import EXPORT_NAMES
 from flowgrpo_rc.training.report_rows import Row, correction_series, points_of
 from flowgrpo_rc.training.tracking import MetricsFile, redact, write_atomic
 
@@ -94,8 +95,8 @@ def _introduction(config: Config, run_dir: Path) -> str:
     of = f"[{base}](https://huggingface.co/{base})" if base else f"a local checkpoint, `{Path(config.model.path).name}`"
     return (
         f"A LoRA for {of}, trained with {method} by flowgrpo_rc{_versions(run_dir)}. Everything below was measured in "
-        "that run or set for it.\n\nNo licence is declared here: add `license:` to the header of this file. That of the "
-        "base model applies as well."
+        "that run or set for it.\n\nNo licence is declared here: add `license:` to the header of this file. That of "
+        "the base model applies as well."
     )
 
 
@@ -139,7 +140,7 @@ def _usage(config: Config, source: str) -> str:
     """A program that runs where the base model and this folder are."""
     base = base_of(config) or f"path/to/{Path(config.model.path).name}"
     if _is_text(config):
-        lines = (
+        return _code(
             "from peft import PeftModel",
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
             "",
@@ -147,21 +148,29 @@ def _usage(config: Config, source: str) -> str:
             f'model = PeftModel.from_pretrained(model, "{source}")',
             f'tokenizer = AutoTokenizer.from_pretrained("{base}")',
         )
-        return _code(lines)
     pipeline, held_out = config.rollout.pipeline, config.rollout.held_out_spec()
-    given = {"height": pipeline.height, "width": pipeline.width, "num_frames": pipeline.num_frames}
-    given |= {"num_inference_steps": held_out.num_inference_steps, "guidance_scale": held_out.guidance_scale}
-    given |= {"true_cfg_scale": held_out.true_cfg_scale, "max_sequence_length": pipeline.max_sequence_length}
-    options = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+    given: dict[str, float | None] = {
+        "height": pipeline.height,
+        "width": pipeline.width,
+        "num_frames": pipeline.num_frames,
+        "num_inference_steps": held_out.num_inference_steps,
+        "guidance_scale": held_out.guidance_scale,
+        "true_cfg_scale": held_out.true_cfg_scale,
+        "max_sequence_length": pipeline.max_sequence_length,
+    }
+    options = [f"    {name}={value}," for name, value in given.items() if value is not None]
     made = ("image", "images[0]") if pipeline.num_frames is None else ("video", "frames[0]")
-    lines = (
+    program = _code(
         "from diffusers import DiffusionPipeline",
         "",
         f'pipe = DiffusionPipeline.from_pretrained("{base}")',
-        f'pipe.load_lora_weights("{source}", weight_name="pytorch_lora_weights.safetensors")',
-        f'{made[0]} = pipe("a prompt", {options}).{made[1]}',
+        f'pipe.load_lora_weights("{source}", weight_name="{EXPORT_NAMES["diffusion"]}")',
+        f"{made[0]} = pipe(",
+        '    "a prompt",',
+        *options,
+        f").{made[1]}",
     )
-    return f"In stock diffusers, with the sampler of the evaluation:\n\n{_code(lines)}"
+    return f"In stock diffusers, with the sampler of the evaluation:\n\n{program}"
 
 
 def _settings(config: Config, step: int) -> list[tuple[str, str]]:
@@ -232,7 +241,7 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
 
 
-def _code(lines: Sequence[str]) -> str:
+def _code(*lines: str) -> str:
     return "\n".join(("```python", *lines, "```"))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -143,10 +143,11 @@ def _rewards(runs: Sequence[Run]) -> str:
 def _correction(runs: Sequence[Run]) -> str:
     charts = []
     for title, name, log_y in _CORRECTION:
-        series = _each(runs, lambda rows, name=name: correction_series(rows, (name,)))
+        series = _each(runs, [correction_series(run.rows, (name,)) for run in runs])
         charts += [line_chart(title, series, log_y=log_y)] if series else []
-    levels = _each(runs, lambda rows: [Series(name="", points=mean_by_timestep(rows))])
-    if any(line.points for line in levels):
+    by_timestep = [mean_by_timestep(run.rows) for run in runs]
+    if any(by_timestep):
+        levels = [Series(name=run.name, points=points) for run, points in zip(runs, by_timestep, strict=True)]
         title, note = "Difference by timestep", "mean over steps"
         charts.append(line_chart(title, levels, note=note, x_name="timestep", log_y=True))
     return html.grid(charts) if charts else html.empty("The runs report no rollout-correction metrics.")
@@ -161,12 +162,11 @@ def _overlay(runs: Sequence[Run], title: str, name: str) -> str:
     return line_chart(title, [Series(name=run.name, points=points_of(run.rows, name)) for run in runs])
 
 
-def _each(runs: Sequence[Run], find: Callable[[Sequence[Row]], Sequence[Series]]) -> list[Series]:
-    """The first series that `find` has for each run, named for it; a run without one keeps its colour."""
-    found = [(run.name, find(run.rows)) for run in runs]
-    if not any(series for _, series in found):
-        return []
-    return [Series(name=name, points=series[0].points if series else []) for name, series in found]
+def _each(runs: Sequence[Run], found: Sequence[Sequence[Series]]) -> list[Series]:
+    """The first series of each run, named for it; a run without one keeps its colour. [] where none has one."""
+    named = zip(runs, found, strict=True)
+    lines = [Series(name=run.name, points=series[0].points if series else ()) for run, series in named]
+    return lines if any(found) else []
 
 
 def _samples(run: Run) -> str:
