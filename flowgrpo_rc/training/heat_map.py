@@ -60,7 +60,7 @@ def heat_map(
     note += f"; columns are means of {merged} steps" if merged > 1 else ""
     head = f"<figcaption><b>{escape(title)}</b> <small>{escape(note)}</small></figcaption>"
     lowest, highest = (f"{value:.2g}" for value in (low, high))
-    scale = f'<div class="scale">{escape(unit)}: {lowest}{bar}{highest}</div>'
+    scale = f'<div class="scale">{escape(unit)}: <span>{lowest}{bar}{highest}</span></div>'
     alt = f"{title}: {unit} from {lowest} to {highest}"
     return (
         f'<figure class="chart">{head}{scale}<div class="plot heat" style="--gutter:{gutter}ch">'

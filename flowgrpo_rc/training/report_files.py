@@ -102,20 +102,14 @@ def rejected(run_dir: Path) -> str:
     cards = []
     for row in rows[-_MAX_REJECTED:]:
         where = f"timestep {row['timestep']}" if "timestep" in row else f"token {row['position']}"
-        lines = [
-            *map(in_words, row["reasons"]),
-            _number("log-ratio", row["log_ratio"]),
-            _number("reward", row["reward"]),
-        ]
+        numbers = {"log-ratio": row["log_ratio"], "reward": row["reward"]}
+        lines = [*map(in_words, row["reasons"])]
+        lines += [f"{name} {value:.3g}" for name, value in numbers.items() if value is not None]
         picture = _data_uri(folder / row["picture"]) if "picture" in row else None
         texts = [_shown(text) for text in (row["prompt"], row.get("text")) if text]
         cards.append(html.card(f"Step {row['step']}, {where}", picture, lines, texts))
     note = f"The newest {len(cards)} of {len(rows)} that are in the folder; the worst few of each step are kept there."
     return html.note(note) + html.cards(cards)
-
-
-def _number(name: str, value: float | None) -> str:
-    return f"{name} {'not finite' if value is None else f'{value:.3g}'}"
 
 
 def config(run_dir: Path) -> dict[str, Any]:

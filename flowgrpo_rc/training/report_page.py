@@ -46,10 +46,11 @@ path.line { stroke: var(--c); stroke-width: 2; stroke-linejoin: round; stroke-li
 .dots.hidden path { stroke: transparent; stroke-width: 12; } .dots.hidden path:hover { stroke: var(--c); }
 .s0 { --c: var(--s0); } .s1 { --c: var(--s1); } .s2 { --c: var(--s2); } .s3 { --c: var(--s3); }
 .axis { text-align: right; margin: 4px 14px 0 0; line-height: 1; }
-.scale { display: flex; flex-wrap: wrap; gap: 0 8px; align-items: center; font: 12px/1.6 ui-monospace, monospace;
+.scale span { display: inline-flex; gap: 8px; align-items: center; } .heat path.threshold { stroke: #ffffff; }
+.scale { font: 12px/1.6 ui-monospace, monospace;
   color: var(--soft); }
 .scale img { width: 110px; height: 9px; border-radius: 2px; }
-.cards { display: grid; gap: 16px; grid-template-columns: repeat(auto-fill, minmax(min(100%, 190px), 1fr)); }
+.cards { display: grid; gap: 16px; grid-template-columns: repeat(auto-fill, minmax(clamp(134px, 15vw, 190px), 1fr)); }
 .cards p { margin: 0; overflow-wrap: anywhere; } .cards img { margin-bottom: 6px; max-width: 260px; }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 16px; font-size: .87rem; color: var(--soft); }
 .legend span::before { content: ""; display: inline-block; width: 14px; height: 3px; border-radius: 2px;
