@@ -99,9 +99,9 @@ class RejectedSamples:
 
     def _forget_old(self) -> None:
         for path in sorted(self._folder.glob(f"step_*_process_{self._rank}_of_*.json"))[:-STEPS_KEPT]:
+            path.unlink()  # first, so that nobody reads of pictures that are gone
             for picture in self._folder.glob(f"{path.stem}_*.png"):
                 picture.unlink()
-            path.unlink()
 
 
 def read_rejected(folder: Path) -> list[dict[str, Any]]:
