@@ -4,8 +4,8 @@
     python examples/minimal_flow_grpo.py --mode decoupled
 
 A small Stable Diffusion 3 that draws words on grounds of any colour learns to draw them on blue ones, in half a minute
-of one core. Images are sampled by a bf16 copy of the network and trained in fp32, so that the two disagree a little about
-how likely each step was. From top to bottom, as a training step goes:
+of one core. Images are sampled by a bf16 copy of the network and trained in fp32, so that the two disagree a little
+about how likely each step was. From top to bottom, as a training step goes:
 
     prompts -> rollout with log-probs -> rewards -> group advantages -> correction -> PPO clip -> optimizer step
 

@@ -4,7 +4,7 @@
 
 The real one, from this folder and with prompts and sizes of your own:
 
-    flowgrpo-rc train model.adapter=my_model.Chroma model.path=lodestones/Chroma1-HD rollout.pipeline.guidance_scale=5 ...
+    flowgrpo-rc train model.adapter=my_model.Chroma model.path=lodestones/Chroma1-HD ...
 
 `model.adapter` names the class. It says what the stock pipeline's `__call__` says, piece by piece, and knows nothing of
 the algorithm. docs/add_a_model.md explains each piece, and the tests that hold an adapter to its stock pipeline.
