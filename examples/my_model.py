@@ -121,13 +121,13 @@ def random_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     from flowgrpo_rc.cli import main as flowgrpo_rc
 
     parser = argparse.ArgumentParser(description="train two steps of a Chroma of random weights")
     parser.add_argument("--out", type=Path, default=Path("outputs/my_model"))
     parser.add_argument("overrides", nargs="*")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     settings = {
         "model.adapter": "my_model.Chroma",
         "model.path": random_checkpoint(args.out / "checkpoint"),
