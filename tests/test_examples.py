@@ -182,6 +182,7 @@ def test_wrong_names_say_what_is_allowed(override: str, words: list[str], capsys
 # --- a model of one's own
 
 
+@pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")  # diffusers' own Chroma
 def test_a_model_of_ones_own_is_its_stock_pipeline_and_trains(tmp_path: Path) -> None:
     import my_model
 
