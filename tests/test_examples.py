@@ -169,6 +169,7 @@ def test_a_loss_of_ones_own_trains_images(train: Train, tmp_path: Path) -> None:
         ("actor.diffusion_loss.loss_mode=grpo", ["flow_dppo", "my_module:function"]),
         ("actor.token_loss.loss_mode=ppo", ["gspo", "my_module:function"]),
         ("model.adapter=my_modell.Chroma", ["model.adapter", "'my_modell'", "PYTHONPATH"]),
+        ("model.adapter=flux", ["StableDiffusion3Pipeline", "model.adapter=flux is for FluxPipeline"]),
         ("model.adapter=my_model.Chroma", ["StableDiffusion3Pipeline", "model.adapter=my_model.Chroma is for Chroma"]),
     ],
 )

@@ -63,11 +63,12 @@ class ModelConfig:
             raise ValueError(f"model.lora_rank={self.lora_rank}, model.lora_alpha={self.lora_alpha}: give at least 1")
         if self.lora_init not in LORA_INITS:
             raise ValueError(f"model.lora_init={self.lora_init!r}: allowed are {', '.join(LORA_INITS)}")
-        for name in ("offload_idle", "adapter"):
-            if vars(self)[name] and self.kind != "diffusion":
-                raise ValueError(
-                    f"model.{name}={str(vars(self)[name]).lower()} has no effect with model.kind={self.kind}: drop it"
-                )
+        for given, setting in (
+            (self.offload_idle, "model.offload_idle=true"),
+            (self.adapter is not None, f"model.adapter={self.adapter}"),
+        ):
+            if given and self.kind != "diffusion":
+                raise ValueError(f"{setting} has no effect with model.kind={self.kind}: drop it")
         if not self.path:
             raise ValueError("model.path is empty: give a local folder or a hub id")
         folder = Path(self.path).expanduser()
