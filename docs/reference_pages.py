@@ -25,9 +25,9 @@ CONFIGURATION = """# Configuration
 <!-- Written by `make reference` from the dataclasses; edit their docstrings. -->
 
 Every key with its type, what is allowed, its default and its meaning. A file of `configs/` changes defaults:
-`tiny_ocr`, which runs where nothing is said, sets the sizes of the bundled model. `flowgrpo-rc train --cfg job` prints what a
-command line makes of all this. An unknown key is an error that names the nearest one, and so is a setting without
-effect.
+`tiny_ocr`, which runs where nothing is said, sets the sizes of the bundled model. `flowgrpo-rc train --cfg job` prints
+what a command line makes of all this. An unknown key is an error that names the nearest one, and so is a setting
+without effect.
 
 The options of a reward, `reward.terms.NAME.*`, are in [Rewards](add_a_reward.md#the-rewards-that-are-there); those of
 an engine, `rollout.engine_kwargs.*`, in [vLLM-Omni rollouts](vllm_omni.md#options) and
