@@ -1,4 +1,4 @@
-"""README.md and docs/ hold together: blocks parse, commands compose, links lead somewhere. `make test-docs` runs them."""
+"""README.md and docs/ hold together: blocks parse, commands compose, links lead somewhere; `make test-docs` runs them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def test_every_block_says_what_it_is() -> None:
     assert [str(block) for block in found if block.language not in LANGUAGES] == []
     fences = sum(page.read_text().count("```") for page in PAGES)
     assert fences == 2 * len(found), "a block is indented, or not closed"
-    assert sum(page.read_text().count("<!-- not run") for page in PAGES) == sum(block.why_not is not None for block in found)
+    marks = sum(page.read_text().count("<!-- not run") for page in PAGES)
+    assert marks == sum(block.why_not is not None for block in found), "a mark does not stand right above a block"
 
 
 @pytest.mark.parametrize("block", blocks("bash"), ids=str)
@@ -33,7 +34,7 @@ def test_shell_parses(block: Block) -> None:
     assert done.returncode == 0, done.stderr
     for line in block.lines():
         if line.startswith("make "):
-            targets = [word for word in line.split("#")[0].split()[1:]]
+            targets = line.split("#")[0].split()[1:]
             subprocess.run(["make", "-n", *targets], cwd=ROOT, check=True, capture_output=True)
 
 

@@ -139,11 +139,12 @@ def compare(config: Config, task: ImageTask, rollouts: Rollouts, lora: Lora) -> 
     engine, engine_other = (against_engine(*each) for each in compared)
     own, ours = copied(config.rollout.dtype, config.rollout.quantization), trainer_precision(config)
     replay = Replay(own, rollouts.few, lora, config.model.lora_alpha / config.model.lora_rank)
-    copies = [[own.against(*each) for each in compared]]
-    for name in PRECISIONS:
-        if name not in (own.precision, ours):
-            copy = copied(name, None)
-            copies.append([copy.against(*each) for each in compared])
+
+    def differences(copy: Copy) -> list[Mismatch]:
+        return [copy.against(*each) for each in compared]
+
+    others = [name for name in PRECISIONS if name not in (own.precision, ours)]
+    copies = [differences(own), *(differences(copied(name, None)) for name in others)]  # one in memory at a time
     found = check_record(rollouts.few, model, version=2, other_tensors=rollouts.other_tensors)
     diagnosis = diagnose(rollouts.few, replay, engine, [copy[0] for copy in copies], found)
     whole = against_engine(rollouts.many, trainer(rollouts.many), scales[0])

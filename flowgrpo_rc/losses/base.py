@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,11 +14,13 @@ from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import AllReduce, identity
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.correct import normalisation
+from flowgrpo_rc.plugins import load_function
 
 DIFFUSION_KEY = "actor.diffusion_loss"
 TOKEN_KEY = "actor.token_loss"
 DIFFUSION_LOSSES = ("flow_grpo", "grpo_guard", "flow_dppo")
 TOKEN_LOSSES = ("ppo_clip", "gspo")
+MEANS_LOSSES = ("grpo_guard", "flow_dppo")  # of DIFFUSION_LOSSES: they compare the means of the steps
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 
 
@@ -26,8 +28,10 @@ AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 class DiffusionLossConfig:
     """The loss of images, under `loss_type=ppo_clip`.
 
-    loss_mode: PPO's clip on the mean-pooled ratio, GRPO-Guard's on its own, or Flow-DPPO's bound on the divergence.
-    clip_ratio: half-width of the PPO band of flow_grpo (on the mean-pooled ratio) and grpo_guard (on its own).
+    loss_mode: PPO's clip on the mean-pooled ratio, GRPO-Guard's on its own, or Flow-DPPO's bound on the divergence;
+        or a function (`CustomLoss`).
+    clip_ratio: half-width of the PPO band of flow_grpo (on the mean-pooled ratio) and grpo_guard (on its own); a
+        function of yours reads it, too.
     adv_clip_max: advantages are clipped to +- this.
     kl_threshold: up to this KL of a step, mean over D, flow_dppo lets every update pass.
     """
@@ -40,12 +44,11 @@ class DiffusionLossConfig:
     @property
     def needs_means(self) -> bool:
         """Whether it compares the means of the current steps with those of the old policy's."""
-        return self.loss_mode != "flow_grpo"
+        return self.loss_mode in MEANS_LOSSES
 
     def validate(self) -> None:
-        if self.loss_mode not in DIFFUSION_LOSSES:
-            allowed = ", ".join(DIFFUSION_LOSSES)
-            raise ValueError(f"{DIFFUSION_KEY}.loss_mode={self.loss_mode!r}: allowed are {allowed}")
+        if custom_loss(DIFFUSION_KEY, self.loss_mode) is None and self.loss_mode not in DIFFUSION_LOSSES:
+            raise ValueError(f"{DIFFUSION_KEY}.loss_mode={self.loss_mode!r}: {_allowed(DIFFUSION_LOSSES)}")
         if not 0 < self.kl_threshold < math.inf:
             raise ValueError(f"{DIFFUSION_KEY}.kl_threshold={self.kl_threshold}: give a number above 0")
         if self.kl_threshold != DiffusionLossConfig.kl_threshold and self.loss_mode != "flow_dppo":
@@ -63,7 +66,7 @@ class DiffusionLossConfig:
 class TokenLossConfig:
     """The loss of text, under `loss_type=ppo_clip`.
 
-    loss_mode: `ppo_clip`, or `gspo` (one ratio for the sequence).
+    loss_mode: `ppo_clip`, `gspo` (one ratio for the sequence), or a function (`CustomLoss`).
     clip_ratio_low: the ratio stays above 1 - this.
     clip_ratio_high: the ratio stays below 1 + this.
     clip_ratio_c: dual clip, an upper bound above 1 on the ratio where the advantage is negative; null for none.
@@ -77,9 +80,10 @@ class TokenLossConfig:
     loss_agg_mode: str = "token-mean"
 
     def validate(self) -> None:
-        for name, allowed in (("loss_mode", TOKEN_LOSSES), ("loss_agg_mode", AGGREGATIONS)):
-            if vars(self)[name] not in allowed:
-                raise ValueError(f"{TOKEN_KEY}.{name}={vars(self)[name]!r}: allowed are {', '.join(allowed)}")
+        if custom_loss(TOKEN_KEY, self.loss_mode) is None and self.loss_mode not in TOKEN_LOSSES:
+            raise ValueError(f"{TOKEN_KEY}.loss_mode={self.loss_mode!r}: {_allowed(TOKEN_LOSSES)}")
+        if self.loss_agg_mode not in AGGREGATIONS:
+            raise ValueError(f"{TOKEN_KEY}.loss_agg_mode={self.loss_agg_mode!r}: allowed are {', '.join(AGGREGATIONS)}")
         if not 0 < self.clip_ratio_low < 1 or not self.clip_ratio_high > 0:
             raise ValueError(
                 f"{TOKEN_KEY}.clip_ratio_low={self.clip_ratio_low}, {TOKEN_KEY}.clip_ratio_high="
@@ -109,6 +113,32 @@ class PolicyLoss(NamedTuple):
 
 # (log_probs, old_log_probs, advantages, kept), all [B, T] -> the loss of each step.
 StepLoss = Callable[[Tensor, Tensor, Tensor, Tensor], PolicyLoss]
+
+
+class CustomLoss(Protocol):
+    """What `loss_mode=my_module:function` names: a `StepLoss` that is told the section of the configuration, too.
+
+    Steps that are not `kept` must have the value 0 and no gradient, by selection (`core.reduce.select`): their
+    log-probs may be infinite. Weights and rejection of the rollout correction are applied outside.
+    """
+
+    def __call__(
+        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, kept: Tensor, settings: Any
+    ) -> PolicyLoss: ...
+
+
+def custom_loss(key: str, loss_mode: str) -> CustomLoss | None:
+    """The function that a loss_mode with a colon names, None for another. ValueError if there is no such function."""
+    if ":" not in loss_mode:
+        return None
+    try:
+        return load_function(loss_mode)
+    except ValueError as error:
+        raise ValueError(f"{key}.loss_mode: {error}") from error
+
+
+def _allowed(names: tuple[str, ...]) -> str:
+    return f"allowed are {', '.join(names)}, or my_module:function for a loss of your own"
 
 
 class LossTerms(NamedTuple):

@@ -7,7 +7,7 @@ from torch import Tensor
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.transition import GaussianSteps
-from flowgrpo_rc.losses.base import DIFFUSION_KEY, LossConfig, LossTerms, PolicyLoss, denominator
+from flowgrpo_rc.losses.base import DIFFUSION_KEY, LossConfig, LossTerms, PolicyLoss, custom_loss, denominator
 from flowgrpo_rc.losses.flow_dppo import flow_dppo
 from flowgrpo_rc.losses.grpo_guard import grpo_guard
 from flowgrpo_rc.losses.policy import loss_terms
@@ -25,10 +25,13 @@ def diffusion_terms(
     `flow_dppo`, and `rollout_rs=step_kl`. ValueError where such a thing is missing.
     """
     settings = config.diffusion_loss
+    own = custom_loss(DIFFUSION_KEY, settings.loss_mode)
     kl = None if gaussian is None else gaussian.kl
 
     def step_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, kept: Tensor) -> PolicyLoss:
         given = (log_probs, old_log_probs, advantages, kept)
+        if own is not None:
+            return own(*given, settings)
         if settings.loss_mode == "flow_grpo":
             clip = settings.clip_ratio
             return ppo_clip(log_probs - old_log_probs, advantages, kept, low=clip, high=clip)

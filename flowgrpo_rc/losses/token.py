@@ -6,7 +6,7 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import TokenBatch
 from flowgrpo_rc.core.metrics import MetricBag
-from flowgrpo_rc.losses.base import LossConfig, LossTerms, PolicyLoss, denominator
+from flowgrpo_rc.losses.base import TOKEN_KEY, LossConfig, LossTerms, PolicyLoss, custom_loss, denominator
 from flowgrpo_rc.losses.policy import loss_terms
 from flowgrpo_rc.losses.ppo_clip import ppo_clip, sequence_log_ratio
 
@@ -15,8 +15,11 @@ def token_terms(config: LossConfig, log_probs: Tensor, batch: TokenBatch) -> Los
     """`loss_terms` of GRPO for log-probs [B, T] of whole responses; rejected tokens leave the mean, as the documents
     for language models have it."""
     settings = config.token_loss
+    own = custom_loss(TOKEN_KEY, settings.loss_mode)
 
     def step_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, kept: Tensor) -> PolicyLoss:
+        if own is not None:
+            return own(log_probs, old_log_probs, advantages, kept, settings)
         log_ratio = log_probs - old_log_probs
         if settings.loss_mode == "gspo":
             log_ratio = sequence_log_ratio(log_probs, old_log_probs, kept)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.models.sharing import Shared
+from flowgrpo_rc.plugins import load_class
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LORA_INITS = ("gaussian", "default")
@@ -43,6 +44,7 @@ class ModelConfig:
     lora_path: an exported LoRA (folder or file) to start from.
     target_modules: name endings of the linear layers that get a LoRA; null takes the adapter's default.
     gradient_checkpointing: recompute activations in the backward pass: less memory, more time.
+    adapter: the class of a flow model out of the tree, `my_module.MyModel`; null: that of the checkpoint's pipeline.
     offload_idle: text encoders and VAE are on the CPU while nobody uses them.
     """
 
@@ -56,6 +58,7 @@ class ModelConfig:
     target_modules: list[str] | None = None
     gradient_checkpointing: bool = False
     offload_idle: bool = False
+    adapter: str | None = None
 
     def validate(self) -> None:
         """Raise ValueError for settings that cannot work; nothing is loaded."""
@@ -67,8 +70,11 @@ class ModelConfig:
             raise ValueError(f"model.lora_rank={self.lora_rank}, model.lora_alpha={self.lora_alpha}: give at least 1")
         if self.lora_init not in LORA_INITS:
             raise ValueError(f"model.lora_init={self.lora_init!r}: allowed are {', '.join(LORA_INITS)}")
-        if self.offload_idle and self.kind != "diffusion":
-            raise ValueError(f"model.offload_idle=true has no effect with model.kind={self.kind}: drop it")
+        for name in ("offload_idle", "adapter"):
+            if vars(self)[name] and self.kind != "diffusion":
+                raise ValueError(
+                    f"model.{name}={str(vars(self)[name]).lower()} has no effect with model.kind={self.kind}: drop it"
+                )
         if not self.path:
             raise ValueError("model.path is empty: give a local folder or a hub id")
         folder = Path(self.path).expanduser()
@@ -204,14 +210,17 @@ class FlowModel(ABC):
 def adapter_of(config: ModelConfig) -> type[FlowModel]:
     """The adapter for the checkpoint at `config.path`, from its model_index.json alone.
 
-    Raises ValueError for a folder that cannot be read, a pipeline class without adapter, or a component that the
-    adapter does not know what to do with.
+    Raises ValueError for a folder that cannot be read, a pipeline class without adapter (or with another than
+    `config.adapter`'s), or a component that the adapter does not know what to do with.
     """
-    index, adapters = _read_index(config), adapters_by_pipeline()
+    index = _read_index(config)
+    adapters = adapters_by_pipeline() if config.adapter is None else _named_adapter(config.adapter)
     adapter = adapters.get(index["_class_name"])
     if adapter is None:
         raise ValueError(
-            f"model.path={config.path} is a {index['_class_name']}; adapters exist for {', '.join(sorted(adapters))}"
+            f"model.path={config.path} is a {index['_class_name']}; "
+            f"{'adapters exist' if config.adapter is None else f'model.adapter={config.adapter} is'} "
+            f"for {', '.join(sorted(adapters))}"
         )
     for name, reason in adapter.unsupported_components.items():
         if index.get(name, _ABSENT) != _ABSENT:
@@ -243,6 +252,14 @@ def adapters_by_pipeline() -> dict[str, type[FlowModel]]:
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"flowgrpo_rc.models.{module.name}")
     return {adapter.pipeline_class: adapter for adapter in FlowModel.__subclasses__()}
+
+
+def _named_adapter(name: str) -> dict[str, type[FlowModel]]:
+    try:
+        adapter: type[FlowModel] = load_class("flowgrpo_rc.models", name, FlowModel)
+    except ValueError as error:
+        raise ValueError(f"model.adapter: {error}") from error
+    return {adapter.pipeline_class: adapter}
 
 
 def _path(config: ModelConfig) -> str:

@@ -1,0 +1,150 @@
+"""A model of your own, out of the tree: Chroma (https://huggingface.co/lodestones/Chroma1-HD), FLUX.1's open relative.
+
+    python examples/my_model.py      # two steps, from a checkpoint of random weights
+
+The real one, from this folder and with prompts and sizes of your own:
+
+    flowgrpo-rc train model.adapter=my_model.Chroma model.path=lodestones/Chroma1-HD rollout.pipeline.guidance_scale=5 ...
+
+`model.adapter` names the class. It says what the stock pipeline's `__call__` says, piece by piece, and knows nothing of
+the algorithm. docs/add_a_model.md explains each piece, and the tests that hold an adapter to its stock pipeline.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.batch import Conditioning, SamplerSpec
+from flowgrpo_rc.models.base import FlowModel, Schedule
+from flowgrpo_rc.models.layout import check_size, linear_schedule, to_uint8, unpack
+
+
+class Chroma(FlowModel):
+    """T5 for the tokens, masked after the first padding; packed latents [B, H/16 * W/16, 64]; guidance on a negative
+    prompt, which FLUX.1-dev has distilled away."""
+
+    pipeline_class = "ChromaPipeline"
+    default_target_modules = ("attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v")
+
+    def check(self, spec: SamplerSpec, key: str) -> None:
+        check_size(spec, multiple=2 * self.pipeline.vae_scale_factor)
+
+    def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
+        embeds, _, mask, *_ = self.pipeline.encode_prompt(
+            list(prompts),
+            do_classifier_free_guidance=False,
+            device=self.device,
+            max_sequence_length=max_sequence_length,
+        )
+        return Conditioning(embeds=embeds, mask=mask.bool())
+
+    def latent_shape(self, spec: SamplerSpec) -> tuple[int, ...]:
+        rows, columns = self._patches(spec)
+        return rows * columns, self.transformer.config.in_channels
+
+    def schedule(self, spec: SamplerSpec) -> Schedule:
+        rows, columns = self._patches(spec)
+        return linear_schedule(self.scheduler, spec.num_inference_steps, rows * columns, self.device)
+
+    def velocity(
+        self,
+        transformer: Any,
+        latents: Tensor,
+        timesteps: Tensor,
+        conditioning: Conditioning,
+        negative: Conditioning | None,
+        spec: SamplerSpec,
+    ) -> Tensor:
+        axes = (torch.arange(size, device=latents.device) for size in (1, *self._patches(spec)))
+        positions = torch.cartesian_prod(*axes).to(latents.dtype)
+
+        def predict(text: Conditioning) -> Tensor:
+            tokens = text.tokens()
+            predicted: Tensor = transformer(
+                hidden_states=latents.to(transformer.dtype),
+                timestep=timesteps / 1000,
+                encoder_hidden_states=text.embeds.to(transformer.dtype),
+                txt_ids=positions.new_zeros(text.embeds.shape[1], 3),
+                img_ids=positions,
+                # Numbers, not bools, as the stock pipeline has it: the attention adds them to its logits.
+                attention_mask=torch.cat([tokens, tokens.new_ones(latents.shape[:2])], 1).to(transformer.dtype),
+                return_dict=False,
+            )[0]
+            return predicted.float()
+
+        guided = predict(conditioning)
+        if negative is None:
+            return guided
+        unguided = predict(negative)
+        return unguided + self.cfg_scale(spec) * (guided - unguided)
+
+    def _decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
+        vae = self.pipeline.vae
+        scaled = unpack(latents, *self._patches(spec)) / vae.config.scaling_factor + vae.config.shift_factor
+        decoded = vae.decode(scaled.to(vae.dtype), return_dict=False)[0]
+        return to_uint8(self.pipeline.image_processor.postprocess(decoded, output_type="np"))
+
+    def _patches(self, spec: SamplerSpec) -> tuple[int, int]:
+        """Rows and columns of the image's tokens."""
+        side = 2 * self.pipeline.vae_scale_factor
+        return spec.height // side, spec.width // side
+
+
+def random_checkpoint(folder: Path) -> Path:
+    """The true classes, small and untrained: enough to see that everything fits together."""
+    from diffusers import ChromaPipeline, ChromaTransformer2DModel, FlowMatchEulerDiscreteScheduler
+
+    from flowgrpo_rc.assets import tiny_sd3
+
+    tokenizer = tiny_sd3.t5_tokenizer()
+    encoder, vae = tiny_sd3.t5_encoder(tokenizer), tiny_sd3.autoencoder()
+    vae.register_to_config(scaling_factor=0.4, shift_factor=0.1)
+    transformer = ChromaTransformer2DModel(
+        in_channels=4 * tiny_sd3.LATENT_CHANNELS,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=encoder.config.d_model,
+        axes_dims_rope=(4, 6, 6),
+        approximator_num_channels=16,
+        approximator_hidden_dim=32,
+        approximator_layers=1,
+    )
+    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    ChromaPipeline(scheduler, vae, encoder, tokenizer, transformer).save_pretrained(folder)
+    return folder
+
+
+def main() -> int:
+    from flowgrpo_rc.cli import main as flowgrpo_rc
+
+    parser = argparse.ArgumentParser(description="train two steps of a Chroma of random weights")
+    parser.add_argument("--out", type=Path, default=Path("outputs/my_model"))
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_args()
+    settings = {
+        "model.adapter": "my_model.Chroma",
+        "model.path": random_checkpoint(args.out / "checkpoint"),
+        "data.train_batch_size": 2,
+        "rollout.n": 4,
+        "rollout.pipeline.guidance_scale": 3.5,
+        "rollout.val_kwargs.guidance_scale": 3.5,
+        "rollout.val_kwargs.n": 16,
+        "actor.ppo_micro_batch_size_per_gpu": 4,
+        "reward.terms.ocr": "null",  # random weights draw no words
+        "reward.terms.jpeg.objective": "compressibility",
+        "trainer.total_training_steps": 2,
+        "trainer.output_dir": args.out / "run",
+        "trainer.experiment_name": "my_model",
+    }
+    return flowgrpo_rc(["train", *(f"{key}={value}" for key, value in settings.items()), *args.overrides])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
