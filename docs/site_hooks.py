@@ -1,4 +1,4 @@
-"""Formulas become MathML while the site is built, so that its pages need no script for them."""
+"""What mkdocs does to the pages beyond its extensions, so that they read the same on the site as in the repository."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from latex2mathml.converter import convert
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 
 
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Markdown inside of <details>, as it is read in the repository."""
+    return markdown.replace("<details>", '<details markdown="1">')
+
+
 def on_page_content(html: str, **_: Any) -> str:
-    """Called by mkdocs for every page."""
+    """Formulas become MathML, so that pages need no script for them."""
     return _FORMULA.sub(_mathml, html)
 
 
