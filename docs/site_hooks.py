@@ -8,6 +8,7 @@ from typing import Any
 
 from latex2mathml.converter import convert
 
+_NAME_IN_TABLE = re.compile(r"(?<=<td><code>)[^<]+(?=</code>)")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 
 
@@ -17,7 +18,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Formulas become MathML, so that pages need no script for them."""
+    """Formulas become MathML, so that pages need no script for them; long names in tables may be broken."""
+    html = _NAME_IN_TABLE.sub(lambda name: re.sub(r"([_/.])", r"\1<wbr>", name[0]), html)
     return _FORMULA.sub(_mathml, html)
 
 

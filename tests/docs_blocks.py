@@ -34,7 +34,7 @@ CAP = {
         "actor.ppo_mini_batch_size=2",
         "actor.ppo_micro_batch_size_per_gpu=4",
     ),
-    "calibrate": ("rollout.n=4", "--prompts=2"),
+    "calibrate": ("--prompts=1",),
 }
 # A fork of a process with threads: they are torch's and BLAS's, which expect that.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -13,6 +13,7 @@ from documented import PAGES, ROOT, Block, arguments, blocks
 
 from flowgrpo_rc.cli import _parser
 from flowgrpo_rc.compose import compose_all, compose_config, to_config
+from flowgrpo_rc.training.health import _RULES
 
 LANGUAGES = {"bash", "python", "yaml", "json", "text"}
 COMMANDS = [(block, line) for block in blocks("bash") for line in block.lines() if arguments(line) is not None]
@@ -79,3 +80,9 @@ def test_nothing_here_needs_the_site() -> None:
     program = "import sys, flowgrpo_rc.cli; print([m for m in ('mkdocs', 'latex2mathml') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_every_warning_is_explained() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    watched = {rule.metric for rule in _RULES} | {"pre_update_clip_fraction", "mismatch_over_expected"}
+    assert [metric for metric in sorted(watched) if f"`{metric}`" not in page] == []
