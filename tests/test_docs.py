@@ -1,4 +1,4 @@
-"""README.md and docs/ hold together: blocks parse, commands compose, links lead somewhere. `docs_blocks.py` runs them."""
+"""README.md and docs/ hold together: blocks parse, commands compose, links lead somewhere. docs_blocks.py runs them."""
 
 from __future__ import annotations
 
