@@ -20,7 +20,14 @@ from torch import Tensor
 from transformers import AutoTokenizer, BlipConfig, CLIPConfig, CLIPImageProcessorPil, CLIPModel
 
 BASES = {"hpsv2": "laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "image_reward": "bert-base-uncased"}
-IMAGE_REWARD_TEXT = {"vocab_size": 30524, "hidden_size": 768, "encoder_hidden_size": 1024, "intermediate_size": 3072}
+# A BERT base that looks at a ViT-L/16; the defaults of BlipConfig are others.
+IMAGE_REWARD_TEXT = {
+    "vocab_size": 30524,
+    "hidden_size": 768,
+    "encoder_hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 12,
+}
 IMAGE_REWARD_VISION = {
     "hidden_size": 1024,
     "intermediate_size": 4096,

@@ -146,10 +146,12 @@ def _train(arguments: argparse.Namespace) -> int:
     from omegaconf import OmegaConf
 
     from flowgrpo_rc.compose import to_config
+    from flowgrpo_rc.training.tracking import redact
 
     composed = _composed(arguments)
     if arguments.cfg:
-        print(OmegaConf.to_yaml(composed.config, resolve=True), end="")
+        shown = redact(OmegaConf.to_container(composed.config, resolve=True))
+        print(OmegaConf.to_yaml(OmegaConf.create(shown)), end="")
         return EXIT_OK
     composed.check()
     config = to_config(composed.config)

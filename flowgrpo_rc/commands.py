@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -77,7 +76,7 @@ def serve_reward(arguments: argparse.Namespace) -> None:
     serve(
         arguments.reward,
         options,
-        token=os.environ.get(arguments.token_env, ""),
+        token_env=arguments.token_env,
         host=arguments.host,
         port=arguments.port,
         certificate=arguments.certificate,

@@ -57,7 +57,7 @@ def build(cls: type[T], options: Mapping[str, object], where: str) -> T:
     check_options(cls, options, where)
     try:
         return cls(**options)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{where}: {error}") from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import socketserver
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,8 +29,10 @@ class Scripted(socketserver.ThreadingTCPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, behaviour: Behaviour) -> None:
+    def __init__(self, behaviour: Behaviour, tls: ssl.SSLContext | None = None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
+        if tls is not None:
+            self.socket = tls.wrap_socket(self.socket, server_side=True)
         self.behaviour, self.stopped, self.received = behaviour, threading.Event(), list[Received]()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
@@ -53,8 +56,8 @@ class _Handler(socketserver.BaseRequestHandler):
 
 
 @contextmanager
-def scripted(behaviour: Behaviour) -> Iterator[Scripted]:
-    with Scripted(behaviour) as server:
+def scripted(behaviour: Behaviour, tls: ssl.SSLContext | None = None) -> Iterator[Scripted]:
+    with Scripted(behaviour, tls) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
         try:

@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import socket
+import threading
 import time
 from itertools import count
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from reward_servers import Received, Scripted, answering, http, scripted
 
 from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.cli import main
 from flowgrpo_rc.rewards.http import Breaker, JsonClient, ServerError
 from flowgrpo_rc.rewards.jpeg import Jpeg
 from flowgrpo_rc.rewards.manager import RewardConfig, RewardManager, validate_rewards
@@ -49,11 +51,9 @@ def drips(head: bytes):
     return behaviour
 
 
-def floods(head: str):
+def floods(head: str, part: bytes):
     def behaviour(connection: socket.socket, received: Received, server: Scripted) -> None:
-        connection.sendall(f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n{head}\r\n\r\n".encode())
-        part = b" " * 2**16
-        part = part if "Length" in head else b"10000\r\n" + part + b"\r\n"
+        connection.sendall(f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n{head}".encode())
         server.flooded = 0
         while server.flooded < ENDLESS and not server.stopped.is_set():
             server.flooded += connection.send(part)
@@ -75,13 +75,14 @@ def values(*numbers: object) -> bytes:
 
 
 ECHO = f"Bearer {TOKEN}"
-SENT = {"Length": f"Content-Length: {ENDLESS}", "chunked": "Transfer-Encoding: chunked"}
+ESCAPED = "".join(f"\\u{ord(character):04x}" for character in ECHO)
 HOSTILE = {
     "hangs": hangs,
     "drips its header": drips(b"HTTP/1.1 200 OK\r\nX-A: "),
     "drips its body": drips(http("")[:-6] + b"9\r\n\r\n"),
-    "floods by length": floods(SENT["Length"]),
-    "floods in chunks": floods(SENT["chunked"]),
+    "floods by length": floods(f"Content-Length: {ENDLESS}\r\n\r\n", b" " * 2**16),
+    "floods in chunks": floods("Transfer-Encoding: chunked\r\n\r\n", b"10000\r\n" + b" " * 2**16 + b"\r\n"),
+    "floods its header": floods("X-A: ", b" " * 2**16),
     "hangs up": says(b""),
     "hangs up in the body": says(http({"values": [1, 2, 3]})[:-4]),
     "is no HTTP server": says(b"SSH-2.0-OpenSSH_9.6\r\n"),
@@ -110,6 +111,7 @@ HOSTILE = {
     "echoes the token around a broken byte": says(
         http(TOKEN[:5].encode() + b"\xff" + TOKEN[5:].encode(), "400 Bad Request")
     ),
+    "echoes the token in escapes": says(http(f'{{"detail": "{ESCAPED}"}}', "400 Bad Request")),
     "echoes the token as status": says(f"HTTP/1.1 {ECHO}\r\n\r\n".encode()),
     "echoes the token as a value": says(values(ECHO, ECHO, ECHO)),
     "echoes the token as a key": says(http({ECHO: [1, 2, 3]})),
@@ -155,7 +157,17 @@ def test_a_refused_connection_is_tried_again_until_the_deadline():
     rewards = manager(f"http://127.0.0.1:{port}", **PATIENT)
     assert rewards.collect([rewards.submit(IMAGES, PROMPTS)]).parts["remote"].isnan().all()
     rewards.close()
-    assert "cannot be reached (ConnectError)" in rewards.last_error["remote"]
+    assert "cannot be reached (ConnectError: All connection attempts failed)" in rewards.last_error["remote"]
+
+
+def test_a_name_that_is_looked_up_for_ever_does_not_hold_a_call(monkeypatch):
+    done = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: done.wait(120))
+    start = time.monotonic()
+    with pytest.raises(ServerError, match=r"no answer within deadline_s=0\.5"):
+        JsonClient(url="https://example.org", deadline_s=0.5).post("/", {})
+    assert time.monotonic() - start < 60
+    done.set()
 
 
 @pytest.mark.parametrize("status", ["429 Too Many Requests", "502 Bad Gateway", "503 X", "504 X"])
@@ -220,8 +232,14 @@ def test_one_failure_after_the_pause_opens_the_breaker_again():
         ({"url": "http://me:secret@127.0.0.1"}, r"must have no user, query or fragment"),
         ({"url": "https://example.org/?token=secret"}, r"must have no user, query or fragment"),
         ({"token_env": "tok-secret"}, r"must be the name of an environment variable, not a token"),
-        ({"token_env": "UNSET_VARIABLE"}, r"token_env=UNSET_VARIABLE: the environment variable is unset"),
-        ({"token_env": "BROKEN"}, r"no token of printable ASCII"),
+        ({"token_env": "UNSET_VARIABLE"}, r"the environment variable of that name is unset"),
+        ({"token_env": "secret0f1e2d3c"}, r"the environment variable of that name is unset"),
+        ({"token_env": "BROKEN"}, r"or holds no token"),
+        ({"token_env": "QUOTED"}, r"or holds no token"),
+        ({"ca_file": "nowhere.pem"}, r"ca_file='nowhere\.pem': give a file of certificates in PEM"),
+        ({"url": "http://localhost:port"}, r"must have a port from 0 to 65535"),
+        ({"url": 8000}, r"reward\.terms\.remote: "),
+        ({"part_names": "edit"}, r"part_names='edit': give a list, such as \[edit\]"),
         ({"deadline_s": 0}, r"deadline_s=0: give a number above 0"),
         ({"max_response_mb": float("inf")}, r"max_response_mb=inf"),
         ({"max_attempts": 0}, r"max_attempts=0"),
@@ -231,6 +249,7 @@ def test_one_failure_after_the_pause_opens_the_breaker_again():
 )
 def test_bad_options(options, message, monkeypatch):
     monkeypatch.setenv("BROKEN", "one\ntwo")
+    monkeypatch.setenv("QUOTED", 'one"two')
     term = {"url": "http://localhost:8000", **options}
     with pytest.raises(ValueError, match=message) as caught:
         validate_rewards(RewardConfig(terms={"remote": term}))
@@ -251,8 +270,11 @@ def test_a_run_goes_on_beside_a_hostile_server_and_writes_no_token(train, tmp_pa
             f"+reward.terms.good={{{remote}, url: '{good.url}', weight: 0.5}}",
             f"+reward.terms.bad={{{remote}, url: '{bad.url}', weight: 0.0}}",
             "reward.max_failed_fraction=1.0",
+            "trainer.logger=[console,tensorboard]",
         )
         assert code == 0
+        assert train(f"+reward.terms.good={{{remote}, url: '{good.url}'}}", "--cfg", "job") == 0
+        assert main(["report", str(tmp_path / "run")]) == 0
         assert good.received
         assert bad.received
     run = tmp_path / "run"
@@ -263,6 +285,7 @@ def test_a_run_goes_on_beside_a_hostile_server_and_writes_no_token(train, tmp_pa
     written = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
     shown = capfd.readouterr()
     assert b"REWARD_TOKEN" in written
+    assert "REWARD_TOKEN" in shown.out
     assert TOKEN.encode() not in written
     assert TOKEN not in caplog.text + shown.out + shown.err
 

@@ -5,6 +5,7 @@ A new file in flowgrpo_rc/rewards fails here until it stands in `CASES`.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from inspect import Parameter, signature
@@ -20,6 +21,8 @@ from tiny_rewards import CLIP_FEATURES, save_clip, save_head, save_image_reward
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import available_plugins, build, load_class
 from flowgrpo_rc.rewards.base import Reward
+from flowgrpo_rc.rewards.clip_model import Clip
+from flowgrpo_rc.rewards.http import JsonClient
 from flowgrpo_rc.rewards.manager import PACKAGE, RewardConfig, RewardManager, validate_rewards
 from flowgrpo_rc.rewards.wire import decode, decode_png
 
@@ -84,6 +87,12 @@ CASES = [
     "video_ocr",
     "vlm_ocr",
 ]
+FURTHER = {
+    **dict.fromkeys(("geneval", "remote", "vlm_ocr"), ", a server's"),
+    **dict.fromkeys(("aesthetic", "clip", "hpsv2", "pickscore"), ", CLIP's"),
+    "video_clip": ", those of `clip`",
+    "video_ocr": ", those of `ocr`",
+}
 WITH_WEIGHTS = ("aesthetic", "clip", "hpsv2", "image_reward", "pickscore", "video_clip")
 PER_SAMPLE = [name for name in CASES if name not in ("exact_match", "function", "remote", "jpeg")]
 
@@ -109,6 +118,36 @@ def samples_of(reward: Reward, count: int, *, height: int = 24, width: int = 40)
 
 def test_every_reward_stands_here():
     assert sorted(CASES) == available_plugins(PACKAGE, Reward)
+
+
+def keys(component: type) -> str:
+    """Its keyword parameters with their defaults, as docs/rewards.md writes them."""
+    words = []
+    for name, parameter in signature(component).parameters.items():
+        if parameter.kind is Parameter.VAR_KEYWORD:
+            continue
+        default = parameter.default
+        if default is Parameter.empty:
+            words.append(f"`{name}`")
+        elif isinstance(default, str):
+            words.append(f"`{name}` (`{default}`)" if len(default) < 80 else f"`{name}` (in its file)")
+        else:
+            words.append(f"`{name}` (`{json.dumps(default)}`)")
+    return ", ".join(words)
+
+
+@pytest.mark.parametrize(
+    ("name", "component", "further"),
+    [
+        ("CLIP's", Clip, ""),
+        ("a server's", JsonClient, ""),
+        *((f"`{name}`", load_class(PACKAGE, name, Reward), FURTHER.get(name, "")) for name in CASES),
+    ],
+)
+def test_the_documentation_has_every_key_and_default(name, component, further):
+    page = (Path(__file__).parents[1] / "docs" / "rewards.md").read_text()
+    (row,) = [line.split(" | ") for line in page.splitlines() if line.startswith(f"| {name} |")]
+    assert row[2 if name.startswith("`") else 1].removesuffix(" |") == keys(component) + further
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -206,6 +245,17 @@ def test_half_precision_is_near(name, options):
     found, wanted = (np.asarray(r(samples, prompts(5)).values) for r in (other, reward))
     assert np.abs(found - wanted).max() < 0.1 * max(1.0, np.abs(wanted).max())
     assert (found != wanted).any()
+
+
+def test_a_processor_elsewhere(options, monkeypatch):
+    """`~` is this user's folder for both, and what is nowhere is said before anything is loaded."""
+    home, name = Path(options["clip"]["path"]).parent, Path(options["clip"]["path"]).name
+    monkeypatch.setenv("HOME", str(home))
+    reward = make("pickscore", options, path=f"~/{name}", processor=f"~/{name}")
+    samples = samples_of(reward, 2)
+    assert reward(samples, prompts(2)) == make("pickscore", options)(samples, prompts(2))
+    with pytest.raises(ValueError, match=r"processor='~/none': there is no such folder"):
+        make("pickscore", options, processor="~/none")
 
 
 def test_a_checkpoint_of_another_model_is_refused(options, tmp_path: Path):

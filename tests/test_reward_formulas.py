@@ -14,7 +14,14 @@ from PIL import Image
 from reward_servers import answering, scripted
 from tiny_rewards import CLIP_FEATURES, HIDDEN, blip, save_clip, save_head, save_image_reward
 from torch import nn
-from transformers import AutoTokenizer, CLIPModel, CLIPVisionConfig, CLIPVisionModelWithProjection
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BlipConfig,
+    CLIPModel,
+    CLIPVisionConfig,
+    CLIPVisionModelWithProjection,
+)
 
 from flowgrpo_rc import assets
 from flowgrpo_rc.assets.build_tiny_clip import evaluate_checkpoint
@@ -92,7 +99,10 @@ def test_aesthetic(clip, tmp_path, ending):
 
 def test_a_head_must_be_layers_in_a_row(clip, tmp_path):
     good = torch.load(save_head(tmp_path / "head.pth", 4), weights_only=True)
-    for state in ({}, good | {"layers.2.weight": torch.ones(2, 8), "layers.2.bias": torch.ones(2)}):
+    two = {"layers.2.weight": torch.ones(2, 8), "layers.2.bias": torch.ones(2)}
+    norm = {"layers.1.weight": torch.ones(8), "layers.1.bias": torch.ones(8)}
+    no_bias = {name: tensor for name, tensor in good.items() if name != "layers.0.bias"}
+    for state in ({}, {"weight": torch.ones(1, 4)}, no_bias, good | two, good | norm):
         with pytest.raises(ValueError, match="linear layers"):
             linear_head(state)
     with pytest.raises(ValueError, match=r"head='nowhere\.pth': give an existing file"):
@@ -271,6 +281,19 @@ def test_image_reward_weights_have_the_names_of_transformers(converter, tmp_path
     assert {name for name in converted if not name.startswith("layers.")} <= set(blip().state_dict())
 
 
+def test_image_reward_gets_the_sizes_of_its_towers(converter, tmp_path):
+    """The sizes of a BERT base and of a ViT-L/16, whatever the defaults of BlipConfig are."""
+    torch.save({"mlp.layers.0.weight": torch.zeros(1)}, tmp_path / "published.pt")
+    save_image_reward(tmp_path)
+    converter.convert_image_reward(tmp_path / "published.pt", tmp_path / "out", str(tmp_path))
+    config = BlipConfig.from_pretrained(tmp_path / "out")
+    of_both = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "layer_norm_eps")
+    bert = BertConfig()
+    for name in (*of_both, "max_position_embeddings", "hidden_act"):
+        assert getattr(config.text_config, name) == getattr(bert, name), name
+    assert [getattr(config.vision_config, name) for name in of_both] == [1024, 4096, 24, 16, 1e-6]
+
+
 def test_the_example_of_a_reward_of_ones_own(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
     picture = np.zeros((1, 4, 4, 3), np.uint8)
@@ -298,6 +321,10 @@ def test_the_example_of_a_reward_of_ones_own(monkeypatch):
         ({"include": [{"class": "dog", "count": 0}]}, "must be an object with class and count"),
         ({"include": [{"class": "dog", "count": 1, "position": ["near", 0]}]}, "position .*: give one of left of"),
         ({"include": [{"class": "dog", "count": 1, "position": ["above", 1]}]}, "position .*: give one of left of"),
+        ({"include": [{"class": "dog", "count": 1, "position": ["above"]}]}, r"perhaps color and position \["),
+        ({"include": [{"class": "dog", "count": 1, "position": "above"}]}, r"perhaps color and position \["),
+        ({"include": [{"class": "dog", "count": 1, "color": 3}]}, r"perhaps color and position \["),
+        ({"include": ["dog"]}, r"perhaps color and position \["),
         ({"include": [{"class": "dog", "count": 1}], "exclude": 3}, "exclude must be a list"),
     ],
 )

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import numpy as np
 import pytest
 import uvicorn
+from reward_servers import Received, Scripted, scripted
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.rewards.base import Reward, Scores
 from flowgrpo_rc.rewards.exact_match import ExactMatch
+from flowgrpo_rc.rewards.function import Function
 from flowgrpo_rc.rewards.http import ServerError
 from flowgrpo_rc.rewards.jpeg import Jpeg
 from flowgrpo_rc.rewards.remote import Remote
@@ -77,19 +83,43 @@ def test_images_come_back_with_the_scores_of_the_reward_itself():
         assert remote(url, batch_size=2, concurrency=2)(IMAGES, PROMPTS).values == Jpeg()(IMAGES, PROMPTS).values
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate by openssl")
-def test_tls_is_checked_against_the_certificate_that_is_trusted(tmp_path):
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+@pytest.fixture(scope="module")
+def certified(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Certificate and key for localhost."""
+    if shutil.which("openssl") is None:
+        pytest.skip("makes a certificate by openssl")
+    folder = tmp_path_factory.mktemp("tls")
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
     command = f"openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=here -keyout {key} -out {certificate}"
     subprocess.run([*command.split(), "-addext", "subjectAltName=DNS:localhost"], check=True, capture_output=True)
+    return certificate, key
+
+
+def test_tls_is_checked_against_the_certificate_that_is_trusted(certified):
+    certificate, key = certified
     with served(Jpeg(), ssl_certfile=certificate, ssl_keyfile=key) as url:
         port = url.rpartition(":")[2]
         trusting = remote(f"https://localhost:{port}", ca_file=str(certificate))
         assert trusting(IMAGES, PROMPTS).values == Jpeg()(IMAGES, PROMPTS).values
         for address, options in (("localhost", {}), ("127.0.0.1", {"ca_file": str(certificate)})):
             stranger = remote(f"https://{address}:{port}", max_attempts=1, **options)
-            with pytest.raises(ServerError, match=r"cannot be reached \(ConnectError\)"):
+            with pytest.raises(ServerError, match=r"cannot be reached \(ConnectError: .*certificate verify failed"):
                 stranger(IMAGES, PROMPTS)
+
+
+def test_tls_that_breaks_in_the_middle(certified):
+    """What follows the handshake is no TLS."""
+
+    def breaks(connection: socket.socket, received: Received, server: Scripted) -> None:
+        os.write(connection.fileno(), b"in the clear" * 20)
+
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(*certified)
+    with scripted(breaks, context) as server:
+        reward = remote(f"https://localhost:{server.server_address[1]}", ca_file=str(certified[0]))
+        with pytest.raises(ServerError, match=r"broke off or does not speak HTTP"):
+            reward(IMAGES, PROMPTS)
+    assert len(server.received) == 1
 
 
 def test_texts_and_parts():
@@ -111,6 +141,43 @@ def test_videos_and_samples_without_a_score():
             remote(url)(videos, PROMPTS[1:4])
         with pytest.raises(ServerError, match=r"422.*this reward scores videos, not images"):
             remote(url)(IMAGES, PROMPTS)
+
+
+def unfinished(text: str, prompt: Prompt) -> float | None:
+    return None if prompt.index == 1 else 0.5
+
+
+def test_a_function_that_gives_one_sample_no_score():
+    with served(Function(path=f"{__name__}:unfinished")) as url:
+        assert np.array_equal(remote(url)(["a", "b", "c"], PROMPTS[:3]).values, [0.5, np.nan, 0.5], equal_nan=True)
+
+
+class Slow(Reward):
+    """Waits for `go` and notes whom it scored."""
+
+    kind = "text"
+
+    def __init__(self) -> None:
+        self.begun, self.go, self.scored = threading.Event(), threading.Event(), []
+
+    def __call__(self, samples, prompts):
+        self.begun.set()
+        assert self.go.wait(120)
+        self.scored += samples
+        return Scores(values=[0.0] * len(samples))
+
+
+def test_a_request_whose_client_is_gone_is_not_scored():
+    reward = Slow()
+    with served(reward) as url, ThreadPoolExecutor() as pool:
+        first = pool.submit(remote(url), ["first"], PROMPTS[:1])
+        assert reward.begun.wait(60)
+        with pytest.raises(ServerError, match="no answer within"):
+            remote(url, deadline_s=2)(["gone"], PROMPTS[:1])
+        reward.go.set()
+        first.result()
+        remote(url)(["last"], PROMPTS[:1])
+    assert reward.scored == ["first", "last"]
 
 
 def test_what_travels_arrives():
@@ -179,7 +246,7 @@ def test_the_door():
         (["jpeg", "quality=500"], "quality=500 is not between 1 and 95"),
         (["jpeg", "--host", "0.0.0.0"], "--certificate and --key"),
         (["jpeg", "--certificate", "here.pem"], "both --certificate and --key"),
-        (["jpeg", "--token-env", "UNSET_VARIABLE"], "empty or unset"),
+        (["jpeg", "--token-env", "UNSET_VARIABLE"], "variable of that name is unset"),
         (["function", "path=math:sqrt", "kind=latent"], "latents, which do not travel"),
     ],
 )

@@ -5,6 +5,7 @@ Reference: the improved aesthetic predictor of LAION, https://github.com/christo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ from flowgrpo_rc.rewards.base import Reward, Scores
 from flowgrpo_rc.rewards.clip_model import Clip
 
 ENDINGS = (".safetensors", ".pth")
+_WEIGHT = re.compile(r"layers\.\d+\.weight")
 
 
 class Aesthetic(Reward):
@@ -54,14 +56,15 @@ def linear_head(state: Mapping[str, Tensor]) -> nn.Sequential:
 
     Raises ValueError unless they are there, fit each other and end in one number.
     """
-    layers = []
-    for name in sorted((key for key in state if key.endswith(".weight")), key=lambda key: int(key.split(".")[1])):
-        weight, bias = state[name].float(), state[name.replace("weight", "bias")].float()
-        layer = nn.Linear(weight.shape[1], weight.shape[0])
-        layer.load_state_dict({"weight": weight, "bias": bias})
-        layers.append(layer.requires_grad_(False))
-    widths = [layer.in_features for layer in layers[1:]] + [1]
-    if not layers or [layer.out_features for layer in layers] != widths:
-        shapes = {name: list(tensor.shape) for name, tensor in state.items()}
+    names = sorted((name for name in state if _WEIGHT.fullmatch(name)), key=lambda name: int(name.split(".")[1]))
+    biases = [name.replace("weight", "bias") for name in names]
+    shapes = {name: list(tensor.shape) for name, tensor in state.items()}
+    outputs, inputs = [shapes[name][:1] for name in names], [shapes[name][1:] for name in names]
+    if outputs != [*inputs[1:], [1]] or outputs != [shapes.get(bias) for bias in biases]:
         raise ValueError(f"the head must be linear layers layers.N.weight that end in one number; it has {shapes}")
+    layers = []
+    for name, bias in zip(names, biases, strict=True):
+        layer = nn.Linear(shapes[name][1], shapes[name][0])
+        layer.load_state_dict({"weight": state[name].float(), "bias": state[bias].float()})
+        layers.append(layer.requires_grad_(False))
     return nn.Sequential(*layers)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from flowgrpo_rc.batch import Prompt
 
@@ -24,6 +27,12 @@ class Scores:
 
     values: Sequence[float]
     parts: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+def finite_numbers(values: Sequence[float] | np.ndarray | Tensor) -> list[float]:
+    """What a reward returned, as plain numbers: NaN in place of whatever is no finite number, None included."""
+    plain = values.tolist() if isinstance(values, (np.ndarray, Tensor)) else list(values)
+    return [float(value) if isinstance(value, Real) and math.isfinite(value) else math.nan for value in plain]
 
 
 class Reward(ABC):

@@ -11,16 +11,14 @@ import torch
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def check_checkpoint(path: str, *, model_type: str) -> None:
-    """ValueError unless `path` is a folder with such a checkpoint of transformers, or has the form of a hub id."""
+def checkpoint_source(path: str, *, key: str) -> str:
+    """What transformers loads from: a folder, or what has the form of a hub id. ValueError, with `key`, for neither."""
     folder = Path(path).expanduser()
-    if folder.exists():
-        if not (folder / "config.json").is_file():
-            raise ValueError(
-                f"path={path!r}: no config.json there, so it is no {model_type} checkpoint of transformers"
-            )
-    elif path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise ValueError(f"path={path!r}: there is no such folder, and it has not the form of a hub id")
+    if folder.is_dir():
+        return str(folder)
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise ValueError(f"{key}={path!r}: there is no such folder, and it has not the form of a hub id")
+    return path
 
 
 def check_device(device: str) -> None:
@@ -49,9 +47,7 @@ def resolve_device(device: str) -> torch.device:
 
 def load_pretrained(cls: Any, path: str, *, device: str, dtype: str) -> Any:
     """A model of class `cls` from safetensors, for inference. ValueError where the checkpoint lacks weights of it."""
-    folder = Path(path).expanduser()
-    source = str(folder) if folder.exists() else path
-    model, report = cls.from_pretrained(source, dtype=DTYPES[dtype], use_safetensors=True, output_loading_info=True)
+    model, report = cls.from_pretrained(path, dtype=DTYPES[dtype], use_safetensors=True, output_loading_info=True)
     lacking = sorted({*report["missing_keys"], *(str(key) for key, *_ in report["mismatched_keys"])})
     if lacking:
         raise ValueError(f"path={path!r} is no {cls.__name__}: it lacks {lacking[0]} and {len(lacking) - 1} more")

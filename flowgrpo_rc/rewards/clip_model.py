@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.rewards.checkpoint import DTYPES, check_checkpoint, check_device, load_pretrained
+from flowgrpo_rc.rewards.checkpoint import DTYPES, check_device, checkpoint_source, load_pretrained
 
 
 class _Loaded(NamedTuple):
@@ -42,14 +43,16 @@ class Clip:
         dtype: str = "fp32",
         batch_size: int = 32,
     ) -> None:
-        check_checkpoint(path, model_type="CLIP")
+        self.path = checkpoint_source(path, key="path")
+        if Path(self.path).is_dir() and not (Path(self.path) / "config.json").is_file():
+            raise ValueError(f"path={path!r}: no config.json there, so it is no CLIP checkpoint of transformers")
+        self.processor = self.path if processor is None else checkpoint_source(processor, key="processor")
         check_device(device)
         if dtype not in DTYPES:
             raise ValueError(f"dtype={dtype!r}: allowed are {', '.join(DTYPES)}")
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size!r} must be at least 1")
-        self.path, self.processor, self.device, self.dtype = path, processor or path, device, dtype
-        self.batch_size = batch_size
+        self.device, self.dtype, self.batch_size = device, dtype, batch_size
 
     def cosines(self, images: np.ndarray, texts: Sequence[str]) -> Tensor:
         """Cosine of each of images [N, H, W, 3] uint8 with the text of its own: [N] fp32 on the CPU."""

@@ -155,13 +155,18 @@ def _wishes(prompt: Prompt) -> tuple[list[Wish], list[Wish]]:
 
 
 def _wish(row: Any, where: str, *, excluded: bool) -> Wish:
-    match row:
-        case {"class": str(name), "count": int(count)} if count > 0:
-            color, place = row.get("color"), row.get("position")
-            return Wish(
-                name=name, count=count, color=color, position=None if place is None else tuple(place), excluded=excluded
-            )
-    raise ValueError(f"{where}: {row!r} must be an object with class and count, and perhaps color and position")
+    match {"color": None, "position": None, **row} if isinstance(row, Mapping) else row:
+        case {
+            "class": str(name),
+            "count": int(count),
+            "color": str() | None as color,
+            "position": [str(), int()] | None as place,
+        } if count > 0:
+            position = None if place is None else (place[0], place[1])
+            return Wish(name=name, count=count, color=color, position=position, excluded=excluded)
+    raise ValueError(
+        f"{where}: {row!r} must be an object with class and count, and perhaps color and position [side, index]"
+    )
 
 
 def _objects(answer: Any, count: int) -> list[list[Found]]:

@@ -13,9 +13,11 @@ import ipaddress
 import json
 import logging
 import os
+import re
 import ssl
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 PACKAGES = ("httpx2", "tenacity")
 BUSY = (429, 502, 503, 504)  # the server, or what stands before it, asks to come again
 _LONGEST_QUOTE = 200  # characters of what a server says
+_TOKEN = re.compile(r"[\w.~+/-]+=*", re.ASCII)  # RFC 6750; JSON writes none of these characters in another way
 
 
 class ServerError(RuntimeError):
@@ -84,8 +87,8 @@ class JsonClient:
         _check_url(url)
         self._url, self._deadline_s, self._max_attempts = url.rstrip("/"), deadline_s, max_attempts
         self._max_pause_s, self._max_bytes = max_pause_s, int(max_response_mb * 1e6)
-        self._token = _token(token_env)
-        self._tls = None if ca_file is None else ssl.create_default_context(cafile=Path(ca_file).expanduser())
+        self._token = None if token_env is None else read_token(token_env)
+        self._tls = None if ca_file is None else _trusting(ca_file)
         self._breaker = Breaker(max_failures, cooldown_s)
         # At their lowest level they write headers down, which a server may have filled with the token.
         for name in ("httpx2", "httpcore2"):
@@ -117,6 +120,7 @@ class JsonClient:
         import httpx2
 
         turn, end = asyncio.Semaphore(concurrency), time.monotonic() + self._deadline_s
+        asyncio.get_running_loop().set_default_executor(_Lookups())
 
         async def one(body: Mapping[str, Any]) -> Any | ServerError:
             try:
@@ -160,9 +164,9 @@ class JsonClient:
         try:
             async with client.stream("POST", f"{self._url}{path}", json=body) as response:
                 content = await self._content(response)
-        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-            raise _ComeAgain(f"{self._url} cannot be reached ({type(error).__name__})") from None
-        except httpx2.HTTPError as error:  # its text may hold what the server sent
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:  # the token has not been sent
+            raise _ComeAgain(f"{self._url} cannot be reached ({type(error).__name__}: {error})") from None
+        except (httpx2.HTTPError, ssl.SSLError) as error:  # the text may hold what the server sent
             raise ServerError(f"{self._url} broke off or does not speak HTTP ({type(error).__name__})") from None
         return self._parsed(response, content)
 
@@ -192,10 +196,21 @@ class JsonClient:
 
     def _quoted(self, content: bytes) -> str:
         """What a server says about its refusal, printable, short and without the token."""
-        text = "".join(c for c in content.decode("utf-8", "ignore") if c.isprintable())
+        try:
+            said = json.dumps(json.loads(content), ensure_ascii=False)  # without escapes that would hide the token
+        except (ValueError, RecursionError):
+            return ""
+        text = "".join(character for character in said if character.isprintable())
         if self._token is not None:
             text = text.replace(self._token, "***")
         return f": {text[:_LONGEST_QUOTE]}"
+
+
+class _Lookups(ThreadPoolExecutor):
+    """Where names are looked up. A look-up that hangs cannot be ended, and must not hold the call that gave it up."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=cancel_futures)
 
 
 class Breaker:
@@ -231,6 +246,10 @@ def _check_url(url: str) -> None:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("url must begin with https:// or, to this machine, http:// and a host")
+    try:
+        _ = parts.port
+    except ValueError:
+        raise ValueError("url must have a port from 0 to 65535 after the host, or none") from None
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         raise ValueError(
             "url must have no user, query or fragment: put a token into an environment variable (token_env)"
@@ -242,15 +261,23 @@ def _check_url(url: str) -> None:
         )
 
 
-def _token(name: str | None) -> str | None:
-    if name is None:
-        return None
+def read_token(name: str) -> str:
+    """The bearer token in the environment variable `name`. ValueError, which repeats neither, if there is none."""
     if not (name.isidentifier() and name.isascii()):
         raise ValueError("token_env must be the name of an environment variable, not a token")
     token = os.environ.get(name, "")
-    if not (token.isascii() and token.isprintable() and token.strip() == token and token):
-        raise ValueError(f"token_env={name}: the environment variable is unset, or no token of printable ASCII")
+    if not _TOKEN.fullmatch(token):
+        raise ValueError(
+            "token_env: the environment variable of that name is unset, or holds no token (letters, digits, -._~+/=)"
+        )
     return token
+
+
+def _trusting(ca_file: str) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=Path(ca_file).expanduser())
+    except OSError as error:
+        raise ValueError(f"ca_file={ca_file!r}: give a file of certificates in PEM ({error})") from error
 
 
 def _seconds(text: str) -> float:

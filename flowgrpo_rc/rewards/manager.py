@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Prompt, Rewards
 from flowgrpo_rc.plugins import build, load_class
-from flowgrpo_rc.rewards.base import KINDS, Reward, Samples, Scores
+from flowgrpo_rc.rewards.base import KINDS, Reward, Samples, Scores, finite_numbers
 
 PACKAGE = "flowgrpo_rc.rewards"
 logger = logging.getLogger(__name__)
@@ -246,11 +246,10 @@ def _checked(scores: object, part_names: Sequence[str], prompts: Sequence[Prompt
 
 def _column(values: Sequence[float] | np.ndarray | Tensor, length: int) -> Tensor:
     """[length] float64; NaN in place of whatever is not a finite number."""
-    numbers = values.tolist() if isinstance(values, (np.ndarray, Tensor)) else list(values)
+    numbers = finite_numbers(values)
     if len(numbers) != length:
         raise ValueError(f"it returned {len(numbers)} scores for {length} samples")
-    finite = [float(number) if isinstance(number, Real) and math.isfinite(number) else math.nan for number in numbers]
-    return torch.tensor(finite, dtype=torch.float64)
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def _build_terms(config: RewardConfig) -> dict[str, _Term]:

@@ -21,7 +21,8 @@ class Remote(Reward):
     requires_target: whether every prompt must have a target text.
     batch_size: samples of a request; concurrency: requests at a time.
 
-    Raises ValueError as `JsonClient` does, and for a number below 1; when called, ServerError.
+    Raises ValueError as `JsonClient` does, for a number below 1 and for part_names that are no list; when called,
+    ServerError, and ValueError for an answer that holds other than the scores.
     """
 
     kind = "any"
@@ -38,6 +39,8 @@ class Remote(Reward):
     ) -> None:
         if batch_size < 1 or concurrency < 1:
             raise ValueError(f"batch_size={batch_size!r} and concurrency={concurrency!r} must be at least 1")
+        if isinstance(part_names, str):
+            raise ValueError(f"part_names={part_names!r}: give a list, such as [{part_names}]")
         self.part_names, self.requires_target = tuple(part_names), requires_target
         self._batch_size, self._concurrency = batch_size, concurrency
         self._client = build(JsonClient, {"url": url, **connection}, "connection")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowgrpo_rc.plugins import build, load_class
 from flowgrpo_rc.rewards.base import Reward
-from flowgrpo_rc.rewards.http import is_loopback
+from flowgrpo_rc.rewards.http import is_loopback, read_token
 from flowgrpo_rc.rewards.wire import PATH, decode, encode_scores
 
 if TYPE_CHECKING:
@@ -66,11 +66,13 @@ def make_app(reward: Reward, token: str, *, max_body_mb: float) -> "FastAPI":
                 raise ValueError(f"this reward scores {reward.kind}s, not {asked['kind']}s")
         except ValueError as error:
             raise HTTPException(422, str(error)) from error
-        try:
-            async with one_at_a_time:
+        async with one_at_a_time:
+            if await request.is_disconnected():  # it gave up while others were served
+                raise HTTPException(499, "the client is gone")
+            try:
                 return encode_scores(await run_in_threadpool(reward, samples, prompts))
-        except Exception as error:  # a reward is foreign code, and its failure is one of this request
-            raise HTTPException(500, f"{type(error).__name__}: {error}") from error
+            except Exception as error:  # a reward is foreign code, and its failure is one of this request
+                raise HTTPException(500, f"{type(error).__name__}: {error}") from error
 
     return app
 
@@ -79,7 +81,7 @@ def serve(
     name: str,
     options: dict[str, Any],
     *,
-    token: str,
+    token_env: str,
     host: str,
     port: int,
     certificate: str | None,
@@ -88,13 +90,14 @@ def serve(
 ) -> None:
     """Serve a reward of the package, or of the full path of a class, until interrupted.
 
-    Raises ValueError for a reward or an option that does not exist, an empty token, and an address that other machines
-    reach without TLS; ImportError without the packages of the extra `serve`.
+    token_env: name of the environment variable with the token that clients must send.
+
+    Raises ValueError for a reward or an option that does not exist, a token that is none, and an address that other
+    machines reach without TLS; ImportError without the packages of the extra `serve`.
     """
     if not all(find_spec(package) for package in PACKAGES):
         raise ImportError(f"serve-reward needs {' and '.join(PACKAGES)}: pip install 'flowgrpo-rc[serve]'")
-    if not token:
-        raise ValueError("the environment variable with the token is empty or unset: give clients and this server one")
+    token = read_token(token_env)
     if (certificate is None) != (key is None):
         raise ValueError("give both --certificate and --key, or none")
     if certificate is None and not is_loopback(host):

@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.rewards.base import Scores
+from flowgrpo_rc.rewards.base import Scores, finite_numbers
 
 PATH = "/v1/score"
 KINDS = ("image", "video", "text")
@@ -54,7 +54,7 @@ def decode(request: Any) -> tuple[Any, list[Prompt]]:
 
 def encode_scores(scores: Scores) -> dict[str, Any]:
     def column(values: Sequence[float]) -> list[float | None]:
-        return [float(value) if math.isfinite(value) else None for value in values]
+        return [None if math.isnan(value) else value for value in finite_numbers(values)]
 
     return {"values": column(scores.values), "parts": {name: column(part) for name, part in scores.parts.items()}}
 
