@@ -34,8 +34,10 @@ from flowgrpo_rc.training.health import HealthMonitor
 from flowgrpo_rc.training.image_task import ImageTask
 from flowgrpo_rc.training.lora import add_lora, lora_parameters
 from flowgrpo_rc.training.noise_floor import NoiseFloor
+from flowgrpo_rc.training.observations import Observations
 from flowgrpo_rc.training.old_policy import OldPolicy
 from flowgrpo_rc.training.processes import Processes
+from flowgrpo_rc.training.rejected import RejectedSamples
 from flowgrpo_rc.training.run_folder import RunFolder
 from flowgrpo_rc.training.sharding import resolve_strategy, shard_frozen_weights
 from flowgrpo_rc.training.source import EngineSource, ReplaySource, RolloutSource
@@ -74,8 +76,10 @@ def assemble(
     if sharded and copied:
         shard()
     correction, auto_bands = config.algorithm.rollout_correction, make_auto_bands(config, processes)
-    floor = make_floor(config, task, processes)
-    old_policy = None if correction.bypass_mode else make_old_policy(config, task, processes, auto_bands, floor)
+    floor, observations = make_floor(config, task, processes), Observations()
+    old_policy = None
+    if not correction.bypass_mode:
+        old_policy = make_old_policy(config, task, processes, auto_bands, floor, observations)
     return Components(
         config=config,
         processes=processes,
@@ -94,7 +98,9 @@ def assemble(
             whole_windows=correction.bypass_level == "window",
             auto_bands=auto_bands if correction.bypass_mode else None,
             old_policy=old_policy,
+            observations=observations if correction.bypass_mode else None,
         ),
+        observations=observations,
         evaluator=Evaluator(task, held_out, config.rollout.val_kwargs, rewards),
         health=HealthMonitor(config.effective_correction()),
         console=Console(
@@ -112,6 +118,7 @@ def assemble(
         ),
         auto_bands=auto_bands,
         old_policy=old_policy,
+        rejected=RejectedSamples(folder.rejected, correction, rank=processes.rank, count=processes.count),
     )
 
 
@@ -184,7 +191,12 @@ def make_floor(config: Config, task: Task, processes: Processes) -> NoiseFloor:
 
 
 def make_old_policy(
-    config: Config, task: Task, processes: Processes, auto_bands: AutoBands | None, floor: NoiseFloor
+    config: Config,
+    task: Task,
+    processes: Processes,
+    auto_bands: AutoBands | None,
+    floor: NoiseFloor,
+    observations: Observations,
 ) -> OldPolicy:
     return OldPolicy(
         task.policy,
@@ -195,6 +207,7 @@ def make_old_policy(
         reuses=config.why_recompute() is None,
         keep_means=config.actor.diffusion_loss.needs_means,
         auto_bands=auto_bands,
+        observations=observations,
     )
 
 

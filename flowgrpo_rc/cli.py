@@ -1,4 +1,4 @@
-"""The command line: train, plan, calibrate, eval, export, report, serve-reward, doctor."""
+"""The command line: train, plan, calibrate, eval, export, report, compare, serve-reward, doctor."""
 
 from __future__ import annotations
 
@@ -95,11 +95,18 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("checkpoint", help="folder of a checkpoint, or of a run (its newest)")
     export.add_argument("--out", required=True, help="folder for the LoRA")
     export.add_argument("--raw", action="store_true", help="the last weights rather than their average")
+    export.add_argument("--push-to-hub", metavar="REPO", help="also upload it to user/name, a private repository")
+    export.add_argument("--public", action="store_true", help="with --push-to-hub: for everybody to see")
     export.set_defaults(command=_export)
 
     report = commands.add_parser("report", help="write report.html of a run")
     report.add_argument("run_dir", help="folder of a run")
     report.set_defaults(command=_report)
+
+    compare = commands.add_parser("compare", help="one page about two to four runs")
+    compare.add_argument("run_dir", nargs="+", help="folders of runs")
+    compare.add_argument("--out", default="compare.html", metavar="FILE", help="the page (%(default)s)")
+    compare.set_defaults(command=_compare)
 
     serve = commands.add_parser("serve-reward", help="a reward over HTTP, for the remote reward of a run")
     serve.add_argument("reward", metavar="NAME", help="such as ocr, or the full path of a class")
@@ -210,7 +217,14 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from flowgrpo_rc.commands import export_checkpoint
 
-    print(export_checkpoint(arguments.checkpoint, arguments.out, raw=arguments.raw))
+    written = export_checkpoint(
+        arguments.checkpoint,
+        arguments.out,
+        raw=arguments.raw,
+        push_to_hub=arguments.push_to_hub,
+        public=arguments.public,
+    )
+    print(written)
     return EXIT_OK
 
 
@@ -220,6 +234,15 @@ def _report(arguments: argparse.Namespace) -> int:
     from flowgrpo_rc.training.report import write_report
 
     print(write_report(Path(arguments.run_dir)))
+    return EXIT_OK
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from flowgrpo_rc.training.report_compare import write_comparison
+
+    print(write_comparison([Path(folder) for folder in arguments.run_dir], Path(arguments.out)))
     return EXIT_OK
 
 

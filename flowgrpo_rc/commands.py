@@ -11,12 +11,15 @@ from pathlib import Path
 
 import torch
 import yaml
+from huggingface_hub import HfApi
 from rich.console import Console as RichConsole
 from rich.table import Table
 
 from flowgrpo_rc.config import stored_config
 from flowgrpo_rc.training.checkpoint import list_checkpoints, load_checkpoint
+from flowgrpo_rc.training.hub import check_push, push
 from flowgrpo_rc.training.lora_files import export_lora
+from flowgrpo_rc.training.model_card import check_card, write_model_card
 from flowgrpo_rc.training.run_folder import RunFolder
 
 
@@ -48,8 +51,21 @@ def evaluate_run(run_dir: str, overrides: Sequence[str]) -> None:
     Console(total_steps=0, is_main=processes.is_main).final_table(before, after)
 
 
-def export_checkpoint(checkpoint: str, out: str, *, raw: bool) -> Path:
-    """Write the LoRA of a checkpoint (its average unless `raw`) for stock diffusers or peft; returns the file."""
+def export_checkpoint(
+    checkpoint: str, out: str, *, raw: bool, push_to_hub: str | None = None, public: bool = False
+) -> Path:
+    """Write the LoRA of a checkpoint (its average unless `raw`) with a model card, for stock diffusers or peft; returns
+    the file with the tensors.
+
+    push_to_hub: also upload both to this repository, private where it is new and not `public`. Raises ValueError,
+    before anything is loaded, where that cannot work.
+    """
+    if public and push_to_hub is None:
+        raise ValueError("--public has no effect without --push-to-hub: drop it")
+    api = HfApi()
+    if push_to_hub is not None:
+        check_push(api, push_to_hub, public=public)
+    check_card(Path(out))
     path = Path(checkpoint)
     run_dir = path.parent.parent if path.parent.name == "checkpoints" else path
     if path == run_dir:
@@ -60,7 +76,12 @@ def export_checkpoint(checkpoint: str, out: str, *, raw: bool) -> Path:
     config = stored_config(RunFolder(run_dir).config)
     loaded = load_checkpoint(path)
     tensors = loaded.tensors["lora"] if raw else loaded.tensors.get("ema", loaded.tensors["lora"])
-    return export_lora(tensors, config.model, Path(out))
+    written = export_lora(tensors, config.model, Path(out))
+    source = push_to_hub or "path/to/this/folder"
+    write_model_card(Path(out), run_dir, config, step=loaded.step, raw=raw, source=source)
+    if push_to_hub is not None:
+        print(push(api, Path(out), push_to_hub, public=public))
+    return written
 
 
 def serve_reward(arguments: argparse.Namespace) -> None:

@@ -15,7 +15,9 @@ from flowgrpo_rc.config import Config, stored_config
 from flowgrpo_rc.data.prompts import PromptSampler
 from flowgrpo_rc.training.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
 from flowgrpo_rc.training.lora_files import EXPORT_NAMES, export_lora
+from flowgrpo_rc.training.model_card import write_model_card
 from flowgrpo_rc.training.processes import Processes
+from flowgrpo_rc.training.rejected import drop_rejected_after
 from flowgrpo_rc.training.report import write_report
 from flowgrpo_rc.training.run_folder import RunFolder
 from flowgrpo_rc.training.stopping import StopRequest
@@ -85,9 +87,10 @@ def checkpoint_to_resume(config: Config, folder: RunFolder) -> Checkpoint | None
 
 
 def leave_results(config: Config, folder: RunFolder) -> None:
-    """Export the LoRA of the newest checkpoint (its average, if it has one) and write the report."""
+    """Export the LoRA of the newest checkpoint (its average, if it has one) with its card, and write the report."""
     newest = load_checkpoint(list_checkpoints(folder.checkpoints)[-1])
     export_lora(newest.tensors.get("ema", newest.tensors["lora"]), config.model, folder.lora)
+    write_model_card(folder.lora, folder.root, config, step=newest.step)
     write_report(folder.root)
 
 
@@ -126,8 +129,10 @@ def _prepare_folder(config: Config, folder: RunFolder, processes: Processes, res
     folder.create(settings, processes.device, processes.count)
     step = -1 if resumed is None else resumed.step
     MetricsFile(folder.metrics).truncate_after(step)
+    MetricsFile(folder.histograms).truncate_after(step)
     MetricsFile(folder.health).truncate_after(step)
     folder.drop_rollouts_after(step)
+    drop_rejected_after(folder.rejected, step)
 
 
 def _say_finished(config: Config, folder: RunFolder, newest: Checkpoint) -> None:

@@ -14,11 +14,12 @@ import pytest
 from PIL import Image
 
 from flowgrpo_rc.training.charts import Series, line_chart
-from flowgrpo_rc.training.report import plot_rollout_correction, write_report
+from flowgrpo_rc.training.figure import plot_rollout_correction
+from flowgrpo_rc.training.report import write_report
 from flowgrpo_rc.training.samples import image_grid, save_grid
 
-SECTIONS = ["summary", "reward", "samples", "health", "correction", "timesteps", "update", "timing"]
-SECTIONS += ["config", "environment", "checkpoints"]
+SECTIONS = ["summary", "reward", "samples", "health", "correction", "timesteps", "histograms", "rejected", "update"]
+SECTIONS += ["timing", "config", "environment", "checkpoints"]
 VOID = {"meta", "img", "br", "hr", "link"}
 
 
@@ -130,6 +131,10 @@ def make_run(folder: Path, steps: int = 60) -> Path:
     environment["command"].append("reward.remote.api_key=hunter5")
     (folder / "environment.json").write_text(json.dumps(environment))
     (folder / "health.jsonl").write_text('{"step": 12, "message": "kl is 0.2 <script>alert(1)</script>"}\n')
+    counts = {"log_ratio": {"-51": 30, "-48": 60, "0": 5, "48": 70, "52": 20}, "log_weight": {"-30": 7, "44": 9}}
+    lines = [{"step": step, **counts} for step in range(1, steps + 1) if step != 5]
+    (folder / "histograms.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    make_rejected(folder / "rejected", images)
     for step in (20, 60):
         (folder / "checkpoints" / f"step_{step}").mkdir(parents=True)
         (folder / "checkpoints" / f"step_{step}" / "state.pt").write_bytes(b"0" * 2_000_000)
@@ -137,6 +142,20 @@ def make_run(folder: Path, steps: int = 60) -> Path:
     (folder / "lora").mkdir()
     (folder / "lora" / "pytorch_lora_weights.safetensors").write_bytes(b"0" * 500_000)
     return folder
+
+
+def make_rejected(folder: Path, images: np.ndarray) -> None:
+    """Two samples in each of 8 steps, of which the report shows 12; one of a text, with markup."""
+    folder.mkdir()
+    reasons = [{"criterion": "seq_mean_k1", "value": 1.00031, "lower": 0.9998, "upper": 1.0002}]
+    for step in range(1, 9):
+        stem = f"step_{step:06d}_process_0_of_1"
+        Image.fromarray(images[step - 1]).save(folder / f"{stem}_0.png")
+        row = {"step": step, "reward": 0.25, "timestep": 750, "log_ratio": 3.1e-4, "reasons": reasons}
+        picture = row | {"prompt": f"a sign {step}", "picture": f"{stem}_0.png"}
+        broken = [{"criterion": "not finite", "value": None, "lower": None, "upper": None}]
+        text = row | {"prompt": "1+1=", "text": "<b>3</b>", "reward": None, "log_ratio": None, "reasons": broken}
+        (folder / f"{stem}.json").write_text(json.dumps([picture, text]))
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +205,7 @@ def test_before_and_after_grids_are_the_files(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     references = Page(write_report(run).read_text()).references
     files = [run / "samples" / f"step_{step:06d}.png" for step in (0, 60)]
-    assert references == [f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}" for file in files]
+    assert references[:2] == [f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}" for file in files]
 
 
 def test_report_is_deterministic(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ config = {"model": {"path": "tiny_model"}, "reward": {"api_key": "hunter2"}}
 trackers = Trackers(accelerator, project_name="proj", experiment_name="exp", run_dir=run_dir, config=config)
 trackers.log(0, {"val/reward": 0.25})
 trackers.log_image(0, "samples", Image.new("RGB", (16, 8), "red"))
+trackers.log_histograms(1, {"log_ratio": {-31: 4, 0: 1, 41: 3}})
 trackers.log(1, {"reward/mean": 0.5, "actor/pg_loss": float("nan")})
 trackers.alert(1, "kl is outside its bounds")
 trackers.finish()
@@ -177,7 +178,7 @@ def test_wandb_offline_records_numbers_and_images_and_no_secret(tmp_path: Path) 
     files = run_trackers("wandb", tmp_path)
     (record,) = [path for path in files if path.suffix == ".wandb"]
     content = record.read_bytes()
-    for expected in (b"val/reward", b"reward/mean", b"tiny_model", b"exp", b"kl is outside its bounds"):
+    for expected in (b"val/reward", b"reward/mean", b"tiny_model", b"exp", b"kl is outside its bounds", b"log_ratio"):
         assert expected in content
     assert any(path.suffix == ".png" for path in files)
     assert not any(b"hunter" in path.read_bytes() for path in files)
@@ -193,6 +194,11 @@ def test_tensorboard_records_numbers_and_images(tmp_path: Path) -> None:
     found = EventAccumulator(str(events.parent)).Reload()
     assert [(event.step, event.value) for event in found.Scalars("val/reward")] == [(0, 0.25)]
     assert [(event.step, event.value) for event in found.Scalars("reward/mean")] == [(1, 0.5)]
+    (event,) = found.Histograms("histograms/log_ratio")
+    heights = dict(zip(event.histogram_value.bucket_limit, event.histogram_value.bucket, strict=True))
+    # The upper edges of the bins -31, 0 and 41: ten bins for each power of ten from 1e-9.
+    assert {limit: n for limit, n in heights.items() if n} == pytest.approx({-1e-6: 4, 1e-9: 1, 10**-4.9: 3})
+    assert (event.step, event.histogram_value.num) == (1, 8)
     (image,) = found.Images("samples")
     assert (image.width, image.height) == (16, 8)
 

@@ -146,7 +146,8 @@ class LossTerms(NamedTuple):
 
     total: scalar, differentiable; share [B, T]: how much a step counts in it; number: of the steps or
     sequences it is the sum of, float64;
-    weight_total and weight_count: parts of the mean weight where the weights are still to be normalised.
+    weight_total and weight_count: parts of the mean weight where the weights are still to be normalised;
+    kept [B, T] bool, weights [B, T] or None: the steps that were not rejected, and what they are multiplied by.
     """
 
     total: Tensor
@@ -155,6 +156,8 @@ class LossTerms(NamedTuple):
     weight_total: Tensor
     weight_count: Tensor
     metrics: MetricBag
+    kept: Tensor
+    weights: Tensor | None
 
     def parts(self) -> Tensor:
         """What the denominator follows from [3] float64; adds up over micro-batches and processes."""

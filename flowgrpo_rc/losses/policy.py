@@ -67,7 +67,7 @@ def loss_terms(
     share, number = shares(counted, aggregation, log_probs.dtype)
     total = (values * share).sum()
     metrics.ratio(loss_name, total, number)
-    return LossTerms(total, share, number, weight_total, weight_count, metrics)
+    return LossTerms(total, share, number, weight_total, weight_count, metrics, kept, weights)
 
 
 def shares(counted: Tensor, aggregation: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

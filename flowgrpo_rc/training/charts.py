@@ -7,9 +7,11 @@ percentages, so text stays readable at every width.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+
+from flowgrpo_rc.training.axes import Axis, linear_axis, log_axis, tick_labels
 
 _WIDTH, _HEIGHT = 1000.0, 300.0
 _MAX_POINTS = 400
@@ -30,22 +32,6 @@ class Series:
         return [(x, y) for x, y in self.points if y is not None and math.isfinite(y)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    """Maps values to 0..1 and says where its labelled ticks are."""
-
-    lower: float
-    upper: float
-    ticks: Sequence[float]
-    log: bool = False
-
-    def place(self, value: float) -> float:
-        if self.log:
-            lower, upper = math.log10(self.lower), math.log10(self.upper)
-            return (math.log10(value) - lower) / (upper - lower)
-        return (value - self.lower) / (self.upper - self.lower)
-
-
 def line_chart(
     title: str,
     series: Sequence[Series],
@@ -57,25 +43,26 @@ def line_chart(
 ) -> str:
     """A titled chart, or a sentence where no series has a finite point (positive, with `log_y`).
 
-    thresholds: drawn as dashed lines where they fall inside the data's range, which they do not widen.
+    A series keeps its colour whether or not the others have points. thresholds: drawn as dashed lines where they fall
+    inside the data's range, which they do not widen.
     """
-    drawn = [_visible(line, log_y) for line in series]
-    drawn = [line for line in drawn if line.finite()]
+    visible = ((index, _visible(line, log_y)) for index, line in enumerate(series))
+    drawn = {index: line for index, line in visible if line.finite()}
     head = f"<figcaption><b>{escape(title)}</b>{f' <small>{escape(note)}</small>' if note else ''}</figcaption>"
     if not drawn:
         return f'<figure class="chart">{head}<p class="empty">Nothing to draw.</p></figure>'
-    points = [point for line in drawn for point in line.finite()]
-    x_axis = _linear_axis([x for x, _ in points], whole=True, tight=True)
+    points = [point for line in drawn.values() for point in line.finite()]
+    x_axis = linear_axis([x for x, _ in points], whole=True, tight=True)
     values = [y for _, y in points]
-    y_axis = _log_axis(values) if log_y else _linear_axis(values)
+    y_axis = log_axis(values) if log_y else linear_axis(values)
     lines = [_grid(y_axis)]
     lines += [_threshold(y_axis, bound) for bound in thresholds if y_axis.lower < bound < y_axis.upper]
-    lines += [_polyline(line, x_axis, y_axis, index) for index, line in enumerate(drawn)]
+    lines += [_polyline(line, x_axis, y_axis, index) for index, line in drawn.items()]
     svg = (
         f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" preserveAspectRatio="none" role="img" '
         f'aria-label="{escape(title)}">{"".join(lines)}</svg>'
     )
-    y_labels = _tick_labels(y_axis)
+    y_labels = tick_labels(y_axis)
     gutter = max(len(label) for label in y_labels)
     plot = "".join(
         f'<span class="y" style="bottom:{100 * y_axis.place(tick):.2f}%">{label}</span>'
@@ -83,7 +70,7 @@ def line_chart(
     ) + "".join(
         f'<span class="x" style="left:{100 * x_axis.place(tick):.2f}%">{tick:.0f}</span>' for tick in x_axis.ticks
     )
-    legend = _legend([line.name for line in drawn]) if len(series) > 1 else ""
+    legend = _legend({index: line.name for index, line in drawn.items()}) if len(series) > 1 else ""
     return (
         f'<figure class="chart">{head}{legend}<div class="plot" style="--gutter:{gutter}ch">{svg}{plot}</div>'
         f'<p class="axis">{escape(x_name)}</p></figure>'
@@ -120,66 +107,15 @@ def _thinned(points: list[tuple[float, float | None]]) -> list[tuple[float, floa
     return kept if kept[-1] == points[-1] else [*kept, points[-1]]
 
 
-def _linear_axis(values: Sequence[float], *, whole: bool = False, tight: bool = False) -> _Axis:
-    lower, upper = min(values), max(values)
-    if upper - lower <= 1e-12 * max(abs(lower), abs(upper)):
-        pad = 0.5 if whole or lower == 0 else abs(lower) * 0.1
-        lower, upper = lower - pad, upper + pad
-    step = _nice_step((upper - lower) / 4)
-    if whole:
-        step = max(1.0, step)
-    if not tight:
-        lower, upper = math.floor(lower / step + 1e-9) * step, math.ceil(upper / step - 1e-9) * step
-    first = math.ceil(lower / step - 1e-9)
-    count = math.floor(upper / step + 1e-9) - first + 1
-    return _Axis(lower, upper, [(first + i) * step for i in range(count)])
-
-
-def _nice_step(rough: float) -> float:
-    magnitude = 10.0 ** math.floor(math.log10(rough))
-    return next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= rough * (1 - 1e-9))
-
-
-def _log_axis(values: Sequence[float]) -> _Axis:
-    """Ticks at 1, 2 and 5 over a decade or two, at powers of ten over more."""
-    first, last = math.floor(math.log10(min(values)) + 1e-9), math.ceil(math.log10(max(values)) - 1e-9)
-    last = max(last, first + 1)
-    fine = [factor * 10.0**power for power in range(first, last) for factor in (1, 2, 5)] + [10.0**last]
-    lower = max(tick for tick in fine[:-1] if tick <= min(values) * (1 + 1e-9))
-    upper = min(tick for tick in fine if tick >= max(values) * (1 - 1e-9) and tick > lower)
-    ticks = [tick for tick in fine if lower <= tick <= upper]
-    if len(ticks) > 6:
-        every = math.ceil((last - first) / 6)
-        lower, upper, ticks = 10.0**first, 10.0**last, [10.0**power for power in range(first, last + 1, every)]
-    return _Axis(lower, upper, ticks, log=True)
-
-
-def _tick_labels(axis: _Axis) -> list[str]:
-    if axis.log:
-        return [_scientific(tick) for tick in axis.ticks]
-    step = axis.ticks[1] - axis.ticks[0] if len(axis.ticks) > 1 else axis.upper - axis.lower
-    largest = max(abs(tick) for tick in axis.ticks)
-    if 0 < largest < 1e-3 or largest >= 1e6:
-        return ["0" if abs(tick) < step / 2 else _scientific(tick) for tick in axis.ticks]
-    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-    return [f"{0.0 if abs(tick) < step / 2 else tick:.{decimals}f}" for tick in axis.ticks]
-
-
-def _scientific(value: float) -> str:
-    """2e-5 rather than 2.00e-05."""
-    mantissa, exponent = f"{value:.3e}".split("e")
-    return f"{float(mantissa):g}e{int(exponent)}"
-
-
-def _grid(axis: _Axis) -> str:
+def _grid(axis: Axis) -> str:
     return "".join(f'<path class="grid" d="M0 {_y(axis, tick)}H{_WIDTH:g}"/>' for tick in axis.ticks)
 
 
-def _threshold(axis: _Axis, bound: float) -> str:
+def _threshold(axis: Axis, bound: float) -> str:
     return f'<path class="threshold" d="M0 {_y(axis, bound)}H{_WIDTH:g}"><title>threshold {bound:g}</title></path>'
 
 
-def _polyline(line: Series, x_axis: _Axis, y_axis: _Axis, index: int) -> str:
+def _polyline(line: Series, x_axis: Axis, y_axis: Axis, index: int) -> str:
     path, dots, move = [], [], True
     for x, y in line.points:
         if y is None or not math.isfinite(y):
@@ -196,10 +132,10 @@ def _polyline(line: Series, x_axis: _Axis, y_axis: _Axis, index: int) -> str:
     return f'<g class="s{index % 4}"><path class="line" d="{"".join(path)}"/>{labelled}</g>'
 
 
-def _y(axis: _Axis, value: float) -> str:
+def _y(axis: Axis, value: float) -> str:
     return f"{(1 - axis.place(value)) * _HEIGHT:.1f}"
 
 
-def _legend(names: Sequence[str]) -> str:
-    items = "".join(f'<span class="s{index % 4}">{escape(name)}</span>' for index, name in enumerate(names))
+def _legend(names: Mapping[int, str]) -> str:
+    items = "".join(f'<span class="s{index % 4}">{escape(name)}</span>' for index, name in names.items())
     return f'<div class="legend">{items}</div>'

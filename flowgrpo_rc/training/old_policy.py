@@ -16,6 +16,7 @@ from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.correct import apply_rollout_correction_to_batch, require_rollout_log_probs
 from flowgrpo_rc.policies.base import Evaluation, Measured, Policy
 from flowgrpo_rc.training.noise_floor import NoiseFloor
+from flowgrpo_rc.training.observations import Observations
 from flowgrpo_rc.training.processes import Processes
 
 
@@ -25,7 +26,7 @@ class OldPolicy:
     reuses: the old policy of the first mini-batch is its own forward, detached: nothing has been updated by then.
         `why_recompute` says where that may be.
     micro_batch_size: that of the update, so that both see the same shapes. keep_means: the loss compares steps with
-        those of the old policy.
+        those of the old policy. observations: is told every decision.
     """
 
     def __init__(
@@ -39,10 +40,12 @@ class OldPolicy:
         reuses: bool,
         keep_means: bool = False,
         auto_bands: AutoBands | None = None,
+        observations: Observations | None = None,
     ) -> None:
         self.reuses, self.keep_means = reuses, keep_means
         self._policy, self._correction, self._processes, self._floor = policy, correction, processes, floor
         self._micro_batch_size, self._auto_bands = micro_batch_size, auto_bands
+        self._observations = observations
         self._metrics = MetricBag()
 
     def before_rewards(self, batch: Batch) -> Batch:
@@ -69,6 +72,10 @@ class OldPolicy:
         )
         self._floor.before(batch, old.log_probs)
         self._metrics.merge(metrics)
+        if self._observations is not None:
+            assert batch.rejection_mask is not None
+            cells, kept, weights = self._policy.cells(batch), batch.rejection_mask, batch.rollout_is_weights
+            self._observations.add(batch, old.log_probs, cells, kept, weights, old.step_kl)
         return batch
 
     def own(self, piece: Batch, now: Evaluation) -> tuple[Batch, GaussianSteps | None]:

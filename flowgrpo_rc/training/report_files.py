@@ -12,9 +12,23 @@ from typing import Any
 import yaml
 
 from flowgrpo_rc.training import report_page as html
+from flowgrpo_rc.training.rejected import in_words, read_rejected
 from flowgrpo_rc.training.tracking import MetricsFile, redact
 
+_MAX_REJECTED = 12
 _MAX_TEXT = 1000  # characters of a prompt or a response
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl. ValueError where there is none."""
+    file = MetricsFile(run_dir / "metrics.jsonl")
+    if not file.path.is_file():
+        raise ValueError(f"{run_dir} is not the folder of a run: it has no metrics.jsonl")
+    return file.rows()
+
+
+def title(run_dir: Path, config: Mapping[str, Any]) -> str:
+    return str(config.get("trainer", {}).get("experiment_name") or run_dir.resolve().name)
 
 
 def samples(run_dir: Path) -> str:
@@ -25,6 +39,14 @@ def samples(run_dir: Path) -> str:
     if texts:
         return _responses(texts)
     return html.empty("No samples yet.")
+
+
+def last_samples(run_dir: Path) -> str:
+    """Those of the last evaluation."""
+    grids, texts = (_by_step(run_dir / "samples", ending)[-1:] for ending in ("png", "jsonl"))
+    if texts:
+        return _responses(texts)
+    return "".join(html.image(_caption(path), _data_uri(path)) for path in grids) or html.empty("No samples yet.")
 
 
 def _by_step(folder: Path, ending: str) -> list[Path]:
@@ -71,6 +93,31 @@ def health(run_dir: Path) -> str:
     )
 
 
+def rejected(run_dir: Path) -> str:
+    """The newest of them, each with the worst step and what rejected it."""
+    folder = run_dir / "rejected"
+    rows = read_rejected(folder)
+    if not rows:
+        return html.empty("None.")
+    cards = []
+    for row in rows[-_MAX_REJECTED:]:
+        where = f"timestep {row['timestep']}" if "timestep" in row else f"token {row['position']}"
+        lines = [
+            *map(in_words, row["reasons"]),
+            _number("log-ratio", row["log_ratio"]),
+            _number("reward", row["reward"]),
+        ]
+        picture = _data_uri(folder / row["picture"]) if "picture" in row else None
+        texts = [_shown(text) for text in (row["prompt"], row.get("text")) if text]
+        cards.append(html.card(f"Step {row['step']}, {where}", picture, lines, texts))
+    note = f"The newest {len(cards)} of {len(rows)} that are in the folder; the worst few of each step are kept there."
+    return html.note(note) + html.cards(cards)
+
+
+def _number(name: str, value: float | None) -> str:
+    return f"{name} {'not finite' if value is None else f'{value:.3g}'}"
+
+
 def config(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "config.yaml"
     if not path.is_file():
@@ -91,12 +138,13 @@ def environment(run_dir: Path) -> str:
     path = run_dir / "environment.json"
     if not path.is_file():
         return html.empty("The folder has no environment.json.")
-    return html.table(_flat(redact(json.loads(path.read_text(encoding="utf-8")))))
+    return html.table(flat(redact(json.loads(path.read_text(encoding="utf-8")))))
 
 
-def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
+def flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """The leaves of a tree of mappings, with dotted names."""
     if isinstance(value, Mapping):
-        return [row for key, item in value.items() for row in _flat(item, f"{prefix}.{key}" if prefix else str(key))]
+        return [row for key, item in value.items() for row in flat(item, f"{prefix}.{key}" if prefix else str(key))]
     return [(prefix, " ".join(map(str, value)) if isinstance(value, list) else str(value))]
 
 

@@ -34,6 +34,7 @@ figcaption { margin-bottom: 6px; }
   font: 12px/1 ui-monospace, monospace; }
 .wide .plot { height: 280px; } .wide + .grid { margin-top: 24px; }
 .plot svg { position: absolute; inset: 0; width: 100%; height: 100%; overflow: visible; }
+.plot img { position: absolute; inset: 0; width: 100%; height: 100%; border-radius: 0; image-rendering: pixelated; }
 .plot span { position: absolute; color: var(--soft); white-space: nowrap; }
 .plot .y { right: calc(100% + 8px); transform: translateY(50%); }
 .plot .x { top: calc(100% + 8px); transform: translateX(-50%); }
@@ -45,6 +46,11 @@ path.line { stroke: var(--c); stroke-width: 2; stroke-linejoin: round; stroke-li
 .dots.hidden path { stroke: transparent; stroke-width: 12; } .dots.hidden path:hover { stroke: var(--c); }
 .s0 { --c: var(--s0); } .s1 { --c: var(--s1); } .s2 { --c: var(--s2); } .s3 { --c: var(--s3); }
 .axis { text-align: right; margin: 4px 14px 0 0; line-height: 1; }
+.scale { display: flex; flex-wrap: wrap; gap: 0 8px; align-items: center; font: 12px/1.6 ui-monospace, monospace;
+  color: var(--soft); }
+.scale img { width: 110px; height: 9px; border-radius: 2px; }
+.cards { display: grid; gap: 16px; grid-template-columns: repeat(auto-fill, minmax(min(100%, 190px), 1fr)); }
+.cards p { margin: 0; overflow-wrap: anywhere; } .cards img { margin-bottom: 6px; max-width: 260px; }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 16px; font-size: .87rem; color: var(--soft); }
 .legend span::before { content: ""; display: inline-block; width: 14px; height: 3px; border-radius: 2px;
   background: var(--c); margin-right: 6px; vertical-align: middle; }
@@ -54,6 +60,7 @@ th, td { text-align: left; vertical-align: top; padding: 4px 12px 4px 0;
 tr:last-child > * { border-bottom: 0; }
 th { font-weight: 500; color: var(--soft); width: 30%; min-width: 13em; } td { font-variant-numeric: tabular-nums; }
 .columns th { width: auto; min-width: 4em; } .columns td { white-space: pre-wrap; }
+.even { table-layout: fixed; } .even th:first-child { width: 40%; min-width: 0; }
 .bars th { width: 22%; min-width: 5em; } .bars td:last-child { width: 26%; white-space: nowrap; text-align: right;
   padding-right: 0; }
 .bar { vertical-align: middle; } .bar span { display: block; height: 12px; min-width: 2px; border-radius: 0 4px 4px 0;
@@ -61,7 +68,7 @@ th { font-weight: 500; color: var(--soft); width: 30%; min-width: 13em; } td { f
 ul.warnings { margin: 0; padding: 0; list-style: none; }
 ul.warnings li { border-left: 3px solid var(--warn); padding: 2px 0 2px 10px; margin-bottom: 8px;
   overflow-wrap: anywhere; }
-ul.warnings b { margin-right: 8px; }
+ul.warnings b { margin-right: 8px; white-space: nowrap; }
 summary { cursor: pointer; } pre { overflow-x: auto; font: 13px/1.45 ui-monospace, monospace; margin: 8px 0 0; }
 """
 
@@ -89,6 +96,22 @@ def header(title: str, outcome: str, progress: str) -> str:
     return f'<h1>{escape(title)}</h1><p class="outcome">{escape(outcome)}</p><p>{escape(progress)}</p>'
 
 
+def note(text: str) -> str:
+    return f'<p class="note">{escape(text)}</p>'
+
+
+def cards(items: Sequence[str]) -> str:
+    return f'<div class="cards">{"".join(items)}</div>'
+
+
+def card(heading: str, data_uri: str | None, lines: Sequence[str], texts: Sequence[str]) -> str:
+    """A picture, if there is one, over a heading, short facts and longer texts."""
+    name = escape(heading)
+    picture = "" if data_uri is None else f'<img alt="{name}" src="{data_uri}">'
+    facts = "".join(f"<p><small>{escape(line)}</small></p>" for line in lines)
+    return f"<figure>{picture}<b>{name}</b>{facts}{''.join(f'<p>{escape(text)}</p>' for text in texts)}</figure>"
+
+
 def wide(chart: str) -> str:
     return f'<div class="wide">{chart}</div>'
 
@@ -113,11 +136,11 @@ def table(rows: Sequence[tuple[str, str]]) -> str:
     )
 
 
-def columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def columns(names: Sequence[str], rows: Sequence[Sequence[str]], *, kind: str = "columns") -> str:
     """A table with a heading over each column. Line breaks in the texts are kept."""
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<table class="columns"><tr>{head}</tr>{body}</table>'
+    return f'<table class="{kind}"><tr>{head}</tr>{body}</table>'
 
 
 def warnings(rows: Sequence[tuple[str, str]]) -> str:

@@ -39,15 +39,17 @@ _FREE = (
 
 
 class RunFolder:
-    """Paths of a run: config.yaml, environment.json, metrics.jsonl, health.jsonl, samples/, checkpoints/, lora/ and, if
-    asked for, rollouts/."""
+    """Paths of a run: config.yaml, environment.json, metrics.jsonl, histograms.jsonl, health.jsonl, samples/,
+    rejected/, checkpoints/, lora/ and, if asked for, rollouts/."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.config = root / "config.yaml"
         self.metrics = root / "metrics.jsonl"
+        self.histograms = root / "histograms.jsonl"
         self.health = root / "health.jsonl"
         self.samples = root / "samples"
+        self.rejected = root / "rejected"
         self.checkpoints = root / "checkpoints"
         self.lora = root / "lora"
         self.rollouts = root / "rollouts"

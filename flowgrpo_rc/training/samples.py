@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.training.tracking import write_atomic
 
+THUMBNAIL = 128  # pixels of its longer side
 _MIN_SIDE = 128
 _MAX_SIDE = 256
 _GAP = 8
@@ -19,6 +22,14 @@ _CAPTION_HEIGHT = 20
 _FRAMES_PER_SECOND = 16
 _BACKGROUND = "white"
 _INK = "#333333"
+
+
+class Shown(NamedTuple):
+    """What people may see of the samples of a batch, in its order: prompts, and thumbnails [h, w, 3] uint8, texts, or
+    None where nothing was decoded. Both are empty where the trajectories come from files."""
+
+    prompts: Sequence[Prompt] = ()
+    samples: Sequence[np.ndarray | str | None] = ()
 
 
 def image_grid(
@@ -49,6 +60,15 @@ def image_grid(
         text = _fitted(caption, font, tile.width)
         draw.text((left + tile.width / 2, top + tile.height + 3), text, fill=_INK, font=font, anchor="mt")
     return grid
+
+
+def thumbnail(sample: np.ndarray) -> np.ndarray:
+    """A small copy [h, w, 3] of an image [H, W, 3] or of a video [F, H, W, 3], of which it shows three frames; an image
+    that is small already is returned as it is."""
+    if sample.ndim == 4:
+        return np.concatenate([thumbnail(frame) for frame in sample[[0, (len(sample) - 1) // 2, len(sample) - 1]]], 1)
+    factor = -(-max(sample.shape[:2]) // THUMBNAIL)
+    return sample if factor == 1 else np.asarray(Image.fromarray(sample).reduce(factor))
 
 
 def save_grid(path: Path, images: np.ndarray, captions: Sequence[str], *, columns: int = 8) -> Image.Image:

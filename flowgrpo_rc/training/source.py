@@ -7,20 +7,23 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import CancelledError
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.batch import Batch, PromptBatch, Rewards, concat
+from flowgrpo_rc.batch import Batch, Prompt, PromptBatch, Rewards, concat
 from flowgrpo_rc.core.random import derive_seed
 from flowgrpo_rc.data.prompts import PromptSampler, shard
 from flowgrpo_rc.rewards.manager import RewardManager
-from flowgrpo_rc.rollout.base import RolloutConfig, RolloutEngine
+from flowgrpo_rc.rollout.base import RolloutChunk, RolloutConfig, RolloutEngine
 from flowgrpo_rc.training.evaluation import collect_rewards
 from flowgrpo_rc.training.processes import Processes
 from flowgrpo_rc.training.rollout_files import load_rollout, read_header, rollout_path
+from flowgrpo_rc.training.samples import Shown, thumbnail
 from flowgrpo_rc.training.task import Task
 
 
@@ -30,6 +33,7 @@ class Collected(NamedTuple):
     batch: Batch
     rewards: Callable[[], Rewards]
     dropped: int = 0
+    shown: Shown = Shown()
 
     def versions(self) -> tuple[int, int]:
         """The oldest and the newest weights that a sample was made with."""
@@ -90,6 +94,8 @@ class EngineSource(RolloutSource):
         prompts = self.prompts(step)
         request = self._task.request(prompts, self._seeds(prompts))
         batches, handles = [], []
+        prompted: list[Prompt] = []
+        shown: list[np.ndarray | str | None] = []
         for chunk in self.engine.generate(request):
             if self._cancelled.is_set():
                 raise CancelledError
@@ -99,7 +105,10 @@ class EngineSource(RolloutSource):
                 raise RuntimeError(f"the rollout engine sampled with other settings: {'; '.join(different)}")
             batches.append(chunk.batch)
             handles.append(self._rewards.submit(chunk.samples, chunk.prompts, chunk.latents))
-        collected = Collected(concat(batches), lambda: collect_rewards(self._rewards, handles, self._processes))
+            prompted += chunk.prompts
+            shown += thumbnails(chunk)
+        rewards = partial(collect_rewards, self._rewards, handles, self._processes)
+        collected = Collected(concat(batches), rewards, shown=Shown(prompted, shown))
         self._check_weights(collected)
         return collected
 
@@ -143,6 +152,13 @@ class EngineSource(RolloutSource):
     def _seeds(self, prompts: PromptBatch) -> list[int]:
         slots, samples = prompts.slots, range(self._n)
         return [derive_seed(self._seed, prompts.step, slot, index, "rollout") for slot in slots for index in samples]
+
+
+def thumbnails(chunk: RolloutChunk) -> list[np.ndarray | str | None]:
+    """Of each sample of a chunk, as `Shown` has them."""
+    if chunk.samples is None:
+        return [None] * len(chunk.prompts)
+    return [sample if isinstance(sample, str) else thumbnail(sample) for sample in chunk.samples]
 
 
 def other_tensors(held: Mapping[str, Tensor], pushed: Mapping[str, Tensor]) -> int:

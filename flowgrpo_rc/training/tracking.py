@@ -7,6 +7,7 @@ line and the git remote is switched off.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -18,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
+
+from flowgrpo_rc.training.histograms import Counts, edges
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -33,7 +36,8 @@ _SECRET_VALUE = re.compile(r"\b(?:hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,})\b|
 
 
 class MetricsFile:
-    """Rows of names and numbers, one JSON object a line. It also serves health.jsonl, whose rows hold a message.
+    """Rows of names and numbers, one JSON object a line. It also serves health.jsonl, whose rows hold a message, and
+    histograms.jsonl, whose rows hold counts by bin.
 
     Every row reaches the disk before `append` returns. A value that is not finite is written as null, since JSON has
     no other word for it. A line torn by a kill is dropped by whoever touches the file next.
@@ -42,7 +46,7 @@ class MetricsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def append(self, step: int, values: Mapping[str, float | str | None]) -> None:
+    def append(self, step: int, values: Mapping[str, float | str | Mapping[int, int] | None]) -> None:
         """Adds the row of `step`. Raises OSError naming the file where the disk refuses it."""
         row = {"step": step} | {name: _as_json(value) for name, value in values.items()}
         line = json.dumps(row, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
@@ -100,8 +104,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
-def _as_json(value: float | str | None) -> float | str | None:
-    if value is None or isinstance(value, str | int):
+def _as_json(value: float | str | Mapping[int, int] | None) -> float | str | Mapping[int, int] | None:
+    if value is None or isinstance(value, str | int | Mapping):
         return value
     return float(value) if math.isfinite(value) else None
 
@@ -192,6 +196,31 @@ class Trackers:
         if "tensorboard" in self._names:
             batch = np.asarray(image.convert("RGB"))[None]
             self._accelerator.get_tracker("tensorboard").log_images({name: batch}, step=step, dataformats="NHWC")
+
+    def log_histograms(self, step: int, found: Mapping[str, Counts]) -> None:
+        """Histograms in the bins of `training.histograms`."""
+        for name, counts in found.items():
+            numbers = range(min(counts, default=0), max(counts, default=0) + 1)
+            heights = [counts.get(number, 0) for number in numbers]
+            if "wandb" in self._names:
+                import wandb
+
+                histogram = wandb.Histogram(np_histogram=(np.array(heights), np.array(edges(numbers))))
+                self._accelerator.get_tracker("wandb", unwrap=True).log({f"histograms/{name}": histogram}, step=step)
+            if "tensorboard" in self._names:
+                limits = edges(numbers)
+                centres = np.array([(a + b) / 2 for a, b in itertools.pairwise(limits)])
+                self._accelerator.get_tracker("tensorboard", unwrap=True).add_histogram_raw(
+                    f"histograms/{name}",
+                    min=limits[0],
+                    max=limits[-1],
+                    num=sum(heights),
+                    sum=float(centres @ heights),
+                    sum_squares=float(centres**2 @ heights),
+                    bucket_limits=limits[1:],
+                    bucket_counts=heights,
+                    global_step=step,
+                )
 
     def alert(self, step: int, text: str) -> None:
         """Tell the people who watch the run, where a tracker can: wandb sends mails and messages."""

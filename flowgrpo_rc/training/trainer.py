@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +24,12 @@ from flowgrpo_rc.training.console import Console
 from flowgrpo_rc.training.ema import averaged_weights
 from flowgrpo_rc.training.evaluation import Evaluator, record_rewards
 from flowgrpo_rc.training.health import BYPASS_PREFIX, DECOUPLED_PREFIX, HealthMonitor
+from flowgrpo_rc.training.histograms import Counts, histograms
 from flowgrpo_rc.training.noise_floor import NoiseFloor
+from flowgrpo_rc.training.observations import Observations
 from flowgrpo_rc.training.old_policy import OldPolicy
 from flowgrpo_rc.training.processes import Processes
+from flowgrpo_rc.training.rejected import RejectedSamples
 from flowgrpo_rc.training.rollout_files import Rollout, rollout_path, save_rollout
 from flowgrpo_rc.training.run_folder import RunFolder
 from flowgrpo_rc.training.source import Collected, RolloutSource
@@ -51,6 +55,8 @@ class Components:
     source: RolloutSource
     rewards: RewardManager
     floor: NoiseFloor
+    observations: Observations
+    rejected: RejectedSamples
     update: PolicyUpdate
     evaluator: Evaluator
     health: HealthMonitor
@@ -68,7 +74,9 @@ class Trainer:
         self._bag = MetricBag()
         self._seconds: dict[str, float] = {}
         self._rows = MetricsFile(parts.folder.metrics)
+        self._histogram_rows = MetricsFile(parts.folder.histograms)
         self._health_rows = MetricsFile(parts.folder.health)
+        self._histograms: dict[str, Counts] = {}
         self._step = 0
         if resumed is not None:
             self._step = resumed.step
@@ -129,6 +137,7 @@ class Trainer:
             self._bag.replace(self.parts.floor.finish(), prefix)
             with self._timed("sync_weights"):
                 self.parts.source.sync_weights(self.parts.update.lora_state(), self._step)
+            self._note_decisions(collected, rewards)
         num_samples = len(batch) * self.parts.processes.count
         self._bag.min("perf/samples_per_second", torch.tensor(num_samples / self._seconds["step"]))
 
@@ -175,6 +184,15 @@ class Trainer:
         bag.derive("advantages/std", ("advantages/mean", "advantages/_square"), std_from_moments)
         return batch.replace(advantages=found.values.float().unsqueeze(1).expand(-1, batch.num_steps))
 
+    def _note_decisions(self, collected: Collected, rewards: Rewards) -> None:
+        """Histograms of all processes, and the rejected samples of this one."""
+        parts, seen = self.parts, self.parts.observations.take()
+        self._histograms = histograms(seen, parts.processes.sum)
+        names = partial(parts.task.policy.cell_names, collected.batch)
+        image = parts.rejected.write(self._step, seen, collected.batch, collected.shown, rewards, names)
+        if image is not None:
+            parts.trackers.log_image(self._step, "rejected/samples", image)
+
     def _evaluate(self) -> None:
         parts = self.parts
         with self._timed("evaluation"), averaged_weights(parts.update.ema, parts.update.parameters):
@@ -194,10 +212,14 @@ class Trainer:
         self._bag.max("perf/peak_memory_gib", torch.tensor(peak_memory_gib(parts.processes.device)))
         row = self._bag.compute(parts.processes.sum, parts.processes.max, parts.processes.device)
         self._bag, self._seconds = MetricBag(), {}
+        found, self._histograms = self._histograms, {}
         warnings = parts.health.update(self._step, row)
         if not parts.processes.is_main:
             return
         self._rows.append(self._step, row)
+        if found:
+            self._histogram_rows.append(self._step, found)
+            parts.trackers.log_histograms(self._step, found)
         parts.trackers.log(self._step, row)
         parts.console.step(self._step, row)
         for warning in warnings:

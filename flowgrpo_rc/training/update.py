@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import select
+from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.correction.auto import AutoBands
 from flowgrpo_rc.losses.base import DiffusionLossConfig, LossTerms, TokenLossConfig, denominator
 from flowgrpo_rc.policies.base import Evaluation, Measured, Policy, join
 from flowgrpo_rc.training.ema import EMAConfig
 from flowgrpo_rc.training.lora import lora_parameters, reference_policy
 from flowgrpo_rc.training.noise_floor import NoiseFloor
+from flowgrpo_rc.training.observations import Observations
 from flowgrpo_rc.training.old_policy import OldPolicy
 from flowgrpo_rc.training.optim import (
     OptimConfig,
@@ -94,6 +96,7 @@ class PolicyUpdate:
     auto_bands: judge each sample by them once, before the first update (bypass mode; in decoupled mode the batch comes
     judged).
     old_policy: of batches that come without one (decoupled mode).
+    observations: is told what the loss decides (bypass mode).
     """
 
     def __init__(
@@ -108,9 +111,10 @@ class PolicyUpdate:
         whole_windows: bool = False,
         auto_bands: AutoBands | None = None,
         old_policy: OldPolicy | None = None,
+        observations: Observations | None = None,
     ) -> None:
         self._policy, self._config, self._loss, self._processes = policy, config, loss, processes
-        self._old_policy = old_policy
+        self._old_policy, self._observations = old_policy, observations
         self._named = lora_parameters(policy.network)
         self._parameters = list(self._named.values())
         self._optimizer = make_optimizer(self._parameters, config.optim)
@@ -192,7 +196,7 @@ class PolicyUpdate:
         if self._config.use_kl_loss:
             total = total + self._penalty(now, piece, terms.share, bag)
         total.backward()
-        self._report(terms, now.log_probs, piece, bag)
+        self._report(terms, now.log_probs, gaussian, piece, bag)
         return terms.parts(), Measured.of(now, keep_means=keep_means)
 
     def _accumulate_window(self, micro: Batch, bag: MetricBag) -> tuple[Tensor, Measured]:
@@ -217,7 +221,7 @@ class PolicyUpdate:
                 total = total + self._penalty(now, piece, terms.share[:, here], bag)
             total.backward()
             start = here.stop
-        self._report(terms, log_probs, micro, bag)
+        self._report(terms, log_probs, gaussian, micro, bag)
         return terms.parts(), Measured.of(seen)
 
     def _penalty(self, now: Evaluation, piece: Batch, share: Tensor, bag: MetricBag) -> Tensor:
@@ -227,10 +231,15 @@ class PolicyUpdate:
         bag.mean("kl_loss", penalty, counted)
         return self._config.kl_loss_coef * (penalty * share).sum()
 
-    def _report(self, terms: LossTerms, log_probs: Tensor, part: Batch, bag: MetricBag) -> None:
+    def _report(
+        self, terms: LossTerms, log_probs: Tensor, gaussian: GaussianSteps | None, part: Batch, bag: MetricBag
+    ) -> None:
         bag.merge(terms.metrics)
         if self._floor is not None:
             self._floor.during(part, log_probs, terms.metrics, updated=self._updated)
+        if self._observations is not None:
+            kl, cells = None if gaussian is None else gaussian.kl, self._policy.cells(part)
+            self._observations.add(part, log_probs, cells, terms.kept, terms.weights, kl, updated=self._updated)
 
     @torch.no_grad()
     def _judged(self, mini: Batch, bag: MetricBag) -> Batch:

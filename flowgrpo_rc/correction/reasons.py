@@ -1,0 +1,73 @@
+"""Why a row was rejected, in the words of the settings: for people, on a few rows after the fact."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.correction.bands import Band
+from flowgrpo_rc.correction.config import Rules
+from flowgrpo_rc.correction.importance import outside, weigh
+from flowgrpo_rc.correction.rejection import statistic
+from flowgrpo_rc.correction.steps import Steps, prepare
+
+
+class Reason(NamedTuple):
+    """A criterion that does not keep a row. value: its statistic, the ratio training / rollout for k1; lower, upper:
+    what is kept, None where there is no such bound or where it follows the run (`auto`)."""
+
+    criterion: str
+    value: float
+    lower: float | None = None
+    upper: float | None = None
+
+
+def reasons(
+    training: Tensor, rollout: Tensor, mask: Tensor, rules: Rules, *, step_kl: Tensor | None = None
+) -> list[Reason]:
+    """All that reject a row, for its log-probs, steps that exist and exact KL [T]; [] where nothing here does.
+
+    A step that is not finite comes first. `auto` bands are named where nothing else explains the rejection: where they
+    stood when they judged is not known here.
+    """
+    exact = None if step_kl is None else step_kl.unsqueeze(0)
+    steps = prepare(training.unsqueeze(0), rollout.unsqueeze(0), mask.unsqueeze(0), exact)
+    return list(_fixed(steps, rules)) or [Reason(band.name, _shown(band, _worst(steps, band))) for band in rules.auto]
+
+
+def _fixed(steps: Steps, rules: Rules) -> Iterator[Reason]:
+    broken = steps.mask & ~steps.valid
+    if broken.any():
+        yield Reason("not finite", float(steps.difference[broken][0]))
+    for band in rules.bands:
+        value = _worst(steps, band)
+        if not band.lower <= value <= band.upper:
+            lower, upper = sorted((_shown(band, band.lower), _shown(band, band.upper)))
+            yield Reason(band.name, _shown(band, value), lower if lower > 0 else None, upper)
+    if rules.level is not None and rules.bounds.mode == "mask":
+        weights = weigh(steps, rules.level, rules.bounds).raw
+        for value in weights[outside(weights, rules.bounds) & steps.units(weights)][:1].tolist():
+            yield Reason("rollout_is", value, rules.bounds.lower, rules.bounds.upper)
+    if rules.log_veto is not None:
+        lowest = float(torch.where(steps.mask, steps.difference, math.inf).min())
+        if lowest < rules.log_veto:
+            yield Reason("veto", math.exp(lowest), math.exp(rules.log_veto))
+
+
+def _worst(steps: Steps, band: Band) -> float:
+    """The statistic that is farthest beyond the band, or nearest to its edge."""
+    values = statistic(steps, band)
+    values = values[steps.units(values)]
+    if not len(values):
+        return 0.0
+    beyond = values.abs() if band.auto else torch.maximum(values - band.upper, band.lower - values)
+    return float(values[beyond.argmax()])
+
+
+def _shown(band: Band, value: float) -> float:
+    """k1, which is -log(ratio), as the ratio; anything else as it is."""
+    return math.exp(-value) if band.estimator == "k1" else value

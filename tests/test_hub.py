@@ -1,0 +1,176 @@
+"""`export --push-to-hub` against a server on this machine: what is uploaded and refused, and no token in sight."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import HfApi, constants
+
+from flowgrpo_rc.cli import main
+from flowgrpo_rc.training.hub import check_push, push
+
+TOKEN = "hf_" + "secretsecretsecret"
+
+
+class Hub(ThreadingHTTPServer):
+    """The calls of a push, with the token TOKEN. visible: of the repository me/lora, None where there is none."""
+
+    visible: str | None = None
+    calls: list[tuple[str, str, Any]]
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, *arguments: object) -> None:
+        """Silent."""
+
+    def do_GET(self) -> None:
+        if self.path.startswith("/api/whoami"):
+            accepted = self.headers["Authorization"] == f"Bearer {TOKEN}"
+            self._answer(200 if accepted else 401, {"name": "me", "type": "user", "orgs": []} if accepted else {})
+        elif self.server.visible is None:
+            self._answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+        else:
+            self._answer(200, {"id": "me/lora", "private": self.server.visible == "private", "siblings": []})
+        self.server.calls.append(("GET", self.path, None))
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        self.server.calls.append(("POST", self.path, body))
+        if self.path == "/api/repos/create":
+            self._answer(200, {"url": f"{self.server.address}/me/lora", "id": "me/lora"})
+        elif "/preupload/" in self.path:
+            asked = [file["path"] for file in json.loads(body)["files"]]
+            files = [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in asked]
+            self._answer(200, {"files": files})
+        elif "/commit/" in self.path:
+            answer = {
+                "commitOid": "0" * 40,
+                "commitUrl": f"{self.server.address}/me/lora/commit/0",
+                "pullRequestUrl": None,
+            }
+            self._answer(200, answer)
+        else:
+            self._answer(200, {"warnings": [], "errors": []})
+
+    def _answer(self, status: int, content: Any, headers: dict[str, str] | None = None) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in {
+            "Content-Length": str(len(body)),
+            "Content-Type": "application/json",
+            **(headers or {}),
+        }.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with Hub(("127.0.0.1", 0), Handler) as server:
+        server.calls = []
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    folder = tmp_path / "export"
+    folder.mkdir()
+    (folder / "README.md").write_text("---\ntags:\n- flowgrpo-rc\n---\n\n# A LoRA\n")
+    (folder / "pytorch_lora_weights.safetensors").write_bytes(b"tensors")
+    (folder / "notes.txt").write_text("mine alone")
+    return folder
+
+
+def posted(hub: Hub, part: str) -> Any:
+    (found,) = [body for method, path, body in hub.calls if method == "POST" and part in path]
+    return found
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_the_lora_and_its_card_are_uploaded_and_nothing_else(hub: Hub, exported: Path, public: bool) -> None:
+    api = HfApi(endpoint=hub.address, token=TOKEN)
+    check_push(api, "me/lora", public=public)
+    assert not any(method == "POST" for method, _, _ in hub.calls)
+    assert push(api, exported, "me/lora", public=public) == f"{hub.address}/me/lora"
+    created = json.loads(posted(hub, "/api/repos/create"))
+    assert created.get("private", created.get("visibility") == "private") is (not public)
+    lines = [json.loads(line) for line in posted(hub, "/commit/").splitlines()]
+    files = {
+        line["value"]["path"]: base64.b64decode(line["value"]["content"]) for line in lines if line["key"] == "file"
+    }
+    names = ("README.md", "pytorch_lora_weights.safetensors")
+    assert files == {name: (exported / name).read_bytes() for name in names}
+
+
+@pytest.mark.parametrize(
+    ("repo", "visible", "token", "message"),
+    [
+        ("lora", None, TOKEN, "write it as user/name"),
+        ("me/a/b", None, TOKEN, "--push-to-hub 'me/a/b'"),
+        ("me/bad name", None, TOKEN, "--push-to-hub 'me/bad name'"),
+        ("me/lora", None, None, "hf auth login"),
+        ("me/lora", "public", TOKEN, "this repository is public; add --public"),
+        ("me/lora", None, "hf_" + "wrongwrongwrongwrong", "the Hugging Face Hub refused"),
+    ],
+    ids=["no_owner", "too_many", "letters", "no_token", "public", "wrong_token"],
+)
+def test_what_cannot_work_is_refused_before_anything(
+    hub: Hub,
+    repo: str,
+    visible: str | None,
+    token: str | None,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
+    hub.visible = visible
+    with pytest.raises((ValueError, OSError), match=message) as raised:
+        check_push(HfApi(endpoint=hub.address, token=token), repo, public=False)
+    assert "wrongwrong" not in str(raised.value)
+    assert TOKEN not in str(raised.value)
+    assert not any(method == "POST" for method, _, _ in hub.calls)
+
+
+def test_a_public_repository_takes_what_is_meant_to_be_public(hub: Hub) -> None:
+    hub.visible = "public"
+    check_push(HfApi(endpoint=hub.address, token=TOKEN), "me/lora", public=True)
+
+
+def test_a_hub_that_cannot_be_reached_is_a_clear_failure() -> None:
+    with pytest.raises(OSError, match="the Hugging Face Hub refused, or could not be reached"):
+        check_push(HfApi(endpoint="http://127.0.0.1:9", token=TOKEN), "me/lora", public=False)
+
+
+def test_the_command_says_so_before_it_reads_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["export", str(tmp_path / "no_run"), "--out", str(tmp_path / "out")]
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert main([*out, "--push-to-hub", "me/lora"]) == 2
+    error = capsys.readouterr().err
+    assert "HF_HUB_OFFLINE" in error
+    assert TOKEN not in error
+    assert main([*out, "--public"]) == 2
+    assert "--public has no effect without --push-to-hub" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

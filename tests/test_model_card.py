@@ -1,0 +1,154 @@
+"""The model card: metadata that the Hub reads, numbers of the run and nothing else, and a program that works."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import Train, read_rows
+from huggingface_hub import ModelCard
+
+from flowgrpo_rc.cli import main
+from flowgrpo_rc.config import Config
+from flowgrpo_rc.training.model_card import write_model_card
+from flowgrpo_rc.training.rejected import read_rejected
+
+RC = "algorithm.rollout_correction"
+ROWS = [
+    {"step": 0, "val/reward": 0.25, "val/ocr/exact": 0.125},
+    {"step": 1, "reward/mean": 0.3, "rollout_corr/logprob_abs_diff_mean": 1e-4},
+    {
+        "step": 2,
+        "reward/mean": 0.4,
+        "rollout_corr/logprob_abs_diff_mean": 3e-4,
+        "val/reward": 0.5,
+        "val/ocr/exact": 0.5,
+    },
+    {"step": 3, "reward/mean": 0.4, "rollout_corr/logprob_abs_diff_mean": None},
+]
+
+
+def card(tmp_path: Path, config: Config, *, rows: object = ROWS, step: int = 2, raw: bool = False) -> ModelCard:
+    assert isinstance(rows, list)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ModelCard.load(write_model_card(tmp_path, tmp_path, config, step=step, raw=raw))
+
+
+@pytest.fixture
+def config() -> Config:
+    config = Config()
+    config.model.path = "someone/some-model"
+    config.algorithm.rollout_correction.rollout_is = "token"
+    return config
+
+
+def test_metadata_is_what_the_hub_reads(tmp_path: Path, config: Config) -> None:
+    found = card(tmp_path, config).data.to_dict()
+    assert found["base_model"] == "someone/some-model"
+    assert found["base_model_relation"] == "adapter"
+    assert (found["library_name"], found["pipeline_tag"]) == ("diffusers", "text-to-image")
+    assert "license" not in found
+    assert {"lora", "flowgrpo-rc"} <= set(found["tags"])
+
+
+def test_a_local_model_is_named_without_its_path(tmp_path: Path, config: Config) -> None:
+    model = tmp_path / "private" / "my-model"
+    model.mkdir(parents=True)
+    config.model.path = str(model)
+    text = card(tmp_path, config).content
+    assert "base_model" not in text
+    assert "a local checkpoint, `my-model`" in text
+    assert str(tmp_path) not in text
+
+
+@pytest.mark.parametrize(("kind", "frames", "wanted"), [
+    ("diffusion", 17, ("diffusers", "text-to-video")),
+    ("causal_lm", None, ("peft", "text-generation")),
+])  # fmt: skip
+def test_other_kinds_of_models(
+    tmp_path: Path, config: Config, kind: str, frames: int | None, wanted: tuple[str, str]
+) -> None:
+    config.model.kind, config.rollout.pipeline.num_frames = kind, frames
+    found = card(tmp_path, config)
+    assert (found.data.to_dict()["library_name"], found.data.to_dict()["pipeline_tag"]) == wanted
+    assert ("num_frames=17" in found.text) == (frames is not None)
+    assert ("PeftModel.from_pretrained" in found.text) == (kind == "causal_lm")
+
+
+def test_it_tells_what_was_measured(tmp_path: Path, config: Config) -> None:
+    (tmp_path / "health.jsonl").write_text('{"step": 2, "message": "kl is 0.2"}\n')
+    text = card(tmp_path, config).text
+    assert "| score | before | after step 2 |" in text
+    assert "| reward | 0.2500 | 0.5000 |" in text
+    assert "| ocr/exact | 0.1250 | 0.5000 |" in text
+    assert "| Mismatch, mean of abs. log-prob difference | 0.0002 | 0.0003 |" in text
+    assert "decoupled mode" in text
+    assert "`rollout_is=token`" in text
+    assert "- step 2: kl is 0.2" in text
+    assert "Rejected" not in text
+
+
+def test_weights_that_were_not_scored_say_so(tmp_path: Path, config: Config) -> None:
+    assert "those of step 3, which was not evaluated" in card(tmp_path, config, step=3).text
+    assert "not evaluated" not in card(tmp_path, config, step=2).text
+    assert "this file holds the last ones" in card(tmp_path, config, raw=True).text
+    once = card(tmp_path, config, rows=ROWS[:2], step=1).text
+    assert "| score | step 0 |" in once
+    assert "The run was not evaluated." in card(tmp_path, config, rows=ROWS[1:2]).text
+
+
+def test_no_secret_and_no_host_is_in_it(tmp_path: Path, config: Config) -> None:
+    config.reward.terms = {"remote": {"weight": 0.5, "url": "http://me:hunter2@host7/score", "api_key": "hunter3"}}
+    config.trainer.experiment_name = "run hf_abcdefghijklmnopqrst"
+    text = card(tmp_path, config).content
+    assert "| rewards, weight | remote 0.5 |" in text
+    assert not re.search("hunter|host7|hf_abc", text)
+
+
+@pytest.mark.parametrize("mode", ["bypass", "decoupled"])
+def test_a_run_leaves_histograms_rejected_samples_and_a_card_that_works(
+    train: Train, tmp_path: Path, checkpoint: Path, mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two real steps, with a band that no bf16 rollout stays within."""
+    band = (f"{RC}.rollout_rs=token_k1", f"{RC}.rollout_rs_threshold=0.9999999_1.0000001")
+    further = (f"{RC}.bypass_mode=true",) if mode == "bypass" else (f"{RC}.rollout_is=token",)
+    assert train(*band, *further, "rollout.dtype=bf16") == 0
+    run = tmp_path / "run"
+    found = [json.loads(line) for line in (run / "histograms.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in found] == [1, 2]
+    # 8 samples of 2 steps; bypass mode sees the first of two mini-batches before its update.
+    assert {sum(row["log_ratio"].values()) for row in found} == {8 if mode == "bypass" else 16}
+    assert all(("log_weight" in row) == (mode == "decoupled") for row in found)
+    rows, fraction = read_rejected(run / "rejected"), "rollout_corr/rollout_rs_masked_fraction"
+    name = fraction if mode == "decoupled" else f"actor/{fraction}"
+    assert read_rows(run)[1][name] > 0.5
+    assert [row["step"] for row in rows] == [1] * 4 + [2] * 4
+    for row in rows:
+        assert (run / "rejected" / row["picture"]).is_file()
+        assert row["reasons"][0]["criterion"] == "token_k1"
+        if mode == "decoupled":
+            assert f"rollout_corr/logprob_abs_diff/ts_{row['timestep']}" in read_rows(run)[row["step"]]
+    report = (run / "report.html").read_text()
+    assert report.count("<b>Step 2, timestep") == 4
+    assert "The newest 8 of 8" in report
+
+    assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 0
+    written = (tmp_path / "out" / "README.md").read_text()
+    assert written == (run / "lora" / "README.md").read_text()
+    assert yaml.safe_load(written.split("---\n")[1])["library_name"] == "diffusers"
+    if mode == "bypass":
+        (program,) = re.findall(r"```python\n(.*?)```", written, re.DOTALL)
+        program = program.replace(f"path/to/{checkpoint.name}", str(checkpoint))
+        names: dict[str, object] = {}
+        exec(program.replace("path/to/this/folder", str(tmp_path / "out")), names)
+        height, width = (int(re.search(rf"\b{side}=(\d+)", program)[1]) for side in ("height", "width"))
+        assert names["image"].size == (width, height)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "README.md").write_text("# My project\n")
+    capsys.readouterr()
+    assert main(["export", str(run), "--out", str(tmp_path / "mine")]) == 2
+    assert "is no model card of ours" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["README.md"]
