@@ -4,7 +4,7 @@
 
 The real one, from this folder and with prompts and sizes of your own:
 
-    flowgrpo-rc train model.adapter=my_model.Chroma model.path=lodestones/Chroma1-HD rollout.pipeline.guidance_scale=5 ...
+    flowgrpo-rc train model.adapter=my_model.Chroma model.path=lodestones/Chroma1-HD ...
 
 `model.adapter` names the class. It says what the stock pipeline's `__call__` says, piece by piece, and knows nothing of
 the algorithm. docs/add_a_model.md explains each piece, and the tests that hold an adapter to its stock pipeline.
@@ -121,13 +121,13 @@ def random_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     from flowgrpo_rc.cli import main as flowgrpo_rc
 
     parser = argparse.ArgumentParser(description="train two steps of a Chroma of random weights")
     parser.add_argument("--out", type=Path, default=Path("outputs/my_model"))
     parser.add_argument("overrides", nargs="*")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     settings = {
         "model.adapter": "my_model.Chroma",
         "model.path": random_checkpoint(args.out / "checkpoint"),

@@ -113,6 +113,10 @@ def compose_all(
 
 def _compose(name: str, lines: Sequence[str], folder: Path, folders: Sequence[Path]) -> DictConfig:
     ConfigStore.instance().store(name="schema", node=_Schema)
+    if name.startswith(f"{EXPERIMENT}/"):
+        # As a group on top of nothing: beside it, other groups (a calibration) would be looked for in its folder.
+        ConfigStore.instance().store(name="nothing", node={})
+        name, lines = "nothing", [f"+{name.replace('/', '=')}", *lines]
     home = folder.resolve()
     further = [f"hydra.searchpath=[file://{other.resolve()}]" for other in folders if other.resolve() != home]
     GlobalHydra.instance().clear()

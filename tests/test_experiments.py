@@ -38,10 +38,15 @@ def test_it_composes_for_the_hardware_in_its_name_and_fits_its_model(name: str) 
 def test_the_models_and_variants_that_users_look_for() -> None:
     assert NAMES == [
         "flux1_dev_ocr_8xh100",
+        "flux1_dev_pickscore_8xh100",
+        "qwen_image_ocr_4xh200",
         "qwen_image_ocr_rollout_corr_4xh800",
+        "qwen_image_pickscore_4xh200",
         "sd35_medium_ocr_1xh100",
         "sd35_medium_ocr_8xh100",
         "sd35_medium_ocr_fast_8xh100",
+        "sd35_medium_pickscore_1xh100",
+        "sd35_medium_pickscore_8xh100",
         "wan21_t2v_1_3b_ocr_8xh100",
     ]
 
@@ -109,6 +114,15 @@ def test_one_card_and_the_fast_variant_change_what_they_say() -> None:
         "actor.use_kl_loss": False,
         "actor.diffusion_loss.clip_ratio": 1e-5,
     }
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "pickscore" in name])
+def test_pickscore_takes_the_place_of_ocr(name: str) -> None:
+    """With flow_grpo's prompts and, where there is a KL penalty, its coefficient; nothing else differs."""
+    kl = {"actor.kl_loss_coef": 0.01} if name.startswith("sd35") else {}
+    reward = {"reward.terms.ocr": None, "reward.terms.pickscore.weight": 0.03846}
+    prompts = dict.fromkeys(("data.train_files", "data.val_files"), "dataset/pickscore")
+    assert changes(name, name.replace("pickscore", "ocr")) == kl | reward | prompts
 
 
 def test_qwen_image_is_the_command_of_verl_omni() -> None:

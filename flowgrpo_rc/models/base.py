@@ -251,7 +251,8 @@ def adapters_by_pipeline() -> dict[str, type[FlowModel]]:
     package = importlib.import_module("flowgrpo_rc.models")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"flowgrpo_rc.models.{module.name}")
-    return {adapter.pipeline_class: adapter for adapter in FlowModel.__subclasses__()}
+    ours = [adapter for adapter in FlowModel.__subclasses__() if adapter.__module__.startswith(f"{package.__name__}.")]
+    return {adapter.pipeline_class: adapter for adapter in ours}
 
 
 def _named_adapter(name: str) -> dict[str, type[FlowModel]]:
