@@ -16,12 +16,23 @@ $(OMNI_VENV)/.ready: pyproject.toml $(wildcard tests/vllm_omni_real/install.sh t
 	PYTHON=$(PYTHON) bash tests/vllm_omni_real/install.sh $(OMNI_VENV)
 	touch $@
 
-.PHONY: demo test vllm-omni test-vllm-omni lint check benchmark benchmark-correction benchmark-decoupled benchmark-staleness
+.PHONY: install demo test docs reference test-docs vllm-omni test-vllm-omni lint check benchmark benchmark-correction benchmark-decoupled benchmark-staleness
+install: $(VENV)/.ready  ## everything into .venv
+
 demo: $(VENV)/.ready  ## train the bundled model on the OCR reward
 	$(BIN)/flowgrpo-rc train $(ARGS)
 
 test: $(VENV)/.ready  ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
+
+docs: $(VENV)/.ready  ## the documentation site, into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
+reference: $(VENV)/.ready  ## docs/configuration.md and docs/metrics.md, from the code
+	$(BIN)/python docs/reference_pages.py
+
+test-docs: $(VENV)/.ready  ## run the commands and Python blocks of README.md and docs/
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs_blocks.py $(ARGS)
 
 vllm-omni: $(OMNI_VENV)/.ready  ## an environment in which rollout.name=vllm_omni runs on a CPU
 

@@ -27,9 +27,12 @@ from flowgrpo_rc.training.update import ActorConfig
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """Prompt files (.txt, .jsonl, .parquet) or dataset folders, one or several; train_batch_size counts prompts per
-    step of all processes; negative_prompt is that of prompts which bring none.
+    """What is trained on and evaluated on.
 
+    train_files: prompt files (.txt, .jsonl, .parquet) or dataset folders, one or a list of several.
+    val_files: those of the held-out prompts.
+    train_batch_size: prompts of a step, of all processes together.
+    negative_prompt: that of prompts which bring none; needs guidance.
     replay_dir: train on the trajectories that another run saved (its folder) instead of sampling.
     """
 
@@ -42,8 +45,11 @@ class DataConfig:
 
 @dataclass(kw_only=True)
 class CompatConfig:
-    """ignore: overrides of another system (or sections of them) that have no counterpart here and would change what is
-    trained, to go on without."""
+    """How overrides in another system's words are taken.
+
+    ignore: overrides of another system (or sections of them) that have no counterpart here and would change what is
+        trained, to go on without.
+    """
 
     ignore: list[str] = field(default_factory=list)
 

@@ -40,25 +40,6 @@ def test_a_wheel_finds_its_configuration_elsewhere(tmp_path: Path) -> None:
     assert all(line.startswith(str(tmp_path / "site")) for line in done.stdout.splitlines())
 
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def _blocks(page: Path, language: str) -> list[str]:
-    """Those without a mark above them, `<!-- not run: why -->`."""
-    return re.findall(rf"(?<!-->\n)```{language}\n(.*?)```", page.read_text(), re.DOTALL)
-
-
-def _documented_commands() -> list[tuple[str, str]]:
-    """Every `flowgrpo-rc` or `python -m` command in the shell blocks of README.md and docs/, on one line each."""
-    found = []
-    for page in PAGES:
-        for block in _blocks(page, "bash"):
-            lines = block.replace("\\\n", " ").splitlines()
-            found += [(page.name, " ".join(line.split())) for line in lines if line.startswith("flowgrpo-rc")]
-    return found
-
-
-COMMANDS = _documented_commands()
 CAPPED = (
     "trainer.total_training_steps=2",
     "trainer.test_freq=0",
@@ -82,35 +63,6 @@ def run_shell(command: str, folder: Path) -> subprocess.CompletedProcess:
     return subprocess.run(
         ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
-
-
-@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page}-{i}" for i, (page, _) in enumerate(COMMANDS)])
-def test_documented_commands_run(page: str, command: str, workplace: Path) -> None:
-    """In the order of the pages, each capped at two steps."""
-    capped = f"{command} {' '.join(CAPPED)}" if command.startswith("flowgrpo-rc train") else command
-    done = run_shell(capped, workplace)
-    assert done.returncode == 0, f"{page}: {command}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page, "python")], ids=lambda page: page.name)
-def test_documented_python_runs(page: Path, workplace: Path) -> None:
-    """A page's blocks one after the other, in the folder where its commands ran."""
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(_blocks(page, "python"))],
-        cwd=workplace,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page, "yaml")], ids=lambda page: page.name)
-def test_documented_configurations_compose(page: Path, tmp_path: Path) -> None:
-    for block in _blocks(page, "yaml"):
-        (tmp_path / "documented.yaml").write_text(block)
-        to_config(compose_config([], config_name="documented", config_dir=str(tmp_path)))
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("ocr_*.sh")), ids=lambda path: path.name)

@@ -26,11 +26,13 @@ AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 
 @dataclass(kw_only=True)
 class DiffusionLossConfig:
-    """loss_mode: the loss under `loss_type=ppo_clip`, one of `DIFFUSION_LOSSES` or my_module:function (`CustomLoss`);
-    adv_clip_max: advantages are clipped to +- this.
+    """The loss of images, under `loss_type=ppo_clip`.
 
+    loss_mode: PPO's clip on the mean-pooled ratio, GRPO-Guard's on its own, or Flow-DPPO's bound on the divergence;
+        or a function (`CustomLoss`).
     clip_ratio: half-width of the PPO band of flow_grpo (on the mean-pooled ratio) and grpo_guard (on its own); a
-    function of yours reads it, too.
+        function of yours reads it, too.
+    adv_clip_max: advantages are clipped to +- this.
     kl_threshold: up to this KL of a step, mean over D, flow_dppo lets every update pass.
     """
 
@@ -67,9 +69,11 @@ class DiffusionLossConfig:
 
 @dataclass(kw_only=True)
 class TokenLossConfig:
-    """loss_mode: `ppo_clip`, `gspo` (one ratio for the sequence) or my_module:function (`CustomLoss`); the ratio stays
-    in 1 - clip_ratio_low to 1 + clip_ratio_high.
+    """The loss of text, under `loss_type=ppo_clip`.
 
+    loss_mode: `ppo_clip`, `gspo` (one ratio for the sequence), or a function (`CustomLoss`).
+    clip_ratio_low: the ratio stays above 1 - this.
+    clip_ratio_high: the ratio stays below 1 + this.
     clip_ratio_c: dual clip, an upper bound above 1 on the ratio where the advantage is negative; null for none.
     loss_agg_mode: `token-mean`, `seq-mean-token-sum` (Dr.GRPO's, up to a constant) or `seq-mean-token-mean` (GRPO's).
     """

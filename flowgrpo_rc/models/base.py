@@ -32,11 +32,18 @@ INDEX_FILES = {"diffusion": "model_index.json", "causal_lm": "config.json"}
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """kind: `diffusion`, or `causal_lm` for a language model; path: a local folder or a hub id; dtype: of the frozen
-    weights (LoRA weights are fp32). `fp64`, LoRA included, is for exact comparisons on a CPU.
+    """What is trained.
 
-    target_modules: name endings of the linear layers that get a LoRA; null takes the adapter's default.
+    kind: images and videos, or text.
+    path: a local folder or a hub id.
+    dtype: precision of the frozen weights (LoRA weights are fp32). `fp64`, LoRA included, is for exact comparisons on a
+        CPU.
+    lora_rank: inner dimension of the LoRA.
+    lora_alpha: the LoRA is added with strength lora_alpha / lora_rank.
+    lora_init: `gaussian` or the default of peft; either way the model starts unchanged.
     lora_path: an exported LoRA (folder or file) to start from.
+    target_modules: name endings of the linear layers that get a LoRA; null takes the adapter's default.
+    gradient_checkpointing: recompute activations in the backward pass: less memory, more time.
     adapter: the class of a flow model out of the tree, `my_module.MyModel`; null: that of the checkpoint's pipeline.
     offload_idle: text encoders and VAE are on the CPU while nobody uses them.
     """

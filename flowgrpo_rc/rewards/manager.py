@@ -32,10 +32,11 @@ class RewardError(RuntimeError):
 
 @dataclass
 class RewardConfig:
-    """terms: name -> {weight (1.0), _target_ (the name itself), and the reward's own options}, or null to drop it.
-    `_target_` is a module of flowgrpo_rc.rewards or the full path of a class; give it to use a reward twice or to
-    use one out of the tree. Weight 0 logs a reward without optimizing it.
+    """What samples are scored by.
 
+    terms: name -> {weight (1.0), _target_ (the name itself), and the reward's own options}, or null to drop it.
+        `_target_` is a module of flowgrpo_rc.rewards or the full path of a class; give it to use a reward twice or to
+        use one out of the tree. Weight 0 logs a reward without optimizing it.
     num_workers: rewards scored at the same time, at most the number of terms; one reward never overlaps itself.
     max_failed_fraction: a step raises RewardError if a larger fraction of its samples fails in any one reward.
     """

@@ -24,11 +24,15 @@ Samples = np.ndarray | Sequence[str]
 
 @dataclass(kw_only=True)
 class PipelineConfig:
-    """Size in pixels, denoising steps and guidance of the rollout, in the pipeline's own words.
+    """Size, denoising steps and guidance of the rollout, in the pipeline's own words.
 
-    guidance_scale, true_cfg_scale: 1 is no guidance. Which of them a model uses follows from its pipeline: SD3 and Wan
-    the first, Qwen-Image the second (it must be given), FLUX.1 the first as an input of the transformer and the second
-    where a negative prompt is wanted. max_sequence_length: tokens of the prompt. num_frames: of a video.
+    height: of a picture, in pixels.
+    width: of a picture, in pixels.
+    num_inference_steps: denoising steps of a training sample.
+    guidance_scale: of SD3 and Wan; of FLUX.1 an input of the transformer. 1 is no guidance.
+    true_cfg_scale: the guidance of Qwen-Image, which must be given, and of FLUX.1 with a negative prompt. 1 is none.
+    max_sequence_length: tokens of the prompt.
+    num_frames: of a video; null for images.
     """
 
     height: int = 512
@@ -42,9 +46,15 @@ class PipelineConfig:
 
 @dataclass(kw_only=True)
 class AlgoConfig:
-    """The stochastic part. sde_type: sde, cps or dance_sde; log_prob_convention: gaussian, or `peers` for cps;
-    sde_window_size steps (null: the whole range) drawn from sde_window_range [first, last) (null: all but the last
-    step); window_sharing: who has the same window, batch, group or sample."""
+    """The stochastic part of sampling.
+
+    noise_level: how much noise a stochastic step adds.
+    sde_type: which process a stochastic step follows.
+    log_prob_convention: `gaussian`, the density; `peers`, for cps only, without 1 / (2 s^2), as other systems have it.
+    sde_window_size: how many consecutive steps are stochastic and trained; null: the whole range.
+    sde_window_range: [first, last) of the steps that the window is drawn from; null: all but the last step.
+    window_sharing: who has the same window: all samples of a step, those of a prompt, or nobody.
+    """
 
     noise_level: float = 0.7
     sde_type: str = "sde"
@@ -56,10 +66,15 @@ class AlgoConfig:
 
 @dataclass(kw_only=True)
 class EvaluationConfig:
-    """How held-out samples are made, with a fixed seed: images by the ODE, with their own steps and guidance (a null
-    true_cfg_scale is that of rollout.pipeline); text at its own temperature (0: the likeliest token).
+    """How held-out samples are made, with a fixed seed: images by the ODE, with their own steps and guidance.
 
-    n prompts of the file are used (null: all), in batches of `batch_size`.
+    num_inference_steps: denoising steps of a held-out image.
+    guidance_scale: as in rollout.pipeline.
+    true_cfg_scale: as in rollout.pipeline; null takes that of rollout.pipeline.
+    temperature: of held-out text; 0 takes the likeliest token.
+    n: how many prompts of the file are used; null: all.
+    batch_size: held-out samples made at once.
+    seed: of the held-out samples' noise.
     """
 
     num_inference_steps: int = 40
@@ -73,16 +88,21 @@ class EvaluationConfig:
 
 @dataclass(kw_only=True)
 class RolloutConfig:
-    """name: the engine (a module of this folder); n: samples per prompt; dtype: precision of the sampling weights;
-    micro_batch_size_per_gpu: samples per forward (null: as the actor's, which keeps the replay aligned);
-    engine_kwargs: further options of the engine.
+    """How training samples are made. For images: pipeline and algo. For text: temperature and the lengths.
 
-    quantization: of the frozen weights of the blocks, int8, int4, fp8 or int8_dynamic (inputs of layers too), where the
-    engine offers it; compile: torch.compile for the blocks.
+    name: the engine: a module of flowgrpo_rc.rollout, with or without the ending `_engine`, or the path of a class.
+    n: samples of a prompt, its group.
+    dtype: precision of the sampling weights.
+    quantization: of the frozen weights of the blocks, where the engine offers it: int8, int4, fp8, or int8_dynamic
+        (inputs of layers, too).
+    compile: torch.compile for the blocks, where the engine offers it.
     staleness: sample up to so many steps ahead of the training, with weights that are so many steps older.
-
-    For images: pipeline and algo. For text: temperature, and prompt_length and response_length in tokens; a longer
-    prompt is an error.
+    micro_batch_size_per_gpu: samples per forward of one process; null: as the actor's, which keeps the replay aligned.
+    calculate_log_probs: record the log-probs of the rollout; false is refused, since nothing could be corrected.
+    temperature: of training text.
+    prompt_length: of text, in tokens; a longer prompt is an error.
+    response_length: of text, in tokens; a longer response is cut.
+    engine_kwargs: further options of the engine.
     """
 
     name: str = "diffusers_engine"

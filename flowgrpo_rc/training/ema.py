@@ -12,7 +12,12 @@ from torch import nn
 
 @dataclass(kw_only=True)
 class EMAConfig:
-    """decay: upper bound of min((1 + n) / (10 + n), decay) after n averages; one every `update_interval` updates."""
+    """The average of the LoRA, which is evaluated and exported.
+
+    enable: without it the last weights are.
+    decay: upper bound of min((1 + n) / (10 + n), decay) after n averages.
+    update_interval: optimizer updates from one average to the next.
+    """
 
     enable: bool = True
     decay: float = 0.9

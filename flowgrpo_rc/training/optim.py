@@ -22,9 +22,16 @@ SMALLEST_8BIT = 4096
 
 @dataclass(kw_only=True)
 class OptimConfig:
-    """name: adamw, or adamw_8bit, whose moments take a byte each (torchao's, arXiv 2110.02861). clip_grad: largest
-    gradient norm; lr_warmup_steps count optimizer updates.
+    """The optimizer of the LoRA.
 
+    name: adamw, or adamw_8bit, whose moments take a byte each (torchao's, arXiv 2110.02861).
+    lr: learning rate.
+    betas: decay of the two moments.
+    eps: AdamW's, against division by zero.
+    weight_decay: AdamW's, decoupled.
+    clip_grad: largest norm of the gradient.
+    lr_scheduler: how the learning rate changes until the end of the run.
+    lr_warmup_steps: optimizer updates until it is reached.
     max_nonfinite_updates: the run ends after so many updates in a row whose gradient is not finite (each is skipped).
     """
 

@@ -17,11 +17,14 @@ DEVICES = ("auto", "cpu")
 
 @dataclass(kw_only=True)
 class AlgorithmConfig:
-    """adv_estimator: reward minus the mean of its group, over a standard deviation: `flow_grpo` (that of the batch),
-    `grpo` (that of the group); over nothing: `dr_grpo`, and `rloo` (minus the mean of the group's others). `gdpo` does
-    as `grpo` with each reward alone, then adds them by weight and divides by the standard deviation of the batch.
+    """How rewards become advantages.
 
-    norm_adv_by_std_in_grpo, global_std: say otherwise; null takes the estimator's own.
+    adv_estimator: reward minus the mean of its group, over a standard deviation: `flow_grpo` (that of the batch),
+        `grpo` (that of the group); over nothing: `dr_grpo`, and `rloo` (minus the mean of the group's others). `gdpo`
+        does as `grpo` with each reward alone, then adds them by weight and divides by the standard deviation of the
+        batch.
+    norm_adv_by_std_in_grpo: whether to divide by a standard deviation; null takes the estimator's own.
+    global_std: whether that is the standard deviation of the batch; null takes the estimator's own.
     """
 
     adv_estimator: str = "flow_grpo"
@@ -59,12 +62,25 @@ class AlgorithmConfig:
 
 @dataclass(kw_only=True)
 class TrainerConfig:
-    """save_freq and test_freq count steps (0: only at the end); max_time: seconds of this command, then the run
-    stops after the step with its state saved; mixed_precision: autocast of the training forward.
+    """The run itself.
 
+    total_training_steps: a step is one batch of samples.
+    save_freq: steps between checkpoints; 0: only at the end.
+    test_freq: steps between evaluations; 0: only at the start and the end.
+    max_checkpoints_to_keep: the oldest go first.
+    output_dir: the run's folder; the same command goes on where it stopped.
+    project_name: for trackers.
+    experiment_name: for trackers and the report.
+    logger: where numbers go besides metrics.jsonl: any of console, wandb, tensorboard.
+    seed: of everything random.
+    resume_mode: `auto` goes on from the newest checkpoint; `disable` refuses a folder that holds a run.
+    max_time: seconds of this command, then the run stops after the step with its state saved; null: no limit.
+    device: `auto` takes the GPU where there is one.
+    mixed_precision: autocast of the training forward.
     save_rollouts: keep every step's trajectories in rollouts/, for `data.replay_dir` of another run.
     strategy: several processes hold a whole network each (`ddp`) or share the frozen weights (`fsdp2`); `auto` does
-    what accelerate's configuration says. timeout_s: how long a process waits for another one before the run fails.
+        what accelerate's configuration says.
+    timeout_s: how long a process waits for another one before the run fails.
     """
 
     total_training_steps: int = 100

@@ -40,13 +40,17 @@ REPLAYS = ("any", "aligned")
 
 @dataclass(kw_only=True)
 class ActorConfig:
-    """ppo_mini_batch_size counts prompts of all processes, ppo_micro_batch_size_per_gpu samples of one.
+    """The update.
 
-    use_kl_loss adds kl_loss_coef times the KL to the base model (the adapter switched off).
-    old_log_probs, in decoupled mode: `auto` takes the first mini-batch's own forwards for its old policy, where its
-    correction allows that; `recompute` never does.
+    ppo_mini_batch_size: prompts of one optimizer step, of all processes together.
+    ppo_micro_batch_size_per_gpu: samples per forward and backward of one process; changes no result.
+    ppo_epochs: passes over a step's samples.
+    use_kl_loss: add the KL to the base model (the adapter switched off) to the loss.
+    kl_loss_coef: what that KL is multiplied by.
+    old_log_probs: in decoupled mode, `auto` takes the first mini-batch's own forwards for its old policy, where its
+        correction allows that; `recompute` never does.
     replay: `aligned` insists that a micro-batch is what the rollout evaluated together, so that equal precisions give a
-    ratio of exactly 1 where a row's last bits depend on the size of its batch; `any` lets the sizes differ.
+        ratio of exactly 1 where a row's last bits depend on the size of its batch; `any` lets the sizes differ.
     """
 
     ppo_mini_batch_size: int = 24

@@ -1,0 +1,29 @@
+"""What mkdocs does to the pages beyond its extensions, so that they read the same on the site as in the repository."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+from typing import Any
+
+from latex2mathml.converter import convert
+
+_NAME_IN_TABLE = re.compile(r"(?<=<td><code>)[^<]+(?=</code>)")
+_FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Markdown inside of <details>, as it is read in the repository."""
+    return markdown.replace("<details>", '<details markdown="1">')
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Formulas become MathML, so that pages need no script for them; long names in tables may be broken."""
+    html = _NAME_IN_TABLE.sub(lambda name: re.sub(r"([_/.])", r"\1<wbr>", name[0]), html)
+    return _FORMULA.sub(_mathml, html)
+
+
+def _mathml(found: re.Match[str]) -> str:
+    tag, bracket, formula = found.groups()
+    mathml = convert(unescape(formula), display="block" if bracket == "[" else "inline")
+    return f'<{tag} class="formula">{mathml}</{tag}>'

@@ -1,0 +1,96 @@
+"""The reference pages are those of the code, and the table of metrics knows every metric."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import reference_pages
+from conftest import Train, read_rows
+
+import flowgrpo_rc
+from flowgrpo_rc.cli import main
+from flowgrpo_rc.config import Config
+from flowgrpo_rc.training.metric_names import SECTIONS, SLIME, find
+
+PACKAGE = Path(flowgrpo_rc.__file__).parent
+DOCS = Path(reference_pages.__file__).parent
+REPORTING = ("mean", "max", "min", "ratio", "sum", "derive", "_ratio", "_timed")
+
+
+@pytest.mark.parametrize("page", ["configuration", "metrics"])
+def test_a_committed_page_is_what_the_code_says(page: str) -> None:
+    committed = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    assert committed == getattr(reference_pages, page)(), f"docs/{page}.md is old: run `make reference`"
+
+
+def test_every_key_is_explained() -> None:
+    keys = dict(reference_pages.keys(Config(), ""))
+    assert len(keys) > 100
+    assert [key for key, text in keys.items() if not text.strip()] == []
+
+
+# Names that the code reports -----------------------------------------------------------------------------------------
+
+
+def reported() -> Iterator[str]:
+    """Regular expressions of the names at the calls of a MetricBag, from the source."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func).rpartition(".")[2]
+            names = [pattern for argument in node.args[:2] if (pattern := _pattern(argument))]
+            if called in REPORTING and names:
+                yield names[0].removeprefix("rollout_corr/")
+
+
+def _pattern(node: ast.expr) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.escape(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_pattern(part) if isinstance(part, ast.Constant) else ".+" for part in node.values)
+    return ""
+
+
+def test_the_table_and_the_names_in_the_code_agree() -> None:
+    patterns = {pattern for pattern in reported() if not re.match(r"(\w+/|\.\+/)?(\\?_|\.\+/_)", pattern)}
+    assert len(patterns) > 80
+    names = [metric.name for section in SECTIONS for metric in section.metrics]
+    assert len(set(names)) == len(names)
+    documented = [*names, *(theirs for theirs, _ in SLIME)]
+    unknown = [p for p in patterns if not any(re.fullmatch(f"(.+/)?{p}", name) for name in documented)]
+    assert unknown == [], "add them to flowgrpo_rc/training/metric_names.py"
+    by_rename = {"actor/ois", *(theirs for theirs, _ in SLIME)}
+    gone = [
+        name
+        for name in names
+        if name not in by_rename and not any(re.fullmatch(f"(.+/)?{pattern}", name) for pattern in patterns)
+    ]
+    assert gone == [], "nothing in the code reports them"
+
+
+def unknown_metrics(run_dir: Path) -> list[str]:
+    names = {name for row in read_rows(run_dir) for name in row} - {"step"}
+    assert len(names) > 60
+    return sorted(name for name in names if find(name) is None)
+
+
+def test_a_run_in_bypass_mode_reports_what_the_page_knows(train: Train, tmp_path: Path) -> None:
+    correction = "algorithm.rollout_correction"
+    settings = ("bypass_mode=true", "rollout_is=sequence", "metric_names=both", "rollout_rs=[token_k1,step_kl]")
+    assert train(*(f"{correction}.{s}" for s in settings), f"{correction}.rollout_rs_threshold=auto:4") == 0
+    assert unknown_metrics(tmp_path / "run") == []
+
+
+def test_a_run_in_decoupled_mode_reports_what_the_page_knows(tmp_path: Path) -> None:
+    sizes = ("data.train_batch_size=2", "rollout.n=4", "actor.ppo_mini_batch_size=2", "rollout.val_kwargs.n=8")
+    settings = ("trainer.total_training_steps=1", "rollout.staleness=1", "actor.use_kl_loss=true")
+    overrides = [*sizes, *settings, "actor.ppo_micro_batch_size_per_gpu=4", f"trainer.output_dir={tmp_path}"]
+    correction = "algorithm.rollout_correction"
+    overrides += [f"{correction}=decoupled_seq_is_rs", f"{correction}.metric_names=both"]
+    assert main(["train", "--config-name", "token_grpo", *overrides]) == 0
+    assert unknown_metrics(tmp_path) == []
