@@ -170,7 +170,7 @@ def run_trackers(logger: str, run_dir: Path) -> list[Path]:
     environment = os.environ | {"WANDB_MODE": "offline", "WANDB_API_KEY": "hunter4" * 6, "WANDB_SILENT": "true"}
     environment["PYTHONPATH"] = str(Path(__file__).parents[1])
     command = [sys.executable, "-c", RUN_TRACKERS, logger, str(run_dir), "reward.api_key=hunter3"]
-    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=120, cwd=run_dir)
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=600, cwd=run_dir)
     return [path for path in run_dir.rglob("*") if path.is_file()]
 
 
