@@ -139,7 +139,7 @@ def test_one_card_and_the_fast_variant_change_what_they_say() -> None:
 def test_pickscore_takes_the_place_of_ocr(name: str) -> None:
     """With flow_grpo's prompts and, where there is a KL penalty, its coefficient; nothing else differs."""
     kl = {"actor.kl_loss_coef": 0.01} if name.startswith("sd35") else {}
-    reward = {"reward.terms.ocr": None, "reward.terms.pickscore.weight": 0.03846}
+    reward = {"reward.terms.pickscore.weight": 0.03846}
     prompts = dict.fromkeys(("data.train_files", "data.val_files"), "dataset/pickscore")
     assert changes(name, name.replace("pickscore", "ocr")) == kl | reward | prompts
 
