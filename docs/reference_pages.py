@@ -29,8 +29,8 @@ Every key with its type, what is allowed, its default and its meaning. A file of
 what a command line makes of all this. An unknown key is an error that names the nearest one, and so is a setting
 without effect.
 
-How files, presets and overrides combine is in `configs/README.md`. The options of a reward, `reward.terms.NAME.*`, are in
-[Rewards](rewards.md#the-rewards-that-are-there); those of an engine, `rollout.engine_kwargs.*`, in
+How files, presets and overrides combine is in `configs/README.md`. The options of a reward, `reward.terms.NAME.*`, are
+in [Rewards](rewards.md#the-rewards-that-are-there); those of an engine, `rollout.engine_kwargs.*`, in
 [vLLM-Omni rollouts](vllm_omni.md#options) and [Language models](usage.md#language-models).
 """
 METRICS = """# Metrics
