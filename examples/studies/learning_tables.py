@@ -133,6 +133,11 @@ def less(rollout: str, arm: str, to: tuple[str, str] = REFERENCE) -> Callable[[M
     return lambda cells: gap(cells, rollout, arm, to).signed
 
 
+def spread(rollout: str, arm: str) -> Callable[[Mapping[str, Cell]], str]:
+    """The standard deviation over the runs of a cell."""
+    return lambda cells: f"{statistics.stdev(run['after'] for run in by_cell(cells)[rollout, arm].values()):.3f}"
+
+
 def over_runs(rollout: str, arm: str, curve: str, form: str) -> Callable[[Mapping[str, Cell]], str]:
     return lambda cells: _over_runs(by_cell(cells)[rollout, arm], curve, form)
 
@@ -167,6 +172,7 @@ ENTRIES: dict[str, Callable[[Mapping[str, Cell]], str]] = {
     "learning_bf16_calibrated": less("bf16", "calibrated"),
     "learning_stale_recipe": less("stale", "recipe"),
     "learning_stale_is": less("stale", "is"),
+    "learning_stale_spread": spread("stale", "is"),
     "learning_stale_size": over_runs("stale", "is", "eff_sample_size", ".6f"),
     "learning_fault_recipe": reached("fault", "recipe"),
     "learning_fault_is_rs": less("fault", "is_rs"),
