@@ -119,9 +119,10 @@ def test_guard_is_in_bypass_mode_with_a_clip_on_its_own_ratio() -> None:
 
 
 def test_the_threshold_of_flow_dppo_is_on_the_kl() -> None:
-    found = settings(mismatch(1e-4), loss_mode("flow_dppo"))
+    overrides = (loss_mode("flow_dppo"), "actor.diffusion_loss.clip_ratio=1e-4")
+    found = settings(mismatch(1e-4), *overrides)
     assert (found.bypass_mode, found.values[THRESHOLD], CLIP in found.values) == (True, 1e-5, False)
-    config, differences = configured(loss_mode("flow_dppo")), mismatch(1e-4).differences
+    config, differences = configured(*overrides), mismatch(1e-4).differences
     for kl, bypass, threshold in ((4e-5, True, 5e-5), (1e-4, False, 1e-5)):
         gaussian = GaussianSteps(torch.ones(1), torch.ones(1), torch.full_like(differences, kl))
         bound = bound_of(config, differences, Measured(differences, gaussian, None))

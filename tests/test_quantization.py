@@ -16,7 +16,7 @@ from test_update import make
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from flowgrpo_rc import assets, run
+from flowgrpo_rc import assemble, assets
 from flowgrpo_rc.batch import Prompt, PromptBatch, concat
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.config import Config
@@ -252,9 +252,9 @@ def test_settings_without_effect_or_meaning(
 
 
 def test_what_is_not_installed(train: Train, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (run, optim):
+    for module in (assemble, optim):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
-    monkeypatch.setattr(run.shutil, "which", lambda name: None)
+    monkeypatch.setattr(assemble.shutil, "which", lambda name: None)
     for override, words in (
         ("rollout.quantization=fp8", ["rollout.quantization=fp8 needs torchao", "flowgrpo-rc[quantization]"]),
         ("actor.optim.name=adamw_8bit", ["adamw_8bit needs torchao", "flowgrpo-rc[quantization]"]),
@@ -278,7 +278,7 @@ def test_an_engine_that_does_not_offer_it(name: str, kind: str, wrong: dict[str,
     config.model.kind, config.rollout.name = kind, name
     vars(config.rollout).update(wrong)
     with pytest.raises(ValueError, match=rf"rollout\.{next(iter(wrong))}.*rollout\.name={name}"):
-        run.engine_of(config)
+        assemble.engine_of(config)
 
 
 def test_int4_on_a_gpu_takes_bf16(checkpoint: Path) -> None:
@@ -286,5 +286,5 @@ def test_int4_on_a_gpu_takes_bf16(checkpoint: Path) -> None:
     config.model.path = str(checkpoint)
     config.rollout.quantization, config.rollout.dtype = "int4", "fp16"
     with pytest.raises(ValueError, match=r"rollout\.quantization=int4 on a GPU needs rollout\.dtype=bf16, not fp16"):
-        run.check_machine(config, torch.device("cuda"))
-    run.check_machine(config, torch.device("cpu"))
+        assemble.check_machine(config, torch.device("cuda"))
+    assemble.check_machine(config, torch.device("cpu"))

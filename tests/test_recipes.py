@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flowgrpo_rc.calibration.settings import Settings
+from flowgrpo_rc.calibration.settings import KEY, Settings
 from flowgrpo_rc.compose import compose_config, config_folder, to_config
 from flowgrpo_rc.plan import Plan, make_plan
 
@@ -32,7 +32,9 @@ done
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
     """A folder in which recipes run, with stand-ins for the programs in bin/."""
-    settings = Settings(bypass_mode=False, clip_ratio=4.2e-4, reason="Made up for the test.")
+    rejection = {f"{KEY}.rollout_rs": "token_k1", f"{KEY}.rollout_rs_threshold": "auto:4"}
+    values = {f"{KEY}.bypass_mode": False, "actor.diffusion_loss.clip_ratio": 4.2e-4} | rejection
+    settings = Settings(values=values, reason="Made up for the test.", notes=[])
     (tmp_path / "result.yaml").write_text(settings.yaml(["Measured on nothing."]))
     (tmp_path / "bin").mkdir()
     for name in ("flowgrpo-rc", "accelerate"):
@@ -63,11 +65,15 @@ def plan(overrides: list[str], processes: int, config_dir: str | None = None) ->
 
 
 def calibration_bytes(plan: Plan, shards: int) -> int:
-    """Of one process: a whole transformer and either the engine or a copy in fp32, and idle encoders that stay."""
+    """Of one process: a whole transformer and either the engine or a copy of it, and idle encoders that stay."""
     memory = {name: size for name, size, _ in plan.memory}
     transformer = memory["transformer"] * shards
-    beside = max(2 * transformer, memory.get("rollout engine", 0))
-    return transformer + beside + memory["text encoders, VAE"] + 4 * memory["LoRA"]
+    return (
+        transformer
+        + max(transformer, memory.get("rollout engine", 0))
+        + memory["text encoders, VAE"]
+        + 4 * memory["LoRA"]
+    )
 
 
 def parsed(command: list[str]) -> tuple[dict[str, str], list[str]]:
