@@ -255,15 +255,15 @@ def test_a_lora_that_binds_nothing_is_an_error(bf16: Case) -> None:
 # --- whole runs of the training command on the bundled model
 
 
-def readme_commands() -> list[list[str]]:
-    """The overrides of the README's training commands for vLLM-Omni, without their output folder."""
-    text = (Path(__file__).parents[2] / "README.md").read_text().replace("\\\n", " ")
+def documented_commands() -> list[list[str]]:
+    """The overrides of the documented training commands for vLLM-Omni, without their output folder."""
+    text = (Path(__file__).parents[2] / "docs" / "vllm_omni.md").read_text().replace("\\\n", " ")
     start = ".venv-vllm-omni/bin/flowgrpo-rc train "
     lines = [line.removeprefix(start).split() for line in text.splitlines() if line.startswith(start)]
     return [[part for part in line if not part.startswith("trainer.output_dir=")] for line in lines]
 
 
-BYPASS, DECOUPLED = readme_commands()
+BYPASS, DECOUPLED = documented_commands()
 SMALL = (
     "data.train_batch_size=2",
     "rollout.n=4",
