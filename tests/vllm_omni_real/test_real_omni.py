@@ -72,7 +72,7 @@ def open_case(family: str, folder: Path, dtype: str) -> Iterator[Case]:
     tiny.save(folder)
     model = load_model(replace(CONFIG, path=str(folder)), torch.device("cpu"))
     network = add_lora(model, CONFIG, seed=0)
-    engine = VllmOmniEngine(model, network, dtype=dtype, chunk_size=4, record_means=True, **TIMES)
+    engine = VllmOmniEngine(model, network, dtype=dtype, chunk_size=4, **TIMES)
     case = Case(tiny, model, engine, DiffusersEngine(model, network, dtype=dtype, chunk_size=4))
     case.push(1)
     yield case
@@ -102,6 +102,7 @@ def request_of(
         spec=spec,
         seeds=seeds,
         window=torch.tensor(window).expand(len(seeds), len(window)),
+        keep_means=True,
     )
 
 
