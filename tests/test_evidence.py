@@ -27,6 +27,11 @@ def test_the_page_uses_everything_that_a_study_offers(study: tables.Study) -> No
     assert set(study.claims) - set(tables.CLAIM.findall(TEXT)) == set()
 
 
+def test_no_marker_begins_a_line_of_a_paragraph():
+    """Markdown would end the paragraph there."""
+    assert re.findall(r"^<!-- (?:value|claim): \w+", TEXT, re.MULTILINE) == []
+
+
 def test_no_name_stands_for_two_things():
     names = [name for study in STUDIES for name in (*study.entries, *study.claims)]
     assert len(names) == len(set(names))
