@@ -97,7 +97,7 @@ class Folder:
 
 
 def draw(found: Calibration, path: Path) -> None:
-    """Mean |difference| by timestep: one colour a precision, dashed at the other guidance, dotted for copies."""
+    """Mean |difference| by timestep: one colour a precision, dashed at the other guidance, crosses for copies."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -115,7 +115,7 @@ def draw(found: Calibration, path: Path) -> None:
         )
     for clip in found.clipped if found.subject["loss_mode"] == "flow_grpo" else ():  # others bound something else
         axes.axhline(clip, color="0.45", linestyle=":", linewidth=1)
-        axes.annotate(f"clip_ratio {clip:g}", (1, clip), xycoords=("axes fraction", "data"), ha="right", va="bottom")
+        axes.annotate(f" clip_ratio {clip:g}", (1, clip), xycoords=("axes fraction", "data"), ha="left", va="center")
     axes.set(xlabel="timestep", ylabel="mean |log-prob of trainer - of sampler|", yscale="log")
     axes.invert_xaxis()
     axes.grid(alpha=0.25)
