@@ -6,9 +6,8 @@ set -euo pipefail
 
 flowgrpo-rc train \
     algorithm.rollout_correction.bypass_mode=True \
-    algorithm.rollout_correction.rollout_is=sequence \
-    algorithm.rollout_correction.rollout_rs=seq_mean_k1 \
-    algorithm.rollout_correction.rollout_rs_threshold="0.5_2.0" \
+    algorithm.rollout_correction.rollout_rs=token_k1 \
+    algorithm.rollout_correction.rollout_rs_threshold=auto:4 \
     actor.diffusion_loss.clip_ratio=1e-3 \
     trainer.experiment_name=ocr_bypass \
     trainer.output_dir=outputs/ocr_bypass \
