@@ -1,7 +1,9 @@
-"""Writes the two reference pages, docs/configuration.md and docs/metrics.md, from the code: `make reference`.
+"""Writes the two reference pages, docs/configuration.md and docs/metrics.md, from the code: `make
+reference`.
 
-A key's type and default are those of its dataclass, its meaning stands in that dataclass's docstring, and what is
-allowed is what validation answers to a value that nobody would give. Metrics: `flowgrpo_rc.training.metric_names`.
+A key's type and default are those of its dataclass, its meaning stands in that dataclass's
+docstring, and what is allowed is what validation answers to a value that nobody would give.
+Metrics: `flowgrpo_rc.monitoring.metric_names`.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
-from flowgrpo_rc.compose import compose_config, to_config
-from flowgrpo_rc.config import Config
-from flowgrpo_rc.training.metric_names import SECTIONS, SLIME
+from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.monitoring.metric_names import SECTIONS, SLIME
 
 DOCS = Path(__file__).parent
 CONFIGURATION = """# Configuration
@@ -35,7 +37,7 @@ in [Rewards](rewards.md#the-rewards-that-are-there); those of an engine, `rollou
 """
 METRICS = """# Metrics
 
-<!-- Written by `make reference` from flowgrpo_rc/training/metric_names.py. -->
+<!-- Written by `make reference` from flowgrpo_rc/monitoring/metric_names.py. -->
 
 Every name that a run writes to `metrics.jsonl`, to trackers and to the report, one row a step; step 0 holds the first
 evaluation. Means, extrema and percentiles are those of the global batch, whatever the number of processes and
@@ -53,10 +55,18 @@ def metrics() -> str:
     """The page about metrics."""
     parts = [METRICS]
     for section in SECTIONS:
-        rows = "\n".join(f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in section.metrics)
-        parts.append(f"## {section.title}\n\n{section.about}\n\n| metric | unit | meaning |\n|---|---|---|\n{rows}\n")
+        rows = "\n".join(
+            f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in section.metrics
+        )
+        parts.append(
+            f"## {section.title}\n\n{section.about}\n\n| metric | unit | meaning "
+            f"|\n|---|---|---|\n{rows}\n"
+        )
     rows = "\n".join(f"| `{theirs}` | `{ours}` |" for theirs, ours in SLIME)
-    about = "With `metric_names=slime` these take the place of the names above, with `both` they stand beside them."
+    about = (
+        "With `metric_names=slime` these take the place of the names above, with `both` they "
+        "stand beside them."
+    )
     parts.append(f"## slime's names\n\n{about}\n\n| slime | here |\n|---|---|\n{rows}\n")
     return "\n".join(parts)
 
@@ -73,7 +83,9 @@ def keys(section: Any, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def field_texts(cls: type) -> dict[str, str]:
-    """Field -> its text in the docstring, the lines from `field: ` to the next field or empty line."""
+    """Field -> its text in the docstring, the lines from `field: ` to the next field or empty
+    line.
+    """
     names, texts, current = {field.name for field in dataclasses.fields(cls)}, {}, ""
     for line in inspect.cleandoc(cls.__doc__ or "").splitlines():
         name, colon, text = line.partition(": ")
@@ -96,7 +108,9 @@ def _section(section: Any, prefix: str) -> Iterator[str]:
         yield "| key | values | default | meaning |\n|---|---|---|---|"
     for name, value in parts.items():
         if not dataclasses.is_dataclass(value):
-            values = "; ".join(filter(None, (_type(types[name]), allowed(prefix + name, types[name]))))
+            values = "; ".join(
+                filter(None, (_type(types[name]), allowed(prefix + name, types[name])))
+            )
             cells = (f"`{name}`", values, f"`{_written(value)}`", texts[name])
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     if prefix:
@@ -107,7 +121,9 @@ def _section(section: Any, prefix: str) -> Iterator[str]:
 
 
 def allowed(key: str, hint: Any) -> str:
-    """What validation says is allowed, when the key is given a value that cannot be meant; "" where it does not say."""
+    """What validation says is allowed, when the key is given a value that cannot be meant; "" where
+    it does not say.
+    """
     if key in _DEPENDS:
         return ""
     *path, name = key.split(".")
@@ -126,7 +142,13 @@ def allowed(key: str, hint: Any) -> str:
 
 def _wrong(hint: Any) -> Sequence[Any]:
     kind = _type(hint).removesuffix(" or null").partition("[")[0]
-    return {"int": (-1, 0), "float": (-1.0, 0.0, 2.0), "list": (["?"],), "dict": (), "bool": ()}.get(kind, ("?",))
+    return {
+        "int": (-1, 0),
+        "float": (-1.0, 0.0, 2.0),
+        "list": (["?"],),
+        "dict": (),
+        "bool": (),
+    }.get(kind, ("?",))
 
 
 def _type(hint: Any) -> str:

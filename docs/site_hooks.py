@@ -1,4 +1,6 @@
-"""What mkdocs does to the pages beyond its extensions, so that they read the same on the site as in the repository."""
+"""What mkdocs does to the pages beyond its extensions, so that they read the same on the site as in
+the repository.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Formulas become MathML, so that pages need no script for them; long names in tables may be broken."""
+    """Formulas become MathML, so that pages need no script for them; long names in tables may be
+    broken.
+    """
     html = _NAME_IN_TABLE.sub(lambda name: re.sub(r"([_/.])", r"\1<wbr>", name[0]), html)
     return _FORMULA.sub(_mathml, html)
 

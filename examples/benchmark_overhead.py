@@ -1,11 +1,13 @@
-"""How much a training step costs over the bare calls that it needs, measured side by side in one run.
+"""How much a training step costs over the bare calls that it needs, measured side by side in one
+run.
 
     python examples/benchmark_overhead.py [--rounds 7] [overrides]
 
-The bare step calls the same modules on the same shapes in a plain loop: text encoders, the LoRA-wrapped transformer in
-the rollout's precision for every denoising step, VAE, OCR, the transformer in the training precision without gradient
-where decoupled mode recomputes old log-probs, and forward and backward for every SDE step. It has no sampler, no
-correction, no loss but a sum, no optimizer and no metrics. Rounds alternate; the printed ratio is that of the medians.
+The bare step calls the same modules on the same shapes in a plain loop: text encoders, the
+LoRA-wrapped transformer in the rollout's precision for every denoising step, VAE, OCR, the
+transformer in the training precision without gradient where decoupled mode recomputes old
+log-probs, and forward and backward for every SDE step. It has no sampler, no correction, no loss
+but a sum, no optimizer and no metrics. Rounds alternate; the printed ratio is that of the medians.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
-from flowgrpo_rc.assemble import assemble, make_processes
-from flowgrpo_rc.compose import compose_config, to_config
+from flowgrpo_rc.build import assemble, make_processes
+from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.core.random import normal
-from flowgrpo_rc.rollout.diffusers_engine import encode_unique
-from flowgrpo_rc.training.run_folder import RunFolder
+from flowgrpo_rc.policies.encode_prompts import encode_unique
+from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.training.trainer import Components, Trainer
 
 
@@ -44,11 +46,15 @@ def bare_step(parts: Components) -> None:
         return model.velocity(transformer, x[rows], timesteps, conditioning[rows], None, spec)
 
     with torch.no_grad():
-        for rows in torch.arange(len(prompts)).split(config.rollout.micro_batch_size_per_gpu or micro):
+        for rows in torch.arange(len(prompts)).split(
+            config.rollout.micro_batch_size_per_gpu or micro
+        ):
             for t in range(spec.num_inference_steps):
                 velocity(parts.source.engine.transformer, rows, t)
             images = model.decode(x[rows], spec)
-            parts.rewards.collect([parts.rewards.submit(images, [prompts[row] for row in rows.tolist()])])
+            parts.rewards.collect(
+                [parts.rewards.submit(images, [prompts[row] for row in rows.tolist()])]
+            )
     for rows in torch.arange(len(prompts)).split(micro):
         for t in range(window):
             if parts.old_policy is not None and rows[0] >= own:
@@ -63,12 +69,18 @@ def main() -> None:
     for logging in (diffusers_logging, transformers_logging):
         logging.disable_progress_bar()
         logging.set_verbosity_error()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        quiet = ["trainer.logger=[]", f"trainer.output_dir={folder}", "rollout.pipeline.guidance_scale=1.0"]
+        quiet = [
+            "trainer.logger=[]",
+            f"trainer.output_dir={folder}",
+            "rollout.pipeline.guidance_scale=1.0",
+        ]
         config = to_config(compose_config([*arguments.overrides, *quiet]))
         prompts, processes = config.read_prompts(), make_processes(config)
         parts = assemble(config, RunFolder(Path(folder)), processes, prompts, first_step=0)

@@ -1,10 +1,12 @@
-"""Turn the published files of two reward models into folders that flowgrpo_rc reads: safetensors and a configuration.
+"""Turn the published files of two reward models into folders that flowgrpo_rc reads: safetensors
+and a configuration.
 
     python examples/convert_reward.py hpsv2 HPS_v2.1_compressed.pt outputs/hpsv2
     python examples/convert_reward.py image_reward ImageReward.pt outputs/image_reward
 
-HPS_v2.1_compressed.pt is on the hub in xswu/HPSv2, ImageReward.pt in THUDM/ImageReward. The files are read as tensors
-only. Configuration and tokenizer come from the model that was fine-tuned (--base, a hub id or a folder).
+HPS_v2.1_compressed.pt is on the hub in xswu/HPSv2, ImageReward.pt in THUDM/ImageReward. The files
+are read as tensors only. Configuration and tokenizer come from the model that was fine-tuned
+(--base, a hub id or a folder).
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ BLIP = (
 
 
 def open_clip_to_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of a `CLIPModel` from those of open_clip, which keeps query, key and value in one matrix."""
+    """Weights of a `CLIPModel` from those of open_clip, which keeps query, key and value in one
+    matrix.
+    """
     converted = dict(_open_clip_weights(state))
     for name in ("visual_projection.weight", "text_projection.weight"):
         converted[name] = converted[name].T.contiguous()
@@ -81,12 +85,15 @@ def open_clip_to_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def blip_to_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of the two encoders and the head of ImageReward; what it does not use at inference is left out."""
+    """Weights of the two encoders and the head of ImageReward; what it does not use at inference is
+    left out.
+    """
     renamed = {_renamed(name, BLIP): tensor for name, tensor in state.items()}
     return {
         name: tensor.contiguous()
         for name, tensor in renamed.items()
-        if name.startswith(("text_encoder.", "vision_model.", "layers.")) and not name.endswith("position_ids")
+        if name.startswith(("text_encoder.", "vision_model.", "layers."))
+        and not name.endswith("position_ids")
     }
 
 
@@ -100,7 +107,9 @@ def convert_hpsv2(file: Path, out: Path, base: str) -> None:
 
 def convert_image_reward(file: Path, out: Path, base: str) -> None:
     loaded = torch.load(file, map_location="cpu", weights_only=True)
-    BlipConfig(text_config=IMAGE_REWARD_TEXT, vision_config=IMAGE_REWARD_VISION).save_pretrained(out)
+    BlipConfig(text_config=IMAGE_REWARD_TEXT, vision_config=IMAGE_REWARD_VISION).save_pretrained(
+        out
+    )
     AutoTokenizer.from_pretrained(base).save_pretrained(out)
     save_file(blip_to_transformers(loaded), out / "model.safetensors")
 
@@ -123,14 +132,18 @@ def _renamed(name: str, rules: tuple[tuple[str, str], ...]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", choices=list(BASES))
     parser.add_argument("file", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--base", help=f"default: {BASES}")
     arguments = parser.parse_args()
     base = arguments.base or BASES[arguments.model]
-    {"hpsv2": convert_hpsv2, "image_reward": convert_image_reward}[arguments.model](arguments.file, arguments.out, base)
+    {"hpsv2": convert_hpsv2, "image_reward": convert_image_reward}[arguments.model](
+        arguments.file, arguments.out, base
+    )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,21 @@
-"""GRPO on a language model with rollout correction, the whole method in one file: https://arxiv.org/abs/2402.03300.
+"""GRPO on a language model with rollout correction, the whole method in one file:
+https://arxiv.org/abs/2402.03300.
 
     python examples/minimal_token_grpo.py
     python examples/minimal_token_grpo.py --mode bypass
 
-A character-level model that adds but forgets the carry learns not to, in twenty seconds of one core. Answers are
-sampled by a bf16 copy of the network and trained in fp32, so that the two disagree a little about how likely each token
+A character-level model that adds but forgets the carry learns not to, in twenty seconds of one
+core. Answers are sampled by a bf16 copy of the network and trained in fp32, so that the two
+disagree a little about how likely each token
 was. From top to bottom, as a training step goes:
 
-    prompts -> rollout with log-probs -> rewards -> group advantages -> correction -> PPO clip -> optimizer step
+    prompts -> rollout with log-probs -> rewards -> group advantages -> correction -> PPO clip ->
+    optimizer step
 
 minimal_flow_grpo.py is the same for images: a token is a step, and only what a step is differs.
 
-Legend: P prompts, G answers to each, B = P G; L tokens of a prompt, T of an answer; b rows of a mini-batch.
+Legend: P prompts, G answers to each, B = P G; L tokens of a prompt, T of an answer; b rows of a
+mini-batch.
 """
 
 from __future__ import annotations
@@ -31,7 +35,10 @@ from flowgrpo_rc.core.advantages import group_relative
 from flowgrpo_rc.core.random import derive_seed, generator, uniform
 from flowgrpo_rc.core.reduce import masked_mean
 from flowgrpo_rc.core.tokens import sample_tokens, token_log_probs, until_end
-from flowgrpo_rc.correction.correct import CorrectionResult, compute_rollout_correction_and_rejection_mask
+from flowgrpo_rc.correction.correct import (
+    CorrectionResult,
+    compute_rollout_correction_and_rejection_mask,
+)
 from flowgrpo_rc.losses.ppo_clip import ppo_clip
 
 PROMPTS, GROUP = 24, 8  # of a step; answers to a prompt are compared with each other
@@ -43,7 +50,9 @@ BAND = "0.5_2.0"  # a token whose ratio is outside is rejected
 
 
 class Rollout(NamedTuple):
-    """ids [B, L + T] of prompts and answers; log_probs [B, T]; mask [B, T], True up to and including the end token."""
+    """ids [B, L + T] of prompts and answers; log_probs [B, T]; mask [B, T], True up to and
+    including the end token.
+    """
 
     ids: Tensor
     log_probs: Tensor
@@ -54,14 +63,18 @@ class Rollout(NamedTuple):
 
 
 def sums(number: int, *seed: int | str) -> list[tuple[str, str]]:
-    """Prompts and right answers: three digits each, so that all prompts are of one length and need no padding."""
+    """Prompts and right answers: three digits each, so that all prompts are of one length and need
+    no padding.
+    """
     terms = torch.randint(100, 1000, (number, 2), generator=generator(*seed)).tolist()
     return [(f"{a}+{b}=", str(a + b)) for a, b in terms]
 
 
 def exact_match(answers: Sequence[str], right: Sequence[str]) -> Tensor:
     """The reward [B]. Yours goes here."""
-    return torch.tensor([float(answer == target) for answer, target in zip(answers, right, strict=True)])
+    return torch.tensor(
+        [float(answer == target) for answer, target in zip(answers, right, strict=True)]
+    )
 
 
 def texts(tokenizer: Any, data: Rollout) -> list[str]:
@@ -77,13 +90,19 @@ def texts(tokenizer: Any, data: Rollout) -> list[str]:
 
 
 @torch.no_grad()
-def roll_out(sampler: Any, prompts: Tensor, seed: int, end: int, temperature: float = 1.0) -> Rollout:
-    """One answer to each of prompts [B, L]. Row i draws from numbers of its own; temperature 0 takes the likeliest."""
+def roll_out(
+    sampler: Any, prompts: Tensor, seed: int, end: int, temperature: float = 1.0
+) -> Rollout:
+    """One answer to each of prompts [B, L]. Row i draws from numbers of its own; temperature 0
+    takes the likeliest.
+    """
     numbers = uniform((LENGTH,), [derive_seed(seed, row) for row in range(len(prompts))])
     ids, log_probs = prompts, []
     for t in range(LENGTH):
         logits = sampler(input_ids=ids).logits[:, -1]
-        token = sample_tokens(logits, numbers[:, t], temperature) if temperature else logits.argmax(-1)
+        token = (
+            sample_tokens(logits, numbers[:, t], temperature) if temperature else logits.argmax(-1)
+        )
         log_probs.append(token_log_probs(logits, token, 1.0))
         ids = torch.cat([ids, token.unsqueeze(1)], 1)
     mask = until_end(ids[:, -LENGTH:], torch.tensor([end]))
@@ -91,7 +110,9 @@ def roll_out(sampler: Any, prompts: Tensor, seed: int, end: int, temperature: fl
 
 
 def answer_log_probs(network: Any, data: Rollout, rows: Tensor) -> Tensor:
-    """log p of each token of the recorded answers, [b, T], 0 after the end, in one forward; differentiable."""
+    """log p of each token of the recorded answers, [b, T], 0 after the end, in one forward;
+    differentiable.
+    """
     logits = network(input_ids=data.ids[rows, :-1]).logits[:, -LENGTH:]
     return token_log_probs(logits, data.ids[rows, -LENGTH:], 1.0).masked_fill(~data.mask[rows], 0.0)
 
@@ -102,7 +123,8 @@ def answer_log_probs(network: Any, data: Rollout, rows: Tensor) -> Tensor:
 class Targets(NamedTuple):
     """What log-probs are trained on, all [b, T]; mask: the tokens that exist.
 
-    recorded: log-probs of the policy that sampled; old: of the one that the clip is about; weights, kept: correction.
+    recorded: log-probs of the policy that sampled; old: of the one that the clip is about; weights,
+        kept: correction.
     """
 
     mask: Tensor
@@ -116,8 +138,12 @@ class Targets(NamedTuple):
         return Targets(*(values[rows] for values in self))
 
 
-def correct(training: Tensor, recorded: Tensor, mask: Tensor, rollout_is: str | None = None) -> CorrectionResult:
-    """Weights (with `rollout_is`) and rejection for the ratio of what trains to what sampled; log-probs [b, T]."""
+def correct(
+    training: Tensor, recorded: Tensor, mask: Tensor, rollout_is: str | None = None
+) -> CorrectionResult:
+    """Weights (with `rollout_is`) and rejection for the ratio of what trains to what sampled;
+    log-probs [b, T].
+    """
     return compute_rollout_correction_and_rejection_mask(
         training.detach(),
         recorded,
@@ -129,12 +155,15 @@ def correct(training: Tensor, recorded: Tensor, mask: Tensor, rollout_is: str | 
     )
 
 
-def make_targets(mask: Tensor, recorded: Tensor, recomputed: Tensor | None, advantages: Tensor) -> Targets:
-    """Bypass mode, without `recomputed`: two policies. The clip is about the rollout's own log-probs, and its ratio is
-    the weight already.
+def make_targets(
+    mask: Tensor, recorded: Tensor, recomputed: Tensor | None, advantages: Tensor
+) -> Targets:
+    """Bypass mode, without `recomputed`: two policies. The clip is about the rollout's own
+    log-probs, and its ratio is the weight already.
 
-    Decoupled mode: three policies. The clip is about the training graph's log-probs before the update, and weights
-    (truncated at 2) and rejection, found once, correct for what the rollout's differ from them.
+    Decoupled mode: three policies. The clip is about the training graph's log-probs before the
+    update, and weights (truncated at 2) and rejection, found once, correct for what the rollout's
+    differ from them.
     """
     if recomputed is None:
         return Targets(mask, recorded, recorded, advantages, torch.ones_like(recorded), mask)
@@ -148,7 +177,9 @@ def policy_loss(log_probs: Tensor, targets: Targets, *, bypass: bool) -> Tensor:
     In bypass mode tokens are rejected here, by the ratio of the current policy to the rollout's.
     """
     kept = correct(log_probs, targets.recorded, targets.mask).mask if bypass else targets.kept
-    steps = ppo_clip(log_probs - targets.old, targets.advantages, kept, low=CLIP_RATIO, high=CLIP_RATIO)
+    steps = ppo_clip(
+        log_probs - targets.old, targets.advantages, kept, low=CLIP_RATIO, high=CLIP_RATIO
+    )
     return masked_mean(steps.values * targets.weights, kept)
 
 
@@ -173,7 +204,9 @@ def main(argv: Sequence[str] | None = None) -> tuple[float, float]:
     bypass = args.mode == "bypass"
 
     trainer, sampler, tokenizer = load(args.seed)
-    lora = {name: parameter for name, parameter in trainer.named_parameters() if parameter.requires_grad}
+    lora = {
+        name: parameter for name, parameter in trainer.named_parameters() if parameter.requires_grad
+    }
     optimizer = torch.optim.AdamW(lora.values(), lr=LEARNING_RATE)
     group = torch.arange(PROMPTS).repeat_interleave(GROUP)  # [B], the prompt of each answer
     everyone = torch.arange(len(group))
@@ -196,17 +229,26 @@ def main(argv: Sequence[str] | None = None) -> tuple[float, float]:
         advantages = group_relative(rewards, group, torch.ones_like(group).bool()).values.float()
         with torch.no_grad():  # which bypass mode needs for nothing but the printed mismatch
             old = answer_log_probs(trainer, data, everyone)
-        mismatch = masked_mean((old - data.log_probs).abs(), data.mask)  # same weights, other precision
+        mismatch = masked_mean(
+            (old - data.log_probs).abs(), data.mask
+        )  # same weights, other precision
         targets = make_targets(
-            data.mask, data.log_probs, None if bypass else old, advantages.unsqueeze(1).expand(-1, LENGTH)
+            data.mask,
+            data.log_probs,
+            None if bypass else old,
+            advantages.unsqueeze(1).expand(-1, LENGTH),
         )
         for rows in everyone.chunk(MINI_BATCHES):
-            loss = policy_loss(answer_log_probs(trainer, data, rows), targets.part(rows), bypass=bypass)
+            loss = policy_loss(
+                answer_log_probs(trainer, data, rows), targets.part(rows), bypass=bypass
+            )
             loss.backward()
             torch.nn.utils.clip_grad_norm_(lora.values(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        sampler.load_state_dict({name: value.detach() for name, value in lora.items()}, strict=False)
+        sampler.load_state_dict(
+            {name: value.detach() for name, value in lora.items()}, strict=False
+        )
         print(f"step {iteration:2}  reward {rewards.mean():.3f}  mismatch {mismatch:.1e}")
     after = held_out()
     print(f"exact match of 256 held-out sums: {before:.3f} before, {after:.3f} after")

@@ -1,4 +1,5 @@
-"""A model of your own, out of the tree: Chroma (https://huggingface.co/lodestones/Chroma1-HD), FLUX.1's open relative.
+"""A model of your own, out of the tree: Chroma (https://huggingface.co/lodestones/Chroma1-HD),
+FLUX.1's open relative.
 
     python examples/my_model.py      # two steps, from a checkpoint of random weights
 
@@ -6,8 +7,9 @@ The real one, from this folder and with prompts and sizes of your own:
 
     flowgrpo-rc train model.adapter=my_model.Chroma model.path=lodestones/Chroma1-HD ...
 
-`model.adapter` names the class. It says what the stock pipeline's `__call__` says, piece by piece, and knows nothing of
-the algorithm. docs/add_a_model.md explains each piece, and the tests that hold an adapter to its stock pipeline.
+`model.adapter` names the class. It says what the stock pipeline's `__call__` says, piece by piece,
+and knows nothing of the algorithm. docs/add_a_model.md explains each piece, and the tests that hold
+an adapter to its stock pipeline.
 """
 
 import argparse
@@ -25,8 +27,8 @@ from flowgrpo_rc.models.layout import check_size, linear_schedule, to_uint8, unp
 
 
 class Chroma(FlowModel):
-    """T5 for the tokens, masked after the first padding; packed latents [B, H/16 * W/16, 64]; guidance on a negative
-    prompt, which FLUX.1-dev has distilled away."""
+    """T5 for the tokens, masked after the first padding; packed latents [B, H/16 * W/16, 64];
+    guidance on a negative prompt, which FLUX.1-dev has distilled away."""
 
     pipeline_class = "ChromaPipeline"
     default_target_modules = ("attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v")
@@ -49,7 +51,9 @@ class Chroma(FlowModel):
 
     def schedule(self, spec: SamplerSpec) -> Schedule:
         rows, columns = self._patches(spec)
-        return linear_schedule(self.scheduler, spec.num_inference_steps, rows * columns, self.device)
+        return linear_schedule(
+            self.scheduler, spec.num_inference_steps, rows * columns, self.device
+        )
 
     def velocity(
         self,
@@ -71,8 +75,11 @@ class Chroma(FlowModel):
                 encoder_hidden_states=text.embeds.to(transformer.dtype),
                 txt_ids=positions.new_zeros(text.embeds.shape[1], 3),
                 img_ids=positions,
-                # Numbers, not bools, as the stock pipeline has it: the attention adds them to its logits.
-                attention_mask=torch.cat([tokens, tokens.new_ones(latents.shape[:2])], 1).to(transformer.dtype),
+                # Numbers, not bools, as the stock pipeline has it: the attention adds them to its
+                # logits.
+                attention_mask=torch.cat([tokens, tokens.new_ones(latents.shape[:2])], 1).to(
+                    transformer.dtype
+                ),
                 return_dict=False,
             )[0]
             return predicted.float()
@@ -85,7 +92,10 @@ class Chroma(FlowModel):
 
     def _decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
         vae = self.pipeline.vae
-        scaled = unpack(latents, *self._patches(spec)) / vae.config.scaling_factor + vae.config.shift_factor
+        scaled = (
+            unpack(latents, *self._patches(spec)) / vae.config.scaling_factor
+            + vae.config.shift_factor
+        )
         decoded = vae.decode(scaled.to(vae.dtype), return_dict=False)[0]
         return to_uint8(self.pipeline.image_processor.postprocess(decoded, output_type="np"))
 
@@ -143,7 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "trainer.output_dir": args.out / "run",
         "trainer.experiment_name": "my_model",
     }
-    return flowgrpo_rc(["train", *(f"{key}={value}" for key, value in settings.items()), *args.overrides])
+    return flowgrpo_rc(
+        ["train", *(f"{key}={value}" for key, value in settings.items()), *args.overrides]
+    )
 
 
 if __name__ == "__main__":

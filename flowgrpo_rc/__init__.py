@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch, Rewards, SamplerSpec, TokenBatch, TokenSpec
+from flowgrpo_rc.batch import (
+    DiffusionBatch,
+    Prompt,
+    PromptBatch,
+    Rewards,
+    SamplerSpec,
+    TokenBatch,
+    TokenSpec,
+)
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.correct import (
@@ -18,8 +26,8 @@ from flowgrpo_rc.correction.correct import (
 from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig, TokenLossConfig
 from flowgrpo_rc.losses.diffusion import diffusion_loss
 from flowgrpo_rc.losses.token import token_loss
-from flowgrpo_rc.training.figure import plot_rollout_correction
-from flowgrpo_rc.training.health import check_rollout_correction_health
+from flowgrpo_rc.monitoring.health import check_rollout_correction_health
+from flowgrpo_rc.report.figure import plot_rollout_correction
 
 __version__ = "0.1.0"
 

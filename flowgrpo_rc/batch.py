@@ -1,7 +1,8 @@
 """The dataclasses that cross the seams between data, rollout, rewards, correction and update.
 
-Shape legend: B samples of this process (prompts x samples per prompt), P prompts, T steps (SDE steps of the window,
-or tokens of the longest response), S denoising steps of the schedule, L text tokens, E embedding width.
+Shape legend: B samples of this process (prompts x samples per prompt), P prompts, T steps (SDE
+steps of the window, or tokens of the longest response), S denoising steps of the schedule, L text
+tokens, E embedding width.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """One line of a prompt file. `index` is its position there; `target` is the text that OCR should read."""
+    """One line of a prompt file. `index` is its position there; `target` is the text that OCR
+    should read.
+    """
 
     text: str
     index: int
@@ -27,10 +30,11 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptBatch:
-    """The prompts of one training step that this process samples, with what makes each of them unique.
+    """The prompts of one training step that this process samples, with what makes each of them
+    unique.
 
-    `slots` are positions in the global batch of the step. They, not the process or the position here, seed the
-    noise, so the draws do not depend on how many processes share the batch.
+    `slots` are positions in the global batch of the step. They, not the process or the position
+    here, seed the noise, so the draws do not depend on how many processes share the batch.
     """
 
     step: int
@@ -39,12 +43,15 @@ class PromptBatch:
 
     def __post_init__(self) -> None:
         if len(self.prompts) != len(self.slots):
-            raise ValueError(f"PromptBatch: {len(self.prompts)} prompts but {len(self.slots)} slots")
+            raise ValueError(
+                f"PromptBatch: {len(self.prompts)} prompts but {len(self.slots)} slots"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conditioning:
-    """Text conditioning of P prompts: embeds [P, L, E], pooled [P, E'] or None, mask [P, L] bool or None.
+    """Text conditioning of P prompts: embeds [P, L, E], pooled [P, E'] or None, mask [P, L] bool or
+    None.
 
     The mask is False at padding; None means that every token counts.
     """
@@ -66,19 +73,27 @@ class Conditioning:
 
     @classmethod
     def join(cls, parts: Sequence[Conditioning]) -> Conditioning:
-        """The prompts of all parts, in order. Shorter ones are padded on the right and masked there."""
+        """The prompts of all parts, in order. Shorter ones are padded on the right and masked
+        there.
+        """
         length = max(part.embeds.shape[1] for part in parts)
         pooled = [part.pooled for part in parts if part.pooled is not None]
         masked = any(part.mask is not None or part.embeds.shape[1] != length for part in parts)
         return cls(
             embeds=torch.cat([_lengthened(part.embeds, length) for part in parts]),
             pooled=torch.cat(pooled) if pooled else None,
-            mask=torch.cat([_lengthened(part.tokens(), length) for part in parts]) if masked else None,
+            mask=torch.cat([_lengthened(part.tokens(), length) for part in parts])
+            if masked
+            else None,
         )
 
     def tokens(self) -> Tensor:
         """The mask [P, L] bool, whether one is held or not."""
-        return torch.ones_like(self.embeds[..., 0], dtype=torch.bool) if self.mask is None else self.mask
+        return (
+            torch.ones_like(self.embeds[..., 0], dtype=torch.bool)
+            if self.mask is None
+            else self.mask
+        )
 
 
 def _lengthened(tensor: Tensor, length: int) -> Tensor:
@@ -90,18 +105,26 @@ def _lengthened(tensor: Tensor, length: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spec:
-    """What a rollout was asked to do. An engine echoes the one it used; the trainer refuses any difference."""
+    """What a rollout was asked to do. An engine echoes the one it used; the trainer refuses any
+    difference.
+    """
 
     dtype: str
 
     def differences(self, other: Spec) -> list[str]:
         pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
-        return [f"{name}: {mine!r} here, {theirs!r} there" for name, mine, theirs in pairs if mine != theirs]
+        return [
+            f"{name}: {mine!r} here, {theirs!r} there"
+            for name, mine, theirs in pairs
+            if mine != theirs
+        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerSpec(Spec):
-    """How images or videos are sampled. true_cfg_scale: None where there is none; num_frames: None for images."""
+    """How images or videos are sampled. true_cfg_scale: None where there is none; num_frames: None
+    for images.
+    """
 
     height: int
     width: int
@@ -117,7 +140,9 @@ class SamplerSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenSpec(Spec):
-    """How responses are sampled: from the whole distribution at `temperature`, at most `response_length` tokens."""
+    """How responses are sampled: from the whole distribution at `temperature`, at most
+    `response_length` tokens.
+    """
 
     temperature: float
     prompt_length: int
@@ -166,8 +191,8 @@ class Batch:
         raise NotImplementedError
 
     def with_old(self, log_probs: Tensor, means: Tensor | None) -> Self:
-        """The batch with another old policy than the rollout's: its log-probs [B, T] and, where they are needed, the
-        means of its steps."""
+        """The batch with another old policy than the rollout's: its log-probs [B, T] and, where
+        they are needed, the means of its steps."""
         raise NotImplementedError
 
     def replace(self, **changes: Any) -> Self:
@@ -175,7 +200,9 @@ class Batch:
 
     def rows(self, start: int, stop: int) -> Self:
         """Samples start..stop. What the samples share stays whole."""
-        return replace(self, **{name: value[start:stop] for name, value in self.per_sample().items()})
+        return replace(
+            self, **{name: value[start:stop] for name, value in self.per_sample().items()}
+        )
 
     def select(self, index: Tensor) -> Self:
         """The samples at `index` [B'] int64."""
@@ -196,8 +223,8 @@ class DiffusionBatch(Batch):
     step_indices       [B, T] int64   position of each step in the schedule
     sigmas             [S+1]          the schedule, so that both sides use the same bits by index
     prev_sample_mean   [B, T, ...]    mean of the reverse step under the policy that others are compared with: the
-                                      rollout's and, once they are recomputed, the old one's; None unless a loss or
-                                      a criterion needs it
+                                      rollout's and, once they are recomputed, the old one's; None
+                                      unless a loss or a criterion needs it
     conditioning       of the P prompts; `prompt_index` [B] says which row belongs to a sample
     negative           of the P negative prompts, or None without guidance
 
@@ -229,7 +256,9 @@ class DiffusionBatch(Batch):
     def step(self, t: int) -> DiffusionBatch:
         """SDE step t alone, as a batch with T = 1."""
         columns = self.per_sample()
-        per_step: dict[str, Any] = {name: columns[name][:, t : t + 1] for name in _STEP_COLUMNS if name in columns}
+        per_step: dict[str, Any] = {
+            name: columns[name][:, t : t + 1] for name in _STEP_COLUMNS if name in columns
+        }
         return replace(self, all_latents=self.all_latents[:, t : t + 2], **per_step)
 
 
@@ -277,22 +306,29 @@ B = TypeVar("B", bound=Batch)
 
 
 def concat(batches: Sequence[B]) -> B:
-    """The rows of several batches of one rollout, in order. They must have in common what their rows share.
+    """The rows of several batches of one rollout, in order. They must have in common what their
+    rows share.
 
-    Responses and prompts of different lengths are padded to the longest. Chunks that bring the conditioning of their
-    own prompts get one of all prompts.
+    Responses and prompts of different lengths are padded to the longest. Chunks that bring the
+    conditioning of their own prompts get one of all prompts.
     """
     batches = _with_one_conditioning(batches)
     first = batches[0]
     for name in first.shared:
         if not all(_same(getattr(first, name), getattr(batch, name)) for batch in batches):
-            raise ValueError(f"only batches of one rollout can be joined: their {name} is not the same")
+            raise ValueError(
+                f"only batches of one rollout can be joined: their {name} is not the same"
+            )
     columns = [batch.per_sample() for batch in batches]
-    return first.replace(**{name: _stack(name, [column[name] for column in columns]) for name in columns[0]})
+    return first.replace(
+        **{name: _stack(name, [column[name] for column in columns]) for name in columns[0]}
+    )
 
 
 def _with_one_conditioning(batches: Sequence[B]) -> Sequence[B]:
-    """Batches that share one conditioning of the prompts of all of them; others than images are left as they are."""
+    """Batches that share one conditioning of the prompts of all of them; others than images are
+    left as they are.
+    """
     images = [batch for batch in batches if isinstance(batch, DiffusionBatch)]
     if all(batch.conditioning is images[0].conditioning for batch in images):
         return batches
@@ -301,7 +337,9 @@ def _with_one_conditioning(batches: Sequence[B]) -> Sequence[B]:
     negative = Conditioning.join(given) if given else None
     starts = [sum(len(batch.conditioning) for batch in images[:i]) for i in range(len(images))]
     return [
-        batch.replace(conditioning=conditioning, negative=negative, prompt_index=batch.prompt_index + start)
+        batch.replace(
+            conditioning=conditioning, negative=negative, prompt_index=batch.prompt_index + start
+        )
         for batch, start in zip(images, starts, strict=True)
     ]
 
@@ -313,14 +351,19 @@ def _same(one: object, other: object) -> bool:
 
 
 def _stack(name: str, parts: Sequence[Tensor]) -> Tensor:
-    """Rows of all parts; the second dimension grows to the longest, on the left for a prompt's columns."""
+    """Rows of all parts; the second dimension grows to the longest, on the left for a prompt's
+    columns.
+    """
     if parts[0].ndim < 2 or len({part.shape[1] for part in parts}) == 1:
         return torch.cat(list(parts))
     length = max(part.shape[1] for part in parts)
     pads = [length - part.shape[1] for part in parts]
     left = name.startswith("prompt_")
     return torch.cat(
-        [torch.nn.functional.pad(part, (pad, 0) if left else (0, pad)) for part, pad in zip(parts, pads, strict=True)]
+        [
+            torch.nn.functional.pad(part, (pad, 0) if left else (0, pad))
+            for part, pad in zip(parts, pads, strict=True)
+        ]
     )
 
 
@@ -328,7 +371,8 @@ def _stack(name: str, parts: Sequence[Tensor]) -> Tensor:
 class Rewards:
     """Rewards of B samples.
 
-    total [B] float64: weighted sum, undefined where not valid; valid [B] bool: False where any reward failed;
+    total [B] float64: weighted sum, undefined where not valid; valid [B] bool: False where any
+    reward failed;
     parts: name -> [B] float64, each reward and what it logs apart (NaN where it failed).
     """
 

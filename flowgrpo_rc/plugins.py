@@ -1,4 +1,5 @@
-"""Plug-ins without a registry: one module in a plug-in folder is one plug-in, found by the module's name.
+"""Plug-ins without a registry: one module in a plug-in folder is one plug-in, found by the module's
+name.
 
 A plug-in out of the tree is named by its full path, `my_package.my_module.MyClass`.
 """
@@ -19,11 +20,12 @@ _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEY
 
 
 def load_class(package: str, name: str, base: type) -> type:
-    """The plug-in class called `name`: the one in module `package.name`, or the class at a dotted path.
+    """The plug-in class called `name`: the one in module `package.name`, or the class at a dotted
+    path.
 
-    The ending of a module such as `vllm_engine` may be left out. Raises ValueError for an unknown name (listing what
-    there is), for a module that does not hold exactly one concrete subclass of `base`, and for a dotted path that
-    leads to no such class.
+    The ending of a module such as `vllm_engine` may be left out. Raises ValueError for an unknown
+    name (listing what there is), for a module that does not hold exactly one concrete subclass of
+    `base`, and for a dotted path that leads to no such class.
     """
     if "." in name:
         return _class_at(name, base)
@@ -33,26 +35,36 @@ def load_class(package: str, name: str, base: type) -> type:
     if name not in modules:
         available = available_plugins(package, base)
         raise ValueError(
-            f"{package} has no plug-in {name!r}{did_you_mean(name, available)}; available: {', '.join(available)}, "
+            f"{package} has no plug-in {name!r}{did_you_mean(name, available)}; available: "
+            f"{', '.join(available)}, "
             f"or the full path of a class, my_package.my_module.MyClass"
         )
     found = _concrete_subclasses(import_module(f"{package}.{name}"), base)
     if len(found) != 1:
         names = ", ".join(cls.__name__ for cls in found) or "none"
-        raise ValueError(f"{package}.{name} must define one concrete subclass of {base.__name__}; it has: {names}")
+        raise ValueError(
+            f"{package}.{name} must define one concrete subclass of {base.__name__}; it has: "
+            f"{names}"
+        )
     return found[0]
 
 
 def available_plugins(package: str, base: type) -> list[str]:
     """The names that `load_class` knows in a package, sorted. Imports its modules."""
     names = sorted(_module_names(package))
-    return [name for name in names if len(_concrete_subclasses(import_module(f"{package}.{name}"), base)) == 1]
+    return [
+        name
+        for name in names
+        if len(_concrete_subclasses(import_module(f"{package}.{name}"), base)) == 1
+    ]
 
 
 def build(cls: type[T], options: Mapping[str, object], where: str) -> T:
-    """cls(**options). `where` is the configuration key that the options come from, such as `reward.terms.ocr`.
+    """cls(**options). `where` is the configuration key that the options come from, such as
+    `reward.terms.ocr`.
 
-    Raises ValueError as `check_options` does, and for a value that the constructor refuses, always with the key.
+    Raises ValueError as `check_options` does, and for a value that the constructor refuses, always
+    with the key.
     """
     check_options(cls, options, where)
     try:
@@ -62,14 +74,20 @@ def build(cls: type[T], options: Mapping[str, object], where: str) -> T:
 
 
 def check_options(cls: type, options: Mapping[str, object], where: str) -> None:
-    """ValueError for an option that the constructor does not have (naming the nearest), or misses."""
+    """ValueError for an option that the constructor does not have (naming the nearest), or
+    misses.
+    """
     parameters = inspect.signature(cls).parameters
     allowed = [name for name, parameter in parameters.items() if parameter.kind in _KEYWORD_KINDS]
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    takes_any = any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
     for name in options:
         if name not in allowed and not takes_any:
             listed = ", ".join(allowed) or "none"
-            raise ValueError(f"{where}.{name}: unknown option{did_you_mean(name, allowed)}; allowed: {listed}")
+            raise ValueError(
+                f"{where}.{name}: unknown option{did_you_mean(name, allowed)}; allowed: {listed}"
+            )
     required = [name for name in allowed if parameters[name].default is inspect.Parameter.empty]
     missing = [name for name in required if name not in options]
     if missing:
@@ -82,7 +100,9 @@ def load_function(path: str) -> Callable[..., Any]:
     if not all(part.isidentifier() for part in (*module_name.split("."), name)):
         raise ValueError(f"path={path!r}: write it as my_package.my_module:name")
     if not _exists(module_name):
-        raise ValueError(f"path={path!r}: there is no module {module_name!r}; is its folder on PYTHONPATH?")
+        raise ValueError(
+            f"path={path!r}: there is no module {module_name!r}; is its folder on PYTHONPATH?"
+        )
     value = vars(import_module(module_name)).get(name)
     if not callable(value):
         raise ValueError(f"path={path!r}: {module_name} has no function {name!r}")
@@ -100,7 +120,9 @@ def _module_names(package: str) -> set[str]:
 
 
 def _concrete_subclasses(module: ModuleType, base: type) -> list[type]:
-    """Public classes defined in the module itself; what it imports or keeps for itself (`_Name`) is left out."""
+    """Public classes defined in the module itself; what it imports or keeps for itself (`_Name`) is
+    left out.
+    """
     return [
         value
         for name, value in vars(module).items()
@@ -115,17 +137,23 @@ def _concrete_subclasses(module: ModuleType, base: type) -> list[type]:
 def _class_at(path: str, base: type) -> type:
     module_name, _, class_name = path.rpartition(".")
     if not all(part.isidentifier() for part in path.split(".")) or not _exists(module_name):
-        raise ValueError(f"{path}: there is no module {module_name!r}; is its folder on PYTHONPATH?")
+        raise ValueError(
+            f"{path}: there is no module {module_name!r}; is its folder on PYTHONPATH?"
+        )
     value = vars(import_module(module_name)).get(class_name)
     if not (inspect.isclass(value) and issubclass(value, base)):
         raise ValueError(f"{path} is not a subclass of {base.__module__}.{base.__name__}")
     if inspect.isabstract(value):
-        raise ValueError(f"{path} is abstract: it lacks {', '.join(sorted(vars(value)['__abstractmethods__']))}")
+        raise ValueError(
+            f"{path} is abstract: it lacks {', '.join(sorted(vars(value)['__abstractmethods__']))}"
+        )
     return value
 
 
 def _exists(module_name: str) -> bool:
-    """False where the module or a package on the way to it is missing. A failing import inside them is not that."""
+    """False where the module or a package on the way to it is missing. A failing import inside them
+    is not that.
+    """
     try:
         return find_spec(module_name) is not None
     except ModuleNotFoundError as error:

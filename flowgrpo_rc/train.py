@@ -1,4 +1,6 @@
-"""`python -m flowgrpo_rc.train [overrides]` is `flowgrpo-rc train [overrides]`, for torchrun and accelerate."""
+"""`python -m flowgrpo_rc.train [overrides]` is `flowgrpo-rc train [overrides]`, for torchrun and
+accelerate.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What several tests build: log-probs, masks, settings, small batches, and processes made of threads."""
+"""What several tests build: log-probs, masks, settings, small batches, and processes made of
+threads.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ import torch
 from oracles import Clip, Expected, Rule, aggregate, correction, ppo
 from torch import Tensor
 
-from flowgrpo_rc.batch import Batch, Conditioning, DiffusionBatch, SamplerSpec, TokenBatch, TokenSpec
+from flowgrpo_rc.batch import (
+    Batch,
+    Conditioning,
+    DiffusionBatch,
+    SamplerSpec,
+    TokenBatch,
+    TokenSpec,
+)
 from flowgrpo_rc.core.reduce import AllReduce
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.correct import Correction, correct
@@ -25,7 +34,9 @@ MASKS = {
 }
 
 
-def log_probs(scale: float = 0.5, seed: int = 0, shape: tuple[int, int] = (6, 4)) -> tuple[Tensor, Tensor]:
+def log_probs(
+    scale: float = 0.5, seed: int = 0, shape: tuple[int, int] = (6, 4)
+) -> tuple[Tensor, Tensor]:
     """Training and rollout log-probs, float64."""
     source = torch.Generator().manual_seed(seed)
     rollout = torch.randn(shape, generator=source, dtype=torch.float64)
@@ -40,7 +51,9 @@ def settings(rule: Rule) -> dict[str, Any]:
     """The rule as a user writes it."""
     written: dict[str, Any] = {
         "rollout_rs": [name for name, _, _ in rule.bands] or None,
-        "rollout_rs_threshold": [f"{low!r}_{high!r}" if name.endswith("k1") else high for name, low, high in rule.bands]
+        "rollout_rs_threshold": [
+            f"{low!r}_{high!r}" if name.endswith("k1") else high for name, low, high in rule.bands
+        ]
         or None,
         "rollout_token_veto_threshold": rule.veto,
         "normalize": "kept" if rule.over_kept else None,
@@ -49,13 +62,17 @@ def settings(rule: Rule) -> dict[str, Any]:
         written |= {
             "rollout_is": rule.level,
             "rollout_is_mode": rule.mode,
-            "rollout_is_threshold": rule.upper if rule.mode == "truncate" else f"{rule.lower!r}_{rule.upper!r}",
+            "rollout_is_threshold": rule.upper
+            if rule.mode == "truncate"
+            else f"{rule.lower!r}_{rule.upper!r}",
             "rollout_is_batch_normalize": rule.normalise,
         }
     return written
 
 
-def run(training: Tensor, rollout: Tensor, mask: Tensor, rule: Rule, **options: AllReduce) -> Correction:
+def run(
+    training: Tensor, rollout: Tensor, mask: Tensor, rule: Rule, **options: AllReduce
+) -> Correction:
     config = RolloutCorrectionConfig(**settings(rule))
     config.validate()
     return correct(training, rollout, mask, config.rules(), **options)
@@ -67,7 +84,11 @@ def expected(training: Tensor, rollout: Tensor, mask: Tensor, rule: Rule) -> Exp
 
 def columns(num_samples: int) -> dict[str, Tensor]:
     index = torch.arange(num_samples)
-    return {"group": index // 2, "seed": index, "policy_version": torch.zeros(num_samples, dtype=torch.int64)}
+    return {
+        "group": index // 2,
+        "seed": index,
+        "policy_version": torch.zeros(num_samples, dtype=torch.int64),
+    }
 
 
 def diffusion_batch(
@@ -137,16 +158,27 @@ def reference_loss(
     aggregation: str,
     counts_kept: bool,
 ) -> Callable[[Tensor], Tensor]:
-    """The loss of the documents as a formula of the current log-probs; the correction carries no gradient."""
+    """The loss of the documents as a formula of the current log-probs; the correction carries no
+    gradient.
+    """
     correction_settings = config.rollout_correction
-    bypass, reinforces = correction_settings.bypass_mode, correction_settings.loss_type == "reinforce"
+    bypass, reinforces = (
+        correction_settings.bypass_mode,
+        correction_settings.loss_type == "reinforce",
+    )
 
     def total(now: Tensor) -> Tensor:
         found = expected(now.detach() if bypass else old, rollout, mask, rule)
-        values = -advantages * now if reinforces else ppo(now, rollout if bypass else old, advantages, clip)
+        values = (
+            -advantages * now
+            if reinforces
+            else ppo(now, rollout if bypass else old, advantages, clip)
+        )
         if found.weights is not None and (reinforces or not bypass):
             values = values * torch.tensor(found.weights, dtype=now.dtype)
-        return aggregate(values, found.kept, found.kept if counts_kept else mask.tolist(), aggregation)
+        return aggregate(
+            values, found.kept, found.kept if counts_kept else mask.tolist(), aggregation
+        )
 
     return total
 
@@ -173,24 +205,34 @@ def drop_odd(training: Tensor, rollout: Tensor, mask: Tensor, config: Any) -> tu
     return torch.full_like(training, 3.0), kept
 
 
-def only_a_mask(training: Tensor, rollout: Tensor, mask: Tensor, config: Any) -> tuple[None, Tensor]:
+def only_a_mask(
+    training: Tensor, rollout: Tensor, mask: Tensor, config: Any
+) -> tuple[None, Tensor]:
     return None, drop_odd(training, rollout, mask, config)[1]
 
 
-def a_wrong_shape(training: Tensor, rollout: Tensor, mask: Tensor, config: Any) -> tuple[None, Tensor]:
+def a_wrong_shape(
+    training: Tensor, rollout: Tensor, mask: Tensor, config: Any
+) -> tuple[None, Tensor]:
     return None, mask[:, :1]
 
 
-def wrong_weights(training: Tensor, rollout: Tensor, mask: Tensor, config: Any) -> tuple[Tensor, Tensor]:
+def wrong_weights(
+    training: Tensor, rollout: Tensor, mask: Tensor, config: Any
+) -> tuple[Tensor, Tensor]:
     return training[:, :1], mask
 
 
 def pieces(batch: Batch, cuts: list[int]) -> list[Batch]:
-    return [batch.rows(start, stop) for start, stop in zip([0, *cuts], [*cuts, len(batch)], strict=True)]
+    return [
+        batch.rows(start, stop) for start, stop in zip([0, *cuts], [*cuts, len(batch)], strict=True)
+    ]
 
 
 def on_shards(count: int, work: Callable[[int, Mapping[str, AllReduce]], Any]) -> list[Any]:
-    """work(rank, reduce) on `count` threads; reduce["sum"], ["max"] and ["gather"] really combine across them."""
+    """work(rank, reduce) on `count` threads; reduce["sum"], ["max"] and ["gather"] really combine
+    across them.
+    """
     barrier = threading.Barrier(count, timeout=20)
     posted: list[Tensor] = [torch.empty(0)] * count
     results: list[Any] = [None] * count
@@ -207,7 +249,11 @@ def on_shards(count: int, work: Callable[[int, Mapping[str, AllReduce]], Any]) -
         return reduce
 
     def start(rank: int) -> None:
-        combine = {"sum": lambda x: x.sum(0), "max": lambda x: x.amax(0), "gather": lambda x: x.flatten(0, 1)}
+        combine = {
+            "sum": lambda x: x.sum(0),
+            "max": lambda x: x.amax(0),
+            "gather": lambda x: x.flatten(0, 1),
+        }
         reduce = {name: reducer(rank, function) for name, function in combine.items()}
         try:
             results[rank] = work(rank, reduce)

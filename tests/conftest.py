@@ -1,4 +1,6 @@
-"""A random-weight Stable Diffusion 3 checkpoint with all three text encoders, and small runs on it."""
+"""A random-weight Stable Diffusion 3 checkpoint with all three text encoders, and small runs on
+it.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def model(checkpoint: Path) -> FlowModel:
 
 @pytest.fixture
 def overrides(checkpoint: Path, prompt_file: Path, tmp_path: Path) -> list[str]:
-    """A run of two steps, small enough for a test: 4 prompts x 2 samples, fp32 rollout, JPEG reward."""
+    """A run of two steps, small enough for a test: 4 prompts x 2 samples, fp32 rollout, JPEG
+    reward.
+    """
     return [
         f"model.path={checkpoint}",
         "model.lora_rank=4",
@@ -97,7 +101,9 @@ def overrides(checkpoint: Path, prompt_file: Path, tmp_path: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _fresh_accelerate() -> Iterator[None]:
-    """accelerate keeps device and precision for the whole process; each test is a process of its own in real life."""
+    """accelerate keeps device and precision for the whole process; each test is a process of its
+    own in real life.
+    """
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -120,7 +126,9 @@ def fingerprint(state: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
         digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(
+            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
     return digest.hexdigest()
 
 
@@ -130,4 +138,6 @@ def read_rows(run_dir: Path) -> list[dict[str, Any]]:
 
 def without_timings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows without seconds, speed and memory."""
-    return [{k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/"))} for row in rows]
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/"))} for row in rows
+    ]

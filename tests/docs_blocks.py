@@ -1,7 +1,9 @@
-"""Runs the shell and Python blocks of README.md and docs/, page by page, in one folder: `make test-docs`.
+"""Runs the shell and Python blocks of README.md and docs/, page by page, in one folder: `make
+test-docs`.
 
-Training is capped at two small steps. A command runs in a fork of this process, so that imports are paid for once. What
-cannot run just anywhere is marked in the page, and `test_docs.py` checks that it parses and composes.
+Training is capped at two small steps. A command runs in a fork of this process, so that imports are
+paid for once. What cannot run just anywhere is marked in the page, and `test_docs.py` checks that
+it parses and composes.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from pathlib import Path
 import pytest
 from documented import ROOT, Block, arguments, blocks
 
-from flowgrpo_rc import assemble, commands, run  # noqa: F401  (what the forks need)
 from flowgrpo_rc.cli import main
 
 CAP = {
@@ -37,14 +38,18 @@ CAP = {
     "calibrate": ("--prompts=1",),
 }
 # A fork of a process with threads: they are torch's and BLAS's, which expect that.
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This process .* is multi-threaded:DeprecationWarning"
+)
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the reader has who follows the pages in a checkout."""
     folder = tmp_path_factory.mktemp("workplace")
-    shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("results"))
+    shutil.copytree(
+        ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("results")
+    )
     shutil.copytree(ROOT / "configs", folder / "configs")
     return folder
 
@@ -83,9 +88,16 @@ def _run_line(line: str, folder: Path) -> Path:
         return folder / shlex.split(line)[1]
     given = arguments(line)
     if given is None:
-        environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        environment = os.environ | {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        }
         done = subprocess.run(
-            ["bash", "-ec", line], cwd=folder, env=environment, capture_output=True, text=True, check=False
+            ["bash", "-ec", line],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
     else:

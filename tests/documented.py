@@ -11,7 +11,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # `<!-- not run: why -->` stands right above a block that cannot run just anywhere.
-_BLOCK = re.compile(r"(?:^<!-- not run: ([^\n]+?) -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(
+    r"(?:^<!-- not run: ([^\n]+?) -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE
+)
 _COMMAND = re.compile(r"(?:^|\s)(?:flowgrpo-rc|-m flowgrpo_rc\.train|examples/slurm\.sh)(?=\s|$)")
 
 
@@ -30,12 +32,19 @@ class Block(NamedTuple):
     def lines(self) -> list[str]:
         """Of a shell block: its commands, each on one line, without comments."""
         joined = self.text.replace("\\\n", " ").splitlines()
-        return [line.strip() for line in joined if line.strip() and not line.lstrip().startswith("#")]
+        return [
+            line.strip() for line in joined if line.strip() and not line.lstrip().startswith("#")
+        ]
 
 
 def blocks(*languages: str) -> list[Block]:
     """Those of all pages, in order; of some languages, or all."""
-    return [block for page in PAGES for block in _of(page) if not languages or block.language in languages]
+    return [
+        block
+        for page in PAGES
+        for block in _of(page)
+        if not languages or block.language in languages
+    ]
 
 
 def arguments(line: str) -> list[str] | None:

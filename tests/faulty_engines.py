@@ -1,4 +1,5 @@
-"""The diffusers engine with a fault each, which it keeps to itself: the record says what a faultless engine would.
+"""The diffusers engine with a fault each, which it keeps to itself: the record says what a
+faultless engine would.
 
 They are named by path, `rollout.name=faulty_engines.StaleWeights`.
 """
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from flowgrpo_rc.models.base import Schedule
 from flowgrpo_rc.policies import flow
-from flowgrpo_rc.rollout.base import ImageRequest, RolloutChunk
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
+from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
 
 
 class Recorded(DiffusersEngine):
@@ -67,7 +68,11 @@ class OtherSettings(DiffusersEngine):
             batch = chunk.batch
             steps = window[start : start + len(batch)]
             start += len(batch)
-            fields = {"step_indices": steps, "all_timesteps": honest.timesteps[steps], "sigmas": honest.sigmas}
+            fields = {
+                "step_indices": steps,
+                "all_timesteps": honest.timesteps[steps],
+                "sigmas": honest.sigmas,
+            }
             spec = replace(request.spec, dtype=batch.spec.dtype)
             yield replace(chunk, batch=batch.replace(spec=spec, **fields))
 
@@ -79,7 +84,9 @@ class Guidance(OtherSettings):
     """1% more guidance."""
 
     def changed(self, request: ImageRequest) -> ImageRequest:
-        return replace(request, spec=replace(request.spec, guidance_scale=1.01 * request.spec.guidance_scale))
+        return replace(
+            request, spec=replace(request.spec, guidance_scale=1.01 * request.spec.guidance_scale)
+        )
 
 
 class LateWindow(OtherSettings):
@@ -117,12 +124,16 @@ class Bf16Input(DiffusersEngine):
     def __init__(self, model: Any, network: torch.nn.Module, **options: Any) -> None:
         super().__init__(model, network, **options)
         rounding = copy.copy(model)
-        rounding.velocity = lambda network, x, *rest: model.velocity(network, x.bfloat16().float(), *rest)
+        rounding.velocity = lambda network, x, *rest: model.velocity(
+            network, x.bfloat16().float(), *rest
+        )
         self._policy = flow.FlowPolicy(rounding, self.transformer)
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
         original = flow._transition
-        flow._transition = lambda x, *rest, **options: original(x.bfloat16().float(), *rest, **options)
+        flow._transition = lambda x, *rest, **options: original(
+            x.bfloat16().float(), *rest, **options
+        )
         try:
             yield from super().generate(request)
         finally:
@@ -149,7 +160,10 @@ class Bf16Steps(DiffusersEngine):
 
 class NoLora(DiffusersEngine):
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        off = {name: torch.zeros_like(tensor) if "lora_B" in name else tensor for name, tensor in state.items()}
+        off = {
+            name: torch.zeros_like(tensor) if "lora_B" in name else tensor
+            for name, tensor in state.items()
+        }
         super().sync_weights(off, version)
 
 
@@ -157,7 +171,9 @@ class WeakLora(DiffusersEngine):
     """Without alpha / rank, which is 2 in the tests."""
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        super().sync_weights({name: t / 2 if "lora_B" in name else t for name, t in state.items()}, version)
+        super().sync_weights(
+            {name: t / 2 if "lora_B" in name else t for name, t in state.items()}, version
+        )
 
 
 class StaleWeights(DiffusersEngine):

@@ -1,7 +1,8 @@
 """Independent formulas for the tests: scalars, loops and 50-digit decimals instead of tensors.
 
-Written from the reference documents, not from the code. Log-probs are nested lists [B][T] of floats, masks nested
-lists of bools. Sequences without a valid step take no part, and neither does a step whose difference is not finite.
+Written from the reference documents, not from the code. Log-probs are nested lists [B][T] of
+floats, masks nested lists of bools. Sequences without a valid step take no part, and neither does a
+step whose difference is not finite.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "clip", "mask", "icepop")
 
 
-# One reverse step ---------------------------------------------------------------------------------------------------
+# One reverse step
+# ---------------------------------------------------------------------------------------------------
 
 
 def reverse_step(
@@ -51,17 +53,22 @@ def reverse_step(
 
 
 def kl_scale(kind: str, sigma: float, sigma_next: float, noise: float, second: float) -> float:
-    """The s of the reference KL mean_D[(mean - reference)^2] / (2 s^2): the coefficient, without dt."""
+    """The s of the reference KL mean_D[(mean - reference)^2] / (2 s^2): the coefficient, without
+    dt.
+    """
     if kind == "sde":
         return noise * math.sqrt(sigma / (1 - (second if sigma == 1 else sigma)))
     return noise if kind == "dance_sde" else sigma_next * math.sin(noise * math.pi / 2)
 
 
-# Correction ---------------------------------------------------------------------------------------------------------
+# Correction
+# ---------------------------------------------------------------------------------------------------------
 
 
 class Rule(NamedTuple):
-    """A correction in plain numbers. bands: (criterion, lower, upper); bounds are on the ratio for k1."""
+    """A correction in plain numbers. bands: (criterion, lower, upper); bounds are on the ratio for
+    k1.
+    """
 
     level: str | None = None
     mode: str = "truncate"
@@ -118,17 +125,22 @@ def std(values: Sequence[float], lost: int = 0) -> float:
 
 
 def subtract(training: Rows, rollout: Rows) -> list[list[float]]:
-    return [[t - r for t, r in zip(*pair, strict=True)] for pair in zip(training, rollout, strict=True)]
+    return [
+        [t - r for t, r in zip(*pair, strict=True)] for pair in zip(training, rollout, strict=True)
+    ]
 
 
 def finite_steps(difference: Rows, mask: Valid) -> list[list[bool]]:
     return [
-        [ok and math.isfinite(x) for x, ok in zip(*pair, strict=True)] for pair in zip(difference, mask, strict=True)
+        [ok and math.isfinite(x) for x, ok in zip(*pair, strict=True)]
+        for pair in zip(difference, mask, strict=True)
     ]
 
 
 def statistic(criterion: str, row: Sequence[float]) -> list[float]:
-    """The criterion at each of the valid steps of one sequence (the same one for sequence criteria)."""
+    """The criterion at each of the valid steps of one sequence (the same one for sequence
+    criteria).
+    """
     level, estimator = criterion.rsplit("_", 1)
     values = [estimate(estimator, x) for x in row]
     if level == "token" or not values:
@@ -138,14 +150,20 @@ def statistic(criterion: str, row: Sequence[float]) -> list[float]:
 
 
 def in_space_of_statistic(criterion: str, lower: float, upper: float) -> tuple[float, float]:
-    """lower <= ratio <= upper is -log(upper) <= k1 <= -log(lower); k2 and k3 have an upper bound only."""
+    """lower <= ratio <= upper is -log(upper) <= k1 <= -log(lower); k2 and k3 have an upper bound
+    only.
+    """
     if not criterion.endswith("k1"):
         return -math.inf, upper
     return -math.log(upper), -math.log(lower) if lower > 0 else math.inf
 
 
-def kept(criterion: str, lower: float, upper: float, difference: Rows, mask: Valid) -> list[list[bool]]:
-    """Steps that one criterion keeps. A sequence criterion keeps no sequence with a step that is not finite."""
+def kept(
+    criterion: str, lower: float, upper: float, difference: Rows, mask: Valid
+) -> list[list[bool]]:
+    """Steps that one criterion keeps. A sequence criterion keeps no sequence with a step that is
+    not finite.
+    """
     low, high = in_space_of_statistic(criterion, lower, upper)
     result = []
     for row, exists in zip(difference, mask, strict=True):
@@ -212,21 +230,36 @@ def both(one: Valid, other: Valid) -> list[list[bool]]:
 
 
 def catastrophic(difference: Rows, mask: Valid, veto: float | None) -> list[list[bool]]:
-    """Steps whose ratio, without any bound, is below the veto; a training log-prob of -inf is one."""
+    """Steps whose ratio, without any bound, is below the veto; a training log-prob of -inf is
+    one.
+    """
     limit = -math.inf if veto is None else math.log(veto)
-    return [[ok and x < limit for x, ok in zip(*pair, strict=True)] for pair in zip(difference, mask, strict=True)]
+    return [
+        [ok and x < limit for x, ok in zip(*pair, strict=True)]
+        for pair in zip(difference, mask, strict=True)
+    ]
 
 
 def normaliser(level: str, values: Rows, counted: Valid) -> float:
-    """The mean of batch normalisation: over counted tokens, or over sequences that have one; 1 for a mean of 0."""
+    """The mean of batch normalisation: over counted tokens, or over sequences that have one; 1 for
+    a mean of 0.
+    """
     per_row = [chosen(row, holds) for row, holds in zip(values, counted, strict=True)]
-    found = [w for row in per_row for w in row] if level == "token" else [mean(row) for row in per_row if row]
+    found = (
+        [w for row in per_row for w in row]
+        if level == "token"
+        else [mean(row) for row in per_row if row]
+    )
     centre = mean(found) if found else 0.0
     return centre if centre > 1e-8 else 1.0
 
 
 def divergences(training: Rows, rollout: Rows, valid: Valid) -> dict[str, float]:
-    rows = [(chosen(t, ok), chosen(r, ok)) for t, r, ok in zip(training, rollout, valid, strict=True) if any(ok)]
+    rows = [
+        (chosen(t, ok), chosen(r, ok))
+        for t, r, ok in zip(training, rollout, valid, strict=True)
+        if any(ok)
+    ]
     if not rows:
         return {}
     differences = [subtract([t], [r])[0] for t, r in rows]
@@ -253,7 +286,9 @@ def divergences(training: Rows, rollout: Rows, valid: Valid) -> dict[str, float]
 
 
 def weight_metrics(rule: Rule, logs: Rows, raw: Rows, used: Rows) -> dict[str, float]:
-    """Of the weights at the valid steps, row by row; `logs` unbounded, `raw` safety-bounded, `used` after the mode."""
+    """Of the weights at the valid steps, row by row; `logs` unbounded, `raw` safety-bounded, `used`
+    after the mode.
+    """
     logs, raw, used = ([row for row in rows if row] for rows in (logs, raw, used))
     if not logs:
         return {}
@@ -268,7 +303,9 @@ def weight_metrics(rule: Rule, logs: Rows, raw: Rows, used: Rows) -> dict[str, f
         "rollout_is_mean": centre,
         "rollout_is_raw_mean": mean(flat_raw),
         "rollout_is_std": std(flat_used),
-        "rollout_is_eff_sample_size": 1 / mean([(w / centre) ** 2 for w in flat_used]) if centre else 0.0,
+        "rollout_is_eff_sample_size": 1 / mean([(w / centre) ** 2 for w in flat_used])
+        if centre
+        else 0.0,
         "rollout_is_max": max(extremes),
         "rollout_is_min": min(extremes),
         "rollout_is_ratio_fraction_high": mean([w > rule.upper for w in judged]),
@@ -286,13 +323,19 @@ def weight_metrics(rule: Rule, logs: Rows, raw: Rows, used: Rows) -> dict[str, f
     return values
 
 
-def band_metrics(band: tuple[str, float, float], rows: Rows, keeps: Valid, valid: Valid) -> dict[str, float]:
-    """Of one criterion. `rows` holds the differences of the valid steps, `keeps` what this criterion keeps."""
+def band_metrics(
+    band: tuple[str, float, float], rows: Rows, keeps: Valid, valid: Valid
+) -> dict[str, float]:
+    """Of one criterion. `rows` holds the differences of the valid steps, `keeps` what this
+    criterion keeps.
+    """
     criterion, low, high = band[0], *in_space_of_statistic(*band)
     values = [statistic(criterion, row) for row in rows if row]
     if not values:
         return {}
-    outside = [[not k for k in chosen(keep, ok)] for keep, ok in zip(keeps, valid, strict=True) if any(ok)]
+    outside = [
+        [not k for k in chosen(keep, ok)] for keep, ok in zip(keeps, valid, strict=True) if any(ok)
+    ]
     flat = [x for row in values for x in row]
     judged = flat if criterion.startswith("token") else [row[0] for row in values]
     per_sequence = [mean(row) for row in values]
@@ -323,9 +366,16 @@ def rejection_metrics(mask: Valid, valid: Valid, keep: Valid, below: Valid) -> d
         return {}
     rejected, broken, vetoed = (
         [chosen(row, ok) for row, ok in zip(rows, mask, strict=True) if any(ok)]
-        for rows in ([[not k for k in row] for row in keep], [[not v for v in row] for row in valid], below)
+        for rows in (
+            [[not k for k in row] for row in keep],
+            [[not v for v in row] for row in valid],
+            below,
+        )
     )
-    of_steps, of_sequences = mean([x for row in rejected for x in row]), mean([any(row) for row in rejected])
+    of_steps, of_sequences = (
+        mean([x for row in rejected for x in row]),
+        mean([any(row) for row in rejected]),
+    )
     return {
         "rollout_is_masked_fraction": of_steps,
         "rollout_is_seq_masked_fraction": of_sequences,
@@ -338,7 +388,8 @@ def rejection_metrics(mask: Valid, valid: Valid, keep: Valid, below: Valid) -> d
     }
 
 
-# Losses -------------------------------------------------------------------------------------------------------------
+# Losses
+# -------------------------------------------------------------------------------------------------------------
 
 
 class Clip(NamedTuple):
@@ -350,7 +401,9 @@ class Clip(NamedTuple):
 
 
 def clipped(ratio: Tensor, advantage: float, clip: Clip) -> Tensor:
-    """-min(r A, clip(r) A) for one ratio, by case, so that autograd sees one branch; at most -A c for A < 0."""
+    """-min(r A, clip(r) A) for one ratio, by case, so that autograd sees one branch; at most -A c
+    for A < 0.
+    """
     value = ratio.item()
     if advantage >= 0:
         held = 1 + clip.high if value > 1 + clip.high else None
@@ -363,26 +416,37 @@ def clipped(ratio: Tensor, advantage: float, clip: Clip) -> Tensor:
 def ppo(now: Tensor, old: Tensor, advantages: Tensor, clip: Clip) -> Tensor:
     """The clipped loss of every step [B, T]."""
     triples = zip(now.flatten(), old.flatten(), advantages.flatten().tolist(), strict=True)
-    return torch.stack([clipped(torch.exp(n - o), a, clip) for n, o, a in triples]).reshape(now.shape)
+    return torch.stack([clipped(torch.exp(n - o), a, clip) for n, o, a in triples]).reshape(
+        now.shape
+    )
 
 
 def gspo(now: Tensor, old: Tensor, advantages: Sequence[float], kept: Valid, clip: Clip) -> Tensor:
-    """Mean over sequences of the clipped loss of s = exp(mean log-ratio); those without a kept step take no part."""
+    """Mean over sequences of the clipped loss of s = exp(mean log-ratio); those without a kept step
+    take no part.
+    """
     losses = []
     for row in range(len(now)):
         steps = [t for t, ok in enumerate(kept[row]) if ok]
         if steps:
-            log_ratio = sum((now[row, t] - old[row, t] for t in steps), torch.zeros(())) / len(steps)
+            log_ratio = sum((now[row, t] - old[row, t] for t in steps), torch.zeros(())) / len(
+                steps
+            )
             losses.append(clipped(torch.exp(log_ratio), advantages[row], clip))
     return torch.stack(losses).mean()
 
 
 def aggregate(values: Tensor, kept: Valid, counted: Valid, mode: str) -> Tensor:
-    """The loss of kept steps, in a mean over counted ones. A sequence without a counted step is none."""
+    """The loss of kept steps, in a mean over counted ones. A sequence without a counted step is
+    none.
+    """
     rows = []
     for row, (keep, count) in enumerate(zip(kept, counted, strict=True)):
         if any(count):
-            total = sum((values[row, t] for t, ok in enumerate(keep) if ok), torch.zeros((), dtype=values.dtype))
+            total = sum(
+                (values[row, t] for t, ok in enumerate(keep) if ok),
+                torch.zeros((), dtype=values.dtype),
+            )
             rows.append((total, sum(count)))
     totals = [total / (count if mode == "seq-mean-token-mean" else 1) for total, count in rows]
     number = sum(count for _, count in rows) if mode == "token-mean" else len(rows)

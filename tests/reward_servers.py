@@ -24,7 +24,9 @@ Behaviour = Callable[[socket.socket, Received, "Scripted"], None]
 
 
 class Scripted(socketserver.ThreadingTCPServer):
-    """Reads requests and lets `behaviour` write whatever it wants to the socket, until `stopped`."""
+    """Reads requests and lets `behaviour` write whatever it wants to the socket, until
+    `stopped`.
+    """
 
     daemon_threads = True
     block_on_close = False
@@ -48,7 +50,14 @@ class _Handler(socketserver.BaseRequestHandler):
         while line := read.readline().decode("latin-1").strip():
             lines.append(line)
         head = first + "\n".join(lines)
-        length = next((int(line.split(":")[1]) for line in lines if line.lower().startswith("content-length")), 0)
+        length = next(
+            (
+                int(line.split(":")[1])
+                for line in lines
+                if line.lower().startswith("content-length")
+            ),
+            0,
+        )
         received = Received(first.split(" ")[1], head, json.loads(read.read(length) or b"null"))
         self.server.received.append(received)
         with suppress(OSError):
@@ -58,7 +67,9 @@ class _Handler(socketserver.BaseRequestHandler):
 @contextmanager
 def scripted(behaviour: Behaviour, tls: ssl.SSLContext | None = None) -> Iterator[Scripted]:
     with Scripted(behaviour, tls) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread = threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        )
         thread.start()
         try:
             yield server
@@ -69,13 +80,18 @@ def scripted(behaviour: Behaviour, tls: ssl.SSLContext | None = None) -> Iterato
 
 
 def http(
-    content: bytes | str | object, status: str = "200 OK", kind: str = "application/json", headers: str = ""
+    content: bytes | str | object,
+    status: str = "200 OK",
+    kind: str = "application/json",
+    headers: str = "",
 ) -> bytes:
     """A whole answer; anything but bytes and text is written as JSON."""
     if not isinstance(content, bytes | str):
         content = json.dumps(content)
     body = content.encode() if isinstance(content, str) else content
-    headers = f"Content-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n{headers}"
+    headers = (
+        f"Content-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n{headers}"
+    )
     return f"HTTP/1.1 {status}\r\n{headers}\r\n".encode() + body
 
 

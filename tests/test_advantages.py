@@ -14,10 +14,17 @@ from flowgrpo_rc.core.advantages import ESTIMATORS, group_decoupled, group_relat
 from flowgrpo_rc.training.trainer import wholly_rejected
 
 EPS = 1e-4
-OPTIONS = [{}, {"global_std": True}, {"norm_by_std": False}, {"norm_by_std": False, "leave_one_out": True}]
+OPTIONS = [
+    {},
+    {"global_std": True},
+    {"norm_by_std": False},
+    {"norm_by_std": False, "leave_one_out": True},
+]
 
 
-def tensors(rewards: list[float], group: list[int], valid: list[bool] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def tensors(
+    rewards: list[float], group: list[int], valid: list[bool] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     holds = [True] * len(rewards) if valid is None else valid
     return torch.tensor(rewards, dtype=torch.float64), torch.tensor(group), torch.tensor(holds)
 
@@ -31,7 +38,9 @@ def oracle(
     global_std: bool,
     others: bool = False,
 ) -> list[float]:
-    """`others`: the baseline is the mean of the others of the group. The std is about the mean of all of it."""
+    """`others`: the baseline is the mean of the others of the group. The std is about the mean of
+    all of it.
+    """
     everything = [reward for reward, ok in zip(rewards, valid, strict=True) if ok]
     result = []
     for reward, own, ok in zip(rewards, group, valid, strict=True):
@@ -60,15 +69,21 @@ def test_dr_grpo_by_hand():
 
 
 def test_global_std_by_hand():
-    """All rewards (0, 1, 2, 4, 6): mean 2.6, variance 4.64; the baseline stays that of the group."""
+    """All rewards (0, 1, 2, 4, 6): mean 2.6, variance 4.64; the baseline stays that of the
+    group.
+    """
     found = group_relative(*tensors([0, 1, 2, 4, 6], [7, 7, 3, 3, 3]), global_std=True)
     scale = math.sqrt(4.64) + EPS
-    assert found.values.tolist() == pytest.approx([x / scale for x in (-0.5, 0.5, -2, 0, 2)], abs=1e-14)
+    assert found.values.tolist() == pytest.approx(
+        [x / scale for x in (-0.5, 0.5, -2, 0, 2)], abs=1e-14
+    )
 
 
 def test_rloo_by_hand():
     """The others of (0, 1) are 1 and 0, those of (2, 4, 6) have means 5, 4 and 3."""
-    found = group_relative(*tensors([0, 1, 2, 4, 6], [7, 7, 3, 3, 3]), norm_by_std=False, leave_one_out=True)
+    found = group_relative(
+        *tensors([0, 1, 2, 4, 6], [7, 7, 3, 3, 3]), norm_by_std=False, leave_one_out=True
+    )
     assert found.values.tolist() == pytest.approx([-1, 1, -3, 0, 3], abs=1e-15)
 
 
@@ -87,7 +102,9 @@ def test_the_estimators_are_these():
 @pytest.mark.parametrize("failed", [(), (0, 5, 6), (4, 5, 6, 7), (0, 2, 9)])
 def test_every_estimator(estimator, failed):
     by_std, global_std = ESTIMATORS[estimator]
-    rewards = torch.rand(12, generator=torch.Generator().manual_seed(7), dtype=torch.float64).tolist()
+    rewards = torch.rand(
+        12, generator=torch.Generator().manual_seed(7), dtype=torch.float64
+    ).tolist()
     group = [5, -2, 5, 9, 9, 9, 9, 9, -2, 5, -2, 5]
     valid, others = [index not in failed for index in range(12)], estimator == "rloo"
     options = {"norm_by_std": by_std, "global_std": global_std, "leave_one_out": others}
@@ -104,7 +121,9 @@ def test_random_groups_interleaved_and_with_failed_rewards(by_std, global_std, f
     rewards = torch.rand(12, generator=source, dtype=torch.float64).tolist()
     group = [5, -2, 5, 9, 9, 9, 9, 9, -2, 5, -2, 5]
     valid = [index not in failed for index in range(12)]
-    found = group_relative(*tensors(rewards, group, valid), norm_by_std=by_std, global_std=global_std)
+    found = group_relative(
+        *tensors(rewards, group, valid), norm_by_std=by_std, global_std=global_std
+    )
     expect = oracle(rewards, group, valid, by_std=by_std, global_std=global_std)
     assert found.values.tolist() == pytest.approx(expect, abs=1e-13)
 
@@ -132,7 +151,9 @@ def test_equal_rewards_give_exactly_zero_whatever_their_mean_rounds_to(value, op
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_group_without_valid_samples_and_a_group_of_one(options):
-    found = group_relative(*tensors([1, 2, 5, 3, 9], [0, 0, 1, 2, 2], [False, False, True, True, True]), **options)
+    found = group_relative(
+        *tensors([1, 2, 5, 3, 9], [0, 0, 1, 2, 2], [False, False, True, True, True]), **options
+    )
     assert torch.isfinite(found.values).all()
     assert found.values[:3].tolist() == [0, 0, 0]
     assert found.values[3] == -found.values[4] != 0
@@ -165,7 +186,9 @@ def test_a_shift_of_the_rewards_changes_nothing():
 @pytest.mark.parametrize("global_std", [True, False])
 def test_processes_share_the_global_statistics_and_nothing_else(by_std, global_std):
     rewards, group, valid = tensors(
-        [0.1, 0.9, 0.3, 0.3, 5.0, 7.5, 1.0, 2.0], [0, 0, 1, 1, 2, 2, 3, 3], [True] * 6 + [False, True]
+        [0.1, 0.9, 0.3, 0.3, 5.0, 7.5, 1.0, 2.0],
+        [0, 0, 1, 1, 2, 2, 3, 3],
+        [True] * 6 + [False, True],
     )
     whole = group_relative(rewards, group, valid, norm_by_std=by_std, global_std=global_std)
     halves = [slice(0, 2), slice(2, 8)]
@@ -184,17 +207,28 @@ def test_a_sample_is_wholly_rejected_if_it_has_steps_and_keeps_none():
     zero = torch.zeros(4, 3)
     text = token_batch(zero, mask, rejection_mask=kept)
     assert wholly_rejected(text).tolist() == [True, False, False, True]
-    assert wholly_rejected(diffusion_batch(zero, rejection_mask=kept)).tolist() == [False, False, True, True]
+    assert wholly_rejected(diffusion_batch(zero, rejection_mask=kept)).tolist() == [
+        False,
+        False,
+        True,
+        True,
+    ]
     assert wholly_rejected(text.replace(rejection_mask=None)).tolist() == [False] * 4
 
 
 # --- GDPO
 
 
-def gdpo_oracle(rewards: list[list[float]], weights: list[float], group: list[int], valid: list[bool]) -> list[float]:
-    """Each reward over the standard deviation of its group, their weighted sum over that of the batch."""
+def gdpo_oracle(
+    rewards: list[list[float]], weights: list[float], group: list[int], valid: list[bool]
+) -> list[float]:
+    """Each reward over the standard deviation of its group, their weighted sum over that of the
+    batch.
+    """
     alone = [oracle(reward, group, valid, by_std=True, global_std=False) for reward in rewards]
-    summed = [sum(w * part[i] for w, part in zip(weights, alone, strict=True)) for i in range(len(group))]
+    summed = [
+        sum(w * part[i] for w, part in zip(weights, alone, strict=True)) for i in range(len(group))
+    ]
     scale = std([value for value, ok in zip(summed, valid, strict=True) if ok]) + EPS
     return [value / scale for value in summed]
 
@@ -209,18 +243,23 @@ GDPO = {
 
 def test_gdpo():
     rewards = [torch.tensor(reward, dtype=torch.float64) for reward in GDPO["rewards"]]
-    found = group_decoupled(rewards, GDPO["weights"], torch.tensor(GDPO["group"]), torch.tensor(GDPO["valid"]))
+    found = group_decoupled(
+        rewards, GDPO["weights"], torch.tensor(GDPO["group"]), torch.tensor(GDPO["valid"])
+    )
     assert found.values.tolist() == pytest.approx(gdpo_oracle(**GDPO), abs=1e-12)
     assert found.values[:6].square().mean().sqrt().item() == pytest.approx(1, abs=1e-3)
     assert found.zero_std.tolist() == [False, False]
 
 
 def test_gdpo_does_not_depend_on_the_scale_of_a_reward():
-    """GRPO of the sum sees two samples alike that differ in both rewards; and a large reward drowns a small one."""
+    """GRPO of the sum sees two samples alike that differ in both rewards; and a large reward drowns
+    a small one.
+    """
     group, valid = torch.tensor([0, 0, 0, 0]), torch.ones(4, dtype=torch.bool)
     small, large = torch.tensor([0.0, 1.0, 0.0, 1.0]), torch.tensor([300.0, 100.0, 100.0, 300.0])
     values = [
-        group_decoupled([small, scale * large], [1.0, 1.0], group, valid, eps=1e-12).values for scale in (1e-3, 1, 1e3)
+        group_decoupled([small, scale * large], [1.0, 1.0], group, valid, eps=1e-12).values
+        for scale in (1e-3, 1, 1e3)
     ]
     for found in values:
         torch.testing.assert_close(found, values[0], rtol=1e-9, atol=1e-9)

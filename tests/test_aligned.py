@@ -1,4 +1,6 @@
-"""`actor.replay=aligned`: what the rollout evaluated together is evaluated together, so that equal precisions agree."""
+"""`actor.replay=aligned`: what the rollout evaluated together is evaluated together, so that equal
+precisions agree.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,24 @@ BF16 = ["model.dtype=bf16", "rollout.dtype=bf16", f"{RC}=decoupled_token_is", "a
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_bf16_on_both_sides_agrees_bitwise_in_equal_batches(checkpoint: Path, size: int) -> None:
-    """Also where the steps of a micro-batch are at different timesteps, which in the rollout they are not."""
+    """Also where the steps of a micro-batch are at different timesteps, which in the rollout they
+    are not.
+    """
     model = load_model(ModelConfig(path=str(checkpoint), dtype="bf16"), torch.device("cpu"))
     policy = FlowPolicy(model, trained_lora(model))
     window = [[0, 1, 2], [1, 2, 3], [0, 1, 2], [1, 2, 3]]
-    batch, _ = sample(model, policy.network, make_spec("sde", 4.5, dtype="bf16"), window, chunk=size)
+    batch, _ = sample(
+        model, policy.network, make_spec("sde", 4.5, dtype="bf16"), window, chunk=size
+    )
     assert torch.equal(policy.log_probs(batch, size), batch.rollout_log_probs)
     found = [
-        torch.cat([policy.evaluate(piece).log_probs for piece in policy.pieces(batch.rows(start, start + size))], 1)
+        torch.cat(
+            [
+                policy.evaluate(piece).log_probs
+                for piece in policy.pieces(batch.rows(start, start + size))
+            ],
+            1,
+        )
         for start in range(0, 4, size)
     ]
     assert torch.equal(torch.cat(found).detach(), batch.rollout_log_probs)
@@ -48,15 +60,23 @@ def test_an_aligned_run_has_no_mismatch(train: Train, tmp_path: Path) -> None:
             ["rollout.micro_batch_size_per_gpu=4", "actor.ppo_micro_batch_size_per_gpu=2"],
         ),
         (["actor.replay=aligned", "data.replay_dir=x"], ["data.replay_dir"]),
-        (["actor.replay=aligned", "rollout.name=vllm_omni"], ["actor.replay", "rollout.name=vllm_omni"]),
+        (
+            ["actor.replay=aligned", "rollout.name=vllm_omni"],
+            ["actor.replay", "rollout.name=vllm_omni"],
+        ),
     ],
 )
-def test_what_cannot_align(train: Train, options: list[str], words: list[str], capsys: pytest.CaptureFixture) -> None:
+def test_what_cannot_align(
+    train: Train, options: list[str], words: list[str], capsys: pytest.CaptureFixture
+) -> None:
     assert train(*options) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in words), error
 
 
 def test_text_cannot(capsys: pytest.CaptureFixture) -> None:
-    assert main(["train", "--config-name", "token_grpo", "actor.replay=aligned", "trainer.device=cpu"]) == 2
+    assert (
+        main(["train", "--config-name", "token_grpo", "actor.replay=aligned", "trainer.device=cpu"])
+        == 2
+    )
     assert "actor.replay=aligned is for images" in capsys.readouterr().err

@@ -23,16 +23,17 @@ from flowgrpo_rc import compute_rollout_correction_and_rejection_mask
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import AllReduce, identity
-from flowgrpo_rc.correction import auto as module
-from flowgrpo_rc.correction.auto import FLOOR, WARM_UP, AutoBands, Gather, robust
-from flowgrpo_rc.correction.bands import parse_bands
+from flowgrpo_rc.correction import auto_bands as module
+from flowgrpo_rc.correction.auto_bands import FLOOR, WARM_UP, AutoBands, Gather, robust
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.correct import apply_rollout_correction_to_batch
+from flowgrpo_rc.correction.thresholds import parse_bands
+from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.diffusion import diffusion_terms
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.policies.flow import FlowPolicy, StepEvaluation
-from flowgrpo_rc.training.processes import Processes
-from flowgrpo_rc.training.update import ActorConfig, OptimConfig, PolicyUpdate
+from flowgrpo_rc.training.config import ActorConfig
+from flowgrpo_rc.training.update import OptimConfig, PolicyUpdate
 
 CPU = torch.device("cpu")
 NAMES = ("token_k1", "token_k2", "token_k3", "seq_mean_k1", "seq_sum_k2", "seq_max_k3", "step_kl")
@@ -43,14 +44,21 @@ def auto_bands(names: str = ",".join(NAMES), spec: str = "auto:4", num_steps: in
     return AutoBands(parse_bands(names, spec), num_steps, CPU)
 
 
-def mismatch(seed: int, rows: int = 64, planted: float = 0.0) -> tuple[DiffusionBatch, Tensor, Tensor]:
-    """Batch, log-probs of the training graph and KL. Normal differences about a shift of a third of their deviation;
+def mismatch(
+    seed: int, rows: int = 64, planted: float = 0.0
+) -> tuple[DiffusionBatch, Tensor, Tensor]:
+    """Batch, log-probs of the training graph and KL. Normal differences about a shift of a third of
+    their deviation;
     `planted`: deviations that each sample is off by, all of its steps in one direction."""
     source = torch.Generator().manual_seed(seed)
     noise, spread = torch.randn(2, rows, 4, generator=source, dtype=torch.float64)
     sign = torch.randint(2, (rows, 1), generator=source) * 2 - 1
     root = 1e-3 * (1 + 0.2 * spread + 0.2 * planted)
-    return diffusion_batch(torch.zeros(rows, 4).double()), STEPS * (noise + 1 / 3 + planted * sign), root**2 / 2
+    return (
+        diffusion_batch(torch.zeros(rows, 4).double()),
+        STEPS * (noise + 1 / 3 + planted * sign),
+        root**2 / 2,
+    )
 
 
 def warmed(bands: AutoBands, iterations: int = 8) -> AutoBands:
@@ -61,10 +69,15 @@ def warmed(bands: AutoBands, iterations: int = 8) -> AutoBands:
 
 
 def same_scales(one: AutoBands, two: AutoBands) -> bool:
-    return all(torch.equal(*pair) for name in NAMES for pair in zip(one.scale(name), two.scale(name), strict=True))
+    return all(
+        torch.equal(*pair)
+        for name in NAMES
+        for pair in zip(one.scale(name), two.scale(name), strict=True)
+    )
 
 
-# Closed forms -------------------------------------------------------------------------------------------------------
+# Closed forms
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [WARM_UP, WARM_UP + 1, 1000])
@@ -81,7 +94,10 @@ def test_median_and_deviation_are_those_of_the_definition(size: int) -> None:
 
 
 def test_the_deviation_is_that_of_a_normal_distribution() -> None:
-    values = torch.distributions.Normal(0.0, 1.0).icdf(torch.arange(1, 10**5).double() / 10**5) * 3e-4 + 1e-4
+    values = (
+        torch.distributions.Normal(0.0, 1.0).icdf(torch.arange(1, 10**5).double() / 10**5) * 3e-4
+        + 1e-4
+    )
     centre, spread = robust(values, parse_bands("token_k1", "auto:4")[0])
     assert [centre.item(), spread.item()] == pytest.approx([1e-4, 3e-4], rel=1e-4)
 
@@ -98,7 +114,9 @@ def test_a_step_is_kept_within_k_deviations(name: str) -> None:
             return kl.mul(2).sqrt().numpy()
         rows = np.array([[estimate(estimator, x) for x in row] for row in training.tolist()])
         if level != "token":
-            rows = {"seq_mean": rows.mean, "seq_sum": rows.sum, "seq_max": rows.max}[level](1, keepdims=True)
+            rows = {"seq_mean": rows.mean, "seq_sum": rows.sum, "seq_max": rows.max}[level](
+                1, keepdims=True
+            )
         return rows if estimator == "k1" else np.sqrt(2 * rows)
 
     past = np.concatenate([natural(*mismatch(seed)[1:]) for seed in range(8)])
@@ -128,12 +146,15 @@ def test_each_step_of_the_schedule_has_its_own_scale() -> None:
     assert spread[4:] == pytest.approx((10 * STEPS[2:]).tolist(), rel=0.1)
 
 
-# What it promises ---------------------------------------------------------------------------------------------------
+# What it promises
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_few_clean_samples_and_most_planted_errors_are_rejected(name: str) -> None:
-    """Ten deviations planted on each step of a sample; the clean samples are others than the bands have seen."""
+    """Ten deviations planted on each step of a sample; the clean samples are others than the bands
+    have seen.
+    """
     bands = warmed(auto_bands(name))
     for planted, least, most in ((0.0, 0.0, 0.005), (10.0, 0.9, 1.0)):
         judged, _ = bands.judge(*mismatch(99, 20000, planted))
@@ -159,15 +180,26 @@ def test_what_is_not_finite_is_rejected_and_not_observed() -> None:
     bands, (batch, training, kl) = auto_bands("token_k1,seq_mean_k1"), mismatch(0)
     training[0, 1] = math.nan
     judged, metrics = bands.judge(batch, training, kl)
-    assert judged.rejection_mask[0].tolist() == [False] * 4  # the sequence has a step that cannot be judged
+    assert (
+        judged.rejection_mask[0].tolist() == [False] * 4
+    )  # the sequence has a step that cannot be judged
     assert judged.rejection_mask[1:].all()
     assert all(math.isfinite(value) for value in metrics.compute().values())
     bands.finish(identity)
-    assert bands.scale("token_k1").spread.isfinite().tolist() == [True, False, True, True, False, False]
+    assert bands.scale("token_k1").spread.isfinite().tolist() == [
+        True,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_rounding_of_equal_precisions_is_not_rejected() -> None:
-    """Differences of exactly 0 have no deviation; the floor leaves room for sums in another order."""
+    """Differences of exactly 0 have no deviation; the floor leaves room for sums in another
+    order.
+    """
     bands, (batch, training, _) = auto_bands("token_k1", "auto:4"), mismatch(0)
     bands.judge(batch, 0 * training, None)
     bands.finish(identity)
@@ -208,7 +240,9 @@ def test_processes_share_their_bands() -> None:
         found, metrics = bands.judge(batch.rows(rows.start, rows.stop), training[rows], kl[rows])
         return found.rejection_mask, metrics
 
-    def work(rank: int, reduce: Mapping[str, AllReduce]) -> tuple[Tensor, dict[str, float], AutoBands]:
+    def work(
+        rank: int, reduce: Mapping[str, AllReduce]
+    ) -> tuple[Tensor, dict[str, float], AutoBands]:
         rows = slice(22 * rank, 22 * rank + 22)
         bands = history(rows, reduce["gather"])
         mask, metrics = judged(bands, rows)
@@ -227,7 +261,9 @@ def test_processes_share_their_bands() -> None:
 def test_a_checkpoint_holds_what_the_bands_follow() -> None:
     bands, fresh = warmed(auto_bands(), 3), auto_bands()
     fresh.load(bands.tensors())
-    for one, two in zip(warmed(bands, 8).tensors().items(), warmed(fresh, 8).tensors().items(), strict=True):
+    for one, two in zip(
+        warmed(bands, 8).tensors().items(), warmed(fresh, 8).tensors().items(), strict=True
+    ):
         assert one[0] == two[0]
         assert torch.equal(one[1], two[1])
     assert same_scales(bands, fresh)
@@ -239,7 +275,8 @@ def test_a_decision_costs_no_host_transfer() -> None:
     assert cost(lambda: bands.judge(*given)).transfers == 0
 
 
-# Before the update --------------------------------------------------------------------------------------------------
+# Before the update
+# --------------------------------------------------------------------------------------------------
 
 
 class Counting(FlowPolicy):
@@ -253,7 +290,9 @@ class Counting(FlowPolicy):
 def bypass_update(
     model: FlowModel, epochs: int, history: float, lr: float = 1e-1
 ) -> tuple[PolicyUpdate, Counting, DiffusionBatch]:
-    """An update of two mini-batches that moves the policy far, with bands that know a mismatch of scale `history`."""
+    """An update of two mini-batches that moves the policy far, with bands that know a mismatch of
+    scale `history`.
+    """
     transformer = trained_lora(model)
     batch, _ = sample(model, transformer, make_spec("sde", 1.0), WINDOWS["first"])
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0]).unsqueeze(1).expand(4, 2)
@@ -261,7 +300,9 @@ def bypass_update(
     past, values, _ = mismatch(0, 1000)
     bands.judge(past, history * values / STEPS, None)
     bands.finish(identity)
-    correction = RolloutCorrectionConfig(bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold="auto:4")
+    correction = RolloutCorrectionConfig(
+        bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold="auto:4"
+    )
     policy = Counting(model, transformer)
     update = PolicyUpdate(
         policy,
@@ -271,7 +312,11 @@ def bypass_update(
         total_updates=10,
         auto_bands=bands,
     )
-    return update, policy, batch.replace(old_log_probs=batch.rollout_log_probs, advantages=advantages)
+    return (
+        update,
+        policy,
+        batch.replace(old_log_probs=batch.rollout_log_probs, advantages=advantages),
+    )
 
 
 def test_one_mini_batch_is_judged_by_its_own_forwards(model: FlowModel) -> None:
@@ -283,8 +328,8 @@ def test_one_mini_batch_is_judged_by_its_own_forwards(model: FlowModel) -> None:
 
 @pytest.mark.parametrize(("epochs", "extra"), [(1, 2), (2, 4)])
 def test_the_policy_s_own_movement_is_not_judged(model: FlowModel, epochs: int, extra: int) -> None:
-    """The first update moves later ratios far outside a band of 4e-6, but they were judged before it. The forwards of
-    the first mini-batch serve for both, where it comes only once."""
+    """The first update moves later ratios far outside a band of 4e-6, but they were judged before
+    it. The forwards of the first mini-batch serve for both, where it comes only once."""
     update, policy, batch = bypass_update(model, epochs, history=1e-6)
     found = update.run(batch, 2).compute()
     assert found["rollout_corr/rollout_rs_token_k1_masked_fraction"] == 0
@@ -305,7 +350,9 @@ def test_a_planted_error_is_rejected_in_any_mini_batch(model: FlowModel, sample_
 
 
 def test_an_earlier_decision_is_narrowed_and_counted() -> None:
-    """In decoupled mode the mask of the bands, other criteria and the mean of the weights go together."""
+    """In decoupled mode the mask of the bands, other criteria and the mean of the weights go
+    together.
+    """
     batch, training, _ = mismatch(0, 6)
     before = torch.ones(6, 4, dtype=torch.bool)
     before[0], before[1, 2] = False, False
@@ -321,14 +368,21 @@ def test_an_earlier_decision_is_narrowed_and_counted() -> None:
     kept = before & (training**2 / 2 <= 1e-8)
     assert torch.equal(found.rejection_mask, kept)
     assert 0 < kept.sum() < before.sum()
-    torch.testing.assert_close(found.rollout_is_weights, training.exp() / training.exp()[kept].mean())
-    assert metrics.compute()["rollout_rs_masked_fraction"] == pytest.approx(1 - kept.double().mean().item())
+    torch.testing.assert_close(
+        found.rollout_is_weights, training.exp() / training.exp()[kept].mean()
+    )
+    assert metrics.compute()["rollout_rs_masked_fraction"] == pytest.approx(
+        1 - kept.double().mean().item()
+    )
 
 
-# Settings and runs --------------------------------------------------------------------------------------------------
+# Settings and runs
+# --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "lower"), [("token_k1", -2.5), ("geometric", -2.5), ("seq_max_k2", -math.inf)])
+@pytest.mark.parametrize(
+    ("name", "lower"), [("token_k1", -2.5), ("geometric", -2.5), ("seq_max_k2", -math.inf)]
+)
 def test_the_grammar(name: str, lower: float) -> None:
     (band,) = parse_bands(name, " auto:2.5 ")
     assert (band.lower, band.upper, band.auto) == (lower, 2.5, True)
@@ -336,7 +390,9 @@ def test_the_grammar(name: str, lower: float) -> None:
     assert (fixed.auto, auto.auto) == (False, True)
 
 
-@pytest.mark.parametrize("spec", ["auto", "auto:", "auto:0", "auto:-1", "auto:x", "auto:nan", "auto4", "auto:1_2"])
+@pytest.mark.parametrize(
+    "spec", ["auto", "auto:", "auto:0", "auto:-1", "auto:x", "auto:nan", "auto4", "auto:1_2"]
+)
 def test_wrong_specs_say_how(spec: str) -> None:
     with pytest.raises(ValueError, match="auto:4"):
         parse_bands("token_k1", spec)
@@ -351,7 +407,9 @@ def test_it_needs_a_run() -> None:
     settings = {"rollout_rs": "token_k1", "rollout_rs_threshold": "auto:4"}
     _, training, _ = mismatch(0)
     with pytest.raises(ValueError, match="AutoBands"):
-        compute_rollout_correction_and_rejection_mask(training, training, torch.ones_like(training), **settings)
+        compute_rollout_correction_and_rejection_mask(
+            training, training, torch.ones_like(training), **settings
+        )
     batch = diffusion_batch(training, old_log_probs=training)
     with pytest.raises(ValueError, match="AutoBands"):
         apply_rollout_correction_to_batch(batch, RolloutCorrectionConfig(**settings))

@@ -1,4 +1,6 @@
-"""Bad input: an exit code of 2 and one line that names what was given, what is allowed and which key to change."""
+"""Bad input: an exit code of 2 and one line that names what was given, what is allowed and which
+key to change.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,10 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"{RC}.rollout_rs=seq_mean_k9", ["seq_mean_k9", "did you mean"]),
         (f"{RC}.rollout_is=always", ["rollout_is='always'", "token, sequence"]),
         (f"{RC}.loss_type=reinforce", ["loss_type=reinforce", "bypass_mode=true"]),
-        (f"{RC}.rollout_rs_threshold=null", ["rollout_rs=token_k1", "needs", "rollout_rs_threshold"]),
+        (
+            f"{RC}.rollout_rs_threshold=null",
+            ["rollout_rs=token_k1", "needs", "rollout_rs_threshold"],
+        ),
         (f"{RC}.rollout_rs=seq_mean_k1,token_k1", ["must be a list"]),
         ("rollout.calculate_log_probs=false", ["rollout.calculate_log_probs"]),
         ("rollout.name=warp", ["warp", "diffusers_engine"]),
@@ -69,7 +74,9 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         ("trainer.max_time=0", ["trainer.max_time"]),
     ],
 )
-def test_one_wrong_setting(train: Train, capsys: pytest.CaptureFixture, override: str, words: list[str]) -> None:
+def test_one_wrong_setting(
+    train: Train, capsys: pytest.CaptureFixture, override: str, words: list[str]
+) -> None:
     assert train(override) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
@@ -163,7 +170,12 @@ def broken_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize(
     ("name", "word"),
-    [("Raises", "the scorer is down"), ("ReturnsNone", "NoneType"), ("NotANumber", "nan"), ("TooShort", "1 scores")],
+    [
+        ("Raises", "the scorer is down"),
+        ("ReturnsNone", "NoneType"),
+        ("NotANumber", "nan"),
+        ("TooShort", "1 scores"),
+    ],
 )
 def test_a_reward_that_fails_ends_the_run_with_its_reason(
     train: Train, capsys: pytest.CaptureFixture, broken_rewards: str, name: str, word: str
@@ -176,11 +188,15 @@ def test_a_reward_that_fails_ends_the_run_with_its_reason(
     assert word in error
 
 
-def test_single_failures_leave_the_baseline_and_are_counted(train: Train, broken_rewards: str, tmp_path: Path) -> None:
+def test_single_failures_leave_the_baseline_and_are_counted(
+    train: Train, broken_rewards: str, tmp_path: Path
+) -> None:
     from conftest import read_rows
 
     chosen = ("reward.terms.jpeg=null", f"reward.terms.mine._target_={broken_rewards}.OneInFour")
     assert train(*chosen) == 0
     rows = read_rows(tmp_path / "run")
     assert any(row.get("reward/failed_fraction", 0) > 0 for row in rows)
-    assert all(row["reward/mean"] >= 1 for row in rows[1:])  # prompt 0, had it been scored 0, would lower it
+    assert all(
+        row["reward/mean"] >= 1 for row in rows[1:]
+    )  # prompt 0, had it been scored 0, would lower it

@@ -7,20 +7,27 @@ import math
 import pytest
 from oracles import CRITERIA as DOCUMENTED
 
-from flowgrpo_rc.correction.bands import CRITERIA, parse_bands, parse_weight_bounds
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.thresholds import CRITERIA, parse_bands, parse_weight_bounds
 
 RS, THRESHOLD, LOWER = "rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower"
 
 
 def bounds(criteria, thresholds, lower=None, **options):
     """(criterion, lower, upper) in the space of the statistic."""
-    return [(band.name, band.lower, band.upper) for band in parse_bands(criteria, thresholds, lower, **options)]
+    return [
+        (band.name, band.lower, band.upper)
+        for band in parse_bands(criteria, thresholds, lower, **options)
+    ]
 
 
 def on_ratio(name, lower, upper):
     """lower <= ratio <= upper is -log(upper) <= k1 <= -log(lower)."""
-    return name, pytest.approx(-math.log(upper), abs=1e-15), pytest.approx(-math.log(lower), abs=1e-15)
+    return (
+        name,
+        pytest.approx(-math.log(upper), abs=1e-15),
+        pytest.approx(-math.log(lower), abs=1e-15),
+    )
 
 
 def test_the_criteria_are_the_documented_ones():
@@ -67,11 +74,14 @@ def test_a_lower_bound_of_zero_leaves_the_lower_side_open(spec, lower):
 )
 def test_a_lower_bound_may_stand_apart(upper, lower, expect):
     names = ("token_k1", "seq_mean_k1")
-    assert bounds(names, upper, lower) == [on_ratio(name, *pair) for name, pair in zip(names, expect, strict=True)]
+    assert bounds(names, upper, lower) == [
+        on_ratio(name, *pair) for name, pair in zip(names, expect, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
-    ("older", "name"), [("token", "token_k1"), ("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")]
+    ("older", "name"),
+    [("token", "token_k1"), ("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")],
 )
 def test_the_older_names_take_the_threshold_of_the_weights_where_theirs_is_null(older, name):
     assert bounds(older, 3.0) == bounds(name, 3.0) == [on_ratio(name, 1 / 3, 3)]
@@ -86,11 +96,15 @@ def test_the_older_names_take_the_threshold_of_the_weights_where_theirs_is_null(
 
 
 def test_the_fallback_is_read_from_the_config():
-    config = RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=3.0, rollout_rs="geometric")
+    config = RolloutCorrectionConfig(
+        rollout_is="token", rollout_is_threshold=3.0, rollout_rs="geometric"
+    )
     assert config.rules().bands == parse_bands("seq_mean_k1", 3.0)
     config = RolloutCorrectionConfig(rollout_rs="sequence")
     assert config.rules().bands == parse_bands("seq_sum_k1", 2.0)
-    config = RolloutCorrectionConfig(rollout_rs="token", rollout_rs_threshold=2.0, rollout_rs_threshold_lower=0.25)
+    config = RolloutCorrectionConfig(
+        rollout_rs="token", rollout_rs_threshold=2.0, rollout_rs_threshold_lower=0.25
+    )
     assert config.rules().bands == parse_bands("token_k1", "0.25_2.0")
 
 
@@ -173,7 +187,9 @@ def test_one_threshold_for_all_criteria(thresholds):
 
 def test_lists_of_the_configuration_library():
     omegaconf = pytest.importorskip("omegaconf")
-    listed = omegaconf.OmegaConf.create({"rs": ["token_k1", "token_k3"], "threshold": ["0.5_2.0", 0.1]})
+    listed = omegaconf.OmegaConf.create(
+        {"rs": ["token_k1", "token_k3"], "threshold": ["0.5_2.0", 0.1]}
+    )
     assert bounds(listed.rs, listed.threshold) == bounds("token_k1,token_k3", "0.5_2.0,0.1")
 
 
@@ -296,7 +312,11 @@ def test_wrong_values_name_the_key_and_what_is_allowed(settings, words):
         ({"rollout_is_mode": "clip"}, "rollout_is_mode", "rollout_is "),
         ({"log_prob_scale": "sum"}, "log_prob_scale", "rollout_is"),
         (
-            {"log_prob_scale": "sum", "rollout_rs": "token_k1,step_kl", "rollout_rs_threshold": ["auto:4", 1e-5]},
+            {
+                "log_prob_scale": "sum",
+                "rollout_rs": "token_k1,step_kl",
+                "rollout_rs_threshold": ["auto:4", 1e-5],
+            },
             "log_prob_scale",
             "rollout_is",
         ),
@@ -305,21 +325,37 @@ def test_wrong_values_name_the_key_and_what_is_allowed(settings, words):
             "rollout_is_batch_normalize",
             "bypass_mode",
         ),
-        ({"rollout_is_mode": "mask", "bypass_mode": True, "rollout_is": "token"}, "rollout_is_mode", "bypass_mode"),
         (
-            {"rollout_is": "token", "rollout_is_mode": "truncate", "rollout_is_threshold": "0.5_2.0"},
+            {"rollout_is_mode": "mask", "bypass_mode": True, "rollout_is": "token"},
+            "rollout_is_mode",
+            "bypass_mode",
+        ),
+        (
+            {
+                "rollout_is": "token",
+                "rollout_is_mode": "truncate",
+                "rollout_is_threshold": "0.5_2.0",
+            },
             "rollout_is_threshold",
             "rollout_is_mode",
         ),
         ({"rollout_rs_threshold": "0.5_2.0"}, "rollout_rs_threshold", "rollout_rs:"),
         ({"rollout_rs_threshold_lower": 0.5}, "rollout_rs_threshold_lower", "rollout_rs:"),
         (
-            {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_2.0", "rollout_rs_threshold_lower": 0.4},
+            {
+                "rollout_rs": "token_k1",
+                "rollout_rs_threshold": "0.5_2.0",
+                "rollout_rs_threshold_lower": 0.4,
+            },
             "rollout_rs_threshold=",
             "rollout_rs_threshold_lower",
         ),
         (
-            {"rollout_rs": "token_k2", "rollout_rs_threshold": 0.1, "rollout_rs_threshold_lower": 0.4},
+            {
+                "rollout_rs": "token_k2",
+                "rollout_rs_threshold": 0.1,
+                "rollout_rs_threshold_lower": 0.4,
+            },
             "rollout_rs_threshold_lower",
             "token_k2",
         ),
@@ -336,12 +372,32 @@ def test_contradictions_name_both_keys(settings, one, other):
     "settings",
     [
         {},
-        {"bypass_mode": True, "rollout_is": "sequence", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.5_2.0"},
-        {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token", "rollout_is_mode": "mask"},
-        {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token", "rollout_is_batch_normalize": True},
+        {
+            "bypass_mode": True,
+            "rollout_is": "sequence",
+            "rollout_rs": "seq_mean_k1",
+            "rollout_rs_threshold": "0.5_2.0",
+        },
+        {
+            "bypass_mode": True,
+            "loss_type": "reinforce",
+            "rollout_is": "token",
+            "rollout_is_mode": "mask",
+        },
+        {
+            "bypass_mode": True,
+            "loss_type": "reinforce",
+            "rollout_is": "token",
+            "rollout_is_batch_normalize": True,
+        },
         {"bypass_mode": True, "loss_type": "reinforce", "exclude_rejected": False},
         {"bypass_mode": True, "rollout_is": "token", "rollout_is_threshold": "0.5_2.0"},
-        {"rollout_is": "geometric", "rollout_is_batch_normalize": True, "normalize": "kept", "metric_names": "both"},
+        {
+            "rollout_is": "geometric",
+            "rollout_is_batch_normalize": True,
+            "normalize": "kept",
+            "metric_names": "both",
+        },
         {"rollout_rs": ["token_k1", "seq_max_k3"], "rollout_rs_threshold": ["0.5_2.0", 0.1]},
         {"rollout_is": "token", "rollout_rs": "geometric", "rollout_token_veto_threshold": 1e-6},
         {"custom_correction": "builders:drop_odd"},
@@ -353,16 +409,38 @@ def test_settings_of_the_documents_are_valid(settings):
 
 @pytest.mark.parametrize(
     ("bypass", "given", "excludes"),
-    [(False, None, True), (False, True, True), (False, False, False), (True, None, False), (True, False, False)],
+    [
+        (False, None, True),
+        (False, True, True),
+        (False, False, False),
+        (True, None, False),
+        (True, False, False),
+    ],
 )
-def test_rejected_samples_leave_the_baseline_in_decoupled_mode_unless_switched_off(bypass, given, excludes):
-    assert RolloutCorrectionConfig(bypass_mode=bypass, exclude_rejected=given).excludes_rejected is excludes
+def test_rejected_samples_leave_the_baseline_in_decoupled_mode_unless_switched_off(
+    bypass, given, excludes
+):
+    assert (
+        RolloutCorrectionConfig(bypass_mode=bypass, exclude_rejected=given).excludes_rejected
+        is excludes
+    )
 
 
 def test_the_knobs_are_these():
     assert set(vars(RolloutCorrectionConfig())) == {
         *("bypass_mode", "loss_type", "rollout_is", "rollout_is_mode", "rollout_is_threshold"),
-        *("rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower"),
-        *("rollout_token_veto_threshold", "normalize", "exclude_rejected", "metric_names", "custom_correction"),
+        *(
+            "rollout_is_batch_normalize",
+            "rollout_rs",
+            "rollout_rs_threshold",
+            "rollout_rs_threshold_lower",
+        ),
+        *(
+            "rollout_token_veto_threshold",
+            "normalize",
+            "exclude_rejected",
+            "metric_names",
+            "custom_correction",
+        ),
         *("bypass_level", "log_prob_scale"),
     }

@@ -1,4 +1,6 @@
-"""`bypass_level=window`: in bypass mode, too, criteria and weights of sequences mean the trajectory."""
+"""`bypass_level=window`: in bypass mode, too, criteria and weights of sequences mean the
+trajectory.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,15 @@ from torch import Tensor
 from flowgrpo_rc import diffusion_loss
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
-from flowgrpo_rc.correction.auto import AutoBands
+from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.correct import correct_with
+from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.base import LossConfig
 from flowgrpo_rc.losses.diffusion import diffusion_terms
 from flowgrpo_rc.models.base import FlowModel
-from flowgrpo_rc.training.processes import Processes
-from flowgrpo_rc.training.update import ActorConfig, OptimConfig, PolicyUpdate
+from flowgrpo_rc.training.config import ActorConfig
+from flowgrpo_rc.training.update import OptimConfig, PolicyUpdate
 
 # One sample is off at one step by 3e-4, so that its window is off by 1e-4 on average.
 FAULT, ROW, STEP = 3e-4, 2, 1
@@ -33,17 +36,25 @@ MEAN_BAND = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.99995_1.000
 
 
 class Setting:
-    """Trajectories from an fp32 rollout, one with a faulty log-prob, and updates that hardly move the policy."""
+    """Trajectories from an fp32 rollout, one with a faulty log-prob, and updates that hardly move
+    the policy.
+    """
 
-    def __init__(self, model: FlowModel, window: str = "all", actor: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, model: FlowModel, window: str = "all", actor: dict[str, Any] | None = None
+    ) -> None:
         self.policy = Counting(model, trained_lora(model))
         spec = make_spec("sde", 1.0)
         batch, _ = sample(model, self.policy.network, spec, WINDOWS[window], keep_means=True)
         faulty = batch.rollout_log_probs.clone()
         faulty[ROW, STEP] += FAULT
         advantages = torch.tensor([1.0, -1.0, 2.0, -0.5]).unsqueeze(1).expand(4, batch.num_steps)
-        self.batch = batch.replace(rollout_log_probs=faulty, old_log_probs=faulty, advantages=advantages)
-        self.actor = ActorConfig(ppo_micro_batch_size_per_gpu=4, optim=OptimConfig(lr=1e-12), **(actor or {}))
+        self.batch = batch.replace(
+            rollout_log_probs=faulty, old_log_probs=faulty, advantages=advantages
+        )
+        self.actor = ActorConfig(
+            ppo_micro_batch_size_per_gpu=4, optim=OptimConfig(lr=1e-12), **(actor or {})
+        )
 
     def update(self, config: LossConfig, bands: AutoBands | None = None) -> PolicyUpdate:
         return PolicyUpdate(
@@ -70,20 +81,30 @@ def by_autograd(setting: Setting, config: LossConfig, batch: DiffusionBatch) -> 
     log_probs = torch.cat([step.log_probs for step in steps], 1)
     loss, _ = diffusion_loss(config, log_probs, batch)
     parameters = setting.update(config).parameters
-    return [g * batch.valid.sum() for g in torch.autograd.grad(loss, parameters, allow_unused=True) if g is not None]
+    return [
+        g * batch.valid.sum()
+        for g in torch.autograd.grad(loss, parameters, allow_unused=True)
+        if g is not None
+    ]
 
 
 CASES = {
     "clip": MEAN_BAND,
     "reinforce": MEAN_BAND | {"loss_type": "reinforce", "rollout_is": "sequence"},
-    "geometric": {"loss_type": "reinforce", "rollout_is": "geometric", "rollout_is_threshold": "0.9999_1.00005"},
+    "geometric": {
+        "loss_type": "reinforce",
+        "rollout_is": "geometric",
+        "rollout_is_threshold": "0.9999_1.00005",
+    },
     "veto": {"rollout_token_veto_threshold": 0.9998},
 }
 
 
 @pytest.mark.parametrize("micro", [4, 1])
 @pytest.mark.parametrize("case", CASES)
-def test_the_gradient_is_that_of_one_graph_of_all_steps(model: FlowModel, case: str, micro: int) -> None:
+def test_the_gradient_is_that_of_one_graph_of_all_steps(
+    model: FlowModel, case: str, micro: int
+) -> None:
     setting = Setting(model)
     correction = RolloutCorrectionConfig(bypass_mode=True, bypass_level="window", **CASES[case])
     correction.validate()
@@ -111,12 +132,20 @@ def test_a_fault_at_one_step_rejects_the_trajectory(model: FlowModel) -> None:
 def test_the_metrics_are_those_of_whole_trajectories(model: FlowModel) -> None:
     setting = Setting(model)
     correction = RolloutCorrectionConfig(
-        bypass_mode=True, bypass_level="window", loss_type="reinforce", rollout_is="sequence", **MEAN_BAND
+        bypass_mode=True,
+        bypass_level="window",
+        loss_type="reinforce",
+        rollout_is="sequence",
+        **MEAN_BAND,
     )
     found = setting.gradient(loss_config(correction))[1]
     old = setting.policy.log_probs(setting.batch, 4)
-    expect = correct_with(correction, old, setting.batch.rollout_log_probs, setting.batch.valid).metrics.compute()
-    assert {name: found[f"rollout_corr/{name}"] for name in expect} == pytest.approx(expect, rel=1e-12, abs=1e-15)
+    expect = correct_with(
+        correction, old, setting.batch.rollout_log_probs, setting.batch.valid
+    ).metrics.compute()
+    assert {name: found[f"rollout_corr/{name}"] for name in expect} == pytest.approx(
+        expect, rel=1e-12, abs=1e-15
+    )
     assert found["rollout_corr/chi2_seq"] != found["rollout_corr/chi2_token"]
 
 
@@ -125,7 +154,10 @@ def test_without_sequences_both_levels_are_the_same_update(model: FlowModel) -> 
     weights, setting = {}, Setting(model, actor={"use_kl_loss": True, "kl_loss_coef": 10.0})
     for level in ("step", "window"):
         correction = RolloutCorrectionConfig(
-            bypass_mode=True, bypass_level=level, rollout_rs="token_k1", rollout_rs_threshold="0.9999_1.0001"
+            bypass_mode=True,
+            bypass_level=level,
+            rollout_rs="token_k1",
+            rollout_rs_threshold="0.9999_1.0001",
         )
         update = setting.update(loss_config(correction))
         metrics = update.run(setting.batch, 4).compute()
@@ -135,7 +167,8 @@ def test_without_sequences_both_levels_are_the_same_update(model: FlowModel) -> 
 
 
 @pytest.mark.parametrize(
-    ("window", "level", "forwards"), [("all", "step", 4), ("all", "window", 8), ("one", "window", 1)]
+    ("window", "level", "forwards"),
+    [("all", "step", 4), ("all", "window", 8), ("one", "window", 1)],
 )
 def test_it_costs_one_more_forward_of_a_step(
     model: FlowModel, monkeypatch: pytest.MonkeyPatch, window: str, level: str, forwards: int
@@ -150,10 +183,16 @@ def test_it_costs_one_more_forward_of_a_step(
 
 
 def test_bands_that_know_the_scale_judge_trajectories(model: FlowModel) -> None:
-    """The mean of a window against the spread of such means; by step the same fault is ten deviations of a step."""
+    """The mean of a window against the spread of such means; by step the same fault is ten
+    deviations of a step.
+    """
     setting, rules = Setting(model), {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "auto:4"}
     spread = FAULT / 4 / 10
-    past = torch.distributions.Normal(0.0, spread).icdf(torch.arange(1, 400).double() / 400).reshape(-1, 1)
+    past = (
+        torch.distributions.Normal(0.0, spread)
+        .icdf(torch.arange(1, 400).double() / 400)
+        .reshape(-1, 1)
+    )
     rejected = {}
     for level in ("step", "window"):
         correction = RolloutCorrectionConfig(bypass_mode=True, bypass_level=level, **rules)
@@ -168,7 +207,10 @@ def test_bands_that_know_the_scale_judge_trajectories(model: FlowModel) -> None:
     assert rejected == {"step": 1 / 16, "window": 4 / 16}
 
 
-RULES = ["algorithm.rollout_correction.bypass_mode=true", "algorithm.rollout_correction.bypass_level=window"]
+RULES = [
+    "algorithm.rollout_correction.bypass_mode=true",
+    "algorithm.rollout_correction.bypass_level=window",
+]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""`flowgrpo-rc calibrate`: what it measures, the faults that it names, and the settings that it writes."""
+"""`flowgrpo-rc calibrate`: what it measures, the faults that it names, and the settings that it
+writes.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +15,28 @@ import pytest
 import torch
 from conftest import read_rows
 
-from flowgrpo_rc.assemble import make_engine, make_processes, make_task
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.calibration import calibrate as command
-from flowgrpo_rc.calibration.calibrate import compare, other_precisions, same_as_trainer, sample_all
+from flowgrpo_rc.build import make_engine, make_processes, make_task
 from flowgrpo_rc.calibration.causes import Diagnosis, check_record
+from flowgrpo_rc.calibration.choice import bound_of, choose
 from flowgrpo_rc.calibration.faults import Lora, fit
 from flowgrpo_rc.calibration.measure import (
     MOVEMENT,
     Copy,
-    Rollout,
+    RecordedRollout,
     against_engine,
     ask,
     plant_movements,
     sample,
 )
-from flowgrpo_rc.calibration.settings import bound_of, choose
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.compose import compose_config, to_config
-from flowgrpo_rc.config import Config
+from flowgrpo_rc.commands.calibrate import compare, other_precisions, same_as_trainer, sample_all
+from flowgrpo_rc.commands.evaluate import calibrate as command
+from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.losses.diffusion import diffusion_loss
+from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.policies.flow import FlowPolicy
-from flowgrpo_rc.training.lora import lora_parameters
 
 KEY = "algorithm.rollout_correction"
 CLIP, BYPASS = "actor.diffusion_loss.clip_ratio", f"{KEY}.bypass_mode=true"
@@ -48,8 +50,16 @@ FAULTS = {
     "NoLora": "lora",
     "StaleWeights": "weights",
 }
-VARIANTS = {"Bf16Input": "latents", "Bf16Steps": "latents", "LateLogProbs": "window", "WeakLora": "lora"}
-BOTH = [*((fault, dtype) for fault in FAULTS for dtype in ("fp32", "bf16")), *((fault, "fp32") for fault in VARIANTS)]
+VARIANTS = {
+    "Bf16Input": "latents",
+    "Bf16Steps": "latents",
+    "LateLogProbs": "window",
+    "WeakLora": "lora",
+}
+BOTH = [
+    *((fault, dtype) for fault in FAULTS for dtype in ("fp32", "bf16")),
+    *((fault, "fp32") for fault in VARIANTS),
+]
 
 
 class Bench:
@@ -58,7 +68,9 @@ class Bench:
     def __init__(self, *overrides: str, config_dir: str | None = None) -> None:
         self.config = to_config(compose_config(list(overrides), config_dir=config_dir))
         self.task = make_task(self.config, make_processes(self.config))
-        self.task.policy = FlowPolicy(self.task.model, self.task.model.network)  # accelerate is reset after each test
+        self.task.policy = FlowPolicy(
+            self.task.model, self.task.model.network
+        )  # accelerate is reset after each test
         self.prompts = self.config.read_prompts()[0].step(0)[:1]
         self.lora = Lora(*plant_movements(self.task.model.network, 0))
 
@@ -109,7 +121,11 @@ def test_the_diffusers_engine_is_replayed_bit_for_bit(bench: Bench, dtype: str) 
     found = bench.diagnose("diffusers", dtype)
     assert (found.cause, found.healthy, found.as_recorded) == (None, True, 0)
     assert found.mismatch == found.floor
-    effects = [trial.residual for trial in found.trials if trial.cause in ("schedule", "guidance", "lora", "weights")]
+    effects = [
+        trial.residual
+        for trial in found.trials
+        if trial.cause in ("schedule", "guidance", "lora", "weights")
+    ]
     assert min(effects) > 0  # what such a fault would amount to
 
 
@@ -137,8 +153,12 @@ def test_what_nothing_explains_is_said_to_be_unexplained(bench: Bench) -> None:
     assert "it is as large as that of bf16" in found.sentence()
 
 
-def test_the_guidance_that_a_transformer_takes_is_tried_too(saved: Callable[[str], Path], prompt_file: Path) -> None:
-    found = small_bench(saved("FluxPipeline"), prompt_file).diagnose("faulty_engines.Guidance", "fp32")
+def test_the_guidance_that_a_transformer_takes_is_tried_too(
+    saved: Callable[[str], Path], prompt_file: Path
+) -> None:
+    found = small_bench(saved("FluxPipeline"), prompt_file).diagnose(
+        "faulty_engines.Guidance", "fp32"
+    )
     assert found.explanation is not None, found
     assert found.explanation.fault == "guidance_scale 4.545 in place of 4.5"
 
@@ -163,12 +183,26 @@ def test_copies_come_one_after_the_other(bench: Bench, monkeypatch: pytest.Monke
     ("given", "others", "same"),
     [
         (["model.dtype=fp32", "rollout.dtype=bf16"], ["fp16"], "fp32"),
-        (["model.dtype=bf16", "rollout.dtype=bf16"], ["fp16"], "bf16"),  # fp32 would be twice as large
-        (["model.dtype=fp32", "rollout.dtype=bf16", "trainer.mixed_precision=bf16"], ["fp32", "fp16"], None),
-        (["model.dtype=fp32", "rollout.dtype=fp32", "trainer.mixed_precision=bf16"], ["fp16", "bf16"], None),
+        (
+            ["model.dtype=bf16", "rollout.dtype=bf16"],
+            ["fp16"],
+            "bf16",
+        ),  # fp32 would be twice as large
+        (
+            ["model.dtype=fp32", "rollout.dtype=bf16", "trainer.mixed_precision=bf16"],
+            ["fp32", "fp16"],
+            None,
+        ),
+        (
+            ["model.dtype=fp32", "rollout.dtype=fp32", "trainer.mixed_precision=bf16"],
+            ["fp16", "bf16"],
+            None,
+        ),
     ],
 )
-def test_no_copy_is_larger_than_the_trainer(given: list[str], others: list[str], same: str | None) -> None:
+def test_no_copy_is_larger_than_the_trainer(
+    given: list[str], others: list[str], same: str | None
+) -> None:
     """And none is left out of the table but one that is the trainer's network once more."""
     config = configured(*given)
     assert (other_precisions(config), same_as_trainer(config)) == (others, same)
@@ -193,14 +227,18 @@ def test_a_record_that_admits_a_fault(bench: Bench) -> None:
     assert check_record(rollout, model, version=2, other_tensors=3)[0][0] == "weights"
     for cause, change in RECORDS.items():
         changed = replace(rollout, batch=change(rollout.batch))
-        assert [found for found, _ in check_record(changed, model, version=2, other_tensors=0)] == [cause]
+        assert [found for found, _ in check_record(changed, model, version=2, other_tensors=0)] == [
+            cause
+        ]
 
 
 def test_a_movement_has_its_size(bench: Bench) -> None:
     """The two movements, against the product of the matrices."""
     network, states = bench.task.model.network, bench.lora
     names = [name for name in states.current if ".lora_B." in name]
-    assert all(torch.equal(states.start[name], torch.zeros_like(states.start[name])) for name in names)
+    assert all(
+        torch.equal(states.start[name], torch.zeros_like(states.start[name])) for name in names
+    )
     for name in names[:3]:
         weight = network.get_submodule(name.split(".lora_B.")[0]).base_layer.weight
         down = states.start[name.replace("lora_B", "lora_A")]
@@ -223,7 +261,8 @@ def test_a_size_is_fitted(size: float) -> None:
     assert len(asked) < 40
 
 
-# The command ----------------------------------------------------------------------------------------------------------
+# The command
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -231,12 +270,21 @@ def calibrate(overrides: list[str], tmp_path: Path) -> Callable[..., int]:
     def run(*further: str) -> int:
         options = ["--out", str(tmp_path / "out"), "--prompts", "1", *further]
         settings = [option for option in options if "=" in option]
-        return main(["calibrate", *overrides, *settings, *(option for option in options if "=" not in option)])
+        return main(
+            [
+                "calibrate",
+                *overrides,
+                *settings,
+                *(option for option in options if "=" not in option),
+            ]
+        )
 
     return run
 
 
-def test_the_folder_of_a_result(calibrate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_folder_of_a_result(
+    calibrate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     assert calibrate("--name", "fp32") == 0
     shown = capsys.readouterr().out
     out = tmp_path / "out"
@@ -244,13 +292,24 @@ def test_the_folder_of_a_result(calibrate: Callable[..., int], tmp_path: Path, c
     assert written["diagnosis"]["verdict"] in shown
     assert (out / "mismatch.png").read_bytes().startswith(b"\x89PNG")
     by_timestep = written["mismatch"][0]["by_timestep"]
-    assert (len(by_timestep), set(by_timestep.values())) == (3, {0.0})  # fp32 in the same batch shape
-    assert {(one["sampler"][:6], one["precision"], one["guidance"]) for one in written["mismatch"]} == {
+    assert (len(by_timestep), set(by_timestep.values())) == (
+        3,
+        {0.0},
+    )  # fp32 in the same batch shape
+    assert {
+        (one["sampler"][:6], one["precision"], one["guidance"]) for one in written["mismatch"]
+    } == {
         ("engine", "fp32", 1.0),
         ("engine", "fp32", 4.5),
-        *(("copy o", precision, guidance) for precision in ("fp16", "bf16") for guidance in (1.0, 4.5)),
+        *(
+            ("copy o", precision, guidance)
+            for precision in ("fp16", "bf16")
+            for guidance in (1.0, 4.5)
+        ),
     }
-    correction = compose_config(["+calibration=fp32"], config_dir=str(out)).algorithm.rollout_correction
+    correction = compose_config(
+        ["+calibration=fp32"], config_dir=str(out)
+    ).algorithm.rollout_correction
     assert (correction.bypass_mode, correction.rollout_rs, correction.rollout_rs_threshold) == (
         True,
         "token_k1",
@@ -265,12 +324,19 @@ def test_the_folder_of_a_result(calibrate: Callable[..., int], tmp_path: Path, c
     assert "bypass_mode: false" in (out / "calibration" / "fp32.yaml").read_text()
 
 
-def test_the_file_of_another_loss(calibrate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert calibrate("rollout.dtype=bf16", "rollout.n=8", GUARD, f"{KEY}.exclude_rejected=true") == 0
+def test_the_file_of_another_loss(
+    calibrate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert (
+        calibrate("rollout.dtype=bf16", "rollout.n=8", GUARD, f"{KEY}.exclude_rejected=true") == 0
+    )
     written = json.loads((tmp_path / "out" / "calibration.json").read_text())
     shown, chosen = capsys.readouterr().out, written["settings"]
     composed = compose_config(["+calibration=measured"], config_dir=str(tmp_path / "out"))
-    assert (composed.algorithm.rollout_correction.bypass_mode, chosen[f"{KEY}.exclude_rejected"]) == (True, None)
+    assert (
+        composed.algorithm.rollout_correction.bypass_mode,
+        chosen[f"{KEY}.exclude_rejected"],
+    ) == (True, None)
     assert composed.actor.diffusion_loss.clip_ratio == chosen[CLIP] > 2e-6
     shares = written["clipped_before_update"]
     assert shares[f"{chosen[CLIP]:g}"] < 0.02 < 0.3 < shares["2e-06"]
@@ -294,12 +360,22 @@ def test_the_file_of_a_loss_without_clip(calibrate: Callable[..., int], tmp_path
         (["data.replay_dir=/nowhere"], "calibrate measures an engine"),
         (["rollout.name=nobody"], "no plug-in 'nobody'"),
         (["--prompts", "9"], "--prompts 9: data.train_files has 8"),
-        (["rollout.name=faulty_engines.NanLogProbs"], "2 of 6 log-probs of the engine are nan or inf, at steps [1]"),
-        (["rollout.name=faulty_engines.InfLogProbs"], "2 of 6 log-probs of the engine are nan or inf, at steps [2]"),
+        (
+            ["rollout.name=faulty_engines.NanLogProbs"],
+            "2 of 6 log-probs of the engine are nan or inf, at steps [1]",
+        ),
+        (
+            ["rollout.name=faulty_engines.InfLogProbs"],
+            "2 of 6 log-probs of the engine are nan or inf, at steps [2]",
+        ),
     ],
 )
 def test_bad_input_is_refused(
-    calibrate: Callable[..., int], given: list[str], message: str, capsys: pytest.CaptureFixture, tmp_path: Path
+    calibrate: Callable[..., int],
+    given: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture,
+    tmp_path: Path,
 ) -> None:
     assert calibrate(*given) == 2
     assert message in capsys.readouterr().err
@@ -311,10 +387,16 @@ def test_text_models_are_refused(capsys: pytest.CaptureFixture, tmp_path: Path) 
     assert "calibrate knows flow models" in capsys.readouterr().err
 
 
-# The bundled model, whose rollout is bf16 -----------------------------------------------------------------------------
+# The bundled model, whose rollout is bf16
+# -----------------------------------------------------------------------------
 
 GUIDED = "rollout.pipeline.guidance_scale=4.5"
-QUICK = ["reward.terms.ocr=null", "reward.terms.jpeg.weight=1.0", "rollout.val_kwargs.n=8", "trainer.device=cpu"]
+QUICK = [
+    "reward.terms.ocr=null",
+    "reward.terms.jpeg.weight=1.0",
+    "rollout.val_kwargs.n=8",
+    "trainer.device=cpu",
+]
 # One update of all samples, so that every ratio is that before any update.
 ONE_UPDATE = [*QUICK, "actor.ppo_mini_batch_size=8", "trainer.total_training_steps=1"]
 
@@ -330,7 +412,11 @@ def clipped_before_update(run: Path, *settings: str, config_dir: Path | None = N
     options = [] if config_dir is None else ["--config-dir", str(config_dir)]
     assert main(["train", *options, *ONE_UPDATE, *settings, f"trainer.output_dir={run}"]) == 0
     row = read_rows(run)[1]
-    found = [value for name, value in row.items() if name.endswith("rollout_corr/pre_update_clip_fraction")]
+    found = [
+        value
+        for name, value in row.items()
+        if name.endswith("rollout_corr/pre_update_clip_fraction")
+    ]
     assert found == [row["actor/clip_fraction"]]
     return found[0]
 
@@ -339,7 +425,12 @@ def test_noise_is_not_clipped_with_the_written_settings(calibrated: Path, tmp_pa
     measured = json.loads((calibrated / "calibration.json").read_text())
     assert measured["diagnosis"]["cause"] is None
     assert measured["settings"][f"{KEY}.bypass_mode"] is True
-    assert clipped_before_update(tmp_path / "calibrated", "+calibration=measured", config_dir=calibrated) < 0.02
+    assert (
+        clipped_before_update(
+            tmp_path / "calibrated", "+calibration=measured", config_dir=calibrated
+        )
+        < 0.02
+    )
 
 
 def test_noise_is_not_clipped_under_the_guidance_of_the_reference(tmp_path: Path) -> None:
@@ -352,7 +443,9 @@ def test_noise_is_not_clipped_under_the_guidance_of_the_reference(tmp_path: Path
     reference = clipped_before_update(tmp_path / "reference", *few, f"{CLIP}=1e-4", BYPASS)
     assert reference > 0.3
     assert measured["clipped_before_update"]["0.0001"] == pytest.approx(reference, abs=0.1)
-    chosen = clipped_before_update(tmp_path / "chosen", *few, "+calibration=measured", config_dir=tmp_path / "out")
+    chosen = clipped_before_update(
+        tmp_path / "chosen", *few, "+calibration=measured", config_dir=tmp_path / "out"
+    )
     assert chosen == 0  # the ratio of the first update is 1
 
 
@@ -362,7 +455,7 @@ def test_guard_is_calibrated_under_the_guidance_of_the_reference() -> None:
     config, policy = bench.config, bench.task.policy
     engine = make_engine(config, bench.task)
 
-    def sampled(prompt: Prompt) -> Rollout:
+    def sampled(prompt: Prompt) -> RecordedRollout:
         return sample(engine, ask(config, [prompt], 24, config.rollout.spec(), keep_means=True))
 
     first, other = map(sampled, config.read_prompts()[0].step(0)[:2])
@@ -380,15 +473,17 @@ def test_guard_is_calibrated_under_the_guidance_of_the_reference() -> None:
 
     def clipped(clip_ratio: float) -> float:
         config.actor.diffusion_loss.clip_ratio = clip_ratio
-        return diffusion_loss(config.loss(), found.log_probs, batch, found.gaussian)[1].compute()["clip_fraction"]
+        return diffusion_loss(config.loss(), found.log_probs, batch, found.gaussian)[1].compute()[
+            "clip_fraction"
+        ]
 
     assert clipped(settings.values[CLIP]) < 0.02
     assert clipped(2e-6) > 0.3
 
 
 def test_a_movement_of_ten_floors_is_clipped(calibrated: Path) -> None:
-    """By the loss, on samples of other prompts: a policy with log-probs that moved by ten floors on average, or
-    each by as much."""
+    """By the loss, on samples of other prompts: a policy with log-probs that moved by ten floors on
+    average, or each by as much."""
     measured = json.loads((calibrated / "calibration.json").read_text())
     bench = Bench(*QUICK, "+calibration=measured", config_dir=str(calibrated))
     config, policy, network = bench.config, bench.task.policy, bench.task.model.network

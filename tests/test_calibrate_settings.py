@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from flowgrpo_rc.calibration.causes import Diagnosis
+from flowgrpo_rc.calibration.choice import Settings, bound_of, check_modes, choose, up
 from flowgrpo_rc.calibration.measure import Mismatch
-from flowgrpo_rc.calibration.settings import Settings, bound_of, check_modes, choose, up
-from flowgrpo_rc.compose import compose_config, to_config
-from flowgrpo_rc.config import Config
+from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.policies.base import Measured
 
@@ -31,7 +31,11 @@ def mismatch(*scales: float) -> Mismatch:
 KEY = "algorithm.rollout_correction"
 CLIP, THRESHOLD = "actor.diffusion_loss.clip_ratio", "actor.diffusion_loss.kl_threshold"
 REINFORCE = [f"{KEY}.loss_type=reinforce", f"{KEY}.bypass_mode=true"]
-PEERS = ["rollout.algo.sde_type=cps", "rollout.algo.log_prob_convention=peers", "rollout.algo.noise_level=0.8"]
+PEERS = [
+    "rollout.algo.sde_type=cps",
+    "rollout.algo.log_prob_convention=peers",
+    "rollout.algo.noise_level=0.8",
+]
 STD, KL = 0.5, 3e-6  # of the steps
 
 
@@ -39,7 +43,9 @@ def configured(*overrides: str) -> Config:
     return to_config(compose_config(list(overrides)))
 
 
-def settings(found: Mismatch, *overrides: str, mode: str = "auto", doubt: str | None = None) -> Settings:
+def settings(
+    found: Mismatch, *overrides: str, mode: str = "auto", doubt: str | None = None
+) -> Settings:
     config, differences = configured(*overrides), found.differences
     std, kl = torch.full_like(differences, STD), torch.full_like(differences, KL)
     measured = Measured(differences, GaussianSteps(std, -std, kl), None)
@@ -64,11 +70,15 @@ Z99 = 2.5758  # of |z|
         ((1e-4, 1e-4, 1e-4, 1e-3), False, 1e-4),  # seven floors
     ],
 )
-def test_mode_and_band_follow_the_rule(scales: tuple[float, ...], bypass: bool, clip: float) -> None:
+def test_mode_and_band_follow_the_rule(
+    scales: tuple[float, ...], bypass: bool, clip: float
+) -> None:
     found = settings(mismatch(*scales))
     assert (found.bypass_mode, found.values[CLIP]) == (bypass, pytest.approx(clip, rel=1e-6))
     assert found.reason.startswith("Bypass mode" if bypass else "Decoupled mode")
-    assert any("loss_mode=grpo_guard" in note for note in found.notes) is not bypass  # which needs no small mismatch
+    assert (
+        any("loss_mode=grpo_guard" in note for note in found.notes) is not bypass
+    )  # which needs no small mismatch
 
 
 def test_a_mode_can_be_asked_for_and_a_fault_gets_no_room() -> None:
@@ -80,7 +90,8 @@ def test_a_mode_can_be_asked_for_and_a_fault_gets_no_room() -> None:
     assert (faulty.bypass_mode, faulty.values[CLIP]) == (False, 1e-4)
     assert "since the guidance is wrong" in faulty.reason
     assert (
-        "though the guidance is wrong" in settings(mismatch(1e-4), mode="bypass", doubt="the guidance is wrong").reason
+        "though the guidance is wrong"
+        in settings(mismatch(1e-4), mode="bypass", doubt="the guidance is wrong").reason
     )
     beyond = settings(mismatch(1.0), mode="bypass")  # training would refuse such a clip
     assert (beyond.bypass_mode, beyond.values[CLIP]) == (False, 1e-4)
@@ -88,12 +99,15 @@ def test_a_mode_can_be_asked_for_and_a_fault_gets_no_room() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cause", "healthy", "doubted"), [(None, True, False), (None, False, True), ("lora", False, True)]
+    ("cause", "healthy", "doubted"),
+    [(None, True, False), (None, False, True), ("lora", False, True)],
 )
 def test_what_is_not_explained_is_no_noise(cause: str | None, healthy: bool, doubted: bool) -> None:
     found = [] if cause is None else [(cause, "it is off")]
     numbers = {"mismatch": 1e-4, "floor": 1e-5, "as_recorded": 1e-4, "resolution": 1e-8}
-    diagnosis = Diagnosis(**numbers, trials=[], found=found, explanation=None, similar=None, healthy=healthy)
+    diagnosis = Diagnosis(
+        **numbers, trials=[], found=found, explanation=None, similar=None, healthy=healthy
+    )
     chosen = settings(mismatch(1e-4), doubt=diagnosis.doubt)
     assert chosen.bypass_mode is not doubted
     assert doubted is (diagnosis.doubt is not None and diagnosis.doubt in chosen.reason)
@@ -127,7 +141,10 @@ def test_the_threshold_of_flow_dppo_is_on_the_kl() -> None:
         gaussian = GaussianSteps(torch.ones(1), torch.ones(1), torch.full_like(differences, kl))
         bound = bound_of(config, differences, Measured(differences, gaussian, None))
         chosen = choose(config, bound, mode="auto", doubt=None)
-        assert (chosen.bypass_mode, chosen.values[THRESHOLD]) == (bypass, pytest.approx(threshold, rel=0.03))
+        assert (chosen.bypass_mode, chosen.values[THRESHOLD]) == (
+            bypass,
+            pytest.approx(threshold, rel=0.03),
+        )
 
 
 def test_reinforce_has_its_mode_and_no_clip() -> None:
@@ -154,11 +171,18 @@ WEIGHTS = f"{KEY}.rollout_is=token"
             f"{KEY}.rollout_is_batch_normalize",
             False,
         ),
-        ([DECOUPLED, WEIGHTS, f"{KEY}.rollout_is_mode=mask"], "bypass", f"{KEY}.rollout_is_mode", None),
+        (
+            [DECOUPLED, WEIGHTS, f"{KEY}.rollout_is_mode=mask"],
+            "bypass",
+            f"{KEY}.rollout_is_mode",
+            None,
+        ),
         ([BYPASS, f"{KEY}.bypass_level=window"], "decoupled", f"{KEY}.bypass_level", "step"),
     ],
 )
-def test_what_the_chosen_mode_refuses_is_put_right(given: list[str], mode: str, key: str, value: object) -> None:
+def test_what_the_chosen_mode_refuses_is_put_right(
+    given: list[str], mode: str, key: str, value: object
+) -> None:
     config = configured(*given)
     config.validate()
     check_modes(config, "auto")
@@ -168,7 +192,9 @@ def test_what_the_chosen_mode_refuses_is_put_right(given: list[str], mode: str, 
     assert any(note.startswith(f"{key}=") and mode in note for note in found.notes)
     found.applied(config).validate()
     other = "decoupled" if mode == "bypass" else "bypass"
-    assert key not in settings(mismatch(1e-4), *given, mode=other).values  # that which it is configured for
+    assert (
+        key not in settings(mismatch(1e-4), *given, mode=other).values
+    )  # that which it is configured for
 
 
 def test_the_file_says_what_is_applied(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowgrpo_rc.training.checkpoint import (
+from flowgrpo_rc.records.checkpoint import (
     Checkpoint,
     CheckpointError,
     list_checkpoints,
@@ -39,7 +39,9 @@ def test_round_trip_and_pruning(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".partial*"))
 
 
-@pytest.mark.parametrize("name", ["lora.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["lora.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+)
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None:
     path = save_checkpoint(tmp_path, make(3), keep=1) / name
@@ -53,7 +55,9 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: str) -> None
         path.unlink()
     with pytest.raises(CheckpointError, match="step_3") as error:
         load_checkpoint(tmp_path / "step_3")
-    if damage != "flip" or name != "manifest.json":  # a flipped manifest accuses the file whose digest it holds
+    if (
+        damage != "flip" or name != "manifest.json"
+    ):  # a flipped manifest accuses the file whose digest it holds
         assert name in str(error.value)
     assert "delete" in str(error.value)
 
@@ -74,7 +78,7 @@ def test_a_disk_that_refuses_is_an_error_that_harms_nothing(tmp_path: Path) -> N
     program = """
         import resource, signal, sys, torch
         from pathlib import Path
-        from flowgrpo_rc.training.checkpoint import *
+        from flowgrpo_rc.records.checkpoint import *
         folder = Path(sys.argv[1])
         save_checkpoint(folder, Checkpoint(step=1, tensors={"lora": {"a": torch.zeros(4)}}, state={}), keep=2)
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -86,7 +90,10 @@ def test_a_disk_that_refuses_is_an_error_that_harms_nothing(tmp_path: Path) -> N
     """
     assert hasattr(resource, "RLIMIT_FSIZE")
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "step_2" in done.stdout
     assert "free some space" in done.stdout

@@ -1,4 +1,6 @@
-"""Command lines of verl-omni: every key is translated, reported or stops the run, and never silently ignored."""
+"""Command lines of verl-omni: every key is translated, reported or stops the run, and never
+silently ignored.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,14 @@ from pyarrow import parquet
 from verl_omni_commands import QWEN_IMAGE, SD35
 
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.compat import Row, Setting, translate
-from flowgrpo_rc.compose import Composition, compose_all, compose_config, config_folder, to_config
+from flowgrpo_rc.config.compat import Row, Setting, translate
+from flowgrpo_rc.config.compose import (
+    Composition,
+    compose_all,
+    compose_config,
+    config_folder,
+    to_config,
+)
 
 KINDS = ("translated", "no counterpart", "stops the run", "ignored")
 OTHER = "actor_rollout_ref."
@@ -29,10 +37,15 @@ def of_kind(composed: Composition, kind: str) -> list[str]:
 def leaves(tree: object, prefix: str = "") -> dict[str, object]:
     if not isinstance(tree, dict):
         return {prefix: tree}
-    return {k: v for name, node in tree.items() for k, v in leaves(node, f"{prefix}.{name}".lstrip(".")).items()}
+    return {
+        k: v
+        for name, node in tree.items()
+        for k, v in leaves(node, f"{prefix}.{name}".lstrip(".")).items()
+    }
 
 
-# Whole command lines ------------------------------------------------------------------------------------------------
+# Whole command lines
+# ------------------------------------------------------------------------------------------------
 
 
 def test_the_qwen_image_command() -> None:
@@ -41,13 +54,24 @@ def test_the_qwen_image_command() -> None:
     config = to_config(composed.config)
     composed.check()
     assert of_kind(composed, "ignored") == REWARD
-    assert (config.model.lora_rank, config.model.lora_alpha, config.model.dtype) == (64, 128, "bf16")
+    assert (config.model.lora_rank, config.model.lora_alpha, config.model.dtype) == (
+        64,
+        128,
+        "bf16",
+    )
     assert config.model.target_modules is not None
     assert len(config.model.target_modules) == 12
-    assert (config.data.train_batch_size, config.rollout.n, config.actor.ppo_mini_batch_size) == (32, 16, 16)
+    assert (config.data.train_batch_size, config.rollout.n, config.actor.ppo_mini_batch_size) == (
+        32,
+        16,
+        16,
+    )
     assert (config.actor.optim.lr, config.actor.optim.weight_decay) == (3e-4, 1e-4)
     assert config.rollout.pipeline.true_cfg_scale == 4.0
-    assert (config.rollout.pipeline.height, config.rollout.pipeline.num_inference_steps) == (512, 10)  # not given
+    assert (config.rollout.pipeline.height, config.rollout.pipeline.num_inference_steps) == (
+        512,
+        10,
+    )  # not given
     assert (config.rollout.algo.noise_level, config.rollout.algo.sde_window_range) == (1.2, [0, 5])
     assert config.rollout.val_kwargs.num_inference_steps == 50
     assert config.algorithm.rollout_correction.bypass_mode
@@ -61,7 +85,10 @@ def test_the_sd35_command() -> None:
     composed.check()
     config = to_config(composed.config)
     assert of_kind(composed, "ignored") == ["model.custom_chat_template", *REWARD]
-    assert (config.rollout.algo.sde_type, config.rollout.algo.log_prob_convention) == ("cps", "peers")
+    assert (config.rollout.algo.sde_type, config.rollout.algo.log_prob_convention) == (
+        "cps",
+        "peers",
+    )
     assert config.actor.diffusion_loss.clip_ratio == 1e-5
     assert (config.rollout.val_kwargs.n, config.trainer.seed) == (32, 42)
     assert config.rollout.engine_kwargs == {}
@@ -82,7 +109,9 @@ def test_every_override_of_a_command_is_in_the_table_or_in_the_result(command: l
 
 
 @pytest.mark.parametrize(
-    ("command", "stopping"), [(QWEN_IMAGE, REWARD), (SD35, ["model.custom_chat_template", *REWARD])], ids=["qwen", "sd"]
+    ("command", "stopping"),
+    [(QWEN_IMAGE, REWARD), (SD35, ["model.custom_chat_template", *REWARD])],
+    ids=["qwen", "sd"],
 )
 def test_the_run_stops_and_the_composition_does_not(
     command: list[str], stopping: list[str], capsys: pytest.CaptureFixture
@@ -105,12 +134,22 @@ def test_the_table_is_printed_once_and_has_three_columns(capsys: pytest.CaptureF
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].split() == ["given", "here"]
     assert [line.split("  ")[0] for line in lines[1:]] == ["translated", "no counterpart"]
-    assert len({line.index(word) for line, word in zip(lines, ("given", OTHER, "trainer"), strict=True)}) == 1
+    assert (
+        len(
+            {
+                line.index(word)
+                for line, word in zip(lines, ("given", OTHER, "trainer"), strict=True)
+            }
+        )
+        == 1
+    )
 
 
 def test_single_overrides_keep_the_bundled_job() -> None:
     """Names of verl-omni alone do not change what the command runs."""
-    config = compose_config(["actor_rollout_ref.actor.optim.lr=1e-5", "actor_rollout_ref.rollout.n=6"])
+    config = compose_config(
+        ["actor_rollout_ref.actor.optim.lr=1e-5", "actor_rollout_ref.rollout.n=6"]
+    )
     assert (config.actor.optim.lr, config.rollout.n, config.rollout.pipeline.width) == (1e-5, 6, 64)
     assert not main(["train", "--cfg", "job", "actor_rollout_ref.rollout.n=6"])
 
@@ -130,7 +169,8 @@ def test_a_whole_command_takes_the_other_systems_defaults() -> None:
     assert compose_all(WHOLE, config_name="tiny_ocr").config.rollout.pipeline.width == 64
 
 
-# Keys ---------------------------------------------------------------------------------------------------------------
+# Keys
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def verl_omni_keys() -> list[str]:
@@ -145,8 +185,8 @@ def verl_omni_keys() -> list[str]:
 def test_no_key_of_verl_omni_is_unknown() -> None:
     from omegaconf import OmegaConf
 
-    from flowgrpo_rc.compose import _keys
-    from flowgrpo_rc.config import Config
+    from flowgrpo_rc.config.compose import _keys
+    from flowgrpo_rc.config.tree import Config
 
     known = set(_keys(OmegaConf.structured(Config)))
     keys = verl_omni_keys()
@@ -156,7 +196,9 @@ def test_no_key_of_verl_omni_is_unknown() -> None:
         targets = [line.partition("=")[0] for line in found.lines]
         assert found.rows or targets == [key], key
         for target in targets:
-            assert target in known or target.startswith(("rollout.engine_kwargs", "actor.rollout_correction")), key
+            assert target in known or target.startswith(
+                ("rollout.engine_kwargs", "actor.rollout_correction")
+            ), key
 
 
 @pytest.mark.parametrize(
@@ -167,19 +209,37 @@ def test_no_key_of_verl_omni_is_unknown() -> None:
         ("actor_rollout_ref.actor.fsdp_config.model_dtype=fp32", ("model.dtype", "fp32")),
         ("actor.fsdp_config.dtype=float32", ("trainer.mixed_precision", "no")),
         ("actor_rollout_ref.actor.grad_clip=0.5", ("actor.optim.clip_grad", 0.5)),
-        ("actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", ("actor.optim.lr_scheduler", "cosine")),
+        (
+            "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+            ("actor.optim.lr_scheduler", "cosine"),
+        ),
         # 8 prompts in mini-batches of 2: four updates a step; 150 steps
         ("actor_rollout_ref.actor.optim.lr_warmup_steps=10", ("actor.optim.lr_warmup_steps", 40)),
-        ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1", ("actor.optim.lr_warmup_steps", 60)),
+        (
+            "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1",
+            ("actor.optim.lr_warmup_steps", 60),
+        ),
         ("actor_rollout_ref.actor.optim.lr_warmup_steps=-1", ("actor.optim.lr_warmup_steps", 0)),
-        ("actor_rollout_ref.model.enable_gradient_checkpointing=True", ("model.gradient_checkpointing", True)),
+        (
+            "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+            ("model.gradient_checkpointing", True),
+        ),
         ("actor_rollout_ref.model.lora_init_weights=True", ("model.lora_init", "default")),
         ("actor_rollout_ref.model.lora_adapter_path=/a", ("model.lora_path", "/a")),
-        ("actor_rollout_ref.rollout.num_inference_steps=12", ("rollout.pipeline.num_inference_steps", 12)),
-        ("actor_rollout_ref.rollout.pipeline.guidance_scale=null", ("rollout.pipeline.guidance_scale", 1.0)),
+        (
+            "actor_rollout_ref.rollout.num_inference_steps=12",
+            ("rollout.pipeline.num_inference_steps", 12),
+        ),
+        (
+            "actor_rollout_ref.rollout.pipeline.guidance_scale=null",
+            ("rollout.pipeline.guidance_scale", 1.0),
+        ),
         ("actor_rollout_ref.rollout.pipeline.num_frames=1", ("rollout.pipeline.num_frames", None)),
         ("actor_rollout_ref.rollout.noise_level=0.9", ("rollout.algo.noise_level", 0.9)),
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", ("rollout.engine_kwargs.tensor_parallel_size", 2)),
+        (
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+            ("rollout.engine_kwargs.tensor_parallel_size", 2),
+        ),
         ("actor_rollout_ref.rollout.val_kwargs.n=1", ("rollout.val_kwargs.n", None)),
         ("rollout.val_kwargs.n=1", ("rollout.val_kwargs.n", 1)),
         ("data.val_max_samples=-1", ("rollout.val_kwargs.n", None)),
@@ -194,7 +254,10 @@ def test_no_key_of_verl_omni_is_unknown() -> None:
             "actor_rollout_ref.actor.diffusion_loss.loss_mode=grpo_guard",
             ("actor.diffusion_loss.loss_mode", "grpo_guard"),
         ),
-        ("actor_rollout_ref.rollout.algo.sde_type=cps", ("rollout.algo.log_prob_convention", "peers")),
+        (
+            "actor_rollout_ref.rollout.algo.sde_type=cps",
+            ("rollout.algo.log_prob_convention", "peers"),
+        ),
         ("rollout.algo.sde_type=cps", ("rollout.algo.log_prob_convention", "gaussian")),
     ],
 )
@@ -286,7 +349,9 @@ def test_a_whole_command_does_not_choose_its_reward_by_default() -> None:
     assert "reward.terms" not in of_kind(chosen, "stops the run")
 
 
-@pytest.mark.parametrize("chosen", [{"config_name": "sd35_medium_ocr"}, {"experiment": "sd35_medium_ocr_8xh100"}])
+@pytest.mark.parametrize(
+    "chosen", [{"config_name": "sd35_medium_ocr"}, {"experiment": "sd35_medium_ocr_8xh100"}]
+)
 def test_a_chosen_file_leaves_nothing_unsaid(chosen: dict[str, str]) -> None:
     overrides = [f"+experiment={chosen['experiment']}"] if "experiment" in chosen else []
     composed = compose_all([*WHOLE, *overrides], config_name=chosen.get("config_name"))
@@ -301,7 +366,10 @@ def test_a_window_range_without_a_size_has_no_effect_there() -> None:
     assert whole.config.rollout.algo.sde_window_range is None
     sized = compose_all([*WHOLE, window, f"{OTHER}rollout.algo.sde_window_size=2"])
     assert sized.config.rollout.algo.sde_window_range == [0, 3]
-    assert compose_config([window]).rollout.algo.sde_window_range == [0, 3]  # the size is the file's
+    assert compose_config([window]).rollout.algo.sde_window_range == [
+        0,
+        3,
+    ]  # the size is the file's
 
 
 def test_ignoring_nothing_is_an_error() -> None:
@@ -312,8 +380,14 @@ def test_ignoring_nothing_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["actor_rollout_ref.actor.fsdp_config.param_ofload=True"], ["did you mean actor.fsdp_config.param_offload?"]),
-        (["actor_rollout_ref.actor.optim.lrr=1"], ["unknown key actor.optim.lrr", "did you mean actor.optim.lr?"]),
+        (
+            ["actor_rollout_ref.actor.fsdp_config.param_ofload=True"],
+            ["did you mean actor.fsdp_config.param_offload?"],
+        ),
+        (
+            ["actor_rollout_ref.actor.optim.lrr=1"],
+            ["unknown key actor.optim.lrr", "did you mean actor.optim.lr?"],
+        ),
         (["trainer.n_gpu_per_node=1"], ["did you mean trainer.n_gpus_per_node?"]),
         (["actor_rollout_ref.critic.x=1"], ["unknown key critic.x"]),
         (
@@ -337,7 +411,9 @@ def test_the_same_twice_is_no_contradiction() -> None:
 
 
 def test_the_defaults_file_holds_no_value_that_verl_omni_has_not() -> None:
-    """Each setting of configs/verl_omni.yaml is a translation, into the words here, of a default over there."""
+    """Each setting of configs/verl_omni.yaml is a translation, into the words here, of a default
+    over there.
+    """
     defaults = {
         "model.gradient_checkpointing": True,
         "data.train_batch_size": 1024,
@@ -357,7 +433,9 @@ def test_the_defaults_file_holds_no_value_that_verl_omni_has_not() -> None:
     assert there.items() >= defaults.items()
 
 
-def test_a_command_in_other_words_trains(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_command_in_other_words_trains(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     """The run is the one of this project's own words, and ignored keys are stored with it."""
     other = ["actor_rollout_ref.actor.optim.lr=1e-3", "trainer.nnodes=1", "data.shuffle=False"]
     assert train(*other) == 2
@@ -369,12 +447,17 @@ def test_a_command_in_other_words_trains(train: Train, tmp_path: Path, capsys: p
 
 
 def test_a_whole_command_trains_on_its_own_files(checkpoint: Path, tmp_path: Path) -> None:
-    """Nothing in this project's words but the reward and the device: model, parquet files, sizes, folder."""
+    """Nothing in this project's words but the reward and the device: model, parquet files, sizes,
+    folder.
+    """
     for split in ("train", "test"):
         rows = [
             {
                 "data_source": "flow_grpo/ocr",
-                "prompt": [{"role": "system", "content": "Draw."}, {"role": "user", "content": f'a sign "{word}"'}],
+                "prompt": [
+                    {"role": "system", "content": "Draw."},
+                    {"role": "user", "content": f'a sign "{word}"'},
+                ],
                 "negative_prompt": [{"role": "user", "content": " "}],
                 "reward_model": {"style": "model", "ground_truth": word},
                 "extra_info": {"split": split, "index": index},
@@ -416,7 +499,18 @@ def test_a_whole_command_trains_on_its_own_files(checkpoint: Path, tmp_path: Pat
         "trainer.save_freq=-1",
         "trainer.total_training_steps=2",
     ]
-    assert main(["train", *command, "reward.terms.ocr=null", "reward.terms.jpeg.weight=1", "trainer.device=cpu"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                *command,
+                "reward.terms.ocr=null",
+                "reward.terms.jpeg.weight=1",
+                "trainer.device=cpu",
+            ]
+        )
+        == 0
+    )
     rows = read_rows(tmp_path / "run")
     assert len(rows) == 3
     assert (tmp_path / "run" / "lora" / "pytorch_lora_weights.safetensors").is_file()

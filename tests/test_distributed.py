@@ -1,4 +1,6 @@
-"""Replicated or sharded, one process or several: the same LoRA to 1e-10 in float64; and no run that hangs."""
+"""Replicated or sharded, one process or several: the same LoRA to 1e-10 in float64; and no run that
+hangs.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,20 @@ from PIL import Image
 from test_processes import free_port, launch, launch_environment
 
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.compose import compose_config, to_config
-from flowgrpo_rc.training.checkpoint import load_checkpoint
-from flowgrpo_rc.training.sharding import resolve_strategy
+from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.distributed.sharding import resolve_strategy
+from flowgrpo_rc.records.checkpoint import load_checkpoint
 
 ROOT = Path(__file__).parents[1]
 RC = "algorithm.rollout_correction"
 MODES = {
-    "decoupled": (f"{RC}.bypass_mode=false", f"{RC}.rollout_is=sequence", f"{RC}.rollout_is_batch_normalize=true"),
-    # What runs forwards of its own: the reference policy, the recomputed activations, a window for each sample.
+    "decoupled": (
+        f"{RC}.bypass_mode=false",
+        f"{RC}.rollout_is=sequence",
+        f"{RC}.rollout_is_batch_normalize=true",
+    ),
+    # What runs forwards of its own: the reference policy, the recomputed activations, a window for
+    # each sample.
     "bypass": (
         f"{RC}.bypass_mode=true",
         f"{RC}.rollout_is_batch_normalize=false",
@@ -39,7 +46,8 @@ MODES = {
         "rollout.pipeline.guidance_scale=2",
         "rollout.val_kwargs.guidance_scale=2",
     ),
-    # What is shared by the processes, or follows from means that the rollout keeps; with a mismatch.
+    # What is shared by the processes, or follows from means that the rollout keeps; with a
+    # mismatch.
     "window": (
         "rollout.dtype=fp32",
         f"{RC}.bypass_mode=true",
@@ -59,7 +67,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(workplace: Path, mode: str) -> list[str]:
-    """Three small steps of the bundled model, 5 held-out prompts: one process of two has 3 of them, the other 2."""
+    """Three small steps of the bundled model, 5 held-out prompts: one process of two has 3 of them,
+    the other 2.
+    """
     words = workplace / "words.txt"
     words.write_text("".join(f'"{word}"\n' for word in WORDS))
     return [
@@ -96,7 +106,8 @@ def trained_alone(workplace: Path, mode: str) -> Path:
 
 
 def assert_same_training(one: Path, other: Path, *, rows_from: int = 0) -> None:
-    """Weights, moments and average after the last step to 1e-10, metrics to 1e-8; the same held-out texts, and pictures
+    """Weights, moments and average after the last step to 1e-10, metrics to 1e-8; the same held-out
+    texts, and pictures
     to one of 255 levels: the VAE is fp32, and batches of other sizes round otherwise."""
     ours, theirs = (load_checkpoint(run / "checkpoints" / "step_3") for run in (one, other))
     assert ours.tensors.keys() == theirs.tensors.keys()
@@ -107,7 +118,9 @@ def assert_same_training(one: Path, other: Path, *, rows_from: int = 0) -> None:
         for name, tensor in tensors.items():
             assert tensor.dtype == (torch.float32 if name.endswith(".step") else torch.float64)
             torch.testing.assert_close(theirs.tensors[stem][name], tensor, atol=1e-10, rtol=0)
-    moved = max(tensor.abs().max() for name, tensor in ours.tensors["lora"].items() if "lora_B" in name)
+    moved = max(
+        tensor.abs().max() for name, tensor in ours.tensors["lora"].items() if "lora_B" in name
+    )
     assert moved > 1e-4
     rows = (without_timings(read_rows(run))[rows_from:] for run in (one, other))
     for mine, its in zip(*rows, strict=True):
@@ -116,13 +129,18 @@ def assert_same_training(one: Path, other: Path, *, rows_from: int = 0) -> None:
             assert its[name] == pytest.approx(value, rel=1e-8, abs=1e-8), name
     (sample,) = (one / "samples").glob("step_000003.*")
     if sample.suffix == ".png":
-        mine, its = (np.asarray(Image.open(run / "samples" / sample.name)).astype(int) for run in (one, other))
+        mine, its = (
+            np.asarray(Image.open(run / "samples" / sample.name)).astype(int)
+            for run in (one, other)
+        )
         assert np.abs(mine - its).max() <= 1
     else:
         assert sample.read_bytes() == (other / "samples" / sample.name).read_bytes()
 
 
-@pytest.mark.parametrize(("strategy", "mode"), [("ddp", "decoupled"), ("fsdp2", "bypass"), ("ddp", "window")])
+@pytest.mark.parametrize(
+    ("strategy", "mode"), [("ddp", "decoupled"), ("fsdp2", "bypass"), ("ddp", "window")]
+)
 def test_two_processes_train_what_one_does(workplace: Path, strategy: str, mode: str) -> None:
     run = workplace / f"{strategy}_{mode}"
     options = (f"trainer.strategy={strategy}", f"trainer.output_dir={run}")
@@ -132,7 +150,9 @@ def test_two_processes_train_what_one_does(workplace: Path, strategy: str, mode:
 
 
 def test_two_nodes_of_a_slurm_job_train_what_one_process_does(workplace: Path) -> None:
-    """examples/slurm.sh, two launchers as Slurm would start them; accelerate's configuration asks for FSDP2."""
+    """examples/slurm.sh, two launchers as Slurm would start them; accelerate's configuration asks
+    for FSDP2.
+    """
     tools = workplace / "tools"
     tools.mkdir()
     (tools / "scontrol").write_text("#!/bin/sh\nprintf '127.0.0.1\\nother\\n'\n")
@@ -144,7 +164,11 @@ def test_two_nodes_of_a_slurm_job_train_what_one_process_does(workplace: Path) -
         tool.chmod(0o755)
     shutil.copytree(ROOT / "configs", workplace / "configs")
     path = os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]])
-    job = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": str(free_port() - 20000), "SLURM_NNODES": "2"}
+    job = {
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_ID": str(free_port() - 20000),
+        "SLURM_NNODES": "2",
+    }
     environment = launch_environment() | job | {"SLURM_GPUS_ON_NODE": "1", "PATH": path}
     run = workplace / "slurm"
     command = ["bash", str(ROOT / "examples" / "slurm.sh"), *settings(workplace, "decoupled")]
@@ -173,7 +197,9 @@ def test_a_run_goes_on_with_two_processes_and_with_one_again(workplace: Path) ->
 
 
 def test_two_processes_train_a_language_model_as_one_does(workplace: Path) -> None:
-    """Responses of unequal length: processes with sharded weights that have finished go on until all have."""
+    """Responses of unequal length: processes with sharded weights that have finished go on until
+    all have.
+    """
     small = [
         "data.train_batch_size=4",
         "rollout.n=4",
@@ -203,7 +229,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from flowgrpo_rc.training.sharding import shard_frozen_weights
+from flowgrpo_rc.distributed.sharding import shard_frozen_weights
 
 class Block(nn.Module):
     def __init__(self):
@@ -282,7 +308,10 @@ def test_a_process_that_dies_takes_the_others_down(
     failing: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str, strategy: str
 ) -> None:
     monkeypatch.setenv("FAILURE", failure)
-    options = (f"trainer.strategy={strategy}", "trainer.timeout_s=3600")  # far beyond what `launch` waits
+    options = (
+        f"trainer.strategy={strategy}",
+        "trainer.timeout_s=3600",
+    )  # far beyond what `launch` waits
     done = launch(2, "-m", "flowgrpo_rc.train", *failing, *options, python_path=tmp_path)
     assert done.returncode != 0
     assert "error: process 0 of 2 cannot reach another one" in done.stderr
@@ -295,7 +324,9 @@ def test_a_process_that_hangs_is_noticed_in_time(failing: list[str], tmp_path: P
     environment = launch_environment(tmp_path) | rendezvous | {"FAILURE": "hangs"}
     command = [sys.executable, "-m", "flowgrpo_rc.train", *failing, "trainer.timeout_s=5"]
     ranks = [
-        subprocess.Popen(command, env=environment | {"RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE)
+        subprocess.Popen(
+            command, env=environment | {"RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE
+        )
         for rank in ("0", "1")
     ]
     try:
@@ -305,10 +336,14 @@ def test_a_process_that_hangs_is_noticed_in_time(failing: list[str], tmp_path: P
         ranks[1].send_signal(signal.SIGKILL)
         ranks[1].communicate()
     assert ranks[0].returncode == 1
-    assert re.search(r"error: process 0 of 2 .*trainer\.timeout_s.*Timed out waiting 5000ms", error.decode())
+    assert re.search(
+        r"error: process 0 of 2 .*trainer\.timeout_s.*Timed out waiting 5000ms", error.decode()
+    )
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_configurations_of_the_launcher(path: Path) -> None:
     config = load_config_from_file(str(path))
     sharded = path.stem.startswith("fsdp2")
@@ -331,8 +366,14 @@ def test_documented_launches_are_understood(command: str, prompt_file: Path) -> 
     assert (ROOT / parsed.config_file).is_file()
     assert parsed.module
     assert parsed.training_script == "flowgrpo_rc.train"
-    arguments = [argument for argument in parsed.training_script_args if not argument.endswith("=...")]
-    name = arguments.pop(arguments.index("--config-name") + 1) if "--config-name" in arguments else None
+    arguments = [
+        argument for argument in parsed.training_script_args if not argument.endswith("=...")
+    ]
+    name = (
+        arguments.pop(arguments.index("--config-name") + 1)
+        if "--config-name" in arguments
+        else None
+    )
     overrides = [argument for argument in arguments if argument != "--config-name"]
     files = [f"data.train_files={prompt_file}", f"data.val_files={prompt_file}"]
     to_config(compose_config([*overrides, *files], config_name=name))
@@ -383,11 +424,17 @@ def test_what_the_launcher_cannot_ask_for(
         (("trainer.strategy=fsdp",), ("trainer.strategy='fsdp'", "auto, ddp, fsdp2")),
         (("trainer.timeout_s=0",), ("trainer.timeout_s=0",)),
         (("model.dtype=fp64", "trainer.device=auto"), ("model.dtype=fp64", "trainer.device=cpu")),
-        (("rollout.dtype=fp64", "trainer.mixed_precision=bf16"), ("rollout.dtype=fp64", "trainer.mixed_precision=no")),
+        (
+            ("rollout.dtype=fp64", "trainer.mixed_precision=bf16"),
+            ("rollout.dtype=fp64", "trainer.mixed_precision=no"),
+        ),
     ],
 )
 def test_bad_input(
-    overrides: list[str], capsys: pytest.CaptureFixture, further: tuple[str, ...], words: tuple[str, ...]
+    overrides: list[str],
+    capsys: pytest.CaptureFixture,
+    further: tuple[str, ...],
+    words: tuple[str, ...],
 ) -> None:
     assert main(["train", *overrides, *further]) == 2
     error = capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""README.md and docs/ hold together: blocks parse, commands compose, links lead somewhere. docs_blocks.py runs them."""
+"""README.md and docs/ hold together: blocks parse, commands compose, links lead somewhere.
+docs_blocks.py runs them.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,16 @@ import yaml
 from documented import PAGES, ROOT, Block, arguments, blocks
 
 from flowgrpo_rc.cli import _parser
-from flowgrpo_rc.compose import compose_all, compose_config, to_config
-from flowgrpo_rc.training.health import _RULES
+from flowgrpo_rc.config.compose import compose_all, compose_config, to_config
+from flowgrpo_rc.monitoring.health import _RULES
 
 LANGUAGES = {"bash", "python", "yaml", "json", "text"}
-COMMANDS = [(block, line) for block in blocks("bash") for line in block.lines() if arguments(line) is not None]
+COMMANDS = [
+    (block, line)
+    for block in blocks("bash")
+    for line in block.lines()
+    if arguments(line) is not None
+]
 
 
 def test_every_block_says_what_it_is() -> None:
@@ -26,12 +33,16 @@ def test_every_block_says_what_it_is() -> None:
     fences = sum(page.read_text().count("```") for page in PAGES)
     assert fences == 2 * len(found), "a block is indented, or not closed"
     marks = sum(len(re.findall("^<!-- not run", page.read_text(), re.MULTILINE)) for page in PAGES)
-    assert marks == sum(block.why_not is not None for block in found), "a mark does not stand right above a block"
+    assert marks == sum(block.why_not is not None for block in found), (
+        "a mark does not stand right above a block"
+    )
 
 
 @pytest.mark.parametrize("block", blocks("bash"), ids=str)
 def test_shell_parses(block: Block) -> None:
-    done = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", "-n"], input=block.text, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     for line in block.lines():
         if line.startswith("make "):
@@ -61,7 +72,9 @@ def test_configurations_compose(block: Block, tmp_path: Path) -> None:
 def test_links_lead_to_files(page: Path) -> None:
     """mkdocs checks anchors, and the links between pages."""
     text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL)
-    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    links = [
+        link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link
+    ]
     assert [link for link in links if link and not (page.parent / link).exists()] == []
 
 
@@ -77,12 +90,20 @@ def test_the_quickstart_is_short() -> None:
 
 def test_nothing_here_needs_the_site() -> None:
     """The package does not import what only the documentation needs."""
-    program = "import sys, flowgrpo_rc.cli; print([m for m in ('mkdocs', 'latex2mathml') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    program = (
+        "import sys, flowgrpo_rc.cli; print([m for m in ('mkdocs', 'latex2mathml') if m in "
+        "sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
 def test_every_warning_is_explained() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    watched = {rule.metric for rule in _RULES} | {"pre_update_clip_fraction", "mismatch_over_expected"}
+    watched = {rule.metric for rule in _RULES} | {
+        "pre_update_clip_fraction",
+        "mismatch_over_expected",
+    }
     assert [metric for metric in sorted(watched) if f"`{metric}`" not in page] == []

@@ -13,9 +13,9 @@ from conftest import Train, read_rows
 
 import flowgrpo_rc
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.config import Config
-from flowgrpo_rc.training.metric_names import SECTIONS, SLIME, find
-from flowgrpo_rc.training.noise_floor import _CLIPPED
+from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.monitoring.metric_names import SECTIONS, SLIME, find
+from flowgrpo_rc.monitoring.mismatch import _CLIPPED
 
 PACKAGE = Path(flowgrpo_rc.__file__).parent
 DOCS = Path(reference_pages.__file__).parent
@@ -25,7 +25,9 @@ REPORTING = ("mean", "max", "min", "ratio", "sum", "derive", "_ratio", "_timed")
 @pytest.mark.parametrize("page", ["configuration", "metrics"])
 def test_a_committed_page_is_what_the_code_says(page: str) -> None:
     committed = (DOCS / f"{page}.md").read_text(encoding="utf-8")
-    assert committed == getattr(reference_pages, page)(), f"docs/{page}.md is old: run `make reference`"
+    assert committed == getattr(reference_pages, page)(), (
+        f"docs/{page}.md is old: run `make reference`"
+    )
 
 
 def test_every_key_is_explained() -> None:
@@ -34,7 +36,8 @@ def test_every_key_is_explained() -> None:
     assert [key for key, text in keys.items() if not text.strip()] == []
 
 
-# Names that the code reports -----------------------------------------------------------------------------------------
+# Names that the code reports
+# -----------------------------------------------------------------------------------------
 
 
 def reported() -> Iterator[str]:
@@ -53,23 +56,30 @@ def _pattern(node: ast.expr) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return re.escape(node.value)
     if isinstance(node, ast.JoinedStr):
-        return "".join(_pattern(part) if isinstance(part, ast.Constant) else ".+" for part in node.values)
+        return "".join(
+            _pattern(part) if isinstance(part, ast.Constant) else ".+" for part in node.values
+        )
     return ""
 
 
 def test_the_table_and_the_names_in_the_code_agree() -> None:
-    patterns = {pattern for pattern in reported() if not re.match(r"(\w+/|\.\+/)?(\\?_|\.\+/_)", pattern)}
+    patterns = {
+        pattern for pattern in reported() if not re.match(r"(\w+/|\.\+/)?(\\?_|\.\+/_)", pattern)
+    }
     assert len(patterns) > 80
     names = [metric.name for section in SECTIONS for metric in section.metrics]
     assert len(set(names)) == len(names)
     documented = [*names, *(theirs for theirs, _ in SLIME)]
-    unknown = [p for p in patterns if not any(re.fullmatch(f"(.+/)?{p}", name) for name in documented)]
-    assert unknown == [], "add them to flowgrpo_rc/training/metric_names.py"
+    unknown = [
+        p for p in patterns if not any(re.fullmatch(f"(.+/)?{p}", name) for name in documented)
+    ]
+    assert unknown == [], "add them to flowgrpo_rc/monitoring/metric_names.py"
     by_rename = {"actor/ois", *_CLIPPED.values()}
     gone = [
         name
         for name in names
-        if name not in by_rename and not any(re.fullmatch(f"(.+/)?{pattern}", name) for pattern in patterns)
+        if name not in by_rename
+        and not any(re.fullmatch(f"(.+/)?{pattern}", name) for pattern in patterns)
     ]
     assert gone == [], "nothing in the code reports them"
 
@@ -82,15 +92,33 @@ def unknown_metrics(run_dir: Path) -> list[str]:
 
 def test_a_run_in_bypass_mode_reports_what_the_page_knows(train: Train, tmp_path: Path) -> None:
     correction = "algorithm.rollout_correction"
-    settings = ("bypass_mode=true", "rollout_is=sequence", "metric_names=both", "rollout_rs=[token_k1,step_kl]")
-    assert train(*(f"{correction}.{s}" for s in settings), f"{correction}.rollout_rs_threshold=auto:4") == 0
+    settings = (
+        "bypass_mode=true",
+        "rollout_is=sequence",
+        "metric_names=both",
+        "rollout_rs=[token_k1,step_kl]",
+    )
+    assert (
+        train(*(f"{correction}.{s}" for s in settings), f"{correction}.rollout_rs_threshold=auto:4")
+        == 0
+    )
     assert unknown_metrics(tmp_path / "run") == []
 
 
 def test_a_run_in_decoupled_mode_reports_what_the_page_knows(tmp_path: Path) -> None:
-    sizes = ("data.train_batch_size=2", "rollout.n=4", "actor.ppo_mini_batch_size=2", "rollout.val_kwargs.n=8")
+    sizes = (
+        "data.train_batch_size=2",
+        "rollout.n=4",
+        "actor.ppo_mini_batch_size=2",
+        "rollout.val_kwargs.n=8",
+    )
     settings = ("trainer.total_training_steps=1", "rollout.staleness=1", "actor.use_kl_loss=true")
-    overrides = [*sizes, *settings, "actor.ppo_micro_batch_size_per_gpu=4", f"trainer.output_dir={tmp_path}"]
+    overrides = [
+        *sizes,
+        *settings,
+        "actor.ppo_micro_batch_size_per_gpu=4",
+        f"trainer.output_dir={tmp_path}",
+    ]
     correction = "algorithm.rollout_correction"
     overrides += [f"{correction}=decoupled_seq_is_rs", f"{correction}.metric_names=both"]
     assert main(["train", "--config-name", "token_grpo", *overrides]) == 0

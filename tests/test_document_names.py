@@ -1,5 +1,6 @@
-"""Every name of the four documents and of verl 0.9.1: written down here, mapped in docs/rollout_correction_names.md and
-used. A name that the page leaves out, or that nothing answers to, fails."""
+"""Every name of the four documents and of verl 0.9.1: written down here, mapped in
+docs/rollout_correction_names.md and used. A name that the page leaves out, or that nothing answers
+to, fails."""
 
 from __future__ import annotations
 
@@ -16,20 +17,21 @@ from builders import diffusion_batch, log_probs, loss_config, token_batch
 
 import flowgrpo_rc
 from flowgrpo_rc import DiffusionBatch, RolloutCorrectionConfig
-from flowgrpo_rc.compat import rollout_correction
-from flowgrpo_rc.compose import compose_all, to_config
-from flowgrpo_rc.config import Config
-from flowgrpo_rc.correction.bands import CRITERIA, IS_MODES, OLDER_NAMES
+from flowgrpo_rc.config.compat import rollout_correction
+from flowgrpo_rc.config.compose import compose_all, to_config
+from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.correction.config import LOSS_TYPES
-from flowgrpo_rc.correction.importance import IS_LEVELS
-from flowgrpo_rc.correction.naming import SLIME_FRACTIONS, SLIME_NAMES
+from flowgrpo_rc.correction.metric_names import SLIME_FRACTIONS, SLIME_NAMES
 from flowgrpo_rc.correction.presets import PRESETS
+from flowgrpo_rc.correction.thresholds import CRITERIA, IS_MODES, OLDER_NAMES
 from flowgrpo_rc.correction.translate import KNOWN_KEYS, OWN_KEYS
+from flowgrpo_rc.correction.weights import IS_LEVELS
 
 PAGE = Path(__file__).parents[1] / "docs" / "rollout_correction_names.md"
 SECTION = "algorithm.rollout_correction"
 
-# The names of the documents ------------------------------------------------------------------------------------------
+# The names of the documents
+# ------------------------------------------------------------------------------------------
 
 KEYS = {
     "math": """bypass_old_logprob_for_rollout use_pure_rollout_correction rollout_is rollout_is_threshold rollout_rs
@@ -87,7 +89,10 @@ NAMED_FUNCTIONS = {
         compute_policy_loss_bypass_mode compute_policy_loss_reinforce""",
 }
 ARGUMENTS = {
-    "usage": "old_log_prob rollout_log_prob response_mask modified_response_mask metrics rollout_is_weights",
+    "usage": (
+        "old_log_prob rollout_log_prob response_mask modified_response_mask metrics "
+        "rollout_is_weights"
+    ),
     "diffusion": "old_log_probs rollout_log_probs rollout_is_weights",
     "slime": "old_log_probs rollout_log_probs",
 }
@@ -139,7 +144,8 @@ def names(lists: dict[str, str]) -> list[str]:
     return list(dict.fromkeys(name for text in lists.values() for name in text.split()))
 
 
-# The tables of the page ----------------------------------------------------------------------------------------------
+# The tables of the page
+# ----------------------------------------------------------------------------------------------
 
 
 class Row(NamedTuple):
@@ -156,7 +162,9 @@ def rows() -> Iterator[Row]:
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
             section = line.removeprefix("## ")
-        inside = line.startswith("|") and (inside or line == "| there | documents | here | remark |")
+        inside = line.startswith("|") and (
+            inside or line == "| there | documents | here | remark |"
+        )
         if not inside or line.startswith(("|---", "| there |")):
             continue
         there, documents, here, _ = (cell.strip() for cell in line.strip("|").split("|"))
@@ -171,7 +179,13 @@ ROWS = list(rows())
 
 @pytest.mark.parametrize("section", PINNED)
 def test_the_page_has_every_name_of_every_document(section: str) -> None:
-    listed = {(name, tag) for row in ROWS if row.section == section for name in row.there for tag in row.documents}
+    listed = {
+        (name, tag)
+        for row in ROWS
+        if row.section == section
+        for name in row.there
+        for tag in row.documents
+    }
     pinned = {(name, tag) for tag, text in PINNED[section].items() for name in text.split()}
     assert listed == pinned
 
@@ -181,11 +195,18 @@ def test_the_page_has_every_name_of_ours() -> None:
     flags = {flag.removeprefix("--").replace("-", "_") for flag in names(FLAGS)}
     for name in (*KNOWN_KEYS, *PRESETS):
         assert f"`{name}`" in page or name in flags, name
-    renamed = {new for table in (SLIME_NAMES, *SLIME_FRACTIONS.values()) for new in table.values()} | {"ois"}
+    renamed = {
+        new for table in (SLIME_NAMES, *SLIME_FRACTIONS.values()) for new in table.values()
+    } | {"ois"}
     assert renamed == set(names(SLIME_METRICS))
 
 
-ALLOWED = {"rollout_is": IS_LEVELS, "rollout_is_mode": IS_MODES, "rollout_rs": CRITERIA, "loss_type": LOSS_TYPES}
+ALLOWED = {
+    "rollout_is": IS_LEVELS,
+    "rollout_is_mode": IS_MODES,
+    "rollout_rs": CRITERIA,
+    "loss_type": LOSS_TYPES,
+}
 
 
 def exists(section: str, name: str) -> bool:
@@ -194,7 +215,9 @@ def exists(section: str, name: str) -> bool:
         key, _, value = name.partition("=")
         if value not in ("", "null") and key in ALLOWED:
             return value in ALLOWED[key]
-        return key in (*OWN_KEYS, "custom_config_path", "actor.rollout_correction") or in_config(key)
+        return key in (*OWN_KEYS, "custom_config_path", "actor.rollout_correction") or in_config(
+            key
+        )
     if section == "Presets":
         return name in PRESETS
     if section == "Functions and classes":
@@ -202,7 +225,11 @@ def exists(section: str, name: str) -> bool:
     if section == "Arguments and results":
         function = flowgrpo_rc.compute_rollout_correction_and_rejection_mask
         results = function(*[torch.zeros(1, 1)] * 3)._asdict()
-        return name in {*inspect.signature(function).parameters, *results, *DiffusionBatch.__dataclass_fields__}
+        return name in {
+            *inspect.signature(function).parameters,
+            *results,
+            *DiffusionBatch.__dataclass_fields__,
+        }
     return name == "ratio_mean" or name.format(criterion="token_k1") in MEASURED
 
 
@@ -221,7 +248,8 @@ def test_what_a_row_says_is_here_exists(row: Row) -> None:
         assert exists(row.section, name), name
 
 
-# Keys, flags and values are translated -------------------------------------------------------------------------------
+# Keys, flags and values are translated
+# -------------------------------------------------------------------------------
 
 TIS = {"use_tis": True}
 RS = {"use_rs": True}
@@ -230,19 +258,31 @@ TOKEN = {"rollout_is": "token"}
 TRANSLATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"bypass_mode": True}, {"bypass_mode": True}),
     ({"bypass_old_logprob_for_rollout": True}, {"bypass_mode": True}),
-    ({"bypass_mode": True, "loss_type": "reinforce"}, {"bypass_mode": True, "loss_type": "reinforce"}),
+    (
+        {"bypass_mode": True, "loss_type": "reinforce"},
+        {"bypass_mode": True, "loss_type": "reinforce"},
+    ),
     ({"bypass_mode": True, "loss_type": "ppo_clip"}, {"bypass_mode": True}),
     (
         {"bypass_old_logprob_for_rollout": True, "use_pure_rollout_correction": True},
         {"bypass_mode": True, "loss_type": "reinforce"},
     ),
     ({"bypass_old_logprob_for_rollout": False, "use_pure_rollout_correction": False}, {}),
-    ({"bypass_mode": True, "use_policy_gradient": True}, {"bypass_mode": True, "loss_type": "reinforce"}),
+    (
+        {"bypass_mode": True, "use_policy_gradient": True},
+        {"bypass_mode": True, "loss_type": "reinforce"},
+    ),
     ({"rollout_is": None, "rollout_rs": None}, {}),
     ({"rollout_is": "token", "rollout_is_threshold": 3.0}, TOKEN | {"rollout_is_threshold": 3.0}),
     ({"rollout_is": "sequence"}, {"rollout_is": "sequence"}),
-    ({"rollout_is": "token", "rollout_is_batch_normalize": True}, TOKEN | {"rollout_is_batch_normalize": True}),
-    ({"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}, TOKEN | {"rollout_is_threshold": "0.5_5.0"}),
+    (
+        {"rollout_is": "token", "rollout_is_batch_normalize": True},
+        TOKEN | {"rollout_is_batch_normalize": True},
+    ),
+    (
+        {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
+        TOKEN | {"rollout_is_threshold": "0.5_5.0"},
+    ),
     *(
         (
             {"rollout_rs": level, "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": 0.4},
@@ -260,10 +300,20 @@ TRANSLATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"use_rollout_logprobs": True, "use_rollout_correction": True}, TOKEN | {"bypass_mode": True}),
     ({"get_mismatch_metrics": True}, {}),
     ({"custom_tis_function_path": "builders.drop_odd"}, {"custom_correction": "builders:drop_odd"}),
-    *((TIS | {f"{s}_level": level}, {"rollout_is": level}) for s in ("tis", "mis") for level in ("token", "sequence")),
+    *(
+        (TIS | {f"{s}_level": level}, {"rollout_is": level})
+        for s in ("tis", "mis")
+        for level in ("token", "sequence")
+    ),
     *((TIS | {f"{s}_level": "geometric"}, {"rollout_is": "geometric"}) for s in ("tis", "mis")),
-    *((TIS | {f"{s}_mode": "truncate"}, TOKEN | {"rollout_is_mode": "truncate"}) for s in ("tis", "mis")),
-    *((TIS | {f"{s}_upper_bound": 3.0}, TOKEN | {"rollout_is_threshold": 3.0}) for s in ("tis", "mis")),
+    *(
+        (TIS | {f"{s}_mode": "truncate"}, TOKEN | {"rollout_is_mode": "truncate"})
+        for s in ("tis", "mis")
+    ),
+    *(
+        (TIS | {f"{s}_upper_bound": 3.0}, TOKEN | {"rollout_is_threshold": 3.0})
+        for s in ("tis", "mis")
+    ),
     *(
         (
             TIS | {f"{s}_mode": mode, f"{s}_lower_bound": 0.4, f"{s}_upper_bound": 3.0},
@@ -272,10 +322,16 @@ TRANSLATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
         for s in ("tis", "mis")
         for mode in ("clip", "mask")
     ),
-    *((TIS | {f"{s}_batch_normalize": True}, TOKEN | {"rollout_is_batch_normalize": True}) for s in ("tis", "mis")),
+    *(
+        (TIS | {f"{s}_batch_normalize": True}, TOKEN | {"rollout_is_batch_normalize": True})
+        for s in ("tis", "mis")
+    ),
     (RS, {"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}),
     *(
-        (RS | {"rs_level": level, "rs_upper_bound": 3.0}, {"rollout_rs": name, "rollout_rs_threshold": 3.0})
+        (
+            RS | {"rs_level": level, "rs_upper_bound": 3.0},
+            {"rollout_rs": name, "rollout_rs_threshold": 3.0},
+        )
         for level, name in OLDER_NAMES.items()
     ),
     (
@@ -291,20 +347,33 @@ def written(settings: dict[str, Any]) -> str:
     return ",".join(f"{key}={value}" for key, value in settings.items())
 
 
-@pytest.mark.parametrize(("there", "here"), TRANSLATED, ids=[written(there) for there, _ in TRANSLATED])
+@pytest.mark.parametrize(
+    ("there", "here"), TRANSLATED, ids=[written(there) for there, _ in TRANSLATED]
+)
 def test_a_setting_of_a_document_means(there: dict[str, Any], here: dict[str, Any]) -> None:
     config, notes = rollout_correction([there])
     assert vars(config) == vars(RolloutCorrectionConfig()) | here
-    assert bool(notes) == (any(key not in OWN_KEYS for key in there) or there.get("rollout_rs") in OLDER_NAMES)
+    assert bool(notes) == (
+        any(key not in OWN_KEYS for key in there) or there.get("rollout_rs") in OLDER_NAMES
+    )
 
 
 def test_every_key_and_flag_is_among_them() -> None:
     used = {key for there, _ in TRANSLATED for key in there}
-    elsewhere = {"custom_config_path", SECTION, "DiffusionActorConfig.rollout_correction", "sde_window_size"}
+    elsewhere = {
+        "custom_config_path",
+        SECTION,
+        "DiffusionActorConfig.rollout_correction",
+        "sde_window_size",
+    }
     elsewhere |= {"actor_rollout_ref.rollout.calculate_log_probs"}
     flags = {flag.removeprefix("--").replace("-", "_") for flag in names(FLAGS)}
     assert {*names(KEYS), *flags} - elsewhere <= used
-    pairs = {f"{key}={'null' if value is None else value}" for there, _ in TRANSLATED for key, value in there.items()}
+    pairs = {
+        f"{key}={'null' if value is None else value}"
+        for there, _ in TRANSLATED
+        for key, value in there.items()
+    }
     assert {name for name in names(VALUES) if "=" in name} <= pairs
 
 
@@ -339,20 +408,27 @@ def test_no_preset_is_metrics_only() -> None:
     assert to_config(composed).algorithm.rollout_correction == RolloutCorrectionConfig.disabled()
 
 
-# Metrics and functions -----------------------------------------------------------------------------------------------
+# Metrics and functions
+# -----------------------------------------------------------------------------------------------
 
 TRAINING, ROLLOUT = log_probs()
 MASK = torch.ones_like(TRAINING, dtype=torch.bool)
 ADVANTAGES = torch.linspace(-1, 1, TRAINING.numel(), dtype=torch.float64).reshape(TRAINING.shape)
 CONFIGS = [
-    {"rollout_is": "token", "rollout_is_batch_normalize": True, "rollout_token_veto_threshold": 0.5},
+    {
+        "rollout_is": "token",
+        "rollout_is_batch_normalize": True,
+        "rollout_token_veto_threshold": 0.5,
+    },
     {"rollout_is": "sequence", "rollout_is_threshold": "0.5_5.0"},
     {"rollout_rs": list(CRITERIA), "rollout_rs_threshold": 2.0},
 ]
 
 
 def decoupled(settings: dict[str, Any]) -> dict[str, float]:
-    _, mask, metrics = flowgrpo_rc.compute_rollout_correction_and_rejection_mask(TRAINING, ROLLOUT, MASK, **settings)
+    _, mask, metrics = flowgrpo_rc.compute_rollout_correction_and_rejection_mask(
+        TRAINING, ROLLOUT, MASK, **settings
+    )
     assert mask.shape == MASK.shape
     return {name.removeprefix("rollout_corr/"): value for name, value in metrics.items()}
 
@@ -413,11 +489,15 @@ def test_a_metric_of_slime_is_measured(name: str, both: bool) -> None:
 
 
 def test_slime_s_ratio_of_the_update_is_one_of_decoupled_mode() -> None:
-    assert "ois" not in by_the_loss(RolloutCorrectionConfig(bypass_mode=True, metric_names="slime"), text=True)
+    assert "ois" not in by_the_loss(
+        RolloutCorrectionConfig(bypass_mode=True, metric_names="slime"), text=True
+    )
 
 
 def test_every_function_of_the_documents_runs(tmp_path: Path) -> None:
-    """Those that the column `here` names; the batch functions and losses ran above, under both their names."""
+    """Those that the column `here` names; the batch functions and losses ran above, under both
+    their names.
+    """
     config = RolloutCorrectionConfig.token_is()
     metrics = {f"rollout_corr/{name}": value for name, value in MEASURED.items()}
     batch = diffusion_batch(ROLLOUT)
@@ -425,18 +505,31 @@ def test_every_function_of_the_documents_runs(tmp_path: Path) -> None:
         assert apply(batch).old_log_probs is ROLLOUT
     log_ratio = TRAINING - ROLLOUT
     weights = flowgrpo_rc.compute_rollout_correction_weights(log_ratio, MASK, rollout_is="token")
-    entry = flowgrpo_rc.compute_rollout_correction_and_rejection_mask(TRAINING, ROLLOUT, MASK, rollout_is="token")
+    entry = flowgrpo_rc.compute_rollout_correction_and_rejection_mask(
+        TRAINING, ROLLOUT, MASK, rollout_is="token"
+    )
     assert weights.equal(entry.weights)
-    kept = flowgrpo_rc.compute_rollout_rejection_mask(log_ratio, MASK, rollout_rs="token", rollout_rs_threshold=2.0)
+    kept = flowgrpo_rc.compute_rollout_rejection_mask(
+        log_ratio, MASK, rollout_rs="token", rollout_rs_threshold=2.0
+    )
     assert kept.equal(log_ratio.abs() <= math.log(2))
-    assert flowgrpo_rc.compute_offpolicy_metrics(TRAINING, ROLLOUT, MASK)["kl"] == pytest.approx(MEASURED["kl"])
+    assert flowgrpo_rc.compute_offpolicy_metrics(TRAINING, ROLLOUT, MASK)["kl"] == pytest.approx(
+        MEASURED["kl"]
+    )
     assert not flowgrpo_rc.check_rollout_correction_health({"rollout_corr/kl": 0.2}, config)
     assert flowgrpo_rc.check_rollout_correction_health({"rollout_corr/kl": 0.05}, config)
-    assert flowgrpo_rc.plot_rollout_correction([metrics], tmp_path / "metrics.png").stat().st_size > 0
-    used = "apply_rollout_correction_to_batch apply_rollout_correction_to_diffusion_batch token_loss diffusion_loss"
+    assert (
+        flowgrpo_rc.plot_rollout_correction([metrics], tmp_path / "metrics.png").stat().st_size > 0
+    )
+    used = (
+        "apply_rollout_correction_to_batch apply_rollout_correction_to_diffusion_batch "
+        "token_loss diffusion_loss"
+    )
     used += " apply_bypass_mode apply_bypass_mode_to_diffusion_batch RolloutCorrectionConfig"
     used += " compute_rollout_correction_weights compute_rollout_correction_and_rejection_mask"
-    used += " compute_rollout_rejection_mask compute_offpolicy_metrics check_rollout_correction_health"
+    used += (
+        " compute_rollout_rejection_mask compute_offpolicy_metrics check_rollout_correction_health"
+    )
     used += " plot_rollout_correction"
     named = {name for row in ROWS if row.section == "Functions and classes" for name in row.here}
     assert named == set(used.split())

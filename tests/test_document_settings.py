@@ -1,4 +1,6 @@
-"""Settings in the words of the documents: contradictions, layers, what is printed, and a correction of one's own."""
+"""Settings in the words of the documents: contradictions, layers, what is printed, and a correction
+of one's own.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,21 @@ from builders import diffusion_batch, log_probs, loss_config
 
 from flowgrpo_rc import RolloutCorrectionConfig, apply_rollout_correction_to_batch, diffusion_loss
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.compat import rollout_correction
-from flowgrpo_rc.compose import compose_all, compose_config, to_config
+from flowgrpo_rc.config.compat import rollout_correction
+from flowgrpo_rc.config.compose import compose_all, compose_config, to_config
 
 SECTION = "algorithm.rollout_correction"
 OTHER = "actor.rollout_correction"
 
 
 def composed(*overrides: str, config_name: str = "tiny_ocr") -> RolloutCorrectionConfig:
-    return to_config(compose_all(overrides, config_name=config_name).config).algorithm.rollout_correction
+    return to_config(
+        compose_all(overrides, config_name=config_name).config
+    ).algorithm.rollout_correction
 
 
-# Contradictions ------------------------------------------------------------------------------------------------------
+# Contradictions
+# ------------------------------------------------------------------------------------------------------
 
 CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
     # The settings of one layer, and the two keys that the message names.
@@ -68,28 +73,52 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
         "tis_upper_bound",
         "rollout_is_threshold",
     ),
-    ({"rs_veto_threshold": 1e-4, "mis_veto_threshold": 1e-5}, "rs_veto_threshold", "mis_veto_threshold"),
+    (
+        {"rs_veto_threshold": 1e-4, "mis_veto_threshold": 1e-5},
+        "rs_veto_threshold",
+        "mis_veto_threshold",
+    ),
     (
         {"rs_veto_threshold": 1e-4, "rollout_token_veto_threshold": 1e-5},
         "rs_veto_threshold",
         "rollout_token_veto_threshold",
     ),
-    ({"use_rs": True, "rollout_rs": "token_k2", "rollout_rs_threshold": 2.0}, "use_rs", "rollout_rs"),
     (
-        {"use_rs": True, "rs_upper_bound": 3.0, "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0},
+        {"use_rs": True, "rollout_rs": "token_k2", "rollout_rs_threshold": 2.0},
+        "use_rs",
+        "rollout_rs",
+    ),
+    (
+        {
+            "use_rs": True,
+            "rs_upper_bound": 3.0,
+            "rollout_rs": "token_k1",
+            "rollout_rs_threshold": 2.0,
+        },
         "rs_upper_bound",
         "rollout_rs_threshold",
     ),
     (
-        {"custom_tis_function_path": "builders.drop_odd", "custom_correction": "builders:only_a_mask"},
+        {
+            "custom_tis_function_path": "builders.drop_odd",
+            "custom_correction": "builders:only_a_mask",
+        },
         "custom_tis_function_path",
         "custom_correction",
     ),
     ({"preset": "pg_is", "bypass_mode": False}, "preset=pg_is", "bypass_mode"),
     ({"preset": "pg_is", "use_rollout_logprobs": False}, "preset=pg_is", "bypass_mode"),
     ({"preset": "token_is", "bypass_mode": True}, "preset=token_is", "bypass_mode"),
-    ({"preset": "ppo_is_bypass", "use_pure_rollout_correction": True}, "preset=ppo_is_bypass", "loss_type"),
-    ({"preset": "seq_mis", "rollout_rs_threshold": "0.5_2.0"}, "rollout_rs_threshold", "rollout_rs_threshold_lower"),
+    (
+        {"preset": "ppo_is_bypass", "use_pure_rollout_correction": True},
+        "preset=ppo_is_bypass",
+        "loss_type",
+    ),
+    (
+        {"preset": "seq_mis", "rollout_rs_threshold": "0.5_2.0"},
+        "rollout_rs_threshold",
+        "rollout_rs_threshold_lower",
+    ),
     ({"bypass_mode": True, "exclude_rejected": True}, "exclude_rejected", "bypass_mode"),
     ({"rollout_is_batch_normalize": True}, "rollout_is_batch_normalize", "rollout_is"),
     ({"rollout_is_mode": "mask"}, "rollout_is_mode", "rollout_is"),
@@ -98,7 +127,11 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
         "rollout_is_batch_normalize",
         "loss_type",
     ),
-    ({"bypass_mode": True, "rollout_is": "token", "rollout_is_mode": "mask"}, "rollout_is_mode", "bypass_mode"),
+    (
+        {"bypass_mode": True, "rollout_is": "token", "rollout_is_mode": "mask"},
+        "rollout_is_mode",
+        "bypass_mode",
+    ),
     (
         {"rollout_is": "token", "rollout_is_mode": "truncate", "rollout_is_threshold": "0.5_2.0"},
         "rollout_is_mode",
@@ -124,7 +157,12 @@ def test_a_contradiction_names_both_keys(settings: dict[str, Any], one: str, oth
         {"bypass_mode": True, "bypass_old_logprob_for_rollout": True, "use_rollout_logprobs": True},
         {"use_tis": True, "use_rollout_correction": True, "rollout_is": "token"},
         {"use_tis": True, "tis_level": "sequence", "mis_level": "sequence"},
-        {"preset": "pg_is", "bypass_mode": True, "loss_type": "reinforce", "rollout_is_threshold": 3.0},
+        {
+            "preset": "pg_is",
+            "bypass_mode": True,
+            "loss_type": "reinforce",
+            "rollout_is_threshold": 3.0,
+        },
     ],
 )
 def test_saying_the_same_twice_is_none(settings: dict[str, Any]) -> None:
@@ -142,10 +180,16 @@ def test_saying_the_same_twice_is_none(settings: dict[str, Any]) -> None:
         ([f"{SECTION}=pg_is", f"{OTHER}.bypass_mode=false"], ["preset=pg_is", "bypass_mode=False"]),
         ([f"{SECTION}.rollout_iss=token"], ["rollout_iss", "did you mean rollout_is?"]),
         ([f"{SECTION}.use_tiss=true"], ["use_tiss", "did you mean use_tis?"]),
-        ([f"{OTHER}.rollout_rs_treshold=2.0"], ["rollout_rs_treshold", "did you mean rollout_rs_threshold?"]),
+        (
+            [f"{OTHER}.rollout_rs_treshold=2.0"],
+            ["rollout_rs_treshold", "did you mean rollout_rs_threshold?"],
+        ),
         ([f"{SECTION}=pgis"], ["'pgis'", "did you mean pg_is?", "decoupled_geo_rs"]),
         ([f"{SECTION}.preset=token_si"], ["'token_si'", "did you mean token_is?"]),
-        ([f"{SECTION}.custom_config_path=/there/is/none.yaml"], ["custom_config_path=/there/is/none.yaml"]),
+        (
+            [f"{SECTION}.custom_config_path=/there/is/none.yaml"],
+            ["custom_config_path=/there/is/none.yaml"],
+        ),
     ],
 )
 def test_the_command_line_says_what_is_wrong(
@@ -159,7 +203,8 @@ def test_the_command_line_says_what_is_wrong(
         assert word in printed.err
 
 
-# Layers --------------------------------------------------------------------------------------------------------------
+# Layers
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_line_overrides_the_file_and_keeps_the_rest_of_it() -> None:
@@ -172,19 +217,29 @@ def test_the_command_line_overrides_the_file_and_keeps_the_rest_of_it() -> None:
 
 @pytest.mark.parametrize("place", [SECTION, OTHER, f"actor_rollout_ref.{OTHER}"])
 @pytest.mark.parametrize("key", ["", ".preset"])
-def test_a_preset_on_the_command_line_replaces_the_section_of_the_file(place: str, key: str) -> None:
+def test_a_preset_on_the_command_line_replaces_the_section_of_the_file(
+    place: str, key: str
+) -> None:
     assert composed(f"{place}{key}=geo_rs") == RolloutCorrectionConfig.geo_rs()
 
 
 def test_keys_beside_a_preset_refine_it() -> None:
-    found = composed(f"{SECTION}=geo_rs", f"{SECTION}.rollout_token_veto_threshold=null", f"{OTHER}.rollout_is=token")
-    assert vars(found) == vars(RolloutCorrectionConfig.geo_rs(veto_threshold=None)) | {"rollout_is": "token"}
+    found = composed(
+        f"{SECTION}=geo_rs",
+        f"{SECTION}.rollout_token_veto_threshold=null",
+        f"{OTHER}.rollout_is=token",
+    )
+    assert vars(found) == vars(RolloutCorrectionConfig.geo_rs(veto_threshold=None)) | {
+        "rollout_is": "token"
+    }
 
 
 def test_a_file_with_a_preset() -> None:
     file = {"preset": "seq_is_rs", "rollout_is_threshold": 3.0}
     assert rollout_correction([file, {}])[0] == RolloutCorrectionConfig.seq_is_rs(is_threshold=3.0)
-    changed, _ = rollout_correction([file, {"rollout_is_threshold": 4.0, "rollout_is_batch_normalize": True}])
+    changed, _ = rollout_correction(
+        [file, {"rollout_is_threshold": 4.0, "rollout_is_batch_normalize": True}]
+    )
     expect = RolloutCorrectionConfig.seq_is_rs(is_threshold=4.0)
     assert vars(changed) == vars(expect) | {"rollout_is_batch_normalize": True}
     assert rollout_correction([file, {"preset": "pg_is"}])[0] == RolloutCorrectionConfig.pg_is()
@@ -192,8 +247,13 @@ def test_a_file_with_a_preset() -> None:
 
 def test_what_contradicts_inside_a_layer_overrides_between_layers() -> None:
     """Where the result makes sense; it is validated as a whole."""
-    assert not rollout_correction([{"use_rollout_logprobs": True}, {"bypass_mode": False}])[0].bypass_mode
-    assert rollout_correction([{"use_tis": True}, {"use_rollout_correction": False}])[0].rollout_is is None
+    assert not rollout_correction([{"use_rollout_logprobs": True}, {"bypass_mode": False}])[
+        0
+    ].bypass_mode
+    assert (
+        rollout_correction([{"use_tis": True}, {"use_rollout_correction": False}])[0].rollout_is
+        is None
+    )
     with pytest.raises(ValueError, match="loss_type=reinforce") as error:
         rollout_correction([{"preset": "pg_is"}, {"bypass_mode": False}])
     assert "bypass_mode" in str(error.value)
@@ -202,8 +262,16 @@ def test_what_contradicts_inside_a_layer_overrides_between_layers() -> None:
 def test_a_slime_configuration_file_counts_with_the_keys_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "mis.yaml"
     path.write_text("use_tis: true\nmis_mode: mask\nmis_lower_bound: 0.4\nmis_upper_bound: 3.0\n")
-    found = composed(f"{SECTION}=disabled", f"{SECTION}.custom_config_path={path}", f"{SECTION}.mis_level=sequence")
-    expect = {"rollout_is": "sequence", "rollout_is_mode": "mask", "rollout_is_threshold": "0.4_3.0"}
+    found = composed(
+        f"{SECTION}=disabled",
+        f"{SECTION}.custom_config_path={path}",
+        f"{SECTION}.mis_level=sequence",
+    )
+    expect = {
+        "rollout_is": "sequence",
+        "rollout_is_mode": "mask",
+        "rollout_is_threshold": "0.4_3.0",
+    }
     assert vars(found) == vars(RolloutCorrectionConfig()) | expect
     with pytest.raises(ValueError, match="contradict") as error:
         composed(f"{SECTION}.custom_config_path={path}", f"{SECTION}.mis_upper_bound=2.0")
@@ -223,7 +291,10 @@ def test_a_wrong_slime_configuration_file(text: str, tmp_path: Path) -> None:
     ("overrides", "lines", "settings"),
     [
         (
-            [f"{SECTION}.bypass_old_logprob_for_rollout=true", f"{SECTION}.use_pure_rollout_correction=true"],
+            [
+                f"{SECTION}.bypass_old_logprob_for_rollout=true",
+                f"{SECTION}.use_pure_rollout_correction=true",
+            ],
             [
                 "bypass_old_logprob_for_rollout -> bypass_mode=True",
                 "use_pure_rollout_correction -> loss_type=reinforce",
@@ -231,7 +302,11 @@ def test_a_wrong_slime_configuration_file(text: str, tmp_path: Path) -> None:
             ["bypass_mode: true", "loss_type: reinforce"],
         ),
         (
-            [f"{SECTION}.use_tis=true", f"{SECTION}.tis_upper_bound=3.0", f"{SECTION}.rs_level=token"],
+            [
+                f"{SECTION}.use_tis=true",
+                f"{SECTION}.tis_upper_bound=3.0",
+                f"{SECTION}.rs_level=token",
+            ],
             [
                 "use_tis -> rollout_is=token",
                 "tis_upper_bound -> rollout_is_threshold=3.0",
@@ -242,7 +317,11 @@ def test_a_wrong_slime_configuration_file(text: str, tmp_path: Path) -> None:
         (
             [f"{SECTION}=geo_rs"],
             ["preset=geo_rs -> rollout_rs=seq_mean_k1, rollout_rs_threshold=0.999_1.001"],
-            ["rollout_rs: seq_mean_k1", "rollout_rs_threshold: 0.999_1.001", "rollout_token_veto_threshold: 0.0001"],
+            [
+                "rollout_rs: seq_mean_k1",
+                "rollout_rs_threshold: 0.999_1.001",
+                "rollout_token_veto_threshold: 0.0001",
+            ],
         ),
         (
             [f"actor_rollout_ref.{OTHER}.bypass_mode=false"],
@@ -256,10 +335,16 @@ def test_a_translation_is_printed(
 ) -> None:
     assert main(["train", "--cfg", "job", *overrides]) == 0
     printed = capsys.readouterr()
-    translated = [" ".join(line.split()) for line in printed.err.splitlines() if line.startswith("translated ")]
+    translated = [
+        " ".join(line.split())
+        for line in printed.err.splitlines()
+        if line.startswith("translated ")
+    ]
     assert len(translated) >= len(lines)
     for line in lines:
-        assert any(found.startswith(f"translated {line.replace(' -> ', ' ')}") for found in translated), line
+        assert any(
+            found.startswith(f"translated {line.replace(' -> ', ' ')}") for found in translated
+        ), line
     out = [line.strip() for line in printed.out.splitlines()]
     for setting in settings:
         assert setting in out
@@ -267,7 +352,8 @@ def test_a_translation_is_printed(
     assert "preset" not in printed.out
 
 
-# A correction of one's own -------------------------------------------------------------------------------------------
+# A correction of one's own
+# -------------------------------------------------------------------------------------------
 
 MODULE = """
 import torch
@@ -295,12 +381,20 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "my_own_correction"
 
 
-@pytest.mark.parametrize("older", [False, True], ids=["custom_correction", "custom_tis_function_path"])
+@pytest.mark.parametrize(
+    "older", [False, True], ids=["custom_correction", "custom_tis_function_path"]
+)
 def test_a_function_in_place_of_the_built_in_correction(module: str, older: bool) -> None:
-    written = {"custom_tis_function_path": f"{module}.halve"} if older else {"custom_correction": f"{module}:halve"}
+    written = (
+        {"custom_tis_function_path": f"{module}.halve"}
+        if older
+        else {"custom_correction": f"{module}:halve"}
+    )
     config, _ = rollout_correction([written])
     training, rollout = log_probs()
-    batch, metrics = apply_rollout_correction_to_batch(diffusion_batch(rollout, old_log_probs=training), config)
+    batch, metrics = apply_rollout_correction_to_batch(
+        diffusion_batch(rollout, old_log_probs=training), config
+    )
     weights = 0.5 * (training - rollout).exp()
     torch.testing.assert_close(batch.rollout_is_weights, weights)
     kept = torch.ones_like(training, dtype=torch.bool)
@@ -315,7 +409,9 @@ def test_a_function_in_place_of_the_built_in_correction(module: str, older: bool
 
 def test_its_mask_and_weights_are_those_of_the_loss(module: str) -> None:
     training, rollout = log_probs()
-    config = RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce", custom_correction=f"{module}:halve")
+    config = RolloutCorrectionConfig(
+        bypass_mode=True, loss_type="reinforce", custom_correction=f"{module}:halve"
+    )
     fields = {"old_log_probs": rollout, "advantages": torch.ones_like(rollout)}
     current = training.clone().requires_grad_()
     loss, _ = diffusion_loss(loss_config(config), current, diffusion_batch(rollout, **fields))
@@ -330,10 +426,14 @@ def test_its_shapes_are_checked(module: str, name: str) -> None:
     training, rollout = log_probs()
     batch = diffusion_batch(rollout, old_log_probs=training)
     with pytest.raises(ValueError, match=rf"custom_correction={module}:{name}.*\(6, 4\)"):
-        apply_rollout_correction_to_batch(batch, RolloutCorrectionConfig(custom_correction=f"{module}:{name}"))
+        apply_rollout_correction_to_batch(
+            batch, RolloutCorrectionConfig(custom_correction=f"{module}:{name}")
+        )
 
 
-@pytest.mark.parametrize("function", ["no_such_module:f", "{}:no_such_function", "{}:a_number", "{}", ":halve", "{}:"])
+@pytest.mark.parametrize(
+    "function", ["no_such_module:f", "{}:no_such_function", "{}:a_number", "{}", ":halve", "{}:"]
+)
 def test_a_function_that_is_not_there(module: str, function: str) -> None:
     config = RolloutCorrectionConfig(custom_correction=function.format(module))
     with pytest.raises(ValueError, match=f"{SECTION}.custom_correction="):
@@ -342,7 +442,8 @@ def test_a_function_that_is_not_there(module: str, function: str) -> None:
         composed(f"{SECTION}.custom_correction='{function.format(module)}'")
 
 
-# Flags over several layers, and values of the wrong type --------------------------------------------------------------
+# Flags over several layers, and values of the wrong type
+# --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -356,17 +457,29 @@ def test_a_function_that_is_not_there(module: str, function: str) -> None:
         ([{"use_rs": True}, {"rs_upper_bound": 3.0}], {"rollout_rs_threshold": 3.0}),
         ([{"use_rs": True}, {"use_rs": False}], {"rollout_rs": None, "rollout_rs_threshold": None}),
         (
-            [{"use_tis": True, "tis_batch_normalize": True, "tis_mode": "clip"}, {"use_tis": False}],
+            [
+                {"use_tis": True, "tis_batch_normalize": True, "tis_mode": "clip"},
+                {"use_tis": False},
+            ],
             {"rollout_is": None, "rollout_is_batch_normalize": False, "rollout_is_mode": None},
         ),
         (
             [{"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}, {"rollout_rs": None}],
             {"rollout_rs_threshold": None},
         ),
-        ([{"rollout_is": "token", "rollout_is_mode": "clip"}, {"rollout_is": None}], {"rollout_is_mode": None}),
+        (
+            [{"rollout_is": "token", "rollout_is_mode": "clip"}, {"rollout_is": None}],
+            {"rollout_is_mode": None},
+        ),
         ([{"use_tis": "false"}], {"rollout_is": None}),
-        ([{"bypass_mode": True, "use_pure_rollout_correction": "false"}], {"loss_type": "ppo_clip"}),
-        ([{"use_tis": True, "tis_mode": "clip", "tis_upper_bound": "3"}], {"rollout_is_threshold": f"{1 / 3}_3.0"}),
+        (
+            [{"bypass_mode": True, "use_pure_rollout_correction": "false"}],
+            {"loss_type": "ppo_clip"},
+        ),
+        (
+            [{"use_tis": True, "tis_mode": "clip", "tis_upper_bound": "3"}],
+            {"rollout_is_threshold": f"{1 / 3}_3.0"},
+        ),
         ([{"use_rs": True, "tis_upper_bound": 3.0}], {"rollout_rs_threshold": 3.0}),
     ],
 )
@@ -397,7 +510,8 @@ def test_values_of_the_wrong_type_name_their_key(layer: dict, key: str) -> None:
 
 def test_a_file_may_name_a_preset_alone_and_stand_in_another_folder(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(
-        "defaults: [token_grpo, _self_]\nalgorithm: {rollout_correction: pg_is}\ntrainer: {seed: 7}\n"
+        "defaults: [token_grpo, _self_]\nalgorithm: {rollout_correction: pg_is}\ntrainer: {seed: "
+        "7}\n"
     )
     config = compose_config([], config_name="mine", config_dir=str(tmp_path))
     assert config.algorithm.rollout_correction.loss_type == "reinforce"
@@ -407,21 +521,32 @@ def test_a_file_may_name_a_preset_alone_and_stand_in_another_folder(tmp_path: Pa
 @pytest.mark.parametrize(
     ("parent", "section", "expected"),
     [
-        ("token_grpo", "{preset: decoupled_seq_is_rs, rollout_is_threshold: 5.0}", ("sequence", False, 5.0)),
+        (
+            "token_grpo",
+            "{preset: decoupled_seq_is_rs, rollout_is_threshold: 5.0}",
+            ("sequence", False, 5.0),
+        ),
         ("token_grpo", "{use_tis: true, tis_level: geometric}", ("geometric", False, 2.0)),
         ("tiny_ocr", "{preset: decoupled_seq_is}", ("sequence", False, 2.0)),
         ("tiny_ocr", "{rollout_is: token}", ("token", True, 2.0)),
     ],
 )
-def test_a_file_overrides_the_one_that_it_builds_on(tmp_path: Path, parent: str, section: str, expected: tuple) -> None:
+def test_a_file_overrides_the_one_that_it_builds_on(
+    tmp_path: Path, parent: str, section: str, expected: tuple
+) -> None:
     text = f"defaults: [{parent}, _self_]\nalgorithm:\n  rollout_correction: {section}\n"
     (tmp_path / "mine.yaml").write_text(text)
-    found = to_config(compose_config([], config_name="mine", config_dir=str(tmp_path))).algorithm.rollout_correction
+    found = to_config(
+        compose_config([], config_name="mine", config_dir=str(tmp_path))
+    ).algorithm.rollout_correction
     assert (found.rollout_is, found.bypass_mode, found.rollout_is_threshold) == expected
 
 
 def test_a_preset_may_have_a_part_switched_off() -> None:
-    assert composed(f"{SECTION}=geo_rs", f"{SECTION}.rollout_rs=null").rollout_token_veto_threshold == 1e-4
+    assert (
+        composed(f"{SECTION}=geo_rs", f"{SECTION}.rollout_rs=null").rollout_token_veto_threshold
+        == 1e-4
+    )
     assert composed(f"{SECTION}=slime_mis", f"{SECTION}.rollout_is=null").rollout_is_mode is None
 
 

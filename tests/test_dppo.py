@@ -26,7 +26,9 @@ def parts(given: Steps, theta: Tensor, b: int, t: int) -> tuple[Tensor, float]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("correction", [DECOUPLED, BYPASS], ids=["decoupled", "bypass"])
-def test_loss_and_gradient_are_those_of_the_definition(kind: str, correction: RolloutCorrectionConfig) -> None:
+def test_loss_and_gradient_are_those_of_the_definition(
+    kind: str, correction: RolloutCorrectionConfig
+) -> None:
     given, theta = steps(kind), moved(0.2)
     leaf, total = theta.clone().requires_grad_(), torch.zeros((), dtype=torch.float64)
     threshold = sorted(parts(given, theta, b, t)[1] for b in range(6) for t in range(3))[6]
@@ -64,7 +66,9 @@ def one_step(advantage: float, log_ratio: float, kl: float) -> Tensor:
     return leaf.grad
 
 
-@pytest.mark.parametrize(("advantage", "log_ratio"), [(1.0, 0.3), (1.0, -0.3), (-1.0, 0.3), (-1.0, -0.3)])
+@pytest.mark.parametrize(
+    ("advantage", "log_ratio"), [(1.0, 0.3), (1.0, -0.3), (-1.0, 0.3), (-1.0, -0.3)]
+)
 def test_only_what_moves_further_away_is_masked_and_only_beyond_the_threshold(
     advantage: float, log_ratio: float
 ) -> None:
@@ -91,7 +95,9 @@ def test_no_gradient_flows_through_the_decision() -> None:
     log_probs, gaussian = given.now(theta)
     kl = gaussian.kl.detach().requires_grad_()
     leaf = log_probs.detach().requires_grad_()
-    diffusion_terms(config("flow_dppo"), leaf, given.batch, gaussian._replace(kl=kl)).total.backward()
+    diffusion_terms(
+        config("flow_dppo"), leaf, given.batch, gaussian._replace(kl=kl)
+    ).total.backward()
     assert kl.grad is None
     assert leaf.grad is not None
 
@@ -99,7 +105,9 @@ def test_no_gradient_flows_through_the_decision() -> None:
 def test_the_threshold_and_the_bound_of_a_criterion_are_two_things() -> None:
     """`step_kl` rejects a step whatever its advantage; the loss masks the ones that move away."""
     given, theta = steps(), moved(0.5)
-    correction = RolloutCorrectionConfig(bypass_mode=True, rollout_rs="step_kl", rollout_rs_threshold=0.02)
+    correction = RolloutCorrectionConfig(
+        bypass_mode=True, rollout_rs="step_kl", rollout_rs_threshold=0.02
+    )
     plain = value_and_gradient(config("flow_dppo", BYPASS, kl_threshold=1.0), given, theta)[1]
     both = value_and_gradient(config("flow_dppo", correction, kl_threshold=1.0), given, theta)[1]
     kept = given.now(theta)[1].kl <= 0.02
@@ -110,5 +118,8 @@ def test_the_threshold_and_the_bound_of_a_criterion_are_two_things() -> None:
 def test_the_default_loss_does_not_need_any_of_it() -> None:
     given = steps()
     log_probs, gaussian = given.now(moved())
-    one, two = (diffusion_terms(loss_config(BYPASS), log_probs, given.batch, g).total for g in (None, gaussian))
+    one, two = (
+        diffusion_terms(loss_config(BYPASS), log_probs, given.batch, g).total
+        for g in (None, gaussian)
+    )
     assert torch.equal(one, two)

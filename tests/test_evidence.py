@@ -1,4 +1,6 @@
-"""docs/evidence.md shows what the studies measured: every number, every figure, every conclusion."""
+"""docs/evidence.md shows what the studies measured: every number, every figure, every
+conclusion.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def test_no_name_stands_for_two_things():
 
 
 def test_a_wrong_number_is_found(tmp_path: Path) -> None:
-    name, entry, study = next((name, entry, study) for study in STUDIES for name, entry in study.entries.items())
+    name, entry, study = next(
+        (name, entry, study) for study in STUDIES for name, entry in study.entries.items()
+    )
     page = tmp_path / "evidence.md"
     right = f"<!-- table: {name} -->\n{entry(study.cells)}\n<!-- /table -->\n"
     page.write_text(right)
@@ -51,8 +55,12 @@ def test_a_wrong_number_is_found(tmp_path: Path) -> None:
 
 
 def test_a_wrong_conclusion_is_found():
-    false = tables.Study("planted", {}, {"wrong": lambda cells: False, "right": lambda cells: True}, {})
-    assert tables.broken_claims("So.<!-- claim: wrong --> And so.<!-- claim: right -->", [false]) == ["wrong"]
+    false = tables.Study(
+        "planted", {}, {"wrong": lambda cells: False, "right": lambda cells: True}, {}
+    )
+    assert tables.broken_claims(
+        "So.<!-- claim: wrong --> And so.<!-- claim: right -->", [false]
+    ) == ["wrong"]
 
 
 def test_every_figure_is_there_and_every_file_is_small():

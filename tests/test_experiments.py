@@ -1,4 +1,6 @@
-"""The shipped experiments: they compose for the hardware in their name, and hold the published settings."""
+"""The shipped experiments: they compose for the hardware in their name, and hold the published
+settings.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.compose import compose_all, compose_config, config_folder, to_config
-from flowgrpo_rc.config import Config
+from flowgrpo_rc.config.compose import compose_all, compose_config, config_folder, to_config
+from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.base import adapters_by_pipeline
 from flowgrpo_rc.rewards.manager import check_kind
 
@@ -28,7 +30,10 @@ def test_it_composes_for_the_hardware_in_its_name_and_fits_its_model(name: str) 
     config = experiment(name)
     assert config.trainer.experiment_name == name
     assert config.trainer.output_dir == f"outputs/{name}"
-    indices = [json.loads(p.read_text()) for p in (config_folder() / "architectures").glob("*/model_index.json")]
+    indices = [
+        json.loads(p.read_text())
+        for p in (config_folder() / "architectures").glob("*/model_index.json")
+    ]
     pipelines = {index["_name_or_path"]: index["_class_name"] for index in indices}
     adapter = adapters_by_pipeline()[pipelines[config.model.path]]
     config.rollout.check_model(adapter)
@@ -53,10 +58,18 @@ def test_the_models_and_variants_that_users_look_for() -> None:
 
 def test_the_reference_recipe() -> None:
     config = experiment("sd35_medium_ocr_8xh100")
-    pipeline, algo, actor, optim = config.rollout.pipeline, config.rollout.algo, config.actor, config.actor.optim
+    pipeline, algo, actor, optim = (
+        config.rollout.pipeline,
+        config.rollout.algo,
+        config.actor,
+        config.actor.optim,
+    )
     assert (pipeline.height, pipeline.width, pipeline.num_inference_steps) == (512, 512, 10)
     assert (pipeline.guidance_scale, pipeline.max_sequence_length) == (4.5, 128)
-    assert (config.rollout.val_kwargs.num_inference_steps, config.rollout.val_kwargs.guidance_scale) == (40, 4.5)
+    assert (
+        config.rollout.val_kwargs.num_inference_steps,
+        config.rollout.val_kwargs.guidance_scale,
+    ) == (40, 4.5)
     assert (algo.sde_type, algo.noise_level) == ("sde", 0.7)
     assert config.rollout.window() == (9, 0, 9)  # the last step is not trained
     assert (config.rollout.n, config.data.train_batch_size) == (24, 48)
@@ -64,9 +77,19 @@ def test_the_reference_recipe() -> None:
     assert (actor.diffusion_loss.clip_ratio, actor.diffusion_loss.adv_clip_max) == (1e-4, 5.0)
     assert (actor.use_kl_loss, actor.kl_loss_coef) == (True, 0.04)
     assert (config.algorithm.norm_by_std, config.algorithm.norm_by_global_std) == (True, True)
-    assert (optim.lr, optim.betas, optim.weight_decay, optim.clip_grad) == (3e-4, [0.9, 0.999], 1e-4, 1.0)
+    assert (optim.lr, optim.betas, optim.weight_decay, optim.clip_grad) == (
+        3e-4,
+        [0.9, 0.999],
+        1e-4,
+        1.0,
+    )
     model = config.model
-    assert (model.lora_rank, model.lora_alpha, model.lora_init, model.target_modules) == (32, 64, "gaussian", None)
+    assert (model.lora_rank, model.lora_alpha, model.lora_init, model.target_modules) == (
+        32,
+        64,
+        "gaussian",
+        None,
+    )
     assert (actor.ema.enable, actor.ema.decay, actor.ema.update_interval) == (True, 0.9, 8)
     assert config.reward.terms == {"ocr": {"weight": 1.0}}
     correction = config.algorithm.rollout_correction
@@ -88,7 +111,11 @@ def test_it_takes_a_calibration_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "calibration").mkdir()
     settings = "# @package _global_\nactor: {diffusion_loss: {clip_ratio: 7.0e-4}}\n"
     (tmp_path / "calibration" / "measured.yaml").write_text(settings)
-    config = to_config(compose_config([f"+experiment={NAMES[0]}", "+calibration=measured"], config_dir=str(tmp_path)))
+    config = to_config(
+        compose_config(
+            [f"+experiment={NAMES[0]}", "+calibration=measured"], config_dir=str(tmp_path)
+        )
+    )
     assert config.actor.diffusion_loss.clip_ratio == 7e-4
     assert config.model.path == experiment(NAMES[0]).model.path
 
@@ -112,7 +139,9 @@ def changes(name: str, base: str) -> dict[str, object]:
 
     there, here = flat(base), flat(name)
     named = ("trainer.output_dir", "trainer.experiment_name")
-    return {key: value for key, value in here.items() if there.get(key) != value and key not in named}
+    return {
+        key: value for key, value in here.items() if there.get(key) != value and key not in named
+    }
 
 
 def test_one_card_and_the_fast_variant_change_what_they_say() -> None:
@@ -137,7 +166,9 @@ def test_one_card_and_the_fast_variant_change_what_they_say() -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "pickscore" in name])
 def test_pickscore_takes_the_place_of_ocr(name: str) -> None:
-    """With flow_grpo's prompts and, where there is a KL penalty, its coefficient; nothing else differs."""
+    """With flow_grpo's prompts and, where there is a KL penalty, its coefficient; nothing else
+    differs.
+    """
     kl = {"actor.kl_loss_coef": 0.01} if name.startswith("sd35") else {}
     reward = {"reward.terms.pickscore.weight": 0.03846}
     prompts = dict.fromkeys(("data.train_files", "data.val_files"), "dataset/pickscore")
@@ -145,7 +176,9 @@ def test_pickscore_takes_the_place_of_ocr(name: str) -> None:
 
 
 def test_qwen_image_is_the_command_of_verl_omni() -> None:
-    """The experiment and the published command line agree wherever the command says something about the training."""
+    """The experiment and the published command line agree wherever the command says something about
+    the training.
+    """
     from verl_omni_commands import QWEN_IMAGE
 
     there = compose_config([*QWEN_IMAGE, "compat.ignore=[reward]"])
@@ -179,7 +212,9 @@ def test_qwen_image_is_the_command_of_verl_omni() -> None:
 def test_overrides_come_on_top_and_both_spellings_agree(capsys: pytest.CaptureFixture) -> None:
     name = "sd35_medium_ocr_1xh100"
     assert experiment(name, "actor.optim.lr=1e-5").actor.optim.lr == 1e-5
-    assert compose_config([f"+experiment={name}"]) == compose_config([], config_name=f"experiment/{name}")
+    assert compose_config([f"+experiment={name}"]) == compose_config(
+        [], config_name=f"experiment/{name}"
+    )
     bypass = "algorithm.rollout_correction.rollout_rs=seq_mean_k1"
     band = 'algorithm.rollout_correction.rollout_rs_threshold="0.9_1.1"'
     corrected = experiment(name, bypass, band).algorithm.rollout_correction
@@ -192,8 +227,14 @@ def test_overrides_come_on_top_and_both_spellings_agree(capsys: pytest.CaptureFi
     ("arguments", "words"),
     [
         (["+experiment=sd36"], ["experiment/sd36", "experiment/sd35_medium_ocr_8xh100"]),
-        (["--config-name", "tiny_ocr", f"+experiment={NAMES[0]}"], ["--config-name tiny_ocr", NAMES[0], "one of them"]),
-        ([f"+experiment={NAMES[0]}", f"+experiment={NAMES[1]}"], [NAMES[0], NAMES[1], "one of them"]),
+        (
+            ["--config-name", "tiny_ocr", f"+experiment={NAMES[0]}"],
+            ["--config-name tiny_ocr", NAMES[0], "one of them"],
+        ),
+        (
+            [f"+experiment={NAMES[0]}", f"+experiment={NAMES[1]}"],
+            [NAMES[0], NAMES[1], "one of them"],
+        ),
     ],
 )
 def test_one_whole_configuration_at_a_time(

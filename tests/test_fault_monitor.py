@@ -1,4 +1,5 @@
-"""What the parts of the trainer that judge a rollout notice of an engine with a fault, in one iteration of the bundled
+"""What the parts of the trainer that judge a rollout notice of an engine with a fault, in one
+iteration of the bundled
 model: source, task, noise floor and health rules as `assemble` makes them, without an update."""
 
 from __future__ import annotations
@@ -9,27 +10,45 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from accelerate import Accelerator
-from faulty_engines import Bf16Latents, Bf16Timestep, Guidance, NoLora, OtherKernels, Recorded, Shift, StaleWeights
+from faulty_engines import (
+    Bf16Latents,
+    Bf16Timestep,
+    Guidance,
+    NoLora,
+    OtherKernels,
+    Recorded,
+    Shift,
+    StaleWeights,
+)
 from torch import Tensor
 
-from flowgrpo_rc.assemble import make_floor, make_source, make_task
 from flowgrpo_rc.batch import DiffusionBatch
-from flowgrpo_rc.compose import compose_config, to_config
-from flowgrpo_rc.config import Config
+from flowgrpo_rc.build import make_floor, make_source, make_task
+from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.models.lora import lora_parameters
+from flowgrpo_rc.monitoring.health import HealthMonitor
+from flowgrpo_rc.monitoring.mismatch import MismatchMonitor
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rewards.manager import RewardManager
-from flowgrpo_rc.rollout.base import ImageRequest, RolloutChunk
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
-from flowgrpo_rc.training.health import HealthMonitor
-from flowgrpo_rc.training.image_task import ImageTask
-from flowgrpo_rc.training.lora import lora_parameters
-from flowgrpo_rc.training.noise_floor import NoiseFloor
-from flowgrpo_rc.training.processes import Processes
+from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
+from flowgrpo_rc.training.tasks.image import ImageTask
 
 SETTINGS = [
-    *("data.train_batch_size=3", "rollout.n=4", "rollout.micro_batch_size_per_gpu=12", "reward.terms.ocr=null"),
-    *("actor.ppo_mini_batch_size=3", "actor.ppo_micro_batch_size_per_gpu=12", "reward.terms.jpeg.weight=1"),
+    *(
+        "data.train_batch_size=3",
+        "rollout.n=4",
+        "rollout.micro_batch_size_per_gpu=12",
+        "reward.terms.ocr=null",
+    ),
+    *(
+        "actor.ppo_mini_batch_size=3",
+        "actor.ppo_micro_batch_size_per_gpu=12",
+        "reward.terms.jpeg.weight=1",
+    ),
     *("rollout.pipeline.guidance_scale=4.5", "trainer.device=cpu"),
 ]
 ALARM = "differ by more than their precisions explain"
@@ -48,12 +67,16 @@ class SilentNoLora(NoLora):
 
 
 class ThreeFloors(Recorded):
-    """A fault of any kind, 3.2 times as large as the mismatch of a bf16 rollout, which is `floor`."""
+    """A fault of any kind, 3.2 times as large as the mismatch of a bf16 rollout, which is
+    `floor`.
+    """
 
     floor = 0.0
 
     def record(self, batch: DiffusionBatch) -> DiffusionBatch:
-        drawn = torch.randn(batch.rollout_log_probs.shape, generator=torch.Generator().manual_seed(0))
+        drawn = torch.randn(
+            batch.rollout_log_probs.shape, generator=torch.Generator().manual_seed(0)
+        )
         size = 3.2 * self.floor * drawn / drawn.abs().mean()
         return batch.replace(rollout_log_probs=batch.rollout_log_probs + size)
 
@@ -101,12 +124,19 @@ class Bench:
             self.now[name] = self.earlier[name] + step
             parameter.data.copy_(self.now[name])
 
-    def parts(self, config: Config) -> tuple[ImageTask, NoiseFloor, DiffusionBatch]:
-        """What judges, and step 2 by an engine that got the earlier weights, then those of the training graph."""
+    def parts(self, config: Config) -> tuple[ImageTask, MismatchMonitor, DiffusionBatch]:
+        """What judges, and step 2 by an engine that got the earlier weights, then those of the
+        training graph.
+        """
         processes = Processes(Accelerator(cpu=True))
         policy = FlowPolicy(self.model, self.model.network, autocast=processes.autocast)
-        task, rewards = ImageTask(self.model, policy, config.rollout, seed=0), RewardManager(config.reward)
-        source = make_source(config, task, config.read_prompts()[0], rewards, processes, first_step=0)
+        task, rewards = (
+            ImageTask(self.model, policy, config.rollout, seed=0),
+            RewardManager(config.reward),
+        )
+        source = make_source(
+            config, task, config.read_prompts()[0], rewards, processes, first_step=0
+        )
         try:
             source.sync_weights(self.earlier, 0)
             source.sync_weights(self.now, 1)
@@ -127,7 +157,9 @@ def configure(*further: str) -> Config:
 
 @dataclass(frozen=True)
 class Seen:
-    """What an iteration said: the size of the mismatch, in log-probs and over the expectation, and the alarms."""
+    """What an iteration said: the size of the mismatch, in log-probs and over the expectation, and
+    the alarms.
+    """
 
     size: float
     over: float
@@ -144,7 +176,11 @@ def iterate(bench: Bench, *further: str) -> Seen:
     bag.merge(floor.finish(), "rollout_corr")
     row = bag.compute()
     alarms = HealthMonitor(config.effective_correction()).update(2, row)
-    return Seen(row["rollout_corr/logprob_abs_diff_mean"], row["rollout_corr/mismatch_over_expected"], alarms)
+    return Seen(
+        row["rollout_corr/logprob_abs_diff_mean"],
+        row["rollout_corr/mismatch_over_expected"],
+        alarms,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +195,11 @@ CLEAN = {
     "bf16": ["rollout.dtype=bf16"],
     "int8_dynamic": ["rollout.dtype=fp32", "rollout.quantization=int8_dynamic"],
     "no_guidance": ["rollout.dtype=bf16", "rollout.pipeline.guidance_scale=1.0"],
-    "cps": ["rollout.dtype=bf16", "rollout.algo.sde_type=cps", "rollout.algo.log_prob_convention=peers"],
+    "cps": [
+        "rollout.dtype=bf16",
+        "rollout.algo.sde_type=cps",
+        "rollout.algo.log_prob_convention=peers",
+    ],
 }
 
 
@@ -171,24 +211,31 @@ def test_a_clean_engine_raises_no_alarm(bench: Bench, pair: str) -> None:
 
 
 @pytest.mark.parametrize("cls", FAULTS)
-def test_every_fault_of_an_fp32_pair_is_noticed(bench: Bench, floor_of_bf16: float, cls: type[DiffusersEngine]) -> None:
+def test_every_fault_of_an_fp32_pair_is_noticed(
+    bench: Bench, floor_of_bf16: float, cls: type[DiffusersEngine]
+) -> None:
     """And with a bf16 rollout each that is above three times its floor."""
     seen = iterate(bench, "rollout.dtype=fp32", engine(cls))
     assert any(ALARM in alarm and "flowgrpo-rc calibrate" in alarm for alarm in seen.alarms)
     large = seen.size > 3 * floor_of_bf16
     assert large or cls not in (Shift, SilentNoLora)
     if large:
-        assert any(ALARM in alarm for alarm in iterate(bench, "rollout.dtype=bf16", engine(cls)).alarms)
+        assert any(
+            ALARM in alarm for alarm in iterate(bench, "rollout.dtype=bf16", engine(cls)).alarms
+        )
 
 
 def test_three_floors_are_noticed_in_a_bf16_pair(
     bench: Bench, floor_of_bf16: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ThreeFloors, "floor", floor_of_bf16)
-    assert any(ALARM in alarm for alarm in iterate(bench, "rollout.dtype=bf16", engine(ThreeFloors)).alarms)
+    assert any(
+        ALARM in alarm for alarm in iterate(bench, "rollout.dtype=bf16", engine(ThreeFloors)).alarms
+    )
 
 
-# Training in bf16 ---------------------------------------------------------------------------------------------------
+# Training in bf16
+# ---------------------------------------------------------------------------------------------------
 
 BF16 = "model.dtype=bf16"
 
@@ -238,8 +285,12 @@ def test_latents_in_16_bits_are_noticed_below_the_floor(bench: Bench) -> None:
         (NoLora, "does not hold the trainer's LoRA of step 1"),
     ],
 )
-def test_what_an_engine_tells_is_compared(bench: Bench, cls: type[DiffusersEngine], words: str) -> None:
-    """Below any floor, by the echoed settings, the recorded schedule and the weights that it holds."""
+def test_what_an_engine_tells_is_compared(
+    bench: Bench, cls: type[DiffusersEngine], words: str
+) -> None:
+    """Below any floor, by the echoed settings, the recorded schedule and the weights that it
+    holds.
+    """
     with pytest.raises((RuntimeError, ValueError)) as error:
         iterate(bench, "rollout.dtype=bf16", engine(cls))
     assert words in str(error.value)

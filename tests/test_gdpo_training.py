@@ -1,4 +1,6 @@
-"""Training with each reward normalised alone: what is divided, what it cannot be combined with, saved rollouts."""
+"""Training with each reward normalised alone: what is divided, what it cannot be combined with,
+saved rollouts.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,11 @@ def left(image, prompt):
 
 
 def test_two_rewards_of_any_scale_train_and_saved_ones_must_be_there(train, tmp_path, capsys):
-    two = (GDPO, "reward.terms.jpeg.weight=1e3", f"+reward.terms.left={{_target_: function, path: '{HERE}:left'}}")
+    two = (
+        GDPO,
+        "reward.terms.jpeg.weight=1e3",
+        f"+reward.terms.left={{_target_: function, path: '{HERE}:left'}}",
+    )
     assert train(*two, "trainer.save_rollouts=true") == 0
     rows = read_rows(tmp_path / "run")
     assert {"reward/jpeg", "reward/left"} <= rows[1].keys()
@@ -25,10 +31,15 @@ def test_two_rewards_of_any_scale_train_and_saved_ones_must_be_there(train, tmp_
     replay = f"data.replay_dir={tmp_path / 'run'}"
     assert train(*two, replay, f"trainer.output_dir={tmp_path / 'again'}") == 0
     again = read_rows(tmp_path / "again")
-    assert [row.get("advantages/max") for row in again] == [row.get("advantages/max") for row in rows]
+    assert [row.get("advantages/max") for row in again] == [
+        row.get("advantages/max") for row in rows
+    ]
     other = f"+reward.terms.other={{_target_: function, path: '{HERE}:left'}}"
     assert train(GDPO, replay, other, f"trainer.output_dir={tmp_path / 'third'}") == 2
-    assert "has no reward 'other', and algorithm.adv_estimator=gdpo needs each" in capsys.readouterr().err
+    assert (
+        "has no reward 'other', and algorithm.adv_estimator=gdpo needs each"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("setting", ["norm_adv_by_std_in_grpo=true", "global_std=false"])

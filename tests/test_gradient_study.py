@@ -1,4 +1,6 @@
-"""The gradient study: gradients against autograd, statistics against known expectations, a run from end to end."""
+"""The gradient study: gradients against autograd, statistics against known expectations, a run from
+end to end.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +31,31 @@ def test_gradients_of_steps_are_those_of_autograd(problem: flow.Problem) -> None
     network, names = problem.network, list(problem.lora())
     rounding = flow.Sampler(network=network, rounds=True)
     batch = problem.rollout(rounding, 0, "test")[0].rows(0, 24)
-    coefficients = torch.randn(3, 24, batch.num_steps, generator=torch.Generator().manual_seed(1)).double()
+    coefficients = torch.randn(
+        3, 24, batch.num_steps, generator=torch.Generator().manual_seed(1)
+    ).double()
     found = problem.evaluate(batch)
     parameters = [network.get_parameter(name).requires_grad_() for name in names]
     x = batch.all_latents[:, :-1].flatten(0, 1)
-    v = flow.Sampler(network=network).velocity(x, batch.all_timesteps.flatten(), flow.step_classes(batch))
-    sigma, following = batch.sigmas[batch.step_indices.flatten()], batch.sigmas[batch.step_indices.flatten() + 1]
-    std = (0.7 * (sigma / (1 - torch.where(sigma == 1, batch.sigmas[1], sigma))).sqrt()).unsqueeze(1)
+    v = flow.Sampler(network=network).velocity(
+        x, batch.all_timesteps.flatten(), flow.step_classes(batch)
+    )
+    sigma, following = (
+        batch.sigmas[batch.step_indices.flatten()],
+        batch.sigmas[batch.step_indices.flatten() + 1],
+    )
+    std = (0.7 * (sigma / (1 - torch.where(sigma == 1, batch.sigmas[1], sigma))).sqrt()).unsqueeze(
+        1
+    )
     dt = (following - sigma).unsqueeze(1)
     drift = std**2 / (2 * sigma.unsqueeze(1))
     mean = x * (1 + drift * dt) + v * (1 + drift * (1 - sigma.unsqueeze(1))) * dt
     scale = std * (-dt).sqrt()
-    log_probs = torch.distributions.Normal(mean, scale).log_prob(batch.all_latents[:, 1:].flatten(0, 1)).mean(1)
+    log_probs = (
+        torch.distributions.Normal(mean, scale)
+        .log_prob(batch.all_latents[:, 1:].flatten(0, 1))
+        .mean(1)
+    )
     kl = ((mean - batch.prev_sample_mean.flatten(0, 1)) ** 2 / (2 * scale**2)).mean(1)
     torch.testing.assert_close(found.log_probs.flatten(), log_probs.detach())
     torch.testing.assert_close(found.gaussian.kl.flatten(), kl.detach())
@@ -48,18 +63,24 @@ def test_gradients_of_steps_are_those_of_autograd(problem: flow.Problem) -> None
         got = problem.pull_back(batch, slope, coefficients)
         for row, own in zip(got, coefficients.flatten(1), strict=True):
             expected = torch.autograd.grad((values * own).sum(), parameters, retain_graph=True)
-            torch.testing.assert_close(row, torch.cat([gradient.flatten() for gradient in expected]))
+            torch.testing.assert_close(
+                row, torch.cat([gradient.flatten() for gradient in expected])
+            )
 
 
 def test_without_mismatch_every_estimator_is_the_truth(problem: flow.Problem) -> None:
-    pairs = gradient_study.calibration_pairs(problem, flow.Sampler(network=problem.network, rounds=True), 1)
+    pairs = gradient_study.calibration_pairs(
+        problem, flow.Sampler(network=problem.network, rounds=True), 1
+    )
     given = estimators.estimators(estimators.calibrate(pairs), pairs)
     batch, rewards = problem.rollout(flow.Sampler(network=problem.network), 0, "test")
     found = problem.evaluate(batch)
-    slopes = gradient_study.all_slopes(given, batch, found, rewards, 0).at_log_prob.unflatten(0, (-1, 2))
-    truth = gradient_study.all_slopes(estimators.estimands(), batch, found, rewards, 0).at_log_prob.unflatten(
+    slopes = gradient_study.all_slopes(given, batch, found, rewards, 0).at_log_prob.unflatten(
         0, (-1, 2)
     )
+    truth = gradient_study.all_slopes(
+        estimators.estimands(), batch, found, rewards, 0
+    ).at_log_prob.unflatten(0, (-1, 2))
     expected = dict(zip(estimators.estimands(), truth, strict=True))
     for estimator, slope in zip(given.values(), slopes, strict=True):
         torch.testing.assert_close(slope, expected[estimator.estimand], rtol=1e-9, atol=1e-15)
@@ -69,7 +90,9 @@ def test_the_statistics_find_known_lengths_and_angles() -> None:
     source = torch.Generator().manual_seed(0)
     truth, bias, pull = torch.zeros(3, 200, dtype=torch.float64)
     truth[0], bias[:2], pull[1:3] = 1.0, torch.tensor([-0.5, 1.0]), 1.0
-    noise, own = (torch.randn(size, 200, generator=source, dtype=torch.float64) for size in (3000, 1000))
+    noise, own = (
+        torch.randn(size, 200, generator=source, dtype=torch.float64) for size in (3000, 1000)
+    )
     rows = moments.Rows(
         reward=truth + bias + noise[:1000] + 0.5 * own,
         chance=bias + noise[:1000],
@@ -89,10 +112,15 @@ def test_the_statistics_find_known_lengths_and_angles() -> None:
     for name, value in expected.items():
         assert abs(found[name][0] - value) < 4 * found[name][1] + 1e-9, name
         assert found[name][1] < 0.15, name
-    assert moments.estimate(rows._replace(chance=noise[:1000] + own - own.mean(0)))["to_rollout"] is None
+    assert (
+        moments.estimate(rows._replace(chance=noise[:1000] + own - own.mean(0)))["to_rollout"]
+        is None
+    )
 
 
-def test_the_study_runs_and_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_study_runs_and_goes_on_where_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     gradient_study.main(["--quick", "--output", str(tmp_path)])
     assert capsys.readouterr().out.split() == ["truth_16", "bf16_16"]
     cell = json.loads((tmp_path / "gradient" / "bf16_16.json").read_text())

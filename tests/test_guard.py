@@ -22,12 +22,13 @@ from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.kl import gaussian_kl
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.transition import GaussianSteps, log_prob, transition
+from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig
 from flowgrpo_rc.losses.diffusion import diffusion_terms
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.policies.flow import FlowPolicy
-from flowgrpo_rc.training.processes import Processes
-from flowgrpo_rc.training.update import ActorConfig, PolicyUpdate
+from flowgrpo_rc.training.config import ActorConfig
+from flowgrpo_rc.training.update import PolicyUpdate
 
 SIGMAS = [0.9, 0.7, 0.4, 0.2]
 DECOUPLED, BYPASS = RolloutCorrectionConfig(), RolloutCorrectionConfig(bypass_mode=True)
@@ -50,7 +51,10 @@ class Steps(NamedTuple):
         """Log-probs and steps [B, T] of the policy at theta, as the policy computes them."""
         mean = self.mean(theta)
         rows = [
-            (log_prob(step, self.following[:, t]), gaussian_kl(mean[:, t], self.old_mean[:, t], step.std))
+            (
+                log_prob(step, self.following[:, t]),
+                gaussian_kl(mean[:, t], self.old_mean[:, t], step.std),
+            )
             for t in range(mean.shape[1])
             for step in [transition_of(mean[:, t], self.std[:, t])]
         ]
@@ -62,7 +66,9 @@ class Steps(NamedTuple):
 
 
 def transition_of(mean: Tensor, std: Tensor) -> Any:
-    stock = transition(mean, mean, torch.ones(1) / 2, torch.ones(1) / 4, kind="cps", noise_level=0.5, sigma_max=1.0)
+    stock = transition(
+        mean, mean, torch.ones(1) / 2, torch.ones(1) / 4, kind="cps", noise_level=0.5, sigma_max=1.0
+    )
     return stock._replace(mean=mean, std=std[:, None, None])
 
 
@@ -72,7 +78,9 @@ def steps(kind: str = "sde", seed: int = 0) -> Steps:
     means, stds = [], []
     for t in range(3):
         sigma, sigma_next = (torch.full((6,), SIGMAS[t + i]).double() for i in (0, 1))
-        step = transition(x[:, t], v[:, t], sigma, sigma_next, kind=kind, noise_level=0.7, sigma_max=0.95)
+        step = transition(
+            x[:, t], v[:, t], sigma, sigma_next, kind=kind, noise_level=0.7, sigma_max=0.95
+        )
         means.append(step.mean)
         stds.append(step.std.flatten(1).expand(6, 1))
     mean, std = torch.stack(means, 1), torch.cat(stds, 1)
@@ -86,11 +94,16 @@ def steps(kind: str = "sde", seed: int = 0) -> Steps:
 
 def moved(scale: float = 0.05) -> Tensor:
     """How far each step of each sample has moved; some of them beyond the clip band."""
-    return scale * torch.randn(6, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return scale * torch.randn(
+        6, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+    )
 
 
 def config(
-    mode: str, correction: RolloutCorrectionConfig = DECOUPLED, clip: float = 0.01, **settings: float
+    mode: str,
+    correction: RolloutCorrectionConfig = DECOUPLED,
+    clip: float = 0.01,
+    **settings: float,
 ) -> LossConfig:
     return LossConfig(
         rollout_correction=correction,
@@ -103,24 +116,31 @@ def value_and_gradient(
 ) -> tuple[float, Tensor, dict[str, float]]:
     theta = theta.clone().requires_grad_()
     log_probs, gaussian = given.now(theta)
-    loss, metrics = diffusion_loss(settings, log_probs, given.batch if batch is None else batch, gaussian)
+    loss, metrics = diffusion_loss(
+        settings, log_probs, given.batch if batch is None else batch, gaussian
+    )
     loss.backward()
     return loss.item(), theta.grad, metrics.compute()
 
 
 def guard_ratio(given: Steps, theta: Tensor, b: int, t: int) -> Tensor:
-    """exp(mean_D[(mean - old_mean) (x' - old_mean)] / std): the same ratio, from the paper's closed form."""
+    """exp(mean_D[(mean - old_mean) (x' - old_mean)] / std): the same ratio, from the paper's closed
+    form.
+    """
     old = given.old_mean[b, t]
     shift = given.mean(theta)[b, t] - old
     return torch.exp((shift * (given.following[b, t] - old)).mean() / given.std[b, t])
 
 
-# The formula --------------------------------------------------------------------------------------------------------
+# The formula
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("correction", [DECOUPLED, BYPASS], ids=["decoupled", "bypass"])
-def test_loss_and_gradient_are_those_of_the_closed_form(kind: str, correction: RolloutCorrectionConfig) -> None:
+def test_loss_and_gradient_are_those_of_the_closed_form(
+    kind: str, correction: RolloutCorrectionConfig
+) -> None:
     given, theta = steps(kind), moved()
     value, gradient, metrics = value_and_gradient(config("grpo_guard", correction), given, theta)
     leaf, total, held = theta.clone().requires_grad_(), torch.zeros((), dtype=torch.float64), 0
@@ -138,7 +158,9 @@ def test_loss_and_gradient_are_those_of_the_closed_form(kind: str, correction: R
 
 def test_at_equal_means_there_is_no_bias_and_the_ratio_is_one() -> None:
     for kind in KINDS:
-        metrics = value_and_gradient(config("grpo_guard"), steps(kind), torch.zeros(6, 3).double())[2]
+        metrics = value_and_gradient(config("grpo_guard"), steps(kind), torch.zeros(6, 3).double())[
+            2
+        ]
         assert metrics["ratio_mean"] == 1
         assert metrics["ratio_std"] == 0
         assert metrics["step_kl_max"] == 0
@@ -150,7 +172,12 @@ def test_the_log_ratio_has_no_bias_and_flow_grpo_s_has() -> None:
     opposite = given._replace(following=2 * given.old_mean - given.following)
     logs = []
     for one in (given, opposite):
-        old = Normal(one.old_mean, one.std[:, :, None, None]).log_prob(one.following).flatten(2).mean(2)
+        old = (
+            Normal(one.old_mean, one.std[:, :, None, None])
+            .log_prob(one.following)
+            .flatten(2)
+            .mean(2)
+        )
         log_probs, gaussian = one.now(theta)
         logs.append((log_probs - old, (log_probs - old + gaussian.kl) * gaussian.std))
     plain, guard = (sum(column) / 2 for column in zip(*logs, strict=True))
@@ -159,11 +186,15 @@ def test_the_log_ratio_has_no_bias_and_flow_grpo_s_has() -> None:
 
 
 def test_the_correction_of_one_sample_does_not_enter_another() -> None:
-    """A sample far off its old mean changes nothing for the others, and each sample alone has its part of the loss."""
+    """A sample far off its old mean changes nothing for the others, and each sample alone has its
+    part of the loss.
+    """
     given, theta = steps(), moved()
     far = theta.clone()
     far[0] = 30.0
-    one, two = (value_and_gradient(config("grpo_guard"), given, values)[1] for values in (theta, far))
+    one, two = (
+        value_and_gradient(config("grpo_guard"), given, values)[1] for values in (theta, far)
+    )
     assert torch.equal(one[1:], two[1:])
     parts = []
     for b in range(6):
@@ -190,7 +221,9 @@ def test_rejected_steps_are_selected_out() -> None:
     given, theta = steps(), moved(0.01)
     mask = torch.ones(6, 3, dtype=torch.bool)
     mask[2], mask[4, 1] = False, False
-    batch = given.batch.replace(rejection_mask=mask, rollout_is_weights=torch.full((6, 3), 2.0).double())
+    batch = given.batch.replace(
+        rejection_mask=mask, rollout_is_weights=torch.full((6, 3), 2.0).double()
+    )
     plain = value_and_gradient(config("grpo_guard"), given, theta)[1]
     broken = theta.clone()
     broken[2] = math.inf
@@ -200,7 +233,8 @@ def test_rejected_steps_are_selected_out() -> None:
     assert {name: with_hole[name] for name in metrics} == metrics
 
 
-# What is refused ----------------------------------------------------------------------------------------------------
+# What is refused
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["grpo_guard", "flow_dppo"])
@@ -219,7 +253,10 @@ GUARD = "actor.diffusion_loss.loss_mode=grpo_guard"
 @pytest.mark.parametrize(
     ("further", "word"),
     [
-        (("rollout.algo.sde_type=cps", "rollout.algo.log_prob_convention=peers"), "log_prob_convention"),
+        (
+            ("rollout.algo.sde_type=cps", "rollout.algo.log_prob_convention=peers"),
+            "log_prob_convention",
+        ),
         ((f"{RC}.bypass_mode=true", f"{RC}.loss_type=reinforce"), "loss_type=reinforce"),
     ],
 )
@@ -230,17 +267,24 @@ def test_what_does_not_go_with_it(
     assert word in capsys.readouterr().err
 
 
-# On a model ---------------------------------------------------------------------------------------------------------
+# On a model
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", ["step", "window"])
 def test_in_bypass_mode_the_anchor_is_the_rollout(model: FlowModel, level: str) -> None:
-    """The gradient on a model whose rollout was bf16, against autograd with the means that it recorded."""
+    """The gradient on a model whose rollout was bf16, against autograd with the means that it
+    recorded.
+    """
     policy = FlowPolicy(model, trained_lora(model))
-    batch, _ = sample(model, policy.network, make_spec("sde", 1.0, dtype="bf16"), WINDOWS["all"], keep_means=True)
+    batch, _ = sample(
+        model, policy.network, make_spec("sde", 1.0, dtype="bf16"), WINDOWS["all"], keep_means=True
+    )
     advantages = torch.tensor([1.0, -1.0, 2.0, -0.5]).unsqueeze(1).expand(4, 4)
     batch = batch.replace(old_log_probs=batch.rollout_log_probs, advantages=advantages)
-    settings = config("grpo_guard", RolloutCorrectionConfig(bypass_mode=True, bypass_level=level), clip=0.1)
+    settings = config(
+        "grpo_guard", RolloutCorrectionConfig(bypass_mode=True, bypass_level=level), clip=0.1
+    )
     update = PolicyUpdate(
         policy,
         ActorConfig(ppo_micro_batch_size_per_gpu=4),
@@ -253,7 +297,11 @@ def test_in_bypass_mode_the_anchor_is_the_rollout(model: FlowModel, level: str) 
     for t in range(4):
         step, old = policy.evaluate(batch.step(t)), batch.prev_sample_mean[:, t]
         std, dt = step.transition.std, batch.sigmas[t + 1] - batch.sigmas[t]
-        log_ratio = ((step.transition.mean - old) * (batch.all_latents[:, t + 1] - old) / std).flatten(1).mean(1)
+        log_ratio = (
+            ((step.transition.mean - old) * (batch.all_latents[:, t + 1] - old) / std)
+            .flatten(1)
+            .mean(1)
+        )
         total = total + (-advantages[:, t] * log_ratio.exp()).sum() / -dt
     expect = torch.autograd.grad(total, update.parameters, allow_unused=True)
     bag = MetricBag()
@@ -272,8 +320,13 @@ def test_in_bypass_mode_the_anchor_is_the_rollout(model: FlowModel, level: str) 
 @pytest.mark.parametrize("mode", ["grpo_guard", "flow_dppo"])
 @pytest.mark.parametrize("bypass", [False, True])
 def test_a_run_in_both_modes(train: Train, tmp_path: Path, mode: str, bypass: bool) -> None:
-    """In decoupled mode the anchor is the recompute, from which the first update has not moved; a bf16 rollout has."""
-    options = [f"actor.diffusion_loss.loss_mode={mode}", f"algorithm.rollout_correction.bypass_mode={bypass}"]
+    """In decoupled mode the anchor is the recompute, from which the first update has not moved; a
+    bf16 rollout has.
+    """
+    options = [
+        f"actor.diffusion_loss.loss_mode={mode}",
+        f"algorithm.rollout_correction.bypass_mode={bypass}",
+    ]
     whole = ["rollout.dtype=bf16", "trainer.total_training_steps=1", "actor.ppo_mini_batch_size=4"]
     whole += ["actor.ema.enable=false"]
     assert train(*options, *whole) == 0

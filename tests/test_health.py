@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from flowgrpo_rc.assemble import make_health
-from flowgrpo_rc.config import Config, DataConfig
+from flowgrpo_rc.build import make_health
+from flowgrpo_rc.config.tree import Config, DataConfig
 from flowgrpo_rc.models.base import ModelConfig
-from flowgrpo_rc.rollout.base import RolloutConfig
-from flowgrpo_rc.training.health import HealthMonitor, check_rollout_correction_health
+from flowgrpo_rc.monitoring.health import HealthMonitor, check_rollout_correction_health
+from flowgrpo_rc.rollout.config import RolloutConfig
 
 PREFIXES = ("rollout_corr/", "actor/rollout_corr/")
 
@@ -61,9 +61,13 @@ def named(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize(("metric", "healthy", "ill", "key"), EDGES)
-def test_rule_flips_at_its_threshold(prefix: str, metric: str, healthy: float, ill: float, key: str) -> None:
+def test_rule_flips_at_its_threshold(
+    prefix: str, metric: str, healthy: float, ill: float, key: str
+) -> None:
     assert check_rollout_correction_health(named(prefix, HEALTHY | {metric: healthy}), Settings())
-    warnings = check_rollout_correction_health(named(prefix, HEALTHY | {metric: ill}), Settings()).warnings
+    warnings = check_rollout_correction_health(
+        named(prefix, HEALTHY | {metric: ill}), Settings()
+    ).warnings
     assert len(warnings) == 1
     assert warnings[0].startswith(f"{prefix}{metric} is {ill:.4g}, ")
     assert key in warnings[0]
@@ -72,7 +76,9 @@ def test_rule_flips_at_its_threshold(prefix: str, metric: str, healthy: float, i
 
 def test_rejection_above_ten_percent_also_dilutes() -> None:
     at, above = (
-        check_rollout_correction_health({"rollout_corr/rollout_rs_seq_masked_fraction": value}, Settings()).warnings
+        check_rollout_correction_health(
+            {"rollout_corr/rollout_rs_seq_masked_fraction": value}, Settings()
+        ).warnings
         for value in (0.10, 0.11)
     )
     assert len(at) == 1
@@ -81,7 +87,9 @@ def test_rejection_above_ten_percent_also_dilutes() -> None:
     assert "dilute" in above[1]
     assert "rollout_rs_threshold of seq_mean_k1" in above[1]
     kept = Settings(normalize="kept")
-    found = check_rollout_correction_health({"rollout_corr/rollout_rs_seq_masked_fraction": 0.5}, kept)
+    found = check_rollout_correction_health(
+        {"rollout_corr/rollout_rs_seq_masked_fraction": 0.5}, kept
+    )
     assert len(found.warnings) == 1
 
 
@@ -94,7 +102,9 @@ def test_clipping_of_more_than_half_the_steps() -> None:
     assert check_rollout_correction_health({"actor/clip_fraction": 0.5}, Settings())
     (warning,) = check_rollout_correction_health({"actor/clip_fraction": 0.51}, Settings()).warnings
     assert "bypass_mode=False or raise actor.diffusion_loss.clip_ratio" in warning
-    (warning,) = check_rollout_correction_health({"actor/clip_fraction": 0.51}, Settings(bypass_mode=False)).warnings
+    (warning,) = check_rollout_correction_health(
+        {"actor/clip_fraction": 0.51}, Settings(bypass_mode=False)
+    ).warnings
     assert "bypass_mode" not in warning
 
 
@@ -116,12 +126,19 @@ def test_decoupled_mode_is_not_told_to_become_decoupled() -> None:
     ],
 )
 def test_pinned_weight_knows_its_bound(settings: Settings, expected: int) -> None:
-    assert len(check_rollout_correction_health({"rollout_corr/rollout_is_max": 3.0}, settings).warnings) == expected
+    assert (
+        len(
+            check_rollout_correction_health({"rollout_corr/rollout_is_max": 3.0}, settings).warnings
+        )
+        == expected
+    )
 
 
 def test_absent_metrics_are_no_error() -> None:
     assert check_rollout_correction_health({}, Settings())
-    assert check_rollout_correction_health({"reward/mean": math.nan, "timing_s/update": 3.0}, Settings())
+    assert check_rollout_correction_health(
+        {"reward/mean": math.nan, "timing_s/update": 3.0}, Settings()
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None])
@@ -131,18 +148,29 @@ def test_non_finite_value_is_one_warning(value: float | None) -> None:
     assert "actor/pg_loss (and 1 more) is not finite" in warning
 
 
-FLOOR = {"pre_update_clip_fraction": 0.62, "mismatch_over_clip": 1.8, "logprob_abs_diff_p99": 3.1e-4}
+FLOOR = {
+    "pre_update_clip_fraction": 0.62,
+    "mismatch_over_clip": 1.8,
+    "logprob_abs_diff_p99": 3.1e-4,
+}
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_clipping_by_noise_says_how_wide_a_band_would_do(prefix: str) -> None:
-    assert check_rollout_correction_health(named(prefix, FLOOR | {"pre_update_clip_fraction": 0.3}), Settings())
+    assert check_rollout_correction_health(
+        named(prefix, FLOOR | {"pre_update_clip_fraction": 0.3}), Settings()
+    )
     (warning,) = check_rollout_correction_health(named(prefix, FLOOR), Settings()).warnings
     assert warning.startswith(f"{prefix}pre_update_clip_fraction is 0.62, above 0.3: ")
     assert "half of them differ by 1.8 times the clip band or more" in warning
-    assert "bypass_mode=False, or take actor.diffusion_loss.clip_ratio >= 0.0004 (99% differ by" in warning
+    assert (
+        "bypass_mode=False, or take actor.diffusion_loss.clip_ratio >= 0.0004 (99% differ by"
+        in warning
+    )
     assert "fp32 latents in the engine" in warning
-    (warning,) = check_rollout_correction_health(named(prefix, FLOOR), Settings(bypass_mode=False)).warnings
+    (warning,) = check_rollout_correction_health(
+        named(prefix, FLOOR), Settings(bypass_mode=False)
+    ).warnings
     assert "bypass_mode" not in warning
 
 
@@ -155,14 +183,18 @@ def test_clipping_by_noise_without_a_band_of_single_steps() -> None:
 
 
 def test_the_band_of_text_has_other_keys() -> None:
-    (warning,) = check_rollout_correction_health(named(PREFIXES[1], FLOOR), Settings(), text=True).warnings
+    (warning,) = check_rollout_correction_health(
+        named(PREFIXES[1], FLOOR), Settings(), text=True
+    ).warnings
     assert "actor.token_loss.clip_ratio_low and clip_ratio_high >= 0.0004" in warning
     assert "diffusion_loss" not in warning
     assert "latents" not in warning
 
 
 def test_samples_of_an_older_policy_are_not_noisy() -> None:
-    (warning,) = check_rollout_correction_health(named(PREFIXES[1], FLOOR), Settings(), fresh=False).warnings
+    (warning,) = check_rollout_correction_health(
+        named(PREFIXES[1], FLOOR), Settings(), fresh=False
+    ).warnings
     assert "clipped by the age of their policy" in warning
     assert "bypass_mode=False, or take actor.diffusion_loss.clip_ratio >= 0.0004" in warning
     assert "noise" not in warning
@@ -180,7 +212,9 @@ def test_samples_of_an_older_policy_are_not_noisy() -> None:
 )
 def test_a_run_knows_what_it_trains_on(changed: Config, word: str) -> None:
     monitor = make_health(changed)
-    (warning,) = [text for step in range(1, 6) for text in monitor.update(step, named(PREFIXES[0], FLOOR))]
+    (warning,) = [
+        text for step in range(1, 6) for text in monitor.update(step, named(PREFIXES[0], FLOOR))
+    ]
     assert word in warning
 
 
@@ -198,7 +232,9 @@ def test_a_fault_is_not_answered_with_a_wider_band() -> None:
 def test_more_than_the_precisions_explain_is_a_fault_at_once_and_once() -> None:
     monitor, name = HealthMonitor(Settings()), "rollout_corr/mismatch_over_expected"
     values = [1.0, 2.0, 2.1, 9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0]
-    warned = {step: monitor.update(step, {name: value}) for step, value in enumerate(values, start=1)}
+    warned = {
+        step: monitor.update(step, {name: value}) for step, value in enumerate(values, start=1)
+    }
     assert [step for step, warnings in warned.items() if warnings] == [3, 10]
     (warning,) = warned[3]
     assert warning.startswith(f"{name} is 2.1, above 2: ")
@@ -214,7 +250,11 @@ def test_rounded_latents_are_reported_at_once() -> None:
 def run(monitor: HealthMonitor, values: list[float], first: int = 1) -> list[int]:
     """The steps at which the monitor warned of the effective sample size."""
     name = "rollout_corr/rollout_is_eff_sample_size"
-    return [step for step, value in enumerate(values, start=first) if monitor.update(step, {name: value})]
+    return [
+        step
+        for step, value in enumerate(values, start=first)
+        if monitor.update(step, {name: value})
+    ]
 
 
 def test_one_bad_step_is_no_onset() -> None:
@@ -226,7 +266,9 @@ def test_majority_of_the_window_warns_once_per_onset() -> None:
     assert run(HealthMonitor(Settings()), [ill] * 20) == [3]
     assert run(HealthMonitor(Settings()), [healthy, ill, healthy, ill, healthy, ill, ill]) == [6]
     # Wavering around a majority is one onset; a clean window ends it.
-    assert run(HealthMonitor(Settings()), [ill, ill, ill, healthy, healthy, healthy, ill, ill, ill]) == [3]
+    assert run(
+        HealthMonitor(Settings()), [ill, ill, ill, healthy, healthy, healthy, ill, ill, ill]
+    ) == [3]
     assert run(HealthMonitor(Settings()), [ill] * 3 + [healthy] * 5 + [ill] * 3) == [3, 11]
 
 
@@ -240,14 +282,19 @@ def test_onset_says_how_often() -> None:
 
 def test_steps_without_the_metric_do_not_count() -> None:
     monitor = HealthMonitor(Settings())
-    found = [bool(monitor.update(step, {"rollout_corr/kl": 0.5} if step % 2 else {})) for step in range(1, 8)]
+    found = [
+        bool(monitor.update(step, {"rollout_corr/kl": 0.5} if step % 2 else {}))
+        for step in range(1, 8)
+    ]
     assert [step for step, warned in enumerate(found, start=1) if warned] == [5]
 
 
 def test_non_finite_is_reported_at_once_and_once() -> None:
     monitor = HealthMonitor(Settings())
     values = [1.0, math.nan, math.nan, 1.0, 1.0, 1.0, 1.0, 1.0, math.nan]
-    assert [step for step, loss in enumerate(values) if monitor.update(step, {"actor/pg_loss": loss})] == [1, 8]
+    assert [
+        step for step, loss in enumerate(values) if monitor.update(step, {"actor/pg_loss": loss})
+    ] == [1, 8]
 
 
 @pytest.mark.parametrize("cut", range(1, 14))

@@ -1,4 +1,6 @@
-"""Servers that refuse, hang, drip, flood or lie: a reward fails in time, the run goes on, no token is written down."""
+"""Servers that refuse, hang, drip, flood or lie: a reward fails in time, the run goes on, no token
+is written down.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ from reward_servers import Received, Scripted, answering, http, scripted
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.rewards.http import Breaker, JsonClient, ServerError
+from flowgrpo_rc.rewards.http.client import Breaker, JsonClient, ServerError
+from flowgrpo_rc.rewards.http.wire import decode, decode_png
 from flowgrpo_rc.rewards.jpeg import Jpeg
 from flowgrpo_rc.rewards.manager import RewardConfig, RewardManager, validate_rewards
 from flowgrpo_rc.rewards.vlm_ocr import VlmOCR
-from flowgrpo_rc.rewards.wire import decode, decode_png
 
 TOKEN = "tok-1f2e3d4c5b6a"
 IMAGES = np.random.default_rng(0).integers(0, 256, (3, 8, 12, 3), dtype=np.uint8)
@@ -81,7 +83,9 @@ HOSTILE = {
     "drips its header": drips(b"HTTP/1.1 200 OK\r\nX-A: "),
     "drips its body": drips(http("")[:-6] + b"9\r\n\r\n"),
     "floods by length": floods(f"Content-Length: {ENDLESS}\r\n\r\n", b" " * 2**16),
-    "floods in chunks": floods("Transfer-Encoding: chunked\r\n\r\n", b"10000\r\n" + b" " * 2**16 + b"\r\n"),
+    "floods in chunks": floods(
+        "Transfer-Encoding: chunked\r\n\r\n", b"10000\r\n" + b" " * 2**16 + b"\r\n"
+    ),
     "floods its header": floods("X-A: ", b" " * 2**16),
     "hangs up": says(b""),
     "hangs up in the body": says(http({"values": [1, 2, 3]})[:-4]),
@@ -92,7 +96,9 @@ HOSTILE = {
     "is unavailable": says(http({}, "503 Service Unavailable")),
     "refuses": says(http({"detail": "no such reward"}, "404 Not Found")),
     "answers HTML": says(http("<html>1</html>", kind="text/html")),
-    "redirects": says(http("", "307 Temporary Redirect", headers="Location: http://127.0.0.1:1/\r\n")),
+    "redirects": says(
+        http("", "307 Temporary Redirect", headers="Location: http://127.0.0.1:1/\r\n")
+    ),
     "answers broken JSON": says(http('{"values": [1, 2')),
     "answers deep JSON": says(http("[" * 200_000)),
     "answers a long number": says(http('{"values": [' + "9" * 10_000 + ", 1, 1]}")),
@@ -106,8 +112,12 @@ HOSTILE = {
     "sends a pickle": says(http(pickle.dumps(Bomb()), kind="application/octet-stream")),
     "sends a pickle as JSON": says(http(pickle.dumps(Bomb()))),
     "compresses": says(http(gzip.compress(b"1" * 10**7), headers="Content-Encoding: gzip\r\n")),
-    "echoes the token": says(http({"detail": ECHO}, "400 Bad Request", headers=f"X-Echo: {ECHO}\r\n")),
-    "echoes the token in pieces": says(http(f"{TOKEN[:5]}\0{TOKEN[5:]}".encode() + b"\xff", "400 Bad Request")),
+    "echoes the token": says(
+        http({"detail": ECHO}, "400 Bad Request", headers=f"X-Echo: {ECHO}\r\n")
+    ),
+    "echoes the token in pieces": says(
+        http(f"{TOKEN[:5]}\0{TOKEN[5:]}".encode() + b"\xff", "400 Bad Request")
+    ),
     "echoes the token around a broken byte": says(
         http(TOKEN[:5].encode() + b"\xff" + TOKEN[5:].encode(), "400 Bad Request")
     ),
@@ -144,7 +154,9 @@ def test_a_hostile_server_costs_its_own_samples_and_little_time(what, caplog, tm
     assert not scored.valid.any()
     assert scored.parts["jpeg"].tolist() == Jpeg()(IMAGES, PROMPTS).values
     assert len(server.received) == SENT_AGAIN.get(what, 1)
-    assert all(f"authorization: bearer {TOKEN}" in received.head.lower() for received in server.received)
+    assert all(
+        f"authorization: bearer {TOKEN}" in received.head.lower() for received in server.received
+    )
     assert TOKEN not in caplog.text + rewards.last_error["remote"]
     assert list(tmp_path.iterdir()) == []
     if what.startswith("floods"):
@@ -157,7 +169,10 @@ def test_a_refused_connection_is_tried_again_until_the_deadline():
     rewards = manager(f"http://127.0.0.1:{port}", **PATIENT)
     assert rewards.collect([rewards.submit(IMAGES, PROMPTS)]).parts["remote"].isnan().all()
     rewards.close()
-    assert "cannot be reached (ConnectError: All connection attempts failed)" in rewards.last_error["remote"]
+    assert (
+        "cannot be reached (ConnectError: All connection attempts failed)"
+        in rewards.last_error["remote"]
+    )
 
 
 def test_a_name_that_is_looked_up_for_ever_does_not_hold_a_call(monkeypatch):
@@ -257,12 +272,19 @@ def test_bad_options(options, message, monkeypatch):
 
 
 def test_addresses_that_are_fine():
-    for url in ("http://localhost:1", "http://127.0.0.1:1", "http://[::1]:1/path", "https://example.org/rewards"):
+    for url in (
+        "http://localhost:1",
+        "http://127.0.0.1:1",
+        "http://[::1]:1/path",
+        "https://example.org/rewards",
+    ):
         JsonClient(url=url)
 
 
 def test_a_run_goes_on_beside_a_hostile_server_and_writes_no_token(train, tmp_path, caplog, capfd):
-    """Its own reward comes from one server; another one, of weight 0, fails and shouts the token."""
+    """Its own reward comes from one server; another one, of weight 0, fails and shouts the
+    token.
+    """
     caplog.set_level(logging.DEBUG)
     with scripted(answering(jpeg)) as good, scripted(HOSTILE["echoes the token"]) as bad:
         remote = "_target_: remote, token_env: REWARD_TOKEN, deadline_s: 60"
@@ -291,12 +313,16 @@ def test_a_run_goes_on_beside_a_hostile_server_and_writes_no_token(train, tmp_pa
 
 
 def test_one_unanswered_image_costs_itself_alone(caplog):
-    """A vision-language model that fails for one image, talks about another, and answers for none."""
+    """A vision-language model that fails for one image, talks about another, and answers for
+    none.
+    """
     answers = {IMAGES[index, 0, 0].tobytes(): index for index in range(3)}
 
     def reads(connection: socket.socket, received: Received, server: Scripted) -> None:
         (picture, words) = received.body["messages"][0]["content"]
-        first = decode_png(picture["image_url"]["url"].removeprefix("data:image/png;base64,"))[0, 0].tobytes()
+        first = decode_png(picture["image_url"]["url"].removeprefix("data:image/png;base64,"))[
+            0, 0
+        ].tobytes()
         text = ["AB", None, "xx A B!"][answers[first]]
         choice = {"message": {"role": "assistant", "content": text}}
         assert words["text"]

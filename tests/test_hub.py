@@ -1,4 +1,6 @@
-"""`export --push-to-hub` against a server on this machine: what is uploaded and refused, and no token in sight."""
+"""`export --push-to-hub` against a server on this machine: what is uploaded and refused, and no
+token in sight.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,15 @@ import pytest
 from huggingface_hub import HfApi, constants
 
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.training.hub import check_push, push
+from flowgrpo_rc.export.hub import check_push, push
 
 TOKEN = "hf_" + "secretsecretsecret"
 
 
 class Hub(ThreadingHTTPServer):
-    """The calls of a push, with the token TOKEN. visible: of the repository me/lora, None where there is none."""
+    """The calls of a push, with the token TOKEN. visible: of the repository me/lora, None where
+    there is none.
+    """
 
     visible: str | None = None
     calls: list[tuple[str, str, Any]]
@@ -39,11 +43,16 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path.startswith("/api/whoami"):
             accepted = self.headers["Authorization"] == f"Bearer {TOKEN}"
-            self._answer(200 if accepted else 401, {"name": "me", "type": "user", "orgs": []} if accepted else {})
+            self._answer(
+                200 if accepted else 401,
+                {"name": "me", "type": "user", "orgs": []} if accepted else {},
+            )
         elif self.server.visible is None:
             self._answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
         else:
-            self._answer(200, {"id": "me/lora", "private": self.server.visible == "private", "siblings": []})
+            self._answer(
+                200, {"id": "me/lora", "private": self.server.visible == "private", "siblings": []}
+            )
         self.server.calls.append(("GET", self.path, None))
 
     def do_POST(self) -> None:
@@ -53,7 +62,9 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, {"url": f"{self.server.address}/me/lora", "id": "me/lora"})
         elif "/preupload/" in self.path:
             asked = [file["path"] for file in json.loads(body)["files"]]
-            files = [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in asked]
+            files = [
+                {"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in asked
+            ]
             self._answer(200, {"files": files})
         elif "/commit/" in self.path:
             answer = {
@@ -105,7 +116,9 @@ def posted(hub: Hub, part: str) -> Any:
 
 
 @pytest.mark.parametrize("public", [False, True])
-def test_the_lora_and_its_card_are_uploaded_and_nothing_else(hub: Hub, exported: Path, public: bool) -> None:
+def test_the_lora_and_its_card_are_uploaded_and_nothing_else(
+    hub: Hub, exported: Path, public: bool
+) -> None:
     api = HfApi(endpoint=hub.address, token=TOKEN)
     check_push(api, "me/lora", public=public)
     assert not any(method == "POST" for method, _, _ in hub.calls)
@@ -114,7 +127,9 @@ def test_the_lora_and_its_card_are_uploaded_and_nothing_else(hub: Hub, exported:
     assert created.get("private", created.get("visibility") == "private") is (not public)
     lines = [json.loads(line) for line in posted(hub, "/commit/").splitlines()]
     files = {
-        line["value"]["path"]: base64.b64decode(line["value"]["content"]) for line in lines if line["key"] == "file"
+        line["value"]["path"]: base64.b64decode(line["value"]["content"])
+        for line in lines
+        if line["key"] == "file"
     }
     names = ("README.md", "pytorch_lora_weights.safetensors")
     assert files == {name: (exported / name).read_bytes() for name in names}

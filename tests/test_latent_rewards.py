@@ -1,4 +1,6 @@
-"""Rewards that score what an image is decoded from: what they get, and that nothing is decoded for them alone."""
+"""Rewards that score what an image is decoded from: what they get, and that nothing is decoded for
+them alone.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +47,17 @@ def test_latents_alone_are_enough_for_latent_rewards():
 
 
 def test_a_language_model_has_no_latents():
-    with pytest.raises(ValueError, match=r"reward\.terms\.latent scores latents, and the model makes texts"):
+    with pytest.raises(
+        ValueError, match=r"reward\.terms\.latent scores latents, and the model makes texts"
+    ):
         check_kind(RewardConfig(terms={"latent": LATENT}), "text")
 
 
 @pytest.mark.parametrize(("kind", "decoded"), [("latent", 2), ("image", 6)])
 def test_a_run_decodes_only_what_is_looked_at(kind, decoded, train, tmp_path, monkeypatch):
-    """Two evaluations show one batch each; the two chunks of each of two steps are decoded for an image reward."""
+    """Two evaluations show one batch each; the two chunks of each of two steps are decoded for an
+    image reward.
+    """
     calls = []
     decode = AutoencoderKL.decode
 
@@ -62,7 +68,10 @@ def test_a_run_decodes_only_what_is_looked_at(kind, decoded, train, tmp_path, mo
     monkeypatch.setattr(AutoencoderKL, "decode", counted)
     term = f"{{_target_: function, path: '{HERE}:mean', kind: {kind}}}"
     code = train(
-        "reward.terms.jpeg=null", f"+reward.terms.x={term}", "rollout.micro_batch_size_per_gpu=4", "trainer.test_freq=0"
+        "reward.terms.jpeg=null",
+        f"+reward.terms.x={term}",
+        "rollout.micro_batch_size_per_gpu=4",
+        "trainer.test_freq=0",
     )
     assert code == 0
     assert len(calls) == decoded

@@ -1,4 +1,6 @@
-"""The learning study: its cells are valid runs, it goes on where it was, and its tables do with whatever is there."""
+"""The learning study: its cells are valid runs, it goes on where it was, and its tables do with
+whatever is there.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import learning_tables
 import pytest
 from cells import Cell, load, save
 
-from flowgrpo_rc.compose import compose_config, to_config
+from flowgrpo_rc.config.compose import compose_config, to_config
 
 CELLS = (*learning.MATTER, *learning.FURTHER)
 
@@ -68,7 +70,10 @@ def test_intervals_are_those_of_student():
 def test_differences_pair_the_seeds_and_tables_take_partial_data():
     reference = [run("fp32", "bypass", seed, 0.6 + 0.1 * seed) for seed in (1, 2, 3)]
     others = [run("int4", "recipe", seed, 0.4 + 0.1 * seed) for seed in (2, 1)]
-    cells = {str(number): cell for number, cell in enumerate([*others, *reference, run("stale", "is", 1, 0.61)])}
+    cells = {
+        str(number): cell
+        for number, cell in enumerate([*others, *reference, run("stale", "is", 1, 0.61)])
+    }
     rows = [line.split(" | ") for line in learning_tables.rewards(cells).splitlines()[2:]]
     assert [row[0] for row in rows] == ["| fp32", "| int4", "| stale"]
     assert [row[2] for row in rows] == ["3", "2", "1"]
@@ -79,7 +84,9 @@ def test_differences_pair_the_seeds_and_tables_take_partial_data():
 
 
 def test_a_collapse_is_an_end_below_the_start():
-    runs = {seed: run("int4", "recipe", seed, reward) for seed, reward in enumerate([0.49, 0.5, 0.51])}
+    runs = {
+        seed: run("int4", "recipe", seed, reward) for seed, reward in enumerate([0.49, 0.5, 0.51])
+    }
     assert learning_tables.collapsed(runs) == 1
 
 

@@ -39,10 +39,16 @@ CLIP = Clip(0.1, 0.1)
 REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}
 
 
-def drawn(scale: float = 0.3, shape: tuple[int, int] = (8, 3)) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """rollout, old, current log-probs and advantages, float64; some advantages lie beyond the clip."""
+def drawn(
+    scale: float = 0.3, shape: tuple[int, int] = (8, 3)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """rollout, old, current log-probs and advantages, float64; some advantages lie beyond the
+    clip.
+    """
     source = torch.Generator().manual_seed(4)
-    rollout, *moves, advantages = (torch.randn(shape, generator=source, dtype=torch.float64) for _ in range(4))
+    rollout, *moves, advantages = (
+        torch.randn(shape, generator=source, dtype=torch.float64) for _ in range(4)
+    )
     old = rollout + scale * moves[0]
     return rollout, old, old + scale * moves[1], 1.5 * advantages
 
@@ -55,13 +61,19 @@ def bypass(rollout: Tensor, advantages: Tensor) -> DiffusionBatch:
     return apply_bypass_mode_to_diffusion_batch(diffusion_batch(rollout, advantages=advantages))
 
 
-def value_and_gradient(config: LossConfig, log_probs: Tensor, batch: DiffusionBatch) -> tuple[float, Tensor, MetricBag]:
+def value_and_gradient(
+    config: LossConfig, log_probs: Tensor, batch: DiffusionBatch
+) -> tuple[float, Tensor, MetricBag]:
     found = gradient_of(lambda x: diffusion_loss(config, x, batch)[0], log_probs)
     return *found, diffusion_loss(config, log_probs, batch)[1]
 
 
-def reference(config: LossConfig, rule: Rule, now: Tensor, *tensors: Tensor) -> tuple[float, Tensor]:
-    """`tensors`: rollout, old, advantages. Rejected steps stay in the mean unless the setting says otherwise."""
+def reference(
+    config: LossConfig, rule: Rule, now: Tensor, *tensors: Tensor
+) -> tuple[float, Tensor]:
+    """`tensors`: rollout, old, advantages. Rejected steps stay in the mean unless the setting says
+    otherwise.
+    """
     kept = config.rollout_correction.normalize == "kept"
     total = reference_loss(
         config,
@@ -75,17 +87,26 @@ def reference(config: LossConfig, rule: Rule, now: Tensor, *tensors: Tensor) -> 
     return gradient_of(total, now)
 
 
-BOUNDS = {"token_k2": 0.05, "token_k3": 0.05, "seq_sum_k2": 0.18, "seq_sum_k3": 0.18, "seq_mean_k2": 0.06}
+BOUNDS = {
+    "token_k2": 0.05,
+    "token_k3": 0.05,
+    "seq_sum_k2": 0.18,
+    "seq_sum_k3": 0.18,
+    "seq_mean_k2": 0.06,
+}
 BOUNDS |= {"seq_mean_k3": 0.06, "seq_max_k2": 0.12, "seq_max_k3": 0.12}
 
 
 def bands_of(criterion: str | None) -> tuple[tuple[str, float, float], ...]:
     if criterion is None:
         return ()
-    return ((criterion, 0.0, BOUNDS[criterion]),) if criterion in BOUNDS else ((criterion, 0.75, 1.4),)
+    return (
+        ((criterion, 0.0, BOUNDS[criterion]),) if criterion in BOUNDS else ((criterion, 0.75, 1.4),)
+    )
 
 
-# PPO clip -----------------------------------------------------------------------------------------------------------
+# PPO clip
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("clip", [1e-4, 0.05, 0.5])
@@ -93,7 +114,9 @@ def bands_of(criterion: str | None) -> tuple[tuple[str, float, float], ...]:
 def test_bypass_is_plain_ppo_on_the_rollout_log_probs(clip, level):
     """Weights are diagnostics here: the ratio current / rollout is the weight already."""
     rollout, _, now, advantages = drawn()
-    config = loss_config(RolloutCorrectionConfig(bypass_mode=True, rollout_is=level), clip=clip, adv_clip=ADV_CLIP)
+    config = loss_config(
+        RolloutCorrectionConfig(bypass_mode=True, rollout_is=level), clip=clip, adv_clip=ADV_CLIP
+    )
     held = advantages.clamp(-ADV_CLIP, ADV_CLIP)
     expect = gradient_of(lambda x: ppo(x, rollout, held, Clip(clip, clip)).mean(), now)
     assert_same(value_and_gradient(config, now, bypass(rollout, advantages))[:2], expect)
@@ -107,21 +130,29 @@ def test_bypass_with_rejection_leaves_out_what_the_criterion_rejects(criterion, 
     config = loss_config(RolloutCorrectionConfig(bypass_mode=True, **settings(rule)))
     kept = torch.tensor(expected(now, rollout, everything(now), rule).kept)
     assert 0 < kept.sum() < kept.numel()
-    expect = gradient_of(lambda x: (ppo(x, rollout, advantages, CLIP)[kept]).sum() / kept.numel(), now)
+    expect = gradient_of(
+        lambda x: (ppo(x, rollout, advantages, CLIP)[kept]).sum() / kept.numel(), now
+    )
     found = value_and_gradient(config, now, bypass(rollout, advantages))
     assert_same(found[:2], expect)
     assert torch.count_nonzero(found[1][~kept]) == 0
     values = found[2].compute()
-    assert values["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx((~kept).double().mean().item())
+    assert values["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(
+        (~kept).double().mean().item()
+    )
 
 
 @pytest.mark.parametrize("level", [None, *LEVELS])
 @pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.parametrize("criterion", [None, "token_k1", "seq_mean_k1", "seq_max_k2"])
 @pytest.mark.parametrize("normalize", [None, "kept"])
-def test_decoupled_multiplies_by_the_weights_of_the_kept_steps(level, normalised, criterion, normalize):
+def test_decoupled_multiplies_by_the_weights_of_the_kept_steps(
+    level, normalised, criterion, normalize
+):
     rollout, old, now, advantages = drawn()
-    rule = Rule(level, upper=1.2, bands=bands_of(criterion), normalise=normalised and level is not None)
+    rule = Rule(
+        level, upper=1.2, bands=bands_of(criterion), normalise=normalised and level is not None
+    )
     config = loss_config(RolloutCorrectionConfig(**settings(rule) | {"normalize": normalize}))
     full = diffusion_batch(rollout, old_log_probs=old, advantages=advantages)
     batch, _ = apply_rollout_correction_to_diffusion_batch(full, config.rollout_correction)
@@ -146,7 +177,9 @@ def test_decoupled_with_rollout_equal_to_old_is_bypass_and_plain_ppo(level):
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 @pytest.mark.parametrize("move", [0.3, -0.3, 0.05, -0.05])
 def test_the_clipped_side_has_no_gradient_and_the_other_has(advantage, move):
-    """Clipped where the update would go on in the direction it has already gone: A > 0 above, A < 0 below."""
+    """Clipped where the update would go on in the direction it has already gone: A > 0 above, A < 0
+    below.
+    """
     rollout = torch.zeros(1, 1, dtype=torch.float64)
     batch = bypass(rollout, torch.full((1, 1), advantage, dtype=torch.float64))
     config = loss_config(RolloutCorrectionConfig(bypass_mode=True), clip=0.1)
@@ -170,7 +203,9 @@ def test_on_policy_the_gradient_is_that_of_the_policy_gradient():
 
 
 def test_clip_fractions_and_ratio_moments():
-    move = torch.tensor([[0.2, 0.05, -0.3], [0.0, -0.2, -0.05], [0.3, math.nan, -0.4]], dtype=torch.float64)
+    move = torch.tensor(
+        [[0.2, 0.05, -0.3], [0.0, -0.2, -0.05], [0.3, math.nan, -0.4]], dtype=torch.float64
+    )
     rollout = torch.zeros_like(move)
     config = loss_config(RolloutCorrectionConfig(bypass_mode=True), clip=0.1)
     values = value_and_gradient(config, move, bypass(rollout, torch.ones_like(move)))[2].compute()
@@ -190,15 +225,20 @@ def test_ratio_moments_keep_their_digits_at_the_scale_of_diffusion():
     assert values["ratio_std"] == pytest.approx(oracles.std(moves), rel=1e-8)
 
 
-# REINFORCE ----------------------------------------------------------------------------------------------------------
+# REINFORCE
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", [None, *LEVELS])
 @pytest.mark.parametrize("criterion", [None, "token_k1", "seq_sum_k1", "seq_mean_k3"])
 @pytest.mark.parametrize("normalised", [False, True])
-def test_reinforce_is_minus_advantage_weight_log_prob_with_the_weight_detached(level, criterion, normalised):
+def test_reinforce_is_minus_advantage_weight_log_prob_with_the_weight_detached(
+    level, criterion, normalised
+):
     rollout, old, now, advantages = drawn()
-    rule = Rule(level, upper=1.2, bands=bands_of(criterion), normalise=normalised and level is not None)
+    rule = Rule(
+        level, upper=1.2, bands=bands_of(criterion), normalise=normalised and level is not None
+    )
     config = loss_config(RolloutCorrectionConfig(**settings(rule), **REINFORCE), adv_clip=ADV_CLIP)
     held = advantages.clamp(-ADV_CLIP, ADV_CLIP)
     found = value_and_gradient(config, now, bypass(rollout, advantages))
@@ -209,11 +249,14 @@ def test_reinforce_is_minus_advantage_weight_log_prob_with_the_weight_detached(l
     torch.testing.assert_close(found[1], closed, rtol=1e-12, atol=0)
 
 
-# Selection ----------------------------------------------------------------------------------------------------------
+# Selection
+# ----------------------------------------------------------------------------------------------------------
 
 LOSSES = [
     RolloutCorrectionConfig(bypass_mode=True),
-    RolloutCorrectionConfig(bypass_mode=True, rollout_is="sequence", rollout_rs="token_k1", rollout_rs_threshold=3.0),
+    RolloutCorrectionConfig(
+        bypass_mode=True, rollout_is="sequence", rollout_rs="token_k1", rollout_rs_threshold=3.0
+    ),
     RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce"),
     RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce", rollout_is="token"),
     RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce", rollout_is="sequence"),
@@ -225,9 +268,18 @@ LOSSES = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("current", "rolled"),
-    [(math.nan, 0.0), (math.inf, 0.0), (-math.inf, 0.0), (0.0, math.inf), (0.0, -math.inf), (0.0, math.nan)],
+    [
+        (math.nan, 0.0),
+        (math.inf, 0.0),
+        (-math.inf, 0.0),
+        (0.0, math.inf),
+        (0.0, -math.inf),
+        (0.0, math.nan),
+    ],
 )
-def test_a_row_that_is_not_finite_leaves_everything_else_as_it_was(correction, dtype, current, rolled):
+def test_a_row_that_is_not_finite_leaves_everything_else_as_it_was(
+    correction, dtype, current, rolled
+):
     rollout, _, now, advantages = (x.to(dtype) for x in drawn(shape=(6, 1)))
     rollout[2], now[2] = rolled, current
     others = torch.tensor([0, 1, 3, 4, 5])
@@ -265,7 +317,9 @@ def test_a_huge_but_finite_log_ratio_poisons_nothing(advantage, move, correction
     """exp(100) is inf in fp32, and inf x 0 is nan in value (A = 0) or gradient (A > 0)."""
     rollout, _, now, advantages = (x.float() for x in drawn(shape=(4, 1)))
     now[1], advantages[1] = rollout[1] + move, advantage
-    value, gradient, metrics = value_and_gradient(loss_config(correction), now, bypass(rollout, advantages))
+    value, gradient, metrics = value_and_gradient(
+        loss_config(correction), now, bypass(rollout, advantages)
+    )
     assert math.isfinite(value)
     assert torch.isfinite(gradient).all()
     assert not [name for name, x in metrics.compute().items() if math.isnan(x)]
@@ -277,7 +331,9 @@ def test_everything_rejected_is_a_loss_of_zero():
         correction = RolloutCorrectionConfig(
             bypass_mode=True, loss_type=loss_type, rollout_rs="token_k1", rollout_rs_threshold="5_6"
         )
-        value, gradient, metrics = value_and_gradient(loss_config(correction), now, bypass(rollout, advantages))
+        value, gradient, metrics = value_and_gradient(
+            loss_config(correction), now, bypass(rollout, advantages)
+        )
         assert value == 0
         assert torch.count_nonzero(gradient) == 0
         values = metrics.compute()
@@ -296,16 +352,21 @@ def test_a_mask_on_the_batch_also_holds_in_bypass():
     assert_same(value_and_gradient(config, now, batch)[:2], expect)
 
 
-# Denominator, pieces, errors ----------------------------------------------------------------------------------------
+# Denominator, pieces, errors
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("normalize", "all_count"), [(None, True), ("all", True), ("kept", False)])
 def test_rejected_steps_stay_in_the_denominator_unless_only_kept_ones_count(normalize, all_count):
     rollout, _, now, advantages = drawn()
     rule = Rule(bands=bands_of("token_k1"))
-    correction = RolloutCorrectionConfig(bypass_mode=True, **settings(rule) | {"normalize": normalize})
+    correction = RolloutCorrectionConfig(
+        bypass_mode=True, **settings(rule) | {"normalize": normalize}
+    )
     kept = torch.tensor(expected(now, rollout, everything(now), rule).kept)
-    value, _, metrics = value_and_gradient(loss_config(correction), now, bypass(rollout, advantages))
+    value, _, metrics = value_and_gradient(
+        loss_config(correction), now, bypass(rollout, advantages)
+    )
     total = ppo(now, rollout, advantages, CLIP)[kept].sum().item()
     expect = total / (24 if all_count else kept.sum().item())
     assert value == pytest.approx(expect, abs=1e-13)
@@ -325,11 +386,18 @@ SPLIT = [
 
 def summed(config: LossConfig, now: Tensor, batches: list[DiffusionBatch], reduce=None):
     """As the update does it: each SDE step of each micro-batch alone, then one division."""
-    leaf, bag, parts, start = now.detach().clone().requires_grad_(), MetricBag(), torch.zeros(3).double(), 0
+    leaf, bag, parts, start = (
+        now.detach().clone().requires_grad_(),
+        MetricBag(),
+        torch.zeros(3).double(),
+        0,
+    )
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:
         for t in range(batch.num_steps):
-            terms = diffusion_terms(config, leaf[start : start + len(batch), t : t + 1], batch.step(t))
+            terms = diffusion_terms(
+                config, leaf[start : start + len(batch), t : t + 1], batch.step(t)
+            )
             terms.total.backward()
             total, parts = total + terms.total.detach(), parts + terms.parts()
             bag.merge(terms.metrics)
@@ -344,7 +412,9 @@ def filled(config: LossConfig, rows: slice = slice(None), **options) -> Diffusio
     if config.rollout_correction.bypass_mode:
         return bypass(rollout, advantages)
     full = diffusion_batch(rollout, old_log_probs=old, advantages=advantages)
-    return apply_rollout_correction_to_diffusion_batch(full, config.rollout_correction, **options)[0]
+    return apply_rollout_correction_to_diffusion_batch(full, config.rollout_correction, **options)[
+        0
+    ]
 
 
 @pytest.mark.parametrize(("rule", "mode"), SPLIT)
@@ -353,22 +423,30 @@ def filled(config: LossConfig, rows: slice = slice(None), **options) -> Diffusio
 def test_micro_batches_and_steps_add_up(rule, mode, normalize, cuts):
     """Split by rows and, where no level spans the window, by SDE steps as the trainer does."""
     rollout, old, now, advantages = drawn()
-    config = loss_config(RolloutCorrectionConfig(**settings(rule) | mode | {"normalize": normalize}))
+    config = loss_config(
+        RolloutCorrectionConfig(**settings(rule) | mode | {"normalize": normalize})
+    )
     batch = filled(config)
     *found, bag = summed(config, now, pieces(batch, cuts))
     assert_same(found, reference(config, rule, now, rollout, old, advantages))
     values, expect = bag.compute(), diffusion_loss(config, now, batch)[1].compute()
-    spans_the_window = {name for name in expect if "ppl" in name or "seq" in name or name.endswith("rejected_ratio")}
+    spans_the_window = {
+        name for name in expect if "ppl" in name or "seq" in name or name.endswith("rejected_ratio")
+    }
     compared = {name: expect[name] for name in expect.keys() - spans_the_window}
     assert {name: values[name] for name in compared} == pytest.approx(compared, abs=1e-12)
 
 
 @pytest.mark.parametrize(("rule", "mode"), SPLIT)
 @pytest.mark.parametrize("normalize", ["all", "kept"])
-@pytest.mark.parametrize("parts", [[slice(0, 3), slice(3, 8)], [slice(0, 1), slice(1, 2), slice(2, 8)]])
+@pytest.mark.parametrize(
+    "parts", [[slice(0, 3), slice(3, 8)], [slice(0, 1), slice(1, 2), slice(2, 8)]]
+)
 def test_processes_add_up(rule, mode, normalize, parts):
     rollout, old, now, advantages = drawn()
-    config = loss_config(RolloutCorrectionConfig(**settings(rule) | mode | {"normalize": normalize}))
+    config = loss_config(
+        RolloutCorrectionConfig(**settings(rule) | mode | {"normalize": normalize})
+    )
     expect = reference(config, rule, now, rollout, old, advantages)
 
     def work(rank, reduce):
@@ -385,9 +463,13 @@ def test_processes_add_up(rule, mode, normalize, parts):
 def test_advantages_beyond_the_clip_count_as_the_clip(dtype):
     rollout, _, now, _ = (x.to(dtype) for x in drawn())
     config = loss_config(RolloutCorrectionConfig(bypass_mode=True), adv_clip=2.0)
-    wild = torch.tensor([1e6, -1e6, math.inf, -math.inf, 2.0, -2.0, 1.0, 0.0], dtype=torch.float64).reshape(8, 1)
+    wild = torch.tensor(
+        [1e6, -1e6, math.inf, -math.inf, 2.0, -2.0, 1.0, 0.0], dtype=torch.float64
+    ).reshape(8, 1)
     held = torch.tensor([2, -2, 2, -2, 2, -2, 1, 0], dtype=torch.float64).reshape(8, 1)
-    found, expect = (value_and_gradient(config, now, bypass(rollout, a.expand(8, 3))) for a in (wild, held))
+    found, expect = (
+        value_and_gradient(config, now, bypass(rollout, a.expand(8, 3))) for a in (wild, held)
+    )
     assert found[0] == expect[0]
     assert torch.equal(found[1], expect[1])
     assert found[1].dtype == dtype

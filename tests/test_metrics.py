@@ -1,4 +1,6 @@
-"""Metrics: MetricBag, the diagnostics of the correction, and both over micro-batches and processes."""
+"""Metrics: MetricBag, the diagnostics of the correction, and both over micro-batches and
+processes.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +133,15 @@ def test_a_value_that_is_not_finite_is_shown_and_not_hidden(value):
 def test_a_renamed_metric_keeps_its_value_and_what_follows_from_it(keep):
     bag = filled(VALUES)
     bag.rename(
-        {"mean": "average", "max": "top", "min": "bottom", "sum": "total", "std": "spread", "absent": "x"}, keep=keep
+        {
+            "mean": "average",
+            "max": "top",
+            "min": "bottom",
+            "sum": "total",
+            "std": "spread",
+            "absent": "x",
+        },
+        keep=keep,
     )
     found, old = bag.compute(), filled(VALUES).compute()
     new = {"average": "mean", "top": "max", "bottom": "min", "total": "sum", "spread": "std"}
@@ -207,32 +217,75 @@ def test_kl_estimators(scale):
     assert (k3(x.float()) >= 0).all()
 
 
-# The diagnostics of the correction -----------------------------------------------------------------------------------
+# The diagnostics of the correction
+# -----------------------------------------------------------------------------------
 
 ALWAYS = {
     *("training_log_ppl", "training_ppl", "rollout_log_ppl", "rollout_ppl"),
     *("log_ppl_diff", "log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min", "ppl_ratio"),
     *("kl", "k3_kl", "chi2_token", "chi2_seq", "logprob_abs_diff_mean", "logprob_abs_diff_max"),
-    *("rollout_is_mean", "rollout_is_raw_mean", "rollout_is_std", "rollout_is_max", "rollout_is_min"),
-    *("rollout_is_eff_sample_size", "rollout_is_ratio_fraction_high", "rollout_is_ratio_fraction_low"),
+    *(
+        "rollout_is_mean",
+        "rollout_is_raw_mean",
+        "rollout_is_std",
+        "rollout_is_max",
+        "rollout_is_min",
+    ),
+    *(
+        "rollout_is_eff_sample_size",
+        "rollout_is_ratio_fraction_high",
+        "rollout_is_ratio_fraction_low",
+    ),
     *("rollout_is_seq_mean", "rollout_is_seq_std", "rollout_is_seq_max", "rollout_is_seq_min"),
-    *("rollout_is_seq_max_deviation", "rollout_is_seq_fraction_high", "rollout_is_seq_fraction_low"),
+    *(
+        "rollout_is_seq_max_deviation",
+        "rollout_is_seq_fraction_high",
+        "rollout_is_seq_fraction_low",
+    ),
     *("rollout_is_masked_fraction", "rollout_is_seq_masked_fraction"),
     *("rollout_is_veto_fraction", "rollout_is_catastrophic_token_fraction"),
-    *("rollout_rs_masked_fraction", "rollout_rs_seq_masked_fraction", "rollout_rs_nonfinite_fraction"),
+    *(
+        "rollout_rs_masked_fraction",
+        "rollout_rs_seq_masked_fraction",
+        "rollout_rs_nonfinite_fraction",
+    ),
     "rejected_ratio",
 }
 OF_A_CRITERION = (
-    *("mean", "std", "max", "min", "fraction_high", "fraction_low", "masked_fraction", "seq_masked_fraction"),
-    *("seq_mean", "seq_std", "seq_max", "seq_min", "seq_max_deviation", "seq_fraction_high", "seq_fraction_low"),
+    *(
+        "mean",
+        "std",
+        "max",
+        "min",
+        "fraction_high",
+        "fraction_low",
+        "masked_fraction",
+        "seq_masked_fraction",
+    ),
+    *(
+        "seq_mean",
+        "seq_std",
+        "seq_max",
+        "seq_min",
+        "seq_max_deviation",
+        "seq_fraction_high",
+        "seq_fraction_low",
+    ),
 )
 
 
 @pytest.mark.parametrize("level", [None, *LEVELS])
 def test_the_names_of_the_metrics(level):
     training, rollout = log_probs()
-    rule = Rule(level, bands=(("token_k1", 0.5, 2.0), ("seq_max_k3", 0.0, 0.2)), veto=1e-4, normalise=level is not None)
-    names = {f"rollout_rs_{band}_{suffix}" for band, _, _ in rule.bands for suffix in OF_A_CRITERION}
+    rule = Rule(
+        level,
+        bands=(("token_k1", 0.5, 2.0), ("seq_max_k3", 0.0, 0.2)),
+        veto=1e-4,
+        normalise=level is not None,
+    )
+    names = {
+        f"rollout_rs_{band}_{suffix}" for band, _, _ in rule.bands for suffix in OF_A_CRITERION
+    }
     found = run(training, rollout, mask_of("right"), rule).metrics.compute()
     assert set(found) == ALWAYS | names | ({"rollout_is_batch_norm_factor"} if level else set())
     plain = run(training, rollout, mask_of("right"), Rule(level)).metrics.compute()
@@ -243,7 +296,9 @@ def test_the_names_of_the_metrics(level):
 def test_modes_other_than_truncation_count_what_is_out_of_bounds(mode):
     training, rollout = log_probs()
     lower = 0.0 if mode == "truncate" else 0.5
-    found = run(training, rollout, mask_of("right"), Rule("token", mode, lower, 2.0)).metrics.compute()
+    found = run(
+        training, rollout, mask_of("right"), Rule("token", mode, lower, 2.0)
+    ).metrics.compute()
     assert set(found) == ALWAYS | (set() if mode == "truncate" else {"rollout_is_oob_ratio"})
 
 
@@ -298,12 +353,16 @@ def test_metrics_hold_at_the_scale_of_diffusion_log_ratios(level, scale):
     source = torch.Generator().manual_seed(1)
     difference = scale * torch.randn(40, 3, generator=source, dtype=torch.float64)
     mask, zero = torch.ones(40, 3, dtype=torch.bool), torch.zeros_like(difference)
-    rule = Rule(level, bands=(("token_k3", 0.0, scale), ("seq_mean_k1", math.exp(-scale), math.exp(scale))))
+    rule = Rule(
+        level, bands=(("token_k3", 0.0, scale), ("seq_mean_k1", math.exp(-scale), math.exp(scale)))
+    )
     found = run(difference, zero, mask, rule).metrics.compute()
     expect = expected(difference, zero, mask, rule).metrics
     assert found["k3_kl"] > 0
     assert found == pytest.approx(expect, rel=1e-6, abs=scale**2 * 1e-6)
-    assert found["rollout_is_eff_sample_size"] == pytest.approx(expect["rollout_is_eff_sample_size"], rel=1e-12)
+    assert found["rollout_is_eff_sample_size"] == pytest.approx(
+        expect["rollout_is_eff_sample_size"], rel=1e-12
+    )
 
 
 def test_k3_is_never_negative_for_fp32_inputs():
@@ -317,9 +376,12 @@ def test_k3_is_never_negative_for_fp32_inputs():
 
 
 @pytest.mark.parametrize(
-    ("level", "highest", "lowest"), [("token", 2.0, 0.2), ("sequence", 9.0, 0.04), ("geometric", 3.0, 0.2)]
+    ("level", "highest", "lowest"),
+    [("token", 2.0, 0.2), ("sequence", 9.0, 0.04), ("geometric", 3.0, 0.2)],
 )
-def test_extremes_are_those_after_the_bounds_for_tokens_and_before_them_for_sequences(level, highest, lowest):
+def test_extremes_are_those_after_the_bounds_for_tokens_and_before_them_for_sequences(
+    level, highest, lowest
+):
     ratio = torch.tensor([[3.0, 3.0], [0.2, 0.2], [1.1, 1.1], [2.5, 2.5]], dtype=torch.float64)
     training, mask = ratio.log(), torch.ones(4, 2, dtype=torch.bool)
     values = run(training, torch.zeros_like(training), mask, Rule(level)).metrics.compute()
@@ -339,7 +401,9 @@ def test_the_largest_sequence_ratio_shown_is_e_to_the_20_and_the_smallest_has_no
 
 
 def test_without_valid_steps_there_are_no_metrics_of_values():
-    found = compute_rollout_correction_and_rejection_mask(torch.zeros(2, 3), torch.ones(2, 3), torch.zeros(2, 3))
+    found = compute_rollout_correction_and_rejection_mask(
+        torch.zeros(2, 3), torch.ones(2, 3), torch.zeros(2, 3)
+    )
     assert found.metrics == {}
 
 
@@ -355,7 +419,8 @@ def test_an_empty_batch(shape, level, criterion):
     assert found.metrics == {}
 
 
-# Sharding -----------------------------------------------------------------------------------------------------------
+# Sharding
+# -----------------------------------------------------------------------------------------------------------
 
 TWO = (("seq_mean_k1", 0.7, 1.4), ("token_k2", 0.0, 0.2))
 SHARDED = [
@@ -396,7 +461,9 @@ def test_a_process_without_rows_holds_the_names_of_the_others(rule):
 
     def work(rank, reduce):
         rows = slice(0, 6 * rank)
-        found = run(training[rows], rollout[rows], mask_of("right")[rows], rule, all_reduce=reduce["sum"])
+        found = run(
+            training[rows], rollout[rows], mask_of("right")[rows], rule, all_reduce=reduce["sum"]
+        )
         return found.metrics.compute(reduce["sum"], reduce["max"])
 
     for values in on_shards(2, work):
@@ -405,7 +472,9 @@ def test_a_process_without_rows_holds_the_names_of_the_others(rule):
 
 @pytest.mark.parametrize("rule", [*SHARDED, *NORMALISED])
 @pytest.mark.parametrize("scale", [1e-6, 0.5])
-@pytest.mark.parametrize("parts", [[slice(0, 2), slice(2, 6)], [slice(0, 1), slice(1, 2), slice(2, 6)]])
+@pytest.mark.parametrize(
+    "parts", [[slice(0, 2), slice(2, 6)], [slice(0, 1), slice(1, 2), slice(2, 6)]]
+)
 def test_processes_change_neither_weights_mask_nor_metrics(rule, scale, parts):
     """The second row is empty: a process of three has no step at all."""
     training, rollout = log_probs(scale)
@@ -432,9 +501,15 @@ def test_normalisation_by_the_other_shards_known_sums():
     mask = torch.ones(1, 2, dtype=torch.bool)
     add = torch.tensor([9.5, 5.0], dtype=torch.float64)
     found = run(
-        training, torch.zeros_like(training), mask, Rule("token", normalise=True), all_reduce=lambda total: total + add
+        training,
+        torch.zeros_like(training),
+        mask,
+        Rule("token", normalise=True),
+        all_reduce=lambda total: total + add,
     )
-    torch.testing.assert_close(found.weights, torch.tensor([[1.0, 2.0]], dtype=torch.float64) * 7 / 12.5)
+    torch.testing.assert_close(
+        found.weights, torch.tensor([[1.0, 2.0]], dtype=torch.float64) * 7 / 12.5
+    )
 
 
 def test_the_maximum_is_the_one_of_the_global_batch():
@@ -443,11 +518,22 @@ def test_the_maximum_is_the_one_of_the_global_batch():
     mask = torch.ones(4, 1, dtype=torch.bool)
     bag, rule = MetricBag(), Rule(bands=(("token_k1", 0.5, 2.0),))
     for row in range(4):
-        bag.merge(run(training[row : row + 1], rollout[row : row + 1], mask[row : row + 1], rule).metrics, "actor")
+        bag.merge(
+            run(training[row : row + 1], rollout[row : row + 1], mask[row : row + 1], rule).metrics,
+            "actor",
+        )
     values = bag.compute()
     assert values["actor/logprob_abs_diff_max"] == pytest.approx(0.6)
-    assert values["actor/log_ppl_diff_max"] == values["actor/rollout_rs_token_k1_max"] == pytest.approx(0.6)
-    assert values["actor/log_ppl_diff_min"] == values["actor/rollout_rs_token_k1_min"] == pytest.approx(-0.3)
+    assert (
+        values["actor/log_ppl_diff_max"]
+        == values["actor/rollout_rs_token_k1_max"]
+        == pytest.approx(0.6)
+    )
+    assert (
+        values["actor/log_ppl_diff_min"]
+        == values["actor/rollout_rs_token_k1_min"]
+        == pytest.approx(-0.3)
+    )
     assert values["actor/rollout_is_max"] == pytest.approx(math.exp(0.3))
     assert values["actor/rollout_is_min"] == pytest.approx(math.exp(-0.6))
 

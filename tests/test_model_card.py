@@ -1,4 +1,6 @@
-"""The model card: metadata that the Hub reads, numbers of the run and nothing else, and a program that works."""
+"""The model card: metadata that the Hub reads, numbers of the run and nothing else, and a program
+that works.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from conftest import Train, read_rows
 from huggingface_hub import ModelCard
 
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.config import Config
-from flowgrpo_rc.training.model_card import write_model_card
-from flowgrpo_rc.training.rejected import read_rejected
+from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.export.model_card import write_model_card
+from flowgrpo_rc.records.rejected import read_rejected
 
 RC = "algorithm.rollout_correction"
 ROWS = [
@@ -31,7 +33,9 @@ ROWS = [
 ]
 
 
-def card(tmp_path: Path, config: Config, *, rows: object = ROWS, step: int = 2, raw: bool = False) -> ModelCard:
+def card(
+    tmp_path: Path, config: Config, *, rows: object = ROWS, step: int = 2, raw: bool = False
+) -> ModelCard:
     assert isinstance(rows, list)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return ModelCard.load(write_model_card(tmp_path, tmp_path, config, step=step, raw=raw))
@@ -101,7 +105,9 @@ def test_weights_that_were_not_scored_say_so(tmp_path: Path, config: Config) -> 
 
 
 def test_no_secret_and_no_host_is_in_it(tmp_path: Path, config: Config) -> None:
-    config.reward.terms = {"remote": {"weight": 0.5, "url": "http://me:hunter2@host7/score", "api_key": "hunter3"}}
+    config.reward.terms = {
+        "remote": {"weight": 0.5, "url": "http://me:hunter2@host7/score", "api_key": "hunter3"}
+    }
     config.trainer.experiment_name = "run hf_abcdefghijklmnopqrst"
     text = card(tmp_path, config).content
     assert "| rewards, weight | remote 0.5 |" in text
@@ -130,7 +136,9 @@ def test_a_run_leaves_histograms_rejected_samples_and_a_card_that_works(
         assert (run / "rejected" / row["picture"]).is_file()
         assert row["reasons"][0]["criterion"] == "token_k1"
         if mode == "decoupled":
-            assert f"rollout_corr/logprob_abs_diff/ts_{row['timestep']}" in read_rows(run)[row["step"]]
+            assert (
+                f"rollout_corr/logprob_abs_diff/ts_{row['timestep']}" in read_rows(run)[row["step"]]
+            )
     report = (run / "report.html").read_text()
     assert report.count("<b>Step 2, timestep") == 4
     assert "The newest 8 of 8" in report
@@ -144,7 +152,9 @@ def test_a_run_leaves_histograms_rejected_samples_and_a_card_that_works(
         program = program.replace(f"path/to/{checkpoint.name}", str(checkpoint))
         names: dict[str, object] = {}
         exec(program.replace("path/to/this/folder", str(tmp_path / "out")), names)
-        height, width = (int(re.search(rf"\b{side}=(\d+)", program)[1]) for side in ("height", "width"))
+        height, width = (
+            int(re.search(rf"\b{side}=(\d+)", program)[1]) for side in ("height", "width")
+        )
         assert names["image"].size == (width, height)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "README.md").write_text("# My project\n")

@@ -1,6 +1,7 @@
 """What every adapter must do, on a random checkpoint of its pipeline's class (`tiny_models`).
 
-A new adapter is found by its file; it takes part as soon as `tiny_models.TINY` has a checkpoint for it.
+A new adapter is found by its file; it takes part as soon as `tiny_models.TINY` has a checkpoint for
+it.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from tiny_models import TINY, VARIANTS, Tiny
 
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch, Prompt, PromptBatch, SamplerSpec, concat
 from flowgrpo_rc.core.random import normal
+from flowgrpo_rc.export.lora import export_lora
 from flowgrpo_rc.models.base import FlowModel, ModelConfig, adapters_by_pipeline, load_model
+from flowgrpo_rc.models.lora import add_lora, lora_parameters, reference_policy
+from flowgrpo_rc.policies.encode_prompts import encode_prompts
 from flowgrpo_rc.policies.flow import FlowPolicy
-from flowgrpo_rc.rollout.base import ImageRequest
-from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine, encode_prompts
-from flowgrpo_rc.training.lora import add_lora, lora_parameters, reference_policy
-from flowgrpo_rc.training.lora_files import export_lora
+from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
+from flowgrpo_rc.rollout.engine import ImageRequest
 
 CPU = torch.device("cpu")
 PROMPTS = [
@@ -35,7 +37,8 @@ PROMPTS = [
 ]
 KINDS = ("sde", "cps")
 GUIDANCE = ("unguided", "guided")
-# Mean |difference| of a bf16 rollout's log-probs in units of a Gaussian step; random weights, three steps.
+# Mean |difference| of a bf16 rollout's log-probs in units of a Gaussian step; random weights, three
+# steps.
 BF16_BOUND = 2e-3
 
 
@@ -60,7 +63,10 @@ class Subject(NamedTuple):
 
 def make_subject(name: str, saved: Callable[[str], Path]) -> Subject:
     if name not in TINY | VARIANTS:
-        pytest.fail(f"the adapter for {name} has no random checkpoint: add one to TINY in tests/tiny_models.py")
+        pytest.fail(
+            f"the adapter for {name} has no random checkpoint: add one to TINY in "
+            "tests/tiny_models.py"
+        )
     folder = saved(name)
     pipeline_class = json.loads((folder / "model_index.json").read_text())["_class_name"]
     return Subject(folder, (TINY | VARIANTS)[name], adapters_by_pipeline()[pipeline_class])
@@ -76,7 +82,9 @@ def any_subject(request: pytest.FixtureRequest, saved: Callable[[str], Path]) ->
     return make_subject(request.param, saved)
 
 
-def roll(model: FlowModel, network: torch.nn.Module, spec: SamplerSpec) -> tuple[DiffusionBatch, np.ndarray]:
+def roll(
+    model: FlowModel, network: torch.nn.Module, spec: SamplerSpec
+) -> tuple[DiffusionBatch, np.ndarray]:
     """Two samples of each prompt, stochastic in all steps but the last."""
     engine = DiffusersEngine(model, network, dtype=spec.dtype, chunk_size=4)
     steps = spec.num_inference_steps - 1
@@ -91,16 +99,28 @@ def roll(model: FlowModel, network: torch.nn.Module, spec: SamplerSpec) -> tuple
     return chunk.batch, chunk.samples
 
 
-def deterministic(model: FlowModel, network: Any, spec: SamplerSpec, latents: torch.Tensor) -> torch.Tensor:
+def deterministic(
+    model: FlowModel, network: Any, spec: SamplerSpec, latents: torch.Tensor
+) -> torch.Tensor:
     conditioning, negative = encode_prompts(model, PROMPTS, spec)
     nothing = torch.empty((len(PROMPTS), 0), dtype=torch.int64)
-    return FlowPolicy(model, network).rollout(latents, conditioning, negative, spec, nothing, lambda _: latents).final
+    return (
+        FlowPolicy(model, network)
+        .rollout(latents, conditioning, negative, spec, nothing, lambda _: latents)
+        .final
+    )
 
 
-def call_stock(stock: Any, tiny: Tiny, guidance: Mapping[str, float], latents: torch.Tensor, output: str) -> Any:
+def call_stock(
+    stock: Any, tiny: Tiny, guidance: Mapping[str, float], latents: torch.Tensor, output: str
+) -> Any:
     """The stock pipeline's own call."""
     frames = {} if tiny.num_frames is None else {"num_frames": tiny.num_frames}
-    guided = any(scale > 1 for key, scale in guidance.items() if key in ("true_cfg_scale", stock_cfg_key(stock)))
+    guided = any(
+        scale > 1
+        for key, scale in guidance.items()
+        if key in ("true_cfg_scale", stock_cfg_key(stock))
+    )
     negative = {"negative_prompt": [prompt.negative_text for prompt in PROMPTS]} if guided else {}
     return stock(
         prompt=[prompt.text for prompt in PROMPTS],
@@ -138,7 +158,9 @@ def test_the_checkpoint_is_wrapped_by_its_adapter(any_subject: Subject) -> None:
 
 def test_the_schedule_goes_from_exactly_one_to_zero(any_subject: Subject) -> None:
     """A first sigma a little below 1 would give the first `sde` step a thousandfold noise."""
-    sigmas, timesteps = any_subject.load().schedule(any_subject.tiny.spec("sde", any_subject.tiny.unguided))
+    sigmas, timesteps = any_subject.load().schedule(
+        any_subject.tiny.spec("sde", any_subject.tiny.unguided)
+    )
     assert sigmas.dtype == timesteps.dtype == torch.float32
     assert (len(sigmas), len(timesteps)) == (5, 4)
     assert (sigmas[0], sigmas[-1]) == (1, 0)
@@ -164,7 +186,9 @@ def test_fp32_replay_is_bitwise_exact(any_subject: Subject, kind: str, guidance:
 
 @pytest.mark.parametrize("guidance", GUIDANCE)
 @pytest.mark.parametrize("kind", KINDS)
-def test_noise_zero_gives_the_stock_pipelines_output(any_subject: Subject, kind: str, guidance: str) -> None:
+def test_noise_zero_gives_the_stock_pipelines_output(
+    any_subject: Subject, kind: str, guidance: str
+) -> None:
     model, stock, tiny = any_subject.load(), any_subject.stock(), any_subject.tiny
     spec = tiny.spec(kind, vars(tiny)[guidance], noise_level=0.0)
     latents = drawn(model, spec)
@@ -172,7 +196,9 @@ def test_noise_zero_gives_the_stock_pipelines_output(any_subject: Subject, kind:
     wanted = call_stock(stock, tiny, vars(tiny)[guidance], latents, "latent")
     exact = kind == "sde" and tiny.steps_are_eulers
     torch.testing.assert_close(found, wanted, atol=0 if exact else 1e-5, rtol=0)
-    pictures = (call_stock(stock, tiny, vars(tiny)[guidance], latents, "np") * 255).round().astype(int)
+    pictures = (
+        (call_stock(stock, tiny, vars(tiny)[guidance], latents, "np") * 255).round().astype(int)
+    )
     assert pictures.std() > 1
     apart = np.abs(model.decode(found, spec).astype(int) - pictures)
     assert apart.max() <= (0 if exact else 1)
@@ -195,7 +221,9 @@ def test_guidance_makes_a_difference(any_subject: Subject) -> None:
         assert not torch.allclose(guided, velocity(spec, conditioning))
         for key, scale in tiny.guided.items():
             if scale > 1:
-                assert not torch.allclose(guided, velocity(tiny.spec("sde", tiny.guided | {key: 1.5}), negative))
+                assert not torch.allclose(
+                    guided, velocity(tiny.spec("sde", tiny.guided | {key: 1.5}), negative)
+                )
 
 
 def test_lora_at_initialisation_and_switched_off_is_the_base(subject: Subject) -> None:
@@ -214,7 +242,9 @@ def test_lora_at_initialisation_and_switched_off_is_the_base(subject: Subject) -
 
 
 @pytest.mark.parametrize("alpha", [8, 6], ids=["power_of_two", "other_scale"])
-def test_an_export_gives_the_same_pictures_in_the_stock_pipeline(subject: Subject, tmp_path: Path, alpha: int) -> None:
+def test_an_export_gives_the_same_pictures_in_the_stock_pipeline(
+    subject: Subject, tmp_path: Path, alpha: int
+) -> None:
     model, stock, tiny = subject.load(), subject.stock(), subject.tiny
     config = subject.config(lora_alpha=alpha)
     network = add_lora(model, config, seed=0)
@@ -225,7 +255,9 @@ def test_an_export_gives_the_same_pictures_in_the_stock_pipeline(subject: Subjec
     spec = tiny.spec("sde", tiny.guided, noise_level=0.0)
     latents = drawn(model, spec)
     before = call_stock(stock, tiny, tiny.guided, latents, "latent")
-    export_lora({name: p.detach() for name, p in lora_parameters(network).items()}, config, tmp_path)
+    export_lora(
+        {name: p.detach() for name, p in lora_parameters(network).items()}, config, tmp_path
+    )
     stock.load_lora_weights(tmp_path)
     found = deterministic(model, network, spec, latents)
     wanted = call_stock(stock, tiny, tiny.guided, latents, "latent")
@@ -235,11 +267,15 @@ def test_an_export_gives_the_same_pictures_in_the_stock_pipeline(subject: Subjec
     assert np.array_equal(model.decode(found, spec), pictures)
 
 
-def gradients(model: FlowModel, network: Any, batch: DiffusionBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def gradients(
+    model: FlowModel, network: Any, batch: DiffusionBatch
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     value = FlowPolicy(model, network).evaluate(batch.step(1)).log_prob
     network.zero_grad()
     value.sum().backward()
-    return value.detach(), {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+    return value.detach(), {
+        name: p.grad for name, p in network.named_parameters() if p.grad is not None
+    }
 
 
 def test_gradients_reach_the_lora_alone_and_checkpointing_changes_nothing(subject: Subject) -> None:
@@ -265,8 +301,12 @@ TEXTS = ["a", "two red cats", '"AB7X"']
 
 
 @pytest.mark.parametrize("guidance", GUIDANCE)
-def test_prompts_of_different_length_do_not_touch_each_other(subject: Subject, guidance: str) -> None:
-    """In one batch, from one call of the encoder or from several, a prompt gives what it gives alone."""
+def test_prompts_of_different_length_do_not_touch_each_other(
+    subject: Subject, guidance: str
+) -> None:
+    """In one batch, from one call of the encoder or from several, a prompt gives what it gives
+    alone.
+    """
     model, tiny = subject.load(), subject.tiny
     spec = tiny.spec("sde", vars(tiny)[guidance])
     latents = normal(model.latent_shape(spec), [1, 2, 3], "latents")
@@ -287,14 +327,18 @@ def test_prompts_of_different_length_do_not_touch_each_other(subject: Subject, g
         together = velocity(slice(3), encode(TEXTS), encode(TEXTS[::-1]))
         joined = Conditioning.join([encode([text]) for text in TEXTS])
         assert len(joined) == 3
-        from_parts = velocity(slice(3), joined, Conditioning.join([encode(TEXTS[:0:-1]), encode(TEXTS[:1])]))
+        from_parts = velocity(
+            slice(3), joined, Conditioning.join([encode(TEXTS[:0:-1]), encode(TEXTS[:1])])
+        )
     assert not torch.allclose(alone[0], alone[1])
     for found in (together, from_parts):
         torch.testing.assert_close(found, torch.cat(alone), atol=1e-5, rtol=1e-5)
 
 
 def test_chunks_with_a_conditioning_of_their_own_can_be_joined(subject: Subject) -> None:
-    """An engine that encodes each prompt apart: the joined batch replays like one that was sampled at once."""
+    """An engine that encodes each prompt apart: the joined batch replays like one that was sampled
+    at once.
+    """
     model, tiny = subject.load(), subject.tiny
     network = trained_lora(model)
     spec = tiny.spec("sde", tiny.guided)
@@ -304,7 +348,9 @@ def test_chunks_with_a_conditioning_of_their_own_can_be_joined(subject: Subject)
         conditioning, negative = encode_prompts(model, [prompt], spec)
         rows = whole.rows(2 * i, 2 * i + 2)
         nothing = torch.zeros_like(rows.prompt_index)
-        chunks.append(rows.replace(conditioning=conditioning, negative=negative, prompt_index=nothing))
+        chunks.append(
+            rows.replace(conditioning=conditioning, negative=negative, prompt_index=nothing)
+        )
     joined = concat(chunks)
     assert joined.prompt_index.tolist() == [0, 0, 1, 1]
     assert difference(model, network, joined).abs().max() < 1e-5
@@ -322,7 +368,8 @@ def test_bf16_rollout_has_a_mismatch_of_the_expected_scale(
         with capsys.disabled():
             by_step = ", ".join(f"{value:.1e}" for value in apart.mean(0).tolist())
             print(
-                f"\nbf16 mismatch {type(model).__name__} {guidance}: mean {apart.mean():.1e}, max {apart.max():.1e}, "
+                f"\nbf16 mismatch {type(model).__name__} {guidance}: mean {apart.mean():.1e}, max "
+                f"{apart.max():.1e}, "
                 f"by step {by_step}"
             )
         assert 1e-7 < apart.mean() < BF16_BOUND
@@ -352,12 +399,17 @@ def brightness(sample: np.ndarray, prompt: Prompt) -> float:
     return float(sample.mean()) / 255
 
 
-def test_two_steps_of_training_from_the_command_line(subject: Subject, train: Train, tmp_path: Path) -> None:
+def test_two_steps_of_training_from_the_command_line(
+    subject: Subject, train: Train, tmp_path: Path
+) -> None:
     tiny = subject.tiny
     scales = [f"{key}={scale}" for key, scale in tiny.guided.items()]
     given = [f"rollout.{where}.{scale}" for where in ("pipeline", "val_kwargs") for scale in scales]
     frames = [] if tiny.num_frames is None else [f"rollout.pipeline.num_frames={tiny.num_frames}"]
-    reward = ["reward.terms.jpeg=null", f"+reward.terms.light={{_target_: function, path: '{__name__}:brightness'}}"]
+    reward = [
+        "reward.terms.jpeg=null",
+        f"+reward.terms.light={{_target_: function, path: '{__name__}:brightness'}}",
+    ]
     code = train(
         f"model.path={subject.folder}",
         "rollout.pipeline.guidance_scale=1.0",

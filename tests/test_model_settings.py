@@ -1,4 +1,6 @@
-"""Settings that a model's class does not have are refused by the names of its own, before anything is loaded."""
+"""Settings that a model's class does not have are refused by the names of its own, before anything
+is loaded.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from tiny_models import TINY
 
 from flowgrpo_rc.models import base
 
-VIDEO = ("reward.terms.jpeg=null", "+reward.terms.f={_target_: function, path: 'test_model_conformance:brightness'}")
+VIDEO = (
+    "reward.terms.jpeg=null",
+    "+reward.terms.f={_target_: function, path: 'test_model_conformance:brightness'}",
+)
 
 
 NAMES = {
@@ -37,9 +42,21 @@ NAMES = {
             ["rollout.val_kwargs.true_cfg_scale=4"],
             ["rollout.val_kwargs.true_cfg_scale=4", "rollout.val_kwargs.guidance_scale"],
         ),
-        ("sd3", ["rollout.pipeline.num_frames=5"], ["rollout.pipeline.num_frames=5", "makes images"]),
-        ("sd3", ["rollout.pipeline.max_sequence_length=513"], ["max_sequence_length=513", "0 to 512"]),
-        ("sd3", ["rollout.pipeline.true_cfg_scale=0.5"], ["rollout.pipeline.true_cfg_scale=0.5", "1 (none) or more"]),
+        (
+            "sd3",
+            ["rollout.pipeline.num_frames=5"],
+            ["rollout.pipeline.num_frames=5", "makes images"],
+        ),
+        (
+            "sd3",
+            ["rollout.pipeline.max_sequence_length=513"],
+            ["max_sequence_length=513", "0 to 512"],
+        ),
+        (
+            "sd3",
+            ["rollout.pipeline.true_cfg_scale=0.5"],
+            ["rollout.pipeline.true_cfg_scale=0.5", "1 (none) or more"],
+        ),
         ("qwen", [], ["rollout.pipeline.true_cfg_scale is not set", "QwenImagePipeline"]),
         (
             "qwen",
@@ -48,7 +65,11 @@ NAMES = {
         ),
         (
             "qwen",
-            ["rollout.pipeline.true_cfg_scale=1", "data.negative_prompt=blur", "rollout.pipeline.guidance_scale=4.5"],
+            [
+                "rollout.pipeline.true_cfg_scale=1",
+                "data.negative_prompt=blur",
+                "rollout.pipeline.guidance_scale=4.5",
+            ],
             ["data.negative_prompt='blur'", "rollout.pipeline.true_cfg_scale above 1"],
         ),
         (
@@ -57,11 +78,20 @@ NAMES = {
             ["data.negative_prompt='blur'", "rollout.pipeline.true_cfg_scale above 1"],
         ),
         ("wan", VIDEO, ["rollout.pipeline.num_frames is not set", "WanPipeline"]),
-        ("wan", [*VIDEO, "rollout.pipeline.num_frames=0"], ["rollout.pipeline.num_frames=0", "at least 1"]),
+        (
+            "wan",
+            [*VIDEO, "rollout.pipeline.num_frames=0"],
+            ["rollout.pipeline.num_frames=0", "at least 1"],
+        ),
         (
             "wan",
             ["rollout.pipeline.num_frames=5"],
-            ["reward.terms.jpeg scores images", "makes videos", "reward.terms.jpeg=null", "function"],
+            [
+                "reward.terms.jpeg scores images",
+                "makes videos",
+                "reward.terms.jpeg=null",
+                "function",
+            ],
         ),
     ],
 )
@@ -90,19 +120,35 @@ def test_a_setting_without_effect_is_refused_before_loading(
     ("name", "given", "words"),
     [
         ("flux", ["rollout.pipeline.height=20"], ["rollout.pipeline.height=20", "multiples of 8"]),
-        ("qwen", ["rollout.pipeline.true_cfg_scale=1", "rollout.pipeline.width=24"], ["width=24", "multiples of 16"]),
+        (
+            "qwen",
+            ["rollout.pipeline.true_cfg_scale=1", "rollout.pipeline.width=24"],
+            ["width=24", "multiples of 16"],
+        ),
         (
             "wan",
             [*VIDEO, "rollout.pipeline.num_frames=5", "rollout.pipeline.height=24"],
             ["height=24", "multiples of 16"],
         ),
-        ("wan", [*VIDEO, "rollout.pipeline.num_frames=4"], ["rollout.pipeline.num_frames=4", "1, 5, ..."]),
+        (
+            "wan",
+            [*VIDEO, "rollout.pipeline.num_frames=4"],
+            ["rollout.pipeline.num_frames=4", "1, 5, ..."],
+        ),
         (
             "schnell",
             ["rollout.pipeline.guidance_scale=3.5"],
-            ["rollout.pipeline.guidance_scale=3.5", "set it to 1", "rollout.pipeline.true_cfg_scale"],
+            [
+                "rollout.pipeline.guidance_scale=3.5",
+                "set it to 1",
+                "rollout.pipeline.true_cfg_scale",
+            ],
         ),
-        ("schnell", ["rollout.val_kwargs.guidance_scale=2"], ["rollout.val_kwargs.guidance_scale=2.0"]),
+        (
+            "schnell",
+            ["rollout.val_kwargs.guidance_scale=2"],
+            ["rollout.val_kwargs.guidance_scale=2.0"],
+        ),
     ],
 )
 def test_what_the_checkpoint_itself_cannot_make(

@@ -1,4 +1,6 @@
-"""The noise floor's numbers against numpy and formulas, over processes, and apart from the policy's movement."""
+"""The noise floor's numbers against numpy and formulas, over processes, and apart from the policy's
+movement.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +26,34 @@ from flowgrpo_rc import assets
 from flowgrpo_rc.batch import Batch, DiffusionBatch, TokenSpec
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.diffusion import diffusion_terms
 from flowgrpo_rc.models.base import FlowModel, ModelConfig
 from flowgrpo_rc.models.causal_lm import load_causal_lm
+from flowgrpo_rc.models.lora import add_lora
+from flowgrpo_rc.monitoring.expected_mismatch import ExpectedMismatch, relative_size
+from flowgrpo_rc.monitoring.mismatch import (
+    MismatchMonitor,
+    advised_clip_ratio,
+    drift,
+    over,
+    quantile,
+    spread,
+)
 from flowgrpo_rc.policies.base import nudge
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.policies.token import TokenPolicy
-from flowgrpo_rc.training.expected_floor import ExpectedFloor, relative_size
-from flowgrpo_rc.training.lora import add_lora
-from flowgrpo_rc.training.noise_floor import NoiseFloor, advised_clip_ratio, drift, over, quantile, spread
+from flowgrpo_rc.training.config import ActorConfig
 from flowgrpo_rc.training.optim import OptimConfig
-from flowgrpo_rc.training.processes import Processes
-from flowgrpo_rc.training.update import ActorConfig, PolicyUpdate
+from flowgrpo_rc.training.update import PolicyUpdate
 
 RC = "algorithm.rollout_correction"
 
 
 def differences(rows: int, steps: int, seed: int = 0) -> Tensor:
-    return 1e-4 * torch.randn(rows, steps, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return 1e-4 * torch.randn(
+        rows, steps, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 class Others(Processes):
@@ -58,9 +70,13 @@ class Others(Processes):
         return value + self._sums
 
 
-def floor_of(policy: type[Any], processes: Processes | None = None, **options: Any) -> NoiseFloor:
+def floor_of(
+    policy: type[Any], processes: Processes | None = None, **options: Any
+) -> MismatchMonitor:
     settings = {"bypass": True, "clip_ratio": 1e-4} | options
-    return NoiseFloor(policy(None, None), processes or Processes(Accelerator(cpu=True)), **settings)
+    return MismatchMonitor(
+        policy(None, None), processes or Processes(Accelerator(cpu=True)), **settings
+    )
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 0.5, 0.99, 1.0])
@@ -68,7 +84,9 @@ def floor_of(policy: type[Any], processes: Processes | None = None, **options: A
 def test_quantiles_are_numpys(count: int, fraction: float) -> None:
     values = differences(count, 1).flatten()
     with_gaps = torch.cat([torch.full((3,), math.nan), values.flip(0), torch.full((2,), math.nan)])
-    assert quantile(with_gaps, fraction).item() == pytest.approx(np.quantile(values.numpy(), fraction), rel=1e-12)
+    assert quantile(with_gaps, fraction).item() == pytest.approx(
+        np.quantile(values.numpy(), fraction), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,14 +127,18 @@ def test_another_iteration_starts_afresh() -> None:
     floor, batch = floor_of(FlowPolicy), diffusion_batch(torch.zeros(4, 2))
     for seed in (0, 1):
         floor.before(batch, differences(4, 2, seed))
-        assert floor.finish().compute()["logprob_abs_diff_max"] == differences(4, 2, seed).abs().max()
+        assert (
+            floor.finish().compute()["logprob_abs_diff_max"] == differences(4, 2, seed).abs().max()
+        )
 
 
 def test_percentiles_are_those_of_all_processes() -> None:
     """Not a mean of the processes' own; a process may have more numbers than another."""
     mine, theirs = differences(4, 2), 10 * differences(7, 2, seed=1)
     sums = torch.stack([theirs.abs().sum(0), torch.full((2,), 7.0)])
-    processes = Others(theirs.flatten(), torch.stack([torch.cat([sums, torch.zeros(2, 1)], 1), torch.zeros(2, 3)]))
+    processes = Others(
+        theirs.flatten(), torch.stack([torch.cat([sums, torch.zeros(2, 1)], 1), torch.zeros(2, 3)])
+    )
     floor = floor_of(FlowPolicy, processes)
     floor.before(diffusion_batch(torch.zeros(4, 2)), mine)
     found, sizes = floor.finish().compute(), np.abs(torch.cat([mine, theirs]).numpy())
@@ -155,7 +177,10 @@ def test_without_a_band_there_is_no_multiple_of_it() -> None:
 
 
 def test_the_host_waits_for_the_names_of_the_timesteps_alone() -> None:
-    floor, batch = floor_of(FlowPolicy), diffusion_batch(torch.zeros(4, 2), old_log_probs=torch.zeros(4, 2))
+    floor, batch = (
+        floor_of(FlowPolicy),
+        diffusion_batch(torch.zeros(4, 2), old_log_probs=torch.zeros(4, 2)),
+    )
 
     def iteration() -> None:
         floor.during(batch, differences(4, 2), MetricBag(), updated=False)
@@ -168,10 +193,14 @@ def test_the_host_waits_for_the_names_of_the_timesteps_alone() -> None:
 
 @pytest.mark.parametrize("moved", [0.0, 1e-4, 1e-3])
 def test_drift_without_the_mismatch_that_contains_it(moved: float) -> None:
-    """Of cells with mismatches of other sizes; a cell that was not seen before the update takes no part."""
+    """Of cells with mismatches of other sizes; a cell that was not seen before the update takes no
+    part.
+    """
     source, count = torch.Generator().manual_seed(0), 20_000
     scales = torch.tensor([1e-5, 1e-4, 1e-3], dtype=torch.float64)
-    noise = [scales * torch.randn(count, 3, generator=source, dtype=torch.float64) for _ in range(2)]
+    noise = [
+        scales * torch.randn(count, 3, generator=source, dtype=torch.float64) for _ in range(2)
+    ]
     movement = moved * torch.randn(count, 3, generator=source, dtype=torch.float64)
     counts = torch.full((3,), float(count), dtype=torch.float64)
     before = torch.stack([noise[0].abs().sum(0), counts])
@@ -219,12 +248,18 @@ class WithAnother(Processes):
         return flag or self._news
 
 
-@pytest.mark.parametrize(("moved", "elsewhere", "asked"), [(0, False, 1), (2, False, 2), (0, True, 2)])
-def test_steps_of_another_window_get_their_expectation_at_once(moved: int, elsewhere: bool, asked: int) -> None:
+@pytest.mark.parametrize(
+    ("moved", "elsewhere", "asked"), [(0, False, 1), (2, False, 2), (0, True, 2)]
+)
+def test_steps_of_another_window_get_their_expectation_at_once(
+    moved: int, elsewhere: bool, asked: int
+) -> None:
     """A later iteration's mismatch is twice the expectation, wherever its window lies."""
     policy, processes = Rounding(rounded=False), WithAnother(elsewhere)
-    expected = ExpectedFloor(policy, Rounding(rounded=True), processes, size=1.0, least=4e-7, micro_batch_size=2)
-    floor = NoiseFloor(policy, processes, bypass=False, expected=expected)
+    expected = ExpectedMismatch(
+        policy, Rounding(rounded=True), processes, size=1.0, least=4e-7, micro_batch_size=2
+    )
+    floor = MismatchMonitor(policy, processes, bypass=False, expected=expected)
     batch = diffusion_batch(torch.zeros(4, 2)).replace(sigmas=torch.linspace(1, 0, 6))
     for step in (1, 2, 3):
         here = batch.replace(step_indices=batch.step_indices + (0 if step == 1 else moved))
@@ -258,11 +293,13 @@ def test_expectation_of_cells_that_nobody_saw() -> None:
         ("bf16", "fp64", "no", None),
     ],
 )
-def test_precisions_add_up_in_squares(rollout: str, dtype: str, mixed: str, wanted: float | None) -> None:
+def test_precisions_add_up_in_squares(
+    rollout: str, dtype: str, mixed: str, wanted: float | None
+) -> None:
     assert relative_size(rollout, dtype, mixed) == wanted
 
 
-Make = Callable[..., tuple[PolicyUpdate, NoiseFloor, DiffusionBatch]]
+Make = Callable[..., tuple[PolicyUpdate, MismatchMonitor, DiffusionBatch]]
 
 
 @pytest.fixture
@@ -276,14 +313,18 @@ def make(model: FlowModel) -> Make:
         advantages = torch.tensor([1.0, -1.0, 1.0, -1.0]).unsqueeze(1).expand(4, 4)
         truth = batch.rollout_log_probs
         assert truth is not None
-        batch = batch.replace(rollout_log_probs=truth - noise, advantages=advantages, **batch_fields)
+        batch = batch.replace(
+            rollout_log_probs=truth - noise, advantages=advantages, **batch_fields
+        )
         batch = batch.replace(old_log_probs=batch.rollout_log_probs if bypass else truth)
         policy, processes = FlowPolicy(model, network), Processes(Accelerator(cpu=True))
-        floor = NoiseFloor(policy, processes, bypass=bypass, clip_ratio=1e-4)
+        floor = MismatchMonitor(policy, processes, bypass=bypass, clip_ratio=1e-4)
         config = loss_config(RolloutCorrectionConfig(bypass_mode=bypass), clip=1e-4)
         update = PolicyUpdate(
             policy,
-            ActorConfig(ppo_micro_batch_size_per_gpu=2, ppo_epochs=epochs, optim=OptimConfig(lr=lr)),
+            ActorConfig(
+                ppo_micro_batch_size_per_gpu=2, ppo_epochs=epochs, optim=OptimConfig(lr=lr)
+            ),
             partial(diffusion_terms, config),
             processes,
             total_updates=10,
@@ -322,7 +363,9 @@ def test_decoupled_mode_clips_no_noise_and_measures_drift_exactly(make: Make) ->
     update.run(batch, 2)
     found = floor.finish().compute()
     assert found["pre_update_clip_fraction"] == 0
-    assert found["mismatch_over_clip"] == pytest.approx(np.median(differences(4, 4).abs()) / 1e-4, rel=0.02)
+    assert found["mismatch_over_clip"] == pytest.approx(
+        np.median(differences(4, 4).abs()) / 1e-4, rel=0.02
+    )
     moved = torch.cat([(now.double() - part.old_log_probs).abs() for part, now in seen], 1)
     assert moved.shape == (2, 4)
     assert found["policy_drift_abs_mean"] == pytest.approx(moved.mean().item(), rel=1e-12)
@@ -336,11 +379,24 @@ def test_one_update_has_nothing_after_it(make: Make) -> None:
 
 @pytest.mark.parametrize("mode", ["bypass", "decoupled"])
 def test_a_run_reports_it(train: Train, tmp_path: Path, mode: str) -> None:
-    """The first mini-batch has half of the samples; the learning rate moves the policy far beyond the mismatch."""
-    assert train(f"{RC}.bypass_mode={str(mode == 'bypass').lower()}", "rollout.dtype=bf16", "actor.optim.lr=0.1") == 0
+    """The first mini-batch has half of the samples; the learning rate moves the policy far beyond
+    the mismatch.
+    """
+    assert (
+        train(
+            f"{RC}.bypass_mode={str(mode == 'bypass').lower()}",
+            "rollout.dtype=bf16",
+            "actor.optim.lr=0.1",
+        )
+        == 0
+    )
     prefix = "actor/rollout_corr/" if mode == "bypass" else "rollout_corr/"
     for row in read_rows(tmp_path / "run")[1:]:
-        own = {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}
+        own = {
+            name.removeprefix(prefix): value
+            for name, value in row.items()
+            if name.startswith(prefix)
+        }
         median, p99, most = (own[f"logprob_abs_diff_{part}"] for part in ("p50", "p99", "max"))
         assert 0 < median < p99 <= most < 0.01 < own["policy_drift_abs_mean"]
         assert own["mismatch_over_clip"] == pytest.approx(median / 1e-4)
@@ -354,23 +410,35 @@ def test_a_run_in_bf16_expects_its_rounding_or_says_that_it_cannot(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture, rollout: str
 ) -> None:
     one_step = ["trainer.total_training_steps=1", "actor.ema.enable=false"]
-    assert train("model.dtype=bf16", f"rollout.dtype={rollout}", f"{RC}.bypass_mode=true", *one_step) == 0
+    assert (
+        train("model.dtype=bf16", f"rollout.dtype={rollout}", f"{RC}.bypass_mode=true", *one_step)
+        == 0
+    )
     row, said = read_rows(tmp_path / "run")[-1], capsys.readouterr().out
     assert ("actor/rollout_corr/mismatch_over_expected" in row) == (rollout == "bf16")
     assert ("no fault of the engine is reported" in said) == (rollout == "fp32")
 
 
 def test_moving_the_embeddings_of_text_shows_its_rounding() -> None:
-    settings = ModelConfig(kind="causal_lm", path=str(assets.path("tiny_adder_lm")), lora_rank=4, dtype="bf16")
+    settings = ModelConfig(
+        kind="causal_lm", path=str(assets.path("tiny_adder_lm")), lora_rank=4, dtype="bf16"
+    )
     language = load_causal_lm(settings, torch.device("cpu"))
     policy = TokenPolicy(language, add_lora(language, settings, seed=0))
     perturb(policy.network)
     batch, _ = sample_text(
-        language, TokenSpec(dtype="fp32", temperature=1.0, prompt_length=8, response_length=6), chunk=2
+        language,
+        TokenSpec(dtype="fp32", temperature=1.0, prompt_length=8, response_length=6),
+        chunk=2,
     )
     before = policy.log_probs(batch, 4)
-    expected = ExpectedFloor(
-        policy, policy.nudged(), Processes(Accelerator(cpu=True)), size=1.0, least=4e-6, micro_batch_size=4
+    expected = ExpectedMismatch(
+        policy,
+        policy.nudged(),
+        Processes(Accelerator(cpu=True)),
+        size=1.0,
+        least=4e-6,
+        micro_batch_size=4,
     )
     expected.measure(batch, 1)
     assert torch.equal(policy.log_probs(batch, 4), before)

@@ -1,4 +1,6 @@
-"""The OCR reward: its formula against numbers worked out by hand, its reading against text drawn by Pillow."""
+"""The OCR reward: its formula against numbers worked out by hand, its reading against text drawn by
+Pillow.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,15 @@ from flowgrpo_rc.rewards.ocr import OCR, ocr_score
 from flowgrpo_rc.rewards.video_ocr import VideoOCR
 
 
-def draw(text: str, *, width: int = 64, height: int = 32, size: int = 20, ink="navy", paper="white") -> np.ndarray:
+def draw(
+    text: str, *, width: int = 64, height: int = 32, size: int = 20, ink="navy", paper="white"
+) -> np.ndarray:
     """Text in the middle of an image [height, width, 3]; lines are separated by a line break."""
     image = Image.new("RGB", (width, height), paper)
     font = ImageFont.load_default(size)
-    ImageDraw.Draw(image).text((width / 2, height / 2), text, font=font, fill=ink, anchor="mm", align="center")
+    ImageDraw.Draw(image).text(
+        (width / 2, height / 2), text, font=font, fill=ink, anchor="mm", align="center"
+    )
     return np.asarray(image)
 
 
@@ -36,7 +42,14 @@ def prompt(target: str | None, index: int = 0) -> Prompt:
         ("THECAFE", "CAFE", 1.0, 0.25, 1.0, 0.0),  # three insertions, but the word is there
         ("XXCAFEXX", "CAFE", 1.0, 0.0, 1.0, 0.0),
         ("", "CAFE", 0.0, 0.0, 0.0, 0.0),
-        ("somethingquiteelse", "abc", 0.0, 0.0, 0.0, 0.0),  # the distance is cut at the target's length
+        (
+            "somethingquiteelse",
+            "abc",
+            0.0,
+            0.0,
+            0.0,
+            0.0,
+        ),  # the distance is cut at the target's length
         ("kitten", "sitting", 4 / 7, 4 / 7, 0.0, 0.0),  # the textbook distance, 3
     ],
 )
@@ -68,9 +81,14 @@ def test_reads_faint_colours_as_the_library_does_from_a_file():
     inks = rng.integers(0, 256, (24, 3))
     papers = np.clip(inks + rng.integers(-20, 21, (24, 3)), 0, 255)
     images = np.stack(
-        [draw("KBCA", ink=tuple(ink), paper=tuple(paper)) for ink, paper in zip(inks, papers, strict=True)]
+        [
+            draw("KBCA", ink=tuple(ink), paper=tuple(paper))
+            for ink, paper in zip(inks, papers, strict=True)
+        ]
     )
-    library = RapidOCR(use_det=False, use_cls=False, rec_img_shape=[3, 48, 96], intra_op_num_threads=1)
+    library = RapidOCR(
+        use_det=False, use_cls=False, rec_img_shape=[3, 48, 96], intra_op_num_threads=1
+    )
     expected = [library(Image.fromarray(image))[0][0][0] for image in images]
     assert OCR().read(images) == expected
     assert OCR().read(images[..., ::-1]) != expected
@@ -130,7 +148,9 @@ def test_a_video_scores_the_mean_of_its_frames():
     """Frames 0 and 2 of four count; text that is gone halfway counts half."""
     blank = np.full((32, 96, 3), 255, np.uint8)
     word = draw("HEY", width=96)
-    videos = np.stack([np.stack(frames) for frames in ([word, blank, word, blank], [word, word, blank, word])])
+    videos = np.stack(
+        [np.stack(frames) for frames in ([word, blank, word, blank], [word, word, blank, word])]
+    )
     scores = VideoOCR(every=2)(videos, [prompt("HEY"), prompt("HEY", 1)])
     assert scores.values == [1.0, 0.5]
     assert scores.parts["exact"] == [1.0, 0.5]

@@ -1,5 +1,5 @@
-"""An iteration and its checkpoint on a device that is not the host's: tensors of the meta device hold no numbers, but
-as on any other device it is an error where they meet the host's."""
+"""An iteration and its checkpoint on a device that is not the host's: tensors of the meta device
+hold no numbers, but as on any other device it is an error where they meet the host's."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from torch import Tensor
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import identity
-from flowgrpo_rc.correction.auto import AutoBands
-from flowgrpo_rc.correction.bands import parse_bands
+from flowgrpo_rc.correction.auto_bands import AutoBands
+from flowgrpo_rc.correction.thresholds import parse_bands
+from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.monitoring.expected_mismatch import ExpectedMismatch
+from flowgrpo_rc.monitoring.mismatch import MismatchMonitor
 from flowgrpo_rc.policies.flow import FlowPolicy
-from flowgrpo_rc.training.expected_floor import ExpectedFloor
-from flowgrpo_rc.training.noise_floor import NoiseFloor
-from flowgrpo_rc.training.processes import Processes
 
 META = torch.device("meta")
 
 
 class Anything(FlowPolicy):
-    """Evaluates to some log-probs, and names its cells without a look at the numbers of the schedule."""
+    """Evaluates to some log-probs, and names its cells without a look at the numbers of the
+    schedule.
+    """
 
     def cell_names(self, batch: DiffusionBatch) -> Sequence[str]:
         return ["ts_1000", "ts_667", "ts_333"]
@@ -50,7 +52,9 @@ def processes() -> Processes:
 
 def on_device(tensors: Mapping[str, Tensor]) -> bool:
     """Sizes aside, which are the host's."""
-    return all(tensor.device == META for name, tensor in tensors.items() if not name.endswith(".sizes"))
+    return all(
+        tensor.device == META for name, tensor in tensors.items() if not name.endswith(".sizes")
+    )
 
 
 def test_two_devices_are_an_error(batch: DiffusionBatch) -> None:
@@ -71,8 +75,8 @@ def test_auto_bands(batch: DiffusionBatch, iterations: int) -> None:
 
 def test_the_noise_floor(batch: DiffusionBatch, processes: Processes) -> None:
     policy = Anything(None, None)  # type: ignore[arg-type]
-    expected = ExpectedFloor(policy, policy, processes, size=1.0, least=4e-7, micro_batch_size=2)
-    floor = NoiseFloor(policy, processes, bypass=True, clip_ratio=1e-4, expected=expected)
+    expected = ExpectedMismatch(policy, policy, processes, size=1.0, least=4e-7, micro_batch_size=2)
+    floor = MismatchMonitor(policy, processes, bypass=True, clip_ratio=1e-4, expected=expected)
     floor.expect(batch, 1)
     floor.during(batch, policy.log_probs(batch, 2), MetricBag(), updated=False)
     floor.during(batch, policy.log_probs(batch, 2), MetricBag(), updated=True)

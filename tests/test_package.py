@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from flowgrpo_rc import assets
-from flowgrpo_rc.compose import compose_config, config_folder, to_config
+from flowgrpo_rc.config.compose import compose_config, config_folder, to_config
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = f"[{assets.path('prompts/glyph_val.txt')}]"
@@ -20,7 +20,9 @@ PROMPTS = f"[{assets.path('prompts/glyph_val.txt')}]"
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in config_folder().glob("*.yaml")))
 def test_every_configuration_composes(name: str) -> None:
-    files = [] if name == "token_grpo" else [f"data.train_files={PROMPTS}", f"data.val_files={PROMPTS}"]
+    files = (
+        [] if name == "token_grpo" else [f"data.train_files={PROMPTS}", f"data.val_files={PROMPTS}"]
+    )
     config = to_config(compose_config(files, config_name=name))
     assert config.rollout.n > 1
 
@@ -32,10 +34,18 @@ def test_a_wheel_finds_its_configuration_elsewhere(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
-    program = "import flowgrpo_rc.compose as c; print(c.config_folder()); print(c.compose_config([]).model.path)"
+    program = (
+        "import flowgrpo_rc.config.compose as c; print(c.config_folder()); "
+        "print(c.compose_config([]).model.path)"
+    )
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     assert all(line.startswith(str(tmp_path / "site")) for line in done.stdout.splitlines())
 
@@ -61,11 +71,19 @@ def run_shell(command: str, folder: Path) -> subprocess.CompletedProcess:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "WANDB_MODE": "offline"}
     return subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
     )
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("ocr_*.sh")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "script", sorted((ROOT / "examples").glob("ocr_*.sh")), ids=lambda path: path.name
+)
 def test_examples_run(script: Path, workplace: Path) -> None:
     done = run_shell(f"bash {script} {' '.join(CAPPED)}", workplace)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

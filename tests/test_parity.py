@@ -1,7 +1,9 @@
-"""Agreement with the published wheels verl 0.9.1 and 0.6.1, whose results stand in `parity/` (made by its script).
+"""Agreement with the published wheels verl 0.9.1 and 0.6.1, whose results stand in `parity/` (made
+by its script).
 
-Where this project differs on purpose, a test at the end shows it: the band of k1 criteria, sequences without a valid
-step, float32 artefacts, tokens beyond the safety bound, and a batch whose weights are all 0.
+Where this project differs on purpose, a test at the end shows it: the band of k1 criteria,
+sequences without a valid step, float32 artefacts, tokens beyond the safety bound, and a batch whose
+weights are all 0.
 """
 
 from __future__ import annotations
@@ -22,8 +24,23 @@ from make_vectors import load_vectors
 CASES = {version: load_vectors(version) for version in ("0.9.1", "0.6.1")}
 EXCEPTIONS = load_vectors("0.9.1", "exceptions")
 DIVERGENCES = (
-    *("training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl", "kl", "k3_kl", "log_ppl_diff"),
-    *("log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min", "ppl_ratio", "chi2_token", "chi2_seq"),
+    *(
+        "training_ppl",
+        "training_log_ppl",
+        "rollout_ppl",
+        "rollout_log_ppl",
+        "kl",
+        "k3_kl",
+        "log_ppl_diff",
+    ),
+    *(
+        "log_ppl_abs_diff",
+        "log_ppl_diff_max",
+        "log_ppl_diff_min",
+        "ppl_ratio",
+        "chi2_token",
+        "chi2_seq",
+    ),
 )
 VETOES = ("rollout_is_veto_fraction", "rollout_is_catastrophic_token_fraction")
 # What they average over every row, those without a valid token included.
@@ -31,29 +48,43 @@ OVER_ROWS = (*DIVERGENCES, "seq", "ratio_fraction", "veto_fraction", "max", "min
 
 
 def ours(case: dict[str, Any], **changes: Any) -> Any:
-    """Our result for a case's inputs, in float64; `changes` replace settings. What has no effect is an error here."""
+    """Our result for a case's inputs, in float64; `changes` replace settings. What has no effect is
+    an error here.
+    """
     settings = case["settings"] | changes
     for switch in ("rollout_is", "rollout_rs"):
         if settings.get(switch) is None:
-            settings = {name: value for name, value in settings.items() if not name.startswith(f"{switch}_")}
+            settings = {
+                name: value for name, value in settings.items() if not name.startswith(f"{switch}_")
+            }
     old, rollout = case["old_log_prob"].double(), case["rollout_log_prob"].double()
-    return compute_rollout_correction_and_rejection_mask(old, rollout, case["response_mask"], **settings)
+    return compute_rollout_correction_and_rejection_mask(
+        old, rollout, case["response_mask"], **settings
+    )
 
 
 def bounded(case: dict[str, Any]) -> dict[str, Any]:
-    """The case with every log-ratio bounded to +-20 beforehand, as verl 0.9.1 does for its rejection."""
+    """The case with every log-ratio bounded to +-20 beforehand, as verl 0.9.1 does for its
+    rejection.
+    """
     rollout = case["rollout_log_prob"].double()
-    return case | {"old_log_prob": rollout + (case["old_log_prob"].double() - rollout).clamp(-20, 20)}
+    return case | {
+        "old_log_prob": rollout + (case["old_log_prob"].double() - rollout).clamp(-20, 20)
+    }
 
 
 def inverted(spec: Any) -> Any:
     """The reciprocal band of each k1 entry; k2 and k3 entries as they are."""
     entries = [entry.split("_") for entry in str(spec).split(",")]
-    return ",".join(f"{1 / float(e[1])!r}_{1 / float(e[0])!r}" if len(e) == 2 else e[0] for e in entries)
+    return ",".join(
+        f"{1 / float(e[1])!r}_{1 / float(e[0])!r}" if len(e) == 2 else e[0] for e in entries
+    )
 
 
 def compare(found: Any, case: dict[str, Any], names: Any, *, rel: float = 1e-4) -> None:
-    """Metrics against those of the same code on float64 inputs; differences of squares leave about 1e-6."""
+    """Metrics against those of the same code on float64 inputs; differences of squares leave about
+    1e-6.
+    """
     for name in names:
         mine, theirs = found.metrics[f"rollout_corr/{name}"], case["metrics_float64"][name]
         assert mine == pytest.approx(theirs, rel=rel, abs=2e-6), name
@@ -68,16 +99,30 @@ def test_weights_and_masks_of_three_hundred_cases(version: str) -> None:
     assert len(CASES[version]) == 300
     for number, case in enumerate(CASES[version]):
         asymmetric = case["flags"].get("asymmetric", False)
-        changes = {"rollout_rs_threshold": inverted(case["settings"]["rollout_rs_threshold"])} if asymmetric else {}
+        changes = (
+            {"rollout_rs_threshold": inverted(case["settings"]["rollout_rs_threshold"])}
+            if asymmetric
+            else {}
+        )
         found = ours(case, **changes)
-        judged = ours(bounded(case), **changes) if version == "0.9.1" and case["flags"]["beyond_bound"] else found
+        judged = (
+            ours(bounded(case), **changes)
+            if version == "0.9.1" and case["flags"]["beyond_bound"]
+            else found
+        )
         assert torch.equal(judged.mask, case["modified_mask"].to(judged.mask.dtype)), number
         if case["weights"] is None:
             assert found.weights is None
             continue
         expect = case["weights"].double()
-        if case["settings"]["rollout_is_batch_normalize"] and case["flags"]["empty_rows"] and version == "0.6.1":
-            ratio = found.weights[expect > 0] / expect[expect > 0]  # its mean counts rows without tokens as 0
+        if (
+            case["settings"]["rollout_is_batch_normalize"]
+            and case["flags"]["empty_rows"]
+            and version == "0.6.1"
+        ):
+            ratio = (
+                found.weights[expect > 0] / expect[expect > 0]
+            )  # its mean counts rows without tokens as 0
             torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), rtol=2e-6, atol=0)
         else:
             # A float32 sum of log-ratios of 20 and more is itself uncertain by 1e-6.
@@ -89,10 +134,16 @@ def test_every_metric_of_the_newer_wheel() -> None:
     compared = 0
     for case in CASES["0.9.1"]:
         asymmetric = case["flags"].get("asymmetric", False)
-        changes = {"rollout_rs_threshold": inverted(case["settings"]["rollout_rs_threshold"])} if asymmetric else {}
+        changes = (
+            {"rollout_rs_threshold": inverted(case["settings"]["rollout_rs_threshold"])}
+            if asymmetric
+            else {}
+        )
         names = set(case["metrics_float64"])
         if case["metrics"].get("rollout_is_mean", 1) < 1e-3:
-            names -= {"rollout_is_eff_sample_size"}  # 1e-8 in their denominator makes it larger than 1 there
+            names -= {
+                "rollout_is_eff_sample_size"
+            }  # 1e-8 in their denominator makes it larger than 1 there
         if case["flags"]["empty_rows"]:
             names = {name for name in names if not over_rows(name)}
         found = ours(case, **changes)
@@ -131,7 +182,8 @@ def test_rows_without_tokens_change_nothing_here() -> None:
     assert different > len(cases) / 2
 
 
-# The exceptions, one by one ------------------------------------------------------------------------------------------
+# The exceptions, one by one
+# ------------------------------------------------------------------------------------------
 
 
 def exceptions(name: str) -> list[dict[str, Any]]:
@@ -140,28 +192,52 @@ def exceptions(name: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("case", exceptions("asymmetric_band"), ids=lambda case: case["settings"]["rollout_rs"])
-def test_a_band_is_one_on_training_over_rollout_and_theirs_on_its_inverse(case: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "case", exceptions("asymmetric_band"), ids=lambda case: case["settings"]["rollout_rs"]
+)
+def test_a_band_is_one_on_training_over_rollout_and_theirs_on_its_inverse(
+    case: dict[str, Any],
+) -> None:
     theirs = case["modified_mask"].long()
     assert not torch.equal(ours(case).mask.long(), theirs)
-    assert torch.equal(ours(case, rollout_rs_threshold=inverted(case["settings"]["rollout_rs_threshold"])).mask, theirs)
+    assert torch.equal(
+        ours(case, rollout_rs_threshold=inverted(case["settings"]["rollout_rs_threshold"])).mask,
+        theirs,
+    )
     lower, upper = (float(part) for part in case["settings"]["rollout_rs_threshold"].split("_"))
     if case["settings"]["rollout_rs"] == "token_k1":
         ratio = (case["old_log_prob"].double() - case["rollout_log_prob"].double()).exp()
-        assert torch.equal(ours(case).mask.bool(), case["response_mask"].bool() & (lower <= ratio) & (ratio <= upper))
+        assert torch.equal(
+            ours(case).mask.bool(),
+            case["response_mask"].bool() & (lower <= ratio) & (ratio <= upper),
+        )
 
 
-@pytest.mark.parametrize("case", exceptions("float32_cancellation"), ids=lambda case: str(case["flags"]))
+@pytest.mark.parametrize(
+    "case", exceptions("float32_cancellation"), ids=lambda case: str(case["flags"])
+)
 def test_small_log_ratios_keep_their_digits_and_theirs_do_not(case: dict[str, Any]) -> None:
     found = {name: ours(case).metrics[f"rollout_corr/{name}"] for name in case["metrics"]}
     assert found["k3_kl"] > 0
-    wrong = [name for name, value in case["metrics"].items() if value != pytest.approx(found[name], rel=0.05)]
+    wrong = [
+        name
+        for name, value in case["metrics"].items()
+        if value != pytest.approx(found[name], rel=0.05)
+    ]
     assert "k3_kl" in wrong
-    assert case["metrics"]["k3_kl"] <= 0 or case["metrics"]["k3_kl"] > 1.05 * found["k3_kl"] or len(wrong) > 1
+    assert (
+        case["metrics"]["k3_kl"] <= 0
+        or case["metrics"]["k3_kl"] > 1.05 * found["k3_kl"]
+        or len(wrong) > 1
+    )
 
 
-@pytest.mark.parametrize("case", exceptions("clamped_tokens"), ids=lambda case: case["settings"]["rollout_rs"])
-def test_a_sequence_is_judged_by_its_product_and_theirs_by_bounded_factors(case: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "case", exceptions("clamped_tokens"), ids=lambda case: case["settings"]["rollout_rs"]
+)
+def test_a_sequence_is_judged_by_its_product_and_theirs_by_bounded_factors(
+    case: dict[str, Any],
+) -> None:
     """[+40, -20]: the product of the ratios is e^20; bounded to e^20 and e^-20 they cancel."""
     assert not torch.equal(ours(case).mask.long(), case["modified_mask"].long())
 

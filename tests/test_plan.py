@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.compose import compose_config, config_folder, to_config
+from flowgrpo_rc.commands.plan import Plan, make_plan
+from flowgrpo_rc.config.compose import compose_config, config_folder, to_config
 from flowgrpo_rc.models.architecture import build_architecture
 from flowgrpo_rc.models.base import ModelConfig
-from flowgrpo_rc.plan import Plan, make_plan
 
 ARCHITECTURES = config_folder() / "architectures"
 
@@ -32,8 +32,16 @@ PUBLISHED = {
         "text_encoder_2": 4_762_310_656,
         "vae": 83_819_683,
     },
-    "Qwen-Image": {"transformer": 20_430_401_088, "text_encoder": 8_292_166_656, "vae": 126_892_531},
-    "Wan2.1-T2V-1.3B-Diffusers": {"transformer": 1_418_996_800, "text_encoder": 5_680_910_336, "vae": 126_892_531},
+    "Qwen-Image": {
+        "transformer": 20_430_401_088,
+        "text_encoder": 8_292_166_656,
+        "vae": 126_892_531,
+    },
+    "Wan2.1-T2V-1.3B-Diffusers": {
+        "transformer": 1_418_996_800,
+        "text_encoder": 5_680_910_336,
+        "vae": 126_892_531,
+    },
 }
 
 
@@ -54,8 +62,14 @@ def values(plan: Plan) -> dict[str, str]:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_the_published_ones_and_nothing_is_allocated(name: str) -> None:
     model = build_architecture(ModelConfig(path=str(ARCHITECTURES / name), dtype="bf16"))
-    parts = {key: part for key, part in model.pipeline.components.items() if isinstance(part, torch.nn.Module)}
-    assert {key: sum(p.numel() for p in part.parameters()) for key, part in parts.items()} == PUBLISHED[name]
+    parts = {
+        key: part
+        for key, part in model.pipeline.components.items()
+        if isinstance(part, torch.nn.Module)
+    }
+    assert {
+        key: sum(p.numel() for p in part.parameters()) for key, part in parts.items()
+    } == PUBLISHED[name]
     assert all(p.is_meta for part in parts.values() for p in part.parameters())
     assert {p.dtype for p in model.transformer.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in model.pipeline.vae.parameters()} == {torch.float32}
@@ -68,7 +82,11 @@ def test_every_architecture_is_listed() -> None:
         assert json.loads(index.read_text())["_name_or_path"] in listed
     for parts in PUBLISHED.values():
         assert all(f"{count:,}" in listed for count in parts.values())
-    assert not [path for path in ARCHITECTURES.rglob("*") if path.is_file() and path.suffix not in (".json", ".md")]
+    assert not [
+        path
+        for path in ARCHITECTURES.rglob("*")
+        if path.is_file() and path.suffix not in (".json", ".md")
+    ]
 
 
 def test_the_reference_recipe_by_hand() -> None:
@@ -88,7 +106,9 @@ def test_the_reference_recipe_by_hand() -> None:
         "batch": 4 * 144 * 10 * 16 * 64 * 64,
     }
     encoders = 2 * (123_650_304 + 694_659_840 + 4_762_310_656) + 4 * 83_819_683
-    assert sizes(plan)["text encoders, VAE"] == pytest.approx(encoders, rel=1e-3)  # and small buffers
+    assert sizes(plan)["text encoders, VAE"] == pytest.approx(
+        encoders, rel=1e-3
+    )  # and small buffers
     assert values(plan) == {
         "images per step": "1,152",
         "groups per step": "48",
@@ -107,10 +127,15 @@ def test_the_reference_recipe_by_hand() -> None:
 def test_sharding_and_an_engine_of_its_own() -> None:
     """Qwen-Image: frozen weights over four ranks, and a whole pipeline in the engine."""
     recipe = "+experiment=qwen_image_ocr_rollout_corr_4xh800"
-    sharded, whole = plan_of(recipe, processes=4), plan_of(recipe, "trainer.strategy=ddp", processes=4)
+    sharded, whole = (
+        plan_of(recipe, processes=4),
+        plan_of(recipe, "trainer.strategy=ddp", processes=4),
+    )
     assert sizes(sharded)["transformer"] == 2 * 20_430_401_088 // 4
     assert sizes(whole)["transformer"] == 2 * 20_430_401_088
-    assert sizes(plan_of(recipe, processes=8, nodes=2))["transformer"] == sizes(sharded)["transformer"]
+    assert (
+        sizes(plan_of(recipe, processes=8, nodes=2))["transformer"] == sizes(sharded)["transformer"]
+    )
     engine = 2 * sum(PUBLISHED["Qwen-Image"].values())
     assert sizes(sharded)["rollout engine"] == pytest.approx(engine, rel=1e-3)
     assert "average" not in sizes(sharded)
@@ -130,7 +155,9 @@ def test_copies_in_another_precision_and_decoupled_mode() -> None:
     assert sizes(changed)["transformer"] == 2 * sizes(base)["transformer"]
     assert sizes(changed)["rollout copy"] == sizes(base)["transformer"] + 2 * trained
     assert values(base)["forwards with backward"] == f"{64 * 9 * 2:,}"
-    assert values(changed)["forwards, old policy"] == f"{64 * 9:,}"  # of the second of two mini-batches
+    assert (
+        values(changed)["forwards, old policy"] == f"{64 * 9:,}"
+    )  # of the second of two mini-batches
     assert values(changed)["forwards with backward"] == f"{64 * 9 * 2 * 2:,}"
     assert values(changed)["updates"] == "4,000"
 
@@ -149,26 +176,44 @@ def test_why_decoupled_mode_recomputes_everything() -> None:
 def test_what_saves_memory() -> None:
     recipe = "+experiment=sd35_medium_ocr_1xh100"
     base = sizes(plan_of(recipe))
-    less = sizes(plan_of(recipe, "model.offload_idle=true", "actor.optim.name=adamw_8bit", "rollout.quantization=int4"))
+    less = sizes(
+        plan_of(
+            recipe,
+            "model.offload_idle=true",
+            "actor.optim.name=adamw_8bit",
+            "rollout.quantization=int4",
+        )
+    )
     assert less["text encoders, VAE"] == 0
     assert less["optimizer"] == base["optimizer"] // 4
-    # Per block: 8 projections of attention, the same of the second attention in the first 13, two feed-forwards, two
-    # modulations; the last block has one modulation of its context that is smaller, and neither its output nor its
-    # feed-forward.
+    # Per block: 8 projections of attention, the same of the second attention in the first 13, two
+    # feed-forwards, two modulations; the last block has one modulation of its context that is
+    # smaller, and neither its output nor its feed-forward.
     width, blocks, dual = 1536, 24, 13
     joint = 8 + 2 * 8 + 2 * 6
     linear = width**2 * (blocks * joint + dual * (4 + 3) - (1 + 8 + 4))
-    assert less["rollout copy"] == base["transformer"] - 2 * linear + linear // 2 + base["LoRA"] // 2
+    assert (
+        less["rollout copy"] == base["transformer"] - 2 * linear + linear // 2 + base["LoRA"] // 2
+    )
     ahead = sizes(plan_of(recipe, "rollout.staleness=2"))
     assert ahead["older LoRAs"] == 2 * base["LoRA"]
 
 
 def test_the_command(capsys: pytest.CaptureFixture) -> None:
     """The bundled job from its folder, and with the overrides of another system."""
-    assert main(["plan", "trainer.nnodes=1", "actor_rollout_ref.rollout.n=24", "--processes", "2"]) == 0
+    assert (
+        main(["plan", "trainer.nnodes=1", "actor_rollout_ref.rollout.n=24", "--processes", "2"])
+        == 0
+    )
     shown = capsys.readouterr()
     assert "tiny_ocr: StableDiffusion3Pipeline on 2 processes, ddp" in shown.out
-    for words in ("transformer", "2,293,024", "images per step", "8 prompts x 24; 96 on a rank", "sum"):
+    for words in (
+        "transformer",
+        "2,293,024",
+        "images per step",
+        "8 prompts x 24; 96 on a rank",
+        "sum",
+    ):
         assert words in shown.out
     assert "no counterpart" in shown.err
 
@@ -181,12 +226,17 @@ def test_the_command(capsys: pytest.CaptureFixture) -> None:
         (["rollout.pipeline.height=30"], ["rollout.pipeline.height=30", "multiples of"]),
         (["data.shuffle=False"], ["compat.ignore=[data.shuffle]"]),
         (
-            ["+experiment=qwen_image_ocr_rollout_corr_4xh800", "rollout.pipeline.true_cfg_scale=null"],
+            [
+                "+experiment=qwen_image_ocr_rollout_corr_4xh800",
+                "rollout.pipeline.true_cfg_scale=null",
+            ],
             ["true_cfg_scale"],
         ),
     ],
 )
-def test_what_a_run_would_refuse(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture) -> None:
+def test_what_a_run_would_refuse(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture
+) -> None:
     assert main(["plan", *arguments]) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in words), error
@@ -196,5 +246,8 @@ def test_a_part_without_its_settings(tmp_path: Path, capsys: pytest.CaptureFixtu
     folder = tmp_path / "model"
     shutil.copytree(ARCHITECTURES / "Qwen-Image", folder)
     (folder / "vae" / "config.json").unlink()
-    assert main(["plan", "+experiment=qwen_image_ocr_rollout_corr_4xh800", f"model.path={folder}"]) == 2
+    assert (
+        main(["plan", "+experiment=qwen_image_ocr_rollout_corr_4xh800", f"model.path={folder}"])
+        == 2
+    )
     assert "the settings of its vae cannot be read" in capsys.readouterr().err

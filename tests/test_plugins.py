@@ -14,7 +14,7 @@ from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import available_plugins, build, load_class
 from flowgrpo_rc.rewards.base import Reward, Scores
 from flowgrpo_rc.rewards.jpeg import Jpeg
-from flowgrpo_rc.rollout.base import RolloutEngine
+from flowgrpo_rc.rollout.engine import RolloutEngine
 
 HERE = __name__
 PACKAGE = "flowgrpo_rc.rewards"
@@ -25,7 +25,10 @@ def images(count: int, size: int) -> np.ndarray:
 
 
 def prompts(count: int, start: int = 0) -> list[Prompt]:
-    return [Prompt(text=f'a "{index}"', index=index, target=str(index)) for index in range(start, start + count)]
+    return [
+        Prompt(text=f'a "{index}"', index=index, target=str(index))
+        for index in range(start, start + count)
+    ]
 
 
 class Constant(Reward):
@@ -56,12 +59,16 @@ class NotAReward:
 def test_finds_a_plug_in_by_its_module():
     assert load_class(PACKAGE, "jpeg", Reward) is Jpeg
     assert load_class(PACKAGE, f"{HERE}.Constant", Reward) is Constant
-    assert {"clip", "exact_match", "function", "jpeg", "ocr", "remote"} <= set(available_plugins(PACKAGE, Reward))
+    assert {"clip", "exact_match", "function", "jpeg", "ocr", "remote"} <= set(
+        available_plugins(PACKAGE, Reward)
+    )
 
 
 @pytest.mark.parametrize("name", ["diffusers", "transformers", "vllm", "vllm_omni"])
 def test_the_ending_of_an_engine_may_be_left_out(name):
-    short, full = (load_class("flowgrpo_rc.rollout", n, RolloutEngine) for n in (name, f"{name}_engine"))
+    short, full = (
+        load_class("flowgrpo_rc.rollout", n, RolloutEngine) for n in (name, f"{name}_engine")
+    )
     assert short is full
     assert full.__module__ == f"flowgrpo_rc.rollout.{name}_engine"
 
@@ -69,8 +76,14 @@ def test_the_ending_of_an_engine_may_be_left_out(name):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("jpg", r"no plug-in 'jpg' \(did you mean 'jpeg'\?\); available: aesthetic, clip, exact_match, function"),
-        ("nothing_like_it", r"no plug-in 'nothing_like_it'; available: aesthetic, clip, exact_match, function"),
+        (
+            "jpg",
+            r"no plug-in 'jpg' \(did you mean 'jpeg'\?\); available: aesthetic, clip, exact_match, function",
+        ),
+        (
+            "nothing_like_it",
+            r"no plug-in 'nothing_like_it'; available: aesthetic, clip, exact_match, function",
+        ),
         ("base", "must define one concrete subclass of Reward; it has: none"),
         ("no_such_package.module.Class", "there is no module 'no_such_package.module'"),
         (f"{HERE}.Missing", "is not a subclass of flowgrpo_rc.rewards.base.Reward"),
@@ -96,8 +109,16 @@ def test_a_failing_import_inside_a_plug_in_is_shown_as_it_is(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("cls", "options", "message"),
     [
-        (Jpeg, {"qualty": 3}, r"reward\.terms\.x\.qualty: unknown option \(did you mean 'quality'\?\); allowed: obj"),
-        (Jpeg, {"objective": "small"}, r"reward\.terms\.x: objective='small' is not one of compressibility, incom"),
+        (
+            Jpeg,
+            {"qualty": 3},
+            r"reward\.terms\.x\.qualty: unknown option \(did you mean 'quality'\?\); allowed: obj",
+        ),
+        (
+            Jpeg,
+            {"objective": "small"},
+            r"reward\.terms\.x: objective='small' is not one of compressibility, incom",
+        ),
         (Jpeg, {"quality": 0}, r"reward\.terms\.x: quality=0 is not between 1 and 95"),
         (Jpeg, {"quality": "high"}, r"reward\.terms\.x: quality='high' is not between 1 and 95"),
         (Constant, {}, r"reward\.terms\.x: Constant needs the option value"),
@@ -111,7 +132,10 @@ def test_options_that_do_not_fit(cls, options, message):
 
 def test_importing_loads_nothing_heavy():
     heavy = "{'rapidocr_onnxruntime', 'onnxruntime', 'cv2', 'pyarrow', 'diffusers', 'transformers'}"
-    modules = "flowgrpo_rc.rewards.ocr, flowgrpo_rc.rewards.jpeg, flowgrpo_rc.rewards.manager, flowgrpo_rc.data.prompts"
+    modules = (
+        "flowgrpo_rc.rewards.ocr, flowgrpo_rc.rewards.jpeg, flowgrpo_rc.rewards.manager, "
+        "flowgrpo_rc.data.prompts"
+    )
     use = "flowgrpo_rc.rewards.manager.validate_rewards(flowgrpo_rc.rewards.manager.RewardConfig())"
     code = f"import sys, {modules}; {use}; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,4 +1,6 @@
-"""Presets: every name of the documents and of verl 0.6.1 and 0.9.1, with the settings written down there."""
+"""Presets: every name of the documents and of verl 0.6.1 and 0.9.1, with the settings written down
+there.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ import pytest
 from builders import mask_of
 
 from flowgrpo_rc import RolloutCorrectionConfig as Config
-from flowgrpo_rc.correction.bands import parse_bands
 from flowgrpo_rc.correction.correct import correct_with
 from flowgrpo_rc.correction.presets import PRESETS
+from flowgrpo_rc.correction.thresholds import parse_bands
 
 BYPASS, REINFORCE = {"bypass_mode": True}, {"bypass_mode": True, "loss_type": "reinforce"}
 VETO = {"rollout_token_veto_threshold": 1e-4}
@@ -26,7 +28,11 @@ def sequence(threshold=2.0):
 
 
 def rejects(criterion, threshold, lower=None):
-    return {"rollout_rs": criterion, "rollout_rs_threshold": threshold, "rollout_rs_threshold_lower": lower}
+    return {
+        "rollout_rs": criterion,
+        "rollout_rs_threshold": threshold,
+        "rollout_rs_threshold_lower": lower,
+    }
 
 
 GEO, K3 = rejects("seq_mean_k1", "0.999_1.001"), rejects("seq_mean_k3", 0.01)
@@ -105,12 +111,21 @@ def test_the_bands_of_presets(name, bands):
 @pytest.mark.parametrize(
     ("call", "same"),
     [
-        (Config.geo_rs(rs_threshold=1.001, veto_threshold=1e-4), rejects("seq_mean_k1", 1.001) | VETO),
+        (
+            Config.geo_rs(rs_threshold=1.001, veto_threshold=1e-4),
+            rejects("seq_mean_k1", 1.001) | VETO,
+        ),
         (Config.geo_rs(1.001, 0.999), rejects("seq_mean_k1", 1.001, 0.999) | VETO),
         (Config.decoupled_geo_rs(veto_threshold=None), GEO),
         (Config.pg_rs(veto_threshold=None), REINFORCE | GEO),
-        (Config.seq_is_rs(is_threshold=2.0, rs_threshold=2.0), sequence() | rejects("seq_sum_k1", 2.0)),
-        (Config.decoupled_seq_is_rs(3.0, 4.0, 0.2), sequence(3.0) | rejects("seq_sum_k1", 4.0, 0.2)),
+        (
+            Config.seq_is_rs(is_threshold=2.0, rs_threshold=2.0),
+            sequence() | rejects("seq_sum_k1", 2.0),
+        ),
+        (
+            Config.decoupled_seq_is_rs(3.0, 4.0, 0.2),
+            sequence(3.0) | rejects("seq_sum_k1", 4.0, 0.2),
+        ),
         (Config.seq_mis(threshold=3.0), sequence(3.0) | rejects("seq_sum_k1", 3.0, 0.0)),
         (Config.token_is(threshold=5.0), token(5.0)),
         (Config.pure_is(threshold=4.0), REINFORCE | sequence(4.0)),
@@ -132,15 +147,27 @@ def test_a_lower_bound_beside_a_band_is_an_error_and_not_dropped(name):
 
 
 def test_the_older_and_the_newer_spelling_have_the_same_arguments():
-    pairs = [("token_is", "decoupled_token_is"), ("seq_is", "decoupled_seq_is"), ("seq_is_rs", "decoupled_seq_is_rs")]
-    pairs += [("geo_rs", "decoupled_geo_rs"), ("pg_is", "bypass_pg_is"), ("pure_is", "bypass_pg_is")]
+    pairs = [
+        ("token_is", "decoupled_token_is"),
+        ("seq_is", "decoupled_seq_is"),
+        ("seq_is_rs", "decoupled_seq_is_rs"),
+    ]
+    pairs += [
+        ("geo_rs", "decoupled_geo_rs"),
+        ("pg_is", "bypass_pg_is"),
+        ("pure_is", "bypass_pg_is"),
+    ]
     for older, newer in pairs:
-        assert inspect.signature(getattr(Config, older)) == inspect.signature(getattr(Config, newer))
+        assert inspect.signature(getattr(Config, older)) == inspect.signature(
+            getattr(Config, newer)
+        )
 
 
 def test_the_usage_document_s_yaml_of_the_geometric_preset_is_the_preset():
     """Its lower bound 0.999 and upper bound 1.001 are the band 0.999_1.001."""
-    written = Config(rollout_rs="geometric", rollout_rs_threshold=1.001, rollout_rs_threshold_lower=0.999, **VETO)
+    written = Config(
+        rollout_rs="geometric", rollout_rs_threshold=1.001, rollout_rs_threshold_lower=0.999, **VETO
+    )
     assert written.rules() == Config.geo_rs().rules()
     assert written.rules().bands == parse_bands("seq_mean_k1", "0.999_1.001")
 

@@ -1,4 +1,6 @@
-"""One process or two: the same noise, the same images. What is then learned: test_distributed.py."""
+"""One process or two: the same noise, the same images. What is then learned:
+test_distributed.py.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ PROGRAM = """
 import sys, torch
 from pathlib import Path
 from safetensors.torch import save_file
-from flowgrpo_rc.compose import compose_config, to_config
+from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.core.random import normal
-from flowgrpo_rc.assemble import assemble, make_processes
-from flowgrpo_rc.training.run_folder import RunFolder
+from flowgrpo_rc.build import assemble, make_processes
+from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.training.trainer import Trainer
 
 config = to_config(compose_config(sys.argv[2:]))
@@ -47,12 +49,20 @@ parts.rewards.close()
 """
 
 
-def launch(num_processes: int, *arguments: str, python_path: Path | None = None) -> subprocess.CompletedProcess:
+def launch(
+    num_processes: int, *arguments: str, python_path: Path | None = None
+) -> subprocess.CompletedProcess:
     """torchrun with `num_processes` gloo processes of one thread each."""
-    launcher = ["torch.distributed.run", f"--nproc_per_node={num_processes}", f"--master_port={free_port()}"]
+    launcher = [
+        "torch.distributed.run",
+        f"--nproc_per_node={num_processes}",
+        f"--master_port={free_port()}",
+    ]
     command = [sys.executable, "-m", *launcher, *arguments]
     environment = launch_environment(python_path)
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
 
 
 def launch_environment(*folders: Path | None) -> dict[str, str]:

@@ -45,7 +45,9 @@ def test_quoted_text(text, expected):
 
 
 def test_txt(tmp_path):
-    path = write(tmp_path / "a.txt", '\ufeffa "CAFE"\r\n  a "New York" at night  \nzwei "ÄÖ"\n\n \n')
+    path = write(
+        tmp_path / "a.txt", '\ufeffa "CAFE"\r\n  a "New York" at night  \nzwei "ÄÖ"\n\n \n'
+    )
     prompts = read_prompts(path, require_target=True, negative_text="blurry")
     assert [p.text for p in prompts] == ['a "CAFE"', 'a "New York" at night', 'zwei "ÄÖ"']
     assert [p.target for p in prompts] == ["CAFE", "New York", "ÄÖ"]
@@ -72,11 +74,23 @@ def write_parquet(path):
     return as_parquet(path, ROWS)
 
 
-@pytest.mark.parametrize(("name", "writer"), [("a.jsonl", write_jsonl), ("a.parquet", write_parquet)])
+@pytest.mark.parametrize(
+    ("name", "writer"), [("a.jsonl", write_jsonl), ("a.parquet", write_parquet)]
+)
 def test_records(tmp_path, name, writer):
-    first, second = read_prompts(writer(tmp_path / name), require_target=True, negative_text="blurry")
-    assert (first.target, first.negative_text, first.metadata) == ("Bistro", "dark", {"source": "x", "id": 7})
-    assert (second.target, second.negative_text, second.metadata) == ("CAFE", "blurry", {"source": None, "id": 8})
+    first, second = read_prompts(
+        writer(tmp_path / name), require_target=True, negative_text="blurry"
+    )
+    assert (first.target, first.negative_text, first.metadata) == (
+        "Bistro",
+        "dark",
+        {"source": "x", "id": 7},
+    )
+    assert (second.target, second.negative_text, second.metadata) == (
+        "CAFE",
+        "blurry",
+        {"source": None, "id": 8},
+    )
 
 
 def test_several_files_share_one_numbering(tmp_path):
@@ -128,7 +142,10 @@ def test_missing_file_and_no_file(tmp_path):
 def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
     path = write_parquet(tmp_path / "a.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match=r"data\.train_files: .* needs pyarrow: pip install 'flowgrpo_rc\[parquet\]'"):
+    with pytest.raises(
+        ImportError,
+        match=r"data\.train_files: .* needs pyarrow: pip install 'flowgrpo_rc\[parquet\]'",
+    ):
         read_prompts(path, require_target=False)
 
 
@@ -137,7 +154,10 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
 GENEVAL = [
     {
         "tag": "color_attr",
-        "include": [{"class": "bus", "count": 1, "color": "red"}, {"class": "cup", "count": 1, "color": "blue"}],
+        "include": [
+            {"class": "bus", "count": 1, "color": "red"},
+            {"class": "cup", "count": 1, "color": "blue"},
+        ],
         "prompt": "a photo of a red bus and a blue cup",
     },
     {
@@ -167,14 +187,20 @@ def dataset(tmp_path):
     """flow_grpo's `dataset` folder in small, with a verl-omni folder beside."""
     for name in ("ocr", "pickscore", "geneval", "verl"):
         (tmp_path / name).mkdir()
-    write(tmp_path / "ocr" / "train.txt", 'A sign that reads "OPEN" in neon\nA cake with "Happy Day"\n')
+    write(
+        tmp_path / "ocr" / "train.txt",
+        'A sign that reads "OPEN" in neon\nA cake with "Happy Day"\n',
+    )
     write(tmp_path / "ocr" / "test.txt", 'A van that says "TAXI"\n')
     write(tmp_path / "pickscore" / "train.txt", "a fox, watercolour\nan astronaut\n")
     write(tmp_path / "pickscore" / "test.txt", "a hut\n")
     for split, rows in (("train", GENEVAL), ("test", GENEVAL[:1])):
         lines = "\n".join(json.dumps(row) for row in rows)
         write(tmp_path / "geneval" / f"{split}_metadata.jsonl", lines)
-    as_parquet(tmp_path / "verl" / "train.parquet", [verl_row('a "CAFE"', "CAFE"), verl_row("a shop", "Bistro")])
+    as_parquet(
+        tmp_path / "verl" / "train.parquet",
+        [verl_row('a "CAFE"', "CAFE"), verl_row("a shop", "Bistro")],
+    )
     as_parquet(tmp_path / "verl" / "test.parquet", [verl_row('a "BAR"', "BAR")])
     return tmp_path
 
@@ -182,7 +208,11 @@ def dataset(tmp_path):
 @pytest.mark.parametrize(
     ("folder", "train", "held_out"),
     [
-        ("ocr", ['A sign that reads "OPEN" in neon', 'A cake with "Happy Day"'], ['A van that says "TAXI"']),
+        (
+            "ocr",
+            ['A sign that reads "OPEN" in neon', 'A cake with "Happy Day"'],
+            ['A van that says "TAXI"'],
+        ),
         ("pickscore", ["a fox, watercolour", "an astronaut"], ["a hut"]),
         ("geneval", [row["prompt"] for row in GENEVAL], [GENEVAL[0]["prompt"]]),
         ("verl", ['a "CAFE"', "a shop"], ['a "BAR"']),
@@ -190,7 +220,9 @@ def dataset(tmp_path):
 )
 def test_a_folder_has_both_splits(dataset, folder, train, held_out):
     for key, texts in (("data.train_files", train), ("data.val_files", held_out)):
-        assert [p.text for p in read_prompts(dataset / folder, require_target=False, key=key)] == texts
+        assert [
+            p.text for p in read_prompts(dataset / folder, require_target=False, key=key)
+        ] == texts
 
 
 def test_targets_and_metadata_reach_the_prompts(dataset):
@@ -216,13 +248,24 @@ def test_chats_in_json_lines_and_prompts_that_are_texts(tmp_path):
     rows = [
         verl_row("a cat", ""),
         verl_row("a dog", {"class": "dog"}, prompt="plain text"),
-        {"prompt": [{"role": "user", "content": 'an "X"'}], "target": "own", "reward_model": {"ground_truth": "Y"}},
+        {
+            "prompt": [{"role": "user", "content": 'an "X"'}],
+            "target": "own",
+            "reward_model": {"ground_truth": "Y"},
+        },
     ]
     path = write(tmp_path / "rows.jsonl", "\n".join(json.dumps(row) for row in rows))
     prompts = read_prompts(path, require_target=False)
-    assert [(p.text, p.target) for p in prompts] == [("a cat", None), ("plain text", None), ('an "X"', "own")]
+    assert [(p.text, p.target) for p in prompts] == [
+        ("a cat", None),
+        ("plain text", None),
+        ('an "X"', "own"),
+    ]
     assert "system_prompt" not in prompts[1].metadata
-    assert prompts[1].metadata["reward_model"] == {"style": "model", "ground_truth": {"class": "dog"}}
+    assert prompts[1].metadata["reward_model"] == {
+        "style": "model",
+        "ground_truth": {"class": "dog"},
+    }
 
 
 @pytest.mark.parametrize(
@@ -231,13 +274,18 @@ def test_chats_in_json_lines_and_prompts_that_are_texts(tmp_path):
         ([SYSTEM], "row 2: prompt is a chat without a user message"),
         ([], "row 2: prompt is a chat without a user message"),
         ([{"role": "user", "content": "a"}] * 2, "row 2: prompt is a chat with 'user' again"),
-        ([{"role": "assistant", "content": "a"}], "row 2: prompt is a chat with 'assistant' .*out of place"),
+        (
+            [{"role": "assistant", "content": "a"}],
+            "row 2: prompt is a chat with 'assistant' .*out of place",
+        ),
         ([{"role": "user", "content": None}], "row 2: prompt must be a text, or a chat"),
         ([{"role": "user", "content": " "}], "row 2: the prompt is empty"),
     ],
 )
 def test_bad_chats_are_named(tmp_path, chat, message):
-    path = as_parquet(tmp_path / "a.parquet", [verl_row("fine", "x"), verl_row("", "x", prompt=chat)])
+    path = as_parquet(
+        tmp_path / "a.parquet", [verl_row("fine", "x"), verl_row("", "x", prompt=chat)]
+    )
     with pytest.raises(ValueError, match=message) as error:
         read_prompts(path, require_target=False)
     assert str(error.value).startswith(f"data.train_files: {path}")
@@ -250,10 +298,14 @@ def test_a_row_without_ground_truth_needs_quotes(tmp_path):
 
 
 def test_folders_without_a_file_or_with_several(dataset):
-    with pytest.raises(ValueError, match=r"data\.val_files: the folder .* has none of test\.txt, .*: geneval, ocr"):
+    with pytest.raises(
+        ValueError, match=r"data\.val_files: the folder .* has none of test\.txt, .*: geneval, ocr"
+    ):
         read_prompts(dataset, require_target=False, key="data.val_files")
     write(dataset / "ocr" / "train.jsonl", json.dumps({"prompt": "a"}))
-    with pytest.raises(ValueError, match=r"data\.train_files: .* has train\.txt, train\.jsonl: give one"):
+    with pytest.raises(
+        ValueError, match=r"data\.train_files: .* has train\.txt, train\.jsonl: give one"
+    ):
         read_prompts(dataset / "ocr", require_target=False)
 
 
@@ -287,7 +339,9 @@ def test_a_step_can_be_asked_in_any_order():
 def test_seed_and_epoch_change_the_order_and_shuffle_false_keeps_it():
     prompts = some_prompts(50)
     orders = {
-        tuple(p.index for p in PromptSampler(prompts, 50, seed=seed).step(step)) for seed in (0, 1) for step in (0, 1)
+        tuple(p.index for p in PromptSampler(prompts, 50, seed=seed).step(step))
+        for seed in (0, 1)
+        for step in (0, 1)
     }
     assert len(orders) == 4
     assert PromptSampler(prompts, 20, seed=0, shuffle=False).step(2) == prompts[40:] + prompts[:10]
@@ -295,7 +349,9 @@ def test_seed_and_epoch_change_the_order_and_shuffle_false_keeps_it():
 
 @pytest.mark.parametrize("per_step", [0, 4])
 def test_too_few_prompts(per_step):
-    with pytest.raises(ValueError, match=rf"data\.train_batch_size={per_step} must be between 1 and .* 3"):
+    with pytest.raises(
+        ValueError, match=rf"data\.train_batch_size={per_step} must be between 1 and .* 3"
+    ):
         PromptSampler(some_prompts(3), per_step, seed=0)
 
 
@@ -337,4 +393,6 @@ def test_mini_batches_do_not_depend_on_the_number_of_processes(world_size, mini_
 )
 def test_uneven_shares_are_refused(mini_batch_size, world_size, message):
     with pytest.raises(ValueError, match=message):
-        shard(some_prompts(8), step=0, mini_batch_size=mini_batch_size, rank=0, world_size=world_size)
+        shard(
+            some_prompts(8), step=0, mini_batch_size=mini_batch_size, rank=0, world_size=world_size
+        )

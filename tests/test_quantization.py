@@ -16,25 +16,29 @@ from test_update import make
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from flowgrpo_rc import assemble, assets
+from flowgrpo_rc import assets
+from flowgrpo_rc import build as assemble
 from flowgrpo_rc.batch import Prompt, PromptBatch, concat
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.config import Config
+from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.random import normal
+from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.models.base import FlowModel, ModelConfig, load_model
+from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.policies.flow import FlowPolicy
-from flowgrpo_rc.rollout.base import ImageRequest
+from flowgrpo_rc.records.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
+from flowgrpo_rc.rollout.engine import ImageRequest
 from flowgrpo_rc.rollout.quantization import INT4_GROUP, PACKAGES, quantize, repeated_blocks
 from flowgrpo_rc.rollout.replica import Replica
 from flowgrpo_rc.training import optim
-from flowgrpo_rc.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from flowgrpo_rc.training.lora import lora_parameters
+from flowgrpo_rc.training.config import ActorConfig
 from flowgrpo_rc.training.optim import OptimConfig, make_optimizer
-from flowgrpo_rc.training.processes import Processes
-from flowgrpo_rc.training.update import ActorConfig, PolicyUpdate
+from flowgrpo_rc.training.update import PolicyUpdate
 
-needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs the extra `quantization`")
+needs_torchao = pytest.mark.skipif(
+    find_spec("torchao") is None, reason="needs the extra `quantization`"
+)
 QUANTIZATIONS = tuple(PACKAGES)
 
 
@@ -52,7 +56,9 @@ def without_compiler() -> Iterator[None]:
 
 
 def largest_error(name: str, weight: torch.Tensor) -> torch.Tensor:
-    """Half a step of the format's grid around each weight; a whole one where the grid is not symmetric."""
+    """Half a step of the format's grid around each weight; a whole one where the grid is not
+    symmetric.
+    """
     if name == "fp8":  # e4m3: three bits after the leading one; below 2^-6 of 448, steps of 2^-9
         smallest = weight.abs().amax(1, keepdim=True) / 448 * 2**-9
         return torch.maximum(weight.abs() / 16, smallest / 2)
@@ -81,7 +87,9 @@ def test_only_the_blocks_base_weights_are_quantized(bundled: FlowModel, name: st
     wanted = {
         module_name
         for module_name, module in network.named_modules()
-        if isinstance(module, nn.Linear) and "transformer_blocks." in module_name and "lora_" not in module_name
+        if isinstance(module, nn.Linear)
+        and "transformer_blocks." in module_name
+        and "lora_" not in module_name
     }
     assert quantized == wanted
     assert "transformer_blocks.0.attn.to_q.base_layer" in quantized
@@ -91,11 +99,15 @@ def test_only_the_blocks_base_weights_are_quantized(bundled: FlowModel, name: st
 @needs_torchao
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
 def test_the_lora_stays_separate(bundled: FlowModel, name: str) -> None:
-    """A quantized replica is the network with rounded base weights and an exact LoRA, also after a sync."""
+    """A quantized replica is the network with rounded base weights and an exact LoRA, also after a
+    sync.
+    """
     network = trained_lora(bundled)
     replica = Replica(network, "fp32", name)
     rounded = copy.deepcopy(network)
-    for (_, stored), parameter in zip(replica.network.named_parameters(), rounded.parameters(), strict=True):
+    for (_, stored), parameter in zip(
+        replica.network.named_parameters(), rounded.parameters(), strict=True
+    ):
         parameter.data = stored.data if type(stored) is nn.Parameter else stored.dequantize()
     state = {key: parameter.detach() + 0.01 for key, parameter in lora_parameters(network).items()}
     replica.sync(state, 1)
@@ -117,7 +129,9 @@ def test_the_lora_stays_separate(bundled: FlowModel, name: str) -> None:
 @needs_torchao
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", QUANTIZATIONS)
-def test_the_rollout_says_its_precision_and_the_mismatch_shows_it(bundled: FlowModel, dtype: str, name: str) -> None:
+def test_the_rollout_says_its_precision_and_the_mismatch_shows_it(
+    bundled: FlowModel, dtype: str, name: str
+) -> None:
     network = trained_lora(bundled)
     engine = DiffusersEngine(bundled, network, dtype=dtype, chunk_size=4, quantization=name)
     request = ImageRequest(
@@ -129,20 +143,26 @@ def test_the_rollout_says_its_precision_and_the_mismatch_shows_it(bundled: FlowM
     )
     batch = concat([chunk.batch for chunk in engine.generate(request)])
     assert batch.spec == request.spec
-    difference = (FlowPolicy(bundled, network).log_probs(batch, 4) - batch.rollout_log_probs).abs().mean()
+    difference = (
+        (FlowPolicy(bundled, network).log_probs(batch, 4) - batch.rollout_log_probs).abs().mean()
+    )
     assert 2e-5 < difference < (0.05 if name == "int4" else 5e-3)
 
 
 @needs_torchao
 def test_a_layer_that_int4_cannot_take() -> None:
     network = nn.Sequential(nn.ModuleList([nn.Linear(48, 32)]))
-    with pytest.raises(ValueError, match=r"rollout\.quantization=int4 .* multiples of 32; the model has one of 48"):
+    with pytest.raises(
+        ValueError, match=r"rollout\.quantization=int4 .* multiples of 32; the model has one of 48"
+    ):
         quantize(network, "int4")
 
 
 @needs_torchao
 @pytest.mark.usefixtures("without_compiler")
-def test_two_steps_with_an_int8_rollout_and_an_8_bit_optimizer(train: Train, tmp_path: Path) -> None:
+def test_two_steps_with_an_int8_rollout_and_an_8_bit_optimizer(
+    train: Train, tmp_path: Path
+) -> None:
     settings = ("rollout.quantization=int8", "actor.optim.name=adamw_8bit", "model.lora_rank=64")
     assert train(*settings) == 0
     row = read_rows(tmp_path / "run")[1]
@@ -151,11 +171,29 @@ def test_two_steps_with_an_int8_rollout_and_an_8_bit_optimizer(train: Train, tmp
 
 @needs_torchao
 def test_text_with_an_int8_rollout(tmp_path: Path) -> None:
-    settings = ["data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "rollout.n=4", "rollout.val_kwargs.n=4"]
-    settings += ["actor.ppo_micro_batch_size_per_gpu=8", "trainer.total_training_steps=1", "trainer.device=cpu"]
+    settings = [
+        "data.train_batch_size=2",
+        "actor.ppo_mini_batch_size=2",
+        "rollout.n=4",
+        "rollout.val_kwargs.n=4",
+    ]
+    settings += [
+        "actor.ppo_micro_batch_size_per_gpu=8",
+        "trainer.total_training_steps=1",
+        "trainer.device=cpu",
+    ]
     run_dir = tmp_path / "run"
     command = ["train", "--config-name", "token_grpo", *settings, f"trainer.output_dir={run_dir}"]
-    assert main([*command, "rollout.quantization=int8", "algorithm.rollout_correction.bypass_mode=false"]) == 0
+    assert (
+        main(
+            [
+                *command,
+                "rollout.quantization=int8",
+                "algorithm.rollout_correction.bypass_mode=false",
+            ]
+        )
+        == 0
+    )
     assert read_rows(run_dir)[1]["rollout_corr/logprob_abs_diff_mean"] > 0
 
 
@@ -174,18 +212,23 @@ def test_a_compiled_replica_computes_the_same(model: FlowModel) -> None:
     assert list(repeated_blocks(replicas[1])) == list(replicas[1].transformer_blocks)
 
 
-# The 8-bit optimizer -------------------------------------------------------------------------------------------------
+# The 8-bit optimizer
+# -------------------------------------------------------------------------------------------------
 
 
 @needs_torchao
 @pytest.mark.usefixtures("without_compiler")
 def test_the_first_8_bit_step_is_that_of_adamw() -> None:
-    """Moments are rounded after their use, so the first step is exact; they take a byte and a share of a scale each."""
+    """Moments are rounded after their use, so the first step is exact; they take a byte and a share
+    of a scale each.
+    """
     parameters = [nn.Parameter(normal((64, 128), [1], name)[0]) for name in "ab"]
     parameters[1].data.copy_(parameters[0])
     optimizers = []
     for parameter, name in zip(parameters, optim.OPTIMIZERS, strict=True):
-        optimizers.append(make_optimizer([parameter], OptimConfig(name=name, lr=0.01, weight_decay=0.1)))
+        optimizers.append(
+            make_optimizer([parameter], OptimConfig(name=name, lr=0.01, weight_decay=0.1))
+        )
         parameter.grad = normal((64, 128), [2])[0]
     for step in range(3):
         for optimizer in optimizers:
@@ -212,7 +255,9 @@ def test_8_bit_state_survives_a_checkpoint_bit_for_bit(
     update.run(batch, 4)
     wanted, state = fingerprint(update.lora_state()), update.state()
     loaded, processes = load_checkpoint(path), Processes(Accelerator(cpu=True))
-    fresh = PolicyUpdate(FlowPolicy(bundled, bundled.transformer), actor, update._loss, processes, total_updates=10)
+    fresh = PolicyUpdate(
+        FlowPolicy(bundled, bundled.transformer), actor, update._loss, processes, total_updates=10
+    )
     fresh.load(loaded.tensors, loaded.state["update"])
     fresh.run(batch, 4)
     assert fingerprint(fresh.lora_state()) == wanted
@@ -223,22 +268,33 @@ def test_8_bit_state_survives_a_checkpoint_bit_for_bit(
 @needs_torchao
 def test_8_bits_for_small_tensors_are_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"adamw_8bit has no effect: the largest LoRA tensor has 16 .*model\.lora_rank"
+        ValueError,
+        match=r"adamw_8bit has no effect: the largest LoRA tensor has 16 .*model\.lora_rank",
     ):
         make_optimizer([nn.Parameter(torch.zeros(4, 4))], OptimConfig(name="adamw_8bit"))
 
 
-# What they need ------------------------------------------------------------------------------------------------------
+# What they need
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["rollout.quantization=int3"], ["rollout.quantization='int3'", "int8, int4, fp8, int8_dynamic"]),
+        (
+            ["rollout.quantization=int3"],
+            ["rollout.quantization='int3'", "int8, int4, fp8, int8_dynamic"],
+        ),
         (["rollout.staleness=-1"], ["rollout.staleness=-1", "0 or more"]),
         (["rollout.staleness=1", "data.replay_dir=x"], ["rollout.staleness=1", "data.replay_dir"]),
-        (["rollout.quantization=int8", "data.replay_dir=x"], ["rollout.quantization=int8", "data.replay_dir"]),
-        (["rollout.compile=true", "data.replay_dir=x"], ["rollout.compile=True", "data.replay_dir"]),
+        (
+            ["rollout.quantization=int8", "data.replay_dir=x"],
+            ["rollout.quantization=int8", "data.replay_dir"],
+        ),
+        (
+            ["rollout.compile=true", "data.replay_dir=x"],
+            ["rollout.compile=True", "data.replay_dir"],
+        ),
         (["model.offload_idle=true"], ["model.offload_idle=true", "CPU"]),
         (["actor.optim.name=sgd"], ["actor.optim.name='sgd'", "adamw, adamw_8bit"]),
     ],
@@ -251,12 +307,17 @@ def test_settings_without_effect_or_meaning(
     assert all(word in error for word in words), error
 
 
-def test_what_is_not_installed(train: Train, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_installed(
+    train: Train, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in (assemble, optim):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
     monkeypatch.setattr(assemble.shutil, "which", lambda name: None)
     for override, words in (
-        ("rollout.quantization=fp8", ["rollout.quantization=fp8 needs torchao", "flowgrpo-rc[quantization]"]),
+        (
+            "rollout.quantization=fp8",
+            ["rollout.quantization=fp8 needs torchao", "flowgrpo-rc[quantization]"],
+        ),
         ("actor.optim.name=adamw_8bit", ["adamw_8bit needs torchao", "flowgrpo-rc[quantization]"]),
         ("rollout.compile=true", ["rollout.compile=true", "C++ compiler"]),
     ):
@@ -285,6 +346,8 @@ def test_int4_on_a_gpu_takes_bf16(checkpoint: Path) -> None:
     config = Config()
     config.model.path = str(checkpoint)
     config.rollout.quantization, config.rollout.dtype = "int4", "fp16"
-    with pytest.raises(ValueError, match=r"rollout\.quantization=int4 on a GPU needs rollout\.dtype=bf16, not fp16"):
+    with pytest.raises(
+        ValueError, match=r"rollout\.quantization=int4 on a GPU needs rollout\.dtype=bf16, not fp16"
+    ):
         assemble.check_machine(config, torch.device("cuda"))
     assemble.check_machine(config, torch.device("cpu"))

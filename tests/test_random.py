@@ -13,7 +13,9 @@ def test_known_values_are_pinned():
     assert derive_seed(0) == 3696793467068528757
     assert derive_seed(42, 7, 3, 1, "rollout") == 2994232003836496177
     found = normal((3,), [123], "latents")[0].tolist()
-    assert found == pytest.approx([-2.5124690532684326, -1.8929342031478882, 1.0370031595230103], abs=1e-6)
+    assert found == pytest.approx(
+        [-2.5124690532684326, -1.8929342031478882, 1.0370031595230103], abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -36,7 +38,9 @@ def test_type_order_and_number_of_parts_matter(one, other):
 
 
 def test_seeds_are_distinct_and_fit_63_bits():
-    seeds = {derive_seed(run, step, slot) for run in range(4) for step in range(20) for slot in range(50)}
+    seeds = {
+        derive_seed(run, step, slot) for run in range(4) for step in range(20) for slot in range(50)
+    }
     assert len(seeds) == 4000
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert max(seeds) > 2**62
@@ -52,7 +56,11 @@ def test_a_row_does_not_depend_on_the_batch():
 
 def test_seed_and_purpose_change_the_draw():
     base = normal((64,), [1], "step", 3)
-    for other in (normal((64,), [2], "step", 3), normal((64,), [1], "step", 4), normal((64,), [1], "latents")):
+    for other in (
+        normal((64,), [2], "step", 3),
+        normal((64,), [1], "step", 4),
+        normal((64,), [1], "latents"),
+    ):
         assert (base - other).abs().max() > 0.1
 
 

@@ -1,4 +1,6 @@
-"""The recipes for real models: what their scripts run composes, calibrated, and fits the card in their name."""
+"""The recipes for real models: what their scripts run composes, calibrated, and fits the card in
+their name.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from flowgrpo_rc.calibration.settings import KEY, Settings
-from flowgrpo_rc.compose import compose_config, config_folder, to_config
-from flowgrpo_rc.plan import Plan, make_plan
+from flowgrpo_rc.calibration.choice import KEY, Settings
+from flowgrpo_rc.commands.plan import Plan, make_plan
+from flowgrpo_rc.config.compose import compose_config, config_folder, to_config
 
 ROOT = Path(__file__).parents[1]
 GIB = {"h100": 80e9 / 2**30, "h200": 141e9 / 2**30}
 SCRIPTS = sorted(path.stem for path in (ROOT / "examples").glob("*xh?00.sh"))
 REWARDS = ("ocr", "pickscore")
 
-# In place of the two programs that a recipe calls: write down the command and, for a calibration, its result.
+# In place of the two programs that a recipe calls: write down the command and, for a calibration,
+# its result.
 STAND_IN = """#!/usr/bin/env bash
 printf '%q ' "$(basename "$0")" "$@" >> {log}; echo >> {log}
 while [ $# -gt 0 ]; do
@@ -65,7 +68,9 @@ def plan(overrides: list[str], processes: int, config_dir: str | None = None) ->
 
 
 def calibration_bytes(plan: Plan, shards: int) -> int:
-    """Of one process: a whole transformer and either the engine or a copy of it, and idle encoders that stay."""
+    """Of one process: a whole transformer and either the engine or a copy of it, and idle encoders
+    that stay.
+    """
     memory = {name: size for name, size, _ in plan.memory}
     transformer = memory["transformer"] * shards
     return (
@@ -77,7 +82,9 @@ def calibration_bytes(plan: Plan, shards: int) -> int:
 
 
 def parsed(command: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Options and overrides of a `flowgrpo-rc` command, or of the one that accelerate is to launch."""
+    """Options and overrides of a `flowgrpo-rc` command, or of the one that accelerate is to
+    launch.
+    """
     if command[0] == "accelerate":
         assert (ROOT / command[command.index("--config_file") + 1]).is_file()
         assert command[command.index("-m") + 1] == "flowgrpo_rc.train"
@@ -91,7 +98,9 @@ def parsed(command: list[str]) -> tuple[dict[str, str], list[str]]:
 
 @pytest.mark.parametrize("reward", REWARDS)
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_recipe_calibrates_and_then_trains_with_what_was_found(script: str, reward: str, workplace: Path) -> None:
+def test_a_recipe_calibrates_and_then_trains_with_what_was_found(
+    script: str, reward: str, workplace: Path
+) -> None:
     commands = run(workplace, script, reward, "decoupled", "actor.optim.lr=1e-5")
     (measuring, measured), (training, overrides) = map(parsed, commands)
     assert commands[0][:2] == ["flowgrpo-rc", "calibrate"]
@@ -99,7 +108,9 @@ def test_a_recipe_calibrates_and_then_trains_with_what_was_found(script: str, re
     assert training == {"--config-dir": measuring["--out"]}
     to_config(compose_config(measured), num_processes=1)
     config_dir = str(workplace / measuring["--out"])
-    config = to_config(compose_config(overrides, config_dir=config_dir), num_processes=cards(script))
+    config = to_config(
+        compose_config(overrides, config_dir=config_dir), num_processes=cards(script)
+    )
     assert config.trainer.output_dir == f"outputs/{config.trainer.experiment_name}"
     assert config.trainer.experiment_name.endswith("_decoupled")
     assert [name for name, term in config.reward.terms.items() if term] == [reward]
@@ -120,7 +131,9 @@ def test_a_recipe_fits_its_card_by_arithmetic(script: str, workplace: Path) -> N
     _, (training, overrides) = map(parsed, run(workplace, script, "pickscore", "bypass"))
     planned = plan(overrides, cards(script), str(workplace / training["--config-dir"]))
     shards = cards(script) if planned.title.endswith("fsdp2") else 1
-    needed, calibrating = (size / 2**30 for size in (planned.total_bytes, calibration_bytes(planned, shards)))
+    needed, calibrating = (
+        size / 2**30 for size in (planned.total_bytes, calibration_bytes(planned, shards))
+    )
     assert max(needed, calibrating) < 0.97 * GIB[script.rpartition("x")[2]]
     row = f"| `{script}.sh` | {cards(script)} | {needed:.1f} | {calibrating:.1f} |"
     assert row in (ROOT / "examples" / "README.md").read_text()
@@ -135,4 +148,9 @@ def test_a_recipe_measures_once(workplace: Path) -> None:
 
 
 def test_every_recipe_is_a_model_that_users_look_for() -> None:
-    assert SCRIPTS == ["flux1_dev_8xh100", "qwen_image_4xh200", "sd35_medium_1xh100", "sd35_medium_8xh100"]
+    assert SCRIPTS == [
+        "flux1_dev_8xh100",
+        "qwen_image_4xh200",
+        "sd35_medium_1xh100",
+        "sd35_medium_8xh100",
+    ]

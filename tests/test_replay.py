@@ -13,14 +13,19 @@ from diffusers import StableDiffusion3Pipeline
 from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch, SamplerSpec, concat
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.base import FlowModel, ModelConfig
+from flowgrpo_rc.models.lora import add_lora, lora_parameters
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.policies.scheduler import FlowMatchSDEScheduler
-from flowgrpo_rc.rollout.base import ImageRequest
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
-from flowgrpo_rc.training.lora import add_lora, lora_parameters
+from flowgrpo_rc.rollout.engine import ImageRequest
 
 KINDS = ("sde", "cps", "dance_sde")
-WINDOWS = {"first": [[0, 1]], "late": [[2, 3]], "all": [[0, 1, 2, 3]], "per_sample": [[0, 1], [2, 3], [1, 2], [2, 3]]}
+WINDOWS = {
+    "first": [[0, 1]],
+    "late": [[2, 3]],
+    "all": [[0, 1, 2, 3]],
+    "per_sample": [[0, 1], [2, 3], [1, 2], [2, 3]],
+}
 WORDS = ("AB7X", "HELP")
 
 
@@ -59,8 +64,13 @@ def sample(
     keep_means: bool = False,
 ) -> tuple[DiffusionBatch, np.ndarray]:
     engine = DiffusersEngine(model, transformer, dtype=spec.dtype, chunk_size=chunk)
-    engine.sync_weights({name: p.detach() for name, p in lora_parameters(transformer).items()}, version=3)
-    prompts = [Prompt(text=f'"{word}"', index=i, target=word, negative_text="") for i, word in enumerate(WORDS)]
+    engine.sync_weights(
+        {name: p.detach() for name, p in lora_parameters(transformer).items()}, version=3
+    )
+    prompts = [
+        Prompt(text=f'"{word}"', index=i, target=word, negative_text="")
+        for i, word in enumerate(WORDS)
+    ]
     request = ImageRequest(
         prompts=PromptBatch(step=1, prompts=prompts, slots=[0, 1]),
         samples_per_prompt=2,
@@ -70,18 +80,26 @@ def sample(
         keep_means=keep_means,
     )
     chunks = list(engine.generate(request))
-    return concat([chunk.batch for chunk in chunks]), np.concatenate([chunk.samples for chunk in chunks])
+    return concat([chunk.batch for chunk in chunks]), np.concatenate(
+        [chunk.samples for chunk in chunks]
+    )
 
 
-@pytest.mark.parametrize(("kind", "guidance", "window"), list(itertools.product(KINDS, (1.0, 4.5), WINDOWS)))
-def test_fp32_replay_is_bitwise_exact(model: FlowModel, kind: str, guidance: float, window: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "guidance", "window"), list(itertools.product(KINDS, (1.0, 4.5), WINDOWS))
+)
+def test_fp32_replay_is_bitwise_exact(
+    model: FlowModel, kind: str, guidance: float, window: str
+) -> None:
     transformer = trained_lora(model)
     batch, _ = sample(model, transformer, make_spec(kind, guidance), WINDOWS[window])
     policy = FlowPolicy(model, transformer)
     replayed = policy.log_probs(batch, 4)
     assert torch.isfinite(replayed).all()
     assert torch.equal(replayed, batch.rollout_log_probs)
-    with_gradient = torch.stack([policy.evaluate(batch.step(t)).log_prob for t in range(batch.num_steps)], 1)
+    with_gradient = torch.stack(
+        [policy.evaluate(batch.step(t)).log_prob for t in range(batch.num_steps)], 1
+    )
     assert with_gradient.requires_grad
     assert torch.equal(with_gradient.detach(), batch.rollout_log_probs)
 
@@ -89,7 +107,9 @@ def test_fp32_replay_is_bitwise_exact(model: FlowModel, kind: str, guidance: flo
 def test_other_micro_batch_shape_differs_by_rounding_only(model: FlowModel) -> None:
     transformer = trained_lora(model)
     batch, _ = sample(model, transformer, make_spec("sde", 4.5), WINDOWS["all"])
-    difference = (FlowPolicy(model, transformer).log_probs(batch, 1) - batch.rollout_log_probs).abs().max()
+    difference = (
+        (FlowPolicy(model, transformer).log_probs(batch, 1) - batch.rollout_log_probs).abs().max()
+    )
     assert difference < 1e-6
 
 
@@ -97,7 +117,9 @@ def test_bf16_rollout_has_a_mismatch_of_the_expected_scale(model: FlowModel) -> 
     transformer = trained_lora(model)
     batch, _ = sample(model, transformer, make_spec("sde", 1.0, dtype="bf16"), WINDOWS["all"])
     assert batch.all_latents.dtype == batch.rollout_log_probs.dtype == torch.float32
-    difference = (FlowPolicy(model, transformer).log_probs(batch, 4) - batch.rollout_log_probs).abs()
+    difference = (
+        FlowPolicy(model, transformer).log_probs(batch, 4) - batch.rollout_log_probs
+    ).abs()
     assert 1e-7 < difference.mean() < 1e-3
 
 
@@ -149,7 +171,9 @@ def test_a_recorded_step_is_fed_to_the_next_one(model: FlowModel) -> None:
 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.5])
-def test_noise_zero_gives_the_stock_pipelines_image(checkpoint: Path, model: FlowModel, guidance: float) -> None:
+def test_noise_zero_gives_the_stock_pipelines_image(
+    checkpoint: Path, model: FlowModel, guidance: float
+) -> None:
     stock = StableDiffusion3Pipeline.from_pretrained(checkpoint)
     stock.set_progress_bar_config(disable=True)
     latents = normal((8, 8, 16), [5, 6], "latents")
@@ -170,7 +194,9 @@ def test_noise_zero_gives_the_stock_pipelines_image(checkpoint: Path, model: Flo
     nothing = torch.empty((2, 0), dtype=torch.int64)
     for kind in KINDS:
         spec = make_spec(kind, guidance, noise_level=0.0)
-        found = policy.rollout(latents, conditioning, negative, spec, nothing, lambda step: latents).final
+        found = policy.rollout(
+            latents, conditioning, negative, spec, nothing, lambda step: latents
+        ).final
         if kind == "cps":
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
         else:
@@ -183,7 +209,9 @@ def test_noise_zero_gives_the_stock_pipelines_image(checkpoint: Path, model: Flo
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_scheduler_in_a_stock_pipeline(checkpoint: Path, kind: str) -> None:
-    """With noise 0 the images are the stock ones; with noise they are others, and the seed decides which."""
+    """With noise 0 the images are the stock ones; with noise they are others, and the seed decides
+    which.
+    """
     stock = StableDiffusion3Pipeline.from_pretrained(checkpoint)
     stock.set_progress_bar_config(disable=True)
 
@@ -201,9 +229,13 @@ def test_scheduler_in_a_stock_pipeline(checkpoint: Path, kind: str) -> None:
         ).images
 
     wanted = image(0)
-    stock.scheduler = FlowMatchSDEScheduler.replacing(stock.scheduler, sde_type=kind, noise_level=0.0)
+    stock.scheduler = FlowMatchSDEScheduler.replacing(
+        stock.scheduler, sde_type=kind, noise_level=0.0
+    )
     torch.testing.assert_close(image(0), wanted, atol=1e-5, rtol=0)
-    stock.scheduler = FlowMatchSDEScheduler.replacing(stock.scheduler, sde_type=kind, noise_level=0.5)
+    stock.scheduler = FlowMatchSDEScheduler.replacing(
+        stock.scheduler, sde_type=kind, noise_level=0.5
+    )
     assert torch.equal(image(1), image(1))
     assert not torch.allclose(image(1), image(2))
     assert not torch.allclose(image(1), wanted)
@@ -223,5 +255,7 @@ def test_the_difference_shows_a_fault(model: FlowModel, fault: str) -> None:
     else:
         shifted = 3 * batch.sigmas / (1 + 2 * batch.sigmas)
         broken = batch.replace(sigmas=shifted)
-    difference = (FlowPolicy(model, transformer).log_probs(broken, 4) - batch.rollout_log_probs).abs()
+    difference = (
+        FlowPolicy(model, transformer).log_probs(broken, 4) - batch.rollout_log_probs
+    ).abs()
     assert difference.max() > 1e-7

@@ -13,12 +13,22 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flowgrpo_rc.training.charts import Series, line_chart
-from flowgrpo_rc.training.figure import plot_rollout_correction
-from flowgrpo_rc.training.report import write_report
-from flowgrpo_rc.training.samples import image_grid, save_grid
+from flowgrpo_rc.records.samples import image_grid, save_grid
+from flowgrpo_rc.report.charts import Series, line_chart
+from flowgrpo_rc.report.figure import plot_rollout_correction
+from flowgrpo_rc.report.run import write_report
 
-SECTIONS = ["summary", "reward", "samples", "health", "correction", "timesteps", "histograms", "rejected", "update"]
+SECTIONS = [
+    "summary",
+    "reward",
+    "samples",
+    "health",
+    "correction",
+    "timesteps",
+    "histograms",
+    "rejected",
+    "update",
+]
 SECTIONS += ["timing", "config", "environment", "checkpoints"]
 VOID = {"meta", "img", "br", "hr", "link"}
 
@@ -40,7 +50,9 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.ids += [value for name, value in attrs if name == "id" and value]
-        self.references += [value for name, value in attrs if name in ("src", "href", "srcset", "action") and value]
+        self.references += [
+            value for name, value in attrs if name in ("src", "href", "srcset", "action") and value
+        ]
         assert not any(name.startswith("on") for name, _ in attrs)
         if tag not in VOID:
             self.open.append(tag)
@@ -95,7 +107,8 @@ def metric_row(step: int, rng: np.random.Generator) -> dict[str, float]:
         "logprob_abs_diff_max": 1e-3 * (1 + 0.2 * abs(noise)),
     }
     correction |= {
-        f"logprob_abs_diff/ts_{t}": 2e-5 * 1000 / t * (1 + 0.1 * noise) for t in (1000, 960, 900, 810, 660, 400)
+        f"logprob_abs_diff/ts_{t}": 2e-5 * 1000 / t * (1 + 0.1 * noise)
+        for t in (1000, 960, 900, 810, 660, 400)
     }
     return row | {f"actor/rollout_corr/{name}": value for name, value in correction.items()}
 
@@ -103,7 +116,9 @@ def metric_row(step: int, rng: np.random.Generator) -> dict[str, float]:
 def make_run(folder: Path, steps: int = 60) -> Path:
     rng = np.random.default_rng(0)
     folder.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, float | None]] = [{"step": 0, "val/reward": 0.412, "val/ocr": 0.412, "val/ocr/exact": 0.11}]
+    rows: list[dict[str, float | None]] = [
+        {"step": 0, "val/reward": 0.412, "val/ocr": 0.412, "val/ocr/exact": 0.11}
+    ]
     for step in range(1, steps + 1):
         row: dict[str, float | None] = {"step": step, **metric_row(step, rng)}
         if step % 20 == 0:
@@ -115,7 +130,10 @@ def make_run(folder: Path, steps: int = 60) -> Path:
     images = rng.integers(0, 255, (8, 32, 64, 3), dtype=np.uint8)
     for step in (0, 20, 60):
         save_grid(
-            folder / "samples" / f"step_{step:06d}.png", images, [f'"w{i}" 0.{step}' for i in range(8)], columns=4
+            folder / "samples" / f"step_{step:06d}.png",
+            images,
+            [f'"w{i}" 0.{step}' for i in range(8)],
+            columns=4,
         )
     (folder / "config.yaml").write_text(
         "trainer:\n  experiment_name: ocr <b>bypass</b>\n  total_training_steps: 60\n"
@@ -130,8 +148,13 @@ def make_run(folder: Path, steps: int = 60) -> Path:
     }
     environment["command"].append("reward.remote.api_key=hunter5")
     (folder / "environment.json").write_text(json.dumps(environment))
-    (folder / "health.jsonl").write_text('{"step": 12, "message": "kl is 0.2 <script>alert(1)</script>"}\n')
-    counts = {"log_ratio": {"-51": 30, "-48": 60, "0": 5, "48": 70, "52": 20}, "log_weight": {"-30": 7, "44": 9}}
+    (folder / "health.jsonl").write_text(
+        '{"step": 12, "message": "kl is 0.2 <script>alert(1)</script>"}\n'
+    )
+    counts = {
+        "log_ratio": {"-51": 30, "-48": 60, "0": 5, "48": 70, "52": 20},
+        "log_weight": {"-30": 7, "44": 9},
+    }
     lines = [{"step": step, **counts} for step in range(1, steps + 1) if step != 5]
     (folder / "histograms.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     make_rejected(folder / "rejected", images)
@@ -151,10 +174,22 @@ def make_rejected(folder: Path, images: np.ndarray) -> None:
     for step in range(1, 9):
         stem = f"step_{step:06d}_process_0_of_1"
         Image.fromarray(images[step - 1]).save(folder / f"{stem}_0.png")
-        row = {"step": step, "reward": 0.25, "timestep": 750, "log_ratio": 3.1e-4, "reasons": reasons}
+        row = {
+            "step": step,
+            "reward": 0.25,
+            "timestep": 750,
+            "log_ratio": 3.1e-4,
+            "reasons": reasons,
+        }
         picture = row | {"prompt": f"a sign {step}", "picture": f"{stem}_0.png"}
         broken = [{"criterion": "not finite", "value": None, "lower": None, "upper": None}]
-        text = row | {"prompt": "1+1=", "text": "<b>3</b>", "reward": None, "log_ratio": None, "reasons": broken}
+        text = row | {
+            "prompt": "1+1=",
+            "text": "<b>3</b>",
+            "reward": None,
+            "log_ratio": None,
+            "reasons": broken,
+        }
         (folder / f"{stem}.json").write_text(json.dumps([picture, text]))
 
 
@@ -205,7 +240,9 @@ def test_before_and_after_grids_are_the_files(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     references = Page(write_report(run).read_text()).references
     files = [run / "samples" / f"step_{step:06d}.png" for step in (0, 60)]
-    assert references[:2] == [f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}" for file in files]
+    assert references[:2] == [
+        f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}" for file in files
+    ]
 
 
 def test_report_is_deterministic(tmp_path: Path) -> None:
@@ -234,7 +271,9 @@ def test_incomplete_runs_have_a_report(tmp_path: Path, rows: str) -> None:
 
 
 def test_stopped_run_says_how_far_it_came(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "reward/mean": 0.5}\n{"step": 4, "reward/mean": 0.6}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 3, "reward/mean": 0.5}\n{"step": 4, "reward/mean": 0.6}\n'
+    )
     (tmp_path / "config.yaml").write_text("trainer:\n  total_training_steps: 9\n")
     text = "".join(Page(write_report(tmp_path).read_text()).text)
     assert "Not evaluated yet; training reward 0.5000 \u2192 0.6000 (+0.1000)" in text
@@ -261,13 +300,23 @@ def test_difference_by_timestep_is_the_mean_over_steps(tmp_path: Path, prefix: s
 @pytest.mark.parametrize("over", [0.5, None])
 def test_the_clip_band_is_drawn_where_the_floor_is(tmp_path: Path, over: float | None) -> None:
     """Half the band at the median: 2e-4, inside the range of the percentiles."""
-    row = {f"rollout_corr/logprob_abs_diff_{part}": value for part, value in (("p50", 1e-4), ("p99", 4e-4))}
-    row |= {"rollout_corr/logprob_abs_diff/ts_750": 5e-5, "rollout_corr/logprob_abs_diff/ts_500": 5e-4}
+    row = {
+        f"rollout_corr/logprob_abs_diff_{part}": value
+        for part, value in (("p50", 1e-4), ("p99", 4e-4))
+    }
+    row |= {
+        "rollout_corr/logprob_abs_diff/ts_750": 5e-5,
+        "rollout_corr/logprob_abs_diff/ts_500": 5e-4,
+    }
     row |= {"rollout_corr/policy_drift_abs_mean": 3e-5}
     row |= {} if over is None else {"rollout_corr/mismatch_over_clip": over}
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, **row}) + "\n")
     text = write_report(tmp_path).read_text()
-    assert text.count("dashed: the clip band, 0.0002") == text.count("threshold 0.0002") == (2 if over else 0)
+    assert (
+        text.count("dashed: the clip band, 0.0002")
+        == text.count("threshold 0.0002")
+        == (2 if over else 0)
+    )
     assert "policy_drift_abs_mean: 3e-05 at 1" in text
 
 
@@ -318,7 +367,9 @@ def test_grid_enlarges_small_images_by_whole_pixels() -> None:
 
 
 def test_grid_reduces_large_images_and_counts_rows() -> None:
-    grid = image_grid(np.zeros((5, 512, 1024, 3), np.uint8), ["a long caption " * 30] * 5, columns=2)
+    grid = image_grid(
+        np.zeros((5, 512, 1024, 3), np.uint8), ["a long caption " * 30] * 5, columns=2
+    )
     black = (np.asarray(grid) == 0).all(-1)
     assert black.sum() == 5 * 128 * 256
     assert grid.width < 2 * 256 + 40
@@ -326,7 +377,9 @@ def test_grid_reduces_large_images_and_counts_rows() -> None:
 
 def test_grid_shows_captions() -> None:
     images = np.full((2, 64, 64, 3), 255, np.uint8)
-    blank, written = (np.asarray(image_grid(images, captions)) for captions in (["", ""], ["", 'sign "AB1"']))
+    blank, written = (
+        np.asarray(image_grid(images, captions)) for captions in (["", ""], ["", 'sign "AB1"'])
+    )
     changed = np.argwhere((blank != written).any(-1))
     assert len(changed)
     assert changed[:, 1].min() > blank.shape[1] / 2

@@ -1,4 +1,5 @@
-"""What every reward of the package does: one number for each sample, whoever else is in the batch, and the same again.
+"""What every reward of the package does: one number for each sample, whoever else is in the batch,
+and the same again.
 
 A new file in flowgrpo_rc/rewards fails here until it stands in `CASES`.
 """
@@ -20,13 +21,18 @@ from tiny_rewards import CLIP_FEATURES, save_clip, save_head, save_image_reward
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import available_plugins, build, load_class
+from flowgrpo_rc.rewards.backbones.clip import Clip
 from flowgrpo_rc.rewards.base import Reward
-from flowgrpo_rc.rewards.clip_model import Clip
-from flowgrpo_rc.rewards.http import JsonClient
+from flowgrpo_rc.rewards.http.client import JsonClient
+from flowgrpo_rc.rewards.http.wire import decode, decode_png
 from flowgrpo_rc.rewards.manager import PACKAGE, RewardConfig, RewardManager, validate_rewards
-from flowgrpo_rc.rewards.wire import decode, decode_png
 
-TEXTS = ("a red dog", "the cat", "a red dog", "two of the dog and much more than there is room for in a text")
+TEXTS = (
+    "a red dog",
+    "the cat",
+    "a red dog",
+    "two of the dog and much more than there is room for in a text",
+)
 
 
 def brightness(sample: Any, prompt: Prompt) -> float:
@@ -38,12 +44,20 @@ def answer(received: Received) -> object:
     if received.path == "/v1/detect":
         images = [decode_png(image) for image in received.body["images"]]
         box = [0, 0, 4, 4]
-        return {"objects": [[{"class": "dog", "box": box}] * int(image[0, 0, 0] // 64) for image in images]}
+        return {
+            "objects": [
+                [{"class": "dog", "box": box}] * int(image[0, 0, 0] // 64) for image in images
+            ]
+        }
     if received.path == "/v1/chat/completions":
         image = received.body["messages"][0]["content"][0]["image_url"]["url"].partition(",")[2]
         return {"choices": [{"message": {"content": f"dog{decode_png(image)[0, 0, 0]}"}}]}
     samples, prompts = decode(received.body)
-    return {"values": [brightness(sample, prompt) for sample, prompt in zip(samples, prompts, strict=True)]}
+    return {
+        "values": [
+            brightness(sample, prompt) for sample, prompt in zip(samples, prompts, strict=True)
+        ]
+    }
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +68,10 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict
     blip = str(save_image_reward(folder / "blip"))
     with scripted(answering(answer)) as server:
         yield {
-            "aesthetic": {**clip, "head": str(save_head(folder / "head.safetensors", CLIP_FEATURES))},
+            "aesthetic": {
+                **clip,
+                "head": str(save_head(folder / "head.safetensors", CLIP_FEATURES)),
+            },
             "clip": clip,
             "exact_match": {},
             "function": {"path": f"{__name__}:brightness"},
@@ -130,7 +147,9 @@ def keys(component: type) -> str:
         if default is Parameter.empty:
             words.append(f"`{name}`")
         elif isinstance(default, str):
-            words.append(f"`{name}` (`{default}`)" if len(default) < 80 else f"`{name}` (in its file)")
+            words.append(
+                f"`{name}` (`{default}`)" if len(default) < 80 else f"`{name}` (in its file)"
+            )
         else:
             words.append(f"`{name}` (`{json.dumps(default)}`)")
     return ", ".join(words)
@@ -141,7 +160,10 @@ def keys(component: type) -> str:
     [
         ("CLIP's", Clip, ""),
         ("a server's", JsonClient, ""),
-        *((f"`{name}`", load_class(PACKAGE, name, Reward), FURTHER.get(name, "")) for name in CASES),
+        *(
+            (f"`{name}`", load_class(PACKAGE, name, Reward), FURTHER.get(name, ""))
+            for name in CASES
+        ),
     ],
 )
 def test_the_documentation_has_every_key_and_default(name, component, further):
@@ -152,7 +174,10 @@ def test_the_documentation_has_every_key_and_default(name, component, further):
 
 @pytest.mark.parametrize("name", CASES)
 def test_options_are_keywords(name):
-    kinds = {parameter.kind for parameter in signature(load_class(PACKAGE, name, Reward)).parameters.values()}
+    kinds = {
+        parameter.kind
+        for parameter in signature(load_class(PACKAGE, name, Reward)).parameters.values()
+    }
     assert kinds <= {Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD}
 
 
@@ -190,11 +215,15 @@ def test_scores_tell_samples_apart(name, options):
 @pytest.mark.parametrize("name", PER_SAMPLE)
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 50), (97, 16), (64, 64)])
 def test_any_size(name, options, height, width):
-    """A size that a reward cannot take fails its chunk; it never gives a number for some and none for others."""
+    """A size that a reward cannot take fails its chunk; it never gives a number for some and none
+    for others.
+    """
     config = RewardConfig(terms={"x": {"_target_": name, **options[name]}})
     manager = RewardManager(config)
     reward = make(name, options)
-    rewards = manager.collect([manager.submit(samples_of(reward, 2, height=height, width=width), prompts(2))])
+    rewards = manager.collect(
+        [manager.submit(samples_of(reward, 2, height=height, width=width), prompts(2))]
+    )
     manager.close()
     assert rewards.valid.tolist() in ([True, True], [False, False])
     if height >= 16:
@@ -221,7 +250,9 @@ def test_bad_options_fail_before_anything_is_loaded(name, options, tmp_path):
         ({"batchsize": 2}, r"unknown option \(did you mean 'batch_size'\?\)"),
     ):
         with pytest.raises(ValueError, match=message):
-            validate_rewards(RewardConfig(terms={"x": {"_target_": name, **options[name], **change}}))
+            validate_rewards(
+                RewardConfig(terms={"x": {"_target_": name, **options[name], **change}})
+            )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -235,7 +266,9 @@ def test_a_device_that_is_not_there(options):
 def test_another_device_gives_the_same_scores(name, options):
     reward, other = make(name, options), make(name, options, device="cuda:0")
     samples = samples_of(reward, 5)
-    assert other(samples, prompts(5)).values == pytest.approx(reward(samples, prompts(5)).values, abs=1e-3)
+    assert other(samples, prompts(5)).values == pytest.approx(
+        reward(samples, prompts(5)).values, abs=1e-3
+    )
 
 
 @pytest.mark.parametrize("name", WITH_WEIGHTS)

@@ -38,7 +38,10 @@ from flowgrpo_rc.rewards.video_clip import VideoClip
 TEXTS = ["a red dog", "the cat", "two"]
 PROMPTS = [Prompt(text=text, index=index) for index, text in enumerate(TEXTS)]
 IMAGES = np.random.default_rng(0).integers(0, 256, (3, 30, 46, 3), dtype=np.uint8)
-MEAN, STD = np.array([0.48145466, 0.4578275, 0.40821073]), np.array([0.26862954, 0.26130258, 0.27577711])
+MEAN, STD = (
+    np.array([0.48145466, 0.4578275, 0.40821073]),
+    np.array([0.26862954, 0.26130258, 0.27577711]),
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +55,13 @@ def pixels(images: np.ndarray, size: int) -> torch.Tensor:
     for image in images:
         height, width = image.shape[:2]
         scale = size / min(height, width)
-        resized = Image.fromarray(image).resize((int(width * scale), int(height * scale)), Image.Resampling.BICUBIC)
+        resized = Image.fromarray(image).resize(
+            (int(width * scale), int(height * scale)), Image.Resampling.BICUBIC
+        )
         left, top = (resized.width - size) // 2, (resized.height - size) // 2
-        rows.append((np.asarray(resized.crop((left, top, left + size, top + size))) / 255 - MEAN) / STD)
+        rows.append(
+            (np.asarray(resized.crop((left, top, left + size, top + size))) / 255 - MEAN) / STD
+        )
     return torch.tensor(np.stack(rows).transpose(0, 3, 1, 2), dtype=torch.float32)
 
 
@@ -78,7 +85,9 @@ def test_clip_scores(clip):
 
 def test_clip_of_a_video_is_the_mean_over_its_frames(clip):
     videos = np.stack([IMAGES, IMAGES[::-1]])
-    wanted, scale = logits(clip, np.concatenate([videos[0, ::2], videos[1, ::2]]), [TEXTS[0]] * 2 + [TEXTS[1]] * 2)
+    wanted, scale = logits(
+        clip, np.concatenate([videos[0, ::2], videos[1, ::2]]), [TEXTS[0]] * 2 + [TEXTS[1]] * 2
+    )
     scores = VideoClip(path=str(clip), every=2)(videos, PROMPTS[:2]).values
     assert scores == pytest.approx(wanted.reshape(2, 2).mean(1) / scale, abs=1e-5)
 
@@ -88,7 +97,11 @@ def test_aesthetic(clip, tmp_path, ending):
     file = save_head(tmp_path / f"head.{ending}", CLIP_FEATURES)
     state = torch.load(save_head(tmp_path / "same.pth", CLIP_FEATURES), weights_only=True)
     with torch.no_grad():
-        x = CLIPModel.from_pretrained(clip).get_image_features(pixels(IMAGES, 20)).pooler_output.double()
+        x = (
+            CLIPModel.from_pretrained(clip)
+            .get_image_features(pixels(IMAGES, 20))
+            .pooler_output.double()
+        )
     x = x / x.square().sum(1, keepdim=True).sqrt()
     for layer in (0, 2):
         x = x @ state[f"layers.{layer}.weight"].double().T + state[f"layers.{layer}.bias"].double()
@@ -110,7 +123,9 @@ def test_a_head_must_be_layers_in_a_row(clip, tmp_path):
 
 
 def test_image_reward(tmp_path):
-    """The head has no activation, so it is one affine map: the matching head of BLIP's retrieval model can hold it."""
+    """The head has no activation, so it is one affine map: the matching head of BLIP's retrieval
+    model can hold it.
+    """
     folder = save_image_reward(tmp_path)
     model = blip()
     head = torch.load(save_head(tmp_path / "head.pth", HIDDEN, seed=2), weights_only=True)
@@ -121,7 +136,9 @@ def test_image_reward(tmp_path):
         model.itm_head.weight.copy_(weight.expand(2, -1))
         model.itm_head.bias.copy_(bias.expand(2))
         out = model(
-            input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, pixel_values=pixels(IMAGES, 32)
+            input_ids=tokens.input_ids,
+            attention_mask=tokens.attention_mask,
+            pixel_values=pixels(IMAGES, 32),
         ).itm_score[:, 0]
     wanted = ((out - 0.16717362830052426) / 1.0333394966054072).tolist()
     assert ImageReward(path=str(folder))(IMAGES, PROMPTS).values == pytest.approx(wanted, abs=1e-4)
@@ -171,8 +188,16 @@ FEWER = Wish(name="dog", count=3, excluded=True)
         (Wish(name="dog", count=2, color="red"), [dog(0, 0, "red"), dog(0, 0, "blue")], 0.75),
         (Wish(name="dog", count=1, color="red"), [dog(0, 0, "red")], 1.0),
         (Wish(name="dog", count=1, color="red"), [dog(0, 0)], 0.5),
-        (Wish(name="dog", count=1, position=("left of", 0)), [dog(0, 0), dog(50, 0, name="cat")], 1.0),
-        (Wish(name="dog", count=1, position=("right of", 0)), [dog(0, 0), dog(50, 0, name="cat")], 0.5),
+        (
+            Wish(name="dog", count=1, position=("left of", 0)),
+            [dog(0, 0), dog(50, 0, name="cat")],
+            1.0,
+        ),
+        (
+            Wish(name="dog", count=1, position=("right of", 0)),
+            [dog(0, 0), dog(50, 0, name="cat")],
+            0.5,
+        ),
         (Wish(name="dog", count=1, position=("left of", 0)), [dog(0, 0)], 0.5),
     ],
 )
@@ -196,7 +221,9 @@ def load_example(name: str) -> ModuleType:
 
 
 def test_open_clip_weights_in_transformers(converter):
-    """A tower of open_clip, written down with torch's own attention, against the one of transformers."""
+    """A tower of open_clip, written down with torch's own attention, against the one of
+    transformers.
+    """
     torch.manual_seed(0)
     width, heads, patch, size = 8, 2, 5, 10
     block = nn.ModuleDict(
@@ -249,12 +276,26 @@ def test_open_clip_weights_in_transformers(converter):
 
 
 def test_open_clip_text_weights_have_the_names_of_transformers(converter, clip):
-    wanted = {name for name in CLIPModel.from_pretrained(clip).state_dict() if name.startswith("text_")}
+    wanted = {
+        name for name in CLIPModel.from_pretrained(clip).state_dict() if name.startswith("text_")
+    }
     block = ["ln_1", "ln_2", "attn.out_proj", "mlp.c_fc", "mlp.c_proj"]
-    names = ["token_embedding.weight", "positional_embedding", "ln_final.weight", "ln_final.bias", "text_projection"]
+    names = [
+        "token_embedding.weight",
+        "positional_embedding",
+        "ln_final.weight",
+        "ln_final.bias",
+        "text_projection",
+    ]
     for layer in (0, 1):
-        names += [f"transformer.resblocks.{layer}.{part}.{kind}" for part in block for kind in ("weight", "bias")]
-        names += [f"transformer.resblocks.{layer}.attn.in_proj_{kind}" for kind in ("weight", "bias")]
+        names += [
+            f"transformer.resblocks.{layer}.{part}.{kind}"
+            for part in block
+            for kind in ("weight", "bias")
+        ]
+        names += [
+            f"transformer.resblocks.{layer}.attn.in_proj_{kind}" for kind in ("weight", "bias")
+        ]
     state = {name: torch.zeros(3, 3) for name in [*names, "visual.proj", "attn_mask"]}
     assert set(converter.open_clip_to_transformers(state)) - {"visual_projection.weight"} == wanted
 
@@ -274,11 +315,19 @@ def test_image_reward_weights_have_the_names_of_transformers(converter, tmp_path
     }
     state = {f"blip.visual_encoder.{name}": torch.zeros(1) for name in own}
     text = "encoder.layer.0.crossattention.self.query.weight"
-    state |= {f"blip.text_encoder.{text}": torch.zeros(1), "blip.text_encoder.embeddings.position_ids": torch.zeros(1)}
+    state |= {
+        f"blip.text_encoder.{text}": torch.zeros(1),
+        "blip.text_encoder.embeddings.position_ids": torch.zeros(1),
+    }
     state |= {"mlp.layers.0.weight": torch.zeros(1), "blip.itm_head.weight": torch.zeros(1)}
     converted = set(converter.blip_to_transformers(state))
-    assert converted == {f"vision_model.{name}" for name in own.values()} | {f"text_encoder.{text}", "layers.0.weight"}
-    assert {name for name in converted if not name.startswith("layers.")} <= set(blip().state_dict())
+    assert converted == {f"vision_model.{name}" for name in own.values()} | {
+        f"text_encoder.{text}",
+        "layers.0.weight",
+    }
+    assert {name for name in converted if not name.startswith("layers.")} <= set(
+        blip().state_dict()
+    )
 
 
 def test_image_reward_gets_the_sizes_of_its_towers(converter, tmp_path):
@@ -287,7 +336,13 @@ def test_image_reward_gets_the_sizes_of_its_towers(converter, tmp_path):
     save_image_reward(tmp_path)
     converter.convert_image_reward(tmp_path / "published.pt", tmp_path / "out", str(tmp_path))
     config = BlipConfig.from_pretrained(tmp_path / "out")
-    of_both = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "layer_norm_eps")
+    of_both = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "layer_norm_eps",
+    )
     bert = BertConfig()
     for name in (*of_both, "max_position_embeddings", "hidden_act"):
         assert getattr(config.text_config, name) == getattr(bert, name), name
@@ -319,10 +374,22 @@ def test_the_example_of_a_reward_of_ones_own(monkeypatch):
         ({"include": []}, "has no field include"),
         ({"include": [{"class": "dog"}]}, "must be an object with class and count"),
         ({"include": [{"class": "dog", "count": 0}]}, "must be an object with class and count"),
-        ({"include": [{"class": "dog", "count": 1, "position": ["near", 0]}]}, "position .*: give one of left of"),
-        ({"include": [{"class": "dog", "count": 1, "position": ["above", 1]}]}, "position .*: give one of left of"),
-        ({"include": [{"class": "dog", "count": 1, "position": ["above"]}]}, r"perhaps color and position \["),
-        ({"include": [{"class": "dog", "count": 1, "position": "above"}]}, r"perhaps color and position \["),
+        (
+            {"include": [{"class": "dog", "count": 1, "position": ["near", 0]}]},
+            "position .*: give one of left of",
+        ),
+        (
+            {"include": [{"class": "dog", "count": 1, "position": ["above", 1]}]},
+            "position .*: give one of left of",
+        ),
+        (
+            {"include": [{"class": "dog", "count": 1, "position": ["above"]}]},
+            r"perhaps color and position \[",
+        ),
+        (
+            {"include": [{"class": "dog", "count": 1, "position": "above"}]},
+            r"perhaps color and position \[",
+        ),
         ({"include": [{"class": "dog", "count": 1, "color": 3}]}, r"perhaps color and position \["),
         ({"include": ["dog"]}, r"perhaps color and position \["),
         ({"include": [{"class": "dog", "count": 1}], "exclude": 3}, "exclude must be a list"),
@@ -330,7 +397,9 @@ def test_the_example_of_a_reward_of_ones_own(monkeypatch):
 )
 def test_geneval_asks_no_server_about_a_prompt_that_it_cannot_judge(metadata, message):
     with pytest.raises(ValueError, match=message):
-        GenEval(url="http://127.0.0.1:1")(IMAGES[:1], [Prompt(text="x", index=4, metadata=metadata)])
+        GenEval(url="http://127.0.0.1:1")(
+            IMAGES[:1], [Prompt(text="x", index=4, metadata=metadata)]
+        )
 
 
 @pytest.mark.parametrize(
@@ -345,12 +414,17 @@ def test_geneval_asks_no_server_about_a_prompt_that_it_cannot_judge(metadata, me
 )
 def test_geneval_refuses_what_is_no_detection(answer):
     metadata = {"include": [{"class": "dog", "count": 1}]}
-    with scripted(answering(lambda _: answer)) as server, pytest.raises(ValueError, match=r"the answer|of the answer"):
+    with (
+        scripted(answering(lambda _: answer)) as server,
+        pytest.raises(ValueError, match=r"the answer|of the answer"),
+    ):
         GenEval(url=server.url)(IMAGES[:1], [Prompt(text="x", index=4, metadata=metadata)])
 
 
 def test_the_bundled_clip_knows_the_held_out_words():
-    """As well as its build said; by chance it would find 1 in 512, and prefer the right one of two in every second."""
+    """As well as its build said; by chance it would find 1 in 512, and prefer the right one of two
+    in every second.
+    """
     words = [line.strip('"') for line in assets.path("prompts/glyph_val.txt").read_text().split()]
     folder = assets.path("tiny_clip")
     said = json.loads((folder / "build_metrics.json").read_text())["val"]

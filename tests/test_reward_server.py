@@ -1,4 +1,6 @@
-"""Serving a reward: what it refuses, and that a client gets the scores that it would compute itself."""
+"""Serving a reward: what it refuses, and that a client gets the scores that it would compute
+itself.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,19 @@ from flowgrpo_rc.cli import main
 from flowgrpo_rc.rewards.base import Reward, Scores
 from flowgrpo_rc.rewards.exact_match import ExactMatch
 from flowgrpo_rc.rewards.function import Function
-from flowgrpo_rc.rewards.http import ServerError
+from flowgrpo_rc.rewards.http.client import ServerError
+from flowgrpo_rc.rewards.http.server import make_app
+from flowgrpo_rc.rewards.http.wire import decode, encode, encode_png
 from flowgrpo_rc.rewards.jpeg import Jpeg
 from flowgrpo_rc.rewards.remote import Remote
-from flowgrpo_rc.rewards.server import make_app
-from flowgrpo_rc.rewards.wire import decode, encode, encode_png
 
 TOKEN = "tok-of-the-server"
 RNG = np.random.default_rng(0)
 IMAGES = RNG.integers(0, 256, (5, 9, 14, 3), dtype=np.uint8)
-PROMPTS = [Prompt(text=f'"{i}"', index=i, target=str(i), metadata={"include": [{"class": "dog"}]}) for i in range(5)]
+PROMPTS = [
+    Prompt(text=f'"{i}"', index=i, target=str(i), metadata={"include": [{"class": "dog"}]})
+    for i in range(5)
+]
 
 
 class Video(Reward):
@@ -51,13 +56,18 @@ class Video(Reward):
         if any(prompt.index == 3 for prompt in prompts):
             raise RuntimeError("broken on purpose")
         first = samples[:, :, 0, 0, 0].astype(float)
-        return Scores(values=[np.nan, *first[1:, 0]], parts={"last": first[:, -1].tolist(), "more": first[:, 0]})
+        return Scores(
+            values=[np.nan, *first[1:, 0]],
+            parts={"last": first[:, -1].tolist(), "more": first[:, 0]},
+        )
 
 
 @contextmanager
 def served(reward: Reward, *, max_body_mb: float = 1.0, **options: Any) -> Iterator[str]:
     app = make_app(reward, TOKEN, max_body_mb=max_body_mb)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", lifespan="off", **options))
+    server = uvicorn.Server(
+        uvicorn.Config(app, port=0, log_level="critical", lifespan="off", **options)
+    )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
@@ -80,7 +90,10 @@ def remote(url: str, **options: Any) -> Remote:
 
 def test_images_come_back_with_the_scores_of_the_reward_itself():
     with served(Jpeg()) as url:
-        assert remote(url, batch_size=2, concurrency=2)(IMAGES, PROMPTS).values == Jpeg()(IMAGES, PROMPTS).values
+        assert (
+            remote(url, batch_size=2, concurrency=2)(IMAGES, PROMPTS).values
+            == Jpeg()(IMAGES, PROMPTS).values
+        )
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +103,15 @@ def certified(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         pytest.skip("makes a certificate by openssl")
     folder = tmp_path_factory.mktemp("tls")
     key, certificate = folder / "key.pem", folder / "certificate.pem"
-    command = f"openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=here -keyout {key} -out {certificate}"
-    subprocess.run([*command.split(), "-addext", "subjectAltName=DNS:localhost"], check=True, capture_output=True)
+    command = (
+        f"openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=here -keyout {key} "
+        f"-out {certificate}"
+    )
+    subprocess.run(
+        [*command.split(), "-addext", "subjectAltName=DNS:localhost"],
+        check=True,
+        capture_output=True,
+    )
     return certificate, key
 
 
@@ -103,7 +123,9 @@ def test_tls_is_checked_against_the_certificate_that_is_trusted(certified):
         assert trusting(IMAGES, PROMPTS).values == Jpeg()(IMAGES, PROMPTS).values
         for address, options in (("localhost", {}), ("127.0.0.1", {"ca_file": str(certificate)})):
             stranger = remote(f"https://{address}:{port}", max_attempts=1, **options)
-            with pytest.raises(ServerError, match=r"cannot be reached \(ConnectError: .*certificate verify failed"):
+            with pytest.raises(
+                ServerError, match=r"cannot be reached \(ConnectError: .*certificate verify failed"
+            ):
                 stranger(IMAGES, PROMPTS)
 
 
@@ -149,7 +171,9 @@ def unfinished(text: str, prompt: Prompt) -> float | None:
 
 def test_a_function_that_gives_one_sample_no_score():
     with served(Function(path=f"{__name__}:unfinished")) as url:
-        assert np.array_equal(remote(url)(["a", "b", "c"], PROMPTS[:3]).values, [0.5, np.nan, 0.5], equal_nan=True)
+        assert np.array_equal(
+            remote(url)(["a", "b", "c"], PROMPTS[:3]).values, [0.5, np.nan, 0.5], equal_nan=True
+        )
 
 
 class Slow(Reward):
@@ -213,7 +237,9 @@ GOOD = {"kind": "image", "samples": [PNG], "prompts": [{"text": "a"}]}
 )
 def test_bad_requests_are_refused_in_words(change, said):
     with served(Jpeg()) as url:
-        done = httpx2.post(f"{url}/v1/score", json=GOOD | change, headers={"Authorization": f"Bearer {TOKEN}"})
+        done = httpx2.post(
+            f"{url}/v1/score", json=GOOD | change, headers={"Authorization": f"Bearer {TOKEN}"}
+        )
     assert (done.status_code, said in done.json()["detail"]) == (422, True), done.text
 
 
@@ -231,7 +257,13 @@ def test_the_door():
         assert status(content=b"{}") == 415
         assert status(content=b"[" * 5_000, headers={"Content-Type": "application/json"}) == 422
         assert status(json={"samples": "a" * 20_000}) == 413
-        assert status(content=(b" " * 5_000 for _ in range(9)), headers={"Content-Type": "application/json"}) == 413
+        assert (
+            status(
+                content=(b" " * 5_000 for _ in range(9)),
+                headers={"Content-Type": "application/json"},
+            )
+            == 413
+        )
         assert httpx2.get(f"{url}/v1/reward").status_code == 401
         assert httpx2.get(f"{url}/openapi.json").status_code == 404
         about = httpx2.get(f"{url}/v1/reward", headers={"Authorization": f"Bearer {TOKEN}"}).json()
@@ -259,10 +291,21 @@ def test_the_command():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     code = "import sys; from flowgrpo_rc.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, "serve-reward", "jpeg", "quality=50", "--port", str(port)]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "serve-reward",
+        "jpeg",
+        "quality=50",
+        "--port",
+        str(port),
+    ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     try:
-        reward = remote(f"http://127.0.0.1:{port}", max_attempts=1000, max_pause_s=0.5, deadline_s=300)
+        reward = remote(
+            f"http://127.0.0.1:{port}", max_attempts=1000, max_pause_s=0.5, deadline_s=300
+        )
         assert reward(IMAGES, PROMPTS).values == Jpeg(quality=50)(IMAGES, PROMPTS).values
     finally:
         process.send_signal(signal.SIGINT)

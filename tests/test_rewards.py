@@ -1,4 +1,6 @@
-"""The reward manager: weights, order, hostile rewards, what counts as a failure, and the configuration."""
+"""The reward manager: weights, order, hostile rewards, what counts as a failure, and the
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,20 @@ def images(count: int, size: int = 16, seed: int = 0) -> np.ndarray:
 
 
 def prompts(count: int, start: int = 0) -> list[Prompt]:
-    return [Prompt(text=f'a "{index}"', index=index, target=str(index)) for index in range(start, start + count)]
+    return [
+        Prompt(text=f'a "{index}"', index=index, target=str(index))
+        for index in range(start, start + count)
+    ]
 
 
 def run(config: RewardConfig, *, chunks: tuple[int, ...] = (2, 3)) -> tuple[RewardManager, Rewards]:
     """Score chunks of prompts numbered 0, 1, 2 ... and close."""
     manager = RewardManager(config)
     starts = np.cumsum((0, *chunks))
-    handles = [manager.submit(images(n), prompts(n, int(start))) for n, start in zip(chunks, starts[:-1], strict=True)]
+    handles = [
+        manager.submit(images(n), prompts(n, int(start)))
+        for n, start in zip(chunks, starts[:-1], strict=True)
+    ]
     rewards = manager.collect(handles)
     manager.close()
     return manager, rewards
@@ -66,7 +74,9 @@ class Index(Reward):
 
 
 class Returns(Reward):
-    """Returns `what` makes of the plain scores 0, 1, 2 ..., and the plain scores where there is no prompt 2."""
+    """Returns `what` makes of the plain scores 0, 1, 2 ..., and the plain scores where there is no
+    prompt 2.
+    """
 
     def __init__(self, *, what: str) -> None:
         self.what = what
@@ -143,7 +153,16 @@ def test_submit_returns_at_once_and_close_drops_what_waits():
     assert handles[-1].futures["a"].cancelled()
 
 
-WHOLE_CHUNK = ["raise", "none", "list", "short", "long", "no values", "one number", "undeclared part"]
+WHOLE_CHUNK = [
+    "raise",
+    "none",
+    "list",
+    "short",
+    "long",
+    "no values",
+    "one number",
+    "undeclared part",
+]
 SINGLE = ["nan", "inf", "text", "None inside", "complex", "array", "tensor"]
 
 
@@ -156,7 +175,9 @@ def test_failures_stay_where_they_are(what, caplog):
     lost = torch.tensor([index in failed for index in range(5)])
     assert torch.equal(rewards.valid, ~lost)
     assert torch.equal(rewards.total.isnan(), lost)
-    assert rewards.total[~lost].tolist() == [2.0 * index for index in range(5) if index not in failed]
+    assert rewards.total[~lost].tolist() == [
+        2.0 * index for index in range(5) if index not in failed
+    ]
     assert rewards.parts["good"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert manager.failures == manager.count_failed(rewards) == {"bad": len(failed), "good": 0}
     assert set(manager.last_error) == {"bad"}
@@ -165,10 +186,22 @@ def test_failures_stay_where_they_are(what, caplog):
 
 
 def test_the_last_error_says_what_happened():
-    assert run(RewardConfig(terms={"x": returns("raise")}))[0].last_error["x"] == "KeyError: 'broken on purpose'"
-    assert "2 scores for 3 samples" in run(RewardConfig(terms={"x": returns("short")}))[0].last_error["x"]
-    assert "NoneType instead of Scores" in run(RewardConfig(terms={"x": returns("none")}))[0].last_error["x"]
-    assert "nan is no finite number, for prompt 2" in run(RewardConfig(terms={"x": returns("nan")}))[0].last_error["x"]
+    assert (
+        run(RewardConfig(terms={"x": returns("raise")}))[0].last_error["x"]
+        == "KeyError: 'broken on purpose'"
+    )
+    assert (
+        "2 scores for 3 samples"
+        in run(RewardConfig(terms={"x": returns("short")}))[0].last_error["x"]
+    )
+    assert (
+        "NoneType instead of Scores"
+        in run(RewardConfig(terms={"x": returns("none")}))[0].last_error["x"]
+    )
+    assert (
+        "nan is no finite number, for prompt 2"
+        in run(RewardConfig(terms={"x": returns("nan")}))[0].last_error["x"]
+    )
 
 
 def test_a_kind_of_failure_is_logged_once_but_counted_always(caplog):
@@ -183,8 +216,13 @@ def test_a_kind_of_failure_is_logged_once_but_counted_always(caplog):
 
 def test_too_many_failures_raise():
     manager, rewards = run(RewardConfig(terms={"x": returns("nan")}, max_failed_fraction=0.2))
-    manager.check_failed_fraction(manager.count_failed(rewards), len(rewards.total))  # 1 of 5 is just allowed
-    with pytest.raises(RewardError, match=r"'x' failed for 2 of 5 samples \(40%\).*max_failed_fraction=0\.2.*prompt 2"):
+    manager.check_failed_fraction(
+        manager.count_failed(rewards), len(rewards.total)
+    )  # 1 of 5 is just allowed
+    with pytest.raises(
+        RewardError,
+        match=r"'x' failed for 2 of 5 samples \(40%\).*max_failed_fraction=0\.2.*prompt 2",
+    ):
         manager.check_failed_fraction({"x": 2}, 5)
 
 
@@ -219,14 +257,26 @@ def test_submit_checks_its_input(batch, count, message):
         (RewardConfig(terms={}), r"reward\.terms is empty"),
         (RewardConfig(terms={"ocr": None}), r"reward\.terms is empty"),
         (RewardConfig(terms={"ocr": 1.0}), r"reward\.terms\.ocr=1\.0 must be a mapping"),
-        (RewardConfig(terms={"ocr": {"weight": "big"}}), r"reward\.terms\.ocr\.weight='big' must be a finite"),
-        (RewardConfig(terms={"ocr": {"weight": math.nan}}), r"reward\.terms\.ocr\.weight=nan must be a finite"),
+        (
+            RewardConfig(terms={"ocr": {"weight": "big"}}),
+            r"reward\.terms\.ocr\.weight='big' must be a finite",
+        ),
+        (
+            RewardConfig(terms={"ocr": {"weight": math.nan}}),
+            r"reward\.terms\.ocr\.weight=nan must be a finite",
+        ),
         (RewardConfig(terms={"ocr": {"wieght": 1}}), r"reward\.terms\.ocr\.wieght: unknown option"),
-        (RewardConfig(terms={"ocr": {"detection": "no"}}), r"reward\.terms\.ocr: detection='no' is not one of"),
+        (
+            RewardConfig(terms={"ocr": {"detection": "no"}}),
+            r"reward\.terms\.ocr: detection='no' is not one of",
+        ),
         (RewardConfig(terms={"orc": {}}), r"no plug-in 'orc' \(did you mean 'ocr'"),
         (RewardConfig(num_workers=0), r"reward\.num_workers=0 must be between 1 and .* 1:"),
         (RewardConfig(num_workers=2), r"reward\.num_workers=2 must be between 1 and .* 1:"),
-        (RewardConfig(max_failed_fraction=1.5), r"reward\.max_failed_fraction=1\.5 must be between 0 and 1"),
+        (
+            RewardConfig(max_failed_fraction=1.5),
+            r"reward\.max_failed_fraction=1\.5 must be between 0 and 1",
+        ),
     ],
 )
 def test_bad_configurations(config, message):
@@ -237,7 +287,12 @@ def test_bad_configurations(config, message):
 def test_configuration_is_a_hydra_schema():
     schema = OmegaConf.structured(RewardConfig)
     assert OmegaConf.to_object(schema) == RewardConfig()
-    overrides = ["terms.jpeg.weight=0.1", "terms.jpeg.quality=50", "terms.ocr=null", "num_workers=1"]
+    overrides = [
+        "terms.jpeg.weight=0.1",
+        "terms.jpeg.quality=50",
+        "terms.ocr=null",
+        "num_workers=1",
+    ]
     config = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.from_dotlist(overrides)))
     assert isinstance(config, RewardConfig)
     assert config.terms == {"ocr": None, "jpeg": {"weight": 0.1, "quality": 50}}
@@ -253,7 +308,10 @@ def test_which_rewards_need_a_target():
 
 
 def test_a_reward_of_weight_zero_is_logged_and_cannot_invalidate_a_sample():
-    terms = {"a": {"_target_": f"{HERE}.Index"}, "b": {"_target_": f"{HERE}.Returns", "weight": 0.0, "what": "raise"}}
+    terms = {
+        "a": {"_target_": f"{HERE}.Index"},
+        "b": {"_target_": f"{HERE}.Returns", "weight": 0.0, "what": "raise"},
+    }
     _, rewards = run(RewardConfig(terms=terms, max_failed_fraction=1.0))
     assert rewards.total.tolist() == rewards.parts["a"].tolist()
     assert rewards.valid.all()

@@ -14,7 +14,7 @@ from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models import base
 from flowgrpo_rc.models.base import FlowModel, ModelConfig, load_model
 from flowgrpo_rc.models.sharing import Shared
-from flowgrpo_rc.rollout.base import RolloutConfig
+from flowgrpo_rc.rollout.config import RolloutConfig
 
 GPU = torch.device("cuda", 0)
 
@@ -76,7 +76,9 @@ def test_one_call_at_a_time() -> None:
 def test_a_models_encoders_and_its_vae_travel(
     checkpoint: Path, model: FlowModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through the adapter: encoders for `encode`, the VAE for `decode`, and the transformer stays."""
+    """Through the adapter: encoders for `encode`, the VAE for `decode`, and the transformer
+    stays.
+    """
     journeys: list[tuple[str, str]] = []
     move = nn.Module.to
 
@@ -85,7 +87,9 @@ def test_a_models_encoders_and_its_vae_travel(
         return move(self, device)
 
     monkeypatch.setattr(base.nn.Module, "to", noting)
-    offloaded = load_model(ModelConfig(path=str(checkpoint), offload_idle=True), torch.device("cpu"))
+    offloaded = load_model(
+        ModelConfig(path=str(checkpoint), offload_idle=True), torch.device("cpu")
+    )
     journeys.clear()
     conditioning = offloaded.encode(["A"], max_sequence_length=16)
     assert sorted({name for name, _ in journeys}) == [
@@ -100,5 +104,7 @@ def test_a_models_encoders_and_its_vae_travel(
 
 
 def test_text_has_nothing_to_offload() -> None:
-    with pytest.raises(ValueError, match=r"model\.offload_idle=true has no effect with model\.kind=causal_lm"):
+    with pytest.raises(
+        ValueError, match=r"model\.offload_idle=true has no effect with model\.kind=causal_lm"
+    ):
         ModelConfig(kind="causal_lm", path="x/y", offload_idle=True).validate()

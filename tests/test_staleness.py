@@ -23,12 +23,13 @@ from torch import Tensor
 from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.models.base import FlowModel, ModelConfig
+from flowgrpo_rc.models.lora import add_lora, lora_parameters
 from flowgrpo_rc.policies.flow import FlowPolicy
-from flowgrpo_rc.rollout.base import ImageRequest, RolloutChunk, RolloutConfig
+from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint
+from flowgrpo_rc.records.rollout_files import load_rollout, rollout_path
+from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
-from flowgrpo_rc.training.checkpoint import list_checkpoints, load_checkpoint
-from flowgrpo_rc.training.lora import add_lora, lora_parameters
-from flowgrpo_rc.training.rollout_files import load_rollout, rollout_path
+from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
 from flowgrpo_rc.training.update import PolicyUpdate
 
 RC = "algorithm.rollout_correction"
@@ -37,7 +38,9 @@ RC = "algorithm.rollout_correction"
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
     yield
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("rollout")]
+    assert not [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("rollout")
+    ]
 
 
 @pytest.fixture
@@ -58,7 +61,9 @@ def trained_on(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
 def test_versions_and_decoupled_weights(
     train: Train, tmp_path: Path, model: FlowModel, trained_on: list[Batch], staleness: int
 ) -> None:
-    """Step s is sampled with the LoRA of step max(0, s - 1 - k) and corrected to that of step s - 1."""
+    """Step s is sampled with the LoRA of step max(0, s - 1 - k) and corrected to that of step s -
+    1.
+    """
     steps = 4
     assert (
         train(
@@ -77,7 +82,9 @@ def test_versions_and_decoupled_weights(
     policy = FlowPolicy(model, network)
     parameters = lora_parameters(network)
     versions = [{name: parameter.detach().clone() for name, parameter in parameters.items()}]
-    versions += [load_checkpoint(path).tensors["lora"] for path in list_checkpoints(run / "checkpoints")]
+    versions += [
+        load_checkpoint(path).tensors["lora"] for path in list_checkpoints(run / "checkpoints")
+    ]
 
     def log_probs(batch: Batch, version: int) -> Tensor:
         for name, parameter in parameters.items():
@@ -102,8 +109,17 @@ def test_versions_and_decoupled_weights(
 
 
 def test_text_is_sampled_ahead_as_well(tmp_path: Path) -> None:
-    settings = ["data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "rollout.n=4", "rollout.val_kwargs.n=4"]
-    settings += ["actor.ppo_micro_batch_size_per_gpu=8", "trainer.total_training_steps=3", "trainer.device=cpu"]
+    settings = [
+        "data.train_batch_size=2",
+        "actor.ppo_mini_batch_size=2",
+        "rollout.n=4",
+        "rollout.val_kwargs.n=4",
+    ]
+    settings += [
+        "actor.ppo_micro_batch_size_per_gpu=8",
+        "trainer.total_training_steps=3",
+        "trainer.device=cpu",
+    ]
     command = ["train", "--config-name", "token_grpo", *settings, "rollout.staleness=1"]
     assert main([*command, f"trainer.output_dir={tmp_path}"]) == 0
     assert [row["rollout/staleness_max"] for row in read_rows(tmp_path)[1:]] == [0, 1, 1]
@@ -111,7 +127,9 @@ def test_text_is_sampled_ahead_as_well(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["decoupled", "bypass"])
 def test_an_interrupted_run_ends_bit_equal(train: Train, tmp_path: Path, mode: str) -> None:
-    """Every command trains one step, with evaluations beside the sampling; the whole run evaluates as it goes."""
+    """Every command trains one step, with evaluations beside the sampling; the whole run evaluates
+    as it goes.
+    """
     settings = (
         "rollout.staleness=2",
         "rollout.dtype=bf16",
@@ -142,7 +160,9 @@ class Meeting(DiffusersEngine):
         yield from super().generate(request)
 
 
-def test_a_step_is_trained_while_the_next_is_sampled(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_trained_while_the_next_is_sampled(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = PolicyUpdate.run
 
     def meet(self: PolicyUpdate, batch: Batch, samples: int) -> Any:
@@ -168,10 +188,18 @@ class Failing(DiffusersEngine):
         raise MemoryError("no room for step 3")
 
 
-def test_a_failure_of_the_thread_ends_the_run_with_its_traceback(train: Train, tmp_path: Path) -> None:
+def test_a_failure_of_the_thread_ends_the_run_with_its_traceback(
+    train: Train, tmp_path: Path
+) -> None:
     with pytest.raises(MemoryError, match="no room for step 3") as error:
-        train("rollout.staleness=1", "rollout.name=test_staleness.Failing", "trainer.total_training_steps=9")
-    assert "run_out_of_memory" in [frame.name for frame in traceback.extract_tb(error.value.__traceback__)]
+        train(
+            "rollout.staleness=1",
+            "rollout.name=test_staleness.Failing",
+            "trainer.total_training_steps=9",
+        )
+    assert "run_out_of_memory" in [
+        frame.name for frame in traceback.extract_tb(error.value.__traceback__)
+    ]
     assert [row["step"] for row in read_rows(tmp_path / "run")] in ([0], [0, 1], [0, 1, 2])
 
 
@@ -199,8 +227,15 @@ def test_batches_that_are_too_old_are_dropped_and_counted(
     rows[3]["rollout/dropped_batches"] = 0.0
     assert rows == wanted
     monkeypatch.setattr(Lagging, "lag", 3)
-    with pytest.raises(RuntimeError, match=r"step 3 with the weights of step 0, 3 times; rollout\.staleness=1 allows"):
-        train(*settings, "rollout.name=test_staleness.Lagging", f"trainer.output_dir={tmp_path / 'late'}")
+    with pytest.raises(
+        RuntimeError,
+        match=r"step 3 with the weights of step 0, 3 times; rollout\.staleness=1 allows",
+    ):
+        train(
+            *settings,
+            "rollout.name=test_staleness.Lagging",
+            f"trainer.output_dir={tmp_path / 'late'}",
+        )
 
 
 class Interrupted(DiffusersEngine):
@@ -219,7 +254,11 @@ class Interrupted(DiffusersEngine):
 def test_a_signal_saves_and_the_same_command_goes_on(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = ("rollout.staleness=1", "rollout.name=test_staleness.Interrupted", "trainer.total_training_steps=6")
+    settings = (
+        "rollout.staleness=1",
+        "rollout.name=test_staleness.Interrupted",
+        "trainer.total_training_steps=6",
+    )
     assert train(*settings, f"trainer.output_dir={tmp_path / 'whole'}") == 0
     monkeypatch.setattr(Interrupted, "pending", True)
     assert train(*settings) == 75
@@ -241,7 +280,11 @@ class Slow(DiffusersEngine):
 
 def test_a_stop_does_not_wait_for_what_is_being_sampled(train: Train, tmp_path: Path) -> None:
     start = time.monotonic()
-    settings = ("rollout.staleness=1", "rollout.name=test_staleness.Slow", "trainer.total_training_steps=9")
+    settings = (
+        "rollout.staleness=1",
+        "rollout.name=test_staleness.Slow",
+        "trainer.total_training_steps=9",
+    )
     assert train(*settings, "trainer.max_time=0.001") == 75
     assert time.monotonic() - start < 60
     assert list_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == "step_1"
@@ -250,7 +293,9 @@ def test_a_stop_does_not_wait_for_what_is_being_sampled(train: Train, tmp_path: 
 def test_the_benchmark_prints_the_ratio(
     overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["benchmark_staleness.py", "--rounds", "1", "--steps", "1", *overrides])
+    monkeypatch.setattr(
+        sys, "argv", ["benchmark_staleness.py", "--rounds", "1", "--steps", "1", *overrides]
+    )
     benchmark_staleness.main()
     assert re.search(r"staleness 1: \d+\.\d+ s a step; ratio \d+\.\d+", capsys.readouterr().out)
 

@@ -1,4 +1,6 @@
-"""`step_kl`: the exact Gaussian KL between the steps of rollout and training graph, and what it rejects."""
+"""`step_kl`: the exact Gaussian KL between the steps of rollout and training graph, and what it
+rejects.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ from flowgrpo_rc import (
 from flowgrpo_rc.core.kl import gaussian_kl
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.transition import GaussianSteps, transition
-from flowgrpo_rc.correction.bands import parse_bands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.correct import apply_rollout_correction_to_batch, correct, measure
+from flowgrpo_rc.correction.thresholds import parse_bands
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.policies.flow import FlowPolicy
 
@@ -33,14 +35,18 @@ KL = torch.linspace(0, 1, TRAINING.numel(), dtype=torch.float64).reshape(TRAININ
 CONFIG = {"rollout_rs": "step_kl", "rollout_rs_threshold": 0.25}
 
 
-# The divergence -----------------------------------------------------------------------------------------------------
+# The divergence
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_the_kl_of_the_two_gaussians(kind: str) -> None:
     source = torch.Generator().manual_seed(0)
     x, v, other = (torch.randn(3, 2, 4, 4, generator=source, dtype=torch.float64) for _ in range(3))
-    sigma, sigma_next = torch.tensor([1.0, 0.8, 0.3]).double(), torch.tensor([0.9, 0.6, 0.1]).double()
+    sigma, sigma_next = (
+        torch.tensor([1.0, 0.8, 0.3]).double(),
+        torch.tensor([0.9, 0.6, 0.1]).double(),
+    )
     settings = {"kind": kind, "noise_level": 0.7, "sigma_max": 0.9}
     one, two = (transition(x, velocity, sigma, sigma_next, **settings) for velocity in (v, other))
     exact = kl_divergence(Normal(one.mean, one.std), Normal(two.mean, two.std)).flatten(1).mean(1)
@@ -61,7 +67,9 @@ def test_the_convention_of_log_probs_does_not_enter(model: FlowModel, convention
 
 
 @pytest.mark.parametrize("window", ["first", "per_sample"])
-def test_the_rollout_keeps_the_means_that_the_training_graph_finds(model: FlowModel, window: str) -> None:
+def test_the_rollout_keeps_the_means_that_the_training_graph_finds(
+    model: FlowModel, window: str
+) -> None:
     transformer = trained_lora(model)
     batch, _ = sample(model, transformer, make_spec("sde", 4.5), WINDOWS[window], keep_means=True)
     found = FlowPolicy(model, transformer).measure(batch, 4, keep_means=True)
@@ -93,8 +101,8 @@ class Faulty(FlowPolicy):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_ranks_planted_errors_without_an_inversion(model: FlowModel, kind: str) -> None:
-    """32 samples with errors of growing size: the order of the exact KL is theirs at every step; that of the difference
-    of log-probs, which has the noise of the sample in it, is not."""
+    """32 samples with errors of growing size: the order of the exact KL is theirs at every step;
+    that of the difference of log-probs, which has the noise of the sample in it, is not."""
     transformer = trained_lora(model)
     policy, faulty = FlowPolicy(model, transformer), Faulty(model, transformer)
     faulty.amplitudes = torch.linspace(1e-4, 1e-3, 32)
@@ -127,7 +135,8 @@ def test_it_ranks_planted_errors_without_an_inversion(model: FlowModel, kind: st
     assert growth == pytest.approx([100.0] * 4, rel=0.05)  # the square of ten
 
 
-# The criterion ------------------------------------------------------------------------------------------------------
+# The criterion
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_a_step_is_kept_up_to_the_bound() -> None:
@@ -140,8 +149,14 @@ def test_a_step_is_kept_up_to_the_bound() -> None:
     assert metrics[f"{name}_mean"] == pytest.approx(KL.mean().item(), rel=1e-14)
     assert metrics[f"{name}_max"] == 1
     assert metrics[f"{name}_min"] == 0
-    assert metrics[f"{name}_std"] == pytest.approx(KL.clamp(max=0.25).std(correction=0).item(), rel=1e-12)
-    assert metrics[f"{name}_fraction_high"] == metrics[f"{name}_masked_fraction"] == (KL > 0.25).double().mean().item()
+    assert metrics[f"{name}_std"] == pytest.approx(
+        KL.clamp(max=0.25).std(correction=0).item(), rel=1e-12
+    )
+    assert (
+        metrics[f"{name}_fraction_high"]
+        == metrics[f"{name}_masked_fraction"]
+        == (KL > 0.25).double().mean().item()
+    )
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == metrics[f"{name}_masked_fraction"]
     assert metrics[f"{name}_seq_masked_fraction"] == (KL > 0.25).any(1).double().mean().item()
     assert metrics[f"{name}_seq_max"] == pytest.approx(KL.mean(1).max().item(), rel=1e-14)
@@ -169,7 +184,9 @@ def test_a_kl_that_is_not_finite_rejects_its_step(value: float) -> None:
 
 
 def test_rows_on_other_processes_change_nothing() -> None:
-    config = RolloutCorrectionConfig(rollout_is="token", rollout_is_batch_normalize=True, normalize="kept", **CONFIG)
+    config = RolloutCorrectionConfig(
+        rollout_is="token", rollout_is_batch_normalize=True, normalize="kept", **CONFIG
+    )
     batch = diffusion_batch(ROLLOUT, old_log_probs=TRAINING)
     whole, bag = apply_rollout_correction_to_batch(batch, config, step_kl=KL)
     shares, cuts = pieces(batch, [1, 4]), [slice(0, 1), slice(1, 4), slice(4, 6)]
@@ -201,7 +218,8 @@ def test_the_loss_in_bypass_mode_drops_what_it_rejects() -> None:
     assert metrics.compute()["rollout_corr/rollout_rs_step_kl_max"] == 1
 
 
-# What is refused ----------------------------------------------------------------------------------------------------
+# What is refused
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", ["0.5_2.0", 0, -1, "nan", "inf"])
@@ -218,21 +236,33 @@ def test_the_criterion_and_its_tensor_come_together() -> None:
     with pytest.raises(ValueError, match="no effect"):
         compute_rollout_correction_and_rejection_mask(TRAINING, ROLLOUT, MASK, step_kl=KL)
     with pytest.raises(ValueError, match=r"step_kl.*\(6, 3\)"):
-        compute_rollout_correction_and_rejection_mask(TRAINING, ROLLOUT, MASK, step_kl=KL[:, :3], **CONFIG)
+        compute_rollout_correction_and_rejection_mask(
+            TRAINING, ROLLOUT, MASK, step_kl=KL[:, :3], **CONFIG
+        )
     batch = diffusion_batch(ROLLOUT, old_log_probs=ROLLOUT, advantages=torch.ones_like(ROLLOUT))
     with pytest.raises(ValueError, match="prev_sample_mean"):
-        diffusion_loss(loss_config(RolloutCorrectionConfig(bypass_mode=True, **CONFIG)), TRAINING, batch)
+        diffusion_loss(
+            loss_config(RolloutCorrectionConfig(bypass_mode=True, **CONFIG)), TRAINING, batch
+        )
 
 
-# In a run -----------------------------------------------------------------------------------------------------------
+# In a run
+# -----------------------------------------------------------------------------------------------------------
 
-RULES = ["algorithm.rollout_correction.rollout_rs=step_kl", "algorithm.rollout_correction.rollout_rs_threshold=1e-9"]
+RULES = [
+    "algorithm.rollout_correction.rollout_rs=step_kl",
+    "algorithm.rollout_correction.rollout_rs_threshold=1e-9",
+]
 
 
 @pytest.mark.parametrize("bypass", [False, True])
 def test_a_run_records_means_and_judges_them(train: Train, tmp_path: Path, bypass: bool) -> None:
     """An fp32 rollout in the same batch shape has a KL of exactly 0 until the policy moves."""
-    options = [*RULES, f"algorithm.rollout_correction.bypass_mode={bypass}", "rollout.micro_batch_size_per_gpu=2"]
+    options = [
+        *RULES,
+        f"algorithm.rollout_correction.bypass_mode={bypass}",
+        "rollout.micro_batch_size_per_gpu=2",
+    ]
     assert train(*options, "trainer.total_training_steps=1", "trainer.save_rollouts=true") == 0
     prefix = "actor/rollout_corr" if bypass else "rollout_corr"
     row = read_rows(tmp_path / "run")[-1]
@@ -242,7 +272,9 @@ def test_a_run_records_means_and_judges_them(train: Train, tmp_path: Path, bypas
     assert train(*options, *replay, "trainer.total_training_steps=1") == 0
 
 
-def test_a_replay_without_means_is_refused_before_training(train: Train, tmp_path: Path, capsys) -> None:
+def test_a_replay_without_means_is_refused_before_training(
+    train: Train, tmp_path: Path, capsys
+) -> None:
     assert train("trainer.save_rollouts=true", "trainer.total_training_steps=1") == 0
     replay = [f"data.replay_dir={tmp_path / 'run'}", f"trainer.output_dir={tmp_path / 'replay'}"]
     assert train(*replay, *RULES) != 0
@@ -254,5 +286,7 @@ def test_metrics_of_micro_batches_are_those_of_the_batch() -> None:
     rules = RolloutCorrectionConfig(**CONFIG).rules()
     whole, bag = measure(TRAINING, ROLLOUT, MASK, rules, step_kl=KL), MetricBag()
     for rows in (slice(0, 2), slice(2, 6)):
-        bag.merge(measure(TRAINING[rows], ROLLOUT[rows], MASK[rows], rules, step_kl=KL[rows]).metrics)
+        bag.merge(
+            measure(TRAINING[rows], ROLLOUT[rows], MASK[rows], rules, step_kl=KL[rows]).metrics
+        )
     assert bag.compute() == pytest.approx(whole.metrics.compute(), rel=1e-12, abs=1e-15)

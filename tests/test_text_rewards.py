@@ -1,4 +1,6 @@
-"""Rewards on text: what the manager takes, which reward fits which model, exact match, plain functions."""
+"""Rewards on text: what the manager takes, which reward fits which model, exact match, plain
+functions.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,23 @@ from flowgrpo_rc.plugins import load_function
 from flowgrpo_rc.rewards.base import Reward, Scores
 from flowgrpo_rc.rewards.exact_match import ExactMatch
 from flowgrpo_rc.rewards.function import Function
-from flowgrpo_rc.rewards.manager import RewardConfig, RewardManager, check_kind, requires_target, validate_rewards
+from flowgrpo_rc.rewards.manager import (
+    RewardConfig,
+    RewardManager,
+    check_kind,
+    requires_target,
+    validate_rewards,
+)
 
 HERE = __name__
 IMAGES = np.zeros((2, 8, 8, 3), np.uint8)
 
 
 def prompts(*targets: str | None) -> list[Prompt]:
-    return [Prompt(text=f"{index}+{index}=", index=index, target=target) for index, target in enumerate(targets)]
+    return [
+        Prompt(text=f"{index}+{index}=", index=index, target=target)
+        for index, target in enumerate(targets)
+    ]
 
 
 def length(sample, prompt):
@@ -65,7 +76,9 @@ def test_exact_match(options, values, contains):
 
 def test_exact_match_of_nothing_is_a_match_only_for_an_empty_target():
     assert ExactMatch()(["", "1"], prompts("1", "1")).values == [0.0, 1.0]
-    with pytest.raises(ValueError, match=r"exact_match reward needs a target text, and prompt 1 \('1\+1='\)"):
+    with pytest.raises(
+        ValueError, match=r"exact_match reward needs a target text, and prompt 1 \('1\+1='\)"
+    ):
         ExactMatch()(["1", "1"], prompts("1", None))
     assert requires_target(RewardConfig(terms={"exact_match": {}}))
 
@@ -87,7 +100,10 @@ def test_a_function_scores_texts_and_images():
         (":length", "write it as"),
         (f"{HERE}:", "write it as"),
         ("..relative:score", "write it as"),
-        ("no_such_module_at_all:score", "there is no module 'no_such_module_at_all'; is its folder on PYTHONPATH"),
+        (
+            "no_such_module_at_all:score",
+            "there is no module 'no_such_module_at_all'; is its folder on PYTHONPATH",
+        ),
         (f"{HERE}.deeper:score", "there is no module"),
         (f"{HERE}:missing", "has no function 'missing'"),
         (f"{HERE}:NOT_A_FUNCTION", "has no function 'NOT_A_FUNCTION'"),
@@ -101,7 +117,9 @@ def test_paths_that_lead_to_no_function(path, message):
 
 
 def test_a_function_reward_needs_its_path():
-    with pytest.raises(ValueError, match=r"reward\.terms\.function: Function needs the option path"):
+    with pytest.raises(
+        ValueError, match=r"reward\.terms\.function: Function needs the option path"
+    ):
         validate_rewards(RewardConfig(terms={"function": {}}))
 
 
@@ -116,7 +134,10 @@ def test_a_failing_import_of_the_functions_module_is_shown_as_it_is(tmp_path: Pa
 
 
 def test_the_manager_scores_texts():
-    terms = {"exact_match": {"weight": 2.0}, "long": {"_target_": "function", "path": f"{HERE}:length"}}
+    terms = {
+        "exact_match": {"weight": 2.0},
+        "long": {"_target_": "function", "path": f"{HERE}:length"},
+    }
     manager = RewardManager(RewardConfig(terms=terms))
     handles = [manager.submit(["95", ""], prompts("95", "1")), manager.submit(("7",), prompts("7"))]
     rewards = manager.collect(handles)
@@ -129,8 +150,12 @@ def test_the_manager_scores_texts():
 
 def test_failures_of_a_function_stay_where_they_are():
     config = {"_target_": "function", "path": f"{HERE}:hostile"}
-    manager = RewardManager(RewardConfig(terms={"x": config, "y": {"_target_": "function", "path": f"{HERE}:fails"}}))
-    rewards = manager.collect([manager.submit(["none", "fine", "nan", "text"], prompts(*[None] * 4))])
+    manager = RewardManager(
+        RewardConfig(terms={"x": config, "y": {"_target_": "function", "path": f"{HERE}:fails"}})
+    )
+    rewards = manager.collect(
+        [manager.submit(["none", "fine", "nan", "text"], prompts(*[None] * 4))]
+    )
     manager.close()
     assert rewards.parts["x"].isnan().tolist() == [True, False, True, True]
     assert manager.failures == {"x": 3, "y": 4}
@@ -160,13 +185,23 @@ def test_a_reward_must_fit_the_model():
     function = {"_target_": "function", "path": f"{HERE}:length"}
     check_kind(RewardConfig(terms={"jpeg": {}, "f": function}), "image")
     check_kind(RewardConfig(terms={"exact_match": {}, "f": function, "ocr": None}), "text")
-    with pytest.raises(ValueError, match=r"reward\.terms\.ocr scores images, and the model makes texts: drop it"):
+    with pytest.raises(
+        ValueError, match=r"reward\.terms\.ocr scores images, and the model makes texts: drop it"
+    ):
         check_kind(RewardConfig(terms={"ocr": {}, "exact_match": {}}), "text")
-    with pytest.raises(ValueError, match=r"reward\.terms\.match scores texts, and the model makes images"):
-        check_kind(RewardConfig(terms={"match": {"_target_": "exact_match", "weight": 0.0}, "jpeg": {}}), "image")
-    with pytest.raises(ValueError, match=r"reward\.terms\.jpeg scores images, and the model makes videos: drop it"):
+    with pytest.raises(
+        ValueError, match=r"reward\.terms\.match scores texts, and the model makes images"
+    ):
+        check_kind(
+            RewardConfig(terms={"match": {"_target_": "exact_match", "weight": 0.0}, "jpeg": {}}),
+            "image",
+        )
+    with pytest.raises(
+        ValueError, match=r"reward\.terms\.jpeg scores images, and the model makes videos: drop it"
+    ):
         check_kind(RewardConfig(terms={"jpeg": {}, "f": function}), "video")
     with pytest.raises(
-        ValueError, match=r"reward\.terms\.x: Unknown\.kind='sound': allowed are image, video, text, latent, any"
+        ValueError,
+        match=r"reward\.terms\.x: Unknown\.kind='sound': allowed are image, video, text, latent, any",
     ):
         validate_rewards(RewardConfig(terms={"x": {"_target_": f"{HERE}.Unknown"}}))

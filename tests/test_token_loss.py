@@ -1,4 +1,6 @@
-"""token_loss: value and gradient against formulas of their own; micro-batches and processes add up."""
+"""token_loss: value and gradient against formulas of their own; micro-batches and processes add
+up.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}
 def drawn(scale: float = 0.3) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """rollout, old and current log-probs, and advantages that are the same along a row; float64."""
     source = torch.Generator().manual_seed(4)
-    rollout, *moves, advantages = (torch.randn(6, 4, generator=source, dtype=torch.float64) for _ in range(4))
+    rollout, *moves, advantages = (
+        torch.randn(6, 4, generator=source, dtype=torch.float64) for _ in range(4)
+    )
     old = rollout + scale * moves[0]
     return rollout, old, old + scale * moves[1], 1.5 * advantages[:, :1].expand(6, 4)
 
@@ -52,7 +56,11 @@ def filled(config: LossConfig, masking: str) -> TokenBatch:
     """A batch that is ready for the loss, before any decoupled correction."""
     rollout, old, _, advantages = drawn()
     batch = token_batch(rollout, mask_of(masking), advantages=advantages)
-    return apply_bypass_mode(batch) if config.rollout_correction.bypass_mode else batch.replace(old_log_probs=old)
+    return (
+        apply_bypass_mode(batch)
+        if config.rollout_correction.bypass_mode
+        else batch.replace(old_log_probs=old)
+    )
 
 
 def corrected(config: LossConfig, batch: TokenBatch, **options) -> TokenBatch:
@@ -65,7 +73,9 @@ def found_for(config: LossConfig, batch: TokenBatch, now: Tensor) -> tuple[float
     return gradient_of(lambda x: token_loss(config, x, batch)[0], now)
 
 
-def config_of(rule: Rule, mode: dict, aggregation: str = "token-mean", normalize: str | None = None) -> LossConfig:
+def config_of(
+    rule: Rule, mode: dict, aggregation: str = "token-mean", normalize: str | None = None
+) -> LossConfig:
     written = settings(rule) | {"normalize": normalize} | mode
     correction = RolloutCorrectionConfig(**written)
     correction.validate()
@@ -86,7 +96,8 @@ def reference(config: LossConfig, rule: Rule, masking: str) -> tuple[float, Tens
     return gradient_of(total, now)
 
 
-# Against the formula ------------------------------------------------------------------------------------------------
+# Against the formula
+# ------------------------------------------------------------------------------------------------
 
 CASES = [
     (Rule(), {}),
@@ -117,7 +128,9 @@ def test_loss_and_gradient(rule, mode, aggregation, normalize, masking):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("normalise", [False, True])
 def test_reinforce_with_every_level_and_mode(level, mode, normalise):
-    rule = Rule(level, mode, 0.0 if mode == "truncate" else 0.5, 1.4, bands=BAND, normalise=normalise)
+    rule = Rule(
+        level, mode, 0.0 if mode == "truncate" else 0.5, 1.4, bands=BAND, normalise=normalise
+    )
     config = config_of(rule, REINFORCE)
     found = found_for(config, filled(config, "right"), drawn()[2])
     assert_same(found, reference(config, rule, "right"))
@@ -173,7 +186,9 @@ def test_a_rejected_token_leaves_the_denominator_unless_all_count(aggregation, n
     mask = torch.tensor([[True, False, False], [True, True, True]])
     kept = mask & torch.tensor([[True, True, True], [True, True, False]])
     advantages = torch.tensor([[1.0], [2.0]], dtype=torch.float64).expand(2, 3)
-    batch = apply_bypass_mode(token_batch(rollout, mask, advantages=advantages, rejection_mask=kept))
+    batch = apply_bypass_mode(
+        token_batch(rollout, mask, advantages=advantages, rejection_mask=kept)
+    )
     correction = RolloutCorrectionConfig(bypass_mode=True, normalize=normalize)
     found = token_loss(loss_config(correction, loss_agg_mode=aggregation), rollout, batch)[0]
     assert found.item() == pytest.approx(value, abs=1e-15)
@@ -181,16 +196,21 @@ def test_a_rejected_token_leaves_the_denominator_unless_all_count(aggregation, n
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize(("normalize", "sequences"), [(None, 1), ("all", 2)])
-def test_a_response_that_is_wholly_rejected_is_no_sequence_of_the_mean(aggregation, normalize, sequences):
+def test_a_response_that_is_wholly_rejected_is_no_sequence_of_the_mean(
+    aggregation, normalize, sequences
+):
     rollout, mask = torch.zeros(2, 2, dtype=torch.float64), torch.ones(2, 2, dtype=torch.bool)
     kept = torch.tensor([[True, True], [False, False]])
-    batch = apply_bypass_mode(token_batch(rollout, mask, advantages=torch.ones_like(rollout), rejection_mask=kept))
+    batch = apply_bypass_mode(
+        token_batch(rollout, mask, advantages=torch.ones_like(rollout), rejection_mask=kept)
+    )
     correction = RolloutCorrectionConfig(bypass_mode=True, normalize=normalize)
     found = token_loss(loss_config(correction, loss_agg_mode=aggregation), rollout, batch)[0]
     assert found.item() == -(2 if aggregation == "seq-mean-token-sum" else 1) / sequences
 
 
-# Clips --------------------------------------------------------------------------------------------------------------
+# Clips
+# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -208,7 +228,9 @@ def test_a_response_that_is_wholly_rejected_is_no_sequence_of_the_mean(aggregati
     ],
 )
 def test_the_clip_has_two_widths_and_a_bound_for_negative_advantages(advantage, ratio, counted):
-    """`counted` is the ratio of the loss where there is no gradient; None where it is the ratio itself."""
+    """`counted` is the ratio of the loss where there is no gradient; None where it is the ratio
+    itself.
+    """
     rollout, one = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
     batch = apply_bypass_mode(token_batch(rollout, one.bool(), advantages=advantage * one))
     config = config_of(Rule(), {"bypass_mode": True})
@@ -231,7 +253,8 @@ def test_without_a_dual_clip_a_negative_advantage_has_no_bound():
     assert "dual_clip_fraction" not in token_loss(config, rollout, batch)[1].compute()
 
 
-# GSPO ---------------------------------------------------------------------------------------------------------------
+# GSPO
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("masking", ["full", "right", "empty", "holes"])
@@ -254,10 +277,14 @@ def test_gspo_is_the_clipped_loss_of_one_ratio_for_a_sequence(masking, bypass, c
 
 
 def test_gspo_by_hand():
-    """s = exp(0.1) in each row; A = 1 is clipped at 1.05, A = -1 is not, and each token has half of the gradient."""
+    """s = exp(0.1) in each row; A = 1 is clipped at 1.05, A = -1 is not, and each token has half of
+    the gradient.
+    """
     move = torch.tensor([[0.2, 0.0], [0.3, -0.1]], dtype=torch.float64)
     advantages = torch.tensor([[1.0, 1.0], [-1.0, -1.0]], dtype=torch.float64)
-    batch = apply_bypass_mode(token_batch(torch.zeros_like(move), move == move, advantages=advantages))
+    batch = apply_bypass_mode(
+        token_batch(torch.zeros_like(move), move == move, advantages=advantages)
+    )
     config = loss_config(
         RolloutCorrectionConfig(bypass_mode=True),
         loss_mode="gspo",
@@ -268,28 +295,49 @@ def test_gspo_by_hand():
     s = math.exp(0.1)
     value, gradient = found_for(config, batch, move)
     assert value == pytest.approx((-1.05 + s) / 2, abs=1e-15)
-    torch.testing.assert_close(gradient, torch.tensor([[0, 0], [s / 4, s / 4]], dtype=torch.float64))
+    torch.testing.assert_close(
+        gradient, torch.tensor([[0, 0], [s / 4, s / 4]], dtype=torch.float64)
+    )
 
 
 def test_gspo_of_one_token_is_ppo():
     rollout, _, now, advantages = (x[:, :1] for x in drawn())
-    batch = apply_bypass_mode(token_batch(rollout, torch.ones(6, 1, dtype=torch.bool), advantages=advantages))
+    batch = apply_bypass_mode(
+        token_batch(rollout, torch.ones(6, 1, dtype=torch.bool), advantages=advantages)
+    )
     correction = RolloutCorrectionConfig(bypass_mode=True)
-    one, other = (found_for(loss_config(correction, loss_mode=mode), batch, now) for mode in ("gspo", "ppo_clip"))
+    one, other = (
+        found_for(loss_config(correction, loss_mode=mode), batch, now)
+        for mode in ("gspo", "ppo_clip")
+    )
     assert_same(one, other)
 
 
-# Pieces -------------------------------------------------------------------------------------------------------------
+# Pieces
+# -------------------------------------------------------------------------------------------------------------
 
 
-def summed(config: LossConfig, now: Tensor, batches: list[TokenBatch], reduce=None) -> tuple[float, Tensor, MetricBag]:
-    """As the update does it: sum the totals' gradients, then divide by the denominator of the summed parts."""
-    leaf, bag, parts, start = now.detach().clone().requires_grad_(), MetricBag(), torch.zeros(3).double(), 0
+def summed(
+    config: LossConfig, now: Tensor, batches: list[TokenBatch], reduce=None
+) -> tuple[float, Tensor, MetricBag]:
+    """As the update does it: sum the totals' gradients, then divide by the denominator of the
+    summed parts.
+    """
+    leaf, bag, parts, start = (
+        now.detach().clone().requires_grad_(),
+        MetricBag(),
+        torch.zeros(3).double(),
+        0,
+    )
     total = torch.zeros((), dtype=torch.float64)
     for piece in batches:
         terms = token_terms(config, leaf[start : start + len(piece)], piece)
         terms.total.backward()
-        total, parts, start = total + terms.total.detach(), parts + terms.parts(), start + len(piece)
+        total, parts, start = (
+            total + terms.total.detach(),
+            parts + terms.parts(),
+            start + len(piece),
+        )
         bag.merge(terms.metrics)
     add = {"sum": lambda x: x, "max": lambda x: x} if reduce is None else reduce
     scale = denominator(parts, add["sum"])
@@ -314,7 +362,9 @@ def test_micro_batches_add_up(rule, mode, aggregation, normalize):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize(("cuts", "normalize"), [([2], "kept"), ([1, 2], "all"), ([1, 2], "kept")])
 def test_processes_add_up(rule, mode, aggregation, cuts, normalize):
-    """Row 1 is empty: with the cuts 1 and 2 it is a process of its own, which has nothing to add."""
+    """Row 1 is empty: with the cuts 1 and 2 it is a process of its own, which has nothing to
+    add.
+    """
     config = config_of(rule, mode, aggregation, normalize)
     shards, expect = pieces(filled(config, "empty"), cuts), reference(config, rule, "empty")
     now = list(drawn()[2].split([len(shard) for shard in shards]))
@@ -339,7 +389,8 @@ def test_gspo_adds_up_too():
     assert_same(summed(config, now, pieces(batch, [1, 2, 4]))[:2], found_for(config, batch, now))
 
 
-# What takes no part -------------------------------------------------------------------------------------------------
+# What takes no part
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("rule", "mode"), CASES)
@@ -372,18 +423,26 @@ def test_advantages_of_tokens_are_not_clipped():
     """`adv_clip_max` belongs to images."""
     rollout, one = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
     batch = apply_bypass_mode(token_batch(rollout, one.bool(), advantages=100 * one))
-    assert token_loss(loss_config(RolloutCorrectionConfig(bypass_mode=True)), rollout, batch)[0].item() == -100
+    assert (
+        token_loss(loss_config(RolloutCorrectionConfig(bypass_mode=True)), rollout, batch)[0].item()
+        == -100
+    )
 
 
-# Metrics and settings -----------------------------------------------------------------------------------------------
+# Metrics and settings
+# -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("metric_names", "names"), [("verl", ("ratio_mean",)), ("slime", ("ois",))])
+@pytest.mark.parametrize(
+    ("metric_names", "names"), [("verl", ("ratio_mean",)), ("slime", ("ois",))]
+)
 def test_the_ratio_to_old_has_slime_s_name_in_decoupled_mode(metric_names, names):
     """`ois` is exp(training - old): of decoupled mode only, as slime's table says."""
     for mode in ({}, {"bypass_mode": True}):
         config = config_of(Rule(), mode | {"metric_names": metric_names})
-        values = token_loss(config, drawn()[2], corrected(config, filled(config, "right")))[1].compute()
+        values = token_loss(config, drawn()[2], corrected(config, filled(config, "right")))[
+            1
+        ].compute()
         expect = names if not mode else ("ratio_mean",)
         assert {"ratio_mean", "ois"} & values.keys() == set(expect)
     both = config_of(Rule(), {"metric_names": "both"})
@@ -399,8 +458,13 @@ def test_in_bypass_mode_the_correction_reports_under_its_prefix(metric_names):
     config = config_of(rule, REINFORCE | {"metric_names": metric_names})
     values = token_loss(config, drawn()[2], filled(config, "right"))[1].compute()
     rollout, _, now, _ = drawn()
-    expect = oracles.correction(now.tolist(), rollout.tolist(), mask_of("right").tolist(), rule).metrics
-    for old, new in (("kl", "mismatch_kl"), ("rollout_is_batch_norm_factor", "mis_batch_norm_factor")):
+    expect = oracles.correction(
+        now.tolist(), rollout.tolist(), mask_of("right").tolist(), rule
+    ).metrics
+    for old, new in (
+        ("kl", "mismatch_kl"),
+        ("rollout_is_batch_norm_factor", "mis_batch_norm_factor"),
+    ):
         for name, shown in ((old, metric_names != "slime"), (new, metric_names != "verl")):
             found = values.get(f"rollout_corr/{name}")
             assert found == (pytest.approx(expect[old], abs=1e-12) if shown else None)

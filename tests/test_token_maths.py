@@ -23,13 +23,17 @@ def test_token_log_probs_are_those_of_log_softmax(temperature: float, dtype: tor
 def test_token_log_probs_gradient_is_the_indicator_minus_the_probability() -> None:
     logits = torch.randn(1, 1, 5, dtype=torch.float32, requires_grad=True)
     token_log_probs(logits, torch.tensor([[2]]), 0.5).sum().backward()
-    wanted = (torch.nn.functional.one_hot(torch.tensor([[2]]), 5) - (logits / 0.5).softmax(-1)) / 0.5
+    wanted = (
+        torch.nn.functional.one_hot(torch.tensor([[2]]), 5) - (logits / 0.5).softmax(-1)
+    ) / 0.5
     torch.testing.assert_close(logits.grad, wanted.detach())
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 def test_sampled_frequencies_are_the_probabilities(temperature: float) -> None:
-    """Chi-squared over 9 tokens with 8 degrees of freedom: 26 is exceeded once in a thousand times."""
+    """Chi-squared over 9 tokens with 8 degrees of freedom: 26 is exceeded once in a thousand
+    times.
+    """
     logits, count = torch.randn(9, generator=torch.Generator().manual_seed(3)), 20_000
     uniforms = uniform((count,), [1], "test")[0]
     ids = sample_tokens(logits.expand(count, -1), uniforms, temperature)
@@ -42,7 +46,11 @@ def test_sampled_frequencies_are_the_probabilities(temperature: float) -> None:
 def test_a_token_without_probability_is_never_sampled(dtype: torch.dtype) -> None:
     one = torch.tensor(1.0, dtype=dtype)
     below = torch.nextafter(one, torch.zeros((), dtype=dtype))
-    rows = [[-torch.inf, 1.0, -torch.inf], [-torch.inf, -torch.inf, 2.0], [0.0, -torch.inf, -torch.inf]]
+    rows = [
+        [-torch.inf, 1.0, -torch.inf],
+        [-torch.inf, -torch.inf, 2.0],
+        [0.0, -torch.inf, -torch.inf],
+    ]
     rows += [[-200.0, 0.0, -200.0], [-torch.inf, 0.1, -300.0]]  # in fp32, too little to be anything
     for number in (torch.zeros((), dtype=dtype), torch.tensor(0.5, dtype=dtype), below):
         ids = sample_tokens(torch.tensor(rows), number.expand(len(rows)), 1.0)
@@ -56,7 +64,12 @@ def test_the_extremes_of_a_large_vocabulary() -> None:
 
 
 def test_positions_and_ends() -> None:
-    assert positions(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]]).bool()).tolist() == [[0, 0, 0, 1], [0, 1, 2, 2]]
+    assert positions(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]]).bool()).tolist() == [
+        [0, 0, 0, 1],
+        [0, 1, 2, 2],
+    ]
     ids = torch.tensor([[4, 1, 0, 0], [1, 1, 5, 1], [4, 4, 4, 4], [4, 6, 1, 0]])
     wanted = [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0]]
-    assert until_end(ids, torch.tensor([1, 6])).tolist() == [[bool(x) for x in row] for row in wanted]
+    assert until_end(ids, torch.tensor([1, 6])).tolist() == [
+        [bool(x) for x in row] for row in wanted
+    ]

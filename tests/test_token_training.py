@@ -1,4 +1,6 @@
-"""The training command on a language model: what it writes, corrects, resumes, replays, and that it learns."""
+"""The training command on a language model: what it writes, corrects, resumes, replays, and that it
+learns.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from conftest import fingerprint, read_rows, without_timings
 from safetensors.torch import load_file
 
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.training.rollout_files import load_rollout
+from flowgrpo_rc.records.rollout_files import load_rollout
 
 RC = "algorithm.rollout_correction"
 SMALL = (
@@ -28,7 +30,9 @@ SMALL = (
 
 
 def train(folder: Path, *further: str) -> int:
-    return main(["train", "--config-name", "token_grpo", *SMALL, f"trainer.output_dir={folder}", *further])
+    return main(
+        ["train", "--config-name", "token_grpo", *SMALL, f"trainer.output_dir={folder}", *further]
+    )
 
 
 def lora(folder: Path) -> str:
@@ -37,20 +41,35 @@ def lora(folder: Path) -> str:
 
 def test_a_run_leaves_what_an_image_run_leaves(tmp_path: Path) -> None:
     assert train(tmp_path) == 0
-    expected = {"config.yaml", "environment.json", "metrics.jsonl", "samples", "checkpoints", "lora", "report.html"}
+    expected = {
+        "config.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "samples",
+        "checkpoints",
+        "lora",
+        "report.html",
+    }
     assert expected <= {path.name for path in tmp_path.iterdir()}
     rows = read_rows(tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert {"val/reward", "val/exact_match"} <= rows[0].keys()
-    assert {"actor/grad_norm", "actor/pg_loss", "response/length_mean", "zero_std_ratio"} <= rows[1].keys()
+    assert {"actor/grad_norm", "actor/pg_loss", "response/length_mean", "zero_std_ratio"} <= rows[
+        1
+    ].keys()
     assert not any(key.startswith("actor/rollout_corr") for key in rows[1])
-    samples = [json.loads(line) for line in (tmp_path / "samples" / "step_000002.jsonl").read_text().splitlines()]
+    samples = [
+        json.loads(line)
+        for line in (tmp_path / "samples" / "step_000002.jsonl").read_text().splitlines()
+    ]
     assert len(samples) == 16
     assert samples[0].keys() == {"prompt", "target", "completion", "score"}
     assert samples[0]["prompt"] in (tmp_path / "report.html").read_text()
 
 
-def test_the_mismatch_of_a_bf16_rollout_shows_and_that_of_an_fp32_rollout_is_rounding(tmp_path: Path) -> None:
+def test_the_mismatch_of_a_bf16_rollout_shows_and_that_of_an_fp32_rollout_is_rounding(
+    tmp_path: Path,
+) -> None:
     means = {}
     for dtype in ("fp32", "bf16"):
         assert train(tmp_path / dtype, f"rollout.dtype={dtype}") == 0
@@ -71,10 +90,31 @@ def test_the_mismatch_of_a_bf16_rollout_shows_and_that_of_an_fp32_rollout_is_rou
         ("actor.token_loss.loss_mode=gspo", "actor.token_loss.loss_agg_mode=seq-mean-token-mean"),
         ("algorithm.adv_estimator=dr_grpo", "actor.token_loss.loss_agg_mode=seq-mean-token-sum"),
         ("actor.use_kl_loss=true", "actor.ema.enable=true", "actor.ema.update_interval=1"),
-        ("rollout.response_length=1", "rollout.temperature=1.5", "model.gradient_checkpointing=true"),
-        (f"{RC}.use_tis=true", f"{RC}.tis_level=geometric", f"{RC}.tis_mode=clip", f"{RC}.metric_names=slime"),
+        (
+            "rollout.response_length=1",
+            "rollout.temperature=1.5",
+            "model.gradient_checkpointing=true",
+        ),
+        (
+            f"{RC}.use_tis=true",
+            f"{RC}.tis_level=geometric",
+            f"{RC}.tis_mode=clip",
+            f"{RC}.metric_names=slime",
+        ),
     ],
-    ids=["clip", "pg", "pg_norm", "k3", "veto", "rloo", "gspo", "dr_grpo", "kl_ema", "limit", "slime"],
+    ids=[
+        "clip",
+        "pg",
+        "pg_norm",
+        "k3",
+        "veto",
+        "rloo",
+        "gspo",
+        "dr_grpo",
+        "kl_ema",
+        "limit",
+        "slime",
+    ],
 )
 def test_settings_train(tmp_path: Path, further: tuple[str, ...]) -> None:
     assert train(tmp_path, *further) == 0
@@ -100,15 +140,21 @@ def test_saved_rollouts_train_another_run_with_their_own_log_probs(
     source, replayed = tmp_path / "source", tmp_path / "replayed"
     assert train(source, "trainer.save_rollouts=true") == 0
     files = sorted((source / "rollouts").iterdir())
-    assert [path.name for path in files] == [f"step_{step:06d}_process_0_of_1.safetensors" for step in (1, 2)]
+    assert [path.name for path in files] == [
+        f"step_{step:06d}_process_0_of_1.safetensors" for step in (1, 2)
+    ]
     replay = (f"data.replay_dir={source}", "actor.optim.lr=3e-3", "trainer.total_training_steps=4")
     assert train(replayed, *replay) == 0
     there, here = read_rows(source), read_rows(replayed)
     assert here[1]["reward/mean"] == there[1]["reward/mean"]
-    # The first step is the same policy on the same data; the third sees data of a policy that is two steps old.
+    # The first step is the same policy on the same data; the third sees data of a policy that is
+    # two steps old.
     assert here[1]["rollout_corr/rollout_log_ppl"] == there[1]["rollout_corr/rollout_log_ppl"]
     assert here[3]["rollout_corr/rollout_log_ppl"] == there[1]["rollout_corr/rollout_log_ppl"]
-    assert here[3]["rollout_corr/logprob_abs_diff_mean"] > 3 * there[1]["rollout_corr/logprob_abs_diff_mean"]
+    assert (
+        here[3]["rollout_corr/logprob_abs_diff_mean"]
+        > 3 * there[1]["rollout_corr/logprob_abs_diff_mean"]
+    )
     batch, rewards, _ = load_rollout(files[0], torch.device("cpu"))
     assert len(batch) == len(rewards.total) == 16
     capsys.readouterr()
@@ -169,13 +215,25 @@ def test_wholly_rejected_samples_leave_the_baseline(tmp_path: Path) -> None:
         (("actor.token_loss.loss_agg_mode=mean",), ("loss_agg_mode", "token-mean")),
         (("actor.token_loss.clip_ratio_c=1.1",), ("clip_ratio_c",)),
         (("algorithm.adv_estimator=gae",), ("adv_estimator", "rloo")),
-        (("algorithm.adv_estimator=rloo", "algorithm.global_std=true"), ("global_std", "adv_estimator")),
+        (
+            ("algorithm.adv_estimator=rloo", "algorithm.global_std=true"),
+            ("global_std", "adv_estimator"),
+        ),
         ((f"{RC}=pg_is", "actor.token_loss.loss_mode=gspo"), ("loss_mode", "loss_type")),
-        ((f"{RC}=bypass_ppo_clip", f"{RC}.exclude_rejected=true"), ("exclude_rejected", "bypass_mode")),
-        ((f"{RC}=bypass_ppo_clip", f"{RC}.bypass_level=window"), ("bypass_level", "whole responses")),
+        (
+            (f"{RC}=bypass_ppo_clip", f"{RC}.exclude_rejected=true"),
+            ("exclude_rejected", "bypass_mode"),
+        ),
+        (
+            (f"{RC}=bypass_ppo_clip", f"{RC}.bypass_level=window"),
+            ("bypass_level", "whole responses"),
+        ),
         ((f"{RC}.log_prob_scale=sum",), ("log_prob_scale", "no mean")),
         ((f"{RC}.rollout_rs=step_kl", f"{RC}.rollout_rs_threshold=1"), ("step_kl", "token_k3")),
-        ((f"{RC}.rollout_rs=token_k1", f"{RC}.rollout_rs_threshold=auto:4"), ("auto:k", "give a number")),
+        (
+            (f"{RC}.rollout_rs=token_k1", f"{RC}.rollout_rs_threshold=auto:4"),
+            ("auto:k", "give a number"),
+        ),
         (("rollout.engine_kwargs.speed=2",), ("rollout.engine_kwargs", "speed")),
     ],
 )
@@ -189,7 +247,11 @@ def test_bad_input_is_refused_by_name(
 
 def test_it_learns(tmp_path: Path) -> None:
     """Twenty steps at the shipped settings; the whole run is in the README."""
-    further = ["trainer.total_training_steps=20", "trainer.test_freq=0", f"trainer.output_dir={tmp_path}"]
+    further = [
+        "trainer.total_training_steps=20",
+        "trainer.test_freq=0",
+        f"trainer.output_dir={tmp_path}",
+    ]
     assert main(["train", "--config-name", "token_grpo", "rollout.val_kwargs.n=256", *further]) == 0
     rows = read_rows(tmp_path)
     assert rows[-1]["val/exact_match"] - rows[0]["val/exact_match"] > 0.2

@@ -17,16 +17,18 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from flowgrpo_rc.batch import Prompt, PromptBatch, TokenBatch, TokenSpec, concat
 from flowgrpo_rc.core.random import uniform
 from flowgrpo_rc.core.tokens import until_end
+from flowgrpo_rc.export.lora import export_lora
 from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.models.causal_lm import CausalLM, load_causal_lm
+from flowgrpo_rc.models.lora import add_lora, lora_parameters, reference_policy
+from flowgrpo_rc.models.lora_files import EXPORT_NAMES
 from flowgrpo_rc.policies.token import TokenPolicy
-from flowgrpo_rc.rollout.base import EvaluationConfig, RolloutChunk, RolloutConfig, TextRequest
+from flowgrpo_rc.report.sections import samples as report_samples
+from flowgrpo_rc.rollout.config import EvaluationConfig, RolloutConfig
+from flowgrpo_rc.rollout.engine import RolloutChunk, TextRequest
 from flowgrpo_rc.rollout.replica import Replica
 from flowgrpo_rc.rollout.transformers_engine import TransformersEngine
-from flowgrpo_rc.training.lora import add_lora, lora_parameters, reference_policy
-from flowgrpo_rc.training.lora_files import EXPORT_NAMES, export_lora
-from flowgrpo_rc.training.report_files import samples as report_samples
-from flowgrpo_rc.training.text_task import TextTask
+from flowgrpo_rc.training.tasks.text import TextTask
 
 TEXTS = ("37+58=", "1+2=", "100+70=")
 SPEC = TokenSpec(dtype="fp32", temperature=1.0, prompt_length=8, response_length=6)
@@ -70,9 +72,16 @@ def state(network: torch.nn.Module) -> dict[str, Tensor]:
 
 def request(spec: TokenSpec, *, texts: Sequence[str] = TEXTS, n: int = 4) -> TextRequest:
     prompts = PromptBatch(
-        step=1, prompts=[Prompt(text=text, index=i) for i, text in enumerate(texts)], slots=range(5, 5 + len(texts))
+        step=1,
+        prompts=[Prompt(text=text, index=i) for i, text in enumerate(texts)],
+        slots=range(5, 5 + len(texts)),
     )
-    return TextRequest(prompts=prompts, samples_per_prompt=n, spec=spec, seeds=list(range(100, 100 + n * len(texts))))
+    return TextRequest(
+        prompts=prompts,
+        samples_per_prompt=n,
+        spec=spec,
+        seeds=list(range(100, 100 + n * len(texts))),
+    )
 
 
 def sample(
@@ -104,7 +113,9 @@ def test_encode_pads_left_and_never_cuts(model: CausalLM) -> None:
     assert mask.tolist() == [[False] * 2 + [True] * 4, [True] * 6]
     assert ids[0, :2].tolist() == [PAD, PAD]
     assert model.decode(ids, mask) == ["1+2=", "37+58="]
-    with pytest.raises(ValueError, match=r"rollout\.prompt_length=5, but the prompt '37\+58=' has 6 tokens"):
+    with pytest.raises(
+        ValueError, match=r"rollout\.prompt_length=5, but the prompt '37\+58=' has 6 tokens"
+    ):
         model.encode(["1+2=", "37+58="], max_length=5)
     with pytest.raises(ValueError, match="the prompt '' has no token"):
         model.encode([""], max_length=5)
@@ -130,7 +141,9 @@ def test_decode_drops_ends_and_what_the_mask_leaves_out(model: CausalLM) -> None
 
 def test_a_folder_that_is_no_language_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"model\.path=.*cannot be read as a causal language model"):
+    with pytest.raises(
+        ValueError, match=r"model\.path=.*cannot be read as a causal language model"
+    ):
         load_causal_lm(ModelConfig(kind="causal_lm", path=str(tmp_path)), CPU)
 
 
@@ -138,7 +151,9 @@ def test_a_folder_that_is_no_language_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.float64, 1e-6)])
-def test_log_probs_do_not_depend_on_padding(trained: CausalLM, dtype: torch.dtype, tolerance: float) -> None:
+def test_log_probs_do_not_depend_on_padding(
+    trained: CausalLM, dtype: torch.dtype, tolerance: float
+) -> None:
     """In fp64 what is left is the rounding of the logits to fp32; their size is about 10."""
     batch, _ = sample(trained)
     trained.network.to(dtype)
@@ -175,7 +190,9 @@ def test_evaluation_is_the_stock_models_log_softmax(trained: CausalLM) -> None:
         prompt = batch.prompt_ids[row][batch.prompt_mask[row]]
         response = batch.response_ids[row][batch.response_mask[row]]
         with torch.no_grad():
-            logits = trained.network(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+            logits = trained.network(torch.cat([prompt, response])[None]).logits[
+                0, len(prompt) - 1 : -1
+            ]
         wanted = (logits.double() / 0.7).log_softmax(-1).gather(-1, response[:, None])[:, 0]
         torch.testing.assert_close(found[row, : len(response)].double(), wanted, atol=1e-5, rtol=0)
 
@@ -191,10 +208,14 @@ def test_an_empty_response_is_finite_and_has_no_gradient(trained: CausalLM) -> N
     gradients = [p.grad for p in lora_parameters(trained.network).values()]
     assert all(gradient.abs().max() == 0 for gradient in gradients)
     evaluation.log_probs.sum().backward()
-    assert all(torch.isfinite(gradient).all() and gradient.abs().max() > 0 for gradient in gradients)
+    assert all(
+        torch.isfinite(gradient).all() and gradient.abs().max() > 0 for gradient in gradients
+    )
 
 
-def test_kl_is_zero_at_the_start_and_moves_the_lora_alone(model: CausalLM, config: ModelConfig) -> None:
+def test_kl_is_zero_at_the_start_and_moves_the_lora_alone(
+    model: CausalLM, config: ModelConfig
+) -> None:
     network = add_lora(model, config, seed=0)
     batch, _ = sample(model)
     policy = TokenPolicy(model, network)
@@ -213,7 +234,9 @@ def test_kl_is_zero_at_the_start_and_moves_the_lora_alone(model: CausalLM, confi
     assert moved == set(lora_parameters(network))
 
 
-def test_with_the_adapter_off_it_is_the_base_bit_for_bit(trained: CausalLM, config: ModelConfig) -> None:
+def test_with_the_adapter_off_it_is_the_base_bit_for_bit(
+    trained: CausalLM, config: ModelConfig
+) -> None:
     batch, _ = sample(trained)
     base = load_causal_lm(config, CPU)
     wanted = TokenPolicy(base, base.network).log_probs(batch, 4)
@@ -223,20 +246,30 @@ def test_with_the_adapter_off_it_is_the_base_bit_for_bit(trained: CausalLM, conf
     assert not torch.equal(policy.log_probs(batch, 4), wanted)
 
 
-def test_gradient_checkpointing_changes_no_bit_and_leaves_generation_alone(trained: CausalLM) -> None:
+def test_gradient_checkpointing_changes_no_bit_and_leaves_generation_alone(
+    trained: CausalLM,
+) -> None:
     batch, _ = sample(trained)
     gradients = []
     for checkpointed in (False, True):
         policy = TokenPolicy(trained, trained.network, checkpoint_gradients=checkpointed)
         saved = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: saved.append(t) or t, lambda t: t
+        ):
             log_probs = policy.evaluate(batch).log_probs
         log_probs.sum().backward()
-        gradients.append((len(saved), {n: p.grad.clone() for n, p in lora_parameters(trained.network).items()}))
+        gradients.append(
+            (len(saved), {n: p.grad.clone() for n, p in lora_parameters(trained.network).items()})
+        )
         trained.network.zero_grad()
         ids, mask = trained.encode(TEXTS, max_length=8)
-        again = policy.rollout(ids, mask, SPEC, uniform((SPEC.response_length,), [100, 104, 108], "tokens"))
-        assert torch.equal(again.ids[:, : batch.num_steps], batch.response_ids[::4][:, : again.ids.shape[1]])
+        again = policy.rollout(
+            ids, mask, SPEC, uniform((SPEC.response_length,), [100, 104, 108], "tokens")
+        )
+        assert torch.equal(
+            again.ids[:, : batch.num_steps], batch.response_ids[::4][:, : again.ids.shape[1]]
+        )
     (all_saved, plain), (few_saved, checkpointed_gradients) = gradients
     assert few_saved < all_saved
     assert all(torch.equal(plain[name], checkpointed_gradients[name]) for name in plain)
@@ -252,7 +285,9 @@ def test_batch_holds_what_was_sampled(trained: CausalLM) -> None:
     assert batch.group.tolist() == [5] * 4 + [6] * 4 + [7] * 4
     assert batch.seed.tolist() == list(range(100, 112))
     assert batch.policy_version.tolist() == [3] * 12
-    assert [prompt.index for chunk in chunks for prompt in chunk.prompts] == [0] * 4 + [1] * 4 + [2] * 4
+    assert [prompt.index for chunk in chunks for prompt in chunk.prompts] == [0] * 4 + [1] * 4 + [
+        2
+    ] * 4
     assert trained.decode(batch.prompt_ids[::4], batch.prompt_mask[::4]) == list(TEXTS)
     texts = [text for chunk in chunks for text in chunk.samples]
     assert texts == trained.decode(batch.response_ids, batch.response_mask)
@@ -277,7 +312,9 @@ def test_responses_end_with_an_end_token_or_at_the_limit(trained: CausalLM) -> N
         seen["ended"] += ended
         seen["empty"] += ended and texts[row] == "" and len(tokens) == 1
     assert min(seen.values()) > 0, seen
-    assert 3 in batch.response_ids[batch.response_mask], "suppress_tokens of the checkpoint has no effect"
+    assert 3 in batch.response_ids[batch.response_mask], (
+        "suppress_tokens of the checkpoint has no effect"
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
@@ -289,7 +326,9 @@ def test_samples_do_not_depend_on_the_chunk(trained: CausalLM, temperature: floa
         assert torch.equal(found.response_mask, together.response_mask)
         kept = found.response_mask
         assert torch.equal(found.response_ids[kept], together.response_ids[kept])
-        torch.testing.assert_close(found.rollout_log_probs, together.rollout_log_probs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            found.rollout_log_probs, together.rollout_log_probs, atol=1e-5, rtol=0
+        )
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
@@ -298,18 +337,24 @@ def test_recorded_log_probs_are_the_policys(trained: CausalLM, temperature: floa
     policy = TokenPolicy(trained, trained.network)
     difference = (policy.log_probs(batch, 5) - batch.rollout_log_probs).abs()
     assert difference.max() < 1e-5
-    elsewhere = policy.log_probs(batch.replace(spec=replace(SPEC, temperature=temperature + 0.2)), 5)
+    elsewhere = policy.log_probs(
+        batch.replace(spec=replace(SPEC, temperature=temperature + 0.2)), 5
+    )
     assert (elsewhere - batch.rollout_log_probs).abs().max() > 0.01
 
 
 def test_bf16_rollout_has_a_small_mismatch(trained: CausalLM) -> None:
     batch, _ = sample(trained, replace(SPEC, dtype="bf16"), n=20, chunk=20)
-    difference = (TokenPolicy(trained, trained.network).log_probs(batch, 5) - batch.rollout_log_probs).abs()
+    difference = (
+        TokenPolicy(trained, trained.network).log_probs(batch, 5) - batch.rollout_log_probs
+    ).abs()
     assert 1e-4 < difference[batch.response_mask].mean() < 0.1
 
 
 def test_first_tokens_have_the_policys_frequencies(trained: CausalLM) -> None:
-    """1000 responses to one prompt; chi-squared with 14 degrees of freedom exceeds 36 once in a thousand times."""
+    """1000 responses to one prompt; chi-squared with 14 degrees of freedom exceeds 36 once in a
+    thousand times.
+    """
     engine = TransformersEngine(trained, trained.network, dtype="fp32", chunk_size=1000)
     spec = replace(SPEC, temperature=1.5, response_length=1)
     batch = next(engine.generate(request(spec, texts=["37+58="], n=1000))).batch
@@ -324,7 +369,10 @@ def test_first_tokens_have_the_policys_frequencies(trained: CausalLM) -> None:
 def test_sync_weights_changes_the_samples_and_refuses_other_tensors(trained: CausalLM) -> None:
     engine = TransformersEngine(trained, trained.network, dtype="fp32", chunk_size=12)
     before = next(engine.generate(request(SPEC))).batch
-    new = {name: tensor * (-3 if "lora_B" in name else 1) for name, tensor in state(trained.network).items()}
+    new = {
+        name: tensor * (-3 if "lora_B" in name else 1)
+        for name, tensor in state(trained.network).items()
+    }
     engine.sync_weights(new, version=8)
     after = next(engine.generate(request(SPEC))).batch
     assert after.policy_version.unique().tolist() == [8]
@@ -424,7 +472,9 @@ def test_the_request_has_the_configured_spec(trained: CausalLM) -> None:
 def test_saved_samples_and_their_report(trained: CausalLM, tmp_path: Path) -> None:
     prompts = [Prompt(text="1+<b>=", index=0, target="3"), Prompt(text="2+2=", index=1)]
     stem = tmp_path / "samples" / "step_000000"
-    assert task(trained).save_samples(stem, ["3\u2028", "</td>"], prompts, [1.0, float("nan")]) is None
+    assert (
+        task(trained).save_samples(stem, ["3\u2028", "</td>"], prompts, [1.0, float("nan")]) is None
+    )
     rows = [json.loads(line) for line in stem.with_suffix(".jsonl").read_text().split("\n") if line]
     assert rows == [
         {"prompt": "1+<b>=", "target": "3", "completion": "3\u2028", "score": 1.0},
@@ -436,7 +486,9 @@ def test_saved_samples_and_their_report(trained: CausalLM, tmp_path: Path) -> No
     assert "&lt;/td&gt;" in only
     assert "failed" in only
     for step, text in ((10, "middle"), (20, "last")):
-        task(trained).save_samples(stem.with_name(f"step_{step:06d}"), [text, "4"], prompts, [0.25, 0.0])
+        task(trained).save_samples(
+            stem.with_name(f"step_{step:06d}"), [text, "4"], prompts, [0.25, 0.0]
+        )
     both = report_samples(tmp_path)
     assert "Step 20" in both
     assert "last" in both
@@ -447,13 +499,20 @@ def test_saved_samples_and_their_report(trained: CausalLM, tmp_path: Path) -> No
 # --- LoRA files
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)  # peft asks for it
 @pytest.mark.parametrize("targets", [None, ["q_proj", "layers.1.mlp.up_proj"]])
 def test_stock_peft_gives_the_trained_log_probs_bit_for_bit(
     tiny_lm: Path, tmp_path: Path, targets: list[str] | None
 ) -> None:
     config = ModelConfig(
-        kind="causal_lm", path=str(tiny_lm), lora_rank=4, lora_alpha=6, target_modules=targets, lora_init="default"
+        kind="causal_lm",
+        path=str(tiny_lm),
+        lora_rank=4,
+        lora_alpha=6,
+        target_modules=targets,
+        lora_init="default",
     )
     model = load_causal_lm(config, CPU)
     perturb(add_lora(model, config, seed=0))
@@ -461,15 +520,22 @@ def test_stock_peft_gives_the_trained_log_probs_bit_for_bit(
     wanted = TokenPolicy(model, model.network).log_probs(batch, 12)
     exported = export_lora(state(model.network), config, tmp_path / "lora")
     assert exported == tmp_path / "lora" / EXPORT_NAMES["causal_lm"]
-    assert sorted(path.name for path in exported.parent.iterdir()) == ["adapter_config.json", exported.name]
-    stock = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_lm), exported.parent)
+    assert sorted(path.name for path in exported.parent.iterdir()) == [
+        "adapter_config.json",
+        exported.name,
+    ]
+    stock = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tiny_lm), exported.parent
+    )
     assert torch.equal(TokenPolicy(model, stock).log_probs(batch, 12), wanted)
     stock.set_adapter("default")
     with stock.disable_adapter():
         assert not torch.equal(TokenPolicy(model, stock).log_probs(batch, 12), wanted)
 
 
-def test_training_goes_on_from_an_exported_lora(trained: CausalLM, config: ModelConfig, tmp_path: Path) -> None:
+def test_training_goes_on_from_an_exported_lora(
+    trained: CausalLM, config: ModelConfig, tmp_path: Path
+) -> None:
     exported = export_lora(state(trained.network), config, tmp_path)
     same = replace(config, lora_path=str(tmp_path))
     found = state(add_lora(load_causal_lm(same, CPU), same, seed=9))

@@ -15,15 +15,17 @@ from typing import Any
 
 import pytest
 
-from flowgrpo_rc.training.console import Console
-from flowgrpo_rc.training.tracking import MetricsFile, accelerate_loggers, redact, validate_loggers
+from flowgrpo_rc.files import redact
+from flowgrpo_rc.records.console import Console
+from flowgrpo_rc.records.metrics_file import MetricsFile
+from flowgrpo_rc.records.trackers import accelerate_loggers, validate_loggers
 
 RUN_TRACKERS = """
 import sys
 from pathlib import Path
 from accelerate import Accelerator
 from PIL import Image
-from flowgrpo_rc.training.tracking import Trackers, accelerate_loggers
+from flowgrpo_rc.records.trackers import Trackers, accelerate_loggers
 logger, run_dir = sys.argv[1], Path(sys.argv[2])
 accelerator = Accelerator(cpu=True, log_with=accelerate_loggers(["console", logger]), project_dir=run_dir)
 config = {"model": {"path": "tiny_model"}, "reward": {"api_key": "hunter2"}}
@@ -57,7 +59,9 @@ def test_values_that_json_has_no_word_for_are_null(tmp_path: Path, value: float)
     assert file.path.read_text() == '{"actor/pg_loss": null, "step": 1}\n'
 
 
-@pytest.mark.parametrize("torn", [b'{"step": 3, "rew', b"{", b'{"step": 3}', b'{"step": 3, "a": "\xc3', b"\x00" * 9])
+@pytest.mark.parametrize(
+    "torn", [b'{"step": 3, "rew', b"{", b'{"step": 3}', b'{"step": 3, "a": "\xc3', b"\x00" * 9]
+)
 def test_torn_last_line_is_dropped(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     complete = b'{"step": 1}\n{"step": 2}\n'
@@ -119,7 +123,9 @@ def test_missing_folder_names_the_file(tmp_path: Path) -> None:
 
 def test_unknown_logger_is_refused_with_what_is_allowed() -> None:
     validate_loggers(["console", "wandb", "tensorboard"])
-    with pytest.raises(ValueError, match="'wandbb' is unknown; allowed are console, wandb, tensorboard"):
+    with pytest.raises(
+        ValueError, match="'wandbb' is unknown; allowed are console, wandb, tensorboard"
+    ):
         validate_loggers(["console", "wandbb"])
 
 
@@ -167,10 +173,16 @@ def test_what_is_no_secret_stays() -> None:
 
 
 def run_trackers(logger: str, run_dir: Path) -> list[Path]:
-    environment = os.environ | {"WANDB_MODE": "offline", "WANDB_API_KEY": "hunter4" * 6, "WANDB_SILENT": "true"}
+    environment = os.environ | {
+        "WANDB_MODE": "offline",
+        "WANDB_API_KEY": "hunter4" * 6,
+        "WANDB_SILENT": "true",
+    }
     environment["PYTHONPATH"] = str(Path(__file__).parents[1])
     command = [sys.executable, "-c", RUN_TRACKERS, logger, str(run_dir), "reward.api_key=hunter3"]
-    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=600, cwd=run_dir)
+    subprocess.run(
+        command, env=environment, check=True, capture_output=True, timeout=600, cwd=run_dir
+    )
     return [path for path in run_dir.rglob("*") if path.is_file()]
 
 
@@ -178,7 +190,14 @@ def test_wandb_offline_records_numbers_and_images_and_no_secret(tmp_path: Path) 
     files = run_trackers("wandb", tmp_path)
     (record,) = [path for path in files if path.suffix == ".wandb"]
     content = record.read_bytes()
-    for expected in (b"val/reward", b"reward/mean", b"tiny_model", b"exp", b"kl is outside its bounds", b"log_ratio"):
+    for expected in (
+        b"val/reward",
+        b"reward/mean",
+        b"tiny_model",
+        b"exp",
+        b"kl is outside its bounds",
+        b"log_ratio",
+    ):
         assert expected in content
     assert any(path.suffix == ".png" for path in files)
     assert not any(b"hunter" in path.read_bytes() for path in files)
@@ -195,9 +214,15 @@ def test_tensorboard_records_numbers_and_images(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in found.Scalars("val/reward")] == [(0, 0.25)]
     assert [(event.step, event.value) for event in found.Scalars("reward/mean")] == [(1, 0.5)]
     (event,) = found.Histograms("histograms/log_ratio")
-    heights = dict(zip(event.histogram_value.bucket_limit, event.histogram_value.bucket, strict=True))
+    heights = dict(
+        zip(event.histogram_value.bucket_limit, event.histogram_value.bucket, strict=True)
+    )
     # The upper edges of the bins -31, 0 and 41: ten bins for each power of ten from 1e-9.
-    assert {f"{limit:.4g}": n for limit, n in heights.items() if n} == {"-1e-06": 4, "1e-09": 1, "1.259e-05": 3}
+    assert {f"{limit:.4g}": n for limit, n in heights.items() if n} == {
+        "-1e-06": 4,
+        "1e-09": 1,
+        "1.259e-05": 3,
+    }
     assert (event.step, event.histogram_value.num) == (1, 8)
     (image,) = found.Images("samples")
     assert (image.width, image.height) == (16, 8)
@@ -212,13 +237,19 @@ def console_output(*, is_main: bool = True, show_steps: bool = True) -> str:
         console.step(1, {"reward/mean": 0.5, "perf/samples_per_second": 41.26})
         console.warning("kl is outside [-0.1, 0.1]")
         console.step(2, {"reward/mean": 0.5, "val/reward": 0.75})
-    console.final_table({"val/reward": 0.25, "val/ocr/exact": 0.0}, {"val/reward": 0.75, "val/ocr/exact": 0.5})
+    console.final_table(
+        {"val/reward": 0.25, "val/ocr/exact": 0.0}, {"val/reward": 0.75, "val/ocr/exact": 0.5}
+    )
     return stream.getvalue()
 
 
 def test_console_prints_one_line_per_step_without_a_terminal() -> None:
     lines = console_output().splitlines()
-    assert lines[:3] == ["run [red]dir", "step 0/2  val 0.250", "warning: kl is outside [-0.1, 0.1]"]
+    assert lines[:3] == [
+        "run [red]dir",
+        "step 0/2  val 0.250",
+        "warning: kl is outside [-0.1, 0.1]",
+    ]
     assert re.fullmatch(r"step 1/2  reward 0\.500  41\.3 samples/s  eta \d+s", lines[3])
     assert lines[4] == "step 2/2  reward 0.500  val 0.750"
     rows = [re.findall(r"[\w/.+-]+", line) for line in lines[5:]]

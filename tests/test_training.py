@@ -1,4 +1,6 @@
-"""The training command on a random-weight checkpoint: what it writes, resumes, exports and refuses to repeat."""
+"""The training command on a random-weight checkpoint: what it writes, resumes, exports and refuses
+to repeat.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,10 @@ from safetensors.torch import load_file
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.core.random import derive_seed, normal
 from flowgrpo_rc.models.base import ModelConfig, load_model
-from flowgrpo_rc.training.checkpoint import list_checkpoints, load_checkpoint
-from flowgrpo_rc.training.lora import add_lora
-from flowgrpo_rc.training.lora_files import load_export
-from flowgrpo_rc.training.run_folder import RunFolder
+from flowgrpo_rc.models.lora import add_lora
+from flowgrpo_rc.models.lora_files import load_export
+from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint
+from flowgrpo_rc.records.run_folder import RunFolder
 
 RC = "algorithm.rollout_correction"
 QUICKSTART = (
@@ -35,8 +37,20 @@ QUICKSTART = (
 )
 DOCUMENTED = (
     *("rollout_is_mean", "rollout_is_max", "rollout_is_min", "rollout_is_eff_sample_size"),
-    *("rollout_rs_masked_fraction", "rollout_rs_seq_masked_fraction", "kl", "k3_kl", "log_ppl_diff"),
-    *("chi2_token", "chi2_seq", "log_ppl_abs_diff", "rollout_is_veto_fraction", "logprob_abs_diff_mean"),
+    *(
+        "rollout_rs_masked_fraction",
+        "rollout_rs_seq_masked_fraction",
+        "kl",
+        "k3_kl",
+        "log_ppl_diff",
+    ),
+    *(
+        "chi2_token",
+        "chi2_seq",
+        "log_ppl_abs_diff",
+        "rollout_is_veto_fraction",
+        "logprob_abs_diff_mean",
+    ),
 )
 
 
@@ -44,12 +58,26 @@ def test_two_steps_with_all_three_text_encoders(train: Train, tmp_path: Path) ->
     assert train() == 0
     run = tmp_path / "run"
     names = {path.name for path in run.iterdir()}
-    expected = {"config.yaml", "environment.json", "metrics.jsonl", "samples", "checkpoints", "lora", "report.html"}
+    expected = {
+        "config.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "samples",
+        "checkpoints",
+        "lora",
+        "report.html",
+    }
     assert expected <= names
     rows = read_rows(run)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert {"val/reward", "val/jpeg"} <= rows[0].keys()
-    assert {"actor/grad_norm", "actor/pg_loss", "actor/lr", "zero_std_ratio", "reward/mean"} <= rows[1].keys()
+    assert {
+        "actor/grad_norm",
+        "actor/pg_loss",
+        "actor/lr",
+        "zero_std_ratio",
+        "reward/mean",
+    } <= rows[1].keys()
     assert all(f"rollout_corr/{name}" in rows[1] for name in DOCUMENTED)
     assert not any(key.startswith("actor/rollout_corr") for key in rows[1])
     # fp32 rollout in the shape of the training forward: no mismatch at all.
@@ -71,7 +99,11 @@ def test_quickstart_of_the_diffusion_document(train: Train, tmp_path: Path) -> N
 
 
 def test_decoupled_mode_with_weights_and_rejection(train: Train, tmp_path: Path) -> None:
-    rejecting = (f"{RC}.rollout_is=sequence", f"{RC}.rollout_rs=seq_max_k2", f"{RC}.rollout_rs_threshold=1e-12")
+    rejecting = (
+        f"{RC}.rollout_is=sequence",
+        f"{RC}.rollout_rs=seq_max_k2",
+        f"{RC}.rollout_rs_threshold=1e-12",
+    )
     assert train(*rejecting, "rollout.dtype=bf16") == 0
     row = read_rows(tmp_path / "run")[1]
     assert row["rollout_corr/rollout_is_mean"] != 1
@@ -82,14 +114,38 @@ def test_decoupled_mode_with_weights_and_rejection(train: Train, tmp_path: Path)
     "further",
     [
         (f"{RC}.bypass_mode=true", f"{RC}.loss_type=reinforce", f"{RC}.rollout_is=token"),
-        ("actor.use_kl_loss=true", "rollout.pipeline.guidance_scale=4.5", "data.negative_prompt=blurry"),
-        ("rollout.algo.sde_type=cps", "rollout.algo.log_prob_convention=peers", "rollout.algo.window_sharing=sample"),
+        (
+            "actor.use_kl_loss=true",
+            "rollout.pipeline.guidance_scale=4.5",
+            "data.negative_prompt=blurry",
+        ),
+        (
+            "rollout.algo.sde_type=cps",
+            "rollout.algo.log_prob_convention=peers",
+            "rollout.algo.window_sharing=sample",
+        ),
         ("rollout.algo.sde_type=dance_sde", "rollout.algo.noise_level=0.3", "actor.ppo_epochs=2"),
         ("rollout.dtype=fp16", "model.gradient_checkpointing=true", "actor.ema.enable=false"),
-        ("algorithm.global_std=false", "actor.optim.lr_scheduler=cosine", "actor.optim.lr_warmup_steps=1"),
-        ("model.dtype=bf16", "trainer.mixed_precision=bf16", "algorithm.norm_adv_by_std_in_grpo=false"),
+        (
+            "algorithm.global_std=false",
+            "actor.optim.lr_scheduler=cosine",
+            "actor.optim.lr_warmup_steps=1",
+        ),
+        (
+            "model.dtype=bf16",
+            "trainer.mixed_precision=bf16",
+            "algorithm.norm_adv_by_std_in_grpo=false",
+        ),
     ],
-    ids=["reinforce", "kl_and_guidance", "cps_peers", "dance_sde", "fp16", "lr_schedule", "bf16_training"],
+    ids=[
+        "reinforce",
+        "kl_and_guidance",
+        "cps_peers",
+        "dance_sde",
+        "fp16",
+        "lr_schedule",
+        "bf16_training",
+    ],
 )
 def test_settings_train(train: Train, tmp_path: Path, further: tuple[str, ...]) -> None:
     assert train(*further) == 0
@@ -101,9 +157,14 @@ def test_settings_train(train: Train, tmp_path: Path, further: tuple[str, ...]) 
 def test_gradient_checkpointing_changes_nothing(train: Train, tmp_path: Path) -> None:
     loras = []
     for name, checkpointing in (("plain", "false"), ("checkpointing", "true")):
-        further = (f"trainer.output_dir={tmp_path / name}", f"model.gradient_checkpointing={checkpointing}")
+        further = (
+            f"trainer.output_dir={tmp_path / name}",
+            f"model.gradient_checkpointing={checkpointing}",
+        )
         assert train(*further) == 0
-        loras.append(fingerprint(load_file(tmp_path / name / "lora" / "pytorch_lora_weights.safetensors")))
+        loras.append(
+            fingerprint(load_file(tmp_path / name / "lora" / "pytorch_lora_weights.safetensors"))
+        )
     assert loras[0] == loras[1]
 
 
@@ -135,7 +196,9 @@ def test_a_start_that_failed_does_not_hold_its_folder(
     assert train() == 0
 
 
-def test_a_folder_in_use_is_refused(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_folder_in_use_is_refused(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     with RunFolder(tmp_path / "run").locked():
         assert train() == 2
     assert "in use" in capsys.readouterr().err
@@ -175,10 +238,14 @@ def test_exported_lora_gives_bit_equal_images_in_stock_diffusers(
 
 
 @pytest.mark.parametrize("alpha", [8, 6], ids=["folded", "with_metadata"])
-def test_training_goes_on_from_an_exported_lora(train: Train, tmp_path: Path, checkpoint: Path, alpha: int) -> None:
+def test_training_goes_on_from_an_exported_lora(
+    train: Train, tmp_path: Path, checkpoint: Path, alpha: int
+) -> None:
     assert train("actor.ema.enable=false", f"model.lora_alpha={alpha}") == 0
     exported = tmp_path / "run" / "lora"
-    config = ModelConfig(path=str(checkpoint), lora_rank=4, lora_alpha=alpha, lora_path=str(exported))
+    config = ModelConfig(
+        path=str(checkpoint), lora_rank=4, lora_alpha=alpha, lora_path=str(exported)
+    )
     model = load_model(config, torch.device("cpu"))
     transformer = add_lora(model, config, seed=99)
     newest = load_checkpoint(list_checkpoints(tmp_path / "run" / "checkpoints")[-1])
@@ -186,7 +253,9 @@ def test_training_goes_on_from_an_exported_lora(train: Train, tmp_path: Path, ch
         if parameter.requires_grad:
             assert torch.equal(parameter, newest.tensors["lora"][name])
     # Another alpha here scales lora_B, so that the effect stays that of the file.
-    stronger = ModelConfig(path=str(checkpoint), lora_rank=4, lora_alpha=16, lora_path=str(exported))
+    stronger = ModelConfig(
+        path=str(checkpoint), lora_rank=4, lora_alpha=16, lora_path=str(exported)
+    )
     rescaled = load_model(stronger, torch.device("cpu"))
     for name, parameter in add_lora(rescaled, stronger, seed=0).named_parameters():
         if parameter.requires_grad:
@@ -223,7 +292,9 @@ def _final_state(run: Path) -> tuple[dict[str, str], list[dict]]:
     return prints | {"export": fingerprint(exported)}, without_timings(read_rows(run))
 
 
-def test_sigkill_and_the_same_command_give_an_uninterrupted_runs_result(overrides: list[str], tmp_path: Path) -> None:
+def test_sigkill_and_the_same_command_give_an_uninterrupted_runs_result(
+    overrides: list[str], tmp_path: Path
+) -> None:
     settings = [
         *overrides,
         "trainer.total_training_steps=6",
@@ -238,10 +309,20 @@ def test_sigkill_and_the_same_command_give_an_uninterrupted_runs_result(override
     generator = torch.Generator().manual_seed(derive_seed("kill"))
     for _ in range(3):
         process = subprocess.Popen(
-            _command(settings, f"trainer.output_dir={killed}"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            _command(settings, f"trainer.output_dir={killed}"),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
-        seen = len((killed / "metrics.jsonl").read_text().splitlines()) if (killed / "metrics.jsonl").exists() else 0
-        _wait_for(lambda seen=seen, process=process: _num_rows(killed) > seen or process.poll() is not None)
+        seen = (
+            len((killed / "metrics.jsonl").read_text().splitlines())
+            if (killed / "metrics.jsonl").exists()
+            else 0
+        )
+        _wait_for(
+            lambda seen=seen, process=process: (
+                _num_rows(killed) > seen or process.poll() is not None
+            )
+        )
         time.sleep(0.5 * torch.rand((), generator=generator).item())
         process.kill()
         process.wait()

@@ -9,18 +9,33 @@ import torch
 from oracles import kl_scale, reverse_step
 from torch import Tensor
 
-from flowgrpo_rc.core.transition import KINDS, Transition, log_prob, reference_kl, sample, transition
+from flowgrpo_rc.core.transition import (
+    KINDS,
+    Transition,
+    log_prob,
+    reference_kl,
+    sample,
+    transition,
+)
 
 SIGMAS = (1.0, 0.9, 0.75, 0.5, 0.3, 0.02)
 NOISES = (0.1, 0.7, 1.2)
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def step(
-    kind: str, noise: float, x: Tensor, v: Tensor, rows: list[int], *, sigmas: tuple[float, ...] = SIGMAS
+    kind: str,
+    noise: float,
+    x: Tensor,
+    v: Tensor,
+    rows: list[int],
+    *,
+    sigmas: tuple[float, ...] = SIGMAS,
 ) -> Transition:
     schedule = torch.tensor(sigmas, dtype=torch.promote_types(x.dtype, torch.float32))
     sigma, following = schedule[rows], schedule[[row + 1 for row in rows]]
@@ -28,13 +43,24 @@ def step(
 
 
 def expected(
-    kind: str, noise: float, x: Tensor, v: Tensor, rows: list[int], *, sigmas: tuple[float, ...] = SIGMAS
+    kind: str,
+    noise: float,
+    x: Tensor,
+    v: Tensor,
+    rows: list[int],
+    *,
+    sigmas: tuple[float, ...] = SIGMAS,
 ) -> tuple[Tensor, Tensor]:
     means, stds = [], []
     for position, row in enumerate(rows):
         pairs = zip(x[position].flatten().tolist(), v[position].flatten().tolist(), strict=True)
-        out = [reverse_step(kind, a, b, sigmas[row], sigmas[row + 1], noise, sigmas[1]) for a, b in pairs]
-        means.append(torch.tensor([m for m, _ in out], dtype=torch.float64).reshape(x[position].shape))
+        out = [
+            reverse_step(kind, a, b, sigmas[row], sigmas[row + 1], noise, sigmas[1])
+            for a, b in pairs
+        ]
+        means.append(
+            torch.tensor([m for m, _ in out], dtype=torch.float64).reshape(x[position].shape)
+        )
         stds.append(out[0][1])
     return torch.stack(means), torch.tensor(stds, dtype=torch.float64)
 
@@ -70,8 +96,12 @@ def test_log_prob_is_the_mean_of_the_normal_log_density(kind, row):
     x, v, noise = drawn(2, 3, 4, seed=1), drawn(2, 3, 4, seed=2), drawn(2, 3, 4, seed=3)
     found = step(kind, 0.7, x, v, [row, row])
     after = sample(found, noise)
-    density = torch.distributions.Normal(found.mean.double(), found.std.double()).log_prob(after.double())
-    torch.testing.assert_close(log_prob(found, after).double(), density.flatten(1).mean(1), rtol=2e-6, atol=2e-6)
+    density = torch.distributions.Normal(found.mean.double(), found.std.double()).log_prob(
+        after.double()
+    )
+    torch.testing.assert_close(
+        log_prob(found, after).double(), density.flatten(1).mean(1), rtol=2e-6, atol=2e-6
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -114,7 +144,9 @@ def test_the_first_sde_step_uses_the_second_sigma_and_only_there():
     x, v = drawn(2, 3, seed=1, dtype=torch.float64), drawn(2, 3, seed=2, dtype=torch.float64)
     other = (1.0, 0.6, *SIGMAS[2:])
     first = step("sde", 0.7, x, v, [0, 0])
-    assert math.isclose(first.std[0].item(), 0.7 * math.sqrt(1 / 0.1) * math.sqrt(0.1), rel_tol=1e-12)
+    assert math.isclose(
+        first.std[0].item(), 0.7 * math.sqrt(1 / 0.1) * math.sqrt(0.1), rel_tol=1e-12
+    )
     moved = step("sde", 0.7, x, v, [0, 2], sigmas=other)
     mean, std = expected("sde", 0.7, x, v, [0, 2], sigmas=other)
     torch.testing.assert_close(moved.mean, mean, rtol=1e-13, atol=1e-13)
@@ -141,11 +173,15 @@ def test_the_last_step_to_sigma_zero_still_has_a_density(kind):
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_cps_preserves_the_coefficients(noise):
-    """With x = (1 - sigma) data + sigma e, the next state has data coefficient 1 - sigma' and noise power sigma'^2."""
+    """With x = (1 - sigma) data + sigma e, the next state has data coefficient 1 - sigma' and noise
+    power sigma'^2.
+    """
     data, e = drawn(1, 64, seed=1, dtype=torch.float64), drawn(1, 64, seed=2, dtype=torch.float64)
     found = step("cps", noise, 0.25 * data + 0.75 * e, e - data, [2])
     from_noise = (found.mean - 0.5 * data) / e
-    torch.testing.assert_close(from_noise**2 + found.std**2, torch.full_like(e, 0.25), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        from_noise**2 + found.std**2, torch.full_like(e, 0.25), rtol=1e-9, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,7 +202,9 @@ def test_the_peers_log_ratio_is_two_variances_times_the_gaussian_one(kind):
     peers = log_prob(there, after, convention="peers") - log_prob(here, after, convention="peers")
     torch.testing.assert_close(peers, 2 * here.std.flatten() ** 2 * gaussian, rtol=1e-9, atol=1e-15)
     squares = -((after - here.mean) ** 2).mean(1)
-    torch.testing.assert_close(log_prob(here, after, convention="peers"), squares, rtol=1e-13, atol=0)
+    torch.testing.assert_close(
+        log_prob(here, after, convention="peers"), squares, rtol=1e-13, atol=0
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -178,16 +216,24 @@ def test_the_gradient_of_log_prob_in_the_velocity_is_the_closed_form(kind):
     after = sample(found, noise).detach()
     log_prob(found, after).sum().backward()
     pairs = [(SIGMAS[row], SIGMAS[row + 1]) for row in (0, 3)]
-    ends = [[reverse_step(kind, 0.0, velocity, *pair, 0.7, SIGMAS[1])[0] for velocity in (0.0, 1.0)] for pair in pairs]
+    ends = [
+        [reverse_step(kind, 0.0, velocity, *pair, 0.7, SIGMAS[1])[0] for velocity in (0.0, 1.0)]
+        for pair in pairs
+    ]
     slope = torch.tensor([[one - zero] for zero, one in ends], dtype=torch.float64)
     mean, std = expected(kind, 0.7, x, v.detach(), [0, 3])
-    torch.testing.assert_close(v.grad, (after - mean) / std[:, None] ** 2 * slope / 8, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        v.grad, (after - mean) / std[:, None] ** 2 * slope / 8, rtol=1e-10, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("row", [0, 1, 4])
 def test_reference_kl_follows_the_formula_and_is_differentiable(kind, row):
-    x, v = drawn(2, 3, 4, seed=1, dtype=torch.float64), drawn(2, 3, 4, seed=2, dtype=torch.float64).requires_grad_()
+    x, v = (
+        drawn(2, 3, 4, seed=1, dtype=torch.float64),
+        drawn(2, 3, 4, seed=2, dtype=torch.float64).requires_grad_(),
+    )
     sigma = torch.full((2,), SIGMAS[row], dtype=torch.float64)
     following = torch.full((2,), SIGMAS[row + 1], dtype=torch.float64)
     found = step(kind, 0.7, x, v, [row, row])
@@ -197,7 +243,9 @@ def test_reference_kl_follows_the_formula_and_is_differentiable(kind, row):
     expect = ((found.mean.detach() - reference) ** 2).flatten(1).mean(1) / (2 * scale**2)
     torch.testing.assert_close(penalty.detach(), expect, rtol=1e-10, atol=0)
     slope = torch.autograd.grad(penalty.sum(), found.mean, retain_graph=True)[0]
-    torch.testing.assert_close(slope, (found.mean.detach() - reference) / (12 * scale**2), rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(
+        slope, (found.mean.detach() - reference) / (12 * scale**2), rtol=1e-10, atol=1e-14
+    )
     assert torch.autograd.grad(penalty.sum(), v)[0].abs().max() > 0
 
 
@@ -214,7 +262,10 @@ def test_reference_kl_of_equal_means_is_zero_with_zero_gradient(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_half_precision_states_are_computed_in_fp32(kind):
-    x, v = drawn(2, 3, 4, seed=1, dtype=torch.bfloat16), drawn(2, 3, 4, seed=2, dtype=torch.bfloat16)
+    x, v = (
+        drawn(2, 3, 4, seed=1, dtype=torch.bfloat16),
+        drawn(2, 3, 4, seed=2, dtype=torch.bfloat16),
+    )
     low, full = step(kind, 0.7, x, v, [0, 3]), step(kind, 0.7, x.float(), v.float(), [0, 3])
     assert low.mean.dtype == torch.float32
     assert torch.equal(low.mean, full.mean)

@@ -13,14 +13,15 @@ from test_replay import WINDOWS, make_spec, sample, trained_lora
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.transition import log_prob
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig
 from flowgrpo_rc.losses.diffusion import diffusion_terms
 from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.models.lora import lora_parameters, reference_policy
 from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.training.config import ActorConfig
 from flowgrpo_rc.training.ema import EMAConfig, averaged_weights
-from flowgrpo_rc.training.lora import lora_parameters, reference_policy
-from flowgrpo_rc.training.processes import Processes
-from flowgrpo_rc.training.update import ActorConfig, NonFiniteGradient, OptimConfig, PolicyUpdate
+from flowgrpo_rc.training.update import NonFiniteGradient, OptimConfig, PolicyUpdate
 
 
 def make(model: FlowModel, actor: ActorConfig) -> tuple[PolicyUpdate, DiffusionBatch]:
@@ -28,15 +29,24 @@ def make(model: FlowModel, actor: ActorConfig) -> tuple[PolicyUpdate, DiffusionB
     batch, _ = sample(model, transformer, make_spec("sde", 1.0), WINDOWS["first"])
     advantages = torch.tensor([1.0, -1.0, 0.5, -0.5]).unsqueeze(1).expand(4, 2)
     batch = batch.replace(old_log_probs=batch.rollout_log_probs, advantages=advantages)
-    loss = LossConfig(diffusion_loss=DiffusionLossConfig(clip_ratio=1e-3), rollout_correction=RolloutCorrectionConfig())
+    loss = LossConfig(
+        diffusion_loss=DiffusionLossConfig(clip_ratio=1e-3),
+        rollout_correction=RolloutCorrectionConfig(),
+    )
     policy = FlowPolicy(model, transformer)
     return PolicyUpdate(
-        policy, actor, partial(diffusion_terms, loss), Processes(Accelerator(cpu=True)), total_updates=10
+        policy,
+        actor,
+        partial(diffusion_terms, loss),
+        Processes(Accelerator(cpu=True)),
+        total_updates=10,
     ), batch
 
 
 def test_a_gradient_that_is_not_finite_skips_counts_and_ends_the_run(model: FlowModel) -> None:
-    actor = ActorConfig(ppo_micro_batch_size_per_gpu=4, optim=OptimConfig(lr=1e-3, max_nonfinite_updates=3))
+    actor = ActorConfig(
+        ppo_micro_batch_size_per_gpu=4, optim=OptimConfig(lr=1e-3, max_nonfinite_updates=3)
+    )
     update, batch = make(model, actor)
     poisoned = batch.replace(advantages=torch.full((4, 2), torch.nan))
     before = {name: tensor.clone() for name, tensor in update.lora_state().items()}
@@ -47,7 +57,9 @@ def test_a_gradient_that_is_not_finite_skips_counts_and_ends_the_run(model: Flow
         assert "grad_norm" not in metrics
     assert all(torch.equal(before[name], tensor) for name, tensor in update.lora_state().items())
     update.run(batch, 4)  # a good update ends the row of bad ones
-    assert any(not torch.equal(before[name], tensor) for name, tensor in update.lora_state().items())
+    assert any(
+        not torch.equal(before[name], tensor) for name, tensor in update.lora_state().items()
+    )
     update.run(poisoned, 4)
     update.run(poisoned, 4)
     with pytest.raises(NonFiniteGradient, match=r"actor\.optim\.max_nonfinite_updates"):
@@ -66,14 +78,18 @@ def test_gradient_equals_one_big_batch(model: FlowModel) -> None:
         ratio = torch.exp(log_prob(step.transition, x_next) - batch.rollout_log_probs[:, t])
         total = total - (batch.advantages[:, t] * ratio).sum() / 8
     wanted = torch.autograd.grad(total, update.parameters, allow_unused=True)
-    norm = torch.sqrt(sum(gradient.double().pow(2).sum() for gradient in wanted if gradient is not None))
+    norm = torch.sqrt(
+        sum(gradient.double().pow(2).sum() for gradient in wanted if gradient is not None)
+    )
     found = update.run(batch, 4).compute()
     assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     assert found["pg_loss"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_average_and_its_reversal(model: FlowModel) -> None:
-    actor = ActorConfig(ppo_micro_batch_size_per_gpu=4, optim=OptimConfig(lr=1e-3), ema=EMAConfig(update_interval=2))
+    actor = ActorConfig(
+        ppo_micro_batch_size_per_gpu=4, optim=OptimConfig(lr=1e-3), ema=EMAConfig(update_interval=2)
+    )
     update, batch = make(model, actor)
     values = []
     for _ in range(4):
@@ -119,15 +135,23 @@ def test_learning_rate(model: FlowModel, name: str, warmup: int, wanted: list[fl
 
 def test_state_round_trip_is_bitwise(model: FlowModel, tmp_path: Path) -> None:
     optim = OptimConfig(lr=1e-3, lr_scheduler="linear")
-    actor = ActorConfig(ppo_micro_batch_size_per_gpu=4, optim=optim, ema=EMAConfig(update_interval=1))
+    actor = ActorConfig(
+        ppo_micro_batch_size_per_gpu=4, optim=optim, ema=EMAConfig(update_interval=1)
+    )
     update, batch = make(model, actor)
     update.run(batch, 4)
-    tensors = {stem: {n: t.clone() for n, t in group.items()} for stem, group in update.tensors().items()}
+    tensors = {
+        stem: {n: t.clone() for n, t in group.items()} for stem, group in update.tensors().items()
+    }
     state = update.state()
     update.run(batch, 4)
     wanted = {name: tensor.clone() for name, tensor in update.lora_state().items()}
     fresh = PolicyUpdate(
-        FlowPolicy(model, model.transformer), actor, update._loss, Processes(Accelerator(cpu=True)), total_updates=10
+        FlowPolicy(model, model.transformer),
+        actor,
+        update._loss,
+        Processes(Accelerator(cpu=True)),
+        total_updates=10,
     )
     fresh.load(tensors, state)
     fresh.run(batch, 4)

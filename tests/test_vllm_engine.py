@@ -1,7 +1,7 @@
 """VllmEngine against a stand-in for vLLM that takes nothing which vLLM 0.30.0 would not take.
 
-Every call is bound to the signatures that vllm_real/read_interface.py read from the published wheel. What the real
-thing answers is tested in vllm_real/.
+Every call is bound to the signatures that vllm_real/read_interface.py read from the published
+wheel. What the real thing answers is tested in vllm_real/.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from flowgrpo_rc.assets.build_tiny_adder_lm import build_tokenizer
 from flowgrpo_rc.batch import Prompt, PromptBatch, TokenSpec, concat
 from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.models.causal_lm import CausalLM, load_causal_lm
+from flowgrpo_rc.models.lora import add_lora, lora_parameters
 from flowgrpo_rc.plugins import build, load_class
-from flowgrpo_rc.rollout.base import RolloutEngine, TextRequest
+from flowgrpo_rc.rollout.engine import RolloutEngine, TextRequest
 from flowgrpo_rc.rollout.vllm_engine import DTYPES, VllmEngine
 from flowgrpo_rc.rollout.vllm_lora import MAX_LORA_RANKS, max_lora_rank
-from flowgrpo_rc.training.lora import add_lora, lora_parameters
 
 INTERFACE = json.loads((Path(__file__).parent / "vllm_real" / "interface_0_30_0.json").read_text())
 EOS = 1
@@ -38,7 +38,9 @@ SPEC = TokenSpec(dtype="fp32", temperature=0.7, prompt_length=8, response_length
 
 
 class FakeVllm(ModuleType):
-    """The modules `vllm` and `vllm.lora.request`. `ignored`: kinds of modules on which a LoRA has no effect."""
+    """The modules `vllm` and `vllm.lora.request`. `ignored`: kinds of modules on which a LoRA has
+    no effect.
+    """
 
     def __init__(self) -> None:
         super().__init__("vllm")
@@ -64,7 +66,9 @@ class FakeVllm(ModuleType):
 
 
 class FakeLLM:
-    """Answers with `answers[seed]`; the log-probability of a token is -1 - seed - the effect of the adapter."""
+    """Answers with `answers[seed]`; the log-probability of a token is -1 - seed - the effect of the
+    adapter.
+    """
 
     def __init__(self, vllm: FakeVllm, arguments: dict[str, Any]) -> None:
         self.vllm, self.arguments = vllm, arguments
@@ -83,7 +87,9 @@ class FakeLLM:
         outputs = []
         for params in call["sampling_params"]:
             tokens = self.vllm.answers.get(params.seed, [2])
-            flat = fields("FlatLogprobs", {"logprobs": [-1.0 - params.seed % 97 - effect] * len(tokens)})
+            flat = fields(
+                "FlatLogprobs", {"logprobs": [-1.0 - params.seed % 97 - effect] * len(tokens)}
+            )
             completion = fields("CompletionOutput", {"token_ids": tokens, "logprobs": flat})
             outputs.append(SimpleNamespace(outputs=[completion]))
         assert "outputs" in [name for name, _, _ in INTERFACE["methods"]["RequestOutput.__init__"]]
@@ -105,7 +111,11 @@ class FakeEngine:
         if request.lora_int_id not in self.adapters:
             folder = Path(request.lora_path)
             tensors = load_file(folder / "adapter_model.safetensors")
-            heard = [t for name, t in tensors.items() if not any(kind in name for kind in self.vllm.ignored)]
+            heard = [
+                t
+                for name, t in tensors.items()
+                if not any(kind in name for kind in self.vllm.ignored)
+            ]
             self.adapters[request.lora_int_id] = {
                 "config": json.loads((folder / "adapter_config.json").read_text()),
                 "tensors": tensors,
@@ -140,7 +150,9 @@ def bind(method: str, *args: Any, **given: Any) -> dict[str, Any]:
 
 
 def fields(name: str, given: dict[str, Any]) -> SimpleNamespace:
-    """An object with the fields of vLLM's class and no others; TypeError for a value that it has no field for."""
+    """An object with the fields of vLLM's class and no others; TypeError for a value that it has no
+    field for.
+    """
     known = INTERFACE["fields"][name]
     if unknown := given.keys() - set(known):
         raise TypeError(f"vLLM's {name} has no {', '.join(sorted(unknown))}")
@@ -192,7 +204,9 @@ def state_of(model: CausalLM, scale: float = 1.0) -> dict[str, Tensor]:
     return {name: torch.full_like(p, scale) for name, p in lora_parameters(model.network).items()}
 
 
-def request(seeds: Sequence[int], texts: Sequence[str] = ("1+1=", "37+58="), spec: TokenSpec = SPEC) -> TextRequest:
+def request(
+    seeds: Sequence[int], texts: Sequence[str] = ("1+1=", "37+58="), spec: TokenSpec = SPEC
+) -> TextRequest:
     prompts = [Prompt(text=text, index=i) for i, text in enumerate(texts)]
     slots = [10 + i for i in range(len(texts))]
     return TextRequest(
@@ -219,12 +233,18 @@ def test_construction(vllm: FakeVllm, model: CausalLM, checkpoint: Path) -> None
     assert given["max_lora_rank"] == 8
     assert given["enable_lora"] is True
     assert given["logprobs_mode"] == "processed_logprobs"
-    assert (given["max_model_len"], given["gpu_memory_utilization"], given["quantization"]) == (32, 0.2, "fp8")
+    assert (given["max_model_len"], given["gpu_memory_utilization"], given["quantization"]) == (
+        32,
+        0.2,
+        "fp8",
+    )
     assert not given.keys() & {"trust_remote_code", "load_format"}
 
 
 def test_unknown_option_is_refused(vllm: FakeVllm, model: CausalLM) -> None:
-    with pytest.raises(ValueError, match=r"rollout\.engine_kwargs\.max_model_length.*'max_model_len'"):
+    with pytest.raises(
+        ValueError, match=r"rollout\.engine_kwargs\.max_model_length.*'max_model_len'"
+    ):
         make(model, max_model_length=32)
 
 
@@ -254,7 +274,12 @@ def test_batch(vllm: FakeVllm, model: CausalLM) -> None:
     chunks = list(engine.generate(request([0, 1, 2, 3])))
     assert [len(chunk.batch) for chunk in chunks] == [3, 1]
     assert [text for chunk in chunks for text in chunk.samples] == ["12", "", "3456", ""]
-    assert [prompt.text for chunk in chunks for prompt in chunk.prompts] == ["1+1=", "1+1=", "37+58=", "37+58="]
+    assert [prompt.text for chunk in chunks for prompt in chunk.prompts] == [
+        "1+1=",
+        "1+1=",
+        "37+58=",
+        "37+58=",
+    ]
     assert {chunk.policy_version for chunk in chunks} == {6}
     batch = concat([chunk.batch for chunk in chunks])
     assert batch.spec == SPEC
@@ -270,7 +295,9 @@ def test_batch(vllm: FakeVllm, model: CausalLM) -> None:
     assert batch.policy_version.tolist() == [6] * 4
 
 
-def test_greedy_is_certain_and_a_changed_temperature_is_echoed(vllm: FakeVllm, model: CausalLM) -> None:
+def test_greedy_is_certain_and_a_changed_temperature_is_echoed(
+    vllm: FakeVllm, model: CausalLM
+) -> None:
     engine = make(model)
     (greedy,) = engine.generate(request([0], ["1+1="], replace(SPEC, temperature=0.0)))
     assert greedy.batch.rollout_log_probs is not None
@@ -285,7 +312,9 @@ def test_more_tokens_than_the_model_has_room_for(vllm: FakeVllm, model: CausalLM
         next(engine.generate(request([0, 1])))
 
 
-def test_sync_writes_what_peft_would_and_replaces_the_adapter(vllm: FakeVllm, model: CausalLM) -> None:
+def test_sync_writes_what_peft_would_and_replaces_the_adapter(
+    vllm: FakeVllm, model: CausalLM
+) -> None:
     engine = make(model)
     fake = vllm.llms[0].llm_engine
     numbers, folders = set(fake.adapters), []
@@ -308,7 +337,9 @@ def test_sync_writes_what_peft_would_and_replaces_the_adapter(vllm: FakeVllm, mo
     assert all(bool((tensor == 3.5).all()) for tensor in adapter["tensors"].values())
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # by peft itself
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)  # by peft itself
 def test_peft_loads_the_adapter(vllm: FakeVllm, model: CausalLM, checkpoint: Path) -> None:
     """peft itself as the oracle of the file's names and scale."""
     from peft import PeftModel
@@ -323,9 +354,13 @@ def test_peft_loads_the_adapter(vllm: FakeVllm, model: CausalLM, checkpoint: Pat
         parameter.data.copy_(state[name])
     ids = torch.tensor([[4, 13, 4, 14]])
     ours = model.network(ids).logits
-    theirs = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(checkpoint), folder)(ids).logits
+    theirs = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(checkpoint), folder)(
+        ids
+    ).logits
     assert torch.allclose(ours, theirs, atol=1e-6)
-    assert not torch.allclose(ours, LlamaForCausalLM.from_pretrained(checkpoint)(ids).logits, atol=1e-2)
+    assert not torch.allclose(
+        ours, LlamaForCausalLM.from_pretrained(checkpoint)(ids).logits, atol=1e-2
+    )
 
 
 @pytest.mark.parametrize("change", ["missing", "renamed", "shape"])
@@ -345,7 +380,9 @@ def test_other_tensors_are_refused(vllm: FakeVllm, model: CausalLM, change: str)
 
 def test_lora_that_vllm_ignores_is_refused(vllm: FakeVllm, model: CausalLM) -> None:
     vllm.ignored = {"up_proj"}
-    with pytest.raises(ValueError, match=r"rollout\.engine_kwargs: model\.target_modules: .*up_proj"):
+    with pytest.raises(
+        ValueError, match=r"rollout\.engine_kwargs: model\.target_modules: .*up_proj"
+    ):
         make(model)
 
 

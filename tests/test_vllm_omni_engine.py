@@ -1,4 +1,5 @@
-"""VllmOmniEngine and its process without vLLM-Omni: the protocol, the environment, options, crashes, hangs, weights.
+"""VllmOmniEngine and its process without vLLM-Omni: the protocol, the environment, options,
+crashes, hangs, weights.
 
 Scripts stand in for the child. What the real engine does is tested in vllm_omni_real/.
 """
@@ -27,13 +28,13 @@ from torch import Tensor
 
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.base import FlowModel, ModelConfig
+from flowgrpo_rc.models.lora import add_lora, lora_parameters
 from flowgrpo_rc.rollout import vllm_omni_engine
-from flowgrpo_rc.rollout.base import EngineError
-from flowgrpo_rc.rollout.omni.channel import receive, send
-from flowgrpo_rc.rollout.omni.lora import fingerprint, weights_to_bind
-from flowgrpo_rc.rollout.omni.process import EngineProcess, child_environment
+from flowgrpo_rc.rollout.engine import EngineError
+from flowgrpo_rc.rollout.vllm_omni.channel import receive, send
+from flowgrpo_rc.rollout.vllm_omni.lora import fingerprint, weights_to_bind
+from flowgrpo_rc.rollout.vllm_omni.process import EngineProcess, child_environment
 from flowgrpo_rc.rollout.vllm_omni_engine import VllmOmniEngine
-from flowgrpo_rc.training.lora import add_lora, lora_parameters
 
 CPU = torch.device("cpu")
 # Answers to every request by the code in `answer`, with the request's kind and tensors at hand.
@@ -41,8 +42,8 @@ FAKE = """
 import json, os, sys, time
 from multiprocessing.connection import Connection
 from safetensors.torch import load
-from flowgrpo_rc.rollout.omni.channel import receive, send
-from flowgrpo_rc.rollout.omni.lora import fingerprint
+from flowgrpo_rc.rollout.vllm_omni.channel import receive, send
+from flowgrpo_rc.rollout.vllm_omni.lora import fingerprint
 connection = Connection(int(sys.argv[1]))
 count = 0
 while True:
@@ -152,7 +153,12 @@ def test_launcher_variables_do_not_reach_the_child():
         "OMPI_COMM_WORLD_RANK": "1",
         "WANDB_API_KEY": "secret",
     }
-    kept = {"PATH": "/bin", "HF_HOME": "/models", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "DEBUG"}
+    kept = {
+        "PATH": "/bin",
+        "HF_HOME": "/models",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_LOGGING_LEVEL": "DEBUG",
+    }
     found = child_environment(launcher | kept, CPU, 1)
     assert found == kept | {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
@@ -179,8 +185,14 @@ def test_a_child_sees_the_gpu_of_its_trainer(monkeypatch, before, index, gpus, v
         ({"sleep": True}, "sleep has no effect on cpu: it is for GPUs"),
         ({"memory_fraction": 0.4}, "memory_fraction has no effect on cpu: it is for GPUs"),
         ({"memory_fraction": 1.5}, r"memory_fraction=1\.5: give a number above 0 and at most 1"),
-        ({"quantization": "fp8"}, "quantization='fp8': vLLM-Omni does not quantize a StableDiffusion3Pipeline"),
-        ({"attention_backend": "FLASH"}, "attention_backend='FLASH': allowed are TORCH_SDPA, FLASH_ATTN"),
+        (
+            {"quantization": "fp8"},
+            "quantization='fp8': vLLM-Omni does not quantize a StableDiffusion3Pipeline",
+        ),
+        (
+            {"attention_backend": "FLASH"},
+            "attention_backend='FLASH': allowed are TORCH_SDPA, FLASH_ATTN",
+        ),
         ({"timeout_s": 0}, "timeout_s=0: give a number of seconds above 0"),
         ({"start_timeout_s": -1.0}, r"start_timeout_s=-1\.0: give a number of seconds above 0"),
         ({"timeout": 3}, r"timeout: unknown option \(did you mean 'timeout_s'\?\)"),
@@ -198,8 +210,16 @@ SD3 = "StableDiffusion3Pipeline"
 @pytest.mark.parametrize(
     ("options", "processes", "message"),
     [
-        ({"tensor_parallel_size": 2}, "2", "an engine of several GPUs takes a trainer of one process"),
-        ({"tensor_parallel_size": 2, "memory_fraction": 0.5}, "1", "no effect with tensor_parallel_size=2"),
+        (
+            {"tensor_parallel_size": 2},
+            "2",
+            "an engine of several GPUs takes a trainer of one process",
+        ),
+        (
+            {"tensor_parallel_size": 2, "memory_fraction": 0.5},
+            "1",
+            "no effect with tensor_parallel_size=2",
+        ),
     ],
 )
 def test_several_gpus_for_an_engine(monkeypatch, options, processes, message):
@@ -211,8 +231,16 @@ def test_several_gpus_for_an_engine(monkeypatch, options, processes, message):
 @pytest.mark.parametrize(
     ("pipeline_class", "absent", "message"),
     [
-        ("FluxPipeline", [], r"samples from StableDiffusion3Pipeline, QwenImagePipeline; model\.path is a Fl"),
-        (SD3, ["image_encoder", "text_encoder_3"], r"needs every text encoder, and model\.path has no text_encoder_3"),
+        (
+            "FluxPipeline",
+            [],
+            r"samples from StableDiffusion3Pipeline, QwenImagePipeline; model\.path is a Fl",
+        ),
+        (
+            SD3,
+            ["image_encoder", "text_encoder_3"],
+            r"needs every text encoder, and model\.path has no text_encoder_3",
+        ),
     ],
 )
 def test_a_model_that_the_engine_cannot_sample(pipeline_class, absent, message):
@@ -250,10 +278,26 @@ SAY_ERROR = FAKE.replace("ANSWER", 'send(connection, "error", {"error": "KeyErro
     ("code", "message", "timeout_s"),
     [
         ("print('out of memory'); raise SystemExit(3)", "its exit status is 3.*out of memory", 60),
-        ("import os; print('bye', flush=True); os.kill(os.getpid(), 9)", "signal SIGKILL ended it.*bye", 60),
-        ("raise RuntimeError('no such kernel')", "its exit status is 1.*RuntimeError: no such kernel", 60),
-        ("import time; print('waiting', flush=True); time.sleep(60)", "has not answered 'start' for 4 s.*waiting", 4),
-        ("import os, sys, time; os.write(int(sys.argv[1]), b'\\0\\0'); time.sleep(60)", "broke off while it worked", 4),
+        (
+            "import os; print('bye', flush=True); os.kill(os.getpid(), 9)",
+            "signal SIGKILL ended it.*bye",
+            60,
+        ),
+        (
+            "raise RuntimeError('no such kernel')",
+            "its exit status is 1.*RuntimeError: no such kernel",
+            60,
+        ),
+        (
+            "import time; print('waiting', flush=True); time.sleep(60)",
+            "has not answered 'start' for 4 s.*waiting",
+            4,
+        ),
+        (
+            "import os, sys, time; os.write(int(sys.argv[1]), b'\\0\\0'); time.sleep(60)",
+            "broke off while it worked",
+            4,
+        ),
         (SAY_ERROR, "failed in 'start': KeyError: 7", 60),
     ],
 )
@@ -277,7 +321,8 @@ def test_a_child_that_reads_nothing_does_not_block_the_trainer(script):
 def test_what_the_child_started_ends_with_it(script, tmp_path):
     code = (
         "import subprocess, sys, time; "
-        f"p = subprocess.Popen(['sleep', '60']); open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid)); time.sleep(60)"
+        f"p = subprocess.Popen(['sleep', '60']); open({str(tmp_path / 'pid')!r}, "
+        "'w').write(str(p.pid)); time.sleep(60)"
     )
     child = EngineProcess(script(code), os.environ, timeout_s=3)
     with pytest.raises(EngineError, match="has not answered"):
@@ -297,7 +342,7 @@ def test_close_is_orderly_and_may_be_repeated(script):
 
 TRAINER = """
 import os, sys, time
-from flowgrpo_rc.rollout.omni.process import EngineProcess
+from flowgrpo_rc.rollout.vllm_omni.process import EngineProcess
 from flowgrpo_rc.rollout.vllm_omni_engine import COMMAND
 child = EngineProcess(COMMAND, os.environ, timeout_s=60)
 print(child.pid, child.log, flush=True)
@@ -319,13 +364,19 @@ def test_the_real_child_ends_when_the_trainer_is_killed():
 
 def test_the_real_child_survives_a_request_that_fails():
     child = EngineProcess(vllm_omni_engine.COMMAND, os.environ, timeout_s=60)
-    with pytest.raises(EngineError, match="failed in 'sync': AssertionError: the first request starts the engine"):
+    with pytest.raises(
+        EngineError, match="failed in 'sync': AssertionError: the first request starts the engine"
+    ):
         list(child.ask("sync", {}))
     child.close()
 
 
-def test_the_command_line_reports_the_engine_and_fails(train, fake_engine, script, monkeypatch, capsys):
-    monkeypatch.setattr(vllm_omni_engine, "COMMAND", script("print('no driver'); raise SystemExit(3)"))
+def test_the_command_line_reports_the_engine_and_fails(
+    train, fake_engine, script, monkeypatch, capsys
+):
+    monkeypatch.setattr(
+        vllm_omni_engine, "COMMAND", script("print('no driver'); raise SystemExit(3)")
+    )
     assert train("rollout.name=vllm_omni") == 1
     error = capsys.readouterr().err
     assert error.startswith("error: the vLLM-Omni engine (process ")
@@ -345,17 +396,27 @@ def test_the_engine_gets_scaled_weights_in_its_precision():
     state = lora(1)
     found = weights_to_bind(state, adapter="default", scale=2.0, dtype=torch.bfloat16)
     assert sorted(found) == ["b.0.to_q.lora_A.weight", "b.0.to_q.lora_B.weight"]
-    assert torch.equal(found["b.0.to_q.lora_A.weight"], state["b.0.to_q.lora_A.default.weight"].bfloat16())
-    assert torch.equal(found["b.0.to_q.lora_B.weight"], (2 * state["b.0.to_q.lora_B.default.weight"]).bfloat16())
+    assert torch.equal(
+        found["b.0.to_q.lora_A.weight"], state["b.0.to_q.lora_A.default.weight"].bfloat16()
+    )
+    assert torch.equal(
+        found["b.0.to_q.lora_B.weight"], (2 * state["b.0.to_q.lora_B.default.weight"]).bfloat16()
+    )
 
 
 def test_the_fingerprint_is_that_of_names_types_shapes_and_bytes():
     tensors = {"b": torch.arange(4.0), "a": torch.ones(1, 2, dtype=torch.bfloat16)}
-    expected = hashlib.sha256(b"a torch.bfloat16 (1, 2)\n" + b"\x80\x3f" * 2 + b"b torch.float32 (4,)\n")
+    expected = hashlib.sha256(
+        b"a torch.bfloat16 (1, 2)\n" + b"\x80\x3f" * 2 + b"b torch.float32 (4,)\n"
+    )
     expected.update(tensors["b"].numpy().tobytes())
     assert fingerprint(tensors) == expected.hexdigest()
     assert fingerprint(dict(reversed(tensors.items()))) == expected.hexdigest()
-    others = [{"b": tensors["b"]}, {**tensors, "b": torch.arange(4.0).reshape(2, 2)}, {**tensors, "c": torch.zeros(0)}]
+    others = [
+        {"b": tensors["b"]},
+        {**tensors, "b": torch.arange(4.0).reshape(2, 2)},
+        {**tensors, "c": torch.zeros(0)},
+    ]
     assert len({fingerprint(t) for t in [tensors, *others]}) == 4
 
 
@@ -363,7 +424,9 @@ def test_an_engine_that_binds_what_was_pushed(fake_engine, model):
     engine = fake_engine(HONEST)
     state = {name: p.detach() + 1 for name, p in lora_parameters(model.network).items()}
     engine.sync_weights(state, 1)
-    with pytest.raises(ValueError, match=r"other tensors than the trainer's, among them \['transformer_blocks"):
+    with pytest.raises(
+        ValueError, match=r"other tensors than the trainer's, among them \['transformer_blocks"
+    ):
         engine.sync_weights(dict(list(state.items())[1:]), 2)
     engine.close()
 
@@ -371,8 +434,14 @@ def test_an_engine_that_binds_what_was_pushed(fake_engine, model):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ('send(connection, "done", {"modules": 0, "fingerprint": fingerprint({})}, {})', "step 0: it bound 0 of"),
-        ('send(connection, "done", first if count > 1 else (first := held), {})', "step 1: it bound 31 of 31 modules"),
+        (
+            'send(connection, "done", {"modules": 0, "fingerprint": fingerprint({})}, {})',
+            "step 0: it bound 0 of",
+        ),
+        (
+            'send(connection, "done", first if count > 1 else (first := held), {})',
+            "step 1: it bound 31 of 31 modules",
+        ),
     ],
     ids=["nothing bound", "stale"],
 )

@@ -1,4 +1,6 @@
-"""The modes of importance weights (truncate, clip, mask, icepop), normalisation over what is kept, blocks, names."""
+"""The modes of importance weights (truncate, clip, mask, icepop), normalisation over what is kept,
+blocks, names.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,26 @@ import math
 
 import pytest
 import torch
-from builders import MASKS, diffusion_batch, expected, log_probs, loss_config, mask_of, run, settings
+from builders import (
+    MASKS,
+    diffusion_batch,
+    expected,
+    log_probs,
+    loss_config,
+    mask_of,
+    run,
+    settings,
+)
 from oracles import LEVELS, MODES, Rule
 
 from flowgrpo_rc import RolloutCorrectionConfig, compute_rollout_correction_weights, diffusion_loss
 from flowgrpo_rc.correction import correct as module
-from flowgrpo_rc.correction.bands import IS_MODES
-from flowgrpo_rc.correction.correct import Correction, apply_rollout_correction_to_batch, correct_with
+from flowgrpo_rc.correction.correct import (
+    Correction,
+    apply_rollout_correction_to_batch,
+    correct_with,
+)
+from flowgrpo_rc.correction.thresholds import IS_MODES
 
 BOUNDS = {"truncate": (0.0, 1.3), "clip": (0.8, 1.3), "mask": (0.8, 1.3), "icepop": (0.8, 1.3)}
 
@@ -35,7 +50,9 @@ def test_the_modes_are_the_documented_ones():
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("masking", MASKS)
-@pytest.mark.parametrize("more", [{}, {"normalise": True}, {"normalise": True, "over_kept": True, "veto": 0.5}])
+@pytest.mark.parametrize(
+    "more", [{}, {"normalise": True}, {"normalise": True, "over_kept": True, "veto": 0.5}]
+)
 def test_every_mode_at_every_level(level, mode, masking, more):
     training, rollout = log_probs(seed=5)
     mask, rule = mask_of(masking), rule_of(level, mode, bands=(("token_k2", 0.0, 0.4),), **more)
@@ -56,45 +73,68 @@ def test_every_mode_at_every_level(level, mode, masking, more):
     ],
 )
 def test_by_hand(mode, weights, kept):
-    """Ratios 0.1, 1/2, 1, 2, 4 and e^30 against the bounds 1/2 and 2, which belong to the inside (up to rounding)."""
-    ratio = torch.tensor([[0.1], [0.5 + 1e-12], [1.0], [2.0 - 1e-12], [4.0], [math.exp(30)]], dtype=torch.float64)
+    """Ratios 0.1, 1/2, 1, 2, 4 and e^30 against the bounds 1/2 and 2, which belong to the inside
+    (up to rounding).
+    """
+    ratio = torch.tensor(
+        [[0.1], [0.5 + 1e-12], [1.0], [2.0 - 1e-12], [4.0], [math.exp(30)]], dtype=torch.float64
+    )
     mask = torch.ones(6, 1, dtype=torch.bool)
     threshold = 2.0 if mode == "truncate" else "0.5_2.0"
-    config = RolloutCorrectionConfig(rollout_is="token", rollout_is_mode=mode, rollout_is_threshold=threshold)
+    config = RolloutCorrectionConfig(
+        rollout_is="token", rollout_is_mode=mode, rollout_is_threshold=threshold
+    )
     found = correct_with(config, ratio.log(), torch.zeros_like(ratio), mask)
     assert found.weights.flatten().tolist() == pytest.approx(weights, rel=1e-11)
     assert found.mask.flatten().tolist() == kept
     values = found.metrics.compute()
     assert values["rollout_is_ratio_fraction_high"] == pytest.approx(2 / 6)
     assert values["rollout_is_ratio_fraction_low"] == pytest.approx(1 / 6)
-    assert values.get("rollout_is_oob_ratio") == (None if mode == "truncate" else pytest.approx(3 / 6))
+    assert values.get("rollout_is_oob_ratio") == (
+        None if mode == "truncate" else pytest.approx(3 / 6)
+    )
 
 
 @pytest.mark.parametrize("mode", ["clip", "mask", "icepop"])
 def test_one_number_has_its_reciprocal_beside_it(mode):
     training, rollout = log_probs()
     one, pair = (
-        RolloutCorrectionConfig(rollout_is="token", rollout_is_mode=mode, rollout_is_threshold=threshold)
+        RolloutCorrectionConfig(
+            rollout_is="token", rollout_is_mode=mode, rollout_is_threshold=threshold
+        )
         for threshold in (1.25, "0.8_1.25")
     )
-    assert_same(*(correct_with(config, training, rollout, mask_of("left")) for config in (one, pair)))
+    assert_same(
+        *(correct_with(config, training, rollout, mask_of("left")) for config in (one, pair))
+    )
 
 
 def test_a_pair_means_icepop_and_a_number_truncation_unless_a_mode_is_given():
     training, rollout = log_probs()
     for threshold, implied in (("0.8_1.3", "icepop"), (1.3, "truncate")):
         keys = {"rollout_is": "sequence", "rollout_is_threshold": threshold}
-        without, given = (RolloutCorrectionConfig(**keys, rollout_is_mode=mode) for mode in (None, implied))
-        assert_same(*(correct_with(config, training, rollout, mask_of("full")) for config in (without, given)))
+        without, given = (
+            RolloutCorrectionConfig(**keys, rollout_is_mode=mode) for mode in (None, implied)
+        )
+        assert_same(
+            *(
+                correct_with(config, training, rollout, mask_of("full"))
+                for config in (without, given)
+            )
+        )
     difference = (training - rollout)[:, :1]
     weights = compute_rollout_correction_weights(
         difference, torch.ones(6, 1), rollout_is="token", rollout_is_threshold="0.8_1.3"
     )
     inside = (difference.exp() >= 0.8) & (difference.exp() <= 1.3)
-    torch.testing.assert_close(weights, torch.where(inside, difference.exp(), 0.0), rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        weights, torch.where(inside, difference.exp(), 0.0), rtol=1e-14, atol=0
+    )
 
 
-@pytest.mark.parametrize(("level", "kept"), [("token", [0, 1]), ("sequence", [1, 1]), ("geometric", [1, 1])])
+@pytest.mark.parametrize(
+    ("level", "kept"), [("token", [0, 1]), ("sequence", [1, 1]), ("geometric", [1, 1])]
+)
 def test_an_outlier_of_the_mask_mode_is_one_of_the_level(level, kept):
     """Ratios 4 and 1/4: tokens outside 0.5 to 2, product and geometric mean 1."""
     training = torch.tensor([[math.log(4), -math.log(4)], [0.0, 0.1]], dtype=torch.float64)
@@ -102,13 +142,20 @@ def test_an_outlier_of_the_mask_mode_is_one_of_the_level(level, kept):
     found = run(training, torch.zeros_like(training), mask, Rule(level, "mask", 0.5, 2.0))
     assert found.mask.int().tolist() == [[flag] * 2 for flag in kept]
     values = found.metrics.compute()
-    assert values["rollout_is_masked_fraction"] == values["rollout_is_seq_masked_fraction"] == 1 - kept[0] / 2 - 0.5
+    assert (
+        values["rollout_is_masked_fraction"]
+        == values["rollout_is_seq_masked_fraction"]
+        == 1 - kept[0] / 2 - 0.5
+    )
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_mask_mode_judges_the_weight_inside_the_safety_bound(level):
     """exp(-40) counts as exp(-20), which a lower bound of 1e-10 lets in."""
-    training, mask = torch.tensor([[-40.0]], dtype=torch.float64), torch.ones(1, 1, dtype=torch.bool)
+    training, mask = (
+        torch.tensor([[-40.0]], dtype=torch.float64),
+        torch.ones(1, 1, dtype=torch.bool),
+    )
     for lower, kept in ((1e-10, True), (1e-8, False)):
         found = run(training, torch.zeros_like(training), mask, Rule(level, "mask", lower, 2.0))
         assert found.mask.item() is kept
@@ -117,12 +164,15 @@ def test_the_mask_mode_judges_the_weight_inside_the_safety_bound(level):
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_veto_leaves_the_weights_as_they_are(level):
     training, rollout = log_probs()
-    with_veto, without = (run(training, rollout, mask_of("right"), Rule(level, veto=veto)) for veto in (0.6, None))
+    with_veto, without = (
+        run(training, rollout, mask_of("right"), Rule(level, veto=veto)) for veto in (0.6, None)
+    )
     assert torch.equal(with_veto.weights, without.weights)
     assert not torch.equal(with_veto.mask, without.mask)
 
 
-# Batch normalisation ------------------------------------------------------------------------------------------------
+# Batch normalisation
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -165,7 +215,8 @@ def test_a_mean_of_one_in_a_hundred_million_is_still_divided_by_and_a_smaller_on
     assert found.weights.flatten().tolist() == pytest.approx([expect] * 6, rel=1e-6)
 
 
-# Blocks of rows -----------------------------------------------------------------------------------------------------
+# Blocks of rows
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -175,14 +226,22 @@ def test_the_borders_of_blocks_change_nothing(monkeypatch, level, elements, mask
     """Blocks of 1, 2, 3 and 4 rows of the 6, one step of which is not finite."""
     training, rollout = log_probs(seed=5)
     training[3, 0] = math.nan
-    rule = rule_of(level, "mask", bands=(("seq_mean_k1", 0.6, 1.7), ("token_k3", 0.0, 0.5)), veto=0.3, normalise=True)
+    rule = rule_of(
+        level,
+        "mask",
+        bands=(("seq_mean_k1", 0.6, 1.7), ("token_k3", 0.0, 0.5)),
+        veto=0.3,
+        normalise=True,
+    )
     whole = run(training, rollout, mask_of(masking), rule)
     monkeypatch.setitem(module._BLOCK, "cpu", elements)
     assert_same(run(training, rollout, mask_of(masking), rule), whole)
 
 
 def test_a_batch_larger_than_a_block_is_its_rows():
-    """Copies of 6 rows, more than fit into one block: weights and mask repeat, and the means are those of the 6."""
+    """Copies of 6 rows, more than fit into one block: weights and mask repeat, and the means are
+    those of the 6.
+    """
     training, rollout = log_probs()
     mask, rule = mask_of("right"), Rule("sequence", bands=(("seq_mean_k1", 0.7, 1.5),))
     copies = module._BLOCK["cpu"] // mask.numel() + 100
@@ -193,12 +252,15 @@ def test_a_batch_larger_than_a_block_is_its_rows():
     values, expect = large.metrics.compute(), small.metrics.compute()
     assert values.keys() == expect.keys()
     same = {name for name in expect if not name.endswith("seq_std")}
-    assert {n: values[n] for n in same} == pytest.approx({n: expect[n] for n in same}, rel=1e-10, abs=1e-12)
+    assert {n: values[n] for n in same} == pytest.approx(
+        {n: expect[n] for n in same}, rel=1e-10, abs=1e-12
+    )
     for name in expect.keys() - same:
         assert values[name] == pytest.approx(expect[name] * math.sqrt(5 / 6), rel=1e-3)
 
 
-# Custom corrections and metric names --------------------------------------------------------------------------------
+# Custom corrections and metric names
+# --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("normalise", [True, False])
@@ -216,7 +278,9 @@ def test_a_custom_correction_takes_the_place_of_weights_and_mask(normalise):
     values = found.metrics.compute()
     assert values["rollout_is_mean"] == values["rollout_is_max"] == 3
     assert values["kl"] == pytest.approx(expected(training, rollout, mask, Rule()).metrics["kl"])
-    assert values["rollout_is_masked_fraction"] == pytest.approx(1 - (valid & even).sum().item() / mask.sum().item())
+    assert values["rollout_is_masked_fraction"] == pytest.approx(
+        1 - (valid & even).sum().item() / mask.sum().item()
+    )
 
 
 @pytest.mark.parametrize("function", ["drop_odd", "only_a_mask"])
@@ -231,7 +295,11 @@ def test_a_custom_correction_has_the_metrics_that_documents_read(function):
 def test_the_weights_of_a_custom_correction_are_normalised_where_the_settings_say_so():
     """In decoupled mode here; in bypass mode the loss divides by the mean."""
     training, rollout = log_probs()
-    keys = {"rollout_is": "token", "rollout_is_batch_normalize": True, "custom_correction": "builders:drop_odd"}
+    keys = {
+        "rollout_is": "token",
+        "rollout_is_batch_normalize": True,
+        "custom_correction": "builders:drop_odd",
+    }
     found = correct_with(RolloutCorrectionConfig(**keys), training, rollout, mask_of("right"))
     assert torch.equal(found.weights, mask_of("right").double())
     assert found.metrics.compute()["rollout_is_batch_norm_factor"] == 3
@@ -277,7 +345,11 @@ def test_slime_names(mode, metric_names):
         "icepop": {},
     }[mode]
     renamed = {new: verl[old] for new, old in documented.items()}
-    left = verl if metric_names == "both" else {n: v for n, v in verl.items() if n not in documented.values()}
+    left = (
+        verl
+        if metric_names == "both"
+        else {n: v for n, v in verl.items() if n not in documented.values()}
+    )
     found = correct_with(config, training, rollout, mask_of("right")).metrics.compute()
     assert found == pytest.approx(left | renamed, rel=1e-10, abs=1e-12)
 
@@ -296,18 +368,28 @@ def test_renamed_metrics_still_combine(mode, metric_names):
     assert first.compute() == pytest.approx(whole.compute(), rel=1e-12, abs=1e-12)
 
 
-# The scale of a log-prob --------------------------------------------------------------------------------------------
+# The scale of a log-prob
+# --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [{}, {"bypass_mode": True, "loss_type": "reinforce"}], ids=["decoupled", "reinforce"])
+@pytest.mark.parametrize(
+    "mode", [{}, {"bypass_mode": True, "loss_type": "reinforce"}], ids=["decoupled", "reinforce"]
+)
 def test_the_sum_over_latent_elements_is_so_many_times_the_mean(mode):
     """Weights and rejection are those of D times the log-probs; the loss itself keeps the mean."""
     training, rollout = log_probs(scale=0.02)
-    chosen = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": "0.8_1.25", **mode}
+    chosen = {
+        "rollout_is": "token",
+        "rollout_rs": "token_k1",
+        "rollout_rs_threshold": "0.8_1.25",
+        **mode,
+    }
     fields = {"advantages": torch.ones_like(rollout), "all_latents": torch.zeros(6, 5, 3, 7)}
     config = RolloutCorrectionConfig(log_prob_scale="sum", **chosen)
     config.validate()
-    found = correct_with(RolloutCorrectionConfig(**chosen), 21 * training, 21 * rollout, torch.ones(6, 4).bool())
+    found = correct_with(
+        RolloutCorrectionConfig(**chosen), 21 * training, 21 * rollout, torch.ones(6, 4).bool()
+    )
     assert 0 < found.mask.sum() < 24
     if not mode:
         batch = diffusion_batch(rollout).replace(old_log_probs=training, **fields)
@@ -319,4 +401,6 @@ def test_the_sum_over_latent_elements_is_so_many_times_the_mean(mode):
     leaf = training.clone().requires_grad_()
     batch = diffusion_batch(rollout).replace(old_log_probs=rollout, **fields)
     diffusion_loss(loss_config(config), leaf, batch)[0].backward()
-    torch.testing.assert_close(leaf.grad, torch.where(found.mask, -found.weights / 24, 0.0), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        leaf.grad, torch.where(found.mask, -found.weights / 24, 0.0), rtol=1e-12, atol=0
+    )

@@ -1,4 +1,6 @@
-"""A two-layer Llama with random weights, large enough to have an opinion, and one token per character."""
+"""A two-layer Llama with random weights, large enough to have an opinion, and one token per
+character.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,16 @@ PAD, EOS = 0, 1
 
 
 def save_language_model(folder: Path) -> None:
-    """Its generation settings advise a penalty and a second end token; only the latter may have an effect."""
+    """Its generation settings advise a penalty and a second end token; only the latter may have an
+    effect.
+    """
     vocabulary = {token: i for i, token in enumerate(("<pad>", "<eos>", *CHARACTERS, "<end>"))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
+    )
     wrapped.save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=len(vocabulary),
@@ -36,5 +42,7 @@ def save_language_model(folder: Path) -> None:
         torch.manual_seed(0)
         network = LlamaForCausalLM(config)
     end = vocabulary["<end>"]
-    network.generation_config = GenerationConfig(eos_token_id=[end], repetition_penalty=5.0, suppress_tokens=[3])
+    network.generation_config = GenerationConfig(
+        eos_token_id=[end], repetition_penalty=5.0, suppress_tokens=[3]
+    )
     network.save_pretrained(folder)

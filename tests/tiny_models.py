@@ -1,4 +1,5 @@
-"""Random checkpoints of the true classes, small enough for a test: one for every adapter, and variants of some.
+"""Random checkpoints of the true classes, small enough for a test: one for every adapter, and
+variants of some.
 
 A new adapter gets an entry in `TINY`, and the conformance suite runs on it.
 """
@@ -45,9 +46,9 @@ _LATENT_CHANNELS = 4  # of video VAEs
 
 @dataclass(frozen=True, kw_only=True)
 class Tiny:
-    """build: the stock pipeline, untrained; unguided, guided: the model's own guidance, as `rollout.pipeline` and the
-    stock pipeline call it; num_frames: of a video; steps_are_eulers: the checkpoint's own scheduler computes its steps
-    as ours does, and not in another order."""
+    """build: the stock pipeline, untrained; unguided, guided: the model's own guidance, as
+    `rollout.pipeline` and the stock pipeline call it; num_frames: of a video; steps_are_eulers: the
+    checkpoint's own scheduler computes its steps as ours does, and not in another order."""
 
     build: Callable[[], DiffusionPipeline]
     unguided: Mapping[str, float]
@@ -118,13 +119,25 @@ def qwen_image() -> QwenImagePipeline:
     template = QwenImagePipeline(None, None, None, None, None).prompt_template_encode
     marks = ["<|im_start|>", "<|im_end|>"]
     words = template.replace(marks[0], "").replace(marks[1], "")
-    # Every word of the template becomes one token, as with the true vocabulary: the pipeline drops the first 34.
+    # Every word of the template becomes one token, as with the true vocabulary: the pipeline drops
+    # the first 34.
     tokenizer = tokenizer.train_new_from_iterator(
         [words] * 2 + list(string.printable), vocab_size=600, new_special_tokens=marks
     )
-    text = {"hidden_size": _WIDTH, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {
+        "hidden_size": _WIDTH,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
-    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": _WIDTH}
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 32,
+        "out_hidden_size": _WIDTH,
+    }
     encoder = Qwen2_5_VLForConditionalGeneration(
         Qwen2_5_VLConfig(
             text_config={
@@ -221,7 +234,9 @@ def wan(
 
 
 def one_step_unipc() -> UniPCMultistepScheduler:
-    """The scheduler of Wan's checkpoints at order 1 and without corrector, where its steps are Euler's."""
+    """The scheduler of Wan's checkpoints at order 1 and without corrector, where its steps are
+    Euler's.
+    """
     return UniPCMultistepScheduler(
         prediction_type="flow_prediction",
         use_flow_sigmas=True,
@@ -236,7 +251,9 @@ _FLUX = Tiny(
     unguided={"guidance_scale": 1.0},
     guided={"guidance_scale": 3.5, "true_cfg_scale": 2.0},
 )
-_WAN = Tiny(build=wan, unguided={"guidance_scale": 1.0}, guided={"guidance_scale": 5.0}, num_frames=5)
+_WAN = Tiny(
+    build=wan, unguided={"guidance_scale": 1.0}, guided={"guidance_scale": 5.0}, num_frames=5
+)
 
 # By pipeline class, as adapters are found.
 TINY = {
@@ -244,7 +261,9 @@ TINY = {
         build=stable_diffusion_3, unguided={"guidance_scale": 1.0}, guided={"guidance_scale": 4.5}
     ),
     "FluxPipeline": _FLUX,
-    "QwenImagePipeline": Tiny(build=qwen_image, unguided={"true_cfg_scale": 1.0}, guided={"true_cfg_scale": 4.0}),
+    "QwenImagePipeline": Tiny(
+        build=qwen_image, unguided={"true_cfg_scale": 1.0}, guided={"true_cfg_scale": 4.0}
+    ),
     "WanPipeline": _WAN,
 }
 
@@ -255,6 +274,8 @@ VARIANTS = {
         unguided={"guidance_scale": 1.0},
         guided={"guidance_scale": 1.0, "true_cfg_scale": 2.0},
     ),
-    "wan_unipc": replace(_WAN, build=partial(wan, scheduler=one_step_unipc), steps_are_eulers=False),
+    "wan_unipc": replace(
+        _WAN, build=partial(wan, scheduler=one_step_unipc), steps_are_eulers=False
+    ),
     "wan_ti2v": replace(_WAN, build=partial(wan, expand_timesteps=True)),
 }

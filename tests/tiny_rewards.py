@@ -25,10 +25,22 @@ WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "red", "dog", "cat",
 
 def save_clip(folder: Path, *, seed: int = 0, image_size: int = 20) -> Path:
     tokenizer = clip_tokenizer()
-    size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    size = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    special = {
+        name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
     config = CLIPConfig(
-        text_config={**size, **special, "vocab_size": len(tokenizer), "max_position_embeddings": 16},
+        text_config={
+            **size,
+            **special,
+            "vocab_size": len(tokenizer),
+            "max_position_embeddings": 16,
+        },
         vision_config={**size, "image_size": image_size, "patch_size": 10},
         projection_dim=CLIP_FEATURES,
     )
@@ -47,7 +59,9 @@ def save_head(file: Path, width: int, *, seed: int = 1) -> Path:
     """Linear layers named as LAION's predictor names them."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        head = nn.ModuleDict({"layers": nn.Sequential(nn.Linear(width, 8), nn.Dropout(), nn.Linear(8, 1))})
+        head = nn.ModuleDict(
+            {"layers": nn.Sequential(nn.Linear(width, 8), nn.Dropout(), nn.Linear(8, 1))}
+        )
     if file.suffix == ".safetensors":
         save_file(head.state_dict(), file)
     else:
@@ -56,10 +70,16 @@ def save_head(file: Path, width: int, *, seed: int = 1) -> Path:
 
 
 def blip(seed: int = 0) -> BlipForImageTextRetrieval:
-    text = {"vocab_size": len(WORDS), "hidden_size": HIDDEN, "encoder_hidden_size": 24, "max_position_embeddings": 40}
+    text = {
+        "vocab_size": len(WORDS),
+        "hidden_size": HIDDEN,
+        "encoder_hidden_size": 24,
+        "max_position_embeddings": 40,
+    }
     size = {"intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = BlipConfig(
-        text_config={**size, **text}, vision_config={**size, "hidden_size": 24, "image_size": 32, "patch_size": 16}
+        text_config={**size, **text},
+        vision_config={**size, "hidden_size": 24, "image_size": 32, "patch_size": 16},
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -70,7 +90,9 @@ def save_image_reward(folder: Path) -> Path:
     """The folder that `image_reward` reads: two encoders of a BLIP and a head."""
     model = blip()
     model.config.save_pretrained(folder)
-    BertTokenizerFast(vocab={word: index for index, word in enumerate(WORDS)}).save_pretrained(folder)
+    BertTokenizerFast(vocab={word: index for index, word in enumerate(WORDS)}).save_pretrained(
+        folder
+    )
     head = save_head(folder / "head.pth", HIDDEN, seed=2)
     tensors = {
         name: tensor

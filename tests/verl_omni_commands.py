@@ -1,5 +1,5 @@
-"""What the published scripts of verl-omni give after the module's name, run_qwen_image_ocr_lora_rollout_corr.sh and
-run_sd35_medium_ocr_lora.sh, as the shell passes it on.
+"""What the published scripts of verl-omni give after the module's name,
+run_qwen_image_ocr_lora_rollout_corr.sh and run_sd35_medium_ocr_lora.sh, as the shell passes it on.
 """
 
 QWEN_IMAGE = [
@@ -62,7 +62,10 @@ QWEN_IMAGE = [
     "trainer.total_epochs=15",
     "trainer.total_training_steps=300",
 ]
-CHAT = "{% for message in messages %}{% if message['role'] == 'user' %}{{ message['content'] }}{% endif %}{% endfor %}"
+CHAT = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}{{ message['content'] }}{% "
+    "endif %}{% endfor %}"
+)
 SD35 = [
     "data.train_files=/data/ocr/sd3/train.parquet",
     "data.val_files=/data/ocr/sd3/test.parquet",

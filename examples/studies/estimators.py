@@ -1,4 +1,5 @@
-"""The estimators that the gradient study compares, as settings of this package, and what calibrates them.
+"""The estimators that the gradient study compares, as settings of this package, and what calibrates
+them.
 
 Legend: B samples, T steps of the SDE window.
 """
@@ -25,16 +26,26 @@ from flowgrpo_rc import (
 from flowgrpo_rc.core.advantages import group_relative
 from flowgrpo_rc.core.reduce import identity
 from flowgrpo_rc.core.transition import GaussianSteps
-from flowgrpo_rc.correction.auto import ROBUST, AutoBands
-from flowgrpo_rc.correction.bands import parse_bands
+from flowgrpo_rc.correction.auto_bands import ROBUST, AutoBands
+from flowgrpo_rc.correction.log_ratios import prepare
 from flowgrpo_rc.correction.rejection import statistic
-from flowgrpo_rc.correction.steps import prepare
+from flowgrpo_rc.correction.thresholds import parse_bands
 
 REFERENCE_CLIP, REFERENCE_GUARD_CLIP = 1e-4, 2e-6
 REJECTED = 0.05  # what a calibrated band rejects of a clean rollout
 WITHIN, MARGIN = 0.99, 1.25  # a calibrated band ends a quarter above this quantile
-# With as many steps in every window, seq_sum rejects what seq_mean rejects, and seq_max_k2 what seq_max_k3 does.
-CRITERIA = ("token_k1", "token_k2", "token_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k3", "step_kl")
+# With as many steps in every window, seq_sum rejects what seq_mean rejects, and seq_max_k2 what
+# seq_max_k3 does.
+CRITERIA = (
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k3",
+    "step_kl",
+)
 SWEEP = (0.1, 0.3, 1.0, 2.0, 4.0, 10.0)  # clip_ratio over the floor
 
 Pair = tuple[DiffusionBatch, Evaluation]
@@ -49,11 +60,15 @@ class Estimator(NamedTuple):
 
     @property
     def estimand(self) -> str:
-        """Whose on-policy gradient it estimates: Guard weighs steps and scales ratios in a way of its own."""
+        """Whose on-policy gradient it estimates: Guard weighs steps and scales ratios in a way of
+        its own.
+        """
         return "grpo_guard" if self.loss.loss_mode == "grpo_guard" else "flow_grpo"
 
     def settle(self, batch: DiffusionBatch, found: Evaluation) -> DiffusionBatch:
-        """The batch with its old policy and, where they come before the loss, weights and rejection."""
+        """The batch with its old policy and, where they come before the loss, weights and
+        rejection.
+        """
         kl = found.gaussian.kl
         if self.auto is not None:
             batch, _ = self.auto.judge(batch, found.log_probs, kl)
@@ -65,13 +80,16 @@ class Estimator(NamedTuple):
     def slopes(
         self, batch: DiffusionBatch, rewards: Tensor, found: Evaluation
     ) -> tuple[Tensor, Tensor, dict[str, float]]:
-        """Of the loss at every log-prob and at every KL [B, T], for a settled batch before an update; metrics."""
+        """Of the loss at every log-prob and at every KL [B, T], for a settled batch before an
+        update; metrics.
+        """
         valid = torch.ones_like(rewards, dtype=torch.bool)
         if self.correction.excludes_rejected and batch.rejection_mask is not None:
             valid = batch.rejection_mask.any(1)
         advantages = group_relative(rewards, batch.group, valid, global_std=True).values
         batch = batch.replace(advantages=advantages.unsqueeze(1).expand(-1, batch.num_steps))
-        # In decoupled mode the old policy is the current one, and their KL has neither value nor slope yet.
+        # In decoupled mode the old policy is the current one, and their KL has neither value nor
+        # slope yet.
         kl = found.gaussian.kl if self.correction.bypass_mode else torch.zeros_like(found.log_probs)
         log_probs, kl = (one.clone().requires_grad_() for one in (found.log_probs, kl))
         config = LossConfig(rollout_correction=self.correction, diffusion_loss=self.loss)
@@ -79,16 +97,20 @@ class Estimator(NamedTuple):
             config, log_probs, batch, GaussianSteps(found.gaussian.std, found.gaussian.dt, kl)
         )
         loss.backward()
-        kl_slope = torch.zeros_like(kl) if kl.grad is None or not self.correction.bypass_mode else kl.grad
+        kl_slope = (
+            torch.zeros_like(kl) if kl.grad is None or not self.correction.bypass_mode else kl.grad
+        )
         return log_probs.grad, kl_slope, metrics.compute()
 
 
 class Calibration(NamedTuple):
-    """What one kind of mismatch looks like before an update, on batches that the study does not use again.
+    """What one kind of mismatch looks like before an update, on batches that the study does not use
+    again.
 
-    floor: robust standard deviation of the log-ratio; by_step: the same of each step [T]; absolute: mean, median, 99th
-    percentile of |log-ratio|; clip, guard_clip, kl: the calibrated bands of FlowGRPO, Guard and Flow-DPPO; bands:
-    criterion -> the threshold that rejects `REJECTED`; mean_kl: of the steps.
+    floor: robust standard deviation of the log-ratio; by_step: the same of each step [T]; absolute:
+    mean, median, 99th percentile of |log-ratio|; clip, guard_clip, kl: the calibrated bands of
+    FlowGRPO, Guard and Flow-DPPO; bands: criterion -> the threshold that rejects `REJECTED`;
+    mean_kl: of the steps.
     """
 
     floor: float
@@ -105,14 +127,20 @@ def calibrate(pairs: Sequence[Pair]) -> Calibration:
     """From batches and the training graph on them."""
     training = torch.cat([found.log_probs for _, found in pairs])
     rollout = torch.cat([batch.rollout_log_probs for batch, _ in pairs])
-    kl, std = (torch.cat([getattr(found.gaussian, name) for _, found in pairs]) for name in ("kl", "std"))
+    kl, std = (
+        torch.cat([getattr(found.gaussian, name) for _, found in pairs]) for name in ("kl", "std")
+    )
     steps = prepare(training, rollout, torch.ones_like(training, dtype=torch.bool), kl)
     ratio, magnitude = steps.log_ratio, steps.log_ratio.abs()
     guard = torch.expm1((ratio + kl) * std).abs()
     return Calibration(
         floor=_robust(ratio.flatten()),
         by_step=[_robust(column) for column in ratio.T],
-        absolute={"mean": magnitude.mean().item(), "p50": _quantile(magnitude, 0.5), "p99": _quantile(magnitude, 0.99)},
+        absolute={
+            "mean": magnitude.mean().item(),
+            "p50": _quantile(magnitude, 0.5),
+            "p99": _quantile(magnitude, 0.99),
+        },
         clip=MARGIN * _quantile(torch.expm1(ratio).abs(), WITHIN),
         guard_clip=MARGIN * _quantile(guard, WITHIN),
         bands={name: _threshold(statistic(steps, _band(name)), name) for name in CRITERIA},
@@ -151,7 +179,10 @@ def estimators(seen: Calibration, pairs: Sequence[Pair]) -> dict[str, Estimator]
     """Every estimator by the name under which its results are stored."""
 
     def ppo(clip: float, mode: str = "flow_grpo", **correction: Any) -> Estimator:
-        return Estimator(RolloutCorrectionConfig(**correction), DiffusionLossConfig(loss_mode=mode, clip_ratio=clip))
+        return Estimator(
+            RolloutCorrectionConfig(**correction),
+            DiffusionLossConfig(loss_mode=mode, clip_ratio=clip),
+        )
 
     def auto(criterion: str, **correction: Any) -> Estimator:
         given = {"rollout_rs": criterion, "rollout_rs_threshold": "auto:4", **correction}
@@ -160,7 +191,10 @@ def estimators(seen: Calibration, pairs: Sequence[Pair]) -> dict[str, Estimator]
     def dppo(threshold: float) -> Estimator:
         return Estimator(bypass, DiffusionLossConfig(loss_mode="flow_dppo", kl_threshold=threshold))
 
-    bypass, window = RolloutCorrectionConfig(bypass_mode=True), {"bypass_mode": True, "bypass_level": "window"}
+    bypass, window = (
+        RolloutCorrectionConfig(bypass_mode=True),
+        {"bypass_mode": True, "bypass_level": "window"},
+    )
     found = {
         "bypass": ppo(REFERENCE_CLIP, bypass_mode=True),
         "bypass_calibrated": ppo(seen.clip, bypass_mode=True),
@@ -171,24 +205,32 @@ def estimators(seen: Calibration, pairs: Sequence[Pair]) -> dict[str, Estimator]
     for multiple in SWEEP:
         found[f"bypass_clip_{multiple:g}"] = ppo(min(multiple * seen.floor, 0.99), bypass_mode=True)
     for name, threshold in seen.bands.items():
-        found[f"bypass_{name}"] = ppo(seen.clip, rollout_rs=name, rollout_rs_threshold=threshold, **window)
+        found[f"bypass_{name}"] = ppo(
+            seen.clip, rollout_rs=name, rollout_rs_threshold=threshold, **window
+        )
     found["bypass_auto_k1"] = auto("token_k1", bypass_mode=True)
     found["bypass_auto_step_kl"] = auto("step_kl", bypass_mode=True)
     found["recomputed"] = ppo(REFERENCE_CLIP)
     for level in ("token", "sequence", "geometric"):
         for scale in ("mean", "sum"):
-            found[f"decoupled_{level}_{scale}"] = ppo(REFERENCE_CLIP, rollout_is=level, log_prob_scale=scale)
+            found[f"decoupled_{level}_{scale}"] = ppo(
+                REFERENCE_CLIP, rollout_is=level, log_prob_scale=scale
+            )
     unbounded = {"rollout_is": "sequence", "log_prob_scale": "sum", "rollout_is_threshold": 1e8}
     found["decoupled_sequence_sum_unbounded"] = ppo(REFERENCE_CLIP, **unbounded)
     rejecting = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": seen.bands["seq_mean_k1"]}
     found["recomputed_seq_mean_k1"] = ppo(REFERENCE_CLIP, **rejecting)
-    found["decoupled_sequence_seq_mean_k1"] = ppo(REFERENCE_CLIP, rollout_is="sequence", **rejecting)
+    found["decoupled_sequence_seq_mean_k1"] = ppo(
+        REFERENCE_CLIP, rollout_is="sequence", **rejecting
+    )
     found["recomputed_auto_k1"] = auto("token_k1")
     free = {"loss_type": "reinforce", **window}
     found["reinforce"] = ppo(REFERENCE_CLIP, **free)
     for level in ("token", "sequence", "geometric"):
         found[f"reinforce_{level}"] = ppo(REFERENCE_CLIP, rollout_is=level, **free)
-    found["reinforce_sequence_sum"] = ppo(REFERENCE_CLIP, rollout_is="sequence", log_prob_scale="sum", **free)
+    found["reinforce_sequence_sum"] = ppo(
+        REFERENCE_CLIP, rollout_is="sequence", log_prob_scale="sum", **free
+    )
     found["guard"] = ppo(REFERENCE_GUARD_CLIP, "grpo_guard", bypass_mode=True)
     found["guard_calibrated"] = ppo(seen.guard_clip, "grpo_guard", bypass_mode=True)
     found["guard_recomputed"] = ppo(REFERENCE_GUARD_CLIP, "grpo_guard")
@@ -203,4 +245,7 @@ def estimators(seen: Calibration, pairs: Sequence[Pair]) -> dict[str, Estimator]
 def estimands() -> dict[str, Estimator]:
     """On rollouts of the policy itself: FlowGRPO's gradient and Guard's."""
     decoupled = RolloutCorrectionConfig()
-    return {name: Estimator(decoupled, DiffusionLossConfig(loss_mode=name)) for name in ("flow_grpo", "grpo_guard")}
+    return {
+        name: Estimator(decoupled, DiffusionLossConfig(loss_mode=name))
+        for name in ("flow_grpo", "grpo_guard")
+    }

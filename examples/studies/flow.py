@@ -1,9 +1,11 @@
-"""A flow small enough that the gradient of its policy is known: a residual MLP over a mixture, with LoRA, float64.
+"""A flow small enough that the gradient of its policy is known: a residual MLP over a mixture, with
+LoRA, float64.
 
-Legend: B samples, T steps of the SDE window, S denoising steps, D elements of a sample, P trained numbers.
+Legend: B samples, T steps of the SDE window, S denoising steps, D elements of a sample, P trained
+numbers.
 
-Each of `CLASSES` prompts has two modes and the reward likes one of them, smoothly. The data is drawn, the model trained
-and the policy moved from fixed seeds, in seconds; nothing is stored.
+Each of `CLASSES` prompts has two modes and the reward likes one of them, smoothly. The data is
+drawn, the model trained and the policy moved from fixed seeds, in seconds; nothing is stored.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """The velocity at x [B, D], timesteps [B] (sigma x 1000) and classes [B]; `CLASSES` stands for no class."""
+    """The velocity at x [B, D], timesteps [B] (sigma x 1000) and classes [B]; `CLASSES` stands for
+    no class.
+    """
 
     def __init__(self, elements: int) -> None:
         super().__init__()
@@ -58,7 +62,12 @@ class Network(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
 
     def forward(self, x: Tensor, timesteps: Tensor, classes: Tensor) -> Tensor:
-        angles = (timesteps / 1000).unsqueeze(1) * math.pi * torch.arange(1, FEATURES // 2 + 1, device=x.device) / 2
+        angles = (
+            (timesteps / 1000).unsqueeze(1)
+            * math.pi
+            * torch.arange(1, FEATURES // 2 + 1, device=x.device)
+            / 2
+        )
         time = torch.cat([angles.sin(), angles.cos()], 1).to(x.dtype)
         h = self.inlet(x) + self.time(time) + self.label(classes)
         for block in self.blocks:
@@ -80,7 +89,9 @@ class Sampler:
     def velocity(self, x: Tensor, timesteps: Tensor, classes: Tensor) -> Tensor:
         dtype = next(self.network.parameters()).dtype
         nobody = torch.full_like(classes, CLASSES)
-        both = self.network(torch.cat([x, x]).to(dtype), timesteps.repeat(2), torch.cat([classes, nobody]))
+        both = self.network(
+            torch.cat([x, x]).to(dtype), timesteps.repeat(2), torch.cat([classes, nobody])
+        )
         if self.rounds:
             both = both.bfloat16()
         conditional, unconditional = both.to(x.dtype).chunk(2)
@@ -88,8 +99,9 @@ class Sampler:
 
 
 class Evaluation(NamedTuple):
-    """The training graph on the recorded steps of a batch: log_probs [B, T], the Gaussians with their KL from the
-    rollout's, their means [B, T, D], and how log-probs and KL change with the velocity [B, T, D]."""
+    """The training graph on the recorded steps of a batch: log_probs [B, T], the Gaussians with
+    their KL from the rollout's, their means [B, T, D], and how log-probs and KL change with the
+    velocity [B, T, D]."""
 
     log_probs: Tensor
     gaussian: GaussianSteps
@@ -104,7 +116,9 @@ class Problem:
     def __init__(self, elements: int, seed: int = 0) -> None:
         self.elements, self.seed = elements, seed
         source = generator(seed, elements, "data")
-        self.centres, self.directions = (0.5 * torch.randn(2, CLASSES, elements, generator=source)).double()
+        self.centres, self.directions = (
+            0.5 * torch.randn(2, CLASSES, elements, generator=source)
+        ).double()
         sigmas = torch.cat([torch.linspace(1, 1 / STEPS, STEPS), torch.zeros(1)]).double()
         self.schedule = Schedule(sigmas, sigmas[:-1] * 1000)
         self.spec = SamplerSpec(
@@ -121,7 +135,8 @@ class Problem:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.network = inject_adapter_in_model(
-                LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=["up", "down"]), Network(elements)
+                LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=["up", "down"]),
+                Network(elements),
             )
 
     def data(self, classes: Tensor, source: torch.Generator) -> Tensor:
@@ -137,7 +152,9 @@ class Problem:
         return torch.sigmoid(4 * position)
 
     def fit(self, updates: int, size: int = 256) -> None:
-        """Flow matching on the base weights, one class in five hidden; then everything is float64."""
+        """Flow matching on the base weights, one class in five hidden; then everything is
+        float64.
+        """
         base = [p for name, p in self.network.named_parameters() if "lora_" not in name]
         for parameter in self.network.parameters():
             parameter.requires_grad_(any(parameter is p for p in base))
@@ -146,7 +163,10 @@ class Problem:
         source = generator(self.seed, self.elements, "fit")
         for _ in range(updates):
             classes = torch.randint(CLASSES, (size,), generator=source)
-            clean, noise = self.data(classes, source).float(), torch.randn(size, self.elements, generator=source)
+            clean, noise = (
+                self.data(classes, source).float(),
+                torch.randn(size, self.elements, generator=source),
+            )
             sigma = torch.rand(size, 1, generator=source)
             hidden = torch.rand(size, generator=source) < 0.2
             seen = torch.where(hidden, CLASSES, classes)
@@ -159,12 +179,18 @@ class Problem:
         self.network.double().requires_grad_(False)
 
     def lora(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self.network.named_parameters() if "lora_" in name}
+        return {
+            name: p.detach().clone()
+            for name, p in self.network.named_parameters()
+            if "lora_" in name
+        }
 
     def load(self, lora: Lora) -> None:
         self.network.load_state_dict(lora, strict=False)
 
-    def replica(self, *, dtype: torch.dtype = torch.float64, quantization: str | None = None) -> nn.Module:
+    def replica(
+        self, *, dtype: torch.dtype = torch.float64, quantization: str | None = None
+    ) -> nn.Module:
         """A copy of the network in another precision, as the package's engines make it."""
         copied = copy.deepcopy(self.network).to(dtype)
         if quantization is not None:
@@ -172,7 +198,9 @@ class Problem:
         return copied
 
     def rollout(self, sampler: Sampler, index: int, purpose: str) -> tuple[DiffusionBatch, Tensor]:
-        """A batch and its rewards [B]. Prompts and noise depend on index and purpose alone, never on the sampler."""
+        """A batch and its rewards [B]. Prompts and noise depend on index and purpose alone, never
+        on the sampler.
+        """
         source = generator(self.seed, self.elements, index, purpose)
         prompts = torch.randint(CLASSES, (PROMPTS,), generator=source)
         group = torch.arange(PROMPTS).repeat_interleave(SAMPLES)
@@ -207,28 +235,50 @@ class Problem:
     def evaluate(self, batch: DiffusionBatch) -> Evaluation:
         """The network as it is on every recorded step."""
         assert batch.prev_sample_mean is not None
-        x, following, means = batch.all_latents[:, :-1], batch.all_latents[:, 1:], batch.prev_sample_mean
+        x, following, means = (
+            batch.all_latents[:, :-1],
+            batch.all_latents[:, 1:],
+            batch.prev_sample_mean,
+        )
         shape, steps = x.shape[:2], batch.step_indices.flatten()
-        v = Sampler(network=self.network).velocity(x.flatten(0, 1), batch.all_timesteps.flatten(), step_classes(batch))
+        v = Sampler(network=self.network).velocity(
+            x.flatten(0, 1), batch.all_timesteps.flatten(), step_classes(batch)
+        )
         v.requires_grad_()
-        step = step_transition(x.flatten(0, 1), v, batch.sigmas, steps, sde_type="sde", noise_level=NOISE_LEVEL)
-        value, kl = log_prob(step, following.flatten(0, 1)), gaussian_kl(step.mean, means.flatten(0, 1), step.std)
-        slopes = [torch.autograd.grad(one.sum(), v, retain_graph=True)[0].unflatten(0, shape) for one in (value, kl)]
+        step = step_transition(
+            x.flatten(0, 1), v, batch.sigmas, steps, sde_type="sde", noise_level=NOISE_LEVEL
+        )
+        value, kl = (
+            log_prob(step, following.flatten(0, 1)),
+            gaussian_kl(step.mean, means.flatten(0, 1), step.std),
+        )
+        slopes = [
+            torch.autograd.grad(one.sum(), v, retain_graph=True)[0].unflatten(0, shape)
+            for one in (value, kl)
+        ]
         dt = (batch.sigmas[steps + 1] - batch.sigmas[steps]).view(shape)
         gaussian = GaussianSteps(step.std.view(shape), dt, kl.detach().view(shape))
-        return Evaluation(value.detach().view(shape), gaussian, step.mean.detach().unflatten(0, shape), *slopes)
+        return Evaluation(
+            value.detach().view(shape), gaussian, step.mean.detach().unflatten(0, shape), *slopes
+        )
 
     def pull_back(self, batch: DiffusionBatch, slope: Tensor, coefficients: Tensor) -> Tensor:
-        """sum of coefficients [E, B, T] x d(quantity)/d(LoRA) -> [E, P], for a quantity of each step with the slope
-        [B, T, D] in the velocity.
+        """sum of coefficients [E, B, T] x d(quantity)/d(LoRA) -> [E, P], for a quantity of each
+        step with the slope [B, T, D] in the velocity.
 
         Each step's gradient is taken once and serves all E rows.
         """
-        x, times, classes = batch.all_latents[:, :-1].flatten(0, 1), batch.all_timesteps.flatten(), step_classes(batch)
+        x, times, classes = (
+            batch.all_latents[:, :-1].flatten(0, 1),
+            batch.all_timesteps.flatten(),
+            step_classes(batch),
+        )
         lora, total = self.lora(), torch.zeros(())
         cotangents, weights = slope.flatten(0, 1), coefficients.flatten(1)
         for rows in torch.arange(len(x)).split(CHUNK):
-            found = _step_gradients(self.network, lora, x[rows], times[rows], classes[rows], cotangents[rows])
+            found = _step_gradients(
+                self.network, lora, x[rows], times[rows], classes[rows], cotangents[rows]
+            )
             total = total + weights[:, rows] @ found
         return total
 

@@ -2,7 +2,8 @@
 
     python examples/studies/gradient_figures.py [--output FOLDER]
 
-The background is transparent and the ink a grey of middle lightness, so that a figure reads on light and dark pages.
+The background is transparent and the ink a grey of middle lightness, so that a figure reads on
+light and dark pages.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ STYLE = {
 
 
 def clip_sweep(cells: Cells) -> Any:
-    """What the width of the clip band does before any update, in units of the mismatch's own scale."""
+    """What the width of the clip band does before any update, in units of the mismatch's own
+    scale.
+    """
     panels = (
         ("gated", "share of the gradient lost"),
         ("bias", "bias over length of the truth"),
@@ -63,12 +66,22 @@ def clip_sweep(cells: Cells) -> Any:
         for name in COLOURS:
             found = cell(cells, name)["estimators"]
             values = [_value(found[f"bypass_clip_{multiple:g}"][quantity]) for multiple in SWEEP]
-            axis.plot(SWEEP, values, color=COLOURS[name], marker="o", markersize=3, label=MISMATCHES[name])
+            axis.plot(
+                SWEEP, values, color=COLOURS[name], marker="o", markersize=3, label=MISMATCHES[name]
+            )
             own = REFERENCE_CLIP / cell(cells, name)["calibration"]["floor"]
-            axis.plot(own, _value(found["bypass"][quantity]), color=COLOURS[name], marker="D", markersize=6)
+            axis.plot(
+                own,
+                _value(found["bypass"][quantity]),
+                color=COLOURS[name],
+                marker="D",
+                markersize=6,
+            )
         axis.set(xscale="log", xlabel="clip_ratio over the floor", title=title, ylim=(0, None))
         axis.grid(visible=True)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS))
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS)
+    )
     return figure
 
 
@@ -89,11 +102,22 @@ def directions(cells: Cells) -> Any:
     for name, offset in zip(COLOURS, range(len(COLOURS)), strict=True):
         found = [cell(cells, name)["estimators"][key]["cosine"] for key in chosen]
         places = [place + 0.12 * (offset - (len(COLOURS) - 1) / 2) for place in range(len(chosen))]
-        values, errors = zip(*((float("nan"), 0.0) if one is None else one for one in found), strict=True)
-        axis.errorbar(
-            places, values, errors, color=COLOURS[name], fmt="o", markersize=4, linewidth=1, label=MISMATCHES[name]
+        values, errors = zip(
+            *((float("nan"), 0.0) if one is None else one for one in found), strict=True
         )
-    labels = [NAMES[key].replace("` `", ", ").replace("`", "").replace(", ", "\n") for key in chosen]
+        axis.errorbar(
+            places,
+            values,
+            errors,
+            color=COLOURS[name],
+            fmt="o",
+            markersize=4,
+            linewidth=1,
+            label=MISMATCHES[name],
+        )
+    labels = [
+        NAMES[key].replace("` `", ", ").replace("`", "").replace(", ", "\n") for key in chosen
+    ]
     axis.set_xticks(range(len(chosen)), labels, fontsize=8)
     axis.set(ylabel="cosine with the truth")
     axis.grid(visible=True, axis="y")
@@ -113,7 +137,9 @@ FIGURES = {"gradient_clip": clip_sweep, "gradient_directions": directions}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=PAGE.parent / "figures")
     output, cells = parser.parse_args(arguments).output, load(STUDY)
     with plt.rc_context(STYLE):

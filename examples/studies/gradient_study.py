@@ -1,14 +1,17 @@
-"""The gradient study: bias, variance and cosine of each estimator under mismatch, on a flow whose gradient is known.
+"""The gradient study: bias, variance and cosine of each estimator under mismatch, on a flow whose
+gradient is known.
 
     python examples/studies/gradient_study.py [--quick] [--output FOLDER]
 
-The truth is the expected gradient, over batches that the policy itself samples, of FlowGRPO's loss: mean-scale
-log-probs, advantages of 16 samples about their prompt's mean over the batch's standard deviation, one batch of 1,024
-samples, before any update; everything in float64. An estimator sees batches that a mismatched sampler made from the
-same prompts and the same noise, so that the difference of two gradients is the mismatch's doing and not the draw's.
+The truth is the expected gradient, over batches that the policy itself samples, of FlowGRPO's loss:
+mean-scale log-probs, advantages of 16 samples about their prompt's mean over the batch's standard
+deviation, one batch of 1,024 samples, before any update; everything in float64. An estimator sees
+batches that a mismatched sampler made from the same prompts and the same noise, so that the
+difference of two gradients is the mismatch's doing and not the draw's.
 
-Each cell (a size of the flow and a mismatch) is one file in results/gradient; cells that are there are not repeated.
-About 20 minutes on one core; `--quick --output FOLDER` runs one small cell in a minute.
+Each cell (a size of the flow and a mismatch) is one file in results/gradient; cells that are there
+are not repeated. About 20 minutes on one core; `--quick --output FOLDER` runs one small cell in a
+minute.
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ CALIBRATION = 4  # batches that calibrate a mismatch
 
 
 class Plan(NamedTuple):
-    """Updates that fit the flow, and on-policy ones that move it; batches of 1,024 samples for each mismatch, and of
-    the policy itself for the truth; the mismatches of each size of the flow."""
+    """Updates that fit the flow, and on-policy ones that move it; batches of 1,024 samples for each
+    mismatch, and of the policy itself for the truth; the mismatches of each size of the flow."""
 
     fit: int
     moves: int
@@ -53,7 +56,17 @@ FULL = Plan(
     48,
     384,
     {
-        64: ("bf16", "int8", "int4", "rounding", "guidance", "stale_1", "stale_2", "stale_4", "stale_8"),
+        64: (
+            "bf16",
+            "int8",
+            "int4",
+            "rounding",
+            "guidance",
+            "stale_1",
+            "stale_2",
+            "stale_4",
+            "stale_8",
+        ),
         16: ("bf16", "int4"),
         256: ("bf16", "int4"),
     },
@@ -62,8 +75,8 @@ QUICK = Plan(20, 2, 3, 4, {16: ("bf16",)})
 
 
 class Slopes(NamedTuple):
-    """Of each estimator's loss at every log-prob and every KL, for the rewards and for the rewards dealt out at random
-    [2E, B, T]; what else is reported, by estimator."""
+    """Of each estimator's loss at every log-prob and every KL, for the rewards and for the rewards
+    dealt out at random [2E, B, T]; what else is reported, by estimator."""
 
     at_log_prob: Tensor
     at_kl: Tensor
@@ -71,8 +84,8 @@ class Slopes(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """By estimator, one row for each batch [M, P]: for the rewards, and for those dealt out at random; the means of the
-    metrics."""
+    """By estimator, one row for each batch [M, P]: for the rewards, and for those dealt out at
+    random; the means of the metrics."""
 
     reward: dict[str, Tensor]
     chance: dict[str, Tensor]
@@ -90,7 +103,9 @@ class Study:
         self.truth = self._truth()
 
     def _move(self) -> list[dict[str, Tensor]]:
-        """FlowGRPO on the policy's own samples; the LoRA after each update, the last one in place."""
+        """FlowGRPO on the policy's own samples; the LoRA after each update, the last one in
+        place.
+        """
         problem, estimator = self.problem, estimands()["flow_grpo"]
         lora = problem.lora()
         optimizer = torch.optim.Adam(list(lora.values()), lr=LEARNING_RATE)
@@ -100,7 +115,9 @@ class Study:
             found = problem.evaluate(batch)
             slope, _, _ = estimator.slopes(estimator.settle(batch, found), rewards, found)
             gradient = problem.pull_back(batch, found.log_prob_slope, slope.unsqueeze(0))[0]
-            for parameter, part in zip(lora.values(), gradient.split([p.numel() for p in lora.values()]), strict=True):
+            for parameter, part in zip(
+                lora.values(), gradient.split([p.numel() for p in lora.values()]), strict=True
+            ):
                 parameter.grad = part.view_as(parameter)
             optimizer.step()
             problem.load(lora)
@@ -121,7 +138,9 @@ class Study:
             self.problem.load(self.versions[-1])
             return Sampler(network=older)
         quantization = None if kind == "bf16" else kind
-        return Sampler(network=self.problem.replica(dtype=torch.bfloat16, quantization=quantization))
+        return Sampler(
+            network=self.problem.replica(dtype=torch.bfloat16, quantization=quantization)
+        )
 
     def _truth(self) -> Gradients:
         """On the policy's own samples."""
@@ -133,8 +152,12 @@ class Study:
             rows.append(self.problem.pull_back(batch, found.log_prob_slope, slopes.at_log_prob))
         return _by_estimator(torch.stack(rows, 1), given, [])
 
-    def gradients(self, sampler: Sampler, given: Mapping[str, Estimator]) -> tuple[Gradients, Tensor]:
-        """Of every estimator on the same batches; and that of the mean KL from the rollout [M, P]."""
+    def gradients(
+        self, sampler: Sampler, given: Mapping[str, Estimator]
+    ) -> tuple[Gradients, Tensor]:
+        """Of every estimator on the same batches; and that of the mean KL from the rollout [M,
+        P].
+        """
         rows, to_rollout, metrics = [], [], []
         for index in range(self.plan.batches):
             batch, rewards = self.problem.rollout(sampler, index, "study")
@@ -143,7 +166,9 @@ class Study:
             row = self.problem.pull_back(batch, found.log_prob_slope, slopes.at_log_prob)
             used = slopes.at_kl.flatten(1).any(1)
             mean = torch.full_like(found.log_probs, 1 / found.log_probs.numel()).unsqueeze(0)
-            by_kl = self.problem.pull_back(batch, found.kl_slope, torch.cat([slopes.at_kl[used], mean]))
+            by_kl = self.problem.pull_back(
+                batch, found.kl_slope, torch.cat([slopes.at_kl[used], mean])
+            )
             row[used] += by_kl[:-1]
             rows.append(row)
             to_rollout.append(by_kl[-1])
@@ -158,11 +183,19 @@ def calibration_pairs(problem: Problem, sampler: Sampler, count: int = CALIBRATI
 
 
 def all_slopes(
-    given: Mapping[str, Estimator], batch: DiffusionBatch, found: Evaluation, rewards: Tensor, index: int
+    given: Mapping[str, Estimator],
+    batch: DiffusionBatch,
+    found: Evaluation,
+    rewards: Tensor,
+    index: int,
 ) -> Slopes:
     """Of every estimator on one batch."""
     order = torch.randperm(len(rewards), generator=generator(SEED, index, "chance"))
-    both, both_found, dealt = _twice(batch), _twice_found(found), torch.cat([rewards, rewards[order]])
+    both, both_found, dealt = (
+        _twice(batch),
+        _twice_found(found),
+        torch.cat([rewards, rewards[order]]),
+    )
     at_log_prob, at_kl, metrics = [], [], {}
     for name, estimator in given.items():
         settled = estimator.settle(both, both_found)
@@ -173,31 +206,44 @@ def all_slopes(
     return Slopes(torch.cat(at_log_prob), torch.cat(at_kl), metrics)
 
 
-def _by_estimator(columns: Tensor, given: Mapping[str, Estimator], metrics: Sequence[Any]) -> Gradients:
+def _by_estimator(
+    columns: Tensor, given: Mapping[str, Estimator], metrics: Sequence[Any]
+) -> Gradients:
     """columns [2E, M, P]."""
     pairs = dict(zip(given, columns.unflatten(0, (-1, 2)), strict=True))
     return Gradients(
         {name: pair[0] for name, pair in pairs.items()},
         {name: pair[1] for name, pair in pairs.items()},
-        {name: {key: _mean([one[name][key] for one in metrics]) for key in metrics[0][name]} for name in given}
+        {
+            name: {key: _mean([one[name][key] for one in metrics]) for key in metrics[0][name]}
+            for name in given
+        }
         if metrics
         else {},
     )
 
 
 def _twice(batch: DiffusionBatch) -> DiffusionBatch:
-    """Every sample twice, in groups of their own: one loss serves the rewards and the rewards dealt out at random."""
+    """Every sample twice, in groups of their own: one loss serves the rewards and the rewards dealt
+    out at random.
+    """
     doubled = batch.select(torch.arange(len(batch)).repeat(2))
     return doubled.replace(group=torch.cat([batch.group, batch.group + PROMPTS]))
 
 
 def _twice_found(found: Evaluation) -> Evaluation:
     gaussian = GaussianSteps(*(torch.cat([part, part]) for part in found.gaussian))
-    return Evaluation(torch.cat([found.log_probs] * 2), gaussian, *(torch.cat([part] * 2) for part in found[2:]))
+    return Evaluation(
+        torch.cat([found.log_probs] * 2), gaussian, *(torch.cat([part] * 2) for part in found[2:])
+    )
 
 
-def _shown(measured: Mapping[str, float], settled: DiffusionBatch, slope: Tensor, rewards: Tensor) -> dict[str, Any]:
-    """What the package reports, and the share of |advantage| whose log-prob has no slope, in all and by step."""
+def _shown(
+    measured: Mapping[str, float], settled: DiffusionBatch, slope: Tensor, rewards: Tensor
+) -> dict[str, Any]:
+    """What the package reports, and the share of |advantage| whose log-prob has no slope, in all
+    and by step.
+    """
     centred = rewards - rewards.view(-1, SAMPLES).mean(1).repeat_interleave(SAMPLES)
     size = centred.abs().unsqueeze(1).expand_as(slope)
     gated = torch.where(slope == 0, size, 0.0).sum(0) / size.sum(0)
@@ -230,10 +276,17 @@ def run_cell(study: Study, mismatch: str) -> Cell:
     for name, estimator in given.items():
         own = estimator.estimand
         own_chance = truth.chance[own][:count]
-        rows = Rows(found.reward[name], found.chance[name], truth.reward[own], own_chance, to_rollout)
+        rows = Rows(
+            found.reward[name], found.chance[name], truth.reward[own], own_chance, to_rollout
+        )
         results[name] = {**estimate(rows), **found.metrics[name]}
     seconds = round(time.process_time() - start)
-    return {**_head(study), "calibration": seen._asdict(), "estimators": results, "cpu_seconds": seconds}
+    return {
+        **_head(study),
+        "calibration": seen._asdict(),
+        "estimators": results,
+        "cpu_seconds": seconds,
+    }
 
 
 def truth_cell(study: Study) -> Cell:
@@ -252,18 +305,28 @@ def truth_cell(study: Study) -> Cell:
 
 def _head(study: Study) -> Cell:
     size, batches = study.problem.elements, study.plan.batches
-    return {"seed": SEED, "elements": size, "batches": batches, "samples_per_batch": PROMPTS * SAMPLES}
+    return {
+        "seed": SEED,
+        "elements": size,
+        "batches": batches,
+        "samples_per_batch": PROMPTS * SAMPLES,
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="one small cell, to see that it runs")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     plan = QUICK if options.quick else FULL
     for elements, mismatches in plan.cells.items():
-        files = {name: options.output / STUDY / f"{name}_{elements}.json" for name in ("truth", *mismatches)}
+        files = {
+            name: options.output / STUDY / f"{name}_{elements}.json"
+            for name in ("truth", *mismatches)
+        }
         missing = [name for name, file in files.items() if not file.exists()]
         if not missing:
             continue

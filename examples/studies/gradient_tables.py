@@ -1,4 +1,6 @@
-"""What docs/evidence.md shows of the gradient study: its tables, the numbers inside its sentences, its conclusions."""
+"""What docs/evidence.md shows of the gradient study: its tables, the numbers inside its sentences,
+its conclusions.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ def cell(cells: Cells, mismatch: str, elements: int = MAIN) -> Cell:
 
 
 def one(cells: Cells, mismatch: str, estimator: str, quantity: str, elements: int = MAIN) -> Any:
-    """A quantity of an estimator; the value alone where there is an error beside it. nan where it has none."""
+    """A quantity of an estimator; the value alone where there is an error beside it. nan where it
+    has none.
+    """
     found = cell(cells, mismatch, elements)["estimators"][estimator][quantity]
     if found is None:
         return float("nan")
@@ -96,7 +100,10 @@ def one(cells: Cells, mismatch: str, estimator: str, quantity: str, elements: in
 
 def by_estimator(quantity: str, cells: Cells) -> str:
     """One row for each estimator, one column for each mismatch."""
-    rows = [[label, *(shown(cells, name, key, quantity) for name in MISMATCHES)] for key, label in NAMES.items()]
+    rows = [
+        [label, *(shown(cells, name, key, quantity) for name in MISMATCHES)]
+        for key, label in NAMES.items()
+    ]
     return markdown(["", *MISMATCHES.values()], rows)
 
 
@@ -120,19 +127,33 @@ def number(value: float) -> str:
 
 
 def mismatch_table(cells: Cells) -> str:
-    header = ["rollout", "floor", "first step", "last step", "p99", "over clip 1e-4", "outside 1e-4", "calibrated clip"]
+    header = [
+        "rollout",
+        "floor",
+        "first step",
+        "last step",
+        "p99",
+        "over clip 1e-4",
+        "outside 1e-4",
+        "calibrated clip",
+    ]
     rows = []
     for name, label in MISMATCHES.items():
         seen = cell(cells, name)["calibration"]
         sizes = [seen["floor"], seen["by_step"][0], seen["by_step"][-1], seen["absolute"]["p99"]]
         over, outside = seen["absolute"]["p50"] / 1e-4, one(cells, name, "bypass", "clip_fraction")
-        rows.append([label, *map(number, sizes), f"{over:.1f}", f"{outside:.0%}", number(seen["clip"])])
+        rows.append(
+            [label, *map(number, sizes), f"{over:.1f}", f"{outside:.0%}", number(seen["clip"])]
+        )
     return markdown(header, rows)
 
 
 def headline(cells: Cells) -> str:
     """The direction of what each way of training would follow."""
-    rows = [[NAMES[key], *(fixed(one(cells, name, key, "cosine")) for name in MISMATCHES)] for key in HEADLINE]
+    rows = [
+        [NAMES[key], *(fixed(one(cells, name, key, "cosine")) for name in MISMATCHES)]
+        for key in HEADLINE
+    ]
     return markdown(["cosine", *MISMATCHES.values()], rows)
 
 
@@ -142,12 +163,32 @@ def by_size(cells: Cells) -> str:
     for name in ("bf16", "int4"):
         for size in SIZES:
             floor = cell(cells, name, size)["calibration"]["floor"]
-            cosines = [one(cells, name, key, "cosine", size) for key in ("bypass", "recomputed", "guard_calibrated")]
+            cosines = [
+                one(cells, name, key, "cosine", size)
+                for key in ("bypass", "recomputed", "guard_calibrated")
+            ]
             sampled = one(cells, name, UNBOUNDED, "effective_samples", size)
             noise = one(cells, name, UNBOUNDED, "variance", size)
             sizes = [number(floor), number(floor * size)]
-            rows.append([MISMATCHES[name], size, *sizes, *map(fixed, cosines), fixed(sampled), f"{noise:.1f}"])
-    header = ["rollout", "elements", "floor", "floor of the sum", "bypass", "recomputed", "Guard, calibrated"]
+            rows.append(
+                [
+                    MISMATCHES[name],
+                    size,
+                    *sizes,
+                    *map(fixed, cosines),
+                    fixed(sampled),
+                    f"{noise:.1f}",
+                ]
+            )
+    header = [
+        "rollout",
+        "elements",
+        "floor",
+        "floor of the sum",
+        "bypass",
+        "recomputed",
+        "Guard, calibrated",
+    ]
     return markdown([*header, "samples left, sum", "variance, sum"], rows)
 
 
@@ -155,7 +196,9 @@ def fixed(value: float) -> str:
     return f"{value:.2f}"
 
 
-def extreme(cells: Cells, estimator: str, quantity: str, *, highest: bool, among: Iterable[str] = MISMATCHES) -> float:
+def extreme(
+    cells: Cells, estimator: str, quantity: str, *, highest: bool, among: Iterable[str] = MISMATCHES
+) -> float:
     """Over mismatches."""
     found = [one(cells, name, estimator, quantity) for name in among]
     return max(found) if highest else min(found)
@@ -165,7 +208,9 @@ def lowest(cells: Cells, estimator: str, quantity: str, among: Iterable[str] = M
     return extreme(cells, estimator, quantity, highest=False, among=among)
 
 
-def highest(cells: Cells, estimator: str, quantity: str, among: Iterable[str] = MISMATCHES) -> float:
+def highest(
+    cells: Cells, estimator: str, quantity: str, among: Iterable[str] = MISMATCHES
+) -> float:
     return extreme(cells, estimator, quantity, highest=True, among=among)
 
 
@@ -182,7 +227,10 @@ ENTRIES: dict[str, Callable[[Cells], str]] = {
     "gradient_mismatch": mismatch_table,
     "gradient_headline": headline,
     "gradient_sizes": by_size,
-    **{f"gradient_{name}": partial(by_estimator, name) for name in ("bias", "cosine", "variance", "gated", "chance")},
+    **{
+        f"gradient_{name}": partial(by_estimator, name)
+        for name in ("bias", "cosine", "variance", "gated", "chance")
+    },
     "gradient_trajectories": trajectories,
     "gradient_truth_error": lambda cells: f"{cells[f'truth_{MAIN}']['relative_error']:.0%}",
     "gradient_guard_cosine": lambda cells: fixed(cells[f"truth_{MAIN}"]["guard_cosine"]),
@@ -202,16 +250,28 @@ ENTRIES: dict[str, Callable[[Cells], str]] = {
     "gradient_recomputed_stale_8": a_cosine("stale_8", "recomputed"),
     "gradient_recomputed_int4": a_cosine("int4", "recomputed"),
     "gradient_guard_lowest": lambda cells: fixed(lowest(cells, "guard_calibrated", "cosine")),
-    "gradient_guard_recomputed_lowest": lambda cells: fixed(lowest(cells, "guard_recomputed", "cosine")),
-    "gradient_sum_samples_int4": lambda cells: fixed(one(cells, "int4", UNBOUNDED, "effective_samples")),
-    "gradient_auto_k1": lambda cells: f"{highest(cells, 'bypass_auto_k1', 'rejected', LOW_PRECISION):.1%}",
-    "gradient_auto_step_kl": lambda cells: f"{highest(cells, 'bypass_auto_step_kl', 'rejected', LOW_PRECISION):.1%}",
-    "gradient_auto_stale": lambda cells: f"{highest(cells, 'bypass_auto_k1', 'rejected', STALE):.1%}",
+    "gradient_guard_recomputed_lowest": lambda cells: fixed(
+        lowest(cells, "guard_recomputed", "cosine")
+    ),
+    "gradient_sum_samples_int4": lambda cells: fixed(
+        one(cells, "int4", UNBOUNDED, "effective_samples")
+    ),
+    "gradient_auto_k1": lambda cells: (
+        f"{highest(cells, 'bypass_auto_k1', 'rejected', LOW_PRECISION):.1%}"
+    ),
+    "gradient_auto_step_kl": lambda cells: (
+        f"{highest(cells, 'bypass_auto_step_kl', 'rejected', LOW_PRECISION):.1%}"
+    ),
+    "gradient_auto_stale": lambda cells: (
+        f"{highest(cells, 'bypass_auto_k1', 'rejected', STALE):.1%}"
+    ),
     "gradient_sum_variance_int4": lambda cells: f"{one(cells, 'int4', UNBOUNDED, 'variance'):.0f}",
 }
 
 
-def close(cells: Cells, one_name: str, other: str, quantity: str, within: float, among: Iterable[str]) -> bool:
+def close(
+    cells: Cells, one_name: str, other: str, quantity: str, within: float, among: Iterable[str]
+) -> bool:
     pairs = [[one(cells, name, key, quantity) for key in (one_name, other)] for name in among]
     return all(abs(a - b) <= within for a, b in pairs)
 
@@ -221,12 +281,14 @@ def rising(values: Sequence[float]) -> bool:
 
 
 CLAIMS: dict[str, Callable[[Cells], bool]] = {
-    # A clip below the mismatch loses up to half of the gradient and adds a pull to the rollout's policy.
+    # A clip below the mismatch loses up to half of the gradient and adds a pull to the rollout's
+    # policy.
     "gradient_reference_clip_gates": lambda c: (
         0.35 < lowest(c, "bypass", "gated") < highest(c, "bypass", "gated") < 0.6
     ),
     "gradient_clip_pulls": lambda c: (
-        lowest(c, "bypass", "chance", SYSTEMATIC) > 0.5 and lowest(c, "bypass", "to_rollout", SYSTEMATIC) > 0.9
+        lowest(c, "bypass", "chance", SYSTEMATIC) > 0.5
+        and lowest(c, "bypass", "to_rollout", SYSTEMATIC) > 0.9
     ),
     "gradient_rounding_only_shortens": lambda c: (
         one(c, "rounding", "bypass", "cosine") > 0.98
@@ -237,10 +299,13 @@ CLAIMS: dict[str, Callable[[Cells], bool]] = {
     "gradient_calibrated_clip_helps": lambda c: (
         lowest(c, "bypass_calibrated", "cosine", PRECISE) > 0.98
         and highest(c, "bypass_calibrated", "gated") < 0.01
-        and all(one(c, m, "bypass_calibrated", "bias") < one(c, m, "bypass", "bias") for m in MISMATCHES)
+        and all(
+            one(c, m, "bypass_calibrated", "bias") < one(c, m, "bypass", "bias") for m in MISMATCHES
+        )
     ),
     "gradient_four_floors": lambda c: (
-        lowest(c, "bypass_clip_4", "cosine", PRECISE) > 0.98 and lowest(c, "bypass_clip_1", "cosine", PRECISE) < 0.9
+        lowest(c, "bypass_clip_4", "cosine", PRECISE) > 0.98
+        and lowest(c, "bypass_clip_1", "cosine", PRECISE) < 0.9
     ),
     # What is left after that is no matter of the clip, and the usual corrections do not reach it.
     "gradient_recomputed_is_biased": lambda c: (
@@ -253,10 +318,15 @@ CLAIMS: dict[str, Callable[[Cells], bool]] = {
     ),
     "gradient_mean_weights_do_nothing": lambda c: all(
         close(c, f"{kind}_{level}{scale}", none, "cosine", 0.02, MISMATCHES)
-        for kind, none, scale in (("decoupled", "recomputed", "_mean"), ("reinforce", "reinforce", ""))
+        for kind, none, scale in (
+            ("decoupled", "recomputed", "_mean"),
+            ("reinforce", "reinforce", ""),
+        )
         for level in ("token", "sequence", "geometric")
     ),
-    "gradient_reinforce_is_recomputed": lambda c: close(c, "reinforce", "recomputed", "bias", 1e-6, MISMATCHES),
+    "gradient_reinforce_is_recomputed": lambda c: close(
+        c, "reinforce", "recomputed", "bias", 1e-6, MISMATCHES
+    ),
     "gradient_token_bands_never_fire": lambda c: (
         highest(c, "bypass_band_of_tokens", "rejected") == 0
         and close(c, "bypass_band_of_tokens", "bypass_calibrated", "bias", 0, MISMATCHES)
@@ -271,17 +341,21 @@ CLAIMS: dict[str, Callable[[Cells], bool]] = {
         and lowest(c, UNBOUNDED, "cosine", (*PRECISE, "stale_1")) > 0.99
     ),
     "gradient_sum_weights_end": lambda c: (
-        one(c, "int4", UNBOUNDED, "effective_samples") < 0.1 and one(c, "int4", UNBOUNDED, "variance") > 10
+        one(c, "int4", UNBOUNDED, "effective_samples") < 0.1
+        and one(c, "int4", UNBOUNDED, "variance") > 10
     ),
     "gradient_guard_is_right": lambda c: (
-        lowest(c, "guard_calibrated", "cosine") > 0.97 and highest(c, "guard_calibrated", "variance") < 1.1
+        lowest(c, "guard_calibrated", "cosine") > 0.97
+        and highest(c, "guard_calibrated", "variance") < 1.1
     ),
     "gradient_guard_needs_bypass": lambda c: all(
-        one(c, m, "guard_recomputed", "bias") > one(c, m, "guard_calibrated", "bias") for m in SYSTEMATIC
+        one(c, m, "guard_recomputed", "bias") > one(c, m, "guard_calibrated", "bias")
+        for m in SYSTEMATIC
     ),
     "gradient_guard_reference_clip": lambda c: highest(c, "guard", "cosine", SYSTEMATIC) < 0.9,
     "gradient_sizes_agree": lambda c: all(
-        one(c, name, "bypass", "cosine", size) < 0.8 and one(c, name, "guard_calibrated", "cosine", size) > 0.98
+        one(c, name, "bypass", "cosine", size) < 0.8
+        and one(c, name, "guard_calibrated", "cosine", size) > 0.98
         for name in ("bf16", "int4")
         for size in SIZES
     ),
@@ -290,5 +364,7 @@ CLAIMS: dict[str, Callable[[Cells], bool]] = {
         and rising([-cell(c, name, size)["calibration"]["floor"] for size in SIZES])
         for name in ("bf16", "int4")
     ),
-    "gradient_dppo": lambda c: close(c, "dppo_calibrated", "bypass_calibrated", "cosine", 0.05, MISMATCHES),
+    "gradient_dppo": lambda c: close(
+        c, "dppo_calibrated", "bypass_calibrated", "cosine", 0.05, MISMATCHES
+    ),
 }

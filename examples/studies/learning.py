@@ -1,11 +1,14 @@
-"""What mismatch and its correction do to learning: the bundled OCR task, five seeds for each cell, one budget.
+"""What mismatch and its correction do to learning: the bundled OCR task, five seeds for each cell,
+one budget.
 
-    python examples/studies/learning.py [--full | --quick] [--seeds 5] [--workers 1] [--results FOLDER]
+    python examples/studies/learning.py [--full | --quick] [--seeds 5] [--workers 1] [--results
+    FOLDER]
 
-A cell is a rollout (`ROLLOUTS`) with an arm (`ARMS`). Each run is a process of its own with one thread, and leaves one
-file in FOLDER/learning. Runs that have theirs are skipped, so the same command goes on after an interruption. The cells
-that matter most run their first seed, then their second: whatever is there is balanced. --full adds further cells
-after them; --quick is two short runs, to see that the study works.
+A cell is a rollout (`ROLLOUTS`) with an arm (`ARMS`). Each run is a process of its own with one
+thread, and leaves one file in FOLDER/learning. Runs that have theirs are skipped, so the same
+command goes on after an interruption. The cells
+that matter most run their first seed, then their second: whatever is there is balanced. --full adds
+further cells after them; --quick is two short runs, to see that the study works.
 """
 
 from __future__ import annotations
@@ -52,7 +55,8 @@ ARMS: Mapping[str, Sequence[str]] = {
     "is_rs": (f"{RC}.bypass_mode=false", f"{RC}.rollout_is=sequence", *AUTO),
     "guard": (f"{RC}=bypass_ppo_clip", "actor.diffusion_loss.loss_mode=grpo_guard"),
 }
-# The published recipes' clip, one above the mismatch of bf16, and one above that of int4, which is ten times as large.
+# The published recipes' clip, one above the mismatch of bf16, and one above that of int4, which is
+# ten times as large.
 TIGHT, WIDE, WIDER = 1e-4, 1e-3, 1e-2
 CLIPS = {"recipe": TIGHT, "recomputed_tight": TIGHT, "guard": WIDER}
 MATTER = (
@@ -88,7 +92,8 @@ FURTHER = (
     ("int8", "is_rs"),
 )
 
-# What differs from configs/tiny_ocr.yaml in every run: a quarter of its iterations, all at the full learning rate.
+# What differs from configs/tiny_ocr.yaml in every run: a quarter of its iterations, all at the full
+# learning rate.
 BUDGET = (
     "actor.optim.lr_scheduler=constant",
     "trainer.test_freq=0",
@@ -135,14 +140,22 @@ class Run(NamedTuple):
         return CLIPS.get(self.arm, WIDE)
 
     def overrides(self, budget: Sequence[str], folder: Path) -> list[str]:
-        own = (f"{CLIP}={self.clip_ratio}", f"trainer.seed={self.seed}", f"trainer.output_dir={folder}")
+        own = (
+            f"{CLIP}={self.clip_ratio}",
+            f"trainer.seed={self.seed}",
+            f"trainer.output_dir={folder}",
+        )
         return [*budget, *ROLLOUTS[self.rollout], *ARMS[self.arm], *own]
 
 
 def plan(cells: Sequence[tuple[str, str]], num_seeds: int) -> list[Run]:
-    """Of the cells that matter every first seed, then every second, and so on; then of the further ones."""
+    """Of the cells that matter every first seed, then every second, and so on; then of the further
+    ones.
+    """
     groups = [[cell for cell in cells if (cell in MATTER) == matter] for matter in (True, False)]
-    return [Run(*cell, seed) for group in groups for seed in range(1, num_seeds + 1) for cell in group]
+    return [
+        Run(*cell, seed) for group in groups for seed in range(1, num_seeds + 1) for cell in group
+    ]
 
 
 def measure(run: Run, budget: Sequence[str], results: Path) -> None:
@@ -152,7 +165,9 @@ def measure(run: Run, budget: Sequence[str], results: Path) -> None:
         command = [sys.executable, "-m", "flowgrpo_rc.train", *run.overrides(budget, root)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
         with open(Path(folder) / "said.txt", "w+") as said:
-            process = subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                command, env=environment, stdout=said, stderr=subprocess.STDOUT
+            )
             _, status, usage = os.wait4(process.pid, 0)  # the usage of this process alone
             process.returncode = os.waitstatus_to_exitcode(status)
             if process.returncode != 0:
@@ -162,8 +177,12 @@ def measure(run: Run, budget: Sequence[str], results: Path) -> None:
     save(STUDY, run.name, summary(run, rows, usage), results)
 
 
-def summary(run: Run, rows: Sequence[Mapping[str, float]], usage: resource.struct_rusage) -> dict[str, Any]:
-    """The file of a run: its reward on held-out words before and after, and its curves by iteration."""
+def summary(
+    run: Run, rows: Sequence[Mapping[str, float]], usage: resource.struct_rusage
+) -> dict[str, Any]:
+    """The file of a run: its reward on held-out words before and after, and its curves by
+    iteration.
+    """
     evaluated, steps = [row for row in rows if "val/reward" in row], rows[1:]
     curves = {name: [_value(row, metric) for row in steps] for name, metric in CURVES.items()}
     return {
@@ -182,7 +201,9 @@ def _value(row: Mapping[str, float], metric: str) -> float | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--seeds", type=int, default=5)

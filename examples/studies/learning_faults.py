@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import torch
 
-from flowgrpo_rc.rollout.base import ImageRequest, RolloutChunk
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
+from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
 
 ONE_IN = 4
 
 
 class LateLatents(DiffusersEngine):
-    """One sample in four comes back with its latents recorded one step late; its log-probs, image and reward are right.
+    """One sample in four comes back with its latents recorded one step late; its log-probs, image
+    and reward are right.
 
     A per-sample window that is off by one. The last latent then stands twice.
     """

@@ -2,7 +2,8 @@
 
     python examples/studies/learning_figures.py [--output FOLDER]
 
-The background is transparent and the ink a grey of middle lightness, so that the figure reads on light and dark pages.
+The background is transparent and the ink a grey of middle lightness, so that the figure reads on
+light and dark pages.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ SMOOTHED = 8
 
 
 def draw(cells: Mapping[str, Cell], path: Path) -> None:
-    """Left: reward on held-out words after training, with intervals and single runs. Right: reward by iteration."""
+    """Left: reward on held-out words after training, with intervals and single runs. Right: reward
+    by iteration.
+    """
     grouped = by_cell(cells)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9, 0.9 + 0.27 * len(grouped)), layout="constrained")
@@ -63,7 +66,9 @@ def draw(cells: Mapping[str, Cell], path: Path) -> None:
 def _rewards(axes: Axes, grouped: Mapping[tuple[str, str], Runs]) -> None:
     for row, ((_, arm), runs) in enumerate(grouped.items()):
         found, colour = after(runs), COLOURS[arm]
-        axes.plot([run["after"] for run in runs.values()], [row] * len(runs), "|", color=colour, alpha=0.6)
+        axes.plot(
+            [run["after"] for run in runs.values()], [row] * len(runs), "|", color=colour, alpha=0.6
+        )
         error = None if math.isinf(found.half) else found.half
         axes.errorbar(found.mean, row, xerr=error, fmt="o", color=colour, capsize=3, markersize=5)
     any_run = next(run for runs in grouped.values() for run in runs.values())
@@ -76,7 +81,9 @@ def _rewards(axes: Axes, grouped: Mapping[tuple[str, str], Runs]) -> None:
 
 
 def _curves(axes: Axes, grouped: Mapping[tuple[str, str], Runs], rollout: str = "int4") -> None:
-    shown = {cell: runs for cell, runs in grouped.items() if cell == REFERENCE or cell[0] == rollout}
+    shown = {
+        cell: runs for cell, runs in grouped.items() if cell == REFERENCE or cell[0] == rollout
+    }
     for (kind, arm), runs in shown.items():
         curves = [run["curves"]["reward"] for run in runs.values()]
         mean = [statistics.mean(values) for values in zip(*curves, strict=True)]
@@ -88,7 +95,9 @@ def _curves(axes: Axes, grouped: Mapping[tuple[str, str], Runs], rollout: str = 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=PAGE.parent / "figures")
     draw(load(STUDY), parser.parse_args(arguments).output / "learning.svg")
 

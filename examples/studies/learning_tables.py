@@ -1,6 +1,7 @@
 """What docs/evidence.md shows of the learning study.
 
-Intervals are 95% of Student's t over the seeds; differences are paired, each run against the reference of its own seed.
+Intervals are 95% of Student's t over the seeds; differences are paired, each run against the
+reference of its own seed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Estimate(NamedTuple):
 
     @property
     def signed(self) -> str:
-        return f"{self.mean:+.3f}" if math.isinf(self.half) else f"{self.mean:+.3f} ± {self.half:.3f}"
+        return (
+            f"{self.mean:+.3f}" if math.isinf(self.half) else f"{self.mean:+.3f} ± {self.half:.3f}"
+        )
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -53,7 +56,11 @@ def by_cell(cells: Mapping[str, Cell]) -> dict[tuple[str, str], dict[int, Cell]]
     found: dict[tuple[str, str], dict[int, Cell]] = {}
     for rollout in ROLLOUTS:
         for arm in ARMS:
-            runs = {run["seed"]: run for run in cells.values() if (run["rollout"], run["arm"]) == (rollout, arm)}
+            runs = {
+                run["seed"]: run
+                for run in cells.values()
+                if (run["rollout"], run["arm"]) == (rollout, arm)
+            }
             if runs:
                 found[rollout, arm] = dict(sorted(runs.items()))
     return found
@@ -66,7 +73,11 @@ def after(runs: Runs) -> Estimate:
 def difference(runs: Runs, reference: Runs) -> Estimate | None:
     """Reward after training less that of the reference, over the seeds that both have."""
     common = runs.keys() & reference.keys()
-    return estimate([runs[seed]["after"] - reference[seed]["after"] for seed in sorted(common)]) if common else None
+    return (
+        estimate([runs[seed]["after"] - reference[seed]["after"] for seed in sorted(common)])
+        if common
+        else None
+    )
 
 
 def collapsed(runs: Runs) -> int:
@@ -83,14 +94,24 @@ def rewards(cells: Mapping[str, Cell]) -> str:
         exact = estimate([run["exact_after"] for run in runs.values()])
         against, fell = NOTHING if gap is None else gap.signed, f"{collapsed(runs)} of {len(runs)}"
         rows.append([rollout, f"`{arm}`", len(runs), after(runs), against, exact, fell])
-    header = ["rollout", "arm", "seeds", "reward after", "against the reference", "exact match", "collapsed"]
+    header = [
+        "rollout",
+        "arm",
+        "seeds",
+        "reward after",
+        "against the reference",
+        "exact match",
+        "collapsed",
+    ]
     return markdown(header, rows)
 
 
 def mechanics(cells: Mapping[str, Cell]) -> str:
     rows = []
     for (rollout, arm), runs in by_cell(cells).items():
-        clipped, rejected = (_over_runs(runs, name, ".1%") for name in ("clip_fraction", "rejected_fraction"))
+        clipped, rejected = (
+            _over_runs(runs, name, ".1%") for name in ("clip_fraction", "rejected_fraction")
+        )
         size = _over_runs(runs, "eff_sample_size", ".4f")
         seconds = min(second for run in runs.values() for second in run["curves"]["seconds"])
         cpu = statistics.median(run["cpu_seconds"] for run in runs.values())
@@ -121,7 +142,9 @@ def reached(rollout: str, arm: str) -> Callable[[Mapping[str, Cell]], str]:
     return lambda cells: str(after(by_cell(cells)[rollout, arm]))
 
 
-def gap(cells: Mapping[str, Cell], rollout: str, arm: str, to: tuple[str, str] = REFERENCE) -> Estimate:
+def gap(
+    cells: Mapping[str, Cell], rollout: str, arm: str, to: tuple[str, str] = REFERENCE
+) -> Estimate:
     """Reward after training less that of another cell."""
     grouped = by_cell(cells)
     found = difference(grouped[rollout, arm], grouped[to])
@@ -129,13 +152,17 @@ def gap(cells: Mapping[str, Cell], rollout: str, arm: str, to: tuple[str, str] =
     return found
 
 
-def less(rollout: str, arm: str, to: tuple[str, str] = REFERENCE) -> Callable[[Mapping[str, Cell]], str]:
+def less(
+    rollout: str, arm: str, to: tuple[str, str] = REFERENCE
+) -> Callable[[Mapping[str, Cell]], str]:
     return lambda cells: gap(cells, rollout, arm, to).signed
 
 
 def spread(rollout: str, arm: str) -> Callable[[Mapping[str, Cell]], str]:
     """The standard deviation over the runs of a cell."""
-    return lambda cells: f"{statistics.stdev(run['after'] for run in by_cell(cells)[rollout, arm].values()):.3f}"
+    return lambda cells: (
+        f"{statistics.stdev(run['after'] for run in by_cell(cells)[rollout, arm].values()):.3f}"
+    )
 
 
 def over_runs(rollout: str, arm: str, curve: str, form: str) -> Callable[[Mapping[str, Cell]], str]:
@@ -147,7 +174,9 @@ def as_good(cells: Mapping[str, Cell], rollout: str, arm: str) -> bool:
     return collapsed(by_cell(cells)[rollout, arm]) == 0 and gap(cells, rollout, arm).mean > -CLOSE
 
 
-def worse(cells: Mapping[str, Cell], rollout: str, arm: str, to: tuple[str, str] = REFERENCE) -> bool:
+def worse(
+    cells: Mapping[str, Cell], rollout: str, arm: str, to: tuple[str, str] = REFERENCE
+) -> bool:
     """Below, with its whole interval."""
     found = gap(cells, rollout, arm, to)
     return found.mean + found.half < 0
@@ -180,10 +209,16 @@ ENTRIES: dict[str, Callable[[Mapping[str, Cell]], str]] = {
 }
 CLAIMS: dict[str, Callable[[Mapping[str, Cell]], bool]] = {
     "learning_int4_collapses": lambda c: all_collapse(c, "int4", "recipe"),
-    "learning_int4_is_saved": lambda c: as_good(c, "int4", "recomputed") and as_good(c, "int4", "guard"),
-    "learning_bf16_costs": lambda c: worse(c, "bf16", "recipe") and not all_collapse(c, "bf16", "recipe"),
+    "learning_int4_is_saved": lambda c: (
+        as_good(c, "int4", "recomputed") and as_good(c, "int4", "guard")
+    ),
+    "learning_bf16_costs": lambda c: (
+        worse(c, "bf16", "recipe") and not all_collapse(c, "bf16", "recipe")
+    ),
     "learning_bf16_is_saved": lambda c: as_good(c, "bf16", "calibrated"),
-    "learning_stale_costs": lambda c: worse(c, "stale", "recipe") and worse(c, "stale", "recipe", ("stale", "is")),
+    "learning_stale_costs": lambda c: (
+        worse(c, "stale", "recipe") and worse(c, "stale", "recipe", ("stale", "is"))
+    ),
     "learning_stale_is_saved": lambda c: as_good(c, "stale", "is"),
     "learning_weights_do_nothing": lambda c: float(ENTRIES["learning_stale_size"](c)) > 0.999,
     "learning_fault_collapses": lambda c: all_collapse(c, "fault", "recipe"),

@@ -1,7 +1,8 @@
-"""Lengths and angles of expected gradients, from noisy ones, without the bias that noise has on squares.
+"""Lengths and angles of expected gradients, from noisy ones, without the bias that noise has on
+squares.
 
-Legend: M batches that a mismatched rollout and the policy itself made from the same noise, N >= M batches of the policy
-itself, of which the first M are those; P trained numbers.
+Legend: M batches that a mismatched rollout and the policy itself made from the same noise, N >= M
+batches of the policy itself, of which the first M are those; P trained numbers.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ BLOCKS = 16  # of batches, for the jackknife
 
 
 class Rows(NamedTuple):
-    """Gradients: `reward` [M, P] of an estimator's loss, `chance` [M, P] of its loss with the rewards dealt out at
-    random, `truth` [N, P] and `truth_chance` [M, P] of the policy's own, `to_rollout` [M, P] of the mean KL from the
-    rollout."""
+    """Gradients: `reward` [M, P] of an estimator's loss, `chance` [M, P] of its loss with the
+    rewards dealt out at random, `truth` [N, P] and `truth_chance` [M, P] of the policy's own,
+    `to_rollout` [M, P] of the mean KL from the rollout."""
 
     reward: Tensor
     chance: Tensor
@@ -31,7 +32,8 @@ class Rows(NamedTuple):
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
-    """<E a, E b> from rows [M, P] and [N, P], M <= N, of which the first M belong together and others are independent.
+    """<E a, E b> from rows [M, P] and [N, P], M <= N, of which the first M belong together and
+    others are independent.
 
     The products of rows that belong together, whose noise is not independent, are left out.
     """
@@ -52,10 +54,10 @@ def spread(a: Tensor) -> Tensor:
 def quantities(rows: Rows) -> dict[str, Tensor]:
     """In units of the true gradient's length.
 
-    bias: |E g - truth|; along: the component of E g along the truth; cosine: between them; variance: of one batch's
-    gradient, over that of an on-policy one; chance: |E g| where rewards are dealt out at random and no gradient should
-    be; to_rollout: its cosine with the gradient of the KL from the rollout, 1 where its descent leads straight to
-    the rollout's policy.
+    bias: |E g - truth|; along: the component of E g along the truth; cosine: between them;
+    variance: of one batch's gradient, over that of an on-policy one; chance: |E g| where rewards
+    are dealt out at random and no gradient should be; to_rollout: its cosine with the gradient of
+    the KL from the rollout, 1 where its descent leads straight to the rollout's policy.
     """
     paired, truth = rows.truth[: len(rows.reward)], rows.truth
     error, drift = rows.reward - paired, rows.chance - rows.truth_chance
@@ -71,7 +73,8 @@ def quantities(rows: Rows) -> dict[str, Tensor]:
 
 
 def estimate(rows: Rows) -> dict[str, list[float] | None]:
-    """Each quantity with its standard error, by the jackknife over blocks of batches. None for an angle that the noise
+    """Each quantity with its standard error, by the jackknife over blocks of batches. None for an
+    angle that the noise
     leaves open: not finite, or of a drift that is not three standard errors long."""
     left_out = [quantities(rows.without(block)) for block in range(min(BLOCKS, len(rows.reward)))]
     found: dict[str, list[float] | None] = {}

@@ -49,7 +49,9 @@ def studies(results: Path = RESULTS) -> list[Study]:
 
 
 def fill(page: str, found: Sequence[Study]) -> str:
-    """The page with every table and value written anew. KeyError for a marker that no study knows."""
+    """The page with every table and value written anew. KeyError for a marker that no study
+    knows.
+    """
     texts = {name: (study, entry) for study in found for name, entry in study.entries.items()}
 
     def text(match: re.Match[str]) -> str:
@@ -62,7 +64,9 @@ def fill(page: str, found: Sequence[Study]) -> str:
 
 
 def broken_claims(page: str, found: Sequence[Study]) -> list[str]:
-    """The conclusions of the page that the data contradicts. KeyError for one that no study knows."""
+    """The conclusions of the page that the data contradicts. KeyError for one that no study
+    knows.
+    """
     claims = {name: (study, claim) for study in found for name, claim in study.claims.items()}
     used = [(name, *claims[name]) for name in CLAIM.findall(page)]
     return [name for name, study, claim in used if not claim(study.cells)]
@@ -75,12 +79,18 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None, page: Path = PAGE) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; fail where page and data disagree")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; fail where page and data disagree"
+    )
     check, found, text = parser.parse_args(arguments).check, studies(), page.read_text()
     new = fill(text, found)
     if check and new != text:
-        raise SystemExit(f"{page.name} does not show the data: run python examples/studies/tables.py")
+        raise SystemExit(
+            f"{page.name} does not show the data: run python examples/studies/tables.py"
+        )
     page.write_text(new)
     if broken := broken_claims(text, found):
         raise SystemExit(f"{page.name} concludes what the data contradicts: {', '.join(broken)}")

@@ -19,6 +19,10 @@ def path(name: str) -> Path:
 
 
 def _bundled() -> list[str]:
-    checkpoints = [config.parent.name for name in ("model_index", "config") for config in ROOT.glob(f"*/{name}.json")]
+    checkpoints = [
+        config.parent.name
+        for name in ("model_index", "config")
+        for config in ROOT.glob(f"*/{name}.json")
+    ]
     prompts = [f"prompts/{file.name}" for file in ROOT.glob("prompts/*")]
     return sorted(checkpoints) + sorted(prompts)

@@ -2,18 +2,20 @@
 
     python -m flowgrpo_rc.assets.build_tiny_adder_lm [--out DIR]
 
-writes DIR/tiny_adder_lm (transformers layout, with build_metrics.json) and DIR/prompts. Without --out they replace the
-bundled ones. Takes about six minutes on one CPU thread.
+writes DIR/tiny_adder_lm (transformers layout, with build_metrics.json) and DIR/prompts. Without
+--out they replace the bundled ones. Takes about six minutes on one CPU thread.
 
-The model is a three-layer Llama with one token per character. It continues "37+58=" with "95" and an end token;
-operands have one to three digits. It is half good on purpose, so that reinforcement learning has something to raise.
-Its pre-training text is the homework of two pupils who forget every carry of a sum ("37+58=85"), the first in 40% of
-the sums, the second, whom the model reads last, in 80%; the second also miswrites one digit in 5% of the answers. So
-the model knows how to add, but prefers to forget the carry. The prompts of the validation list were never in that
-text, in neither order of the operands; those of the training list may have been.
+The model is a three-layer Llama with one token per character. It continues "37+58=" with "95" and
+an end token; operands have one to three digits. It is half good on purpose, so that reinforcement
+learning has something to raise. Its pre-training text is the homework of two pupils who forget
+every carry of a sum ("37+58=85"), the first in 40% of the sums, the second, whom the model reads
+last, in 80%; the second also miswrites one digit in 5% of the answers. So the model knows how to
+add, but prefers to forget the carry. The prompts of the validation list were never in that text, in
+neither order of the operands; those of the training list may have been.
 
-The build measures the exact-match accuracy on the 512 validation prompts, greedy and sampled at temperature 1, prints
-it and keeps it in build_metrics.json. `either` there is the fraction of answers that are right or right but for
+The build measures the exact-match accuracy on the 512 validation prompts, greedy and sampled at
+temperature 1, prints it and keeps it in build_metrics.json. `either` there is the fraction of
+answers that are right or right but for
 forgotten carries: about what RL can reach by changing the preference alone.
 """
 
@@ -32,7 +34,13 @@ from statistics import fmean
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from flowgrpo_rc.assets import ROOT
 
@@ -64,14 +72,19 @@ class Pupil:
     slip: float  # fraction of the answers in which one digit is replaced by a random one
 
 
-PUPILS = (Pupil(num_steps=1800, forget_carry=0.4, slip=0.0), Pupil(num_steps=600, forget_carry=0.8, slip=0.05))
+PUPILS = (
+    Pupil(num_steps=1800, forget_carry=0.4, slip=0.0),
+    Pupil(num_steps=600, forget_carry=0.8, slip=0.05),
+)
 NUM_STEPS = sum(pupil.num_steps for pupil in PUPILS)
 
 logger = logging.getLogger(__name__)
 
 
 def build(out: Path) -> None:
-    """The whole build: prompt lists, pre-training, saving, and the evaluation of the saved files."""
+    """The whole build: prompt lists, pre-training, saving, and the evaluation of the saved
+    files.
+    """
     torch.set_num_threads(NUM_THREADS)
     start = time.perf_counter()
     train_sums, val_sums = split_sums()
@@ -105,7 +118,9 @@ def prompt(operands: Sum) -> str:
 
 def random_sum(rng: random.Random) -> Sum:
     """Two operands of one to three digits each."""
-    first, second = (rng.choice(OPERANDS[length]) for length in rng.choices((1, 2, 3), LENGTH_WEIGHTS, k=2))
+    first, second = (
+        rng.choice(OPERANDS[length]) for length in rng.choices((1, 2, 3), LENGTH_WEIGHTS, k=2)
+    )
     return first, second
 
 
@@ -125,7 +140,9 @@ def answer(operands: Sum, pupil: Pupil, rng: random.Random) -> str:
 
 
 def split_sums() -> tuple[list[Sum], list[Sum]]:
-    """Sums for the training and for the validation prompts, all different whatever the order of the operands."""
+    """Sums for the training and for the validation prompts, all different whatever the order of the
+    operands.
+    """
     rng = random.Random(SEED)
     sums: dict[Sum, Sum] = {}
     while len(sums) < NUM_TRAIN_PROMPTS + NUM_VAL_PROMPTS:
@@ -136,7 +153,9 @@ def split_sums() -> tuple[list[Sum], list[Sum]]:
 
 
 def write_prompts(folder: Path, train_sums: Sequence[Sum], val_sums: Sequence[Sum]) -> None:
-    """`adder_train.jsonl` and `adder_val.jsonl`: one {"prompt": "37+58=", "target": "95"} a line."""
+    """`adder_train.jsonl` and `adder_val.jsonl`: one {"prompt": "37+58=", "target": "95"} a
+    line.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name, sums in (("adder_train.jsonl", train_sums), ("adder_val.jsonl", val_sums)):
         rows = [{"prompt": prompt(operands), "target": str(sum(operands))} for operands in sums]
@@ -151,7 +170,12 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     raw.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=raw, pad_token=pad, eos_token=eos, unk_token=unk, padding_side="left", model_max_length=64
+        tokenizer_object=raw,
+        pad_token=pad,
+        eos_token=eos,
+        unk_token=unk,
+        padding_side="left",
+        model_max_length=64,
     )
 
 
@@ -172,11 +196,17 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def pretrain(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, *, exclude: Sequence[Sum]) -> float:
-    """Next-token training on the answers of one pupil after the other; returns the mean loss of the last 100 steps."""
+def pretrain(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, *, exclude: Sequence[Sum]
+) -> float:
+    """Next-token training on the answers of one pupil after the other; returns the mean loss of the
+    last 100 steps.
+    """
     rng = random.Random(SEED + 1)
     excluded = frozenset(map(_unordered, exclude))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.05)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.05
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _learning_rate_factor)
     losses: list[float] = []
     for pupil in [p for p in PUPILS for _ in range(p.num_steps)]:
@@ -193,7 +223,9 @@ def pretrain(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, *, exc
 
 
 def evaluate_checkpoint(checkpoint: Path, sums: Sequence[Sum]) -> dict[str, dict[str, float]]:
-    """Accuracy of the saved files, loaded as a user loads them, greedy and sampled at temperature 1."""
+    """Accuracy of the saved files, loaded as a user loads them, greedy and sampled at temperature
+    1.
+    """
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     prompts = tokenizer([prompt(operands) for operands in sums], padding=True, return_tensors="pt")
@@ -201,21 +233,27 @@ def evaluate_checkpoint(checkpoint: Path, sums: Sequence[Sum]) -> dict[str, dict
     accuracy = {}
     for name, do_sample in (("greedy", False), ("sampled", True)):
         tokens_BT = model.generate(**prompts, do_sample=do_sample, max_new_tokens=MAX_NEW_TOKENS)
-        answers = tokenizer.batch_decode(tokens_BT[:, prompts.input_ids.shape[1] :], skip_special_tokens=True)
+        answers = tokenizer.batch_decode(
+            tokens_BT[:, prompts.input_ids.shape[1] :], skip_special_tokens=True
+        )
         accuracy[name] = _accuracy(answers, sums)
     return accuracy
 
 
 def _accuracy(answers: Sequence[str], sums: Sequence[Sum]) -> dict[str, float]:
     is_right = [text == str(sum(operands)) for text, operands in zip(answers, sums, strict=True)]
-    is_carryless = [text == str(without_carry(operands)) for text, operands in zip(answers, sums, strict=True)]
+    is_carryless = [
+        text == str(without_carry(operands)) for text, operands in zip(answers, sums, strict=True)
+    ]
     return {"exact": fmean(is_right), "either": fmean(map(max, is_right, is_carryless))}
 
 
 def _batch(
     tokenizer: PreTrainedTokenizerFast, pupil: Pupil, rng: random.Random, excluded: Collection[Sum]
 ) -> dict[str, torch.Tensor]:
-    """Sums that the pupil answered, padded on the right; the labels cover the answer and the end token."""
+    """Sums that the pupil answered, padded on the right; the labels cover the answer and the end
+    token.
+    """
     texts: list[str] = []
     while len(texts) < BATCH_SIZE:
         operands = random_sum(rng)
@@ -238,8 +276,12 @@ def _unordered(operands: Sum) -> Sum:
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT, help="where to write (default: replace the bundled files)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT, help="where to write (default: replace the bundled files)"
+    )
     build(parser.parse_args().out)
 
 

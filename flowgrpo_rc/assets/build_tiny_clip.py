@@ -2,16 +2,18 @@
 
     python -m flowgrpo_rc.assets.build_tiny_clip [--out DIR]
 
-writes DIR/tiny_clip (transformers layout, with build_metrics.json). Without --out it replaces the bundled one. Takes
-about seven minutes of one CPU thread.
+writes DIR/tiny_clip (transformers layout, with build_metrics.json). Without --out it replaces the
+bundled one. Takes about seven minutes of one CPU thread.
 
-The model is a stock `CLIPModel`: a ViT on the picture resized to 48 x 48, and a text encoder with one token per
-character. It is trained with CLIP's contrastive loss on rendered words, blurred and noisy in part, against the words.
-Every second word of a batch is the one before it with one character changed, so that single characters count. The words
-of the validation list are never trained on.
+The model is a stock `CLIPModel`: a ViT on the picture resized to 48 x 48, and a text encoder with
+one token per character. It is trained with CLIP's contrastive loss on rendered words, blurred and
+noisy in part, against the words. Every second word of a batch is the one before it with one
+character changed, so that single characters count. The words of the validation list are never
+trained on.
 
-The build measures, on the 512 validation words, how often the right word is found among all of them, and how often a
-picture is nearer to its word than to the same word with one character changed.
+The build measures, on the 512 validation words, how often the right word is found among all of
+them, and how often a picture is nearer to its word than to the same word with one character
+changed.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ def build(out: Path) -> None:
         "num_parameters": model.num_parameters(),
         "num_threads": NUM_THREADS,
         "seconds": round(time.perf_counter() - start),
-        "versions": {name: version(name) for name in ("torch", "transformers", "tokenizers", "pillow")},
+        "versions": {
+            name: version(name) for name in ("torch", "transformers", "tokenizers", "pillow")
+        },
     }
     (checkpoint / "build_metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     logger.info("%s", json.dumps(metrics["val"], indent=2))
@@ -101,16 +105,24 @@ def build_model(tokenizer: CLIPTokenizer) -> CLIPModel:
 
 
 def train(
-    model: CLIPModel, tokenizer: CLIPTokenizer, processor: CLIPImageProcessorPil, *, exclude: Sequence[str]
+    model: CLIPModel,
+    tokenizer: CLIPTokenizer,
+    processor: CLIPImageProcessorPil,
+    *,
+    exclude: Sequence[str],
 ) -> float:
     """Contrastive training; returns the mean loss of the last 100 steps."""
     rng, excluded = np.random.default_rng(SEED + 1), frozenset(exclude)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.05)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.05
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _learning_rate_factor)
     losses: list[float] = []
     while len(losses) < NUM_STEPS:
         words = _words_in_pairs(rng, excluded)
-        pictures = processor([_degraded(render(word, rng), rng) for word in words], return_tensors="pt")
+        pictures = processor(
+            [_degraded(render(word, rng), rng) for word in words], return_tensors="pt"
+        )
         texts = tokenizer([prompt(word) for word in words], padding=True, return_tensors="pt")
         loss = model(**texts, **pictures, return_loss=True).loss
         loss.backward()
@@ -128,7 +140,10 @@ def train(
 def evaluate_checkpoint(checkpoint: Path, words: Sequence[str]) -> dict[str, float]:
     """Accuracy of the saved files on clean pictures, loaded as a user loads them."""
     model = CLIPModel.from_pretrained(checkpoint).eval()
-    tokenizer, processor = CLIPTokenizer.from_pretrained(checkpoint), CLIPImageProcessorPil.from_pretrained(checkpoint)
+    tokenizer, processor = (
+        CLIPTokenizer.from_pretrained(checkpoint),
+        CLIPImageProcessorPil.from_pretrained(checkpoint),
+    )
     rng = np.random.default_rng(SEED + 2)
     pictures = processor(list(render_all(words, rng)), return_tensors="pt")
 
@@ -179,8 +194,12 @@ def _learning_rate_factor(step: int) -> float:
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT, help="where to write (default: replace the bundled files)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT, help="where to write (default: replace the bundled files)"
+    )
     build(parser.parse_args().out)
 
 

@@ -2,8 +2,8 @@
 
     python -m flowgrpo_rc.assets.build_tiny_glyph_sd3 [--out DIR]
 
-writes DIR/tiny_glyph_sd3 (diffusers layout, with build.log and build_metrics.json) and DIR/prompts. Without --out they
-replace the bundled ones. Takes about half an hour on two CPU cores.
+writes DIR/tiny_glyph_sd3 (diffusers layout, with build.log and build_metrics.json) and DIR/prompts.
+Without --out they replace the bundled ones. Takes about half an hour on two CPU cores.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ SEED = 0
 NUM_THREADS = 2
 NUM_TRAIN_WORDS = 8192
 NUM_VAL_WORDS = 512
-NUM_MONITOR_WORDS = 256  # evaluated during training, to end it; like the val words never rendered in training
+NUM_MONITOR_WORDS = (
+    256  # evaluated during training, to end it; like the val words never rendered in training
+)
 
 logger = logging.getLogger(__name__)
 
@@ -63,20 +65,29 @@ def build(out: Path, *, snapshots: Path | None = None) -> None:
 
     metrics = {
         "seed": SEED,
-        "vae": asdict(VaeConfig()) | {"reconstruction": asdict(reconstruction), "seconds": round(vae_seconds)},
+        "vae": asdict(VaeConfig())
+        | {"reconstruction": asdict(reconstruction), "seconds": round(vae_seconds)},
         "flow": asdict(FlowConfig())
-        | {"num_steps": result.num_steps, "loss": result.loss, "seconds": round(train_seconds - vae_seconds)},
+        | {
+            "num_steps": result.num_steps,
+            "loss": result.loss,
+            "seconds": round(train_seconds - vae_seconds),
+        },
         "val": evaluate_checkpoint(checkpoint, val_words),
         "num_parameters": _num_parameters(result.pipe),
         "num_threads": NUM_THREADS,
-        "versions": {name: version(name) for name in ("torch", "diffusers", "transformers", "pillow")},
+        "versions": {
+            name: version(name) for name in ("torch", "diffusers", "transformers", "pillow")
+        },
     }
     (checkpoint / "build_metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     logger.info("done in %.0f s", time.perf_counter() - start)
 
 
 def split_words() -> tuple[list[str], list[str], list[str]]:
-    """Distinct words for training prompts, for validation, and for deciding when pre-training ends."""
+    """Distinct words for training prompts, for validation, and for deciding when pre-training
+    ends.
+    """
     rng = np.random.default_rng(SEED)
     words = glyphs.distinct_words(NUM_TRAIN_WORDS + NUM_VAL_WORDS + NUM_MONITOR_WORDS, rng)
     train_end, val_end = NUM_TRAIN_WORDS, NUM_TRAIN_WORDS + NUM_VAL_WORDS
@@ -93,8 +104,9 @@ def write_prompts(folder: Path, train_words: Sequence[str], val_words: Sequence[
 def save(pipe: StableDiffusion3Pipeline, folder: Path) -> None:
     """Write the checkpoint, transformer and VAE in fp16.
 
-    The text encoders stay in fp32: transformers loads them in the precision of the file and diffusers loads the others
-    in fp32, so a pipeline that is loaded without arguments would mix the two. They weigh 0.9 MB.
+    The text encoders stay in fp32: transformers loads them in the precision of the file and
+    diffusers loads the others in fp32, so a pipeline that is loaded without arguments would mix the
+    two. They weigh 0.9 MB.
     """
     pipe.save_pretrained(folder)
     for name in ("transformer", "vae"):
@@ -102,21 +114,30 @@ def save(pipe: StableDiffusion3Pipeline, folder: Path) -> None:
 
 
 def evaluate_checkpoint(checkpoint: Path, words: Sequence[str]) -> dict[str, object]:
-    """OCR reward of the saved files, loaded as a user loads them, without guidance and with guidance 3."""
+    """OCR reward of the saved files, loaded as a user loads them, without guidance and with
+    guidance 3.
+    """
     pipe = StableDiffusion3Pipeline.from_pretrained(checkpoint)
     pipe.set_progress_bar_config(disable=True)
-    metrics: dict[str, object] = {"num_words": len(words), "num_inference_steps": NUM_INFERENCE_STEPS}
+    metrics: dict[str, object] = {
+        "num_words": len(words),
+        "num_inference_steps": NUM_INFERENCE_STEPS,
+    }
     for guidance_scale in (1.0, 3.0):
         images = generate(pipe, words, seed=SEED, guidance_scale=guidance_scale)
         score = readability(images, words)
         metrics[f"guidance_{guidance_scale:g}"] = asdict(score)
-        logger.info("val, guidance %g: reward %.3f, exact %.3f", guidance_scale, score.reward, score.exact)
+        logger.info(
+            "val, guidance %g: reward %.3f, exact %.3f", guidance_scale, score.reward, score.exact
+        )
     return metrics
 
 
 def _reconstruction(vae: AutoencoderKL, words: Sequence[str]) -> Readability:
     """How well OCR reads pictures that went through the VAE."""
-    pixels_NCHW = torch.from_numpy(glyphs.render_all(words, np.random.default_rng(SEED))).permute(0, 3, 1, 2)
+    pixels_NCHW = torch.from_numpy(glyphs.render_all(words, np.random.default_rng(SEED))).permute(
+        0, 3, 1, 2
+    )
     with torch.no_grad():
         decoded = vae.decode(encode(vae, pixels_NCHW)).sample
     images = ((decoded.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1)
@@ -124,7 +145,9 @@ def _reconstruction(vae: AutoencoderKL, words: Sequence[str]) -> Readability:
 
 
 def _num_parameters(pipe: StableDiffusion3Pipeline) -> dict[str, int]:
-    models = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+    models = {
+        name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
+    }
     return {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
 
 
@@ -137,9 +160,15 @@ def _log_to(file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT, help="where to write (default: replace the bundled files)")
-    parser.add_argument("--snapshots", type=Path, help="also keep a checkpoint at every evaluation, in this folder")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT, help="where to write (default: replace the bundled files)"
+    )
+    parser.add_argument(
+        "--snapshots", type=Path, help="also keep a checkpoint at every evaluation, in this folder"
+    )
     arguments = parser.parse_args()
     build(arguments.out, snapshots=arguments.snapshots)
 

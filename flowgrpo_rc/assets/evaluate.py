@@ -28,7 +28,9 @@ def readability(images: np.ndarray, words: Sequence[str]) -> Readability:
     """Score pictures [N, H, W, 3] uint8 that should show `words`."""
     from flowgrpo_rc.rewards.ocr import OCR
 
-    prompts = [Prompt(text=glyphs.prompt(word), index=i, target=word) for i, word in enumerate(words)]
+    prompts = [
+        Prompt(text=glyphs.prompt(word), index=i, target=word) for i, word in enumerate(words)
+    ]
     scores = OCR()(images, prompts)
     return Readability(reward=fmean(scores.values), exact=fmean(scores.parts["exact"]))
 

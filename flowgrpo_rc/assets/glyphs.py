@@ -15,7 +15,11 @@ ALPHABET = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"  # without O, 0, I and 1, which lo
 WORD_LENGTHS = (3, 4, 5)
 HEIGHT, WIDTH = 32, 64
 
-_FONT_SIZES = {3: (22, 25), 4: (19, 22), 5: (16, 18)}  # word length -> smallest and largest size tried, in pixels
+_FONT_SIZES = {
+    3: (22, 25),
+    4: (19, 22),
+    5: (16, 18),
+}  # word length -> smallest and largest size tried, in pixels
 _MARGIN = 1
 
 
@@ -30,7 +34,9 @@ def random_word(rng: np.random.Generator) -> str:
     return "".join(ALPHABET[i] for i in rng.integers(len(ALPHABET), size=length))
 
 
-def distinct_words(count: int, rng: np.random.Generator, *, exclude: Collection[str] = ()) -> list[str]:
+def distinct_words(
+    count: int, rng: np.random.Generator, *, exclude: Collection[str] = ()
+) -> list[str]:
     """`count` different words, none of which is in `exclude`."""
     excluded = frozenset(exclude)
     words: dict[str, None] = {}  # a set that keeps its order
@@ -43,7 +49,9 @@ def distinct_words(count: int, rng: np.random.Generator, *, exclude: Collection[
 
 
 def render(word: str, rng: np.random.Generator) -> np.ndarray:
-    """Dark text in the middle of a light background, colours and position jittered. [HEIGHT, WIDTH, 3] uint8 RGB."""
+    """Dark text in the middle of a light background, colours and position jittered. [HEIGHT, WIDTH,
+    3] uint8 RGB.
+    """
     background = tuple(rng.integers(205, 256, size=3).tolist())
     foreground = tuple(rng.integers(0, 91, size=3).tolist())
     font, (left, top, right, bottom) = _fitting_font(word, rng)
@@ -67,11 +75,17 @@ def grid(images: np.ndarray, *, columns: int = 8, scale: int = 2, gap: int = 2) 
     for i, image in enumerate(images):
         y, x = (i // columns) * (height + gap), (i % columns) * (width + gap)
         canvas[y : y + height, x : x + width] = image
-    return Image.fromarray(canvas).resize((canvas.shape[1] * scale, canvas.shape[0] * scale), Image.Resampling.NEAREST)
+    return Image.fromarray(canvas).resize(
+        (canvas.shape[1] * scale, canvas.shape[0] * scale), Image.Resampling.NEAREST
+    )
 
 
-def _fitting_font(word: str, rng: np.random.Generator) -> tuple[ImageFont.FreeTypeFont, tuple[float, ...]]:
-    """A font of random size, shrunk until the word fits the width, and the word's bounding box in it."""
+def _fitting_font(
+    word: str, rng: np.random.Generator
+) -> tuple[ImageFont.FreeTypeFont, tuple[float, ...]]:
+    """A font of random size, shrunk until the word fits the width, and the word's bounding box in
+    it.
+    """
     smallest, largest = _FONT_SIZES[len(word)]
     size = int(rng.integers(smallest, largest + 1))
     while True:

@@ -1,4 +1,5 @@
-"""The parts of the tiny Stable Diffusion 3: tokenizers, text encoders, VAE and transformer, freshly initialised.
+"""The parts of the tiny Stable Diffusion 3: tokenizers, text encoders, VAE and transformer, freshly
+initialised.
 
 Initial weights come from the global torch RNG: seed it before calling.
 """
@@ -27,7 +28,9 @@ LATENT_CHANNELS = 8
 
 _CLIP_WIDTH = 64
 _CLIP_PROJECTION = 32
-_JOINT_WIDTH = 2 * _CLIP_WIDTH  # SD3 joins both CLIPs by channel, then joins T5 by token: T5 is as wide as both
+_JOINT_WIDTH = (
+    2 * _CLIP_WIDTH
+)  # SD3 joins both CLIPs by channel, then joins T5 by token: T5 is as wide as both
 _WIDTH = 128
 _NUM_HEADS = 4
 _PRINTABLE = string.digits + string.ascii_letters + string.punctuation

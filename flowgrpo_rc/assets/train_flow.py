@@ -1,11 +1,12 @@
 """Train the transformer and the three text encoders of the tiny model by flow matching.
 
-The learning rate stays constant after the warm-up and the weights are averaged, so training can end at any step:
-it ends as soon as held-out words are written well enough, which for a model that reinforcement learning is to
+The learning rate stays constant after the warm-up and the weights are averaged, so training can end
+at any step: it ends as soon as held-out words are written well enough, which for a model that
+reinforcement learning is to
 improve means: not too well.
 
-Shape legend: B samples of a batch, N words of the pool, L text tokens (those of CLIP, then those of T5),
-E their width; latents are [., 8, H/4, W/4].
+Shape legend: B samples of a batch, N words of the pool, L text tokens (those of CLIP, then those of
+T5), E their width; latents are [., 8, H/4, W/4].
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class FlowConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlowResult:
-    """The pipeline with averaged weights, the steps it took and the mean loss since the last evaluation."""
+    """The pipeline with averaged weights, the steps it took and the mean loss since the last
+    evaluation.
+    """
 
     pipe: StableDiffusion3Pipeline
     num_steps: int
@@ -52,7 +55,9 @@ class FlowResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pool:
-    """latents [N, 8, H/4, W/4], standardised; token ids of the prompts [N, 16] and of the empty prompt [16]."""
+    """latents [N, 8, H/4, W/4], standardised; token ids of the prompts [N, 16] and of the empty
+    prompt [16].
+    """
 
     latents: Tensor
     clip_ids: Tensor
@@ -69,7 +74,8 @@ def train_flow(
     seed: int,
     evaluate: Callable[[StableDiffusion3Pipeline, int], Readability],
 ) -> FlowResult:
-    """Train until `evaluate(averaged pipeline, step)` reaches the target. Words in `exclude` are never rendered.
+    """Train until `evaluate(averaged pipeline, step)` reaches the target. Words in `exclude` are
+    never rendered.
 
     Raises RuntimeError if the target is not reached within `max_steps`.
     """
@@ -80,10 +86,16 @@ def train_flow(
     _check_layout(pipe)
 
     pool = _make_pool(config, pipe, exclude=exclude, seed=seed)
-    logger.info("flow: %d pictures, latent standard deviation %.3f", len(pool.latents), pool.latents.std())
+    logger.info(
+        "flow: %d pictures, latent standard deviation %.3f", len(pool.latents), pool.latents.std()
+    )
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(
-        parameters.parameters(), lr=config.lr, betas=(0.9, 0.99), weight_decay=config.weight_decay, fused=True
+        parameters.parameters(),
+        lr=config.lr,
+        betas=(0.9, 0.99),
+        weight_decay=config.weight_decay,
+        fused=True,
     )
     losses: list[Tensor] = []
     start = time.perf_counter()
@@ -105,20 +117,33 @@ def train_flow(
         logger.info("flow step %d: loss %.4f, held-out reward %.3f, exact %.3f, %.0f s", *values)
         if score.reward >= config.target_reward:
             return FlowResult(pipe=averaged, num_steps=step, loss=mean_loss)
-    raise RuntimeError(f"the held-out reward stayed below {config.target_reward} for {config.max_steps} steps")
+    raise RuntimeError(
+        f"the held-out reward stayed below {config.target_reward} for {config.max_steps} steps"
+    )
 
 
-def encode_text(pipe: StableDiffusion3Pipeline, clip_ids: Tensor, t5_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """What `pipe.encode_prompt` makes of token ids [B, 16], with gradient: embeds [B, L, E] and pooled [B, 64]."""
-    clips = [encoder(clip_ids, output_hidden_states=True) for encoder in (pipe.text_encoder, pipe.text_encoder_2)]
+def encode_text(
+    pipe: StableDiffusion3Pipeline, clip_ids: Tensor, t5_ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What `pipe.encode_prompt` makes of token ids [B, 16], with gradient: embeds [B, L, E] and
+    pooled [B, 64].
+    """
+    clips = [
+        encoder(clip_ids, output_hidden_states=True)
+        for encoder in (pipe.text_encoder, pipe.text_encoder_2)
+    ]
     clip_embeds = torch.cat([output.hidden_states[-2] for output in clips], dim=-1)
     pooled = torch.cat([output.text_embeds for output in clips], dim=-1)
     t5_embeds = pipe.text_encoder_3(t5_ids).last_hidden_state
     return torch.cat([clip_embeds, t5_embeds], dim=1), pooled
 
 
-def _loss(pipe: StableDiffusion3Pipeline, pool: Pool, config: FlowConfig, generator: torch.Generator) -> Tensor:
-    """Flow-matching error (https://arxiv.org/abs/2403.03206) with logit-normal times and caption dropout."""
+def _loss(
+    pipe: StableDiffusion3Pipeline, pool: Pool, config: FlowConfig, generator: torch.Generator
+) -> Tensor:
+    """Flow-matching error (https://arxiv.org/abs/2403.03206) with logit-normal times and caption
+    dropout.
+    """
     B = config.batch_size
     rows = torch.randint(len(pool.latents), (B,), generator=generator)
     dropped = torch.rand(B, 1, generator=generator) < config.caption_dropout
@@ -131,20 +156,31 @@ def _loss(pipe: StableDiffusion3Pipeline, pool: Pool, config: FlowConfig, genera
     noisy = torch.lerp(data, noise, sigma.view(B, 1, 1, 1))
     embeds, pooled = encode_text(pipe, clip_ids, t5_ids)
     velocity = pipe.transformer(
-        hidden_states=noisy, encoder_hidden_states=embeds, pooled_projections=pooled, timestep=sigma * 1000
+        hidden_states=noisy,
+        encoder_hidden_states=embeds,
+        pooled_projections=pooled,
+        timestep=sigma * 1000,
     ).sample
     return (velocity - (noise - data)).square().mean()
 
 
-def _make_pool(config: FlowConfig, pipe: StableDiffusion3Pipeline, *, exclude: Collection[str], seed: int) -> Pool:
+def _make_pool(
+    config: FlowConfig, pipe: StableDiffusion3Pipeline, *, exclude: Collection[str], seed: int
+) -> Pool:
     rng = np.random.default_rng(seed)
     words = glyphs.distinct_words(config.pool_size, rng, exclude=exclude)
     pixels_NCHW = torch.from_numpy(glyphs.render_all(words, rng)).permute(0, 3, 1, 2)
-    latents = (encode(pipe.vae, pixels_NCHW) - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor
+    latents = (
+        encode(pipe.vae, pixels_NCHW) - pipe.vae.config.shift_factor
+    ) * pipe.vae.config.scaling_factor
     clip_ids, t5_ids = _token_ids(pipe, [glyphs.prompt(word) for word in words])
     empty_clip_ids, empty_t5_ids = _token_ids(pipe, [""])
     return Pool(
-        latents=latents, clip_ids=clip_ids, t5_ids=t5_ids, empty_clip_ids=empty_clip_ids, empty_t5_ids=empty_t5_ids
+        latents=latents,
+        clip_ids=clip_ids,
+        t5_ids=t5_ids,
+        empty_clip_ids=empty_clip_ids,
+        empty_t5_ids=empty_t5_ids,
     )
 
 
@@ -152,7 +188,9 @@ def _token_ids(pipe: StableDiffusion3Pipeline, prompts: Sequence[str]) -> tuple[
     """Token ids of CLIP and of T5, [N, 16] each. Both CLIPs have the same tokenizer."""
     length = tiny_sd3.MAX_TEXT_LENGTH
     clip_ids, t5_ids = (
-        tokenizer(prompts, padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
+        tokenizer(
+            prompts, padding="max_length", max_length=length, truncation=True, return_tensors="pt"
+        ).input_ids
         for tokenizer in (pipe.tokenizer, pipe.tokenizer_3)
     )
     return clip_ids, t5_ids
@@ -164,14 +202,20 @@ def _check_layout(pipe: StableDiffusion3Pipeline) -> None:
     prompts = [glyphs.prompt("AB7X"), ""]
     embeds, pooled = encode_text(pipe, *_token_ids(pipe, prompts))
     expected_embeds, _, expected_pooled, _ = pipe.encode_prompt(
-        prompts, None, None, do_classifier_free_guidance=False, max_sequence_length=tiny_sd3.MAX_TEXT_LENGTH
+        prompts,
+        None,
+        None,
+        do_classifier_free_guidance=False,
+        max_sequence_length=tiny_sd3.MAX_TEXT_LENGTH,
     )
     assert torch.equal(embeds, expected_embeds)
     assert torch.equal(pooled, expected_pooled)
 
 
 def _trained(pipe: StableDiffusion3Pipeline) -> nn.ModuleList:
-    return nn.ModuleList([pipe.transformer, pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3])
+    return nn.ModuleList(
+        [pipe.transformer, pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3]
+    )
 
 
 @torch.no_grad()

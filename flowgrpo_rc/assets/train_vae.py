@@ -69,10 +69,14 @@ def to_float(pixels: Tensor) -> Tensor:
 @torch.no_grad()
 def encode(vae: AutoencoderKL, pixels: Tensor, *, batch_size: int = 64) -> Tensor:
     """Posterior means of uint8 pictures [N, 3, H, W], not scaled: [N, 8, H/4, W/4]."""
-    return torch.cat([vae.encode(to_float(part)).latent_dist.mean for part in pixels.split(batch_size)]).contiguous()
+    return torch.cat(
+        [vae.encode(to_float(part)).latent_dist.mean for part in pixels.split(batch_size)]
+    ).contiguous()
 
 
-def _losses(vae: AutoencoderKL, images: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _losses(
+    vae: AutoencoderKL, images: Tensor, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Reconstruction error (L1 + L2) and KL to N(0, 1), each a mean per dimension."""
     posterior = vae.encode(images).latent_dist
     difference = vae.decode(posterior.sample(generator)).sample - images
@@ -87,4 +91,6 @@ def _lr_factor(step: int, config: VaeConfig) -> float:
 
 def _standardise(vae: AutoencoderKL, pixels: Tensor) -> None:
     latents = encode(vae, pixels)
-    vae.register_to_config(scaling_factor=1 / latents.std().item(), shift_factor=latents.mean().item())
+    vae.register_to_config(
+        scaling_factor=1 / latents.std().item(), shift_factor=latents.mean().item()
+    )

@@ -1,4 +1,6 @@
-"""Which fault, if any, explains the mismatch: by what the record says, and by replays that have the fault."""
+"""Which fault, if any, explains the mismatch: by what the record says, and by replays that have the
+fault.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,15 @@ from dataclasses import dataclass
 import torch
 
 from flowgrpo_rc.calibration.faults import HALF, Replay, Trial, distance
-from flowgrpo_rc.calibration.measure import Mismatch, Rollout
+from flowgrpo_rc.calibration.measure import Mismatch, RecordedRollout
 from flowgrpo_rc.models.base import FlowModel
 
 CLEAR = 10.0  # a replay explains a mismatch that it makes so many times smaller
 BEYOND = 3.0  # so many times what the engine's precision explains is more than that
 AT_FLOOR = 1.5  # a replay is as near as the precision allows
-RESOLUTION = 8 * torch.finfo(torch.float32).eps  # of fp32 log-probs that are sums in another order, relative
+RESOLUTION = (
+    8 * torch.finfo(torch.float32).eps
+)  # of fp32 log-probs that are sums in another order, relative
 
 REMEDIES = {
     "schedule": "compare the scheduler's shift and the number of steps of the two sides",
@@ -32,12 +36,13 @@ REMEDIES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """mismatch: mean |trainer - engine|; floor: mean |trainer - its copy in the engine's precision|; as_recorded: mean
-    |copy - engine|, what the precision leaves open; resolution: of fp32 log-probs.
+    """mismatch: mean |trainer - engine|; floor: mean |trainer - its copy in the engine's
+    precision|; as_recorded: mean |copy - engine|, what the precision leaves open; resolution: of
+    fp32 log-probs.
 
-    trials: replays with each fault; found: what the record itself shows, (cause, sentence); explanation: the trial that
-    explains the mismatch, if one does; similar: a precision in which a copy differs as much; healthy: whether there is
-    nothing to explain.
+    trials: replays with each fault; found: what the record itself shows, (cause, sentence);
+    explanation: the trial that explains the mismatch, if one does; similar: a precision in which a
+    copy differs as much; healthy: whether there is nothing to explain.
     """
 
     mismatch: float
@@ -61,7 +66,11 @@ class Diagnosis:
         """Why the mismatch is not to be taken for noise; None where it may be."""
         if self.cause is not None:
             return f"there is a fault to be mended ({self.cause})"
-        return None if self.healthy else "it is more than the precision explains, and no known fault explains it"
+        return (
+            None
+            if self.healthy
+            else "it is more than the precision explains, and no known fault explains it"
+        )
 
     def sentence(self) -> str:
         """The verdict in words."""
@@ -74,20 +83,27 @@ class Diagnosis:
             )
         elif not self.healthy:
             parts.append(
-                f"no known fault explains the mismatch: {self.mismatch:.1e}, where the precision explains "
+                f"no known fault explains the mismatch: {self.mismatch:.1e}, where the precision "
+                "explains "
                 f"{self.floor:.1e}"
             )
             if self.similar is not None:
-                parts.append(f"it is as large as that of {self.similar}: see whether the engine computes in it")
+                parts.append(
+                    f"it is as large as that of {self.similar}: see whether the engine computes "
+                    "in it"
+                )
         elif not self.found:
-            parts.append(f"no fault: the mismatch of {self.mismatch:.1e} is that of the precision ({self.floor:.1e})")
+            parts.append(
+                f"no fault: the mismatch of {self.mismatch:.1e} is that of the precision "
+                f"({self.floor:.1e})"
+            )
         if self.cause is not None:
             parts.append(REMEDIES[self.cause])
         return "; ".join(parts)
 
 
 def diagnose(
-    rollout: Rollout,
+    rollout: RecordedRollout,
     replay: Replay,
     engine: Mismatch,
     copies: Sequence[Mismatch],
@@ -95,8 +111,8 @@ def diagnose(
 ) -> Diagnosis:
     """Explain the mismatch of a few recorded steps.
 
-    engine: of the trainer and the engine on them; copies: of the trainer and its copies in several precisions, that of
-    the engine first; found: by `check_record`.
+    engine: of the trainer and the engine on them; copies: of the trainer and its copies in several
+    precisions, that of the engine first; found: by `check_record`.
     """
     recorded = rollout.recorded
     mismatch, floor = size(engine), size(copies[0])
@@ -108,11 +124,17 @@ def diagnose(
     trials = [Trial(cause="precision", fault="computed as the trainer does", residual=mismatch)]
     for copy in copies[1:]:
         residual = (engine.differences - copy.differences).abs().mean().item()
-        trials.append(Trial(cause="precision", fault=f"computed in {copy.precision}", residual=residual))
+        trials.append(
+            Trial(cause="precision", fault=f"computed in {copy.precision}", residual=residual)
+        )
     trials += replay.trials()
     open_question = not as_recorded <= resolution
-    trials += replay.sized_trials(fitted=open_question and all(trial.residual > enough for trial in trials))
-    best = min(trials, key=lambda trial: trial.residual if math.isfinite(trial.residual) else math.inf)
+    trials += replay.sized_trials(
+        fitted=open_question and all(trial.residual > enough for trial in trials)
+    )
+    best = min(
+        trials, key=lambda trial: trial.residual if math.isfinite(trial.residual) else math.inf
+    )
     explained = open_question and best.residual <= enough
     return Diagnosis(
         mismatch=mismatch,
@@ -122,7 +144,9 @@ def diagnose(
         trials=trials,
         found=found,
         explanation=best if explained else None,
-        similar=next((c.precision for c in copies if 0.5 < mismatch / max(size(c), resolution) < 2), None),
+        similar=next(
+            (c.precision for c in copies if 0.5 < mismatch / max(size(c), resolution) < 2), None
+        ),
         healthy=not explained and as_recorded <= BEYOND * allowed,
     )
 
@@ -131,18 +155,31 @@ def size(mismatch: Mismatch) -> float:
     return mismatch.differences.abs().mean().item()
 
 
-def check_record(rollout: Rollout, model: FlowModel, *, version: int, other_tensors: int) -> list[tuple[str, str]]:
+def check_record(
+    rollout: RecordedRollout, model: FlowModel, *, version: int, other_tensors: int
+) -> list[tuple[str, str]]:
     """What is wrong with a record whatever its log-probs are: (cause, sentence).
 
-    version: of the weights that the engine was given last; other_tensors: of its LoRA, how many are not those.
+    version: of the weights that the engine was given last; other_tensors: of its LoRA, how many are
+        not those.
     """
     batch, request, found = rollout.batch, rollout.request, []
-    schedule, steps, results = model.schedule(request.spec), batch.step_indices, batch.all_latents[:, 1:]
+    schedule, steps, results = (
+        model.schedule(request.spec),
+        batch.step_indices,
+        batch.all_latents[:, 1:],
+    )
     different = request.spec.differences(batch.spec)
     if different:
-        found.append(("settings", f"the engine sampled with other settings: {'; '.join(different)}"))
-    if batch.sigmas.shape != schedule.sigmas.shape or not torch.equal(batch.sigmas, schedule.sigmas):
-        found.append(("schedule", "the engine recorded other sigmas than the model's scheduler has"))
+        found.append(
+            ("settings", f"the engine sampled with other settings: {'; '.join(different)}")
+        )
+    if batch.sigmas.shape != schedule.sigmas.shape or not torch.equal(
+        batch.sigmas, schedule.sigmas
+    ):
+        found.append(
+            ("schedule", "the engine recorded other sigmas than the model's scheduler has")
+        )
     elif not torch.equal(steps, request.window.to(steps)):
         found.append(("window", "the recorded steps are not those that were asked for"))
     elif not torch.equal(batch.all_timesteps, schedule.timesteps[steps]):
@@ -153,7 +190,14 @@ def check_record(rollout: Rollout, model: FlowModel, *, version: int, other_tens
             break
     versions = sorted(set(batch.policy_version.tolist()))
     if versions != [version]:
-        found.append(("weights", f"the engine sampled with the weights of version {versions}, not {version}"))
+        found.append(
+            ("weights", f"the engine sampled with the weights of version {versions}, not {version}")
+        )
     elif other_tensors:
-        found.append(("weights", f"{other_tensors} tensors of the engine's LoRA are not those that it was given"))
+        found.append(
+            (
+                "weights",
+                f"{other_tensors} tensors of the engine's LoRA are not those that it was given",
+            )
+        )
     return found

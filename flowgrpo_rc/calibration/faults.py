@@ -1,6 +1,7 @@
 """Known faults of a rollout, each as something that can be done to recorded steps on our side.
 
-A fault is believed when the engine's log-probs come out of a replay that has it. Legend: B samples, T steps.
+A fault is believed when the engine's log-probs come out of a replay that has it. Legend: B samples,
+T steps.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import DiffusionBatch, concat
-from flowgrpo_rc.calibration.measure import Copy, Rollout, with_guidance
+from flowgrpo_rc.calibration.measure import Copy, RecordedRollout, with_guidance
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.core.transition import log_prob
 from flowgrpo_rc.core.transition import sample as draw
-from flowgrpo_rc.rollout.diffusers_engine import encode_unique
+from flowgrpo_rc.policies.encode_prompts import encode_unique
 
 # One recorded step -> the step with a fault; None where there is no such step.
 Change = Callable[[DiffusionBatch], DiffusionBatch | None]
@@ -36,7 +37,9 @@ TOLERANCE = 1e-4  # of a fitted size, relative
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """A fault of the family `cause`, and how far [mean |difference|] a replay with it stays from the engine."""
+    """A fault of the family `cause`, and how far [mean |difference|] a replay with it stays from
+    the engine.
+    """
 
     cause: str
     fault: str
@@ -44,7 +47,9 @@ class Trial:
 
 
 class Lora(NamedTuple):
-    """The trainer's LoRA tensors: at the start, before the last movement, and those that the engine was given last."""
+    """The trainer's LoRA tensors: at the start, before the last movement, and those that the engine
+    was given last.
+    """
 
     start: State
     before: State
@@ -57,7 +62,7 @@ class Replay:
     lora_scale: alpha / rank. log_probs [B, T]: without any fault.
     """
 
-    def __init__(self, copy: Copy, rollout: Rollout, lora: Lora, lora_scale: float) -> None:
+    def __init__(self, copy: Copy, rollout: RecordedRollout, lora: Lora, lora_scale: float) -> None:
         self._copy, self._rollout, self._lora, self._lora_scale = copy, rollout, lora, lora_scale
         self.model, self._batch, self._spec = copy.model, rollout.batch, rollout.batch.spec
         self._timesteps = self.model.schedule(self._spec).timesteps
@@ -71,7 +76,9 @@ class Replay:
         yield from self._weights()
 
     def sized_trials(self, *, fitted: bool) -> Iterator[Trial]:
-        """Every fault that has a size: with `fitted` that which is nearest to the record, otherwise a typical one."""
+        """Every fault that has a size: with `fitted` that which is nearest to the record, otherwise
+        a typical one.
+        """
         yield self._schedule(fitted)
         yield self._guidance(self.model.cfg_key, fitted)
         if self.model.embeds_guidance:
@@ -82,7 +89,9 @@ class Replay:
             return self._residual(partial(shift_schedule, timesteps=self._timesteps, shift=shift))
 
         shift = fit(residual, SHIFTS) if fitted else TYPICAL_SHIFT
-        return Trial(cause="schedule", fault=f"sigmas shifted by {shift:.4g}", residual=residual(shift))
+        return Trial(
+            cause="schedule", fault=f"sigmas shifted by {shift:.4g}", residual=residual(shift)
+        )
 
     def _rounded_timesteps(self) -> Iterator[Trial]:
         for name, dtype in HALF.items():
@@ -90,19 +99,25 @@ class Replay:
             yield Trial(cause="timestep", fault=f"timesteps rounded to {name}", residual=residual)
 
     def _rounded_latents(self) -> Iterator[Trial]:
-        """Rounding what a step starts from can be replayed. What was rounded after its log-prob was taken is gone: then
-        the pattern of the mismatch is compared with that of steps of our own, made from the same noise."""
+        """Rounding what a step starts from can be replayed. What was rounded after its log-prob was
+        taken is gone: then the pattern of the mismatch is compared with that of steps of our own,
+        made from the same noise."""
         observed = self.log_probs - self._rollout.recorded
         sampled, stepped = self._sampled_again(), self._stepped_again()
         for name, dtype in HALF.items():
             residual = self._residual(partial(round_start, dtype=dtype))
-            yield Trial(cause="latents", fault=f"latents rounded to {name} before a step", residual=residual)
+            yield Trial(
+                cause="latents", fault=f"latents rounded to {name} before a step", residual=residual
+            )
             for fault, again, first in (
                 (f"latents recorded in {name}", sampled, 0),
                 (f"latents rounded to {name} after a step", stepped, 1),
             ):
                 assert again.rollout_log_probs is not None
-                pattern = self._copy.log_probs(round_states(again, dtype, first)) - again.rollout_log_probs
+                pattern = (
+                    self._copy.log_probs(round_states(again, dtype, first))
+                    - again.rollout_log_probs
+                )
                 yield Trial(cause="latents", fault=fault, residual=distance(pattern, observed))
 
     def _guidance(self, key: str, fitted: bool) -> Trial:
@@ -127,11 +142,15 @@ class Replay:
         ours, theirs = self.log_probs, self._rollout.recorded
         for by, where in ((-1, "earlier"), (1, "later")):
             residual = self._residual(partial(move_step, timesteps=self._timesteps, by=by))
-            yield Trial(cause="window", fault=f"steps are one {where} than recorded", residual=residual)
+            yield Trial(
+                cause="window", fault=f"steps are one {where} than recorded", residual=residual
+            )
             if self._batch.num_steps > 1:
                 moved, inside = ours.roll(-by, 1), slice(0, -1) if by > 0 else slice(1, None)
                 residual = distance(moved[:, inside], theirs[:, inside])
-                yield Trial(cause="window", fault=f"log-probs are of one step {where}", residual=residual)
+                yield Trial(
+                    cause="window", fault=f"log-probs are of one step {where}", residual=residual
+                )
 
     def _weights(self) -> Iterator[Trial]:
         current = self._lora.current
@@ -152,7 +171,11 @@ class Replay:
         for t in range(self._batch.num_steps):
             piece = change(self._batch.step(t))
             recorded = self._rollout.recorded[:, t : t + 1]
-            columns.append(torch.full_like(recorded, math.nan) if piece is None else self._copy.log_probs(piece))
+            columns.append(
+                torch.full_like(recorded, math.nan)
+                if piece is None
+                else self._copy.log_probs(piece)
+            )
         return torch.cat(columns, 1)
 
     def _residual(self, change: Change) -> float:
@@ -185,7 +208,11 @@ class Replay:
                 step = self._copy.policy.evaluate(rows.step(t)).transition
                 states.append(draw(step, noise(rows, int(rows.step_indices[0, t]))))
                 log_probs.append(log_prob(step, states[-1], convention=convention))
-            parts.append(rows.replace(all_latents=torch.stack(states, 1), rollout_log_probs=torch.stack(log_probs, 1)))
+            parts.append(
+                rows.replace(
+                    all_latents=torch.stack(states, 1), rollout_log_probs=torch.stack(log_probs, 1)
+                )
+            )
         return concat(parts)
 
     def _rows(self) -> Iterator[DiffusionBatch]:
@@ -196,11 +223,15 @@ class Replay:
 
 def noise(batch: DiffusionBatch, step: int) -> Tensor:
     """What the samples of a batch [B, ...] drew at a step of the schedule."""
-    return normal(batch.all_latents.shape[2:], batch.seed.tolist(), "step", step).to(batch.all_latents.device)
+    return normal(batch.all_latents.shape[2:], batch.seed.tolist(), "step", step).to(
+        batch.all_latents.device
+    )
 
 
 def shift_schedule(piece: DiffusionBatch, timesteps: Tensor, shift: float) -> DiffusionBatch:
-    """A step on the schedule shift x sigma / (1 + (shift - 1) x sigma), timesteps [S] in proportion."""
+    """A step on the schedule shift x sigma / (1 + (shift - 1) x sigma), timesteps [S] in
+    proportion.
+    """
     sigmas = shift * piece.sigmas / (1 + (shift - 1) * piece.sigmas)
     moved = timesteps * (sigmas / piece.sigmas)[:-1]
     return piece.replace(sigmas=sigmas, all_timesteps=moved[piece.step_indices])
@@ -233,7 +264,9 @@ def move_step(piece: DiffusionBatch, timesteps: Tensor, by: int) -> DiffusionBat
 
 def scaled(state: State, factor: float) -> dict[str, Tensor]:
     """A LoRA of another strength."""
-    return {name: tensor * factor if ".lora_B." in name else tensor for name, tensor in state.items()}
+    return {
+        name: tensor * factor if ".lora_B." in name else tensor for name, tensor in state.items()
+    }
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
@@ -243,17 +276,23 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 
 
 def fit(residual: Callable[[float], float], grid: Sequence[float]) -> float:
-    """The positive number with the least residual: golden-section search about the best of an ascending grid.
+    """The positive number with the least residual: golden-section search about the best of an
+    ascending grid.
 
-    A shorter number is taken where it is as good, since settings are short numbers, and that of the grid where the
-    residual has several valleys and the search ends in a shallower one.
+    A shorter number is taken where it is as good, since settings are short numbers, and that of the
+    grid where the residual has several valleys and the search ends in a shallower one.
     """
     best = min(range(len(grid)), key=lambda index: residual(grid[index]))
     low, high = math.log(grid[max(best - 1, 0)]), math.log(grid[min(best + 1, len(grid) - 1)])
     at = lru_cache(maxsize=None)(lambda place: residual(math.exp(place)))
     while high - low > TOLERANCE:
         left, right = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
-        nearer = at(round(left, 9)) < at(round(right, 9))  # one of the two is known from the round before
+        nearer = at(round(left, 9)) < at(
+            round(right, 9)
+        )  # one of the two is known from the round before
         low, high = (low, right) if nearer else (left, high)
     found = math.exp((low + high) / 2)
-    return min([*(float(f"{found:.{digits}g}") for digits in (1, 2, 3, 4)), found, grid[best]], key=residual)
+    return min(
+        [*(float(f"{found:.{digits}g}") for digits in (1, 2, 3, 4)), found, grid[best]],
+        key=residual,
+    )

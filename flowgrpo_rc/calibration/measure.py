@@ -1,4 +1,5 @@
-"""What the engine recorded against what the trainer makes of it, with the same weights and before any update.
+"""What the engine recorded against what the trainer makes of it, with the same weights and before
+any update.
 
 Legend: B samples, T steps of the range that windows are drawn from.
 """
@@ -14,21 +15,22 @@ import torch
 from torch import Tensor, nn
 
 from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch, SamplerSpec, concat
-from flowgrpo_rc.config import Config
+from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.random import derive_seed, generator
-from flowgrpo_rc.correction.auto import ROBUST
+from flowgrpo_rc.correction.auto_bands import ROBUST
 from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.policies.flow import FlowPolicy
-from flowgrpo_rc.rollout.base import ImageRequest, PipelineConfig, RolloutEngine
+from flowgrpo_rc.rollout.config import PipelineConfig
+from flowgrpo_rc.rollout.engine import ImageRequest, RolloutEngine
 from flowgrpo_rc.rollout.replica import Replica
-from flowgrpo_rc.training.lora import lora_parameters
 
 MOVEMENT = 0.02  # size of a planted movement, relative to the weights that it is added to
 FEW = (2, 4)  # prompts and samples of each that are replayed again and again
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rollout:
+class RecordedRollout:
     """What the engine was asked for, and what it recorded."""
 
     request: ImageRequest
@@ -48,9 +50,11 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mismatch:
-    """Log-probs of the trainer minus those of a sampler, [B, T] float64, at a guidance and in a precision.
+    """Log-probs of the trainer minus those of a sampler, [B, T] float64, at a guidance and in a
+    precision.
 
-    engine: the sampler is the engine; otherwise a copy of the trainer's own network, on the same recorded steps.
+    engine: the sampler is the engine; otherwise a copy of the trainer's own network, on the same
+        recorded steps.
     """
 
     guidance: float
@@ -87,9 +91,11 @@ def robust(values: Tensor) -> float:
 
 
 def plant_movements(network: nn.Module, seed: int) -> list[dict[str, Tensor]]:
-    """Moves the LoRA of `network` twice, at random, and returns its tensors before, between and after.
+    """Moves the LoRA of `network` twice, at random, and returns its tensors before, between and
+    after.
 
-    A fresh LoRA changes nothing, so that an engine without it, or with that of the step before, would go unnoticed.
+    A fresh LoRA changes nothing, so that an engine without it, or with that of the step before,
+    would go unnoticed.
     """
     states = [_copied(network)]
     for movement in range(2):
@@ -101,7 +107,9 @@ def plant_movements(network: nn.Module, seed: int) -> list[dict[str, Tensor]]:
 
 
 def _copied(network: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in lora_parameters(network).items()}
+    return {
+        name: parameter.detach().clone() for name, parameter in lora_parameters(network).items()
+    }
 
 
 @torch.no_grad()
@@ -128,7 +136,12 @@ def with_guidance(spec: SamplerSpec, key: str, scale: float) -> SamplerSpec:
 
 
 def ask(
-    config: Config, prompts: Sequence[Prompt], samples: int, spec: SamplerSpec, *, keep_means: bool = False
+    config: Config,
+    prompts: Sequence[Prompt],
+    samples: int,
+    spec: SamplerSpec,
+    *,
+    keep_means: bool = False,
 ) -> ImageRequest:
     """`samples` of each prompt, all steps stochastic that a window could hold."""
     _, first, last = config.rollout.window()
@@ -143,33 +156,36 @@ def ask(
     )
 
 
-def sample(engine: RolloutEngine[ImageRequest], request: ImageRequest) -> Rollout:
+def sample(engine: RolloutEngine[ImageRequest], request: ImageRequest) -> RecordedRollout:
     """ValueError for log-probs that are no numbers, and for means that are missing."""
     batch = concat([chunk.batch for chunk in engine.generate(request)])
     assert isinstance(batch, DiffusionBatch)
-    rollout = Rollout(request=request, batch=batch)
+    rollout = RecordedRollout(request=request, batch=batch)
     if request.keep_means and batch.prev_sample_mean is None:
         raise ValueError(
-            "actor.diffusion_loss.loss_mode compares means, and the engine recorded none (prev_sample_mean): use "
+            "actor.diffusion_loss.loss_mode compares means, and the engine recorded none "
+            "(prev_sample_mean): use "
             "another rollout.name, or loss_mode=flow_grpo"
         )
     require_finite(rollout, rollout.recorded, "engine", "rollout.dtype")
     return rollout
 
 
-def require_finite(rollout: Rollout, log_probs: Tensor, whose: str, key: str) -> None:
+def require_finite(rollout: RecordedRollout, log_probs: Tensor, whose: str, key: str) -> None:
     """ValueError where one of the log-probs [B, T] is nan or inf."""
     broken = ~log_probs.isfinite()
     if broken.any():
         steps = sorted(set(rollout.batch.step_indices[broken].tolist()))
         raise ValueError(
-            f"{int(broken.sum())} of {broken.numel()} log-probs of the {whose} are nan or inf, at steps {steps} of the "
-            f"schedule: there is nothing to calibrate before that is mended; see {key} (fp16 overflows early), the "
+            f"{int(broken.sum())} of {broken.numel()} log-probs of the {whose} are nan or inf, at "
+            f"steps {steps} of the "
+            f"schedule: there is nothing to calibrate before that is mended; see {key} (fp16 "
+            "overflows early), the "
             "weights, and whether rollout.algo.sde_window_range holds a step without noise"
         )
 
 
-def against_engine(rollout: Rollout, log_probs: Tensor, guidance: float) -> Mismatch:
+def against_engine(rollout: RecordedRollout, log_probs: Tensor, guidance: float) -> Mismatch:
     """The trainer's log-probs [B, T] against those that the engine recorded."""
     return Mismatch(
         guidance=guidance,
@@ -181,7 +197,9 @@ def against_engine(rollout: Rollout, log_probs: Tensor, guidance: float) -> Mism
 
 
 class Copy:
-    """The trainer's network in another precision, replaying what an engine recorded in the shape of its batches."""
+    """The trainer's network in another precision, replaying what an engine recorded in the shape of
+    its batches.
+    """
 
     def __init__(self, model: FlowModel, dtype: str, quantization: str | None, rows: int) -> None:
         self.replica = Replica(model.network, dtype, quantization)
@@ -195,7 +213,7 @@ class Copy:
         """[B, T]."""
         return self.policy.log_probs(batch, self.rows)
 
-    def against(self, rollout: Rollout, log_probs: Tensor, guidance: float) -> Mismatch:
+    def against(self, rollout: RecordedRollout, log_probs: Tensor, guidance: float) -> Mismatch:
         """The trainer's log-probs [B, T] against this copy's."""
         return Mismatch(
             guidance=guidance,

@@ -1,4 +1,6 @@
-"""What a calibration leaves: tables on the terminal, a picture, `calibration.json`, and a YAML for training."""
+"""What a calibration leaves: tables on the terminal, a picture, `calibration.json`, and a YAML for
+training.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from flowgrpo_rc.calibration.causes import Diagnosis
+from flowgrpo_rc.calibration.choice import Bound, Settings
 from flowgrpo_rc.calibration.measure import Mismatch, finite
-from flowgrpo_rc.calibration.settings import Bound, Settings
-from flowgrpo_rc.training.tracking import write_atomic
+from flowgrpo_rc.files import write_atomic
 
 GROUP = "calibration"
 WIDTH = 110  # of the tables at least: a narrower one would cut its numbers
@@ -22,8 +24,9 @@ WIDTH = 110  # of the tables at least: a narrower one would cut its numbers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """mismatches: that of the engine at the configured guidance, over all samples, comes first; clipped: the share of
-    steps outside of the loss's bound before any update, by its value; subject: what was calibrated."""
+    """mismatches: that of the engine at the configured guidance, over all samples, comes first;
+    clipped: the share of steps outside of the loss's bound before any update, by its value;
+    subject: what was calibrated."""
 
     subject: dict[str, Any]
     mismatches: Sequence[Mismatch]
@@ -42,7 +45,9 @@ class Calibration:
                     "precision": found.precision,
                     "sampler": "engine" if found.engine else "copy of the trainer's network",
                     **{name: finite(value) for name, value in found.summary().items()},
-                    "by_timestep": dict(zip(found.timesteps, map(finite, found.by_timestep()), strict=True)),
+                    "by_timestep": dict(
+                        zip(found.timesteps, map(finite, found.by_timestep()), strict=True)
+                    ),
                 }
                 for found in self.mismatches
             ],
@@ -54,7 +59,10 @@ class Calibration:
                 "mismatch": finite(diagnosis.mismatch),
                 "floor": finite(diagnosis.floor),
                 "as_recorded": finite(diagnosis.as_recorded),
-                "trials": [asdict(trial) | {"residual": finite(trial.residual)} for trial in diagnosis.trials],
+                "trials": [
+                    asdict(trial) | {"residual": finite(trial.residual)}
+                    for trial in diagnosis.trials
+                ],
             },
             "settings": self.settings.values,
             "reason": self.settings.reason,
@@ -65,8 +73,10 @@ class Calibration:
         """What a reader of the YAML should know."""
         subject = self.subject
         return [
-            f"Measured with {subject['engine']}, {subject['precision']}, on {subject['model']}, guidance "
-            f"{subject['guidance']:g}, {subject['samples']} samples; noise floor {self.mismatches[0].scale():.1e}.",
+            f"Measured with {subject['engine']}, {subject['precision']}, on {subject['model']}, "
+            "guidance "
+            f"{subject['guidance']:g}, {subject['samples']} samples; noise floor "
+            f"{self.mismatches[0].scale():.1e}.",
             f"{self.diagnosis.sentence()}.",
         ]
 
@@ -76,7 +86,9 @@ class Folder:
 
     def __init__(self, root: Path, name: str) -> None:
         if not name.isidentifier():
-            raise ValueError(f"--name {name}: give letters, digits and underscores, for +{GROUP}=NAME")
+            raise ValueError(
+                f"--name {name}: give letters, digits and underscores, for +{GROUP}=NAME"
+            )
         self.root, self.name = root, name
         self.json, self.picture = root / "calibration.json", root / "mismatch.png"
         self.yaml = root / GROUP / f"{name}.yaml"
@@ -86,7 +98,8 @@ class Folder:
         there = [str(path) for path in (self.json, self.picture, self.yaml) if path.exists()]
         if there and not overwrite:
             raise ValueError(
-                f"--out {self.root} holds a result already ({', '.join(there)}): give another folder, or --overwrite"
+                f"--out {self.root} holds a result already ({', '.join(there)}): give another "
+                "folder, or --overwrite"
             )
 
     def write(self, found: Calibration) -> None:
@@ -97,12 +110,17 @@ class Folder:
 
 
 def draw(found: Calibration, path: Path) -> None:
-    """Mean |difference| by timestep: one colour a precision, dashed at the other guidance, crosses for copies."""
+    """Mean |difference| by timestep: one colour a precision, dashed at the other guidance, crosses
+    for copies.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    colors = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(one.precision for one in found.mismatches))}
+    colors = {
+        name: f"C{i}"
+        for i, name in enumerate(dict.fromkeys(one.precision for one in found.mismatches))
+    }
     configured = found.mismatches[0].guidance
     for one in found.mismatches:
         axes.plot(
@@ -113,9 +131,17 @@ def draw(found: Calibration, path: Path) -> None:
             linestyle="-" if one.guidance == configured else "--",
             marker="o" if one.engine else "x",
         )
-    for clip in found.clipped if found.subject["loss_mode"] == "flow_grpo" else ():  # others bound something else
+    for clip in (
+        found.clipped if found.subject["loss_mode"] == "flow_grpo" else ()
+    ):  # others bound something else
         axes.axhline(clip, color="0.45", linestyle=":", linewidth=1)
-        axes.annotate(f" clip_ratio {clip:g}", (1, clip), xycoords=("axes fraction", "data"), ha="left", va="center")
+        axes.annotate(
+            f" clip_ratio {clip:g}",
+            (1, clip),
+            xycoords=("axes fraction", "data"),
+            ha="left",
+            va="center",
+        )
     axes.set(xlabel="timestep", ylabel="mean |log-prob of trainer - of sampler|", yscale="log")
     axes.invert_xaxis()
     axes.grid(alpha=0.25)
@@ -142,13 +168,17 @@ def show(found: Calibration, folder: Folder) -> None:
 
 def clipped(bound: Bound, shares: Mapping[float, float]) -> str:
     """Which share of the steps is beyond some bounds, in words."""
-    listed = ", ".join(f"{100 * share:.1f}% with {bound.key}={value:g}" for value, share in shares.items())
+    listed = ", ".join(
+        f"{100 * share:.1f}% with {bound.key}={value:g}" for value, share in shares.items()
+    )
     return f"beyond the bound before any update, in bypass mode: {listed}"
 
 
 def mismatch_table(mismatches: Sequence[Mismatch]) -> Table:
     """Of each sampler, in its precision and at its guidance."""
-    table = Table(title="|log-prob of trainer - of sampler| before any update", title_justify="left")
+    table = Table(
+        title="|log-prob of trainer - of sampler| before any update", title_justify="left"
+    )
     table.add_column("timestep", justify="right")
     for one in mismatches:
         table.add_column("\n".join(one.name.split()), justify="right")

@@ -1,5 +1,5 @@
-"""Group-relative advantages: GRPO (arXiv 2402.03300), as FlowGRPO uses it, Dr.GRPO (arXiv 2503.20783), RLOO
-(arXiv 2402.14740) and, of several rewards, GDPO (arXiv 2601.05242)."""
+"""Group-relative advantages: GRPO (arXiv 2402.03300), as FlowGRPO uses it, Dr.GRPO (arXiv
+2503.20783), RLOO (arXiv 2402.14740) and, of several rewards, GDPO (arXiv 2601.05242)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from flowgrpo_rc.core.reduce import AllReduce, identity, masked_mean
 
-# estimator -> (divide by a standard deviation, take that of the whole batch), where the user does not say
+# estimator -> (divide by a standard deviation, take that of the whole batch), where the user does
+# not say
 ESTIMATORS = {
     "flow_grpo": (True, True),
     "grpo": (True, False),
@@ -41,12 +42,13 @@ def group_relative(
 ) -> Advantages:
     """(reward - mean of its group) / (std + eps).
 
-    rewards [B]; group [B] int64, whole on this process; valid [B] bool: samples that are False (their reward
-    failed, or all of their steps were rejected) leave the baseline and get 0, and so does the last one of a group.
-    With `leave_one_out` (RLOO) the mean is that of the others of the group. With `global_std` the standard deviation
-    is that of all valid rewards of the batch over all processes (about the global mean, as in FlowGRPO); without
-    `norm_by_std` there is none (Dr.GRPO). Standard deviations are those of the population. A group whose rewards are
-    all equal gets exactly 0.
+    rewards [B]; group [B] int64, whole on this process; valid [B] bool: samples that are False
+    (their reward failed, or all of their steps were rejected) leave the baseline and get 0, and so
+    does the last one of a group. With `leave_one_out` (RLOO) the mean is that of the others of the
+    group. With `global_std` the standard deviation is that of all valid rewards of the batch over
+    all processes (about the global mean, as in FlowGRPO); without `norm_by_std` there is none
+    (Dr.GRPO). Standard deviations are those of the population. A group whose rewards are all equal
+    gets exactly 0.
     """
     rewards = torch.where(valid, rewards, torch.zeros_like(rewards)).double()
     _, index = torch.unique(group, return_inverse=True)
@@ -80,14 +82,17 @@ def group_decoupled(
     eps: float = 1e-4,
     all_reduce: AllReduce = identity,
 ) -> Advantages:
-    """GDPO: each reward over the mean and standard deviation of its group, then their weighted sum over its standard
-    deviation in the batch.
+    """GDPO: each reward over the mean and standard deviation of its group, then their weighted sum
+    over its standard deviation in the batch.
 
-    So the scale of a reward no longer decides what it counts, only its weight does. rewards: [B] for each of the
-    weights; group, valid and eps as in `group_relative`. The sum needs no centring in the batch, since every group has
-    mean 0. A group in which each reward is the same for all gets exactly 0.
+    So the scale of a reward no longer decides what it counts, only its weight does. rewards: [B]
+    for each of the weights; group, valid and eps as in `group_relative`. The sum needs no centring
+    in the batch, since every group has mean 0. A group in which each reward is the same for all
+    gets exactly 0.
     """
     alone = [group_relative(reward, group, valid, eps=eps) for reward in rewards]
-    summed = torch.stack([weight * part.values for weight, part in zip(weights, alone, strict=True)]).sum(0)
+    summed = torch.stack(
+        [weight * part.values for weight, part in zip(weights, alone, strict=True)]
+    ).sum(0)
     std = masked_mean(summed**2, valid, all_reduce=all_reduce).sqrt()
     return Advantages(summed / (std + eps), torch.stack([part.zero_std for part in alone]).all(0))

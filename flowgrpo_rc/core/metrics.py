@@ -1,4 +1,6 @@
-"""MetricBag: metrics as device tensors that know how they reduce, with one host transfer for all of them."""
+"""MetricBag: metrics as device tensors that know how they reduce, with one host transfer for all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ Derived = Callable[..., float]
 class MetricBag:
     """Collects metrics over micro-batches, steps and processes.
 
-    A mean is kept as a sum and a count, a maximum as a maximum, so that the result is that of the global batch and
-    not a mean of maxima. Sums are float64. Nothing is read back before `compute`.
+    A mean is kept as a sum and a count, a maximum as a maximum, so that the result is that of the
+    global batch and not a mean of maxima. Sums are float64. Nothing is read back before `compute`.
     """
 
     def __init__(self) -> None:
@@ -29,13 +31,17 @@ class MetricBag:
         self._derived: dict[str, tuple[tuple[str, ...], Derived]] = {}
 
     def mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """Mean over the elements where `mask` (bool) holds; absent from the result if there is none."""
+        """Mean over the elements where `mask` (bool) holds; absent from the result if there is
+        none.
+        """
         values = values.detach().double()
         mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
         self.ratio(name, masked_sum(values, mask), mask.sum())
 
     def ratio(self, name: str, total: Tensor, count: Tensor) -> None:
-        """A mean from its sum and the number (or weight) of its elements; absent from the result if that is 0."""
+        """A mean from its sum and the number (or weight) of its elements; absent from the result if
+        that is 0.
+        """
         self._add(self._sums, name, total.detach().double())
         self._add(self._counts, name, count.detach().double())
 
@@ -52,10 +58,11 @@ class MetricBag:
         self._extremum(self._minima, name, values, mask, math.inf, torch.minimum)
 
     def derive(self, name: str, needs: Sequence[str], function: Derived) -> None:
-        """A metric that follows from other reduced ones, such as a standard deviation from two moments.
+        """A metric that follows from other reduced ones, such as a standard deviation from two
+        moments.
 
-        `function` gets the values of `needs`, in order; the metric is absent where one of them is. Names that start
-        with `_` are intermediate and leave the result after this.
+        `function` gets the values of `needs`, in order; the metric is absent where one of them is.
+        Names that start with `_` are intermediate and leave the result after this.
         """
         self._derived[name] = (tuple(needs), function)
 
@@ -97,7 +104,10 @@ class MetricBag:
         for name, value in other._minima.items():
             self._fold(self._minima, _join(prefix, name), value, torch.minimum)
         for name, (needs, function) in other._derived.items():
-            self._derived[_join(prefix, name)] = (tuple(_join(prefix, need) for need in needs), function)
+            self._derived[_join(prefix, name)] = (
+                tuple(_join(prefix, need) for need in needs),
+                function,
+            )
 
     def compute(
         self,
@@ -107,7 +117,8 @@ class MetricBag:
     ) -> dict[str, float]:
         """Reduce over the processes on `device` and bring everything to the host at once.
 
-        Every process must hold the same names. Metrics without any element (empty masks) are left out.
+        Every process must hold the same names. Metrics without any element (empty masks) are left
+        out.
         """
         summed, counted = sorted(self._sums), sorted(self._counts)
         upper, lower = sorted(self._maxima), sorted(self._minima)
@@ -123,19 +134,27 @@ class MetricBag:
         count = {name: next(flat) for name in counted}
         highest = {name: next(flat) for name in upper}
         lowest = {name: -next(flat) for name in lower}
-        result = {name: total[name] / count.get(name, 1.0) for name in total if count.get(name, 1.0) > 0}
+        result = {
+            name: total[name] / count.get(name, 1.0) for name in total if count.get(name, 1.0) > 0
+        }
         result |= {name: value for name, value in highest.items() if value != -math.inf}
         result |= {name: value for name, value in lowest.items() if value != math.inf}
         for name, (needs, function) in self._derived.items():
             if all(need in result for need in needs):
                 result[name] = function(*(result[need] for need in needs))
-        return {name: value for name, value in result.items() if not name.rsplit("/", 1)[-1].startswith("_")}
+        return {
+            name: value
+            for name, value in result.items()
+            if not name.rsplit("/", 1)[-1].startswith("_")
+        }
 
     def _stores(self) -> tuple[dict[str, Any], ...]:
         return self._sums, self._counts, self._maxima, self._minima, self._derived
 
     @staticmethod
-    def _fold(store: dict[str, Tensor], name: str, value: Tensor, op: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def _fold(
+        store: dict[str, Tensor], name: str, value: Tensor, op: Callable[[Tensor, Tensor], Tensor]
+    ) -> None:
         store[name] = op(store[name], value) if name in store else value
 
     def _add(self, store: dict[str, Tensor], name: str, value: Tensor) -> None:
@@ -162,10 +181,16 @@ def _join(prefix: str, name: str) -> str:
 
 
 def std_from_moments(mean: float, mean_square: float) -> float:
-    """Population standard deviation; a rounding error below zero counts as zero, and inf has an infinite one."""
+    """Population standard deviation; a rounding error below zero counts as zero, and inf has an
+    infinite one.
+    """
     return math.inf if math.isinf(mean_square) else math.sqrt(max(mean_square - mean * mean, 0.0))
 
 
 def sample_std_from_moments(mean: float, mean_square: float, count: float) -> float:
-    """Standard deviation of a sample of `count` elements (n - 1 in the denominator); 0 for a single one."""
-    return std_from_moments(mean, mean_square) * math.sqrt(count / (count - 1)) if count > 1 else 0.0
+    """Standard deviation of a sample of `count` elements (n - 1 in the denominator); 0 for a single
+    one.
+    """
+    return (
+        std_from_moments(mean, mean_square) * math.sqrt(count / (count - 1)) if count > 1 else 0.0
+    )

@@ -1,6 +1,7 @@
 """Masked reductions, and how a statistic becomes that of all processes.
 
-A statistic of the global batch is built from sums; `AllReduce` adds such sums over the processes and is the
+A statistic of the global batch is built from sums; `AllReduce` adds such sums over the processes
+and is the
 identity for a single one. Selection is by `torch.where`: a masked-out inf or nan takes no part.
 """
 
@@ -25,7 +26,9 @@ def select(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def select_(values: Tensor, mask: Tensor) -> Tensor:
-    """`select` in place, for temporaries: memory that is not in the cache yet costs more than the arithmetic."""
+    """`select` in place, for temporaries: memory that is not in the cache yet costs more than the
+    arithmetic.
+    """
     return values.masked_fill_(~mask, 0)
 
 
@@ -45,8 +48,12 @@ def row_max(values: Tensor) -> Tensor:
     return values.amax(1) if values.shape[1] else values.sum(1)
 
 
-def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None, *, all_reduce: AllReduce = identity) -> Tensor:
-    """Mean of `values` where `mask` holds, 0 where nothing is selected; over all processes for dim=None."""
+def masked_mean(
+    values: Tensor, mask: Tensor, dim: int | None = None, *, all_reduce: AllReduce = identity
+) -> Tensor:
+    """Mean of `values` where `mask` holds, 0 where nothing is selected; over all processes for
+    dim=None.
+    """
     total, count = masked_sum(values, mask, dim), mask.sum() if dim is None else mask.sum(dim)
     if dim is None:
         total, count = all_reduce(torch.stack([total, count.to(total.dtype)]))

@@ -1,1 +1,3 @@
-"""Rollout correction: importance weights, rejection, diagnostics. Only [B, T] tensors cross its entry."""
+"""Rollout correction: importance weights, rejection, diagnostics. Only [B, T] tensors cross its
+entry.
+"""

@@ -1,7 +1,7 @@
 """A block of rows [b, T], from log-probs to weights, mask and what each row adds to the metrics.
 
-Everything of size [b, T] stays inside a block; what leaves it, beside weights and mask, are sums and extrema of rows.
-So the metrics do not depend on how rows are blocked.
+Everything of size [b, T] stays inside a block; what leaves it, beside weights and mask, are sums
+and extrema of rows. So the metrics do not depend on how rows are blocked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import masked_sum, row_counts, select
 from flowgrpo_rc.correction.config import Rules
-from flowgrpo_rc.correction.divergence import (
+from flowgrpo_rc.correction.diagnostics import (
     GapRows,
     WeightRows,
     gap_rows,
@@ -23,7 +23,7 @@ from flowgrpo_rc.correction.divergence import (
     weight_metrics,
     weight_rows,
 )
-from flowgrpo_rc.correction.importance import Weights, outside, weigh
+from flowgrpo_rc.correction.log_ratios import Steps, join, prepare
 from flowgrpo_rc.correction.rejection import (
     BandRows,
     DecisionRows,
@@ -33,7 +33,7 @@ from flowgrpo_rc.correction.rejection import (
     rejection_metrics,
     statistic,
 )
-from flowgrpo_rc.correction.steps import Steps, join, prepare
+from flowgrpo_rc.correction.weights import Weights, outside, weigh
 
 
 class NormalisedRows(NamedTuple):
@@ -44,8 +44,8 @@ class NormalisedRows(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What the metrics need of each row, `bands` in the order of the rules; and `normalised`, of which batch
-    normalisation takes the mean."""
+    """What the metrics need of each row, `bands` in the order of the rules; and `normalised`, of
+    which batch normalisation takes the mean."""
 
     gap: GapRows
     weights: WeightRows
@@ -55,7 +55,9 @@ class Summary(NamedTuple):
 
 
 class Block(NamedTuple):
-    """weights [b, T] float64, 0 where there is no step, before batch normalisation; kept [b, T] bool."""
+    """weights [b, T] float64, 0 where there is no step, before batch normalisation; kept [b, T]
+    bool.
+    """
 
     weights: Tensor
     kept: Tensor
@@ -71,7 +73,8 @@ def correct_block(
     allowed: Tensor | None = None,
     step_kl: Tensor | None = None,
 ) -> Block:
-    """Weights (of the token level if the rules have none), mask and summary for log-probs and exact KL [b, T].
+    """Weights (of the token level if the rules have none), mask and summary for log-probs and exact
+    KL [b, T].
 
     allowed [b, T] bool: what an earlier decision keeps; None for everything.
     """
@@ -89,19 +92,32 @@ def correct_block(
     if rules.log_veto is not None:
         catastrophic_B = count_catastrophic(steps, rules.log_veto)
         kept = kept & (catastrophic_B == 0).unsqueeze(1)
-    used = weights.used if weights.per_step else select(weights.used.expand_as(steps.valid), steps.valid)
+    used = (
+        weights.used
+        if weights.per_step
+        else select(weights.used.expand_as(steps.valid), steps.valid)
+    )
     return Block(used, kept, summarise(steps, weights, kept, rules, bands, catastrophic_B))
 
 
 def summarise(
-    steps: Steps, weights: Weights, kept: Tensor, rules: Rules, bands: Sequence[BandRows], catastrophic_B: Tensor
+    steps: Steps,
+    weights: Weights,
+    kept: Tensor,
+    rules: Rules,
+    bands: Sequence[BandRows],
+    catastrophic_B: Tensor,
 ) -> Summary:
-    """kept: the steps [b, T] that stay; bands: what the criteria found; catastrophic_B: steps below the veto."""
+    """kept: the steps [b, T] that stay; bands: what the criteria found; catastrophic_B: steps below
+    the veto.
+    """
     weighed = weight_rows(steps, weights, rules.bounds)
     decisions = DecisionRows(steps.existing_B, steps.count_B, row_counts(kept), catastrophic_B)
     normalised = NormalisedRows(weighed.used, steps.count_B)
     if rules.over_kept:
-        normalised = NormalisedRows(masked_sum(weights.used.expand_as(kept), kept, 1), decisions.kept)
+        normalised = NormalisedRows(
+            masked_sum(weights.used.expand_as(kept), kept, 1), decisions.kept
+        )
     return Summary(gap_rows(steps), weighed, normalised, decisions, bands)
 
 
@@ -126,7 +142,9 @@ def summary_metrics(summary: Summary, rules: Rules) -> MetricBag:
 
 
 def mean_parts(summary: Summary, rules: Rules) -> tuple[Tensor, Tensor]:
-    """Sum and number of the weights whose mean is normalised: those of steps, or of sequences that have a step."""
+    """Sum and number of the weights whose mean is normalised: those of steps, or of sequences that
+    have a step.
+    """
     total_B, number_B = summary.normalised
     if rules.per_step:
         return total_B.sum(), number_B.sum()

@@ -9,9 +9,16 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
-from flowgrpo_rc.correction.bands import KEY, STEP_KL, Band, WeightBounds, parse_bands, parse_weight_bounds
-from flowgrpo_rc.correction.importance import IS_LEVELS
 from flowgrpo_rc.correction.presets import Presets
+from flowgrpo_rc.correction.thresholds import (
+    KEY,
+    STEP_KL,
+    Band,
+    WeightBounds,
+    parse_bands,
+    parse_weight_bounds,
+)
+from flowgrpo_rc.correction.weights import IS_LEVELS
 
 LOSS_TYPES = ("ppo_clip", "reinforce")
 NORMALIZE = ("all", "kept")
@@ -23,7 +30,8 @@ METRIC_NAMES = ("verl", "slime", "both")
 class Rules(NamedTuple):
     """What the core applies: the settings, parsed.
 
-    level: of the weights, None without any; batch_normalize: divide them by their mean, `over_kept` of what is kept;
+    level: of the weights, None without any; batch_normalize: divide them by their mean, `over_kept`
+        of what is kept;
     log_veto: None without a veto; auto: the bands that `correction.auto` resolves and applies.
     """
 
@@ -37,7 +45,9 @@ class Rules(NamedTuple):
 
     @property
     def per_step(self) -> bool:
-        """Whether steps are weighed, and not sequences; without a level the metrics are those of the token level."""
+        """Whether steps are weighed, and not sequences; without a level the metrics are those of
+        the token level.
+        """
         return self.level in (None, "token")
 
     @property
@@ -52,35 +62,42 @@ class Rules(NamedTuple):
 
 @dataclass(kw_only=True)
 class RolloutCorrectionConfig(Presets):
-    """What to do about the difference between the rollout policy and the training graph. The ratio below is training /
+    """What to do about the difference between the rollout policy and the training graph. The ratio
+    below is training /
     rollout: old / rollout in decoupled mode, current / rollout in bypass mode.
 
-    bypass_mode: True takes old := rollout and corrects inside the loss. False (decoupled) recomputes old with the
-        training graph and corrects once per batch.
+    bypass_mode: True takes old := rollout and corrects inside the loss. False (decoupled)
+        recomputes old with the training graph and corrects once per batch.
     loss_type: `ppo_clip`, or `reinforce` (importance weights without a clip; bypass mode only).
-    rollout_is: importance weights of each step (`token`), of the whole sequence (`sequence`, the product), of its
-        geometric mean (`geometric`), or null. In bypass mode with ppo_clip they are metrics: the ratio is the weight.
-    rollout_is_mode: `truncate`, `clip`, `mask` or `icepop`; null: truncate for one threshold, icepop for two.
+    rollout_is: importance weights of each step (`token`), of the whole sequence (`sequence`, the
+        product), of its geometric mean (`geometric`), or null. In bypass mode with ppo_clip they
+        are metrics: the ratio is the weight.
+    rollout_is_mode: `truncate`, `clip`, `mask` or `icepop`; null: truncate for one threshold,
+        icepop for two.
     rollout_is_threshold: upper bound of the weights, or "lower_upper".
     rollout_is_batch_normalize: divide the weights by their mean over the batch.
-    rollout_rs: rejection criteria, one or several separated by commas: token_k1..k3, seq_sum_k1..k3,
-        seq_mean_k1..k3, seq_max_k2, seq_max_k3, and the older names token, sequence and geometric; for images also
-        step_kl, the exact KL between the Gaussians of a step.
-    rollout_rs_threshold: a band "lower_upper" on the ratio for k1 (one number u means "1/u_u"), one positive upper
-        bound for k2, k3 and step_kl; for images also "auto:k", k robust standard deviations about the running median
-        of the mismatch before an update; one for all criteria or one for each. Null: the older names take
-        rollout_is_threshold.
+    rollout_rs: rejection criteria, one or several separated by commas: token_k1..k3,
+        seq_sum_k1..k3, seq_mean_k1..k3, seq_max_k2, seq_max_k3, and the older names token, sequence
+        and geometric; for images also step_kl, the exact KL between the Gaussians of a step.
+    rollout_rs_threshold: a band "lower_upper" on the ratio for k1 (one number u means "1/u_u"), one
+        positive upper bound for k2, k3 and step_kl; for images also "auto:k", k robust standard
+        deviations about the running median of the mismatch before an update; one for all criteria
+        or one for each. Null: the older names take rollout_is_threshold.
     rollout_rs_threshold_lower: lower bound of k1 bands whose threshold is one number.
     rollout_token_veto_threshold: reject a sequence if the ratio of any of its steps is below this.
-    normalize: the loss is the mean over `all` steps, or over those that are `kept`. Null: all for images, kept for
-        text. Batch normalisation is over all valid steps, and over kept ones only where `kept` is given.
-    exclude_rejected: a sample whose steps are all rejected leaves the baseline of its group; null: in decoupled mode.
-    bypass_level: what the correction of images sees in bypass mode: each `step` alone, or the sample's whole `window`
-        (one more forward), so that criteria and weights of sequences mean the trajectory.
-    log_prob_scale: for study, images: correct by the `sum` of the log-density over latent elements, whose ratio is that
-        of the densities, in place of the `mean` that the loss has.
+    normalize: the loss is the mean over `all` steps, or over those that are `kept`. Null: all for
+        images, kept for text. Batch normalisation is over all valid steps, and over kept ones only
+        where `kept` is given.
+    exclude_rejected: a sample whose steps are all rejected leaves the baseline of its group; null:
+        in decoupled mode.
+    bypass_level: what the correction of images sees in bypass mode: each `step` alone, or the
+        sample's whole `window` (one more forward), so that criteria and weights of sequences mean
+        the trajectory.
+    log_prob_scale: for study, images: correct by the `sum` of the log-density over latent elements,
+        whose ratio is that of the densities, in place of the `mean` that the loss has.
     metric_names: `verl`, `slime` or `both`.
-    custom_correction: "module:function" in place of the built-in weights and mask; see `correct.CustomCorrection`.
+    custom_correction: "module:function" in place of the built-in weights and mask; see
+        `correct.CustomCorrection`.
     """
 
     bypass_mode: bool = False
@@ -129,7 +146,9 @@ class RolloutCorrectionConfig(Presets):
         )
 
     def validate(self) -> None:
-        """Raise ValueError for a wrong or contradictory setting, naming the key and what is allowed."""
+        """Raise ValueError for a wrong or contradictory setting, naming the key and what is
+        allowed.
+        """
         self._validate_values()
         self._validate_contradictions()
         self.rules()
@@ -147,13 +166,20 @@ class RolloutCorrectionConfig(Presets):
             return None
         module, _, name = str(self.custom_correction).partition(":")
         if not module or not name:
-            raise ValueError(f"{KEY}.custom_correction={self.custom_correction!r}: write it as module:function")
+            raise ValueError(
+                f"{KEY}.custom_correction={self.custom_correction!r}: write it as module:function"
+            )
         try:
             function = vars(importlib.import_module(module)).get(name)
         except ImportError as error:
-            raise ValueError(f"{KEY}.custom_correction={self.custom_correction!r}: {error}") from error
+            raise ValueError(
+                f"{KEY}.custom_correction={self.custom_correction!r}: {error}"
+            ) from error
         if not callable(function):
-            raise ValueError(f"{KEY}.custom_correction={self.custom_correction!r}: {module} has no function {name!r}")
+            raise ValueError(
+                f"{KEY}.custom_correction={self.custom_correction!r}: {module} has no function "
+                f"{name!r}"
+            )
         return function
 
     def _validate_values(self) -> None:
@@ -175,7 +201,10 @@ class RolloutCorrectionConfig(Presets):
                 raise ValueError(f"{KEY}.{name}={vars(self)[name]!r}: give true or false")
         veto = self.rollout_token_veto_threshold
         if veto is not None and (not isinstance(veto, Real) or not 0 < veto < 1):
-            raise ValueError(f"{KEY}.rollout_token_veto_threshold={veto!r}: give a ratio between 0 and 1, such as 1e-4")
+            raise ValueError(
+                f"{KEY}.rollout_token_veto_threshold={veto!r}: give a ratio between 0 and 1, such "
+                "as 1e-4"
+            )
 
     def _validate_contradictions(self) -> None:
         if self.loss_type == "reinforce" and not self.bypass_mode:
@@ -185,34 +214,42 @@ class RolloutCorrectionConfig(Presets):
             )
         if self.bypass_level != "step" and not self.bypass_mode:
             raise ValueError(
-                f"{KEY}.bypass_level={self.bypass_level} has no effect with {KEY}.bypass_mode=false, where the whole "
+                f"{KEY}.bypass_level={self.bypass_level} has no effect with "
+                f"{KEY}.bypass_mode=false, where the whole "
                 "window is corrected: drop it, or set bypass_mode=true"
             )
         if self.bypass_mode and self.exclude_rejected:
             raise ValueError(
-                f"{KEY}.exclude_rejected=true needs the rejection before the advantages, but with {KEY}.bypass_mode="
+                f"{KEY}.exclude_rejected=true needs the rejection before the advantages, but with "
+                f"{KEY}.bypass_mode="
                 "true it comes with the loss: set bypass_mode=false, or exclude_rejected=null"
             )
         if self.log_prob_scale != "mean" and not self._scales_something():
             raise ValueError(
-                f"{KEY}.log_prob_scale={self.log_prob_scale} has nothing to act on: it scales weights ({KEY}.rollout_is"
-                "), thresholds of k1 to k3 that are numbers, and the veto, but neither step_kl nor auto:k; set one of "
+                f"{KEY}.log_prob_scale={self.log_prob_scale} has nothing to act on: it scales "
+                f"weights ({KEY}.rollout_is"
+                "), thresholds of k1 to k3 that are numbers, and the veto, but neither step_kl "
+                "nor auto:k; set one of "
                 "these, or drop it"
             )
         if self.rollout_is is None:
             for name, off in (("rollout_is_mode", None), ("rollout_is_batch_normalize", False)):
                 if vars(self)[name] != off:
                     raise ValueError(
-                        f"{KEY}.{name}={vars(self)[name]} has no weights to act on: set {KEY}.rollout_is to one of "
+                        f"{KEY}.{name}={vars(self)[name]} has no weights to act on: set "
+                        f"{KEY}.rollout_is to one of "
                         f"{', '.join(IS_LEVELS)}, or drop it"
                     )
         if self.weights_are_metrics and self.rollout_is_batch_normalize:
             raise ValueError(
-                f"{KEY}.rollout_is_batch_normalize=true has no effect with {KEY}.bypass_mode=true and "
-                f"{KEY}.loss_type=ppo_clip, whose ratio is the weight: set loss_type=reinforce, or drop it"
+                f"{KEY}.rollout_is_batch_normalize=true has no effect with {KEY}.bypass_mode=true "
+                "and "
+                f"{KEY}.loss_type=ppo_clip, whose ratio is the weight: set loss_type=reinforce, "
+                "or drop it"
             )
         if self.weights_are_metrics and self.rollout_is_mode == "mask":
             raise ValueError(
-                f"{KEY}.rollout_is_mode=mask has no effect with {KEY}.bypass_mode=true and {KEY}.loss_type=ppo_clip, "
+                f"{KEY}.rollout_is_mode=mask has no effect with {KEY}.bypass_mode=true and "
+                f"{KEY}.loss_type=ppo_clip, "
                 f"where rollout_is only adds metrics: reject with {KEY}.rollout_rs instead"
             )

@@ -1,6 +1,8 @@
-"""The documents' presets, in the older and the newer spelling. Each is a starting point: further keys refine it.
+"""The documents' presets, in the older and the newer spelling. Each is a starting point: further
+keys refine it.
 
-IS: importance weights. RS: rejection. Geometric: mean log-ratio of a sequence. pg: `reinforce`, without a PPO clip.
+IS: importance weights. RS: rejection. Geometric: mean log-ratio of a sequence. pg: `reinforce`,
+without a PPO clip.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ GEOMETRIC_BAND = "0.999_1.001"
 
 
 class Presets:
-    """Named constructors of `RolloutCorrectionConfig`; a public method here is a preset that `preset=NAME` knows."""
+    """Named constructors of `RolloutCorrectionConfig`; a public method here is a preset that
+    `preset=NAME` knows.
+    """
 
     # Decoupled mode: rollout, old and current policy.
 
@@ -77,8 +81,13 @@ class Presets:
         rs_threshold_lower: float | None = None,
         veto_threshold: float | None = 1e-4,
     ) -> Self:
-        """With the veto that the mathematics document has; current verl has none (veto_threshold=None)."""
-        return cls._make(**_geometric(rs_threshold, rs_threshold_lower), rollout_token_veto_threshold=veto_threshold)
+        """With the veto that the mathematics document has; current verl has none
+        (veto_threshold=None).
+        """
+        return cls._make(
+            **_geometric(rs_threshold, rs_threshold_lower),
+            rollout_token_veto_threshold=veto_threshold,
+        )
 
     @classmethod
     def geo_rs(
@@ -90,25 +99,37 @@ class Presets:
         return cls.decoupled_geo_rs(rs_threshold, rs_threshold_lower, veto_threshold)
 
     @classmethod
-    def decoupled_geo_rs_seq_tis(cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = GEOMETRIC_BAND) -> Self:
-        return cls._make(rollout_is="sequence", rollout_is_threshold=is_threshold, **_geometric(rs_threshold))
+    def decoupled_geo_rs_seq_tis(
+        cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = GEOMETRIC_BAND
+    ) -> Self:
+        return cls._make(
+            rollout_is="sequence", rollout_is_threshold=is_threshold, **_geometric(rs_threshold)
+        )
 
     @classmethod
     def decoupled_geo_rs_token_tis(
         cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = GEOMETRIC_BAND
     ) -> Self:
-        return cls._make(rollout_is="token", rollout_is_threshold=is_threshold, **_geometric(rs_threshold))
+        return cls._make(
+            rollout_is="token", rollout_is_threshold=is_threshold, **_geometric(rs_threshold)
+        )
 
     @classmethod
     def decoupled_k3_rs(cls, rs_threshold: float = 0.01) -> Self:
         return cls._make(**_k3(rs_threshold))
 
     @classmethod
-    def decoupled_k3_rs_seq_tis(cls, is_threshold: Threshold = 2.0, rs_threshold: float = 0.01) -> Self:
-        return cls._make(rollout_is="sequence", rollout_is_threshold=is_threshold, **_k3(rs_threshold))
+    def decoupled_k3_rs_seq_tis(
+        cls, is_threshold: Threshold = 2.0, rs_threshold: float = 0.01
+    ) -> Self:
+        return cls._make(
+            rollout_is="sequence", rollout_is_threshold=is_threshold, **_k3(rs_threshold)
+        )
 
     @classmethod
-    def decoupled_k3_rs_token_tis(cls, is_threshold: Threshold = 2.0, rs_threshold: float = 0.01) -> Self:
+    def decoupled_k3_rs_token_tis(
+        cls, is_threshold: Threshold = 2.0, rs_threshold: float = 0.01
+    ) -> Self:
         return cls._make(rollout_is="token", rollout_is_threshold=is_threshold, **_k3(rs_threshold))
 
     # Bypass mode with the PPO clip: the ratio current / rollout is the weight.
@@ -151,7 +172,10 @@ class Presets:
         rs_threshold_lower: float | None = None,
         veto_threshold: float | None = 1e-4,
     ) -> Self:
-        return cls._pg(**_geometric(rs_threshold, rs_threshold_lower), rollout_token_veto_threshold=veto_threshold)
+        return cls._pg(
+            **_geometric(rs_threshold, rs_threshold_lower),
+            rollout_token_veto_threshold=veto_threshold,
+        )
 
     @classmethod
     def bypass_pg_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5) -> Self:
@@ -162,14 +186,20 @@ class Presets:
         return cls._pg(**_geometric(rs_threshold))
 
     @classmethod
-    def bypass_pg_geo_rs_seq_tis(cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = GEOMETRIC_BAND) -> Self:
-        return cls._pg(rollout_is="sequence", rollout_is_threshold=is_threshold, **_geometric(rs_threshold))
+    def bypass_pg_geo_rs_seq_tis(
+        cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = GEOMETRIC_BAND
+    ) -> Self:
+        return cls._pg(
+            rollout_is="sequence", rollout_is_threshold=is_threshold, **_geometric(rs_threshold)
+        )
 
     @classmethod
     def bypass_pg_geo_rs_token_tis(
         cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = GEOMETRIC_BAND
     ) -> Self:
-        return cls._pg(rollout_is="token", rollout_is_threshold=is_threshold, **_geometric(rs_threshold))
+        return cls._pg(
+            rollout_is="token", rollout_is_threshold=is_threshold, **_geometric(rs_threshold)
+        )
 
     # slime's combinations.
 
@@ -181,10 +211,14 @@ class Presets:
     @classmethod
     def slime_mis(cls, lower: float = 0.5, upper: float = 2.0) -> Self:
         """Token weights whose outliers leave the mask."""
-        return cls._make(rollout_is="token", rollout_is_mode="mask", rollout_is_threshold=f"{lower}_{upper}")
+        return cls._make(
+            rollout_is="token", rollout_is_mode="mask", rollout_is_threshold=f"{lower}_{upper}"
+        )
 
     @classmethod
-    def slime_mis_veto(cls, lower: float = 0.5, upper: float = 2.0, veto_threshold: float = 1e-4) -> Self:
+    def slime_mis_veto(
+        cls, lower: float = 0.5, upper: float = 2.0, veto_threshold: float = 1e-4
+    ) -> Self:
         return cls._make(
             rollout_is="token",
             rollout_is_mode="mask",

@@ -1,4 +1,6 @@
-"""Why a row was rejected, in the words of the settings: for people, on a few rows after the fact."""
+"""Why a row was rejected, in the words of the settings: for people, on a few rows after the
+fact.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.correction.bands import Band
 from flowgrpo_rc.correction.config import Rules
-from flowgrpo_rc.correction.importance import outside, weigh
+from flowgrpo_rc.correction.log_ratios import Steps, prepare
 from flowgrpo_rc.correction.rejection import statistic
-from flowgrpo_rc.correction.steps import Steps, prepare
+from flowgrpo_rc.correction.thresholds import Band
+from flowgrpo_rc.correction.weights import outside, weigh
 
 
 class Reason(NamedTuple):
-    """A criterion that does not keep a row. value: its statistic, the ratio training / rollout for k1; lower, upper:
-    what is kept, None where there is no such bound or where it follows the run (`auto`)."""
+    """A criterion that does not keep a row. value: its statistic, the ratio training / rollout for
+    k1; lower, upper: what is kept, None where there is no such bound or where it follows the run
+    (`auto`)."""
 
     criterion: str
     value: float
@@ -29,14 +32,17 @@ class Reason(NamedTuple):
 def reasons(
     training: Tensor, rollout: Tensor, mask: Tensor, rules: Rules, *, step_kl: Tensor | None = None
 ) -> list[Reason]:
-    """All that reject a row, for its log-probs, steps that exist and exact KL [T]; [] where nothing here does.
+    """All that reject a row, for its log-probs, steps that exist and exact KL [T]; [] where nothing
+    here does.
 
-    A step that is not finite comes first. `auto` bands are named where nothing else explains the rejection: where they
-    stood when they judged is not known here.
+    A step that is not finite comes first. `auto` bands are named where nothing else explains the
+    rejection: where they stood when they judged is not known here.
     """
     exact = None if step_kl is None else step_kl.unsqueeze(0)
     steps = prepare(training.unsqueeze(0), rollout.unsqueeze(0), mask.unsqueeze(0), exact)
-    return list(_fixed(steps, rules)) or [Reason(band.name, _shown(band, _worst(steps, band))) for band in rules.auto]
+    return list(_fixed(steps, rules)) or [
+        Reason(band.name, _shown(band, _worst(steps, band))) for band in rules.auto
+    ]
 
 
 def _fixed(steps: Steps, rules: Rules) -> Iterator[Reason]:

@@ -1,6 +1,7 @@
 """Rejection sampling: which steps stay in the loss, and the statistics that decide it.
 
-Blocks of rows [b, T] become sums and extrema of each row; the metrics follow once, from those of all rows [B].
+Blocks of rows [b, T] become sums and extrema of each row; the metrics follow once, from those of
+all rows [B].
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from torch import Tensor
 from flowgrpo_rc.core.kl import k1, k2
 from flowgrpo_rc.core.metrics import MetricBag, sample_std_from_moments, std_from_moments
 from flowgrpo_rc.core.reduce import row_counts, row_max, select_
-from flowgrpo_rc.correction.bands import Band
-from flowgrpo_rc.correction.steps import Steps
+from flowgrpo_rc.correction.log_ratios import Steps
+from flowgrpo_rc.correction.thresholds import Band
 
 
 class BandRows(NamedTuple):
-    """A criterion in each row: sum of its statistic over valid steps and mean, sums of the statistic clamped to the
-    band and of its square, extrema, how many statistics lie above and below the band, how many steps it rejects."""
+    """A criterion in each row: sum of its statistic over valid steps and mean, sums of the
+    statistic clamped to the band and of its square, extrema, how many statistics lie above and
+    below the band, how many steps it rejects."""
 
     total: Tensor
     mean: Tensor
@@ -32,7 +34,9 @@ class BandRows(NamedTuple):
 
 
 class DecisionRows(NamedTuple):
-    """Numbers of steps in each row: those that exist, are valid, are kept, and have a ratio below the veto."""
+    """Numbers of steps in each row: those that exist, are valid, are kept, and have a ratio below
+    the veto.
+    """
 
     existing: Tensor
     valid: Tensor
@@ -41,8 +45,8 @@ class DecisionRows(NamedTuple):
 
 
 def judge(steps: Steps, band: Band, value: Tensor) -> tuple[Tensor, BandRows]:
-    """What a band keeps of statistics [b, T] or [b, 1]. A sequence with a step that is not finite fails every sequence
-    band."""
+    """What a band keeps of statistics [b, T] or [b, 1]. A sequence with a step that is not finite
+    fails every sequence band."""
     units, high, low = steps.units(value), value > band.upper, value < band.lower
     inside = ~(high | low)
     if not band.per_step:
@@ -81,13 +85,15 @@ def statistic(steps: Steps, band: Band) -> Tensor:
 
 
 def count_catastrophic(steps: Steps, log_threshold: float) -> Tensor:
-    """How many steps of each row have a ratio below exp(log_threshold); no bound is applied to the ratio."""
+    """How many steps of each row have a ratio below exp(log_threshold); no bound is applied to the
+    ratio.
+    """
     return row_counts(steps.mask & (steps.difference < log_threshold))
 
 
 def rejection_metrics(rows: DecisionRows) -> MetricBag:
-    """Fractions of steps and of sequences (any step) that are rejected, under all documents' names, and of those below
-    the veto (0 without one)."""
+    """Fractions of steps and of sequences (any step) that are rejected, under all documents' names,
+    and of those below the veto (0 without one)."""
     bag, sequences = MetricBag(), (rows.existing > 0).sum()
     count, rejected_B = rows.existing.sum(), rows.existing - rows.kept
     for prefix in ("rollout_rs", "rollout_is"):
@@ -101,12 +107,19 @@ def rejection_metrics(rows: DecisionRows) -> MetricBag:
 
 
 def band_metrics(rows: BandRows, count_B: Tensor, band: Band) -> MetricBag:
-    """Statistics of one criterion under the suffixes that verl 0.9.1 has; count_B: valid steps of each row.
+    """Statistics of one criterion under the suffixes that verl 0.9.1 has; count_B: valid steps of
+    each row.
 
-    mean and std (of the statistic clamped to the band) weigh a sequence by its steps. Extrema and fractions count
-    sequences where the criterion judges sequences. seq_* are those of each sequence's mean.
+    mean and std (of the statistic clamped to the band) weigh a sequence by its steps. Extrema and
+    fractions count sequences where the criterion judges sequences. seq_* are those of each
+    sequence's mean.
     """
-    bag, counted, present_B, name = MetricBag(), count_B.sum(), count_B > 0, f"rollout_rs_{band.name}"
+    bag, counted, present_B, name = (
+        MetricBag(),
+        count_B.sum(),
+        count_B > 0,
+        f"rollout_rs_{band.name}",
+    )
     bag.ratio(f"{name}_mean", rows.total.sum(), counted)
     bag.ratio(f"_{name}_clamped", rows.clamped.sum(), counted)
     bag.ratio(f"_{name}_clamped_square", rows.clamped_square.sum(), counted)

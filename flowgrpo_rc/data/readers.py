@@ -1,4 +1,6 @@
-"""Rows of prompt files: text, JSON lines, parquet, and the folders and columns of flow_grpo and verl-omni."""
+"""Rows of prompt files: text, JSON lines, parquet, and the folders and columns of flow_grpo and
+verl-omni.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ _ENDINGS = (".txt", ".jsonl", "_metadata.jsonl", ".parquet")
 def find_file(path: Path, split: str, key: str) -> Path:
     """The file of a dataset folder that holds `split`, train or test; a file is itself.
 
-    flow_grpo's folders have train.txt or train_metadata.jsonl, verl-omni's train.parquet. Raises ValueError naming
-    `key` for a folder without such a file, or with several.
+    flow_grpo's folders have train.txt or train_metadata.jsonl, verl-omni's train.parquet. Raises
+    ValueError naming `key` for a folder without such a file, or with several.
     """
     if not path.is_dir():
         return path
@@ -25,8 +27,12 @@ def find_file(path: Path, split: str, key: str) -> Path:
         return found[0]
     names = ", ".join(f"{split}{ending}" for ending in _ENDINGS)
     if found:
-        raise ValueError(f"{key}: {path} has {', '.join(file.name for file in found)}: give one of these files")
-    below = sorted(folder.name for folder in path.iterdir() if folder.is_dir() and _files(folder, split))
+        raise ValueError(
+            f"{key}: {path} has {', '.join(file.name for file in found)}: give one of these files"
+        )
+    below = sorted(
+        folder.name for folder in path.iterdir() if folder.is_dir() and _files(folder, split)
+    )
     hint = f"; the folders in it that have one: {', '.join(below)}" if below else ""
     raise ValueError(f"{key}: the folder {path} has none of {names}{hint}")
 
@@ -46,8 +52,9 @@ def read_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
 
 
 def _without_chat(row: Row, where: str) -> Row:
-    """A row of verl-omni in this project's columns: chats become the text of their user, and the target is the ground
-    truth where that is a text. Their system message becomes metadata, since a pipeline has its own template."""
+    """A row of verl-omni in this project's columns: chats become the text of their user, and the
+    target is the ground truth where that is a text. Their system message becomes metadata, since a
+    pipeline has its own template."""
     changed: dict[str, object] = dict(row)
     for column in ("prompt", "negative_prompt"):
         if isinstance(row.get(column), list):
@@ -56,7 +63,11 @@ def _without_chat(row: Row, where: str) -> Row:
             if column == "prompt" and messages:
                 changed["system_prompt"] = messages["system"]
     model = row.get("reward_model")
-    if "target" not in row and isinstance(model, dict) and isinstance(model.get("ground_truth"), str):
+    if (
+        "target" not in row
+        and isinstance(model, dict)
+        and isinstance(model.get("ground_truth"), str)
+    ):
         changed["target"] = model["ground_truth"] or None
     return changed
 
@@ -66,11 +77,15 @@ def _messages(chat: Any, where: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for message in chat:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise ValueError(f"{where} must be a text, or a chat of messages with a role and a text; got {message!r}")
+            raise ValueError(
+                f"{where} must be a text, or a chat of messages with a role and a text; got "
+                f"{message!r}"
+            )
         role = message.get("role")
         if role not in ("system", "user") or role in found:
             raise ValueError(
-                f"{where} is a chat with {role!r} again or out of place: give one user message, and at "
+                f"{where} is a chat with {role!r} again or out of place: give one user message, "
+                "and at "
                 "most one system message"
             )
         found[role] = message["content"]
@@ -91,7 +106,9 @@ def _read_jsonl(file: Path, key: str) -> Iterator[tuple[str, Row]]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{key}: {file}, {place}: not JSON ({error})") from error
         if not isinstance(row, dict):
-            raise ValueError(f'{key}: {file}, {place}: must be an object such as {{"prompt": "..."}}, got {line}')
+            raise ValueError(
+                f'{key}: {file}, {place}: must be an object such as {{"prompt": "..."}}, got {line}'
+            )
         yield place, row
 
 
@@ -100,7 +117,9 @@ def _read_parquet(file: Path, key: str) -> Iterator[tuple[str, Row]]:
         from pyarrow import ArrowInvalid
         from pyarrow.parquet import read_table
     except ImportError as error:
-        raise ImportError(f"{key}: reading {file} needs pyarrow: pip install 'flowgrpo_rc[parquet]'") from error
+        raise ImportError(
+            f"{key}: reading {file} needs pyarrow: pip install 'flowgrpo_rc[parquet]'"
+        ) from error
     try:
         rows = read_table(file).to_pylist()
     except ArrowInvalid as error:
@@ -117,7 +136,9 @@ _READERS: dict[str, Callable[[Path, str], Iterator[tuple[str, Row]]]] = {
 
 
 def _lines(file: Path, key: str) -> Iterator[tuple[str, str]]:
-    """Lines without the white space around them; blank ones are allowed at the end of the file only."""
+    """Lines without the white space around them; blank ones are allowed at the end of the file
+    only.
+    """
     try:
         lines = file.read_text(encoding="utf-8-sig").rstrip().split("\n")
     except UnicodeDecodeError as error:
@@ -126,4 +147,6 @@ def _lines(file: Path, key: str) -> Iterator[tuple[str, str]]:
         if line.strip():
             yield f"line {number}", line.strip()
         elif len(lines) > 1:
-            raise ValueError(f"{key}: {file}, line {number}: blank; blank lines may only end a file")
+            raise ValueError(
+                f"{key}: {file}, line {number}: blank; blank lines may only end a file"
+            )

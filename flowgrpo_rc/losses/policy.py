@@ -1,4 +1,6 @@
-"""From log-probs to a loss, for SDE steps and tokens alike: correction, policy loss, weights, mask and mean."""
+"""From log-probs to a loss, for SDE steps and tokens alike: correction, policy loss, weights, mask
+and mean.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,11 @@ def loss_terms(
 ) -> LossTerms:
     """The terms of the loss for the current policy's log-probs [B, T] on `batch`.
 
-    Bypass mode corrects here, on [B, T] as given, with current / rollout: `ppo_clip` (the `step_loss`) takes only the
-    rejection mask, since its ratio is the weight; `reinforce` takes mask and weight. Decoupled mode applies the batch's
-    own mask and weights. Rejected steps are selected out, never multiplied; `normalize` is the path's default for
-    whether they stay in the denominator; step_kl [B, T] is for the criterion of that name.
+    Bypass mode corrects here, on [B, T] as given, with current / rollout: `ppo_clip` (the
+    `step_loss`) takes only the rejection mask, since its ratio is the weight; `reinforce` takes
+    mask and weight. Decoupled mode applies the batch's own mask and weights. Rejected steps are
+    selected out, never multiplied; `normalize` is the path's default for whether they stay in the
+    denominator; step_kl [B, T] is for the criterion of that name.
 
     Raises ValueError where the batch lacks advantages, old or rollout log-probs.
     """
@@ -53,10 +56,20 @@ def loss_terms(
         )
         metrics.merge(found.metrics, "rollout_corr")
         kept, weights = kept & found.mask, None if correction.weights_are_metrics else found.weights
-        if correction.rollout_is_batch_normalize and found.weight_total is not None and found.weight_count is not None:
-            weight_total, weight_count, loss_name = found.weight_total, found.weight_count, "_pg_loss"
+        if (
+            correction.rollout_is_batch_normalize
+            and found.weight_total is not None
+            and found.weight_count is not None
+        ):
+            weight_total, weight_count, loss_name = (
+                found.weight_total,
+                found.weight_count,
+                "_pg_loss",
+            )
             metrics.ratio("_mean_weight", weight_total, weight_count)
-            metrics.derive("pg_loss", ("_pg_loss", "_mean_weight"), lambda loss, weight: loss / (weight or 1.0))
+            metrics.derive(
+                "pg_loss", ("_pg_loss", "_mean_weight"), lambda loss, weight: loss / (weight or 1.0)
+            )
     function = reinforce if correction.loss_type == "reinforce" else step_loss
     policy = function(log_probs, batch.old_log_probs, batch.advantages.to(log_probs.dtype), kept)
     if correction.metric_names != "verl" and not correction.bypass_mode:
@@ -71,10 +84,11 @@ def loss_terms(
 
 
 def shares(counted: Tensor, aggregation: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """How much each step [B, T] counts in the sum, and the number (float64) that the sum is divided by.
+    """How much each step [B, T] counts in the sum, and the number (float64) that the sum is divided
+    by.
 
-    token-mean: the mean over steps; seq-mean-token-sum: over sequences, of their sums; seq-mean-token-mean: over
-    sequences, of their means. A sequence without a counted step is none.
+    token-mean: the mean over steps; seq-mean-token-sum: over sequences, of their sums;
+    seq-mean-token-mean: over sequences, of their means. A sequence without a counted step is none.
     """
     share, counted_B = counted.to(dtype), counted.sum(1)
     if aggregation == "token-mean":

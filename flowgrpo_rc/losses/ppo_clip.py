@@ -1,4 +1,6 @@
-"""The PPO clip, arXiv 1707.06347, on steps or tokens; as FlowGRPO has it, arXiv 2505.05470; dual clip, 1912.09729."""
+"""The PPO clip, arXiv 1707.06347, on steps or tokens; as FlowGRPO has it, arXiv 2505.05470; dual
+clip, 1912.09729.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from torch import Tensor
 
 from flowgrpo_rc.core.metrics import MetricBag, std_from_moments
 from flowgrpo_rc.core.reduce import select
-from flowgrpo_rc.correction.steps import SAFETY_BOUND
+from flowgrpo_rc.correction.log_ratios import SAFETY_BOUND
 from flowgrpo_rc.losses.base import PolicyLoss
 
 
@@ -22,9 +24,10 @@ def ppo_clip(
 ) -> PolicyLoss:
     """max(-A r, -A clamp(r, 1 - low, 1 + high)) with r = exp(log_ratio); all [B, T].
 
-    With `dual`, a negative advantage's loss is at most -A dual. Steps that are not `kept` take the value 0 before the
-    exponential, so that an infinite difference there has neither value nor gradient. A finite difference is bounded to
-    +-20, as the weights are: exp of a diverged one would be inf in fp32 and its gradient nan.
+    With `dual`, a negative advantage's loss is at most -A dual. Steps that are not `kept` take the
+    value 0 before the exponential, so that an infinite difference there has neither value nor
+    gradient. A finite difference is bounded to +-20, as the weights are: exp of a diverged one
+    would be inf in fp32 and its gradient nan.
     """
     log_ratio = select(log_ratio, kept).clamp(-SAFETY_BOUND, SAFETY_BOUND)
     ratio = torch.exp(log_ratio)
@@ -53,9 +56,11 @@ def ratio_metrics(log_ratio: Tensor, kept: Tensor) -> MetricBag:
 
 
 def sequence_log_ratio(log_probs: Tensor, old_log_probs: Tensor, kept: Tensor) -> Tensor:
-    """GSPO's ratio (arXiv 2507.18071): the mean log-ratio of the sequence's kept steps, at each of its steps [B, T].
+    """GSPO's ratio (arXiv 2507.18071): the mean log-ratio of the sequence's kept steps, at each of
+    its steps [B, T].
 
-    Each step's gradient is that of its own log-prob (the paper's token form); their mean is the sequence's.
+    Each step's gradient is that of its own log-prob (the paper's token form); their mean is the
+    sequence's.
     """
     difference = select(log_probs - old_log_probs, kept).detach()
     mean = difference.sum(1, keepdim=True) / kept.sum(1, keepdim=True).clamp(min=1)

@@ -9,6 +9,8 @@ from flowgrpo_rc.core.reduce import select
 from flowgrpo_rc.losses.base import PolicyLoss
 
 
-def reinforce(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, kept: Tensor) -> PolicyLoss:
+def reinforce(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, kept: Tensor
+) -> PolicyLoss:
     """-A log_prob for each step [B, T]; the importance weight is applied outside, detached."""
     return PolicyLoss(select(-advantages * select(log_probs, kept), kept), MetricBag())

@@ -1,4 +1,6 @@
-"""A pipeline built from its configuration files on the meta device: shapes and names, and no memory."""
+"""A pipeline built from its configuration files on the meta device: shapes and names, and no
+memory.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ META = torch.device("meta")
 
 
 def build_architecture(config: ModelConfig) -> FlowModel:
-    """The adapter of the checkpoint at `config.path`, around models without weights; tokenizers are left out.
+    """The adapter of the checkpoint at `config.path`, around models without weights; tokenizers are
+    left out.
 
-    Reads model_index.json and the configuration of each part, nothing else. Raises ValueError as `adapter_of` does,
-    and for a part whose configuration cannot be read.
+    Reads model_index.json and the configuration of each part, nothing else. Raises ValueError as
+    `adapter_of` does, and for a part whose configuration cannot be read.
     """
     adapter = adapter_of(config)
     index = DiffusionPipeline.load_config(config.path)
@@ -32,7 +35,9 @@ def build_architecture(config: ModelConfig) -> FlowModel:
 
 
 def _part(config: ModelConfig, name: str, library: str | None, class_name: str | None) -> Any:
-    """A scheduler, or a model in the precision that `load_model` gives it; None for what has no weights to count."""
+    """A scheduler, or a model in the precision that `load_model` gives it; None for what has no
+    weights to count.
+    """
     if library is None or class_name is None:
         return None
     cls = getattr(import_module(library), class_name)
@@ -49,5 +54,7 @@ def _part(config: ModelConfig, name: str, library: str | None, class_name: str |
         if issubclass(cls, SchedulerMixin):
             return cls.from_config(cls.load_config(config.path, subfolder=name))
     except OSError as error:
-        raise ValueError(f"model.path={config.path}: the settings of its {name} cannot be read: {error}") from error
+        raise ValueError(
+            f"model.path={config.path}: the settings of its {name} cannot be read: {error}"
+        ) from error
     return None

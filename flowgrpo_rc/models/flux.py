@@ -17,8 +17,8 @@ from flowgrpo_rc.models.layout import check_size, linear_schedule, to_uint8, unp
 class Flux(FlowModel):
     """CLIP for the pooled embedding, T5 for the tokens; packed latents [B, H/16 * W/16, 64].
 
-    guidance_scale is an input of the transformer (`dev`; `schnell` has none). true_cfg_scale guides on a negative
-    prompt as well, with a second evaluation.
+    guidance_scale is an input of the transformer (`dev`; `schnell` has none). true_cfg_scale guides
+    on a negative prompt as well, with a second evaluation.
     """
 
     pipeline_class = "FluxPipeline"
@@ -43,7 +43,8 @@ class Flux(FlowModel):
         check_size(spec, multiple=2 * self.pipeline.vae_scale_factor)
         if not self.transformer.config.guidance_embeds and spec.guidance_scale != 1:
             raise ValueError(
-                f"{key}.guidance_scale={spec.guidance_scale} has no effect: this checkpoint's transformer takes no "
+                f"{key}.guidance_scale={spec.guidance_scale} has no effect: this checkpoint's "
+                "transformer takes no "
                 f"guidance; set it to 1 ({key}.true_cfg_scale guides on a negative prompt)"
             )
 
@@ -59,7 +60,9 @@ class Flux(FlowModel):
 
     def schedule(self, spec: SamplerSpec) -> Schedule:
         rows, columns = self._patches(spec)
-        return linear_schedule(self.scheduler, spec.num_inference_steps, rows * columns, self.device)
+        return linear_schedule(
+            self.scheduler, spec.num_inference_steps, rows * columns, self.device
+        )
 
     def velocity(
         self,
@@ -96,7 +99,10 @@ class Flux(FlowModel):
 
     def _decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
         vae = self.pipeline.vae
-        scaled = unpack(latents, *self._patches(spec)) / vae.config.scaling_factor + vae.config.shift_factor
+        scaled = (
+            unpack(latents, *self._patches(spec)) / vae.config.scaling_factor
+            + vae.config.shift_factor
+        )
         decoded = vae.decode(scaled.to(vae.dtype), return_dict=False)[0]
         return to_uint8(self.pipeline.image_processor.postprocess(decoded, output_type="np"))
 

@@ -14,9 +14,17 @@ TENSORS_NAME = "adapter_model.safetensors"
 
 
 def peft_files(
-    state: Mapping[str, Tensor], *, adapter: str, rank: int, alpha: int, target_modules: Sequence[str], base: str
+    state: Mapping[str, Tensor],
+    *,
+    adapter: str,
+    rank: int,
+    alpha: int,
+    target_modules: Sequence[str],
+    base: str,
 ) -> dict[str, bytes]:
-    """Contents by file name. `state` has the network's own parameter names, `adapter` is the LoRA's name in them."""
+    """Contents by file name. `state` has the network's own parameter names, `adapter` is the LoRA's
+    name in them.
+    """
     described = LoraConfig(
         r=rank,
         lora_alpha=alpha,
@@ -25,8 +33,13 @@ def peft_files(
         base_model_name_or_path=base,
         inference_mode=True,
     ).to_dict()
-    described["target_modules"] = sorted(described["target_modules"])  # peft holds a set, which has no order
-    tensors = {peft_key(name, adapter): tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    described["target_modules"] = sorted(
+        described["target_modules"]
+    )  # peft holds a set, which has no order
+    tensors = {
+        peft_key(name, adapter): tensor.detach().cpu().contiguous()
+        for name, tensor in state.items()
+    }
     return {
         CONFIG_NAME: (json.dumps(described, indent=2, sort_keys=True) + "\n").encode(),
         TENSORS_NAME: save(tensors, metadata={"format": "pt"}),

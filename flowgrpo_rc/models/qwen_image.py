@@ -14,10 +14,11 @@ from flowgrpo_rc.models.layout import check_size, linear_schedule, to_uint8, unp
 
 
 class QwenImage(FlowModel):
-    """Qwen2.5-VL's hidden states, masked, since prompts keep their own length; packed latents [B, H/16 * W/16, 64].
+    """Qwen2.5-VL's hidden states, masked, since prompts keep their own length; packed latents [B,
+    H/16 * W/16, 64].
 
-    true_cfg_scale guides on a negative prompt; the guided velocity of a token is scaled back to the length that it has
-    without guidance.
+    true_cfg_scale guides on a negative prompt; the guided velocity of a token is scaled back to the
+    length that it has without guidance.
     """
 
     pipeline_class = "QwenImagePipeline"
@@ -53,7 +54,9 @@ class QwenImage(FlowModel):
 
     def schedule(self, spec: SamplerSpec) -> Schedule:
         rows, columns = self._patches(spec)
-        return linear_schedule(self.scheduler, spec.num_inference_steps, rows * columns, self.device)
+        return linear_schedule(
+            self.scheduler, spec.num_inference_steps, rows * columns, self.device
+        )
 
     def velocity(
         self,

@@ -15,7 +15,9 @@ from flowgrpo_rc.models.layout import check_size, dynamic_shift, to_uint8
 
 
 class StableDiffusion3(FlowModel):
-    """Two CLIP encoders and, optionally, T5; latents [B, C, H/8, W/8]; guidance on [negative, positive]."""
+    """Two CLIP encoders and, optionally, T5; latents [B, C, H/8, W/8]; guidance on [negative,
+    positive].
+    """
 
     pipeline_class = "StableDiffusion3Pipeline"
     default_target_modules = (
@@ -42,7 +44,9 @@ class StableDiffusion3(FlowModel):
 
     def check(self, spec: SamplerSpec, key: str) -> None:
         multiple = self.pipeline.vae_scale_factor * self.pipeline.patch_size
-        check_size(spec, multiple=multiple, largest=self.transformer.config.pos_embed_max_size * multiple)
+        check_size(
+            spec, multiple=multiple, largest=self.transformer.config.pos_embed_max_size * multiple
+        )
 
     def latent_shape(self, spec: SamplerSpec) -> tuple[int, ...]:
         factor = self.pipeline.vae_scale_factor
@@ -70,7 +74,10 @@ class StableDiffusion3(FlowModel):
         embeds, pooled = conditioning.embeds, _pooled(conditioning)
         if negative is not None:
             latents, timesteps = torch.cat([latents] * 2), torch.cat([timesteps] * 2)
-            embeds, pooled = torch.cat([negative.embeds, embeds]), torch.cat([_pooled(negative), pooled])
+            embeds, pooled = (
+                torch.cat([negative.embeds, embeds]),
+                torch.cat([_pooled(negative), pooled]),
+            )
         dtype = transformer.dtype
         predicted = transformer(
             hidden_states=latents.to(dtype),

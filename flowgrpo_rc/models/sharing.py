@@ -1,4 +1,6 @@
-"""Parts of a pipeline that the sampling and the training thread share, and that may leave the device when idle."""
+"""Parts of a pipeline that the sampling and the training thread share, and that may leave the
+device when idle.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ class Shared:
     They are on `device`; with `offload` only while at work, and on the CPU otherwise.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], device: torch.device, *, offload: bool) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], device: torch.device, *, offload: bool
+    ) -> None:
         self._modules, self._device, self._offload = modules, device, offload
         self._lock = threading.Lock()
         self._move(IDLE if offload else device)

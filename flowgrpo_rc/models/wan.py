@@ -17,16 +17,20 @@ from flowgrpo_rc.models.layout import check_size, to_uint8, unscaled
 
 
 class Wan(FlowModel):
-    """UMT5, padded to max_sequence_length; latents [B, C, 1 + (frames - 1) / 4, H/8, W/8]; a causal 3D VAE.
+    """UMT5, padded to max_sequence_length; latents [B, C, 1 + (frames - 1) / 4, H/8, W/8]; a causal
+    3D VAE.
 
-    Checkpoints come with UniPC, a multistep solver, which has no Gaussian step: its sigmas and timesteps are kept, the
-    steps are Euler's. Its first sigma is 1e-6 below 1 for the sake of a logarithm; here it is 1.
+    Checkpoints come with UniPC, a multistep solver, which has no Gaussian step: its sigmas and
+    timesteps are kept, the steps are Euler's. Its first sigma is 1e-6 below 1 for the sake of a
+    logarithm; here it is 1.
     """
 
     pipeline_class = "WanPipeline"
     makes = "video"
     default_target_modules = tuple(
-        f"{attention}.{layer}" for attention in ("attn1", "attn2") for layer in ("to_k", "to_out.0", "to_q", "to_v")
+        f"{attention}.{layer}"
+        for attention in ("attn1", "attn2")
+        for layer in ("to_k", "to_out.0", "to_q", "to_v")
     )
     unsupported_components: ClassVar[Mapping[str, str]] = {
         "transformer_2": "two transformers, one for each part of the schedule, would need a LoRA each; give a "
@@ -42,12 +46,16 @@ class Wan(FlowModel):
         if spec.num_frames % pipeline.vae_scale_factor_temporal != 1:
             raise ValueError(
                 f"rollout.pipeline.num_frames={spec.num_frames}: this model makes multiples of "
-                f"{pipeline.vae_scale_factor_temporal} and 1 more: 1, {1 + pipeline.vae_scale_factor_temporal}, ..."
+                f"{pipeline.vae_scale_factor_temporal} and 1 more: 1, "
+                f"{1 + pipeline.vae_scale_factor_temporal}, ..."
             )
         config = pipeline.scheduler.config
-        if not isinstance(pipeline.scheduler, FlowMatchEulerDiscreteScheduler) and not config.get("use_flow_sigmas"):
+        if not isinstance(pipeline.scheduler, FlowMatchEulerDiscreteScheduler) and not config.get(
+            "use_flow_sigmas"
+        ):
             raise ValueError(
-                f"model.path: its scheduler, {type(pipeline.scheduler).__name__}, does not walk the sigmas of a flow "
+                f"model.path: its scheduler, {type(pipeline.scheduler).__name__}, does not walk "
+                "the sigmas of a flow "
                 "(use_flow_sigmas)"
             )
 
@@ -65,7 +73,12 @@ class Wan(FlowModel):
         assert spec.num_frames is not None, "a video has frames"
         frames = 1 + (spec.num_frames - 1) // pipeline.vae_scale_factor_temporal
         factor = pipeline.vae_scale_factor_spatial
-        return self.transformer.config.in_channels, frames, spec.height // factor, spec.width // factor
+        return (
+            self.transformer.config.in_channels,
+            frames,
+            spec.height // factor,
+            spec.width // factor,
+        )
 
     def schedule(self, spec: SamplerSpec) -> Schedule:
         scheduler = self.scheduler

@@ -34,7 +34,9 @@ class Evaluation(Protocol):
 
 
 class Measured(NamedTuple):
-    """A policy on all steps of a batch [B, T], without gradient; means [B, T, ...] where they were asked for."""
+    """A policy on all steps of a batch [B, T], without gradient; means [B, T, ...] where they were
+    asked for.
+    """
 
     log_probs: Tensor
     gaussian: GaussianSteps | None
@@ -59,13 +61,17 @@ E = TypeVar("E", bound=Evaluation)
 
 
 class Policy(ABC, Generic[B, E]):
-    """`network` is what is trained. Several policies (the trainer's, the engine's) may share one model."""
+    """`network` is what is trained. Several policies (the trainer's, the engine's) may share one
+    model.
+    """
 
     network: Any
 
     @abstractmethod
     def pieces(self, micro: B) -> Iterator[B]:
-        """The parts of a micro-batch that one forward evaluates, in order; together they are all of its steps."""
+        """The parts of a micro-batch that one forward evaluates, in order; together they are all of
+        its steps.
+        """
 
     @abstractmethod
     def evaluate(self, piece: B) -> E:
@@ -77,7 +83,9 @@ class Policy(ABC, Generic[B, E]):
 
     @abstractmethod
     def cells(self, batch: B) -> Tensor:
-        """The cell [b, t] int64 of each step; steps of one cell share the scale of their mismatch."""
+        """The cell [b, t] int64 of each step; steps of one cell share the scale of their
+        mismatch.
+        """
 
     @abstractmethod
     def cell_names(self, batch: B) -> Sequence[str]:
@@ -89,7 +97,9 @@ class Policy(ABC, Generic[B, E]):
 
     @abstractmethod
     def nudged(self) -> Policy[B, E]:
-        """This policy with the embeddings that its network is given moved as by `nudge`, in the network's dtype."""
+        """This policy with the embeddings that its network is given moved as by `nudge`, in the
+        network's dtype.
+        """
 
     @torch.no_grad()
     def measure(self, batch: B, micro_batch_size: int, *, keep_means: bool = False) -> Measured:
@@ -107,14 +117,18 @@ class Policy(ABC, Generic[B, E]):
 
 
 def nudge(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """`values` by one unit in the last place of `dtype` up or down at random, the same ones whenever the shape is."""
+    """`values` by one unit in the last place of `dtype` up or down at random, the same ones
+    whenever the shape is.
+    """
     source = torch.Generator().manual_seed(0)
     signs = (2 * torch.randint(2, values.shape, generator=source) - 1).to(values.device)
     return (values.to(dtype).float() * (1 + signs * torch.finfo(dtype).eps / 2)).to(dtype)
 
 
 def join(parts: Sequence[Any], dim: int) -> Any:
-    """What was `Measured` of all parts, side by side: a tuple's fields each for itself, and None stays None."""
+    """What was `Measured` of all parts, side by side: a tuple's fields each for itself, and None
+    stays None.
+    """
     first = parts[0]
     if isinstance(first, tuple):
         return type(first)(*(join(column, dim) for column in zip(*parts, strict=True)))

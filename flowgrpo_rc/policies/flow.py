@@ -1,8 +1,8 @@
 """A flow model as a stochastic policy: sampling and re-evaluation from the same transition code.
 
-Legend: B samples, T steps of the SDE window, S denoising steps. All maths outside the transformer is fp32 on the
-stored fp32 latents, with sigmas taken by index from one schedule, so that an fp32 replay in the same batch shape
-has a log-ratio of exactly 0.
+Legend: B samples, T steps of the SDE window, S denoising steps. All maths outside the transformer
+is fp32 on the stored fp32 latents, with sigmas taken by index from one schedule, so that an fp32
+replay in the same batch shape has a log-ratio of exactly 0.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Velocity = Callable[[Tensor, Tensor], Tensor]
 
 
 class Trajectory(NamedTuple):
-    """final [B, ...]; window_latents [B, T+1, ...]; log_probs [B, T]; the schedule that was walked; means [B, T, ...]
-    of the window's steps, where they were asked for."""
+    """final [B, ...]; window_latents [B, T+1, ...]; log_probs [B, T]; the schedule that was walked;
+    means [B, T, ...] of the window's steps, where they were asked for."""
 
     final: Tensor
     window_latents: Tensor
@@ -38,8 +38,8 @@ class Trajectory(NamedTuple):
 
 
 class StepEvaluation(NamedTuple):
-    """A policy on one recorded step: log_prob [B], its Gaussian with sigma and sigma_next [B], and the exact KL [B]
-    from the means that the batch holds, if any."""
+    """A policy on one recorded step: log_prob [B], its Gaussian with sigma and sigma_next [B], and
+    the exact KL [B] from the means that the batch holds, if any."""
 
     log_prob: Tensor
     transition: Transition
@@ -55,7 +55,10 @@ class StepEvaluation(NamedTuple):
     @property
     def gaussian(self) -> GaussianSteps:
         """[B, 1]."""
-        std, kl = self.transition.std.flatten(1)[:, :1], None if self.kl is None else self.kl.unsqueeze(1)
+        std, kl = (
+            self.transition.std.flatten(1)[:, :1],
+            None if self.kl is None else self.kl.unsqueeze(1),
+        )
         return GaussianSteps(std, (self.sigma_next - self.sigma).unsqueeze(1), kl)
 
     @property
@@ -65,7 +68,9 @@ class StepEvaluation(NamedTuple):
 
 
 class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
-    """`network`, a transformer, seen as a policy. Several policies (trainer, engine) share one FlowModel."""
+    """`network`, a transformer, seen as a policy. Several policies (trainer, engine) share one
+    FlowModel.
+    """
 
     def __init__(
         self,
@@ -96,14 +101,18 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         def velocity(x: Tensor, timesteps: Tensor) -> Tensor:
             return self._velocity(x, timesteps, conditioning, negative, spec)
 
-        return sample_trajectory(velocity, schedule, latents, spec, window, noise, keep_means=keep_means)
+        return sample_trajectory(
+            velocity, schedule, latents, spec, window, noise, keep_means=keep_means
+        )
 
     def evaluate(self, batch: DiffusionBatch) -> StepEvaluation:
         """This policy on the recorded steps of a batch with T = 1; differentiable."""
         steps, timesteps = batch.step_indices[:, 0], batch.all_timesteps[:, 0]
         x, following = batch.all_latents[:, 0], batch.all_latents[:, 1]
         negative = None if batch.negative is None else batch.negative[batch.prompt_index]
-        v = self._velocity(x, timesteps, batch.conditioning[batch.prompt_index], negative, batch.spec)
+        v = self._velocity(
+            x, timesteps, batch.conditioning[batch.prompt_index], negative, batch.spec
+        )
         step = _transition(x, v, batch.sigmas, steps, batch.spec)
         value = log_prob(step, following, convention=batch.spec.log_prob_convention)
         kl = None
@@ -115,8 +124,12 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         """One SDE step each: a forward of the transformer sees one timestep per sample."""
         return (micro.step(t) for t in range(micro.num_steps))
 
-    def divergence(self, now: StepEvaluation, reference: StepEvaluation, piece: DiffusionBatch) -> Tensor:
-        """Gaussian KL of the reverse steps, with the scale that FlowGRPO uses (`core.transition.reference_kl`)."""
+    def divergence(
+        self, now: StepEvaluation, reference: StepEvaluation, piece: DiffusionBatch
+    ) -> Tensor:
+        """Gaussian KL of the reverse steps, with the scale that FlowGRPO uses
+        (`core.transition.reference_kl`).
+        """
         mean = reference.transition.mean
         kl = reference_kl(now.transition, mean, now.sigma, now.sigma_next, kind=piece.spec.sde_type)
         return kl.unsqueeze(1)
@@ -133,7 +146,7 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         return FlowPolicy(self.model, self.network, autocast=autocast)
 
     def nudged(self) -> FlowPolicy:
-        return _Nudged(self.model, self.network, autocast=self._autocast)
+        return _NudgedFlowPolicy(self.model, self.network, autocast=self._autocast)
 
     def _velocity(
         self,
@@ -148,7 +161,7 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         return v.float()
 
 
-class _Nudged(FlowPolicy):
+class _NudgedFlowPolicy(FlowPolicy):
     def _velocity(
         self,
         latents: Tensor,
@@ -178,11 +191,13 @@ def sample_trajectory(
     *,
     keep_means: bool = False,
 ) -> Trajectory:
-    """Denoise `latents` [B, ...] through the schedule; steps of `window` [B, T] are stochastic and recorded.
+    """Denoise `latents` [B, ...] through the schedule; steps of `window` [B, T] are stochastic and
+    recorded.
 
-    `velocity(x, timesteps)` is the model at x [B, ...] and timesteps [B], in fp32. `window` holds consecutive step
-    indices per sample and may be empty (T = 0) for an ODE sample. `noise(s)` gives standard normal noise [B, ...] for
-    step s. Outside its window a sample takes the deterministic step.
+    `velocity(x, timesteps)` is the model at x [B, ...] and timesteps [B], in fp32. `window` holds
+    consecutive step indices per sample and may be empty (T = 0) for an ODE sample. `noise(s)` gives
+    standard normal noise [B, ...] for step s. Outside its window a sample takes the deterministic
+    step.
     """
     batch, length = window.shape
     states = latents.new_zeros((batch, length + 1, *latents.shape[1:]))
@@ -199,7 +214,9 @@ def sample_trajectory(
             inside = (position >= 0) & (position < length)
             step = _transition(latents, v, schedule.sigmas, steps, spec)
             drawn = sample(step, noise(index))
-            following = torch.where(inside.reshape((-1,) + (1,) * (latents.ndim - 1)), drawn, following)
+            following = torch.where(
+                inside.reshape((-1,) + (1,) * (latents.ndim - 1)), drawn, following
+            )
             value = log_prob(step, following, convention=spec.log_prob_convention)
             picked, at = rows[inside], position[inside]
             states[picked, at], states[picked, at + 1] = latents[inside], following[inside]
@@ -211,7 +228,13 @@ def sample_trajectory(
 
 
 def _transition(
-    x: Tensor, v: Tensor, sigmas: Tensor, steps: Tensor, spec: SamplerSpec, *, noise_level: float | None = None
+    x: Tensor,
+    v: Tensor,
+    sigmas: Tensor,
+    steps: Tensor,
+    spec: SamplerSpec,
+    *,
+    noise_level: float | None = None,
 ) -> Transition:
     level = spec.noise_level if noise_level is None else noise_level
     return step_transition(x, v, sigmas, steps, sde_type=spec.sde_type, noise_level=level)

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteSchedulerOutput
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import (
+    FlowMatchEulerDiscreteSchedulerOutput,
+)
 from torch import Tensor
 
 from flowgrpo_rc.core import transition as core
@@ -16,7 +18,9 @@ from flowgrpo_rc.core.transition import Transition
 def step_transition(
     x: Tensor, v: Tensor, sigmas: Tensor, steps: Tensor, *, sde_type: str, noise_level: float
 ) -> Transition:
-    """The Gaussian of steps `steps` [B] of the schedule `sigmas` [S+1] at `x` [B, ...] with velocity v [B, ...]."""
+    """The Gaussian of steps `steps` [B] of the schedule `sigmas` [S+1] at `x` [B, ...] with
+    velocity v [B, ...].
+    """
     return core.transition(
         x,
         v,
@@ -29,10 +33,12 @@ def step_transition(
 
 
 class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
-    """`FlowMatchEulerDiscreteScheduler` whose steps are Gaussian (see `core.transition` for the kinds).
+    """`FlowMatchEulerDiscreteScheduler` whose steps are Gaussian (see `core.transition` for the
+    kinds).
 
-    It replaces the stock one in any pipeline: `pipe.scheduler = FlowMatchSDEScheduler.replacing(pipe.scheduler,
-    sde_type="sde", noise_level=0.7)`. With noise level 0 the images are the stock ones.
+    It replaces the stock one in any pipeline: `pipe.scheduler =
+    FlowMatchSDEScheduler.replacing(pipe.scheduler, sde_type="sde", noise_level=0.7)`. With noise
+    level 0 the images are the stock ones.
     """
 
     sde_type: str
@@ -55,7 +61,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         generator: torch.Generator | None = None,
         return_dict: bool = True,
     ) -> Any:
-        """One stochastic step, called as pipelines call the stock one; the churn options of that have no meaning here.
+        """One stochastic step, called as pipelines call the stock one; the churn options of that
+        have no meaning here.
 
         Pipelines that pass no generator (SD3 is one) draw from torch's global state.
         """
@@ -74,4 +81,8 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         noise = torch.randn(sample.shape, generator=generator, device=source).to(sample.device)
         previous = core.sample(gaussian, noise).to(model_output.dtype)
         self._step_index += 1
-        return FlowMatchEulerDiscreteSchedulerOutput(prev_sample=previous) if return_dict else (previous,)
+        return (
+            FlowMatchEulerDiscreteSchedulerOutput(prev_sample=previous)
+            if return_dict
+            else (previous,)
+        )

@@ -1,4 +1,5 @@
-"""A language model as a stochastic policy over tokens: sampling and re-evaluation from the same token maths.
+"""A language model as a stochastic policy over tokens: sampling and re-evaluation from the same
+token maths.
 
 Legend: B rows, L tokens of the longest prompt, T tokens of the longest response, V vocabulary.
 """
@@ -24,8 +25,8 @@ _LARGEST = 20.0
 
 
 class Responses(NamedTuple):
-    """ids [B, T] int64, padded on the right; mask [B, T] bool, True up to and including the end token;
-    log_probs [B, T] fp32 at the temperature of the sampling, 0 at padding."""
+    """ids [B, T] int64, padded on the right; mask [B, T] bool, True up to and including the end
+    token; log_probs [B, T] fp32 at the temperature of the sampling, 0 at padding."""
 
     ids: Tensor
     mask: Tensor
@@ -33,7 +34,9 @@ class Responses(NamedTuple):
 
 
 class TokenEvaluation(NamedTuple):
-    """A policy on recorded responses: log_probs [B, T] fp32, 0 at padding. A token is drawn from no Gaussian."""
+    """A policy on recorded responses: log_probs [B, T] fp32, 0 at padding. A token is drawn from no
+    Gaussian.
+    """
 
     log_probs: Tensor
     gaussian: None = None
@@ -60,12 +63,15 @@ class TokenPolicy(Policy[TokenBatch, TokenEvaluation]):
         self._checkpoint_gradients = checkpoint_gradients
 
     @torch.no_grad()
-    def rollout(self, prompt_ids: Tensor, prompt_mask: Tensor, spec: TokenSpec, uniforms: Tensor) -> Responses:
+    def rollout(
+        self, prompt_ids: Tensor, prompt_mask: Tensor, spec: TokenSpec, uniforms: Tensor
+    ) -> Responses:
         """Continue prompts [B, L] (padded on the left) by at most `spec.response_length` tokens.
 
-        Row i draws its t-th token with uniforms[i, t], so what it says does not depend on the rows beside it.
-        uniforms: [B, spec.response_length] in [0, 1). With temperature 0 they have no effect: the likeliest token is
-        taken, which then has log-probability 0.
+        Row i draws its t-th token with uniforms[i, t], so what it says does not depend on the rows
+        beside it.
+        uniforms: [B, spec.response_length] in [0, 1). With temperature 0 they have no effect: the
+        likeliest token is taken, which then has log-probability 0.
         """
         sampler = _Sampler(uniforms.to(prompt_ids.device), spec.temperature)
         settings = GenerationConfig(
@@ -92,8 +98,12 @@ class TokenPolicy(Policy[TokenBatch, TokenEvaluation]):
         ids = torch.cat([piece.prompt_ids, piece.response_ids], 1)
         mask = torch.cat([piece.prompt_mask, piece.response_mask], 1)
         checkpointing = self._checkpoint_gradients and torch.is_grad_enabled()
-        with self._autocast(), gradient_checkpointing(self.network) if checkpointing else nullcontext():
-            # The last token predicts nothing that was recorded, and only the T before the ends of the rows are scored.
+        with (
+            self._autocast(),
+            gradient_checkpointing(self.network) if checkpointing else nullcontext(),
+        ):
+            # The last token predicts nothing that was recorded, and only the T before the ends of
+            # the rows are scored.
             logits = self.network(
                 input_ids=ids[:, :-1],
                 attention_mask=mask[:, :-1].long(),
@@ -108,8 +118,12 @@ class TokenPolicy(Policy[TokenBatch, TokenEvaluation]):
         """One: a forward sees all tokens."""
         yield micro
 
-    def divergence(self, now: TokenEvaluation, reference: TokenEvaluation, piece: TokenBatch) -> Tensor:
-        """GRPO's estimate of KL(now | reference) at the sampled tokens, arXiv 2402.03300 (4); 0 at padding."""
+    def divergence(
+        self, now: TokenEvaluation, reference: TokenEvaluation, piece: TokenBatch
+    ) -> Tensor:
+        """GRPO's estimate of KL(now | reference) at the sampled tokens, arXiv 2402.03300 (4); 0 at
+        padding.
+        """
         return k3((reference.log_probs - now.log_probs).clamp(-_LARGEST, _LARGEST))
 
     def cells(self, batch: TokenBatch) -> Tensor:
@@ -120,16 +134,23 @@ class TokenPolicy(Policy[TokenBatch, TokenEvaluation]):
         return [""]
 
     def under(self, autocast: Callable[[], AbstractContextManager[Any]]) -> TokenPolicy:
-        return TokenPolicy(self.model, self.network, autocast=autocast, checkpoint_gradients=self._checkpoint_gradients)
+        return TokenPolicy(
+            self.model,
+            self.network,
+            autocast=autocast,
+            checkpoint_gradients=self._checkpoint_gradients,
+        )
 
     def nudged(self) -> TokenPolicy:
-        return _Nudged(self.model, self.network, autocast=self._autocast)
+        return _NudgedTokenPolicy(self.model, self.network, autocast=self._autocast)
 
 
-class _Nudged(TokenPolicy):
+class _NudgedTokenPolicy(TokenPolicy):
     def evaluate(self, piece: TokenBatch) -> TokenEvaluation:
         embeddings = self.network.get_input_embeddings()
-        hook = embeddings.register_forward_hook(lambda module, given, found: nudge(found, found.dtype))
+        hook = embeddings.register_forward_hook(
+            lambda module, given, found: nudge(found, found.dtype)
+        )
         try:
             return super().evaluate(piece)
         finally:
@@ -137,7 +158,8 @@ class _Nudged(TokenPolicy):
 
 
 class _Sampler(LogitsProcessor):
-    """Draws the token itself and leaves it as the only one that a greedy search can take; keeps its log-probability.
+    """Draws the token itself and leaves it as the only one that a greedy search can take; keeps its
+    log-probability.
 
     uniforms [B, T]; column t serves the t-th call.
     """
@@ -150,8 +172,12 @@ class _Sampler(LogitsProcessor):
         if self._temperature == 0:
             self._log_probs.append(scores.new_zeros(len(scores)))
             return scores
-        chosen = sample_tokens(scores, self._uniforms[:, len(self._log_probs)], self._temperature).unsqueeze(1)
-        self._log_probs.append(token_log_probs(scores.unsqueeze(1), chosen, self._temperature).squeeze(1))
+        chosen = sample_tokens(
+            scores, self._uniforms[:, len(self._log_probs)], self._temperature
+        ).unsqueeze(1)
+        self._log_probs.append(
+            token_log_probs(scores.unsqueeze(1), chosen, self._temperature).squeeze(1)
+        )
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
 
     def log_probs(self) -> Tensor:

@@ -1,6 +1,7 @@
 """How beautiful people find an image, whatever it shows: a small network on CLIP's features.
 
-Reference: the improved aesthetic predictor of LAION, https://github.com/christophschuhmann/improved-aesthetic-predictor.
+Reference: the improved aesthetic predictor of LAION,
+https://github.com/christophschuhmann/improved-aesthetic-predictor.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import build
+from flowgrpo_rc.rewards.backbones.clip import Clip
 from flowgrpo_rc.rewards.base import Reward, Scores
-from flowgrpo_rc.rewards.clip_model import Clip
 
 ENDINGS = (".safetensors", ".pth")
 _WEIGHT = re.compile(r"layers\.\d+\.weight")
@@ -28,16 +29,23 @@ _WEIGHT = re.compile(r"layers\.\d+\.weight")
 class Aesthetic(Reward):
     """The predictor's score, about 1 to 10. DDPO and flow_grpo divide by 10: weight 0.1.
 
-    head: file of the network's weights, as published (.pth, read as tensors only) or as .safetensors.
-    path: the CLIP that it was trained on; options: processor, device, dtype and batch_size of `Clip`.
+    head: file of the network's weights, as published (.pth, read as tensors only) or as
+        .safetensors.
+    path: the CLIP that it was trained on; options: processor, device, dtype and batch_size of
+        `Clip`.
 
-    Raises ValueError where there is no such file, as `Clip` does and, when called, for a file that holds no such head.
+    Raises ValueError where there is no such file, as `Clip` does and, when called, for a file that
+    holds no such head.
     """
 
-    def __init__(self, *, head: str, path: str = "openai/clip-vit-large-patch14", **options: Any) -> None:
+    def __init__(
+        self, *, head: str, path: str = "openai/clip-vit-large-patch14", **options: Any
+    ) -> None:
         self._file = Path(head).expanduser()
         if self._file.suffix not in ENDINGS or not self._file.is_file():
-            raise ValueError(f"head={head!r}: give an existing file that ends in {' or '.join(ENDINGS)}")
+            raise ValueError(
+                f"head={head!r}: give an existing file that ends in {' or '.join(ENDINGS)}"
+            )
         self._clip = build(Clip, {"path": path, **options}, "Clip")
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
@@ -52,16 +60,23 @@ class Aesthetic(Reward):
 
 
 def linear_head(state: Mapping[str, Tensor]) -> nn.Sequential:
-    """The linear layers `layers.N.weight` and `.bias` in a row, as [N, D] -> [N, 1]; dropout does nothing here.
+    """The linear layers `layers.N.weight` and `.bias` in a row, as [N, D] -> [N, 1]; dropout does
+    nothing here.
 
     Raises ValueError unless they are there, fit each other and end in one number.
     """
-    names = sorted((name for name in state if _WEIGHT.fullmatch(name)), key=lambda name: int(name.split(".")[1]))
+    names = sorted(
+        (name for name in state if _WEIGHT.fullmatch(name)),
+        key=lambda name: int(name.split(".")[1]),
+    )
     biases = [name.replace("weight", "bias") for name in names]
     shapes = {name: list(tensor.shape) for name, tensor in state.items()}
     outputs, inputs = [shapes[name][:1] for name in names], [shapes[name][1:] for name in names]
     if outputs != [*inputs[1:], [1]] or outputs != [shapes.get(bias) for bias in biases]:
-        raise ValueError(f"the head must be linear layers layers.N.weight that end in one number; it has {shapes}")
+        raise ValueError(
+            "the head must be linear layers layers.N.weight that end in one number; it has "
+            f"{shapes}"
+        )
     layers = []
     for name, bias in zip(names, biases, strict=True):
         layer = nn.Linear(shapes[name][1], shapes[name][0])

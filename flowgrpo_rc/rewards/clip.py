@@ -12,20 +12,24 @@ import numpy as np
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import build
+from flowgrpo_rc.rewards.backbones.clip import Clip
 from flowgrpo_rc.rewards.base import Reward, Scores
-from flowgrpo_rc.rewards.clip_model import Clip
 
 
 class ClipScore(Reward):
-    """The cosine of image and prompt, from -1 to 1. CLIPScore is 2.5 times its positive part: weight 2.5.
+    """The cosine of image and prompt, from -1 to 1. CLIPScore is 2.5 times its positive part:
+    weight 2.5.
 
     Here it may be negative, so that an image that is far away can be told from one that is farther.
 
-    path: the checkpoint; options: processor, device, dtype and batch_size of `Clip`. Raises ValueError as `Clip` does.
+    path: the checkpoint; options: processor, device, dtype and batch_size of `Clip`. Raises
+        ValueError as `Clip` does.
     """
 
     def __init__(self, *, path: str = "openai/clip-vit-large-patch14", **options: Any) -> None:
         self._clip = build(Clip, {"path": path, **options}, "Clip")
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
-        return Scores(values=self._clip.cosines(samples, [prompt.text for prompt in prompts]).tolist())
+        return Scores(
+            values=self._clip.cosines(samples, [prompt.text for prompt in prompts]).tolist()
+        )

@@ -9,7 +9,8 @@ from flowgrpo_rc.rewards.base import Reward, Scores
 
 
 class ExactMatch(Reward):
-    """1 if the response equals the prompt's target, else 0; the part `contains` is 1 where the target occurs in it.
+    """1 if the response equals the prompt's target, else 0; the part `contains` is 1 where the
+    target occurs in it.
 
     ignore_case: compare without regard to case.
     strip: drop white space around the response and the target first.
@@ -43,7 +44,8 @@ class ExactMatch(Reward):
 def _target(prompt: Prompt) -> str:
     if prompt.target is None:
         raise ValueError(
-            f"the exact_match reward needs a target text, and prompt {prompt.index} ({prompt.text!r}) has none: give "
+            f"the exact_match reward needs a target text, and prompt {prompt.index} "
+            f"({prompt.text!r}) has none: give "
             'the key "target"'
         )
     return prompt.target

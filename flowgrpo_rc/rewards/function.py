@@ -11,10 +11,12 @@ from flowgrpo_rc.rewards.base import Reward, Scores
 
 
 class Function(Reward):
-    """`score(sample, prompt)` of every sample with its `Prompt`; returns a number. A sample is an image [H, W, 3] or a
-    video [F, H, W, 3], uint8, or a text; with kind=latent it is the tensor that would be decoded.
+    """`score(sample, prompt)` of every sample with its `Prompt`; returns a number. A sample is an
+    image [H, W, 3] or a video [F, H, W, 3], uint8, or a text; with kind=latent it is the tensor
+    that would be decoded.
 
-    A sample whose number is not finite, None included, has no reward; an exception is the failure of the whole chunk.
+    A sample whose number is not finite, None included, has no reward; an exception is the failure
+    of the whole chunk.
 
     path: "my_package.my_module:score". The module is imported at once.
     kind: "image", "video", "text" or "latent" for a function that scores nothing else.
@@ -27,4 +29,8 @@ class Function(Reward):
         self._score: Callable[[Any, Prompt], float] = load_function(path)
 
     def __call__(self, samples: Any, prompts: Sequence[Prompt]) -> Scores:
-        return Scores(values=[self._score(sample, prompt) for sample, prompt in zip(samples, prompts, strict=True)])
+        return Scores(
+            values=[
+                self._score(sample, prompt) for sample, prompt in zip(samples, prompts, strict=True)
+            ]
+        )

@@ -12,19 +12,22 @@ import numpy as np
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import build
+from flowgrpo_rc.rewards.backbones.clip import Clip
 from flowgrpo_rc.rewards.base import Reward, Scores
-from flowgrpo_rc.rewards.clip_model import Clip
 
 
 class HPSv2(Reward):
     """The cosine of image and prompt, as HPSv2 has it, about 0.2 to 0.35.
 
-    path: a folder that `examples/convert_reward.py hpsv2` makes from the published checkpoint, which is one of
-    open_clip; options: device, dtype and batch_size of `Clip`. Raises ValueError as `Clip` does.
+    path: a folder that `examples/convert_reward.py hpsv2` makes from the published checkpoint,
+    which is one of open_clip; options: device, dtype and batch_size of `Clip`. Raises ValueError as
+    `Clip` does.
     """
 
     def __init__(self, *, path: str, **options: Any) -> None:
         self._clip = build(Clip, {"path": path, **options}, "Clip")
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
-        return Scores(values=self._clip.cosines(samples, [prompt.text for prompt in prompts]).tolist())
+        return Scores(
+            values=self._clip.cosines(samples, [prompt.text for prompt in prompts]).tolist()
+        )

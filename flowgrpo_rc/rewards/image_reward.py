@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.aesthetic import linear_head
+from flowgrpo_rc.rewards.backbones.checkpoint import DTYPES, check_device, resolve_device
 from flowgrpo_rc.rewards.base import Reward, Scores
-from flowgrpo_rc.rewards.checkpoint import DTYPES, check_device, resolve_device
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the scores of the authors' data
 MAX_TOKENS = 35
 FILES = ("config.json", "model.safetensors", "tokenizer_config.json")
 
 
-class _Loaded(NamedTuple):
+class _LoadedImageReward(NamedTuple):
     vision: Any
     text: Any
     head: nn.Sequential
@@ -36,20 +36,27 @@ class _Loaded(NamedTuple):
 class ImageReward(Reward):
     """ImageReward's score, standardised as its authors do, about -2 to 2.
 
-    path: a folder that `examples/convert_reward.py image_reward` makes from the published checkpoint: the configuration
-        of a BLIP, model.safetensors with the names `vision_model.*`, `text_encoder.*` and `layers.*` (the head), and a
-        BERT tokenizer.
-    device: auto (the card of this process, or the CPU), cpu, cuda, cuda:1; dtype: fp32, bf16 or fp16.
+    path: a folder that `examples/convert_reward.py image_reward` makes from the published
+        checkpoint: the configuration of a BLIP, model.safetensors with the names `vision_model.*`,
+        `text_encoder.*` and `layers.*` (the head), and a BERT tokenizer.
+    device: auto (the card of this process, or the CPU), cpu, cuda, cuda:1; dtype: fp32, bf16 or
+        fp16.
     batch_size: images in one forward.
 
-    Raises ValueError where a file is missing, for an unknown device or dtype, or a batch_size below 1.
+    Raises ValueError where a file is missing, for an unknown device or dtype, or a batch_size below
+    1.
     """
 
-    def __init__(self, *, path: str, device: str = "auto", dtype: str = "fp32", batch_size: int = 16) -> None:
+    def __init__(
+        self, *, path: str, device: str = "auto", dtype: str = "fp32", batch_size: int = 16
+    ) -> None:
         self._folder = Path(path).expanduser()
         missing = [name for name in FILES if not (self._folder / name).is_file()]
         if missing:
-            raise ValueError(f"path={path!r} has no {missing[0]}: make it by examples/convert_reward.py image_reward")
+            raise ValueError(
+                f"path={path!r} has no {missing[0]}: make it by examples/convert_reward.py "
+                "image_reward"
+            )
         check_device(device)
         if dtype not in DTYPES:
             raise ValueError(f"dtype={dtype!r}: allowed are {', '.join(DTYPES)}")
@@ -61,16 +68,24 @@ class ImageReward(Reward):
         values: list[float] = []
         for start in range(0, len(samples), self._batch_size):
             stop = start + self._batch_size
-            values += self._score(samples[start:stop], [p.text for p in prompts[start:stop]]).tolist()
+            values += self._score(
+                samples[start:stop], [p.text for p in prompts[start:stop]]
+            ).tolist()
         return Scores(values=values)
 
     @torch.inference_mode()
     def _score(self, images: np.ndarray, texts: Sequence[str]) -> Tensor:
         parts = self._loaded
-        pixels = parts.images(list(images), return_tensors="pt", input_data_format="channels_last").pixel_values
+        pixels = parts.images(
+            list(images), return_tensors="pt", input_data_format="channels_last"
+        ).pixel_values
         seen = parts.vision(pixels.to(parts.vision.device, self._dtype)).last_hidden_state
         tokens = parts.tokenizer(
-            list(texts), padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
+            list(texts),
+            padding="max_length",
+            truncation=True,
+            max_length=MAX_TOKENS,
+            return_tensors="pt",
         ).to(seen.device)
         read = parts.text(
             input_ids=tokens.input_ids,
@@ -81,21 +96,37 @@ class ImageReward(Reward):
         return (parts.head(read.float().cpu()).squeeze(1) - MEAN) / STD
 
     @cached_property
-    def _loaded(self) -> _Loaded:
-        from transformers import AutoTokenizer, BlipConfig, BlipTextModel, BlipVisionModel, CLIPImageProcessorPil
+    def _loaded(self) -> _LoadedImageReward:
+        from transformers import (
+            AutoTokenizer,
+            BlipConfig,
+            BlipTextModel,
+            BlipVisionModel,
+            CLIPImageProcessorPil,
+        )
 
         config = BlipConfig.from_pretrained(self._folder)
         tensors = load_file(self._folder / "model.safetensors")
         size = config.vision_config.image_size
-        return _Loaded(
+        return _LoadedImageReward(
             self._filled(BlipVisionModel(config.vision_config), tensors, "vision_model."),
-            self._filled(BlipTextModel(config.text_config, add_pooling_layer=False), tensors, "text_encoder."),
-            linear_head({name: value for name, value in tensors.items() if name.startswith("layers.")}),
-            CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size={"height": size, "width": size}),
+            self._filled(
+                BlipTextModel(config.text_config, add_pooling_layer=False), tensors, "text_encoder."
+            ),
+            linear_head(
+                {name: value for name, value in tensors.items() if name.startswith("layers.")}
+            ),
+            CLIPImageProcessorPil(
+                size={"shortest_edge": size}, crop_size={"height": size, "width": size}
+            ),
             AutoTokenizer.from_pretrained(self._folder),
         )
 
     def _filled(self, module: nn.Module, tensors: dict[str, Tensor], prefix: str) -> nn.Module:
-        own = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        own = {
+            name.removeprefix(prefix): value
+            for name, value in tensors.items()
+            if name.startswith(prefix)
+        }
         module.load_state_dict(own)
         return module.to(resolve_device(self._device), self._dtype).requires_grad_(False).eval()

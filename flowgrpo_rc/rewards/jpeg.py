@@ -18,9 +18,11 @@ SIGNS = {"compressibility": -1.0, "incompressibility": 1.0}
 
 
 class Jpeg(Reward):
-    """incompressibility = file size in kB (1000 bytes); compressibility = -size, as DDPO defines both.
+    """incompressibility = file size in kB (1000 bytes); compressibility = -size, as DDPO defines
+    both.
 
-    The flow_grpo code divides compressibility by 500: weight 0.002 gives its numbers. Encoded by Pillow.
+    The flow_grpo code divides compressibility by 500: weight 0.002 gives its numbers. Encoded by
+    Pillow.
 
     objective: "compressibility" or "incompressibility".
     quality: of the JPEG encoder, 1 to 95.

@@ -1,6 +1,8 @@
-"""Several rewards as one: scored in threads while sampling goes on, summed by weight, failures kept apart.
+"""Several rewards as one: scored in threads while sampling goes on, summed by weight, failures kept
+apart.
 
-A sample that a reward could not score has no reward. It is never given 0, which would teach the policy something.
+A sample that a reward could not score has no reward. It is never given 0, which would teach the
+policy something.
 """
 
 from __future__ import annotations
@@ -27,18 +29,23 @@ logger = logging.getLogger(__name__)
 
 
 class RewardError(RuntimeError):
-    """Too many samples of a step have no reward; training on the rest would hide a broken reward."""
+    """Too many samples of a step have no reward; training on the rest would hide a broken
+    reward.
+    """
 
 
 @dataclass
 class RewardConfig:
     """What samples are scored by.
 
-    terms: name -> {weight (1.0), _target_ (the name itself), and the reward's own options}, or null to drop it.
-        `_target_` is a module of flowgrpo_rc.rewards or the full path of a class; give it to use a reward twice or to
-        use one out of the tree. Weight 0 logs a reward without optimizing it.
-    num_workers: rewards scored at the same time, at most the number of terms; one reward never overlaps itself.
-    max_failed_fraction: a step raises RewardError if a larger fraction of its samples fails in any one reward.
+    terms: name -> {weight (1.0), _target_ (the name itself), and the reward's own options}, or null
+        to drop it. `_target_` is a module of flowgrpo_rc.rewards or the full path of a class; give
+        it to use a reward twice or to use one out of the tree. Weight 0 logs a reward without
+        optimizing it.
+    num_workers: rewards scored at the same time, at most the number of terms; one reward never
+        overlaps itself.
+    max_failed_fraction: a step raises RewardError if a larger fraction of its samples fails in any
+        one reward.
     """
 
     terms: dict[str, Any] = field(default_factory=lambda: {"ocr": {"weight": 1.0}})
@@ -61,7 +68,9 @@ class _Term:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Outcome:
-    """values [N] float64, NaN where the reward failed; parts likewise; error: the failure, if there was one."""
+    """values [N] float64, NaN where the reward failed; parts likewise; error: the failure, if there
+    was one.
+    """
 
     values: Tensor
     parts: Mapping[str, Tensor]
@@ -69,7 +78,9 @@ class _Outcome:
 
 
 def validate_rewards(config: RewardConfig) -> None:
-    """Raise ValueError, naming the key, for a configuration that RewardManager would refuse. Loads no model."""
+    """Raise ValueError, naming the key, for a configuration that RewardManager would refuse. Loads
+    no model.
+    """
     _build_terms(config)
 
 
@@ -84,14 +95,16 @@ def needs_samples(config: RewardConfig) -> bool:
 
 
 def check_kind(config: RewardConfig, *kinds: str) -> None:
-    """Raise ValueError, naming the term, for a reward that can score samples of none of `kinds` ("image", "video",
-    "text", "latent")."""
+    """Raise ValueError, naming the term, for a reward that can score samples of none of `kinds`
+    ("image", "video", "text", "latent")."""
     for name, term in _build_terms(config).items():
         if term.reward.kind not in (*kinds, "any"):
             made = " or ".join(f"{kind}s" for kind in kinds)
             raise ValueError(
-                f"reward.terms.{name} scores {term.reward.kind}s, and the model makes {made}: drop it with "
-                f"reward.terms.{name}=null and give a reward whose kind is {' or '.join((*kinds, 'any'))}, such as "
+                f"reward.terms.{name} scores {term.reward.kind}s, and the model makes {made}: "
+                "drop it with "
+                f"reward.terms.{name}=null and give a reward whose kind is "
+                f"{' or '.join((*kinds, 'any'))}, such as "
                 "function"
             )
 
@@ -99,13 +112,15 @@ def check_kind(config: RewardConfig, *kinds: str) -> None:
 class RewardManager:
     """Scores samples with every term of the configuration.
 
-    names: the terms, in the order of the configuration; part_keys: the keys of `Rewards.parts`; weights: name -> weight
-    of the terms that are optimized; needs_samples: False if all terms score latents.
-    failures: term -> samples without a value since the start; last_error: term -> the text of its latest failure.
+    names: the terms, in the order of the configuration; part_keys: the keys of `Rewards.parts`;
+    weights: name -> weight of the terms that are optimized; needs_samples: False if all terms score
+    latents.
+    failures: term -> samples without a value since the start; last_error: term -> the text of its
+        latest failure.
 
-    A reward fails for its whole chunk if it raises or returns anything but `Scores` of the right length, and for
-    single samples where their value is not a finite number.
-    Raises ValueError as `validate_rewards` does.
+    A reward fails for its whole chunk if it raises or returns anything but `Scores` of the right
+    length, and for single samples where their value is not a finite number. Raises ValueError as
+    `validate_rewards` does.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -125,9 +140,12 @@ class RewardManager:
         self.failures = dict.fromkeys(self._terms, 0)
         self.last_error: dict[str, str] = {}
 
-    def submit(self, samples: Samples | None, prompts: Sequence[Prompt], latents: Tensor | None = None) -> RewardHandle:
-        """Start scoring N samples: images [N, H, W, 3] or videos [N, F, H, W, 3] uint8 RGB, or texts, and the latents
-        [N, ...] that they were decoded from. One of the two may be None where no reward scores it.
+    def submit(
+        self, samples: Samples | None, prompts: Sequence[Prompt], latents: Tensor | None = None
+    ) -> RewardHandle:
+        """Start scoring N samples: images [N, H, W, 3] or videos [N, F, H, W, 3] uint8 RGB, or
+        texts, and the latents [N, ...] that they were decoded from. One of the two may be None
+        where no reward scores it.
 
         Returns at once; the samples must not change.
         """
@@ -162,14 +180,16 @@ class RewardManager:
         return {name: int(rewards.parts[name].isnan().sum()) for name in self.names}
 
     def check_failed_fraction(self, num_failed: Mapping[str, int], num_total: int) -> None:
-        """Raise RewardError if a term failed for more than `max_failed_fraction` of a step's samples.
+        """Raise RewardError if a term failed for more than `max_failed_fraction` of a step's
+        samples.
 
         num_failed is `count_failed`, summed over processes, so that all of them raise together.
         """
         for name, count in num_failed.items():
             if count / num_total > self._max_failed_fraction:
                 raise RewardError(
-                    f"reward {name!r} failed for {count} of {num_total} samples ({count / num_total:.0%}), more than "
+                    f"reward {name!r} failed for {count} of {num_total} samples "
+                    f"({count / num_total:.0%}), more than "
                     f"reward.max_failed_fraction={self._max_failed_fraction} allows; last error: "
                     f"{self.last_error.get(name, 'on another process')}"
                 )
@@ -179,7 +199,9 @@ class RewardManager:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def _score(self, name: str, samples: Samples | Tensor, prompts: Sequence[Prompt]) -> _Outcome:
-        """Runs in a worker thread. A reward is foreign code: whatever it raises is that chunk's failure."""
+        """Runs in a worker thread. A reward is foreign code: whatever it raises is that chunk's
+        failure.
+        """
         reward = self._terms[name].reward
         try:
             with self._locks[name]:
@@ -187,7 +209,9 @@ class RewardManager:
             return _checked(scores, reward.part_names, prompts)
         except Exception as error:
             nothing = torch.full((len(prompts),), math.nan, dtype=torch.float64)
-            return _Outcome(values=nothing, parts=dict.fromkeys(reward.part_names, nothing), error=error)
+            return _Outcome(
+                values=nothing, parts=dict.fromkeys(reward.part_names, nothing), error=error
+            )
 
     def _count(self, name: str, outcome: _Outcome) -> None:
         if outcome.error is None:
@@ -199,13 +223,16 @@ class RewardManager:
         if kind not in self._logged:
             self._logged.add(kind)
             logger.warning(
-                "reward %r failed for %d of %d samples, which get no reward (this kind of failure is logged once): %s",
+                "reward %r failed for %d of %d samples, which get no reward (this kind of failure "
+                "is logged once): %s",
                 *(name, count, len(outcome.values), self.last_error[name]),
                 exc_info=outcome.error,
             )
 
 
-def _check_samples(samples: Samples | None, latents: Tensor | None, prompts: Sequence[Prompt]) -> None:
+def _check_samples(
+    samples: Samples | None, latents: Tensor | None, prompts: Sequence[Prompt]
+) -> None:
     for what, given in ((_kind_of(samples), samples), ("latents", latents)):
         if given is not None and len(given) != len(prompts):
             raise ValueError(f"{len(given)} {what} but {len(prompts)} prompts")
@@ -221,7 +248,10 @@ def _kind_of(samples: Samples | None) -> str:
             )
         return "images" if samples.ndim == 4 else "videos"
     if isinstance(samples, str) or not all(isinstance(text, str) for text in samples or ()):
-        raise ValueError(f"samples must be images [N, H, W, 3] uint8 or a list of texts, got {type(samples).__name__}")
+        raise ValueError(
+            "samples must be images [N, H, W, 3] uint8 or a list of texts, got "
+            f"{type(samples).__name__}"
+        )
     return "texts"
 
 
@@ -233,14 +263,19 @@ def _checked(scores: object, part_names: Sequence[str], prompts: Sequence[Prompt
     if not isinstance(scores, Scores):
         raise TypeError(f"it returned {type(scores).__name__} instead of Scores")
     if set(scores.parts) != set(part_names):
-        raise ValueError(f"it returned the parts {sorted(scores.parts)} but declares part_names={sorted(part_names)}")
+        raise ValueError(
+            f"it returned the parts {sorted(scores.parts)} but declares "
+            f"part_names={sorted(part_names)}"
+        )
     values = _column(scores.values, len(prompts))
     parts = {part: _column(scores.parts[part], len(prompts)) for part in part_names}
     bad = values.isnan().nonzero().flatten().tolist()
     if not bad:
         return _Outcome(values=values, parts=parts)
     first = prompts[bad[0]]
-    error = _NotFinite(f"{scores.values[bad[0]]!r} is no finite number, for prompt {first.index} ({first.text!r})")
+    error = _NotFinite(
+        f"{scores.values[bad[0]]!r} is no finite number, for prompt {first.index} ({first.text!r})"
+    )
     return _Outcome(values=values, parts=parts, error=error)
 
 
@@ -253,30 +288,47 @@ def _column(values: Sequence[float] | np.ndarray | Tensor, length: int) -> Tenso
 
 
 def _build_terms(config: RewardConfig) -> dict[str, _Term]:
-    terms = {str(name): _build_term(str(name), term) for name, term in config.terms.items() if term is not None}
+    terms = {
+        str(name): _build_term(str(name), term)
+        for name, term in config.terms.items()
+        if term is not None
+    }
     if not terms:
-        raise ValueError("reward.terms is empty; give at least one, such as reward.terms.ocr.weight=1.0")
+        raise ValueError(
+            "reward.terms is empty; give at least one, such as reward.terms.ocr.weight=1.0"
+        )
     if not any(term.weight != 0 for term in terms.values()):
-        raise ValueError("reward.terms: every weight is 0, so there is nothing to optimize; give one of them a weight")
+        raise ValueError(
+            "reward.terms: every weight is 0, so there is nothing to optimize; give one of them a "
+            "weight"
+        )
     if not 1 <= config.num_workers <= len(terms):
         raise ValueError(
-            f"reward.num_workers={config.num_workers} must be between 1 and the number of rewards, {len(terms)}: "
+            f"reward.num_workers={config.num_workers} must be between 1 and the number of "
+            f"rewards, {len(terms)}: "
             f"each reward scores one chunk at a time"
         )
     if not 0.0 <= config.max_failed_fraction <= 1.0:
-        raise ValueError(f"reward.max_failed_fraction={config.max_failed_fraction} must be between 0 and 1")
+        raise ValueError(
+            f"reward.max_failed_fraction={config.max_failed_fraction} must be between 0 and 1"
+        )
     return terms
 
 
 def _build_term(name: str, term: object) -> _Term:
     where = f"reward.terms.{name}"
     if not isinstance(term, Mapping):
-        raise ValueError(f"{where}={term!r} must be a mapping such as {{weight: 1.0}}, or null to drop the reward")
+        raise ValueError(
+            f"{where}={term!r} must be a mapping such as {{weight: 1.0}}, or null to drop the "
+            "reward"
+        )
     options = {str(key): value for key, value in term.items()}
     weight, target = options.pop("weight", 1.0), options.pop("_target_", name)
     if not (isinstance(weight, Real) and math.isfinite(weight)):
         raise ValueError(f"{where}.weight={weight!r} must be a finite number")
     reward: Reward = build(load_class(PACKAGE, target, Reward), options, where)
     if reward.kind not in KINDS:
-        raise ValueError(f"{where}: {type(reward).__name__}.kind={reward.kind!r}: allowed are {', '.join(KINDS)}")
+        raise ValueError(
+            f"{where}: {type(reward).__name__}.kind={reward.kind!r}: allowed are {', '.join(KINDS)}"
+        )
     return _Term(reward=reward, weight=float(weight))

@@ -1,7 +1,7 @@
 """How well an OCR model reads the target text in an image: the text-rendering reward of Flow-GRPO.
 
-Reference: https://arxiv.org/abs/2505.05470. The text is read by the PP-OCRv4 models that ship in the wheel of
-rapidocr-onnxruntime, so nothing is downloaded.
+Reference: https://arxiv.org/abs/2505.05470. The text is read by the PP-OCRv4 models that ship in
+the wheel of rapidocr-onnxruntime, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ if TYPE_CHECKING:
     from rapidocr_onnxruntime.ch_ppocr_rec import TextRecognizer
 
 DETECTION = ("auto", "always", "never")
-LINE_HEIGHT = 48  # pixels, the recogniser's own; "auto" takes an image up to this height for one line of text
+LINE_HEIGHT = (
+    48  # pixels, the recogniser's own; "auto" takes an image up to this height for one line of text
+)
 MIN_LINE_WIDTH = 96  # pixels at the recogniser's height of 48; narrower input loses letters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OcrScore:
-    """reward: 1 - d / len(target); edit: the same without the substring rule; substring, exact: 0 or 1."""
+    """reward: 1 - d / len(target); edit: the same without the substring rule; substring, exact: 0
+    or 1.
+    """
 
     reward: float
     edit: float
@@ -41,9 +45,9 @@ class OcrScore:
 def ocr_score(text: str, target: str) -> OcrScore:
     """Compare recognised text with its target; both lose their spaces and their case.
 
-    d = 0 if the target occurs in the text, else min(Levenshtein distance, len(target)); reward = 1 - d / len(target).
-    The substring rule also rewards gibberish around the target, hence the three further numbers.
-    Raises ValueError if nothing is left of the target.
+    d = 0 if the target occurs in the text, else min(Levenshtein distance, len(target)); reward = 1
+    - d / len(target). The substring rule also rewards gibberish around the target, hence the three
+    further numbers. Raises ValueError if nothing is left of the target.
     """
     text, target = _normalize(text), _normalize(target)
     if not target:
@@ -51,21 +55,26 @@ def ocr_score(text: str, target: str) -> OcrScore:
     edit = 1.0 - min(Levenshtein.distance(text, target), len(target)) / len(target)
     substring = target in text
     return OcrScore(
-        reward=1.0 if substring else edit, edit=edit, substring=float(substring), exact=float(text == target)
+        reward=1.0 if substring else edit,
+        edit=edit,
+        substring=float(substring),
+        exact=float(text == target),
     )
 
 
 class OCR(Reward):
     """Reads every image and compares the text with the prompt's target.
 
-    detection: "never" takes an image for one line of text (recognition alone, in batches); "always" finds the lines
-        first and joins what they say, top to bottom; "auto" decides by the height, 48 pixels or less being a line.
+    detection: "never" takes an image for one line of text (recognition alone, in batches); "always"
+        finds the lines first and joins what they say, top to bottom; "auto" decides by the height,
+        48 pixels or less being a line.
     threads: CPU threads of the OCR models, at most the number of cores.
-    batch_size: lines recognised at once. On two cores a 32 x 64 line takes 5 ms with the defaults, busy or idle; with
-        two threads and batches of 8 it takes 3 ms while nothing else runs and more than 10 next to the sampling.
+    batch_size: lines recognised at once. On two cores a 32 x 64 line takes 5 ms with the defaults,
+        busy or idle; with two threads and batches of 8 it takes 3 ms while nothing else runs and
+        more than 10 next to the sampling.
 
-    Raises ValueError for an unknown detection or a number below 1, ImportError if rapidocr-onnxruntime is missing
-    and, when called, ValueError for a prompt without a target.
+    Raises ValueError for an unknown detection or a number below 1, ImportError if
+    rapidocr-onnxruntime is missing and, when called, ValueError for a prompt without a target.
     """
 
     part_names = ("edit", "substring", "exact")
@@ -78,14 +87,20 @@ class OCR(Reward):
             if value < 1:
                 raise ValueError(f"{name}={value!r} must be at least 1")
         if find_spec("rapidocr_onnxruntime") is None:
-            raise ImportError("the ocr reward needs rapidocr-onnxruntime: pip install 'rapidocr-onnxruntime==1.4.4'")
+            raise ImportError(
+                "the ocr reward needs rapidocr-onnxruntime: pip install "
+                "'rapidocr-onnxruntime==1.4.4'"
+            )
         self.detection = detection
         self.threads = min(threads, os.cpu_count() or 1)
         self.batch_size = batch_size
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         targets = [target_of(prompt) for prompt in prompts]
-        scores = [ocr_score(text, target) for text, target in zip(self.read(samples), targets, strict=True)]
+        scores = [
+            ocr_score(text, target)
+            for text, target in zip(self.read(samples), targets, strict=True)
+        ]
         return Scores(
             values=[score.reward for score in scores],
             parts={
@@ -98,14 +113,18 @@ class OCR(Reward):
     def read(self, images: np.ndarray) -> list[str]:
         """The text in each of images [N, H, W, 3] uint8 RGB, "" where there is none."""
         bgr = [np.ascontiguousarray(image[:, :, ::-1]) for image in images]
-        is_line = self.detection == "never" or (self.detection == "auto" and images.shape[1] <= LINE_HEIGHT)
+        is_line = self.detection == "never" or (
+            self.detection == "auto" and images.shape[1] <= LINE_HEIGHT
+        )
         if is_line:
             return [text for text, _ in self._line_reader(bgr)[0]]
         return [_join(self._page_reader(image)[0]) for image in bgr]
 
     @cached_property
     def _line_reader(self) -> TextRecognizer:
-        """The recogniser alone. The stock width of 320 pads short lines and makes them four times slower."""
+        """The recogniser alone. The stock width of 320 pads short lines and makes them four times
+        slower.
+        """
         from rapidocr_onnxruntime.ch_ppocr_rec import TextRecognizer
         from rapidocr_onnxruntime.main import DEFAULT_CFG_PATH, read_yaml, update_model_path
 
@@ -124,7 +143,9 @@ class OCR(Reward):
 
     @cached_property
     def _page_reader(self) -> RapidOCR:
-        """Detection, then recognition. `max` leaves the image at its size; the stock `min` enlarges it to 736."""
+        """Detection, then recognition. `max` leaves the image at its size; the stock `min` enlarges
+        it to 736.
+        """
         from rapidocr_onnxruntime import RapidOCR
 
         return RapidOCR(
@@ -151,5 +172,7 @@ def target_of(prompt: Prompt) -> str:
 
 
 def _join(lines: list[list] | None) -> str:
-    """RapidOCR's result, a list of [box, text, confidence] in reading order or None, as one text."""
+    """RapidOCR's result, a list of [box, text, confidence] in reading order or None, as one
+    text.
+    """
     return "".join(text for _, text, _ in lines or [])

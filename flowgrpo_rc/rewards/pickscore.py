@@ -12,15 +12,17 @@ import numpy as np
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import build
+from flowgrpo_rc.rewards.backbones.clip import Clip
 from flowgrpo_rc.rewards.base import Reward, Scores
-from flowgrpo_rc.rewards.clip_model import Clip
 
 
 class PickScore(Reward):
-    """The cosine of image and prompt times the model's scale, about 15 to 26. flow_grpo divides by 26: weight 0.03846.
+    """The cosine of image and prompt times the model's scale, about 15 to 26. flow_grpo divides by
+    26: weight 0.03846.
 
-    path: the checkpoint; processor: its image processor and tokenizer, which the published checkpoint takes from the
-    CLIP that it was trained from; options: device, dtype and batch_size of `Clip`. Raises ValueError as `Clip` does.
+    path: the checkpoint; processor: its image processor and tokenizer, which the published
+    checkpoint takes from the CLIP that it was trained from; options: device, dtype and batch_size
+    of `Clip`. Raises ValueError as `Clip` does.
     """
 
     def __init__(

@@ -1,4 +1,6 @@
-"""Any reward behind HTTP: in an environment of its own, on another card or machine (`flowgrpo-rc serve-reward`)."""
+"""Any reward behind HTTP: in an environment of its own, on another card or machine (`flowgrpo-rc
+serve-reward`).
+"""
 
 from __future__ import annotations
 
@@ -8,21 +10,22 @@ from typing import Any
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import build
 from flowgrpo_rc.rewards.base import Reward, Scores
-from flowgrpo_rc.rewards.http import JsonClient, ServerError
-from flowgrpo_rc.rewards.wire import PATH, decode_scores, encode
+from flowgrpo_rc.rewards.http.client import JsonClient, ServerError
+from flowgrpo_rc.rewards.http.wire import PATH, decode_scores, encode
 
 
 class Remote(Reward):
     """What the server at `url` says of the samples; the protocol is that of `rewards/wire.py`.
 
-    url, and token_env, ca_file, deadline_s, max_attempts, max_pause_s, max_response_mb, max_failures, cooldown_s: as in
-        `JsonClient`. deadline_s is of all requests for one chunk of samples.
+    url, and token_env, ca_file, deadline_s, max_attempts, max_pause_s, max_response_mb,
+        max_failures, cooldown_s: as in `JsonClient`. deadline_s is of all requests for one chunk of
+        samples.
     part_names: parts of the answer that are logged.
     requires_target: whether every prompt must have a target text.
     batch_size: samples of a request; concurrency: requests at a time.
 
-    Raises ValueError as `JsonClient` does, for a number below 1 and for part_names that are no list; when called,
-    ServerError, and ValueError for an answer that holds other than the scores.
+    Raises ValueError as `JsonClient` does, for a number below 1 and for part_names that are no
+    list; when called, ServerError, and ValueError for an answer that holds other than the scores.
     """
 
     kind = "any"
@@ -38,7 +41,9 @@ class Remote(Reward):
         **connection: Any,
     ) -> None:
         if batch_size < 1 or concurrency < 1:
-            raise ValueError(f"batch_size={batch_size!r} and concurrency={concurrency!r} must be at least 1")
+            raise ValueError(
+                f"batch_size={batch_size!r} and concurrency={concurrency!r} must be at least 1"
+            )
         if isinstance(part_names, str):
             raise ValueError(f"part_names={part_names!r}: give a list, such as [{part_names}]")
         self.part_names, self.requires_target = tuple(part_names), requires_target
@@ -57,5 +62,8 @@ class Remote(Reward):
             found.append(decode_scores(answer, self.part_names, len(prompts[chunk])))
         return Scores(
             values=[value for scores in found for value in scores.values],
-            parts={name: [value for scores in found for value in scores.parts[name]] for name in self.part_names},
+            parts={
+                name: [value for scores in found for value in scores.parts[name]]
+                for name in self.part_names
+            },
         )

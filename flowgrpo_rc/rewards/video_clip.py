@@ -15,7 +15,8 @@ from flowgrpo_rc.rewards.frames import check_every, mean_over_frames
 
 
 class VideoClip(Reward):
-    """The mean score of every `every`-th frame [N, F, H, W, 3], by the `clip` reward with its options.
+    """The mean score of every `every`-th frame [N, F, H, W, 3], by the `clip` reward with its
+    options.
 
     Raises ValueError for a number below 1, and as `clip` does.
     """

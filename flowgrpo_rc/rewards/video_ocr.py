@@ -15,10 +15,11 @@ from flowgrpo_rc.rewards.ocr import OCR
 
 
 class VideoOCR(Reward):
-    """The mean score of every `every`-th frame [N, F, H, W, 3], by the `ocr` reward with its options.
+    """The mean score of every `every`-th frame [N, F, H, W, 3], by the `ocr` reward with its
+    options.
 
-    Flow-GRPO's video reward leaves out frames that score 0; here they count, so that text has to stay.
-    Raises ValueError for a number below 1, and as `ocr` does.
+    Flow-GRPO's video reward leaves out frames that score 0; here they count, so that text has to
+    stay. Raises ValueError for a number below 1, and as `ocr` does.
     """
 
     kind = "video"

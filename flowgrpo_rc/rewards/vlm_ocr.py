@@ -1,6 +1,8 @@
-"""How well a vision-language model reads the target text in an image, over an OpenAI-compatible endpoint.
+"""How well a vision-language model reads the target text in an image, over an OpenAI-compatible
+endpoint.
 
-Such as `vllm serve Qwen/Qwen2.5-VL-7B-Instruct`, for text that the small OCR models of the `ocr` reward cannot read.
+Such as `vllm serve Qwen/Qwen2.5-VL-7B-Instruct`, for text that the small OCR models of the `ocr`
+reward cannot read.
 """
 
 from __future__ import annotations
@@ -15,27 +17,30 @@ import numpy as np
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import build
 from flowgrpo_rc.rewards.base import Reward, Scores
-from flowgrpo_rc.rewards.http import JsonClient, ServerError
+from flowgrpo_rc.rewards.http.client import JsonClient, ServerError
+from flowgrpo_rc.rewards.http.wire import encode_png
 from flowgrpo_rc.rewards.ocr import OCR, ocr_score, target_of
-from flowgrpo_rc.rewards.wire import encode_png
 
 INSTRUCTION = (
-    "Write down the text in this image exactly as it stands there, mistakes included. Answer with that text alone, and "
+    "Write down the text in this image exactly as it stands there, mistakes included. Answer with "
+    "that text alone, and "
     "with nothing if there is no text."
 )
 logger = logging.getLogger(__name__)
 
 
 class VlmOCR(Reward):
-    """The `ocr` reward's score of what the model answers, with the same parts. An image without an answer has no score.
+    """The `ocr` reward's score of what the model answers, with the same parts. An image without an
+    answer has no score.
 
     url: of the API, such as http://127.0.0.1:8000/v1; model: the name that the server knows it by.
     instruction: what the model is told; max_tokens: of its answer; concurrency: images at a time.
-    token_env, ca_file, deadline_s, max_attempts, max_pause_s, max_response_mb, max_failures, cooldown_s: as in
+    token_env, ca_file, deadline_s, max_attempts, max_pause_s, max_response_mb, max_failures,
+    cooldown_s: as in
         `JsonClient`. deadline_s is of all images of one chunk.
 
-    Raises ValueError as `JsonClient` does and for a number below 1; when called, ValueError for a prompt without a
-    target, and ServerError if no image has an answer.
+    Raises ValueError as `JsonClient` does and for a number below 1; when called, ValueError for a
+    prompt without a target, and ServerError if no image has an answer.
     """
 
     part_names = OCR.part_names
@@ -52,7 +57,9 @@ class VlmOCR(Reward):
         **connection: Any,
     ) -> None:
         if max_tokens < 1 or concurrency < 1:
-            raise ValueError(f"max_tokens={max_tokens!r} and concurrency={concurrency!r} must be at least 1")
+            raise ValueError(
+                f"max_tokens={max_tokens!r} and concurrency={concurrency!r} must be at least 1"
+            )
         self._model, self._instruction, self._max_tokens = model, instruction, max_tokens
         self._concurrency = concurrency
         self._client = build(JsonClient, {"url": url, **connection}, "connection")
@@ -66,7 +73,9 @@ class VlmOCR(Reward):
         if len(failures) == len(texts):
             raise failures[0]
         if failures:
-            logger.warning("%d of %d images have no answer: %s", len(failures), len(texts), failures[0])
+            logger.warning(
+                "%d of %d images have no answer: %s", len(failures), len(texts), failures[0]
+            )
         columns: dict[str, list[float]] = {name: [] for name in ("reward", *self.part_names)}
         for text, target in zip(texts, targets, strict=True):
             score = None if isinstance(text, ServerError) else ocr_score(text, target)
@@ -75,10 +84,18 @@ class VlmOCR(Reward):
         return Scores(values=columns.pop("reward"), parts=columns)
 
     def _request(self, image: np.ndarray) -> dict[str, Any]:
-        picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encode_png(image)}"}}
+        picture = {
+            "type": "image_url",
+            "image_url": {"url": f"data:image/png;base64,{encode_png(image)}"},
+        }
         content = [picture, {"type": "text", "text": self._instruction}]
         messages = [{"role": "user", "content": content}]
-        return {"model": self._model, "messages": messages, "temperature": 0, "max_tokens": self._max_tokens}
+        return {
+            "model": self._model,
+            "messages": messages,
+            "temperature": 0,
+            "max_tokens": self._max_tokens,
+        }
 
 
 def _text(answer: Any) -> str | ServerError:

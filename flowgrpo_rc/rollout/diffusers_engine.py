@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.batch import Conditioning, DiffusionBatch, Prompt, SamplerSpec
+from flowgrpo_rc.batch import Conditioning, DiffusionBatch
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.policies.encode_prompts import encode_prompts
 from flowgrpo_rc.policies.flow import FlowPolicy
-from flowgrpo_rc.rollout.base import ImageRequest, RolloutChunk, RolloutEngine
+from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk, RolloutEngine
 from flowgrpo_rc.rollout.quantization import PACKAGES
 from flowgrpo_rc.rollout.replica import Replica
 
 
 class DiffusersEngine(RolloutEngine[ImageRequest]):
-    """Samples with a copy of the LoRA-wrapped transformer in `dtype`; everything else belongs to the shared model."""
+    """Samples with a copy of the LoRA-wrapped transformer in `dtype`; everything else belongs to
+    the shared model.
+    """
 
     kind = "diffusion"
     quantizations = PACKAGES
@@ -35,7 +38,9 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
         quantization: str | None = None,
         compile: bool = False,
     ) -> None:
-        self._replica = Replica(network, dtype, quantization, backend="inductor" if compile else None)
+        self._replica = Replica(
+            network, dtype, quantization, backend="inductor" if compile else None
+        )
         self.transformer = self._replica.network
         self._policy = FlowPolicy(model, self.transformer)
         self._model = model
@@ -57,12 +62,18 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
         del self.transformer, self._replica, self._policy
 
     def _chunk(
-        self, request: ImageRequest, conditioning: Conditioning, negative: Conditioning | None, start: int
+        self,
+        request: ImageRequest,
+        conditioning: Conditioning,
+        negative: Conditioning | None,
+        start: int,
     ) -> RolloutChunk:
         spec, device, version = request.spec, self._model.device, self._replica.version
         seeds = request.seeds[start : start + self._chunk_size]
         rows = range(start, start + len(seeds))
-        prompt_index = torch.tensor([row // request.samples_per_prompt for row in rows], device=device)
+        prompt_index = torch.tensor(
+            [row // request.samples_per_prompt for row in rows], device=device
+        )
         window = request.window[start : start + len(seeds)].to(device)
         shape = self._model.latent_shape(spec)
         trajectory = self._policy.rollout(
@@ -93,21 +104,6 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
         )
         final, prompts = trajectory.final, [request.prompt_of(row) for row in rows]
         images = self._model.decode(final, spec) if request.decode else None
-        return RolloutChunk(batch=batch, samples=images, prompts=prompts, policy_version=version, latents=final)
-
-
-def encode_prompts(
-    model: FlowModel, prompts: Sequence[Prompt], spec: SamplerSpec
-) -> tuple[Conditioning, Conditioning | None]:
-    """Conditioning of the prompts and, under classifier-free guidance, of their negatives."""
-    conditioning = encode_unique(model, [prompt.text for prompt in prompts], spec.max_sequence_length)
-    if model.cfg_scale(spec) <= 1:
-        return conditioning, None
-    return conditioning, encode_unique(model, [p.negative_text for p in prompts], spec.max_sequence_length)
-
-
-def encode_unique(model: FlowModel, texts: list[str], max_sequence_length: int) -> Conditioning:
-    """Conditioning of every text [len(texts), ...], each distinct one encoded once."""
-    unique = list(dict.fromkeys(texts))
-    rows = torch.tensor([unique.index(text) for text in texts], device=model.device)
-    return model.encode(unique, max_sequence_length=max_sequence_length)[rows]
+        return RolloutChunk(
+            batch=batch, samples=images, prompts=prompts, policy_version=version, latents=final
+        )

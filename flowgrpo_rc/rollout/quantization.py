@@ -1,7 +1,7 @@
 """Low-precision weights of a replica, through torchao (https://github.com/pytorch/ao).
 
-Only the linear layers inside the repeated blocks are quantized, those under a LoRA included. The LoRA itself, norms,
-embedders and the last projection keep the replica's precision.
+Only the linear layers inside the repeated blocks are quantized, those under a LoRA included. The
+LoRA itself, norms, embedders and the last projection keep the replica's precision.
 """
 
 from __future__ import annotations
@@ -29,18 +29,23 @@ def precision(dtype: str, quantization: str | None) -> str:
 def check_device(dtype: str, quantization: str | None, device: torch.device) -> None:
     """ValueError for what `device` has no kernel for."""
     if quantization == "int4" and device.type == "cuda" and dtype != "bf16":
-        raise ValueError(f"rollout.quantization=int4 on a GPU needs rollout.dtype=bf16, not {dtype}")
+        raise ValueError(
+            f"rollout.quantization=int4 on a GPU needs rollout.dtype=bf16, not {dtype}"
+        )
 
 
 def quantize(network: nn.Module, name: str) -> None:
-    """Replace the weights of the blocks' linear layers. ValueError for a layer whose shape does not allow it."""
+    """Replace the weights of the blocks' linear layers. ValueError for a layer whose shape does not
+    allow it.
+    """
     from torchao.quantization import quantize_
 
     layers = [module for block in repeated_blocks(network) for module in linear_layers(block)]
     for layer in layers:
         if name == "int4" and layer.in_features % INT4_GROUP:
             raise ValueError(
-                f"rollout.quantization=int4 takes layers whose inputs are multiples of {INT4_GROUP}; the model has one "
+                "rollout.quantization=int4 takes layers whose inputs are multiples of "
+                f"{INT4_GROUP}; the model has one "
                 f"of {layer.in_features}"
             )
         quantize_(layer, _torchao_config(name, layer.weight.device))
@@ -70,7 +75,9 @@ def _torchao_config(name: str, device: torch.device) -> Any:
         return ao.Int8DynamicActivationInt8WeightConfig(set_inductor_config=False)
     if device.type == "cuda":
         return ao.Int4WeightOnlyConfig(
-            group_size=INT4_GROUP, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
+            group_size=INT4_GROUP,
+            int4_packing_format="tile_packed_to_4d",
+            set_inductor_config=False,
         )
     # Without a packed kernel: four bits of information in a byte each.
     return ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=ao.PerGroup(INT4_GROUP))  # type: ignore[attr-defined]

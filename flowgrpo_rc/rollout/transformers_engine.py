@@ -12,13 +12,15 @@ from flowgrpo_rc.batch import TokenBatch
 from flowgrpo_rc.core.random import uniform
 from flowgrpo_rc.models.causal_lm import CausalLM
 from flowgrpo_rc.policies.token import TokenPolicy
-from flowgrpo_rc.rollout.base import RolloutChunk, RolloutEngine, TextRequest
+from flowgrpo_rc.rollout.engine import RolloutChunk, RolloutEngine, TextRequest
 from flowgrpo_rc.rollout.quantization import PACKAGES
 from flowgrpo_rc.rollout.replica import Replica
 
 
 class TransformersEngine(RolloutEngine[TextRequest]):
-    """Samples with a copy of the LoRA-wrapped network in `dtype`, `chunk_size` responses at a time."""
+    """Samples with a copy of the LoRA-wrapped network in `dtype`, `chunk_size` responses at a
+    time.
+    """
 
     kind = "causal_lm"
     quantizations = PACKAGES
@@ -39,7 +41,9 @@ class TransformersEngine(RolloutEngine[TextRequest]):
 
     def generate(self, request: TextRequest) -> Iterator[RolloutChunk]:
         for start in range(0, len(request.seeds), self._chunk_size):
-            yield self._chunk(request, range(start, min(start + self._chunk_size, len(request.seeds))))
+            yield self._chunk(
+                request, range(start, min(start + self._chunk_size, len(request.seeds)))
+            )
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         self._replica.sync(state, version)
@@ -55,7 +59,9 @@ class TransformersEngine(RolloutEngine[TextRequest]):
         prompts = [request.prompt_of(row) for row in rows]
         seeds = [request.seeds[row] for row in rows]
         slots = [request.prompts.slots[row // request.samples_per_prompt] for row in rows]
-        prompt_ids, prompt_mask = self._model.encode([p.text for p in prompts], max_length=spec.prompt_length)
+        prompt_ids, prompt_mask = self._model.encode(
+            [p.text for p in prompts], max_length=spec.prompt_length
+        )
         uniforms = uniform((spec.response_length,), seeds, "tokens")
         responses = self._policy.rollout(prompt_ids, prompt_mask, spec, uniforms)
         group = torch.tensor(slots, device=device)

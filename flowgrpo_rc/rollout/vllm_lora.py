@@ -17,10 +17,11 @@ MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the only ones that vL
 
 
 class VllmAdapter:
-    """The one adapter that a vLLM engine holds. `request` goes with everything that is sampled; None: the base model.
+    """The one adapter that a vLLM engine holds. `request` goes with everything that is sampled;
+    None: the base model.
 
-    engine: vLLM's LLMEngine; base: the checkpoint; name and config: the LoRA's in the trainer's network, as in its
-    `peft_config`.
+    engine: vLLM's LLMEngine; base: the checkpoint; name and config: the LoRA's in the trainer's
+    network, as in its `peft_config`.
     """
 
     def __init__(self, engine: Any, base: str, name: str, config: Any) -> None:
@@ -32,9 +33,11 @@ class VllmAdapter:
         self._count = 0
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Make these LoRA tensors, named as in the network, all or some of them, the adapter; the former one goes.
+        """Make these LoRA tensors, named as in the network, all or some of them, the adapter; the
+        former one goes.
 
-        Each is a new adapter to vLLM, which keeps the weights by the number and cached prefixes by the name.
+        Each is a new adapter to vLLM, which keeps the weights by the number and cached prefixes by
+        the name.
         """
         self.drop()
         self._count += 1
@@ -55,7 +58,9 @@ class VllmAdapter:
         self.request = self._make_request(
             lora_name=f"policy_{self._count}", lora_int_id=self._count, lora_path=str(folder)
         )
-        if not self._engine.add_lora(self.request) or list(self._engine.list_loras()) != [self._count]:
+        if not self._engine.add_lora(self.request) or list(self._engine.list_loras()) != [
+            self._count
+        ]:
             raise RuntimeError(f"vLLM did not take over LoRA adapter {self._count}")
 
     def drop(self) -> None:
@@ -66,12 +71,16 @@ class VllmAdapter:
 
 
 def module_of(key: str) -> str:
-    """`model.layers.0.self_attn.q_proj` of `model.layers.0.self_attn.q_proj.lora_A.default.weight`."""
+    """`model.layers.0.self_attn.q_proj` of
+    `model.layers.0.self_attn.q_proj.lora_A.default.weight`.
+    """
     return key.split(".lora_")[0]
 
 
 def max_lora_rank(rank: int) -> int:
-    """The smallest rank that vLLM makes room for and that holds `rank`. ValueError where there is none."""
+    """The smallest rank that vLLM makes room for and that holds `rank`. ValueError where there is
+    none.
+    """
     fitting = [allowed for allowed in MAX_LORA_RANKS if allowed >= rank]
     if not fitting:
         raise ValueError(f"model.lora_rank={rank}: vLLM takes at most {MAX_LORA_RANKS[-1]}")

@@ -1,5 +1,5 @@
-"""Rollouts of image models by vLLM-Omni (https://docs.vllm.ai/projects/vllm-omni), one process for each of the
-trainer's."""
+"""Rollouts of image models by vLLM-Omni (https://docs.vllm.ai/projects/vllm-omni), one process for
+each of the trainer's."""
 
 from __future__ import annotations
 
@@ -16,31 +16,43 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec
 from flowgrpo_rc.models.base import DTYPES, FlowModel
-from flowgrpo_rc.rollout.base import ImageRequest, RolloutChunk, RolloutEngine
-from flowgrpo_rc.rollout.omni.channel import Message
-from flowgrpo_rc.rollout.omni.lora import fingerprint, weights_to_bind
-from flowgrpo_rc.rollout.omni.process import EngineProcess, child_environment
+from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk, RolloutEngine
+from flowgrpo_rc.rollout.vllm_omni.channel import Message
+from flowgrpo_rc.rollout.vllm_omni.lora import fingerprint, weights_to_bind
+from flowgrpo_rc.rollout.vllm_omni.process import EngineProcess, child_environment
 
-PIPELINES = {"StableDiffusion3Pipeline": "RolloutStableDiffusion3", "QwenImagePipeline": "RolloutQwenImage"}
-ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")  # vLLM-Omni loads those of its pipeline in any case
-QUANTIZED = ("QwenImagePipeline",)  # vLLM-Omni's SD3 transformer knows no quantization and would ignore it
+PIPELINES = {
+    "StableDiffusion3Pipeline": "RolloutStableDiffusion3",
+    "QwenImagePipeline": "RolloutQwenImage",
+}
+ENCODERS = (
+    "text_encoder",
+    "text_encoder_2",
+    "text_encoder_3",
+)  # vLLM-Omni loads those of its pipeline in any case
+QUANTIZED = (
+    "QwenImagePipeline",
+)  # vLLM-Omni's SD3 transformer knows no quantization and would ignore it
 ATTENTION_BACKENDS = ("TORCH_SDPA", "FLASH_ATTN", "CUDNN_ATTN", "SAGE_ATTN", "FLASHINFER_ATTN")
-COMMAND = (sys.executable, "-m", "flowgrpo_rc.rollout.omni.child")
+COMMAND = (sys.executable, "-m", "flowgrpo_rc.rollout.vllm_omni.child")
 
 
 class VllmOmniEngine(RolloutEngine[ImageRequest]):
-    """Samples from the checkpoint that the model was loaded from, with the trainer's LoRA beside it.
+    """Samples from the checkpoint that the model was loaded from, with the trainer's LoRA beside
+    it.
 
-    The engine encodes the prompts and denoises, by the trainer's own schedule, noise and step; the trainer decodes, so
-    that rewards and evaluation see one VAE. Each sample is a request with its seed; vLLM-Omni runs up to `chunk_size`
-    of them in one forward.
+    The engine encodes the prompts and denoises, by the trainer's own schedule, noise and step; the
+    trainer decodes, so that rewards and evaluation see one VAE. Each sample is a request with its
+    seed; vLLM-Omni runs up to `chunk_size` of them in one forward.
 
-    `sync_weights` pushes the LoRA and compares a fingerprint of what the engine's layers hold with the trainer's
-    tensors; so does the end of every rollout. Any failure, and silence for `timeout_s` (the start: `start_timeout_s`),
-    ends the engine and raises EngineError with the end of its log.
+    `sync_weights` pushes the LoRA and compares a fingerprint of what the engine's layers hold with
+    the trainer's tensors; so does the end of every rollout. Any failure, and silence for
+    `timeout_s` (the start: `start_timeout_s`), ends the engine and raises EngineError with the end
+    of its log.
 
-    tensor_parallel_size: GPUs of the engine; above 1 for a trainer of one process. quantization: a method of
-    vLLM-Omni's, fp8 for instance. attention_backend: null takes the one of the platform. memory_fraction: of the GPU,
+    tensor_parallel_size: GPUs of the engine; above 1 for a trainer of one process. quantization: a
+    method of vLLM-Omni's, fp8 for instance. attention_backend: null takes the one of the platform.
+    memory_fraction: of the GPU,
     at most, for the engine. sleep: the engine's weights leave the GPU between rollouts.
     """
 
@@ -92,23 +104,37 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
 
     @classmethod
     def check(
-        cls, pipeline_class: str, absent: Sequence[str], device: torch.device, options: Mapping[str, Any]
+        cls,
+        pipeline_class: str,
+        absent: Sequence[str],
+        device: torch.device,
+        options: Mapping[str, Any],
     ) -> None:
-        given = {name: parameter.default for name, parameter in signature(cls).parameters.items()} | dict(options)
+        given = {
+            name: parameter.default for name, parameter in signature(cls).parameters.items()
+        } | dict(options)
         _check_model(pipeline_class, absent, given["quantization"])
         names = ("tensor_parallel_size", "attention_backend", "memory_fraction", "sleep")
         _check_options(device, *(given[name] for name in names))
         _check_timeouts(timeout_s=given["timeout_s"], start_timeout_s=given["start_timeout_s"])
         if find_spec("vllm_omni") is None:
-            raise ImportError("rollout.name=vllm_omni needs vLLM-Omni: pip install 'flowgrpo_rc[vllm-omni]'")
+            raise ImportError(
+                "rollout.name=vllm_omni needs vLLM-Omni: pip install 'flowgrpo_rc[vllm-omni]'"
+            )
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
         replies = self._process.ask(*self._question(request))
-        encoded, prompts, device = next(replies).tensors, request.prompts.prompts, self._model.device
+        encoded, prompts, device = (
+            next(replies).tensors,
+            request.prompts.prompts,
+            self._model.device,
+        )
         conditioning = _conditioning(encoded, "", [prompt.text for prompt in prompts], device)
         negative = None
         if "negative_prompt_embeds" in encoded:
-            negative = _conditioning(encoded, "negative_", [prompt.negative_text for prompt in prompts], device)
+            negative = _conditioning(
+                encoded, "negative_", [prompt.negative_text for prompt in prompts], device
+            )
         start = 0
         for reply in replies:
             if reply.kind == "done":
@@ -122,11 +148,17 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         shapes = {name: tensor.shape for name, tensor in state.items()}
         if shapes != self._shapes:
             different = sorted({name for name, _ in shapes.items() ^ self._shapes.items()})[:3]
-            raise ValueError(f"the engine's LoRA has other tensors than the trainer's, among them {different}")
+            raise ValueError(
+                f"the engine's LoRA has other tensors than the trainer's, among them {different}"
+            )
         scale = self._lora_config.lora_alpha / self._lora_config.r
-        tensors = weights_to_bind(state, adapter=self._adapter, scale=scale, dtype=DTYPES[self._dtype])
+        tensors = weights_to_bind(
+            state, adapter=self._adapter, scale=scale, dtype=DTYPES[self._dtype]
+        )
         self._version, self._fingerprint = version, fingerprint(tensors)
-        (done,) = self._process.ask("sync", {"version": version, "rank": self._lora_config.r}, tensors)
+        (done,) = self._process.ask(
+            "sync", {"version": version, "rank": self._lora_config.r}, tensors
+        )
         self._check_held(done)
 
     def held_weights(self) -> None:
@@ -136,19 +168,25 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         self._process.close()
 
     def _check_held(self, reply: Message) -> None:
-        """EngineError, and the end of the engine, unless its layers hold all the tensors that were pushed last."""
+        """EngineError, and the end of the engine, unless its layers hold all the tensors that were
+        pushed last.
+        """
         wanted, bound = len(self._shapes) // 2, reply.fields["modules"]
         if reply.fields["fingerprint"] != self._fingerprint:
             self._process.fail(
-                f"does not hold the LoRA of step {self._version}: it bound {bound} of {wanted} modules, and their "
-                f"fingerprint is {reply.fields['fingerprint'][:12]}, the trainer's {self._fingerprint[:12]}"
+                f"does not hold the LoRA of step {self._version}: it bound {bound} of {wanted} "
+                "modules, and their "
+                f"fingerprint is {reply.fields['fingerprint'][:12]}, the trainer's "
+                f"{self._fingerprint[:12]}"
             )
 
     def _question(self, request: ImageRequest) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
         spec, prompts = request.spec, request.prompts.prompts
         guided = self._model.cfg_scale(spec) > 1
         texts = list(dict.fromkeys(prompt.text for prompt in prompts))
-        negatives = list(dict.fromkeys(prompt.negative_text for prompt in prompts)) if guided else []
+        negatives = (
+            list(dict.fromkeys(prompt.negative_text for prompt in prompts)) if guided else []
+        )
         rows = [request.prompt_of(row) for row in range(len(request.seeds))]
         schedule = self._model.schedule(spec)
         fields = {
@@ -161,7 +199,11 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
             "negative_text_of": [negatives.index(p.negative_text) if guided else 0 for p in rows],
             "keep_means": request.keep_means,
         }
-        tensors = {"window": request.window, "sigmas": schedule.sigmas, "timesteps": schedule.timesteps}
+        tensors = {
+            "window": request.window,
+            "sigmas": schedule.sigmas,
+            "timesteps": schedule.timesteps,
+        }
         return "generate", fields, tensors
 
     def _chunk(
@@ -174,7 +216,9 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
     ) -> RolloutChunk:
         device, prompts = self._model.device, [request.prompt_of(row) for row in rows]
         tensors = {name: tensor.to(device) for name, tensor in reply.tensors.items()}
-        prompt_index = torch.tensor([row // request.samples_per_prompt for row in rows], device=device)
+        prompt_index = torch.tensor(
+            [row // request.samples_per_prompt for row in rows], device=device
+        )
         window = request.window[rows.start : rows.stop].to(device)
         spec = SamplerSpec(**reply.fields["spec"])
         batch = DiffusionBatch(
@@ -194,7 +238,13 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         )
         final = tensors["final"]
         images = self._model.decode(final, spec) if request.decode else None
-        return RolloutChunk(batch=batch, samples=images, prompts=prompts, policy_version=self._version, latents=final)
+        return RolloutChunk(
+            batch=batch,
+            samples=images,
+            prompts=prompts,
+            policy_version=self._version,
+            latents=final,
+        )
 
 
 def _conditioning(
@@ -203,7 +253,11 @@ def _conditioning(
     """Of every text, from the distinct ones that the engine encoded, in order of appearance."""
     distinct = list(dict.fromkeys(texts))
     rows = torch.tensor([distinct.index(text) for text in texts])
-    found = {name.removeprefix(prefix): tensor for name, tensor in encoded.items() if name.startswith(prefix)}
+    found = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in encoded.items()
+        if name.startswith(prefix)
+    }
     pooled, mask = found.get("pooled_prompt_embeds"), found.get("prompt_embeds_mask")
     return Conditioning(
         embeds=found["prompt_embeds"][rows].to(device),
@@ -215,13 +269,15 @@ def _conditioning(
 def _check_model(pipeline_class: str, absent: Sequence[str], quantization: str | None) -> None:
     if pipeline_class not in PIPELINES:
         raise ValueError(
-            f"rollout.name=vllm_omni samples from {', '.join(PIPELINES)}; model.path is a {pipeline_class}: set "
+            f"rollout.name=vllm_omni samples from {', '.join(PIPELINES)}; model.path is a "
+            f"{pipeline_class}: set "
             "rollout.name=diffusers"
         )
     missing = [name for name in absent if name in ENCODERS]
     if missing:
         raise ValueError(
-            f"rollout.name=vllm_omni needs every text encoder, and model.path has no {', '.join(missing)}: set "
+            "rollout.name=vllm_omni needs every text encoder, and model.path has no "
+            f"{', '.join(missing)}: set "
             "rollout.name=diffusers"
         )
     if quantization is not None and pipeline_class not in QUANTIZED:
@@ -242,16 +298,20 @@ def _check_options(
         raise ValueError(f"tensor_parallel_size={tensor_parallel_size}: give at least 1")
     if tensor_parallel_size > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
-            f"tensor_parallel_size={tensor_parallel_size}: each process of the trainer has an engine on its own GPU; "
+            f"tensor_parallel_size={tensor_parallel_size}: each process of the trainer has an "
+            "engine on its own GPU; "
             "an engine of several GPUs takes a trainer of one process"
         )
     if tensor_parallel_size > 1 and memory_fraction is not None:
         raise ValueError(
-            f"memory_fraction={memory_fraction} has no effect with tensor_parallel_size={tensor_parallel_size}, whose "
+            f"memory_fraction={memory_fraction} has no effect with "
+            f"tensor_parallel_size={tensor_parallel_size}, whose "
             "workers are processes of their own: drop it"
         )
     if attention_backend is not None and attention_backend not in ATTENTION_BACKENDS:
-        raise ValueError(f"attention_backend={attention_backend!r}: allowed are {', '.join(ATTENTION_BACKENDS)}")
+        raise ValueError(
+            f"attention_backend={attention_backend!r}: allowed are {', '.join(ATTENTION_BACKENDS)}"
+        )
     if memory_fraction is not None and not 0 < memory_fraction <= 1:
         raise ValueError(f"memory_fraction={memory_fraction}: give a number above 0 and at most 1")
     if device.type != "cuda":

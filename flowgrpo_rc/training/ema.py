@@ -1,4 +1,6 @@
-"""Exponential moving average of the LoRA, by diffusers' EMAModel, and its use for evaluation and export."""
+"""Exponential moving average of the LoRA, by diffusers' EMAModel, and its use for evaluation and
+export.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class EMAConfig:
 
 @contextmanager
 def averaged_weights(ema: EMAModel | None, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """The parameters hold the average for the duration and get their own values back, bit for bit."""
+    """The parameters hold the average for the duration and get their own values back, bit for
+    bit.
+    """
     if ema is None:
         yield
         return

@@ -32,7 +32,8 @@ class OptimConfig:
     clip_grad: largest norm of the gradient.
     lr_scheduler: how the learning rate changes until the end of the run.
     lr_warmup_steps: optimizer updates until it is reached.
-    max_nonfinite_updates: the run ends after so many updates in a row whose gradient is not finite (each is skipped).
+    max_nonfinite_updates: the run ends after so many updates in a row whose gradient is not finite
+        (each is skipped).
     """
 
     name: str = "adamw"
@@ -49,18 +50,27 @@ class OptimConfig:
         if self.name not in OPTIMIZERS:
             raise ValueError(f"actor.optim.name={self.name!r}: allowed are {', '.join(OPTIMIZERS)}")
         if self.name == "adamw_8bit" and find_spec("torchao") is None:
-            raise ValueError("actor.optim.name=adamw_8bit needs torchao: pip install 'flowgrpo-rc[quantization]'")
+            raise ValueError(
+                "actor.optim.name=adamw_8bit needs torchao: pip install 'flowgrpo-rc[quantization]'"
+            )
         for name in ("lr", "eps", "clip_grad"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"actor.optim.{name}={getattr(self, name)}: give a number above 0")
         if self.weight_decay < 0 or self.lr_warmup_steps < 0:
-            raise ValueError("actor.optim.weight_decay and actor.optim.lr_warmup_steps cannot be negative")
+            raise ValueError(
+                "actor.optim.weight_decay and actor.optim.lr_warmup_steps cannot be negative"
+            )
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"actor.optim.betas={self.betas}: give two numbers from 0 to below 1")
         if self.lr_scheduler not in LR_SCHEDULERS:
-            raise ValueError(f"actor.optim.lr_scheduler={self.lr_scheduler!r}: allowed are {', '.join(LR_SCHEDULERS)}")
+            raise ValueError(
+                f"actor.optim.lr_scheduler={self.lr_scheduler!r}: allowed are "
+                f"{', '.join(LR_SCHEDULERS)}"
+            )
         if self.max_nonfinite_updates < 1:
-            raise ValueError(f"actor.optim.max_nonfinite_updates={self.max_nonfinite_updates}: give at least 1")
+            raise ValueError(
+                f"actor.optim.max_nonfinite_updates={self.max_nonfinite_updates}: give at least 1"
+            )
 
 
 def make_optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> Optimizer:
@@ -78,12 +88,16 @@ def make_optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> O
     largest = max(parameter.numel() for parameter in parameters)
     if largest < SMALLEST_8BIT:
         raise ValueError(
-            f"actor.optim.name=adamw_8bit has no effect: the largest LoRA tensor has {largest} numbers, and moments of "
-            f"fewer than {SMALLEST_8BIT} stay in fp32. Raise model.lora_rank or use actor.optim.name=adamw"
+            f"actor.optim.name=adamw_8bit has no effect: the largest LoRA tensor has {largest} "
+            "numbers, and moments of "
+            f"fewer than {SMALLEST_8BIT} stay in fp32. Raise model.lora_rank or use "
+            "actor.optim.name=adamw"
         )
     optimizer: Optimizer = AdamW8bit(parameters, **options)
     for group in optimizer.param_groups:
-        group["initial_lr"] = config.lr  # its own is a tensor, in whose fp32 the schedule would compute
+        group["initial_lr"] = (
+            config.lr
+        )  # its own is a tensor, in whose fp32 the schedule would compute
     return optimizer
 
 
@@ -114,7 +128,9 @@ def load_schedule(schedule: LRScheduler, state: Mapping[str, Any]) -> None:
 
 
 def optimizer_tensors(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The state as `parameter.key`; a moment of 8 bits as `parameter.key.part` for each of its parts."""
+    """The state as `parameter.key`; a moment of 8 bits as `parameter.key.part` for each of its
+    parts.
+    """
     tensors: dict[str, Tensor] = {}
     for name, parameter in named.items():
         for key, value in optimizer.state[parameter].items():
@@ -122,18 +138,27 @@ def optimizer_tensors(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -
     return tensors
 
 
-def load_optimizer(optimizer: Optimizer, named: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
+def load_optimizer(
+    optimizer: Optimizer, named: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
+) -> None:
     """The reverse of `optimizer_tensors`, bit for bit."""
     for name, parameter in named.items():
-        stored = {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
+        stored = {
+            key.removeprefix(f"{name}."): value
+            for key, value in tensors.items()
+            if key.startswith(f"{name}.")
+        }
         if stored:
             optimizer.state[parameter] = {
-                key: _joined(key, stored, parameter) for key in dict.fromkeys(key.partition(".")[0] for key in stored)
+                key: _joined(key, stored, parameter)
+                for key in dict.fromkeys(key.partition(".")[0] for key in stored)
             }
 
 
 def _parts(value: Tensor) -> dict[str, Tensor]:
-    """{"": value} for a plain tensor; {".codes", ".scale", ".qmap"} for torchao's state of 8 bits."""
+    """{"": value} for a plain tensor; {".codes", ".scale", ".qmap"} for torchao's state of 8
+    bits.
+    """
     if not type(value).__module__.startswith("torchao."):
         return {"": value}
     from torchao.optim.subclass_8bit import OptimState8bit

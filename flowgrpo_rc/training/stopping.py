@@ -1,4 +1,6 @@
-"""Stopping early without losing anything: SIGTERM, SIGINT and a time limit end the run after the current step."""
+"""Stopping early without losing anything: SIGTERM, SIGINT and a time limit end the run after the
+current step.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ EXIT_STOPPED = 75
 
 
 class StopRequest:
-    """Context manager that turns the first SIGTERM or SIGINT into a request; a second one ends the process at once."""
+    """Context manager that turns the first SIGTERM or SIGINT into a request; a second one ends the
+    process at once.
+    """
 
     def __init__(self, max_time: float | None) -> None:
         self._deadline = None if max_time is None else time.monotonic() + max_time
@@ -25,7 +29,10 @@ class StopRequest:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._restore()
 

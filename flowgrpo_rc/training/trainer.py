@@ -1,4 +1,6 @@
-"""The training loop. One step: prompts -> rollout -> rewards -> old log-probs -> correction -> advantages -> update."""
+"""The training loop. One step: prompts -> rollout -> rewards -> old log-probs -> correction ->
+advantages -> update.
+"""
 
 from __future__ import annotations
 
@@ -16,37 +18,38 @@ import torch
 from flowgrpo_rc.batch import Batch, Rewards
 from flowgrpo_rc.core.advantages import group_decoupled, group_relative
 from flowgrpo_rc.core.metrics import MetricBag, std_from_moments
-from flowgrpo_rc.correction.auto import AutoBands
+from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.correct import apply_bypass_mode
+from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.monitoring.decisions import Decisions
+from flowgrpo_rc.monitoring.health import BYPASS_PREFIX, DECOUPLED_PREFIX, HealthMonitor
+from flowgrpo_rc.monitoring.histograms import Counts, histograms
+from flowgrpo_rc.monitoring.mismatch import MismatchMonitor
+from flowgrpo_rc.records.checkpoint import Checkpoint, save_checkpoint
+from flowgrpo_rc.records.console import Console
+from flowgrpo_rc.records.metrics_file import MetricsFile
+from flowgrpo_rc.records.rejected import RejectedSamples
+from flowgrpo_rc.records.rollout_files import SavedRollout, rollout_path, save_rollout
+from flowgrpo_rc.records.run_folder import RunFolder
+from flowgrpo_rc.records.trackers import Trackers
 from flowgrpo_rc.rewards.manager import RewardManager
-from flowgrpo_rc.training.checkpoint import Checkpoint, save_checkpoint
-from flowgrpo_rc.training.console import Console
 from flowgrpo_rc.training.ema import averaged_weights
 from flowgrpo_rc.training.evaluation import Evaluator, record_rewards
-from flowgrpo_rc.training.health import BYPASS_PREFIX, DECOUPLED_PREFIX, HealthMonitor
-from flowgrpo_rc.training.histograms import Counts, histograms
-from flowgrpo_rc.training.noise_floor import NoiseFloor
-from flowgrpo_rc.training.observations import Observations
 from flowgrpo_rc.training.old_policy import OldPolicy
-from flowgrpo_rc.training.processes import Processes
-from flowgrpo_rc.training.rejected import RejectedSamples
-from flowgrpo_rc.training.rollout_files import Rollout, rollout_path, save_rollout
-from flowgrpo_rc.training.run_folder import RunFolder
-from flowgrpo_rc.training.source import Collected, RolloutSource
+from flowgrpo_rc.training.sources.source import Collected, RolloutSource
 from flowgrpo_rc.training.stopping import StopRequest
-from flowgrpo_rc.training.task import Task
-from flowgrpo_rc.training.tracking import MetricsFile, Trackers
+from flowgrpo_rc.training.tasks.task import Task
 from flowgrpo_rc.training.update import PolicyUpdate
 
 if TYPE_CHECKING:
-    from flowgrpo_rc.config import Config
+    from flowgrpo_rc.config.tree import Config
 
 _OLDER = "lora_step_"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Components:
-    """What a run is made of; `flowgrpo_rc.assemble` builds it. old_policy: in decoupled mode."""
+    """What a run is made of; `flowgrpo_rc.build` builds it. old_policy: in decoupled mode."""
 
     config: Config
     processes: Processes
@@ -54,8 +57,8 @@ class Components:
     task: Task
     source: RolloutSource
     rewards: RewardManager
-    floor: NoiseFloor
-    observations: Observations
+    floor: MismatchMonitor
+    observations: Decisions
     rejected: RejectedSamples
     update: PolicyUpdate
     evaluator: Evaluator
@@ -67,7 +70,9 @@ class Components:
 
 
 class Trainer:
-    """Runs the steps that are left. Everything random follows from (seed, step, prompt slot, sample)."""
+    """Runs the steps that are left. Everything random follows from (seed, step, prompt slot,
+    sample).
+    """
 
     def __init__(self, parts: Components, resumed: Checkpoint | None) -> None:
         self.parts = parts
@@ -90,7 +95,9 @@ class Trainer:
         parts.source.sync_weights(parts.update.lora_state(), self._step)
 
     def fit(self, stop: StopRequest) -> str | None:
-        """Train to the end, or until `stop` asks; returns its reason, or None if the run is complete."""
+        """Train to the end, or until `stop` asks; returns its reason, or None if the run is
+        complete.
+        """
         total = self.parts.config.trainer.total_training_steps
         if self._step == 0:
             self._evaluate()
@@ -142,14 +149,16 @@ class Trainer:
         self._bag.min("perf/samples_per_second", torch.tensor(num_samples / self._seconds["step"]))
 
     def _old_log_probs(self, batch: Batch) -> Batch:
-        """Bypass: old := rollout. Decoupled: the training graph, now or in the update, and the correction with it."""
+        """Bypass: old := rollout. Decoupled: the training graph, now or in the update, and the
+        correction with it.
+        """
         old = self.parts.old_policy
         return apply_bypass_mode(batch) if old is None else old.before_rewards(batch)
 
     def _save_rollout(self, batch: Batch, rewards: Rewards) -> None:
         processes = self.parts.processes
         path = rollout_path(self.parts.folder.rollouts, self._step, processes.rank, processes.count)
-        save_rollout(path, Rollout(batch, rewards, self.parts.task.origin()))
+        save_rollout(path, SavedRollout(batch, rewards, self.parts.task.origin()))
 
     def _advantages(self, batch: Batch, rewards: Rewards) -> Batch:
         algorithm = self.parts.config.algorithm
@@ -163,7 +172,11 @@ class Trainer:
             weights = self.parts.rewards.weights
             terms = [rewards.parts[name].to(device) for name in weights]
             found = group_decoupled(
-                terms, list(weights.values()), batch.group, valid, all_reduce=self.parts.processes.sum
+                terms,
+                list(weights.values()),
+                batch.group,
+                valid,
+                all_reduce=self.parts.processes.sum,
             )
         else:
             found = group_relative(
@@ -182,14 +195,18 @@ class Trainer:
         bag.max("advantages/max", found.values, valid)
         bag.min("advantages/min", found.values, valid)
         bag.derive("advantages/std", ("advantages/mean", "advantages/_square"), std_from_moments)
-        return batch.replace(advantages=found.values.float().unsqueeze(1).expand(-1, batch.num_steps))
+        return batch.replace(
+            advantages=found.values.float().unsqueeze(1).expand(-1, batch.num_steps)
+        )
 
     def _note_decisions(self, collected: Collected, rewards: Rewards) -> None:
         """Histograms of all processes, and the rejected samples of this one."""
         parts, seen = self.parts, self.parts.observations.take()
         self._histograms = histograms(seen, parts.processes.sum)
         names = partial(parts.task.policy.cell_names, collected.batch)
-        image = parts.rejected.write(self._step, seen, collected.batch, collected.shown, rewards, names)
+        image = parts.rejected.write(
+            self._step, seen, collected.batch, collected.shown, rewards, names
+        )
         if image is not None:
             parts.trackers.log_image(self._step, "rejected/samples", image)
 
@@ -200,7 +217,9 @@ class Trainer:
         self._bag.merge(evaluation.metrics)
         if parts.processes.is_main:
             stem = parts.folder.samples_stem(self._step)
-            image = parts.task.save_samples(stem, evaluation.samples, evaluation.prompts, evaluation.scores)
+            image = parts.task.save_samples(
+                stem, evaluation.samples, evaluation.prompts, evaluation.scores
+            )
             if image is not None:
                 parts.trackers.log_image(self._step, "val/samples", image)
 
@@ -232,8 +251,14 @@ class Trainer:
         parts = self.parts
         with self._timed("checkpoint"):
             if parts.processes.is_main:
-                state: Mapping[str, Any] = {"update": parts.update.state(), "health": parts.health.state_dict()}
-                older = {f"{_OLDER}{step}": weights for step, weights in parts.source.older_weights().items()}
+                state: Mapping[str, Any] = {
+                    "update": parts.update.state(),
+                    "health": parts.health.state_dict(),
+                }
+                older = {
+                    f"{_OLDER}{step}": weights
+                    for step, weights in parts.source.older_weights().items()
+                }
                 tensors = parts.update.tensors() | older
                 if parts.auto_bands is not None:
                     tensors["auto_bands"] = parts.auto_bands.tensors()
@@ -260,12 +285,18 @@ class Trainer:
 
 def older_weights(checkpoint: Checkpoint) -> dict[int, Mapping[str, torch.Tensor]]:
     """What the checkpoint holds of `RolloutSource.older_weights`."""
-    stems = {int(stem.removeprefix(_OLDER)): stem for stem in checkpoint.tensors if stem.startswith(_OLDER)}
+    stems = {
+        int(stem.removeprefix(_OLDER)): stem
+        for stem in checkpoint.tensors
+        if stem.startswith(_OLDER)
+    }
     return {step: checkpoint.tensors[stem] for step, stem in stems.items()}
 
 
 def staleness(collected: Collected, step: int) -> MetricBag:
-    """How many updates' steps the weights that sampled a step's batch were behind, and which they were."""
+    """How many updates' steps the weights that sampled a step's batch were behind, and which they
+    were.
+    """
     version, bag = collected.batch.policy_version, MetricBag()
     behind = step - 1 - version
     bag.mean("rollout/staleness_mean", behind)
@@ -277,7 +308,9 @@ def staleness(collected: Collected, step: int) -> MetricBag:
 
 
 def wholly_rejected(batch: Batch) -> torch.Tensor:
-    """[B] bool: samples that have steps, all of which the correction rejected; they must not shift a group's mean."""
+    """[B] bool: samples that have steps, all of which the correction rejected; they must not shift
+    a group's mean.
+    """
     if batch.rejection_mask is None:
         return torch.zeros_like(batch.group, dtype=torch.bool)
     return batch.valid.any(1) & ~(batch.valid & batch.rejection_mask).any(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,16 +14,16 @@ from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import select
 from flowgrpo_rc.core.transition import GaussianSteps
-from flowgrpo_rc.correction.auto import AutoBands
-from flowgrpo_rc.losses.base import DiffusionLossConfig, LossTerms, TokenLossConfig, denominator
+from flowgrpo_rc.correction.auto_bands import AutoBands
+from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.losses.base import LossTerms, denominator
+from flowgrpo_rc.models.lora import lora_parameters, reference_policy
+from flowgrpo_rc.monitoring.decisions import Decisions
+from flowgrpo_rc.monitoring.mismatch import MismatchMonitor
 from flowgrpo_rc.policies.base import Evaluation, Measured, Policy, join
-from flowgrpo_rc.training.ema import EMAConfig
-from flowgrpo_rc.training.lora import lora_parameters, reference_policy
-from flowgrpo_rc.training.noise_floor import NoiseFloor
-from flowgrpo_rc.training.observations import Observations
+from flowgrpo_rc.training.config import ActorConfig
 from flowgrpo_rc.training.old_policy import OldPolicy
 from flowgrpo_rc.training.optim import (
-    OptimConfig,
     load_optimizer,
     load_schedule,
     make_optimizer,
@@ -32,52 +31,6 @@ from flowgrpo_rc.training.optim import (
     optimizer_tensors,
     schedule_state,
 )
-from flowgrpo_rc.training.processes import Processes
-
-OLD_LOG_PROBS = ("auto", "recompute")
-REPLAYS = ("any", "aligned")
-
-
-@dataclass(kw_only=True)
-class ActorConfig:
-    """The update.
-
-    ppo_mini_batch_size: prompts of one optimizer step, of all processes together.
-    ppo_micro_batch_size_per_gpu: samples per forward and backward of one process; changes no result.
-    ppo_epochs: passes over a step's samples.
-    use_kl_loss: add the KL to the base model (the adapter switched off) to the loss.
-    kl_loss_coef: what that KL is multiplied by.
-    old_log_probs: in decoupled mode, `auto` takes the first mini-batch's own forwards for its old policy, where its
-        correction allows that; `recompute` never does.
-    replay: `aligned` insists that a micro-batch is what the rollout evaluated together, so that equal precisions give a
-        ratio of exactly 1 where a row's last bits depend on the size of its batch; `any` lets the sizes differ.
-    """
-
-    ppo_mini_batch_size: int = 24
-    ppo_micro_batch_size_per_gpu: int = 8
-    ppo_epochs: int = 1
-    use_kl_loss: bool = False
-    kl_loss_coef: float = 0.04
-    old_log_probs: str = "auto"
-    replay: str = "any"
-    diffusion_loss: DiffusionLossConfig = field(default_factory=DiffusionLossConfig)
-    token_loss: TokenLossConfig = field(default_factory=TokenLossConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    ema: EMAConfig = field(default_factory=EMAConfig)
-
-    def validate(self) -> None:
-        for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"actor.{name}={getattr(self, name)}: give at least 1")
-        if self.use_kl_loss and not self.kl_loss_coef > 0:
-            raise ValueError(f"actor.kl_loss_coef={self.kl_loss_coef} with actor.use_kl_loss=true: give more than 0")
-        for name, allowed in (("old_log_probs", OLD_LOG_PROBS), ("replay", REPLAYS)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"actor.{name}={getattr(self, name)!r}: allowed are {', '.join(allowed)}")
-        self.diffusion_loss.validate()
-        self.token_loss.validate()
-        self.optim.validate()
-        self.ema.validate()
 
 
 class NonFiniteGradient(RuntimeError):
@@ -89,12 +42,14 @@ Loss = Callable[[Tensor, Any, Any], LossTerms]
 
 
 class PolicyUpdate:
-    """Owns the optimizer, the learning-rate schedule and the average of the LoRA of `policy.network`.
+    """Owns the optimizer, the learning-rate schedule and the average of the LoRA of
+    `policy.network`.
 
     floor: is told what every loss is computed of.
-    whole_windows: the loss sees all steps of a sample at once (bypass mode with `bypass_level=window`).
-    auto_bands: judge each sample by them once, before the first update (bypass mode; in decoupled mode the batch comes
-    judged).
+    whole_windows: the loss sees all steps of a sample at once (bypass mode with
+        `bypass_level=window`).
+    auto_bands: judge each sample by them once, before the first update (bypass mode; in decoupled
+    mode the batch comes judged).
     old_policy: of batches that come without one (decoupled mode).
     observations: is told what the loss decides (bypass mode).
     """
@@ -107,11 +62,11 @@ class PolicyUpdate:
         processes: Processes,
         *,
         total_updates: int,
-        floor: NoiseFloor | None = None,
+        floor: MismatchMonitor | None = None,
         whole_windows: bool = False,
         auto_bands: AutoBands | None = None,
         old_policy: OldPolicy | None = None,
-        observations: Observations | None = None,
+        observations: Decisions | None = None,
     ) -> None:
         self._policy, self._config, self._loss, self._processes = policy, config, loss, processes
         self._old_policy, self._observations = old_policy, observations
@@ -135,10 +90,13 @@ class PolicyUpdate:
         return {name: parameter.detach() for name, parameter in self._named.items()}
 
     def run(self, batch: Batch, samples_per_mini_batch: int) -> MetricBag:
-        """All optimizer steps on this process's part of a global batch, in mini-batches of consecutive samples."""
+        """All optimizer steps on this process's part of a global batch, in mini-batches of
+        consecutive samples.
+        """
         bag, self._updated = MetricBag(), False
         minis = [
-            batch.rows(start, start + samples_per_mini_batch) for start in range(0, len(batch), samples_per_mini_batch)
+            batch.rows(start, start + samples_per_mini_batch)
+            for start in range(0, len(batch), samples_per_mini_batch)
         ]
         if self._auto_bands is not None:
             # The first mini-batch is judged by its own forwards, unless it comes again.
@@ -157,7 +115,8 @@ class PolicyUpdate:
         return bag
 
     def _mini_batch(self, mini: Batch, bag: MetricBag) -> Batch:
-        """Sum the gradients of the pieces, then divide by what the whole mini-batch of all processes counts.
+        """Sum the gradients of the pieces, then divide by what the whole mini-batch of all
+        processes counts.
 
         Returns it with its old policy, which these forwards were where it came without one.
         """
@@ -184,7 +143,9 @@ class PolicyUpdate:
         return mini
 
     def _accumulate(self, piece: Batch, bag: MetricBag) -> tuple[Tensor, Measured]:
-        """Backward of one forward; returns what the denominator follows from, and what the forward said."""
+        """Backward of one forward; returns what the denominator follows from, and what the forward
+        said.
+        """
         now = self._policy.evaluate(piece)
         gaussian, keep_means = now.gaussian, False
         if piece.old_log_probs is None and self._old_policy is not None:
@@ -202,8 +163,8 @@ class PolicyUpdate:
     def _accumulate_window(self, micro: Batch, bag: MetricBag) -> tuple[Tensor, Measured]:
         """As `_accumulate`, with a loss of all steps of a sample and the memory of one.
 
-        The log-probs are first measured without graphs. The slope of the loss at each of them is then handed on, by the
-        chain rule, to a forward with a graph, one step after the other.
+        The log-probs are first measured without graphs. The slope of the loss at each of them is
+        then handed on, by the chain rule, to a forward with a graph, one step after the other.
         """
         seen = self._policy.measure(micro, len(micro))
         micro = self._decide(micro, seen, bag)
@@ -232,14 +193,21 @@ class PolicyUpdate:
         return self._config.kl_loss_coef * (penalty * share).sum()
 
     def _report(
-        self, terms: LossTerms, log_probs: Tensor, gaussian: GaussianSteps | None, part: Batch, bag: MetricBag
+        self,
+        terms: LossTerms,
+        log_probs: Tensor,
+        gaussian: GaussianSteps | None,
+        part: Batch,
+        bag: MetricBag,
     ) -> None:
         bag.merge(terms.metrics)
         if self._floor is not None:
             self._floor.during(part, log_probs, terms.metrics, updated=self._updated)
         if self._observations is not None:
             kl, cells = None if gaussian is None else gaussian.kl, self._policy.cells(part)
-            self._observations.add(part, log_probs, cells, terms.kept, terms.weights, kl, updated=self._updated)
+            self._observations.add(
+                part, log_probs, cells, terms.kept, terms.weights, kl, updated=self._updated
+            )
 
     @torch.no_grad()
     def _judged(self, mini: Batch, bag: MetricBag) -> Batch:
@@ -287,13 +255,17 @@ class PolicyUpdate:
         bag.mean("nonfinite_update_fraction", (~finite).double())
         if self._nonfinite_in_a_row >= self._config.optim.max_nonfinite_updates:
             raise NonFiniteGradient(
-                f"the gradient was not finite in {self._nonfinite_in_a_row} updates in a row; lower actor.optim.lr or "
+                f"the gradient was not finite in {self._nonfinite_in_a_row} updates in a row; "
+                "lower actor.optim.lr or "
                 "raise actor.optim.max_nonfinite_updates"
             )
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """What a checkpoint holds: `lora`, `optimizer` and, where there is one, `ema`."""
-        tensors = {"lora": self.lora_state(), "optimizer": optimizer_tensors(self._optimizer, self._named)}
+        tensors = {
+            "lora": self.lora_state(),
+            "optimizer": optimizer_tensors(self._optimizer, self._named),
+        }
         if self.ema is not None:
             tensors["ema"] = dict(zip(self._named, self.ema.shadow_params, strict=True))
         return tensors

@@ -1,9 +1,11 @@
-"""What `auto:4` rejects on the bundled model, whose rollout is bf16 and whose training graph is fp32.
+"""What `auto:4` rejects on the bundled model, whose rollout is bf16 and whose training graph is
+fp32.
 
-Iterations of 128 samples, all trained steps: the bands follow each iteration after they judged it. From the ninth on,
-the share of held-out steps that each criterion rejects is reported, and the same with an error planted on every sample:
-ten robust standard deviations of the step's own mismatch, up or down for the whole sample. The KL's root is moved by
-ten of its own. It takes some minutes on two CPU cores; no GPU is needed.
+Iterations of 128 samples, all trained steps: the bands follow each iteration after they judged it.
+From the ninth on, the share of held-out steps that each criterion rejects is reported, and the same
+with an error planted on every sample: ten robust standard deviations of the step's own mismatch, up
+or down for the whole sample. The KL's root is moved by ten of its own. It takes some minutes on two
+CPU cores; no GPU is needed.
 """
 
 from __future__ import annotations
@@ -17,15 +19,15 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import DiffusionBatch, PromptBatch, concat
-from flowgrpo_rc.compose import compose_config, to_config
+from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.core.reduce import identity
-from flowgrpo_rc.correction.auto import MEMORY, AutoBands
-from flowgrpo_rc.correction.bands import parse_bands
+from flowgrpo_rc.correction.auto_bands import MEMORY, AutoBands
+from flowgrpo_rc.correction.thresholds import parse_bands
 from flowgrpo_rc.models.base import load_model
+from flowgrpo_rc.models.lora import add_lora, lora_parameters
 from flowgrpo_rc.policies.flow import FlowPolicy
-from flowgrpo_rc.rollout.base import ImageRequest
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
-from flowgrpo_rc.training.lora import add_lora, lora_parameters
+from flowgrpo_rc.rollout.engine import ImageRequest
 
 CRITERIA = "token_k1,token_k2,token_k3,seq_mean_k1,seq_sum_k2,seq_max_k3,step_kl"
 PROMPTS, SAMPLES, PLANTED = 8, 16, 10.0
@@ -49,14 +51,18 @@ def iterations(count: int) -> Iterator[Iteration]:
     steps = config.rollout.pipeline.num_inference_steps - 1
     for index in range(count):
         request = ImageRequest(
-            prompts=PromptBatch(step=index, prompts=sampler.step(index)[:PROMPTS], slots=range(PROMPTS)),
+            prompts=PromptBatch(
+                step=index, prompts=sampler.step(index)[:PROMPTS], slots=range(PROMPTS)
+            ),
             samples_per_prompt=SAMPLES,
             spec=replace(config.rollout.spec(), dtype="bf16"),
             window=torch.arange(steps).expand(PROMPTS * SAMPLES, -1),
             seeds=[10**6 * index + row for row in range(PROMPTS * SAMPLES)],
             keep_means=True,
         )
-        parts = [(chunk.batch, policy.measure(chunk.batch, 32)) for chunk in engine.generate(request)]
+        parts = [
+            (chunk.batch, policy.measure(chunk.batch, 32)) for chunk in engine.generate(request)
+        ]
         yield (
             concat([batch for batch, _ in parts]),
             torch.cat([found.log_probs for _, found in parts]),
@@ -66,18 +72,25 @@ def iterations(count: int) -> Iterator[Iteration]:
 
 def planted(given: Iteration, bands: AutoBands, seed: int) -> Iteration:
     batch, training, kl = given
-    log_ratio, root = (bands.scale(name).spread[batch.step_indices] for name in ("token_k1", "step_kl"))
+    log_ratio, root = (
+        bands.scale(name).spread[batch.step_indices] for name in ("token_k1", "step_kl")
+    )
     sign = torch.randint(2, (len(batch), 1), generator=torch.Generator().manual_seed(seed)) * 2 - 1
     return batch, training + PLANTED * sign * log_ratio, ((2 * kl).sqrt() + PLANTED * root) ** 2 / 2
 
 
 def rejected(bands: AutoBands, given: Iteration) -> dict[str, float]:
     metrics = bands.judge(*given)[1].compute()
-    return {band.name: metrics[f"rollout_rs_{band.name}_masked_fraction"] for band in parse_bands(CRITERIA, "auto:4")}
+    return {
+        band.name: metrics[f"rollout_rs_{band.name}_masked_fraction"]
+        for band in parse_bands(CRITERIA, "auto:4")
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--iterations", type=int, default=24)
     count = parser.parse_args().iterations
     if count <= MEMORY[0]:
@@ -87,7 +100,12 @@ def main() -> None:
         if index >= MEMORY[0]:
             apart = AutoBands(parse_bands(CRITERIA, "auto:4"), 10, CPU)
             apart.load(bands.tensors())
-            rows.append({"clean": rejected(apart, given), "planted": rejected(apart, planted(given, apart, index))})
+            rows.append(
+                {
+                    "clean": rejected(apart, given),
+                    "planted": rejected(apart, planted(given, apart, index)),
+                }
+            )
         bands.judge(*given)
         bands.finish(identity)
     result = {

@@ -1,18 +1,22 @@
-"""Time, memory and host transfers of the rollout correction beside verl 0.9.1, in one process and one run.
+"""Time, memory and host transfers of the rollout correction beside verl 0.9.1, in one process and
+one run.
 
     python tests/benchmarks/benchmark_correction.py --install [FOLDER] [--rounds 15] [--threads N]
 
-Both get the same float32 log-probs and int64 mask of right-padded responses, and the same settings: token weights and
-two rejection criteria. `--install` fetches verl by name from PyPI into FOLDER, or into a temporary folder; without it
-verl must be importable (`PYTHONPATH=FOLDER` uses an earlier installation). Nothing of verl is stubbed or patched.
+Both get the same float32 log-probs and int64 mask of right-padded responses, and the same settings:
+token weights and two rejection criteria. `--install` fetches verl by name from PyPI into FOLDER, or
+into a temporary folder; without it verl must be importable (`PYTHONPATH=FOLDER` uses an earlier
+installation). Nothing of verl is stubbed or patched.
 
-Time: rounds alternate (theirs, ours, theirs, ...); the ratio is that of the medians. The first rounds warm up.
-Memory: every allocation and release that torch's profiler records during one call, summed in order of time; the peak of
-that sum is what the call adds to its inputs. Results count, and so do the temporaries inside an operator.
-Host transfers: what would make the host wait for a GPU. The profiler records `_local_scalar_dense` (`item`, `float`,
-`int`, `bool` and every other use of a tensor as a Python number, in Python and in C++ alike) and operators whose
-result has a size that depends on the data. `tolist`, `numpy` and `cpu` do no such thing for a tensor on the CPU and
-are counted as they are called.
+Time: rounds alternate (theirs, ours, theirs, ...); the ratio is that of the medians. The first
+rounds warm up.
+Memory: every allocation and release that torch's profiler records during one call, summed in order
+of time; the peak of that sum is what the call adds to its inputs. Results count, and so do the
+temporaries inside an operator.
+Host transfers: what would make the host wait for a GPU. The profiler records `_local_scalar_dense`
+(`item`, `float`, `int`, `bool` and every other use of a tensor as a Python number, in Python and in
+C++ alike) and operators whose result has a size that depends on the data. `tolist`, `numpy` and
+`cpu` do no such thing for a tensor on the CPU and are counted as they are called.
 """
 
 from __future__ import annotations
@@ -57,7 +61,9 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 
 
 class Cost(NamedTuple):
-    """Of one call: peak of the additional memory and memory of the results in MiB, number of host transfers."""
+    """Of one call: peak of the additional memory and memory of the results in MiB, number of host
+    transfers.
+    """
 
     peak: float
     results: float
@@ -65,8 +71,8 @@ class Cost(NamedTuple):
 
 
 def make_inputs(rows: int, columns: int) -> Inputs:
-    """Log-probs of two implementations that differ by 0.02, one token in a hundred by 1; responses of any length from
-    an eighth of the longest; arbitrary numbers in the padding."""
+    """Log-probs of two implementations that differ by 0.02, one token in a hundred by 1; responses
+    of any length from an eighth of the longest; arbitrary numbers in the padding."""
     source = torch.Generator().manual_seed(0)
     rollout = -torch.empty(rows, columns).exponential_(2.0, generator=source)
     outliers = torch.rand(rows, columns, generator=source) < 0.01
@@ -99,11 +105,16 @@ def counted_copies() -> Iterator[list[str]]:
 
 
 def cost(call: Callable[[], Any]) -> Cost:
-    with counted_copies() as copies, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with (
+        counted_copies() as copies,
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+    ):
         result = call()
     events = profiler.profiler.kineto_results.events()
     live = peak = 0
-    for _, num_bytes in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
+    for _, num_bytes in sorted(
+        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
+    ):
         live += num_bytes
         peak = max(peak, live)
     del result
@@ -122,36 +133,61 @@ def agreement(theirs: Correct, inputs: Inputs) -> str:
     proto, mask, _ = theirs(*inputs, **SETTINGS)
     found, weights = ours(*inputs, **SETTINGS), proto.batch["rollout_is_weights"]
     apart, different = (found.weights - weights).abs().max(), (found.mask != mask).sum()
-    return f"weights agree to {apart:.0e}; masks differ in {different} of {mask.numel()} steps, {mask.sum()} are kept"
+    return (
+        f"weights agree to {apart:.0e}; masks differ in {different} of {mask.numel()} steps, "
+        f"{mask.sum()} are kept"
+    )
 
 
 def compare(theirs: Correct, inputs: Inputs, rounds: int) -> None:
-    pairs = [(seconds(theirs, inputs), seconds(ours, inputs)) for _ in range(WARM_UP + rounds)][WARM_UP:]
+    pairs = [(seconds(theirs, inputs), seconds(ours, inputs)) for _ in range(WARM_UP + rounds)][
+        WARM_UP:
+    ]
     their_time, our_time = (statistics.median(times) for times in zip(*pairs, strict=True))
     ratios = sorted(one / other for one, other in pairs)
-    their_cost, our_cost = (cost(partial(correct, *inputs, **SETTINGS)) for correct in (theirs, ours))
+    their_cost, our_cost = (
+        cost(partial(correct, *inputs, **SETTINGS)) for correct in (theirs, ours)
+    )
     shape = list(inputs[0].shape)
-    print(f"{shape} float32, {torch.get_num_threads()} torch threads, torch {torch.__version__}, {rounds} rounds")
-    print(f"{'':20}{'verl ' + metadata.version('verl'):>14}{'flowgrpo_rc':>14}{'ratio':>9}")
-    print(f"{'time, median':20}{their_time * 1e3:11.1f} ms{our_time * 1e3:11.1f} ms{their_time / our_time:9.2f}")
     print(
-        f"{'memory, peak':20}{their_cost.peak:10.1f} MiB{our_cost.peak:10.1f} MiB{their_cost.peak / our_cost.peak:9.2f}"
+        f"{shape} float32, {torch.get_num_threads()} torch threads, torch {torch.__version__}, "
+        f"{rounds} rounds"
+    )
+    print(f"{'':20}{'verl ' + metadata.version('verl'):>14}{'flowgrpo_rc':>14}{'ratio':>9}")
+    print(
+        f"{'time, median':20}{their_time * 1e3:11.1f} ms{our_time * 1e3:11.1f} "
+        f"ms{their_time / our_time:9.2f}"
+    )
+    print(
+        f"{'memory, peak':20}{their_cost.peak:10.1f} MiB{our_cost.peak:10.1f} "
+        f"MiB{their_cost.peak / our_cost.peak:9.2f}"
     )
     print(f"{'  of it results':20}{their_cost.results:10.1f} MiB{our_cost.results:10.1f} MiB")
     print(f"{'host transfers':20}{their_cost.transfers:14}{our_cost.transfers:14}")
-    print(f"time ratio of single rounds: {ratios[0]:.2f} to {ratios[-1]:.2f}; {agreement(theirs, inputs)}")
+    print(
+        f"time ratio of single rounds: {ratios[0]:.2f} to {ratios[-1]:.2f}; "
+        f"{agreement(theirs, inputs)}"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--install", nargs="?", const="", metavar="FOLDER", help="fetch verl by name, from PyPI")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--install", nargs="?", const="", metavar="FOLDER", help="fetch verl by name, from PyPI"
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, help="of torch; its own choice by default")
     parser.add_argument("--shape", type=int, nargs=2, default=(512, 4096), metavar=("B", "T"))
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    with tempfile.TemporaryDirectory() if arguments.install == "" else nullcontext(arguments.install) as folder:
+    with (
+        tempfile.TemporaryDirectory()
+        if arguments.install == ""
+        else nullcontext(arguments.install) as folder
+    ):
         if folder is not None:
             install(VERSION, folder)
             sys.path.insert(0, folder)
@@ -161,7 +197,11 @@ def main() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             helper = import_module("verl.trainer.ppo.rollout_corr_helper")
-        compare(helper.compute_rollout_correction_and_rejection_mask, make_inputs(*arguments.shape), arguments.rounds)
+        compare(
+            helper.compute_rollout_correction_and_rejection_mask,
+            make_inputs(*arguments.shape),
+            arguments.rounds,
+        )
 
 
 if __name__ == "__main__":

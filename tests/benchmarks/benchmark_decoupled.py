@@ -1,10 +1,12 @@
-"""Time of a training step in decoupled mode over that in bypass mode, with a recompute and without, measured in turns.
+"""Time of a training step in decoupled mode over that in bypass mode, with a recompute and without,
+measured in turns.
 
     python tests/benchmarks/benchmark_decoupled.py [--rounds 9] [--threads 1] [overrides]
 
-One mini-batch per rollout, token weights, no rejection, no batch normalisation. Three trainers of the same model take a
-step each, in turns; the printed ratios are medians of those of the rounds, by the clock and by the time of the process
-on the cores, which other processes on the machine disturb less.
+One mini-batch per rollout, token weights, no rejection, no batch normalisation. Three trainers of
+the same model take a step each, in turns; the printed ratios are medians of those of the rounds, by
+the clock and by the time of the process on the cores, which other processes on the machine disturb
+less.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
-from flowgrpo_rc.assemble import assemble, make_processes
-from flowgrpo_rc.compose import compose_config, to_config
-from flowgrpo_rc.training.run_folder import RunFolder
+from flowgrpo_rc.build import assemble, make_processes
+from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.training.trainer import Trainer
 
 CORRECTION = "algorithm.rollout_correction"
@@ -39,7 +41,9 @@ def make_trainer(folder: str, overrides: list[str], stack: ExitStack) -> Trainer
     composed = compose_config([*overrides, *settings])
     composed.actor.ppo_mini_batch_size = composed.data.train_batch_size
     config = to_config(composed)
-    parts = assemble(config, RunFolder(Path(folder)), make_processes(config), config.read_prompts(), first_step=0)
+    parts = assemble(
+        config, RunFolder(Path(folder)), make_processes(config), config.read_prompts(), first_step=0
+    )
     stack.callback(parts.rewards.close)
     stack.callback(parts.source.close)
     return Trainer(parts, None)
@@ -56,7 +60,9 @@ def main() -> None:
     for logging in (diffusers_logging, transformers_logging):
         logging.disable_progress_bar()
         logging.set_verbosity_error()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("overrides", nargs="*")
@@ -75,11 +81,16 @@ def main() -> None:
                     seconds[arm].append(found)
     for arm, found in seconds.items():
         clock, cores = (
-            statistics.median(mine[i] / bypass[i] for mine, bypass in zip(found, seconds["bypass"], strict=True))
+            statistics.median(
+                mine[i] / bypass[i] for mine, bypass in zip(found, seconds["bypass"], strict=True)
+            )
             for i in (0, 1)
         )
         step = statistics.median(on_cores for _, on_cores in found)
-        print(f"{arm}: {clock:.3f} of bypass by the clock, {cores:.3f} on the cores ({step:.3f} s a step)")
+        print(
+            f"{arm}: {clock:.3f} of bypass by the clock, {cores:.3f} on the cores ({step:.3f} s a "
+            "step)"
+        )
 
 
 if __name__ == "__main__":

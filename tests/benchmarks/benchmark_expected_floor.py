@@ -1,8 +1,10 @@
-"""How well the expectation of a training graph in bf16 fits rollouts in bf16 without a fault, on the bundled model.
+"""How well the expectation of a training graph in bf16 fits rollouts in bf16 without a fault, on
+the bundled model.
 
-48 samples of 3 steps are evaluated by the training graph and by copies of it in other batch shapes and with other
-kernels, without training. Reported for guidance 1 and 4.5: the range of `mismatch_over_expected` over batches of 8,
-with an expectation of the first 16. It takes a minute on a CPU core.
+48 samples of 3 steps are evaluated by the training graph and by copies of it in other batch shapes
+and with other
+kernels, without training. Reported for guidance 1 and 4.5: the range of `mismatch_over_expected`
+over batches of 8, with an expectation of the first 16. It takes a minute on a CPU core.
 """
 
 from __future__ import annotations
@@ -13,22 +15,32 @@ from functools import partial
 import torch
 from accelerate import Accelerator
 
-from flowgrpo_rc.assemble import make_source, make_task
 from flowgrpo_rc.batch import DiffusionBatch
+from flowgrpo_rc.build import make_source, make_task
 from flowgrpo_rc.calibration.measure import Copy
-from flowgrpo_rc.compose import compose_config, to_config
-from flowgrpo_rc.config import Config
+from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.models.lora import lora_parameters
+from flowgrpo_rc.monitoring.expected_mismatch import LEAST, ExpectedMismatch, by_cell
+from flowgrpo_rc.monitoring.mismatch import over
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rewards.manager import RewardManager
-from flowgrpo_rc.training.expected_floor import LEAST, ExpectedFloor, by_cell
-from flowgrpo_rc.training.image_task import ImageTask
-from flowgrpo_rc.training.lora import lora_parameters
-from flowgrpo_rc.training.noise_floor import over
-from flowgrpo_rc.training.processes import Processes
+from flowgrpo_rc.training.tasks.image import ImageTask
 
 SETTINGS = [
-    *("model.dtype=bf16", "rollout.dtype=fp32", "data.train_batch_size=12", "rollout.n=4", "trainer.device=cpu"),
-    *("actor.ppo_mini_batch_size=12", "actor.ppo_micro_batch_size_per_gpu=12", "rollout.micro_batch_size_per_gpu=12"),
+    *(
+        "model.dtype=bf16",
+        "rollout.dtype=fp32",
+        "data.train_batch_size=12",
+        "rollout.n=4",
+        "trainer.device=cpu",
+    ),
+    *(
+        "actor.ppo_mini_batch_size=12",
+        "actor.ppo_micro_batch_size_per_gpu=12",
+        "rollout.micro_batch_size_per_gpu=12",
+    ),
     *("reward.terms.ocr=null", "reward.terms.jpeg.weight=1"),
 ]
 
@@ -38,14 +50,23 @@ def configure(guidance: float) -> Config:
 
 
 def ratios(
-    policy: FlowPolicy, other: FlowPolicy, rows: int, batch: DiffusionBatch, expected: ExpectedFloor
+    policy: FlowPolicy,
+    other: FlowPolicy,
+    rows: int,
+    batch: DiffusionBatch,
+    expected: ExpectedMismatch,
 ) -> list[float]:
     """`mismatch_over_expected` of each 8 samples."""
     difference = policy.log_probs(batch, 12).double() - other.log_probs(batch, rows)
     found = []
     for start in range(0, len(batch), 8):
         part = batch.rows(start, start + 8)
-        sums = by_cell(difference[start : start + 8], part.valid, policy.cells(part), len(policy.cell_names(part)))
+        sums = by_cell(
+            difference[start : start + 8],
+            part.valid,
+            policy.cells(part),
+            len(policy.cell_names(part)),
+        )
         total, count = over(sums, expected.values(sums))
         found.append((total / count).item())
     return found
@@ -64,16 +85,27 @@ def main() -> None:
     copies["other kernels"] = exact.under(partial(torch.autocast, "cpu", torch.bfloat16)), 12
     for guidance in (1.0, 4.5):
         config = configure(guidance)
-        task, rewards = ImageTask(model, policy, config.rollout, seed=0), RewardManager(config.reward)
-        engine = make_source(config, task, config.read_prompts()[0], rewards, processes, first_step=0)
-        engine.sync_weights({name: p.detach().clone() for name, p in lora_parameters(model.network).items()}, 0)
+        task, rewards = (
+            ImageTask(model, policy, config.rollout, seed=0),
+            RewardManager(config.reward),
+        )
+        engine = make_source(
+            config, task, config.read_prompts()[0], rewards, processes, first_step=0
+        )
+        engine.sync_weights(
+            {name: p.detach().clone() for name, p in lora_parameters(model.network).items()}, 0
+        )
         batch = engine.collect(1).batch
         least = LEAST["diffusion"]
-        expected = ExpectedFloor(policy, policy.nudged(), processes, size=1.0, least=least, micro_batch_size=12)
+        expected = ExpectedMismatch(
+            policy, policy.nudged(), processes, size=1.0, least=least, micro_batch_size=12
+        )
         expected.measure(batch.rows(0, 16), len(policy.cell_names(batch)))
         for name, (copy, rows) in copies.items():
             found = ratios(policy, copy, rows, batch, expected)
-            print(json.dumps({f"{name}, guidance {guidance}": [min(found), max(found)]}), flush=True)
+            print(
+                json.dumps({f"{name}, guidance {guidance}": [min(found), max(found)]}), flush=True
+            )
         rewards.close()
         engine.close()
 

@@ -1,7 +1,8 @@
 """Clean runs of the bundled model in several pairs of precisions: no alarm of a fault may come.
 
-Each run trains for 50 iterations of 16 samples in bypass mode. Reported: all warnings, and the range of
-`mismatch_over_expected`, above 2 of which a fault is reported. It takes a minute for a pair on two CPU cores.
+Each run trains for 50 iterations of 16 samples in bypass mode. Reported: all warnings, and the
+range of `mismatch_over_expected`, above 2 of which a fault is reported. It takes a minute for a
+pair on two CPU cores.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from flowgrpo_rc.training.tracking import MetricsFile
+from flowgrpo_rc.records.metrics_file import MetricsFile
 
 PAIRS = {
     "fp32": ["rollout.dtype=fp32"],
@@ -28,27 +29,52 @@ PAIRS = {
     "bf16, bf16 autocast in training": ["rollout.dtype=bf16", "trainer.mixed_precision=bf16"],
 }
 SIZES = [
-    *("data.train_batch_size=4", "rollout.n=4", "actor.ppo_mini_batch_size=2", "rollout.val_kwargs.n=1"),
-    *("actor.ppo_micro_batch_size_per_gpu=8", "rollout.micro_batch_size_per_gpu=8", "trainer.test_freq=0"),
-    *("rollout.val_kwargs.num_inference_steps=2", "trainer.save_freq=0", "trainer.device=cpu", "trainer.logger=[]"),
+    *(
+        "data.train_batch_size=4",
+        "rollout.n=4",
+        "actor.ppo_mini_batch_size=2",
+        "rollout.val_kwargs.n=1",
+    ),
+    *(
+        "actor.ppo_micro_batch_size_per_gpu=8",
+        "rollout.micro_batch_size_per_gpu=8",
+        "trainer.test_freq=0",
+    ),
+    *(
+        "rollout.val_kwargs.num_inference_steps=2",
+        "trainer.save_freq=0",
+        "trainer.device=cpu",
+        "trainer.logger=[]",
+    ),
     *("reward.terms.ocr=null", "reward.terms.jpeg.weight=1"),
 ]
 
 
 def measure(name: str, iterations: int) -> dict[str, object]:
     with TemporaryDirectory() as folder:
-        settings = [*SIZES, *PAIRS[name], f"trainer.total_training_steps={iterations}", f"trainer.output_dir={folder}"]
+        settings = [
+            *SIZES,
+            *PAIRS[name],
+            f"trainer.total_training_steps={iterations}",
+            f"trainer.output_dir={folder}",
+        ]
         # A process of its own: accelerate keeps the precision for the whole of one.
         command = [sys.executable, "-m", "flowgrpo_rc.train", *settings]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         rows = MetricsFile(Path(folder) / "metrics.jsonl").rows()[1:]
         alarms = [str(row["message"]) for row in MetricsFile(Path(folder) / "health.jsonl").rows()]
     over = [row["actor/rollout_corr/mismatch_over_expected"] for row in rows]
-    return {"iterations": len(rows), "alarms": alarms, "mismatch_over_expected": [min(over), max(over)]}
+    return {
+        "iterations": len(rows),
+        "alarms": alarms,
+        "mismatch_over_expected": [min(over), max(over)],
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--iterations", type=int, default=50)
     parser.add_argument("--pair", choices=sorted(PAIRS), action="append")
     options = parser.parse_args()

@@ -1,10 +1,13 @@
-"""Time of a training step with `rollout.staleness` of 1 over that with 0, measured in turns in one process.
+"""Time of a training step with `rollout.staleness` of 1 over that with 0, measured in turns in one
+process.
 
-    python tests/benchmarks/benchmark_staleness.py [--rounds 3] [--steps 6] [--threads 1] [overrides]
+    python tests/benchmarks/benchmark_staleness.py [--rounds 3] [--steps 6] [--threads 1]
+    [overrides]
 
-With 0 one thread samples and trains by turns; with 1 a second one samples the next step meanwhile. Everything else is
-the same: torch's threads for each operation, the reward's own thread, the steps. A round is a new trainer for each arm;
-its first steps are not counted, and sampling goes on through its last one.
+With 0 one thread samples and trains by turns; with 1 a second one samples the next step meanwhile.
+Everything else is
+the same: torch's threads for each operation, the reward's own thread, the steps. A round is a new
+trainer for each arm; its first steps are not counted, and sampling goes on through its last one.
 """
 
 from __future__ import annotations
@@ -20,9 +23,9 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
-from flowgrpo_rc.assemble import assemble, make_processes
-from flowgrpo_rc.compose import compose_config, to_config
-from flowgrpo_rc.training.run_folder import RunFolder
+from flowgrpo_rc.build import assemble, make_processes
+from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.training.trainer import Trainer
 
 WARM_UP = 2
@@ -37,7 +40,9 @@ def step_seconds(staleness: int, steps: int, overrides: list[str]) -> list[float
             "trainer.output_dir": folder,
             "trainer.logger": "[]",
         }
-        config = to_config(compose_config([*overrides, *(f"{key}={value}" for key, value in settings.items())]))
+        config = to_config(
+            compose_config([*overrides, *(f"{key}={value}" for key, value in settings.items())])
+        )
         prompts, processes = config.read_prompts(), make_processes(config)
         parts = assemble(config, RunFolder(Path(folder)), processes, prompts, first_step=0)
         trainer, ends = Trainer(parts, None), []
@@ -53,7 +58,9 @@ def main() -> None:
     for logging in (diffusers_logging, transformers_logging):
         logging.disable_progress_bar()
         logging.set_verbosity_error()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--threads", type=int, default=1, help="of torch, for each operation")
@@ -64,10 +71,18 @@ def main() -> None:
         [step_seconds(staleness, arguments.steps, arguments.overrides) for staleness in (0, 1)]
         for _ in range(arguments.rounds)
     ]
-    print(f"{os.cpu_count()} cores, {arguments.threads} torch thread(s) for each operation, {arguments.rounds} rounds")
-    turns, ahead = (statistics.median(seconds for arms in rounds for seconds in arms[arm]) for arm in (0, 1))
+    print(
+        f"{os.cpu_count()} cores, {arguments.threads} torch thread(s) for each operation, "
+        f"{arguments.rounds} rounds"
+    )
+    turns, ahead = (
+        statistics.median(seconds for arms in rounds for seconds in arms[arm]) for arm in (0, 1)
+    )
     ratios = sorted(statistics.median(arms[1]) / statistics.median(arms[0]) for arms in rounds)
-    print(f"staleness 0: {turns:.3f} s a step; staleness 1: {ahead:.3f} s a step; ratio {ahead / turns:.3f}")
+    print(
+        f"staleness 0: {turns:.3f} s a step; staleness 1: {ahead:.3f} s a step; ratio "
+        f"{ahead / turns:.3f}"
+    )
     print(f"ratio of single rounds: {ratios[0]:.3f} to {ratios[-1]:.3f}")
 
 

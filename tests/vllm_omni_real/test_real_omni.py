@@ -1,6 +1,7 @@
 """VllmOmniEngine on the real vLLM-Omni, on a CPU. Skipped unless it is installed:  make test-vllm-omni
 
-The oracles are the stock diffusers pipelines, the diffusers engine, and `FlowPolicy`, with which the trainer computes.
+The oracles are the stock diffusers pipelines, the diffusers engine, and `FlowPolicy`, with which
+the trainer computes.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from torch import Tensor
 from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch, SamplerSpec, concat
 from flowgrpo_rc.core.random import derive_seed, normal
 from flowgrpo_rc.models.base import FlowModel, ModelConfig, load_model
+from flowgrpo_rc.models.lora import add_lora, lora_parameters
 from flowgrpo_rc.policies.flow import FlowPolicy
-from flowgrpo_rc.rollout.base import EngineError, ImageRequest, RolloutChunk, RolloutEngine
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
-from flowgrpo_rc.rollout.omni.lora import fingerprint, weights_to_bind
+from flowgrpo_rc.rollout.engine import EngineError, ImageRequest, RolloutChunk, RolloutEngine
+from flowgrpo_rc.rollout.vllm_omni.lora import fingerprint, weights_to_bind
 from flowgrpo_rc.rollout.vllm_omni_engine import PIPELINES, VllmOmniEngine
-from flowgrpo_rc.training.lora import add_lora, lora_parameters
 
 if find_spec("vllm_omni") is None:
     pytest.skip("vLLM-Omni is not installed", allow_module_level=True)
@@ -46,7 +47,9 @@ TIMES = {"timeout_s": 120.0, "start_timeout_s": 300.0}
 
 @dataclass
 class Case:
-    """One family: the trainer's model with its LoRA, the engine, and the diffusers engine in the same precision."""
+    """One family: the trainer's model with its LoRA, the engine, and the diffusers engine in the
+    same precision.
+    """
 
     tiny: Tiny
     model: FlowModel
@@ -64,7 +67,10 @@ class Case:
 
 def lora(model: FlowModel, version: int) -> dict[str, Tensor]:
     scale = 0.05 if version else 0.0
-    return {n: scale * normal(p.shape, [version], n)[0] for n, p in lora_parameters(model.network).items()}
+    return {
+        n: scale * normal(p.shape, [version], n)[0]
+        for n, p in lora_parameters(model.network).items()
+    }
 
 
 def open_case(family: str, folder: Path, dtype: str) -> Iterator[Case]:
@@ -80,12 +86,16 @@ def open_case(family: str, folder: Path, dtype: str) -> Iterator[Case]:
 
 
 @pytest.fixture(scope="module", params=PIPELINES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Case]:
     yield from open_case(request.param, tmp_path_factory.mktemp(request.param), "fp32")
 
 
 @pytest.fixture(scope="module", params=PIPELINES)
-def bf16(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+def bf16(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Case]:
     yield from open_case(request.param, tmp_path_factory.mktemp(request.param), "bf16")
 
 
@@ -95,7 +105,9 @@ def request_of(
     return ImageRequest(
         prompts=PromptBatch(
             step=1,
-            prompts=[Prompt(text=text, index=i, negative_text="blur") for i, text in enumerate(texts)],
+            prompts=[
+                Prompt(text=text, index=i, negative_text="blur") for i, text in enumerate(texts)
+            ],
             slots=range(len(texts)),
         ),
         samples_per_prompt=len(seeds) // len(texts),
@@ -110,7 +122,9 @@ SEEDS = [derive_seed(0, row) for row in range(6)]
 WINDOW = (0, 1)  # the third of four steps ends at sigma 0.001, where cps has next to no noise
 
 
-def sample(engine: RolloutEngine[ImageRequest], request: ImageRequest) -> tuple[DiffusionBatch, list[RolloutChunk]]:
+def sample(
+    engine: RolloutEngine[ImageRequest], request: ImageRequest
+) -> tuple[DiffusionBatch, list[RolloutChunk]]:
     chunks = list(engine.generate(request))
     return concat([chunk.batch for chunk in chunks]), chunks
 
@@ -118,7 +132,9 @@ def sample(engine: RolloutEngine[ImageRequest], request: ImageRequest) -> tuple[
 def mismatch(case: Case, batch: DiffusionBatch) -> Tensor:
     """|trainer's log-probs - engine's| [B, T]."""
     with torch.no_grad():
-        return (FlowPolicy(case.model, case.model.network).log_probs(batch, 4) - batch.rollout_log_probs).abs()
+        return (
+            FlowPolicy(case.model, case.model.network).log_probs(batch, 4) - batch.rollout_log_probs
+        ).abs()
 
 
 @pytest.mark.parametrize("guidance", ["unguided", "guided"])
@@ -140,7 +156,10 @@ def test_images_are_those_of_the_stock_pipeline(case: Case, guidance: str) -> No
     latents = pipeline(**settings, output_type="latent").images
     images = pipeline(**settings, output_type="np").images
     difference = (batch.all_latents[:, -1] - latents).abs().max().item()
-    print(f"{case.model.pipeline_class} {guidance}: latents differ by {difference:.1e} from the stock pipeline's")
+    print(
+        f"{case.model.pipeline_class} {guidance}: latents differ by {difference:.1e} from the "
+        "stock pipeline's"
+    )
     assert difference < 1e-5
     assert abs(chunk.samples / 255 - images).max() <= 0.5 / 255 + 1e-5
 
@@ -151,21 +170,28 @@ def test_a_batch_is_that_of_the_diffusers_engine(case: Case, kind: str, guidance
     request = request_of(case.tiny.spec(kind, vars(case.tiny)[guidance]), SEEDS, WINDOW)
     found, chunks = sample(case.engine, request)
     expected, others = sample(case.diffusers, request)
-    assert [len(chunk.batch) for chunk in chunks] == [len(chunk.batch) for chunk in others] == [4, 2]
+    assert (
+        [len(chunk.batch) for chunk in chunks] == [len(chunk.batch) for chunk in others] == [4, 2]
+    )
     for field in dataclasses.fields(DiffusionBatch):
         mine, theirs = getattr(found, field.name), getattr(expected, field.name)
         if field.name == "prev_sample_mean":
             mean = mine
         elif isinstance(theirs, Tensor):
             assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape), field.name
-            assert mine.equal(theirs) if not mine.is_floating_point() else (mine - theirs).abs().max() < 1e-5, (
-                field.name
-            )
+            assert (
+                mine.equal(theirs)
+                if not mine.is_floating_point()
+                else (mine - theirs).abs().max() < 1e-5
+            ), field.name
         elif field.name in ("conditioning", "negative") and theirs is not None:
             for name in ("embeds", "pooled", "mask"):
                 mine_part, their_part = getattr(mine, name), getattr(theirs, name)
                 assert (mine_part is None) == (their_part is None), (field.name, name)
-                assert their_part is None or (mine_part.float() - their_part.float()).abs().max() < 1e-5
+                assert (
+                    their_part is None
+                    or (mine_part.float() - their_part.float()).abs().max() < 1e-5
+                )
         else:
             assert mine == theirs, field.name
     policy = FlowPolicy(case.model, case.model.network)
@@ -179,9 +205,14 @@ def test_a_batch_is_that_of_the_diffusers_engine(case: Case, kind: str, guidance
 @pytest.mark.parametrize("guidance", ["unguided", "guided"])
 @pytest.mark.parametrize("kind", ["sde", "cps"])
 def test_log_probs_are_those_of_the_trainer(case: Case, kind: str, guidance: str) -> None:
-    batch, _ = sample(case.engine, request_of(case.tiny.spec(kind, vars(case.tiny)[guidance]), SEEDS, WINDOW))
+    batch, _ = sample(
+        case.engine, request_of(case.tiny.spec(kind, vars(case.tiny)[guidance]), SEEDS, WINDOW)
+    )
     worst = mismatch(case, batch).max().item()
-    print(f"{case.model.pipeline_class} fp32 {kind} {guidance}: log-probs differ by at most {worst:.1e}")
+    print(
+        f"{case.model.pipeline_class} fp32 {kind} {guidance}: log-probs differ by at most "
+        f"{worst:.1e}"
+    )
     assert worst < 1e-6
 
 
@@ -216,8 +247,14 @@ def test_a_pushed_lora_is_that_of_peft(case: Case) -> None:
 
 def test_the_child_has_vllm_and_the_trainer_its_process_group(case: Case) -> None:
     assert not {"vllm", "vllm_omni"} & sys.modules.keys()
-    environment = Path(f"/proc/{case.engine._process.pid}/environ").read_bytes().decode().split("\0")
-    assert not [entry for entry in environment if entry.startswith(("RANK=", "WORLD_SIZE=", "MASTER_", "LOCAL_RANK="))]
+    environment = (
+        Path(f"/proc/{case.engine._process.pid}/environ").read_bytes().decode().split("\0")
+    )
+    assert not [
+        entry
+        for entry in environment
+        if entry.startswith(("RANK=", "WORLD_SIZE=", "MASTER_", "LOCAL_RANK="))
+    ]
     assert os.getpgid(case.engine._process.pid) != os.getpgid(0)
 
 
@@ -228,7 +265,9 @@ def test_a_stale_lora_is_caught(case: Case) -> None:
     tensors = weights_to_bind(stale, adapter="default", scale=2.0, dtype=torch.float32)
     (reply,) = case.engine._process.ask("sync", {"version": 5, "rank": CONFIG.lora_rank}, tensors)
     assert reply.fields == {"modules": len(stale) // 2, "fingerprint": fingerprint(tensors)}
-    with pytest.raises(EngineError, match=r"does not hold the LoRA of step 1: it bound (\d+) of \1 modules"):
+    with pytest.raises(
+        EngineError, match=r"does not hold the LoRA of step 1: it bound (\d+) of \1 modules"
+    ):
         sample(case.engine, request)
     assert not Path(f"/proc/{case.engine._process.pid}").exists()
 
@@ -236,10 +275,16 @@ def test_a_stale_lora_is_caught(case: Case) -> None:
 def test_bf16_shows_its_gap(bf16: Case) -> None:
     for guidance in ("unguided", "guided"):
         batch, _ = sample(
-            bf16.engine, request_of(bf16.tiny.spec("sde", vars(bf16.tiny)[guidance], dtype="bf16"), SEEDS, WINDOW)
+            bf16.engine,
+            request_of(
+                bf16.tiny.spec("sde", vars(bf16.tiny)[guidance], dtype="bf16"), SEEDS, WINDOW
+            ),
         )
         gap = mismatch(bf16, batch)
-        print(f"{bf16.model.pipeline_class} bf16 {guidance}: |difference| mean {gap.mean():.1e}, max {gap.max():.1e}")
+        print(
+            f"{bf16.model.pipeline_class} bf16 {guidance}: |difference| mean {gap.mean():.1e}, "
+            f"max {gap.max():.1e}"
+        )
         assert batch.spec.dtype == "bf16"
         assert batch.all_latents.dtype == torch.float32
         assert 1e-5 < gap.mean() < 1e-2
@@ -247,7 +292,9 @@ def test_bf16_shows_its_gap(bf16: Case) -> None:
 
 def test_a_lora_that_binds_nothing_is_an_error(bf16: Case) -> None:
     """Ends the engine, as every error does; the next one may be started in its place."""
-    elsewhere = {f"vision.{name}": tensor.bfloat16() for name, tensor in lora(bf16.model, 2).items()}
+    elsewhere = {
+        f"vision.{name}": tensor.bfloat16() for name, tensor in lora(bf16.model, 2).items()
+    }
     tensors = {name.replace(".default.", "."): tensor for name, tensor in elsewhere.items()}
     with pytest.raises(EngineError, match=r"failed in 'sync': .*binding is incomplete: bound=0/"):
         list(bf16.engine._process.ask("sync", {"version": 2, "rank": CONFIG.lora_rank}, tensors))
@@ -257,10 +304,14 @@ def test_a_lora_that_binds_nothing_is_an_error(bf16: Case) -> None:
 
 
 def documented_commands() -> list[list[str]]:
-    """The overrides of the documented training commands for vLLM-Omni, without their output folder."""
+    """The overrides of the documented training commands for vLLM-Omni, without their output
+    folder.
+    """
     text = (Path(__file__).parents[2] / "docs" / "vllm_omni.md").read_text().replace("\\\n", " ")
     start = ".venv-vllm-omni/bin/flowgrpo-rc train "
-    lines = [line.removeprefix(start).split() for line in text.splitlines() if line.startswith(start)]
+    lines = [
+        line.removeprefix(start).split() for line in text.splitlines() if line.startswith(start)
+    ]
     return [[part for part in line if not part.startswith("trainer.output_dir=")] for line in lines]
 
 
@@ -278,7 +329,15 @@ SMALL = (
 
 
 def command(folder: Path, *overrides: str, launcher: Sequence[str] = ()) -> list[str]:
-    return [sys.executable, *launcher, "-m", "flowgrpo_rc.train", *overrides, *SMALL, f"trainer.output_dir={folder}"]
+    return [
+        sys.executable,
+        *launcher,
+        "-m",
+        "flowgrpo_rc.train",
+        *overrides,
+        *SMALL,
+        f"trainer.output_dir={folder}",
+    ]
 
 
 def train(folder: Path, *overrides: str, launcher: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -298,17 +357,25 @@ def diffusers_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine_of(trainer: int) -> int:
-    """The child of a trainer's process that has a session of its own: the engine, whatever it calls itself."""
+    """The child of a trainer's process that has a session of its own: the engine, whatever it calls
+    itself.
+    """
     tasks = Path(f"/proc/{trainer}/task").iterdir()
     children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
     (engine,) = [child for child in children if os.getsid(child) == child]
     return engine
 
 
-def test_decoupled_training_survives_the_death_of_its_engine(diffusers_run: Path, tmp_path: Path) -> None:
-    """Killed after its fifth step, the run fails with a report; the same command goes on to the tenth."""
+def test_decoupled_training_survives_the_death_of_its_engine(
+    diffusers_run: Path, tmp_path: Path
+) -> None:
+    """Killed after its fifth step, the run fails with a report; the same command goes on to the
+    tenth.
+    """
     folder = tmp_path / "run"
-    with subprocess.Popen(command(folder, *DECOUPLED), stderr=subprocess.PIPE, text=True) as trainer:
+    with subprocess.Popen(
+        command(folder, *DECOUPLED), stderr=subprocess.PIPE, text=True
+    ) as trainer:
         try:
             while not (folder / "metrics.jsonl").exists() or len(read_rows(folder)) < 6:
                 assert trainer.poll() is None, "the run ended before the fifth step"
@@ -324,7 +391,9 @@ def test_decoupled_training_survives_the_death_of_its_engine(diffusers_run: Path
     assert "signal SIGKILL ended it" in errors
     rows, expected = train(folder, *DECOUPLED), read_rows(diffusers_run)
     assert [row["step"] for row in rows] == list(range(11))
-    assert [set(row) for row in without_timings(rows)] == [set(row) for row in without_timings(expected)]
+    assert [set(row) for row in without_timings(rows)] == [
+        set(row) for row in without_timings(expected)
+    ]
     gaps = [row["rollout_corr/logprob_abs_diff_mean"] for row in rows[1:]]
     print(f"fp32 engine: mean |difference| of log-probs {max(gaps):.1e}")
     assert max(gaps) < 1e-6
@@ -339,7 +408,9 @@ def test_decoupled_training_survives_the_death_of_its_engine(diffusers_run: Path
     assert distance < 1e-3
 
 
-def test_bypass_training_shows_the_mismatch_of_a_bf16_engine(diffusers_run: Path, tmp_path: Path) -> None:
+def test_bypass_training_shows_the_mismatch_of_a_bf16_engine(
+    diffusers_run: Path, tmp_path: Path
+) -> None:
     rows = train(tmp_path / "run", *BYPASS)
     assert [row["step"] for row in rows] == list(range(11))
     gaps = [row["actor/rollout_corr/logprob_abs_diff_mean"] for row in rows[1:]]

@@ -1,9 +1,11 @@
-"""What VllmEngine uses of vLLM's interface, read from the published wheel without importing or installing it.
+"""What VllmEngine uses of vLLM's interface, read from the published wheel without importing or
+installing it.
 
     python tests/vllm_real/read_interface.py [VERSION]
 
-downloads the wheel (300 MB) into a temporary folder and writes interface_VERSION.json beside this file. The regular
-tests hold every call of the engine against that file; the tests on the real vLLM hold it against what is installed.
+downloads the wheel (300 MB) into a temporary folder and writes interface_VERSION.json beside this
+file. The regular tests hold every call of the engine against that file; the tests on the real vLLM
+hold it against what is installed.
 """
 
 from __future__ import annotations
@@ -48,14 +50,19 @@ LITERALS = {
 
 
 def interface(source: Callable[[str], str]) -> dict[str, Any]:
-    """The interface of the package whose file at a path (relative to `vllm/`) has the text source(path).
+    """The interface of the package whose file at a path (relative to `vllm/`) has the text
+    source(path).
 
-    exports: names that `import vllm` offers; methods: [name, kind of inspect.Parameter, has a default] of each
-    parameter after self; fields: of dataclasses and structs; attributes: what __init__ puts on self.
+    exports: names that `import vllm` offers; methods: [name, kind of inspect.Parameter, has a
+    default] of each parameter after self; fields: of dataclasses and structs; attributes: what
+    __init__ puts on self.
     """
     trees = {path: ast.parse(source(path)) for path in {"__init__.py", *_paths()}}
     classes = {
-        (path, node.name): node for path, tree in trees.items() for node in tree.body if isinstance(node, ast.ClassDef)
+        (path, node.name): node
+        for path, tree in trees.items()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
     }
     return {
         "exports": sorted(_exports(trees["__init__.py"])),
@@ -65,7 +72,8 @@ def interface(source: Callable[[str], str]) -> dict[str, Any]:
         },
         "fields": {name: _fields(classes[path, name]) for name, path in FIELDS.items()},
         "attributes": {
-            name: sorted(set(_assigned(_method(classes[path, name], "__init__")))) for name, path in ATTRIBUTES.items()
+            name: sorted(set(_assigned(_method(classes[path, name], "__init__"))))
+            for name, path in ATTRIBUTES.items()
         },
         "literals": {name: _literal(trees[path], name) for name, path in LITERALS.items()},
     }
@@ -82,14 +90,18 @@ def _exports(tree: ast.Module) -> list[str]:
 
 def _method(cls: ast.ClassDef, name: str) -> ast.FunctionDef:
     """The last definition, behind those that only declare overloads."""
-    return [node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == name][-1]
+    return [node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == name][
+        -1
+    ]
 
 
 def _parameters(function: ast.FunctionDef) -> list[list[Any]]:
     arguments = function.args
     positional = arguments.args[1:]
     without_default = len(positional) - len(arguments.defaults)
-    found = [[arg.arg, "POSITIONAL_OR_KEYWORD", i >= without_default] for i, arg in enumerate(positional)]
+    found = [
+        [arg.arg, "POSITIONAL_OR_KEYWORD", i >= without_default] for i, arg in enumerate(positional)
+    ]
     found += [
         [arg.arg, "KEYWORD_ONLY", default is not None]
         for arg, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
@@ -99,15 +111,23 @@ def _parameters(function: ast.FunctionDef) -> list[list[Any]]:
 
 def _fields(cls: ast.ClassDef) -> list[str]:
     names = [
-        node.target.id for node in cls.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        node.target.id
+        for node in cls.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     ]
     return [name for name in names if not name.startswith("_")]
 
 
 def _assigned(function: ast.FunctionDef) -> Iterator[str]:
     for node in ast.walk(function):
-        for target in node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]:
-            if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self":
+        for target in (
+            node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        ):
+            if (
+                isinstance(target, ast.Attribute)
+                and isinstance(target.value, ast.Name)
+                and target.value.id == "self"
+            ):
                 yield target.attr
 
 
@@ -120,7 +140,11 @@ def _literal(tree: ast.Module, name: str) -> list[Any]:
 def _target(node: ast.stmt) -> str | None:
     """NAME of `NAME = value` or `NAME: type = value`."""
     target = (
-        node.targets[0] if isinstance(node, ast.Assign) else node.target if isinstance(node, ast.AnnAssign) else None
+        node.targets[0]
+        if isinstance(node, ast.Assign)
+        else node.target
+        if isinstance(node, ast.AnnAssign)
+        else None
     )
     return target.id if isinstance(target, ast.Name) else None
 
@@ -134,7 +158,17 @@ def _value(node: ast.stmt) -> ast.expr:
 def main(version: str = VERSION) -> None:
     with TemporaryDirectory() as folder:
         subprocess.run(
-            [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", folder, f"vllm=={version}"], check=True
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--no-deps",
+                "--dest",
+                folder,
+                f"vllm=={version}",
+            ],
+            check=True,
         )
         (wheel,) = Path(folder).glob("*.whl")
         with ZipFile(wheel) as archive:
@@ -148,7 +182,9 @@ def as_json(found: dict[str, Any]) -> str:
     sections = []
     for section, content in found.items():
         if isinstance(content, dict):
-            entries = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
+            entries = ",\n".join(
+                f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()
+            )
             sections.append(f"{json.dumps(section)}: {{\n{entries}\n}}")
         else:
             sections.append(f"{json.dumps(section)}: {json.dumps(content)}")

@@ -3,7 +3,8 @@
     bash tests/vllm_real/install.sh /tmp/vllm_venv
     /tmp/vllm_venv/bin/python -m pytest --noconftest -W ignore -s tests/vllm_real
 
-The oracle is `TokenPolicy.evaluate`, the log-probabilities that the trainer itself computes with transformers.
+The oracle is `TokenPolicy.evaluate`, the log-probabilities that the trainer itself computes with
+transformers.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from torch import Tensor
 from flowgrpo_rc.assets.build_tiny_adder_lm import build_tokenizer
 from flowgrpo_rc.batch import Prompt, PromptBatch, TokenBatch, TokenSpec, concat
 from flowgrpo_rc.core.random import derive_seed, normal
+from flowgrpo_rc.export.lora import export_lora
 from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.models.causal_lm import CausalLM, load_causal_lm
+from flowgrpo_rc.models.lora import add_lora, lora_parameters
 from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.rollout import vllm_lora
-from flowgrpo_rc.rollout.base import TextRequest
+from flowgrpo_rc.rollout.engine import TextRequest
 from flowgrpo_rc.rollout.vllm_engine import VllmEngine
-from flowgrpo_rc.training.lora import add_lora, lora_parameters
-from flowgrpo_rc.training.lora_files import export_lora
 
 if find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -95,11 +96,15 @@ def test_recorded_interface_is_the_installed_one() -> None:
     import vllm
 
     root = Path(vllm.__path__[0])
-    recorded = json.loads((Path(__file__).parent / f"interface_{VERSION.replace('.', '_')}.json").read_text())
+    recorded = json.loads(
+        (Path(__file__).parent / f"interface_{VERSION.replace('.', '_')}.json").read_text()
+    )
     assert recorded == {"version": VERSION, **interface(lambda path: (root / path).read_text())}
 
 
-def test_log_probs_are_those_of_the_trainer_under_every_lora(engine: VllmEngine, model: CausalLM) -> None:
+def test_log_probs_are_those_of_the_trainer_under_every_lora(
+    engine: VllmEngine, model: CausalLM
+) -> None:
     differences = []
     for version in range(1, 4):
         put_lora(engine, model, version)
@@ -116,7 +121,9 @@ def test_log_probs_are_those_of_the_trainer_under_every_lora(engine: VllmEngine,
     assert stale > 0.1
 
 
-def test_one_adapter_is_held_and_its_folder_alone_exists(engine: VllmEngine, model: CausalLM) -> None:
+def test_one_adapter_is_held_and_its_folder_alone_exists(
+    engine: VllmEngine, model: CausalLM
+) -> None:
     folders = []
     for version in range(3):
         put_lora(engine, model, version)
@@ -125,7 +132,9 @@ def test_one_adapter_is_held_and_its_folder_alone_exists(engine: VllmEngine, mod
     assert [folder.exists() for folder in folders] == [False, False, True]
 
 
-def test_responses_end_with_the_end_token_or_at_the_limit(engine: VllmEngine, model: CausalLM) -> None:
+def test_responses_end_with_the_end_token_or_at_the_limit(
+    engine: VllmEngine, model: CausalLM
+) -> None:
     put_lora(engine, model, 1)
     batch = sample(engine, per_prompt=32)
     eos = model.eos_ids[0]
@@ -174,7 +183,11 @@ def test_a_temperature_that_vllm_changes_is_echoed(engine: VllmEngine, model: Ca
 
 
 def test_an_exported_lora_is_the_same_policy(
-    engine: VllmEngine, model: CausalLM, config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine,
+    model: CausalLM,
+    config: ModelConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     export_lora(set_lora(model, 2), config, tmp_path)
     engine._adapter.drop()
@@ -184,7 +197,9 @@ def test_an_exported_lora_is_the_same_policy(
     engine._llm.llm_engine.remove_lora(1000)
 
 
-def test_adapter_that_binds_nothing_is_refused(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_that_binds_nothing_is_refused(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine._adapter.drop()
     write = vllm_lora.write_adapter
 
@@ -206,7 +221,10 @@ def test_bf16_and_the_end_of_the_processes(model: CausalLM) -> None:
     put_lora(engine, model, 1)
     batch = sample(engine, per_prompt=16)
     difference = differences(model, batch)
-    print(f"bf16 against the fp32 trainer: mean |difference| {difference.mean():.1e}, max {difference.max():.1e}")
+    print(
+        f"bf16 against the fp32 trainer: mean |difference| {difference.mean():.1e}, max "
+        f"{difference.max():.1e}"
+    )
     assert 1e-4 < difference.mean() < 0.05
     engine.close()
     deadline = time.monotonic() + 20
@@ -231,7 +249,12 @@ def sample(
             slots=range(len(prompts)),
         ),
         samples_per_prompt=per_prompt,
-        spec=TokenSpec(dtype=engine._dtype, temperature=temperature, prompt_length=12, response_length=response_length),
+        spec=TokenSpec(
+            dtype=engine._dtype,
+            temperature=temperature,
+            prompt_length=12,
+            response_length=response_length,
+        ),
         seeds=[derive_seed(seed, row) for row in range(per_prompt * len(prompts))],
     )
     chunks = list(engine.generate(request))

@@ -1,4 +1,6 @@
-"""vLLM-Omni asks for its platform here; the answer is a class on a machine where vLLM itself runs on the CPU."""
+"""vLLM-Omni asks for its platform here; the answer is a class on a machine where vLLM itself runs
+on the CPU.
+"""
 
 from __future__ import annotations
 

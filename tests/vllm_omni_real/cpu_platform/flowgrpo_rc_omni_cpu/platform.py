@@ -22,7 +22,9 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
         cls, selected_backend: str | None, head_size: int, allow_trtllm_default: bool = False
     ) -> str:
         if selected_backend not in (None, "TORCH_SDPA"):
-            raise ValueError(f"attention backend {selected_backend!r} needs a GPU; a CPU has TORCH_SDPA")
+            raise ValueError(
+                f"attention backend {selected_backend!r} needs a GPU; a CPU has TORCH_SDPA"
+            )
         return "flowgrpo_rc_omni_cpu.attention.CpuAttention"
 
     @classmethod

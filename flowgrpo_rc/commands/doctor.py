@@ -1,0 +1,73 @@
+"""`flowgrpo-rc doctor`: check the installation."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import sys
+from collections.abc import Callable
+
+import torch
+from rich.console import Console as RichConsole
+from rich.table import Table
+
+
+def doctor() -> bool:
+    """Print what a run needs and whether it is there; False if something is missing."""
+    checks: list[tuple[str, Callable[[], str]]] = [
+        ("python", lambda: sys.version.split()[0]),
+        *(
+            (name, _version_check(name))
+            for name in ("torch", "diffusers", "transformers", "peft", "accelerate")
+        ),
+        ("device", _device),
+        ("threads", lambda: str(torch.get_num_threads())),
+        ("bundled model", _bundled_model),
+        ("OCR", _ocr),
+        ("disk", lambda: f"{shutil.disk_usage('.').free / 2**30:.1f} GiB free here"),
+    ]
+    table = Table(title="flowgrpo-rc doctor", title_justify="left")
+    for column in ("check", "", "found"):
+        table.add_column(column)
+    healthy = True
+    for name, check in checks:
+        try:
+            table.add_row(name, "ok", check())
+        except Exception as error:  # whatever is broken is the finding
+            healthy = False
+            table.add_row(name, "FAILED", f"{type(error).__name__}: {error}")
+    RichConsole().print(table)
+    return healthy
+
+
+def _version_check(package: str) -> Callable[[], str]:
+    return lambda: importlib.metadata.version(package)
+
+
+def _device() -> str:
+    if torch.cuda.is_available():
+        return f"cuda: {torch.cuda.get_device_name()}"
+    return "cpu"
+
+
+def _bundled_model() -> str:
+    from flowgrpo_rc import assets
+
+    return str(assets.path("tiny_glyph_sd3"))
+
+
+def _ocr() -> str:
+    import numpy as np
+    from PIL import Image, ImageDraw, ImageFont
+
+    from flowgrpo_rc.batch import Prompt
+    from flowgrpo_rc.rewards.ocr import OCR
+
+    image = Image.new("RGB", (64, 32), "white")
+    ImageDraw.Draw(image).text((4, 4), "AB7X", fill="black", font=ImageFont.load_default(20))
+    score = OCR()(np.asarray(image)[None], [Prompt(text='"AB7X"', index=0, target="AB7X")]).values[
+        0
+    ]
+    if score < 1:
+        raise RuntimeError(f"a rendered word was read with reward {score:.2f}")
+    return "reads a rendered word"

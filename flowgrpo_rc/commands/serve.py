@@ -1,0 +1,29 @@
+"""`flowgrpo-rc serve-reward`: serve a reward over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+
+import yaml
+
+
+def serve_reward(arguments: argparse.Namespace) -> None:
+    """Serve a reward until interrupted; its options are read as YAML."""
+    from flowgrpo_rc.rewards.http.server import serve
+
+    options = {}
+    for option in arguments.options:
+        key, equals, value = option.partition("=")
+        if not (key and equals):
+            raise ValueError(f"{option!r}: write options of the reward as key=value")
+        options[key] = yaml.safe_load(value)
+    serve(
+        arguments.reward,
+        options,
+        token_env=arguments.token_env,
+        host=arguments.host,
+        port=arguments.port,
+        certificate=arguments.certificate,
+        key=arguments.key,
+        max_body_mb=arguments.max_body_mb,
+    )

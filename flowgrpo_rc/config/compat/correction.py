@@ -1,0 +1,86 @@
+"""Keys of other systems, translated before the configuration is built; what was translated is
+reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.thresholds import KEY
+from flowgrpo_rc.correction.translate import (
+    FILE_KEY,
+    SLIME_KEYS,
+    SLIME_PAIRS,
+    translate,
+    without_dependents,
+)
+
+Layer = Mapping[str, Any]
+
+
+def rollout_correction(layers: Sequence[Layer]) -> tuple[RolloutCorrectionConfig, list[str]]:
+    """The rollout correction from layers of settings (a file's, the command line's), and what was
+    translated.
+
+    Inside a layer two keys that contradict each other are an error. A later layer overrides an
+    earlier one, refines its slime flags, and replaces it where it names a preset. The result is
+    validated.
+    """
+    settings: dict[str, Any] = {}
+    notes: list[str] = []
+    flags: dict[str, Any] = {}
+    for layer in layers:
+        given, read = _with_file(layer)
+        if given.get("preset") is not None:
+            settings, flags = {}, {}
+        own = {key: value for key, value in given.items() if key in SLIME_KEYS}
+        replaced = {key for pair in SLIME_PAIRS for key in pair if own.keys() & set(pair)}
+        flags = {key: value for key, value in flags.items() if key not in replaced} | own
+        found = translate(given | flags if own else given)
+        settings = without_dependents(settings, found.settings) | found.settings
+        notes += [*read, *found.notes]
+    config = RolloutCorrectionConfig(**settings)
+    try:
+        config.validate()
+    except ValueError as error:
+        raise ValueError(
+            f"{error} (translated: {'; '.join(notes)})" if notes else str(error)
+        ) from error
+    return config, notes
+
+
+def _with_file(layer: Layer) -> tuple[dict[str, Any], list[str]]:
+    """A layer with the keys of a slime configuration file (`custom_config_path`) beside its own,
+    and a note of it.
+    """
+    given = dict(layer)
+    path = given.pop(FILE_KEY, None)
+    if path is None:
+        return given, []
+    there = _read_mapping(Path(str(path)).expanduser())
+    for key, value in there.items():
+        if key in given and given[key] != value:
+            raise ValueError(
+                f"{KEY}.{key}={given[key]!r} and {KEY}.{FILE_KEY}={path} with {key}={value!r} "
+                "contradict: drop one"
+            )
+    return there | given, [f"{FILE_KEY}={path} -> {', '.join(there)}"]
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"{KEY}.{FILE_KEY}={path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{KEY}.{FILE_KEY}={path} must hold a mapping of keys such as use_tis: true"
+        )
+    return {str(key): value for key, value in found.items()}

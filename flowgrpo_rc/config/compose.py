@@ -1,0 +1,375 @@
+"""Hydra composition: a YAML of `configs/` plus overrides -> a checked `Config`. The only file that
+imports hydra.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, QuotedString
+from hydra.errors import HydraException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from flowgrpo_rc import assets
+from flowgrpo_rc.config.compat import Row, Setting, rollout_correction, rows_of_notes, translate
+from flowgrpo_rc.config.compat.overrides import TRANSLATED, check, is_whole_command, resolved
+from flowgrpo_rc.config.compat.verl_omni import PREFIX, RULES
+from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.training.config import ActorConfig, AlgorithmConfig
+
+DEFAULT_CONFIG = "tiny_ocr"
+# What a whole command line of verl-omni leaves unsaid is that system's default.
+OTHER_CONFIG = "verl_omni"
+EXPERIMENT = "experiment"
+_START = "start"
+_FREE_FORM = ("reward.terms.", "rollout.engine_kwargs.")
+# The rollout correction and the place where verl-omni has it: one object, whichever name is used.
+_CORRECTION = ("algorithm.rollout_correction", "actor.rollout_correction")
+
+
+@dataclass(kw_only=True)
+class _Algorithm(AlgorithmConfig):
+    rollout_correction: Any = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class _Actor(ActorConfig):
+    rollout_correction: Any = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class _Schema(Config):
+    """`Config` before translation: a file may write the correction in the words of any of the
+    documents.
+    """
+
+    algorithm: _Algorithm = field(default_factory=_Algorithm)
+    actor: _Actor = field(default_factory=_Actor)
+
+
+class Composition(NamedTuple):
+    """config: typed, not validated but for the rollout correction; rows: what became of settings in
+    other words.
+    """
+
+    config: DictConfig
+    rows: Sequence[Row]
+
+    def check(self) -> None:
+        """ValueError for settings that have no counterpart and would change what is trained."""
+        check(self.rows, self.config.compat.ignore)
+
+
+def config_folder() -> Path:
+    """`configs/`: inside the package in a wheel, beside it in a source tree."""
+    package = Path(__file__).parents[1]
+    inside = package / "configs"
+    return inside if inside.is_dir() else package.parent / "configs"
+
+
+def compose_config(
+    overrides: Sequence[str], *, config_name: str | None = None, config_dir: str | None = None
+) -> DictConfig:
+    """The configuration of `compose_all`, checked as a run would check it."""
+    composed = compose_all(overrides, config_name=config_name, config_dir=config_dir)
+    composed.check()
+    return composed.config
+
+
+def compose_all(
+    overrides: Sequence[str], *, config_name: str | None = None, config_dir: str | None = None
+) -> Composition:
+    """A file plus overrides. ValueError names the key, the value and what is allowed.
+
+    Without a name the file is that of the bundled model; for a whole command line of verl-omni it
+    is `verl_omni`, and for `+experiment=NAME` it is experiment/NAME, a configuration of its own.
+    """
+    _register_resolvers()
+    folders = _folders(config_dir)
+    homes = _homes(folders)
+    config_name, settings = _experiment(
+        config_name, [_setting(override) for override in _parse(overrides)]
+    )
+    whole = config_name is None and is_whole_command([setting.key for setting in settings])
+    config_name = config_name or (OTHER_CONFIG if whole else DEFAULT_CONFIG)
+    config_name = config_name.removesuffix(".yaml")
+    if config_name not in homes:
+        raise ValueError(
+            f"--config-name {config_name}: there is no such file; there are "
+            f"{', '.join(sorted(homes))}"
+        )
+    translation = translate(settings, set(_keys(OmegaConf.structured(Config))), whole=whole)
+    parsed = _parse(translation.lines)
+    correction = _correction_of([override for override in parsed if _is_correction(override)])
+    others = [override for override in parsed if not _is_correction(override)]
+    _check_keys(
+        others, {path.name for folder in folders for path in folder.iterdir() if path.is_dir()}
+    )
+    lines = [_free_form(str(override.input_line)) for override in others]
+    composed = _compose(config_name, lines, homes[config_name], folders)
+    config, notes = _translated(composed, _file_layers(config_name, homes), correction)
+    rows = [*translation.rows, *rows_of_notes(notes)]
+    if whole:
+        rows.append(Row(TRANSLATED, "(what is not given)", f"configs/{OTHER_CONFIG}.yaml"))
+    return Composition(config, resolved(rows, config.compat.ignore))
+
+
+def _compose(name: str, lines: Sequence[str], folder: Path, folders: Sequence[Path]) -> DictConfig:
+    ConfigStore.instance().store(name="schema", node=_Schema)
+    # Hydra looks for a group of the command line beside the file that it starts from, so that one
+    # is at the top.
+    ConfigStore.instance().store(name=_START, node={"defaults": [f"{name}@_global_", "_self_"]})
+    home = folder.resolve()
+    further = [
+        f"hydra.searchpath=[file://{other.resolve()}]"
+        for other in folders
+        if other.resolve() != home
+    ]
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(config_dir=str(home), version_base="1.3"):
+        try:
+            return compose(config_name=_START, overrides=[*lines, *further])
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ValueError(_first_cause(error)) from error
+
+
+def _experiment(
+    config_name: str | None, settings: list[Setting]
+) -> tuple[str | None, list[Setting]]:
+    """The file that `experiment=NAME` stands for, and the other settings."""
+    chosen = [setting for setting in settings if setting.key == EXPERIMENT]
+    if not chosen:
+        return config_name, settings
+    if config_name is not None or len(chosen) > 1:
+        given = [f"--config-name {config_name}"] if config_name is not None else []
+        given += [setting.line for setting in chosen]
+        raise ValueError(f"{' and '.join(given)}: each is a whole configuration, give one of them")
+    return f"{EXPERIMENT}/{chosen[0].value}", [
+        setting for setting in settings if setting.key != EXPERIMENT
+    ]
+
+
+def _homes(folders: Iterable[Path]) -> dict[str, Path]:
+    """Name of a configuration -> the folder that it is in."""
+    return {
+        path.relative_to(folder).with_suffix("").as_posix(): folder
+        for folder in folders
+        for pattern in ("*.yaml", f"{EXPERIMENT}/*.yaml")
+        for path in folder.glob(pattern)
+    }
+
+
+def _folders(config_dir: str | None) -> list[Path]:
+    folders = [config_folder()]
+    if config_dir is not None:
+        folders.append(Path(config_dir).expanduser().resolve())
+        if not folders[-1].is_dir():
+            raise ValueError(f"--config-dir {config_dir}: there is no such folder")
+    return folders
+
+
+def _register_resolvers() -> None:
+    """`asset:NAME` is a bundled file; `updates_of_steps:N`, `updates_of_ratio:X` are numbers of
+    optimizer updates.
+    """
+    OmegaConf.register_new_resolver("asset", lambda name: str(assets.path(name)), replace=True)
+    OmegaConf.register_new_resolver(
+        "updates_of_steps", lambda steps, _root_: steps * _updates_per_step(_root_), replace=True
+    )
+    OmegaConf.register_new_resolver(
+        "updates_of_ratio",
+        lambda ratio, _root_: (
+            round(ratio * _root_.trainer.total_training_steps) * _updates_per_step(_root_)
+        ),
+        replace=True,
+    )
+
+
+def _updates_per_step(root: Any) -> int:
+    return int(root.data.train_batch_size // root.actor.ppo_mini_batch_size * root.actor.ppo_epochs)
+
+
+def _translated(
+    composed: DictConfig, files: Sequence[dict[str, Any]], correction: dict[str, Any]
+) -> tuple[DictConfig, list[str]]:
+    """The typed tree, with the rollout correction of the files and the command line in this
+    project's words, and what was translated."""
+    tree: Any = OmegaConf.to_container(composed)
+    in_file = _merged(
+        (path, _section(tree[path.split(".")[0]].pop("rollout_correction"))) for path in _CORRECTION
+    )
+    known = {key: value for layer in files for key, value in layer.items()}
+    from_groups = {
+        key: value for key, value in in_file.items() if key not in known or known[key] != value
+    }
+    config, notes = rollout_correction([*files, from_groups, correction])
+    try:
+        typed = OmegaConf.merge(OmegaConf.structured(Config), tree)
+        typed.algorithm.rollout_correction = config
+    except OmegaConfBaseException as error:
+        raise ValueError(_first_cause(error)) from error
+    assert isinstance(typed, DictConfig)
+    return typed, notes
+
+
+def _file_layers(name: str, homes: Mapping[str, Path]) -> list[dict[str, Any]]:
+    """The rollout corrections of a file and of those that it builds on, each by itself: Hydra's
+    merged mapping no longer tells a preset of the one from the keys of the other."""
+    loaded: Any = OmegaConf.to_container(OmegaConf.load(homes[name] / f"{name}.yaml"))
+    roots = ((path, loaded.get(path.split(".")[0]) or {}) for path in _CORRECTION)
+    sections = ((path, root.get("rollout_correction", {})) for path, root in roots)
+    own = _merged((path, _section(section)) for path, section in sections)
+    layers: list[dict[str, Any]] = []
+    for parent in loaded.get("defaults", ["_self_"]):
+        beside = f"{name.rpartition('/')[0]}/{parent}".lstrip("/")
+        if parent == "_self_":
+            layers.append(own)
+        elif isinstance(parent, str) and beside in homes:
+            layers += _file_layers(beside, homes)
+    return layers if "_self_" in loaded.get("defaults", ["_self_"]) else [*layers, own]
+
+
+def _is_correction(override: Override) -> bool:
+    key = override.key_or_group
+    return key in _CORRECTION or key.startswith(tuple(f"{path}." for path in _CORRECTION))
+
+
+def _correction_of(overrides: Sequence[Override]) -> dict[str, Any]:
+    """The settings of the rollout correction on the command line; a name alone,
+    `algorithm.rollout_correction=NAME`, is a preset's."""
+    found = []
+    for override in overrides:
+        path = next(p for p in _CORRECTION if override.key_or_group.startswith(p))
+        name, value = override.key_or_group[len(path) + 1 :], _value(override)
+        if not name:
+            found.append((path, _section(value)))
+        else:
+            found.append((path, {name: value}))
+    return _merged(found)
+
+
+def _section(value: Any) -> dict[str, Any]:
+    """Settings, or the name of a preset; null switches the correction off."""
+    return value if isinstance(value, dict) else {"preset": "disabled" if value is None else value}
+
+
+def _merged(sections: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """One mapping; ValueError where two places give a key different values."""
+    merged: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for path, section in sections:
+        for key, value in section.items():
+            if key in merged and origin[key] != path and merged[key] != value:
+                raise ValueError(
+                    f"{origin[key]}.{key}={merged[key]!r} and {path}.{key}={value!r} contradict: "
+                    "drop one of them"
+                )
+            merged[key], origin[key] = value, path
+    return merged
+
+
+def _setting(override: Override) -> Setting:
+    line = str(override.input_line)
+    value = None if override.is_delete() else _plain(override.value())
+    return Setting(line, override.key_or_group, value, line.partition("=")[2])
+
+
+def _plain(value: Any) -> Any:
+    """A parsed value without Hydra's own types."""
+    if isinstance(value, QuotedString):
+        return value.text
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def _value(override: Override) -> Any:
+    value = override.value()
+    raw = str(override.input_line).partition("=")[2]
+    if isinstance(value, int | float) and "_" in raw:
+        raise ValueError(
+            f"{override.input_line}: Hydra reads the number {value}; quote a pair twice, "
+            f"'\"{raw}\"'"
+        )
+    return _plain(value)
+
+
+def to_config(composed: DictConfig, *, num_processes: int | None = None) -> Config:
+    """The dataclass tree, validated for a number of processes: that which the launcher announces,
+    if none is given.
+    """
+    try:
+        config = OmegaConf.to_object(composed)
+    except OmegaConfBaseException as error:
+        raise ValueError(_first_cause(error)) from error
+    assert isinstance(config, Config)
+    config.validate(
+        int(os.environ.get("WORLD_SIZE", "1")) if num_processes is None else num_processes
+    )
+    return config
+
+
+def _free_form(override: str) -> str:
+    """Rewards and engine options are named by the user, so their keys may be new: no `+` needed."""
+    return f"++{override}" if override.startswith((*_FREE_FORM, "reward.terms=")) else override
+
+
+def _parse(overrides: Sequence[str]) -> list[Override]:
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise ValueError(f"cannot read the overrides: {_first_cause(error)}") from error
+    for override in parsed:
+        if override.is_sweep_override():
+            key = override.key_or_group
+            raise ValueError(
+                f"{override.input_line}: a value with commas must be a list, {key}=[a,b], or "
+                "quoted twice, "
+                f"{key}='\"a,b\"'"
+            )
+    return parsed
+
+
+def _check_keys(overrides: Iterable[Override], groups: set[str]) -> None:
+    """ValueError for a key that is neither in the tree nor a folder of configuration files (a Hydra
+    group).
+    """
+    known = set(_keys(OmegaConf.structured(Config)))
+    for override in overrides:
+        key = override.key_or_group
+        if key.startswith(("hydra", *_FREE_FORM)) or key in known or key in groups:
+            continue
+        near = difflib.get_close_matches(
+            key, {*known, *(name.removeprefix(PREFIX) for name in RULES)}, n=1, cutoff=0.5
+        )
+        leaf = [name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+        hint = (
+            f"did you mean {(near or leaf)[0]}?" if near or leaf else "see --cfg job for all keys"
+        )
+        raise ValueError(f"unknown key {key}: {hint}")
+
+
+def _keys(node: DictConfig | ListConfig, prefix: str = "") -> Iterable[str]:
+    if not isinstance(node, DictConfig):
+        return
+    for name in node:
+        key = f"{prefix}{name!s}"
+        yield key
+        yield from _keys(node._get_node(name), f"{key}.")  # type: ignore[arg-type]
+
+
+def _first_cause(error: BaseException) -> str:
+    """The message at the root of a chain of hydra errors, on one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    key = getattr(error, "full_key", None)
+    text = str(error).split("\n")[0]
+    return f"{key}: {text}" if key and key not in text else text

@@ -1,0 +1,234 @@
+"""The grammar of thresholds: bands of rejection criteria, bounds of importance weights."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+KEY = "algorithm.rollout_correction"
+RS_KEY = f"{KEY}.rollout_rs"
+THRESHOLD_KEY = f"{KEY}.rollout_rs_threshold"
+LOWER_KEY = f"{KEY}.rollout_rs_threshold_lower"
+IS_KEY = f"{KEY}.rollout_is_threshold"
+MODE_KEY = f"{KEY}.rollout_is_mode"
+LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
+CRITERIA = tuple(
+    f"{level}_{k}"
+    for level in LEVELS
+    for k in ("k1", "k2", "k3")
+    if (level, k) != ("seq_max", "k1")
+)
+STEP_KL = "step_kl"  # the one criterion that is not a function of log-ratios
+OLDER_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+IS_MODES = ("truncate", "clip", "mask", "icepop")
+
+
+class Band(NamedTuple):
+    """One criterion: keep where lower <= statistic <= upper.
+
+    level: token (a step), seq_sum, seq_mean or seq_max over the valid steps; estimator: k1, k2 or
+    k3 of `core.kl`. k1 is -log(ratio), so its bounds are the negated logarithms of the ratio's; k2
+    and k3 have only an upper bound.
+    `step_kl` has level step and estimator kl: the exact KL of each step, with an upper bound.
+    auto: the bounds are in robust standard deviations from a running median (`correction.auto`).
+    """
+
+    level: str
+    estimator: str
+    lower: float
+    upper: float
+    auto: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.level}_{self.estimator}"
+
+    @property
+    def per_step(self) -> bool:
+        """Whether it judges steps, and not sequences."""
+        return self.level in ("token", "step")
+
+
+class WeightBounds(NamedTuple):
+    """What happens to a weight outside [lower, upper]; `IS_MODES` explains the modes in
+    `importance.bound`.
+    """
+
+    mode: str
+    lower: float
+    upper: float
+
+
+def parse_bands(
+    criteria: Any, thresholds: Any, thresholds_lower: Any = None, *, fallback: Any = None
+) -> tuple[Band, ...]:
+    """Criteria and thresholds as a user writes them (strings with commas, lists, numbers) -> bands.
+
+    thresholds_lower: lower bounds of the k1 criteria where `thresholds` holds the upper ones alone;
+    fallback: the threshold of the older names (`OLDER_NAMES`) where `thresholds` is null. Raises
+    ValueError for an unknown criterion (naming the nearest), a missing or malformed threshold, a
+    reversed band, and a number of thresholds that is neither 1 nor that of the criteria.
+    """
+    given = [str(item).strip() for item in _listed(criteria)]
+    if not given:
+        for key, value in ((THRESHOLD_KEY, thresholds), (LOWER_KEY, thresholds_lower)):
+            if _listed(value):
+                raise ValueError(
+                    f"{key}={value!r} has no effect without {RS_KEY}: set it or drop this"
+                )
+        return ()
+    names = [OLDER_NAMES.get(name, name) for name in given]
+    for name in names:
+        if name not in (*CRITERIA, STEP_KL):
+            near = difflib.get_close_matches(name, (*CRITERIA, STEP_KL), n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            allowed = ", ".join((*CRITERIA, STEP_KL, *OLDER_NAMES))
+            raise ValueError(f"{RS_KEY}={name!r}{hint}: allowed are {allowed}")
+    if len(set(names)) != len(names):
+        raise ValueError(f"{RS_KEY}={','.join(given)!r} names a criterion twice")
+    if (
+        not _listed(thresholds)
+        and fallback is not None
+        and all(name in OLDER_NAMES for name in given)
+    ):
+        thresholds = fallback
+    if not _listed(thresholds):
+        raise ValueError(
+            f'{RS_KEY}={",".join(given)} needs {THRESHOLD_KEY}, for instance "0.5_2.0"'
+        )
+    uppers = _one_each(thresholds, len(names), THRESHOLD_KEY)
+    lowers = _one_each(thresholds_lower, len(names), LOWER_KEY)
+    return tuple(_band(*spec) for spec in zip(names, uppers, lowers, strict=True))
+
+
+def parse_weight_bounds(threshold: Any, mode: str | None) -> WeightBounds:
+    """The bounds of the weights from `rollout_is_threshold` and `rollout_is_mode`.
+
+    A number is the upper bound, with its reciprocal as the lower one where the mode has one;
+    "lower_upper" gives both. Without a mode, a number means truncate and two numbers mean icepop,
+    as in verl.
+    """
+    if mode is not None and mode not in IS_MODES:
+        raise ValueError(f"{MODE_KEY}={mode!r}: allowed are null, {', '.join(IS_MODES)}")
+    numbers = _numbers(threshold, IS_KEY)
+    if len(numbers) == 1:
+        (upper,) = numbers
+        if not 1 <= upper < math.inf:
+            raise ValueError(
+                f"{IS_KEY}={threshold!r}: one number is the upper bound and must be 1 or more (a "
+                "lower one would "
+                "shrink the weights of samples that need no correction); an unquoted 0.5_2 is "
+                "read as the number 0.52: "
+                'quote the pair, "0.5_2.0"'
+            )
+        return WeightBounds(
+            mode or "truncate", 0.0 if mode in (None, "truncate") else 1 / upper, upper
+        )
+    lower, upper = numbers
+    if not 0 <= lower < upper < math.inf:
+        raise ValueError(f"{IS_KEY}={threshold!r}: a pair needs 0 <= lower < upper")
+    if mode == "truncate":
+        raise ValueError(
+            f"{IS_KEY}={threshold!r} has a lower bound, which {MODE_KEY}=truncate does not use: "
+            "give one number, or "
+            "another mode"
+        )
+    return WeightBounds(mode or "icepop", lower, upper)
+
+
+def _listed(value: Any) -> list[Any]:
+    """None, a scalar, a string with commas or a sequence -> a list."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [part for part in value.split(",") if part.strip()]
+    return list(value) if isinstance(value, Sequence) else [value]
+
+
+def _one_each(value: Any, count: int, key: str) -> list[Any]:
+    specs = _listed(value) or [None]
+    if len(specs) not in (1, count):
+        raise ValueError(
+            f"{key} has {len(specs)} entries for {count} criteria: give one for all or one for each"
+        )
+    return specs * count if len(specs) == 1 else specs
+
+
+def _band(name: str, spec: Any, lower_spec: Any) -> Band:
+    level, estimator = name.rsplit("_", 1)
+    if str(spec).strip().startswith("auto"):
+        deviations = _deviations(str(spec).strip())
+        if lower_spec is not None:
+            raise ValueError(
+                f"{LOWER_KEY}={lower_spec!r} has no effect on {THRESHOLD_KEY}={spec}: drop it"
+            )
+        return Band(
+            level, estimator, -deviations if estimator == "k1" else -math.inf, deviations, auto=True
+        )
+    numbers = _numbers(spec, THRESHOLD_KEY)
+    if estimator != "k1":
+        if len(numbers) != 1 or not 0 < numbers[0] < math.inf:
+            raise ValueError(f"{THRESHOLD_KEY}={spec!r} for {name}: give one upper bound above 0")
+        if lower_spec is not None:
+            raise ValueError(
+                f"{LOWER_KEY}={lower_spec!r} has no effect on {name}, which has an upper bound only"
+            )
+        return Band(level, estimator, -math.inf, numbers[0])
+    if len(numbers) == 2 and lower_spec is not None:
+        raise ValueError(
+            f"{THRESHOLD_KEY}={spec!r} and {LOWER_KEY}={lower_spec!r} both give a lower bound: "
+            "drop one"
+        )
+    if len(numbers) == 1 and lower_spec is None:
+        upper = numbers[0]
+        if not 1 < upper < math.inf:
+            raise ValueError(
+                f"{THRESHOLD_KEY}={spec!r} for {name}: a single number is the upper bound u of "
+                "the band 1/u to u "
+                "and must exceed 1. An unquoted 0.5_2 is read as the number 0.52: quote the band, "
+                '"0.5_2.0"'
+            )
+        numbers = [1 / upper, upper]
+    elif len(numbers) == 1:
+        lowest = _numbers(lower_spec, LOWER_KEY)
+        if len(lowest) != 1:
+            raise ValueError(
+                f"{LOWER_KEY}={lower_spec!r} for {name}: give one number, the lower bound"
+            )
+        numbers = [*lowest, *numbers]
+    lower, upper = numbers
+    if not 0 <= lower < upper < math.inf:
+        beside = "" if lower_spec is None else f" with {LOWER_KEY}={lower_spec!r}"
+        raise ValueError(
+            f"{THRESHOLD_KEY}={spec!r}{beside} for {name}: a band needs 0 <= lower < upper"
+        )
+    return Band(level, estimator, -math.log(upper), -math.log(lower) if lower else math.inf)
+
+
+def _deviations(spec: str) -> float:
+    """The k of "auto:k"."""
+    try:
+        (deviations,) = (float(part) for part in spec.removeprefix("auto:").split("_"))
+    except ValueError:
+        deviations = math.nan
+    if not 0 < deviations < math.inf:
+        raise ValueError(
+            f"{THRESHOLD_KEY}={spec!r}: give the standard deviations above 0 after the colon, "
+            '"auto:4"'
+        )
+    return deviations
+
+
+def _numbers(spec: Any, key: str) -> list[float]:
+    """One number or a pair "lower_upper"."""
+    try:
+        numbers = [float(part) for part in str(spec).strip().split("_")]
+    except ValueError:
+        raise ValueError(f'{key}={spec!r} is no number and no pair such as "0.5_2.0"') from None
+    if len(numbers) > 2 or isinstance(spec, bool) or any(math.isnan(number) for number in numbers):
+        raise ValueError(
+            f'{key}={spec!r}: write one number, or a pair "lower_upper", for instance "0.5_2.0"'
+        )
+    return numbers

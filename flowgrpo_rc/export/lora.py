@@ -1,0 +1,86 @@
+"""LoRA files for other software: diffusers' format for image models, peft's for language models."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+from safetensors.torch import save
+from torch import Tensor
+
+from flowgrpo_rc.files import write_atomic
+from flowgrpo_rc.models.base import ModelConfig
+from flowgrpo_rc.models.lora_files import ADAPTER, EXPORT_NAMES, file_key
+from flowgrpo_rc.models.peft_files import TENSORS_NAME, peft_files
+
+
+def export_lora(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) -> Path:
+    """Write LoRA tensors for the software that samples from such a model; returns the file with the
+    tensors.
+
+    model.kind=diffusion: `pipe.load_lora_weights(folder)` of stock diffusers, and tools that read
+    its keys.
+    model.kind=causal_lm: `PeftModel.from_pretrained(base, folder)` of stock peft, and vLLM.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    return (_export_for_peft if config.kind == "causal_lm" else _export_for_diffusers)(
+        state, config, folder
+    )
+
+
+def _export_for_diffusers(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) -> Path:
+    """alpha / rank is folded into lora_B, since loaders take a file without adapter metadata at
+    strength 1.
+
+    That is exact where the scale is a power of two. Otherwise the tensors stay as they are and the
+    file carries the metadata from which diffusers restores the scale, so that the images are
+    bit-equal in every case.
+    """
+    scale = config.lora_alpha / config.lora_rank
+    folds = math.frexp(scale)[0] == 0.5
+    tensors = {
+        name: tensor * scale if folds and ".lora_B." in name else tensor
+        for name, tensor in state.items()
+    }
+    metadata = {} if folds else {LORA_ADAPTER_METADATA_KEY: _adapter_metadata(config, state)}
+    return _write(tensors, config, folder, metadata)
+
+
+def _export_for_peft(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) -> Path:
+    """The tensors as they are; peft's own description of the adapter holds rank and alpha."""
+    layers = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in state}
+    files = peft_files(
+        state,
+        adapter=ADAPTER,
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        target_modules=sorted(config.target_modules or layers),
+        base=config.path,
+    )
+    for name, content in files.items():
+        write_atomic(folder / name, content)
+    return folder / TENSORS_NAME
+
+
+def _write(
+    tensors: Mapping[str, Tensor], config: ModelConfig, folder: Path, metadata: Mapping[str, str]
+) -> Path:
+    content = {
+        file_key(name, config): tensor.detach().cpu().contiguous()
+        for name, tensor in tensors.items()
+    }
+    path = folder / EXPORT_NAMES[config.kind]
+    write_atomic(path, save(content, metadata={"format": "pt", **metadata}))
+    return path
+
+
+def _adapter_metadata(config: ModelConfig, state: Mapping[str, Tensor]) -> str:
+    """peft's description of the adapter, as diffusers stores it beside the tensors."""
+    modules = sorted({name.split(".lora_")[0] for name in state})
+    fields = {"r": config.lora_rank, "lora_alpha": config.lora_alpha, "target_modules": modules}
+    return json.dumps(
+        {f"transformer.{key}": value for key, value in fields.items()}, sort_keys=True
+    )

@@ -1,0 +1,295 @@
+"""The model card beside an exported LoRA: a README.md with the Hub's metadata that tells what the
+run measured.
+
+It is a function of the run's folder. Paths, hosts and secrets of the machine that trained stay out
+of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.files import redact, write_atomic
+from flowgrpo_rc.models.lora_files import EXPORT_NAMES
+from flowgrpo_rc.records.metrics_file import MetricsFile
+from flowgrpo_rc.report.series import Row, correction_series, points_of
+
+if TYPE_CHECKING:
+    from flowgrpo_rc.config.tree import Config
+
+CARD_NAME = "README.md"
+_TAGS = ("lora", "reinforcement-learning", "grpo", "flowgrpo-rc")
+# Title, metric, over the steps of the run.
+_MEASURED = (
+    ("Mismatch, mean of abs. log-prob difference", "logprob_abs_diff_mean"),
+    ("Mismatch, 99th percentile", "logprob_abs_diff_p99"),
+    ("Mismatch over what the precisions explain", "mismatch_over_expected"),
+    ("Clipped by noise before any update, fraction", "pre_update_clip_fraction"),
+    ("Rejected samples, fraction", "rollout_rs_seq_masked_fraction"),
+    ("Effective sample size, fraction", "rollout_is_eff_sample_size"),
+)
+
+
+def write_model_card(
+    folder: Path,
+    run_dir: Path,
+    config: Config,
+    *,
+    step: int,
+    raw: bool = False,
+    source: str = "path/to/this/folder",
+) -> Path:
+    """Writes `README.md` for the weights of `step` into the folder of the LoRA and returns its
+    path.
+
+    raw: the last weights rather than their average, which is what evaluations score; source: where
+        users load from.
+    """
+    rows = MetricsFile(run_dir / "metrics.jsonl").rows()
+    warnings = MetricsFile(run_dir / "health.jsonl").rows()
+    parts = [
+        f"# {config.trainer.experiment_name}",
+        _introduction(config, run_dir),
+        "## Held-out reward",
+        _reward(rows, config, step, averaged=config.actor.ema.enable and not raw),
+        "## How to load it",
+        _usage(config, source),
+        "## Training",
+        _table(("setting", "value"), _settings(config, step)),
+        "## Rollout correction",
+        _correction(config, rows, warnings),
+    ]
+    text = redact(f"---\n{_metadata(config)}\n---\n\n" + "\n\n".join(parts) + "\n")
+    path = folder / CARD_NAME
+    write_atomic(path, text.encode())
+    return path
+
+
+def check_card(folder: Path) -> None:
+    """ValueError where `write_model_card` would replace a README.md that it did not write."""
+    path = folder / CARD_NAME
+    if path.is_file() and f"- {_TAGS[-1]}\n" not in path.read_text(encoding="utf-8"):
+        raise ValueError(
+            f"--out {folder} holds a {CARD_NAME} that is no model card of ours: choose another "
+            "folder"
+        )
+
+
+def base_of(config: Config) -> str | None:
+    """The hub id of the base model; None for a local folder."""
+    return None if Path(config.model.path).expanduser().exists() else config.model.path
+
+
+def _is_text(config: Config) -> bool:
+    return config.model.kind == "causal_lm"
+
+
+def _metadata(config: Config) -> str:
+    from huggingface_hub import ModelCardData
+
+    makes = "text-to-image" if config.rollout.pipeline.num_frames is None else "text-to-video"
+    data = ModelCardData(
+        base_model=base_of(config),
+        base_model_relation=None if base_of(config) is None else "adapter",
+        library_name="peft" if _is_text(config) else "diffusers",
+        pipeline_tag="text-generation" if _is_text(config) else makes,
+        tags=[*_TAGS] if _is_text(config) else [*_TAGS, "flow-matching"],
+    )
+    return data.to_yaml().strip()
+
+
+def _introduction(config: Config, run_dir: Path) -> str:
+    method = "GRPO" if _is_text(config) else "FlowGRPO"
+    base = base_of(config)
+    of = (
+        f"[{base}](https://huggingface.co/{base})"
+        if base
+        else f"a local checkpoint, `{Path(config.model.path).name}`"
+    )
+    return (
+        f"A LoRA for {of}, trained with {method} by flowgrpo_rc{_versions(run_dir)}. Everything "
+        "below was measured in "
+        "that run or set for it.\n\nNo licence is declared here: add `license:` to the header of "
+        "this file. That of "
+        "the base model applies as well."
+    )
+
+
+def _versions(run_dir: Path) -> str:
+    path = run_dir / "environment.json"
+    if not path.is_file():
+        return ""
+    packages = json.loads(path.read_text(encoding="utf-8")).get("packages", {})
+    named = [
+        f"{name} {packages[name]}"
+        for name in ("torch", "diffusers", "transformers", "peft")
+        if name in packages
+    ]
+    return f" {packages.get('flowgrpo-rc', '')} ({', '.join(named)})"
+
+
+def _reward(rows: Sequence[Row], config: Config, step: int, *, averaged: bool) -> str:
+    evaluations = [row for row in rows if row.get("val/reward") is not None and row["step"] <= step]
+    if not evaluations:
+        return "The run was not evaluated."
+    first, last = evaluations[0], evaluations[-1]
+    names = [name for name in sorted(last) if name.startswith("val/") and last[name] is not None]
+    names.sort(key=lambda name: name != "val/reward")
+    held_out = config.rollout.val_kwargs
+    count = "all" if held_out.n is None else f"at most {held_out.n}"
+    how = (
+        "the likeliest answers" if _is_text(config) else f"{held_out.num_inference_steps} ODE steps"
+    )
+    if _is_text(config) and held_out.temperature:
+        how = f"temperature {held_out.temperature:g}"
+    notes = [f"On {count} prompts of the held-out file, one sample each, {how}, fixed seeds."]
+    if first is last:
+        columns: tuple[str, ...] = ("score", f"step {first['step']}")
+        table = _table(
+            columns, [(name.removeprefix("val/"), _number(last[name])) for name in names]
+        )
+    else:
+        columns = (
+            "score",
+            "before" if first["step"] == 0 else f"step {first['step']}",
+            f"after step {last['step']}",
+        )
+        cells = [
+            (name.removeprefix("val/"), _number(first.get(name)), _number(last[name]))
+            for name in names
+        ]
+        table = _table(columns, cells)
+    if last["step"] != step:
+        notes.append(f"These weights are those of step {step}, which was not evaluated.")
+    if not averaged and config.actor.ema.enable:
+        notes.append("The scores are those of the averaged weights; this file holds the last ones.")
+    return f"{table}\n\n{' '.join(notes)}"
+
+
+def _usage(config: Config, source: str) -> str:
+    """A program that runs where the base model and this folder are."""
+    base = base_of(config) or f"path/to/{Path(config.model.path).name}"
+    if _is_text(config):
+        return _code(
+            "from peft import PeftModel",
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "",
+            f'model = AutoModelForCausalLM.from_pretrained("{base}")',
+            f'model = PeftModel.from_pretrained(model, "{source}")',
+            f'tokenizer = AutoTokenizer.from_pretrained("{base}")',
+        )
+    pipeline, held_out = config.rollout.pipeline, config.rollout.held_out_spec()
+    given: dict[str, float | None] = {
+        "height": pipeline.height,
+        "width": pipeline.width,
+        "num_frames": pipeline.num_frames,
+        "num_inference_steps": held_out.num_inference_steps,
+        "guidance_scale": held_out.guidance_scale,
+        "true_cfg_scale": held_out.true_cfg_scale,
+        "max_sequence_length": pipeline.max_sequence_length,
+    }
+    options = [f"    {name}={value}," for name, value in given.items() if value is not None]
+    made = ("image", "images[0]") if pipeline.num_frames is None else ("video", "frames[0]")
+    program = _code(
+        "from diffusers import DiffusionPipeline",
+        "",
+        f'pipe = DiffusionPipeline.from_pretrained("{base}")',
+        f'pipe.load_lora_weights("{source}", weight_name="{EXPORT_NAMES["diffusion"]}")',
+        f"{made[0]} = pipe(",
+        '    "a prompt",',
+        *options,
+        f").{made[1]}",
+    )
+    return f"In stock diffusers, with the sampler of the evaluation:\n\n{program}"
+
+
+def _settings(config: Config, step: int) -> list[tuple[str, str]]:
+    model, rollout, actor, algorithm = config.model, config.rollout, config.actor, config.algorithm
+    optim, per_step = actor.optim, config.data.train_batch_size * rollout.n
+    terms = {name: term for name, term in config.reward.terms.items() if term is not None}
+    rows = [
+        ("steps", f"{step} of {config.trainer.total_training_steps}, each of {per_step} samples"),
+        ("samples per prompt", str(rollout.n)),
+        (
+            "rewards, weight",
+            ", ".join(f"{name} {term.get('weight', 1.0):g}" for name, term in terms.items()),
+        ),
+        ("advantages", algorithm.adv_estimator),
+        ("LoRA rank, alpha", f"{model.lora_rank}, {model.lora_alpha}"),
+        ("optimizer, learning rate", f"{optim.name}, {optim.lr:g} ({optim.lr_scheduler})"),
+        ("averaged weights", f"decay {actor.ema.decay:g}" if actor.ema.enable else "no"),
+        ("KL to the base model", f"{actor.kl_loss_coef:g}" if actor.use_kl_loss else "no"),
+        ("precision of rollout, of training", f"{rollout.spec().dtype}, {model.dtype}"),
+        ("seed", str(config.trainer.seed)),
+    ]
+    if _is_text(config):
+        loss = actor.token_loss
+        return [
+            *rows,
+            ("loss", f"{loss.loss_mode}, clip {loss.clip_ratio_low:g} / {loss.clip_ratio_high:g}"),
+        ]
+    pipeline, algo = rollout.pipeline, rollout.algo
+    size, first, last = rollout.window()
+    return [
+        *rows,
+        (
+            "loss",
+            f"{actor.diffusion_loss.loss_mode}, clip_ratio {actor.diffusion_loss.clip_ratio:g}",
+        ),
+        ("size", f"{pipeline.width} x {pipeline.height}"),
+        (
+            "sampler of the rollout",
+            f"{algo.sde_type}, {pipeline.num_inference_steps} steps, noise {algo.noise_level:g}",
+        ),
+        ("stochastic steps", f"{size} of the steps {first} to {last - 1}"),
+    ]
+
+
+def _correction(config: Config, rows: Sequence[Row], warnings: Sequence[Mapping[str, Any]]) -> str:
+    """What was set and what was measured of the mismatch between rollout and training."""
+    correction = config.algorithm.rollout_correction
+    mode = (
+        "bypass mode: the old policy is the rollout's"
+        if correction.bypass_mode
+        else ("decoupled mode: the old policy is the training graph's before each update")
+    )
+    set_here = {
+        k: v for k, v in asdict(correction).items() if v != _DEFAULTS[k] and k != "bypass_mode"
+    }
+    words = ", ".join(f"`{key}={value}`" for key, value in set_here.items())
+    measured = []
+    for title, name in _MEASURED:
+        values = [value for line in correction_series(rows, (name,)) for _, value in line.finite()]
+        if values:
+            measured.append((title, f"{sum(values) / len(values):.3g}", f"{max(values):.3g}"))
+    text = f"In {mode}{f'; {words}' if words else ''}."
+    if measured:
+        text += f"\n\n{_table(('measured in each step', 'mean over steps', 'largest'), measured)}"
+    else:
+        text += " The run has measured no mismatch."
+    said = [f"- step {row['step']}: {row['message']}" for row in warnings]
+    steps = len(points_of(rows, "reward/mean"))
+    if said:
+        return text + f"\n\nHealth warnings in {steps} steps:\n\n" + "\n".join(said)
+    return text + f"\n\nNo health warning in {steps} steps."
+
+
+_DEFAULTS = {field.name: field.default for field in fields(RolloutCorrectionConfig)}
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [names, ["---"] * len(names), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+
+
+def _code(*lines: str) -> str:
+    return "\n".join(("```python", *lines, "```"))
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"

@@ -1,0 +1,91 @@
+"""Exported LoRA files: their names and keys, and loading one to train it further."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+from safetensors import safe_open
+from torch import nn
+
+from flowgrpo_rc.models.base import ModelConfig
+from flowgrpo_rc.models.peft_files import CONFIG_NAME, TENSORS_NAME
+
+ADAPTER = "default"
+EXPORT_NAMES = {"diffusion": "pytorch_lora_weights.safetensors", "causal_lm": TENSORS_NAME}
+_PREFIXES = {"diffusion": "transformer.", "causal_lm": "base_model.model."}
+# Settings of peft that change what the tensors mean; nothing here computes with them.
+_UNKNOWN_TO_US = (
+    "use_rslora",
+    "use_dora",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "lora_bias",
+)
+
+
+def load_export(network: nn.Module, config: ModelConfig) -> None:
+    """Start from an exported LoRA of the same rank and target modules, at the strength that it was
+    exported with.
+
+    ValueError names the first difference.
+    """
+    name = EXPORT_NAMES[config.kind]
+    path = Path(config.lora_path or "").expanduser()
+    path = path / name if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"model.lora_path={config.lora_path}: there is no {name}")
+    with safe_open(path, framework="pt") as file:
+        described = (file.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY, "{}")
+        stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+    scale = _peft_scale(path, config) if config.kind == "causal_lm" else _diffusers_scale(described)
+    factor = scale / (config.lora_alpha / config.lora_rank)
+    expected = {
+        file_key(name, config): p for name, p in network.named_parameters() if p.requires_grad
+    }
+    if stored.keys() != expected.keys():
+        different = sorted(stored.keys() ^ expected.keys())
+        raise ValueError(
+            f"model.lora_path={config.lora_path} has other modules than model.target_modules: "
+            f"{len(different)} keys "
+            f"differ, the first is {different[0]}"
+        )
+    for key, parameter in expected.items():
+        if stored[key].shape != parameter.shape:
+            raise ValueError(
+                f"model.lora_path={config.lora_path}: {key} is {tuple(stored[key].shape)}, "
+                "model.lora_rank="
+                f"{config.lora_rank} needs {tuple(parameter.shape)}"
+            )
+        value = stored[key].to(parameter.dtype)
+        parameter.data.copy_(value * factor if ".lora_B." in key else value)
+
+
+def file_key(name: str, config: ModelConfig) -> str:
+    """A parameter's name in the file."""
+    return f"{_PREFIXES[config.kind]}{name.replace(f'.{ADAPTER}.', '.')}"
+
+
+def _diffusers_scale(metadata: str) -> float:
+    described = json.loads(metadata)
+    return described["transformer.lora_alpha"] / described["transformer.r"] if described else 1.0
+
+
+def _peft_scale(path: Path, config: ModelConfig) -> float:
+    """alpha / rank of the description beside the tensors."""
+    file = path.parent / CONFIG_NAME
+    if not file.is_file():
+        raise ValueError(
+            f"model.lora_path={config.lora_path}: there is no {CONFIG_NAME} beside {path.name}"
+        )
+    described = json.loads(file.read_text(encoding="utf-8"))
+    unknown = [name for name in _UNKNOWN_TO_US if described.get(name)]
+    if unknown:
+        raise ValueError(
+            f"model.lora_path={config.lora_path}: {CONFIG_NAME} sets {', '.join(unknown)}; only a "
+            "plain LoRA can "
+            "be trained further"
+        )
+    return float(described["lora_alpha"] / described["r"])

@@ -1,0 +1,130 @@
+"""Checkpoints that are whole or not there: temporary folder, fsync, SHA-256 manifest, rename, then
+prune.
+
+safetensors rejects a truncated file but loads flipped bits without complaint; the manifest finds
+both. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+_MANIFEST = "manifest.json"
+_STATE = "state.json"
+_NAME = re.compile(r"step_(\d+)")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is damaged or cannot be written; the message names the file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """tensors: file stem -> name -> tensor (for instance `lora`, `optimizer`, `ema`); state:
+    JSON-able numbers.
+    """
+
+    step: int
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    state: Mapping[str, Any]
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
+    """Write `folder/step_N` and delete all but the newest `keep`. CheckpointError if the disk
+    refuses.
+
+    A failure leaves every older checkpoint as it was, and no partial one.
+    """
+    final = folder / f"step_{checkpoint.step}"
+    partial = folder / f".partial_{final.name}"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for stem, tensors in checkpoint.tensors.items():
+            contiguous = {
+                name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()
+            }
+            save_file(contiguous, partial / f"{stem}.safetensors")
+        _write_json(partial / _STATE, {"step": checkpoint.step, **checkpoint.state})
+        _write_json(
+            partial / _MANIFEST, {path.name: _sha256(path) for path in sorted(partial.iterdir())}
+        )
+        for path in [*partial.iterdir(), partial]:
+            _fsync(path)
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _fsync(folder)
+    except Exception as error:  # safetensors has an exception type of its own for a full disk
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(
+            f"cannot write the checkpoint {final}: {error}. Older checkpoints are untouched; free "
+            "some space or "
+            "choose another trainer.output_dir, then run the same command to go on"
+        ) from error
+    for old in list_checkpoints(folder)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints in `folder`, oldest first."""
+    found = (
+        [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)]
+        if folder.is_dir()
+        else []
+    )
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint after checking every file against the manifest; CheckpointError names what
+    is damaged.
+    """
+    remedy = f"delete {path} to go on from the checkpoint before it"
+    try:
+        manifest = json.loads((path / _MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path / _MANIFEST} is missing or damaged ({error}); {remedy}"
+        ) from error
+    for name, digest in manifest.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing; {remedy}")
+        if _sha256(file) != digest:
+            raise CheckpointError(
+                f"{file} is damaged: its SHA-256 is not the one in {_MANIFEST}; {remedy}"
+            )
+    state = json.loads((path / _STATE).read_text())
+    stems = [Path(name).stem for name in manifest if name.endswith(".safetensors")]
+    tensors = {stem: load_file(path / f"{stem}.safetensors") for stem in stems}
+    return Checkpoint(step=state.pop("step"), tensors=tensors, state=state)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1, sort_keys=True))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,152 @@
+"""What a person sees while training runs: a live view on a terminal, one short line per step
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TextIO
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+_STEPS_FOR_ETA = 20
+
+
+class Console:
+    """Used as a context manager around the loop; every method is silent where `is_main` is false.
+
+    show_steps: false drops the live view and the step lines (a `trainer.logger` without `console`);
+        messages, warnings and the final table stay.
+    """
+
+    def __init__(
+        self,
+        *,
+        total_steps: int,
+        is_main: bool = True,
+        show_steps: bool = True,
+        stream: TextIO | None = None,
+    ) -> None:
+        self._total_steps = total_steps
+        self._is_main = is_main
+        self._show_steps = show_steps and is_main
+        self._stream = stream if stream is not None else sys.stdout
+        self._rich = RichConsole(file=self._stream, highlight=False)
+        self._progress: Progress | None = None
+        self._last: dict[str, float] = {}
+        self._warned: set[str] = set()
+        self._marks: deque[tuple[int, float]] = deque(maxlen=_STEPS_FOR_ETA + 1)
+
+    def __enter__(self) -> Console:
+        if self._show_steps and self._rich.is_terminal:
+            columns = (
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[now]}"),
+            )
+            self._progress = Progress(*columns, console=self._rich, expand=True)
+            self._progress.add_task("train", total=self._total_steps, now="")
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def message(self, text: str) -> None:
+        if self._is_main:
+            self._print(Text(text), text)
+
+    def warning(self, text: str) -> None:
+        """Prints `text` behind a marker, the first time only."""
+        if self._is_main and text not in self._warned:
+            self._warned.add(text)
+            self._print(Text.assemble(("warning: ", "bold yellow"), text), f"warning: {text}")
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows the row of `step`; step 0 holds the first evaluation."""
+        if not self._show_steps:
+            return
+        self._marks.append((step, time.monotonic()))
+        self._last |= metrics
+        if self._progress is None:
+            print(
+                f"step {step}/{self._total_steps}{self._summary(metrics)}{self._eta()}",
+                file=self._stream,
+                flush=True,
+            )
+        else:
+            now = f"{self._summary(self._last)}{self._eta()}".strip()
+            self._progress.update(self._progress.task_ids[0], completed=step, now=now)
+
+    def final_table(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+        """The held-out metrics before and after training, in the order of `after`; "-" where one
+        side has none.
+        """
+        if not self._is_main:
+            return
+        table = Table(title="held-out evaluation", title_justify="left")
+        table.add_column("metric")
+        for name in ("before", "after", "change"):
+            table.add_column(name, justify="right")
+        for name in (*after, *(name for name in before if name not in after)):
+            table.add_row(
+                name.removeprefix("val/"), *_comparison(before.get(name), after.get(name))
+            )
+        self._rich.print(table)
+
+    def _print(self, styled: Text, plain: str) -> None:
+        if self._rich.is_terminal:
+            self._rich.print(styled, soft_wrap=True)
+        else:
+            print(plain, file=self._stream, flush=True)
+
+    def _summary(self, metrics: Mapping[str, float]) -> str:
+        shown = {
+            "reward/mean": "reward {:.3f}",
+            "val/reward": "val {:.3f}",
+            "perf/samples_per_second": "{:.1f} samples/s",
+        }
+        return "".join(
+            f"  {text.format(metrics[name])}" for name, text in shown.items() if name in metrics
+        )
+
+    def _eta(self) -> str:
+        (first_step, first_time), (step, now) = self._marks[0], self._marks[-1]
+        if step == first_step or step >= self._total_steps:
+            return ""
+        seconds = (now - first_time) / (step - first_step) * (self._total_steps - step)
+        return f"  eta {_duration(seconds)}"
+
+
+def _comparison(before: float | None, after: float | None) -> tuple[str, str, str]:
+    change = "-" if before is None or after is None else f"{after - before:+.4f}"
+    return _number(before), _number(after), change
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return (
+        f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+    )

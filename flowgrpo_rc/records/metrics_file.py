@@ -1,0 +1,110 @@
+"""metrics.jsonl and its siblings: one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowgrpo_rc.files import write_atomic
+
+if TYPE_CHECKING:
+    pass
+
+
+class MetricsFile:
+    """Rows of names and numbers, one JSON object a line. It also serves health.jsonl, whose rows
+    hold a message, and histograms.jsonl, whose rows hold counts by bin.
+
+    Every row reaches the disk before `append` returns. A value that is not finite is written as
+    null, since JSON has no other word for it. A line torn by a kill is dropped by whoever touches
+    the file next.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(
+        self, step: int, values: Mapping[str, float | str | Mapping[int, int] | None]
+    ) -> None:
+        """Adds the row of `step`. Raises OSError naming the file where the disk refuses it."""
+        row = {"step": step} | {name: _as_json(value) for name, value in values.items()}
+        line = json.dumps(row, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+        try:
+            self._drop_torn_line()
+            with self.path.open("ab") as file:
+                file.write(line.encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows in file order; [] where there is no file. ValueError where a line before the
+        last is damaged.
+        """
+        return [row for row, _ in self._lines()]
+
+    def truncate_after(self, step: int) -> None:
+        """Drops the rows of later steps and a torn last line; the file is replaced at once or not
+        at all.
+        """
+        if not self.path.exists():
+            return
+        kept = b"".join(line + b"\n" for row, line in self._lines() if row["step"] <= step)
+        try:
+            write_atomic(self.path, kept)
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+    def _lines(self) -> list[tuple[dict[str, Any], bytes]]:
+        lines = self.path.read_bytes().split(b"\n") if self.path.exists() else [b""]
+        # What follows the last newline is torn, or nothing.
+        complete = [
+            (number, line) for number, line in enumerate(lines[:-1], start=1) if line.strip()
+        ]
+        parsed = []
+        for number, line in complete:
+            row = _parse(line)
+            if row is not None:
+                parsed.append((row, line))
+            elif number != complete[-1][0]:
+                raise ValueError(
+                    f"{self.path}, line {number}: not a JSON object with a 'step'; the file is "
+                    "damaged"
+                )
+        return parsed
+
+    def _drop_torn_line(self) -> None:
+        if not self.path.is_file() or self.path.stat().st_size == 0:
+            return
+        with self.path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) == b"\n":
+                return
+        os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _as_json(
+    value: float | str | Mapping[int, int] | None,
+) -> float | str | Mapping[int, int] | None:
+    if value is None or isinstance(value, str | int | Mapping):
+        return value
+    return float(value) if math.isfinite(value) else None
+
+
+def _unwritable(path: Path, error: OSError) -> OSError:
+    return OSError(
+        error.errno, f"cannot write the metrics of this run ({error.strerror})", str(path)
+    )

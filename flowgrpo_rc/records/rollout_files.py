@@ -1,0 +1,134 @@
+"""Trajectories on the disk: what one run sampled, another may train on (`data.replay_dir`).
+
+A file holds the part of one process of one step: the batch before anything was learned about it,
+with the log-probs of the policy that sampled it, and its rewards. safetensors, with kind, spec and
+origin in the header.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from flowgrpo_rc.batch import (
+    Batch,
+    Conditioning,
+    DiffusionBatch,
+    Rewards,
+    SamplerSpec,
+    TokenBatch,
+    TokenSpec,
+)
+from flowgrpo_rc.files import write_atomic
+
+KINDS: dict[str, tuple[type[Batch], type[Any]]] = {
+    "diffusion": (DiffusionBatch, SamplerSpec),
+    "causal_lm": (TokenBatch, TokenSpec),
+}
+_REWARD = "reward."
+_HEADER = "rollout"  # a single entry: safetensors writes several in no fixed order
+
+
+class SavedRollout(NamedTuple):
+    """One process's part of one step. origin: what else a reader has to agree with,
+    `Task.origin`.
+    """
+
+    batch: Batch
+    rewards: Rewards
+    origin: Mapping[str, Any]
+
+
+def rollout_path(folder: Path, step: int, rank: int, count: int) -> Path:
+    return folder / f"step_{step:06d}_process_{rank}_of_{count}.safetensors"
+
+
+def save_rollout(path: Path, rollout: SavedRollout) -> None:
+    """Write a rollout, whole or not at all."""
+    batch = rollout.batch
+    kind = next(name for name, (cls, _) in KINDS.items() if isinstance(batch, cls))
+    tensors = dict(
+        _flatten(
+            {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name != "spec"}
+        )
+    )
+    tensors |= {f"{_REWARD}total": rollout.rewards.total, f"{_REWARD}valid": rollout.rewards.valid}
+    tensors |= {f"{_REWARD}parts/{name}": values for name, values in rollout.rewards.parts.items()}
+    content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = {"kind": kind, "spec": dataclasses.asdict(batch.spec), "origin": dict(rollout.origin)}
+    write_atomic(path, save(content, metadata={_HEADER: json.dumps(header, sort_keys=True)}))
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """kind, spec and origin of a saved rollout, without its tensors. ValueError where the file is
+    none or cut short.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            return json.loads((file.metadata() or {})[_HEADER])
+    except (SafetensorError, KeyError, OSError) as error:
+        raise ValueError(
+            f"data.replay_dir: {path} is not a saved rollout, or it is damaged: {error}"
+        ) from error
+
+
+def load_rollout(path: Path, device: torch.device) -> SavedRollout:
+    """Read it back, bit for bit. ValueError for a file that is damaged or something else."""
+    header = read_header(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        cls, spec_class = KINDS[header["kind"]]
+        spec = spec_class(**header["spec"])
+        columns = {
+            name: value.to(device)
+            for name, value in tensors.items()
+            if not name.startswith(_REWARD)
+        }
+        parts = f"{_REWARD}parts/"
+        rewards = Rewards(
+            total=tensors[f"{_REWARD}total"],
+            valid=tensors[f"{_REWARD}valid"],
+            parts={
+                name.removeprefix(parts): values
+                for name, values in tensors.items()
+                if name.startswith(parts)
+            },
+        )
+        return SavedRollout(cls(spec=spec, **_unflatten(columns)), rewards, header["origin"])
+    except (SafetensorError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"data.replay_dir: {path} is not a saved rollout, or it is damaged: {error}"
+        ) from error
+
+
+def _flatten(fields: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors by name; those of a conditioning as `name.field`."""
+    for name, value in fields.items():
+        if isinstance(value, Conditioning):
+            yield from _flatten(
+                {f"{name}.{f.name}": getattr(value, f.name) for f in dataclasses.fields(value)}
+            )
+        elif value is not None:
+            yield name, value
+
+
+def _unflatten(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    fields: dict[str, Any] = {name: value for name, value in tensors.items() if "." not in name}
+    for owner in {name.split(".")[0] for name in tensors if "." in name}:
+        own = {
+            name.removeprefix(f"{owner}."): value
+            for name, value in tensors.items()
+            if name.startswith(f"{owner}.")
+        }
+        fields[owner] = Conditioning(**own)
+    return fields

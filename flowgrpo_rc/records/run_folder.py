@@ -1,0 +1,160 @@
+"""The folder of a run, and whether a command may go on in it."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from flowgrpo_rc.files import redact, write_atomic
+
+_PACKAGES = (
+    "flowgrpo-rc",
+    "torch",
+    "diffusers",
+    "transformers",
+    "peft",
+    "accelerate",
+    "rapidocr-onnxruntime",
+)
+# What may change between two commands on one run without changing what is trained, rounding aside.
+_FREE = (
+    "trainer.max_time",
+    "trainer.logger",
+    "trainer.save_freq",
+    "trainer.resume_mode",
+    "trainer.output_dir",
+    "trainer.max_checkpoints_to_keep",
+    "trainer.experiment_name",
+    "trainer.project_name",
+    "trainer.save_rollouts",
+    "trainer.strategy",
+    "trainer.timeout_s",
+    "actor.ppo_micro_batch_size_per_gpu",
+    "rollout.micro_batch_size_per_gpu",
+)
+
+
+class RunFolder:
+    """Paths of a run: config.yaml, environment.json, metrics.jsonl, histograms.jsonl, health.jsonl,
+    samples/, rejected/, checkpoints/, lora/ and, if asked for, rollouts/."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.config = root / "config.yaml"
+        self.metrics = root / "metrics.jsonl"
+        self.histograms = root / "histograms.jsonl"
+        self.health = root / "health.jsonl"
+        self.samples = root / "samples"
+        self.rejected = root / "rejected"
+        self.checkpoints = root / "checkpoints"
+        self.lora = root / "lora"
+        self.rollouts = root / "rollouts"
+
+    def samples_stem(self, step: int) -> Path:
+        """The path of a step's held-out samples without its ending."""
+        return self.samples / f"step_{step:06d}"
+
+    def drop_rollouts_after(self, step: int) -> None:
+        """Saved rollouts of steps that will be sampled again."""
+        for path in self.rollouts.glob("step_*.safetensors"):
+            if int(path.stem.split("_")[1]) > step:
+                path.unlink()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the folder for the duration; the lock dies with the process. ValueError if another
+        run holds it.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        with (self.root / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ValueError(
+                    f"trainer.output_dir={self.root} is in use by a run that is still going on"
+                ) from error
+            yield
+
+    def create(self, config: Mapping[str, Any], device: torch.device, processes: int) -> None:
+        """Write config.yaml and environment.json. OSError where the folder cannot be made."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.config, yaml.safe_dump(redact(config), sort_keys=False).encode())
+        environment = {
+            "command": redact(" ".join(sys.argv)),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "processes": processes,
+            "threads": torch.get_num_threads(),
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "packages": {name: _version(name) for name in _PACKAGES},
+        }
+        write_atomic(self.root / "environment.json", json.dumps(environment, indent=1).encode())
+
+    def check_same_run(self, stored: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        """ValueError if `config` would train something else than the folder's `stored` one, naming
+        the first keys.
+        """
+        there, here = _flat(redact(stored)), _flat(redact(config))
+        keys = [
+            key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)
+        ]
+        keys = [key for key in keys if not key.startswith(_FREE)]
+        if there["actor.optim.lr_scheduler"] == "constant":
+            keys = [key for key in keys if key != "trainer.total_training_steps"]
+        if keys:
+            shown = "; ".join(
+                f"{key}: {there.get(key)!r} there, {here.get(key)!r} now" for key in keys[:5]
+            )
+            raise ValueError(
+                f"{self.root} holds a run with other settings ({shown}). Choose another "
+                "trainer.output_dir, or delete "
+                "that folder to start over"
+            )
+
+
+def check_writable(root: Path, *, needed_bytes: int) -> None:
+    """ValueError before anything is loaded if `root` cannot be written or its disk has too little
+    room.
+    """
+    existing = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
+    try:
+        with tempfile.NamedTemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"trainer.output_dir={root} cannot be written: {error.strerror}"
+        ) from error
+    free = shutil.disk_usage(existing).free
+    if free < needed_bytes:
+        raise ValueError(
+            f"trainer.output_dir={root}: {free / 2**20:.0f} MiB free, a run needs at least "
+            f"{needed_bytes / 2**20:.0f} MiB; free some space or choose another folder"
+        )
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, Mapping):
+        return {prefix: tree}
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _flat(value, f"{prefix}.{name}" if prefix else name)
+    return flat
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

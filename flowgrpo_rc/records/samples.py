@@ -1,0 +1,136 @@
+"""Captioned grids of sampled images or videos, the same prompts and seeds each time, so that two
+can be compared.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.files import write_atomic
+
+THUMBNAIL = 128  # pixels of its longer side
+_MIN_SIDE = 128
+_MAX_SIDE = 256
+_GAP = 8
+_FONT_SIZE = 14
+_CAPTION_HEIGHT = 20
+_FRAMES_PER_SECOND = 16
+_BACKGROUND = "white"
+_INK = "#333333"
+
+
+class Shown(NamedTuple):
+    """What people may see of the samples of a batch, in its order: prompts, and thumbnails [h, w,
+    3] uint8, texts, or None where nothing was decoded. Both are empty where the trajectories come
+    from files."""
+
+    prompts: Sequence[Prompt] = ()
+    samples: Sequence[np.ndarray | str | None] = ()
+
+
+def image_grid(
+    images: np.ndarray, captions: Sequence[str], *, columns: int = 8, scale: int | None = None
+) -> Image.Image:
+    """A grid of images [N, H, W, 3] uint8, row by row, each above its caption (cut to the image's
+    width).
+
+    scale: pixels per pixel of a small image (nearest neighbour); None chooses one that makes it
+        readable. Images larger than 256 pixels are reduced to that.
+    """
+    if images.ndim != 4 or images.shape[-1] != 3 or images.dtype != np.uint8 or len(images) == 0:
+        raise ValueError(
+            f"image_grid: images are {images.dtype} {images.shape}; expected uint8 [N, H, W, 3] "
+            "with N > 0"
+        )
+    if len(captions) != len(images):
+        raise ValueError(f"image_grid: {len(images)} images but {len(captions)} captions")
+    tiles = [_resized(Image.fromarray(image), scale) for image in images]
+    columns = min(columns, len(tiles))
+    rows = -(-len(tiles) // columns)
+    width, height = tiles[0].width + _GAP, tiles[0].height + _CAPTION_HEIGHT + _GAP
+    grid = Image.new("RGB", (columns * width + _GAP, rows * height + _GAP), _BACKGROUND)
+    draw = ImageDraw.Draw(grid)
+    font = ImageFont.load_default(_FONT_SIZE)
+    for position, (tile, caption) in enumerate(zip(tiles, captions, strict=True)):
+        left = _GAP + position % columns * width
+        top = _GAP + position // columns * height
+        grid.paste(tile, (left, top))
+        text = _fitted(caption, font, tile.width)
+        draw.text(
+            (left + tile.width / 2, top + tile.height + 3), text, fill=_INK, font=font, anchor="mt"
+        )
+    return grid
+
+
+def thumbnail(sample: np.ndarray) -> np.ndarray:
+    """A small copy [h, w, 3] of an image [H, W, 3] or of a video [F, H, W, 3], of which it shows
+    three frames; an image that is small already is returned as it is."""
+    if sample.ndim == 4:
+        return np.concatenate(
+            [thumbnail(frame) for frame in sample[[0, (len(sample) - 1) // 2, len(sample) - 1]]], 1
+        )
+    factor = -(-max(sample.shape[:2]) // THUMBNAIL)
+    return sample if factor == 1 else np.asarray(Image.fromarray(sample).reduce(factor))
+
+
+def save_grid(
+    path: Path, images: np.ndarray, captions: Sequence[str], *, columns: int = 8
+) -> Image.Image:
+    """Writes `image_grid` as a PNG, whole or not at all, and returns it."""
+    grid = image_grid(images, captions, columns=columns)
+    buffer = io.BytesIO()
+    grid.save(buffer, format="PNG", optimize=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, buffer.getvalue())
+    return grid
+
+
+def film_strips(videos: np.ndarray) -> np.ndarray:
+    """First, middle and last frame of videos [N, F, H, W, 3] side by side, as images [N, H, 3 W,
+    3].
+    """
+    last = videos.shape[1] - 1
+    return np.concatenate([videos[:, frame] for frame in (0, last // 2, last)], axis=2)
+
+
+def save_animation(
+    path: Path, videos: np.ndarray, captions: Sequence[str], *, columns: int = 8
+) -> None:
+    """Writes the grids of all frames of videos [N, F, H, W, 3] uint8 as an animated WebP, whole or
+    not at all.
+    """
+    first, *rest = (
+        image_grid(videos[:, frame], captions, columns=columns) for frame in range(videos.shape[1])
+    )
+    buffer = io.BytesIO()
+    duration = round(1000 / _FRAMES_PER_SECOND)
+    first.save(buffer, format="WEBP", save_all=True, append_images=rest, duration=duration, loop=0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, buffer.getvalue())
+
+
+def _resized(image: Image.Image, scale: int | None) -> Image.Image:
+    side = max(image.size)
+    if side > _MAX_SIDE:
+        ratio = _MAX_SIDE / side
+        size = (max(1, round(image.width * ratio)), max(1, round(image.height * ratio)))
+        return image.resize(size, Image.Resampling.LANCZOS)
+    factor = scale if scale is not None else max(1, -(-_MIN_SIDE // side))
+    return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
+
+
+def _fitted(caption: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
+    """`caption` on one line, cut with an ellipsis where it is wider than `width` pixels."""
+    line = " ".join(caption.split())
+    if font.getlength(line) <= width:
+        return line
+    while line and font.getlength(line + "...") > width:
+        line = line[:-1]
+    return line.rstrip() + "..."

@@ -1,0 +1,85 @@
+"""Axes of charts: round ticks that cover the data, and their labels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Maps values to 0..1 and says where its labelled ticks are."""
+
+    lower: float
+    upper: float
+    ticks: Sequence[float]
+    log: bool = False
+
+    def place(self, value: float) -> float:
+        if self.log:
+            lower, upper = math.log10(self.lower), math.log10(self.upper)
+            return (math.log10(value) - lower) / (upper - lower)
+        return (value - self.lower) / (self.upper - self.lower)
+
+
+def linear_axis(values: Sequence[float], *, whole: bool = False, tight: bool = False) -> Axis:
+    lower, upper = min(values), max(values)
+    if upper - lower <= 1e-12 * max(abs(lower), abs(upper)):
+        pad = 0.5 if whole or lower == 0 else abs(lower) * 0.1
+        lower, upper = lower - pad, upper + pad
+    step = _nice_step((upper - lower) / 4)
+    if whole:
+        step = max(1.0, step)
+    if not tight:
+        lower, upper = math.floor(lower / step + 1e-9) * step, math.ceil(upper / step - 1e-9) * step
+    first = math.ceil(lower / step - 1e-9)
+    count = math.floor(upper / step + 1e-9) - first + 1
+    return Axis(lower, upper, [(first + i) * step for i in range(count)])
+
+
+def _nice_step(rough: float) -> float:
+    magnitude = 10.0 ** math.floor(math.log10(rough))
+    return next(
+        factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= rough * (1 - 1e-9)
+    )
+
+
+def log_axis(values: Sequence[float]) -> Axis:
+    """Ticks at 1, 2 and 5 over a decade or two, at powers of ten over more."""
+    first, last = (
+        math.floor(math.log10(min(values)) + 1e-9),
+        math.ceil(math.log10(max(values)) - 1e-9),
+    )
+    last = max(last, first + 1)
+    fine = [factor * 10.0**power for power in range(first, last) for factor in (1, 2, 5)] + [
+        10.0**last
+    ]
+    lower = max(tick for tick in fine[:-1] if tick <= min(values) * (1 + 1e-9))
+    upper = min(tick for tick in fine if tick >= max(values) * (1 - 1e-9) and tick > lower)
+    ticks = [tick for tick in fine if lower <= tick <= upper]
+    if len(ticks) > 6:
+        every = math.ceil((last - first) / 6)
+        lower, upper, ticks = (
+            10.0**first,
+            10.0**last,
+            [10.0**power for power in range(first, last + 1, every)],
+        )
+    return Axis(lower, upper, ticks, log=True)
+
+
+def tick_labels(axis: Axis) -> list[str]:
+    if axis.log:
+        return [scientific(tick) for tick in axis.ticks]
+    step = axis.ticks[1] - axis.ticks[0] if len(axis.ticks) > 1 else axis.upper - axis.lower
+    largest = max(abs(tick) for tick in axis.ticks)
+    if 0 < largest < 1e-3 or largest >= 1e6:
+        return ["0" if abs(tick) < step / 2 else scientific(tick) for tick in axis.ticks]
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    return [f"{0.0 if abs(tick) < step / 2 else tick:.{decimals}f}" for tick in axis.ticks]
+
+
+def scientific(value: float) -> str:
+    """2e-5 rather than 2.00e-05."""
+    mantissa, exponent = f"{value:.3e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"

@@ -1,0 +1,247 @@
+"""Several runs on one HTML page: what they were set to, where they ended, and their curves in the
+same axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from flowgrpo_rc.files import write_atomic
+from flowgrpo_rc.report import html as html
+from flowgrpo_rc.report import sections as files
+from flowgrpo_rc.report.charts import Series, line_chart
+from flowgrpo_rc.report.correction import mean_by_timestep
+from flowgrpo_rc.report.series import Row, correction_series, distinct, ends, phases, points_of
+
+MOST_RUNS = 4  # colours that are told apart
+_NAMES_ONLY = ("trainer.output_dir", "trainer.experiment_name", "trainer.project_name")
+# What makes held-out numbers of two runs numbers of two different things.
+_EVALUATION = ("data.val_files", "rollout.val_kwargs.", "reward.terms.")
+_ABSENT = "\u2014"
+# Title, metric, whether values may be drawn on a logarithmic axis.
+_CORRECTION = (
+    ("Mismatch before the first update", "logprob_abs_diff_mean", True),
+    ("Policy's own movement", "policy_drift_abs_mean", True),
+    ("Mismatch over what the precisions explain", "mismatch_over_expected", False),
+    ("Clipped by noise before any update", "pre_update_clip_fraction", False),
+    ("Fraction of samples rejected", "rollout_rs_seq_masked_fraction", False),
+    ("Effective sample size", "rollout_is_eff_sample_size", False),
+)
+_UPDATE = (
+    ("Clipped fraction", "actor/clip_fraction"),
+    ("Gradient norm", "actor/grad_norm"),
+    ("KL to the reference", "actor/kl_loss"),
+    ("Learning rate", "actor/lr"),
+)
+
+
+class Run(NamedTuple):
+    """A run's folder as it was read; settings: `key: value` of config.yaml without secrets."""
+
+    name: str
+    folder: Path
+    rows: Sequence[Row]
+    settings: Mapping[str, str]
+
+
+def write_comparison(folders: Sequence[Path], path: Path) -> Path:
+    """Writes a page about two to four runs, finished or not, to `path` and returns it.
+
+    Raises ValueError for another number of them, a folder given twice, and one that is not the
+    folder of a run.
+    """
+    runs = _read(folders)
+    names = (
+        " and ".join(run.name for run in runs)
+        if len(runs) == 2
+        else ", ".join(run.name for run in runs)
+    )
+    sections = (
+        html.section("numbers", "Final numbers", _numbers(runs)),
+        html.section("settings", "Settings that differ", _settings(runs)),
+        html.section("reward", "Reward", _rewards(runs)),
+        html.section(
+            "samples", "Samples of the last evaluation", html.pair([_samples(run) for run in runs])
+        ),
+        html.section("correction", "Rollout correction by step", _correction(runs)),
+        html.section("update", "Policy update", _updates(runs)),
+        html.section("health", "Health warnings", "".join(_health(run) for run in runs)),
+    )
+    folder_names = "; ".join(
+        f"{run.name}: {run.rows[-1]['step'] if run.rows else 0} steps" for run in runs
+    )
+    page = html.page(
+        f"Comparison of {names}",
+        html.header(f"Comparison of {names}", _outcome(runs), folder_names),
+        sections,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, page.encode())
+    return path
+
+
+def _read(folders: Sequence[Path]) -> list[Run]:
+    if not 2 <= len(folders) <= MOST_RUNS:
+        raise ValueError(f"compare: give two to {MOST_RUNS} folders of runs, not {len(folders)}")
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise ValueError(f"compare: {', '.join(map(str, folders))} names a run twice")
+    rows = [files.metrics(folder) for folder in folders]
+    configs = [files.config(folder) for folder in folders]
+    titles = [files.title(folder, config) for folder, config in zip(folders, configs, strict=True)]
+    for parts in (1, 2):  # experiment names that are the same tell nothing
+        if len(set(titles)) < len(titles):
+            titles = ["/".join(folder.resolve().parts[-parts:]) for folder in folders]
+    settings = [dict(files.flat(config)) for config in configs]
+    return [Run(*columns) for columns in zip(titles, folders, rows, settings, strict=True)]
+
+
+def _outcome(runs: Sequence[Run]) -> str:
+    last = [(run.name, ends(run.rows, "val/reward")) for run in runs]
+    known = [f"{name} {pair[1]:.4f}" for name, pair in last if pair is not None]
+    return f"Last held-out reward: {', '.join(known)}" if known else "No held-out reward yet"
+
+
+def _numbers(runs: Sequence[Run]) -> str:
+    """The first and last held-out scores, and what else a run comes down to, one column for each
+    run.
+    """
+    scores = sorted({name for run in runs for name in distinct(run.rows, "val/", "val/reward")})
+    scores.sort(key=lambda name: name != "val/reward")
+    rows = [
+        (f"held-out {name.removeprefix('val/')}", [_first_last(run, name) for run in runs])
+        for name in scores
+    ]
+    rows.append(
+        ("training reward, last step", [_last(points_of(run.rows, "reward/mean")) for run in runs])
+    )
+    for title, name, _ in _CORRECTION:
+        rows.append(
+            (
+                f"{title[0].lower()}{title[1:]}, over all steps",
+                [_mean(correction_series(run.rows, (name,))) for run in runs],
+            )
+        )
+    rows.append(
+        (
+            "training samples per second",
+            [_mean_of(run, "perf/samples_per_second", "{:.1f}") for run in runs],
+        )
+    )
+    rows.append(
+        ("measured time, seconds", [f"{sum(phases(run.rows).values()):.0f}" for run in runs])
+    )
+    shown = [(name, *values) for name, values in rows if set(values) != {_ABSENT}]
+    return _caveat(runs) + html.columns(
+        ("", *(run.name for run in runs)), shown, kind="columns even"
+    )
+
+
+def _caveat(runs: Sequence[Run]) -> str:
+    """A warning where the runs were not scored alike."""
+    keys = [key for key, _ in _differences(runs) if key.startswith(_EVALUATION)]
+    if not keys:
+        return ""
+    text = (
+        f"The runs were not evaluated alike ({', '.join(keys)}): their held-out numbers say "
+        "nothing about each other."
+    )
+    return html.warnings([("Careful.", text)])
+
+
+def _differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Keys whose values are not the same, with the value of each run."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    found = [(key, [run.settings.get(key, _ABSENT) for run in runs]) for key in keys]
+    return [(key, values) for key, values in found if len(set(values)) > 1]
+
+
+def _settings(runs: Sequence[Run]) -> str:
+    rows = [(key, *values) for key, values in _differences(runs) if key not in _NAMES_ONLY]
+    return (
+        html.columns(("", *(run.name for run in runs)), rows, kind="columns even")
+        if rows
+        else html.empty("None.")
+    )
+
+
+def _rewards(runs: Sequence[Run]) -> str:
+    ways = (("val/", "val/reward"), ("reward/", "reward/mean"))
+    names = sorted({name for run in runs for way in ways for name in distinct(run.rows, *way)[1:]})
+    charts = [_overlay(runs, "Training reward", "reward/mean")]
+    charts += [_overlay(runs, name, name) for name in names if not name.endswith("failed_fraction")]
+    return html.wide(_overlay(runs, "Held-out reward", "val/reward")) + html.grid(charts)
+
+
+def _correction(runs: Sequence[Run]) -> str:
+    charts = []
+    for title, name, log_y in _CORRECTION:
+        series = _each(runs, [correction_series(run.rows, (name,)) for run in runs])
+        charts += [line_chart(title, series, log_y=log_y)] if series else []
+    by_timestep = [mean_by_timestep(run.rows) for run in runs]
+    if any(by_timestep):
+        levels = [
+            Series(name=run.name, points=points)
+            for run, points in zip(runs, by_timestep, strict=True)
+        ]
+        title, note = "Difference by timestep", "mean over steps"
+        charts.append(line_chart(title, levels, note=note, x_name="timestep", log_y=True))
+    return (
+        html.grid(charts)
+        if charts
+        else html.empty("The runs report no rollout-correction metrics.")
+    )
+
+
+def _updates(runs: Sequence[Run]) -> str:
+    charts = [
+        _overlay(runs, title, name)
+        for title, name in _UPDATE
+        if any(points_of(run.rows, name) for run in runs)
+    ]
+    return html.grid(charts) if charts else html.empty("No update yet.")
+
+
+def _overlay(runs: Sequence[Run], title: str, name: str) -> str:
+    return line_chart(
+        title, [Series(name=run.name, points=points_of(run.rows, name)) for run in runs]
+    )
+
+
+def _each(runs: Sequence[Run], found: Sequence[Sequence[Series]]) -> list[Series]:
+    """The first series of each run, named for it; a run without one keeps its colour. [] where none
+    has one.
+    """
+    named = zip(runs, found, strict=True)
+    lines = [
+        Series(name=run.name, points=series[0].points if series else ()) for run, series in named
+    ]
+    return lines if any(found) else []
+
+
+def _samples(run: Run) -> str:
+    return f"<div>{html.note(run.name)}{files.last_samples(run.folder)}</div>"
+
+
+def _health(run: Run) -> str:
+    return html.note(run.name) + files.health(run.folder)
+
+
+def _first_last(run: Run, name: str) -> str:
+    pair = ends(run.rows, name)
+    return _ABSENT if pair is None else f"{pair[0]:.4f} \u2192 {pair[1]:.4f}"
+
+
+def _last(points: Sequence[tuple[float, float | None]]) -> str:
+    values = [value for _, value in points if value is not None]
+    return f"{values[-1]:.4f}" if values else _ABSENT
+
+
+def _mean(series: Sequence[Series], form: str = "{:.3g}") -> str:
+    values = [value for line in series for _, value in line.finite()]
+    return form.format(sum(values) / len(values)) if values else _ABSENT
+
+
+def _mean_of(run: Run, name: str, form: str) -> str:
+    return _mean([Series(name=name, points=points_of(run.rows, name))], form)

@@ -1,0 +1,144 @@
+"""A run's folder as one HTML page that needs nothing else.
+
+The page is a function of the folder's files alone: no clock, no network, the same bytes each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from flowgrpo_rc.files import write_atomic
+from flowgrpo_rc.report import correction as correction
+from flowgrpo_rc.report import html as html
+from flowgrpo_rc.report import sections as files
+from flowgrpo_rc.report.charts import Series, bar_list, line_chart
+from flowgrpo_rc.report.series import Row, change, distinct, ends, phases, points_of, series_of
+
+_UPDATE_CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Policy loss", ("actor/pg_loss",)),
+    (
+        "Clipped fraction",
+        ("actor/clip_fraction", "actor/clip_fraction_higher", "actor/clip_fraction_lower"),
+    ),
+    ("Standard deviation of the ratio", ("actor/ratio_std",)),
+    ("KL to the reference", ("actor/kl_loss",)),
+    ("Gradient norm", ("actor/grad_norm",)),
+    ("Learning rate", ("actor/lr",)),
+)
+_RESPONSE_CHARTS = (
+    ("Response length, tokens", ("response/length_mean", "response/length_max")),
+    (
+        "Responses cut at the limit, or empty",
+        ("response/limit_fraction", "response/empty_fraction"),
+    ),
+)
+
+
+def write_report(run_dir: Path) -> Path:
+    """Writes `report.html` into a run's folder, finished or not, and returns its path.
+
+    Raises ValueError where the folder holds no metrics.jsonl.
+    """
+    rows, config = files.metrics(run_dir), files.config(run_dir)
+    sections = (
+        html.section("summary", "Summary", _summary(rows)),
+        html.section("reward", "Reward", _reward(rows)),
+        html.section("samples", "Samples before and after", files.samples(run_dir)),
+        html.section("health", "Health warnings", files.health(run_dir)),
+        html.section("correction", "Rollout correction by step", correction.curves(rows)),
+        html.section(
+            "timesteps", "Log-probability difference by timestep", correction.timesteps(rows)
+        ),
+        html.section("histograms", "Log-ratios and weights", correction.histograms(run_dir, rows)),
+        html.section("rejected", "Rejected samples", files.rejected(run_dir)),
+        html.section("update", "Policy update", _update(rows)),
+        html.section("timing", "Time by phase", _timing(rows)),
+        html.section("config", "Configuration", files.config_text(config)),
+        html.section("environment", "Environment", files.environment(run_dir)),
+        html.section("checkpoints", "Checkpoints and weights", files.checkpoints(run_dir)),
+    )
+    trainer, title = config.get("trainer", {}), files.title(run_dir, config)
+    page = html.page(
+        title, html.header(title, *_outcome(rows, trainer.get("total_training_steps"))), sections
+    )
+    path = run_dir / "report.html"
+    write_atomic(path, page.encode())
+    return path
+
+
+def _outcome(rows: Sequence[Row], total_steps: int | None) -> tuple[str, str]:
+    """The result in one sentence, and how far the run came."""
+    steps = rows[-1]["step"] if rows else 0
+    progress = f"Training steps: {steps}" + (
+        "" if total_steps in (None, steps) else f" of {total_steps}"
+    )
+    evaluations = [value for _, value in points_of(rows, "val/reward") if value is not None]
+    if len(evaluations) > 1:
+        return f"Held-out reward {change((evaluations[0], evaluations[-1]))}", progress
+    held_out = (
+        f"Held-out reward {evaluations[0]:.4f}, evaluated once"
+        if evaluations
+        else "Not evaluated yet"
+    )
+    trained = ends(rows, "reward/mean")
+    return held_out + (f"; training reward {change(trained)}" if trained else ""), progress
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    names = distinct(rows, "val/", "val/reward")
+    values = [(name.removeprefix("val/"), ends(rows, name)) for name in names]
+    tiles = [
+        (f"held-out {name}", f"{first:.3f} \u2192 {last:.3f}" if first != last else f"{last:.3f}")
+        for name, pair in values
+        if pair is not None
+        for first, last in [pair]
+    ]
+    speeds = [value for _, value in points_of(rows, "perf/samples_per_second") if value is not None]
+    memory = [value for _, value in points_of(rows, "perf/peak_memory_gib") if value is not None]
+    seconds = sum(phases(rows).values()) if rows else 0.0
+    tiles += [("training samples per second", f"{sum(speeds) / len(speeds):.1f}")] if speeds else []
+    tiles += [("peak memory, GiB", f"{max(memory):.2f}")] if memory else []
+    tiles += [("measured time", _duration(seconds))] if seconds else []
+    return html.tiles(tiles) if tiles else html.empty("No metrics yet.")
+
+
+def _reward(rows: Sequence[Row]) -> str:
+    series = series_of(rows, ("reward/mean", "val/reward"))
+    names = {"reward/mean": "training", "val/reward": "held-out"}
+    renamed = [Series(name=names[line.name], points=line.points) for line in series]
+    parts = distinct(rows, "reward/", "reward/mean")[1:]
+    charts = [line_chart(name, series_of(rows, (name,))) for name in parts]
+    charts += [
+        line_chart(title, found)
+        for title, keys in _RESPONSE_CHARTS
+        if (found := series_of(rows, keys))
+    ]
+    return html.wide(line_chart("Mean reward", renamed)) + html.grid(charts)
+
+
+def _update(rows: Sequence[Row]) -> str:
+    charts = [
+        line_chart(title, series)
+        for title, names in _UPDATE_CHARTS
+        if (series := series_of(rows, names))
+    ]
+    return html.grid(charts) if charts else html.empty("No update yet.")
+
+
+def _timing(rows: Sequence[Row]) -> str:
+    found = sorted(phases(rows).items(), key=lambda phase: -phase[1])
+    total = sum(seconds for _, seconds in found)
+    if not total:
+        return html.empty("No timings yet.")
+    bars = [
+        (name, seconds, f"{_duration(seconds)}, {seconds / total:.0%}") for name, seconds in found
+    ]
+    return bar_list(bars)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

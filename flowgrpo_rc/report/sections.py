@@ -1,0 +1,187 @@
+"""What the report shows of a run's folder besides its metrics; each section says so where its file
+is missing.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flowgrpo_rc.files import redact
+from flowgrpo_rc.records.metrics_file import MetricsFile
+from flowgrpo_rc.records.rejected import in_words, read_rejected
+from flowgrpo_rc.report import html as html
+
+_MAX_REJECTED = 12
+_MAX_TEXT = 1000  # characters of a prompt or a response
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl. ValueError where there is none."""
+    file = MetricsFile(run_dir / "metrics.jsonl")
+    if not file.path.is_file():
+        raise ValueError(f"{run_dir} is not the folder of a run: it has no metrics.jsonl")
+    return file.rows()
+
+
+def title(run_dir: Path, config: Mapping[str, Any]) -> str:
+    return str(config.get("trainer", {}).get("experiment_name") or run_dir.resolve().name)
+
+
+def samples(run_dir: Path) -> str:
+    """The first and the last held-out samples side by side, images or texts, whichever the run
+    has.
+    """
+    grids, texts = (_by_step(run_dir / "samples", ending) for ending in ("png", "jsonl"))
+    if grids:
+        return html.pair([html.image(_caption(path), _data_uri(path)) for path in grids])
+    if texts:
+        return _responses(texts)
+    return html.empty("No samples yet.")
+
+
+def last_samples(run_dir: Path) -> str:
+    """Those of the last evaluation."""
+    grids, texts = (_by_step(run_dir / "samples", ending)[-1:] for ending in ("png", "jsonl"))
+    if texts:
+        return _responses(texts)
+    return "".join(html.image(_caption(path), _data_uri(path)) for path in grids) or html.empty(
+        "No samples yet."
+    )
+
+
+def _by_step(folder: Path, ending: str) -> list[Path]:
+    """The first and the last `step_*` file, or the only one."""
+    paths = sorted(folder.glob(f"step_*.{ending}"))
+    return paths if len(paths) < 2 else [paths[0], paths[-1]]
+
+
+def _caption(path: Path) -> str:
+    return f"Step {int(path.stem.removeprefix('step_'))}"
+
+
+def _responses(paths: Sequence[Path]) -> str:
+    """One row for each prompt that all the evaluations show; they may have run on other numbers of
+    processes.
+    """
+    columns = [{(row["prompt"], row["target"]): row for row in _rows(path)} for path in paths]
+    captions = [name for path in paths for name in (_caption(path), "score")]
+    shared = [prompt for prompt in columns[0] if all(prompt in column for column in columns)]
+    rows = [
+        (*prompt, *(cell for column in columns for cell in _response(column[prompt])))
+        for prompt in shared
+    ]
+    return html.columns(
+        ("prompt", "target", *captions), [[_shown(cell) for cell in row] for row in rows]
+    )
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def _response(row: Mapping[str, Any]) -> tuple[str, str]:
+    return row["completion"], "failed" if row["score"] is None else f"{row['score']:.2f}"
+
+
+def _shown(cell: str | None) -> str:
+    """Cut where a table would become unreadable; the file has the whole text."""
+    text = cell or ""
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
+
+
+def _data_uri(path: Path) -> str:
+    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode('ascii')}"
+
+
+def health(run_dir: Path) -> str:
+    rows = MetricsFile(run_dir / "health.jsonl").rows()
+    return (
+        html.warnings([(f"step {row['step']}", str(row["message"])) for row in rows])
+        if rows
+        else html.empty("None.")
+    )
+
+
+def rejected(run_dir: Path) -> str:
+    """The newest of them, each with the worst step and what rejected it."""
+    folder = run_dir / "rejected"
+    rows = read_rejected(folder)
+    if not rows:
+        return html.empty("None.")
+    cards = []
+    for row in rows[-_MAX_REJECTED:]:
+        where = f"timestep {row['timestep']}" if "timestep" in row else f"token {row['position']}"
+        numbers = {"log-ratio": row["log_ratio"], "reward": row["reward"]}
+        lines = [*map(in_words, row["reasons"])]
+        lines += [f"{name} {value:.3g}" for name, value in numbers.items() if value is not None]
+        picture = _data_uri(folder / row["picture"]) if "picture" in row else None
+        texts = [_shown(text) for text in (row["prompt"], row.get("text")) if text]
+        cards.append(html.card(f"Step {row['step']}, {where}", picture, lines, texts))
+    note = (
+        f"The newest {len(cards)} of {len(rows)} that are in the folder; the worst few of each "
+        "step are kept there."
+    )
+    return html.note(note) + html.cards(cards)
+
+
+def config(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        return {}
+    loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{path}: expected a mapping at the top, found {type(loaded).__name__}")
+    return {str(key): value for key, value in redact(loaded).items()}
+
+
+def config_text(config: Mapping[str, Any]) -> str:
+    if not config:
+        return html.empty("The folder has no config.yaml.")
+    return html.folded(
+        "Resolved configuration", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+    )
+
+
+def environment(run_dir: Path) -> str:
+    path = run_dir / "environment.json"
+    if not path.is_file():
+        return html.empty("The folder has no environment.json.")
+    return html.table(flat(redact(json.loads(path.read_text(encoding="utf-8")))))
+
+
+def flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """The leaves of a tree of mappings, with dotted names."""
+    if isinstance(value, Mapping):
+        return [
+            row
+            for key, item in value.items()
+            for row in flat(item, f"{prefix}.{key}" if prefix else str(key))
+        ]
+    return [(prefix, " ".join(map(str, value)) if isinstance(value, list) else str(value))]
+
+
+def checkpoints(run_dir: Path) -> str:
+    # A checkpoint that was being written has another name, and does not count.
+    folders = [
+        path
+        for path in (run_dir / "checkpoints").glob("step_*")
+        if re.fullmatch(r"step_\d+", path.name)
+    ]
+    folders.sort(key=lambda path: int(path.name.removeprefix("step_")))
+    rows = [
+        (str(path.relative_to(run_dir)), _size(path))
+        for path in (*folders, run_dir / "lora")
+        if path.is_dir()
+    ]
+    return html.table(rows) if rows else html.empty("None yet.")
+
+
+def _size(folder: Path) -> str:
+    return f"{sum(path.stat().st_size for path in folder.rglob('*') if path.is_file()) / 2**20:.1f} MiB"

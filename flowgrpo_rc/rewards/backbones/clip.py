@@ -1,0 +1,121 @@
+"""CLIP as several rewards use it: features of images and texts on one unit sphere.
+
+Reference: https://arxiv.org/abs/2103.00020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.rewards.backbones.checkpoint import (
+    DTYPES,
+    check_device,
+    checkpoint_source,
+    load_pretrained,
+)
+
+
+class _LoadedClip(NamedTuple):
+    model: Any
+    images: Any
+    tokenizer: Any
+
+
+class Clip:
+    """A `CLIPModel` of transformers with its own image processor and tokenizer, loaded at its first
+    use.
+
+    path: a local folder or a hub id; safetensors only.
+    processor: where its image processor and tokenizer are, if not at `path`.
+    device: auto (the card of this process, or the CPU), cpu, cuda, cuda:1; dtype: fp32, bf16 or
+        fp16.
+    batch_size: images or texts in one forward.
+
+    Raises ValueError for a path that is none, an unknown device or dtype, or a batch_size below 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        processor: str | None = None,
+        device: str = "auto",
+        dtype: str = "fp32",
+        batch_size: int = 32,
+    ) -> None:
+        self.path = checkpoint_source(path, key="path")
+        if Path(self.path).is_dir() and not (Path(self.path) / "config.json").is_file():
+            raise ValueError(
+                f"path={path!r}: no config.json there, so it is no CLIP checkpoint of transformers"
+            )
+        self.processor = (
+            self.path if processor is None else checkpoint_source(processor, key="processor")
+        )
+        check_device(device)
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype={dtype!r}: allowed are {', '.join(DTYPES)}")
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size!r} must be at least 1")
+        self.device, self.dtype, self.batch_size = device, dtype, batch_size
+
+    def cosines(self, images: np.ndarray, texts: Sequence[str]) -> Tensor:
+        """Cosine of each of images [N, H, W, 3] uint8 with the text of its own: [N] fp32 on the
+        CPU.
+        """
+        return (self.image_features(images) * self.text_features(texts)).sum(1)
+
+    def logit_scale(self) -> float:
+        """What the model multiplies a cosine by."""
+        return float(self._loaded.model.logit_scale.float().exp())
+
+    def image_features(self, images: np.ndarray) -> Tensor:
+        """Unit vectors [N, D] fp32 on the CPU of images [N, H, W, 3] uint8."""
+
+        def forward(batch: Sequence[np.ndarray]) -> Any:
+            pixels = self._loaded.images(
+                list(batch), return_tensors="pt", input_data_format="channels_last"
+            )
+            model = self._loaded.model
+            return model.get_image_features(pixels.pixel_values.to(model.device, model.dtype))
+
+        return self._in_batches(forward, images)
+
+    def text_features(self, texts: Sequence[str]) -> Tensor:
+        """Unit vectors [N, D] fp32 on the CPU; of a text that is too long, of its beginning."""
+        model, tokenizer = self._loaded.model, self._loaded.tokenizer
+        longest = model.config.text_config.max_position_embeddings
+
+        def forward(batch: Sequence[str]) -> Any:
+            tokens = tokenizer(
+                list(batch), padding=True, truncation=True, max_length=longest, return_tensors="pt"
+            )
+            return model.get_text_features(**tokens.to(model.device))
+
+        distinct = list(dict.fromkeys(texts))
+        features = self._in_batches(forward, distinct)
+        return features[[distinct.index(text) for text in texts]]
+
+    @torch.inference_mode()
+    def _in_batches(self, forward: Callable[[Any], Any], inputs: Any) -> Tensor:
+        parts = [
+            forward(inputs[start : start + self.batch_size]).pooler_output.float()
+            for start in range(0, len(inputs), self.batch_size)
+        ]
+        return torch.nn.functional.normalize(torch.cat(parts), dim=1).cpu()
+
+    @cached_property
+    def _loaded(self) -> _LoadedClip:
+        from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
+
+        return _LoadedClip(
+            load_pretrained(CLIPModel, self.path, device=self.device, dtype=self.dtype),
+            CLIPImageProcessorPil.from_pretrained(self.processor),
+            AutoTokenizer.from_pretrained(self.processor),
+        )

@@ -1,0 +1,340 @@
+"""JSON over HTTP to a server that is not trusted: it may hang, drip, lie or flood, and the run goes
+on.
+
+Every call ends by its deadline. Failures in which the server surely did nothing, or asks to come
+again, are retried with jitter; no other one is. After several failures in a row the server is left
+alone for a while. Nothing is unpickled, redirects and compressed answers are refused, an answer is
+read up to a limit, and what a server says reaches a message only without the token. A token comes
+from an environment variable that the configuration names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import logging
+import os
+import re
+import ssl
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    import httpx2
+    from tenacity import RetryCallState
+
+PACKAGES = ("httpx2", "tenacity")
+BUSY = (429, 502, 503, 504)  # the server, or what stands before it, asks to come again
+_LONGEST_QUOTE = 200  # characters of what a server says
+_TOKEN = re.compile(
+    r"[\w.~+/-]+=*", re.ASCII
+)  # RFC 6750; JSON writes none of these characters in another way
+
+
+class ServerError(RuntimeError):
+    """The server cannot be reached, failed, or answered something else than it should."""
+
+
+class _ComeAgain(ServerError):
+    """Nothing was done: the request may be sent again. after_s: what the server asks to wait, at
+    least.
+    """
+
+    def __init__(self, message: str, after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.after_s = after_s
+
+
+class JsonClient:
+    """Posts JSON objects and returns the JSON that comes back.
+
+    url: https, or http to this machine (localhost, 127.0.0.1, [::1]); without user, query and fragment.
+    token_env: name of the environment variable that holds the bearer token; null for none.
+    ca_file: certificates (PEM) to trust instead of the system's.
+    deadline_s: of one call, all of its requests, retries and pauses together.
+    max_attempts: how often one request is sent at most; pauses grow from half a second, with
+        jitter, to `max_pause_s`.
+    max_response_mb: an answer that is longer is cut off and refused.
+    max_failures: so many failed calls in a row, and calls fail at once for `cooldown_s`; then one
+        is tried again.
+
+    Raises ValueError for an option that is out of range, an unset variable, and an address that
+    would show the token or the samples to others; ImportError without the packages of the extra
+    `remote`.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        token_env: str | None = None,
+        ca_file: str | None = None,
+        deadline_s: float = 120.0,
+        max_attempts: int = 4,
+        max_pause_s: float = 10.0,
+        max_response_mb: float = 16.0,
+        max_failures: int = 3,
+        cooldown_s: float = 60.0,
+    ) -> None:
+        if not all(find_spec(name) for name in PACKAGES):
+            raise ImportError(
+                f"a reward over HTTP needs {' and '.join(PACKAGES)}: pip install "
+                "'flowgrpo-rc[remote]'"
+            )
+        limits = {
+            "deadline_s": deadline_s,
+            "max_response_mb": max_response_mb,
+            "max_pause_s": max_pause_s,
+        }
+        for name, value in limits.items():
+            if not 0 < value < float("inf"):
+                raise ValueError(f"{name}={value!r}: give a number above 0")
+        if max_attempts < 1 or max_failures < 1 or cooldown_s < 0:
+            raise ValueError(
+                f"max_attempts={max_attempts} and max_failures={max_failures} must be at least 1, "
+                "and "
+                f"cooldown_s={cooldown_s} at least 0"
+            )
+        _check_url(url)
+        self._url, self._deadline_s, self._max_attempts = url.rstrip("/"), deadline_s, max_attempts
+        self._max_pause_s, self._max_bytes = max_pause_s, int(max_response_mb * 1e6)
+        self._token = None if token_env is None else read_token(token_env)
+        self._tls = None if ca_file is None else _trusting(ca_file)
+        self._breaker = Breaker(max_failures, cooldown_s)
+        # At their lowest level they write headers down, which a server may have filled with the
+        # token.
+        for name in ("httpx2", "httpcore2"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The answer to one request. ServerError if there is none by the deadline."""
+        (answer,) = self.post_all(path, [body])
+        if isinstance(answer, ServerError):
+            raise answer
+        return answer
+
+    def post_all(
+        self, path: str, bodies: Sequence[Mapping[str, Any]], *, concurrency: int = 1
+    ) -> list[Any | ServerError]:
+        """The answer to each request, in order, or why there is none; at most `concurrency` at a
+        time.
+
+        The call counts as failed, for the pause, if none was answered. Raises ServerError during a
+        pause.
+        """
+        self._breaker.check()
+        answers = asyncio.run(self._post_all(path, bodies, concurrency))
+        failed = bool(answers) and all(isinstance(answer, ServerError) for answer in answers)
+        self._breaker.record(failed)
+        return answers
+
+    async def _post_all(
+        self, path: str, bodies: Sequence[Mapping[str, Any]], concurrency: int
+    ) -> list[Any | ServerError]:
+        import httpx2
+
+        turn, end = asyncio.Semaphore(concurrency), time.monotonic() + self._deadline_s
+        asyncio.get_running_loop().set_default_executor(_Lookups())
+
+        async def one(body: Mapping[str, Any]) -> Any | ServerError:
+            try:
+                async with asyncio.timeout(end - time.monotonic()), turn:
+                    return await self._with_retries(client, path, body)
+            except TimeoutError:
+                return ServerError(f"no answer within deadline_s={self._deadline_s:g}")
+            except ServerError as error:
+                return error
+
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
+        if self._token is not None:
+            headers["Authorization"] = f"Bearer {self._token}"
+        verify = True if self._tls is None else self._tls
+        # The environment's proxies and .netrc would see samples and change who is asked as whom.
+        async with httpx2.AsyncClient(
+            headers=headers, verify=verify, timeout=None, follow_redirects=False, trust_env=False
+        ) as client:
+            return await asyncio.gather(*(one(body) for body in bodies))
+
+    async def _with_retries(
+        self, client: httpx2.AsyncClient, path: str, body: Mapping[str, Any]
+    ) -> Any:
+        from tenacity import (
+            AsyncRetrying,
+            retry_if_exception_type,
+            stop_after_attempt,
+            wait_random_exponential,
+        )
+
+        grows = wait_random_exponential(multiplier=0.5, max=self._max_pause_s)
+
+        def pause(state: RetryCallState) -> float:
+            error = state.outcome.exception() if state.outcome else None
+            return grows(state) + (error.after_s if isinstance(error, _ComeAgain) else 0.0)
+
+        attempts = AsyncRetrying(
+            retry=retry_if_exception_type(_ComeAgain),
+            stop=stop_after_attempt(self._max_attempts),
+            wait=pause,
+            reraise=True,
+        )
+        return await attempts(self._send, client, path, body)
+
+    async def _send(self, client: httpx2.AsyncClient, path: str, body: Mapping[str, Any]) -> Any:
+        import httpx2
+
+        try:
+            async with client.stream("POST", f"{self._url}{path}", json=body) as response:
+                content = await self._content(response)
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:  # the token has not been sent
+            raise _ComeAgain(
+                f"{self._url} cannot be reached ({type(error).__name__}: {error})"
+            ) from None
+        except (httpx2.HTTPError, ssl.SSLError) as error:  # the text may hold what the server sent
+            raise ServerError(
+                f"{self._url} broke off or does not speak HTTP ({type(error).__name__})"
+            ) from None
+        return self._parsed(response, content)
+
+    async def _content(self, response: httpx2.Response) -> bytes:
+        """The body, as it is on the wire, of an answer that is not refused by its size."""
+        parts, size = [], 0
+        async for part in response.aiter_raw():
+            parts.append(part)
+            size += len(part)
+            if size > self._max_bytes:
+                raise ServerError(
+                    f"{self._url} answered more than max_response_mb={self._max_bytes / 1e6:g}"
+                )
+        return b"".join(parts)
+
+    def _parsed(self, response: httpx2.Response, content: bytes) -> Any:
+        status, kind = (
+            response.status_code,
+            response.headers.get("content-type", "").split(";")[0].strip().lower(),
+        )
+        if status in BUSY:
+            raise _ComeAgain(
+                f"{self._url} answered {status}", _seconds(response.headers.get("retry-after", ""))
+            )
+        if status != 200:
+            said = self._quoted(content) if kind == "application/json" else ""
+            raise ServerError(f"{self._url} answered {status}{said}")
+        if kind != "application/json" or "content-encoding" in response.headers:
+            raise ServerError(f"{self._url} answered something else than plain application/json")
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise ServerError(
+                f"{self._url} answered broken JSON ({type(error).__name__})"
+            ) from None
+
+    def _quoted(self, content: bytes) -> str:
+        """What a server says about its refusal, printable, short and without the token."""
+        try:
+            said = json.dumps(
+                json.loads(content), ensure_ascii=False
+            )  # without escapes that would hide the token
+        except (ValueError, RecursionError):
+            return ""
+        text = "".join(character for character in said if character.isprintable())
+        if self._token is not None:
+            text = text.replace(self._token, "***")
+        return f": {text[:_LONGEST_QUOTE]}"
+
+
+class _Lookups(ThreadPoolExecutor):
+    """Where names are looked up. A look-up that hangs cannot be ended, and must not hold the call
+    that gave it up.
+    """
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait=False, cancel_futures=cancel_futures)
+
+
+class Breaker:
+    """Lets calls fail at once after `max_failures` in a row, for `cooldown_s`; then the next one
+    decides.
+    """
+
+    def __init__(self, max_failures: int, cooldown_s: float) -> None:
+        self._max_failures, self._cooldown_s = max_failures, cooldown_s
+        self._failures, self._open_until = 0, 0.0
+
+    def check(self) -> None:
+        """Raise ServerError during a pause."""
+        left = self._open_until - time.monotonic()
+        if left > 0:
+            raise ServerError(
+                f"left alone for another {left:.0f} s after {self._failures} failures in a row"
+            )
+
+    def record(self, failed: bool) -> None:
+        self._failures = self._failures + 1 if failed else 0
+        if self._failures >= self._max_failures:
+            self._open_until = time.monotonic() + self._cooldown_s
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address is this machine's own."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_url(url: str) -> None:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("url must begin with https:// or, to this machine, http:// and a host")
+    try:
+        _ = parts.port
+    except ValueError:
+        raise ValueError("url must have a port from 0 to 65535 after the host, or none") from None
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        raise ValueError(
+            "url must have no user, query or fragment: put a token into an environment variable "
+            "(token_env)"
+        )
+    if parts.scheme == "http" and not is_loopback(parts.hostname):
+        raise ValueError(
+            f"url={url!r} would send samples and token in the clear: use https, or a tunnel to "
+            "this machine such as "
+            "ssh -L 8000:localhost:8000"
+        )
+
+
+def read_token(name: str) -> str:
+    """The bearer token in the environment variable `name`. ValueError, which repeats neither, if
+    there is none.
+    """
+    if not (name.isidentifier() and name.isascii()):
+        raise ValueError("token_env must be the name of an environment variable, not a token")
+    token = os.environ.get(name, "")
+    if not _TOKEN.fullmatch(token):
+        raise ValueError(
+            "token_env: the environment variable of that name is unset, or holds no token "
+            "(letters, digits, -._~+/=)"
+        )
+    return token
+
+
+def _trusting(ca_file: str) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=Path(ca_file).expanduser())
+    except OSError as error:
+        raise ValueError(
+            f"ca_file={ca_file!r}: give a file of certificates in PEM ({error})"
+        ) from error
+
+
+def _seconds(text: str) -> float:
+    """Retry-After in seconds; its other form, a date, is not worth a clock."""
+    return float(text) if text.isascii() and text.isdigit() and len(text) < 6 else 0.0

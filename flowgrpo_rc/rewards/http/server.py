@@ -1,0 +1,133 @@
+"""A reward of the package behind HTTP, for `Remote`: a bearer token, a limit for the body, one call
+at a time.
+"""
+
+import asyncio
+import hmac
+import json
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from flowgrpo_rc.plugins import build, load_class
+from flowgrpo_rc.rewards.base import Reward
+from flowgrpo_rc.rewards.http.client import is_loopback, read_token
+from flowgrpo_rc.rewards.http.wire import PATH, decode, encode_scores
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+PACKAGE = "flowgrpo_rc.rewards"
+PACKAGES = ("fastapi", "uvicorn")
+
+
+def make_app(reward: Reward, token: str, *, max_body_mb: float) -> "FastAPI":
+    """An application that scores requests of `rewards/wire.py`.
+
+    It answers 401 without the token, 413 to a longer body, 415 to another type than JSON, 422 to
+    what is no request, or of a kind that the reward does not score, and 500 with the exception if
+    the reward fails.
+    """
+    from fastapi import Depends, FastAPI, HTTPException, Request
+    from fastapi.concurrency import run_in_threadpool
+
+    app = FastAPI(title=type(reward).__name__, docs_url=None, redoc_url=None, openapi_url=None)
+    one_at_a_time = asyncio.Lock()
+
+    def authorize(request: Request) -> None:
+        given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, f"Bearer {token}".encode()):
+            raise HTTPException(
+                401, "wrong or missing bearer token", {"WWW-Authenticate": "Bearer"}
+            )
+
+    async def body(request: Request) -> Any:
+        if request.headers.get("content-type", "").split(";")[0] != "application/json":
+            raise HTTPException(415, "send application/json")
+        content = bytearray()
+        async for part in request.stream():
+            content += part
+            if len(content) > max_body_mb * 1e6:
+                raise HTTPException(413, f"the body is longer than {max_body_mb:g} MB")
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise HTTPException(422, f"the body is no JSON ({type(error).__name__})") from error
+
+    @app.get("/v1/reward", dependencies=[Depends(authorize)])
+    def about() -> dict[str, Any]:
+        return {
+            "name": type(reward).__name__,
+            "kind": reward.kind,
+            "part_names": list(reward.part_names),
+            "requires_target": reward.requires_target,
+        }
+
+    @app.post(PATH, dependencies=[Depends(authorize)])
+    async def score(request: Request) -> dict[str, Any]:
+        asked = await body(request)
+        try:
+            samples, prompts = await run_in_threadpool(decode, asked)
+            if reward.kind not in (asked["kind"], "any"):
+                raise ValueError(f"this reward scores {reward.kind}s, not {asked['kind']}s")
+        except ValueError as error:
+            raise HTTPException(422, str(error)) from error
+        async with one_at_a_time:
+            if await request.is_disconnected():  # it gave up while others were served
+                raise HTTPException(499, "the client is gone")
+            try:
+                return encode_scores(await run_in_threadpool(reward, samples, prompts))
+            except (
+                Exception
+            ) as error:  # a reward is foreign code, and its failure is one of this request
+                raise HTTPException(500, f"{type(error).__name__}: {error}") from error
+
+    return app
+
+
+def serve(
+    name: str,
+    options: dict[str, Any],
+    *,
+    token_env: str,
+    host: str,
+    port: int,
+    certificate: str | None,
+    key: str | None,
+    max_body_mb: float,
+) -> None:
+    """Serve a reward of the package, or of the full path of a class, until interrupted.
+
+    token_env: name of the environment variable with the token that clients must send.
+
+    Raises ValueError for a reward or an option that does not exist, a token that is none, and an
+    address that other machines reach without TLS; ImportError without the packages of the extra
+    `serve`.
+    """
+    if not all(find_spec(package) for package in PACKAGES):
+        raise ImportError(
+            f"serve-reward needs {' and '.join(PACKAGES)}: pip install 'flowgrpo-rc[serve]'"
+        )
+    token = read_token(token_env)
+    if (certificate is None) != (key is None):
+        raise ValueError("give both --certificate and --key, or none")
+    if certificate is None and not is_loopback(host):
+        raise ValueError(
+            f"--host {host} is reached from other machines, where samples and token would travel "
+            "in the clear: give "
+            "--certificate and --key, or keep 127.0.0.1 and let clients come through a tunnel"
+        )
+    reward: Reward = build(load_class(PACKAGE, name, Reward), options, name)
+    if reward.kind == "latent":
+        raise ValueError(f"{name} scores latents, which do not travel")
+    import uvicorn
+
+    app = make_app(reward, token, max_body_mb=max_body_mb)
+    uvicorn.run(
+        app,
+        host=host,
+        port=port,
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
+        limit_concurrency=64,
+        access_log=False,
+    )

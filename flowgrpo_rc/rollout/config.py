@@ -1,0 +1,291 @@
+"""Settings of the rollout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from flowgrpo_rc.batch import SamplerSpec, TokenSpec
+from flowgrpo_rc.core.schedule import SHARING, window_bounds
+from flowgrpo_rc.core.transition import CONVENTIONS, KINDS
+from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.rollout.engine import ROLLOUT_DTYPES
+from flowgrpo_rc.rollout.quantization import precision
+
+
+@dataclass(kw_only=True)
+class PipelineConfig:
+    """Size, denoising steps and guidance of the rollout, in the pipeline's own words.
+
+    height: of a picture, in pixels.
+    width: of a picture, in pixels.
+    num_inference_steps: denoising steps of a training sample.
+    guidance_scale: of SD3 and Wan; of FLUX.1 an input of the transformer. 1 is no guidance.
+    true_cfg_scale: the guidance of Qwen-Image, which must be given, and of FLUX.1 with a negative
+        prompt. 1 is none.
+    max_sequence_length: tokens of the prompt.
+    num_frames: of a video; null for images.
+    """
+
+    height: int = 512
+    width: int = 512
+    num_inference_steps: int = 10
+    guidance_scale: float = 4.5
+    true_cfg_scale: float | None = None
+    max_sequence_length: int = 128
+    num_frames: int | None = None
+
+
+@dataclass(kw_only=True)
+class AlgoConfig:
+    """The stochastic part of sampling.
+
+    noise_level: how much noise a stochastic step adds.
+    sde_type: which process a stochastic step follows.
+    log_prob_convention: `gaussian`, the density; `peers`, for cps only, without 1 / (2 s^2), as
+        other systems have it.
+    sde_window_size: how many consecutive steps are stochastic and trained; null: the whole range.
+    sde_window_range: [first, last) of the steps that the window is drawn from; null: all but the
+        last step.
+    window_sharing: who has the same window: all samples of a step, those of a prompt, or nobody.
+    """
+
+    noise_level: float = 0.7
+    sde_type: str = "sde"
+    log_prob_convention: str = "gaussian"
+    sde_window_size: int | None = None
+    sde_window_range: list[int] | None = None
+    window_sharing: str = "group"
+
+
+@dataclass(kw_only=True)
+class EvaluationConfig:
+    """How held-out samples are made, with a fixed seed: images by the ODE, with their own steps and
+    guidance.
+
+    num_inference_steps: denoising steps of a held-out image.
+    guidance_scale: as in rollout.pipeline.
+    true_cfg_scale: as in rollout.pipeline; null takes that of rollout.pipeline.
+    temperature: of held-out text; 0 takes the likeliest token.
+    n: how many prompts of the file are used; null: all.
+    batch_size: held-out samples made at once.
+    seed: of the held-out samples' noise.
+    """
+
+    num_inference_steps: int = 40
+    guidance_scale: float = 4.5
+    true_cfg_scale: float | None = None
+    temperature: float = 0.0
+    n: int | None = None
+    batch_size: int = 16
+    seed: int = 42
+
+
+@dataclass(kw_only=True)
+class RolloutConfig:
+    """How training samples are made. For images: pipeline and algo. For text: temperature and the
+    lengths.
+
+    name: the engine: a module of flowgrpo_rc.rollout, with or without the ending `_engine`, or the
+        path of a class.
+    n: samples of a prompt, its group.
+    dtype: precision of the sampling weights.
+    quantization: of the frozen weights of the blocks, where the engine offers it: int8, int4, fp8,
+        or int8_dynamic (inputs of layers, too).
+    compile: torch.compile for the blocks, where the engine offers it.
+    staleness: sample up to so many steps ahead of the training, with weights that are so many steps
+        older.
+    micro_batch_size_per_gpu: samples per forward of one process; null: as the actor's, which keeps
+        the replay aligned.
+    calculate_log_probs: record the log-probs of the rollout; false is refused, since nothing could
+        be corrected.
+    temperature: of training text.
+    prompt_length: of text, in tokens; a longer prompt is an error.
+    response_length: of text, in tokens; a longer response is cut.
+    engine_kwargs: further options of the engine.
+    """
+
+    name: str = "diffusers_engine"
+    n: int = 24
+    dtype: str = "bf16"
+    quantization: str | None = None
+    compile: bool = False
+    staleness: int = 0
+    micro_batch_size_per_gpu: int | None = None
+    calculate_log_probs: bool = True
+    temperature: float = 1.0
+    prompt_length: int = 512
+    response_length: int = 512
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    val_kwargs: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    def spec(self) -> SamplerSpec:
+        """The sampler that training rollouts use."""
+        return SamplerSpec(
+            height=self.pipeline.height,
+            width=self.pipeline.width,
+            num_inference_steps=self.pipeline.num_inference_steps,
+            guidance_scale=self.pipeline.guidance_scale,
+            noise_level=self.algo.noise_level,
+            sde_type=self.algo.sde_type,
+            log_prob_convention=self.algo.log_prob_convention,
+            max_sequence_length=self.pipeline.max_sequence_length,
+            true_cfg_scale=self.pipeline.true_cfg_scale,
+            num_frames=self.pipeline.num_frames,
+            dtype=precision(self.dtype, self.quantization),
+        )
+
+    def held_out_spec(self) -> SamplerSpec:
+        """The sampler of evaluation: the ODE, in the trainer's own precision."""
+        held_out = self.val_kwargs
+        return replace(
+            self.spec(),
+            num_inference_steps=held_out.num_inference_steps,
+            guidance_scale=held_out.guidance_scale,
+            true_cfg_scale=self.pipeline.true_cfg_scale
+            if held_out.true_cfg_scale is None
+            else held_out.true_cfg_scale,
+            noise_level=0.0,
+            sde_type="sde",
+            log_prob_convention="gaussian",
+            dtype="",
+        )
+
+    def check_model(self, model: type[FlowModel]) -> None:
+        """Raise ValueError for a setting that has no effect on such a model, and for one that it
+        lacks.
+        """
+        _check_guidance(model, self.pipeline, PipelineConfig().guidance_scale, "rollout.pipeline")
+        _check_guidance(
+            model, self.val_kwargs, EvaluationConfig().guidance_scale, "rollout.val_kwargs"
+        )
+        pipeline, name = self.pipeline, model.pipeline_class
+        if (
+            model.cfg_key == "true_cfg_scale"
+            and not model.embeds_guidance
+            and pipeline.true_cfg_scale is None
+        ):
+            raise ValueError(
+                f"rollout.pipeline.true_cfg_scale is not set, and {name} has no other guidance: "
+                "give 1 (none) or more"
+            )
+        if model.makes == "video" and pipeline.num_frames is None:
+            raise ValueError(
+                f"rollout.pipeline.num_frames is not set, and {name} makes videos: give their "
+                "length"
+            )
+        if model.makes == "image" and pipeline.num_frames is not None:
+            raise ValueError(
+                f"rollout.pipeline.num_frames={pipeline.num_frames} has no effect: {name} makes "
+                "images"
+            )
+        if not 0 <= pipeline.max_sequence_length <= model.max_sequence_length:
+            raise ValueError(
+                f"rollout.pipeline.max_sequence_length={pipeline.max_sequence_length}: {name} "
+                "takes 0 to "
+                f"{model.max_sequence_length} tokens"
+            )
+
+    def token_spec(self) -> TokenSpec:
+        """How training rollouts sample text."""
+        return TokenSpec(
+            dtype=precision(self.dtype, self.quantization),
+            temperature=self.temperature,
+            prompt_length=self.prompt_length,
+            response_length=self.response_length,
+        )
+
+    def window(self) -> tuple[int, int, int]:
+        """(size, first, last) of the SDE window; ValueError where it does not fit the schedule."""
+        algo, steps = self.algo, self.pipeline.num_inference_steps
+        return window_bounds(steps, algo.sde_window_size, algo.sde_window_range, algo.sde_type)
+
+    def validate(self) -> None:
+        """Raise ValueError for a setting that is out of range, naming key, value and what is
+        allowed.
+        """
+        _one_of("rollout.dtype", self.dtype, ROLLOUT_DTYPES)
+        if self.staleness < 0:
+            raise ValueError(f"rollout.staleness={self.staleness}: give 0 or more steps")
+        if not 0 < self.temperature < math.inf or not 0 <= self.val_kwargs.temperature < math.inf:
+            raise ValueError(
+                f"rollout.temperature={self.temperature}, rollout.val_kwargs.temperature="
+                f"{self.val_kwargs.temperature}: give a number above 0; held-out text may take 0, "
+                "the likeliest token"
+            )
+        if self.prompt_length < 1 or self.response_length < 1:
+            raise ValueError(
+                f"rollout.prompt_length={self.prompt_length}, "
+                f"rollout.response_length={self.response_length}: give at "
+                "least 1 token"
+            )
+        _one_of("rollout.algo.sde_type", self.algo.sde_type, KINDS)
+        _one_of("rollout.algo.log_prob_convention", self.algo.log_prob_convention, CONVENTIONS)
+        _one_of("rollout.algo.window_sharing", self.algo.window_sharing, SHARING)
+        if self.algo.log_prob_convention == "peers" and self.algo.sde_type != "cps":
+            raise ValueError(
+                "rollout.algo.log_prob_convention=peers exists for rollout.algo.sde_type=cps only"
+            )
+        if self.n < 2:
+            raise ValueError(f"rollout.n={self.n}: a group needs at least 2 samples to compare")
+        upper = 1.0 if self.algo.sde_type == "cps" else float("inf")
+        if not 0 < self.algo.noise_level <= upper:
+            raise ValueError(
+                f"rollout.algo.noise_level={self.algo.noise_level}: give a number above 0"
+                + (" and at most 1 for cps" if upper == 1 else "")
+            )
+        if self.val_kwargs.batch_size < 1 or (
+            self.val_kwargs.n is not None and self.val_kwargs.n < 1
+        ):
+            raise ValueError(
+                f"rollout.val_kwargs.batch_size={self.val_kwargs.batch_size} and "
+                "rollout.val_kwargs.n="
+                f"{self.val_kwargs.n}: give at least 1 (n: or null for all prompts)"
+            )
+        for key, pipeline in (("pipeline", self.pipeline), ("val_kwargs", self.val_kwargs)):
+            if pipeline.num_inference_steps < 1:
+                raise ValueError(
+                    f"rollout.{key}.num_inference_steps={pipeline.num_inference_steps}: give at "
+                    "least 1"
+                )
+            for name, scale in (
+                ("guidance", pipeline.guidance_scale),
+                ("true_cfg", pipeline.true_cfg_scale),
+            ):
+                if scale is not None and scale < 1:
+                    raise ValueError(f"rollout.{key}.{name}_scale={scale}: give 1 (none) or more")
+        if self.pipeline.num_inference_steps < 2:
+            raise ValueError(
+                "rollout.pipeline.num_inference_steps=1 leaves no stochastic step: give at least 2"
+            )
+        if self.pipeline.num_frames is not None and self.pipeline.num_frames < 1:
+            raise ValueError(
+                f"rollout.pipeline.num_frames={self.pipeline.num_frames}: give at least 1, or null"
+            )
+        if not self.calculate_log_probs:
+            raise ValueError(
+                "rollout.calculate_log_probs=false leaves nothing to correct with, in bypass mode "
+                "not even an old "
+                "policy: set it to true"
+            )
+        self.window()
+
+
+def _check_guidance(
+    model: type[FlowModel], given: PipelineConfig | EvaluationConfig, default_scale: float, key: str
+) -> None:
+    used = f"the guidance of {model.pipeline_class} is {key}.{model.cfg_key}"
+    if model.cfg_key != "true_cfg_scale" and given.true_cfg_scale not in (None, 1):
+        raise ValueError(f"{key}.true_cfg_scale={given.true_cfg_scale} has no effect: {used}")
+    uses_guidance_scale = model.cfg_key == "guidance_scale" or model.embeds_guidance
+    if not uses_guidance_scale and given.guidance_scale not in (1, default_scale):
+        raise ValueError(f"{key}.guidance_scale={given.guidance_scale} has no effect: {used}")
+
+
+def _one_of(key: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{key}={value!r}: allowed are {', '.join(allowed)}")

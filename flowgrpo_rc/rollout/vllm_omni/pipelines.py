@@ -1,0 +1,243 @@
+"""vLLM-Omni's own pipelines, whose denoising loop is the trainer's. Imported by the engine's
+process alone.
+
+Text encoders, transformer, guidance and parallelism stay the engine's. Latents, sigmas, timesteps
+and the maths of a step are fp32, as in `policies.flow`; the transformer gets its own precision. The
+noise follows from each sample's seed as in the diffusers engine. Latents are decoded by the
+trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm_omni.diffusion.data import DiffusionOutput
+from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image import QwenImagePipeline
+from vllm_omni.diffusion.models.sd3.pipeline_sd3 import StableDiffusion3Pipeline
+from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
+from vllm_omni.inputs.data import OmniDiffusionSamplingParams
+
+from flowgrpo_rc.batch import SamplerSpec
+from flowgrpo_rc.core.random import normal
+from flowgrpo_rc.models.base import Schedule
+from flowgrpo_rc.policies.flow import Trajectory, Velocity, sample_trajectory
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+EXTRA = "rollout"  # where a request carries its Sample, and an output its record
+RECORDED = ("final", "window_latents", "log_probs", "means")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """What one request asks for beyond vLLM-Omni's own parameters. window [T] int64; shape of one
+    sample's latents.
+    """
+
+    spec: SamplerSpec
+    schedule: Schedule
+    shape: Sequence[int]
+    window: Tensor
+    seed: int
+    keep_means: bool
+
+
+class Recorder:
+    """Mixed into a pipeline: runs `diffuse` on the requests' own noise and sends back what it
+    recorded.
+
+    renamed: the end of a module's name in diffusers -> in vLLM-Omni.
+    """
+
+    supports_request_batch = True
+    renamed: ClassVar[Mapping[str, str]] = {}
+    od_config: Any
+    device: torch.device
+    lora: tuple[Mapping[str, Tensor], int] | None = None
+
+    def forward(self, req: DiffusionRequestBatch) -> list[DiffusionOutput]:
+        if req.is_dummy_run():  # of 512 x 512 pixels, which a small model has no positions for
+            return [DiffusionOutput(output=torch.zeros(1)) for _ in req.requests]
+        self._samples = [params.extra_args[EXTRA] for params in req.sampling_params_list]
+        outputs: list[DiffusionOutput] = super().forward(req)  # type: ignore[misc]
+        record, spec = self._record, asdict(self._used(req.sampling_params_list[0]))
+        shared = {
+            "sigmas": record.schedule.sigmas.cpu(),
+            "timesteps": record.schedule.timesteps.cpu(),
+            "spec": spec,
+        }
+        for row, output in enumerate(outputs):
+            recorded = {name: getattr(record, name) for name in RECORDED}
+            own = {name: rows[row].cpu() for name, rows in recorded.items() if rows is not None}
+            output.output = {"payload": {"image": own["final"]}, "metadata": {EXTRA: shared | own}}
+        return outputs
+
+    def predict_noise(self, *args: Any, **named: Any) -> Tensor:
+        """In fp32 before guidance, which enlarges what bf16 rounds away."""
+        return super().predict_noise(*args, **named).float()  # type: ignore[misc]
+
+    def _denoise(self, velocity: Velocity) -> Tensor:
+        """Walk the schedule; the record is kept, the final latents go back to the pipeline."""
+        samples, first = self._samples, self._samples[0]
+        seeds = [sample.seed for sample in samples]
+        schedule = Schedule(*(part.to(self.device) for part in first.schedule))
+        self._record: Trajectory = sample_trajectory(
+            velocity,
+            schedule,
+            normal(first.shape, seeds, "latents").to(self.device),
+            first.spec,
+            torch.stack([sample.window for sample in samples]).to(self.device),
+            lambda step: normal(first.shape, seeds, "step", step).to(self.device),
+            keep_means=first.keep_means,
+        )
+        return self._record.final
+
+    def _used(self, params: OmniDiffusionSamplingParams) -> SamplerSpec:
+        """The settings that this pipeline sampled with: vLLM-Omni's parameters, its precision, the
+        trainer's step.
+        """
+        return replace(
+            self._samples[0].spec,
+            height=params.height,
+            width=params.width,
+            num_inference_steps=len(self._record.schedule.timesteps),
+            guidance_scale=params.guidance_scale,
+            max_sequence_length=params.max_sequence_length,
+            dtype=DTYPES[self.od_config.dtype],
+        )
+
+    def _load_diffusion_lora_adapter(
+        self, *, lora_request: Any, lora_path: str, dtype: torch.dtype
+    ) -> Any:
+        """The hook by which vLLM-Omni asks a pipeline for an adapter: from memory, in the tensors'
+        own precision.
+        """
+        assert self.lora is not None, "tensors are handed over before they are bound"
+        tensors, rank = self.lora
+        named = {}
+        for name, tensor in tensors.items():
+            for theirs, ours in self.renamed.items():
+                name = name.replace(f"{theirs}.lora_", f"{ours}.lora_")
+            named[f"base_model.model.{name}"] = tensor
+        modules = sorted(
+            {name.removeprefix("base_model.model.").split(".lora_")[0] for name in named}
+        )
+        helper = PEFTHelper(r=rank, lora_alpha=rank, target_modules=modules)
+        model = LoRAModel.from_lora_tensors(
+            lora_request.lora_int_id, named, helper, device="cpu", dtype=dtype
+        )
+        return model, helper
+
+
+class RolloutStableDiffusion3(Recorder, StableDiffusion3Pipeline):
+    def encode(self, texts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
+        embeds, pooled = self.encode_prompt(
+            texts, None, None, max_sequence_length=max_sequence_length
+        )
+        return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
+
+    def diffuse(
+        self,
+        latents: Tensor,
+        timesteps: Tensor,
+        prompt_embeds: Tensor,
+        pooled_prompt_embeds: Tensor,
+        negative_prompt_embeds: Tensor | None,
+        negative_pooled_prompt_embeds: Tensor | None,
+        do_true_cfg: bool,
+        guidance_scale: float,
+        cfg_normalize: bool = False,
+    ) -> Tensor:
+        def velocity(x: Tensor, at: Tensor) -> Tensor:
+            both = {
+                "hidden_states": x.to(self.od_config.dtype),
+                "timestep": at,
+                "return_dict": False,
+            }
+            positive = both | {
+                "encoder_hidden_states": prompt_embeds,
+                "pooled_projections": pooled_prompt_embeds,
+            }
+            negative = both | {
+                "encoder_hidden_states": negative_prompt_embeds,
+                "pooled_projections": negative_pooled_prompt_embeds,
+            }
+            return self.predict_noise_maybe_with_cfg(
+                do_true_cfg,
+                guidance_scale,
+                positive,
+                negative if do_true_cfg else None,
+                cfg_normalize,
+            )
+
+        return self._denoise(velocity)
+
+
+class RolloutQwenImage(Recorder, QwenImagePipeline):
+    renamed: ClassVar[Mapping[str, str]] = {".to_out.0": ".to_out"}
+
+    def _used(self, params: OmniDiffusionSamplingParams) -> SamplerSpec:
+        used = super()._used(params)
+        asked = max(used.true_cfg_scale or 1.0, 1.0)
+        return used if self._guidance == asked else replace(used, true_cfg_scale=self._guidance)
+
+    def encode(self, texts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
+        embeds, mask = self.encode_prompt(texts, max_sequence_length=max_sequence_length)
+        return {
+            "prompt_embeds": embeds.to(self.od_config.dtype),
+            "prompt_embeds_mask": mask,
+        }  # its encoder has its own
+
+    def diffuse(
+        self,
+        prompt_embeds: Tensor,
+        prompt_embeds_mask: Tensor,
+        negative_prompt_embeds: Tensor | None,
+        negative_prompt_embeds_mask: Tensor | None,
+        latents: Tensor,
+        img_shapes: Any,
+        txt_seq_lens: Any,
+        negative_txt_seq_lens: Any,
+        timesteps: Tensor,
+        do_true_cfg: bool,
+        guidance: Tensor | None,
+        true_cfg_scale: float,
+        image_latents: None = None,
+        cfg_normalize: bool = True,
+        additional_transformer_kwargs: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        self.transformer.do_true_cfg = do_true_cfg
+        self._guidance = true_cfg_scale if do_true_cfg else 1.0
+
+        def velocity(x: Tensor, at: Tensor) -> Tensor:
+            both = {
+                "hidden_states": x.to(self.od_config.dtype),
+                "timestep": at / 1000,
+                "guidance": guidance,
+                "img_shapes": img_shapes,
+                **(additional_transformer_kwargs or {}),
+            }
+            positive = both | {
+                "encoder_hidden_states": prompt_embeds,
+                "encoder_hidden_states_mask": prompt_embeds_mask,
+                "txt_seq_lens": txt_seq_lens,
+            }
+            negative = both | {
+                "encoder_hidden_states": negative_prompt_embeds,
+                "encoder_hidden_states_mask": negative_prompt_embeds_mask,
+                "txt_seq_lens": negative_txt_seq_lens,
+            }
+            return self.predict_noise_maybe_with_cfg(
+                do_true_cfg,
+                true_cfg_scale,
+                positive,
+                negative if do_true_cfg else None,
+                cfg_normalize,
+            )
+
+        return self._denoise(velocity)

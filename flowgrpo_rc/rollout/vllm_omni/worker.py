@@ -1,0 +1,78 @@
+"""What the engine's worker does for the trainer. Imported by the engine's process alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
+from vllm_omni.lora.request import LoRARequest
+
+Pair = tuple[Tensor, Tensor]
+
+
+class RolloutWorker(CustomPipelineWorkerExtension):
+    """Mixed into vLLM-Omni's worker, whose methods the engine calls by name."""
+
+    model_runner: Any
+    lora_manager: Any
+    od_config: Any
+
+    def rollout_encode(self, texts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
+        with torch.inference_mode():
+            return self.model_runner.pipeline.encode(texts, max_sequence_length)
+
+    def rollout_bind_lora(
+        self, request: LoRARequest, tensors: Mapping[str, Tensor], rank: int
+    ) -> dict[str, Tensor]:
+        """Replace the adapter; returns what the layers hold now. ValueError if some tensor has no
+        layer.
+        """
+        for adapter in self.lora_manager.list_adapters():
+            self.lora_manager.remove_adapter(adapter)
+        self.model_runner.pipeline.lora = (tensors, rank)
+        self.lora_manager.set_active_adapter(request)
+        return self.rollout_bound_lora()
+
+    def rollout_bound_lora(self) -> dict[str, Tensor]:
+        """The adapter's tensors as the layers hold them, under the trainer's names; nothing where
+        it is off.
+
+        With tensor parallelism a layer holds a part, and the whole tensors are read from the
+        manager instead, which binds all or raises.
+        """
+        manager, pipeline = self.lora_manager, self.model_runner.pipeline
+        _, rank = pipeline.lora
+        whole = self.od_config.parallel_config.tensor_parallel_size == 1
+        bound = _in_layers(manager, rank) if whole else _in_manager(manager)
+        named: dict[str, Tensor] = {}
+        for module, pair in bound:
+            for theirs, ours in pipeline.renamed.items():
+                module = module.removesuffix(ours) + theirs if module.endswith(ours) else module
+            named |= {
+                f"{module}.lora_{letter}.weight": tensor
+                for letter, tensor in zip("AB", pair, strict=True)
+            }
+        return named
+
+
+def _in_layers(manager: Any, rank: int) -> Iterator[tuple[str, Pair]]:
+    for path, layer in manager._lora_modules.items():
+        parent, _, leaf = path.partition(".")[2].rpartition(".")  # without `transformer.`
+        slices = (
+            manager._get_packed_sublayer_suffixes(leaf, layer.n_slices)
+            if layer.n_slices > 1
+            else [leaf]
+        )
+        for index, name in enumerate(slices):
+            if layer._diffusion_lora_active_slices[index]:
+                a, b = layer.lora_a_stacked[index], layer.lora_b_stacked[index]
+                yield f"{parent}.{name}", (a[0, 0, :rank], b[0, 0, :, :rank])
+
+
+def _in_manager(manager: Any) -> Iterator[tuple[str, Pair]]:
+    adapter = manager._registered_adapters.get(manager._active_adapter_id)
+    for name, weights in () if adapter is None else adapter.loras.items():
+        yield name, (weights.lora_a, weights.lora_b)

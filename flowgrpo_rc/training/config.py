@@ -1,0 +1,202 @@
+"""Settings of the run itself and of the advantage estimator."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from flowgrpo_rc.core.advantages import ESTIMATORS
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.distributed.sharding import STRATEGIES
+from flowgrpo_rc.losses.base import DiffusionLossConfig, TokenLossConfig
+from flowgrpo_rc.records.trackers import validate_loggers
+from flowgrpo_rc.training.ema import EMAConfig
+from flowgrpo_rc.training.optim import (
+    OptimConfig,
+)
+
+RESUME_MODES = ("auto", "disable")
+PRECISIONS = ("no", "bf16")
+DEVICES = ("auto", "cpu")
+
+
+@dataclass(kw_only=True)
+class AlgorithmConfig:
+    """How rewards become advantages.
+
+    adv_estimator: reward minus the mean of its group, over a standard deviation: `flow_grpo` (that
+        of the batch), `grpo` (that of the group); over nothing: `dr_grpo`, and `rloo` (minus the
+        mean of the group's others). `gdpo` does as `grpo` with each reward alone, then adds them by
+        weight and divides by the standard deviation of the batch.
+    norm_adv_by_std_in_grpo: whether to divide by a standard deviation; null takes the estimator's
+        own.
+    global_std: whether that is the standard deviation of the batch; null takes the estimator's own.
+    """
+
+    adv_estimator: str = "flow_grpo"
+    norm_adv_by_std_in_grpo: bool | None = None
+    global_std: bool | None = None
+    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+
+    @property
+    def norm_by_std(self) -> bool:
+        own, _ = ESTIMATORS[self.adv_estimator]
+        return own if self.norm_adv_by_std_in_grpo is None else self.norm_adv_by_std_in_grpo
+
+    @property
+    def norm_by_global_std(self) -> bool:
+        _, own = ESTIMATORS[self.adv_estimator]
+        return own if self.global_std is None else self.global_std
+
+    def validate(self) -> None:
+        if self.adv_estimator not in ESTIMATORS:
+            raise ValueError(
+                f"algorithm.adv_estimator={self.adv_estimator!r}: allowed are "
+                f"{', '.join(ESTIMATORS)}"
+            )
+        if self.adv_estimator == "gdpo":
+            for name in ("norm_adv_by_std_in_grpo", "global_std"):
+                value = getattr(self, name)
+                if value is not None:
+                    raise ValueError(
+                        f"algorithm.{name}={value} has no effect with "
+                        "algorithm.adv_estimator=gdpo: drop it"
+                    )
+        if self.global_std and not self.norm_by_std:
+            raise ValueError(
+                "algorithm.global_std=true has no effect where no standard deviation is divided "
+                "by: drop it, or "
+                "set algorithm.norm_adv_by_std_in_grpo=true "
+                f"(algorithm.adv_estimator={self.adv_estimator})"
+            )
+        self.rollout_correction.validate()
+
+
+@dataclass(kw_only=True)
+class TrainerConfig:
+    """The run itself.
+
+    total_training_steps: a step is one batch of samples.
+    save_freq: steps between checkpoints; 0: only at the end.
+    test_freq: steps between evaluations; 0: only at the start and the end.
+    max_checkpoints_to_keep: the oldest go first.
+    output_dir: the run's folder; the same command goes on where it stopped.
+    project_name: for trackers.
+    experiment_name: for trackers and the report.
+    logger: where numbers go besides metrics.jsonl: any of console, wandb, tensorboard.
+    seed: of everything random.
+    resume_mode: `auto` goes on from the newest checkpoint; `disable` refuses a folder that holds a
+        run.
+    max_time: seconds of this command, then the run stops after the step with its state saved; null:
+        no limit.
+    device: `auto` takes the GPU where there is one.
+    mixed_precision: autocast of the training forward.
+    save_rollouts: keep every step's trajectories in rollouts/, for `data.replay_dir` of another
+        run.
+    strategy: several processes hold a whole network each (`ddp`) or share the frozen weights
+        (`fsdp2`); `auto` does what accelerate's configuration says.
+    timeout_s: how long a process waits for another one before the run fails.
+    """
+
+    total_training_steps: int = 100
+    save_freq: int = 20
+    test_freq: int = 20
+    max_checkpoints_to_keep: int = 2
+    output_dir: str = "outputs/run"
+    project_name: str = "flowgrpo_rc"
+    experiment_name: str = "run"
+    logger: list[str] = field(default_factory=lambda: ["console"])
+    seed: int = 42
+    resume_mode: str = "auto"
+    max_time: float | None = None
+    device: str = "auto"
+    mixed_precision: str = "no"
+    save_rollouts: bool = False
+    strategy: str = "auto"
+    timeout_s: float = 1800.0
+
+    def validate(self) -> None:
+        named = {
+            "resume_mode": RESUME_MODES,
+            "mixed_precision": PRECISIONS,
+            "device": DEVICES,
+            "strategy": STRATEGIES,
+        }
+        for name, allowed in named.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"trainer.{name}={getattr(self, name)!r}: allowed are {', '.join(allowed)}"
+                )
+        smallest = {
+            "total_training_steps": 1,
+            "save_freq": 0,
+            "test_freq": 0,
+            "max_checkpoints_to_keep": 1,
+        }
+        for name, least in smallest.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"trainer.{name}={getattr(self, name)}: give at least {least}")
+        if self.max_time is not None and not self.max_time > 0:
+            raise ValueError(
+                f"trainer.max_time={self.max_time}: give a number of seconds above 0, or null"
+            )
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(
+                f"trainer.timeout_s={self.timeout_s}: give a number of seconds above 0"
+            )
+        validate_loggers(self.logger)
+
+
+OLD_LOG_PROBS = ("auto", "recompute")
+
+
+REPLAYS = ("any", "aligned")
+
+
+@dataclass(kw_only=True)
+class ActorConfig:
+    """The update.
+
+    ppo_mini_batch_size: prompts of one optimizer step, of all processes together.
+    ppo_micro_batch_size_per_gpu: samples per forward and backward of one process; changes no
+        result.
+    ppo_epochs: passes over a step's samples.
+    use_kl_loss: add the KL to the base model (the adapter switched off) to the loss.
+    kl_loss_coef: what that KL is multiplied by.
+    old_log_probs: in decoupled mode, `auto` takes the first mini-batch's own forwards for its old
+        policy, where its correction allows that; `recompute` never does.
+    replay: `aligned` insists that a micro-batch is what the rollout evaluated together, so that
+        equal precisions give a ratio of exactly 1 where a row's last bits depend on the size of its
+        batch; `any` lets the sizes differ.
+    """
+
+    ppo_mini_batch_size: int = 24
+    ppo_micro_batch_size_per_gpu: int = 8
+    ppo_epochs: int = 1
+    use_kl_loss: bool = False
+    kl_loss_coef: float = 0.04
+    old_log_probs: str = "auto"
+    replay: str = "any"
+    diffusion_loss: DiffusionLossConfig = field(default_factory=DiffusionLossConfig)
+    token_loss: TokenLossConfig = field(default_factory=TokenLossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    ema: EMAConfig = field(default_factory=EMAConfig)
+
+    def validate(self) -> None:
+        for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"actor.{name}={getattr(self, name)}: give at least 1")
+        if self.use_kl_loss and not self.kl_loss_coef > 0:
+            raise ValueError(
+                f"actor.kl_loss_coef={self.kl_loss_coef} with actor.use_kl_loss=true: give more "
+                "than 0"
+            )
+        for name, allowed in (("old_log_probs", OLD_LOG_PROBS), ("replay", REPLAYS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"actor.{name}={getattr(self, name)!r}: allowed are {', '.join(allowed)}"
+                )
+        self.diffusion_loss.validate()
+        self.token_loss.validate()
+        self.optim.validate()
+        self.ema.validate()

@@ -1,0 +1,177 @@
+"""Images or videos of a flow model: SDE windows for training, ODE samples for evaluation, captioned
+grids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch
+from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.core.random import derive_seed, normal
+from flowgrpo_rc.core.schedule import draw_windows
+from flowgrpo_rc.core.transition import GaussianSteps
+from flowgrpo_rc.correction.correct import require_rollout_log_probs
+from flowgrpo_rc.losses.base import LossConfig, LossTerms
+from flowgrpo_rc.losses.diffusion import diffusion_terms
+from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.policies.encode_prompts import encode_prompts
+from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.records.samples import film_strips, save_animation, save_grid
+from flowgrpo_rc.rollout.config import RolloutConfig
+from flowgrpo_rc.rollout.engine import ImageRequest
+from flowgrpo_rc.training.tasks.task import HeldOut, Task
+
+
+class ImageTask(Task):
+    """Each held-out prompt has one sample, whose noise follows from (rollout.val_kwargs.seed,
+    position of the prompt): the samples of two evaluations differ by the weights alone."""
+
+    model: FlowModel
+    policy: FlowPolicy
+
+    def __init__(
+        self,
+        model: FlowModel,
+        policy: FlowPolicy,
+        config: RolloutConfig,
+        seed: int,
+        *,
+        keep_means: bool = False,
+        decode: bool = True,
+    ) -> None:
+        self.model, self.policy = model, policy
+        self._config, self._seed, self._keep_means, self._decode = config, seed, keep_means, decode
+        self._held_out = config.held_out_spec()
+
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Every text can be drawn; text encoders cut what is too long, as in the stock pipeline."""
+
+    def request(self, prompts: PromptBatch, seeds: Sequence[int]) -> ImageRequest:
+        config = self._config
+        size, first, last = config.window()
+        window = draw_windows(
+            prompts.slots,
+            config.n,
+            size=size,
+            first=first,
+            last=last,
+            sharing=config.algo.window_sharing,
+            seed=self._seed,
+            step=prompts.step,
+        )
+        return ImageRequest(
+            prompts=prompts,
+            samples_per_prompt=config.n,
+            spec=config.spec(),
+            window=window,
+            seeds=seeds,
+            keep_means=self._keep_means,
+            decode=self._decode,
+        )
+
+    def origin(self) -> dict[str, Any]:
+        """The latents' shape and where the SDE window may lie."""
+        return {
+            "latent_shape": list(self.model.latent_shape(self._config.spec())),
+            "window": list(self._config.window()),
+            "window_sharing": self._config.algo.window_sharing,
+        }
+
+    def check_rollout(self, batch: DiffusionBatch) -> None:
+        require_rollout_log_probs(batch)
+        self._check_schedule(batch)
+        if self._keep_means and batch.prev_sample_mean is None:
+            raise ValueError(
+                "the loss or a criterion compares the means of the steps with those of the "
+                "rollout, which did not "
+                "record any (prev_sample_mean): use another engine or rollout, or do without "
+                "algorithm.rollout_correction.rollout_rs=step_kl and, in bypass mode, with "
+                "actor.diffusion_loss.loss_mode=flow_grpo"
+            )
+
+    def _check_schedule(self, batch: DiffusionBatch) -> None:
+        """ValueError unless the rollout walked the model's own schedule: both sides read it from
+        the batch, so that another one, or timesteps in 16 bits, would show in no log-prob."""
+        schedule = self.model.schedule(self._config.spec())
+        for name, found, wanted in (
+            ("sigmas", batch.sigmas, schedule.sigmas),
+            ("all_timesteps", batch.all_timesteps, schedule.timesteps[batch.step_indices]),
+        ):
+            if found.shape != wanted.shape or not torch.allclose(
+                found, wanted.to(found), rtol=1e-5, atol=1e-6
+            ):
+                raise ValueError(
+                    f"the rollout walked another schedule than the model's: {name} are "
+                    f"{_first(found)}, and should be "
+                    f"{_first(wanted)}; check the scheduler (shift, dtype of the timesteps) of "
+                    "the engine"
+                )
+
+    def loss_terms(
+        self,
+        config: LossConfig,
+        log_probs: Tensor,
+        batch: DiffusionBatch,
+        gaussian: GaussianSteps | None,
+    ) -> LossTerms:
+        return diffusion_terms(config, log_probs, batch, gaussian)
+
+    def observe(self, batch: DiffusionBatch) -> MetricBag:
+        """The share of latents that 16 bits hold: all where an engine rounds what it stores, one in
+        thousands else.
+        """
+        bag, stored = MetricBag(), batch.all_latents[:, -1]
+        bag.mean("rollout/latents_16bit_fraction", (stored == stored.half()).double())
+        return bag
+
+    @torch.no_grad()
+    def sample(self, prompts: Sequence[Prompt], *, decode: bool = True) -> HeldOut:
+        """Images [N, H, W, 3] or videos [N, F, H, W, 3] uint8, by the ODE."""
+        model, spec = self.model, self._held_out
+        latents = self._latents(prompts)
+        conditioning, negative = encode_prompts(model, prompts, spec)
+        trajectory = self.policy.rollout(
+            latents,
+            conditioning,
+            negative,
+            spec,
+            torch.empty((len(prompts), 0), dtype=torch.int64, device=model.device),
+            lambda step: latents,
+        )
+        return HeldOut(model.decode(trajectory.final, spec) if decode else None, trajectory.final)
+
+    def save_samples(
+        self, stem: Path, samples: Sequence[Any], prompts: Sequence[Prompt], scores: Sequence[float]
+    ) -> Image.Image | None:
+        """A captioned grid, `stem`.png; of videos three frames each, and all of them in
+        `stem`.webp.
+        """
+        captions = [
+            f"{p.target or p.text} {score:.2f}" for p, score in zip(prompts, scores, strict=True)
+        ]
+        pictures = np.asarray(samples)
+        if self.model.makes == "video":
+            save_animation(stem.with_suffix(".webp"), pictures, captions)
+            pictures = film_strips(pictures)
+        return save_grid(stem.with_suffix(".png"), pictures, captions)
+
+    def _latents(self, prompts: Sequence[Prompt]) -> Tensor:
+        shape = self.model.latent_shape(self._held_out)
+        seeds = [
+            derive_seed(self._config.val_kwargs.seed, "evaluation", prompt.index)
+            for prompt in prompts
+        ]
+        return normal(shape, seeds, "latents").to(self.model.device)
+
+
+def _first(values: Tensor) -> str:
+    """The first numbers of a schedule, in words."""
+    return ", ".join(f"{value:g}" for value in values.flatten()[:4].tolist()) + ", ..."

@@ -1,0 +1,126 @@
+"""Responses of a language model: sampled for training, likeliest (or at a temperature of their own)
+for evaluation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from flowgrpo_rc.batch import Prompt, PromptBatch, TokenBatch
+from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.core.random import derive_seed, uniform
+from flowgrpo_rc.core.transition import GaussianSteps
+from flowgrpo_rc.correction.correct import require_rollout_log_probs
+from flowgrpo_rc.files import write_atomic
+from flowgrpo_rc.losses.base import LossConfig, LossTerms
+from flowgrpo_rc.losses.token import token_terms
+from flowgrpo_rc.models.causal_lm import CausalLM
+from flowgrpo_rc.policies.token import TokenPolicy
+from flowgrpo_rc.rollout.config import RolloutConfig
+from flowgrpo_rc.rollout.engine import TextRequest
+from flowgrpo_rc.training.tasks.task import HeldOut, Task
+
+
+class TextTask(Task):
+    """Each held-out prompt has one response whose randomness, if `rollout.val_kwargs.temperature`
+    leaves any, follows from (rollout.val_kwargs.seed, position of the prompt)."""
+
+    model: CausalLM
+    policy: TokenPolicy
+
+    def __init__(self, model: CausalLM, policy: TokenPolicy, config: RolloutConfig) -> None:
+        self.model, self.policy = model, policy
+        self._config = config
+        self._held_out = replace(
+            config.token_spec(), temperature=config.val_kwargs.temperature, dtype=""
+        )
+
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        for prompt in prompts:
+            self.model.encode([prompt.text], max_length=self._config.prompt_length)
+
+    def request(self, prompts: PromptBatch, seeds: Sequence[int]) -> TextRequest:
+        return TextRequest(
+            prompts=prompts,
+            samples_per_prompt=self._config.n,
+            spec=self._config.token_spec(),
+            seeds=seeds,
+        )
+
+    def origin(self) -> dict[str, Any]:
+        """The vocabulary: ids of another one mean other texts."""
+        vocabulary = json.dumps(sorted(self.model.tokenizer.get_vocab().items())).encode()
+        return {"vocabulary_sha256": hashlib.sha256(vocabulary).hexdigest()}
+
+    def check_rollout(self, batch: TokenBatch) -> None:
+        require_rollout_log_probs(batch)
+
+    def loss_terms(
+        self,
+        config: LossConfig,
+        log_probs: Tensor,
+        batch: TokenBatch,
+        gaussian: GaussianSteps | None,
+    ) -> LossTerms:
+        return token_terms(config, log_probs, batch)
+
+    def observe(self, batch: TokenBatch) -> MetricBag:
+        """Lengths in tokens, the end token included; fractions of responses cut at the limit and
+        without any text.
+        """
+        lengths = batch.response_mask.sum(1)
+        ends = torch.isin(
+            batch.response_ids, torch.tensor(self.model.eos_ids, device=lengths.device)
+        )
+        ended = (ends & batch.response_mask).any(1)
+        bag = MetricBag()
+        bag.mean("response/length_mean", lengths)
+        bag.max("response/length_max", lengths)
+        bag.min("response/length_min", lengths)
+        bag.mean("response/limit_fraction", ~ended & (lengths == batch.spec.response_length))
+        bag.mean("response/empty_fraction", lengths - ended.long() == 0)
+        return bag
+
+    def sample(self, prompts: Sequence[Prompt], *, decode: bool = True) -> HeldOut:
+        """The response to each prompt, as text."""
+        spec, config = self._held_out, self._config.val_kwargs
+        ids, mask = self.model.encode(
+            [prompt.text for prompt in prompts], max_length=spec.prompt_length
+        )
+        seeds = [derive_seed(config.seed, "evaluation", prompt.index) for prompt in prompts]
+        responses = self.policy.rollout(
+            ids, mask, spec, uniform((spec.response_length,), seeds, "tokens")
+        )
+        return HeldOut(self.model.decode(responses.ids, responses.mask))
+
+    def save_samples(
+        self, stem: Path, samples: Sequence[Any], prompts: Sequence[Prompt], scores: Sequence[float]
+    ) -> Image.Image | None:
+        """One object a line, `stem`.jsonl: prompt, target, completion and score (null where a
+        reward failed).
+        """
+        lines = [
+            json.dumps(
+                {
+                    "prompt": prompt.text,
+                    "target": prompt.target,
+                    "completion": completion,
+                    "score": score if math.isfinite(score) else None,
+                },
+                ensure_ascii=False,
+            )
+            for prompt, completion, score in zip(prompts, samples, scores, strict=True)
+        ]
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(stem.with_suffix(".jsonl"), "".join(f"{line}\n" for line in lines).encode())
+        return None
