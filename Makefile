@@ -32,7 +32,7 @@ reference: $(VENV)/.ready  ## docs/configuration.md and docs/metrics.md, from th
 	$(BIN)/python docs/reference_pages.py
 
 test-docs: $(VENV)/.ready  ## run the commands and Python blocks of README.md and docs/
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs_blocks.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs/blocks.py $(ARGS)
 
 vllm-omni: $(OMNI_VENV)/.ready  ## an environment in which rollout.name=vllm_omni runs on a CPU
 

@@ -41,7 +41,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a random checkpoint by its name in `tiny_models`, made once."""
-    from tiny_models import TINY, VARIANTS
+    from support.tiny_models import TINY, VARIANTS
 
     root = tmp_path_factory.mktemp("tiny")
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 from accelerate import Accelerator
-from builders import diffusion_batch
+from support.builders import diffusion_batch
 from torch import Tensor
 
 from flowgrpo_rc.batch import DiffusionBatch

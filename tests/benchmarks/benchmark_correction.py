@@ -44,7 +44,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from flowgrpo_rc import compute_rollout_correction_and_rejection_mask as ours
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "correction" / "parity"))
 from make_vectors import install
 
 VERSION, WARM_UP = "0.9.1", 3

@@ -22,7 +22,7 @@ import pytest
 import torch
 from conftest import read_rows, without_timings
 from safetensors.torch import load_file
-from tiny_models import TINY, Tiny
+from support.tiny_models import TINY, Tiny
 from torch import Tensor
 
 from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch, SamplerSpec, concat

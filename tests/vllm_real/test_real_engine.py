@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 import torch
-from read_interface import VERSION, interface
 from torch import Tensor
+from vllm_real.read_interface import VERSION, interface
 
 from flowgrpo_rc.assets.build_tiny_adder_lm import build_tokenizer
 from flowgrpo_rc.batch import Prompt, PromptBatch, TokenBatch, TokenSpec, concat

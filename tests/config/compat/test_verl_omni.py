@@ -1,0 +1,523 @@
+"""Command lines of verl-omni: every key is translated, reported or stops the run, and never
+silently ignored.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pyarrow
+import pytest
+from conftest import WORDS, Train, read_rows
+from pyarrow import parquet
+from support.verl_omni_commands import QWEN_IMAGE, SD35
+
+from flowgrpo_rc.cli import main
+from flowgrpo_rc.config.compat import Row, Setting, translate
+from flowgrpo_rc.config.compose import (
+    Composition,
+    compose_all,
+    compose_config,
+    config_folder,
+    to_config,
+)
+
+KINDS = ("translated", "no counterpart", "stops the run", "ignored")
+OTHER = "actor_rollout_ref."
+WHOLE = [f"{OTHER}model.path=a/b", f"{OTHER}rollout.name=vllm_omni"]
+
+REWARD = ["reward.reward_model.enable", "reward.custom_reward_function.path", "reward.terms"]
+
+
+def of_kind(composed: Composition, kind: str) -> list[str]:
+    return [row.key.removeprefix(OTHER) for row in composed.rows if row.kind == kind]
+
+
+def leaves(tree: object, prefix: str = "") -> dict[str, object]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {
+        k: v
+        for name, node in tree.items()
+        for k, v in leaves(node, f"{prefix}.{name}".lstrip(".")).items()
+    }
+
+
+# Whole command lines
+# ------------------------------------------------------------------------------------------------
+
+
+def test_the_qwen_image_command() -> None:
+    ignored = ["compat.ignore=[reward]"]
+    composed = compose_all([*QWEN_IMAGE, *ignored])
+    config = to_config(composed.config)
+    composed.check()
+    assert of_kind(composed, "ignored") == REWARD
+    assert (config.model.lora_rank, config.model.lora_alpha, config.model.dtype) == (
+        64,
+        128,
+        "bf16",
+    )
+    assert config.model.target_modules is not None
+    assert len(config.model.target_modules) == 12
+    assert (config.data.train_batch_size, config.rollout.n, config.actor.ppo_mini_batch_size) == (
+        32,
+        16,
+        16,
+    )
+    assert (config.actor.optim.lr, config.actor.optim.weight_decay) == (3e-4, 1e-4)
+    assert config.rollout.pipeline.true_cfg_scale == 4.0
+    assert (config.rollout.pipeline.height, config.rollout.pipeline.num_inference_steps) == (
+        512,
+        10,
+    )  # not given
+    assert (config.rollout.algo.noise_level, config.rollout.algo.sde_window_range) == (1.2, [0, 5])
+    assert config.rollout.val_kwargs.num_inference_steps == 50
+    assert config.algorithm.rollout_correction.bypass_mode
+    assert config.trainer.total_training_steps == 300
+    assert config.trainer.mixed_precision == "bf16"  # not given
+    assert config.trainer.output_dir == "checkpoints/flow_grpo/qwen_image_ocr_lora_rollout_corr"
+
+
+def test_the_sd35_command() -> None:
+    composed = compose_all([*SD35, "compat.ignore=[reward,model.custom_chat_template]"])
+    composed.check()
+    config = to_config(composed.config)
+    assert of_kind(composed, "ignored") == ["model.custom_chat_template", *REWARD]
+    assert (config.rollout.algo.sde_type, config.rollout.algo.log_prob_convention) == (
+        "cps",
+        "peers",
+    )
+    assert config.actor.diffusion_loss.clip_ratio == 1e-5
+    assert (config.rollout.val_kwargs.n, config.trainer.seed) == (32, 42)
+    assert config.rollout.engine_kwargs == {}
+    assert config.rollout.val_kwargs.guidance_scale == 1.0  # follows the rollout's
+
+
+@pytest.mark.parametrize("command", [QWEN_IMAGE, SD35], ids=["qwen_image", "sd35"])
+def test_every_override_of_a_command_is_in_the_table_or_in_the_result(command: list[str]) -> None:
+    composed = compose_all(command)
+    there = {row.given for row in composed.rows}
+    from omegaconf import OmegaConf
+
+    result = leaves(OmegaConf.to_container(composed.config, resolve=True))
+    for line in command:
+        key = line.partition("=")[0]
+        assert line in there or key in result, line
+    assert {row.kind for row in composed.rows} == {"translated", "no counterpart", "stops the run"}
+
+
+@pytest.mark.parametrize(
+    ("command", "stopping"),
+    [(QWEN_IMAGE, REWARD), (SD35, ["model.custom_chat_template", *REWARD])],
+    ids=["qwen", "sd"],
+)
+def test_the_run_stops_and_the_composition_does_not(
+    command: list[str], stopping: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    assert main(["train", "--cfg", "job", *command]) == 0
+    shown = capsys.readouterr()
+    assert "lora_rank: " in shown.out
+    assert "actor_rollout_ref" not in shown.out
+    assert main(["train", "--dry-run", *command]) == 2
+    stopped = capsys.readouterr().err
+    assert shown.err.strip() in stopped
+    assert stopped.count("\nerror: ") == 1
+    assert f"compat.ignore=[{','.join(stopping)}]" in stopped
+    with pytest.raises(ValueError, match="would change what is trained"):
+        compose_config(command)
+
+
+def test_the_table_is_printed_once_and_has_three_columns(capsys: pytest.CaptureFixture) -> None:
+    main(["train", "--cfg", "job", "actor_rollout_ref.model.lora_rank=8", "trainer.nnodes=2"])
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].split() == ["given", "here"]
+    assert [line.split("  ")[0] for line in lines[1:]] == ["translated", "no counterpart"]
+    assert (
+        len(
+            {
+                line.index(word)
+                for line, word in zip(lines, ("given", OTHER, "trainer"), strict=True)
+            }
+        )
+        == 1
+    )
+
+
+def test_single_overrides_keep_the_bundled_job() -> None:
+    """Names of verl-omni alone do not change what the command runs."""
+    config = compose_config(
+        ["actor_rollout_ref.actor.optim.lr=1e-5", "actor_rollout_ref.rollout.n=6"]
+    )
+    assert (config.actor.optim.lr, config.rollout.n, config.rollout.pipeline.width) == (1e-5, 6, 64)
+    assert not main(["train", "--cfg", "job", "actor_rollout_ref.rollout.n=6"])
+
+
+def test_a_whole_command_takes_the_other_systems_defaults() -> None:
+    """Named files are never replaced."""
+    composed = compose_all(WHOLE)
+    assert composed.config.rollout.pipeline.width == 512
+    assert of_kind(composed, "stops the run") == [
+        "reward.terms",
+        "model.lora_rank",
+        "model.target_modules",
+        "rollout.n",
+        "trainer.total_epochs",
+    ]
+    assert composed.rows[-1][1:3] == ("(what is not given)", "configs/verl_omni.yaml")
+    assert compose_all(WHOLE, config_name="tiny_ocr").config.rollout.pipeline.width == 64
+
+
+# Keys
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def verl_omni_keys() -> list[str]:
+    keys = []
+    for line in (
+        (Path(__file__).parents[2] / "support" / "verl_omni_keys.txt").read_text().splitlines()
+    ):
+        section, colon, names = line.partition(": ")
+        if not line.startswith("#"):
+            keys += [f"{section}.{name}" for name in names.split()] if colon else [section]
+    return keys
+
+
+def test_no_key_of_verl_omni_is_unknown() -> None:
+    from omegaconf import OmegaConf
+
+    from flowgrpo_rc.config.compose import _keys
+    from flowgrpo_rc.config.tree import Config
+
+    known = set(_keys(OmegaConf.structured(Config)))
+    keys = verl_omni_keys()
+    assert len(keys) > 250
+    for key in keys:
+        found = translate([Setting(f"{key}=1", key, 1, "1")], known)
+        targets = [line.partition("=")[0] for line in found.lines]
+        assert found.rows or targets == [key], key
+        for target in targets:
+            assert target in known or target.startswith(
+                ("rollout.engine_kwargs", "actor.rollout_correction")
+            ), key
+
+
+@pytest.mark.parametrize(
+    ("given", "here"),
+    [
+        ("actor_rollout_ref.rollout.dtype=bfloat16", ("rollout.dtype", "bf16")),
+        ("actor_rollout_ref.rollout.dtype=fp16", ("rollout.dtype", "fp16")),
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype=fp32", ("model.dtype", "fp32")),
+        ("actor.fsdp_config.dtype=float32", ("trainer.mixed_precision", "no")),
+        ("actor_rollout_ref.actor.grad_clip=0.5", ("actor.optim.clip_grad", 0.5)),
+        (
+            "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine",
+            ("actor.optim.lr_scheduler", "cosine"),
+        ),
+        # 8 prompts in mini-batches of 2: four updates a step; 150 steps
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps=10", ("actor.optim.lr_warmup_steps", 40)),
+        (
+            "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1",
+            ("actor.optim.lr_warmup_steps", 60),
+        ),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps=-1", ("actor.optim.lr_warmup_steps", 0)),
+        (
+            "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+            ("model.gradient_checkpointing", True),
+        ),
+        ("actor_rollout_ref.model.lora_init_weights=True", ("model.lora_init", "default")),
+        ("actor_rollout_ref.model.lora_adapter_path=/a", ("model.lora_path", "/a")),
+        (
+            "actor_rollout_ref.rollout.num_inference_steps=12",
+            ("rollout.pipeline.num_inference_steps", 12),
+        ),
+        (
+            "actor_rollout_ref.rollout.pipeline.guidance_scale=null",
+            ("rollout.pipeline.guidance_scale", 1.0),
+        ),
+        ("actor_rollout_ref.rollout.pipeline.num_frames=1", ("rollout.pipeline.num_frames", None)),
+        ("actor_rollout_ref.rollout.noise_level=0.9", ("rollout.algo.noise_level", 0.9)),
+        (
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+            ("rollout.engine_kwargs.tensor_parallel_size", 2),
+        ),
+        ("actor_rollout_ref.rollout.val_kwargs.n=1", ("rollout.val_kwargs.n", None)),
+        ("rollout.val_kwargs.n=1", ("rollout.val_kwargs.n", 1)),
+        ("data.val_max_samples=-1", ("rollout.val_kwargs.n", None)),
+        ("data.val_max_samples=7", ("rollout.val_kwargs.n", 7)),
+        ("trainer.save_freq=-1", ("trainer.save_freq", 0)),
+        ("trainer.device=cuda", ("trainer.device", "auto")),
+        ("trainer.default_local_dir=/b", ("trainer.output_dir", "/b")),
+        ("trainer.logger=[console,swanlab]", ("trainer.logger", ["console"])),
+        ("trainer.max_actor_ckpt_to_keep=3", ("trainer.max_checkpoints_to_keep", 3)),
+        ("algorithm.bypass_mode=false", ("algorithm.rollout_correction.bypass_mode", False)),
+        (
+            "actor_rollout_ref.actor.diffusion_loss.loss_mode=grpo_guard",
+            ("actor.diffusion_loss.loss_mode", "grpo_guard"),
+        ),
+        (
+            "actor_rollout_ref.rollout.algo.sde_type=cps",
+            ("rollout.algo.log_prob_convention", "peers"),
+        ),
+        ("rollout.algo.sde_type=cps", ("rollout.algo.log_prob_convention", "gaussian")),
+    ],
+)
+def test_values_in_other_units(given: str, here: tuple[str, object]) -> None:
+    from omegaconf import OmegaConf
+
+    result = leaves(OmegaConf.to_container(compose_config([given]), resolve=True))
+    assert result[here[0]] == here[1]
+
+
+def test_the_trust_region_of_flow_dppo() -> None:
+    loss = "actor_rollout_ref.actor.diffusion_loss"
+    threshold = [f"{loss}.kl_mask_threshold=3e-5", f"{loss}.add_kl_coefficient=true"]
+    assert [row.kind for row in compose_all(threshold).rows] == ["no counterpart"] * 2
+    dppo = compose_all([f"{loss}.loss_mode=flow_dppo", *threshold])
+    dppo.check()
+    assert dppo.config.actor.diffusion_loss.kl_threshold == 3e-5
+    with pytest.raises(ValueError, match="add_kl_coefficient=false"):
+        compose_all([f"{loss}.loss_mode=flow_dppo", f"{loss}.add_kl_coefficient=false"]).check()
+
+
+def documented() -> list[tuple[str, str]]:
+    """Rows `override` -> `override`, ... of the table in docs/migrating.md."""
+    page = (Path(__file__).parents[3] / "docs" / "migrating.md").read_text()
+    section = page.partition("### Keys")[2].partition("\n## ")[0]
+    return re.findall(r"^\| `(\S+)` \| (`.*`) \|$", section, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("there", "here"), documented())
+def test_the_documented_translations(there: str, here: str) -> None:
+    rows = compose_all([there]).rows
+    assert [(row.kind, row.given) for row in rows] == [("translated", there)]
+    for line in re.findall(r"`(.*?)`", here):
+        assert line in rows[0].here.split("; ")
+
+
+def test_the_page_documents_translations() -> None:
+    assert len(documented()) > 15
+
+
+@pytest.mark.parametrize(
+    ("given", "stops"),
+    [
+        ("actor_rollout_ref.model.target_modules=all-linear", True),
+        ("actor_rollout_ref.model.lora_rank=0", True),
+        ("actor_rollout_ref.model.algorithm=diffusion_nft", True),
+        ("actor_rollout_ref.model.algorithm=grpo_guard", False),
+        ("actor_rollout_ref.model.tokenizer_path=/elsewhere", True),
+        ("actor_rollout_ref.rollout.quantization=fp8", True),
+        ("actor_rollout_ref.actor.optim.min_lr_ratio=0.1", True),
+        ("actor_rollout_ref.actor.optim.min_lr_ratio=0.0", False),
+        ("data.shuffle=False", True),
+        ("data.shuffle=True", False),
+        ("data.train_max_samples=100", True),
+        ("data.custom_cls.path=a.py", True),
+        ("data.custom_cls.path=null", False),
+        ("reward.reward_functions.ocr.weight=0.5", True),
+        ("trainer.total_epochs=3", True),
+        ("trainer.v1.trainer_mode=separate_async", True),
+        ("trainer.resume_from_path=/c", True),
+        ("algorithm.trainer_type=direct_preference", True),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm_omni.max_num_seqs=32", False),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=1", False),
+        ("trainer.n_gpus_per_node=8", False),
+        ("ray_kwargs.ray_init.num_cpus=4", False),
+        ("+ray_kwargs.ray_init.runtime_env.x=4", False),
+        ("global_profiler.steps=[1,2]", False),
+        ("actor_rollout_ref.actor.fsdp_config.param_offload=True", False),
+        ("actor_rollout_ref.actor.diffusion_loss.mix_beta=0.1", False),
+    ],
+)
+def test_what_changes_the_training_stops(given: str, stops: bool) -> None:
+    composed = compose_all([given])
+    assert [row.kind for row in composed.rows] == ["stops the run" if stops else "no counterpart"]
+    if not stops:
+        composed.check()
+        return
+    key = composed.rows[0].key
+    with pytest.raises(ValueError, match="would change what is trained") as error:
+        composed.check()
+    assert given in str(error.value)
+    compose_all([given, f"compat.ignore=[{key}]"]).check()
+    compose_all([given, f"compat.ignore=[{key.removeprefix(OTHER).rpartition('.')[0]}]"]).check()
+
+
+def test_a_whole_command_does_not_choose_its_reward_by_default() -> None:
+    assert "reward.terms" in of_kind(compose_all(WHOLE), "stops the run")
+    chosen = compose_all([*WHOLE, "reward.terms.ocr=null", "reward.terms.jpeg.weight=1"])
+    assert "reward.terms" not in of_kind(chosen, "stops the run")
+
+
+@pytest.mark.parametrize(
+    "chosen", [{"config_name": "sd35_medium_ocr"}, {"experiment": "sd35_medium_ocr_8xh100"}]
+)
+def test_a_chosen_file_leaves_nothing_unsaid(chosen: dict[str, str]) -> None:
+    overrides = [f"+experiment={chosen['experiment']}"] if "experiment" in chosen else []
+    composed = compose_all([*WHOLE, *overrides], config_name=chosen.get("config_name"))
+    assert not of_kind(composed, "stops the run")
+    composed.check()
+
+
+def test_a_window_range_without_a_size_has_no_effect_there() -> None:
+    window = f"{OTHER}rollout.algo.sde_window_range=[0,3]"
+    whole = compose_all([*WHOLE, window])
+    assert "rollout.algo.sde_window_range" in of_kind(whole, "no counterpart")
+    assert whole.config.rollout.algo.sde_window_range is None
+    sized = compose_all([*WHOLE, window, f"{OTHER}rollout.algo.sde_window_size=2"])
+    assert sized.config.rollout.algo.sde_window_range == [0, 3]
+    assert compose_config([window]).rollout.algo.sde_window_range == [
+        0,
+        3,
+    ]  # the size is the file's
+
+
+def test_ignoring_nothing_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"compat\.ignore names data\.shufle"):
+        compose_config(["data.shuffle=False", "compat.ignore=[data.shuffle,data.shufle]"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["actor_rollout_ref.actor.fsdp_config.param_ofload=True"],
+            ["did you mean actor.fsdp_config.param_offload?"],
+        ),
+        (
+            ["actor_rollout_ref.actor.optim.lrr=1"],
+            ["unknown key actor.optim.lrr", "did you mean actor.optim.lr?"],
+        ),
+        (["trainer.n_gpu_per_node=1"], ["did you mean trainer.n_gpus_per_node?"]),
+        (["actor_rollout_ref.critic.x=1"], ["unknown key critic.x"]),
+        (
+            ["actor_rollout_ref.actor.grad_clip=1", "actor_rollout_ref.actor.optim.clip_grad=2"],
+            ["actor.grad_clip=1", "actor.optim.clip_grad=2", "contradict"],
+        ),
+        (["data.seed=1", "trainer.seed=2"], ["data.seed=1", "trainer.seed=2", "contradict"]),
+    ],
+)
+def test_unknown_and_contradictory_keys(overrides: list[str], words: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"unknown key|contradict") as error:
+        compose_all(overrides)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_the_same_twice_is_no_contradiction() -> None:
+    composed = compose_all(["data.seed=5", "trainer.seed=5", "data.seed=5"])
+    assert composed.config.trainer.seed == 5
+    assert compose_config(["rollout.n=3", "rollout.n=5"]).rollout.n == 5
+
+
+def test_the_defaults_file_holds_no_value_that_verl_omni_has_not() -> None:
+    """Each setting of configs/verl_omni.yaml is a translation, into the words here, of a default
+    over there.
+    """
+    defaults = {
+        "model.gradient_checkpointing": True,
+        "data.train_batch_size": 1024,
+        "rollout.pipeline.num_inference_steps": 10,
+        "rollout.pipeline.max_sequence_length": 512,
+        "rollout.algo.noise_level": 1.0,
+        "actor.ppo_mini_batch_size": 256,
+        "actor.kl_loss_coef": 0.001,
+        "actor.diffusion_loss.clip_ratio": 1e-4,
+        "actor.optim.lr": 1e-6,
+        "actor.optim.weight_decay": 0.01,
+        "actor.ema.enable": False,
+    }
+    from omegaconf import OmegaConf
+
+    there = leaves(OmegaConf.to_container(OmegaConf.load(config_folder() / "verl_omni.yaml")))
+    assert there.items() >= defaults.items()
+
+
+def test_a_command_in_other_words_trains(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The run is the one of this project's own words, and ignored keys are stored with it."""
+    other = ["actor_rollout_ref.actor.optim.lr=1e-3", "trainer.nnodes=1", "data.shuffle=False"]
+    assert train(*other) == 2
+    assert "data.shuffle=False (prompts are always shuffled)" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert train(*other, "compat.ignore=[data.shuffle]") == 0
+    stored = (tmp_path / "run" / "config.yaml").read_text()
+    assert "ignore:\n  - data.shuffle" in stored
+
+
+def test_a_whole_command_trains_on_its_own_files(checkpoint: Path, tmp_path: Path) -> None:
+    """Nothing in this project's words but the reward and the device: model, parquet files, sizes,
+    folder.
+    """
+    for split in ("train", "test"):
+        rows = [
+            {
+                "data_source": "flow_grpo/ocr",
+                "prompt": [
+                    {"role": "system", "content": "Draw."},
+                    {"role": "user", "content": f'a sign "{word}"'},
+                ],
+                "negative_prompt": [{"role": "user", "content": " "}],
+                "reward_model": {"style": "model", "ground_truth": word},
+                "extra_info": {"split": split, "index": index},
+            }
+            for index, word in enumerate(WORDS)
+        ]
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{split}.parquet")
+    command = [
+        f"data.train_files={tmp_path}/train.parquet",
+        f"data.val_files={tmp_path}/test.parquet",
+        "data.train_batch_size=4",
+        "data.val_max_samples=4",
+        "data.max_prompt_length=64",
+        "actor_rollout_ref.model.algorithm=flow_grpo",
+        f"actor_rollout_ref.model.path={checkpoint}",
+        "actor_rollout_ref.model.lora_rank=4",
+        "actor_rollout_ref.model.lora_alpha=8",
+        "actor_rollout_ref.model.target_modules=['to_q','to_k','to_v']",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.actor.fsdp_config.model_dtype=float32",
+        "actor_rollout_ref.actor.strategy=fsdp2",
+        "actor_rollout_ref.rollout.name=diffusers_engine",
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.rollout.pipeline.height=32",
+        "actor_rollout_ref.rollout.pipeline.width=32",
+        "actor_rollout_ref.rollout.pipeline.num_inference_steps=4",
+        "actor_rollout_ref.rollout.pipeline.guidance_scale=2.0",
+        "actor_rollout_ref.rollout.pipeline.max_sequence_length=16",
+        "actor_rollout_ref.rollout.algo.sde_type=cps",
+        "actor_rollout_ref.rollout.algo.noise_level=0.8",
+        "actor_rollout_ref.rollout.algo.sde_window_size=2",
+        "actor_rollout_ref.rollout.algo.sde_window_range=[0,3]",
+        "actor_rollout_ref.rollout.val_kwargs.pipeline.num_inference_steps=2",
+        "trainer.logger=[console]",
+        "trainer.n_gpus_per_node=1",
+        f"trainer.default_local_dir={tmp_path}/run",
+        "trainer.save_freq=-1",
+        "trainer.total_training_steps=2",
+    ]
+    assert (
+        main(
+            [
+                "train",
+                *command,
+                "reward.terms.ocr=null",
+                "reward.terms.jpeg.weight=1",
+                "trainer.device=cpu",
+            ]
+        )
+        == 0
+    )
+    rows = read_rows(tmp_path / "run")
+    assert len(rows) == 3
+    assert (tmp_path / "run" / "lora" / "pytorch_lora_weights.safetensors").is_file()
+    assert all(row["actor/grad_norm"] > 0 for row in rows[1:])
+
+
+def test_a_row_names_its_kind() -> None:
+    assert all(isinstance(row, Row) and row.kind in KINDS for row in compose_all(SD35).rows)

@@ -1,0 +1,253 @@
+"""The shipped experiments: they compose for the hardware in their name, and hold the published
+settings.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from flowgrpo_rc.cli import main
+from flowgrpo_rc.config.compose import compose_all, compose_config, config_folder, to_config
+from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.models.base import adapters_by_pipeline
+from flowgrpo_rc.rewards.manager import check_kind
+
+NAMES = sorted(path.stem for path in (config_folder() / "experiment").glob("*.yaml"))
+
+
+def experiment(name: str, *overrides: str) -> Config:
+    processes = int(re.search(r"_(\d+)xh\d00$", name)[1])
+    return to_config(compose_config([f"+experiment={name}", *overrides]), num_processes=processes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_composes_for_the_hardware_in_its_name_and_fits_its_model(name: str) -> None:
+    config = experiment(name)
+    assert config.trainer.experiment_name == name
+    assert config.trainer.output_dir == f"outputs/{name}"
+    indices = [
+        json.loads(p.read_text())
+        for p in (config_folder() / "architectures").glob("*/model_index.json")
+    ]
+    pipelines = {index["_name_or_path"]: index["_class_name"] for index in indices}
+    adapter = adapters_by_pipeline()[pipelines[config.model.path]]
+    config.rollout.check_model(adapter)
+    check_kind(config.reward, adapter.makes)
+
+
+def test_the_models_and_variants_that_users_look_for() -> None:
+    assert NAMES == [
+        "flux1_dev_ocr_8xh100",
+        "flux1_dev_pickscore_8xh100",
+        "qwen_image_ocr_4xh200",
+        "qwen_image_ocr_rollout_corr_4xh800",
+        "qwen_image_pickscore_4xh200",
+        "sd35_medium_ocr_1xh100",
+        "sd35_medium_ocr_8xh100",
+        "sd35_medium_ocr_fast_8xh100",
+        "sd35_medium_pickscore_1xh100",
+        "sd35_medium_pickscore_8xh100",
+        "wan21_t2v_1_3b_ocr_8xh100",
+    ]
+
+
+def test_the_reference_recipe() -> None:
+    config = experiment("sd35_medium_ocr_8xh100")
+    pipeline, algo, actor, optim = (
+        config.rollout.pipeline,
+        config.rollout.algo,
+        config.actor,
+        config.actor.optim,
+    )
+    assert (pipeline.height, pipeline.width, pipeline.num_inference_steps) == (512, 512, 10)
+    assert (pipeline.guidance_scale, pipeline.max_sequence_length) == (4.5, 128)
+    assert (
+        config.rollout.val_kwargs.num_inference_steps,
+        config.rollout.val_kwargs.guidance_scale,
+    ) == (40, 4.5)
+    assert (algo.sde_type, algo.noise_level) == ("sde", 0.7)
+    assert config.rollout.window() == (9, 0, 9)  # the last step is not trained
+    assert (config.rollout.n, config.data.train_batch_size) == (24, 48)
+    assert config.total_updates() == 2 * config.trainer.total_training_steps
+    assert (actor.diffusion_loss.clip_ratio, actor.diffusion_loss.adv_clip_max) == (1e-4, 5.0)
+    assert (actor.use_kl_loss, actor.kl_loss_coef) == (True, 0.04)
+    assert (config.algorithm.norm_by_std, config.algorithm.norm_by_global_std) == (True, True)
+    assert (optim.lr, optim.betas, optim.weight_decay, optim.clip_grad) == (
+        3e-4,
+        [0.9, 0.999],
+        1e-4,
+        1.0,
+    )
+    model = config.model
+    assert (model.lora_rank, model.lora_alpha, model.lora_init, model.target_modules) == (
+        32,
+        64,
+        "gaussian",
+        None,
+    )
+    assert (actor.ema.enable, actor.ema.decay, actor.ema.update_interval) == (True, 0.9, 8)
+    assert config.reward.terms == {"ocr": {"weight": 1.0}}
+    correction = config.algorithm.rollout_correction
+    assert correction.bypass_mode  # its old log-probs are the rollout's, uncorrected
+    assert (correction.rollout_is, correction.rollout_rs) == (None, None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_takes_the_correction_that_the_studies_found_best(name: str) -> None:
+    published, corrected = experiment(name), experiment(name, "+correction=recomputed")
+    corrected.validate()
+    found = corrected.algorithm.rollout_correction
+    assert (found.bypass_mode, found.rollout_is, found.rollout_rs) == (False, None, "token_k1")
+    assert found.rollout_rs_threshold == "auto:4"
+    assert corrected.actor == published.actor
+
+
+def test_it_takes_a_calibration_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "calibration").mkdir()
+    settings = "# @package _global_\nactor: {diffusion_loss: {clip_ratio: 7.0e-4}}\n"
+    (tmp_path / "calibration" / "measured.yaml").write_text(settings)
+    config = to_config(
+        compose_config(
+            [f"+experiment={NAMES[0]}", "+calibration=measured"], config_dir=str(tmp_path)
+        )
+    )
+    assert config.actor.diffusion_loss.clip_ratio == 7e-4
+    assert config.model.path == experiment(NAMES[0]).model.path
+
+
+def changes(name: str, base: str) -> dict[str, object]:
+    """What differs between two experiments."""
+
+    def flat(name: str) -> dict[str, object]:
+        tree = OmegaConf.to_container(compose_all([f"+experiment={name}"]).config, resolve=True)
+        found: dict[str, object] = {}
+
+        def walk(node: object, prefix: str) -> None:
+            if isinstance(node, dict) and node:
+                for key, value in node.items():
+                    walk(value, f"{prefix}.{key}".lstrip("."))
+            else:
+                found[prefix] = node
+
+        walk(tree, "")
+        return found
+
+    there, here = flat(base), flat(name)
+    named = ("trainer.output_dir", "trainer.experiment_name")
+    return {
+        key: value for key, value in here.items() if there.get(key) != value and key not in named
+    }
+
+
+def test_one_card_and_the_fast_variant_change_what_they_say() -> None:
+    assert changes("sd35_medium_ocr_1xh100", "sd35_medium_ocr_8xh100") == {
+        "data.train_batch_size": 8,
+        "rollout.n": 8,
+        "actor.ppo_mini_batch_size": 4,
+        "actor.ppo_micro_batch_size_per_gpu": 8,
+    }
+    assert changes("sd35_medium_ocr_fast_8xh100", "sd35_medium_ocr_8xh100") == {
+        "rollout.pipeline.guidance_scale": 1.0,
+        "rollout.val_kwargs.guidance_scale": 1.0,
+        "rollout.algo.noise_level": 0.8,
+        "rollout.algo.sde_type": "cps",
+        "rollout.algo.log_prob_convention": "peers",
+        "rollout.algo.sde_window_size": 3,
+        "rollout.algo.sde_window_range": [0, 5],
+        "actor.use_kl_loss": False,
+        "actor.diffusion_loss.clip_ratio": 1e-5,
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "pickscore" in name])
+def test_pickscore_takes_the_place_of_ocr(name: str) -> None:
+    """With flow_grpo's prompts and, where there is a KL penalty, its coefficient; nothing else
+    differs.
+    """
+    kl = {"actor.kl_loss_coef": 0.01} if name.startswith("sd35") else {}
+    reward = {"reward.terms.pickscore.weight": 0.03846}
+    prompts = dict.fromkeys(("data.train_files", "data.val_files"), "dataset/pickscore")
+    assert changes(name, name.replace("pickscore", "ocr")) == kl | reward | prompts
+
+
+def test_qwen_image_is_the_command_of_verl_omni() -> None:
+    """The experiment and the published command line agree wherever the command says something about
+    the training.
+    """
+    from support.verl_omni_commands import QWEN_IMAGE
+
+    there = compose_config([*QWEN_IMAGE, "compat.ignore=[reward]"])
+    here = compose_config(["+experiment=qwen_image_ocr_rollout_corr_4xh800"])
+    sections = [
+        "model",
+        "rollout",
+        "algorithm",
+        "actor.optim",
+        "actor.diffusion_loss",
+        "actor.ema.enable",
+        "actor.use_kl_loss",
+        "actor.ppo_mini_batch_size",
+        "actor.ppo_micro_batch_size_per_gpu",
+        "data.train_batch_size",
+        "trainer.total_training_steps",
+        "trainer.mixed_precision",
+        "trainer.save_freq",
+        "trainer.test_freq",
+    ]
+    # Where idle parts are does not change what is trained.
+    there.model.offload_idle = True
+    there.rollout.engine_kwargs = here.rollout.engine_kwargs
+    # The guidance that Qwen-Image does not have.
+    for config in (there, here):
+        config.rollout.pipeline.guidance_scale = config.rollout.val_kwargs.guidance_scale = 1.0
+    for section in sections:
+        assert OmegaConf.select(there, section) == OmegaConf.select(here, section), section
+
+
+def test_overrides_come_on_top_and_both_spellings_agree(capsys: pytest.CaptureFixture) -> None:
+    name = "sd35_medium_ocr_1xh100"
+    assert experiment(name, "actor.optim.lr=1e-5").actor.optim.lr == 1e-5
+    assert compose_config([f"+experiment={name}"]) == compose_config(
+        [], config_name=f"experiment/{name}"
+    )
+    bypass = "algorithm.rollout_correction.rollout_rs=seq_mean_k1"
+    band = 'algorithm.rollout_correction.rollout_rs_threshold="0.9_1.1"'
+    corrected = experiment(name, bypass, band).algorithm.rollout_correction
+    assert (corrected.bypass_mode, corrected.rollout_rs_threshold) == (True, "0.9_1.1")
+    assert main(["train", "--cfg", "job", f"+experiment={name}"]) == 0
+    assert "tiny_glyph" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["+experiment=sd36"], ["experiment/sd36", "experiment/sd35_medium_ocr_8xh100"]),
+        (
+            ["--config-name", "tiny_ocr", f"+experiment={NAMES[0]}"],
+            ["--config-name tiny_ocr", NAMES[0], "one of them"],
+        ),
+        (
+            [f"+experiment={NAMES[0]}", f"+experiment={NAMES[1]}"],
+            [NAMES[0], NAMES[1], "one of them"],
+        ),
+    ],
+)
+def test_one_whole_configuration_at_a_time(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    assert main(["train", "--cfg", "job", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in words)
+
+
+def test_a_missing_dataset_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--dry-run", f"+experiment={NAMES[0]}"]) == 2
+    assert "data.train_files: " in capsys.readouterr().err

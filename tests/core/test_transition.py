@@ -1,0 +1,278 @@
+"""One reverse step of each kind against scalar float64 formulas."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.oracles import kl_scale, reverse_step
+from torch import Tensor
+
+from flowgrpo_rc.core.transition import (
+    KINDS,
+    Transition,
+    log_prob,
+    reference_kl,
+    sample,
+    transition,
+)
+
+SIGMAS = (1.0, 0.9, 0.75, 0.5, 0.3, 0.02)
+NOISES = (0.1, 0.7, 1.2)
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
+
+
+def step(
+    kind: str,
+    noise: float,
+    x: Tensor,
+    v: Tensor,
+    rows: list[int],
+    *,
+    sigmas: tuple[float, ...] = SIGMAS,
+) -> Transition:
+    schedule = torch.tensor(sigmas, dtype=torch.promote_types(x.dtype, torch.float32))
+    sigma, following = schedule[rows], schedule[[row + 1 for row in rows]]
+    return transition(x, v, sigma, following, kind=kind, noise_level=noise, sigma_max=schedule[1])
+
+
+def expected(
+    kind: str,
+    noise: float,
+    x: Tensor,
+    v: Tensor,
+    rows: list[int],
+    *,
+    sigmas: tuple[float, ...] = SIGMAS,
+) -> tuple[Tensor, Tensor]:
+    means, stds = [], []
+    for position, row in enumerate(rows):
+        pairs = zip(x[position].flatten().tolist(), v[position].flatten().tolist(), strict=True)
+        out = [
+            reverse_step(kind, a, b, sigmas[row], sigmas[row + 1], noise, sigmas[1])
+            for a, b in pairs
+        ]
+        means.append(
+            torch.tensor([m for m, _ in out], dtype=torch.float64).reshape(x[position].shape)
+        )
+        stds.append(out[0][1])
+    return torch.stack(means), torch.tensor(stds, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.float64, 1e-13)])
+def test_mean_and_std_follow_the_formula_for_a_sigma_per_row(kind, noise, dtype, tolerance):
+    rows = [0, 1, 2, 3, 4]
+    x, v = drawn(5, 2, 3, 4, seed=1, dtype=dtype), drawn(5, 2, 3, 4, seed=2, dtype=dtype)
+    found = step(kind, noise, x, v, rows)
+    mean, std = expected(kind, noise, x, v, rows)
+    assert found.mean.dtype == found.std.dtype == dtype
+    assert found.mean.shape == x.shape
+    assert found.std.shape == (5, 1, 1, 1)
+    torch.testing.assert_close(found.mean.double(), mean, rtol=tolerance, atol=5 * tolerance)
+    torch.testing.assert_close(found.std.double().flatten(), std, rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_do_not_know_their_neighbours(kind):
+    x, v = drawn(4, 3, 5, seed=1), drawn(4, 3, 5, seed=2)
+    together = step(kind, 0.7, x, v, [3, 0, 2, 4])
+    for position, row in enumerate([3, 0, 2, 4]):
+        alone = step(kind, 0.7, x[position : position + 1], v[position : position + 1], [row])
+        assert torch.equal(alone.mean[0], together.mean[position])
+        assert torch.equal(alone.std[0], together.std[position])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("row", range(5))
+def test_log_prob_is_the_mean_of_the_normal_log_density(kind, row):
+    x, v, noise = drawn(2, 3, 4, seed=1), drawn(2, 3, 4, seed=2), drawn(2, 3, 4, seed=3)
+    found = step(kind, 0.7, x, v, [row, row])
+    after = sample(found, noise)
+    density = torch.distributions.Normal(found.mean.double(), found.std.double()).log_prob(
+        after.double()
+    )
+    torch.testing.assert_close(
+        log_prob(found, after).double(), density.flatten(1).mean(1), rtol=2e-6, atol=2e-6
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_prob_is_exact_in_float64_and_has_one_value_per_row(kind):
+    x, v, noise = (drawn(3, 7, seed=seed, dtype=torch.float64) for seed in (1, 2, 3))
+    found = step(kind, 0.7, x, v, [0, 2, 4])
+    after = sample(found, noise)
+    density = torch.distributions.Normal(found.mean, found.std).log_prob(after).mean(1)
+    assert log_prob(found, after).shape == (3,)
+    torch.testing.assert_close(log_prob(found, after), density, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sample_is_mean_plus_std_times_noise(kind):
+    x, v, noise = drawn(2, 3, seed=1), drawn(2, 3, seed=2), drawn(2, 3, seed=3)
+    found = step(kind, 0.7, x, v, [1, 3])
+    mean, std = expected(kind, 0.7, x, v, [1, 3])
+    expect = mean + std[:, None] * noise.double()
+    torch.testing.assert_close(sample(found, noise).double(), expect, rtol=5e-6, atol=5e-6)
+
+
+@pytest.mark.parametrize("kind", ["sde", "dance_sde"])
+def test_without_noise_the_step_is_eulers_bit_for_bit(kind):
+    x, v = drawn(5, 4, 8, 8, seed=1), drawn(5, 4, 8, 8, seed=2)
+    sigma, following = torch.tensor(SIGMAS[:-1]), torch.tensor(SIGMAS[1:])
+    found = step(kind, 0.0, x, v, [0, 1, 2, 3, 4])
+    assert torch.equal(found.mean, x + v * (following - sigma).reshape(-1, 1, 1, 1))
+    assert torch.count_nonzero(found.std) == 0
+
+
+def test_without_noise_cps_is_the_same_ode_step():
+    x, v = drawn(5, 4, 8, 8, seed=1), drawn(5, 4, 8, 8, seed=2)
+    euler = x + v * (torch.tensor(SIGMAS[1:]) - torch.tensor(SIGMAS[:-1])).reshape(-1, 1, 1, 1)
+    found = step("cps", 0.0, x, v, [0, 1, 2, 3, 4])
+    assert (found.mean - euler).abs().max() < 1e-5
+    assert torch.count_nonzero(found.std) == 0
+
+
+def test_the_first_sde_step_uses_the_second_sigma_and_only_there():
+    x, v = drawn(2, 3, seed=1, dtype=torch.float64), drawn(2, 3, seed=2, dtype=torch.float64)
+    other = (1.0, 0.6, *SIGMAS[2:])
+    first = step("sde", 0.7, x, v, [0, 0])
+    assert math.isclose(
+        first.std[0].item(), 0.7 * math.sqrt(1 / 0.1) * math.sqrt(0.1), rel_tol=1e-12
+    )
+    moved = step("sde", 0.7, x, v, [0, 2], sigmas=other)
+    mean, std = expected("sde", 0.7, x, v, [0, 2], sigmas=other)
+    torch.testing.assert_close(moved.mean, mean, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(moved.std.flatten(), std, rtol=1e-13, atol=0)
+    assert torch.equal(step("sde", 0.7, x, v, [2, 2]).mean[1], moved.mean[1])
+
+
+def test_a_sigma_just_below_one_is_its_own():
+    x, v = drawn(1, 4, seed=1, dtype=torch.float64), drawn(1, 4, seed=2, dtype=torch.float64)
+    shifted = (1 - 2**-24, 0.6, *SIGMAS[2:])
+    mean, std = expected("sde", 0.7, x, v, [0], sigmas=shifted)
+    found = step("sde", 0.7, x, v, [0], sigmas=shifted)
+    torch.testing.assert_close(found.mean, mean, rtol=1e-12, atol=1e-12)
+    assert found.std.item() == pytest.approx(std.item(), rel=1e-12)
+    assert std.item() > 1000
+
+
+@pytest.mark.parametrize("kind", ["sde", "dance_sde"])
+def test_the_last_step_to_sigma_zero_still_has_a_density(kind):
+    x, v, noise = drawn(1, 16, seed=1), drawn(1, 16, seed=2), drawn(1, 16, seed=3)
+    found = step(kind, 0.7, x, v, [4], sigmas=(1.0, 0.9, 0.75, 0.5, 0.3, 0.0))
+    assert torch.isfinite(log_prob(found, sample(found, noise))).all()
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_cps_preserves_the_coefficients(noise):
+    """With x = (1 - sigma) data + sigma e, the next state has data coefficient 1 - sigma' and noise
+    power sigma'^2.
+    """
+    data, e = drawn(1, 64, seed=1, dtype=torch.float64), drawn(1, 64, seed=2, dtype=torch.float64)
+    found = step("cps", noise, 0.25 * data + 0.75 * e, e - data, [2])
+    from_noise = (found.mean - 0.5 * data) / e
+    torch.testing.assert_close(
+        from_noise**2 + found.std**2, torch.full_like(e, 0.25), rtol=1e-9, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_deterministic_step_has_no_finite_log_prob(kind):
+    x, v = drawn(2, 3, seed=1), drawn(2, 3, seed=2)
+    found = step(kind, 0.0, x, v, [1, 2])
+    for after in (found.mean, found.mean + 0.1):
+        assert not torch.isfinite(log_prob(found, after)).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_peers_log_ratio_is_two_variances_times_the_gaussian_one(kind):
+    x, noise = drawn(3, 32, seed=1, dtype=torch.float64), drawn(3, 32, seed=3, dtype=torch.float64)
+    v, w = drawn(3, 32, seed=2, dtype=torch.float64), drawn(3, 32, seed=4, dtype=torch.float64)
+    here, there = (step(kind, 0.7, x, velocity, [1, 2, 3]) for velocity in (v, v + 1e-2 * w))
+    after = sample(here, noise)
+    gaussian = log_prob(there, after) - log_prob(here, after)
+    peers = log_prob(there, after, convention="peers") - log_prob(here, after, convention="peers")
+    torch.testing.assert_close(peers, 2 * here.std.flatten() ** 2 * gaussian, rtol=1e-9, atol=1e-15)
+    squares = -((after - here.mean) ** 2).mean(1)
+    torch.testing.assert_close(
+        log_prob(here, after, convention="peers"), squares, rtol=1e-13, atol=0
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_of_log_prob_in_the_velocity_is_the_closed_form(kind):
+    """d log p / d v = (x' - mean) / std^2 * (d mean / d v) / D, and the mean is linear in v."""
+    x, noise = drawn(2, 8, seed=1, dtype=torch.float64), drawn(2, 8, seed=3, dtype=torch.float64)
+    v = drawn(2, 8, seed=2, dtype=torch.float64).requires_grad_()
+    found = step(kind, 0.7, x, v, [0, 3])
+    after = sample(found, noise).detach()
+    log_prob(found, after).sum().backward()
+    pairs = [(SIGMAS[row], SIGMAS[row + 1]) for row in (0, 3)]
+    ends = [
+        [reverse_step(kind, 0.0, velocity, *pair, 0.7, SIGMAS[1])[0] for velocity in (0.0, 1.0)]
+        for pair in pairs
+    ]
+    slope = torch.tensor([[one - zero] for zero, one in ends], dtype=torch.float64)
+    mean, std = expected(kind, 0.7, x, v.detach(), [0, 3])
+    torch.testing.assert_close(
+        v.grad, (after - mean) / std[:, None] ** 2 * slope / 8, rtol=1e-10, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("row", [0, 1, 4])
+def test_reference_kl_follows_the_formula_and_is_differentiable(kind, row):
+    x, v = (
+        drawn(2, 3, 4, seed=1, dtype=torch.float64),
+        drawn(2, 3, 4, seed=2, dtype=torch.float64).requires_grad_(),
+    )
+    sigma = torch.full((2,), SIGMAS[row], dtype=torch.float64)
+    following = torch.full((2,), SIGMAS[row + 1], dtype=torch.float64)
+    found = step(kind, 0.7, x, v, [row, row])
+    reference = step(kind, 0.7, x, v.detach() + 0.1 * drawn(2, 3, 4, seed=5), [row, row]).mean
+    penalty = reference_kl(found, reference, sigma, following, kind=kind)
+    scale = kl_scale(kind, SIGMAS[row], SIGMAS[row + 1], 0.7, SIGMAS[1])
+    expect = ((found.mean.detach() - reference) ** 2).flatten(1).mean(1) / (2 * scale**2)
+    torch.testing.assert_close(penalty.detach(), expect, rtol=1e-10, atol=0)
+    slope = torch.autograd.grad(penalty.sum(), found.mean, retain_graph=True)[0]
+    torch.testing.assert_close(
+        slope, (found.mean.detach() - reference) / (12 * scale**2), rtol=1e-10, atol=1e-14
+    )
+    assert torch.autograd.grad(penalty.sum(), v)[0].abs().max() > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reference_kl_of_equal_means_is_zero_with_zero_gradient(kind):
+    x, v = drawn(2, 3, seed=1), drawn(2, 3, seed=2).requires_grad_()
+    found = step(kind, 0.7, x, v, [1, 2])
+    sigma, following = torch.tensor(SIGMAS)[[1, 2]], torch.tensor(SIGMAS)[[2, 3]]
+    penalty = reference_kl(found, found.mean.detach(), sigma, following, kind=kind)
+    penalty.sum().backward()
+    assert torch.count_nonzero(penalty) == 0
+    assert torch.count_nonzero(v.grad) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_precision_states_are_computed_in_fp32(kind):
+    x, v = (
+        drawn(2, 3, 4, seed=1, dtype=torch.bfloat16),
+        drawn(2, 3, 4, seed=2, dtype=torch.bfloat16),
+    )
+    low, full = step(kind, 0.7, x, v, [0, 3]), step(kind, 0.7, x.float(), v.float(), [0, 3])
+    assert low.mean.dtype == torch.float32
+    assert torch.equal(low.mean, full.mean)
+
+
+@pytest.mark.parametrize("kind", ["SDE", "ode", "", "dance"])
+def test_an_unknown_kind_names_the_key_and_what_is_allowed(kind):
+    with pytest.raises(ValueError, match=r"rollout\.algo\.sde_type") as error:
+        step(kind, 0.7, drawn(1, 2), drawn(1, 2), [0])
+    assert all(known in str(error.value) for known in KINDS)

@@ -1,0 +1,450 @@
+"""`auto:k`: bands about the running median of the mismatch, that of each step before an update."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from benchmark_correction import cost
+from conftest import Train, read_rows, without_timings
+from policies.test_flow import WINDOWS, make_spec, sample, trained_lora
+from support.builders import diffusion_batch, loss_config, on_shards
+from support.oracles import estimate
+from torch import Tensor
+
+from flowgrpo_rc import compute_rollout_correction_and_rejection_mask
+from flowgrpo_rc.batch import DiffusionBatch
+from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.core.reduce import AllReduce, identity
+from flowgrpo_rc.correction import auto_bands as module
+from flowgrpo_rc.correction.auto_bands import FLOOR, WARM_UP, AutoBands, Gather, robust
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.correct import apply_rollout_correction_to_batch
+from flowgrpo_rc.correction.thresholds import parse_bands
+from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.losses.diffusion import diffusion_terms
+from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.policies.flow import FlowPolicy, StepEvaluation
+from flowgrpo_rc.training.config import ActorConfig
+from flowgrpo_rc.training.optim import OptimConfig
+from flowgrpo_rc.training.update import PolicyUpdate
+
+CPU = torch.device("cpu")
+NAMES = ("token_k1", "token_k2", "token_k3", "seq_mean_k1", "seq_sum_k2", "seq_max_k3", "step_kl")
+STEPS = torch.tensor([1e-5, 3e-5, 1e-4, 5e-4]).double()  # the mismatch grows along the trajectory
+
+
+def auto_bands(names: str = ",".join(NAMES), spec: str = "auto:4", num_steps: int = 6) -> AutoBands:
+    return AutoBands(parse_bands(names, spec), num_steps, CPU)
+
+
+def mismatch(
+    seed: int, rows: int = 64, planted: float = 0.0
+) -> tuple[DiffusionBatch, Tensor, Tensor]:
+    """Batch, log-probs of the training graph and KL. Normal differences about a shift of a third of
+    their deviation;
+    `planted`: deviations that each sample is off by, all of its steps in one direction."""
+    source = torch.Generator().manual_seed(seed)
+    noise, spread = torch.randn(2, rows, 4, generator=source, dtype=torch.float64)
+    sign = torch.randint(2, (rows, 1), generator=source) * 2 - 1
+    root = 1e-3 * (1 + 0.2 * spread + 0.2 * planted)
+    return (
+        diffusion_batch(torch.zeros(rows, 4).double()),
+        STEPS * (noise + 1 / 3 + planted * sign),
+        root**2 / 2,
+    )
+
+
+def warmed(bands: AutoBands, iterations: int = 8) -> AutoBands:
+    for seed in range(iterations):
+        bands.judge(*mismatch(seed))
+        bands.finish(identity)
+    return bands
+
+
+def same_scales(one: AutoBands, two: AutoBands) -> bool:
+    return all(
+        torch.equal(*pair)
+        for name in NAMES
+        for pair in zip(one.scale(name), two.scale(name), strict=True)
+    )
+
+
+# Closed forms
+# -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [WARM_UP, WARM_UP + 1, 1000])
+def test_median_and_deviation_are_those_of_the_definition(size: int) -> None:
+    values = mismatch(0, size)[1][:, 0]
+    with_holes = torch.cat([values, torch.full((7,), torch.nan).double()])
+    numbers = values.tolist()
+    median = statistics.median(numbers)
+    two_sided = 1.4826 * statistics.median(abs(x - median) for x in numbers)
+    one_sided = 1.4826 * (np.quantile(numbers, 0.75) - median)
+    for name, spread in (("token_k1", two_sided), ("step_kl", one_sided)):
+        scale = robust(with_holes, parse_bands(name, "auto:4")[0])
+        assert [x.item() for x in scale] == pytest.approx([median, spread], rel=1e-13)
+
+
+def test_the_deviation_is_that_of_a_normal_distribution() -> None:
+    values = (
+        torch.distributions.Normal(0.0, 1.0).icdf(torch.arange(1, 10**5).double() / 10**5) * 3e-4
+        + 1e-4
+    )
+    centre, spread = robust(values, parse_bands("token_k1", "auto:4")[0])
+    assert [centre.item(), spread.item()] == pytest.approx([1e-4, 3e-4], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_is_kept_within_k_deviations(name: str) -> None:
+    """Against numpy, one step of the schedule (or the first of the window) at a time."""
+    bands = warmed(auto_bands(name))
+    batch, training, kl = mismatch(99, 200, planted=3.0)
+    level, estimator = name.rsplit("_", 1)
+
+    def natural(training: Tensor, kl: Tensor) -> np.ndarray:
+        if name == "step_kl":
+            return kl.mul(2).sqrt().numpy()
+        rows = np.array([[estimate(estimator, x) for x in row] for row in training.tolist()])
+        if level != "token":
+            rows = {"seq_mean": rows.mean, "seq_sum": rows.sum, "seq_max": rows.max}[level](
+                1, keepdims=True
+            )
+        return rows if estimator == "k1" else np.sqrt(2 * rows)
+
+    past = np.concatenate([natural(*mismatch(seed)[1:]) for seed in range(8)])
+    median = np.median(past, 0)
+    above = np.quantile(past, 0.75, 0) - median
+    spread = 1.4826 * (np.median(abs(past - median), 0) if estimator == "k1" else above)
+    z = (natural(training, kl) - median) / spread
+    inside = (abs(z) if estimator == "k1" else z) <= 4
+    judged, metrics = bands.judge(batch, training, kl)
+    assert np.array_equal(judged.rejection_mask.numpy(), np.broadcast_to(inside, (200, 4)))
+    assert 0.02 < inside.mean() < 0.98
+    found = metrics.compute()
+    assert found[f"rollout_rs_{name}_mean"] == pytest.approx(z.mean(), rel=1e-9)
+    assert found[f"rollout_rs_{name}_auto_spread"] == pytest.approx(spread.mean(), rel=1e-12)
+    assert found[f"rollout_rs_{name}_auto_warm_fraction"] == 1
+
+
+def test_each_step_of_the_schedule_has_its_own_scale() -> None:
+    bands = auto_bands("token_k1")
+    batch, training, kl = mismatch(0, 1000)
+    late = batch.replace(step_indices=batch.step_indices + 2)
+    bands.judge(batch, training, kl)
+    bands.judge(late, 10 * training, kl)
+    bands.finish(identity)
+    spread = bands.scale("token_k1").spread.tolist()
+    assert spread[:2] == pytest.approx(STEPS[:2].tolist(), rel=0.1)
+    assert spread[4:] == pytest.approx((10 * STEPS[2:]).tolist(), rel=0.1)
+
+
+# What it promises
+# ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_few_clean_samples_and_most_planted_errors_are_rejected(name: str) -> None:
+    """Ten deviations planted on each step of a sample; the clean samples are others than the bands
+    have seen.
+    """
+    bands = warmed(auto_bands(name))
+    for planted, least, most in ((0.0, 0.0, 0.005), (10.0, 0.9, 1.0)):
+        judged, _ = bands.judge(*mismatch(99, 20000, planted))
+        rejected = 1 - judged.rejection_mask.double().mean().item()
+        assert least <= rejected <= most, (planted, rejected)
+
+
+def test_nothing_is_rejected_before_it_is_warm() -> None:
+    bands = auto_bands("token_k1,step_kl")
+    batch, training, kl = mismatch(0, WARM_UP - 1)
+    bands.judge(batch, training, kl)
+    bands.finish(identity)
+    far = mismatch(1, 8, planted=1e6)
+    judged, metrics = bands.judge(*far)
+    assert judged.rejection_mask.all()
+    assert metrics.compute()["rollout_rs_token_k1_auto_warm_fraction"] == 0
+    bands.finish(identity)
+    judged, _ = bands.judge(*far)
+    assert not judged.rejection_mask.any()
+
+
+def test_what_is_not_finite_is_rejected_and_not_observed() -> None:
+    bands, (batch, training, kl) = auto_bands("token_k1,seq_mean_k1"), mismatch(0)
+    training[0, 1] = math.nan
+    judged, metrics = bands.judge(batch, training, kl)
+    assert (
+        judged.rejection_mask[0].tolist() == [False] * 4
+    )  # the sequence has a step that cannot be judged
+    assert judged.rejection_mask[1:].all()
+    assert all(math.isfinite(value) for value in metrics.compute().values())
+    bands.finish(identity)
+    assert bands.scale("token_k1").spread.isfinite().tolist() == [
+        True,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_rounding_of_equal_precisions_is_not_rejected() -> None:
+    """Differences of exactly 0 have no deviation; the floor leaves room for sums in another
+    order.
+    """
+    bands, (batch, training, _) = auto_bands("token_k1", "auto:4"), mismatch(0)
+    bands.judge(batch, 0 * training, None)
+    bands.finish(identity)
+    ones = torch.ones_like(training)
+    assert bands.judge(batch, 3.9 * FLOOR * ones, None)[0].rejection_mask.all()
+    assert not bands.judge(batch, 4.1 * FLOOR * ones, None)[0].rejection_mask.any()
+
+
+def test_a_band_follows_the_newest_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MEMORY", (3, 3 * 4 * 64))
+    bands = auto_bands("token_k1")
+    for seed in range(4):
+        batch, training, kl = mismatch(seed)
+        bands.judge(batch, (1 if seed < 1 else 100) * training, kl)
+        bands.finish(identity)
+    only_new = auto_bands("token_k1")
+    for seed in range(1, 4):
+        batch, training, kl = mismatch(seed)
+        only_new.judge(batch, 100 * training, kl)
+        only_new.finish(identity)
+    assert torch.equal(bands.scale("token_k1").spread, only_new.scale("token_k1").spread)
+    assert len(bands._past["token_k1"]) == 3
+
+
+def test_processes_share_their_bands() -> None:
+    """Three processes with a third of the samples each have the bands of one with all."""
+    iterations, given = [mismatch(seed, 66) for seed in range(4)], mismatch(99, 66, planted=3.0)
+
+    def history(rows: slice, gather: Gather) -> AutoBands:
+        bands = auto_bands()
+        for batch, training, kl in iterations:
+            bands.judge(batch.rows(rows.start, rows.stop), training[rows], kl[rows])
+            bands.finish(gather)
+        return bands
+
+    def judged(bands: AutoBands, rows: slice) -> tuple[Tensor, MetricBag]:
+        batch, training, kl = given
+        found, metrics = bands.judge(batch.rows(rows.start, rows.stop), training[rows], kl[rows])
+        return found.rejection_mask, metrics
+
+    def work(
+        rank: int, reduce: Mapping[str, AllReduce]
+    ) -> tuple[Tensor, dict[str, float], AutoBands]:
+        rows = slice(22 * rank, 22 * rank + 22)
+        bands = history(rows, reduce["gather"])
+        mask, metrics = judged(bands, rows)
+        return mask, metrics.compute(reduce["sum"], reduce["max"]), bands
+
+    alone = history(slice(0, 66), identity)
+    expect, bag = judged(alone, slice(0, 66))
+    found = on_shards(3, work)
+    assert torch.equal(torch.cat([mask for mask, _, _ in found]), expect)
+    assert 0 < expect.sum() < expect.numel()
+    for _, metrics, bands in found:
+        assert metrics == pytest.approx(bag.compute(), rel=1e-12, abs=1e-12)
+        assert same_scales(bands, alone)
+
+
+def test_a_checkpoint_holds_what_the_bands_follow() -> None:
+    bands, fresh = warmed(auto_bands(), 3), auto_bands()
+    fresh.load(bands.tensors())
+    for one, two in zip(
+        warmed(bands, 8).tensors().items(), warmed(fresh, 8).tensors().items(), strict=True
+    ):
+        assert one[0] == two[0]
+        assert torch.equal(one[1], two[1])
+    assert same_scales(bands, fresh)
+    auto_bands().load(auto_bands().tensors())  # before the first iteration
+
+
+def test_a_decision_costs_no_host_transfer() -> None:
+    bands, given = warmed(auto_bands()), mismatch(99)
+    assert cost(lambda: bands.judge(*given)).transfers == 0
+
+
+# Before the update
+# --------------------------------------------------------------------------------------------------
+
+
+class Counting(FlowPolicy):
+    forwards = 0
+
+    def evaluate(self, batch: DiffusionBatch) -> StepEvaluation:
+        self.forwards += 1
+        return super().evaluate(batch)
+
+
+def bypass_update(
+    model: FlowModel, epochs: int, history: float, lr: float = 1e-1
+) -> tuple[PolicyUpdate, Counting, DiffusionBatch]:
+    """An update of two mini-batches that moves the policy far, with bands that know a mismatch of
+    scale `history`.
+    """
+    transformer = trained_lora(model)
+    batch, _ = sample(model, transformer, make_spec("sde", 1.0), WINDOWS["first"])
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0]).unsqueeze(1).expand(4, 2)
+    bands = auto_bands("token_k1", num_steps=5)
+    past, values, _ = mismatch(0, 1000)
+    bands.judge(past, history * values / STEPS, None)
+    bands.finish(identity)
+    correction = RolloutCorrectionConfig(
+        bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold="auto:4"
+    )
+    policy = Counting(model, transformer)
+    update = PolicyUpdate(
+        policy,
+        ActorConfig(ppo_epochs=epochs, ppo_micro_batch_size_per_gpu=2, optim=OptimConfig(lr=lr)),
+        partial(diffusion_terms, loss_config(correction)),
+        Processes(Accelerator(cpu=True)),
+        total_updates=10,
+        auto_bands=bands,
+    )
+    return (
+        update,
+        policy,
+        batch.replace(old_log_probs=batch.rollout_log_probs, advantages=advantages),
+    )
+
+
+def test_one_mini_batch_is_judged_by_its_own_forwards(model: FlowModel) -> None:
+    update, policy, batch = bypass_update(model, 1, history=1e-6)
+    found = update.run(batch, 4).compute()
+    assert found["rollout_corr/rollout_rs_token_k1_auto_warm_fraction"] == 1
+    assert policy.forwards == 4
+
+
+@pytest.mark.parametrize(("epochs", "extra"), [(1, 2), (2, 4)])
+def test_the_policy_s_own_movement_is_not_judged(model: FlowModel, epochs: int, extra: int) -> None:
+    """The first update moves later ratios far outside a band of 4e-6, but they were judged before
+    it. The forwards of the first mini-batch serve for both, where it comes only once."""
+    update, policy, batch = bypass_update(model, epochs, history=1e-6)
+    found = update.run(batch, 2).compute()
+    assert found["rollout_corr/rollout_rs_token_k1_masked_fraction"] == 0
+    assert found["rollout_corr/rollout_rs_masked_fraction"] == 0
+    assert found["rollout_corr/logprob_abs_diff_max"] > 1e-4
+    assert policy.forwards == 4 * epochs + extra
+
+
+@pytest.mark.parametrize("sample_index", [0, 3])
+def test_a_planted_error_is_rejected_in_any_mini_batch(model: FlowModel, sample_index: int) -> None:
+    update, _, batch = bypass_update(model, 1, history=1e-5)
+    faulty = batch.rollout_log_probs.clone()
+    faulty[sample_index, 1] += 1e-4
+    found = update.run(batch.replace(rollout_log_probs=faulty, old_log_probs=faulty), 2).compute()
+    assert found["rollout_corr/rollout_rs_token_k1_masked_fraction"] == 1 / 8
+    assert found["rollout_corr/rollout_rs_masked_fraction"] == 1 / 8
+    assert len(update._auto_bands._past["token_k1"]) == 2
+
+
+def test_an_earlier_decision_is_narrowed_and_counted() -> None:
+    """In decoupled mode the mask of the bands, other criteria and the mean of the weights go
+    together.
+    """
+    batch, training, _ = mismatch(0, 6)
+    before = torch.ones(6, 4, dtype=torch.bool)
+    before[0], before[1, 2] = False, False
+    config = RolloutCorrectionConfig(
+        rollout_is="token",
+        rollout_is_batch_normalize=True,
+        normalize="kept",
+        rollout_rs="token_k1,token_k2",
+        rollout_rs_threshold=["auto:4", 1e-8],
+    )
+    batch = batch.replace(old_log_probs=training, rejection_mask=before)
+    found, metrics = apply_rollout_correction_to_batch(batch, config)
+    kept = before & (training**2 / 2 <= 1e-8)
+    assert torch.equal(found.rejection_mask, kept)
+    assert 0 < kept.sum() < before.sum()
+    torch.testing.assert_close(
+        found.rollout_is_weights, training.exp() / training.exp()[kept].mean()
+    )
+    assert metrics.compute()["rollout_rs_masked_fraction"] == pytest.approx(
+        1 - kept.double().mean().item()
+    )
+
+
+# Settings and runs
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "lower"), [("token_k1", -2.5), ("geometric", -2.5), ("seq_max_k2", -math.inf)]
+)
+def test_the_grammar(name: str, lower: float) -> None:
+    (band,) = parse_bands(name, " auto:2.5 ")
+    assert (band.lower, band.upper, band.auto) == (lower, 2.5, True)
+    fixed, auto = parse_bands("token_k1,step_kl", "0.5_2.0,auto:4")
+    assert (fixed.auto, auto.auto) == (False, True)
+
+
+@pytest.mark.parametrize(
+    "spec", ["auto", "auto:", "auto:0", "auto:-1", "auto:x", "auto:nan", "auto4", "auto:1_2"]
+)
+def test_wrong_specs_say_how(spec: str) -> None:
+    with pytest.raises(ValueError, match="auto:4"):
+        parse_bands("token_k1", spec)
+
+
+def test_a_lower_bound_has_no_place_beside_it() -> None:
+    with pytest.raises(ValueError, match="rollout_rs_threshold_lower"):
+        parse_bands("token_k1", "auto:4", 0.5)
+
+
+def test_it_needs_a_run() -> None:
+    settings = {"rollout_rs": "token_k1", "rollout_rs_threshold": "auto:4"}
+    _, training, _ = mismatch(0)
+    with pytest.raises(ValueError, match="AutoBands"):
+        compute_rollout_correction_and_rejection_mask(
+            training, training, torch.ones_like(training), **settings
+        )
+    batch = diffusion_batch(training, old_log_probs=training)
+    with pytest.raises(ValueError, match="AutoBands"):
+        apply_rollout_correction_to_batch(batch, RolloutCorrectionConfig(**settings))
+
+
+RULES = [
+    "algorithm.rollout_correction.rollout_rs=[token_k1,step_kl]",
+    "algorithm.rollout_correction.rollout_rs_threshold=auto:4",
+]
+
+
+@pytest.mark.parametrize(
+    ("bypass", "further"),
+    [(False, []), (False, ["algorithm.rollout_correction.exclude_rejected=false"]), (True, [])],
+    ids=["recomputed", "own_forwards", "bypass"],
+)
+def test_a_run_goes_on_with_its_bands(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bypass: bool, further: list[str]
+) -> None:
+    monkeypatch.setattr(module, "WARM_UP", 2)
+    options = [
+        *RULES,
+        *further,
+        f"algorithm.rollout_correction.bypass_mode={bypass}",
+        "rollout.dtype=bf16",
+        "trainer.save_freq=1",
+    ]
+    assert train(*options, "trainer.max_time=1e-9") == 75
+    assert len(read_rows(tmp_path / "run")) == 2
+    assert train(*options) == 0
+    assert train(*options, f"trainer.output_dir={tmp_path / 'whole'}") == 0
+    resumed, whole = (without_timings(read_rows(tmp_path / name)) for name in ("run", "whole"))
+    assert resumed == whole
+    prefix = "actor/rollout_corr/rollout_rs" if bypass else "rollout_corr/rollout_rs"
+    assert f"{prefix}_token_k1_auto_spread" not in whole[1]
+    assert whole[2][f"{prefix}_token_k1_auto_spread"] > FLOOR
+    assert 0 < whole[2][f"{prefix}_step_kl_auto_warm_fraction"] <= 1

@@ -1,0 +1,87 @@
+"""No call of the correction makes the host wait more than once; nothing inside the loss does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from benchmark_correction import cost, make_inputs
+from support.builders import diffusion_batch, loss_config, token_batch
+
+from flowgrpo_rc import compute_offpolicy_metrics, compute_rollout_correction_and_rejection_mask
+from flowgrpo_rc.core.transition import GaussianSteps
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig
+from flowgrpo_rc.losses.diffusion import diffusion_terms
+from flowgrpo_rc.losses.token import token_terms
+
+INPUTS = make_inputs(6, 32)
+SETTINGS = [
+    {},
+    {"rollout_is": "token", "rollout_is_mode": "mask", "rollout_token_veto_threshold": 1e-4},
+    {
+        "rollout_is": "sequence",
+        "rollout_is_batch_normalize": True,
+        "rollout_rs": "token_k1,seq_max_k3,seq_sum_k2",
+    },
+]
+
+
+def transfers(call: Callable[[], object]) -> int:
+    return cost(call).transfers
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_one_for_each_public_call(settings: dict[str, object]) -> None:
+    if "rollout_rs" in settings:
+        settings = settings | {"rollout_rs_threshold": ["0.5_2.0", 0.1, 0.1]}
+    assert (
+        transfers(lambda: compute_rollout_correction_and_rejection_mask(*INPUTS, **settings)) == 1
+    )
+    assert transfers(lambda: compute_offpolicy_metrics(*INPUTS)) == 1
+
+
+@pytest.mark.parametrize(
+    "mode", [{"bypass_mode": True}, {"bypass_mode": True, "loss_type": "reinforce"}, {}]
+)
+def test_none_inside_a_loss(mode: dict[str, object]) -> None:
+    now, rollout, mask = INPUTS
+    correction = RolloutCorrectionConfig(
+        rollout_is="token", rollout_rs="seq_mean_k1", rollout_rs_threshold=2.0, **mode
+    )
+    filled = {"old_log_probs": rollout, "advantages": torch.ones_like(rollout)}
+    config = loss_config(correction)
+    steps, tokens = diffusion_batch(rollout, **filled), token_batch(rollout, mask.bool(), **filled)
+    assert transfers(lambda: diffusion_terms(config, now, steps)) == 0
+    assert transfers(lambda: token_terms(config, now, tokens)) == 0
+
+
+@pytest.mark.parametrize("loss_mode", ["grpo_guard", "flow_dppo"])
+def test_none_where_a_loss_and_a_criterion_know_the_means(loss_mode: str) -> None:
+    now, rollout, _ = INPUTS
+    correction = RolloutCorrectionConfig(
+        bypass_mode=True, rollout_rs="step_kl", rollout_rs_threshold=0.1
+    )
+    batch = diffusion_batch(rollout, old_log_probs=rollout, advantages=torch.ones_like(rollout))
+    config = LossConfig(
+        rollout_correction=correction, diffusion_loss=DiffusionLossConfig(loss_mode=loss_mode)
+    )
+    gaussian = GaussianSteps(torch.ones_like(now), -torch.ones_like(now), (now - rollout) ** 2)
+    assert transfers(lambda: diffusion_terms(config, now, batch, gaussian)) == 0
+
+
+def test_the_count_sees_a_transfer() -> None:
+    values = torch.ones(3)
+    assert transfers(lambda: float(values.sum())) == 1
+    assert transfers(lambda: values.tolist()) == 1
+    assert transfers(lambda: values[values > 0]) == 1
+
+
+def test_the_benchmark_names_its_peer() -> None:
+    script = Path(__file__).parents[1] / "benchmarks" / "benchmark_correction.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert "--install" in done.stdout

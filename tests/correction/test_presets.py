@@ -1,0 +1,181 @@
+"""Presets: every name of the documents and of verl 0.6.1 and 0.9.1, with the settings written down
+there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+from support.builders import mask_of
+
+from flowgrpo_rc import RolloutCorrectionConfig as Config
+from flowgrpo_rc.correction.correct import correct_with
+from flowgrpo_rc.correction.presets import PRESETS
+from flowgrpo_rc.correction.thresholds import parse_bands
+
+BYPASS, REINFORCE = {"bypass_mode": True}, {"bypass_mode": True, "loss_type": "reinforce"}
+VETO = {"rollout_token_veto_threshold": 1e-4}
+
+
+def token(threshold=2.0):
+    return {"rollout_is": "token", "rollout_is_threshold": threshold}
+
+
+def sequence(threshold=2.0):
+    return {"rollout_is": "sequence", "rollout_is_threshold": threshold}
+
+
+def rejects(criterion, threshold, lower=None):
+    return {
+        "rollout_rs": criterion,
+        "rollout_rs_threshold": threshold,
+        "rollout_rs_threshold_lower": lower,
+    }
+
+
+GEO, K3 = rejects("seq_mean_k1", "0.999_1.001"), rejects("seq_mean_k3", 0.01)
+SUM = rejects("seq_sum_k1", "0.5_2.0")
+MIS = {**token("0.5_2.0"), "rollout_is_mode": "mask"}
+
+# Only what differs from the defaults, which change nothing.
+EXPECTED = {
+    "disabled": {},
+    "decoupled_token_is": token(),
+    "decoupled_seq_is": sequence(),
+    "decoupled_token_icepop": token("0.5_5.0"),
+    "decoupled_seq_is_rs": sequence() | SUM,
+    "decoupled_geo_rs": GEO | VETO,
+    "decoupled_geo_rs_seq_tis": sequence() | GEO,
+    "decoupled_geo_rs_token_tis": token() | GEO,
+    "decoupled_k3_rs": K3,
+    "decoupled_k3_rs_seq_tis": sequence() | K3,
+    "decoupled_k3_rs_token_tis": token() | K3,
+    "bypass_ppo_clip": BYPASS,
+    "bypass_ppo_clip_geo_rs": BYPASS | GEO,
+    "bypass_ppo_clip_k3_rs": BYPASS | K3,
+    "bypass_pg_is": REINFORCE | sequence(),
+    "bypass_pg_token_icepop": REINFORCE | token("0.5_5.0"),
+    "bypass_pg_geo_rs": REINFORCE | GEO,
+    "bypass_pg_geo_rs_seq_tis": REINFORCE | sequence() | GEO,
+    "bypass_pg_geo_rs_token_tis": REINFORCE | token() | GEO,
+    # The older spelling.
+    "token_is": token(),
+    "seq_is": sequence(),
+    "seq_is_rs": sequence() | SUM,
+    "seq_mis": sequence() | rejects("seq_sum_k1", 2.0, 0.0),
+    "geo_rs": GEO | VETO,
+    "ppo_is_bypass": BYPASS | token(),
+    "pg_is": REINFORCE | sequence(),
+    "pure_is": REINFORCE | sequence(),
+    "pg_rs": REINFORCE | GEO | VETO,
+    # slime
+    "slime_tis": token(),
+    "slime_mis": MIS,
+    "slime_mis_veto": MIS | VETO,
+}
+
+
+def preset(name, *args, **kwargs):
+    return getattr(Config, name)(*args, **kwargs)
+
+
+def test_the_presets_are_these():
+    assert set(PRESETS) == set(EXPECTED)
+    assert list(PRESETS) == sorted(PRESETS)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_preset_is_valid_and_has_the_documented_settings(name):
+    config = preset(name)
+    assert type(config) is Config
+    config.validate()
+    assert vars(config) == vars(Config()) | EXPECTED[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "bands"),
+    [
+        ("decoupled_seq_is_rs", [("seq_sum_k1", -math.log(2), math.log(2))]),
+        ("seq_mis", [("seq_sum_k1", -math.log(2), math.inf)]),
+        ("geo_rs", [("seq_mean_k1", -math.log(1.001), -math.log(0.999))]),
+        ("decoupled_k3_rs", [("seq_mean_k3", -math.inf, 0.01)]),
+    ],
+)
+def test_the_bands_of_presets(name, bands):
+    found = [(band.name, band.lower, band.upper) for band in preset(name).rules().bands]
+    assert found == [(n, pytest.approx(low), pytest.approx(high)) for n, low, high in bands]
+
+
+@pytest.mark.parametrize(
+    ("call", "same"),
+    [
+        (
+            Config.geo_rs(rs_threshold=1.001, veto_threshold=1e-4),
+            rejects("seq_mean_k1", 1.001) | VETO,
+        ),
+        (Config.geo_rs(1.001, 0.999), rejects("seq_mean_k1", 1.001, 0.999) | VETO),
+        (Config.decoupled_geo_rs(veto_threshold=None), GEO),
+        (Config.pg_rs(veto_threshold=None), REINFORCE | GEO),
+        (
+            Config.seq_is_rs(is_threshold=2.0, rs_threshold=2.0),
+            sequence() | rejects("seq_sum_k1", 2.0),
+        ),
+        (
+            Config.decoupled_seq_is_rs(3.0, 4.0, 0.2),
+            sequence(3.0) | rejects("seq_sum_k1", 4.0, 0.2),
+        ),
+        (Config.seq_mis(threshold=3.0), sequence(3.0) | rejects("seq_sum_k1", 3.0, 0.0)),
+        (Config.token_is(threshold=5.0), token(5.0)),
+        (Config.pure_is(threshold=4.0), REINFORCE | sequence(4.0)),
+        (Config.ppo_is_bypass(threshold=3.0), BYPASS | token(3.0)),
+        (Config.decoupled_token_icepop(4.0, 0.25), token("0.25_4.0")),
+        (Config.slime_mis(0.4, 3.0), token("0.4_3.0") | {"rollout_is_mode": "mask"}),
+        (Config.slime_mis_veto(veto_threshold=1e-6), MIS | {"rollout_token_veto_threshold": 1e-6}),
+    ],
+)
+def test_calls_of_the_documents(call, same):
+    call.validate()
+    assert vars(call) == vars(Config()) | same
+
+
+@pytest.mark.parametrize("name", ["geo_rs", "pg_rs", "seq_is_rs"])
+def test_a_lower_bound_beside_a_band_is_an_error_and_not_dropped(name):
+    with pytest.raises(ValueError, match="both give a lower bound"):
+        preset(name, rs_threshold_lower=0.9).validate()
+
+
+def test_the_older_and_the_newer_spelling_have_the_same_arguments():
+    pairs = [
+        ("token_is", "decoupled_token_is"),
+        ("seq_is", "decoupled_seq_is"),
+        ("seq_is_rs", "decoupled_seq_is_rs"),
+    ]
+    pairs += [
+        ("geo_rs", "decoupled_geo_rs"),
+        ("pg_is", "bypass_pg_is"),
+        ("pure_is", "bypass_pg_is"),
+    ]
+    for older, newer in pairs:
+        assert inspect.signature(getattr(Config, older)) == inspect.signature(
+            getattr(Config, newer)
+        )
+
+
+def test_the_usage_document_s_yaml_of_the_geometric_preset_is_the_preset():
+    """Its lower bound 0.999 and upper bound 1.001 are the band 0.999_1.001."""
+    written = Config(
+        rollout_rs="geometric", rollout_rs_threshold=1.001, rollout_rs_threshold_lower=0.999, **VETO
+    )
+    assert written.rules() == Config.geo_rs().rules()
+    assert written.rules().bands == parse_bands("seq_mean_k1", "0.999_1.001")
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_on_policy_no_preset_changes_anything(name):
+    rollout = mask_of("right").double() * 0.3 - 1
+    found = correct_with(preset(name), rollout, rollout, mask_of("right"))
+    assert found.mask.equal(mask_of("right"))
+    if found.weights is not None:
+        assert found.weights.equal(mask_of("right").double())

@@ -1,0 +1,260 @@
+"""What holds for every batch: hypothesis draws shapes, masks, dtypes, extreme and not finite
+values, and settings.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from support.builders import expected, loss_config, run, settings, token_batch
+from support.oracles import CRITERIA, LEVELS, MODES, SAFETY, Clip, Rule, clipped
+from torch import Tensor
+
+from flowgrpo_rc import (
+    RolloutCorrectionConfig,
+    apply_bypass_mode,
+    apply_rollout_correction_to_batch,
+    token_loss,
+)
+from flowgrpo_rc.losses.base import AGGREGATIONS
+
+every = partial(hypothesis.settings, derandomize=True, deadline=None, database=None)
+
+ORDINARY = st.floats(-3, 3, allow_subnormal=False)
+EXTREME = st.sampled_from(
+    [-1e4, -700.0, -30.0, -1.0, -1e-4, -1e-8, 0.0, 1e-8, 1e-4, 0.5, 1.0, 30.0, 700.0, 1e4]
+)
+NOT_FINITE = st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -1.0, 1e4])
+DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16])
+
+
+class Case(NamedTuple):
+    training: Tensor
+    rollout: Tensor
+    mask: Tensor
+
+
+@st.composite
+def cases(draw, values, dtypes=DTYPES) -> Case:
+    """Log-probs [B, T] with B up to 4 and T up to 5; rows may be empty, and all of them at once."""
+    rows, columns, dtype = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(dtypes)
+
+    def table(entries):
+        listed = draw(st.lists(entries, min_size=rows * columns, max_size=rows * columns))
+        return torch.tensor(listed).reshape(rows, columns)
+
+    return Case(table(values).to(dtype), table(values).to(dtype), table(st.booleans()))
+
+
+@st.composite
+def rules(draw) -> Rule:
+    """Settings; the bounds are numbers that sums and products of the values above do not meet."""
+    level = draw(st.sampled_from([None, *LEVELS]))
+    mode = draw(st.sampled_from(MODES)) if level else "truncate"
+    bands = tuple(
+        (name, 0.613, 1.717)
+        for name in draw(st.lists(st.sampled_from(CRITERIA), max_size=2, unique=True))
+    )
+    return Rule(
+        level,
+        mode,
+        0.0 if mode == "truncate" else 0.5321,
+        1.6421 if level else 2.0,
+        bands,
+        veto=draw(st.sampled_from([None, 0.0123])),
+        normalise=level is not None and draw(st.booleans()),
+        over_kept=draw(st.booleans()),
+    )
+
+
+def check_metrics(values: dict[str, float]) -> None:
+    assert not [name for name, value in values.items() if math.isnan(value)]
+    for name, value in values.items():
+        if "fraction" in name or name in ("rejected_ratio", "rollout_is_oob_ratio"):
+            assert 0 <= value <= 1, name
+        if (
+            name.endswith("_std")
+            or "k3" in name
+            or "_k2_" in name
+            or "abs_diff" in name
+            or name.startswith("ppl")
+        ):
+            assert value >= 0, name
+    assert 0 <= values.get("rollout_is_eff_sample_size", 0) <= 1 + 1e-12
+    assert values.get("rollout_is_min", 0) <= values.get("rollout_is_max", 0)
+
+
+@every(max_examples=60)
+@hypothesis.given(cases(EXTREME | NOT_FINITE | ORDINARY), rules())
+def test_weights_masks_and_metrics_are_sound_whatever_comes(case, rule):
+    found = run(*case, rule)
+    check_metrics(found.metrics.compute())
+    valid = case.mask & torch.isfinite(case.training.double() - case.rollout.double())
+    assert not (found.mask & ~valid).any()
+    if found.weights is None:
+        return
+    assert found.weights.dtype == case.training.dtype
+    weights = found.weights.double()
+    assert torch.isfinite(weights).all()
+    assert torch.count_nonzero(weights[~valid]) == 0
+    if rule.normalise:
+        assert (weights >= 0).all()
+        return
+    inside = weights[valid]
+    highest = {"mask": math.exp(SAFETY)}.get(rule.mode, rule.upper)
+    lowest = {"clip": rule.lower, "icepop": 0.0}.get(rule.mode, math.exp(-SAFETY))
+    rounding = {torch.bfloat16: 2**-8}.get(case.training.dtype, 1e-6)
+    assert ((inside <= highest * (1 + rounding)) & (inside >= lowest * (1 - rounding))).all()
+    if rule.mode == "icepop":
+        assert ((inside == 0) | (inside >= rule.lower * (1 - rounding))).all()
+
+
+@every(max_examples=60)
+@hypothesis.given(cases(ORDINARY, st.just(torch.float64)), rules())
+def test_weights_masks_and_metrics_are_those_of_the_formulas(case, rule):
+    found, expect = run(*case, rule), expected(*case, rule)
+    assert found.mask.tolist() == expect.kept
+    assert found.metrics.compute() == pytest.approx(expect.metrics, rel=1e-7, abs=1e-7)
+    if found.weights is not None:
+        torch.testing.assert_close(
+            found.weights, torch.tensor(expect.weights).double(), rtol=1e-7, atol=1e-7
+        )
+
+
+def loss_of(
+    case: Case, rule: Rule, mode: dict, aggregation: str, normalize: str
+) -> tuple[Tensor, Tensor, dict]:
+    correction = RolloutCorrectionConfig(**settings(rule) | mode | {"normalize": normalize})
+    now = case.training.detach().clone().requires_grad_()
+    advantages = torch.linspace(-2, 2, case.mask.numel()).reshape(case.mask.shape)
+    batch = token_batch(case.rollout, case.mask, advantages=advantages)
+    if correction.bypass_mode:
+        batch = apply_bypass_mode(batch)
+    else:
+        batch, _ = apply_rollout_correction_to_batch(
+            batch.replace(old_log_probs=case.training), correction
+        )
+    loss, metrics = token_loss(loss_config(correction, loss_agg_mode=aggregation), now, batch)
+    loss.backward()
+    return loss, now.grad, metrics.compute()
+
+
+BYPASS, REINFORCE = {"bypass_mode": True}, {"bypass_mode": True, "loss_type": "reinforce"}
+
+
+@every(max_examples=60)
+@hypothesis.given(
+    cases(EXTREME | NOT_FINITE, st.sampled_from([torch.float64, torch.float32])),
+    rules(),
+    st.sampled_from([{}, BYPASS, REINFORCE]),
+    st.sampled_from(AGGREGATIONS),
+    st.sampled_from(["all", "kept"]),
+)
+def test_loss_and_gradient_are_finite_whatever_comes(case, rule, mode, aggregation, normalize):
+    if mode == BYPASS:
+        rule = rule._replace(normalise=False, level=None, mode="truncate", lower=0.0)
+    loss, gradient, metrics = loss_of(case, rule, mode, aggregation, normalize)
+    assert torch.isfinite(loss)
+    assert torch.isfinite(gradient).all()
+    assert torch.count_nonzero(gradient[~case.mask]) == 0
+    check_metrics({name.removeprefix("rollout_corr/"): value for name, value in metrics.items()})
+
+
+@every(max_examples=40)
+@hypothesis.given(
+    cases(EXTREME | NOT_FINITE | ORDINARY), rules(), st.randoms(use_true_random=False)
+)
+def test_the_order_of_rows_changes_nothing(case, rule, source):
+    order = list(range(len(case.mask)))
+    source.shuffle(order)
+    found, other = run(*case, rule), run(*(x[order] for x in case), rule)
+    assert torch.equal(other.mask, found.mask[order])
+    assert other.metrics.compute() == pytest.approx(found.metrics.compute(), rel=1e-9, abs=1e-6)
+    if found.weights is not None:
+        torch.testing.assert_close(other.weights, found.weights[order])
+
+
+@every(max_examples=40)
+@hypothesis.given(
+    cases(EXTREME | NOT_FINITE | ORDINARY),
+    rules(),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    NOT_FINITE,
+)
+def test_padding_changes_nothing(case, rule, left, right, rubbish):
+    pad = torch.nn.functional.pad
+    wide = [pad(x, (left, right), value=rubbish) for x in case[:2]]
+    found, other = run(*case, rule), run(*wide, pad(case.mask, (left, right)), rule)
+    inside = slice(left, left + case.mask.shape[1])
+    assert torch.equal(other.mask, pad(found.mask, (left, right)))
+    assert other.metrics.compute() == pytest.approx(found.metrics.compute(), rel=1e-9, abs=1e-6)
+    if found.weights is not None:
+        torch.testing.assert_close(other.weights[:, inside], found.weights)
+        assert torch.count_nonzero(other.weights) == torch.count_nonzero(found.weights)
+
+
+@every(max_examples=40)
+@hypothesis.given(
+    cases(EXTREME | ORDINARY),
+    st.sampled_from(CRITERIA),
+    st.floats(0.0, 1.0),
+    st.floats(0.0, 1.0),
+    st.floats(1.01, 50),
+)
+def test_a_tighter_band_never_keeps_more(case, criterion, lower, tighter, upper):
+    wide = Rule(bands=((criterion, lower * 0.99, upper),))
+    narrow = Rule(bands=((criterion, max(lower, tighter) * 0.99, 1 + (upper - 1) / 2),))
+    assert not (run(*case, narrow).mask & ~run(*case, wide).mask).any()
+
+
+@every(max_examples=40)
+@hypothesis.given(cases(EXTREME | ORDINARY), rules())
+def test_on_policy_weights_are_exactly_one_and_nothing_is_rejected(case, rule):
+    found = run(case.rollout, case.rollout, case.mask, rule)
+    assert torch.equal(found.mask, case.mask)
+    if found.weights is not None:
+        assert torch.equal(found.weights, case.mask.to(found.weights.dtype))
+    values = found.metrics.compute()
+    assert {
+        values.get(name, 0) for name in ("kl", "k3_kl", "chi2_token", "chi2_seq", "rejected_ratio")
+    } == {0}
+
+
+@every(max_examples=30)
+@hypothesis.given(cases(ORDINARY, st.just(torch.float64)), rules(), st.sampled_from(AGGREGATIONS))
+def test_scaled_advantages_scale_the_loss_of_reinforce(case, rule, aggregation):
+    """The correction reads no advantage, and the loss is linear in them."""
+    correction = RolloutCorrectionConfig(**settings(rule) | REINFORCE)
+    config = loss_config(correction, loss_agg_mode=aggregation)
+    advantages = torch.linspace(-1, 2, case.mask.numel(), dtype=torch.float64).reshape(
+        case.mask.shape
+    )
+    losses = []
+    for scale in (1.0, 4.0):
+        batch = apply_bypass_mode(
+            token_batch(case.rollout, case.mask, advantages=scale * advantages)
+        )
+        losses.append(token_loss(config, case.training, batch)[0].item())
+    assert losses[1] == pytest.approx(4 * losses[0], rel=1e-12, abs=1e-12)
+
+
+def test_the_clip_of_the_oracle_is_that_of_the_paper():
+    """The oracle's branches against max(-A r, -A clip(r)), so that the tests rest on the formula
+    itself.
+    """
+    for advantage in (-2.0, 0.0, 2.0):
+        for ratio in (0.5, 0.79, 0.81, 1.0, 1.19, 1.21, 3.0, 4.0):
+            held = min(max(ratio, 0.8), 1.2)
+            loss = max(-advantage * ratio, -advantage * held)
+            if advantage < 0:
+                loss = min(loss, -advantage * 3.5)
+            assert clipped(
+                torch.tensor(ratio).double(), advantage, Clip(0.2, 0.2, 3.5)
+            ).item() == pytest.approx(loss)

@@ -1,0 +1,446 @@
+"""The grammar of criteria and thresholds, and settings that contradict each other."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from support.oracles import CRITERIA as DOCUMENTED
+
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.thresholds import CRITERIA, parse_bands, parse_weight_bounds
+
+RS, THRESHOLD, LOWER = "rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower"
+
+
+def bounds(criteria, thresholds, lower=None, **options):
+    """(criterion, lower, upper) in the space of the statistic."""
+    return [
+        (band.name, band.lower, band.upper)
+        for band in parse_bands(criteria, thresholds, lower, **options)
+    ]
+
+
+def on_ratio(name, lower, upper):
+    """lower <= ratio <= upper is -log(upper) <= k1 <= -log(lower)."""
+    return (
+        name,
+        pytest.approx(-math.log(upper), abs=1e-15),
+        pytest.approx(-math.log(lower), abs=1e-15),
+    )
+
+
+def test_the_criteria_are_the_documented_ones():
+    assert set(CRITERIA) == set(DOCUMENTED)
+    assert len(CRITERIA) == 11
+
+
+@pytest.mark.parametrize("criterion", [name for name in DOCUMENTED if name.endswith("k1")])
+@pytest.mark.parametrize(
+    ("spec", "lower", "upper"),
+    [
+        ("0.5_2.0", 0.5, 2.0),
+        (" 0.5_2 ", 0.5, 2.0),
+        ("0.999_1.001", 0.999, 1.001),
+        ("0.9999_1.0001", 0.9999, 1.0001),
+        ("1e-3_1e3", 1e-3, 1e3),
+        ("2.0", 0.5, 2.0),
+        (2.0, 0.5, 2.0),
+        (4, 0.25, 4.0),
+        ("1.001", 1 / 1.001, 1.001),
+    ],
+)
+def test_a_band_is_one_on_the_ratio(criterion, spec, lower, upper):
+    assert bounds(criterion, spec) == [on_ratio(criterion, lower, upper)]
+
+
+@pytest.mark.parametrize(("spec", "lower"), [("0_2.0", None), (2.0, 0), (2.0, 0.0), ("2.0", "0")])
+def test_a_lower_bound_of_zero_leaves_the_lower_side_open(spec, lower):
+    """No ratio is too small, so that no k1 is too large."""
+    assert bounds("token_k1", spec, lower) == [("token_k1", -math.log(2), math.inf)]
+
+
+@pytest.mark.parametrize(
+    ("upper", "lower", "expect"),
+    [
+        (2.0, 0.4, [(0.4, 2)] * 2),
+        ("1.001", "0.998", [(0.998, 1.001)] * 2),
+        ([2.0, 3.0], 0.5, [(0.5, 2), (0.5, 3)]),
+        (2.0, [0.5, 0.25], [(0.5, 2), (0.25, 2)]),
+        ("2.0,3.0", "0.5,0.25", [(0.5, 2), (0.25, 3)]),
+        ([2.0, "0.1_3"], [0.4, None], [(0.4, 2), (0.1, 3)]),
+        ([2.0, 4], [None, 0.1], [(0.5, 2), (0.1, 4)]),
+    ],
+)
+def test_a_lower_bound_may_stand_apart(upper, lower, expect):
+    names = ("token_k1", "seq_mean_k1")
+    assert bounds(names, upper, lower) == [
+        on_ratio(name, *pair) for name, pair in zip(names, expect, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("older", "name"),
+    [("token", "token_k1"), ("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")],
+)
+def test_the_older_names_take_the_threshold_of_the_weights_where_theirs_is_null(older, name):
+    assert bounds(older, 3.0) == bounds(name, 3.0) == [on_ratio(name, 1 / 3, 3)]
+    assert bounds(older, None, fallback=2.0) == [on_ratio(name, 0.5, 2)]
+    assert bounds(older, None, 0.25, fallback=2.0) == [on_ratio(name, 0.25, 2)]
+    assert bounds(older, 3.0, fallback=2.0) == [on_ratio(name, 1 / 3, 3)]
+    assert bounds(older, None, fallback="0.4_3.0") == [on_ratio(name, 0.4, 3)]
+    with pytest.raises(ValueError, match=THRESHOLD):
+        bounds(name, None, fallback=2.0)
+    with pytest.raises(ValueError, match=THRESHOLD):
+        bounds((older, "seq_max_k2"), None, fallback=2.0)
+
+
+def test_the_fallback_is_read_from_the_config():
+    config = RolloutCorrectionConfig(
+        rollout_is="token", rollout_is_threshold=3.0, rollout_rs="geometric"
+    )
+    assert config.rules().bands == parse_bands("seq_mean_k1", 3.0)
+    config = RolloutCorrectionConfig(rollout_rs="sequence")
+    assert config.rules().bands == parse_bands("seq_sum_k1", 2.0)
+    config = RolloutCorrectionConfig(
+        rollout_rs="token", rollout_rs_threshold=2.0, rollout_rs_threshold_lower=0.25
+    )
+    assert config.rules().bands == parse_bands("token_k1", "0.25_2.0")
+
+
+def test_an_older_and_a_newer_name_of_one_criterion_are_twice_the_same():
+    with pytest.raises(ValueError, match="twice"):
+        parse_bands("token,token_k1", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("threshold", "mode", "expect"),
+    [
+        (2.0, None, ("truncate", 0, 2)),
+        ("2.0", None, ("truncate", 0, 2)),
+        (1, "truncate", ("truncate", 0, 1)),
+        ("0.5_5.0", None, ("icepop", 0.5, 5)),
+        ("0_5.0", None, ("icepop", 0, 5)),
+        ("0.5_5.0", "clip", ("clip", 0.5, 5)),
+        ("0.5_5.0", "mask", ("mask", 0.5, 5)),
+        (4.0, "clip", ("clip", 0.25, 4)),
+        (4.0, "mask", ("mask", 0.25, 4)),
+        (4.0, "icepop", ("icepop", 0.25, 4)),
+        (" 0.999_1.001 ", None, ("icepop", 0.999, 1.001)),
+    ],
+)
+def test_bounds_of_the_weights(threshold, mode, expect):
+    assert parse_weight_bounds(threshold, mode) == expect
+
+
+@pytest.mark.parametrize(
+    ("threshold", "mode", "words"),
+    [
+        (0.52, None, ["1 or more", "quote", "0.5_2.0", "0.52"]),
+        (0, None, ["1 or more"]),
+        (-2, "clip", ["1 or more"]),
+        (math.inf, None, ["1 or more"]),
+        ("nan", None, ["number"]),
+        ("abc", None, ["abc", "number"]),
+        (None, None, ["number"]),
+        (True, None, ["number"]),
+        ("0.5_1_2", None, ["lower_upper"]),
+        ("2.0_0.5", None, ["lower < upper"]),
+        ("2_2", "mask", ["lower < upper"]),
+        ("-1_2", None, ["0 <= lower"]),
+        ("0.5_inf", None, ["lower < upper"]),
+        ("0.5_2.0", "truncate", ["rollout_is_mode", "truncate", "one number"]),
+        (2.0, "tis", ["rollout_is_mode", "tis", "truncate", "clip", "mask", "icepop", "null"]),
+    ],
+)
+def test_wrong_bounds_of_the_weights(threshold, mode, words):
+    with pytest.raises(ValueError, match=r"algorithm\.rollout_correction\.rollout_is_") as error:
+        parse_weight_bounds(threshold, mode)
+    assert [word for word in words if word not in str(error.value)] == []
+
+
+@pytest.mark.parametrize("criterion", [name for name in DOCUMENTED if not name.endswith("k1")])
+@pytest.mark.parametrize("spec", [0.01, "0.01", " 1e-2 "])
+def test_k2_and_k3_take_one_upper_bound(criterion, spec):
+    assert bounds(criterion, spec) == [(criterion, -math.inf, 0.01)]
+
+
+@pytest.mark.parametrize(
+    ("criteria", "thresholds"),
+    [
+        ("seq_mean_k1,seq_max_k2", "0.5_2.0,0.01"),
+        (" seq_mean_k1 , seq_max_k2 ", " 0.5_2.0 , 0.01 "),
+        (["seq_mean_k1", "seq_max_k2"], ["0.5_2.0", 0.01]),
+        (("seq_mean_k1", "seq_max_k2"), ("0.5_2.0", "0.01")),
+    ],
+)
+def test_one_threshold_for_each_criterion(criteria, thresholds):
+    expect = [("seq_mean_k1", -math.log(2), math.log(2)), ("seq_max_k2", -math.inf, 0.01)]
+    assert bounds(criteria, thresholds) == expect
+
+
+@pytest.mark.parametrize("thresholds", ["0.5_2.0", ["0.5_2.0"], 2.0, [2]])
+def test_one_threshold_for_all_criteria(thresholds):
+    found = bounds("token_k1,seq_sum_k1,seq_mean_k1", thresholds)
+    assert [entry[1:] for entry in found] == [(-math.log(2), math.log(2))] * 3
+
+
+def test_lists_of_the_configuration_library():
+    omegaconf = pytest.importorskip("omegaconf")
+    listed = omegaconf.OmegaConf.create(
+        {"rs": ["token_k1", "token_k3"], "threshold": ["0.5_2.0", 0.1]}
+    )
+    assert bounds(listed.rs, listed.threshold) == bounds("token_k1,token_k3", "0.5_2.0,0.1")
+
+
+@pytest.mark.parametrize("nothing", [None, "", " ", []])
+def test_no_criterion_no_bands(nothing):
+    assert parse_bands(nothing, None) == ()
+
+
+@pytest.mark.parametrize(
+    ("criteria", "thresholds", "words"),
+    [
+        ("token_k1", "2.0_0.5", ["lower < upper", THRESHOLD]),
+        ("token_k1", "2.0_2.0", ["lower < upper"]),
+        ("token_k1", "-0.5_2.0", ["0 <= lower"]),
+        ("token_k1", "0.5_inf", ["lower < upper"]),
+        ("token_k1", "nan_2", ["number"]),
+        ("token_k1", 0.52, ["quote", "0.5_2.0", "0.52"]),
+        ("token_k1", "0.5", ["quote", "exceed 1"]),
+        ("token_k1", 1, ["exceed 1"]),
+        ("token_k1", "nan", ["number"]),
+        ("token_k1", math.inf, ["exceed 1"]),
+        ("token_k1", "0.5_1_2", ["lower_upper"]),
+        ("token_k1", "abc", ["abc", "number"]),
+        ("token_k1", "0.5_", ["number"]),
+        ("token_k1", "0.5-2.0", ["number"]),
+        ("token_k1", True, ["number"]),
+        ("token_k1", None, [RS, THRESHOLD, "0.5_2.0"]),
+        ("token_k1", [], [RS, THRESHOLD]),
+        ("token_k1", "0.5_2.0,0.5_2.0", ["2 entries", "1 criteria"]),
+        ("token_k1,token_k2,token_k3", "0.5_2.0,0.1", ["2 entries", "3 criteria"]),
+        ("token_k2", "0.5_2.0", ["token_k2", "one upper bound"]),
+        ("token_k2", 0, ["above 0"]),
+        ("token_k3", -1, ["above 0"]),
+        ("token_k3", "nan", ["number"]),
+        ("token_k3", math.inf, ["above 0"]),
+        ("token_k1,seq_max_k2", "0.5_2.0", ["seq_max_k2"]),
+        ("token_k1,token_k1", "0.5_2.0", ["twice"]),
+        (None, "0.5_2.0", [RS, THRESHOLD, "no effect"]),
+        ("", 2.0, [RS, THRESHOLD]),
+    ],
+)
+def test_wrong_specs_say_what_was_given_and_what_to_do(criteria, thresholds, words):
+    with pytest.raises(ValueError, match="rollout_rs") as error:
+        parse_bands(criteria, thresholds)
+    assert [word for word in words if word not in str(error.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("criteria", "upper", "lower", "words"),
+    [
+        ("token_k1", "0.5_2.0", 0.4, [THRESHOLD, LOWER, "both"]),
+        ("token_k1", 2.0, 3.0, [THRESHOLD, LOWER, "lower < upper"]),
+        ("token_k1", 2.0, -0.1, [THRESHOLD, LOWER, "0 <= lower"]),
+        ("token_k1", 2.0, "0.4_0.6", [LOWER, "one number"]),
+        ("token_k1", 2.0, "abc", [LOWER, "abc"]),
+        ("token_k1", 2.0, [0.4, 0.5], [LOWER, "2 entries", "1 criteria"]),
+        ("token_k2", 2.0, 0.5, [LOWER, "no effect", "token_k2"]),
+        ("token_k1,token_k3", "2.0,0.1", 0.5, [LOWER, "no effect", "token_k3"]),
+        (None, None, 0.5, [LOWER, RS, "no effect"]),
+    ],
+)
+def test_wrong_lower_bounds(criteria, upper, lower, words):
+    with pytest.raises(ValueError, match="rollout_rs") as error:
+        parse_bands(criteria, upper, lower)
+    assert [word for word in words if word not in str(error.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [
+        ("seq_mean_k4", "seq_mean_k"),
+        ("sequence_mean_k1", "seq_mean_k1"),
+        ("tokenk1", "token_k1"),
+        ("seq_max_k1", "seq_max"),
+    ],
+)
+def test_an_unknown_criterion_names_the_nearest_and_all(given, nearest):
+    with pytest.raises(ValueError, match="did you mean " + nearest) as error:
+        parse_bands(given, "0.5_2.0")
+    assert all(name in str(error.value) for name in DOCUMENTED)
+    assert given in str(error.value)
+
+
+KEY = "algorithm.rollout_correction."
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"loss_type": "ppo"}, ["loss_type", "ppo_clip", "reinforce"]),
+        ({"rollout_is": "tokens"}, ["rollout_is", "null", "token", "sequence", "geometric"]),
+        ({"rollout_is": "token", "rollout_is_mode": "tis"}, ["rollout_is_mode", "truncate"]),
+        ({"rollout_is": "token", "rollout_is_threshold": 0}, ["rollout_is_threshold"]),
+        ({"rollout_is": "token", "rollout_is_threshold": math.nan}, ["rollout_is_threshold"]),
+        ({"normalize": "mean"}, ["normalize", "null", "all", "kept"]),
+        ({"log_prob_scale": "total"}, ["log_prob_scale", "mean", "sum"]),
+        ({"metric_names": "slimes"}, ["metric_names", "verl", "slime", "both"]),
+        ({"rollout_token_veto_threshold": 0.0}, ["rollout_token_veto_threshold", "1e-4"]),
+        ({"rollout_token_veto_threshold": 1.0}, ["rollout_token_veto_threshold"]),
+        ({"rollout_token_veto_threshold": math.nan}, ["rollout_token_veto_threshold"]),
+        ({"rollout_rs": "token_k1"}, ["rollout_rs", "rollout_rs_threshold"]),
+        ({"custom_correction": "os.path"}, ["custom_correction", "module:function"]),
+        ({"custom_correction": "no_such_module:f"}, ["custom_correction", "no_such_module"]),
+        ({"custom_correction": "os:no_such_function"}, ["custom_correction", "no_such_function"]),
+        ({"custom_correction": "os:name"}, ["custom_correction", "no function"]),
+    ],
+)
+def test_wrong_values_name_the_key_and_what_is_allowed(settings, words):
+    with pytest.raises(ValueError, match=r"algorithm\.rollout_correction\.") as error:
+        RolloutCorrectionConfig(**settings).validate()
+    assert [word for word in words if word not in str(error.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "one", "other"),
+    [
+        ({"loss_type": "reinforce"}, "loss_type", "bypass_mode"),
+        ({"bypass_mode": True, "exclude_rejected": True}, "exclude_rejected", "bypass_mode"),
+        ({"rollout_is_batch_normalize": True}, "rollout_is_batch_normalize", "rollout_is "),
+        ({"rollout_is_mode": "clip"}, "rollout_is_mode", "rollout_is "),
+        ({"log_prob_scale": "sum"}, "log_prob_scale", "rollout_is"),
+        (
+            {
+                "log_prob_scale": "sum",
+                "rollout_rs": "token_k1,step_kl",
+                "rollout_rs_threshold": ["auto:4", 1e-5],
+            },
+            "log_prob_scale",
+            "rollout_is",
+        ),
+        (
+            {"rollout_is_batch_normalize": True, "bypass_mode": True, "rollout_is": "token"},
+            "rollout_is_batch_normalize",
+            "bypass_mode",
+        ),
+        (
+            {"rollout_is_mode": "mask", "bypass_mode": True, "rollout_is": "token"},
+            "rollout_is_mode",
+            "bypass_mode",
+        ),
+        (
+            {
+                "rollout_is": "token",
+                "rollout_is_mode": "truncate",
+                "rollout_is_threshold": "0.5_2.0",
+            },
+            "rollout_is_threshold",
+            "rollout_is_mode",
+        ),
+        ({"rollout_rs_threshold": "0.5_2.0"}, "rollout_rs_threshold", "rollout_rs:"),
+        ({"rollout_rs_threshold_lower": 0.5}, "rollout_rs_threshold_lower", "rollout_rs:"),
+        (
+            {
+                "rollout_rs": "token_k1",
+                "rollout_rs_threshold": "0.5_2.0",
+                "rollout_rs_threshold_lower": 0.4,
+            },
+            "rollout_rs_threshold=",
+            "rollout_rs_threshold_lower",
+        ),
+        (
+            {
+                "rollout_rs": "token_k2",
+                "rollout_rs_threshold": 0.1,
+                "rollout_rs_threshold_lower": 0.4,
+            },
+            "rollout_rs_threshold_lower",
+            "token_k2",
+        ),
+    ],
+)
+def test_contradictions_name_both_keys(settings, one, other):
+    with pytest.raises(ValueError, match=r"algorithm\.rollout_correction\.") as error:
+        RolloutCorrectionConfig(**settings).validate()
+    assert KEY + one in str(error.value)
+    assert other in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {
+            "bypass_mode": True,
+            "rollout_is": "sequence",
+            "rollout_rs": "seq_mean_k1",
+            "rollout_rs_threshold": "0.5_2.0",
+        },
+        {
+            "bypass_mode": True,
+            "loss_type": "reinforce",
+            "rollout_is": "token",
+            "rollout_is_mode": "mask",
+        },
+        {
+            "bypass_mode": True,
+            "loss_type": "reinforce",
+            "rollout_is": "token",
+            "rollout_is_batch_normalize": True,
+        },
+        {"bypass_mode": True, "loss_type": "reinforce", "exclude_rejected": False},
+        {"bypass_mode": True, "rollout_is": "token", "rollout_is_threshold": "0.5_2.0"},
+        {
+            "rollout_is": "geometric",
+            "rollout_is_batch_normalize": True,
+            "normalize": "kept",
+            "metric_names": "both",
+        },
+        {"rollout_rs": ["token_k1", "seq_max_k3"], "rollout_rs_threshold": ["0.5_2.0", 0.1]},
+        {"rollout_is": "token", "rollout_rs": "geometric", "rollout_token_veto_threshold": 1e-6},
+        {"custom_correction": "builders:drop_odd"},
+    ],
+)
+def test_settings_of_the_documents_are_valid(settings):
+    RolloutCorrectionConfig(**settings).validate()
+
+
+@pytest.mark.parametrize(
+    ("bypass", "given", "excludes"),
+    [
+        (False, None, True),
+        (False, True, True),
+        (False, False, False),
+        (True, None, False),
+        (True, False, False),
+    ],
+)
+def test_rejected_samples_leave_the_baseline_in_decoupled_mode_unless_switched_off(
+    bypass, given, excludes
+):
+    assert (
+        RolloutCorrectionConfig(bypass_mode=bypass, exclude_rejected=given).excludes_rejected
+        is excludes
+    )
+
+
+def test_the_knobs_are_these():
+    assert set(vars(RolloutCorrectionConfig())) == {
+        *("bypass_mode", "loss_type", "rollout_is", "rollout_is_mode", "rollout_is_threshold"),
+        *(
+            "rollout_is_batch_normalize",
+            "rollout_rs",
+            "rollout_rs_threshold",
+            "rollout_rs_threshold_lower",
+        ),
+        *(
+            "rollout_token_veto_threshold",
+            "normalize",
+            "exclude_rejected",
+            "metric_names",
+            "custom_correction",
+        ),
+        *("bypass_level", "log_prob_scale"),
+    }

@@ -1,0 +1,128 @@
+"""Runs the shell and Python blocks of README.md and docs/, page by page, in one folder: `make
+test-docs`.
+
+Training is capped at two small steps. A command runs in a fork of this process, so that imports are
+paid for once. What cannot run just anywhere is marked in the page, and `test_docs.py` checks that
+it parses and composes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.documented import ROOT, Block, arguments, blocks
+
+from flowgrpo_rc.cli import main
+
+CAP = {
+    "train": (
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=0",
+        "trainer.save_freq=0",
+        "data.train_batch_size=2",
+        "rollout.n=4",
+        "rollout.val_kwargs.n=8",
+        "actor.ppo_mini_batch_size=2",
+        "actor.ppo_micro_batch_size_per_gpu=4",
+    ),
+    "calibrate": ("--prompts=1",),
+}
+# A fork of a process with threads: they are torch's and BLAS's, which expect that.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This process .* is multi-threaded:DeprecationWarning"
+)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the reader has who follows the pages in a checkout."""
+    folder = tmp_path_factory.mktemp("workplace")
+    shutil.copytree(
+        ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("results")
+    )
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    return folder
+
+
+def _forked(program: Callable[[], object], folder: Path) -> None:
+    """Run it in a child in `folder`; fails with what it printed."""
+    log = folder / "output.log"
+
+    def child() -> None:
+        os.chdir(folder)
+        with log.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        warnings.resetwarnings()
+        warnings.simplefilter("ignore")
+        code = 1
+        try:
+            code = int(program() or 0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+    assert process.exitcode == 0, log.read_text()[-3000:]
+
+
+def _run_line(line: str, folder: Path) -> Path:
+    """Returns the folder that the next line runs in."""
+    if line.startswith("cd "):
+        return folder / shlex.split(line)[1]
+    given = arguments(line)
+    if given is None:
+        environment = os.environ | {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        }
+        done = subprocess.run(
+            ["bash", "-ec", line],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+    else:
+        capped = [*given, *CAP.get(given[0], ())]
+        _forked(lambda: main(capped), folder)
+    return folder
+
+
+@pytest.mark.parametrize("block", [b for b in blocks("bash") if b.why_not is None], ids=str)
+def test_shell_runs(block: Block, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    folder = workplace
+    for line in block.lines():
+        folder = _run_line(line, folder)
+
+
+def _python_pages() -> dict[str, str]:
+    pages: dict[str, str] = {}
+    for block in blocks("python"):
+        if block.why_not is None:
+            pages[block.page.name] = pages.get(block.page.name, "") + block.text
+    return pages
+
+
+@pytest.mark.parametrize(("page", "code"), _python_pages().items(), ids=list(_python_pages()))
+def test_python_runs(page: str, code: str, workplace: Path) -> None:
+    """A page's blocks one after the other, in the folder where the commands ran."""
+    _forked(lambda: exec(compile(code, page, "exec"), {"__name__": "__main__"}), workplace)

@@ -1,0 +1,514 @@
+"""`flowgrpo-rc calibrate`: what it measures, the faults that it names, and the settings that it
+writes.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import read_rows
+
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.build import make_engine, make_processes, make_task
+from flowgrpo_rc.calibration.causes import Diagnosis, check_record
+from flowgrpo_rc.calibration.choice import bound_of, choose
+from flowgrpo_rc.calibration.faults import Lora, fit
+from flowgrpo_rc.calibration.measure import (
+    MOVEMENT,
+    Copy,
+    RecordedRollout,
+    against_engine,
+    ask,
+    plant_movements,
+    sample,
+)
+from flowgrpo_rc.cli import main
+from flowgrpo_rc.commands import calibrate as command
+from flowgrpo_rc.commands.calibrate import compare, other_precisions, same_as_trainer, sample_all
+from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.losses.diffusion import diffusion_loss
+from flowgrpo_rc.models.lora import lora_parameters
+from flowgrpo_rc.policies.flow import FlowPolicy
+
+KEY = "algorithm.rollout_correction"
+CLIP, BYPASS = "actor.diffusion_loss.clip_ratio", f"{KEY}.bypass_mode=true"
+GUARD = "actor.diffusion_loss.loss_mode=grpo_guard"
+FAULTS = {
+    "Bf16Latents": "latents",
+    "Bf16Timestep": "timestep",
+    "Guidance": "guidance",
+    "Shift": "schedule",
+    "LateWindow": "window",
+    "NoLora": "lora",
+    "StaleWeights": "weights",
+}
+VARIANTS = {
+    "Bf16Input": "latents",
+    "Bf16Steps": "latents",
+    "LateLogProbs": "window",
+    "WeakLora": "lora",
+}
+BOTH = [
+    *((fault, dtype) for fault in FAULTS for dtype in ("fp32", "bf16")),
+    *((fault, "fp32") for fault in VARIANTS),
+]
+
+
+class Bench:
+    """A random model, guided, whose LoRA was moved; engines are tried on it."""
+
+    def __init__(self, *overrides: str, config_dir: str | None = None) -> None:
+        self.config = to_config(compose_config(list(overrides), config_dir=config_dir))
+        self.task = make_task(self.config, make_processes(self.config))
+        self.task.policy = FlowPolicy(
+            self.task.model, self.task.model.network
+        )  # accelerate is reset after each test
+        self.prompts = self.config.read_prompts()[0].step(0)[:1]
+        self.lora = Lora(*plant_movements(self.task.model.network, 0))
+
+    def diagnose(self, name: str, dtype: str) -> Diagnosis:
+        self.config.rollout.name, self.config.rollout.dtype = name, dtype
+        engine = make_engine(self.config, self.task)
+        rollouts = sample_all(self.config, self.task.model, engine, self.lora, self.prompts)
+        return compare(self.config, self.task, rollouts, self.lora).diagnosis
+
+
+@pytest.fixture(scope="module")
+def bench(checkpoint: Path, prompt_file: Path) -> Bench:
+    return small_bench(checkpoint, prompt_file)
+
+
+def configured(*overrides: str) -> Config:
+    return to_config(compose_config(list(overrides)))
+
+
+def small_bench(model_path: Path, prompt_file: Path) -> Bench:
+    return Bench(
+        f"model.path={model_path}",
+        "model.lora_rank=4",
+        "model.lora_alpha=8",
+        f"data.train_files={prompt_file}",
+        "rollout.n=2",
+        "rollout.micro_batch_size_per_gpu=8",
+        "rollout.pipeline.num_inference_steps=4",
+        "rollout.pipeline.guidance_scale=4.5",
+        "rollout.algo.sde_window_size=2",
+        "rollout.algo.sde_window_range=[0,2]",
+        "actor.ppo_micro_batch_size_per_gpu=4",
+        "trainer.device=cpu",
+    )
+
+
+@pytest.mark.parametrize(("fault", "dtype"), BOTH)
+def test_a_fault_is_named(bench: Bench, fault: str, dtype: str) -> None:
+    found, cause = bench.diagnose(f"faulty_engines.{fault}", dtype), (FAULTS | VARIANTS)[fault]
+    assert found.cause == cause, found
+    assert found.explanation is not None  # by replay, whatever the record admits
+    assert found.explanation.residual <= found.as_recorded / 10
+    assert cause in found.sentence()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_diffusers_engine_is_replayed_bit_for_bit(bench: Bench, dtype: str) -> None:
+    found = bench.diagnose("diffusers", dtype)
+    assert (found.cause, found.healthy, found.as_recorded) == (None, True, 0)
+    assert found.mismatch == found.floor
+    effects = [
+        trial.residual
+        for trial in found.trials
+        if trial.cause in ("schedule", "guidance", "lora", "weights")
+    ]
+    assert min(effects) > 0  # what such a fault would amount to
+
+
+@pytest.mark.parametrize(("engine", "dtype"), [("OneByOne", "fp32"), ("OtherKernels", "bf16")])
+def test_other_kernels_are_no_fault(bench: Bench, engine: str, dtype: str) -> None:
+    found = bench.diagnose(f"faulty_engines.{engine}", dtype)
+    assert (found.cause, found.healthy) == (None, True), found
+    assert found.as_recorded > 0
+
+
+def test_a_large_fault_shows_through_other_kernels(bench: Bench) -> None:
+    found = bench.diagnose("faulty_engines.ShiftOfOtherKernels", "bf16")
+    assert found.cause == "schedule", found
+    assert found.as_recorded > 3 * found.floor
+
+
+def test_another_precision_than_it_says(bench: Bench) -> None:
+    assert bench.diagnose("faulty_engines.Bf16Weights", "fp32").cause == "precision"
+
+
+def test_what_nothing_explains_is_said_to_be_unexplained(bench: Bench) -> None:
+    found = bench.diagnose("faulty_engines.Autocast", "fp32")
+    assert (found.cause, found.healthy) == (None, False)
+    assert "no known fault explains" in found.sentence()
+    assert "it is as large as that of bf16" in found.sentence()
+
+
+def test_the_guidance_that_a_transformer_takes_is_tried_too(
+    saved: Callable[[str], Path], prompt_file: Path
+) -> None:
+    found = small_bench(saved("FluxPipeline"), prompt_file).diagnose(
+        "faulty_engines.Guidance", "fp32"
+    )
+    assert found.explanation is not None, found
+    assert found.explanation.fault == "guidance_scale 4.545 in place of 4.5"
+
+
+def test_copies_come_one_after_the_other(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: weakref.WeakSet[Copy] = weakref.WeakSet()
+    made = []
+
+    class Watched(Copy):
+        def __init__(self, *given: Any) -> None:
+            assert len(alive) == 0
+            super().__init__(*given)
+            alive.add(self)
+            made.append(self.precision)
+
+    monkeypatch.setattr(command, "Copy", Watched)
+    bench.diagnose("diffusers", "bf16")
+    assert made == ["fp16", "bf16"]
+
+
+@pytest.mark.parametrize(
+    ("given", "others", "same"),
+    [
+        (["model.dtype=fp32", "rollout.dtype=bf16"], ["fp16"], "fp32"),
+        (
+            ["model.dtype=bf16", "rollout.dtype=bf16"],
+            ["fp16"],
+            "bf16",
+        ),  # fp32 would be twice as large
+        (
+            ["model.dtype=fp32", "rollout.dtype=bf16", "trainer.mixed_precision=bf16"],
+            ["fp32", "fp16"],
+            None,
+        ),
+        (
+            ["model.dtype=fp32", "rollout.dtype=fp32", "trainer.mixed_precision=bf16"],
+            ["fp16", "bf16"],
+            None,
+        ),
+    ],
+)
+def test_no_copy_is_larger_than_the_trainer(
+    given: list[str], others: list[str], same: str | None
+) -> None:
+    """And none is left out of the table but one that is the trainer's network once more."""
+    config = configured(*given)
+    assert (other_precisions(config), same_as_trainer(config)) == (others, same)
+
+
+RECORDS = {
+    "settings": lambda batch: batch.replace(spec=replace(batch.spec, guidance_scale=4.6)),
+    "schedule": lambda batch: batch.replace(sigmas=batch.sigmas * 1.001),
+    "window": lambda batch: batch.replace(step_indices=batch.step_indices + 1),
+    "timestep": lambda batch: batch.replace(all_timesteps=batch.all_timesteps.bfloat16().float()),
+    "latents": lambda batch: batch.replace(all_latents=batch.all_latents.half().float()),
+    "weights": lambda batch: batch.replace(policy_version=batch.policy_version - 1),
+}
+
+
+def test_a_record_that_admits_a_fault(bench: Bench) -> None:
+    """Even where its log-probs agree with it."""
+    bench.config.rollout.name, bench.config.rollout.dtype = "diffusers", "fp32"
+    engine, model = make_engine(bench.config, bench.task), bench.task.model
+    rollout = sample_all(bench.config, model, engine, bench.lora, bench.prompts).few
+    assert check_record(rollout, model, version=2, other_tensors=0) == []
+    assert check_record(rollout, model, version=2, other_tensors=3)[0][0] == "weights"
+    for cause, change in RECORDS.items():
+        changed = replace(rollout, batch=change(rollout.batch))
+        assert [found for found, _ in check_record(changed, model, version=2, other_tensors=0)] == [
+            cause
+        ]
+
+
+def test_a_movement_has_its_size(bench: Bench) -> None:
+    """The two movements, against the product of the matrices."""
+    network, states = bench.task.model.network, bench.lora
+    names = [name for name in states.current if ".lora_B." in name]
+    assert all(
+        torch.equal(states.start[name], torch.zeros_like(states.start[name])) for name in names
+    )
+    for name in names[:3]:
+        weight = network.get_submodule(name.split(".lora_B.")[0]).base_layer.weight
+        down = states.start[name.replace("lora_B", "lora_A")]
+        for before, after in ((states.start, states.before), (states.before, states.current)):
+            product = 2 * (after[name] - before[name]) @ down
+            assert product.norm() / weight.norm() == pytest.approx(MOVEMENT, rel=1e-4)
+
+
+@pytest.mark.parametrize("size", [0.31, 1.01, 1.2345678, 3.0, 6.9])
+def test_a_size_is_fitted(size: float) -> None:
+    asked: list[float] = []
+
+    def residual(x: float) -> float:
+        asked.append(x)
+        return abs(x * x - size * size)
+
+    found = fit(residual, [0.25, 0.5, 1.0, 2.0, 4.0, 8.0])
+    assert found == pytest.approx(size, rel=1e-4)
+    assert len(str(size)) > 6 or found == size  # short numbers are met
+    assert len(asked) < 40
+
+
+# The command
+# ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def calibrate(overrides: list[str], tmp_path: Path) -> Callable[..., int]:
+    def run(*further: str) -> int:
+        options = ["--out", str(tmp_path / "out"), "--prompts", "1", *further]
+        settings = [option for option in options if "=" in option]
+        return main(
+            [
+                "calibrate",
+                *overrides,
+                *settings,
+                *(option for option in options if "=" not in option),
+            ]
+        )
+
+    return run
+
+
+def test_the_folder_of_a_result(
+    calibrate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert calibrate("--name", "fp32") == 0
+    shown = capsys.readouterr().out
+    out = tmp_path / "out"
+    written = json.loads((out / "calibration.json").read_text())
+    assert written["diagnosis"]["verdict"] in shown
+    assert (out / "mismatch.png").read_bytes().startswith(b"\x89PNG")
+    by_timestep = written["mismatch"][0]["by_timestep"]
+    assert (len(by_timestep), set(by_timestep.values())) == (
+        3,
+        {0.0},
+    )  # fp32 in the same batch shape
+    assert {
+        (one["sampler"][:6], one["precision"], one["guidance"]) for one in written["mismatch"]
+    } == {
+        ("engine", "fp32", 1.0),
+        ("engine", "fp32", 4.5),
+        *(
+            ("copy o", precision, guidance)
+            for precision in ("fp16", "bf16")
+            for guidance in (1.0, 4.5)
+        ),
+    }
+    correction = compose_config(
+        ["+calibration=fp32"], config_dir=str(out)
+    ).algorithm.rollout_correction
+    assert (correction.bypass_mode, correction.rollout_rs, correction.rollout_rs_threshold) == (
+        True,
+        "token_k1",
+        "auto:4",
+    )
+
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert calibrate("--name", "fp32") == 2
+    assert "--overwrite" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    assert calibrate("--name", "fp32", "--overwrite", "--mode", "decoupled") == 0
+    assert "bypass_mode: false" in (out / "calibration" / "fp32.yaml").read_text()
+
+
+def test_the_file_of_another_loss(
+    calibrate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert (
+        calibrate("rollout.dtype=bf16", "rollout.n=8", GUARD, f"{KEY}.exclude_rejected=true") == 0
+    )
+    written = json.loads((tmp_path / "out" / "calibration.json").read_text())
+    shown, chosen = capsys.readouterr().out, written["settings"]
+    composed = compose_config(["+calibration=measured"], config_dir=str(tmp_path / "out"))
+    assert (
+        composed.algorithm.rollout_correction.bypass_mode,
+        chosen[f"{KEY}.exclude_rejected"],
+    ) == (True, None)
+    assert composed.actor.diffusion_loss.clip_ratio == chosen[CLIP] > 2e-6
+    shares = written["clipped_before_update"]
+    assert shares[f"{chosen[CLIP]:g}"] < 0.02 < 0.3 < shares["2e-06"]
+    assert all(line in shown for line in (written["reason"], *written["notes"]))
+    assert f"{KEY}.exclude_rejected=true does not go with bypass mode" in shown
+
+
+def test_the_file_of_a_loss_without_clip(calibrate: Callable[..., int], tmp_path: Path) -> None:
+    assert calibrate(BYPASS, f"{KEY}.loss_type=reinforce", f"{KEY}.bypass_level=window") == 0
+    written = json.loads((tmp_path / "out" / "calibration.json").read_text())
+    assert (written["bound"], written["clipped_before_update"]) == (None, {})
+    assert "actor" not in (tmp_path / "out" / "calibration" / "measured.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--mode", "both"], "--mode both: allowed are auto, bypass, decoupled"),
+        (["--prompts", "0"], "--prompts 0: give at least 1"),
+        (["--name", "a/b"], "--name a/b"),
+        (["data.replay_dir=/nowhere"], "calibrate measures an engine"),
+        (["rollout.name=nobody"], "no plug-in 'nobody'"),
+        (["--prompts", "9"], "--prompts 9: data.train_files has 8"),
+        (
+            ["rollout.name=faulty_engines.NanLogProbs"],
+            "2 of 6 log-probs of the engine are nan or inf, at steps [1]",
+        ),
+        (
+            ["rollout.name=faulty_engines.InfLogProbs"],
+            "2 of 6 log-probs of the engine are nan or inf, at steps [2]",
+        ),
+    ],
+)
+def test_bad_input_is_refused(
+    calibrate: Callable[..., int],
+    given: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture,
+    tmp_path: Path,
+) -> None:
+    assert calibrate(*given) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_text_models_are_refused(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    assert main(["calibrate", "--config-name", "token_grpo", "--out", str(tmp_path / "out")]) == 2
+    assert "calibrate knows flow models" in capsys.readouterr().err
+
+
+# The bundled model, whose rollout is bf16
+# -----------------------------------------------------------------------------
+
+GUIDED = "rollout.pipeline.guidance_scale=4.5"
+QUICK = [
+    "reward.terms.ocr=null",
+    "reward.terms.jpeg.weight=1.0",
+    "rollout.val_kwargs.n=8",
+    "trainer.device=cpu",
+]
+# One update of all samples, so that every ratio is that before any update.
+ONE_UPDATE = [*QUICK, "actor.ppo_mini_batch_size=8", "trainer.total_training_steps=1"]
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("bundled")
+    assert main(["calibrate", *QUICK, "--out", str(out)]) == 0
+    return out
+
+
+def clipped_before_update(run: Path, *settings: str, config_dir: Path | None = None) -> float:
+    options = [] if config_dir is None else ["--config-dir", str(config_dir)]
+    assert main(["train", *options, *ONE_UPDATE, *settings, f"trainer.output_dir={run}"]) == 0
+    row = read_rows(run)[1]
+    found = [
+        value
+        for name, value in row.items()
+        if name.endswith("rollout_corr/pre_update_clip_fraction")
+    ]
+    assert found == [row["actor/clip_fraction"]]
+    return found[0]
+
+
+def test_noise_is_not_clipped_with_the_written_settings(calibrated: Path, tmp_path: Path) -> None:
+    measured = json.loads((calibrated / "calibration.json").read_text())
+    assert measured["diagnosis"]["cause"] is None
+    assert measured["settings"][f"{KEY}.bypass_mode"] is True
+    assert (
+        clipped_before_update(
+            tmp_path / "calibrated", "+calibration=measured", config_dir=calibrated
+        )
+        < 0.02
+    )
+
+
+def test_noise_is_not_clipped_under_the_guidance_of_the_reference(tmp_path: Path) -> None:
+    """4.5, where a band that holds the mismatch would be too wide for bypass mode."""
+    few = [GUIDED, "data.train_batch_size=2", "actor.ppo_mini_batch_size=2"]
+    assert main(["calibrate", *QUICK, *few, "--prompts", "2", "--out", str(tmp_path / "out")]) == 0
+    measured = json.loads((tmp_path / "out" / "calibration.json").read_text())
+    assert measured["diagnosis"]["cause"] is None
+    assert (measured["settings"][f"{KEY}.bypass_mode"], measured["settings"][CLIP]) == (False, 1e-4)
+    reference = clipped_before_update(tmp_path / "reference", *few, f"{CLIP}=1e-4", BYPASS)
+    assert reference > 0.3
+    assert measured["clipped_before_update"]["0.0001"] == pytest.approx(reference, abs=0.1)
+    chosen = clipped_before_update(
+        tmp_path / "chosen", *few, "+calibration=measured", config_dir=tmp_path / "out"
+    )
+    assert chosen == 0  # the ratio of the first update is 1
+
+
+def test_guard_is_calibrated_under_the_guidance_of_the_reference() -> None:
+    """In bypass mode, and on samples of another prompt."""
+    bench = Bench(*QUICK, GUIDED, GUARD)
+    config, policy = bench.config, bench.task.policy
+    engine = make_engine(config, bench.task)
+
+    def sampled(prompt: Prompt) -> RecordedRollout:
+        return sample(engine, ask(config, [prompt], 24, config.rollout.spec(), keep_means=True))
+
+    first, other = map(sampled, config.read_prompts()[0].step(0)[:2])
+    found = policy.measure(first.batch, 24)
+    bound = bound_of(config, against_engine(first, found.log_probs, 4.5).differences, found)
+    settings = choose(config, bound, mode="auto", doubt=None)
+    assert settings.bypass_mode
+
+    found = policy.measure(other.batch, 24)
+    batch = other.batch.replace(
+        old_log_probs=other.recorded,
+        advantages=torch.ones_like(other.recorded),
+        rejection_mask=other.batch.valid,  # what the bands decide before an update
+    )
+
+    def clipped(clip_ratio: float) -> float:
+        config.actor.diffusion_loss.clip_ratio = clip_ratio
+        return diffusion_loss(config.loss(), found.log_probs, batch, found.gaussian)[1].compute()[
+            "clip_fraction"
+        ]
+
+    assert clipped(settings.values[CLIP]) < 0.02
+    assert clipped(2e-6) > 0.3
+
+
+def test_a_movement_of_ten_floors_is_clipped(calibrated: Path) -> None:
+    """By the loss, on samples of other prompts: a policy with log-probs that moved by ten floors on
+    average, or each by as much."""
+    measured = json.loads((calibrated / "calibration.json").read_text())
+    bench = Bench(*QUICK, "+calibration=measured", config_dir=str(calibrated))
+    config, policy, network = bench.config, bench.task.policy, bench.task.model.network
+    engine = make_engine(config, bench.task)
+    prompts = config.read_prompts()[0].step(1)[:2]
+    batch = sample(engine, ask(config, prompts, 16, config.rollout.spec())).batch
+    batch = batch.replace(
+        old_log_probs=batch.rollout_log_probs,
+        advantages=torch.ones_like(batch.rollout_log_probs),
+        rejection_mask=batch.valid,  # what the bands decide before an update
+    )
+    start, parameters = policy.log_probs(batch, 32), lora_parameters(network)
+    aim, moved = 10 * measured["mismatch"][0]["floor"], start
+    for factor in (0.02, 1.0):  # the second time as far as the first one asks for
+        if moved is not start:
+            factor = 0.02 * aim / (moved - start).abs().mean().item()
+        for name, parameter in parameters.items():
+            step = bench.lora.current[name] - bench.lora.before[name]
+            parameter.data.copy_(bench.lora.current[name] + factor * step)
+        moved = policy.log_probs(batch, 32)
+    assert (moved - start).abs().mean().item() == pytest.approx(aim, rel=0.3)
+
+    def clipped(log_probs: torch.Tensor) -> float:
+        return diffusion_loss(config.loss(), log_probs, batch)[1].compute()["clip_fraction"]
+
+    assert clipped(start) < 0.02
+    assert clipped(moved) > 0.5
+    assert min(clipped(start + aim), clipped(start - aim)) > 0.99

@@ -1,0 +1,441 @@
+"""Replicated or sharded, one process or several: the same LoRA to 1e-10 in float64; and no run that
+hangs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+from conftest import WORDS, read_rows, without_timings
+from distributed.test_processes import free_port, launch, launch_environment
+from PIL import Image
+
+from flowgrpo_rc.cli import main
+from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.distributed.sharding import resolve_strategy
+from flowgrpo_rc.records.checkpoint import load_checkpoint
+
+ROOT = Path(__file__).parents[2]
+RC = "algorithm.rollout_correction"
+MODES = {
+    "decoupled": (
+        f"{RC}.bypass_mode=false",
+        f"{RC}.rollout_is=sequence",
+        f"{RC}.rollout_is_batch_normalize=true",
+    ),
+    # What runs forwards of its own: the reference policy, the recomputed activations, a window for
+    # each sample.
+    "bypass": (
+        f"{RC}.bypass_mode=true",
+        f"{RC}.rollout_is_batch_normalize=false",
+        "actor.use_kl_loss=true",
+        "model.gradient_checkpointing=true",
+        "rollout.algo.window_sharing=sample",
+        "rollout.pipeline.guidance_scale=2",
+        "rollout.val_kwargs.guidance_scale=2",
+    ),
+    # What is shared by the processes, or follows from means that the rollout keeps; with a
+    # mismatch.
+    "window": (
+        "rollout.dtype=fp32",
+        f"{RC}.bypass_mode=true",
+        f"{RC}.rollout_is_batch_normalize=false",
+        f"{RC}.rollout_rs=[token_k1,step_kl]",
+        f"{RC}.rollout_rs_threshold=auto:4",
+        f"{RC}.bypass_level=window",
+        "actor.diffusion_loss.loss_mode=grpo_guard",
+    ),
+}
+FP64 = ("model.dtype=fp64", "rollout.dtype=fp64", "trainer.device=cpu")
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("distributed")
+
+
+def settings(workplace: Path, mode: str) -> list[str]:
+    """Three small steps of the bundled model, 5 held-out prompts: one process of two has 3 of them,
+    the other 2.
+    """
+    words = workplace / "words.txt"
+    words.write_text("".join(f'"{word}"\n' for word in WORDS))
+    return [
+        *FP64,
+        "model.lora_rank=4",
+        "model.lora_alpha=8",
+        f"data.train_files={words}",
+        f"data.val_files={words}",
+        "data.train_batch_size=4",
+        "rollout.n=2",
+        "rollout.micro_batch_size_per_gpu=null",
+        "rollout.pipeline.num_inference_steps=4",
+        "rollout.algo.sde_window_size=2",
+        "rollout.algo.sde_window_range=[0,3]",
+        "rollout.val_kwargs.num_inference_steps=2",
+        "rollout.val_kwargs.n=5",
+        "rollout.val_kwargs.batch_size=1",
+        "actor.ppo_mini_batch_size=2",
+        "actor.ppo_micro_batch_size_per_gpu=2",
+        "actor.optim.lr_scheduler=constant",
+        "reward.terms.ocr=null",
+        "reward.terms.jpeg.weight=1.0",
+        "trainer.total_training_steps=3",
+        *MODES[mode],
+    ]
+
+
+def trained_alone(workplace: Path, mode: str) -> Path:
+    """The folder of the run with one process, made once."""
+    run = workplace / f"alone_{mode}"
+    if not run.exists():
+        assert main(["train", *settings(workplace, mode), f"trainer.output_dir={run}"]) == 0
+    return run
+
+
+def assert_same_training(one: Path, other: Path, *, rows_from: int = 0) -> None:
+    """Weights, moments and average after the last step to 1e-10, metrics to 1e-8; the same held-out
+    texts, and pictures
+    to one of 255 levels: the VAE is fp32, and batches of other sizes round otherwise."""
+    ours, theirs = (load_checkpoint(run / "checkpoints" / "step_3") for run in (one, other))
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for stem, tensors in ours.tensors.items():
+        if stem == "auto_bands":  # observations, in the order of the processes
+            continue
+        assert tensors.keys() == theirs.tensors[stem].keys()
+        for name, tensor in tensors.items():
+            assert tensor.dtype == (torch.float32 if name.endswith(".step") else torch.float64)
+            torch.testing.assert_close(theirs.tensors[stem][name], tensor, atol=1e-10, rtol=0)
+    moved = max(
+        tensor.abs().max() for name, tensor in ours.tensors["lora"].items() if "lora_B" in name
+    )
+    assert moved > 1e-4
+    rows = (without_timings(read_rows(run))[rows_from:] for run in (one, other))
+    for mine, its in zip(*rows, strict=True):
+        assert mine.keys() == its.keys()
+        for name, value in mine.items():
+            assert its[name] == pytest.approx(value, rel=1e-8, abs=1e-8), name
+    (sample,) = (one / "samples").glob("step_000003.*")
+    if sample.suffix == ".png":
+        mine, its = (
+            np.asarray(Image.open(run / "samples" / sample.name)).astype(int)
+            for run in (one, other)
+        )
+        assert np.abs(mine - its).max() <= 1
+    else:
+        assert sample.read_bytes() == (other / "samples" / sample.name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mode"), [("ddp", "decoupled"), ("fsdp2", "bypass"), ("ddp", "window")]
+)
+def test_two_processes_train_what_one_does(workplace: Path, strategy: str, mode: str) -> None:
+    run = workplace / f"{strategy}_{mode}"
+    options = (f"trainer.strategy={strategy}", f"trainer.output_dir={run}")
+    done = launch(2, "-m", "flowgrpo_rc.train", *settings(workplace, mode), *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_same_training(trained_alone(workplace, mode), run)
+
+
+def test_two_nodes_of_a_slurm_job_train_what_one_process_does(workplace: Path) -> None:
+    """examples/slurm.sh, two launchers as Slurm would start them; accelerate's configuration asks
+    for FSDP2.
+    """
+    tools = workplace / "tools"
+    tools.mkdir()
+    (tools / "scontrol").write_text("#!/bin/sh\nprintf '127.0.0.1\\nother\\n'\n")
+    (tools / "srun").write_text(
+        '#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\n'
+        'SLURM_NODEID=1 "$@" & other=$!\nSLURM_NODEID=0 "$@" || exit 1\nwait $other\n'
+    )
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    shutil.copytree(ROOT / "configs", workplace / "configs")
+    path = os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]])
+    job = {
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_ID": str(free_port() - 20000),
+        "SLURM_NNODES": "2",
+    }
+    environment = launch_environment() | job | {"SLURM_GPUS_ON_NODE": "1", "PATH": path}
+    run = workplace / "slurm"
+    command = ["bash", str(ROOT / "examples" / "slurm.sh"), *settings(workplace, "decoupled")]
+    done = subprocess.run(
+        [*command, f"trainer.output_dir={run}"],
+        cwd=workplace,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_same_training(trained_alone(workplace, "decoupled"), run)
+
+
+def test_a_run_goes_on_with_two_processes_and_with_one_again(workplace: Path) -> None:
+    run = workplace / "resumed"
+    command = [*settings(workplace, "decoupled"), f"trainer.output_dir={run}"]
+    assert main(["train", *command, "trainer.total_training_steps=1"]) == 0
+    sharded = ("trainer.total_training_steps=2", "trainer.strategy=fsdp2")
+    done = launch(2, "-m", "flowgrpo_rc.train", *command, *sharded)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert main(["train", *command]) == 0
+    assert_same_training(trained_alone(workplace, "decoupled"), run, rows_from=3)
+
+
+def test_two_processes_train_a_language_model_as_one_does(workplace: Path) -> None:
+    """Responses of unequal length: processes with sharded weights that have finished go on until
+    all have.
+    """
+    small = [
+        "data.train_batch_size=4",
+        "rollout.n=4",
+        "rollout.micro_batch_size_per_gpu=4",
+        "rollout.val_kwargs.n=5",
+        "rollout.val_kwargs.batch_size=1",
+        "rollout.val_kwargs.temperature=1.0",
+        "actor.ppo_mini_batch_size=2",
+        "actor.ppo_micro_batch_size_per_gpu=4",
+        "trainer.total_training_steps=3",
+    ]
+    common = ["--config-name", "token_grpo", *FP64, *small]
+    one, two = workplace / "text_one", workplace / "text_two"
+    assert main(["train", *common, f"trainer.output_dir={one}"]) == 0
+    options = ("trainer.strategy=fsdp2", f"trainer.output_dir={two}")
+    done = launch(2, "-m", "flowgrpo_rc.train", *common, *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert read_rows(one)[-1]["response/length_min"] < read_rows(one)[-1]["response/length_max"]
+    assert_same_training(one, two)
+
+
+# Two blocks of mixed precision with a LoRA each; what is compared is the same network whole.
+SHARDS = """
+import copy, os, torch
+from datetime import timedelta
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from flowgrpo_rc.distributed.sharding import shard_frozen_weights
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base, self.norm = nn.Linear(8, 8).to(torch.bfloat16), nn.LayerNorm(8)
+        self.lora = nn.Parameter(torch.randn(8, 8))
+    def forward(self, x):
+        return self.norm(self.base(x.bfloat16()).float() + x @ self.lora)
+
+class Network(nn.Module):
+    _no_split_modules = ["Block"]
+    def __init__(self):
+        super().__init__()
+        self.first, self.blocks = nn.Linear(4, 8), nn.ModuleList(Block() for _ in range(2))
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_("lora" in name)
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block.__call__, x, use_reentrant=False)
+        return x
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+x = torch.randn(3, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+for per_node, parts in ((4, 4), (2, 2), (1, 4)):
+    network = Network()
+    whole = copy.deepcopy(network)
+    os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
+    shard_frozen_weights(network, torch.device("cpu"), timedelta(seconds=60))
+    frozen = {name: p for name, p in network.named_parameters() if not p.requires_grad}
+    assert all(isinstance(p, DTensor) for p in frozen.values())
+    assert not any(isinstance(p, DTensor) for name, p in network.named_parameters() if name not in frozen)
+    here = sum(p.to_local().numel() for p in frozen.values())
+    assert here * parts == sum(p.numel() for p in frozen.values()), here
+    with torch.no_grad():
+        assert torch.equal(network(x), whole(x))
+    for net in (network, whole):
+        net(x).square().sum().backward()
+    for block, other in zip(network.blocks, whole.blocks):
+        assert torch.equal(block.lora.grad, other.lora.grad) and block.lora.grad.abs().sum() > 0
+    assert isinstance(network.blocks[0].base.weight, DTensor), "gathered weights are freed after the backward"
+dist.destroy_process_group()
+"""
+
+
+def test_frozen_weights_are_split_inside_a_node_and_change_nothing(tmp_path: Path) -> None:
+    program = tmp_path / "shards.py"
+    program.write_text(SHARDS)
+    done = launch(4, str(program))
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+FAILURES = """
+import os, signal, time
+
+def correct(training, rollout, mask, config):
+    if os.environ["RANK"] == "1":
+        if os.environ["FAILURE"] == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if os.environ["FAILURE"] == "hangs":
+            time.sleep(300)
+        raise RuntimeError("this process fails alone")
+    return None, mask
+"""
+
+
+@pytest.fixture
+def failing(overrides: list[str], tmp_path: Path) -> list[str]:
+    (tmp_path / "failures.py").write_text(FAILURES)
+    return [*overrides, f"{RC}.custom_correction=failures:correct"]
+
+
+@pytest.mark.parametrize(("failure", "strategy"), [("killed", "fsdp2"), ("raises", "ddp")])
+def test_a_process_that_dies_takes_the_others_down(
+    failing: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str, strategy: str
+) -> None:
+    monkeypatch.setenv("FAILURE", failure)
+    options = (
+        f"trainer.strategy={strategy}",
+        "trainer.timeout_s=3600",
+    )  # far beyond what `launch` waits
+    done = launch(2, "-m", "flowgrpo_rc.train", *failing, *options, python_path=tmp_path)
+    assert done.returncode != 0
+    assert "error: process 0 of 2 cannot reach another one" in done.stderr
+    assert ("this process fails alone" in done.stderr) == (failure == "raises")
+
+
+def test_a_process_that_hangs_is_noticed_in_time(failing: list[str], tmp_path: Path) -> None:
+    """Without a launcher that would end the other one too."""
+    rendezvous = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment = launch_environment(tmp_path) | rendezvous | {"FAILURE": "hangs"}
+    command = [sys.executable, "-m", "flowgrpo_rc.train", *failing, "trainer.timeout_s=5"]
+    ranks = [
+        subprocess.Popen(
+            command, env=environment | {"RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        _, error = ranks[0].communicate(timeout=120)
+        assert ranks[1].poll() is None
+    finally:
+        ranks[1].send_signal(signal.SIGKILL)
+        ranks[1].communicate()
+    assert ranks[0].returncode == 1
+    assert re.search(
+        r"error: process 0 of 2 .*trainer\.timeout_s.*Timed out waiting 5000ms", error.decode()
+    )
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_configurations_of_the_launcher(path: Path) -> None:
+    config = load_config_from_file(str(path))
+    sharded = path.stem.startswith("fsdp2")
+    assert config.distributed_type == ("FSDP" if sharded else "MULTI_GPU")
+    assert (config.num_machines > 1) == path.stem.endswith("multi_node")
+    if sharded:
+        assert config.fsdp_config["fsdp_version"] == 2
+        assert config.fsdp_config["fsdp_cpu_ram_efficient_loading"] is False
+
+
+def documented_launches() -> list[str]:
+    pages = [ROOT / "README.md", ROOT / "docs" / "scaling_out.md"]
+    lines = "\n".join(page.read_text() for page in pages).replace("\\\n", " ").splitlines()
+    return [line.removesuffix("...") for line in lines if line.startswith("accelerate launch")]
+
+
+@pytest.mark.parametrize("command", documented_launches())
+def test_documented_launches_are_understood(command: str, prompt_file: Path) -> None:
+    parsed = launch_command_parser().parse_args(shlex.split(command)[2:])
+    assert (ROOT / parsed.config_file).is_file()
+    assert parsed.module
+    assert parsed.training_script == "flowgrpo_rc.train"
+    arguments = [
+        argument for argument in parsed.training_script_args if not argument.endswith("=...")
+    ]
+    name = (
+        arguments.pop(arguments.index("--config-name") + 1)
+        if "--config-name" in arguments
+        else None
+    )
+    overrides = [argument for argument in arguments if argument != "--config-name"]
+    files = [f"data.train_files={prompt_file}", f"data.val_files={prompt_file}"]
+    to_config(compose_config([*overrides, *files], config_name=name))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "given", "expected"),
+    [
+        ({}, "auto", "ddp"),
+        ({}, "fsdp2", "fsdp2"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "auto", "fsdp2"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, "ddp", "ddp"),
+    ],
+)
+def test_the_strategy_follows_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, launcher: dict[str, str], given: str, expected: str
+) -> None:
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    assert resolve_strategy(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("launcher", "words"),
+    [
+        ({"FSDP_VERSION": "1"}, "fsdp_version=1"),
+        ({"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, "fsdp_cpu_ram_efficient_loading=true"),
+        ({"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params=true"),
+        ({"FSDP_RESHARD_AFTER_FORWARD": "false"}, "fsdp_reshard_after_forward=false"),
+    ],
+)
+def test_what_the_launcher_cannot_ask_for(
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str],
+    capsys: pytest.CaptureFixture,
+    launcher: dict[str, str],
+    words: str,
+) -> None:
+    for name, value in ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"} | launcher).items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", *overrides]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("further", "words"),
+    [
+        (("trainer.strategy=fsdp",), ("trainer.strategy='fsdp'", "auto, ddp, fsdp2")),
+        (("trainer.timeout_s=0",), ("trainer.timeout_s=0",)),
+        (("model.dtype=fp64", "trainer.device=auto"), ("model.dtype=fp64", "trainer.device=cpu")),
+        (
+            ("rollout.dtype=fp64", "trainer.mixed_precision=bf16"),
+            ("rollout.dtype=fp64", "trainer.mixed_precision=no"),
+        ),
+    ],
+)
+def test_bad_input(
+    overrides: list[str],
+    capsys: pytest.CaptureFixture,
+    further: tuple[str, ...],
+    words: tuple[str, ...],
+) -> None:
+    assert main(["train", *overrides, *further]) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in words), error

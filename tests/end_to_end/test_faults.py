@@ -1,0 +1,311 @@
+"""What the parts of the trainer that judge a rollout notice of an engine with a fault, in one
+iteration of the bundled
+model: source, task, noise floor and health rules as `assemble` makes them, without an update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from support.faulty_engines import (
+    Bf16Latents,
+    Bf16Timestep,
+    Guidance,
+    NoLora,
+    OtherKernels,
+    Recorded,
+    Shift,
+    StaleWeights,
+)
+from torch import Tensor
+
+from flowgrpo_rc.batch import DiffusionBatch
+from flowgrpo_rc.build import make_floor, make_source, make_task
+from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.models.lora import lora_parameters
+from flowgrpo_rc.monitoring.health import HealthMonitor
+from flowgrpo_rc.monitoring.mismatch import MismatchMonitor
+from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.rewards.manager import RewardManager
+from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
+from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
+from flowgrpo_rc.training.tasks.image import ImageTask
+
+SETTINGS = [
+    *(
+        "data.train_batch_size=3",
+        "rollout.n=4",
+        "rollout.micro_batch_size_per_gpu=12",
+        "reward.terms.ocr=null",
+    ),
+    *(
+        "actor.ppo_mini_batch_size=3",
+        "actor.ppo_micro_batch_size_per_gpu=12",
+        "reward.terms.jpeg.weight=1",
+    ),
+    *("rollout.pipeline.guidance_scale=4.5", "trainer.device=cpu"),
+]
+ALARM = "differ by more than their precisions explain"
+
+
+class SilentStale(StaleWeights):
+    """Like an engine in a process of its own, whose weights the trainer does not see."""
+
+    def held_weights(self) -> None:  # type: ignore[override]
+        return None
+
+
+class SilentNoLora(NoLora):
+    def held_weights(self) -> None:  # type: ignore[override]
+        return None
+
+
+class ThreeFloors(Recorded):
+    """A fault of any kind, 3.2 times as large as the mismatch of a bf16 rollout, which is
+    `floor`.
+    """
+
+    floor = 0.0
+
+    def record(self, batch: DiffusionBatch) -> DiffusionBatch:
+        drawn = torch.randn(
+            batch.rollout_log_probs.shape, generator=torch.Generator().manual_seed(0)
+        )
+        size = 3.2 * self.floor * drawn / drawn.abs().mean()
+        return batch.replace(rollout_log_probs=batch.rollout_log_probs + size)
+
+
+class MuchGuidance(Guidance):
+    """A third more."""
+
+    def changed(self, request: ImageRequest) -> ImageRequest:
+        return replace(request, spec=replace(request.spec, guidance_scale=6.0))
+
+
+class TellsGuidance(Guidance):
+    """Its batches tell what it really did."""
+
+    def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
+        return DiffusersEngine.generate(self, self.changed(request))
+
+
+class TellsShift(Shift):
+    def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
+        return DiffusersEngine.generate(self, request)
+
+
+FAULTS = (Bf16Latents, Bf16Timestep, Guidance, Shift, SilentNoLora, SilentStale)
+
+
+def engine(cls: type[DiffusersEngine]) -> str:
+    return f"rollout.name={cls.__module__}.{cls.__name__}"
+
+
+class Bench:
+    """The bundled model with a LoRA that takes part, and its values before and after an update."""
+
+    def __init__(self, *settings: str) -> None:
+        task = make_task(configure(*settings), Processes(Accelerator(cpu=True)))
+        assert isinstance(task, ImageTask)
+        self.model = task.model
+        source = torch.Generator().manual_seed(1)
+        self.earlier: dict[str, Tensor] = {}
+        self.now: dict[str, Tensor] = {}
+        for name, parameter in lora_parameters(self.model.network).items():
+            drawn = torch.randn(parameter.shape, generator=source)
+            self.earlier[name] = (0.02 * drawn if "lora_B" in name else parameter.detach()).clone()
+            step = 1e-3 * torch.randn(parameter.shape, generator=source).sign()  # Adam's first one
+            self.now[name] = self.earlier[name] + step
+            parameter.data.copy_(self.now[name])
+
+    def parts(self, config: Config) -> tuple[ImageTask, MismatchMonitor, DiffusionBatch]:
+        """What judges, and step 2 by an engine that got the earlier weights, then those of the
+        training graph.
+        """
+        processes = Processes(Accelerator(cpu=True))
+        policy = FlowPolicy(self.model, self.model.network, autocast=processes.autocast)
+        task, rewards = (
+            ImageTask(self.model, policy, config.rollout, seed=0),
+            RewardManager(config.reward),
+        )
+        source = make_source(
+            config, task, config.read_prompts()[0], rewards, processes, first_step=0
+        )
+        try:
+            source.sync_weights(self.earlier, 0)
+            source.sync_weights(self.now, 1)
+            return task, make_floor(config, task, processes), source.collect(2).batch
+        finally:
+            rewards.close()
+            source.close()
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return Bench()
+
+
+def configure(*further: str) -> Config:
+    return to_config(compose_config([*SETTINGS, *further]))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What an iteration said: the size of the mismatch, in log-probs and over the expectation, and
+    the alarms.
+    """
+
+    size: float
+    over: float
+    alarms: list[str]
+
+
+def iterate(bench: Bench, *further: str) -> Seen:
+    config = configure(*further)
+    task, floor, batch = bench.parts(config)
+    bag = MetricBag()
+    bag.merge(task.observe(batch))
+    floor.expect(batch, 2)
+    floor.before(batch, task.policy.log_probs(batch, 12))
+    bag.merge(floor.finish(), "rollout_corr")
+    row = bag.compute()
+    alarms = HealthMonitor(config.effective_correction()).update(2, row)
+    return Seen(
+        row["rollout_corr/logprob_abs_diff_mean"],
+        row["rollout_corr/mismatch_over_expected"],
+        alarms,
+    )
+
+
+@pytest.fixture(scope="module")
+def floor_of_bf16(bench: Bench) -> float:
+    return iterate(bench, "rollout.dtype=bf16").size
+
+
+CLEAN = {
+    "fp32": ["rollout.dtype=fp32"],
+    "other_shape": ["rollout.dtype=fp32", "rollout.micro_batch_size_per_gpu=4"],
+    "fp16": ["rollout.dtype=fp16"],
+    "bf16": ["rollout.dtype=bf16"],
+    "int8_dynamic": ["rollout.dtype=fp32", "rollout.quantization=int8_dynamic"],
+    "no_guidance": ["rollout.dtype=bf16", "rollout.pipeline.guidance_scale=1.0"],
+    "cps": [
+        "rollout.dtype=bf16",
+        "rollout.algo.sde_type=cps",
+        "rollout.algo.log_prob_convention=peers",
+    ],
+}
+
+
+@pytest.mark.parametrize("pair", CLEAN)
+def test_a_clean_engine_raises_no_alarm(bench: Bench, pair: str) -> None:
+    seen = iterate(bench, *CLEAN[pair])
+    assert seen.alarms == []
+    assert seen.over < (0.5 if pair in ("fp32", "other_shape") else 1.8)
+
+
+@pytest.mark.parametrize("cls", FAULTS)
+def test_every_fault_of_an_fp32_pair_is_noticed(
+    bench: Bench, floor_of_bf16: float, cls: type[DiffusersEngine]
+) -> None:
+    """And with a bf16 rollout each that is above three times its floor."""
+    seen = iterate(bench, "rollout.dtype=fp32", engine(cls))
+    assert any(ALARM in alarm and "flowgrpo-rc calibrate" in alarm for alarm in seen.alarms)
+    large = seen.size > 3 * floor_of_bf16
+    assert large or cls not in (Shift, SilentNoLora)
+    if large:
+        assert any(
+            ALARM in alarm for alarm in iterate(bench, "rollout.dtype=bf16", engine(cls)).alarms
+        )
+
+
+def test_three_floors_are_noticed_in_a_bf16_pair(
+    bench: Bench, floor_of_bf16: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ThreeFloors, "floor", floor_of_bf16)
+    assert any(
+        ALARM in alarm for alarm in iterate(bench, "rollout.dtype=bf16", engine(ThreeFloors)).alarms
+    )
+
+
+# Training in bf16
+# ---------------------------------------------------------------------------------------------------
+
+BF16 = "model.dtype=bf16"
+
+
+@pytest.fixture(scope="module")
+def in_bf16() -> Bench:
+    return Bench(BF16)
+
+
+@pytest.fixture(scope="module")
+def other_kernels(in_bf16: Bench) -> Seen:
+    """Of an engine that multiplies the same weights in bf16 in another way."""
+    return iterate(in_bf16, BF16, "rollout.dtype=bf16", engine(OtherKernels))
+
+
+def test_roundings_of_other_kernels_are_expected(other_kernels: Seen) -> None:
+    assert other_kernels.alarms == []
+    assert 0.5 < other_kernels.over < 1.8
+
+
+def test_equal_roundings_are_no_fault(in_bf16: Bench) -> None:
+    seen = iterate(in_bf16, BF16, "rollout.dtype=bf16")
+    assert (seen.over, seen.alarms) == (0, [])
+
+
+@pytest.mark.parametrize("cls", [ThreeFloors, MuchGuidance, Shift, SilentNoLora])
+def test_what_is_above_three_floors_of_bf16_is_noticed(
+    in_bf16: Bench, other_kernels: Seen, monkeypatch: pytest.MonkeyPatch, cls: type[DiffusersEngine]
+) -> None:
+    monkeypatch.setattr(ThreeFloors, "floor", other_kernels.size)
+    seen = iterate(in_bf16, BF16, "rollout.dtype=bf16", engine(cls))
+    assert seen.size > 3 * other_kernels.size
+    assert any(ALARM in alarm for alarm in seen.alarms)
+
+
+def test_latents_in_16_bits_are_noticed_below_the_floor(bench: Bench) -> None:
+    (alarm,) = iterate(bench, "rollout.dtype=bf16", engine(Bf16Latents)).alarms
+    assert "stores latents in 16 bits" in alarm
+
+
+@pytest.mark.parametrize(
+    ("cls", "words"),
+    [
+        (TellsGuidance, "guidance_scale: 4.5 here, 4.545"),
+        (TellsShift, "another schedule than the model's: sigmas"),
+        (StaleWeights, "does not hold the trainer's LoRA of step 1"),
+        (NoLora, "does not hold the trainer's LoRA of step 1"),
+    ],
+)
+def test_what_an_engine_tells_is_compared(
+    bench: Bench, cls: type[DiffusersEngine], words: str
+) -> None:
+    """Below any floor, by the echoed settings, the recorded schedule and the weights that it
+    holds.
+    """
+    with pytest.raises((RuntimeError, ValueError)) as error:
+        iterate(bench, "rollout.dtype=bf16", engine(cls))
+    assert words in str(error.value)
+
+
+def test_a_resumed_run_expects_the_same(bench: Bench) -> None:
+    """It measures again only where an uninterrupted one does."""
+    config = configure("rollout.dtype=bf16")
+    task, first, batch = bench.parts(config)
+    first.expect(batch, 1)
+    second = make_floor(config, task, Processes(Accelerator(cpu=True)))
+    second.load(first.tensors())
+    for floor in (first, second):
+        floor.expect(batch.rows(0, 1), 2)
+    expected = [floor.tensors()["measured"].nan_to_num() for floor in (first, second)]
+    assert torch.equal(*expected)
+    second.expect(batch.rows(0, 1), 101)
+    assert not torch.equal(expected[0], second.tensors()["measured"].nan_to_num())

@@ -1,0 +1,133 @@
+"""Flow-DPPO: the exact divergence of a step decides which updates pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from losses.test_grpo_guard import (
+    BYPASS,
+    DECOUPLED,
+    Steps,
+    config,
+    moved,
+    steps,
+    value_and_gradient,
+)
+from policies.test_flow import KINDS
+from support.builders import loss_config
+from torch import Tensor
+from torch.distributions import Normal, kl_divergence
+
+from flowgrpo_rc import RolloutCorrectionConfig
+from flowgrpo_rc.core.transition import GaussianSteps
+from flowgrpo_rc.losses.diffusion import diffusion_terms
+
+
+def parts(given: Steps, theta: Tensor, b: int, t: int) -> tuple[Tensor, float]:
+    """Ratio of the mean-pooled density and exact KL(old | now), mean over D."""
+    std = given.std[b, t]
+    old, now = Normal(given.old_mean[b, t], std), Normal(given.mean(theta)[b, t], std)
+    following = given.following[b, t]
+    ratio = torch.exp((now.log_prob(following) - old.log_prob(following)).mean())
+    return ratio, kl_divergence(old, now).mean().item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("correction", [DECOUPLED, BYPASS], ids=["decoupled", "bypass"])
+def test_loss_and_gradient_are_those_of_the_definition(
+    kind: str, correction: RolloutCorrectionConfig
+) -> None:
+    given, theta = steps(kind), moved(0.2)
+    leaf, total = theta.clone().requires_grad_(), torch.zeros((), dtype=torch.float64)
+    threshold = sorted(parts(given, theta, b, t)[1] for b in range(6) for t in range(3))[6]
+    masked = above = 0
+    for b in range(6):
+        for t in range(3):
+            (ratio, kl), a = parts(given, leaf, b, t), given.batch.advantages[b, t].item()
+            further_away = (a > 0 and ratio > 1) or (a < 0 and ratio < 1)
+            above += kl > threshold
+            if kl > threshold and further_away:
+                masked += 1
+            else:
+                total = total - a * ratio / 18
+    value, gradient, metrics = value_and_gradient(
+        config("flow_dppo", correction, kl_threshold=threshold * (1 + 1e-9)), given, theta
+    )
+    (expect,) = torch.autograd.grad(total, leaf)
+    assert value == pytest.approx(total.item(), rel=1e-12)
+    torch.testing.assert_close(gradient, expect, rtol=1e-9, atol=1e-13)
+    assert 0 < masked < above
+    assert metrics["clip_fraction"] == masked / 18
+    assert metrics["kl_above_threshold_fraction"] == above / 18
+    assert torch.count_nonzero(gradient) == 18 - masked
+
+
+def one_step(advantage: float, log_ratio: float, kl: float) -> Tensor:
+    """Slope of the loss in the log-prob of one step, with a threshold of 1e-3."""
+    given = steps()
+    batch = given.batch.rows(0, 1).step(0)
+    batch = batch.replace(advantages=torch.full((1, 1), advantage).double())
+    leaf = (batch.old_log_probs + log_ratio).requires_grad_()
+    one = torch.ones(1, 1).double()
+    gaussian = GaussianSteps(one, -one, kl * one)
+    diffusion_terms(config("flow_dppo", kl_threshold=1e-3), leaf, batch, gaussian).total.backward()
+    return leaf.grad
+
+
+@pytest.mark.parametrize(
+    ("advantage", "log_ratio"), [(1.0, 0.3), (1.0, -0.3), (-1.0, 0.3), (-1.0, -0.3)]
+)
+def test_only_what_moves_further_away_is_masked_and_only_beyond_the_threshold(
+    advantage: float, log_ratio: float
+) -> None:
+    slope = -advantage * torch.tensor(log_ratio, dtype=torch.float64).exp()
+    for kl, passes in (
+        (0.0, True),
+        (1e-3, True),
+        (1.001e-3, advantage * log_ratio < 0),
+        (9.0, advantage * log_ratio < 0),
+    ):
+        expect = slope if passes else torch.zeros(())
+        assert one_step(advantage, log_ratio, kl).item() == pytest.approx(expect.item(), rel=1e-12)
+
+
+def test_the_ratio_is_not_clipped() -> None:
+    """A noisy ratio far outside of any PPO band passes, as long as the step itself is near."""
+    assert one_step(1.0, 2.0, 1e-4).item() == pytest.approx(
+        -torch.tensor(2.0, dtype=torch.float64).exp().item(), rel=1e-12
+    )
+
+
+def test_no_gradient_flows_through_the_decision() -> None:
+    given, theta = steps(), moved()
+    log_probs, gaussian = given.now(theta)
+    kl = gaussian.kl.detach().requires_grad_()
+    leaf = log_probs.detach().requires_grad_()
+    diffusion_terms(
+        config("flow_dppo"), leaf, given.batch, gaussian._replace(kl=kl)
+    ).total.backward()
+    assert kl.grad is None
+    assert leaf.grad is not None
+
+
+def test_the_threshold_and_the_bound_of_a_criterion_are_two_things() -> None:
+    """`step_kl` rejects a step whatever its advantage; the loss masks the ones that move away."""
+    given, theta = steps(), moved(0.5)
+    correction = RolloutCorrectionConfig(
+        bypass_mode=True, rollout_rs="step_kl", rollout_rs_threshold=0.02
+    )
+    plain = value_and_gradient(config("flow_dppo", BYPASS, kl_threshold=1.0), given, theta)[1]
+    both = value_and_gradient(config("flow_dppo", correction, kl_threshold=1.0), given, theta)[1]
+    kept = given.now(theta)[1].kl <= 0.02
+    torch.testing.assert_close(both, torch.where(kept, plain, 0.0), rtol=1e-12, atol=0)
+    assert 0 < kept.sum() < 18
+
+
+def test_the_default_loss_does_not_need_any_of_it() -> None:
+    given = steps()
+    log_probs, gaussian = given.now(moved())
+    one, two = (
+        diffusion_terms(loss_config(BYPASS), log_probs, given.batch, g).total
+        for g in (None, gaussian)
+    )
+    assert torch.equal(one, two)

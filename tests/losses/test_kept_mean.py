@@ -1,0 +1,171 @@
+"""No dilution, no leak: rejected rows neither shrink the gradient of the others nor move their
+advantages.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.builders import diffusion_batch, gradient_of, loss_config, token_batch
+from support.oracles import Clip, clipped
+from torch import Tensor
+
+from flowgrpo_rc import diffusion_loss, token_loss
+from flowgrpo_rc.core.advantages import group_relative
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.correct import apply_rollout_correction_to_batch
+from flowgrpo_rc.training.trainer import wholly_rejected
+
+GOOD, STEPS = 4, 3
+FAR = 5.0  # a log-ratio outside the band, and one whose gradient would be large
+
+
+def drawn() -> tuple[Tensor, Tensor, Tensor]:
+    """Rollout, current log-probs (within the clip band of 0.1) and advantages of the rows that are
+    kept.
+    """
+    source = torch.Generator().manual_seed(0)
+    rollout, noise, advantages = torch.randn(3, GOOD, STEPS, generator=source, dtype=torch.float64)
+    return rollout, rollout + 0.03 * noise, advantages
+
+
+def with_rejected(count: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """The same rows, and `count` more that lie far outside the band."""
+    source = torch.Generator().manual_seed(seed)
+    rollout, advantages = torch.randn(2, count, STEPS, generator=source, dtype=torch.float64)
+    return tuple(
+        torch.cat(pair)
+        for pair in zip(drawn(), (rollout, rollout + FAR, 10 * advantages), strict=True)
+    )
+
+
+def config(mode: dict[str, object], normalize: str) -> RolloutCorrectionConfig:
+    return RolloutCorrectionConfig(
+        rollout_rs="seq_mean_k1", rollout_rs_threshold="0.5_2.0", normalize=normalize, **mode
+    )
+
+
+MODES = {
+    "decoupled": {},
+    "decoupled_is": {"rollout_is": "token"},
+    "normalised": {"rollout_is": "sequence", "rollout_is_batch_normalize": True},
+    "bypass": {"bypass_mode": True},
+    "reinforce": {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token"},
+}
+
+
+def gradient(mode: str, normalize: str, count: int, *, text: bool) -> Tensor:
+    """Of the loss at the rows that are kept. In decoupled mode the rejected rows are off before the
+    update.
+    """
+    correction = config(MODES[mode], normalize)
+    rollout, now, advantages = with_rejected(count)
+    old = rollout if correction.bypass_mode else now
+    mask = torch.ones_like(rollout, dtype=torch.bool)
+    fields = {"old_log_probs": old, "advantages": advantages}
+    batch = token_batch(rollout, mask, **fields) if text else diffusion_batch(rollout, **fields)
+    if not correction.bypass_mode:
+        batch, _ = apply_rollout_correction_to_batch(batch, correction)
+    loss, settings = (
+        (token_loss if text else diffusion_loss),
+        loss_config(correction, adv_clip=100.0),
+    )
+    found = gradient_of(lambda x: loss(settings, x, batch)[0], now)[1]
+    assert torch.count_nonzero(found[GOOD:]) == 0
+    return found[:GOOD]
+
+
+def formula(mode: str, counted: int) -> Tensor:
+    """-(1 / counted) sum of A w d(ratio or log-prob), by autograd over scalars."""
+    rollout, now, advantages = drawn()
+    leaf = now.clone().requires_grad_()
+    drift = (now - rollout).exp()
+    weight = {"decoupled_is": drift, "reinforce": drift}.get(mode, torch.ones_like(now))
+    if mode == "normalised":
+        product = (now - rollout).sum(1, keepdim=True).exp().expand_as(now)
+        weight = product / product[:, :1].mean()
+    total = torch.zeros((), dtype=torch.float64)
+    for b in range(GOOD):
+        for t in range(STEPS):
+            a = advantages[b, t].item()
+            old = rollout[b, t] if mode == "bypass" else now[b, t]
+            value = (
+                -a * leaf[b, t]
+                if mode == "reinforce"
+                else clipped(torch.exp(leaf[b, t] - old), a, Clip(0.1, 0.1))
+            )
+            total = total + weight[b, t] * value
+    return torch.autograd.grad(total / counted, leaf)[0]
+
+
+@pytest.mark.parametrize("text", [False, True], ids=["images", "text"])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_kept_mean_does_not_depend_on_the_number_of_rejected_rows(
+    mode: str, text: bool
+) -> None:
+    expect = formula(mode, GOOD * STEPS)
+    assert expect.abs().max() > 0
+    for count in (0, 1, 4, 40):
+        torch.testing.assert_close(
+            gradient(mode, "kept", count, text=text), expect, rtol=1e-12, atol=1e-15
+        )
+
+
+@pytest.mark.parametrize("mode", ["decoupled", "decoupled_is", "bypass", "reinforce"])
+def test_the_mean_over_all_is_diluted_by_them(mode: str) -> None:
+    """The documents' mean, for comparison: the gradient shrinks as kept / all."""
+    for count in (0, 4, 40):
+        expect = formula(mode, (GOOD + count) * STEPS)
+        torch.testing.assert_close(
+            gradient(mode, "all", count, text=False), expect, rtol=1e-12, atol=1e-15
+        )
+
+
+def advantages_of(rewards: list[float], *, exclude: bool, **estimator: bool) -> Tensor:
+    """Two groups of four as the trainer does it; the last two rows of each are rejected."""
+    training = torch.zeros(8, STEPS, dtype=torch.float64)
+    training[[2, 3, 6, 7]] = FAR
+    batch = diffusion_batch(torch.zeros_like(training), old_log_probs=training)
+    batch, _ = apply_rollout_correction_to_batch(batch, config({}, "kept"))
+    valid = torch.ones(8, dtype=torch.bool)
+    if exclude:
+        valid = valid & ~wholly_rejected(batch)
+    group = torch.tensor([0] * 4 + [1] * 4)
+    return group_relative(torch.tensor(rewards).double(), group, valid, eps=0.0, **estimator).values
+
+
+ESTIMATORS = [
+    {},
+    {"global_std": True},
+    {"norm_by_std": False},
+    {"norm_by_std": False, "leave_one_out": True},
+]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=["grpo", "flow_grpo", "dr_grpo", "rloo"])
+def test_a_rejected_reward_does_not_move_its_siblings(estimator: dict[str, bool]) -> None:
+    kept = [1.0, 3.0, 2.0, 7.0]
+    first, second = (
+        advantages_of([*kept[:2], x, y, *kept[2:], -x, y], exclude=True, **estimator)
+        for x, y in ((0, 9), (100, -50))
+    )
+    assert torch.equal(first, second)
+    assert first[[2, 3, 6, 7]].tolist() == [0] * 4
+    centred = [-1.0, 1.0, -2.5, 2.5]
+    spread = [1.0, 1.0, 2.5, 2.5]
+    if estimator.get("global_std"):
+        mean = sum(kept) / 4
+        spread = [math.sqrt(sum((x - mean) ** 2 for x in kept) / 4)] * 4
+    if "norm_by_std" in estimator:
+        spread = [
+            0.5 if "leave_one_out" in estimator else 1.0
+        ] * 4  # (x - y) is twice the distance from the mean
+    expect = [c / s for c, s in zip(centred, spread, strict=True)]
+    assert first[[0, 1, 4, 5]].tolist() == pytest.approx(expect, rel=1e-13)
+
+
+def test_without_the_exclusion_it_does() -> None:
+    one, two = (advantages_of([1, 3, x, 0, 2, 7, 1, 1], exclude=False) for x in (0.0, 100.0))
+    assert not torch.allclose(one[:2], two[:2])

@@ -1,0 +1,500 @@
+"""token_loss: value and gradient against formulas of their own; micro-batches and processes add
+up.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support import oracles
+from support.builders import (
+    assert_same,
+    gradient_of,
+    loss_config,
+    mask_of,
+    on_shards,
+    pieces,
+    reference_loss,
+    settings,
+    token_batch,
+)
+from support.oracles import LEVELS, MODES, Clip, Rule
+from torch import Tensor
+
+from flowgrpo_rc import (
+    LossConfig,
+    RolloutCorrectionConfig,
+    TokenBatch,
+    TokenLossConfig,
+    apply_bypass_mode,
+    apply_rollout_correction_to_batch,
+    token_loss,
+)
+from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.losses.base import AGGREGATIONS, denominator
+from flowgrpo_rc.losses.token import token_terms
+
+CLIP = Clip(0.15, 0.25, 1.5)
+SETTINGS = {"clip_ratio_low": 0.15, "clip_ratio_high": 0.25, "clip_ratio_c": 1.5}
+BAND = (("token_k1", 0.7, 1.6),)
+REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}
+
+
+def drawn(scale: float = 0.3) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """rollout, old and current log-probs, and advantages that are the same along a row; float64."""
+    source = torch.Generator().manual_seed(4)
+    rollout, *moves, advantages = (
+        torch.randn(6, 4, generator=source, dtype=torch.float64) for _ in range(4)
+    )
+    old = rollout + scale * moves[0]
+    return rollout, old, old + scale * moves[1], 1.5 * advantages[:, :1].expand(6, 4)
+
+
+def filled(config: LossConfig, masking: str) -> TokenBatch:
+    """A batch that is ready for the loss, before any decoupled correction."""
+    rollout, old, _, advantages = drawn()
+    batch = token_batch(rollout, mask_of(masking), advantages=advantages)
+    return (
+        apply_bypass_mode(batch)
+        if config.rollout_correction.bypass_mode
+        else batch.replace(old_log_probs=old)
+    )
+
+
+def corrected(config: LossConfig, batch: TokenBatch, **options) -> TokenBatch:
+    if config.rollout_correction.bypass_mode:
+        return batch
+    return apply_rollout_correction_to_batch(batch, config.rollout_correction, **options)[0]
+
+
+def found_for(config: LossConfig, batch: TokenBatch, now: Tensor) -> tuple[float, Tensor]:
+    return gradient_of(lambda x: token_loss(config, x, batch)[0], now)
+
+
+def config_of(
+    rule: Rule, mode: dict, aggregation: str = "token-mean", normalize: str | None = None
+) -> LossConfig:
+    written = settings(rule) | {"normalize": normalize} | mode
+    correction = RolloutCorrectionConfig(**written)
+    correction.validate()
+    return loss_config(correction, loss_agg_mode=aggregation, **SETTINGS)
+
+
+def reference(config: LossConfig, rule: Rule, masking: str) -> tuple[float, Tensor]:
+    rollout, old, now, advantages = drawn()
+    normalize = config.rollout_correction.normalize
+    total = reference_loss(
+        config,
+        rule._replace(over_kept=normalize == "kept"),
+        *(rollout, old, advantages, mask_of(masking)),
+        clip=CLIP,
+        aggregation=config.token_loss.loss_agg_mode,
+        counts_kept=normalize != "all",
+    )
+    return gradient_of(total, now)
+
+
+# Against the formula
+# ------------------------------------------------------------------------------------------------
+
+CASES = [
+    (Rule(), {}),
+    (Rule("token", upper=1.2, bands=BAND), {}),
+    (Rule("sequence", "mask", 0.6, 1.5, veto=0.6, normalise=True), {}),
+    (Rule("geometric", "clip", 0.9, 1.1, bands=(("seq_mean_k3", 0.0, 0.05),), normalise=True), {}),
+    (Rule(), {"bypass_mode": True}),
+    (Rule("sequence", bands=BAND, veto=0.5), {"bypass_mode": True}),
+    (Rule(), REINFORCE),
+    (Rule("sequence", bands=BAND, normalise=True), REINFORCE),
+    (Rule("token", "mask", 0.7, 1.4, normalise=True), REINFORCE),
+]
+
+
+@pytest.mark.parametrize(("rule", "mode"), CASES)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("normalize", [None, "all", "kept"])
+@pytest.mark.parametrize("masking", ["right", "empty"])
+def test_loss_and_gradient(rule, mode, aggregation, normalize, masking):
+    config = config_of(rule, mode, aggregation, normalize)
+    batch = corrected(config, filled(config, masking))
+    found = found_for(config, batch, drawn()[2])
+    assert_same(found, reference(config, rule, masking))
+    assert torch.count_nonzero(found[1][~mask_of(masking)]) == 0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("normalise", [False, True])
+def test_reinforce_with_every_level_and_mode(level, mode, normalise):
+    rule = Rule(
+        level, mode, 0.0 if mode == "truncate" else 0.5, 1.4, bands=BAND, normalise=normalise
+    )
+    config = config_of(rule, REINFORCE)
+    found = found_for(config, filled(config, "right"), drawn()[2])
+    assert_same(found, reference(config, rule, "right"))
+    rollout, _, now, advantages = drawn()
+    expect = oracles.correction(now.tolist(), rollout.tolist(), mask_of("right").tolist(), rule)
+    kept = torch.tensor(expect.kept)
+    closed = -advantages * torch.tensor(expect.weights, dtype=torch.float64) / kept.sum()
+    torch.testing.assert_close(found[1], torch.where(kept, closed, 0.0), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_under_the_ppo_clip_of_bypass_mode_the_weights_are_metrics(mode):
+    """All but `mask`, which the validation refuses there."""
+    rule = Rule("token", mode, 0.0 if mode == "truncate" else 0.8, 1.2)
+    if mode == "mask":
+        with pytest.raises(ValueError, match="rollout_is_mode"):
+            config_of(rule, {"bypass_mode": True})
+        return
+    config, plain = config_of(rule, {"bypass_mode": True}), config_of(Rule(), {"bypass_mode": True})
+    batch, now = filled(config, "right"), drawn()[2]
+    found, expect = found_for(config, batch, now), found_for(plain, batch, now)
+    assert found[0] == expect[0]
+    assert torch.equal(found[1], expect[1])
+
+
+def test_the_aggregations_by_hand():
+    """On-policy with advantages 1 | 2 and lengths 1 | 3: -7/4, -(1 + 6)/2 and -(1 + 2)/2."""
+    rollout = torch.zeros(2, 3, dtype=torch.float64)
+    mask = torch.tensor([[True, False, False], [True, True, True]])
+    advantages = torch.tensor([[1.0], [2.0]], dtype=torch.float64).expand(2, 3)
+    batch = apply_bypass_mode(token_batch(rollout, mask, advantages=advantages))
+    expect = {"token-mean": -7 / 4, "seq-mean-token-sum": -7 / 2, "seq-mean-token-mean": -3 / 2}
+    assert set(AGGREGATIONS) == set(expect)
+    for aggregation, value in expect.items():
+        config = loss_config(RolloutCorrectionConfig(bypass_mode=True), loss_agg_mode=aggregation)
+        assert token_loss(config, rollout, batch)[0].item() == pytest.approx(value, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "normalize", "value"),
+    [
+        ("token-mean", None, -5 / 3),
+        ("token-mean", "all", -5 / 4),
+        ("seq-mean-token-sum", None, -5 / 2),
+        ("seq-mean-token-sum", "all", -5 / 2),
+        ("seq-mean-token-mean", None, -3 / 2),
+        ("seq-mean-token-mean", "all", (-1 - 4 / 3) / 2),
+    ],
+)
+def test_a_rejected_token_leaves_the_denominator_unless_all_count(aggregation, normalize, value):
+    """As above, with the last token of the second response rejected."""
+    rollout = torch.zeros(2, 3, dtype=torch.float64)
+    mask = torch.tensor([[True, False, False], [True, True, True]])
+    kept = mask & torch.tensor([[True, True, True], [True, True, False]])
+    advantages = torch.tensor([[1.0], [2.0]], dtype=torch.float64).expand(2, 3)
+    batch = apply_bypass_mode(
+        token_batch(rollout, mask, advantages=advantages, rejection_mask=kept)
+    )
+    correction = RolloutCorrectionConfig(bypass_mode=True, normalize=normalize)
+    found = token_loss(loss_config(correction, loss_agg_mode=aggregation), rollout, batch)[0]
+    assert found.item() == pytest.approx(value, abs=1e-15)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize(("normalize", "sequences"), [(None, 1), ("all", 2)])
+def test_a_response_that_is_wholly_rejected_is_no_sequence_of_the_mean(
+    aggregation, normalize, sequences
+):
+    rollout, mask = torch.zeros(2, 2, dtype=torch.float64), torch.ones(2, 2, dtype=torch.bool)
+    kept = torch.tensor([[True, True], [False, False]])
+    batch = apply_bypass_mode(
+        token_batch(rollout, mask, advantages=torch.ones_like(rollout), rejection_mask=kept)
+    )
+    correction = RolloutCorrectionConfig(bypass_mode=True, normalize=normalize)
+    found = token_loss(loss_config(correction, loss_agg_mode=aggregation), rollout, batch)[0]
+    assert found.item() == -(2 if aggregation == "seq-mean-token-sum" else 1) / sequences
+
+
+# Clips
+# --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "counted"),
+    [
+        (1.0, 1.3, 1.25),
+        (1.0, 1.2, None),
+        (1.0, 0.5, None),
+        (-1.0, 0.8, 0.85),
+        (-1.0, 0.9, None),
+        (-1.0, 1.4, None),
+        (-1.0, 1.6, 1.5),
+        (1.0, 1.6, 1.25),
+        (-1.0, 100.0, 1.5),
+    ],
+)
+def test_the_clip_has_two_widths_and_a_bound_for_negative_advantages(advantage, ratio, counted):
+    """`counted` is the ratio of the loss where there is no gradient; None where it is the ratio
+    itself.
+    """
+    rollout, one = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
+    batch = apply_bypass_mode(token_batch(rollout, one.bool(), advantages=advantage * one))
+    config = config_of(Rule(), {"bypass_mode": True})
+    found = found_for(config, batch, math.log(ratio) * one)
+    assert found[0] == pytest.approx(-advantage * (counted or ratio), abs=1e-14)
+    assert found[1].item() == pytest.approx(0 if counted else -advantage * ratio, abs=1e-14)
+    values = token_loss(config, math.log(ratio) * one, batch)[1].compute()
+    assert values["dual_clip_fraction"] == (advantage < 0 and ratio > 1.5)
+    assert values["clip_fraction_higher"] == (ratio > 1.25)
+    assert values["clip_fraction_lower"] == (ratio < 0.85)
+
+
+def test_without_a_dual_clip_a_negative_advantage_has_no_bound():
+    rollout, one = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
+    batch = apply_bypass_mode(token_batch(rollout, one.bool(), advantages=-one))
+    config = loss_config(RolloutCorrectionConfig(bypass_mode=True), clip_ratio_c=None)
+    found = found_for(config, batch, math.log(100) * one)
+    assert found[0] == pytest.approx(100)
+    assert found[1].item() == pytest.approx(100)
+    assert "dual_clip_fraction" not in token_loss(config, rollout, batch)[1].compute()
+
+
+# GSPO
+# ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masking", ["full", "right", "empty", "holes"])
+@pytest.mark.parametrize("bypass", [True, False])
+@pytest.mark.parametrize("criterion", [None, "seq_mean_k1", "token_k1"])
+def test_gspo_is_the_clipped_loss_of_one_ratio_for_a_sequence(masking, bypass, criterion):
+    """Value and gradient, by autograd through exp(mean log-ratio) in place of the token form."""
+    rule = Rule(bands=() if criterion is None else ((criterion, 0.7, 1.25),))
+    rollout, old, now, advantages = drawn()
+    correction = RolloutCorrectionConfig(**settings(rule), bypass_mode=bypass)
+    clip = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1, "clip_ratio_c": None}
+    config = loss_config(correction, loss_mode="gspo", loss_agg_mode="seq-mean-token-mean", **clip)
+    batch = corrected(config, filled(config, masking))
+    mask = mask_of(masking).tolist()
+    kept = oracles.correction((now if bypass else old).tolist(), rollout.tolist(), mask, rule).kept
+    anchor, per_row = rollout if bypass else old, advantages[:, 0].tolist()
+    expect = gradient_of(lambda x: oracles.gspo(x, anchor, per_row, kept, Clip(0.05, 0.1)), now)
+    found = found_for(config, batch, now)
+    assert_same(found, expect)
+
+
+def test_gspo_by_hand():
+    """s = exp(0.1) in each row; A = 1 is clipped at 1.05, A = -1 is not, and each token has half of
+    the gradient.
+    """
+    move = torch.tensor([[0.2, 0.0], [0.3, -0.1]], dtype=torch.float64)
+    advantages = torch.tensor([[1.0, 1.0], [-1.0, -1.0]], dtype=torch.float64)
+    batch = apply_bypass_mode(
+        token_batch(torch.zeros_like(move), move == move, advantages=advantages)
+    )
+    config = loss_config(
+        RolloutCorrectionConfig(bypass_mode=True),
+        loss_mode="gspo",
+        clip_ratio_high=0.05,
+        clip_ratio_c=None,
+        loss_agg_mode="seq-mean-token-mean",
+    )
+    s = math.exp(0.1)
+    value, gradient = found_for(config, batch, move)
+    assert value == pytest.approx((-1.05 + s) / 2, abs=1e-15)
+    torch.testing.assert_close(
+        gradient, torch.tensor([[0, 0], [s / 4, s / 4]], dtype=torch.float64)
+    )
+
+
+def test_gspo_of_one_token_is_ppo():
+    rollout, _, now, advantages = (x[:, :1] for x in drawn())
+    batch = apply_bypass_mode(
+        token_batch(rollout, torch.ones(6, 1, dtype=torch.bool), advantages=advantages)
+    )
+    correction = RolloutCorrectionConfig(bypass_mode=True)
+    one, other = (
+        found_for(loss_config(correction, loss_mode=mode), batch, now)
+        for mode in ("gspo", "ppo_clip")
+    )
+    assert_same(one, other)
+
+
+# Pieces
+# -------------------------------------------------------------------------------------------------------------
+
+
+def summed(
+    config: LossConfig, now: Tensor, batches: list[TokenBatch], reduce=None
+) -> tuple[float, Tensor, MetricBag]:
+    """As the update does it: sum the totals' gradients, then divide by the denominator of the
+    summed parts.
+    """
+    leaf, bag, parts, start = (
+        now.detach().clone().requires_grad_(),
+        MetricBag(),
+        torch.zeros(3).double(),
+        0,
+    )
+    total = torch.zeros((), dtype=torch.float64)
+    for piece in batches:
+        terms = token_terms(config, leaf[start : start + len(piece)], piece)
+        terms.total.backward()
+        total, parts, start = (
+            total + terms.total.detach(),
+            parts + terms.parts(),
+            start + len(piece),
+        )
+        bag.merge(terms.metrics)
+    add = {"sum": lambda x: x, "max": lambda x: x} if reduce is None else reduce
+    scale = denominator(parts, add["sum"])
+    return (add["sum"](total) / scale).item(), leaf.grad / scale, bag
+
+
+@pytest.mark.parametrize(("rule", "mode"), CASES)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("normalize", ["all", "kept"])
+def test_micro_batches_add_up(rule, mode, aggregation, normalize):
+    config = config_of(rule, mode, aggregation, normalize)
+    batch, now = corrected(config, filled(config, "empty")), drawn()[2]
+    expect = reference(config, rule, "empty")
+    whole = token_loss(config, now, batch)[1].compute()
+    for cuts in ([3], [1, 2, 4]):
+        *found, bag = summed(config, now, pieces(batch, cuts))
+        assert_same(found, expect)
+        assert bag.compute() == pytest.approx(whole, rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize(("rule", "mode"), CASES)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize(("cuts", "normalize"), [([2], "kept"), ([1, 2], "all"), ([1, 2], "kept")])
+def test_processes_add_up(rule, mode, aggregation, cuts, normalize):
+    """Row 1 is empty: with the cuts 1 and 2 it is a process of its own, which has nothing to
+    add.
+    """
+    config = config_of(rule, mode, aggregation, normalize)
+    shards, expect = pieces(filled(config, "empty"), cuts), reference(config, rule, "empty")
+    now = list(drawn()[2].split([len(shard) for shard in shards]))
+
+    def work(rank, reduce):
+        batch = corrected(config, shards[rank], all_reduce=reduce["sum"])
+        halves = pieces(batch, [len(batch) // 2]) if len(batch) > 1 else [batch]
+        loss, gradient, bag = summed(config, now[rank], halves, reduce)
+        return loss, gradient, bag.compute(reduce["sum"], reduce["max"])
+
+    results = on_shards(len(shards), work)
+    gradient = torch.cat([found[1] for found in results])
+    for loss, _, values in results:
+        assert_same((loss, gradient), expect)
+        assert values == pytest.approx(results[0][2], rel=0, abs=0)
+
+
+def test_gspo_adds_up_too():
+    correction = RolloutCorrectionConfig(bypass_mode=True)
+    config = loss_config(correction, loss_mode="gspo", loss_agg_mode="seq-mean-token-mean")
+    batch, now = filled(config, "empty"), drawn()[2]
+    assert_same(summed(config, now, pieces(batch, [1, 2, 4]))[:2], found_for(config, batch, now))
+
+
+# What takes no part
+# -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rule", "mode"), CASES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_lies_under_the_padding_is_never_read(rule, mode, bad):
+    config = config_of(rule, mode)
+    batch, now, mask = filled(config, "right"), drawn()[2], mask_of("right")
+    names = ("rollout_log_probs", "old_log_probs", "advantages")
+    dirty = batch.replace(**{name: torch.where(mask, getattr(batch, name), bad) for name in names})
+    expect = found_for(config, corrected(config, batch), now)
+    found = found_for(config, corrected(config, dirty), torch.where(mask, now, bad))
+    assert found[0] == expect[0]
+    assert torch.equal(found[1], expect[1])
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("mode", [{"bypass_mode": True}, REINFORCE])
+def test_everything_rejected_is_a_loss_of_zero(aggregation, mode):
+    config = config_of(Rule("token", bands=(("token_k1", 50.0, 60.0),)), mode, aggregation)
+    batch, now = filled(config, "right"), drawn()[2]
+    value, gradient = found_for(config, batch, now)
+    assert value == 0
+    assert torch.count_nonzero(gradient) == 0
+    values = token_loss(config, now, batch)[1].compute()
+    assert values["rollout_corr/rollout_rs_masked_fraction"] == 1
+    assert "pg_loss" not in values
+
+
+def test_advantages_of_tokens_are_not_clipped():
+    """`adv_clip_max` belongs to images."""
+    rollout, one = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
+    batch = apply_bypass_mode(token_batch(rollout, one.bool(), advantages=100 * one))
+    assert (
+        token_loss(loss_config(RolloutCorrectionConfig(bypass_mode=True)), rollout, batch)[0].item()
+        == -100
+    )
+
+
+# Metrics and settings
+# -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("metric_names", "names"), [("verl", ("ratio_mean",)), ("slime", ("ois",))]
+)
+def test_the_ratio_to_old_has_slime_s_name_in_decoupled_mode(metric_names, names):
+    """`ois` is exp(training - old): of decoupled mode only, as slime's table says."""
+    for mode in ({}, {"bypass_mode": True}):
+        config = config_of(Rule(), mode | {"metric_names": metric_names})
+        values = token_loss(config, drawn()[2], corrected(config, filled(config, "right")))[
+            1
+        ].compute()
+        expect = names if not mode else ("ratio_mean",)
+        assert {"ratio_mean", "ois"} & values.keys() == set(expect)
+    both = config_of(Rule(), {"metric_names": "both"})
+    values = token_loss(both, drawn()[2], corrected(both, filled(both, "right")))[1].compute()
+    _, old, now, _ = drawn()
+    ratios = (now - old).exp()[mask_of("right")].mean().item()
+    assert values["ratio_mean"] == values["ois"] == pytest.approx(ratios)
+
+
+@pytest.mark.parametrize("metric_names", ["verl", "slime", "both"])
+def test_in_bypass_mode_the_correction_reports_under_its_prefix(metric_names):
+    rule = Rule("sequence", bands=BAND, normalise=True)
+    config = config_of(rule, REINFORCE | {"metric_names": metric_names})
+    values = token_loss(config, drawn()[2], filled(config, "right"))[1].compute()
+    rollout, _, now, _ = drawn()
+    expect = oracles.correction(
+        now.tolist(), rollout.tolist(), mask_of("right").tolist(), rule
+    ).metrics
+    for old, new in (
+        ("kl", "mismatch_kl"),
+        ("rollout_is_batch_norm_factor", "mis_batch_norm_factor"),
+    ):
+        for name, shown in ((old, metric_names != "slime"), (new, metric_names != "verl")):
+            found = values.get(f"rollout_corr/{name}")
+            assert found == (pytest.approx(expect[old], abs=1e-12) if shown else None)
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ({"loss_mode": "grpo"}, "loss_mode"),
+        ({"loss_agg_mode": "mean"}, "loss_agg_mode"),
+        ({"clip_ratio_low": 0.0}, "clip_ratio_low"),
+        ({"clip_ratio_low": 1.0}, "clip_ratio_low"),
+        ({"clip_ratio_high": 0.0}, "clip_ratio_high"),
+        ({"clip_ratio_high": math.nan}, "clip_ratio_high"),
+        ({"clip_ratio_c": 1.2}, "clip_ratio_c"),
+        ({"clip_ratio_c": math.nan}, "clip_ratio_c"),
+    ],
+)
+def test_wrong_loss_settings_name_the_key(given, key):
+    with pytest.raises(ValueError, match=rf"actor\.token_loss\.{key}"):
+        TokenLossConfig(**given).validate()
+
+
+def test_the_defaults_are_verl_s():
+    TokenLossConfig().validate()
+    TokenLossConfig(clip_ratio_c=None).validate()
+    assert vars(TokenLossConfig()) == {
+        "loss_mode": "ppo_clip",
+        "clip_ratio_low": 0.2,
+        "clip_ratio_high": 0.2,
+        "clip_ratio_c": 3.0,
+        "loss_agg_mode": "token-mean",
+    }

@@ -1,0 +1,433 @@
+"""What every adapter must do, on a random checkpoint of its pipeline's class (`tiny_models`).
+
+A new adapter is found by its file; it takes part as soon as `tiny_models.TINY` has a checkpoint for
+it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from conftest import Train, read_rows
+from diffusers import DiffusionPipeline
+from policies.test_flow import trained_lora
+from safetensors.torch import load_file
+from support.tiny_models import TINY, VARIANTS, Tiny
+
+from flowgrpo_rc.batch import Conditioning, DiffusionBatch, Prompt, PromptBatch, SamplerSpec, concat
+from flowgrpo_rc.core.random import normal
+from flowgrpo_rc.export.lora import export_lora
+from flowgrpo_rc.models.base import FlowModel, ModelConfig, adapters_by_pipeline, load_model
+from flowgrpo_rc.models.lora import add_lora, lora_parameters, reference_policy
+from flowgrpo_rc.policies.encode_prompts import encode_prompts
+from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
+from flowgrpo_rc.rollout.engine import ImageRequest
+
+CPU = torch.device("cpu")
+PROMPTS = [
+    Prompt(text='"AB7X"', index=0, target="AB7X", negative_text="a blur"),
+    Prompt(text='"HI"', index=1, target="HI", negative_text=""),
+]
+KINDS = ("sde", "cps")
+GUIDANCE = ("unguided", "guided")
+# Mean |difference| of a bf16 rollout's log-probs in units of a Gaussian step; random weights, three
+# steps.
+BF16_BOUND = 2e-3
+
+
+class Subject(NamedTuple):
+    """A checkpoint under test: its folder, how it was made, and the class that must wrap it."""
+
+    folder: Path
+    tiny: Tiny
+    adapter: type[FlowModel]
+
+    def load(self, **changes: Any) -> FlowModel:
+        return load_model(self.config(**changes), CPU)
+
+    def config(self, **changes: Any) -> ModelConfig:
+        return ModelConfig(path=str(self.folder), **({"lora_rank": 4, "lora_alpha": 8} | changes))
+
+    def stock(self) -> Any:
+        pipeline = DiffusionPipeline.from_pretrained(self.folder)
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+
+def make_subject(name: str, saved: Callable[[str], Path]) -> Subject:
+    if name not in TINY | VARIANTS:
+        pytest.fail(
+            f"the adapter for {name} has no random checkpoint: add one to TINY in "
+            "tests/support/tiny_models.py"
+        )
+    folder = saved(name)
+    pipeline_class = json.loads((folder / "model_index.json").read_text())["_class_name"]
+    return Subject(folder, (TINY | VARIANTS)[name], adapters_by_pipeline()[pipeline_class])
+
+
+@pytest.fixture(params=sorted(adapters_by_pipeline()))
+def subject(request: pytest.FixtureRequest, saved: Callable[[str], Path]) -> Subject:
+    return make_subject(request.param, saved)
+
+
+@pytest.fixture(params=sorted({*adapters_by_pipeline(), *VARIANTS}))
+def any_subject(request: pytest.FixtureRequest, saved: Callable[[str], Path]) -> Subject:
+    return make_subject(request.param, saved)
+
+
+def roll(
+    model: FlowModel, network: torch.nn.Module, spec: SamplerSpec
+) -> tuple[DiffusionBatch, np.ndarray]:
+    """Two samples of each prompt, stochastic in all steps but the last."""
+    engine = DiffusersEngine(model, network, dtype=spec.dtype, chunk_size=4)
+    steps = spec.num_inference_steps - 1
+    request = ImageRequest(
+        prompts=PromptBatch(step=1, prompts=PROMPTS, slots=[0, 1]),
+        samples_per_prompt=2,
+        spec=spec,
+        window=torch.arange(steps).expand(4, steps),
+        seeds=[1, 2, 3, 4],
+    )
+    (chunk,) = engine.generate(request)
+    return chunk.batch, chunk.samples
+
+
+def deterministic(
+    model: FlowModel, network: Any, spec: SamplerSpec, latents: torch.Tensor
+) -> torch.Tensor:
+    conditioning, negative = encode_prompts(model, PROMPTS, spec)
+    nothing = torch.empty((len(PROMPTS), 0), dtype=torch.int64)
+    return (
+        FlowPolicy(model, network)
+        .rollout(latents, conditioning, negative, spec, nothing, lambda _: latents)
+        .final
+    )
+
+
+def call_stock(
+    stock: Any, tiny: Tiny, guidance: Mapping[str, float], latents: torch.Tensor, output: str
+) -> Any:
+    """The stock pipeline's own call."""
+    frames = {} if tiny.num_frames is None else {"num_frames": tiny.num_frames}
+    guided = any(
+        scale > 1
+        for key, scale in guidance.items()
+        if key in ("true_cfg_scale", stock_cfg_key(stock))
+    )
+    negative = {"negative_prompt": [prompt.negative_text for prompt in PROMPTS]} if guided else {}
+    return stock(
+        prompt=[prompt.text for prompt in PROMPTS],
+        height=32,
+        width=64,
+        num_inference_steps=4,
+        max_sequence_length=16,
+        latents=latents.clone(),
+        output_type=output,
+        return_dict=False,
+        **guidance,
+        **frames,
+        **negative,
+    )[0]
+
+
+def stock_cfg_key(stock: Any) -> str:
+    return adapters_by_pipeline()[type(stock).__name__].cfg_key
+
+
+def drawn(model: FlowModel, spec: SamplerSpec) -> torch.Tensor:
+    return normal(model.latent_shape(spec), [5, 6], "latents")
+
+
+def difference(model: FlowModel, network: Any, batch: DiffusionBatch) -> torch.Tensor:
+    return FlowPolicy(model, network).log_probs(batch, 4) - batch.rollout_log_probs
+
+
+def test_the_checkpoint_is_wrapped_by_its_adapter(any_subject: Subject) -> None:
+    model = any_subject.load()
+    assert type(model) is any_subject.adapter
+    for key in ("rollout.pipeline", "rollout.val_kwargs"):
+        model.check(any_subject.tiny.spec("sde", any_subject.tiny.guided), key)
+
+
+def test_the_schedule_goes_from_exactly_one_to_zero(any_subject: Subject) -> None:
+    """A first sigma a little below 1 would give the first `sde` step a thousandfold noise."""
+    sigmas, timesteps = any_subject.load().schedule(
+        any_subject.tiny.spec("sde", any_subject.tiny.unguided)
+    )
+    assert sigmas.dtype == timesteps.dtype == torch.float32
+    assert (len(sigmas), len(timesteps)) == (5, 4)
+    assert (sigmas[0], sigmas[-1]) == (1, 0)
+    assert (sigmas.diff() < 0).all()
+
+
+@pytest.mark.parametrize("guidance", GUIDANCE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp32_replay_is_bitwise_exact(any_subject: Subject, kind: str, guidance: str) -> None:
+    model, tiny = any_subject.load(), any_subject.tiny
+    network = trained_lora(model)
+    batch, samples = roll(model, network, tiny.spec(kind, vars(tiny)[guidance]))
+    assert (batch.negative is not None) == (guidance == "guided")
+    frames = () if tiny.num_frames is None else (tiny.num_frames,)
+    assert (samples.shape, samples.dtype) == ((4, *frames, 32, 64, 3), np.uint8)
+    assert torch.isfinite(batch.rollout_log_probs).all()
+    assert torch.equal(difference(model, network, batch), torch.zeros(4, 3))
+    policy = FlowPolicy(model, network)
+    with_gradient = torch.stack([policy.evaluate(batch.step(t)).log_prob for t in range(3)], 1)
+    assert with_gradient.requires_grad
+    assert torch.equal(with_gradient.detach(), batch.rollout_log_probs)
+
+
+@pytest.mark.parametrize("guidance", GUIDANCE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_noise_zero_gives_the_stock_pipelines_output(
+    any_subject: Subject, kind: str, guidance: str
+) -> None:
+    model, stock, tiny = any_subject.load(), any_subject.stock(), any_subject.tiny
+    spec = tiny.spec(kind, vars(tiny)[guidance], noise_level=0.0)
+    latents = drawn(model, spec)
+    found = deterministic(model, model.transformer, spec, latents)
+    wanted = call_stock(stock, tiny, vars(tiny)[guidance], latents, "latent")
+    exact = kind == "sde" and tiny.steps_are_eulers
+    torch.testing.assert_close(found, wanted, atol=0 if exact else 1e-5, rtol=0)
+    pictures = (
+        (call_stock(stock, tiny, vars(tiny)[guidance], latents, "np") * 255).round().astype(int)
+    )
+    assert pictures.std() > 1
+    apart = np.abs(model.decode(found, spec).astype(int) - pictures)
+    assert apart.max() <= (0 if exact else 1)
+    assert (apart > 0).mean() < 1e-3
+
+
+def test_guidance_makes_a_difference(any_subject: Subject) -> None:
+    """Each of the guidance keys and the negative prompt."""
+    model, tiny = any_subject.load(), any_subject.tiny
+    spec = tiny.spec("sde", tiny.guided)
+    latents = drawn(model, spec)
+    timesteps = torch.tensor([900.0, 300.0])
+    conditioning, negative = encode_prompts(model, PROMPTS, spec)
+
+    def velocity(spec: SamplerSpec, negative: Conditioning | None) -> torch.Tensor:
+        return model.velocity(model.transformer, latents, timesteps, conditioning, negative, spec)
+
+    with torch.no_grad():
+        guided = velocity(spec, negative)
+        assert not torch.allclose(guided, velocity(spec, conditioning))
+        for key, scale in tiny.guided.items():
+            if scale > 1:
+                assert not torch.allclose(
+                    guided, velocity(tiny.spec("sde", tiny.guided | {key: 1.5}), negative)
+                )
+
+
+def test_lora_at_initialisation_and_switched_off_is_the_base(subject: Subject) -> None:
+    model, tiny = subject.load(), subject.tiny
+    spec = tiny.spec("sde", tiny.guided, noise_level=0.0)
+    latents = drawn(model, spec)
+    base = deterministic(model, model.transformer, spec, latents)
+    network = add_lora(model, subject.config(), seed=0)
+    assert torch.equal(deterministic(model, network, spec, latents), base)
+    for name, parameter in lora_parameters(network).items():
+        if "lora_B" in name:
+            parameter.data.fill_(0.01)
+    assert not torch.allclose(deterministic(model, network, spec, latents), base)
+    with reference_policy(network):
+        assert torch.equal(deterministic(model, network, spec, latents), base)
+
+
+@pytest.mark.parametrize("alpha", [8, 6], ids=["power_of_two", "other_scale"])
+def test_an_export_gives_the_same_pictures_in_the_stock_pipeline(
+    subject: Subject, tmp_path: Path, alpha: int
+) -> None:
+    model, stock, tiny = subject.load(), subject.stock(), subject.tiny
+    config = subject.config(lora_alpha=alpha)
+    network = add_lora(model, config, seed=0)
+    source = torch.Generator().manual_seed(1)
+    for name, parameter in lora_parameters(network).items():
+        if "lora_B" in name:
+            parameter.data.copy_(0.05 * torch.randn(parameter.shape, generator=source))
+    spec = tiny.spec("sde", tiny.guided, noise_level=0.0)
+    latents = drawn(model, spec)
+    before = call_stock(stock, tiny, tiny.guided, latents, "latent")
+    export_lora(
+        {name: p.detach() for name, p in lora_parameters(network).items()}, config, tmp_path
+    )
+    stock.load_lora_weights(tmp_path)
+    found = deterministic(model, network, spec, latents)
+    wanted = call_stock(stock, tiny, tiny.guided, latents, "latent")
+    assert (found - before).abs().max() > 1e-3
+    assert torch.equal(found, wanted)
+    pictures = (call_stock(stock, tiny, tiny.guided, latents, "np") * 255).round().astype(np.uint8)
+    assert np.array_equal(model.decode(found, spec), pictures)
+
+
+def gradients(
+    model: FlowModel, network: Any, batch: DiffusionBatch
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    value = FlowPolicy(model, network).evaluate(batch.step(1)).log_prob
+    network.zero_grad()
+    value.sum().backward()
+    return value.detach(), {
+        name: p.grad for name, p in network.named_parameters() if p.grad is not None
+    }
+
+
+def test_gradients_reach_the_lora_alone_and_checkpointing_changes_nothing(subject: Subject) -> None:
+    model, tiny = subject.load(), subject.tiny
+    network = trained_lora(model)
+    batch, _ = roll(model, network, tiny.spec("sde", tiny.guided))
+    value, plain = gradients(model, network, batch)
+    reached = {name for name, gradient in plain.items() if gradient.abs().max() > 0}
+    assert reached <= set(lora_parameters(network))
+    # What the last block does to the text is not used: some modules of it get nothing.
+    assert len(reached) > 0.8 * len(lora_parameters(network))
+    for component in model.pipeline.components.values():
+        if isinstance(component, torch.nn.Module) and component is not network:
+            assert all(parameter.grad is None for parameter in component.parameters())
+    model.transformer.enable_gradient_checkpointing()
+    again, checkpointed = gradients(model, network, batch)
+    assert torch.equal(again, value)
+    assert checkpointed.keys() == plain.keys()
+    assert all(torch.equal(checkpointed[name], gradient) for name, gradient in plain.items())
+
+
+TEXTS = ["a", "two red cats", '"AB7X"']
+
+
+@pytest.mark.parametrize("guidance", GUIDANCE)
+def test_prompts_of_different_length_do_not_touch_each_other(
+    subject: Subject, guidance: str
+) -> None:
+    """In one batch, from one call of the encoder or from several, a prompt gives what it gives
+    alone.
+    """
+    model, tiny = subject.load(), subject.tiny
+    spec = tiny.spec("sde", vars(tiny)[guidance])
+    latents = normal(model.latent_shape(spec), [1, 2, 3], "latents")
+    timesteps = torch.tensor([900.0, 500.0, 300.0])
+
+    def encode(texts: list[str]) -> Conditioning:
+        return model.encode(texts, max_sequence_length=16)
+
+    def velocity(rows: slice, conditioning: Conditioning, negative: Conditioning) -> torch.Tensor:
+        pair = (conditioning, negative if guidance == "guided" else None)
+        return model.velocity(model.transformer, latents[rows], timesteps[rows], *pair, spec)
+
+    with torch.no_grad():
+        alone = [
+            velocity(slice(i, i + 1), encode([text]), encode([negative]))
+            for i, (text, negative) in enumerate(zip(TEXTS, reversed(TEXTS), strict=True))
+        ]
+        together = velocity(slice(3), encode(TEXTS), encode(TEXTS[::-1]))
+        joined = Conditioning.join([encode([text]) for text in TEXTS])
+        assert len(joined) == 3
+        from_parts = velocity(
+            slice(3), joined, Conditioning.join([encode(TEXTS[:0:-1]), encode(TEXTS[:1])])
+        )
+    assert not torch.allclose(alone[0], alone[1])
+    for found in (together, from_parts):
+        torch.testing.assert_close(found, torch.cat(alone), atol=1e-5, rtol=1e-5)
+
+
+def test_chunks_with_a_conditioning_of_their_own_can_be_joined(subject: Subject) -> None:
+    """An engine that encodes each prompt apart: the joined batch replays like one that was sampled
+    at once.
+    """
+    model, tiny = subject.load(), subject.tiny
+    network = trained_lora(model)
+    spec = tiny.spec("sde", tiny.guided)
+    whole, _ = roll(model, network, spec)
+    chunks = []
+    for i, prompt in enumerate(PROMPTS):
+        conditioning, negative = encode_prompts(model, [prompt], spec)
+        rows = whole.rows(2 * i, 2 * i + 2)
+        nothing = torch.zeros_like(rows.prompt_index)
+        chunks.append(
+            rows.replace(conditioning=conditioning, negative=negative, prompt_index=nothing)
+        )
+    joined = concat(chunks)
+    assert joined.prompt_index.tolist() == [0, 0, 1, 1]
+    assert difference(model, network, joined).abs().max() < 1e-5
+    assert concat([whole.rows(0, 2), whole.rows(2, 4)]).conditioning is whole.conditioning
+
+
+def test_bf16_rollout_has_a_mismatch_of_the_expected_scale(
+    subject: Subject, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, tiny = subject.load(), subject.tiny
+    network = trained_lora(model)
+    for guidance in GUIDANCE:
+        batch, _ = roll(model, network, tiny.spec("sde", vars(tiny)[guidance], dtype="bf16"))
+        apart = difference(model, network, batch).abs()
+        with capsys.disabled():
+            by_step = ", ".join(f"{value:.1e}" for value in apart.mean(0).tolist())
+            print(
+                f"\nbf16 mismatch {type(model).__name__} {guidance}: mean {apart.mean():.1e}, max "
+                f"{apart.max():.1e}, "
+                f"by step {by_step}"
+            )
+        assert 1e-7 < apart.mean() < BF16_BOUND
+
+
+@pytest.mark.parametrize("guidance", GUIDANCE)
+def test_bf16_on_both_sides_replays_bitwise(subject: Subject, guidance: str) -> None:
+    """Layers that a model's class keeps in fp32 stay so in the rollout's copy."""
+    model, tiny = subject.load(dtype="bf16"), subject.tiny
+    network = trained_lora(model)
+    batch, _ = roll(model, network, tiny.spec("sde", vars(tiny)[guidance], dtype="bf16"))
+    assert torch.equal(difference(model, network, batch), torch.zeros(4, 3))
+
+
+def test_latents_have_the_same_shape_without_weights(subject: Subject) -> None:
+    with torch.device("meta"):
+        pipeline = subject.tiny.build()
+    empty = subject.adapter(pipeline, torch.device("meta"))
+    spec = subject.tiny.spec("sde", subject.tiny.guided)
+    empty.check(spec, "rollout.pipeline")
+    assert all(parameter.is_meta for parameter in empty.transformer.parameters())
+    assert empty.latent_shape(spec) == subject.load().latent_shape(spec)
+
+
+def brightness(sample: np.ndarray, prompt: Prompt) -> float:
+    """A reward for images and videos alike."""
+    return float(sample.mean()) / 255
+
+
+def test_two_steps_of_training_from_the_command_line(
+    subject: Subject, train: Train, tmp_path: Path
+) -> None:
+    tiny = subject.tiny
+    scales = [f"{key}={scale}" for key, scale in tiny.guided.items()]
+    given = [f"rollout.{where}.{scale}" for where in ("pipeline", "val_kwargs") for scale in scales]
+    frames = [] if tiny.num_frames is None else [f"rollout.pipeline.num_frames={tiny.num_frames}"]
+    reward = [
+        "reward.terms.jpeg=null",
+        f"+reward.terms.light={{_target_: function, path: '{__name__}:brightness'}}",
+    ]
+    code = train(
+        f"model.path={subject.folder}",
+        "rollout.pipeline.guidance_scale=1.0",
+        "rollout.val_kwargs.guidance_scale=1.0",
+        *given,
+        *frames,
+        *reward,
+        "data.negative_prompt=blurry",
+        "model.gradient_checkpointing=true",
+        "actor.use_kl_loss=true",
+    )
+    assert code == 0
+    rows = read_rows(tmp_path / "run")
+    steps = [row for row in rows if "actor/grad_norm" in row]
+    assert len(steps) == 2
+    assert all(row["actor/grad_norm"] > 0 for row in steps)
+    assert steps[0]["rollout_corr/logprob_abs_diff_max"] == 0
+    lora = load_file(tmp_path / "run" / "lora" / "pytorch_lora_weights.safetensors")
+    assert max(tensor.abs().max() for name, tensor in lora.items() if "lora_B" in name) > 0
+    endings = {path.suffix for path in (tmp_path / "run" / "samples").iterdir()}
+    assert endings == ({".png"} if tiny.num_frames is None else {".png", ".webp"})

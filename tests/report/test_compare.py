@@ -1,0 +1,137 @@
+"""Runs on one page: numbers, settings, curves in the same axes, samples, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from report.test_run import Page, make_run
+
+from flowgrpo_rc.cli import main
+from flowgrpo_rc.report.compare import write_comparison
+
+SECTIONS = ["numbers", "settings", "reward", "samples", "correction", "update", "health"]
+
+
+def small_run(folder: Path, rewards: list[float], settings: dict[str, object]) -> Path:
+    folder.mkdir(parents=True)
+    rows = [{"step": step, "val/reward": reward} for step, reward in enumerate(rewards)]
+    rows[-1] |= {"rollout_corr/logprob_abs_diff_mean": 2e-4, "perf/samples_per_second": 4.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    return folder
+
+
+def cells(page: str, section: str) -> list[list[str]]:
+    """The rows of a section's table."""
+    body = page.split(f'<section id="{section}">')[1].split("</section>")[0]
+    return [re.findall(r"<t[hd]>([^<]*)<", row) for row in body.split("<tr>")[1:]]
+
+
+def test_numbers_settings_and_curves_of_two_runs(tmp_path: Path) -> None:
+    base = {"actor": {"lr": 0.1}, "data": {"val_files": "v.txt"}, "reward": {"api_key": "hunter2"}}
+    one = small_run(
+        tmp_path / "one",
+        [0.25, 0.5],
+        base | {"trainer": {"experiment_name": "a", "output_dir": "x"}},
+    )
+    other = base | {
+        "actor": {"lr": 0.2},
+        "rollout": {"dtype": "fp32"},
+        "reward": {"api_key": "hunter3"},
+    }
+    two = small_run(
+        tmp_path / "two",
+        [0.25, 0.75],
+        other | {"trainer": {"experiment_name": "b", "output_dir": "y"}},
+    )
+    page = write_comparison([one, two], tmp_path / "out" / "page.html").read_text()
+    assert Page(page).ids == SECTIONS
+    assert cells(page, "settings") == [
+        ["", "a", "b"],
+        ["actor.lr", "0.1", "0.2"],
+        ["rollout.dtype", "\u2014", "fp32"],
+    ]
+    numbers = {row[0]: row[1:] for row in cells(page, "numbers")}
+    assert numbers["held-out reward"] == ["0.2500 \u2192 0.5000", "0.2500 \u2192 0.7500"]
+    assert numbers["mismatch before the first update, over all steps"] == ["0.0002", "0.0002"]
+    assert "training reward, last step" not in numbers
+    # Both runs start at the same point; the second ends at the top of the axes they share, 0.2 to
+    # 0.8.
+    chart = page.split("<b>Held-out reward</b>")[1].split("</svg>")[0]
+    assert re.findall(r'class="line" d="([^"]+)"', chart) == [
+        "M0.0 275.0L1000.0 150.0",
+        "M0.0 275.0L1000.0 25.0",
+    ]
+    assert "hunter" not in page
+    assert "not evaluated alike" not in page
+
+
+def test_a_run_without_a_metric_leaves_the_others_colour_alone(tmp_path: Path) -> None:
+    one = small_run(tmp_path / "one", [0.25, 0.5], {})
+    two = small_run(tmp_path / "two", [0.25, 0.5], {})
+    (one / "metrics.jsonl").write_text('{"step": 0, "val/reward": 0.3}\n')
+    page = write_comparison([one, two], tmp_path / "page.html").read_text()
+    chart = page.split("<b>Mismatch before the first update</b>")[1].split("</figure>")[0]
+    assert re.findall(r'<span class="(s\d)">([^<]+)<', chart) == [("s1", "two")]
+
+
+@pytest.mark.parametrize(
+    "key", ["data.val_files", "rollout.val_kwargs.num_inference_steps", "reward.terms.ocr.weight"]
+)
+def test_runs_that_were_scored_differently_say_so(tmp_path: Path, key: str) -> None:
+    settings: list[dict[str, object]] = []
+    for value in (1, 2):
+        tree: object = value
+        for name in reversed(key.split(".")):
+            tree = {name: tree}
+        assert isinstance(tree, dict)
+        settings.append(tree)
+    runs = [
+        small_run(tmp_path / name, [0.1, 0.2], each)
+        for name, each in zip("ab", settings, strict=True)
+    ]
+    text = "".join(Page(write_comparison(runs, tmp_path / "page.html").read_text()).text)
+    assert f"The runs were not evaluated alike ({key})" in text
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    settings = {"trainer": {"experiment_name": "tiny"}}
+    runs = [small_run(tmp_path / name / "run", [0.1, 0.2], settings) for name in ("a", "b")]
+    assert cells(write_comparison(runs, tmp_path / "p.html").read_text(), "numbers")[0] == [
+        "",
+        "a/run",
+        "b/run",
+    ]
+
+
+def test_samples_stand_side_by_side_and_the_page_is_deterministic(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name) for name in ("one", "two")]
+    first = write_comparison(runs, tmp_path / "page.html").read_bytes()
+    assert write_comparison(runs, tmp_path / "page.html").read_bytes() == first
+    last = base64.b64encode((runs[0] / "samples" / "step_000060.png").read_bytes()).decode()
+    assert Page(first.decode()).references == [f"data:image/png;base64,{last}"] * 2
+    assert "hunter" not in first.decode()
+    assert "<script" not in first.decode()
+
+
+def test_what_cannot_be_compared_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = small_run(tmp_path / "run", [0.1, 0.2], {})
+    out = ["--out", str(tmp_path / "page.html")]
+    for folders, message in (
+        ([run], "give two to 4 folders of runs, not 1"),
+        ([run, tmp_path / "run" / ".." / "run"], "names a run twice"),
+        ([run, tmp_path], "is not the folder of a run"),
+    ):
+        assert main(["compare", *map(str, folders), *out]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
+    other = small_run(tmp_path / "other", [0.1, 0.3], {})
+    assert main(["compare", str(run), str(other), *out]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "page.html")

@@ -1,0 +1,342 @@
+"""Servers that refuse, hang, drip, flood or lie: a reward fails in time, the run goes on, no token
+is written down.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import os
+import pickle
+import socket
+import threading
+import time
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.reward_servers import Received, Scripted, answering, http, scripted
+
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.cli import main
+from flowgrpo_rc.rewards.http.client import Breaker, JsonClient, ServerError
+from flowgrpo_rc.rewards.http.wire import decode, decode_png
+from flowgrpo_rc.rewards.jpeg import Jpeg
+from flowgrpo_rc.rewards.manager import RewardConfig, RewardManager, validate_rewards
+from flowgrpo_rc.rewards.vlm_ocr import VlmOCR
+
+TOKEN = "tok-1f2e3d4c5b6a"
+IMAGES = np.random.default_rng(0).integers(0, 256, (3, 8, 12, 3), dtype=np.uint8)
+PROMPTS = [Prompt(text=f"prompt {index}", index=index) for index in range(3)]
+QUICK = {"deadline_s": 1.0, "max_pause_s": 0.02, "max_response_mb": 0.5}
+PATIENT = {**QUICK, "deadline_s": 60.0}
+ENDLESS = 10**10
+
+
+def jpeg(received: Received) -> dict[str, object]:
+    samples, prompts = decode(received.body)
+    return {"values": list(Jpeg()(samples, prompts).values)}
+
+
+def hangs(connection: socket.socket, received: Received, server: Scripted) -> None:
+    server.stopped.wait(60)
+
+
+def drips(head: bytes):
+    def behaviour(connection: socket.socket, received: Received, server: Scripted) -> None:
+        connection.sendall(head)
+        while not server.stopped.wait(0.02):
+            connection.sendall(b"a")
+
+    return behaviour
+
+
+def floods(head: str, part: bytes):
+    def behaviour(connection: socket.socket, received: Received, server: Scripted) -> None:
+        connection.sendall(f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n{head}".encode())
+        server.flooded = 0
+        while server.flooded < ENDLESS and not server.stopped.is_set():
+            server.flooded += connection.send(part)
+
+    return behaviour
+
+
+def says(answer: bytes):
+    return lambda connection, received, server: connection.sendall(answer)
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.system, ("touch unpickled",)
+
+
+def values(*numbers: object) -> bytes:
+    return http({"values": numbers})
+
+
+ECHO = f"Bearer {TOKEN}"
+ESCAPED = "".join(f"\\u{ord(character):04x}" for character in ECHO)
+HOSTILE = {
+    "hangs": hangs,
+    "drips its header": drips(b"HTTP/1.1 200 OK\r\nX-A: "),
+    "drips its body": drips(http("")[:-6] + b"9\r\n\r\n"),
+    "floods by length": floods(f"Content-Length: {ENDLESS}\r\n\r\n", b" " * 2**16),
+    "floods in chunks": floods(
+        "Transfer-Encoding: chunked\r\n\r\n", b"10000\r\n" + b" " * 2**16 + b"\r\n"
+    ),
+    "floods its header": floods("X-A: ", b" " * 2**16),
+    "hangs up": says(b""),
+    "hangs up in the body": says(http({"values": [1, 2, 3]})[:-4]),
+    "is no HTTP server": says(b"SSH-2.0-OpenSSH_9.6\r\n"),
+    "is busy": says(http({}, "429 Too Many Requests")),
+    "is busy for long": says(http({}, "429 Too Many Requests", headers="Retry-After: 86400\r\n")),
+    "fails": says(http({"detail": "out of memory"}, "500 Internal Server Error")),
+    "is unavailable": says(http({}, "503 Service Unavailable")),
+    "refuses": says(http({"detail": "no such reward"}, "404 Not Found")),
+    "answers HTML": says(http("<html>1</html>", kind="text/html")),
+    "redirects": says(
+        http("", "307 Temporary Redirect", headers="Location: http://127.0.0.1:1/\r\n")
+    ),
+    "answers broken JSON": says(http('{"values": [1, 2')),
+    "answers deep JSON": says(http("[" * 200_000)),
+    "answers a long number": says(http('{"values": [' + "9" * 10_000 + ", 1, 1]}")),
+    "answers an overflow": says(http('{"values": [' + "9" * 400 + ", 1, 1]}")),
+    "answers too few": says(values(1, 2)),
+    "answers too many": says(values(1, 2, 3, 4)),
+    "answers text": says(values("1", "2", "3")),
+    "answers truth": says(values(True, True, True)),
+    "answers something else": says(http([1, 2, 3])),
+    "answers nothing": says(http("")),
+    "sends a pickle": says(http(pickle.dumps(Bomb()), kind="application/octet-stream")),
+    "sends a pickle as JSON": says(http(pickle.dumps(Bomb()))),
+    "compresses": says(http(gzip.compress(b"1" * 10**7), headers="Content-Encoding: gzip\r\n")),
+    "echoes the token": says(
+        http({"detail": ECHO}, "400 Bad Request", headers=f"X-Echo: {ECHO}\r\n")
+    ),
+    "echoes the token in pieces": says(
+        http(f"{TOKEN[:5]}\0{TOKEN[5:]}".encode() + b"\xff", "400 Bad Request")
+    ),
+    "echoes the token around a broken byte": says(
+        http(TOKEN[:5].encode() + b"\xff" + TOKEN[5:].encode(), "400 Bad Request")
+    ),
+    "echoes the token in escapes": says(http(f'{{"detail": "{ESCAPED}"}}', "400 Bad Request")),
+    "echoes the token as status": says(f"HTTP/1.1 {ECHO}\r\n\r\n".encode()),
+    "echoes the token as a value": says(values(ECHO, ECHO, ECHO)),
+    "echoes the token as a key": says(http({ECHO: [1, 2, 3]})),
+}
+SENT_AGAIN = {"is busy": 4, "is unavailable": 4}
+
+
+@pytest.fixture(autouse=True)
+def _token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("REWARD_TOKEN", TOKEN)
+    monkeypatch.chdir(tmp_path)
+
+
+def manager(url: str, **options: object) -> RewardManager:
+    term = {"url": url, "token_env": "REWARD_TOKEN", **options}
+    return RewardManager(RewardConfig(terms={"remote": term, "jpeg": {}}))
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_server_costs_its_own_samples_and_little_time(what, caplog, tmp_path):
+    caplog.set_level(logging.DEBUG)
+    with scripted(HOSTILE[what]) as server:
+        rewards = manager(server.url, **(PATIENT if what in SENT_AGAIN else QUICK))
+        start = time.monotonic()
+        scored = rewards.collect([rewards.submit(IMAGES, PROMPTS)])
+        seconds = time.monotonic() - start
+        rewards.close()
+    assert seconds < 20
+    assert scored.parts["remote"].isnan().all()
+    assert not scored.valid.any()
+    assert scored.parts["jpeg"].tolist() == Jpeg()(IMAGES, PROMPTS).values
+    assert len(server.received) == SENT_AGAIN.get(what, 1)
+    assert all(
+        f"authorization: bearer {TOKEN}" in received.head.lower() for received in server.received
+    )
+    assert TOKEN not in caplog.text + rewards.last_error["remote"]
+    assert list(tmp_path.iterdir()) == []
+    if what.startswith("floods"):
+        assert server.flooded < 50e6
+
+
+def test_a_refused_connection_is_tried_again_until_the_deadline():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    rewards = manager(f"http://127.0.0.1:{port}", **PATIENT)
+    assert rewards.collect([rewards.submit(IMAGES, PROMPTS)]).parts["remote"].isnan().all()
+    rewards.close()
+    assert (
+        "cannot be reached (ConnectError: All connection attempts failed)"
+        in rewards.last_error["remote"]
+    )
+
+
+def test_a_name_that_is_looked_up_for_ever_does_not_hold_a_call(monkeypatch):
+    done = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: done.wait(120))
+    start = time.monotonic()
+    with pytest.raises(ServerError, match=r"no answer within deadline_s=0\.5"):
+        JsonClient(url="https://example.org", deadline_s=0.5).post("/", {})
+    assert time.monotonic() - start < 60
+    done.set()
+
+
+@pytest.mark.parametrize("status", ["429 Too Many Requests", "502 Bad Gateway", "503 X", "504 X"])
+def test_a_busy_server_is_asked_again(status):
+    numbers = count()
+
+    def busy_twice(connection: socket.socket, received: Received, server: Scripted) -> None:
+        connection.sendall(http({}, status) if next(numbers) < 2 else http(jpeg(received)))
+
+    with scripted(busy_twice) as server:
+        rewards = manager(server.url, **PATIENT)
+        scored = rewards.collect([rewards.submit(IMAGES, PROMPTS)])
+        rewards.close()
+    assert scored.parts["remote"].tolist() == scored.parts["jpeg"].tolist()
+    assert len(server.received) == 3
+
+
+def test_a_redirect_is_not_followed():
+    with scripted(answering(jpeg)) as other:
+        aside = http("", "302 Found", headers=f"Location: {other.url}/v1/score\r\n")
+        with scripted(says(aside)) as server, pytest.raises(ServerError, match="answered 302"):
+            JsonClient(url=server.url, **QUICK).post("/v1/score", {})
+    assert other.received == []
+
+
+def test_a_server_that_keeps_failing_is_left_alone_for_a_while():
+    with scripted(says(http({}, "500 X"))) as server:
+        client = JsonClient(url=server.url, max_failures=2, cooldown_s=0.5, **PATIENT)
+        for _ in range(2):
+            with pytest.raises(ServerError, match="answered 500"):
+                client.post("/", {})
+        with pytest.raises(ServerError, match="left alone for another"):
+            client.post("/", {})
+        assert len(server.received) == 2
+        server.behaviour = says(http({"well": True}))
+        time.sleep(0.6)
+        assert client.post("/", {}) == {"well": True}
+
+
+def test_one_failure_after_the_pause_opens_the_breaker_again():
+    breaker = Breaker(2, 0.05)
+    for failed in (True, False, True):
+        breaker.record(failed)
+        breaker.check()
+    breaker.record(True)
+    with pytest.raises(ServerError, match="after 2 failures"):
+        breaker.check()
+    time.sleep(0.06)
+    breaker.check()
+    breaker.record(True)
+    with pytest.raises(ServerError, match="after 3 failures"):
+        breaker.check()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"url": "http://example.org"}, r"in the clear: use https"),
+        ({"url": "http://0.0.0.0:8000"}, r"in the clear"),
+        ({"url": "http://127.0.0.1.example.org"}, r"in the clear"),
+        ({"url": "ftp://127.0.0.1"}, r"must begin with https://"),
+        ({"url": "http://me:secret@127.0.0.1"}, r"must have no user, query or fragment"),
+        ({"url": "https://example.org/?token=secret"}, r"must have no user, query or fragment"),
+        ({"token_env": "tok-secret"}, r"must be the name of an environment variable, not a token"),
+        ({"token_env": "UNSET_VARIABLE"}, r"the environment variable of that name is unset"),
+        ({"token_env": "secret0f1e2d3c"}, r"the environment variable of that name is unset"),
+        ({"token_env": "BROKEN"}, r"or holds no token"),
+        ({"token_env": "QUOTED"}, r"or holds no token"),
+        ({"ca_file": "nowhere.pem"}, r"ca_file='nowhere\.pem': give a file of certificates in PEM"),
+        ({"url": "http://localhost:port"}, r"must have a port from 0 to 65535"),
+        ({"url": 8000}, r"reward\.terms\.remote: "),
+        ({"part_names": "edit"}, r"part_names='edit': give a list, such as \[edit\]"),
+        ({"deadline_s": 0}, r"deadline_s=0: give a number above 0"),
+        ({"max_response_mb": float("inf")}, r"max_response_mb=inf"),
+        ({"max_attempts": 0}, r"max_attempts=0"),
+        ({"deadline": 3}, r"connection\.deadline: unknown option \(did you mean 'deadline_s'\?\)"),
+        ({"batch_size": 0}, r"batch_size=0"),
+    ],
+)
+def test_bad_options(options, message, monkeypatch):
+    monkeypatch.setenv("BROKEN", "one\ntwo")
+    monkeypatch.setenv("QUOTED", 'one"two')
+    term = {"url": "http://localhost:8000", **options}
+    with pytest.raises(ValueError, match=message) as caught:
+        validate_rewards(RewardConfig(terms={"remote": term}))
+    assert "secret" not in str(caught.value)
+
+
+def test_addresses_that_are_fine():
+    for url in (
+        "http://localhost:1",
+        "http://127.0.0.1:1",
+        "http://[::1]:1/path",
+        "https://example.org/rewards",
+    ):
+        JsonClient(url=url)
+
+
+def test_a_run_goes_on_beside_a_hostile_server_and_writes_no_token(train, tmp_path, caplog, capfd):
+    """Its own reward comes from one server; another one, of weight 0, fails and shouts the
+    token.
+    """
+    caplog.set_level(logging.DEBUG)
+    with scripted(answering(jpeg)) as good, scripted(HOSTILE["echoes the token"]) as bad:
+        remote = "_target_: remote, token_env: REWARD_TOKEN, deadline_s: 60"
+        code = train(
+            f"+reward.terms.good={{{remote}, url: '{good.url}', weight: 0.5}}",
+            f"+reward.terms.bad={{{remote}, url: '{bad.url}', weight: 0.0}}",
+            "reward.max_failed_fraction=1.0",
+            "trainer.logger=[console,tensorboard]",
+        )
+        assert code == 0
+        assert train(f"+reward.terms.good={{{remote}, url: '{good.url}'}}", "--cfg", "job") == 0
+        assert main(["report", str(tmp_path / "run")]) == 0
+        assert good.received
+        assert bad.received
+    run = tmp_path / "run"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["reward/good"] == pytest.approx(rows[-1]["reward/jpeg"])
+    assert "reward/bad" not in rows[-1]  # no sample has one
+    assert (run / "report.html").is_file()
+    written = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
+    shown = capfd.readouterr()
+    assert b"REWARD_TOKEN" in written
+    assert "REWARD_TOKEN" in shown.out
+    assert TOKEN.encode() not in written
+    assert TOKEN not in caplog.text + shown.out + shown.err
+
+
+def test_one_unanswered_image_costs_itself_alone(caplog):
+    """A vision-language model that fails for one image, talks about another, and answers for
+    none.
+    """
+    answers = {IMAGES[index, 0, 0].tobytes(): index for index in range(3)}
+
+    def reads(connection: socket.socket, received: Received, server: Scripted) -> None:
+        (picture, words) = received.body["messages"][0]["content"]
+        first = decode_png(picture["image_url"]["url"].removeprefix("data:image/png;base64,"))[
+            0, 0
+        ].tobytes()
+        text = ["AB", None, "xx A B!"][answers[first]]
+        choice = {"message": {"role": "assistant", "content": text}}
+        assert words["text"]
+        connection.sendall(http({"choices": [choice]}))
+
+    prompts = [Prompt(text="x", index=index, target="ab") for index in range(3)]
+    with scripted(reads) as server:
+        reward = VlmOCR(url=f"{server.url}/v1", model="reader", **PATIENT)
+        scores = reward(IMAGES, prompts)
+        with pytest.raises(ServerError, match="no chat completion"):
+            reward(IMAGES[1:2], prompts[1:2])
+    assert np.array_equal(scores.values, [1.0, np.nan, 1.0], equal_nan=True)
+    assert np.array_equal(scores.parts["exact"], [1.0, np.nan, 0.0], equal_nan=True)
+    assert "1 of 3 images have no answer: the answer is no chat completion" in caplog.text
+    assert {(received.path, received.body["model"]) for received in server.received} == {
+        ("/v1/chat/completions", "reader")
+    }

@@ -1,0 +1,313 @@
+"""Serving a reward: what it refuses, and that a client gets the scores that it would compute
+itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+import uvicorn
+from support.reward_servers import Received, Scripted, scripted
+
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.cli import main
+from flowgrpo_rc.rewards.base import Reward, Scores
+from flowgrpo_rc.rewards.exact_match import ExactMatch
+from flowgrpo_rc.rewards.function import Function
+from flowgrpo_rc.rewards.http.client import ServerError
+from flowgrpo_rc.rewards.http.server import make_app
+from flowgrpo_rc.rewards.http.wire import decode, encode, encode_png
+from flowgrpo_rc.rewards.jpeg import Jpeg
+from flowgrpo_rc.rewards.remote import Remote
+
+TOKEN = "tok-of-the-server"
+RNG = np.random.default_rng(0)
+IMAGES = RNG.integers(0, 256, (5, 9, 14, 3), dtype=np.uint8)
+PROMPTS = [
+    Prompt(text=f'"{i}"', index=i, target=str(i), metadata={"include": [{"class": "dog"}]})
+    for i in range(5)
+]
+
+
+class Video(Reward):
+    """First pixel of each frame; fails for an image of the index 3."""
+
+    kind = "video"
+    part_names = ("last",)
+
+    def __call__(self, samples, prompts):
+        if any(prompt.index == 3 for prompt in prompts):
+            raise RuntimeError("broken on purpose")
+        first = samples[:, :, 0, 0, 0].astype(float)
+        return Scores(
+            values=[np.nan, *first[1:, 0]],
+            parts={"last": first[:, -1].tolist(), "more": first[:, 0]},
+        )
+
+
+@contextmanager
+def served(reward: Reward, *, max_body_mb: float = 1.0, **options: Any) -> Iterator[str]:
+    app = make_app(reward, TOKEN, max_body_mb=max_body_mb)
+    server = uvicorn.Server(
+        uvicorn.Config(app, port=0, log_level="critical", lifespan="off", **options)
+    )
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(autouse=True)
+def _token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOWGRPO_REWARD_TOKEN", TOKEN)
+
+
+def remote(url: str, **options: Any) -> Remote:
+    return Remote(url=url, token_env="FLOWGRPO_REWARD_TOKEN", **options)
+
+
+def test_images_come_back_with_the_scores_of_the_reward_itself():
+    with served(Jpeg()) as url:
+        assert (
+            remote(url, batch_size=2, concurrency=2)(IMAGES, PROMPTS).values
+            == Jpeg()(IMAGES, PROMPTS).values
+        )
+
+
+@pytest.fixture(scope="module")
+def certified(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Certificate and key for localhost."""
+    if shutil.which("openssl") is None:
+        pytest.skip("makes a certificate by openssl")
+    folder = tmp_path_factory.mktemp("tls")
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    command = (
+        f"openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=here -keyout {key} "
+        f"-out {certificate}"
+    )
+    subprocess.run(
+        [*command.split(), "-addext", "subjectAltName=DNS:localhost"],
+        check=True,
+        capture_output=True,
+    )
+    return certificate, key
+
+
+def test_tls_is_checked_against_the_certificate_that_is_trusted(certified):
+    certificate, key = certified
+    with served(Jpeg(), ssl_certfile=certificate, ssl_keyfile=key) as url:
+        port = url.rpartition(":")[2]
+        trusting = remote(f"https://localhost:{port}", ca_file=str(certificate))
+        assert trusting(IMAGES, PROMPTS).values == Jpeg()(IMAGES, PROMPTS).values
+        for address, options in (("localhost", {}), ("127.0.0.1", {"ca_file": str(certificate)})):
+            stranger = remote(f"https://{address}:{port}", max_attempts=1, **options)
+            with pytest.raises(
+                ServerError, match=r"cannot be reached \(ConnectError: .*certificate verify failed"
+            ):
+                stranger(IMAGES, PROMPTS)
+
+
+def test_tls_that_breaks_in_the_middle(certified):
+    """What follows the handshake is no TLS."""
+
+    def breaks(connection: socket.socket, received: Received, server: Scripted) -> None:
+        os.write(connection.fileno(), b"in the clear" * 20)
+
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(*certified)
+    with scripted(breaks, context) as server:
+        reward = remote(f"https://localhost:{server.server_address[1]}", ca_file=str(certified[0]))
+        with pytest.raises(ServerError, match=r"broke off or does not speak HTTP"):
+            reward(IMAGES, PROMPTS)
+    assert len(server.received) == 1
+
+
+def test_texts_and_parts():
+    texts = ["0", "x1", "2", "", "4"]
+    with served(ExactMatch()) as url:
+        assert remote(url, part_names=("contains",))(texts, PROMPTS) == ExactMatch()(texts, PROMPTS)
+        with pytest.raises(ValueError, match="the answer lacks the part 'edit'"):
+            remote(url, part_names=("edit",))(texts, PROMPTS)
+
+
+def test_videos_and_samples_without_a_score():
+    videos = RNG.integers(0, 256, (3, 4, 6, 8, 3), dtype=np.uint8)
+    with served(Video()) as url:
+        scores = remote(url, part_names=("last",))(videos, PROMPTS[:3])
+        assert np.isnan(scores.values[0])
+        assert scores.values[1:] == videos[1:, 0, 0, 0, 0].tolist()
+        assert scores.parts == {"last": videos[:, -1, 0, 0, 0].tolist()}
+        with pytest.raises(ServerError, match=r"answered 500.*RuntimeError: broken on purpose"):
+            remote(url)(videos, PROMPTS[1:4])
+        with pytest.raises(ServerError, match=r"422.*this reward scores videos, not images"):
+            remote(url)(IMAGES, PROMPTS)
+
+
+def unfinished(text: str, prompt: Prompt) -> float | None:
+    return None if prompt.index == 1 else 0.5
+
+
+def test_a_function_that_gives_one_sample_no_score():
+    with served(Function(path=f"{__name__}:unfinished")) as url:
+        assert np.array_equal(
+            remote(url)(["a", "b", "c"], PROMPTS[:3]).values, [0.5, np.nan, 0.5], equal_nan=True
+        )
+
+
+class Slow(Reward):
+    """Waits for `go` and notes whom it scored."""
+
+    kind = "text"
+
+    def __init__(self) -> None:
+        self.begun, self.go, self.scored = threading.Event(), threading.Event(), []
+
+    def __call__(self, samples, prompts):
+        self.begun.set()
+        assert self.go.wait(120)
+        self.scored += samples
+        return Scores(values=[0.0] * len(samples))
+
+
+def test_a_request_whose_client_is_gone_is_not_scored():
+    reward = Slow()
+    with served(reward) as url, ThreadPoolExecutor() as pool:
+        first = pool.submit(remote(url), ["first"], PROMPTS[:1])
+        assert reward.begun.wait(60)
+        with pytest.raises(ServerError, match="no answer within"):
+            remote(url, deadline_s=2)(["gone"], PROMPTS[:1])
+        reward.go.set()
+        first.result()
+        remote(url)(["last"], PROMPTS[:1])
+    assert reward.scored == ["first", "last"]
+
+
+def test_what_travels_arrives():
+    samples, prompts = decode(json.loads(json.dumps(encode(IMAGES, PROMPTS))))
+    assert np.array_equal(samples, IMAGES)
+    assert prompts == PROMPTS
+
+
+PNG = encode_png(IMAGES[0])
+GOOD = {"kind": "image", "samples": [PNG], "prompts": [{"text": "a"}]}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"kind": "latent"}, "kind must be one of"),
+        ({"samples": []}, "0 samples but 1 prompts"),
+        ({"samples": [PNG, PNG]}, "2 samples but 1 prompts"),
+        ({"samples": ["AAAA"]}, "PNG file in base64"),
+        ({"samples": ["no base64"]}, "PNG file in base64"),
+        ({"samples": [PNG[: len(PNG) // 2]]}, "PNG file in base64"),
+        ({"samples": [[PNG]]}, "PNG file in base64"),
+        ({"samples": [PNG, encode_png(IMAGES[0, :5])], "prompts": [{}, {}]}, "one size"),
+        ({"kind": "text"}, "this reward scores images, not texts"),
+        ({"kind": "text", "samples": [1]}, "texts must be strings"),
+        ({"kind": "video", "samples": [PNG]}, "lists of images"),
+        ({"kind": "video", "samples": [[]]}, "lists of images"),
+        ({"prompts": ["a"]}, "a prompt is an object"),
+        ({"prompts": [{"text": 1}]}, "texts must be strings"),
+        ({"prompts": [{"__class__": "x"}]}, "a prompt is an object"),
+        ({"more": 1}, "an object with kind"),
+    ],
+)
+def test_bad_requests_are_refused_in_words(change, said):
+    with served(Jpeg()) as url:
+        done = httpx2.post(
+            f"{url}/v1/score", json=GOOD | change, headers={"Authorization": f"Bearer {TOKEN}"}
+        )
+    assert (done.status_code, said in done.json()["detail"]) == (422, True), done.text
+
+
+def test_the_door():
+    with served(Jpeg(), max_body_mb=0.01) as url:
+
+        def status(**options: Any) -> int:
+            headers = {"Authorization": f"Bearer {TOKEN}"} | options.pop("headers", {})
+            return httpx2.post(f"{url}/v1/score", headers=headers, **options).status_code
+
+        assert status(json=GOOD) == 200
+        assert status(json=GOOD, headers={"Authorization": ""}) == 401
+        assert status(json=GOOD, headers={"Authorization": f"Bearer {TOKEN}x"}) == 401
+        assert status(json=GOOD, headers={"Authorization": TOKEN}) == 401
+        assert status(content=b"{}") == 415
+        assert status(content=b"[" * 5_000, headers={"Content-Type": "application/json"}) == 422
+        assert status(json={"samples": "a" * 20_000}) == 413
+        assert (
+            status(
+                content=(b" " * 5_000 for _ in range(9)),
+                headers={"Content-Type": "application/json"},
+            )
+            == 413
+        )
+        assert httpx2.get(f"{url}/v1/reward").status_code == 401
+        assert httpx2.get(f"{url}/openapi.json").status_code == 404
+        about = httpx2.get(f"{url}/v1/reward", headers={"Authorization": f"Bearer {TOKEN}"}).json()
+    assert about == {"name": "Jpeg", "kind": "image", "part_names": [], "requires_target": False}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["jpg"], "did you mean 'jpeg'"),
+        (["jpeg", "quality"], "write options of the reward as key=value"),
+        (["jpeg", "quality=500"], "quality=500 is not between 1 and 95"),
+        (["jpeg", "--host", "0.0.0.0"], "--certificate and --key"),
+        (["jpeg", "--certificate", "here.pem"], "both --certificate and --key"),
+        (["jpeg", "--token-env", "UNSET_VARIABLE"], "variable of that name is unset"),
+        (["function", "path=math:sqrt", "kind=latent"], "latents, which do not travel"),
+    ],
+)
+def test_what_the_command_refuses(arguments, message, capsys):
+    assert main(["serve-reward", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    code = "import sys; from flowgrpo_rc.cli import main; sys.exit(main())"
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "serve-reward",
+        "jpeg",
+        "quality=50",
+        "--port",
+        str(port),
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    try:
+        reward = remote(
+            f"http://127.0.0.1:{port}", max_attempts=1000, max_pause_s=0.5, deadline_s=300
+        )
+        assert reward(IMAGES, PROMPTS).values == Jpeg(quality=50)(IMAGES, PROMPTS).values
+    finally:
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=120)
+    assert TOKEN.encode() not in said

@@ -1,0 +1,315 @@
+"""What every reward of the package does: one number for each sample, whoever else is in the batch,
+and the same again.
+
+A new file in flowgrpo_rc/rewards fails here until it stands in `CASES`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.reward_servers import Received, answering, scripted
+from support.tiny_rewards import CLIP_FEATURES, save_clip, save_head, save_image_reward
+
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.plugins import available_plugins, build, load_class
+from flowgrpo_rc.rewards.backbones.clip import Clip
+from flowgrpo_rc.rewards.base import Reward
+from flowgrpo_rc.rewards.http.client import JsonClient
+from flowgrpo_rc.rewards.http.wire import decode, decode_png
+from flowgrpo_rc.rewards.manager import PACKAGE, RewardConfig, RewardManager, validate_rewards
+
+TEXTS = (
+    "a red dog",
+    "the cat",
+    "a red dog",
+    "two of the dog and much more than there is room for in a text",
+)
+
+
+def brightness(sample: Any, prompt: Prompt) -> float:
+    return float(np.asarray(sample).mean()) + prompt.index
+
+
+def answer(received: Received) -> object:
+    """A server that is a reward server, a detector and a vision-language model."""
+    if received.path == "/v1/detect":
+        images = [decode_png(image) for image in received.body["images"]]
+        box = [0, 0, 4, 4]
+        return {
+            "objects": [
+                [{"class": "dog", "box": box}] * int(image[0, 0, 0] // 64) for image in images
+            ]
+        }
+    if received.path == "/v1/chat/completions":
+        image = received.body["messages"][0]["content"][0]["image_url"]["url"].partition(",")[2]
+        return {"choices": [{"message": {"content": f"dog{decode_png(image)[0, 0, 0]}"}}]}
+    samples, prompts = decode(received.body)
+    return {
+        "values": [
+            brightness(sample, prompt) for sample, prompt in zip(samples, prompts, strict=True)
+        ]
+    }
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
+    """Name of a reward -> options with which it runs here."""
+    folder = tmp_path_factory.mktemp("rewards")
+    clip = {"path": str(save_clip(folder / "clip")), "device": "cpu", "batch_size": 3}
+    blip = str(save_image_reward(folder / "blip"))
+    with scripted(answering(answer)) as server:
+        yield {
+            "aesthetic": {
+                **clip,
+                "head": str(save_head(folder / "head.safetensors", CLIP_FEATURES)),
+            },
+            "clip": clip,
+            "exact_match": {},
+            "function": {"path": f"{__name__}:brightness"},
+            "geneval": {"url": server.url, "batch_size": 2},
+            "hpsv2": clip,
+            "image_reward": {"path": blip, "device": "cpu", "batch_size": 3},
+            "jpeg": {},
+            "ocr": {},
+            "pickscore": {**clip, "processor": clip["path"]},
+            "remote": {"url": server.url, "batch_size": 3},
+            "video_clip": {**clip, "every": 2},
+            "video_ocr": {"every": 2},
+            "vlm_ocr": {"url": f"{server.url}/v1", "model": "tiny", "concurrency": 2},
+        }
+
+
+CASES = [
+    "aesthetic",
+    "clip",
+    "exact_match",
+    "function",
+    "geneval",
+    "hpsv2",
+    "image_reward",
+    "jpeg",
+    "ocr",
+    "pickscore",
+    "remote",
+    "video_clip",
+    "video_ocr",
+    "vlm_ocr",
+]
+FURTHER = {
+    **dict.fromkeys(("geneval", "remote", "vlm_ocr"), ", a server's"),
+    **dict.fromkeys(("aesthetic", "clip", "hpsv2", "pickscore"), ", CLIP's"),
+    "video_clip": ", those of `clip`",
+    "video_ocr": ", those of `ocr`",
+}
+WITH_WEIGHTS = ("aesthetic", "clip", "hpsv2", "image_reward", "pickscore", "video_clip")
+PER_SAMPLE = [name for name in CASES if name not in ("exact_match", "function", "remote", "jpeg")]
+
+
+def make(name: str, options: dict[str, dict[str, Any]], **changes: Any) -> Reward:
+    return build(load_class(PACKAGE, name, Reward), options[name] | changes, name)
+
+
+def prompts(count: int) -> list[Prompt]:
+    wanted = {"include": [{"class": "dog", "count": 2}], "exclude": [{"class": "dog", "count": 3}]}
+    return [
+        Prompt(text=TEXTS[index % len(TEXTS)], index=index, target=f"dog{index}", metadata=wanted)
+        for index in range(count)
+    ]
+
+
+def samples_of(reward: Reward, count: int, *, height: int = 24, width: int = 40) -> Any:
+    if reward.kind == "text":
+        return [f"dog{index // 2}" for index in range(count)]
+    shape = (count, 5, height, width, 3) if reward.kind == "video" else (count, height, width, 3)
+    return np.random.default_rng(count).integers(0, 256, shape, dtype=np.uint8)
+
+
+def test_every_reward_stands_here():
+    assert sorted(CASES) == available_plugins(PACKAGE, Reward)
+
+
+def keys(component: type) -> str:
+    """Its keyword parameters with their defaults, as docs/rewards.md writes them."""
+    words = []
+    for name, parameter in signature(component).parameters.items():
+        if parameter.kind is Parameter.VAR_KEYWORD:
+            continue
+        default = parameter.default
+        if default is Parameter.empty:
+            words.append(f"`{name}`")
+        elif isinstance(default, str):
+            words.append(
+                f"`{name}` (`{default}`)" if len(default) < 80 else f"`{name}` (in its file)"
+            )
+        else:
+            words.append(f"`{name}` (`{json.dumps(default)}`)")
+    return ", ".join(words)
+
+
+@pytest.mark.parametrize(
+    ("name", "component", "further"),
+    [
+        ("CLIP's", Clip, ""),
+        ("a server's", JsonClient, ""),
+        *(
+            (f"`{name}`", load_class(PACKAGE, name, Reward), FURTHER.get(name, ""))
+            for name in CASES
+        ),
+    ],
+)
+def test_the_documentation_has_every_key_and_default(name, component, further):
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    (row,) = [line.split(" | ") for line in page.splitlines() if line.startswith(f"| {name} |")]
+    assert row[2 if name.startswith("`") else 1].removesuffix(" |") == keys(component) + further
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_options_are_keywords(name):
+    kinds = {
+        parameter.kind
+        for parameter in signature(load_class(PACKAGE, name, Reward)).parameters.values()
+    }
+    assert kinds <= {Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_finite_number_for_each_sample_whoever_is_in_the_batch(name, options):
+    reward = make(name, options)
+    samples, asked = samples_of(reward, 7), prompts(7)
+    before = samples.copy()
+    scores = reward(samples, asked)
+    assert np.array_equal(samples, before), "samples are read only"
+    assert len(scores.values) == 7
+    assert all(math.isfinite(value) for value in scores.values)
+    assert set(scores.parts) == set(reward.part_names)
+    assert all(len(part) == 7 for part in scores.parts.values())
+    again = reward(samples, asked)
+    assert (list(again.values), dict(again.parts)) == (list(scores.values), dict(scores.parts))
+    alone = [reward(samples[index : index + 1], asked[index : index + 1]) for index in range(7)]
+    assert [score.values[0] for score in alone] == pytest.approx(list(scores.values), abs=2e-5)
+    reversed_order = reward(samples[::-1], asked[::-1]).values
+    assert list(reversed_order)[::-1] == pytest.approx(list(scores.values), abs=2e-5)
+
+
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
+def test_scores_tell_samples_apart(name, options):
+    reward = make(name, options)
+    scores = reward(samples_of(reward, 7), prompts(7)).values
+    assert np.ptp(scores) > 1e-3
+    if name == "aesthetic":
+        return
+    same = np.repeat(samples_of(reward, 1), 2, axis=0)
+    first, second = reward(same, prompts(2)).values
+    assert abs(first - second) > 1e-4
+
+
+@pytest.mark.parametrize("name", PER_SAMPLE)
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 50), (97, 16), (64, 64)])
+def test_any_size(name, options, height, width):
+    """A size that a reward cannot take fails its chunk; it never gives a number for some and none
+    for others.
+    """
+    config = RewardConfig(terms={"x": {"_target_": name, **options[name]}})
+    manager = RewardManager(config)
+    reward = make(name, options)
+    rewards = manager.collect(
+        [manager.submit(samples_of(reward, 2, height=height, width=width), prompts(2))]
+    )
+    manager.close()
+    assert rewards.valid.tolist() in ([True, True], [False, False])
+    if height >= 16:
+        assert rewards.valid.all(), manager.last_error
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("level", [0, 255])
+def test_empty_pictures(name, options, level):
+    reward = make(name, options)
+    samples = samples_of(reward, 2)
+    if isinstance(samples, np.ndarray):
+        samples = np.full_like(samples, level)
+    assert all(math.isfinite(value) for value in reward(samples, prompts(2)).values)
+
+
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
+def test_bad_options_fail_before_anything_is_loaded(name, options, tmp_path):
+    for change, message in (
+        ({"device": "gpu"}, r"device='gpu': give auto, cpu, cuda or cuda:1"),
+        ({"batch_size": 0}, r"batch_size=0 must be at least 1"),
+        ({"dtype": "int8"}, r"dtype='int8': allowed are fp32, bf16, fp16"),
+        ({"path": str(tmp_path)}, r"no config\.json"),
+        ({"batchsize": 2}, r"unknown option \(did you mean 'batch_size'\?\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            validate_rewards(
+                RewardConfig(terms={"x": {"_target_": name, **options[name], **change}})
+            )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there(options):
+    with pytest.raises(ValueError, match="torch finds no CUDA device"):
+        make("clip", options, device="cuda")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
+def test_another_device_gives_the_same_scores(name, options):
+    reward, other = make(name, options), make(name, options, device="cuda:0")
+    samples = samples_of(reward, 5)
+    assert other(samples, prompts(5)).values == pytest.approx(
+        reward(samples, prompts(5)).values, abs=1e-3
+    )
+
+
+@pytest.mark.parametrize("name", WITH_WEIGHTS)
+def test_half_precision_is_near(name, options):
+    reward, other = make(name, options), make(name, options, dtype="bf16")
+    samples = samples_of(reward, 5)
+    found, wanted = (np.asarray(r(samples, prompts(5)).values) for r in (other, reward))
+    assert np.abs(found - wanted).max() < 0.1 * max(1.0, np.abs(wanted).max())
+    assert (found != wanted).any()
+
+
+def test_a_processor_elsewhere(options, monkeypatch):
+    """`~` is this user's folder for both, and what is nowhere is said before anything is loaded."""
+    home, name = Path(options["clip"]["path"]).parent, Path(options["clip"]["path"]).name
+    monkeypatch.setenv("HOME", str(home))
+    reward = make("pickscore", options, path=f"~/{name}", processor=f"~/{name}")
+    samples = samples_of(reward, 2)
+    assert reward(samples, prompts(2)) == make("pickscore", options)(samples, prompts(2))
+    with pytest.raises(ValueError, match=r"processor='~/none': there is no such folder"):
+        make("pickscore", options, processor="~/none")
+
+
+def test_a_checkpoint_of_another_model_is_refused(options, tmp_path: Path):
+    """The names of the text encoder alone: what is missing would be random."""
+    from safetensors.torch import load_file, save_file
+
+    folder = save_clip(tmp_path / "half")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if not name.startswith("vision_model.")},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    reward = make("clip", options, path=str(folder))
+    with pytest.raises(ValueError, match=r"is no CLIPModel: it lacks vision_model\."):
+        reward(samples_of(reward, 1), prompts(1))
+
+
+def test_pickled_weights_are_not_loaded(options, tmp_path: Path):
+    folder = save_clip(tmp_path / "pickled")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    reward = make("clip", options, path=str(folder))
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        reward(samples_of(reward, 1), prompts(1))

@@ -1,0 +1,271 @@
+"""What several tests build: log-probs, masks, settings, small batches, and processes made of
+threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from support.oracles import Clip, Expected, Rule, aggregate, correction, ppo
+from torch import Tensor
+
+from flowgrpo_rc.batch import (
+    Batch,
+    Conditioning,
+    DiffusionBatch,
+    SamplerSpec,
+    TokenBatch,
+    TokenSpec,
+)
+from flowgrpo_rc.core.reduce import AllReduce
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.correct import Correction, correct
+from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig, TokenLossConfig
+
+MASKS = {
+    "full": [[1, 1, 1, 1]] * 6,
+    "right": [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0]],
+    "left": [[1, 1, 1, 1], [0, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 1, 1]],
+    "empty": [[1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 1, 1]],
+    "holes": [[1, 0, 1, 1], [0, 1, 0, 1], [1, 0, 0, 1], [1, 1, 0, 1], [0, 1, 1, 0], [1, 0, 1, 0]],
+}
+
+
+def log_probs(
+    scale: float = 0.5, seed: int = 0, shape: tuple[int, int] = (6, 4)
+) -> tuple[Tensor, Tensor]:
+    """Training and rollout log-probs, float64."""
+    source = torch.Generator().manual_seed(seed)
+    rollout = torch.randn(shape, generator=source, dtype=torch.float64)
+    return rollout + scale * torch.randn(shape, generator=source, dtype=torch.float64), rollout
+
+
+def mask_of(name: str) -> Tensor:
+    return torch.tensor(MASKS[name], dtype=torch.bool)
+
+
+def settings(rule: Rule) -> dict[str, Any]:
+    """The rule as a user writes it."""
+    written: dict[str, Any] = {
+        "rollout_rs": [name for name, _, _ in rule.bands] or None,
+        "rollout_rs_threshold": [
+            f"{low!r}_{high!r}" if name.endswith("k1") else high for name, low, high in rule.bands
+        ]
+        or None,
+        "rollout_token_veto_threshold": rule.veto,
+        "normalize": "kept" if rule.over_kept else None,
+    }
+    if rule.level is not None:
+        written |= {
+            "rollout_is": rule.level,
+            "rollout_is_mode": rule.mode,
+            "rollout_is_threshold": rule.upper
+            if rule.mode == "truncate"
+            else f"{rule.lower!r}_{rule.upper!r}",
+            "rollout_is_batch_normalize": rule.normalise,
+        }
+    return written
+
+
+def run(
+    training: Tensor, rollout: Tensor, mask: Tensor, rule: Rule, **options: AllReduce
+) -> Correction:
+    config = RolloutCorrectionConfig(**settings(rule))
+    config.validate()
+    return correct(training, rollout, mask, config.rules(), **options)
+
+
+def expected(training: Tensor, rollout: Tensor, mask: Tensor, rule: Rule) -> Expected:
+    return correction(training.tolist(), rollout.tolist(), mask.tolist(), rule)
+
+
+def columns(num_samples: int) -> dict[str, Tensor]:
+    index = torch.arange(num_samples)
+    return {
+        "group": index // 2,
+        "seed": index,
+        "policy_version": torch.zeros(num_samples, dtype=torch.int64),
+    }
+
+
+def diffusion_batch(
+    rollout_log_probs: Tensor | None, *, shape: tuple[int, int] | None = None, **fields: Any
+) -> DiffusionBatch:
+    """A batch [B, T] with log-probs that matter and everything else small and constant."""
+    num_samples, num_steps = rollout_log_probs.shape if rollout_log_probs is not None else shape
+    spec = SamplerSpec(
+        height=8,
+        width=8,
+        num_inference_steps=num_steps + 1,
+        guidance_scale=1.0,
+        noise_level=0.7,
+        sde_type="sde",
+        log_prob_convention="gaussian",
+        max_sequence_length=4,
+        dtype="fp32",
+    )
+    return DiffusionBatch(
+        **columns(num_samples),
+        spec=spec,
+        all_latents=torch.zeros(num_samples, num_steps + 1, 2),
+        all_timesteps=torch.zeros(num_samples, num_steps),
+        step_indices=torch.arange(num_steps).expand(num_samples, -1),
+        sigmas=torch.linspace(1, 0, num_steps + 2),
+        conditioning=Conditioning(embeds=torch.zeros(1, 1, 1)),
+        prompt_index=torch.zeros(num_samples, dtype=torch.int64),
+        rollout_log_probs=rollout_log_probs,
+        **fields,
+    )
+
+
+def token_batch(rollout_log_probs: Tensor, response_mask: Tensor, **fields: Any) -> TokenBatch:
+    num_samples, num_tokens = response_mask.shape
+    spec = TokenSpec(dtype="fp32", temperature=1.0, prompt_length=2, response_length=num_tokens)
+    return TokenBatch(
+        **columns(num_samples),
+        spec=spec,
+        prompt_ids=torch.zeros(num_samples, 2, dtype=torch.int64),
+        prompt_mask=torch.ones(num_samples, 2, dtype=torch.bool),
+        response_ids=torch.zeros(num_samples, num_tokens, dtype=torch.int64),
+        response_mask=response_mask,
+        rollout_log_probs=rollout_log_probs,
+        **fields,
+    )
+
+
+def loss_config(
+    correction: RolloutCorrectionConfig, *, clip: float = 0.1, adv_clip: float = 5.0, **token: Any
+) -> LossConfig:
+    return LossConfig(
+        rollout_correction=correction,
+        diffusion_loss=DiffusionLossConfig(clip_ratio=clip, adv_clip_max=adv_clip),
+        token_loss=TokenLossConfig(**token),
+    )
+
+
+def reference_loss(
+    config: LossConfig,
+    rule: Rule,
+    rollout: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip: Clip,
+    aggregation: str,
+    counts_kept: bool,
+) -> Callable[[Tensor], Tensor]:
+    """The loss of the documents as a formula of the current log-probs; the correction carries no
+    gradient.
+    """
+    correction_settings = config.rollout_correction
+    bypass, reinforces = (
+        correction_settings.bypass_mode,
+        correction_settings.loss_type == "reinforce",
+    )
+
+    def total(now: Tensor) -> Tensor:
+        found = expected(now.detach() if bypass else old, rollout, mask, rule)
+        values = (
+            -advantages * now
+            if reinforces
+            else ppo(now, rollout if bypass else old, advantages, clip)
+        )
+        if found.weights is not None and (reinforces or not bypass):
+            values = values * torch.tensor(found.weights, dtype=now.dtype)
+        return aggregate(
+            values, found.kept, found.kept if counts_kept else mask.tolist(), aggregation
+        )
+
+    return total
+
+
+def gradient_of(total: Callable[[Tensor], Tensor], log_probs: Tensor) -> tuple[float, Tensor]:
+    """Value and gradient of a formula of the current log-probs."""
+    leaf = log_probs.detach().clone().requires_grad_()
+    loss = total(leaf)
+    assert loss.ndim == 0
+    loss.backward()
+    return loss.item(), leaf.grad
+
+
+def assert_same(found: tuple[float, Tensor], expect: tuple[float, Tensor]) -> None:
+    """The same loss and gradient, and not that of nothing."""
+    assert abs(found[0] - expect[0]) < 1e-12, (found[0], expect[0])
+    torch.testing.assert_close(found[1], expect[1], rtol=1e-11, atol=1e-13)
+    assert found[1].abs().max() > 0
+
+
+def drop_odd(training: Tensor, rollout: Tensor, mask: Tensor, config: Any) -> tuple[Tensor, Tensor]:
+    """A `custom_correction`: weights 3, every other row rejected."""
+    kept = mask & (torch.arange(len(mask)) % 2 == 0).unsqueeze(1)
+    return torch.full_like(training, 3.0), kept
+
+
+def only_a_mask(
+    training: Tensor, rollout: Tensor, mask: Tensor, config: Any
+) -> tuple[None, Tensor]:
+    return None, drop_odd(training, rollout, mask, config)[1]
+
+
+def a_wrong_shape(
+    training: Tensor, rollout: Tensor, mask: Tensor, config: Any
+) -> tuple[None, Tensor]:
+    return None, mask[:, :1]
+
+
+def wrong_weights(
+    training: Tensor, rollout: Tensor, mask: Tensor, config: Any
+) -> tuple[Tensor, Tensor]:
+    return training[:, :1], mask
+
+
+def pieces(batch: Batch, cuts: list[int]) -> list[Batch]:
+    return [
+        batch.rows(start, stop) for start, stop in zip([0, *cuts], [*cuts, len(batch)], strict=True)
+    ]
+
+
+def on_shards(count: int, work: Callable[[int, Mapping[str, AllReduce]], Any]) -> list[Any]:
+    """work(rank, reduce) on `count` threads; reduce["sum"], ["max"] and ["gather"] really combine
+    across them.
+    """
+    barrier = threading.Barrier(count, timeout=20)
+    posted: list[Tensor] = [torch.empty(0)] * count
+    results: list[Any] = [None] * count
+    errors: list[BaseException] = []
+
+    def reducer(rank: int, combine: AllReduce) -> AllReduce:
+        def reduce(value: Tensor) -> Tensor:
+            posted[rank] = value
+            barrier.wait()
+            together = combine(torch.stack(posted))
+            barrier.wait()
+            return together
+
+        return reduce
+
+    def start(rank: int) -> None:
+        combine = {
+            "sum": lambda x: x.sum(0),
+            "max": lambda x: x.amax(0),
+            "gather": lambda x: x.flatten(0, 1),
+        }
+        reduce = {name: reducer(rank, function) for name, function in combine.items()}
+        try:
+            results[rank] = work(rank, reduce)
+        except BaseException as error:
+            errors.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=start, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results

@@ -1,0 +1,82 @@
+"""`actor.replay=aligned`: what the rollout evaluated together is evaluated together, so that equal
+precisions agree.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Train, read_rows
+from policies.test_flow import make_spec, sample, trained_lora
+
+from flowgrpo_rc.cli import main
+from flowgrpo_rc.models.base import ModelConfig, load_model
+from flowgrpo_rc.policies.flow import FlowPolicy
+
+RC = "algorithm.rollout_correction"
+BF16 = ["model.dtype=bf16", "rollout.dtype=bf16", f"{RC}=decoupled_token_is", "actor.optim.lr=1e-2"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_bf16_on_both_sides_agrees_bitwise_in_equal_batches(checkpoint: Path, size: int) -> None:
+    """Also where the steps of a micro-batch are at different timesteps, which in the rollout they
+    are not.
+    """
+    model = load_model(ModelConfig(path=str(checkpoint), dtype="bf16"), torch.device("cpu"))
+    policy = FlowPolicy(model, trained_lora(model))
+    window = [[0, 1, 2], [1, 2, 3], [0, 1, 2], [1, 2, 3]]
+    batch, _ = sample(
+        model, policy.network, make_spec("sde", 4.5, dtype="bf16"), window, chunk=size
+    )
+    assert torch.equal(policy.log_probs(batch, size), batch.rollout_log_probs)
+    found = [
+        torch.cat(
+            [
+                policy.evaluate(piece).log_probs
+                for piece in policy.pieces(batch.rows(start, start + size))
+            ],
+            1,
+        )
+        for start in range(0, 4, size)
+    ]
+    assert torch.equal(torch.cat(found).detach(), batch.rollout_log_probs)
+
+
+def test_an_aligned_run_has_no_mismatch(train: Train, tmp_path: Path) -> None:
+    assert train(*BF16, "actor.replay=aligned") == 0
+    for row in read_rows(tmp_path / "run")[1:]:
+        assert row["rollout_corr/logprob_abs_diff_max"] == 0
+        assert row["rollout_corr/rollout_is_min"] == row["rollout_corr/rollout_is_max"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["actor.replay=same"], ["actor.replay", "any, aligned"]),
+        (
+            ["actor.replay=aligned", "rollout.micro_batch_size_per_gpu=4"],
+            ["rollout.micro_batch_size_per_gpu=4", "actor.ppo_micro_batch_size_per_gpu=2"],
+        ),
+        (["actor.replay=aligned", "data.replay_dir=x"], ["data.replay_dir"]),
+        (
+            ["actor.replay=aligned", "rollout.name=vllm_omni"],
+            ["actor.replay", "rollout.name=vllm_omni"],
+        ),
+    ],
+)
+def test_what_cannot_align(
+    train: Train, options: list[str], words: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    assert train(*options) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in words), error
+
+
+def test_text_cannot(capsys: pytest.CaptureFixture) -> None:
+    assert (
+        main(["train", "--config-name", "token_grpo", "actor.replay=aligned", "trainer.device=cpu"])
+        == 2
+    )
+    assert "actor.replay=aligned is for images" in capsys.readouterr().err

@@ -1,0 +1,387 @@
+"""Decoupled mode without a recompute: the first mini-batch's own forwards are its old policy."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import benchmark_decoupled
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import Train, read_rows, without_timings
+from correction.test_auto_bands import Counting
+from policies.test_flow import WINDOWS, make_spec, sample, trained_lora
+from policies.test_token import perturb
+from policies.test_token import sample as sample_text
+from torch import Tensor
+
+from flowgrpo_rc import assets
+from flowgrpo_rc.batch import Batch, DiffusionBatch, TokenSpec
+from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.core.reduce import identity
+from flowgrpo_rc.correction import auto_bands as auto_bands
+from flowgrpo_rc.correction.auto_bands import AutoBands
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig, TokenLossConfig
+from flowgrpo_rc.losses.diffusion import diffusion_terms
+from flowgrpo_rc.losses.token import token_terms
+from flowgrpo_rc.models.base import ModelConfig, load_model
+from flowgrpo_rc.models.causal_lm import load_causal_lm
+from flowgrpo_rc.models.lora import add_lora, lora_parameters
+from flowgrpo_rc.monitoring.mismatch import MismatchMonitor
+from flowgrpo_rc.policies.base import Policy
+from flowgrpo_rc.policies.flow import StepEvaluation
+from flowgrpo_rc.policies.token import TokenPolicy
+from flowgrpo_rc.training.config import ActorConfig
+from flowgrpo_rc.training.old_policy import OldPolicy, why_recompute
+from flowgrpo_rc.training.optim import OptimConfig
+from flowgrpo_rc.training.update import Loss, PolicyUpdate
+
+RC = "algorithm.rollout_correction"
+
+
+class Run(NamedTuple):
+    """What an iteration leaves: every gradient, the LoRA, the metrics, the scales of `auto`
+    bands.
+    """
+
+    gradients: list[Tensor]
+    lora: dict[str, Tensor]
+    metrics: dict[str, float]
+    scales: list[Tensor]
+
+
+def iterate(
+    policy: Policy[Any, Any],
+    batch: Batch,
+    loss: Loss,
+    correction: RolloutCorrectionConfig,
+    *,
+    reuses: bool,
+    mini: int,
+    keep_means: bool = False,
+    bands: AutoBands | None = None,
+    **actor: Any,
+) -> Run:
+    """One iteration from the same weights and bands, with a learning rate that moves the policy
+    far.
+    """
+    start = {name: p.detach().clone() for name, p in lora_parameters(policy.network).items()}
+    config = ActorConfig(ppo_micro_batch_size_per_gpu=2, optim=OptimConfig(lr=1e-2), **actor)
+    processes = Processes(Accelerator(cpu=True))
+    floor = MismatchMonitor(policy, processes, bypass=False, metric_names=correction.metric_names)
+    bands = copy.deepcopy(bands)
+    options: dict[str, Any] = {"reuses": reuses, "keep_means": keep_means, "auto_bands": bands}
+    old = OldPolicy(policy, correction, processes, floor, micro_batch_size=2, **options)
+    update = PolicyUpdate(
+        policy, config, loss, processes, total_updates=10, floor=floor, old_policy=old
+    )
+    gradients: list[Tensor] = []
+    hooks = [
+        p.register_hook(lambda gradient: gradients.append(gradient.clone()))
+        for p in update.parameters
+    ]
+    bag = update.run(old.before_rewards(batch), mini)
+    bag.merge(old.finish(), "rollout_corr")
+    bag.replace(floor.finish(), "rollout_corr")
+    scales = (
+        []
+        if bands is None
+        else [part for band in correction.rules().auto for part in bands.scale(band.name)]
+    )
+    found = Run(
+        gradients,
+        {name: p.clone() for name, p in update.lora_state().items()},
+        bag.compute(),
+        scales,
+    )
+    for hook in hooks:
+        hook.remove()
+    for name, parameter in lora_parameters(policy.network).items():
+        parameter.data.copy_(start[name])
+    return found
+
+
+def assert_same(reused: Run, recomputed: Run, *, rejects: bool) -> None:
+    """Bitwise the same gradients and weights; metrics to rounding, since their sums come in another
+    order.
+    """
+    assert len(reused.gradients) == len(recomputed.gradients) > 0
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(reused.gradients, recomputed.gradients, strict=True)
+    )
+    assert all(torch.equal(reused.lora[name], tensor) for name, tensor in recomputed.lora.items())
+    assert all(
+        torch.equal(one, other) for one, other in zip(reused.scales, recomputed.scales, strict=True)
+    )
+    assert reused.metrics == pytest.approx(recomputed.metrics, rel=1e-9, abs=1e-13)
+    measured = {
+        name.removeprefix("rollout_corr/"): value for name, value in recomputed.metrics.items()
+    }
+    assert measured["rollout_is_max"] > measured["rollout_is_min"]
+    assert (0 < measured["rollout_rs_masked_fraction"] < 1) == rejects
+    assert recomputed.metrics["grad_norm"] > 0
+
+
+TOKEN_IS = {"rollout_is": "token", "rollout_is_threshold": 1.00005}  # cuts some of the weights
+REJECTS = {
+    "rollout_rs": "token_k1",
+    "rollout_rs_threshold": "0.9999_1.00002",
+    "exclude_rejected": False,
+}
+AUTO = REJECTS | {
+    "rollout_rs": "token_k1,token_k2,step_kl",
+    "rollout_rs_threshold": ["auto:1", 1e-8, "auto:1"],
+}
+ONE_STEP = {"rollout_is": "sequence", "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 1e-9}
+
+# settings of the correction and of the loss, the window, the actor's
+IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any], str, dict[str, Any]]] = {
+    "nothing": ({}, {}, "first", {"use_kl_loss": True}),
+    "weights": (TOKEN_IS | {"metric_names": "both"}, {}, "per_sample", {}),
+    "epochs": (TOKEN_IS | REJECTS, {}, "all", {"ppo_epochs": 2}),
+    "kept": (REJECTS | {"normalize": "kept"}, {}, "all", {}),
+    "step_kl": (REJECTS | {"rollout_rs": "step_kl", "rollout_rs_threshold": 1e-5}, {}, "all", {}),
+    "auto": (TOKEN_IS | AUTO, {}, "all", {}),
+    "auto_epochs": (TOKEN_IS | AUTO, {}, "per_sample", {"ppo_epochs": 2}),
+    "guard": (TOKEN_IS, {"loss_mode": "grpo_guard"}, "all", {"ppo_epochs": 2, "use_kl_loss": True}),
+    "dppo_sum": (TOKEN_IS | {"log_prob_scale": "sum"}, {"loss_mode": "flow_dppo"}, "first", {}),
+    "one_step": (ONE_STEP | {"exclude_rejected": False}, {}, "one", {"ppo_epochs": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def policy(checkpoint: Path) -> Counting:
+    """What an iteration does to it, `iterate` undoes."""
+    model = load_model(ModelConfig(path=str(checkpoint)), torch.device("cpu"))
+    return Counting(model, trained_lora(model))
+
+
+@pytest.mark.parametrize(("case", "mini"), [*((case, 2) for case in IMAGES), ("weights", 4)])
+def test_it_is_the_recompute_bit_for_bit(
+    policy: Counting, monkeypatch: pytest.MonkeyPatch, case: str, mini: int
+) -> None:
+    """With a bf16 rollout against fp32 training, so that there is something to correct; two
+    mini-batches or one.
+    """
+    settings, loss_settings, window, actor = IMAGES[case]
+    monkeypatch.setitem(WINDOWS, "one", [[1]])
+    correction = RolloutCorrectionConfig(**settings)
+    assert why_recompute(correction, sees_rows=window == "one") is None
+    config = LossConfig(
+        rollout_correction=correction,
+        diffusion_loss=DiffusionLossConfig(clip_ratio=1e-2, **loss_settings),
+    )
+    keep_means = correction.rules().needs_means
+    spec = make_spec("sde", 1.0, dtype="bf16")
+    batch, _ = sample(policy.model, policy.network, spec, WINDOWS[window], keep_means=keep_means)
+    batch = batch.replace(
+        advantages=torch.tensor([1.0, -1.0, 2.0, -0.5]).unsqueeze(1).expand(4, batch.num_steps)
+    )
+    bands = None
+    if auto := correction.rules().auto:  # warm by what another rollout of these weights was off by
+        monkeypatch.setattr(auto_bands, "WARM_UP", 2)
+        bands = AutoBands(auto, 5, torch.device("cpu"))
+        seen = policy.measure(batch, 2)
+        bands.judge(batch, 0.9 * seen.log_probs + 0.1 * batch.rollout_log_probs, 0.9 * seen.step_kl)
+        bands.finish(identity)
+    loss = partial(diffusion_terms, config)
+    options = {"keep_means": config.diffusion_loss.needs_means, "bands": bands, **actor}
+    runs, forwards = [], []
+    for reuses in (True, False):
+        policy.forwards = 0
+        runs.append(iterate(policy, batch, loss, correction, reuses=reuses, mini=mini, **options))
+        forwards.append(policy.forwards)
+    assert_same(*runs, rejects=correction.rollout_rs is not None)
+    assert forwards[1] - forwards[0] == mini // 2 * batch.num_steps  # those of the first mini-batch
+
+
+TEXT: dict[str, dict[str, Any]] = {
+    "weights": {"rollout_is": "token", "rollout_is_threshold": 1.001},
+    "sequences": {
+        "rollout_is": "sequence",
+        "rollout_rs": "seq_sum_k1,seq_max_k2",
+        "rollout_rs_threshold": ["0.8_1.2", 1e-2],
+        "exclude_rejected": False,
+    },
+    "veto": {
+        "rollout_is": "geometric",
+        "rollout_token_veto_threshold": 0.99,
+        "exclude_rejected": False,
+    },
+}
+
+
+@pytest.mark.parametrize("case", TEXT)
+def test_it_is_the_recompute_of_text_bit_for_bit(case: str) -> None:
+    """A forward sees whole responses, so that it tells what is to become of sequences, too."""
+    correction = RolloutCorrectionConfig(**TEXT[case])
+    assert why_recompute(correction, sees_rows=True) is None
+    settings = ModelConfig(kind="causal_lm", path=str(assets.path("tiny_adder_lm")), lora_rank=4)
+    language = load_causal_lm(settings, torch.device("cpu"))
+    policy = TokenPolicy(language, add_lora(language, settings, seed=0))
+    perturb(policy.network)
+    spec = TokenSpec(dtype="bf16", temperature=1.0, prompt_length=8, response_length=6)
+    batch, _ = sample_text(language, spec, chunk=2)
+    assert not batch.response_mask.all()
+    advantages = torch.randn(len(batch), 1, generator=torch.Generator().manual_seed(0)).expand(
+        -1, batch.num_steps
+    )
+    config = LossConfig(
+        rollout_correction=correction,
+        token_loss=TokenLossConfig(loss_agg_mode="seq-mean-token-mean"),
+    )
+
+    def loss(log_probs: Tensor, piece: Any, gaussian: None) -> Any:
+        return token_terms(config, log_probs, piece)
+
+    batch = batch.replace(advantages=advantages)
+    runs = (
+        iterate(policy, batch, loss, correction, reuses=r, mini=4, ppo_epochs=2)
+        for r in (True, False)
+    )
+    assert_same(*runs, rejects=case != "weights")
+
+
+class Noisy(Counting):
+    """No two forwards agree."""
+
+    def evaluate(self, batch: DiffusionBatch) -> StepEvaluation:
+        found = super().evaluate(batch)
+        return found._replace(log_prob=found.log_prob + 1e-5 * self.forwards)
+
+
+def test_the_first_ratio_is_exactly_1(policy: Counting) -> None:
+    """Even where forwards with a graph and without one differ, as they may on other devices."""
+    noisy = Noisy(policy.model, policy.network)
+    batch, _ = sample(policy.model, policy.network, make_spec("sde", 1.0), WINDOWS["first"])
+    batch = batch.replace(advantages=torch.ones(4, 2))
+    correction = RolloutCorrectionConfig(**TOKEN_IS)
+    loss = partial(diffusion_terms, LossConfig(rollout_correction=correction))
+    for reuses in (True, False):
+        found = iterate(noisy, batch, loss, correction, reuses=reuses, mini=4).metrics
+        assert (found["ratio_mean"] == 1) == (found["ratio_std"] == 0) == reuses
+
+
+@pytest.mark.parametrize("reuses", [True, False])
+def test_a_rollout_that_is_not_finite_leaves_the_baseline_at_once(
+    policy: Counting, reuses: bool
+) -> None:
+    batch, _ = sample(policy.model, policy.network, make_spec("sde", 1.0), WINDOWS["first"])
+    batch.rollout_log_probs[0], batch.rollout_log_probs[1, 0] = math.nan, math.inf
+    processes = Processes(Accelerator(cpu=True))
+    floor = MismatchMonitor(policy, processes, bypass=False)
+    old = OldPolicy(
+        policy, RolloutCorrectionConfig(), processes, floor, micro_batch_size=2, reuses=reuses
+    )
+    found = old.before_rewards(batch).rejection_mask
+    assert found.tolist() == [[False, False], [False, True], [True, True], [True, True]]
+
+
+# Where it may be
+# ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "sees_rows", "word"),
+    [
+        ({}, False, None),
+        (TOKEN_IS | {"rollout_is_mode": "clip", "rollout_is_threshold": "0.9_1.1"}, False, None),
+        (REJECTS, False, None),
+        (REJECTS | {"exclude_rejected": None}, True, "exclude_rejected=false"),
+        (
+            TOKEN_IS | {"rollout_is_mode": "mask", "rollout_is_threshold": "0.9_1.1"},
+            True,
+            "exclude_rejected=false",
+        ),
+        ({"rollout_token_veto_threshold": 1e-4}, True, "exclude_rejected=false"),
+        (TOKEN_IS | {"rollout_is_batch_normalize": True}, True, "rollout_is_batch_normalize"),
+        (REJECTS | {"rollout_rs_threshold": "auto:4"}, False, None),
+        (
+            REJECTS | {"rollout_rs_threshold": "auto:4", "exclude_rejected": None},
+            True,
+            "exclude_rejected=false",
+        ),
+        (
+            REJECTS | {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "auto:4"},
+            False,
+            "all steps",
+        ),
+        (REJECTS | {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "auto:4"}, True, None),
+        ({"custom_correction": "builders:drop_odd"}, True, "custom_correction"),
+        ({"rollout_is": "sequence"}, False, "all steps"),
+        ({"rollout_is": "geometric"}, False, "all steps"),
+        ({"rollout_is": "geometric"}, True, None),
+        (REJECTS | {"rollout_rs": "seq_max_k2", "rollout_rs_threshold": 0.1}, False, "all steps"),
+        ({"rollout_token_veto_threshold": 1e-4, "exclude_rejected": False}, False, "all steps"),
+    ],
+)
+def test_why_not(settings: dict[str, Any], sees_rows: bool, word: str | None) -> None:
+    correction = RolloutCorrectionConfig(**settings)
+    correction.validate()
+    found = why_recompute(correction, sees_rows=sees_rows)
+    assert (found is None) == (word is None)
+    assert word is None or word in found
+
+
+def test_a_run_says_why_and_has_the_same_metrics(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    options = [f"{RC}=decoupled_token_is", "rollout.dtype=bf16", "trainer.total_training_steps=1"]
+    rows = []
+    for how in ("auto", "recompute"):
+        folder = tmp_path / how
+        assert train(*options, f"actor.old_log_probs={how}", f"trainer.output_dir={folder}") == 0
+        said = capsys.readouterr().out
+        assert ("old log-probs are recomputed" in said) == ("actor.old_log_probs=recompute" in said)
+        assert ("old log-probs are recomputed" in said) == (how == "recompute")
+        rows.append(without_timings(read_rows(folder)))
+    for reused, recomputed in zip(*rows, strict=True):
+        assert reused == pytest.approx(recomputed, rel=1e-9, abs=1e-13)
+
+
+def test_the_window_decides_what_a_forward_sees() -> None:
+    config = Config()
+    config.algorithm.rollout_correction = RolloutCorrectionConfig(rollout_is="sequence")
+    assert "all steps" in config.why_recompute()
+    config.rollout.algo.sde_window_size = 1
+    assert config.why_recompute() is None
+    config.actor.old_log_probs = "recompute"
+    assert config.why_recompute() == "actor.old_log_probs=recompute"
+
+
+def test_the_benchmark_prints_the_ratios(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    given = [option for option in overrides if not option.startswith(RC)]
+    monkeypatch.setattr(sys, "argv", ["benchmark_decoupled.py", "--rounds", "1", *given])
+    benchmark_decoupled.main()
+    found = re.findall(r"(\w+): (\d\.\d+) of bypass by the clock", capsys.readouterr().out)
+    assert [arm for arm, _ in found] == ["bypass", "recomputed", "reused"]
+    assert found[0][1] == "1.000"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["actor.old_log_probs=never"], ["actor.old_log_probs", "auto, recompute"]),
+        (
+            ["actor.old_log_probs=recompute", f"{RC}.bypass_mode=true"],
+            ["actor.old_log_probs", "bypass_mode"],
+        ),
+    ],
+)
+def test_what_is_refused(
+    train: Train, options: list[str], words: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    assert train(*options) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in words), error

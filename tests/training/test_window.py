@@ -1,0 +1,233 @@
+"""`bypass_level=window`: in bypass mode, too, criteria and weights of sequences mean the
+trajectory.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import Train, read_rows
+from correction.test_auto_bands import Counting
+from policies.test_flow import WINDOWS, make_spec, sample, trained_lora
+from support.builders import loss_config
+from torch import Tensor
+
+from flowgrpo_rc import diffusion_loss
+from flowgrpo_rc.batch import DiffusionBatch
+from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.correction.auto_bands import AutoBands
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.correct import correct_with
+from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.losses.base import LossConfig
+from flowgrpo_rc.losses.diffusion import diffusion_terms
+from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.training.config import ActorConfig
+from flowgrpo_rc.training.optim import OptimConfig
+from flowgrpo_rc.training.update import PolicyUpdate
+
+# One sample is off at one step by 3e-4, so that its window is off by 1e-4 on average.
+FAULT, ROW, STEP = 3e-4, 2, 1
+MEAN_BAND = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.99995_1.00005"}
+
+
+class Setting:
+    """Trajectories from an fp32 rollout, one with a faulty log-prob, and updates that hardly move
+    the policy.
+    """
+
+    def __init__(
+        self, model: FlowModel, window: str = "all", actor: dict[str, Any] | None = None
+    ) -> None:
+        self.policy = Counting(model, trained_lora(model))
+        spec = make_spec("sde", 1.0)
+        batch, _ = sample(model, self.policy.network, spec, WINDOWS[window], keep_means=True)
+        faulty = batch.rollout_log_probs.clone()
+        faulty[ROW, STEP] += FAULT
+        advantages = torch.tensor([1.0, -1.0, 2.0, -0.5]).unsqueeze(1).expand(4, batch.num_steps)
+        self.batch = batch.replace(
+            rollout_log_probs=faulty, old_log_probs=faulty, advantages=advantages
+        )
+        self.actor = ActorConfig(
+            ppo_micro_batch_size_per_gpu=4, optim=OptimConfig(lr=1e-12), **(actor or {})
+        )
+
+    def update(self, config: LossConfig, bands: AutoBands | None = None) -> PolicyUpdate:
+        return PolicyUpdate(
+            self.policy,
+            self.actor,
+            partial(diffusion_terms, config),
+            Processes(Accelerator(cpu=True)),
+            total_updates=10,
+            whole_windows=config.rollout_correction.bypass_level == "window",
+            auto_bands=bands,
+        )
+
+    def gradient(self, config: LossConfig, micro: int = 4) -> tuple[list[Tensor], dict[str, float]]:
+        """What the update accumulates, before its division, with micro-batches of `micro`."""
+        update, bag = self.update(config), MetricBag()
+        for start in range(0, 4, micro):
+            update._accumulate_window(self.batch.rows(start, start + micro), bag)
+        return [p.grad.clone() for p in update.parameters if p.grad is not None], bag.compute()
+
+
+def by_autograd(setting: Setting, config: LossConfig, batch: DiffusionBatch) -> list[Tensor]:
+    """One graph of all steps: the loss as the library has it, times its denominator."""
+    steps = [setting.policy.evaluate(batch.step(t)) for t in range(batch.num_steps)]
+    log_probs = torch.cat([step.log_probs for step in steps], 1)
+    loss, _ = diffusion_loss(config, log_probs, batch)
+    parameters = setting.update(config).parameters
+    return [
+        g * batch.valid.sum()
+        for g in torch.autograd.grad(loss, parameters, allow_unused=True)
+        if g is not None
+    ]
+
+
+CASES = {
+    "clip": MEAN_BAND,
+    "reinforce": MEAN_BAND | {"loss_type": "reinforce", "rollout_is": "sequence"},
+    "geometric": {
+        "loss_type": "reinforce",
+        "rollout_is": "geometric",
+        "rollout_is_threshold": "0.9999_1.00005",
+    },
+    "veto": {"rollout_token_veto_threshold": 0.9998},
+}
+
+
+@pytest.mark.parametrize("micro", [4, 1])
+@pytest.mark.parametrize("case", CASES)
+def test_the_gradient_is_that_of_one_graph_of_all_steps(
+    model: FlowModel, case: str, micro: int
+) -> None:
+    setting = Setting(model)
+    correction = RolloutCorrectionConfig(bypass_mode=True, bypass_level="window", **CASES[case])
+    correction.validate()
+    config = loss_config(correction)
+    found, _ = setting.gradient(config, micro)
+    expect = by_autograd(setting, config, setting.batch)
+    assert len(found) == len(expect) > 0
+    size = max(gradient.abs().max().item() for gradient in expect)
+    for one, other in zip(found, expect, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4 * size)
+
+
+def test_a_fault_at_one_step_rejects_the_trajectory(model: FlowModel) -> None:
+    """By step, only the faulty one; by window, all of its sample, as in decoupled mode."""
+    setting = Setting(model)
+    number = setting.batch.num_steps
+    rejected = {}
+    for level in ("step", "window"):
+        correction = RolloutCorrectionConfig(bypass_mode=True, bypass_level=level, **MEAN_BAND)
+        found = setting.update(loss_config(correction)).run(setting.batch, 4).compute()
+        rejected[level] = found["rollout_corr/rollout_rs_masked_fraction"]
+    assert rejected == {"step": 1 / (4 * number), "window": number / (4 * number)}
+
+
+def test_the_metrics_are_those_of_whole_trajectories(model: FlowModel) -> None:
+    setting = Setting(model)
+    correction = RolloutCorrectionConfig(
+        bypass_mode=True,
+        bypass_level="window",
+        loss_type="reinforce",
+        rollout_is="sequence",
+        **MEAN_BAND,
+    )
+    found = setting.gradient(loss_config(correction))[1]
+    old = setting.policy.log_probs(setting.batch, 4)
+    expect = correct_with(
+        correction, old, setting.batch.rollout_log_probs, setting.batch.valid
+    ).metrics.compute()
+    assert {name: found[f"rollout_corr/{name}"] for name in expect} == pytest.approx(
+        expect, rel=1e-12, abs=1e-15
+    )
+    assert found["rollout_corr/chi2_seq"] != found["rollout_corr/chi2_token"]
+
+
+def test_without_sequences_both_levels_are_the_same_update(model: FlowModel) -> None:
+    """The reference KL included."""
+    weights, setting = {}, Setting(model, actor={"use_kl_loss": True, "kl_loss_coef": 10.0})
+    for level in ("step", "window"):
+        correction = RolloutCorrectionConfig(
+            bypass_mode=True,
+            bypass_level=level,
+            rollout_rs="token_k1",
+            rollout_rs_threshold="0.9999_1.0001",
+        )
+        update = setting.update(loss_config(correction))
+        metrics = update.run(setting.batch, 4).compute()
+        weights[level] = (metrics["grad_norm"], metrics["kl_loss"], metrics["pg_loss"])
+        assert metrics["kl_loss"] > 0
+    assert weights["step"] == pytest.approx(weights["window"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("window", "level", "forwards"),
+    [("all", "step", 4), ("all", "window", 8), ("one", "window", 1)],
+)
+def test_it_costs_one_more_forward_of_a_step(
+    model: FlowModel, monkeypatch: pytest.MonkeyPatch, window: str, level: str, forwards: int
+) -> None:
+    """None where the window is a single step."""
+    monkeypatch.setitem(WINDOWS, "one", [[1]])
+    monkeypatch.setattr(f"{__name__}.STEP", 0)
+    setting = Setting(model, window)
+    correction = RolloutCorrectionConfig(bypass_mode=True, bypass_level=level)
+    setting.update(loss_config(correction)).run(setting.batch, 4)
+    assert setting.policy.forwards == forwards
+
+
+def test_bands_that_know_the_scale_judge_trajectories(model: FlowModel) -> None:
+    """The mean of a window against the spread of such means; by step the same fault is ten
+    deviations of a step.
+    """
+    setting, rules = Setting(model), {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "auto:4"}
+    spread = FAULT / 4 / 10
+    past = (
+        torch.distributions.Normal(0.0, spread)
+        .icdf(torch.arange(1, 400).double() / 400)
+        .reshape(-1, 1)
+    )
+    rejected = {}
+    for level in ("step", "window"):
+        correction = RolloutCorrectionConfig(bypass_mode=True, bypass_level=level, **rules)
+        bands = AutoBands(correction.rules().auto, 5, torch.device("cpu"))
+        rows = setting.batch.select(torch.zeros(len(past), dtype=torch.int64))
+        for t in range(setting.batch.num_steps):
+            step = rows.step(t).replace(rollout_log_probs=torch.zeros_like(past))
+            bands.judge(step, past, None)
+        bands.finish(lambda rows: rows)
+        found = setting.update(loss_config(correction), bands).run(setting.batch, 4).compute()
+        rejected[level] = found["rollout_corr/rollout_rs_masked_fraction"]
+    assert rejected == {"step": 1 / 16, "window": 4 / 16}
+
+
+RULES = [
+    "algorithm.rollout_correction.bypass_mode=true",
+    "algorithm.rollout_correction.bypass_level=window",
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"bypass_level": "windows", "bypass_mode": True}, ["bypass_level", "step, window"]),
+        ({"bypass_level": "window"}, ["bypass_level", "bypass_mode"]),
+    ],
+)
+def test_what_is_refused(settings: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"algorithm\.rollout_correction") as error:
+        RolloutCorrectionConfig(**settings).validate()
+    assert all(word in str(error.value) for word in words)
+
+
+def test_a_run(train: Train, tmp_path: Path) -> None:
+    assert train(*RULES, "rollout.dtype=bf16", "trainer.total_training_steps=1") == 0
+    row = read_rows(tmp_path / "run")[-1]
+    assert row["actor/rollout_corr/chi2_seq"] != row["actor/rollout_corr/chi2_token"]
