@@ -36,7 +36,7 @@ from flowgrpo_rc.core.advantages import group_relative
 from flowgrpo_rc.core.random import derive_seed, normal
 from flowgrpo_rc.core.schedule import draw_windows
 from flowgrpo_rc.core.transition import Transition, log_prob, sample, transition
-from flowgrpo_rc.correction.correct import (
+from flowgrpo_rc.correction.api import (
     CorrectionResult,
     compute_rollout_correction_and_rejection_mask,
 )

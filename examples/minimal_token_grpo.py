@@ -35,7 +35,7 @@ from flowgrpo_rc.core.advantages import group_relative
 from flowgrpo_rc.core.random import derive_seed, generator, uniform
 from flowgrpo_rc.core.reduce import masked_mean
 from flowgrpo_rc.core.tokens import sample_tokens, token_log_probs, until_end
-from flowgrpo_rc.correction.correct import (
+from flowgrpo_rc.correction.api import (
     CorrectionResult,
     compute_rollout_correction_and_rejection_mask,
 )

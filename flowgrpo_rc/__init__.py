@@ -12,8 +12,7 @@ from flowgrpo_rc.batch import (
     TokenSpec,
 )
 from flowgrpo_rc.core.metrics import MetricBag
-from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.correction.correct import (
+from flowgrpo_rc.correction.api import (
     apply_bypass_mode,
     apply_bypass_mode_to_diffusion_batch,
     apply_rollout_correction_to_batch,
@@ -23,6 +22,7 @@ from flowgrpo_rc.correction.correct import (
     compute_rollout_correction_weights,
     compute_rollout_rejection_mask,
 )
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig, TokenLossConfig
 from flowgrpo_rc.losses.diffusion import diffusion_loss
 from flowgrpo_rc.losses.token import token_loss

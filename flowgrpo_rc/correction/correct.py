@@ -7,13 +7,13 @@ sampling and rejection as described there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.batch import Batch, DiffusionBatch
+from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import AllReduce, identity, select
 from flowgrpo_rc.correction.block import (
@@ -24,8 +24,7 @@ from flowgrpo_rc.correction.block import (
     summary_metrics,
 )
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig, Rules
-from flowgrpo_rc.correction.diagnostics import gap_rows, offpolicy_metrics
-from flowgrpo_rc.correction.log_ratios import join, prepare
+from flowgrpo_rc.correction.log_ratios import prepare
 from flowgrpo_rc.correction.metric_names import apply_names
 from flowgrpo_rc.correction.thresholds import RS_KEY, STEP_KL, THRESHOLD_KEY, WeightBounds
 from flowgrpo_rc.correction.weights import weigh
@@ -49,14 +48,6 @@ class Correction(NamedTuple):
     metrics: MetricBag
     weight_total: Tensor | None = None
     weight_count: Tensor | None = None
-
-
-class CorrectionResult(NamedTuple):
-    """As `Correction`, with the metrics on the host."""
-
-    weights: Tensor | None
-    mask: Tensor
-    metrics: Mapping[str, float]
 
 
 class CustomCorrection(Protocol):
@@ -140,213 +131,102 @@ def normalisation(total: Tensor, count: Tensor) -> Tensor:
     return torch.where(mean > 1e-8, mean, torch.ones_like(mean))
 
 
-def compute_rollout_correction_and_rejection_mask(
-    old_log_prob: Tensor,
-    rollout_log_prob: Tensor,
-    response_mask: Tensor,
-    *,
-    rollout_is: str | None = None,
-    rollout_is_threshold: float | str = 2.0,
-    rollout_is_mode: str | None = None,
-    rollout_is_batch_normalize: bool = False,
-    rollout_rs: str | Sequence[str] | None = None,
-    rollout_rs_threshold: float | str | Sequence[float | str] | None = None,
-    rollout_rs_threshold_lower: float | Sequence[float] | None = None,
-    rollout_token_veto_threshold: float | None = None,
-    normalize: str | None = None,
-    step_kl: Tensor | None = None,
-) -> CorrectionResult:
-    """Importance weights, rejection mask and metrics (named `rollout_corr/...`) for log-probs [B,
-    T].
+class Corrector:
+    """Corrects log-probs as one rollout correction says; the settings are parsed once, when it is made.
 
-    `old_log_prob` is the training graph's, `response_mask` marks the steps that exist, `step_kl` is
-    the exact KL [B, T] between rollout's and training graph's steps, for `rollout_rs=step_kl`.
-    Settings mean what they mean in `RolloutCorrectionConfig`. Raises ValueError for wrong settings
-    or shapes that differ.
+    Args:
+      config: settings that `RolloutCorrectionConfig.validate` has passed.
     """
-    given = {
-        "old_log_prob": old_log_prob,
-        "rollout_log_prob": rollout_log_prob,
-        "response_mask": response_mask,
-    }
-    given |= {} if step_kl is None else {"step_kl": step_kl}
-    shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
-    if len(set(shapes.values())) != 1 or old_log_prob.ndim != 2:
-        raise ValueError(f"log-probs, mask and step_kl must all be [B, T]; got {shapes}")
-    config = RolloutCorrectionConfig(
-        rollout_is=rollout_is,
-        rollout_is_threshold=rollout_is_threshold,
-        rollout_is_mode=rollout_is_mode,
-        rollout_is_batch_normalize=rollout_is_batch_normalize,
-        rollout_rs=rollout_rs,
-        rollout_rs_threshold=rollout_rs_threshold,
-        rollout_rs_threshold_lower=rollout_rs_threshold_lower,
-        rollout_token_veto_threshold=rollout_token_veto_threshold,
-        normalize=normalize,
-    )
-    config.validate()
-    found = correct(
-        old_log_prob, rollout_log_prob, response_mask.bool(), config.rules(), step_kl=step_kl
-    )
-    bag = MetricBag()
-    bag.merge(found.metrics, "rollout_corr")
-    return CorrectionResult(found.weights, found.mask.to(response_mask.dtype), bag.compute())
 
+    def __init__(self, config: RolloutCorrectionConfig) -> None:
+        self.config = config
+        self.rules = config.rules()
+        self._custom = config.load_custom()
 
-def compute_rollout_correction_weights(
-    log_ratio: Tensor,
-    response_mask: Tensor,
-    *,
-    rollout_is: str,
-    rollout_is_threshold: float | str = 2.0,
-    rollout_is_mode: str | None = None,
-    rollout_is_batch_normalize: bool = False,
-) -> Tensor:
-    """Weights [B, T] for log-ratios training - rollout [B, T]; no gradient, 0 where there is no
-    step.
+    def __call__(
+        self,
+        training_log_probs: Tensor,
+        rollout_log_probs: Tensor,
+        mask: Tensor,
+        *,
+        allowed: Tensor | None = None,
+        step_kl: Tensor | None = None,
+        num_elements: int = 1,
+        normalise: bool = True,
+        all_reduce: AllReduce = identity,
+    ) -> Correction:
+        """Computes weights, mask and metrics, under the names that the settings ask for.
 
-    Steps whose log-ratio is not finite do not exist. Raises ValueError for an unknown level or
-    mode.
-    """
-    config = RolloutCorrectionConfig(
-        rollout_is=rollout_is,
-        rollout_is_threshold=rollout_is_threshold,
-        rollout_is_mode=rollout_is_mode,
-        rollout_is_batch_normalize=rollout_is_batch_normalize,
-    )
-    config.validate()
-    weights = correct(
-        log_ratio, torch.zeros_like(log_ratio), response_mask.bool(), config.rules()
-    ).weights
-    assert weights is not None
-    return weights
+        Args:
+          training_log_probs: log-probs of the training graph, [B, T].
+          rollout_log_probs: log-probs of the policy that sampled, [B, T].
+          mask: bool, the steps that exist, [B, T].
+          allowed: bool, what an earlier decision keeps, [B, T]; None for everything.
+          step_kl: exact KL between rollout's and training graph's steps, [B, T]; left alone unless a
+            criterion asks for it.
+          num_elements: number of elements that a log-prob is the mean of, for `log_prob_scale=sum`.
+          normalise: False leaves batch normalisation to the caller, who knows the whole batch.
+          all_reduce: adds up a tensor over processes.
 
+        Returns:
+          The correction, with weights in the dtype of the training log-probs.
+        """
+        dtype, rules = training_log_probs.dtype, self.rules
+        if self.config.log_prob_scale == "sum":
+            training_log_probs = training_log_probs.detach().double() * num_elements
+            rollout_log_probs = rollout_log_probs.detach().double() * num_elements
+        if self._custom is None:
+            step_kl = step_kl if rules.needs_step_kl else None
+            found = measure(
+                training_log_probs, rollout_log_probs, mask, rules, allowed=allowed, step_kl=step_kl
+            )
+        else:
+            found = _custom(self._custom, training_log_probs, rollout_log_probs, mask, self.config)
+        if rules.batch_normalize and normalise:
+            found = _normalised(found, all_reduce)
+        elif rules.batch_normalize and found.weight_total is not None:
+            assert found.weight_count is not None
+            found.metrics.ratio(
+                "rollout_is_batch_norm_factor", found.weight_total, found.weight_count
+            )
+        apply_names(found.metrics, self.config.metric_names, rules.bounds.mode)
+        if found.weights is None:
+            return found
+        return found._replace(weights=found.weights.to(dtype))
 
-def compute_rollout_rejection_mask(
-    log_ratio: Tensor,
-    response_mask: Tensor,
-    *,
-    rollout_rs: str | Sequence[str],
-    rollout_rs_threshold: float | str | Sequence[float | str] | None = None,
-    rollout_rs_threshold_lower: float | Sequence[float] | None = None,
-    step_kl: Tensor | None = None,
-) -> Tensor:
-    """The part of `response_mask` [B, T] that the criteria keep, for log-ratios training - rollout
-    [B, T] and, with `step_kl` among them, the exact KL [B, T]."""
-    config = RolloutCorrectionConfig(
-        rollout_rs=rollout_rs,
-        rollout_rs_threshold=rollout_rs_threshold,
-        rollout_rs_threshold_lower=rollout_rs_threshold_lower,
-    )
-    config.validate()
-    rules, rollout = config.rules(), torch.zeros_like(log_ratio)
-    found = measure(log_ratio, rollout, response_mask.bool(), rules, step_kl=step_kl)
-    return found.mask.to(response_mask.dtype)
+    def batch(
+        self, batch: B, *, step_kl: Tensor | None = None, all_reduce: AllReduce = identity
+    ) -> tuple[B, MetricBag]:
+        """Corrects a batch by its old log-probs, once per global batch (decoupled mode).
 
+        Args:
+          batch: samples with rollout and old log-probs.
+          step_kl: exact KL between rollout's and old policy's steps, [B, T].
+          all_reduce: adds up a tensor over processes.
 
-def compute_offpolicy_metrics(
-    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
-) -> Mapping[str, float]:
-    """Diagnostics of log-probs [B, T], without prefix: perplexities, KL, k3, chi-squared,
-    |difference|.
+        Returns:
+          The batch with `rollout_is_weights` (None without `rollout_is`) and `rejection_mask` (that of
+          the batch, narrowed further), and metrics, names without prefix.
 
-    Steps whose difference is not finite take no part.
-    """
-    mask = response_mask.bool()
-    gaps = [
-        gap_rows(prepare(old_log_prob[rows], rollout_log_prob[rows], mask[rows]))
-        for rows in _blocks(mask)
-    ]
-    return offpolicy_metrics(join(gaps)).compute()
-
-
-def apply_bypass_mode(batch: B) -> B:
-    """old_log_probs := rollout_log_probs. ValueError if the rollout recorded none."""
-    return batch.replace(old_log_probs=require_rollout_log_probs(batch))
-
-
-def apply_bypass_mode_to_diffusion_batch(batch: DiffusionBatch) -> DiffusionBatch:
-    """`apply_bypass_mode` under the diffusion document's name."""
-    return apply_bypass_mode(batch)
-
-
-def apply_rollout_correction_to_batch(
-    batch: B,
-    config: RolloutCorrectionConfig,
-    *,
-    step_kl: Tensor | None = None,
-    all_reduce: AllReduce = identity,
-) -> tuple[B, MetricBag]:
-    """Decoupled correction, once per global batch: old / rollout -> weights and mask on the batch.
-
-    step_kl [B, T]: exact KL between rollout's and old policy's steps, where a criterion needs it.
-    Returns the batch with `rollout_is_weights` (None without `rollout_is`) and `rejection_mask`
-    (that of the batch narrowed further), and the metrics under their names without prefix.
-    ValueError if old or rollout log-probs, or that KL, are missing.
-    """
-    rollout = require_rollout_log_probs(batch)
-    if batch.old_log_probs is None:
-        raise ValueError(
-            "decoupled correction needs old_log_probs: recompute them with the training graph first"
+        Raises:
+          ValueError: if the batch lacks old or rollout log-probs, or `step_kl` is needed and missing.
+        """
+        rollout = require_rollout_log_probs(batch)
+        if batch.old_log_probs is None:
+            raise ValueError(
+                "decoupled correction needs old_log_probs: recompute them with the training graph first"
+            )
+        found = self(
+            batch.old_log_probs,
+            rollout,
+            batch.valid,
+            allowed=batch.rejection_mask,
+            step_kl=step_kl,
+            num_elements=batch.num_elements,
+            all_reduce=all_reduce,
         )
-    found = correct_with(
-        config,
-        batch.old_log_probs,
-        rollout,
-        batch.valid,
-        allowed=batch.rejection_mask,
-        step_kl=step_kl,
-        num_elements=batch.num_elements,
-        all_reduce=all_reduce,
-    )
-    return batch.replace(rollout_is_weights=found.weights, rejection_mask=found.mask), found.metrics
-
-
-def apply_rollout_correction_to_diffusion_batch(
-    batch: DiffusionBatch,
-    config: RolloutCorrectionConfig,
-    *,
-    step_kl: Tensor | None = None,
-    all_reduce: AllReduce = identity,
-) -> tuple[DiffusionBatch, MetricBag]:
-    """`apply_rollout_correction_to_batch` under the diffusion document's name."""
-    return apply_rollout_correction_to_batch(batch, config, step_kl=step_kl, all_reduce=all_reduce)
-
-
-def correct_with(
-    config: RolloutCorrectionConfig,
-    training: Tensor,
-    rollout: Tensor,
-    mask: Tensor,
-    *,
-    allowed: Tensor | None = None,
-    step_kl: Tensor | None = None,
-    num_elements: int = 1,
-    normalise: bool = True,
-    all_reduce: AllReduce = identity,
-) -> Correction:
-    """`correct` with the settings of a config and its metric names; without `normalise` the caller
-    divides by the mean weight when it knows the whole batch. A `step_kl` that no criterion asks for
-    is left alone; num_elements: of which a log-prob is the mean, for `log_prob_scale=sum`."""
-    dtype = training.dtype
-    if config.log_prob_scale == "sum":
-        training, rollout = (
-            log_probs.detach().double() * num_elements for log_probs in (training, rollout)
-        )
-    rules, custom = config.rules(), config.load_custom()
-    if custom is None:
-        step_kl = step_kl if rules.needs_step_kl else None
-        found = measure(training, rollout, mask, rules, allowed=allowed, step_kl=step_kl)
-    else:
-        found = _custom(custom, training, rollout, mask, config)
-    if rules.batch_normalize and normalise:
-        found = _normalised(found, all_reduce)
-    elif (
-        rules.batch_normalize and found.weight_total is not None and found.weight_count is not None
-    ):
-        found.metrics.ratio("rollout_is_batch_norm_factor", found.weight_total, found.weight_count)
-    apply_names(found.metrics, config.metric_names, rules.bounds.mode)
-    return found._replace(weights=None if found.weights is None else found.weights.to(dtype))
+        corrected = batch.replace(rollout_is_weights=found.weights, rejection_mask=found.mask)
+        return corrected, found.metrics
 
 
 def _check_step_kl(rules: Rules, step_kl: Tensor | None) -> None:

@@ -11,7 +11,7 @@ from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import select
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.correction.correct import correct_with, require_rollout_log_probs
+from flowgrpo_rc.correction.correct import Corrector, require_rollout_log_probs
 from flowgrpo_rc.losses.base import LossTerms, StepLoss
 from flowgrpo_rc.losses.reinforce import reinforce
 
@@ -44,8 +44,7 @@ def loss_terms(
     loss_name = "pg_loss"
     if correction.bypass_mode:
         rollout = require_rollout_log_probs(batch)
-        found = correct_with(
-            correction,
+        found = Corrector(correction)(
             log_probs,
             rollout,
             valid,

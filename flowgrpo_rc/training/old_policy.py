@@ -10,12 +10,10 @@ import torch
 from flowgrpo_rc.batch import Batch, DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.transition import GaussianSteps
+from flowgrpo_rc.correction.api import apply_rollout_correction_to_batch
 from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.correction.correct import (
-    apply_rollout_correction_to_batch,
-    require_rollout_log_probs,
-)
+from flowgrpo_rc.correction.correct import require_rollout_log_probs
 from flowgrpo_rc.correction.thresholds import KEY
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.monitoring.decisions import Decisions

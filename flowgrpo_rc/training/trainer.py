@@ -18,8 +18,8 @@ import torch
 from flowgrpo_rc.batch import Batch, Rewards
 from flowgrpo_rc.core.advantages import group_decoupled, group_relative
 from flowgrpo_rc.core.metrics import MetricBag, std_from_moments
+from flowgrpo_rc.correction.api import apply_bypass_mode
 from flowgrpo_rc.correction.auto_bands import AutoBands
-from flowgrpo_rc.correction.correct import apply_bypass_mode
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.monitoring.decisions import Decisions
 from flowgrpo_rc.monitoring.health import BYPASS_PREFIX, DECOUPLED_PREFIX, HealthMonitor

@@ -24,9 +24,9 @@ from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import AllReduce, identity
 from flowgrpo_rc.correction import auto_bands as module
+from flowgrpo_rc.correction.api import apply_rollout_correction_to_batch
 from flowgrpo_rc.correction.auto_bands import FLOOR, WARM_UP, AutoBands, Gather, robust
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.correction.correct import apply_rollout_correction_to_batch
 from flowgrpo_rc.correction.thresholds import parse_bands
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.diffusion import diffusion_terms

@@ -34,7 +34,7 @@ from flowgrpo_rc import (
     compute_rollout_correction_weights,
     compute_rollout_rejection_mask,
 )
-from flowgrpo_rc.correction.correct import correct_with
+from flowgrpo_rc.correction.correct import Corrector
 
 WIDE = 1e30  # a bound that truncates nothing
 
@@ -635,7 +635,7 @@ def test_in_single_steps_all_levels_are_the_same():
 
 
 @pytest.mark.parametrize("normalise", [True, False])
-def test_correct_with_reads_every_setting_of_the_config(normalise):
+def test_a_corrector_reads_every_setting_of_the_config(normalise):
     training, rollout = log_probs()
     rule = Rule(
         "token",
@@ -648,7 +648,7 @@ def test_correct_with_reads_every_setting_of_the_config(normalise):
         over_kept=True,
     )
     config = RolloutCorrectionConfig(**settings(rule._replace(normalise=True)))
-    found = correct_with(config, training, rollout, mask_of("left"), normalise=normalise)
+    found = Corrector(config)(training, rollout, mask_of("left"), normalise=normalise)
     expect = expected(training, rollout, mask_of("left"), rule)
     torch.testing.assert_close(found.weights, tensor(expect.weights), rtol=1e-12, atol=0)
     assert found.mask.tolist() == expect.kept

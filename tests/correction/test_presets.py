@@ -11,7 +11,7 @@ import pytest
 from support.builders import mask_of
 
 from flowgrpo_rc import RolloutCorrectionConfig as Config
-from flowgrpo_rc.correction.correct import correct_with
+from flowgrpo_rc.correction.correct import Corrector
 from flowgrpo_rc.correction.presets import PRESETS
 from flowgrpo_rc.correction.thresholds import parse_bands
 
@@ -175,7 +175,7 @@ def test_the_usage_document_s_yaml_of_the_geometric_preset_is_the_preset():
 @pytest.mark.parametrize("name", EXPECTED)
 def test_on_policy_no_preset_changes_anything(name):
     rollout = mask_of("right").double() * 0.3 - 1
-    found = correct_with(preset(name), rollout, rollout, mask_of("right"))
+    found = Corrector(preset(name))(rollout, rollout, mask_of("right"))
     assert found.mask.equal(mask_of("right"))
     if found.weights is not None:
         assert found.weights.equal(mask_of("right").double())

@@ -23,8 +23,9 @@ from flowgrpo_rc import (
 from flowgrpo_rc.core.kl import gaussian_kl
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.transition import GaussianSteps, transition
+from flowgrpo_rc.correction.api import apply_rollout_correction_to_batch
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.correction.correct import apply_rollout_correction_to_batch, correct, measure
+from flowgrpo_rc.correction.correct import correct, measure
 from flowgrpo_rc.correction.thresholds import parse_bands
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.policies.flow import FlowPolicy

@@ -22,11 +22,8 @@ from support.oracles import LEVELS, MODES, Rule
 
 from flowgrpo_rc import RolloutCorrectionConfig, compute_rollout_correction_weights, diffusion_loss
 from flowgrpo_rc.correction import correct as module
-from flowgrpo_rc.correction.correct import (
-    Correction,
-    apply_rollout_correction_to_batch,
-    correct_with,
-)
+from flowgrpo_rc.correction.api import apply_rollout_correction_to_batch
+from flowgrpo_rc.correction.correct import Correction, Corrector
 from flowgrpo_rc.correction.thresholds import IS_MODES
 
 BOUNDS = {"truncate": (0.0, 1.3), "clip": (0.8, 1.3), "mask": (0.8, 1.3), "icepop": (0.8, 1.3)}
@@ -84,7 +81,7 @@ def test_by_hand(mode, weights, kept):
     config = RolloutCorrectionConfig(
         rollout_is="token", rollout_is_mode=mode, rollout_is_threshold=threshold
     )
-    found = correct_with(config, ratio.log(), torch.zeros_like(ratio), mask)
+    found = Corrector(config)(ratio.log(), torch.zeros_like(ratio), mask)
     assert found.weights.flatten().tolist() == pytest.approx(weights, rel=1e-11)
     assert found.mask.flatten().tolist() == kept
     values = found.metrics.compute()
@@ -104,9 +101,7 @@ def test_one_number_has_its_reciprocal_beside_it(mode):
         )
         for threshold in (1.25, "0.8_1.25")
     )
-    assert_same(
-        *(correct_with(config, training, rollout, mask_of("left")) for config in (one, pair))
-    )
+    assert_same(*(Corrector(config)(training, rollout, mask_of("left")) for config in (one, pair)))
 
 
 def test_a_pair_means_icepop_and_a_number_truncation_unless_a_mode_is_given():
@@ -117,10 +112,7 @@ def test_a_pair_means_icepop_and_a_number_truncation_unless_a_mode_is_given():
             RolloutCorrectionConfig(**keys, rollout_is_mode=mode) for mode in (None, implied)
         )
         assert_same(
-            *(
-                correct_with(config, training, rollout, mask_of("full"))
-                for config in (without, given)
-            )
+            *(Corrector(config)(training, rollout, mask_of("full")) for config in (without, given))
         )
     difference = (training - rollout)[:, :1]
     weights = compute_rollout_correction_weights(
@@ -270,7 +262,7 @@ def test_a_custom_correction_takes_the_place_of_weights_and_mask(normalise):
     mask = mask_of("right")
     config = RolloutCorrectionConfig(custom_correction="builders:drop_odd")
     config.validate()
-    found = correct_with(config, training, rollout, mask, normalise=normalise)
+    found = Corrector(config)(training, rollout, mask, normalise=normalise)
     valid = mask & torch.isfinite(training)
     even = (torch.arange(6) % 2 == 0).unsqueeze(1)
     assert torch.equal(found.mask, valid & even)
@@ -287,7 +279,7 @@ def test_a_custom_correction_takes_the_place_of_weights_and_mask(normalise):
 def test_a_custom_correction_has_the_metrics_that_documents_read(function):
     training, rollout = log_probs()
     config = RolloutCorrectionConfig(custom_correction=f"builders:{function}")
-    values = correct_with(config, training, rollout, mask_of("full")).metrics.compute()
+    values = Corrector(config)(training, rollout, mask_of("full")).metrics.compute()
     assert values.keys() == expected(training, rollout, mask_of("full"), Rule()).metrics.keys()
     assert values["rollout_is_veto_fraction"] == 0
 
@@ -300,7 +292,7 @@ def test_the_weights_of_a_custom_correction_are_normalised_where_the_settings_sa
         "rollout_is_batch_normalize": True,
         "custom_correction": "builders:drop_odd",
     }
-    found = correct_with(RolloutCorrectionConfig(**keys), training, rollout, mask_of("right"))
+    found = Corrector(RolloutCorrectionConfig(**keys))(training, rollout, mask_of("right"))
     assert torch.equal(found.weights, mask_of("right").double())
     assert found.metrics.compute()["rollout_is_batch_norm_factor"] == 3
 
@@ -310,7 +302,7 @@ def test_a_custom_correction_of_another_shape_is_refused(function):
     training, rollout = log_probs()
     config = RolloutCorrectionConfig(custom_correction=f"builders:{function}")
     with pytest.raises(ValueError, match=rf"builders:{function}.*\(6, 4\)"):
-        correct_with(config, training, rollout, mask_of("full"))
+        Corrector(config)(training, rollout, mask_of("full"))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -350,7 +342,7 @@ def test_slime_names(mode, metric_names):
         if metric_names == "both"
         else {n: v for n, v in verl.items() if n not in documented.values()}
     )
-    found = correct_with(config, training, rollout, mask_of("right")).metrics.compute()
+    found = Corrector(config)(training, rollout, mask_of("right")).metrics.compute()
     assert found == pytest.approx(left | renamed, rel=1e-10, abs=1e-12)
 
 
@@ -359,9 +351,9 @@ def test_slime_names(mode, metric_names):
 def test_renamed_metrics_still_combine(mode, metric_names):
     training, rollout = log_probs()
     config = RolloutCorrectionConfig(**settings(rule_of("token", mode)), metric_names=metric_names)
-    whole = correct_with(config, training, rollout, mask_of("right")).metrics
+    whole = Corrector(config)(training, rollout, mask_of("right")).metrics
     first, second = (
-        correct_with(config, training[rows], rollout[rows], mask_of("right")[rows]).metrics
+        Corrector(config)(training[rows], rollout[rows], mask_of("right")[rows]).metrics
         for rows in (slice(0, 2), slice(2, 6))
     )
     first.merge(second)
@@ -387,8 +379,8 @@ def test_the_sum_over_latent_elements_is_so_many_times_the_mean(mode):
     fields = {"advantages": torch.ones_like(rollout), "all_latents": torch.zeros(6, 5, 3, 7)}
     config = RolloutCorrectionConfig(log_prob_scale="sum", **chosen)
     config.validate()
-    found = correct_with(
-        RolloutCorrectionConfig(**chosen), 21 * training, 21 * rollout, torch.ones(6, 4).bool()
+    found = Corrector(RolloutCorrectionConfig(**chosen))(
+        21 * training, 21 * rollout, torch.ones(6, 4).bool()
     )
     assert 0 < found.mask.sum() < 24
     if not mode:

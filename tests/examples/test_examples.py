@@ -25,8 +25,8 @@ from flowgrpo_rc import assets
 from flowgrpo_rc.batch import SamplerSpec
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.core.random import normal
+from flowgrpo_rc.correction.api import apply_bypass_mode, apply_rollout_correction_to_batch
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.correction.correct import apply_bypass_mode, apply_rollout_correction_to_batch
 from flowgrpo_rc.export.lora import export_lora
 from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig, TokenLossConfig
 from flowgrpo_rc.losses.diffusion import diffusion_loss

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flowgrpo_rc import diffusion_loss, token_loss
 from flowgrpo_rc.core.advantages import group_relative
+from flowgrpo_rc.correction.api import apply_rollout_correction_to_batch
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.correction.correct import apply_rollout_correction_to_batch
 from flowgrpo_rc.training.trainer import wholly_rejected
 
 GOOD, STEPS = 4, 3

@@ -17,8 +17,8 @@ from support.builders import diffusion_batch, on_shards
 from torch import Tensor
 
 from flowgrpo_rc.batch import Prompt, Rewards
+from flowgrpo_rc.correction.api import apply_rollout_correction_to_batch
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.correction.correct import apply_rollout_correction_to_batch
 from flowgrpo_rc.correction.reasons import Reason, reasons
 from flowgrpo_rc.monitoring.decisions import Decision, Decisions, worst_rejected
 from flowgrpo_rc.monitoring.histograms import bin_edges, count, edges, histograms

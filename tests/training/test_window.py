@@ -22,7 +22,7 @@ from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.correction.correct import correct_with
+from flowgrpo_rc.correction.correct import Corrector
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.base import LossConfig
 from flowgrpo_rc.losses.diffusion import diffusion_terms
@@ -141,8 +141,8 @@ def test_the_metrics_are_those_of_whole_trajectories(model: FlowModel) -> None:
     )
     found = setting.gradient(loss_config(correction))[1]
     old = setting.policy.log_probs(setting.batch, 4)
-    expect = correct_with(
-        correction, old, setting.batch.rollout_log_probs, setting.batch.valid
+    expect = Corrector(correction)(
+        old, setting.batch.rollout_log_probs, setting.batch.valid
     ).metrics.compute()
     assert {name: found[f"rollout_corr/{name}"] for name in expect} == pytest.approx(
         expect, rel=1e-12, abs=1e-15
