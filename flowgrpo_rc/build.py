@@ -25,7 +25,6 @@ from flowgrpo_rc.distributed.sharding import resolve_strategy, shard_frozen_weig
 from flowgrpo_rc.models.base import absent_components, adapter_of, load_model
 from flowgrpo_rc.models.causal_lm import load_causal_lm
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
-from flowgrpo_rc.monitoring.decisions import Decisions
 from flowgrpo_rc.monitoring.expected_mismatch import LEAST, ExpectedMismatch
 from flowgrpo_rc.monitoring.health import HealthMonitor
 from flowgrpo_rc.monitoring.mismatch import MismatchMonitor
@@ -40,7 +39,7 @@ from flowgrpo_rc.rewards.manager import RewardManager, check_kind, needs_samples
 from flowgrpo_rc.rollout.engine import RolloutEngine
 from flowgrpo_rc.rollout.quantization import check_device
 from flowgrpo_rc.training.evaluation import Evaluator
-from flowgrpo_rc.training.old_policy import OldPolicy
+from flowgrpo_rc.training.modes import make_mode
 from flowgrpo_rc.training.sources.ahead import AheadSource
 from flowgrpo_rc.training.sources.engine import EngineSource
 from flowgrpo_rc.training.sources.replay import ReplaySource
@@ -63,54 +62,70 @@ def assemble(
     *,
     first_step: int,
 ) -> Components:
-    """Load the model and build every part of a run; if it is to be sharded, then once no engine
-    needs it whole.
+    """Loads the model and builds every component of a run.
+
+    Args:
+      config: settings that have been checked.
+      folder: the run's folder.
+      processes: the processes of the run.
+      prompts: the training sampler and the held-out prompts.
+      first_step: the first step that is left to train.
     """
     sampler, held_out = prompts
     check_machine(config, processes.device)
     task = make_task(config, processes)
     network = task.model.network
     task.check_prompts([*sampler.prompts, *held_out])
-    config.check_output(num_parameters=sum(p.numel() for p in lora_parameters(network).values()))
+    num_parameters = sum(p.numel() for p in lora_parameters(network).values())
+    config.check_output(num_parameters=num_parameters)
     rewards = RewardManager(config.reward)
-    sharded = processes.count > 1 and resolve_strategy(config.trainer.strategy) == "fsdp2"
-    shard = partial(
-        shard_frozen_weights, network, processes.device, timedelta(seconds=config.trainer.timeout_s)
-    )
+    strategy = resolve_strategy(config.trainer.strategy)
+    sharded = processes.count > 1 and strategy == "fsdp2"
+    timeout = timedelta(seconds=config.trainer.timeout_s)
+    shard = partial(shard_frozen_weights, network, processes.device, timeout)
+    # An engine that copies the network has to see it whole, before it is sharded.
     copied = config.data.replay_dir is None and engine_of(config).copies_network
     if sharded and not copied:
         shard()
     source = make_source(config, task, sampler, rewards, processes, first_step=first_step)
     if sharded and copied:
         shard()
-    correction, auto_bands = config.algorithm.rollout_correction, make_auto_bands(config, processes)
-    floor, observations = make_floor(config, task, processes), Decisions()
-    old_policy = None
-    if not correction.bypass_mode:
-        old_policy = make_old_policy(config, task, processes, auto_bands, floor, observations)
+    correction = config.algorithm.rollout_correction
+    mode = make_mode(
+        correction,
+        reuses=config.why_recompute() is None,
+        keep_means=config.actor.diffusion_loss.needs_means,
+        policy=task.policy,
+        processes=processes,
+        monitor=make_monitor(config, task, processes),
+        micro_batch_size=config.actor.ppo_micro_batch_size_per_gpu,
+        auto_bands=make_auto_bands(config, processes),
+    )
+    update = PolicyUpdate(
+        task.policy,
+        config.actor,
+        partial(task.loss_terms, config.loss()),
+        processes,
+        mode,
+        total_updates=config.total_updates(),
+    )
     return Components(
-        config=config,
+        trainer=config.trainer,
+        algorithm=config.algorithm,
+        samples_per_mini_batch=config.samples_per_mini_batch(processes.count),
+        staleness=config.rollout.staleness,
         processes=processes,
         folder=folder,
         task=task,
         source=source,
         rewards=rewards,
-        floor=floor,
-        update=PolicyUpdate(
-            task.policy,
-            config.actor,
-            partial(task.loss_terms, config.loss()),
-            processes,
-            total_updates=config.total_updates(),
-            floor=floor,
-            whole_windows=correction.bypass_level == "window",
-            auto_bands=auto_bands if correction.bypass_mode else None,
-            old_policy=old_policy,
-            observations=observations if correction.bypass_mode else None,
-        ),
-        observations=observations,
+        mode=mode,
+        update=update,
         evaluator=Evaluator(task, held_out, config.rollout.val_kwargs, rewards),
         health=make_health(config),
+        rejected=RejectedSamples(
+            folder.rejected, correction, rank=processes.rank, count=processes.count
+        ),
         console=Console(
             total_steps=config.trainer.total_training_steps,
             is_main=processes.is_main,
@@ -123,11 +138,6 @@ def assemble(
             run_dir=folder.root,
             config=dataclasses.asdict(config),
             first_step=first_step,
-        ),
-        auto_bands=auto_bands,
-        old_policy=old_policy,
-        rejected=RejectedSamples(
-            folder.rejected, correction, rank=processes.rank, count=processes.count
         ),
     )
 
@@ -179,67 +189,43 @@ def make_task(config: Config, processes: Processes) -> Task:
 
 
 def make_auto_bands(config: Config, processes: Processes) -> AutoBands | None:
-    """What follows the mismatch where a criterion has an `auto` band."""
-    correction, num_steps = (
-        config.algorithm.rollout_correction,
-        config.rollout.pipeline.num_inference_steps,
-    )
+    """Makes the bands of the criteria that have an `auto` threshold; None if there are none."""
+    correction = config.algorithm.rollout_correction
     bands = () if correction.custom_correction else correction.rules().auto
-    return AutoBands(bands, num_steps, processes.device) if bands else None
+    if not bands:
+        return None
+    return AutoBands(bands, config.rollout.pipeline.num_inference_steps, processes.device)
 
 
-def make_floor(config: Config, task: Task, processes: Processes) -> MismatchMonitor:
-    """What measures the mismatch, with what the precisions explain of it, where samples are
-    fresh.
-    """
-    correction, kind = config.algorithm.rollout_correction, config.model.kind
-    expected, size = None, config.expected_mismatch()
+def make_monitor(config: Config, task: Task, processes: Processes) -> MismatchMonitor:
+    """Makes what measures the mismatch and, where samples are fresh, what the precisions explain."""
+    expected = None
+    size = config.expected_mismatch()
     if size is not None:
         switched = config.trainer.mixed_precision == "no"
         autocast = partial(torch.autocast, processes.device.type, torch.bfloat16, enabled=switched)
+        in_bf16 = config.model.dtype == "bf16"
         expected = ExpectedMismatch(
             task.policy,
-            task.policy.nudged() if config.model.dtype == "bf16" else task.policy.under(autocast),
+            task.policy.nudged() if in_bf16 else task.policy.under(autocast),
             processes,
             size=size,
-            least=LEAST[kind],
+            least=LEAST[config.model.kind],
             micro_batch_size=config.actor.ppo_micro_batch_size_per_gpu,
         )
     return MismatchMonitor(
         task.policy,
         processes,
-        bypass=correction.bypass_mode,
         clip_ratio=config.clip_ratio(),
         expected=expected,
-        metric_names=correction.metric_names,
+        metric_names=config.algorithm.rollout_correction.metric_names,
     )
 
 
 def make_health(config: Config) -> HealthMonitor:
-    return HealthMonitor(
-        config.effective_correction(), text=config.model.kind == "causal_lm", fresh=config.fresh()
-    )
-
-
-def make_old_policy(
-    config: Config,
-    task: Task,
-    processes: Processes,
-    auto_bands: AutoBands | None,
-    floor: MismatchMonitor,
-    observations: Decisions,
-) -> OldPolicy:
-    return OldPolicy(
-        task.policy,
-        config.algorithm.rollout_correction,
-        processes,
-        floor,
-        micro_batch_size=config.actor.ppo_micro_batch_size_per_gpu,
-        reuses=config.why_recompute() is None,
-        keep_means=config.actor.diffusion_loss.needs_means,
-        auto_bands=auto_bands,
-        observations=observations,
-    )
+    """Makes what watches the metrics and warns."""
+    is_text = config.model.kind == "causal_lm"
+    return HealthMonitor(config.effective_correction(), text=is_text, fresh=config.fresh())
 
 
 def make_source(

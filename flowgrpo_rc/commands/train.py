@@ -66,7 +66,7 @@ def _run(
         processes.wait()
         first_step = 0 if resumed is None else resumed.step + 1
         parts = assemble(config, folder, processes, prompts, first_step=first_step)
-        return _train(parts, resumed, stop)
+        return _train(config, parts, resumed, stop)
 
 
 def checkpoint_to_resume(config: Config, folder: RunFolder) -> Checkpoint | None:
@@ -102,19 +102,21 @@ def leave_results(config: Config, folder: RunFolder) -> None:
     write_report(folder.root)
 
 
-def _train(parts: Components, resumed: Checkpoint | None, stop: StopRequest) -> str | None:
-    correction = parts.config.algorithm.rollout_correction
+def _train(
+    config: Config, parts: Components, resumed: Checkpoint | None, stop: StopRequest
+) -> str | None:
+    correction = config.algorithm.rollout_correction
     if correction.weights_are_metrics and (correction.rollout_is or correction.custom_correction):
         parts.console.message(
             "note: importance weights only add metrics in bypass mode with ppo_clip, whose ratio "
             "is the weight"
         )
-    if not correction.bypass_mode and (why := parts.config.why_recompute()) is not None:
+    if not correction.bypass_mode and (why := config.why_recompute()) is not None:
         parts.console.message(
             f"note: old log-probs are recomputed, one forward for each trained step: {why}"
         )
-    if parts.config.fresh() and parts.config.expected_mismatch() is None:
-        rollout, trained = parts.config.rollout, parts.config.model.dtype
+    if config.fresh() and config.expected_mismatch() is None:
+        rollout, trained = config.rollout, config.model.dtype
         formats = [rollout.spec().dtype, *filter(None, [rollout.engine_kwargs.get("quantization")])]
         parts.console.message(
             "note: no fault of the engine is reported by the size of the mismatch: what rounding "
@@ -125,8 +127,8 @@ def _train(parts: Components, resumed: Checkpoint | None, stop: StopRequest) -> 
         with parts.console:
             reason = Trainer(parts, resumed).fit(stop)
         if parts.processes.is_main:
-            leave_results(parts.config, parts.folder)
-            _say_results(parts, reason)
+            leave_results(config, parts.folder)
+            _say_results(config, parts, reason)
         parts.processes.wait()
     except ValueError as error:  # from here on it is no longer the user's input that is wrong
         raise RuntimeError(f"training failed: {error}") from error
@@ -168,7 +170,7 @@ def _say_finished(config: Config, folder: RunFolder, newest: Checkpoint) -> None
         leave_results(config, folder)
 
 
-def _say_results(parts: Components, reason: str | None) -> None:
+def _say_results(config: Config, parts: Components, reason: str | None) -> None:
     console, folder = parts.console, parts.folder
     rows = MetricsFile(folder.metrics).rows()
     evaluated = [
@@ -182,5 +184,5 @@ def _say_results(parts: Components, reason: str | None) -> None:
         console.message(
             f"stopped early ({reason}); the state is saved, the same command goes on from here"
         )
-    console.message(f"LoRA: {folder.lora / EXPORT_NAMES[parts.config.model.kind]}")
+    console.message(f"LoRA: {folder.lora / EXPORT_NAMES[config.model.kind]}")
     console.message(f"report: {folder.root / 'report.html'}")

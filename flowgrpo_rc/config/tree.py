@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.reuse import why_recompute
 from flowgrpo_rc.data.prompts import PromptSampler, read_prompts
 from flowgrpo_rc.losses.base import LossConfig
 from flowgrpo_rc.models.base import ModelConfig
@@ -20,7 +21,6 @@ from flowgrpo_rc.records.run_folder import check_writable
 from flowgrpo_rc.rewards.manager import RewardConfig, check_kind, requires_target, validate_rewards
 from flowgrpo_rc.rollout.config import EvaluationConfig, PipelineConfig, RolloutConfig
 from flowgrpo_rc.training.config import ActorConfig, AlgorithmConfig, TrainerConfig
-from flowgrpo_rc.training.old_policy import why_recompute
 from flowgrpo_rc.training.sources.replay import replay_files
 
 
