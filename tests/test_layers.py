@@ -17,9 +17,9 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 # The rooms of the package, from the ground up. A file imports its own room and lower ones, under TYPE_CHECKING too.
 FLOORS = (
-    ("batch", "plugins", "files", "core"),
+    ("batch", "plugins", "files", "core", "distributed"),
     ("correction",),
-    ("losses", "models", "rewards", "data", "distributed"),
+    ("losses", "models", "rewards", "data"),
     ("policies", "assets"),
     ("rollout",),
     ("monitoring",),

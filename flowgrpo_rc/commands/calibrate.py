@@ -38,9 +38,9 @@ from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.data.prompts import PromptSampler
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.models.base import DTYPES, FlowModel
+from flowgrpo_rc.models.lora import other_tensors
 from flowgrpo_rc.policies.base import Measured
 from flowgrpo_rc.rollout.engine import RolloutEngine
-from flowgrpo_rc.training.sources.engine import other_tensors
 from flowgrpo_rc.training.tasks.image import ImageTask
 
 PRECISIONS = ("fp32", "fp16", "bf16")  # of copies, whatever the engine has

@@ -17,11 +17,11 @@ from flowgrpo_rc.data.prompts import PromptSampler, read_prompts
 from flowgrpo_rc.losses.base import LossConfig
 from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.monitoring.expected_mismatch import relative_size
+from flowgrpo_rc.records.rollout_files import replay_files
 from flowgrpo_rc.records.run_folder import check_writable
 from flowgrpo_rc.rewards.manager import RewardConfig, check_kind, requires_target, validate_rewards
 from flowgrpo_rc.rollout.config import EvaluationConfig, PipelineConfig, RolloutConfig
 from flowgrpo_rc.training.config import ActorConfig, AlgorithmConfig, TrainerConfig
-from flowgrpo_rc.training.sources.replay import replay_files
 
 
 @dataclass(kw_only=True)

@@ -5,6 +5,8 @@ reduction.
 from __future__ import annotations
 
 import math
+import resource
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -128,3 +130,12 @@ class Processes:
                 )
             ],
         )
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Returns the peak memory so far in GiB: of the device for CUDA, of the process otherwise."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    unit = 2**30 if sys.platform == "darwin" else 2**20  # macOS counts bytes, Linux KiB
+    return peak / unit

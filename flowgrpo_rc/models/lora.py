@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from peft import LoraConfig
-from torch import nn
+from torch import Tensor, nn
 
 from flowgrpo_rc.core.random import derive_seed
 from flowgrpo_rc.models.base import DTYPES, ModelConfig, TrainableModel
@@ -67,3 +67,14 @@ def reference_policy(network: Any) -> Iterator[None]:
         yield
     finally:
         network.enable_adapters()
+
+
+def other_tensors(held: Mapping[str, Tensor], pushed: Mapping[str, Tensor]) -> int:
+    """Counts the LoRA tensors that are not those that were pushed, apart from rounding.
+
+    Args:
+      held: what an engine holds, by name, in its precision.
+      pushed: what it was given, by name.
+    """
+    differ = [(tensor != pushed[name].to(tensor)).any() for name, tensor in held.items()]
+    return int(torch.stack(differ).sum())

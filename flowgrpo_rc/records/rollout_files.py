@@ -132,3 +132,32 @@ def _unflatten(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         }
         fields[owner] = Conditioning(**own)
     return fields
+
+
+def replay_files(folder: Path, rank: int, count: int) -> list[Path]:
+    """The saved steps of a process, in order; all processes must have all of them. `folder` is a
+    run's, or its rollouts/."""
+    inside = folder / "rollouts"
+    folder = inside if inside.is_dir() else folder
+    found = {path.name for path in folder.glob("step_*_process_*_of_*.safetensors")}
+    if not found:
+        name = rollout_path(folder, 1, rank, count).name
+        raise ValueError(
+            f"data.replay_dir={folder} has no file such as {name}: save some with "
+            "trainer.save_rollouts"
+        )
+    last = max(int(name.split("_")[1]) for name in found)
+    wanted = {
+        rollout_path(folder, step, r, count).name
+        for step in range(1, last + 1)
+        for r in range(count)
+    }
+    if found != wanted:
+        first = min(found ^ wanted)
+        raise ValueError(
+            f"data.replay_dir={folder} must hold steps 1 to {last} of {count} process(es), as "
+            "many as train now, and "
+            f"nothing else; {first} is "
+            f"{'missing' if first in wanted else 'of another number of processes'}"
+        )
+    return [rollout_path(folder, step, rank, count) for step in range(1, last + 1)]

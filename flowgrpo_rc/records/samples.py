@@ -5,9 +5,11 @@ can be compared.
 from __future__ import annotations
 
 import io
+import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -80,6 +82,18 @@ def thumbnail(sample: np.ndarray) -> np.ndarray:
     return sample if factor == 1 else np.asarray(Image.fromarray(sample).reduce(factor))
 
 
+def thumbnails(samples: Any, number: int) -> list[np.ndarray | str | None]:
+    """Returns what people may see of each sample: a thumbnail, the text, or None if not decoded.
+
+    Args:
+      samples: images, videos or texts; None if nothing was decoded.
+      number: how many samples there are.
+    """
+    if samples is None:
+        return [None] * number
+    return [sample if isinstance(sample, str) else thumbnail(sample) for sample in samples]
+
+
 def save_grid(
     path: Path, images: np.ndarray, captions: Sequence[str], *, columns: int = 8
 ) -> Image.Image:
@@ -114,6 +128,23 @@ def save_animation(
     first.save(buffer, format="WEBP", save_all=True, append_images=rest, duration=duration, loop=0)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, buffer.getvalue())
+
+
+def save_texts(
+    path: Path, texts: Sequence[str], prompts: Sequence[Prompt], scores: Sequence[float]
+) -> None:
+    """Writes one JSON object a line: prompt, target, completion and score (null if a reward failed)."""
+    lines = []
+    for prompt, text, score in zip(prompts, texts, scores, strict=True):
+        row = {
+            "prompt": prompt.text,
+            "target": prompt.target,
+            "completion": text,
+            "score": score if math.isfinite(score) else None,
+        }
+        lines.append(json.dumps(row, ensure_ascii=False))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, "".join(f"{line}\n" for line in lines).encode())
 
 
 def _resized(image: Image.Image, scale: int | None) -> Image.Image:

@@ -4,8 +4,6 @@ advantages -> update.
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,9 +16,10 @@ import torch
 from flowgrpo_rc.batch import Batch, Rewards
 from flowgrpo_rc.core.advantages import group_decoupled, group_relative
 from flowgrpo_rc.core.metrics import MetricBag, std_from_moments
-from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.distributed.processes import Processes, peak_memory_gib
 from flowgrpo_rc.monitoring.health import HealthMonitor
 from flowgrpo_rc.monitoring.histograms import Counts, histograms
+from flowgrpo_rc.monitoring.staleness import staleness
 from flowgrpo_rc.records.checkpoint import Checkpoint, save_checkpoint
 from flowgrpo_rc.records.console import Console
 from flowgrpo_rc.records.metrics_file import MetricsFile
@@ -28,10 +27,11 @@ from flowgrpo_rc.records.rejected import RejectedSamples
 from flowgrpo_rc.records.rollout_files import SavedRollout, rollout_path, save_rollout
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.trackers import Trackers
+from flowgrpo_rc.rewards.collect import record_rewards
 from flowgrpo_rc.rewards.manager import RewardManager
 from flowgrpo_rc.training.config import AlgorithmConfig, TrainerConfig
 from flowgrpo_rc.training.ema import averaged_weights
-from flowgrpo_rc.training.evaluation import Evaluator, record_rewards
+from flowgrpo_rc.training.evaluation import Evaluator
 from flowgrpo_rc.training.modes import Mode
 from flowgrpo_rc.training.sources.source import Collected, RolloutSource
 from flowgrpo_rc.training.stopping import StopRequest
@@ -130,7 +130,8 @@ class Trainer:
                 collected = components.source.collect(step)
             self._metrics.merge(components.task.observe(collected.batch))
             if components.staleness > 0:
-                self._metrics.merge(staleness(collected, step))
+                old = staleness(collected.batch.policy_version, step, collected.dropped)
+                self._metrics.merge(old)
             with self._timed("old_log_prob"):
                 batch = components.mode.begin(collected.batch, step)
             with self._timed("reward_wait"):
@@ -286,24 +287,6 @@ def older_weights(checkpoint: Checkpoint) -> dict[int, Mapping[str, torch.Tensor
     return {int(stem.removeprefix(_OLDER)): checkpoint.tensors[stem] for stem in stems}
 
 
-def staleness(collected: Collected, step: int) -> MetricBag:
-    """Measures how many steps the weights that sampled a batch were behind, and which they were.
-
-    Args:
-      collected: the batch of a step.
-      step: that step, from 1; fresh weights have the version step - 1.
-    """
-    version = collected.batch.policy_version
-    behind = step - 1 - version
-    metrics = MetricBag()
-    metrics.mean("rollout/staleness_mean", behind)
-    metrics.max("rollout/staleness_max", behind)
-    metrics.min("rollout/policy_version_min", version)
-    metrics.max("rollout/policy_version_max", version)
-    metrics.sum("rollout/dropped_batches", torch.tensor(collected.dropped))
-    return metrics
-
-
 def wholly_rejected(batch: Batch) -> torch.Tensor:
     """Returns the samples [B] bool that have steps, all of which the correction rejected.
 
@@ -312,12 +295,3 @@ def wholly_rejected(batch: Batch) -> torch.Tensor:
     if batch.rejection_mask is None:
         return torch.zeros_like(batch.group, dtype=torch.bool)
     return batch.valid.any(1) & ~(batch.valid & batch.rejection_mask).any(1)
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Returns the peak memory so far in GiB: of the device for CUDA, of the process otherwise."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    unit = 2**30 if sys.platform == "darwin" else 2**20  # macOS counts bytes, Linux KiB
-    return peak / unit

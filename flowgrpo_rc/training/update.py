@@ -21,16 +21,15 @@ from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.base import LossTerms, denominator
 from flowgrpo_rc.models.lora import lora_parameters, reference_policy
 from flowgrpo_rc.policies.base import Evaluation, Measured, Policy, join
-from flowgrpo_rc.training.config import ActorConfig
-from flowgrpo_rc.training.modes import Mode
-from flowgrpo_rc.training.optim import (
+from flowgrpo_rc.records.optimizer_state import (
     load_optimizer,
     load_schedule,
-    make_optimizer,
-    make_schedule,
     optimizer_tensors,
     schedule_state,
 )
+from flowgrpo_rc.training.config import ActorConfig
+from flowgrpo_rc.training.modes import Mode
+from flowgrpo_rc.training.optim import make_optimizer, make_schedule
 
 
 class NonFiniteGradient(RuntimeError):
