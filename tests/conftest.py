@@ -1,19 +1,15 @@
-"""A random-weight Stable Diffusion 3 checkpoint with all three text encoders, and small runs on
-it.
-"""
+"""Fixtures of many tests: random checkpoints, prompts, and small runs on them."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from diffusers.utils import logging as diffusers_logging
+from support.runs import WORDS, Train
 from transformers.utils import logging as transformers_logging
 
 from flowgrpo_rc.assets import tiny_sd3
@@ -22,8 +18,6 @@ from flowgrpo_rc.models.base import FlowModel, ModelConfig, load_model
 
 diffusers_logging.disable_progress_bar()
 transformers_logging.disable_progress_bar()
-
-WORDS = ("AB7X", "HELP", "K9Q", "MNPR", "TUV2", "WXY", "C3D4", "EFGH")
 
 
 @pytest.fixture(scope="session")
@@ -108,9 +102,6 @@ def _fresh_accelerate() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-Train = Callable[..., int]
-
-
 @pytest.fixture
 def train(overrides: list[str]) -> Train:
     """Run the training command with the overrides above and further ones; returns the exit code."""
@@ -119,25 +110,3 @@ def train(overrides: list[str]) -> Train:
         return main(["train", *overrides, *further])
 
     return run
-
-
-def fingerprint(state: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 over names and bytes of tensors."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(state.items()):
-        digest.update(name.encode())
-        digest.update(
-            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        )
-    return digest.hexdigest()
-
-
-def read_rows(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def without_timings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows without seconds, speed and memory."""
-    return [
-        {k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/"))} for row in rows
-    ]

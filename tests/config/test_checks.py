@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from conftest import Train
+from support.runs import Train
 
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.models import base
@@ -191,7 +191,7 @@ def test_a_reward_that_fails_ends_the_run_with_its_reason(
 def test_single_failures_leave_the_baseline_and_are_counted(
     train: Train, broken_rewards: str, tmp_path: Path
 ) -> None:
-    from conftest import read_rows
+    from support.runs import read_rows
 
     chosen = ("reward.terms.jpeg=null", f"reward.terms.mine._target_={broken_rewards}.OneInFour")
     assert train(*chosen) == 0

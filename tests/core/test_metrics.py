@@ -217,8 +217,7 @@ def test_kl_estimators(scale):
     assert (k3(x.float()) >= 0).all()
 
 
-# The diagnostics of the correction
-# -----------------------------------------------------------------------------------
+# --- The diagnostics of the correction
 
 ALWAYS = {
     *("training_log_ppl", "training_ppl", "rollout_log_ppl", "rollout_ppl"),
@@ -419,8 +418,7 @@ def test_an_empty_batch(shape, level, criterion):
     assert found.metrics == {}
 
 
-# Sharding
-# -----------------------------------------------------------------------------------------------------------
+# --- Sharding
 
 TWO = (("seq_mean_k1", 0.7, 1.4), ("token_k2", 0.0, 0.2))
 SHARDED = [

@@ -13,10 +13,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from benchmark_correction import cost
-from conftest import Train, read_rows, without_timings
-from policies.test_flow import WINDOWS, make_spec, sample, trained_lora
 from support.builders import diffusion_batch, loss_config, on_shards
+from support.costs import Counting
+from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
 from support.oracles import estimate
+from support.runs import Train, read_rows, without_timings
 from torch import Tensor
 
 from flowgrpo_rc import compute_rollout_correction_and_rejection_mask
@@ -31,7 +32,6 @@ from flowgrpo_rc.correction.thresholds import parse_bands
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.diffusion import diffusion_terms
 from flowgrpo_rc.models.base import FlowModel
-from flowgrpo_rc.policies.flow import FlowPolicy, StepEvaluation
 from flowgrpo_rc.training.config import ActorConfig
 from flowgrpo_rc.training.optim import OptimConfig
 from flowgrpo_rc.training.update import PolicyUpdate
@@ -77,8 +77,7 @@ def same_scales(one: AutoBands, two: AutoBands) -> bool:
     )
 
 
-# Closed forms
-# -------------------------------------------------------------------------------------------------------
+# --- Closed forms
 
 
 @pytest.mark.parametrize("size", [WARM_UP, WARM_UP + 1, 1000])
@@ -147,8 +146,7 @@ def test_each_step_of_the_schedule_has_its_own_scale() -> None:
     assert spread[4:] == pytest.approx((10 * STEPS[2:]).tolist(), rel=0.1)
 
 
-# What it promises
-# ---------------------------------------------------------------------------------------------------
+# --- What it promises
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -276,16 +274,7 @@ def test_a_decision_costs_no_host_transfer() -> None:
     assert cost(lambda: bands.judge(*given)).transfers == 0
 
 
-# Before the update
-# --------------------------------------------------------------------------------------------------
-
-
-class Counting(FlowPolicy):
-    forwards = 0
-
-    def evaluate(self, batch: DiffusionBatch) -> StepEvaluation:
-        self.forwards += 1
-        return super().evaluate(batch)
+# --- Before the update
 
 
 def bypass_update(
@@ -295,7 +284,7 @@ def bypass_update(
     scale `history`.
     """
     transformer = trained_lora(model)
-    batch, _ = sample(model, transformer, make_spec("sde", 1.0), WINDOWS["first"])
+    batch, _ = sample_images(model, transformer, make_spec("sde", 1.0), WINDOWS["first"])
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0]).unsqueeze(1).expand(4, 2)
     bands = auto_bands("token_k1", num_steps=5)
     past, values, _ = mismatch(0, 1000)
@@ -377,8 +366,7 @@ def test_an_earlier_decision_is_narrowed_and_counted() -> None:
     )
 
 
-# Settings and runs
-# --------------------------------------------------------------------------------------------------
+# --- Settings and runs
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,7 @@ def composed(*overrides: str, config_name: str = "tiny_ocr") -> RolloutCorrectio
     ).algorithm.rollout_correction
 
 
-# Contradictions
-# ------------------------------------------------------------------------------------------------------
+# --- Contradictions
 
 CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
     # The settings of one layer, and the two keys that the message names.
@@ -100,7 +99,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {
-            "custom_tis_function_path": "builders.drop_odd",
+            "custom_tis_function_path": "support.builders.drop_odd",
             "custom_correction": "builders:only_a_mask",
         },
         "custom_tis_function_path",
@@ -203,8 +202,7 @@ def test_the_command_line_says_what_is_wrong(
         assert word in printed.err
 
 
-# Layers
-# --------------------------------------------------------------------------------------------------------------
+# --- Layers
 
 
 def test_the_command_line_overrides_the_file_and_keeps_the_rest_of_it() -> None:
@@ -352,8 +350,7 @@ def test_a_translation_is_printed(
     assert "preset" not in printed.out
 
 
-# A correction of one's own
-# -------------------------------------------------------------------------------------------
+# --- A correction of one's own
 
 MODULE = """
 import torch
@@ -442,8 +439,7 @@ def test_a_function_that_is_not_there(module: str, function: str) -> None:
         composed(f"{SECTION}.custom_correction='{function.format(module)}'")
 
 
-# Flags over several layers, and values of the wrong type
-# --------------------------------------------------------------
+# --- Flags over several layers, and values of the wrong type
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,7 @@ def band(criterion, difference, valid):
     )
 
 
-# Weights
-# ------------------------------------------------------------------------------------------------------------
+# --- Weights
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -200,8 +199,7 @@ def test_nothing_carries_a_gradient(level):
     ).requires_grad
 
 
-# Rejection
-# ----------------------------------------------------------------------------------------------------------
+# --- Rejection
 
 
 @pytest.mark.parametrize("criterion", CRITERIA)
@@ -259,8 +257,7 @@ def test_a_step_under_the_padding_judges_nobody(criterion):
     assert found.metrics.compute() == quiet.metrics.compute()
 
 
-# The veto
-# -----------------------------------------------------------------------------------------------------------
+# --- The veto
 
 
 @pytest.mark.parametrize("level", [None, *LEVELS])
@@ -326,8 +323,7 @@ def test_a_step_that_the_training_policy_cannot_take_is_catastrophic(
     assert without.metrics.compute()["rollout_is_veto_fraction"] == 0
 
 
-# What is not finite
-# -------------------------------------------------------------------------------------------------
+# --- What is not finite
 
 BAD = [
     (math.nan, 0.0),
@@ -435,8 +431,7 @@ def test_a_huge_but_finite_gap_breaks_no_metric(drift):
     assert found.metrics["rollout_corr/log_ppl_diff"] == pytest.approx(-drift, rel=1e-3)
 
 
-# The public functions
-# -----------------------------------------------------------------------------------------------
+# --- The public functions
 
 
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64, torch.float32])
@@ -555,8 +550,7 @@ def test_the_example_of_the_usage_document():
         )
 
 
-# Batches
-# ------------------------------------------------------------------------------------------------------------
+# --- Batches
 
 
 def test_bypass_takes_the_rollout_as_old():

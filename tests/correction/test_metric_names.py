@@ -30,8 +30,7 @@ from flowgrpo_rc.correction.weights import IS_LEVELS
 PAGE = Path(__file__).parents[2] / "docs" / "rollout_correction_names.md"
 SECTION = "algorithm.rollout_correction"
 
-# The names of the documents
-# ------------------------------------------------------------------------------------------
+# --- The names of the documents
 
 KEYS = {
     "math": """bypass_old_logprob_for_rollout use_pure_rollout_correction rollout_is rollout_is_threshold rollout_rs
@@ -144,8 +143,7 @@ def names(lists: dict[str, str]) -> list[str]:
     return list(dict.fromkeys(name for text in lists.values() for name in text.split()))
 
 
-# The tables of the page
-# ----------------------------------------------------------------------------------------------
+# --- The tables of the page
 
 
 class Row(NamedTuple):
@@ -248,8 +246,7 @@ def test_what_a_row_says_is_here_exists(row: Row) -> None:
         assert exists(row.section, name), name
 
 
-# Keys, flags and values are translated
-# -------------------------------------------------------------------------------
+# --- Keys, flags and values are translated
 
 TIS = {"use_tis": True}
 RS = {"use_rs": True}
@@ -299,7 +296,10 @@ TRANSLATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"use_rollout_logprobs": False, "use_rollout_correction": False}, {}),
     ({"use_rollout_logprobs": True, "use_rollout_correction": True}, TOKEN | {"bypass_mode": True}),
     ({"get_mismatch_metrics": True}, {}),
-    ({"custom_tis_function_path": "builders.drop_odd"}, {"custom_correction": "builders:drop_odd"}),
+    (
+        {"custom_tis_function_path": "support.builders.drop_odd"},
+        {"custom_correction": "support.builders:drop_odd"},
+    ),
     *(
         (TIS | {f"{s}_level": level}, {"rollout_is": level})
         for s in ("tis", "mis")
@@ -408,8 +408,7 @@ def test_no_preset_is_metrics_only() -> None:
     assert to_config(composed).algorithm.rollout_correction == RolloutCorrectionConfig.disabled()
 
 
-# Metrics and functions
-# -----------------------------------------------------------------------------------------------
+# --- Metrics and functions
 
 TRAINING, ROLLOUT = log_probs()
 MASK = torch.ones_like(TRAINING, dtype=torch.bool)

@@ -182,8 +182,7 @@ def test_rows_without_tokens_change_nothing_here() -> None:
     assert different > len(cases) / 2
 
 
-# The exceptions, one by one
-# ------------------------------------------------------------------------------------------
+# --- The exceptions, one by one
 
 
 def exceptions(name: str) -> list[dict[str, Any]]:

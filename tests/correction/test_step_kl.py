@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Train, read_rows
-from policies.test_flow import KINDS, WINDOWS, make_spec, sample, trained_lora
 from support.builders import diffusion_batch, log_probs, loss_config, on_shards, pieces
+from support.image_rollouts import KINDS, WINDOWS, make_spec, sample_images, trained_lora
+from support.runs import Train, read_rows
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
@@ -36,8 +36,7 @@ KL = torch.linspace(0, 1, TRAINING.numel(), dtype=torch.float64).reshape(TRAININ
 CONFIG = {"rollout_rs": "step_kl", "rollout_rs_threshold": 0.25}
 
 
-# The divergence
-# -----------------------------------------------------------------------------------------------------
+# --- The divergence
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -59,7 +58,7 @@ def test_it_is_the_kl_of_the_two_gaussians(kind: str) -> None:
 def test_the_convention_of_log_probs_does_not_enter(model: FlowModel, convention: str) -> None:
     transformer = trained_lora(model)
     spec = make_spec("cps", 1.0, dtype="bf16", log_prob_convention=convention)
-    batch, _ = sample(model, transformer, spec, WINDOWS["all"], keep_means=True)
+    batch, _ = sample_images(model, transformer, spec, WINDOWS["all"], keep_means=True)
     found = FlowPolicy(model, transformer).measure(batch, 4, keep_means=True)
     std = batch.sigmas[batch.step_indices + 1] * math.sin(0.35 * math.pi)
     square = ((found.means - batch.prev_sample_mean) ** 2).flatten(2).mean(2)
@@ -72,7 +71,9 @@ def test_the_rollout_keeps_the_means_that_the_training_graph_finds(
     model: FlowModel, window: str
 ) -> None:
     transformer = trained_lora(model)
-    batch, _ = sample(model, transformer, make_spec("sde", 4.5), WINDOWS[window], keep_means=True)
+    batch, _ = sample_images(
+        model, transformer, make_spec("sde", 4.5), WINDOWS[window], keep_means=True
+    )
     found = FlowPolicy(model, transformer).measure(batch, 4, keep_means=True)
     assert torch.equal(found.means, batch.prev_sample_mean)
     assert torch.equal(found.step_kl, torch.zeros(4, 2))
@@ -82,7 +83,7 @@ def test_the_rollout_keeps_the_means_that_the_training_graph_finds(
 
 def test_means_are_kept_only_where_they_are_asked_for(model: FlowModel) -> None:
     transformer = trained_lora(model)
-    batch, _ = sample(model, transformer, make_spec("sde", 1.0), WINDOWS["first"])
+    batch, _ = sample_images(model, transformer, make_spec("sde", 1.0), WINDOWS["first"])
     found = FlowPolicy(model, transformer).measure(batch, 4)
     assert batch.prev_sample_mean is None
     assert found.step_kl is None
@@ -136,8 +137,7 @@ def test_it_ranks_planted_errors_without_an_inversion(model: FlowModel, kind: st
     assert growth == pytest.approx([100.0] * 4, rel=0.05)  # the square of ten
 
 
-# The criterion
-# ------------------------------------------------------------------------------------------------------
+# --- The criterion
 
 
 def test_a_step_is_kept_up_to_the_bound() -> None:
@@ -219,8 +219,7 @@ def test_the_loss_in_bypass_mode_drops_what_it_rejects() -> None:
     assert metrics.compute()["rollout_corr/rollout_rs_step_kl_max"] == 1
 
 
-# What is refused
-# ----------------------------------------------------------------------------------------------------
+# --- What is refused
 
 
 @pytest.mark.parametrize("spec", ["0.5_2.0", 0, -1, "nan", "inf"])
@@ -247,8 +246,7 @@ def test_the_criterion_and_its_tensor_come_together() -> None:
         )
 
 
-# In a run
-# -----------------------------------------------------------------------------------------------------------
+# --- In a run
 
 RULES = [
     "algorithm.rollout_correction.rollout_rs=step_kl",

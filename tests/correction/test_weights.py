@@ -163,8 +163,7 @@ def test_a_veto_leaves_the_weights_as_they_are(level):
     assert not torch.equal(with_veto.mask, without.mask)
 
 
-# Batch normalisation
-# ------------------------------------------------------------------------------------------------
+# --- Batch normalisation
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -207,8 +206,7 @@ def test_a_mean_of_one_in_a_hundred_million_is_still_divided_by_and_a_smaller_on
     assert found.weights.flatten().tolist() == pytest.approx([expect] * 6, rel=1e-6)
 
 
-# Blocks of rows
-# -----------------------------------------------------------------------------------------------------
+# --- Blocks of rows
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -251,8 +249,7 @@ def test_a_batch_larger_than_a_block_is_its_rows():
         assert values[name] == pytest.approx(expect[name] * math.sqrt(5 / 6), rel=1e-3)
 
 
-# Custom corrections and metric names
-# --------------------------------------------------------------------------------
+# --- Custom corrections and metric names
 
 
 @pytest.mark.parametrize("normalise", [True, False])
@@ -360,8 +357,7 @@ def test_renamed_metrics_still_combine(mode, metric_names):
     assert first.compute() == pytest.approx(whole.compute(), rel=1e-12, abs=1e-12)
 
 
-# The scale of a log-prob
-# --------------------------------------------------------------------------------------------
+# --- The scale of a log-prob
 
 
 @pytest.mark.parametrize(

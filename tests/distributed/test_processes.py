@@ -4,19 +4,15 @@ test_distributed.py.
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Train
 from safetensors.torch import load_file
+from support.launching import launch
+from support.runs import Train
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys, torch
 from pathlib import Path
@@ -47,34 +43,6 @@ save_file(
 )
 parts.rewards.close()
 """
-
-
-def launch(
-    num_processes: int, *arguments: str, python_path: Path | None = None
-) -> subprocess.CompletedProcess:
-    """torchrun with `num_processes` gloo processes of one thread each."""
-    launcher = [
-        "torch.distributed.run",
-        f"--nproc_per_node={num_processes}",
-        f"--master_port={free_port()}",
-    ]
-    command = [sys.executable, "-m", *launcher, *arguments]
-    environment = launch_environment(python_path)
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=900, check=False
-    )
-
-
-def launch_environment(*folders: Path | None) -> dict[str, str]:
-    """One thread to a process; modules come from this checkout and `folders`."""
-    paths = [str(folder) for folder in (ROOT, *folders) if folder is not None]
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

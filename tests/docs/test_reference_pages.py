@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import reference_pages
-from conftest import Train, read_rows
+from support.runs import Train, read_rows
 
 import flowgrpo_rc
 from flowgrpo_rc.cli import main
@@ -36,8 +36,7 @@ def test_every_key_is_explained() -> None:
     assert [key for key, text in keys.items() if not text.strip()] == []
 
 
-# Names that the code reports
-# -----------------------------------------------------------------------------------------
+# --- Names that the code reports
 
 
 def reported() -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import read_rows
+from support.runs import read_rows
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.build import make_engine, make_processes, make_task
@@ -109,7 +109,10 @@ def small_bench(model_path: Path, prompt_file: Path) -> Bench:
 
 @pytest.mark.parametrize(("fault", "dtype"), BOTH)
 def test_a_fault_is_named(bench: Bench, fault: str, dtype: str) -> None:
-    found, cause = bench.diagnose(f"faulty_engines.{fault}", dtype), (FAULTS | VARIANTS)[fault]
+    found, cause = (
+        bench.diagnose(f"support.faulty_engines.{fault}", dtype),
+        (FAULTS | VARIANTS)[fault],
+    )
     assert found.cause == cause, found
     assert found.explanation is not None  # by replay, whatever the record admits
     assert found.explanation.residual <= found.as_recorded / 10
@@ -131,23 +134,23 @@ def test_the_diffusers_engine_is_replayed_bit_for_bit(bench: Bench, dtype: str) 
 
 @pytest.mark.parametrize(("engine", "dtype"), [("OneByOne", "fp32"), ("OtherKernels", "bf16")])
 def test_other_kernels_are_no_fault(bench: Bench, engine: str, dtype: str) -> None:
-    found = bench.diagnose(f"faulty_engines.{engine}", dtype)
+    found = bench.diagnose(f"support.faulty_engines.{engine}", dtype)
     assert (found.cause, found.healthy) == (None, True), found
     assert found.as_recorded > 0
 
 
 def test_a_large_fault_shows_through_other_kernels(bench: Bench) -> None:
-    found = bench.diagnose("faulty_engines.ShiftOfOtherKernels", "bf16")
+    found = bench.diagnose("support.faulty_engines.ShiftOfOtherKernels", "bf16")
     assert found.cause == "schedule", found
     assert found.as_recorded > 3 * found.floor
 
 
 def test_another_precision_than_it_says(bench: Bench) -> None:
-    assert bench.diagnose("faulty_engines.Bf16Weights", "fp32").cause == "precision"
+    assert bench.diagnose("support.faulty_engines.Bf16Weights", "fp32").cause == "precision"
 
 
 def test_what_nothing_explains_is_said_to_be_unexplained(bench: Bench) -> None:
-    found = bench.diagnose("faulty_engines.Autocast", "fp32")
+    found = bench.diagnose("support.faulty_engines.Autocast", "fp32")
     assert (found.cause, found.healthy) == (None, False)
     assert "no known fault explains" in found.sentence()
     assert "it is as large as that of bf16" in found.sentence()
@@ -157,7 +160,7 @@ def test_the_guidance_that_a_transformer_takes_is_tried_too(
     saved: Callable[[str], Path], prompt_file: Path
 ) -> None:
     found = small_bench(saved("FluxPipeline"), prompt_file).diagnose(
-        "faulty_engines.Guidance", "fp32"
+        "support.faulty_engines.Guidance", "fp32"
     )
     assert found.explanation is not None, found
     assert found.explanation.fault == "guidance_scale 4.545 in place of 4.5"
@@ -261,8 +264,7 @@ def test_a_size_is_fitted(size: float) -> None:
     assert len(asked) < 40
 
 
-# The command
-# ----------------------------------------------------------------------------------------------------------
+# --- The command
 
 
 @pytest.fixture
@@ -361,11 +363,11 @@ def test_the_file_of_a_loss_without_clip(calibrate: Callable[..., int], tmp_path
         (["rollout.name=nobody"], "no plug-in 'nobody'"),
         (["--prompts", "9"], "--prompts 9: data.train_files has 8"),
         (
-            ["rollout.name=faulty_engines.NanLogProbs"],
+            ["rollout.name=support.faulty_engines.NanLogProbs"],
             "2 of 6 log-probs of the engine are nan or inf, at steps [1]",
         ),
         (
-            ["rollout.name=faulty_engines.InfLogProbs"],
+            ["rollout.name=support.faulty_engines.InfLogProbs"],
             "2 of 6 log-probs of the engine are nan or inf, at steps [2]",
         ),
     ],
@@ -387,8 +389,7 @@ def test_text_models_are_refused(capsys: pytest.CaptureFixture, tmp_path: Path) 
     assert "calibrate knows flow models" in capsys.readouterr().err
 
 
-# The bundled model, whose rollout is bf16
-# -----------------------------------------------------------------------------
+# --- The bundled model, whose rollout is bf16
 
 GUIDED = "rollout.pipeline.guidance_scale=4.5"
 QUICK = [

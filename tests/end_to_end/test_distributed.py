@@ -18,9 +18,9 @@ import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
-from conftest import WORDS, read_rows, without_timings
-from distributed.test_processes import free_port, launch, launch_environment
 from PIL import Image
+from support.launching import free_port, launch, launch_environment
+from support.runs import WORDS, read_rows, without_timings
 
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.config.compose import compose_config, to_config

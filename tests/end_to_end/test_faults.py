@@ -234,8 +234,7 @@ def test_three_floors_are_noticed_in_a_bf16_pair(
     )
 
 
-# Training in bf16
-# ---------------------------------------------------------------------------------------------------
+# --- Training in bf16
 
 BF16 = "model.dtype=bf16"
 

@@ -5,7 +5,7 @@ saved rollouts.
 from __future__ import annotations
 
 import pytest
-from conftest import read_rows
+from support.runs import read_rows
 
 HERE = __name__
 GDPO = "algorithm.adv_estimator=gdpo"

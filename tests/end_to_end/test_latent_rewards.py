@@ -7,8 +7,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from conftest import read_rows
 from diffusers import AutoencoderKL
+from support.runs import read_rows
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.manager import RewardConfig, RewardManager, check_kind, needs_samples

@@ -17,7 +17,7 @@ from typing import Any
 import benchmark_staleness
 import pytest
 import torch
-from conftest import Train, fingerprint, read_rows, without_timings
+from support.runs import Train, fingerprint, read_rows, without_timings
 from torch import Tensor
 
 from flowgrpo_rc.batch import Batch

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import fingerprint, read_rows, without_timings
 from safetensors.torch import load_file
+from support.runs import fingerprint, read_rows, without_timings
 
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.records.rollout_files import load_rollout

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Train, fingerprint, read_rows, without_timings
 from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import load_file
+from support.runs import Train, fingerprint, read_rows, without_timings
 
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.core.random import derive_seed, normal

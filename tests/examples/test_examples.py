@@ -14,11 +14,11 @@ import nbformat
 import numpy as np
 import pytest
 import torch
-from conftest import Train, read_rows
 from diffusers import DiffusionPipeline
 from nbclient import NotebookClient
-from policies.test_flow import sample, trained_lora
 from support.builders import assert_same, diffusion_batch, gradient_of, log_probs, token_batch
+from support.image_rollouts import sample_images, trained_lora
+from support.runs import Train, read_rows
 from torch import Tensor
 
 from flowgrpo_rc import assets
@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 MODES = ("bypass", "decoupled")
 
 
-# --- the tutorials
+# --- The tutorials
 
 
 @pytest.mark.parametrize("name", ["minimal_flow_grpo", "minimal_token_grpo"])
@@ -164,7 +164,7 @@ def test_the_loss_of_text_is_that_of_the_package(mode: str) -> None:
     )
 
 
-# --- a loss of one's own
+# --- A loss of one's own
 
 
 @pytest.mark.parametrize("kind", ["images", "text"])
@@ -235,7 +235,7 @@ def test_wrong_names_say_what_is_allowed(
     assert all(word in error for word in words), error
 
 
-# --- a model of one's own
+# --- A model of one's own
 
 
 @pytest.mark.filterwarnings(
@@ -297,11 +297,11 @@ def test_a_model_of_ones_own_is_its_stock_pipeline_and_trains(tmp_path: Path) ->
         model.decode(ours.final, spec), (drawn_by["np"] * 255).round().astype(np.uint8)
     )
     network = trained_lora(model)
-    batch, _ = sample(model, network, spec, [[0, 1], [1, 2], [0, 1], [1, 2]])
+    batch, _ = sample_images(model, network, spec, [[0, 1], [1, 2], [0, 1], [1, 2]])
     assert torch.equal(FlowPolicy(model, network).log_probs(batch, 4), batch.rollout_log_probs)
 
 
-# --- the notebook
+# --- The notebook
 
 
 def test_the_notebook_compares_a_lora_in_stock_diffusers(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import Train, read_rows
 from huggingface_hub import ModelCard
+from support.runs import Train, read_rows
 
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.config.tree import Config

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Train
 from diffusers import UniPCMultistepScheduler
+from support.runs import Train
 from support.tiny_models import TINY
 
 from flowgrpo_rc.models import base

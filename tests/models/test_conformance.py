@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from conftest import Train, read_rows
 from diffusers import DiffusionPipeline
-from policies.test_flow import trained_lora
 from safetensors.torch import load_file
+from support.image_rollouts import trained_lora
+from support.runs import Train, read_rows
 from support.tiny_models import TINY, VARIANTS, Tiny
 
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch, Prompt, PromptBatch, SamplerSpec, concat

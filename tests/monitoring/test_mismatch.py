@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import Train, read_rows
-from correction.test_host_transfers import transfers
-from policies.test_flow import WINDOWS, make_spec, sample, trained_lora
-from policies.test_token import perturb
-from policies.test_token import sample as sample_text
 from support.builders import diffusion_batch, loss_config, token_batch
+from support.costs import transfers
+from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
+from support.runs import Train, read_rows
+from support.text_rollouts import perturb, sample_texts
 from torch import Tensor
 
 from flowgrpo_rc import assets
@@ -308,7 +307,7 @@ def make(model: FlowModel) -> Make:
 
     def made(*, bypass: bool, epochs: int = 1, lr: float = 1e-2, **batch_fields: Any) -> Any:
         network = trained_lora(model)
-        batch, _ = sample(model, network, make_spec("sde", 1.0), WINDOWS["all"])
+        batch, _ = sample_images(model, network, make_spec("sde", 1.0), WINDOWS["all"])
         noise = differences(4, 4).float()
         advantages = torch.tensor([1.0, -1.0, 1.0, -1.0]).unsqueeze(1).expand(4, 4)
         truth = batch.rollout_log_probs
@@ -426,7 +425,7 @@ def test_moving_the_embeddings_of_text_shows_its_rounding() -> None:
     language = load_causal_lm(settings, torch.device("cpu"))
     policy = TokenPolicy(language, add_lora(language, settings, seed=0))
     perturb(policy.network)
-    batch, _ = sample_text(
+    batch, _ = sample_texts(
         language,
         TokenSpec(dtype="fp32", temperature=1.0, prompt_length=8, response_length=6),
         chunk=2,

@@ -9,80 +9,15 @@ import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
+from support.image_rollouts import KINDS, WINDOWS, make_spec, sample_images, trained_lora
 
-from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch, SamplerSpec, concat
+from flowgrpo_rc.batch import Prompt, PromptBatch
 from flowgrpo_rc.core.random import normal
-from flowgrpo_rc.models.base import FlowModel, ModelConfig
-from flowgrpo_rc.models.lora import add_lora, lora_parameters
+from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.policies.scheduler import FlowMatchSDEScheduler
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest
-
-KINDS = ("sde", "cps", "dance_sde")
-WINDOWS = {
-    "first": [[0, 1]],
-    "late": [[2, 3]],
-    "all": [[0, 1, 2, 3]],
-    "per_sample": [[0, 1], [2, 3], [1, 2], [2, 3]],
-}
-WORDS = ("AB7X", "HELP")
-
-
-def make_spec(kind: str, guidance: float, **changes: object) -> SamplerSpec:
-    values = {
-        "height": 32,
-        "width": 64,
-        "num_inference_steps": 5,
-        "guidance_scale": guidance,
-        "noise_level": 0.7,
-        "sde_type": kind,
-        "log_prob_convention": "gaussian",
-        "max_sequence_length": 16,
-        "dtype": "fp32",
-    }
-    return SamplerSpec(**(values | changes))  # type: ignore[arg-type]
-
-
-def trained_lora(model: FlowModel) -> torch.nn.Module:
-    """A LoRA whose B is not zero, so that it takes part."""
-    transformer = add_lora(model, ModelConfig(path="x", lora_rank=4, lora_alpha=8), seed=0)
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in lora_parameters(transformer).items():
-        if "lora_B" in name:
-            parameter.data.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
-    return transformer
-
-
-def sample(
-    model: FlowModel,
-    transformer: torch.nn.Module,
-    spec: SamplerSpec,
-    window: list[list[int]],
-    *,
-    chunk: int = 4,
-    keep_means: bool = False,
-) -> tuple[DiffusionBatch, np.ndarray]:
-    engine = DiffusersEngine(model, transformer, dtype=spec.dtype, chunk_size=chunk)
-    engine.sync_weights(
-        {name: p.detach() for name, p in lora_parameters(transformer).items()}, version=3
-    )
-    prompts = [
-        Prompt(text=f'"{word}"', index=i, target=word, negative_text="")
-        for i, word in enumerate(WORDS)
-    ]
-    request = ImageRequest(
-        prompts=PromptBatch(step=1, prompts=prompts, slots=[0, 1]),
-        samples_per_prompt=2,
-        spec=spec,
-        window=torch.tensor(window * (4 // len(window))),
-        seeds=[11, 12, 13, 14],
-        keep_means=keep_means,
-    )
-    chunks = list(engine.generate(request))
-    return concat([chunk.batch for chunk in chunks]), np.concatenate(
-        [chunk.samples for chunk in chunks]
-    )
 
 
 @pytest.mark.parametrize(
@@ -92,7 +27,7 @@ def test_fp32_replay_is_bitwise_exact(
     model: FlowModel, kind: str, guidance: float, window: str
 ) -> None:
     transformer = trained_lora(model)
-    batch, _ = sample(model, transformer, make_spec(kind, guidance), WINDOWS[window])
+    batch, _ = sample_images(model, transformer, make_spec(kind, guidance), WINDOWS[window])
     policy = FlowPolicy(model, transformer)
     replayed = policy.log_probs(batch, 4)
     assert torch.isfinite(replayed).all()
@@ -106,7 +41,7 @@ def test_fp32_replay_is_bitwise_exact(
 
 def test_other_micro_batch_shape_differs_by_rounding_only(model: FlowModel) -> None:
     transformer = trained_lora(model)
-    batch, _ = sample(model, transformer, make_spec("sde", 4.5), WINDOWS["all"])
+    batch, _ = sample_images(model, transformer, make_spec("sde", 4.5), WINDOWS["all"])
     difference = (
         (FlowPolicy(model, transformer).log_probs(batch, 1) - batch.rollout_log_probs).abs().max()
     )
@@ -115,7 +50,9 @@ def test_other_micro_batch_shape_differs_by_rounding_only(model: FlowModel) -> N
 
 def test_bf16_rollout_has_a_mismatch_of_the_expected_scale(model: FlowModel) -> None:
     transformer = trained_lora(model)
-    batch, _ = sample(model, transformer, make_spec("sde", 1.0, dtype="bf16"), WINDOWS["all"])
+    batch, _ = sample_images(
+        model, transformer, make_spec("sde", 1.0, dtype="bf16"), WINDOWS["all"]
+    )
     assert batch.all_latents.dtype == batch.rollout_log_probs.dtype == torch.float32
     difference = (
         FlowPolicy(model, transformer).log_probs(batch, 4) - batch.rollout_log_probs
@@ -126,8 +63,8 @@ def test_bf16_rollout_has_a_mismatch_of_the_expected_scale(model: FlowModel) -> 
 def test_samples_do_not_depend_on_the_chunk(model: FlowModel) -> None:
     transformer = trained_lora(model)
     spec = make_spec("sde", 1.0)
-    together, images = sample(model, transformer, spec, WINDOWS["per_sample"])
-    alone, images_alone = sample(model, transformer, spec, WINDOWS["per_sample"], chunk=1)
+    together, images = sample_images(model, transformer, spec, WINDOWS["per_sample"])
+    alone, images_alone = sample_images(model, transformer, spec, WINDOWS["per_sample"], chunk=1)
     torch.testing.assert_close(together.all_latents, alone.all_latents, atol=1e-5, rtol=0)
     assert np.abs(images.astype(int) - images_alone.astype(int)).max() <= 1
     assert torch.equal(together.step_indices, alone.step_indices)
@@ -136,7 +73,7 @@ def test_samples_do_not_depend_on_the_chunk(model: FlowModel) -> None:
 def test_batch_holds_what_was_sampled(model: FlowModel) -> None:
     transformer = trained_lora(model)
     spec = make_spec("sde", 1.0)
-    batch, images = sample(model, transformer, spec, WINDOWS["per_sample"])
+    batch, images = sample_images(model, transformer, spec, WINDOWS["per_sample"])
     assert images.shape == (4, 32, 64, 3)
     assert images.dtype == np.uint8
     assert batch.all_latents.shape == (4, 3, 8, 8, 16)
@@ -245,7 +182,7 @@ def test_scheduler_in_a_stock_pipeline(checkpoint: Path, kind: str) -> None:
 def test_the_difference_shows_a_fault(model: FlowModel, fault: str) -> None:
     """Known faults of a rollout move the log-probs far beyond the exact zero of a correct one."""
     transformer = trained_lora(model)
-    batch, _ = sample(model, transformer, make_spec("sde", 4.5), WINDOWS["all"])
+    batch, _ = sample_images(model, transformer, make_spec("sde", 4.5), WINDOWS["all"])
     if fault == "bf16_latents":
         broken = batch.replace(all_latents=batch.all_latents.bfloat16().float())
     elif fault == "guidance":

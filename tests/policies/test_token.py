@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
+from support.text_rollouts import SPEC, TEXTS, lora_state, perturb, sample_texts, text_request
 from support.tiny_language_model import EOS, PAD, save_language_model
-from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from flowgrpo_rc.batch import Prompt, PromptBatch, TokenBatch, TokenSpec, concat
+from flowgrpo_rc.batch import Prompt, PromptBatch, TokenBatch
 from flowgrpo_rc.core.random import uniform
 from flowgrpo_rc.core.tokens import until_end
 from flowgrpo_rc.export.lora import export_lora
@@ -25,13 +24,11 @@ from flowgrpo_rc.models.lora_files import EXPORT_NAMES
 from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.report.sections import samples as report_samples
 from flowgrpo_rc.rollout.config import EvaluationConfig, RolloutConfig
-from flowgrpo_rc.rollout.engine import RolloutChunk, TextRequest
+from flowgrpo_rc.rollout.engine import TextRequest
 from flowgrpo_rc.rollout.replica import Replica
 from flowgrpo_rc.rollout.transformers_engine import TransformersEngine
 from flowgrpo_rc.training.tasks.text import TextTask
 
-TEXTS = ("37+58=", "1+2=", "100+70=")
-SPEC = TokenSpec(dtype="fp32", temperature=1.0, prompt_length=8, response_length=6)
 CPU = torch.device("cpu")
 
 
@@ -59,40 +56,6 @@ def trained(model: CausalLM, config: ModelConfig) -> CausalLM:
     return model
 
 
-def perturb(network: torch.nn.Module, scale: float = 0.1) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in lora_parameters(network).items():
-        if "lora_B" in name:
-            parameter.data.copy_(scale * torch.randn(parameter.shape, generator=generator))
-
-
-def state(network: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in lora_parameters(network).items()}
-
-
-def request(spec: TokenSpec, *, texts: Sequence[str] = TEXTS, n: int = 4) -> TextRequest:
-    prompts = PromptBatch(
-        step=1,
-        prompts=[Prompt(text=text, index=i) for i, text in enumerate(texts)],
-        slots=range(5, 5 + len(texts)),
-    )
-    return TextRequest(
-        prompts=prompts,
-        samples_per_prompt=n,
-        spec=spec,
-        seeds=list(range(100, 100 + n * len(texts))),
-    )
-
-
-def sample(
-    model: CausalLM, spec: TokenSpec = SPEC, *, chunk: int = 3, n: int = 4
-) -> tuple[TokenBatch, list[RolloutChunk]]:
-    engine = TransformersEngine(model, model.network, dtype=spec.dtype, chunk_size=chunk)
-    engine.sync_weights(state(model.network), version=3)
-    chunks = list(engine.generate(request(spec, n=n)))
-    return concat([chunk.batch for chunk in chunks]), chunks
-
-
 def padded(batch: TokenBatch, left: int, right: int) -> TokenBatch:
     """More padding, with ids that would show if they were read."""
     pad = torch.nn.functional.pad
@@ -105,7 +68,7 @@ def padded(batch: TokenBatch, left: int, right: int) -> TokenBatch:
     )
 
 
-# --- the model
+# --- The model
 
 
 def test_encode_pads_left_and_never_cuts(model: CausalLM) -> None:
@@ -147,7 +110,7 @@ def test_a_folder_that_is_no_language_model(tmp_path: Path) -> None:
         load_causal_lm(ModelConfig(kind="causal_lm", path=str(tmp_path)), CPU)
 
 
-# --- the policy
+# --- The policy
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.float64, 1e-6)])
@@ -155,7 +118,7 @@ def test_log_probs_do_not_depend_on_padding(
     trained: CausalLM, dtype: torch.dtype, tolerance: float
 ) -> None:
     """In fp64 what is left is the rounding of the logits to fp32; their size is about 10."""
-    batch, _ = sample(trained)
+    batch, _ = sample_texts(trained)
     trained.network.to(dtype)
     policy = TokenPolicy(trained, trained.network)
     wanted = policy.log_probs(batch, len(batch))
@@ -184,7 +147,7 @@ def test_log_probs_do_not_depend_on_padding(
 def test_evaluation_is_the_stock_models_log_softmax(trained: CausalLM) -> None:
     """Against a forward without any padding, mask or position ids."""
     spec = replace(SPEC, temperature=0.7)
-    batch, _ = sample(trained, spec)
+    batch, _ = sample_texts(trained, spec)
     found = TokenPolicy(trained, trained.network).log_probs(batch, 5)
     for row in range(len(batch)):
         prompt = batch.prompt_ids[row][batch.prompt_mask[row]]
@@ -198,7 +161,7 @@ def test_evaluation_is_the_stock_models_log_softmax(trained: CausalLM) -> None:
 
 
 def test_an_empty_response_is_finite_and_has_no_gradient(trained: CausalLM) -> None:
-    batch, _ = sample(trained)
+    batch, _ = sample_texts(trained)
     mask = batch.response_mask.clone()
     mask[0] = False
     batch = batch.replace(response_mask=mask)
@@ -217,7 +180,7 @@ def test_kl_is_zero_at_the_start_and_moves_the_lora_alone(
     model: CausalLM, config: ModelConfig
 ) -> None:
     network = add_lora(model, config, seed=0)
-    batch, _ = sample(model)
+    batch, _ = sample_texts(model)
     policy = TokenPolicy(model, network)
     with torch.no_grad(), reference_policy(network):
         reference = policy.evaluate(batch)
@@ -237,7 +200,7 @@ def test_kl_is_zero_at_the_start_and_moves_the_lora_alone(
 def test_with_the_adapter_off_it_is_the_base_bit_for_bit(
     trained: CausalLM, config: ModelConfig
 ) -> None:
-    batch, _ = sample(trained)
+    batch, _ = sample_texts(trained)
     base = load_causal_lm(config, CPU)
     wanted = TokenPolicy(base, base.network).log_probs(batch, 4)
     policy = TokenPolicy(trained, trained.network)
@@ -249,7 +212,7 @@ def test_with_the_adapter_off_it_is_the_base_bit_for_bit(
 def test_gradient_checkpointing_changes_no_bit_and_leaves_generation_alone(
     trained: CausalLM,
 ) -> None:
-    batch, _ = sample(trained)
+    batch, _ = sample_texts(trained)
     gradients = []
     for checkpointed in (False, True):
         policy = TokenPolicy(trained, trained.network, checkpoint_gradients=checkpointed)
@@ -275,12 +238,12 @@ def test_gradient_checkpointing_changes_no_bit_and_leaves_generation_alone(
     assert all(torch.equal(plain[name], checkpointed_gradients[name]) for name in plain)
 
 
-# --- the engine
+# --- The engine
 
 
 def test_batch_holds_what_was_sampled(trained: CausalLM) -> None:
     spec = replace(SPEC, dtype="bf16", response_length=5)
-    batch, chunks = sample(trained, spec)
+    batch, chunks = sample_texts(trained, spec)
     assert batch.spec == spec
     assert batch.group.tolist() == [5] * 4 + [6] * 4 + [7] * 4
     assert batch.seed.tolist() == list(range(100, 112))
@@ -297,7 +260,7 @@ def test_batch_holds_what_was_sampled(trained: CausalLM) -> None:
 
 
 def test_responses_end_with_an_end_token_or_at_the_limit(trained: CausalLM) -> None:
-    batch, chunks = sample(trained, n=40, chunk=120)
+    batch, chunks = sample_texts(trained, n=40, chunk=120)
     texts = chunks[0].samples
     lengths = batch.response_mask.sum(1)
     seen = {"empty": 0, "ended": 0, "limit": 0}
@@ -320,9 +283,9 @@ def test_responses_end_with_an_end_token_or_at_the_limit(trained: CausalLM) -> N
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_samples_do_not_depend_on_the_chunk(trained: CausalLM, temperature: float) -> None:
     spec = replace(SPEC, temperature=temperature)
-    together, _ = sample(trained, spec, chunk=12)
+    together, _ = sample_texts(trained, spec, chunk=12)
     for chunk in (1, 3, 5):
-        found, _ = sample(trained, spec, chunk=chunk)
+        found, _ = sample_texts(trained, spec, chunk=chunk)
         assert torch.equal(found.response_mask, together.response_mask)
         kept = found.response_mask
         assert torch.equal(found.response_ids[kept], together.response_ids[kept])
@@ -333,7 +296,7 @@ def test_samples_do_not_depend_on_the_chunk(trained: CausalLM, temperature: floa
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 def test_recorded_log_probs_are_the_policys(trained: CausalLM, temperature: float) -> None:
-    batch, _ = sample(trained, replace(SPEC, temperature=temperature))
+    batch, _ = sample_texts(trained, replace(SPEC, temperature=temperature))
     policy = TokenPolicy(trained, trained.network)
     difference = (policy.log_probs(batch, 5) - batch.rollout_log_probs).abs()
     assert difference.max() < 1e-5
@@ -344,7 +307,7 @@ def test_recorded_log_probs_are_the_policys(trained: CausalLM, temperature: floa
 
 
 def test_bf16_rollout_has_a_small_mismatch(trained: CausalLM) -> None:
-    batch, _ = sample(trained, replace(SPEC, dtype="bf16"), n=20, chunk=20)
+    batch, _ = sample_texts(trained, replace(SPEC, dtype="bf16"), n=20, chunk=20)
     difference = (
         TokenPolicy(trained, trained.network).log_probs(batch, 5) - batch.rollout_log_probs
     ).abs()
@@ -357,7 +320,7 @@ def test_first_tokens_have_the_policys_frequencies(trained: CausalLM) -> None:
     """
     engine = TransformersEngine(trained, trained.network, dtype="fp32", chunk_size=1000)
     spec = replace(SPEC, temperature=1.5, response_length=1)
-    batch = next(engine.generate(request(spec, texts=["37+58="], n=1000))).batch
+    batch = next(engine.generate(text_request(spec, texts=["37+58="], n=1000))).batch
     ids, mask = trained.encode(["37+58="], max_length=8)
     with torch.no_grad():
         logits = trained.network(ids, attention_mask=mask.long()).logits[0, -1]
@@ -368,13 +331,13 @@ def test_first_tokens_have_the_policys_frequencies(trained: CausalLM) -> None:
 
 def test_sync_weights_changes_the_samples_and_refuses_other_tensors(trained: CausalLM) -> None:
     engine = TransformersEngine(trained, trained.network, dtype="fp32", chunk_size=12)
-    before = next(engine.generate(request(SPEC))).batch
+    before = next(engine.generate(text_request(SPEC))).batch
     new = {
         name: tensor * (-3 if "lora_B" in name else 1)
-        for name, tensor in state(trained.network).items()
+        for name, tensor in lora_state(trained.network).items()
     }
     engine.sync_weights(new, version=8)
-    after = next(engine.generate(request(SPEC))).batch
+    after = next(engine.generate(text_request(SPEC))).batch
     assert after.policy_version.unique().tolist() == [8]
     assert before.rollout_log_probs[:, 0].tolist() != after.rollout_log_probs[:, 0].tolist()
     name = next(iter(new))
@@ -400,10 +363,10 @@ def test_a_copy_in_bf16_keeps_the_rotary_frequencies(trained: CausalLM) -> None:
 def test_a_long_prompt_is_refused_while_sampling(trained: CausalLM) -> None:
     engine = TransformersEngine(trained, trained.network, dtype="fp32", chunk_size=12)
     with pytest.raises(ValueError, match=r"rollout\.prompt_length=5"):
-        next(engine.generate(request(replace(SPEC, prompt_length=5))))
+        next(engine.generate(text_request(replace(SPEC, prompt_length=5))))
 
 
-# --- the task
+# --- The task
 
 
 def task(model: CausalLM, **held_out: object) -> TextTask:
@@ -516,9 +479,9 @@ def test_stock_peft_gives_the_trained_log_probs_bit_for_bit(
     )
     model = load_causal_lm(config, CPU)
     perturb(add_lora(model, config, seed=0))
-    batch, _ = sample(model)
+    batch, _ = sample_texts(model)
     wanted = TokenPolicy(model, model.network).log_probs(batch, 12)
-    exported = export_lora(state(model.network), config, tmp_path / "lora")
+    exported = export_lora(lora_state(model.network), config, tmp_path / "lora")
     assert exported == tmp_path / "lora" / EXPORT_NAMES["causal_lm"]
     assert sorted(path.name for path in exported.parent.iterdir()) == [
         "adapter_config.json",
@@ -536,13 +499,15 @@ def test_stock_peft_gives_the_trained_log_probs_bit_for_bit(
 def test_training_goes_on_from_an_exported_lora(
     trained: CausalLM, config: ModelConfig, tmp_path: Path
 ) -> None:
-    exported = export_lora(state(trained.network), config, tmp_path)
+    exported = export_lora(lora_state(trained.network), config, tmp_path)
     same = replace(config, lora_path=str(tmp_path))
-    found = state(add_lora(load_causal_lm(same, CPU), same, seed=9))
-    assert all(torch.equal(found[name], tensor) for name, tensor in state(trained.network).items())
+    found = lora_state(add_lora(load_causal_lm(same, CPU), same, seed=9))
+    assert all(
+        torch.equal(found[name], tensor) for name, tensor in lora_state(trained.network).items()
+    )
     stronger = replace(config, lora_alpha=12, lora_path=str(exported))
-    found = state(add_lora(load_causal_lm(stronger, CPU), stronger, seed=9))
-    for name, tensor in state(trained.network).items():
+    found = lora_state(add_lora(load_causal_lm(stronger, CPU), stronger, seed=9))
+    for name, tensor in lora_state(trained.network).items():
         assert torch.equal(found[name], tensor * (0.5 if "lora_B" in name else 1.0))
     wide = replace(same, lora_rank=8)
     with pytest.raises(ValueError, match=r"model\.lora_rank=8"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from report.test_run import Page, make_run
+from support.report_pages import Page, make_run
 
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.report.compare import write_comparison

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from matplotlib import colormaps
 from PIL import Image
-from report.test_run import Page, make_run
+from support.report_pages import Page, make_run
 
 from flowgrpo_rc.monitoring.histograms import bin_edges
 from flowgrpo_rc.report.compare import write_comparison

@@ -56,7 +56,7 @@ class Unknown(Reward):
 NOT_A_FUNCTION = 3
 
 
-# --- exact match
+# --- Exact match
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_exact_match_of_nothing_is_a_match_only_for_an_empty_target():
     assert requires_target(RewardConfig(terms={"exact_match": {}}))
 
 
-# --- a function
+# --- A function
 
 
 def test_a_function_scores_texts_and_images():
@@ -130,7 +130,7 @@ def test_a_failing_import_of_the_functions_module_is_shown_as_it_is(tmp_path: Pa
         load_function("scores_with_a_hole:score")
 
 
-# --- the manager
+# --- The manager
 
 
 def test_the_manager_scores_texts():
@@ -178,7 +178,7 @@ def test_submit_checks_texts(samples, count, message):
     manager.close()
 
 
-# --- kinds
+# --- Kinds
 
 
 def test_a_reward_must_fit_the_model():

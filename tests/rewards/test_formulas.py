@@ -212,7 +212,7 @@ def test_how_far_a_wish_is_met(wish, objects, met):
     assert degree(wish, [CAT], objects) == pytest.approx(met)
 
 
-# --- examples
+# --- Examples
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ def run(config: RewardConfig, *, chunks: tuple[int, ...] = (2, 3)) -> tuple[Rewa
     return manager, rewards
 
 
-# --- rewards as a stranger may write them
+# --- Rewards as a stranger may write them
 
 
 class Index(Reward):
@@ -117,7 +117,7 @@ def returns(what: str) -> dict[str, object]:
     return {"_target_": f"{HERE}.Returns", "what": what}
 
 
-# --- the manager
+# --- The manager
 
 
 def test_weighted_sum_in_sample_order():
@@ -248,7 +248,7 @@ def test_submit_checks_its_input(batch, count, message):
     manager.close()
 
 
-# --- configuration
+# --- Configuration
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import Train, fingerprint, read_rows
-from policies.test_flow import WINDOWS, make_spec, trained_lora
+from support.image_rollouts import WINDOWS, make_spec, trained_lora
+from support.runs import Train, fingerprint, read_rows
+from support.updates import make_update
 from torch import nn
 from torch._dynamo.testing import CompileCounter
-from training.test_update import make
 
 from flowgrpo_rc import assets
 from flowgrpo_rc import build as assemble
@@ -212,8 +212,7 @@ def test_a_compiled_replica_computes_the_same(model: FlowModel) -> None:
     assert list(repeated_blocks(replicas[1])) == list(replicas[1].transformer_blocks)
 
 
-# The 8-bit optimizer
-# -------------------------------------------------------------------------------------------------
+# --- The 8-bit optimizer
 
 
 @needs_torchao
@@ -248,7 +247,7 @@ def test_8_bit_state_survives_a_checkpoint_bit_for_bit(
     monkeypatch.setattr(optim, "SMALLEST_8BIT", 0)
     settings = OptimConfig(name="adamw_8bit", lr=1e-3, lr_scheduler="linear")
     actor = ActorConfig(ppo_micro_batch_size_per_gpu=4, optim=settings)
-    update, batch = make(bundled, actor)
+    update, batch = make_update(bundled, actor)
     update.run(batch, 4)
     checkpoint = Checkpoint(step=1, tensors=update.tensors(), state={"update": update.state()})
     path = save_checkpoint(tmp_path, checkpoint, keep=1)
@@ -274,8 +273,7 @@ def test_8_bits_for_small_tensors_are_refused() -> None:
         make_optimizer([nn.Parameter(torch.zeros(4, 4))], OptimConfig(name="adamw_8bit"))
 
 
-# What they need
-# ------------------------------------------------------------------------------------------------------
+# --- What they need
 
 
 @pytest.mark.parametrize(

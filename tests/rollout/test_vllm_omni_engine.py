@@ -89,7 +89,7 @@ def fake_engine(
     return make
 
 
-# --- messages
+# --- Messages
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_nothing_is_unpickled(pair, tmp_path, monkeypatch):
     assert not Path("unpickled").exists()
 
 
-# --- the environment of the child
+# --- The environment of the child
 
 
 def test_launcher_variables_do_not_reach_the_child():
@@ -174,7 +174,7 @@ def test_a_child_sees_the_gpu_of_its_trainer(monkeypatch, before, index, gpus, v
     assert "VLLM_TARGET_DEVICE" not in found
 
 
-# --- options
+# --- Options
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_the_missing_package_is_named(train, capsys):
     assert "pip install 'flowgrpo_rc[vllm-omni]'" in capsys.readouterr().err
 
 
-# --- crashes and hangs
+# --- Crashes and hangs
 
 
 def gone(pid: int, seconds: float = 20) -> bool:
@@ -384,7 +384,7 @@ def test_the_command_line_reports_the_engine_and_fails(
     assert "no driver" in error
 
 
-# --- the LoRA in the engine
+# --- The LoRA in the engine
 
 
 def lora(seed: int) -> dict[str, Tensor]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Train, read_rows
-from policies.test_flow import make_spec, sample, trained_lora
+from support.image_rollouts import make_spec, sample_images, trained_lora
+from support.runs import Train, read_rows
 
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.models.base import ModelConfig, load_model
@@ -27,7 +27,7 @@ def test_bf16_on_both_sides_agrees_bitwise_in_equal_batches(checkpoint: Path, si
     model = load_model(ModelConfig(path=str(checkpoint), dtype="bf16"), torch.device("cpu"))
     policy = FlowPolicy(model, trained_lora(model))
     window = [[0, 1, 2], [1, 2, 3], [0, 1, 2], [1, 2, 3]]
-    batch, _ = sample(
+    batch, _ = sample_images(
         model, policy.network, make_spec("sde", 4.5, dtype="bf16"), window, chunk=size
     )
     assert torch.equal(policy.log_probs(batch, size), batch.rollout_log_probs)

@@ -14,11 +14,10 @@ import benchmark_decoupled
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import Train, read_rows, without_timings
-from correction.test_auto_bands import Counting
-from policies.test_flow import WINDOWS, make_spec, sample, trained_lora
-from policies.test_token import perturb
-from policies.test_token import sample as sample_text
+from support.costs import Counting
+from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
+from support.runs import Train, read_rows, without_timings
+from support.text_rollouts import perturb, sample_texts
 from torch import Tensor
 
 from flowgrpo_rc import assets
@@ -182,7 +181,9 @@ def test_it_is_the_recompute_bit_for_bit(
     )
     keep_means = correction.rules().needs_means
     spec = make_spec("sde", 1.0, dtype="bf16")
-    batch, _ = sample(policy.model, policy.network, spec, WINDOWS[window], keep_means=keep_means)
+    batch, _ = sample_images(
+        policy.model, policy.network, spec, WINDOWS[window], keep_means=keep_means
+    )
     batch = batch.replace(
         advantages=torch.tensor([1.0, -1.0, 2.0, -0.5]).unsqueeze(1).expand(4, batch.num_steps)
     )
@@ -230,7 +231,7 @@ def test_it_is_the_recompute_of_text_bit_for_bit(case: str) -> None:
     policy = TokenPolicy(language, add_lora(language, settings, seed=0))
     perturb(policy.network)
     spec = TokenSpec(dtype="bf16", temperature=1.0, prompt_length=8, response_length=6)
-    batch, _ = sample_text(language, spec, chunk=2)
+    batch, _ = sample_texts(language, spec, chunk=2)
     assert not batch.response_mask.all()
     advantages = torch.randn(len(batch), 1, generator=torch.Generator().manual_seed(0)).expand(
         -1, batch.num_steps
@@ -262,7 +263,7 @@ class Noisy(Counting):
 def test_the_first_ratio_is_exactly_1(policy: Counting) -> None:
     """Even where forwards with a graph and without one differ, as they may on other devices."""
     noisy = Noisy(policy.model, policy.network)
-    batch, _ = sample(policy.model, policy.network, make_spec("sde", 1.0), WINDOWS["first"])
+    batch, _ = sample_images(policy.model, policy.network, make_spec("sde", 1.0), WINDOWS["first"])
     batch = batch.replace(advantages=torch.ones(4, 2))
     correction = RolloutCorrectionConfig(**TOKEN_IS)
     loss = partial(diffusion_terms, LossConfig(rollout_correction=correction))
@@ -275,7 +276,7 @@ def test_the_first_ratio_is_exactly_1(policy: Counting) -> None:
 def test_a_rollout_that_is_not_finite_leaves_the_baseline_at_once(
     policy: Counting, reuses: bool
 ) -> None:
-    batch, _ = sample(policy.model, policy.network, make_spec("sde", 1.0), WINDOWS["first"])
+    batch, _ = sample_images(policy.model, policy.network, make_spec("sde", 1.0), WINDOWS["first"])
     batch.rollout_log_probs[0], batch.rollout_log_probs[1, 0] = math.nan, math.inf
     processes = Processes(Accelerator(cpu=True))
     floor = MismatchMonitor(policy, processes, bypass=False)
@@ -286,8 +287,7 @@ def test_a_rollout_that_is_not_finite_leaves_the_baseline_at_once(
     assert found.tolist() == [[False, False], [False, True], [True, True], [True, True]]
 
 
-# Where it may be
-# ----------------------------------------------------------------------------------------------------
+# --- Where it may be
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
-from policies.test_flow import WINDOWS, make_spec, sample, trained_lora
+from support.image_rollouts import make_spec, trained_lora
+from support.updates import make_update
 
-from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.transition import log_prob
-from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.distributed.processes import Processes
-from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig
-from flowgrpo_rc.losses.diffusion import diffusion_terms
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.models.lora import lora_parameters, reference_policy
 from flowgrpo_rc.policies.flow import FlowPolicy
@@ -25,30 +21,11 @@ from flowgrpo_rc.training.optim import OptimConfig
 from flowgrpo_rc.training.update import NonFiniteGradient, PolicyUpdate
 
 
-def make(model: FlowModel, actor: ActorConfig) -> tuple[PolicyUpdate, DiffusionBatch]:
-    transformer = trained_lora(model)
-    batch, _ = sample(model, transformer, make_spec("sde", 1.0), WINDOWS["first"])
-    advantages = torch.tensor([1.0, -1.0, 0.5, -0.5]).unsqueeze(1).expand(4, 2)
-    batch = batch.replace(old_log_probs=batch.rollout_log_probs, advantages=advantages)
-    loss = LossConfig(
-        diffusion_loss=DiffusionLossConfig(clip_ratio=1e-3),
-        rollout_correction=RolloutCorrectionConfig(),
-    )
-    policy = FlowPolicy(model, transformer)
-    return PolicyUpdate(
-        policy,
-        actor,
-        partial(diffusion_terms, loss),
-        Processes(Accelerator(cpu=True)),
-        total_updates=10,
-    ), batch
-
-
 def test_a_gradient_that_is_not_finite_skips_counts_and_ends_the_run(model: FlowModel) -> None:
     actor = ActorConfig(
         ppo_micro_batch_size_per_gpu=4, optim=OptimConfig(lr=1e-3, max_nonfinite_updates=3)
     )
-    update, batch = make(model, actor)
+    update, batch = make_update(model, actor)
     poisoned = batch.replace(advantages=torch.full((4, 2), torch.nan))
     before = {name: tensor.clone() for name, tensor in update.lora_state().items()}
     for count in (1, 2):
@@ -70,7 +47,7 @@ def test_a_gradient_that_is_not_finite_skips_counts_and_ends_the_run(model: Flow
 def test_gradient_equals_one_big_batch(model: FlowModel) -> None:
     """Micro-batches of one step add up to the gradient of the mean over the whole mini-batch."""
     actor = ActorConfig(ppo_micro_batch_size_per_gpu=2, optim=OptimConfig(lr=1e-3, clip_grad=1e9))
-    update, batch = make(model, actor)
+    update, batch = make_update(model, actor)
     policy = FlowPolicy(model, model.transformer)
     total = 0.0
     for t in range(2):
@@ -91,7 +68,7 @@ def test_average_and_its_reversal(model: FlowModel) -> None:
     actor = ActorConfig(
         ppo_micro_batch_size_per_gpu=4, optim=OptimConfig(lr=1e-3), ema=EMAConfig(update_interval=2)
     )
-    update, batch = make(model, actor)
+    update, batch = make_update(model, actor)
     values = []
     for _ in range(4):
         update.run(batch, 4)
@@ -129,7 +106,7 @@ def test_reference_policy_is_the_base_model_bitwise(model: FlowModel) -> None:
 )
 def test_learning_rate(model: FlowModel, name: str, warmup: int, wanted: list[float]) -> None:
     optim = OptimConfig(lr=1e-3, lr_scheduler=name, lr_warmup_steps=warmup)
-    update, batch = make(model, ActorConfig(ppo_micro_batch_size_per_gpu=4, optim=optim))
+    update, batch = make_update(model, ActorConfig(ppo_micro_batch_size_per_gpu=4, optim=optim))
     rates = [update.run(batch, 4).compute()["lr"] for _ in range(3)]
     assert rates == pytest.approx([1e-3 * factor for factor in wanted])
 
@@ -139,7 +116,7 @@ def test_state_round_trip_is_bitwise(model: FlowModel, tmp_path: Path) -> None:
     actor = ActorConfig(
         ppo_micro_batch_size_per_gpu=4, optim=optim, ema=EMAConfig(update_interval=1)
     )
-    update, batch = make(model, actor)
+    update, batch = make_update(model, actor)
     update.run(batch, 4)
     tensors = {
         stem: {n: t.clone() for n, t in group.items()} for stem, group in update.tensors().items()

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import Train, read_rows
-from correction.test_auto_bands import Counting
-from policies.test_flow import WINDOWS, make_spec, sample, trained_lora
 from support.builders import loss_config
+from support.costs import Counting
+from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
+from support.runs import Train, read_rows
 from torch import Tensor
 
 from flowgrpo_rc import diffusion_loss
@@ -46,7 +46,7 @@ class Setting:
     ) -> None:
         self.policy = Counting(model, trained_lora(model))
         spec = make_spec("sde", 1.0)
-        batch, _ = sample(model, self.policy.network, spec, WINDOWS[window], keep_means=True)
+        batch, _ = sample_images(model, self.policy.network, spec, WINDOWS[window], keep_means=True)
         faulty = batch.rollout_log_probs.clone()
         faulty[ROW, STEP] += FAULT
         advantages = torch.tensor([1.0, -1.0, 2.0, -0.5]).unsqueeze(1).expand(4, batch.num_steps)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pyarrow
 import pytest
-from conftest import WORDS, Train, read_rows
 from pyarrow import parquet
+from support.runs import WORDS, Train, read_rows
 from support.verl_omni_commands import QWEN_IMAGE, SD35
 
 from flowgrpo_rc.cli import main
@@ -44,8 +44,7 @@ def leaves(tree: object, prefix: str = "") -> dict[str, object]:
     }
 
 
-# Whole command lines
-# ------------------------------------------------------------------------------------------------
+# --- Whole command lines
 
 
 def test_the_qwen_image_command() -> None:
@@ -169,8 +168,7 @@ def test_a_whole_command_takes_the_other_systems_defaults() -> None:
     assert compose_all(WHOLE, config_name="tiny_ocr").config.rollout.pipeline.width == 64
 
 
-# Keys
-# ---------------------------------------------------------------------------------------------------------------
+# --- Keys
 
 
 def verl_omni_keys() -> list[str]:
