@@ -23,7 +23,7 @@ from support.faulty_engines import (
 from torch import Tensor
 
 from flowgrpo_rc.batch import DiffusionBatch
-from flowgrpo_rc.build import make_floor, make_source, make_task
+from flowgrpo_rc.build import make_monitor, make_source, make_task
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.metrics import MetricBag
@@ -140,7 +140,7 @@ class Bench:
         try:
             source.sync_weights(self.earlier, 0)
             source.sync_weights(self.now, 1)
-            return task, make_floor(config, task, processes), source.collect(2).batch
+            return task, make_monitor(config, task, processes), source.collect(2).batch
         finally:
             rewards.close()
             source.close()
@@ -300,7 +300,7 @@ def test_a_resumed_run_expects_the_same(bench: Bench) -> None:
     config = configure("rollout.dtype=bf16")
     task, first, batch = bench.parts(config)
     first.expect(batch, 1)
-    second = make_floor(config, task, Processes(Accelerator(cpu=True)))
+    second = make_monitor(config, task, Processes(Accelerator(cpu=True)))
     second.load(first.tensors())
     for floor in (first, second):
         floor.expect(batch.rows(0, 1), 2)

@@ -19,6 +19,7 @@ from support.gaussian_losses import (
     value_and_gradient,
 )
 from support.image_rollouts import KINDS, WINDOWS, make_spec, sample_images, trained_lora
+from support.modes import mode_of
 from support.oracles import Clip, clipped
 from support.runs import Train, read_rows
 from torch import Tensor
@@ -202,8 +203,8 @@ def test_in_bypass_mode_the_anchor_is_the_rollout(model: FlowModel, level: str) 
         ActorConfig(ppo_micro_batch_size_per_gpu=4),
         partial(diffusion_terms, settings),
         Processes(Accelerator(cpu=True)),
+        mode_of(settings.rollout_correction, policy),
         total_updates=1,
-        whole_windows=level == "window",
     )
     total = torch.zeros(())
     for t in range(4):

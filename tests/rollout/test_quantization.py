@@ -255,7 +255,12 @@ def test_8_bit_state_survives_a_checkpoint_bit_for_bit(
     wanted, state = fingerprint(update.lora_state()), update.state()
     loaded, processes = load_checkpoint(path), Processes(Accelerator(cpu=True))
     fresh = PolicyUpdate(
-        FlowPolicy(bundled, bundled.transformer), actor, update._loss, processes, total_updates=10
+        FlowPolicy(bundled, bundled.transformer),
+        actor,
+        update._loss,
+        processes,
+        update._mode,
+        total_updates=10,
     )
     fresh.load(loaded.tensors, loaded.state["update"])
     fresh.run(batch, 4)

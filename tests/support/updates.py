@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from accelerate import Accelerator
 from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
+from support.modes import mode_of
 
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
@@ -29,10 +30,12 @@ def make_update(model: FlowModel, actor: ActorConfig) -> tuple[PolicyUpdate, Dif
         rollout_correction=RolloutCorrectionConfig(),
     )
     policy = FlowPolicy(model, transformer)
+    mode = mode_of(loss.rollout_correction, policy)
     return PolicyUpdate(
         policy,
         actor,
         partial(diffusion_terms, loss),
         Processes(Accelerator(cpu=True)),
+        mode,
         total_updates=10,
     ), batch

@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from support.costs import Counting
 from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
+from support.modes import mode_of
 from support.runs import Train, read_rows, without_timings
 from support.text_rollouts import perturb, sample_texts
 from torch import Tensor
@@ -27,6 +28,7 @@ from flowgrpo_rc.core.reduce import identity
 from flowgrpo_rc.correction import auto_bands as auto_bands
 from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.reuse import why_recompute
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig, TokenLossConfig
 from flowgrpo_rc.losses.diffusion import diffusion_terms
@@ -34,12 +36,10 @@ from flowgrpo_rc.losses.token import token_terms
 from flowgrpo_rc.models.base import ModelConfig, load_model
 from flowgrpo_rc.models.causal_lm import load_causal_lm
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
-from flowgrpo_rc.monitoring.mismatch import MismatchMonitor
 from flowgrpo_rc.policies.base import Policy
 from flowgrpo_rc.policies.flow import StepEvaluation
 from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.training.config import ActorConfig
-from flowgrpo_rc.training.old_policy import OldPolicy, why_recompute
 from flowgrpo_rc.training.optim import OptimConfig
 from flowgrpo_rc.training.update import Loss, PolicyUpdate
 
@@ -75,21 +75,23 @@ def iterate(
     start = {name: p.detach().clone() for name, p in lora_parameters(policy.network).items()}
     config = ActorConfig(ppo_micro_batch_size_per_gpu=2, optim=OptimConfig(lr=1e-2), **actor)
     processes = Processes(Accelerator(cpu=True))
-    floor = MismatchMonitor(policy, processes, bypass=False, metric_names=correction.metric_names)
     bands = copy.deepcopy(bands)
-    options: dict[str, Any] = {"reuses": reuses, "keep_means": keep_means, "auto_bands": bands}
-    old = OldPolicy(policy, correction, processes, floor, micro_batch_size=2, **options)
-    update = PolicyUpdate(
-        policy, config, loss, processes, total_updates=10, floor=floor, old_policy=old
+    mode = mode_of(
+        correction,
+        policy,
+        micro_batch_size=2,
+        auto_bands=bands,
+        reuses=reuses,
+        keep_means=keep_means,
     )
+    update = PolicyUpdate(policy, config, loss, processes, mode, total_updates=10)
     gradients: list[Tensor] = []
     hooks = [
         p.register_hook(lambda gradient: gradients.append(gradient.clone()))
         for p in update.parameters
     ]
-    bag = update.run(old.before_rewards(batch), mini)
-    bag.merge(old.finish(), "rollout_corr")
-    bag.replace(floor.finish(), "rollout_corr")
+    bag = update.run(mode.begin(batch, 1), mini)
+    mode.finish(bag)
     scales = (
         []
         if bands is None
@@ -278,12 +280,8 @@ def test_a_rollout_that_is_not_finite_leaves_the_baseline_at_once(
 ) -> None:
     batch, _ = sample_images(policy.model, policy.network, make_spec("sde", 1.0), WINDOWS["first"])
     batch.rollout_log_probs[0], batch.rollout_log_probs[1, 0] = math.nan, math.inf
-    processes = Processes(Accelerator(cpu=True))
-    floor = MismatchMonitor(policy, processes, bypass=False)
-    old = OldPolicy(
-        policy, RolloutCorrectionConfig(), processes, floor, micro_batch_size=2, reuses=reuses
-    )
-    found = old.before_rewards(batch).rejection_mask
+    mode = mode_of(RolloutCorrectionConfig(), policy, micro_batch_size=2, reuses=reuses)
+    found = mode.begin(batch, 1).rejection_mask
     assert found.tolist() == [[False, False], [False, True], [True, True], [True, True]]
 
 
@@ -316,7 +314,7 @@ def test_a_rollout_that_is_not_finite_leaves_the_baseline_at_once(
             "all steps",
         ),
         (REJECTS | {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "auto:4"}, True, None),
-        ({"custom_correction": "builders:drop_odd"}, True, "custom_correction"),
+        ({"custom_correction": "support.builders:drop_odd"}, True, "custom_correction"),
         ({"rollout_is": "sequence"}, False, "all steps"),
         ({"rollout_is": "geometric"}, False, "all steps"),
         ({"rollout_is": "geometric"}, True, None),

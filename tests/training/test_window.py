@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from support.builders import loss_config
 from support.costs import Counting
 from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
+from support.modes import iterate, mode_of
 from support.runs import Train, read_rows
 from torch import Tensor
 
@@ -58,14 +59,17 @@ class Setting:
         )
 
     def update(self, config: LossConfig, bands: AutoBands | None = None) -> PolicyUpdate:
+        micro = self.actor.ppo_micro_batch_size_per_gpu
+        self.mode = mode_of(
+            config.rollout_correction, self.policy, micro_batch_size=micro, auto_bands=bands
+        )
         return PolicyUpdate(
             self.policy,
             self.actor,
             partial(diffusion_terms, config),
             Processes(Accelerator(cpu=True)),
+            self.mode,
             total_updates=10,
-            whole_windows=config.rollout_correction.bypass_level == "window",
-            auto_bands=bands,
         )
 
     def gradient(self, config: LossConfig, micro: int = 4) -> tuple[list[Tensor], dict[str, float]]:
@@ -203,7 +207,8 @@ def test_bands_that_know_the_scale_judge_trajectories(model: FlowModel) -> None:
             step = rows.step(t).replace(rollout_log_probs=torch.zeros_like(past))
             bands.judge(step, past, None)
         bands.finish(lambda rows: rows)
-        found = setting.update(loss_config(correction), bands).run(setting.batch, 4).compute()
+        update = setting.update(loss_config(correction), bands)
+        found = iterate(update, setting.mode, setting.batch, 4)
         rejected[level] = found["rollout_corr/rollout_rs_masked_fraction"]
     assert rejected == {"step": 1 / 16, "window": 4 / 16}
 
