@@ -195,6 +195,15 @@ class Batch:
         they are needed, the means of its steps."""
         raise NotImplementedError
 
+    def wholly_rejected(self) -> Tensor:
+        """Returns the samples [B] bool that have steps, all of which the correction rejected.
+
+        They must not shift the mean of their group.
+        """
+        if self.rejection_mask is None:
+            return torch.zeros_like(self.group, dtype=torch.bool)
+        return self.valid.any(1) & ~(self.valid & self.rejection_mask).any(1)
+
     def replace(self, **changes: Any) -> Self:
         return replace(self, **changes)
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flowgrpo_rc.core.metrics import MetricBag, std_from_moments
 from flowgrpo_rc.core.reduce import AllReduce, identity, masked_mean
 
 # estimator -> (divide by a standard deviation, take that of the whole batch), where the user does
@@ -96,3 +97,54 @@ def group_decoupled(
     ).sum(0)
     std = masked_mean(summed**2, valid, all_reduce=all_reduce).sqrt()
     return Advantages(summed / (std + eps), torch.stack([part.zero_std for part in alone]).all(0))
+
+
+def estimate(
+    estimator: str,
+    rewards: Tensor,
+    terms: Sequence[Tensor],
+    weights: Sequence[float],
+    group: Tensor,
+    valid: Tensor,
+    *,
+    norm_by_std: bool,
+    global_std: bool,
+    all_reduce: AllReduce = identity,
+) -> Advantages:
+    """Computes the advantages of an estimator by its name, one of `ESTIMATORS`.
+
+    Args:
+      estimator: the name.
+      rewards: weighted sum of the rewards, [B].
+      terms: each reward by itself, [B]; read by `gdpo` alone.
+      weights: weight of each of the terms.
+      group: index of the prompt that a sample belongs to, [B] int64.
+      valid: samples that have a reward and take part, [B] bool.
+      norm_by_std: whether to divide by a standard deviation.
+      global_std: whether that is the standard deviation of the batch.
+      all_reduce: adds up a tensor over processes.
+    """
+    if estimator == "gdpo":
+        return group_decoupled(terms, weights, group, valid, all_reduce=all_reduce)
+    return group_relative(
+        rewards,
+        group,
+        valid,
+        norm_by_std=norm_by_std,
+        global_std=global_std,
+        leave_one_out=estimator == "rloo",
+        all_reduce=all_reduce,
+    )
+
+
+def advantage_metrics(advantages: Advantages, valid: Tensor) -> MetricBag:
+    """Measures advantages over the samples that are `valid`, [B] bool."""
+    metrics = MetricBag()
+    metrics.mean("zero_std_ratio", advantages.zero_std.double())
+    metrics.mean("advantages/mean", advantages.values, valid)
+    metrics.mean("advantages/_square", advantages.values**2, valid)
+    metrics.max("advantages/max", advantages.values, valid)
+    metrics.min("advantages/min", advantages.values, valid)
+    moments = ("advantages/mean", "advantages/_square")
+    metrics.derive("advantages/std", moments, std_from_moments)
+    return metrics

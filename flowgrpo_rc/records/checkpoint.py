@@ -22,6 +22,7 @@ from torch import Tensor
 
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
+OLDER = "lora_step_"  # stem of the LoRA of an earlier step
 _NAME = re.compile(r"step_(\d+)")
 
 
@@ -38,6 +39,11 @@ class Checkpoint:
     step: int
     tensors: Mapping[str, Mapping[str, Tensor]]
     state: Mapping[str, Any]
+
+    def older_weights(self) -> dict[int, Mapping[str, Tensor]]:
+        """Returns the LoRAs of earlier steps that rollouts still to come need, by step."""
+        stems = [stem for stem in self.tensors if stem.startswith(OLDER)]
+        return {int(stem.removeprefix(OLDER)): self.tensors[stem] for stem in stems}
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:

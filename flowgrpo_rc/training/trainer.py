@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from flowgrpo_rc.batch import Batch, Rewards
-from flowgrpo_rc.core.advantages import group_decoupled, group_relative
-from flowgrpo_rc.core.metrics import MetricBag, std_from_moments
+from flowgrpo_rc.core.advantages import advantage_metrics, estimate
+from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.distributed.processes import Processes, peak_memory_gib
 from flowgrpo_rc.monitoring.health import HealthMonitor
 from flowgrpo_rc.monitoring.histograms import Counts, histograms
 from flowgrpo_rc.monitoring.staleness import staleness
-from flowgrpo_rc.records.checkpoint import Checkpoint, save_checkpoint
+from flowgrpo_rc.records.checkpoint import OLDER, Checkpoint, save_checkpoint
 from flowgrpo_rc.records.console import Console
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.rejected import RejectedSamples
@@ -37,8 +37,6 @@ from flowgrpo_rc.training.sources.source import Collected, RolloutSource
 from flowgrpo_rc.training.stopping import StopRequest
 from flowgrpo_rc.training.tasks.task import Task
 from flowgrpo_rc.training.update import PolicyUpdate
-
-_OLDER = "lora_step_"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +91,7 @@ class Trainer:
             components.update.load(resumed.tensors, resumed.state["update"])
             components.health.load_state_dict(resumed.state["health"])
             components.mode.load(resumed.tensors)
-            for version, weights in sorted(older_weights(resumed).items()):
+            for version, weights in sorted(resumed.older_weights().items()):
                 components.source.sync_weights(weights, version)
         components.source.sync_weights(components.update.lora_state(), self._step)
 
@@ -159,37 +157,26 @@ class Trainer:
 
     def _with_advantages(self, batch: Batch, rewards: Rewards) -> Batch:
         algorithm = self._components.algorithm
-        all_reduce = self._components.processes.sum
         device = batch.group.device
         valid = rewards.valid.to(device)
         if algorithm.rollout_correction.excludes_rejected:
-            excluded = wholly_rejected(batch)
+            excluded = batch.wholly_rejected()
             self._metrics.mean("rollout_corr/excluded_fraction", excluded.double())
             valid = valid & ~excluded
-        if algorithm.adv_estimator == "gdpo":
-            weights = self._components.rewards.weights
-            terms = [rewards.parts[name].to(device) for name in weights]
-            found = group_decoupled(
-                terms, list(weights.values()), batch.group, valid, all_reduce=all_reduce
-            )
-        else:
-            found = group_relative(
-                rewards.total.to(device),
-                batch.group,
-                valid,
-                norm_by_std=algorithm.norm_by_std,
-                global_std=algorithm.norm_by_global_std,
-                leave_one_out=algorithm.adv_estimator == "rloo",
-                all_reduce=all_reduce,
-            )
-        metrics = self._metrics
-        metrics.mean("zero_std_ratio", found.zero_std.double())
-        metrics.mean("advantages/mean", found.values, valid)
-        metrics.mean("advantages/_square", found.values**2, valid)
-        metrics.max("advantages/max", found.values, valid)
-        metrics.min("advantages/min", found.values, valid)
-        moments = ("advantages/mean", "advantages/_square")
-        metrics.derive("advantages/std", moments, std_from_moments)
+        # A saved rollout need not have each reward by itself, and only gdpo reads them.
+        weights = self._components.rewards.weights if algorithm.adv_estimator == "gdpo" else {}
+        found = estimate(
+            algorithm.adv_estimator,
+            rewards.total.to(device),
+            [rewards.parts[name].to(device) for name in weights],
+            list(weights.values()),
+            batch.group,
+            valid,
+            norm_by_std=algorithm.norm_by_std,
+            global_std=algorithm.norm_by_global_std,
+            all_reduce=self._components.processes.sum,
+        )
+        self._metrics.merge(advantage_metrics(found, valid))
         advantages = found.values.float().unsqueeze(1).expand(-1, batch.num_steps)
         return batch.replace(advantages=advantages)
 
@@ -258,7 +245,7 @@ class Trainer:
                 older = components.source.older_weights()
                 tensors = {
                     **components.update.tensors(),
-                    **{f"{_OLDER}{step}": weights for step, weights in older.items()},
+                    **{f"{OLDER}{step}": weights for step, weights in older.items()},
                     **components.mode.tensors(),
                 }
                 checkpoint = Checkpoint(step=self._step, tensors=tensors, state=state)
@@ -279,19 +266,3 @@ class Trainer:
             torch.cuda.synchronize()
         elapsed = time.perf_counter() - start
         self._seconds[phase] = self._seconds.get(phase, 0.0) + elapsed
-
-
-def older_weights(checkpoint: Checkpoint) -> dict[int, Mapping[str, torch.Tensor]]:
-    """Returns what the checkpoint holds of `RolloutSource.older_weights`, by step."""
-    stems = [stem for stem in checkpoint.tensors if stem.startswith(_OLDER)]
-    return {int(stem.removeprefix(_OLDER)): checkpoint.tensors[stem] for stem in stems}
-
-
-def wholly_rejected(batch: Batch) -> torch.Tensor:
-    """Returns the samples [B] bool that have steps, all of which the correction rejected.
-
-    They must not shift the mean of their group.
-    """
-    if batch.rejection_mask is None:
-        return torch.zeros_like(batch.group, dtype=torch.bool)
-    return batch.valid.any(1) & ~(batch.valid & batch.rejection_mask).any(1)
