@@ -1,4 +1,4 @@
-"""TODO."""
+"""Secrets are removed before anything is written."""
 
 from __future__ import annotations
 

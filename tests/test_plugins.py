@@ -1,4 +1,4 @@
-"""Plug-ins: how they are found and built, and a conformance test for every reward in the folder."""
+"""How plug-ins are found and built."""
 
 from __future__ import annotations
 

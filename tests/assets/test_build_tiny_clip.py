@@ -1,4 +1,4 @@
-"""TODO."""
+"""The bundled CLIP against the numbers that its build wrote down."""
 
 from __future__ import annotations
 

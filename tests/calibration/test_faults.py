@@ -1,4 +1,4 @@
-"""TODO."""
+"""Fitting the size of a fault."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Bad input: an exit code of 2 and one line that names what was given, what is allowed and which
-key to change.
+"""Bad input ends with exit code 2 and one line.
+
+The line says what was given, what is allowed and which key to change.
 """
 
 from __future__ import annotations

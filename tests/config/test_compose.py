@@ -1,4 +1,4 @@
-"""TODO."""
+"""Every shipped configuration composes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The estimators k1, k2 and k3, and the exact KL of two Gaussians."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Metrics: MetricBag, the diagnostics of the correction, and both over micro-batches and
-processes.
-"""
+"""MetricBag: what it computes, merges and renames, and how it adds up over processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Masked sums and means."""
 
 from __future__ import annotations
 

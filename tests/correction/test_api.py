@@ -1,4 +1,4 @@
-"""TODO."""
+"""The public functions: they agree with the core, check their inputs and correct whole batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`auto:k`: bands about the running median of the mismatch, that of each step before an update."""
+"""`auto:k`: bands around the running median of the mismatch, for each step, before an update."""
 
 from __future__ import annotations
 

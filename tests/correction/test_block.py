@@ -1,4 +1,4 @@
-"""TODO."""
+"""A batch is corrected in blocks of rows; where a block ends changes nothing."""
 
 from __future__ import annotations
 

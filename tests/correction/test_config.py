@@ -1,4 +1,4 @@
-"""TODO."""
+"""RolloutCorrectionConfig: wrong values, contradictions, settings of the documents, its fields."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Importance weights, rejection and what is not finite, against the decimal formulas of
-`oracles`.
-"""
+"""Importance weights and values that are not finite, against the decimal formulas of `oracles`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""A user's function in place of the built-in correction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The metrics of the correction: their names, their values by hand, and their precision."""
 
 from __future__ import annotations
 

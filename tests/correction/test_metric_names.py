@@ -1,4 +1,4 @@
-"""TODO."""
+"""The metrics under the names of slime."""
 
 from __future__ import annotations
 

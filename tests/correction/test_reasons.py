@@ -1,4 +1,4 @@
-"""TODO."""
+"""Why a sample was rejected: which value left which bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Rejection criteria and the veto, against the decimal formulas of `oracles`."""
 
 from __future__ import annotations
 

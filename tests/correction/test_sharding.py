@@ -1,4 +1,4 @@
-"""TODO."""
+"""Micro-batches and processes change neither weights nor mask nor metrics."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`step_kl`: the exact Gaussian KL between the steps of rollout and training graph, and what it
-rejects.
-"""
+"""`step_kl` rejects by the exact KL between the rollout's step and the training graph's."""
 
 from __future__ import annotations
 

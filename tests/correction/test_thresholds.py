@@ -1,4 +1,4 @@
-"""The grammar of criteria and thresholds, and settings that contradict each other."""
+"""The grammar of criteria and thresholds."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The modes of importance weights (truncate, clip, mask, icepop), normalisation over what is kept,
-blocks, names.
-"""
+"""The modes of importance weights (truncate, clip, mask, icepop), and their normalisation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The shipped configurations of `accelerate launch`, and the launches in the documentation."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""One process or two: the same noise, the same images. What is then learned:
-test_distributed.py.
-"""
+"""A number of processes that does not fit the batch is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Replicated or sharded: which strategy a launcher asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference pages are those of the code, and the table of metrics knows every metric."""
+"""The reference pages are those that the code writes, and the table of metrics is complete."""
 
 from __future__ import annotations
 

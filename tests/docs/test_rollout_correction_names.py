@@ -1,6 +1,7 @@
-"""Every name of the four documents and of verl 0.9.1: written down here, mapped in
-docs/rollout_correction_names.md and used. A name that the page leaves out, or that nothing answers
-to, fails."""
+"""Every name of the four documents and of verl 0.9.1 is on docs/rollout_correction_names.md.
+
+The names are written down here. A name that the page leaves out, or that nothing answers to, fails.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The benchmarks run and print their ratios."""
 
 from __future__ import annotations
 

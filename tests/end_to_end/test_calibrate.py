@@ -1,6 +1,4 @@
-"""`flowgrpo-rc calibrate`: what it measures, the faults that it names, and the settings that it
-writes.
-"""
+"""`flowgrpo-rc calibrate`: what it measures, which faults it names, which settings it writes."""
 
 from __future__ import annotations
 

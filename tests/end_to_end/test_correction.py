@@ -1,4 +1,4 @@
-"""TODO."""
+"""Runs with each part of the rollout correction."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Replicated or sharded, one process or several: the same LoRA to 1e-10 in float64; and no run that
-hangs.
+"""One process or several, replicated or sharded: the same LoRA to 1e-10 in float64.
+
+A process that dies or hangs ends the run.
 """
 
 from __future__ import annotations

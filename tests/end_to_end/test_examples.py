@@ -1,6 +1,4 @@
-"""The examples: tutorials learn, by the package's own loss; parts of one's own train; the notebook
-runs.
-"""
+"""The examples train: the tutorials, a user's own loss and model, the notebook, the scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""What a run leaves is exported with a model card whose program works."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""What the parts of the trainer that judge a rollout notice of an engine with a fault, in one
-iteration of the bundled
-model: source, task, noise floor and health rules as `assemble` makes them, without an update."""
+"""An engine with a fault is noticed in one iteration of the bundled model.
+
+The iteration consists of the parts that judge a rollout, as a run assembles them: source, task,
+mismatch monitor and health rules. There is no update.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Every model with an adapter trains from the command line."""
 
 from __future__ import annotations
 

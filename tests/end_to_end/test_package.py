@@ -1,4 +1,4 @@
-"""What ships: every configuration composes, the wheel carries its configs, the examples run."""
+"""An installed wheel finds its configurations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Runs with a quantized rollout and an 8-bit optimizer."""
 
 from __future__ import annotations
 

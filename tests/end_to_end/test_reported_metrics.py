@@ -1,4 +1,4 @@
-"""TODO."""
+"""Runs report only metrics that docs/metrics.md explains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Runs whose rewards fail, come from a hostile server, have different scales, or score latents."""
 
 from __future__ import annotations
 

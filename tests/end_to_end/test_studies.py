@@ -1,4 +1,4 @@
-"""TODO."""
+"""The studies run, and go on where they were interrupted."""
 
 from __future__ import annotations
 

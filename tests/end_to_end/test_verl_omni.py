@@ -1,4 +1,4 @@
-"""TODO."""
+"""Commands of verl-omni train here."""
 
 from __future__ import annotations
 

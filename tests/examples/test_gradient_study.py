@@ -1,6 +1,4 @@
-"""The gradient study: gradients against autograd, statistics against known expectations, a run from
-end to end.
-"""
+"""The gradient study: gradients against autograd, statistics against known expectations."""
 
 from __future__ import annotations
 

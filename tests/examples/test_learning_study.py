@@ -1,6 +1,4 @@
-"""The learning study: its cells are valid runs, it goes on where it was, and its tables do with
-whatever is there.
-"""
+"""The learning study: its cells are valid runs, and its tables take partial data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The example of a user's own loss, and wrong names of such parts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The recipes for real models: what their scripts run composes, calibrated, and fits the card in
-their name.
-"""
+"""What the recipes for real models run composes, calibrates, and fits the card in their name."""
 
 from __future__ import annotations
 

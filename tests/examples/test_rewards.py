@@ -1,4 +1,4 @@
-"""TODO."""
+"""The example of a user's own reward, and the conversion of published reward models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The tutorials take only the core, and their losses are those of the package."""
 
 from __future__ import annotations
 

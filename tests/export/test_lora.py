@@ -1,4 +1,4 @@
-"""TODO."""
+"""The exported LoRA of a language model: stock PEFT loads it, and training goes on from it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The model card: metadata that the Hub reads, numbers of the run and nothing else, and a program
-that works.
-"""
+"""The model card has the metadata that the Hub reads and the numbers of the run, and no secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Language models: encoding with left padding, decoding, end tokens."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What every adapter must do, on a random checkpoint of its pipeline's class (`tiny_models`).
 
-A new adapter is found by its file; it takes part as soon as `tiny_models.TINY` has a checkpoint for
+A new adapter is found by its file. It takes part as soon as `tiny_models.TINY` has a checkpoint for
 it.
 """
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""With the LoRA switched off, the model is the base model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a step's decisions leave behind: histograms of all processes, and the rejected samples with
-their reasons.
-"""
+"""The worst rejected samples of a step."""
 
 from __future__ import annotations
 

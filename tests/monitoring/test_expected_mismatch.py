@@ -1,4 +1,4 @@
-"""TODO."""
+"""The mismatch that the precisions of rollout and training explain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Histograms against numpy, and over processes."""
 
 from __future__ import annotations
 

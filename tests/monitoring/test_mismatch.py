@@ -1,5 +1,6 @@
-"""The noise floor's numbers against numpy and formulas, over processes, and apart from the policy's
-movement.
+"""The mismatch before the first update, and the policy's own movement after it.
+
+Numbers are compared with numpy and formulas, and over processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Moving weights by one unit in the last place."""
 
 from __future__ import annotations
 

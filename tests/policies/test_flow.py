@@ -1,4 +1,4 @@
-"""The ratio can be trusted: what the rollout recorded is what the training graph computes."""
+"""The log-probs that a rollout recorded are those that the training graph computes."""
 
 from __future__ import annotations
 

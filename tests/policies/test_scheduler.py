@@ -1,4 +1,4 @@
-"""TODO."""
+"""The SDE scheduler in a stock diffusers pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Language models: padding, the policy, the engine, its precision, and the LoRA files."""
+"""The policy of a language model: log-probs, padding, the reference KL, gradient checkpointing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, and never a damaged one taken for a good one."""
+"""A checkpoint is whole or not there, and a damaged one is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""What the console prints, with and without a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""metrics.jsonl: its lines, a torn last line, a full disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The rejected samples of a run: pictures, texts, reasons in words, and how many are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Grids of samples, and thumbnails."""
 
 from __future__ import annotations
 

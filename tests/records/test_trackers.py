@@ -1,4 +1,4 @@
-"""metrics.jsonl, the trackers behind accelerate, and the console."""
+"""wandb and tensorboard: what they record, and which loggers are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Line charts: ticks, axes, and long runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The report's section on the correction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The figure that `plot_rollout_correction` draws."""
 
 from __future__ import annotations
 

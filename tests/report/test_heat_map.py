@@ -1,4 +1,4 @@
-"""TODO."""
+"""Heat maps, read back from their colours."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What people look at: the pictures inside the pages, what they show, and the pages in a real
-browser.
-"""
+"""The pictures in the pages, and the pages in a real browser."""
 
 from __future__ import annotations
 

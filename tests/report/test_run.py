@@ -1,4 +1,4 @@
-"""The report, its sample grids and the correction figure, on fabricated runs."""
+"""The report of a run, from fabricated run folders."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Rewards on text: what the manager takes, which reward fits which model, exact match, plain
-functions.
-"""
+"""The exact-match reward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""A user's function as a reward, and the reward manager on texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The GenEval reward: sides and wishes by hand, prompts and answers that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Rewards that score the latents that an image is decoded from."""
 
 from __future__ import annotations
 

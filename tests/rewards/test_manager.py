@@ -1,6 +1,4 @@
-"""The reward manager: weights, order, hostile rewards, what counts as a failure, and the
-configuration.
-"""
+"""The reward manager: weights, order, hostile rewards, what counts as a failure, configuration."""
 
 from __future__ import annotations
 

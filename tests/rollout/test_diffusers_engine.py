@@ -1,4 +1,4 @@
-"""TODO."""
+"""The diffusers engine: what a batch holds, and that it does not depend on the chunks."""
 
 from __future__ import annotations
 

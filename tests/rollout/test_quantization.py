@@ -1,4 +1,4 @@
-"""Low precision: quantized and compiled replicas, the 8-bit optimizer, and what they need."""
+"""Quantized and compiled replicas, and what they need."""
 
 from __future__ import annotations
 

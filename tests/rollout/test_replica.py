@@ -1,4 +1,4 @@
-"""TODO."""
+"""A copy of the network in bf16 or fp32."""
 
 from __future__ import annotations
 

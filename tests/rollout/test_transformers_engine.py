@@ -1,4 +1,4 @@
-"""TODO."""
+"""The transformers engine: what a batch holds, frequencies of tokens, precision, new weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""VllmOmniEngine and its process without vLLM-Omni: the protocol, the environment, options,
-crashes, hangs, weights.
+"""VllmOmniEngine without vLLM-Omni: its options, and the weights that its child binds.
 
-Scripts stand in for the child. What the real engine does is tested in vllm_omni_real/.
+Scripts stand in for the child. The real engine is tested in vllm_omni_real/.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""What several tests build: log-probs, masks, settings, small batches, and processes made of
-threads.
-"""
+"""Log-probs, masks, settings, small batches, and processes made of threads."""
 
 from __future__ import annotations
 

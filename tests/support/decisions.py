@@ -1,4 +1,4 @@
-"""TODO."""
+"""Decisions of the correction with known differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Programs that stand in for the process of a vLLM-Omni engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Reward servers that hang, flood, lie or repeat the token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Checkpoints that the adapters are tested on."""
 
 from __future__ import annotations
 

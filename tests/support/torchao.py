@@ -1,4 +1,4 @@
-"""TODO."""
+"""The mark of tests that need torchao."""
 
 from __future__ import annotations
 

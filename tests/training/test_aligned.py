@@ -1,6 +1,4 @@
-"""`actor.replay=aligned`: what the rollout evaluated together is evaluated together, so that equal
-precisions agree.
-"""
+"""`actor.replay=aligned`: batches of the rollout are evaluated in the same batches, bit for bit."""
 
 from __future__ import annotations
 

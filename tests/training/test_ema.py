@@ -1,4 +1,4 @@
-"""TODO."""
+"""The average of the weights, and its reversal."""
 
 from __future__ import annotations
 

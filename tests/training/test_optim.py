@@ -1,4 +1,4 @@
-"""TODO."""
+"""The learning rate, and the 8-bit optimizer."""
 
 from __future__ import annotations
 

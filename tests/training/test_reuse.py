@@ -1,4 +1,4 @@
-"""Decoupled mode without a recompute: the first mini-batch's own forwards are its old policy."""
+"""Decoupled mode without a recompute: forwards of the first mini-batch give old log-probs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The update: gradients that are not finite, the average of the weights, the learning rate."""
+"""The update: gradients of micro-batches, gradients that are not finite, its state."""
 
 from __future__ import annotations
 

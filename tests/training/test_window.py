@@ -1,6 +1,4 @@
-"""`bypass_level=window`: in bypass mode, too, criteria and weights of sequences mean the
-trajectory.
-"""
+"""`bypass_level=window`: criteria and weights of sequences see the whole window in bypass mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The rollout correction in the words of the documents: contradictions, layers, translations."""
 
 from __future__ import annotations
 

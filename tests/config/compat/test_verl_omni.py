@@ -1,6 +1,4 @@
-"""Command lines of verl-omni: every key is translated, reported or stops the run, and never
-silently ignored.
-"""
+"""Every key of a verl-omni command is translated, reported or refused; none is silently ignored."""
 
 from __future__ import annotations
 

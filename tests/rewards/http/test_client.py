@@ -1,6 +1,4 @@
-"""Servers that refuse, hang, drip, flood or lie: a reward fails in time, the run goes on, no token
-is written down.
-"""
+"""Servers that refuse, hang, flood or lie: a reward fails in time and writes no token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Messages between the trainer and the engine's process; nothing is unpickled."""
 
 from __future__ import annotations
 

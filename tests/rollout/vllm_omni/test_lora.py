@@ -1,4 +1,4 @@
-"""TODO."""
+"""The LoRA weights that the engine binds, and their fingerprint."""
 
 from __future__ import annotations
 

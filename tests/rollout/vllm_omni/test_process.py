@@ -1,4 +1,4 @@
-"""TODO."""
+"""The engine's process: its environment, crashes, hangs and its end."""
 
 from __future__ import annotations
 

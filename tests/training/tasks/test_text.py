@@ -1,4 +1,4 @@
-"""TODO."""
+"""The text task: evaluation, requests, what it observes, saved samples."""
 
 from __future__ import annotations
 
