@@ -15,7 +15,8 @@ import flowgrpo_rc
 ROOT = Path(flowgrpo_rc.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-# The rooms of the package, from the ground up. A file imports its own room and lower ones, under TYPE_CHECKING too.
+# The rooms of the package, from the ground up. A file imports its own room and lower ones, also
+# under TYPE_CHECKING.
 FLOORS = (
     ("batch", "plugins", "files", "core"),
     ("correction",),

@@ -67,7 +67,8 @@ def test_the_ending_of_an_engine_may_be_left_out(name):
     [
         (
             "jpg",
-            r"no plug-in 'jpg' \(did you mean 'jpeg'\?\); available: aesthetic, clip, exact_match, function",
+            r"no plug-in 'jpg' \(did you mean 'jpeg'\?\); "
+            "available: aesthetic, clip, exact_match, function",
         ),
         (
             "nothing_like_it",

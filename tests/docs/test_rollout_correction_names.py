@@ -34,98 +34,152 @@ SECTION = "algorithm.rollout_correction"
 # --- The names of the documents
 
 KEYS = {
-    "math": """bypass_old_logprob_for_rollout use_pure_rollout_correction rollout_is rollout_is_threshold rollout_rs
-        rollout_rs_threshold rollout_rs_threshold_lower rollout_token_veto_threshold rollout_is_batch_normalize""",
-    "usage": """algorithm.rollout_correction rollout_is rollout_is_threshold rollout_rs rollout_rs_threshold
-        rollout_rs_threshold_lower rollout_token_veto_threshold bypass_old_logprob_for_rollout
-        use_pure_rollout_correction actor_rollout_ref.rollout.calculate_log_probs""",
-    "diffusion": """algorithm.rollout_correction DiffusionActorConfig.rollout_correction bypass_mode rollout_is
-        rollout_rs rollout_rs_threshold rollout_is_threshold loss_type sde_window_size""",
-    "verl 0.9.1": """algorithm.rollout_correction rollout_is rollout_is_threshold rollout_is_batch_normalize rollout_rs
-        rollout_rs_threshold bypass_mode loss_type""",
+    "math": """
+        bypass_old_logprob_for_rollout use_pure_rollout_correction rollout_is
+        rollout_is_threshold rollout_rs rollout_rs_threshold rollout_rs_threshold_lower
+        rollout_token_veto_threshold rollout_is_batch_normalize
+    """,
+    "usage": """
+        algorithm.rollout_correction rollout_is rollout_is_threshold rollout_rs
+        rollout_rs_threshold rollout_rs_threshold_lower rollout_token_veto_threshold
+        bypass_old_logprob_for_rollout use_pure_rollout_correction
+        actor_rollout_ref.rollout.calculate_log_probs
+    """,
+    "diffusion": """
+        algorithm.rollout_correction DiffusionActorConfig.rollout_correction bypass_mode
+        rollout_is rollout_rs rollout_rs_threshold rollout_is_threshold loss_type
+        sde_window_size
+    """,
+    "verl 0.9.1": """
+        algorithm.rollout_correction rollout_is rollout_is_threshold rollout_is_batch_normalize
+        rollout_rs rollout_rs_threshold bypass_mode loss_type
+    """,
     "verl 0.6.1": "use_policy_gradient",
 }
 FLAGS = {
-    "slime": """--use-tis --custom-config-path --use-rollout-logprobs --get-mismatch-metrics --use-rollout-correction
-        --tis-mode --tis-lower-bound --tis-upper-bound --tis-level --tis-batch-normalize --use-rs --rs-lower-bound
-        --rs-upper-bound --rs-level --rs-veto-threshold --custom-tis-function-path --mis-level --mis-mode
-        --mis-upper-bound --mis-lower-bound --mis-veto-threshold --mis-batch-normalize""",
+    "slime": """
+        --use-tis --custom-config-path --use-rollout-logprobs --get-mismatch-metrics
+        --use-rollout-correction --tis-mode --tis-lower-bound --tis-upper-bound --tis-level
+        --tis-batch-normalize --use-rs --rs-lower-bound --rs-upper-bound --rs-level
+        --rs-veto-threshold --custom-tis-function-path --mis-level --mis-mode --mis-upper-bound
+        --mis-lower-bound --mis-veto-threshold --mis-batch-normalize
+    """,
 }
 VALUES = {
-    "math": """rollout_is=null rollout_is=token rollout_is=sequence rollout_rs=token rollout_rs=sequence
-        rollout_rs=geometric""",
-    "usage": """rollout_is=null rollout_is=token rollout_is=sequence rollout_rs=null rollout_rs=token
-        rollout_rs=sequence rollout_rs=geometric""",
-    "diffusion": """rollout_is=sequence rollout_rs=seq_mean_k1 rollout_rs=token_k1 loss_type=ppo_clip flow_grpo
-        grpo_guard""",
-    "slime": """tis_mode=truncate tis_mode=clip mis_mode=mask tis_level=token tis_level=sequence tis_level=geometric
-        rs_level=token rs_level=sequence rs_level=geometric""",
-    "verl 0.9.1": """rollout_is=null rollout_is=token rollout_is=sequence rollout_is_threshold=0.5_5.0 rollout_rs=null
-        loss_type=ppo_clip loss_type=reinforce rollout_rs=token_k1 rollout_rs=token_k2 rollout_rs=token_k3
-        rollout_rs=seq_sum_k1 rollout_rs=seq_sum_k2 rollout_rs=seq_sum_k3 rollout_rs=seq_mean_k1 rollout_rs=seq_mean_k2
-        rollout_rs=seq_mean_k3 rollout_rs=seq_max_k2 rollout_rs=seq_max_k3""",
+    "math": """
+        rollout_is=null rollout_is=token rollout_is=sequence rollout_rs=token
+        rollout_rs=sequence rollout_rs=geometric
+    """,
+    "usage": """
+        rollout_is=null rollout_is=token rollout_is=sequence rollout_rs=null rollout_rs=token
+        rollout_rs=sequence rollout_rs=geometric
+    """,
+    "diffusion": """
+        rollout_is=sequence rollout_rs=seq_mean_k1 rollout_rs=token_k1 loss_type=ppo_clip
+        flow_grpo grpo_guard
+    """,
+    "slime": """
+        tis_mode=truncate tis_mode=clip mis_mode=mask tis_level=token tis_level=sequence
+        tis_level=geometric rs_level=token rs_level=sequence rs_level=geometric
+    """,
+    "verl 0.9.1": """
+        rollout_is=null rollout_is=token rollout_is=sequence rollout_is_threshold=0.5_5.0
+        rollout_rs=null loss_type=ppo_clip loss_type=reinforce rollout_rs=token_k1
+        rollout_rs=token_k2 rollout_rs=token_k3 rollout_rs=seq_sum_k1 rollout_rs=seq_sum_k2
+        rollout_rs=seq_sum_k3 rollout_rs=seq_mean_k1 rollout_rs=seq_mean_k2
+        rollout_rs=seq_mean_k3 rollout_rs=seq_max_k2 rollout_rs=seq_max_k3
+    """,
 }
 NAMED_PRESETS = {
-    "math": """decoupled_token_is decoupled_seq_is decoupled_seq_is_rs decoupled_geo_rs ppo_is_bypass pg_rs pg_is
-        disabled""",
+    "math": """
+        decoupled_token_is decoupled_seq_is decoupled_seq_is_rs decoupled_geo_rs ppo_is_bypass
+        pg_rs pg_is disabled
+    """,
     "usage": "token_is seq_is seq_is_rs seq_mis geo_rs ppo_is_bypass pure_is disabled",
-    "verl 0.9.1": """decoupled_token_is decoupled_seq_is decoupled_token_icepop decoupled_seq_is_rs decoupled_geo_rs
-        bypass_ppo_clip bypass_ppo_clip_geo_rs bypass_ppo_clip_k3_rs bypass_pg_is bypass_pg_token_icepop
-        bypass_pg_geo_rs decoupled_geo_rs_seq_tis decoupled_geo_rs_token_tis bypass_pg_geo_rs_seq_tis
-        bypass_pg_geo_rs_token_tis decoupled_k3_rs decoupled_k3_rs_seq_tis decoupled_k3_rs_token_tis disabled""",
+    "verl 0.9.1": """
+        decoupled_token_is decoupled_seq_is decoupled_token_icepop decoupled_seq_is_rs
+        decoupled_geo_rs bypass_ppo_clip bypass_ppo_clip_geo_rs bypass_ppo_clip_k3_rs
+        bypass_pg_is bypass_pg_token_icepop bypass_pg_geo_rs decoupled_geo_rs_seq_tis
+        decoupled_geo_rs_token_tis bypass_pg_geo_rs_seq_tis bypass_pg_geo_rs_token_tis
+        decoupled_k3_rs decoupled_k3_rs_seq_tis decoupled_k3_rs_token_tis disabled
+    """,
 }
 NAMED_FUNCTIONS = {
-    "math": """RolloutCorrectionConfig compute_policy_loss_with_rollout_correction compute_rollout_rejection_mask
-        compute_policy_loss compute_offpolicy_metrics actor.compute_log_prob""",
-    "usage": """RolloutCorrectionConfig compute_rollout_correction_and_rejection_mask compute_offpolicy_metrics
-        compute_policy_loss_with_rollout_correction check_rollout_correction_health plot_is_metrics
-        actor.compute_log_prob""",
-    "diffusion": """apply_bypass_mode_to_diffusion_batch diffusion_loss compute_rollout_correction_and_rejection_mask
-        apply_rollout_correction_to_diffusion_batch""",
-    "verl 0.9.1": """RolloutCorrectionConfig compute_rollout_correction_and_rejection_mask
-        compute_rollout_correction_weights
-        compute_rollout_rejection_mask compute_offpolicy_metrics compute_is_metrics compute_rs_metrics
-        compute_rollout_correction_and_add_to_batch compute_rollout_corr_metrics_from_logprobs apply_bypass_mode
-        compute_policy_loss_bypass_mode compute_policy_loss_reinforce""",
+    "math": """
+        RolloutCorrectionConfig compute_policy_loss_with_rollout_correction
+        compute_rollout_rejection_mask compute_policy_loss compute_offpolicy_metrics
+        actor.compute_log_prob
+    """,
+    "usage": """
+        RolloutCorrectionConfig compute_rollout_correction_and_rejection_mask
+        compute_offpolicy_metrics compute_policy_loss_with_rollout_correction
+        check_rollout_correction_health plot_is_metrics actor.compute_log_prob
+    """,
+    "diffusion": """
+        apply_bypass_mode_to_diffusion_batch diffusion_loss
+        compute_rollout_correction_and_rejection_mask
+        apply_rollout_correction_to_diffusion_batch
+    """,
+    "verl 0.9.1": """
+        RolloutCorrectionConfig compute_rollout_correction_and_rejection_mask
+        compute_rollout_correction_weights compute_rollout_rejection_mask
+        compute_offpolicy_metrics compute_is_metrics compute_rs_metrics
+        compute_rollout_correction_and_add_to_batch compute_rollout_corr_metrics_from_logprobs
+        apply_bypass_mode compute_policy_loss_bypass_mode compute_policy_loss_reinforce
+    """,
 }
 ARGUMENTS = {
-    "usage": (
-        "old_log_prob rollout_log_prob response_mask modified_response_mask metrics "
-        "rollout_is_weights"
-    ),
+    "usage": """
+        old_log_prob rollout_log_prob response_mask modified_response_mask metrics
+        rollout_is_weights
+    """,
     "diffusion": "old_log_probs rollout_log_probs rollout_is_weights",
     "slime": "old_log_probs rollout_log_probs",
 }
 METRICS = {
     "math": "rollout_is_batch_norm_factor",
-    "usage": """rollout_is_mean rollout_is_std rollout_is_min rollout_is_max rollout_is_eff_sample_size
-        rollout_is_veto_fraction rollout_is_catastrophic_token_fraction rollout_is_ratio_fraction_high
-        rollout_is_ratio_fraction_low rollout_is_seq_mean rollout_is_seq_std rollout_is_seq_min rollout_is_seq_max
-        rollout_is_seq_max_deviation rollout_is_seq_fraction_high rollout_is_seq_fraction_low
-        rollout_is_masked_fraction rollout_is_seq_masked_fraction training_ppl rollout_ppl ppl_ratio training_log_ppl
-        rollout_log_ppl log_ppl_diff log_ppl_abs_diff log_ppl_diff_max log_ppl_diff_min kl k3_kl chi2_token
-        chi2_seq""",
-    "diffusion": """rollout_is_mean rollout_is_max rollout_is_min rollout_is_eff_sample_size rollout_rs_masked_fraction
-        rollout_rs_seq_masked_fraction kl k3_kl log_ppl_diff chi2_token chi2_seq rejected_ratio log_ppl_abs_diff""",
-    "verl 0.9.1": """rollout_is_mean rollout_is_std rollout_is_min rollout_is_max rollout_is_eff_sample_size
-        rollout_is_ratio_fraction_high rollout_is_ratio_fraction_low rollout_is_seq_mean rollout_is_seq_std
-        rollout_is_seq_min rollout_is_seq_max rollout_is_seq_max_deviation rollout_is_seq_fraction_high
-        rollout_is_seq_fraction_low rollout_is_oob_ratio rollout_is_batch_norm_factor rollout_rs_masked_fraction
-        rollout_rs_seq_masked_fraction training_ppl rollout_ppl ppl_ratio training_log_ppl rollout_log_ppl
-        log_ppl_diff log_ppl_abs_diff log_ppl_diff_max log_ppl_diff_min kl k3_kl chi2_token chi2_seq
-        rollout_rs_{criterion}_mean rollout_rs_{criterion}_max rollout_rs_{criterion}_min rollout_rs_{criterion}_std
-        rollout_rs_{criterion}_fraction_high rollout_rs_{criterion}_fraction_low rollout_rs_{criterion}_seq_mean
-        rollout_rs_{criterion}_seq_std rollout_rs_{criterion}_seq_max rollout_rs_{criterion}_seq_min
-        rollout_rs_{criterion}_seq_max_deviation rollout_rs_{criterion}_seq_fraction_high
-        rollout_rs_{criterion}_seq_fraction_low rollout_rs_{criterion}_masked_fraction
-        rollout_rs_{criterion}_seq_masked_fraction""",
+    "usage": """
+        rollout_is_mean rollout_is_std rollout_is_min rollout_is_max rollout_is_eff_sample_size
+        rollout_is_veto_fraction rollout_is_catastrophic_token_fraction
+        rollout_is_ratio_fraction_high rollout_is_ratio_fraction_low rollout_is_seq_mean
+        rollout_is_seq_std rollout_is_seq_min rollout_is_seq_max rollout_is_seq_max_deviation
+        rollout_is_seq_fraction_high rollout_is_seq_fraction_low rollout_is_masked_fraction
+        rollout_is_seq_masked_fraction training_ppl rollout_ppl ppl_ratio training_log_ppl
+        rollout_log_ppl log_ppl_diff log_ppl_abs_diff log_ppl_diff_max log_ppl_diff_min kl k3_kl
+        chi2_token chi2_seq
+    """,
+    "diffusion": """
+        rollout_is_mean rollout_is_max rollout_is_min rollout_is_eff_sample_size
+        rollout_rs_masked_fraction rollout_rs_seq_masked_fraction kl k3_kl log_ppl_diff
+        chi2_token chi2_seq rejected_ratio log_ppl_abs_diff
+    """,
+    "verl 0.9.1": """
+        rollout_is_mean rollout_is_std rollout_is_min rollout_is_max rollout_is_eff_sample_size
+        rollout_is_ratio_fraction_high rollout_is_ratio_fraction_low rollout_is_seq_mean
+        rollout_is_seq_std rollout_is_seq_min rollout_is_seq_max rollout_is_seq_max_deviation
+        rollout_is_seq_fraction_high rollout_is_seq_fraction_low rollout_is_oob_ratio
+        rollout_is_batch_norm_factor rollout_rs_masked_fraction rollout_rs_seq_masked_fraction
+        training_ppl rollout_ppl ppl_ratio training_log_ppl rollout_log_ppl log_ppl_diff
+        log_ppl_abs_diff log_ppl_diff_max log_ppl_diff_min kl k3_kl chi2_token chi2_seq
+        rollout_rs_{criterion}_mean rollout_rs_{criterion}_max rollout_rs_{criterion}_min
+        rollout_rs_{criterion}_std rollout_rs_{criterion}_fraction_high
+        rollout_rs_{criterion}_fraction_low rollout_rs_{criterion}_seq_mean
+        rollout_rs_{criterion}_seq_std rollout_rs_{criterion}_seq_max
+        rollout_rs_{criterion}_seq_min rollout_rs_{criterion}_seq_max_deviation
+        rollout_rs_{criterion}_seq_fraction_high rollout_rs_{criterion}_seq_fraction_low
+        rollout_rs_{criterion}_masked_fraction rollout_rs_{criterion}_seq_masked_fraction
+    """,
 }
 SLIME_METRICS = {
-    "slime": """mismatch_training_log_ppl mismatch_training_ppl mismatch_rollout_log_ppl mismatch_rollout_ppl
-        mismatch_kl mismatch_k3_kl mismatch_log_ppl_diff mismatch_log_ppl_abs_diff mismatch_ppl_ratio
-        train_rollout_logprob_abs_diff ois mis_mean_is_weight_before_clip mis_ratio_mean_after_mis
-        mis_truncate_fraction mis_clip_fraction_low mis_clip_fraction_high mis_mask_fraction_low
-        mis_mask_fraction_high mis_catastrophic_token_fraction mis_catastrophic_seq_fraction mis_batch_norm_factor""",
+    "slime": """
+        mismatch_training_log_ppl mismatch_training_ppl mismatch_rollout_log_ppl
+        mismatch_rollout_ppl mismatch_kl mismatch_k3_kl mismatch_log_ppl_diff
+        mismatch_log_ppl_abs_diff mismatch_ppl_ratio train_rollout_logprob_abs_diff ois
+        mis_mean_is_weight_before_clip mis_ratio_mean_after_mis mis_truncate_fraction
+        mis_clip_fraction_low mis_clip_fraction_high mis_mask_fraction_low
+        mis_mask_fraction_high mis_catastrophic_token_fraction mis_catastrophic_seq_fraction
+        mis_batch_norm_factor
+    """,
 }
 PINNED = {
     "Keys": KEYS,

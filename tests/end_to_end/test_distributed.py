@@ -260,7 +260,8 @@ for per_node, parts in ((4, 4), (2, 2), (1, 4)):
     shard_frozen_weights(network, torch.device("cpu"), timedelta(seconds=60))
     frozen = {name: p for name, p in network.named_parameters() if not p.requires_grad}
     assert all(isinstance(p, DTensor) for p in frozen.values())
-    assert not any(isinstance(p, DTensor) for name, p in network.named_parameters() if name not in frozen)
+    others = [p for name, p in network.named_parameters() if name not in frozen]
+    assert not any(isinstance(p, DTensor) for p in others)
     here = sum(p.to_local().numel() for p in frozen.values())
     assert here * parts == sum(p.numel() for p in frozen.values()), here
     with torch.no_grad():
@@ -269,7 +270,8 @@ for per_node, parts in ((4, 4), (2, 2), (1, 4)):
         net(x).square().sum().backward()
     for block, other in zip(network.blocks, whole.blocks):
         assert torch.equal(block.lora.grad, other.lora.grad) and block.lora.grad.abs().sum() > 0
-    assert isinstance(network.blocks[0].base.weight, DTensor), "gathered weights are freed after the backward"
+    freed = isinstance(network.blocks[0].base.weight, DTensor)
+    assert freed, "gathered weights are freed after the backward"
 dist.destroy_process_group()
 """
 
@@ -357,10 +359,11 @@ Trainer(parts, None)
 prompts = parts.source.prompts(1)
 request = parts.task.request(prompts, parts.source._seeds(prompts))
 chunks = list(parts.source.engine.generate(request))
+seeds = torch.cat([chunk.batch.seed for chunk in chunks])
 save_file(
     {
         "group": torch.cat([chunk.batch.group for chunk in chunks]),
-        "noise": torch.cat([normal((8, 8, 16), chunk.batch.seed.tolist(), "step", 1) for chunk in chunks]),
+        "noise": normal((8, 8, 16), seeds.tolist(), "step", 1),
         "window": request.window,
         "latents": torch.cat([chunk.batch.all_latents for chunk in chunks]),
         "images": torch.cat([torch.from_numpy(chunk.samples) for chunk in chunks]),

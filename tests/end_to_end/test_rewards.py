@@ -38,7 +38,8 @@ class TooShort(Reward):
 
 class OneInFour(Reward):
     def __call__(self, images, prompts):
-        return Scores(values=[float("nan") if p.index % 4 == 0 else float(p.index) for p in prompts])
+        numbers = [float(prompt.index) for prompt in prompts]
+        return Scores(values=[n if n % 4 else float("nan") for n in numbers])
 """
 
 

@@ -24,7 +24,10 @@ REWARDS = ("ocr", "pickscore")
 STAND_IN = """#!/usr/bin/env bash
 printf '%q ' "$(basename "$0")" "$@" >> {log}; echo >> {log}
 while [ $# -gt 0 ]; do
-    if [ "$1" = --out ]; then mkdir -p "$2/calibration"; cp {result} "$2/calibration/measured.yaml"; fi
+    if [ "$1" = --out ]; then
+        mkdir -p "$2/calibration"
+        cp {result} "$2/calibration/measured.yaml"
+    fi
     shift
 done
 """

@@ -20,9 +20,12 @@ from accelerate import Accelerator
 from PIL import Image
 from flowgrpo_rc.records.trackers import Trackers, accelerate_loggers
 logger, run_dir = sys.argv[1], Path(sys.argv[2])
-accelerator = Accelerator(cpu=True, log_with=accelerate_loggers(["console", logger]), project_dir=run_dir)
+loggers = accelerate_loggers(["console", logger])
+accelerator = Accelerator(cpu=True, log_with=loggers, project_dir=run_dir)
 config = {"model": {"path": "tiny_model"}, "reward": {"api_key": "hunter2"}}
-trackers = Trackers(accelerator, project_name="proj", experiment_name="exp", run_dir=run_dir, config=config)
+trackers = Trackers(
+    accelerator, project_name="proj", experiment_name="exp", run_dir=run_dir, config=config
+)
 trackers.log(0, {"val/reward": 0.25})
 trackers.log_image(0, "samples", Image.new("RGB", (16, 8), "red"))
 trackers.log_histograms(1, {"log_ratio": {-31: 4, 0: 1, 41: 3}})

@@ -153,6 +153,7 @@ def test_a_reward_must_fit_the_model():
         check_kind(RewardConfig(terms={"jpeg": {}, "f": function}), "video")
     with pytest.raises(
         ValueError,
-        match=r"reward\.terms\.x: Unknown\.kind='sound': allowed are image, video, text, latent, any",
+        match=r"reward\.terms\.x: Unknown\.kind='sound': "
+        "allowed are image, video, text, latent, any",
     ):
         validate_rewards(RewardConfig(terms={"x": {"_target_": f"{HERE}.Unknown"}}))
