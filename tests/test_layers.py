@@ -1,4 +1,4 @@
-"""Arrows point down only: the imports of the package, read from its source."""
+"""Imports point down only, and a few more rules about the package's source."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""An iteration and its checkpoint on a device that is not the host's: tensors of the meta device
-hold no numbers, but as on any other device it is an error where they meet the host's."""
+"""An iteration and its checkpoint on a device other than the host.
+
+Tensors of the meta device hold no numbers. As on any other device, an operation on one of them and
+a tensor of the host is an error.
+"""
 
 from __future__ import annotations
 

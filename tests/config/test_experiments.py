@@ -1,6 +1,4 @@
-"""The shipped experiments: they compose for the hardware in their name, and hold the published
-settings.
-"""
+"""Shipped experiments compose for the hardware in their name and hold published settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`auto:k`: bands about the running median of the mismatch, that of each step before an update."""
+"""`auto:k`: bands around the running median of the mismatch, for each step, before an update."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from support.costs import Counting
 from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
 from support.modes import iterate, mode_of
 from support.oracles import estimate
-from support.runs import Train, read_rows, without_timings
 from torch import Tensor
 
 from flowgrpo_rc import compute_rollout_correction_and_rejection_mask
@@ -403,37 +401,3 @@ def test_it_needs_a_run() -> None:
     batch = diffusion_batch(training, old_log_probs=training)
     with pytest.raises(ValueError, match="AutoBands"):
         apply_rollout_correction_to_batch(batch, RolloutCorrectionConfig(**settings))
-
-
-RULES = [
-    "algorithm.rollout_correction.rollout_rs=[token_k1,step_kl]",
-    "algorithm.rollout_correction.rollout_rs_threshold=auto:4",
-]
-
-
-@pytest.mark.parametrize(
-    ("bypass", "further"),
-    [(False, []), (False, ["algorithm.rollout_correction.exclude_rejected=false"]), (True, [])],
-    ids=["recomputed", "own_forwards", "bypass"],
-)
-def test_a_run_goes_on_with_its_bands(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bypass: bool, further: list[str]
-) -> None:
-    monkeypatch.setattr(module, "WARM_UP", 2)
-    options = [
-        *RULES,
-        *further,
-        f"algorithm.rollout_correction.bypass_mode={bypass}",
-        "rollout.dtype=bf16",
-        "trainer.save_freq=1",
-    ]
-    assert train(*options, "trainer.max_time=1e-9") == 75
-    assert len(read_rows(tmp_path / "run")) == 2
-    assert train(*options) == 0
-    assert train(*options, f"trainer.output_dir={tmp_path / 'whole'}") == 0
-    resumed, whole = (without_timings(read_rows(tmp_path / name)) for name in ("run", "whole"))
-    assert resumed == whole
-    prefix = "actor/rollout_corr/rollout_rs" if bypass else "rollout_corr/rollout_rs"
-    assert f"{prefix}_token_k1_auto_spread" not in whole[1]
-    assert whole[2][f"{prefix}_token_k1_auto_spread"] > FLOOR
-    assert 0 < whole[2][f"{prefix}_step_kl_auto_warm_fraction"] <= 1

@@ -1,6 +1,8 @@
-"""What the parts of the trainer that judge a rollout notice of an engine with a fault, in one
-iteration of the bundled
-model: source, task, noise floor and health rules as `assemble` makes them, without an update."""
+"""An engine with a fault is noticed in one iteration of the bundled model.
+
+The iteration consists of the parts that judge a rollout, as a run assembles them: source, task,
+mismatch monitor and health rules. There is no update.
+"""
 
 from __future__ import annotations
 
@@ -172,8 +174,8 @@ def iterate(bench: Bench, *further: str) -> Seen:
     bag = MetricBag()
     bag.merge(task.observe(batch))
     floor.expect(batch, 2)
-    floor.before(batch, task.policy.log_probs(batch, 12))
-    bag.merge(floor.finish(), "rollout_corr")
+    floor.before_update(batch, task.policy.log_probs(batch, 12))
+    bag.merge(floor.finish(old_is_rollout=False), "rollout_corr")
     row = bag.compute()
     alarms = HealthMonitor(config.effective_correction()).update(2, row)
     return Seen(

@@ -1,6 +1,4 @@
-"""The training command on a language model: what it writes, corrects, resumes, replays, and that it
-learns.
-"""
+"""Training a language model: what a run writes, corrects, resumes, replays and learns."""
 
 from __future__ import annotations
 

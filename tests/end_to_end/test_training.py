@@ -1,6 +1,4 @@
-"""The training command on a random-weight checkpoint: what it writes, resumes, exports and refuses
-to repeat.
-"""
+"""Training a random image model: what a run writes, resumes, exports and refuses to repeat."""
 
 from __future__ import annotations
 

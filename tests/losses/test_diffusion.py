@@ -1,4 +1,4 @@
-"""diffusion_loss: value, gradient and metrics against formulas of their own."""
+"""diffusion_loss: value, gradient and metrics against independent formulas."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from support.gaussian_losses import (
 from support.image_rollouts import KINDS, WINDOWS, make_spec, sample_images, trained_lora
 from support.modes import mode_of
 from support.oracles import Clip, clipped
-from support.runs import Train, read_rows
+from support.runs import Train
 from torch import Tensor
 from torch.distributions import Normal
 
@@ -228,26 +227,3 @@ def test_in_bypass_mode_the_anchor_is_the_rollout(model: FlowModel, level: str) 
         if gradient is not None:
             torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-4 * size)
     assert bag.compute()["step_kl_max"] > 0
-
-
-@pytest.mark.parametrize("mode", ["grpo_guard", "flow_dppo"])
-@pytest.mark.parametrize("bypass", [False, True])
-def test_a_run_in_both_modes(train: Train, tmp_path: Path, mode: str, bypass: bool) -> None:
-    """In decoupled mode the anchor is the recompute, from which the first update has not moved; a
-    bf16 rollout has.
-    """
-    options = [
-        f"actor.diffusion_loss.loss_mode={mode}",
-        f"algorithm.rollout_correction.bypass_mode={bypass}",
-    ]
-    whole = ["rollout.dtype=bf16", "trainer.total_training_steps=1", "actor.ppo_mini_batch_size=4"]
-    whole += ["actor.ema.enable=false"]
-    assert train(*options, *whole) == 0
-    row = read_rows(tmp_path / "run")[-1]
-    assert math.isfinite(row["actor/pg_loss"])
-    if bypass:
-        assert row["actor/step_kl_max"] > 0
-    else:
-        assert row["actor/step_kl_max"] == 0
-        assert row["actor/ratio_mean"] == 1
-        assert row["actor/ratio_std"] == 0

@@ -1,6 +1,4 @@
-"""No dilution, no leak: rejected rows neither shrink the gradient of the others nor move their
-advantages.
-"""
+"""Rejected rows neither shrink the gradient of the others nor move their advantages."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""token_loss: value and gradient against formulas of their own; micro-batches and processes add
-up.
-"""
+"""token_loss: value and gradient against independent formulas; micro-batches add up."""
 
 from __future__ import annotations
 

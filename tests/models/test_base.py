@@ -1,6 +1,4 @@
-"""Settings that a model's class does not have are refused by the names of its own, before anything
-is loaded.
-"""
+"""A setting that a model's class does not have is refused before anything is loaded."""
 
 from __future__ import annotations
 

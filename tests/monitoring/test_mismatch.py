@@ -1,5 +1,6 @@
-"""The noise floor's numbers against numpy and formulas, over processes, and apart from the policy's
-movement.
+"""The mismatch before the first update, and the policy's own movement after it.
+
+Numbers are compared with numpy and formulas, and over processes.
 """
 
 from __future__ import annotations
@@ -7,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,36 +18,26 @@ from support.builders import diffusion_batch, loss_config, token_batch
 from support.costs import transfers
 from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
 from support.modes import mode_of
-from support.runs import Train, read_rows
-from support.text_rollouts import perturb, sample_texts
 from torch import Tensor
 
-from flowgrpo_rc import assets
-from flowgrpo_rc.batch import Batch, DiffusionBatch, TokenSpec
+from flowgrpo_rc.batch import Batch, DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.diffusion import diffusion_terms
-from flowgrpo_rc.models.base import FlowModel, ModelConfig
-from flowgrpo_rc.models.causal_lm import load_causal_lm
-from flowgrpo_rc.models.lora import add_lora
-from flowgrpo_rc.monitoring.expected_mismatch import ExpectedMismatch, relative_size
+from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.monitoring.mismatch import (
     MismatchMonitor,
     advised_clip_ratio,
     drift,
-    over,
     quantile,
     spread,
 )
-from flowgrpo_rc.policies.base import nudge
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.training.config import ActorConfig
 from flowgrpo_rc.training.optim import OptimConfig
 from flowgrpo_rc.training.update import PolicyUpdate
-
-RC = "algorithm.rollout_correction"
 
 
 def differences(rows: int, steps: int, seed: int = 0) -> Tensor:
@@ -216,96 +206,6 @@ def test_drift_without_the_mismatch_that_contains_it(moved: float) -> None:
     assert drift(after, before)[1] == 2 * count
 
 
-def test_a_nudge_is_one_unit_in_the_last_place() -> None:
-    values = torch.randn(64, 33, generator=torch.Generator().manual_seed(0)).bfloat16()
-    values[0] = 0
-    moved = nudge(values.float(), torch.bfloat16)
-    assert moved.dtype == torch.bfloat16
-    assert torch.equal(moved, nudge(values, torch.bfloat16))
-    assert (moved[0] == 0).all()
-    steps = (moved.view(torch.int16) - values.view(torch.int16))[1:]
-    assert set(steps.unique().tolist()) <= {-1, 0, 1}
-    assert (steps != 0).double().mean() > 0.98  # a half of those at powers of 2 stay
-    assert steps.double().mean().abs() < 0.1
-
-
-class Rounding(FlowPolicy):
-    """Log-probs that are 1e-4 apart where they are rounded; counts how often it was asked."""
-
-    asked = 0
-
-    def __init__(self, *, rounded: bool) -> None:
-        self._rounded = rounded
-
-    def log_probs(self, batch: DiffusionBatch, micro_batch_size: int) -> Tensor:
-        self.asked += 1
-        return torch.full(batch.step_indices.shape, 1e-4 if self._rounded else 0.0)
-
-
-class WithAnother(Processes):
-    """One of two processes; the other one's samples are in cells without an expectation."""
-
-    def __init__(self, news: bool) -> None:
-        super().__init__(Accelerator(cpu=True))
-        self._news = news
-
-    def any(self, flag: bool) -> bool:
-        return flag or self._news
-
-
-@pytest.mark.parametrize(
-    ("moved", "elsewhere", "asked"), [(0, False, 1), (2, False, 2), (0, True, 2)]
-)
-def test_steps_of_another_window_get_their_expectation_at_once(
-    moved: int, elsewhere: bool, asked: int
-) -> None:
-    """A later iteration's mismatch is twice the expectation, wherever its window lies."""
-    policy, processes = Rounding(rounded=False), WithAnother(elsewhere)
-    expected = ExpectedMismatch(
-        policy, Rounding(rounded=True), processes, size=1.0, least=4e-7, micro_batch_size=2
-    )
-    floor = MismatchMonitor(policy, processes, expected=expected)
-    batch = diffusion_batch(torch.zeros(4, 2)).replace(sigmas=torch.linspace(1, 0, 6))
-    for step in (1, 2, 3):
-        here = batch.replace(step_indices=batch.step_indices + (0 if step == 1 else moved))
-        floor.expect(here, step)
-        floor.before_update(here, torch.full((4, 2), 2e-4))
-        assert floor.finish(old_is_rollout=False).compute()[
-            "mismatch_over_expected"
-        ] == pytest.approx(2.0)
-        if step == 2:
-            assert policy.asked == asked
-    assert policy.asked == asked + elsewhere
-
-
-def test_expectation_of_cells_that_nobody_saw() -> None:
-    sums = torch.tensor([[6e-4, 2e-4, 5.0], [3.0, 2.0, 1.0]], dtype=torch.float64)
-    total, number = over(sums, torch.tensor([1e-4, 1e-4, math.nan], dtype=torch.float64))
-    assert (total / number).item() == pytest.approx((6 + 2) / 5)
-
-
-@pytest.mark.parametrize(
-    ("rollout", "dtype", "mixed", "wanted"),
-    [
-        ("fp32", "fp32", "no", 0.0),
-        ("fp32", "fp64", "no", 0.0),
-        ("bf16", "fp32", "no", 1.0),
-        ("bf16+int8", "fp32", "no", math.hypot(1.0, 0.75)),
-        ("fp32", "fp32", "bf16", 1.0),
-        ("bf16", "fp32", "bf16", math.hypot(1.0, 1.0)),
-        ("bf16", "bf16", "no", 1.0),
-        ("bf16", "bf16", "bf16", 1.0),
-        ("fp32", "bf16", "no", None),
-        ("bf16+int8", "bf16", "no", None),
-        ("bf16", "fp64", "no", None),
-    ],
-)
-def test_precisions_add_up_in_squares(
-    rollout: str, dtype: str, mixed: str, wanted: float | None
-) -> None:
-    assert relative_size(rollout, dtype, mixed) == wanted
-
-
 Make = Callable[..., tuple[PolicyUpdate, MismatchMonitor, DiffusionBatch]]
 
 
@@ -382,72 +282,3 @@ def test_one_update_has_nothing_after_it(make: Make) -> None:
     update, floor, batch = make(bypass=True)
     update.run(batch, 4)
     assert "policy_drift_abs_mean" not in floor.finish(old_is_rollout=True).compute()
-
-
-@pytest.mark.parametrize("mode", ["bypass", "decoupled"])
-def test_a_run_reports_it(train: Train, tmp_path: Path, mode: str) -> None:
-    """The first mini-batch has half of the samples; the learning rate moves the policy far beyond
-    the mismatch.
-    """
-    assert (
-        train(
-            f"{RC}.bypass_mode={str(mode == 'bypass').lower()}",
-            "rollout.dtype=bf16",
-            "actor.optim.lr=0.1",
-        )
-        == 0
-    )
-    prefix = "actor/rollout_corr/" if mode == "bypass" else "rollout_corr/"
-    for row in read_rows(tmp_path / "run")[1:]:
-        own = {
-            name.removeprefix(prefix): value
-            for name, value in row.items()
-            if name.startswith(prefix)
-        }
-        median, p99, most = (own[f"logprob_abs_diff_{part}"] for part in ("p50", "p99", "max"))
-        assert 0 < median < p99 <= most < 0.01 < own["policy_drift_abs_mean"]
-        assert own["mismatch_over_clip"] == pytest.approx(median / 1e-4)
-        assert (own["pre_update_clip_fraction"] == 0) == (mode == "decoupled")
-        assert 0.3 < own["mismatch_over_expected"] < 2.0
-    assert not (tmp_path / "run" / "health.jsonl").exists()
-
-
-@pytest.mark.parametrize("rollout", ["bf16", "fp32"])
-def test_a_run_in_bf16_expects_its_rounding_or_says_that_it_cannot(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture, rollout: str
-) -> None:
-    one_step = ["trainer.total_training_steps=1", "actor.ema.enable=false"]
-    assert (
-        train("model.dtype=bf16", f"rollout.dtype={rollout}", f"{RC}.bypass_mode=true", *one_step)
-        == 0
-    )
-    row, said = read_rows(tmp_path / "run")[-1], capsys.readouterr().out
-    assert ("actor/rollout_corr/mismatch_over_expected" in row) == (rollout == "bf16")
-    assert ("no fault of the engine is reported" in said) == (rollout == "fp32")
-
-
-def test_moving_the_embeddings_of_text_shows_its_rounding() -> None:
-    settings = ModelConfig(
-        kind="causal_lm", path=str(assets.path("tiny_adder_lm")), lora_rank=4, dtype="bf16"
-    )
-    language = load_causal_lm(settings, torch.device("cpu"))
-    policy = TokenPolicy(language, add_lora(language, settings, seed=0))
-    perturb(policy.network)
-    batch, _ = sample_texts(
-        language,
-        TokenSpec(dtype="fp32", temperature=1.0, prompt_length=8, response_length=6),
-        chunk=2,
-    )
-    before = policy.log_probs(batch, 4)
-    expected = ExpectedMismatch(
-        policy,
-        policy.nudged(),
-        Processes(Accelerator(cpu=True)),
-        size=1.0,
-        least=4e-6,
-        micro_batch_size=4,
-    )
-    expected.measure(batch, 1)
-    assert torch.equal(policy.log_probs(batch, 4), before)
-    mismatch = (before - batch.rollout_log_probs)[batch.valid].abs().mean().item()
-    assert 0.4 < mismatch / expected.values(torch.zeros(2, 1)).item() < 1.8

@@ -1,4 +1,4 @@
-"""Runs on one page: numbers, settings, curves in the same axes, samples, and what is refused."""
+"""Runs compared on one page: numbers, settings, curves in the same axes, samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small rollouts of the random image model: settings, a LoRA that takes part, and samples."""
+"""Small rollouts of the random image model: settings, a LoRA that takes part, samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several processes on this machine, started as torchrun starts them."""
+"""Commands and processes that tests start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from support.documented import ROOT
 
 
 def launch(
@@ -37,3 +37,18 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def run_shell(command: str, folder: Path) -> subprocess.CompletedProcess:
+    """A command in a folder, with the programs of this environment on the path."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "WANDB_MODE": "offline"}
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )

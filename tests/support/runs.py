@@ -1,4 +1,4 @@
-"""Small runs: what the `train` fixture is, and how a test reads what a run left."""
+"""Small runs: the type of the `train` fixture, and how a test reads what a run left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small rollouts of the random language model: requests, a LoRA that takes part, and samples."""
+"""Small rollouts of the random language model: requests, a LoRA that takes part, samples."""
 
 from __future__ import annotations
 

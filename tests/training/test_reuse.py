@@ -1,23 +1,20 @@
-"""Decoupled mode without a recompute: the first mini-batch's own forwards are its old policy."""
+"""Decoupled mode without a recompute: forwards of the first mini-batch give old log-probs."""
 
 from __future__ import annotations
 
 import copy
 import math
-import re
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import benchmark_decoupled
 import pytest
 import torch
 from accelerate import Accelerator
 from support.costs import Counting
 from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
 from support.modes import mode_of
-from support.runs import Train, read_rows, without_timings
+from support.runs import Train
 from support.text_rollouts import perturb, sample_texts
 from torch import Tensor
 
@@ -330,22 +327,6 @@ def test_why_not(settings: dict[str, Any], sees_rows: bool, word: str | None) ->
     assert word is None or word in found
 
 
-def test_a_run_says_why_and_has_the_same_metrics(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    options = [f"{RC}=decoupled_token_is", "rollout.dtype=bf16", "trainer.total_training_steps=1"]
-    rows = []
-    for how in ("auto", "recompute"):
-        folder = tmp_path / how
-        assert train(*options, f"actor.old_log_probs={how}", f"trainer.output_dir={folder}") == 0
-        said = capsys.readouterr().out
-        assert ("old log-probs are recomputed" in said) == ("actor.old_log_probs=recompute" in said)
-        assert ("old log-probs are recomputed" in said) == (how == "recompute")
-        rows.append(without_timings(read_rows(folder)))
-    for reused, recomputed in zip(*rows, strict=True):
-        assert reused == pytest.approx(recomputed, rel=1e-9, abs=1e-13)
-
-
 def test_the_window_decides_what_a_forward_sees() -> None:
     config = Config()
     config.algorithm.rollout_correction = RolloutCorrectionConfig(rollout_is="sequence")
@@ -354,17 +335,6 @@ def test_the_window_decides_what_a_forward_sees() -> None:
     assert config.why_recompute() is None
     config.actor.old_log_probs = "recompute"
     assert config.why_recompute() == "actor.old_log_probs=recompute"
-
-
-def test_the_benchmark_prints_the_ratios(
-    overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    given = [option for option in overrides if not option.startswith(RC)]
-    monkeypatch.setattr(sys, "argv", ["benchmark_decoupled.py", "--rounds", "1", *given])
-    benchmark_decoupled.main()
-    found = re.findall(r"(\w+): (\d\.\d+) of bypass by the clock", capsys.readouterr().out)
-    assert [arm for arm, _ in found] == ["bypass", "recomputed", "reused"]
-    assert found[0][1] == "1.000"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The update: gradients that are not finite, the average of the weights, the learning rate."""
+"""The update: gradients of micro-batches, gradients that are not finite, its state."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from support.image_rollouts import make_spec, trained_lora
 from support.updates import make_update
 
 from flowgrpo_rc.core.transition import log_prob
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.models.base import FlowModel
-from flowgrpo_rc.models.lora import lora_parameters, reference_policy
+from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.training.config import ActorConfig
-from flowgrpo_rc.training.ema import EMAConfig, averaged_weights
+from flowgrpo_rc.training.ema import EMAConfig
 from flowgrpo_rc.training.optim import OptimConfig
 from flowgrpo_rc.training.update import NonFiniteGradient, PolicyUpdate
 
@@ -62,53 +61,6 @@ def test_gradient_equals_one_big_batch(model: FlowModel) -> None:
     found = update.run(batch, 4).compute()
     assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     assert found["pg_loss"] == pytest.approx(0.0, abs=1e-6)
-
-
-def test_average_and_its_reversal(model: FlowModel) -> None:
-    actor = ActorConfig(
-        ppo_micro_batch_size_per_gpu=4, optim=OptimConfig(lr=1e-3), ema=EMAConfig(update_interval=2)
-    )
-    update, batch = make_update(model, actor)
-    values = []
-    for _ in range(4):
-        update.run(batch, 4)
-        values.append({name: tensor.clone() for name, tensor in update.lora_state().items()})
-    before = update.lora_state()
-    kept = {name: tensor.clone() for name, tensor in before.items()}
-    with averaged_weights(update.ema, update.parameters):
-        for name, average in update.lora_state().items():
-            # The first average takes the value, the second moves by 1 - 2 / 11.
-            first, second = values[1][name], values[3][name]
-            torch.testing.assert_close(average, first + (1 - 2 / 11) * (second - first))
-    assert all(torch.equal(kept[name], tensor) for name, tensor in update.lora_state().items())
-
-
-def test_reference_policy_is_the_base_model_bitwise(model: FlowModel) -> None:
-    latents = torch.randn(2, 8, 8, 16, generator=torch.Generator().manual_seed(0))
-    timesteps = torch.tensor([900.0, 10.0])
-    conditioning = model.encode(["a", "b"], max_sequence_length=16)
-    arguments = (latents, timesteps, conditioning, None, make_spec("sde", 1.0))
-    with torch.no_grad():
-        base = model.velocity(model.transformer, *arguments)
-        transformer = trained_lora(model)
-        trained = model.velocity(transformer, *arguments)
-        with reference_policy(transformer):
-            reference = model.velocity(transformer, *arguments)
-        again = model.velocity(transformer, *arguments)
-    assert torch.equal(reference, base)
-    assert torch.equal(trained, again)
-    assert not torch.allclose(trained, base)
-
-
-@pytest.mark.parametrize(
-    ("name", "warmup", "wanted"),
-    [("constant", 0, [1, 1, 1]), ("constant", 2, [0, 0.5, 1]), ("linear", 0, [1, 0.9, 0.8])],
-)
-def test_learning_rate(model: FlowModel, name: str, warmup: int, wanted: list[float]) -> None:
-    optim = OptimConfig(lr=1e-3, lr_scheduler=name, lr_warmup_steps=warmup)
-    update, batch = make_update(model, ActorConfig(ppo_micro_batch_size_per_gpu=4, optim=optim))
-    rates = [update.run(batch, 4).compute()["lr"] for _ in range(3)]
-    assert rates == pytest.approx([1e-3 * factor for factor in wanted])
 
 
 def test_state_round_trip_is_bitwise(model: FlowModel, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""VllmOmniEngine on the real vLLM-Omni, on a CPU. Skipped unless it is installed:  make test-vllm-omni
+"""VllmOmniEngine on the real vLLM-Omni, on a CPU: `make test-vllm-omni`.
 
-The oracles are the stock diffusers pipelines, the diffusers engine, and `FlowPolicy`, with which
-the trainer computes.
+Skipped unless vLLM-Omni is installed. The oracles are the stock diffusers pipelines, the diffusers
+engine, and `FlowPolicy`, with which the trainer computes.
 """
 
 from __future__ import annotations
