@@ -1,4 +1,4 @@
-"""Models that two threads, sampling and training, share, and that may leave the device when idle."""
+"""Models that the sampling and the training thread share; idle ones may leave the device."""
 
 from __future__ import annotations
 
