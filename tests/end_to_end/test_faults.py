@@ -24,6 +24,7 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.build import make_floor, make_source, make_task
+from flowgrpo_rc.config.checks import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.metrics import MetricBag
@@ -135,7 +136,7 @@ class Bench:
             RewardManager(config.reward),
         )
         source = make_source(
-            config, task, config.read_prompts()[0], rewards, processes, first_step=0
+            config, task, prompts_of(config)[0], rewards, processes, first_step=0
         )
         try:
             source.sync_weights(self.earlier, 0)

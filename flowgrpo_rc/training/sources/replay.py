@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from flowgrpo_rc.batch import Batch, PromptBatch, Rewards
+from flowgrpo_rc.batch import Batch, PromptBatch, Rewards, Spec
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.records.rollout_files import load_rollout, read_header, rollout_path
 from flowgrpo_rc.rollout.config import RolloutConfig
@@ -41,19 +42,7 @@ class ReplaySource(RolloutSource):
         self._paths = replay_files(folder, processes.rank, processes.count)
         self._samples, self._n = samples, config.n
         wanted = task.request(PromptBatch(step=1, prompts=[], slots=[]), []).spec
-        for path in self._paths:
-            there, here = read_header(path), dataclasses.asdict(wanted) | task.origin()
-            found = there["spec"] | there["origin"] | {"dtype": wanted.dtype}
-            different = [
-                f"{k}: {found.get(k)!r} there, {here[k]!r} here"
-                for k in here
-                if found.get(k) != here[k]
-            ]
-            if different:
-                raise ValueError(
-                    f"data.replay_dir: {path} was sampled with other settings "
-                    f"({'; '.join(different)})"
-                )
+        check_headers(self._paths, wanted, task.origin())
         self._read(self._paths[0])
 
     def collect(self, step: int) -> Collected:
@@ -87,6 +76,29 @@ class ReplaySource(RolloutSource):
                 f"and rollout.n ask for {self._samples} in groups of {self._n}"
             )
         return batch, rewards
+
+
+def check_headers(paths: Sequence[Path], spec: Spec, origin: Mapping[str, Any]) -> None:
+    """Raises ValueError for a file that was sampled with other settings, their precision aside.
+
+    Args:
+      paths: saved rollouts; their tensors are not read.
+      spec: how samples have to be made.
+      origin: what else has to agree, `Task.origin`; entries that are not known may be left out.
+    """
+    here = dataclasses.asdict(spec) | dict(origin)
+    for path in paths:
+        there = read_header(path)
+        found = there["spec"] | there["origin"] | {"dtype": spec.dtype}
+        different = [
+            f"{key}: {found.get(key)!r} there, {here[key]!r} here"
+            for key in here
+            if found.get(key) != here[key]
+        ]
+        if different:
+            raise ValueError(
+                f"data.replay_dir: {path} was sampled with other settings ({'; '.join(different)})"
+            )
 
 
 def replay_files(folder: Path, rank: int, count: int) -> list[Path]:
