@@ -362,8 +362,7 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
             key = override.key_or_group
             raise ValueError(
                 f"{override.input_line}: a value with commas must be a list, {key}=[a,b], or "
-                "quoted twice, "
-                f"{key}='\"a,b\"'"
+                f"quoted twice, {key}='\"a,b\"'"
             )
     return parsed
 
