@@ -23,6 +23,7 @@ from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
 from flowgrpo_rc.build import assemble, make_processes
+from flowgrpo_rc.config.checks import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.random import normal
@@ -84,7 +85,7 @@ def main() -> None:
             "rollout.pipeline.guidance_scale=1.0",
         ]
         config = to_config(compose_config([*arguments.overrides, *quiet]))
-        prompts, processes = config.read_prompts(), make_processes(config)
+        prompts, processes = prompts_of(config), make_processes(config)
         parts = assemble(config, RunFolder(Path(folder)), processes, prompts, first_step=0)
         trainer = Trainer(parts, None)
         full, bare = [], []

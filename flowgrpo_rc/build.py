@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import shutil
 from datetime import timedelta
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +15,29 @@ import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 
 from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.config.check_engine import ENGINE_KWARGS, engine_of, engine_options
+from flowgrpo_rc.config.check_folder import check_output
+from flowgrpo_rc.config.checks import device_of
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.data.prompts import PromptSampler
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.distributed.sharding import resolve_strategy, shard_frozen_weights
-from flowgrpo_rc.models.base import absent_components, adapter_of, load_model
+from flowgrpo_rc.models.base import load_model
 from flowgrpo_rc.models.causal_lm import load_causal_lm
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
 from flowgrpo_rc.monitoring.expected_mismatch import LEAST, ExpectedMismatch
 from flowgrpo_rc.monitoring.health import HealthMonitor
 from flowgrpo_rc.monitoring.mismatch import MismatchMonitor
-from flowgrpo_rc.plugins import build, check_options, load_class
+from flowgrpo_rc.plugins import build
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.records.console import Console
 from flowgrpo_rc.records.rejected import RejectedSamples
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.trackers import Trackers, accelerate_loggers
-from flowgrpo_rc.rewards.manager import RewardManager, check_kind, needs_samples
+from flowgrpo_rc.rewards.manager import RewardManager, needs_samples
 from flowgrpo_rc.rollout.engine import RolloutEngine
-from flowgrpo_rc.rollout.quantization import check_device
 from flowgrpo_rc.training.evaluation import Evaluator
 from flowgrpo_rc.training.modes import make_mode
 from flowgrpo_rc.training.sources.ahead import AheadSource
@@ -49,9 +49,6 @@ from flowgrpo_rc.training.tasks.task import Task
 from flowgrpo_rc.training.tasks.text import TextTask
 from flowgrpo_rc.training.trainer import Components
 from flowgrpo_rc.training.update import PolicyUpdate
-
-ROLLOUT_PACKAGE, ENGINE_KWARGS = "flowgrpo_rc.rollout", "rollout.engine_kwargs"
-COMPILERS = ("g++", "clang++")
 
 
 def assemble(
@@ -72,12 +69,10 @@ def assemble(
       first_step: the first step that is left to train.
     """
     sampler, held_out = prompts
-    check_machine(config, processes.device)
     task = make_task(config, processes)
     network = task.model.network
     task.check_prompts([*sampler.prompts, *held_out])
-    num_parameters = sum(p.numel() for p in lora_parameters(network).values())
-    config.check_output(num_parameters=num_parameters)
+    check_output(config, sum(p.numel() for p in lora_parameters(network).values()))
     rewards = RewardManager(config.reward)
     strategy = resolve_strategy(config.trainer.strategy)
     sharded = processes.count > 1 and strategy == "fsdp2"
@@ -143,13 +138,10 @@ def assemble(
 
 
 def make_processes(config: Config) -> Processes:
-    """Accelerate's view of this process; the CPU without CUDA or with `trainer.device=cpu`.
-
-    Other accelerators are left alone: Apple's has no float64, which the metrics need.
-    """
+    """Accelerate's view of this process, on the device of `device_of`."""
     resolve_strategy(config.trainer.strategy)
     accelerator = Accelerator(
-        cpu=config.trainer.device == "cpu" or not torch.cuda.is_available(),
+        cpu=device_of(config).type == "cpu",
         mixed_precision=config.trainer.mixed_precision,
         log_with=accelerate_loggers(config.trainer.logger) or None,
         project_dir=config.trainer.output_dir,
@@ -269,112 +261,3 @@ def make_engine(config: Config, task: Task) -> RolloutEngine[Any]:
     options = engine_options(config) | {"model": task.model, "network": task.model.network}
     engine: RolloutEngine[Any] = build(engine_of(config), options, ENGINE_KWARGS)
     return engine
-
-
-def chunk_size(config: Config) -> int:
-    """Samples of a forward while sampling."""
-    return config.rollout.micro_batch_size_per_gpu or config.actor.ppo_micro_batch_size_per_gpu
-
-
-def engine_of(config: Config) -> type[RolloutEngine[Any]]:
-    """The class of the rollout engine. ValueError if there is none, or if it samples from another
-    kind of model.
-    """
-    engine: type[RolloutEngine[Any]] = load_class(
-        ROLLOUT_PACKAGE, config.rollout.name, RolloutEngine
-    )
-    if engine.kind != config.model.kind:
-        raise ValueError(
-            f"rollout.name={config.rollout.name} samples from models of model.kind={engine.kind}, "
-            "not from "
-            f"model.kind={config.model.kind}"
-        )
-    quantization, offered = config.rollout.quantization, engine.quantizations
-    if quantization is not None and quantization not in offered:
-        raise ValueError(
-            f"rollout.quantization={quantization!r}: rollout.name={config.rollout.name} offers "
-            f"{', '.join(offered) or 'none (see rollout.engine_kwargs)'}"
-        )
-    if quantization is not None and find_spec(offered[quantization]) is None:
-        raise ValueError(
-            f"rollout.quantization={quantization} needs {offered[quantization]}: pip install "
-            "'flowgrpo-rc[quantization]'"
-        )
-    if config.rollout.compile and not engine.compiles:
-        raise ValueError(
-            f"rollout.compile=true has no effect with rollout.name={config.rollout.name}: drop it"
-        )
-    if config.actor.replay == "aligned" and not engine.aligns:
-        raise ValueError(
-            f"actor.replay=aligned: rollout.name={config.rollout.name} forms batches of its own; "
-            "set rollout.name="
-            "diffusers, or drop it"
-        )
-    return engine
-
-
-def engine_options(config: Config) -> dict[str, Any]:
-    """What the engine is built with, besides the model and its network."""
-    rollout = config.rollout
-    options: dict[str, Any] = {
-        "dtype": rollout.dtype,
-        "chunk_size": chunk_size(config),
-    }
-    options |= {
-        name: vars(rollout)[name] for name in ("quantization", "compile") if vars(rollout)[name]
-    }
-    return options | rollout.engine_kwargs
-
-
-def check_model(config: Config) -> None:
-    """Raise ValueError where settings or rewards do not fit the kind of flow model at model.path;
-    loads no weights.
-    """
-    if config.model.kind != "diffusion":
-        return
-    adapter, rollout = adapter_of(config.model), config.rollout
-    rollout.check_model(adapter)
-    check_kind(config.reward, adapter.makes, "latent")
-    guided = any(adapter.cfg_scale(spec) > 1 for spec in (rollout.spec(), rollout.held_out_spec()))
-    if config.data.negative_prompt and not guided:
-        raise ValueError(
-            f"data.negative_prompt={config.data.negative_prompt!r} has no effect without "
-            "guidance: set "
-            f"rollout.pipeline.{adapter.cfg_key} above 1, or drop it"
-        )
-
-
-def check_machine(config: Config, device: torch.device) -> None:
-    """ValueError for settings that `device` cannot follow; nothing has been loaded yet."""
-    if config.model.offload_idle and device.type == "cpu":
-        raise ValueError(
-            "model.offload_idle=true has no effect on the CPU, where everything stays anyway: "
-            "drop it"
-        )
-    check_device(config.rollout.dtype, config.rollout.quantization, device)
-    if config.data.replay_dir is None:
-        _check_engine(config, device)
-    has_compiler = device.type != "cpu" or any(map(shutil.which, COMPILERS))
-    for key, compiles in (
-        ("rollout.compile=true", config.rollout.compile),
-        ("actor.optim.name=adamw_8bit", config.actor.optim.name == "adamw_8bit"),
-    ):
-        if compiles and not has_compiler:
-            raise ValueError(
-                f"{key} on the CPU needs a C++ compiler, {' or '.join(COMPILERS)}: install one, "
-                "or drop it"
-            )
-
-
-def _check_engine(config: Config, device: torch.device) -> None:
-    engine, options = engine_of(config), engine_options(config)
-    check_options(engine, options | {"model": None, "network": None}, ENGINE_KWARGS)
-    if config.model.kind == "diffusion":
-        pipeline_class, absent = (
-            adapter_of(config.model).pipeline_class,
-            absent_components(config.model),
-        )
-        try:
-            engine.check(pipeline_class, absent, device, options)
-        except ValueError as error:
-            raise ValueError(f"{ENGINE_KWARGS}: {error}") from error

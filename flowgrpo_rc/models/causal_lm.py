@@ -87,15 +87,7 @@ class CausalLM:
         Raises:
           ValueError: a prompt has no token, or more than `max_length`.
         """
-        rows = [list(self.tokenizer(prompt).input_ids) for prompt in prompts]
-        for prompt, row in zip(prompts, rows, strict=True):
-            if not row:
-                raise ValueError(f"the prompt {prompt!r} has no token: give it a text")
-            if len(row) > max_length:
-                raise ValueError(
-                    f"rollout.prompt_length={max_length}, but the prompt {prompt[:60]!r} has "
-                    f"{len(row)} tokens: raise it or shorten the prompt"
-                )
+        rows = token_rows(self.tokenizer, prompts, max_length=max_length)
         width = max(map(len, rows))
         ids = torch.tensor([[self.pad_id] * (width - len(row)) + row for row in rows])
         mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
@@ -125,6 +117,39 @@ class CausalLM:
         return texts
 
 
+def token_rows(tokenizer: Any, prompts: Sequence[str], *, max_length: int) -> list[list[int]]:
+    """Returns the token ids of each prompt.
+
+    Raises:
+      ValueError: a prompt has no token, or more than `max_length`.
+    """
+    rows = [list(tokenizer(prompt).input_ids) for prompt in prompts]
+    for prompt, row in zip(prompts, rows, strict=True):
+        if not row:
+            raise ValueError(f"the prompt {prompt!r} has no token: give it a text")
+        if len(row) > max_length:
+            raise ValueError(
+                f"rollout.prompt_length={max_length}, but the prompt {prompt[:60]!r} has "
+                f"{len(row)} tokens: raise "
+                "it or shorten the prompt"
+            )
+    return rows
+
+
+def load_tokenizer(config: ModelConfig) -> Any:
+    """Loads the tokenizer of the checkpoint at `config.path`, and nothing else of it.
+
+    Raises:
+      ValueError: it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(_location(config))
+    except (OSError, ValueError) as error:
+        raise _unreadable(config, error) from error
+
+
 def load_causal_lm(config: ModelConfig, device: torch.device) -> CausalLM:
     """Loads network and tokenizer through transformers.
 
@@ -140,20 +165,26 @@ def load_causal_lm(config: ModelConfig, device: torch.device) -> CausalLM:
     Raises:
       ValueError: the checkpoint cannot be read in this way.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    folder = Path(config.path).expanduser()
-    path = str(folder) if folder.exists() else config.path
     try:
         network = AutoModelForCausalLM.from_pretrained(
-            path, dtype=DTYPES[config.dtype], use_safetensors=True
+            _location(config), dtype=DTYPES[config.dtype], use_safetensors=True
         )
-        tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model.path={config.path}: cannot be read as a causal language model: {error}"
-        ) from error
-    return CausalLM(network, tokenizer, device)
+        raise _unreadable(config, error) from error
+    return CausalLM(network, load_tokenizer(config), device)
+
+
+def _location(config: ModelConfig) -> str:
+    folder = Path(config.path).expanduser()
+    return str(folder) if folder.exists() else config.path
+
+
+def _unreadable(config: ModelConfig, error: Exception) -> ValueError:
+    return ValueError(
+        f"model.path={config.path}: cannot be read as a causal language model: {error}"
+    )
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from flowgrpo_rc.batch import (
     DiffusionBatch,
     Rewards,
     SamplerSpec,
+    Spec,
     TokenBatch,
     TokenSpec,
 )
@@ -161,3 +162,26 @@ def replay_files(folder: Path, rank: int, count: int) -> list[Path]:
             f"{'missing' if first in wanted else 'of another number of processes'}"
         )
     return [rollout_path(folder, step, rank, count) for step in range(1, last + 1)]
+
+
+def check_headers(paths: Sequence[Path], spec: Spec, origin: Mapping[str, Any]) -> None:
+    """Raises ValueError for a file that was sampled with other settings, their precision aside.
+
+    Args:
+      paths: saved rollouts; their tensors are not read.
+      spec: how samples have to be made.
+      origin: what else has to agree, `Task.origin`; entries that are not known may be left out.
+    """
+    here = dataclasses.asdict(spec) | dict(origin)
+    for path in paths:
+        there = read_header(path)
+        found = there["spec"] | there["origin"] | {"dtype": spec.dtype}
+        different = [
+            f"{key}: {found.get(key)!r} there, {here[key]!r} here"
+            for key in here
+            if found.get(key) != here[key]
+        ]
+        if different:
+            raise ValueError(
+                f"data.replay_dir: {path} was sampled with other settings ({'; '.join(different)})"
+            )

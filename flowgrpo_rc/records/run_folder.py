@@ -82,10 +82,25 @@ class RunFolder:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise ValueError(
-                    f"trainer.output_dir={self.root} is in use by a run that is still going on"
-                ) from error
+                raise self._in_use() from error
             yield
+
+    def check_free(self) -> None:
+        """Raises ValueError if a run that is still going on holds the folder."""
+        lock = self.root / ".lock"
+        if not lock.is_file():
+            return
+        # A shared lock: several processes of one run may look at the same time.
+        with lock.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise self._in_use() from error
+
+    def _in_use(self) -> ValueError:
+        return ValueError(
+            f"trainer.output_dir={self.root} is in use by a run that is still going on"
+        )
 
     def create(self, config: Mapping[str, Any], device: torch.device, processes: int) -> None:
         """Write config.yaml and environment.json. OSError where the folder cannot be made."""

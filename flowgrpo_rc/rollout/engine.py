@@ -100,10 +100,10 @@ class RolloutEngine(ABC, Generic[R]):
         options: Mapping[str, Any],
     ) -> None:
         """ValueError, before anything is loaded, for a flow model or options that the engine cannot
-        take.
+        take; ImportError where its package is missing.
 
-        absent: components of the pipeline that the checkpoint lacks; options: all that the
-        constructor would get. An engine that takes whatever its constructor's names allow need not
+        pipeline_class: empty for a language model; absent: components of the pipeline that the
+        checkpoint lacks; options: all that the constructor would get. An engine that takes whatever its constructor's names allow need not
         define it.
         """
 

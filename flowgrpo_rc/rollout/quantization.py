@@ -40,15 +40,24 @@ def quantize(network: nn.Module, name: str) -> None:
     """
     from torchao.quantization import quantize_
 
-    layers = [module for block in repeated_blocks(network) for module in linear_layers(block)]
-    for layer in layers:
+    check_layers(network, name)
+    for layer in _quantized_layers(network):
+        quantize_(layer, _torchao_config(name, layer.weight.device))
+
+
+def check_layers(network: nn.Module, name: str) -> None:
+    """Raises ValueError for a layer whose shape the quantization does not allow."""
+    for layer in _quantized_layers(network):
         if name == "int4" and layer.in_features % INT4_GROUP:
             raise ValueError(
                 "rollout.quantization=int4 takes layers whose inputs are multiples of "
                 f"{INT4_GROUP}; the model has one "
                 f"of {layer.in_features}"
             )
-        quantize_(layer, _torchao_config(name, layer.weight.device))
+
+
+def _quantized_layers(network: nn.Module) -> list[nn.Linear]:
+    return [module for block in repeated_blocks(network) for module in linear_layers(block)]
 
 
 def repeated_blocks(network: nn.Module) -> Iterator[nn.Module]:

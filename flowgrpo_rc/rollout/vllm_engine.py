@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from flowgrpo_rc.rollout.engine import RolloutChunk, RolloutEngine, TextRequest
 from flowgrpo_rc.rollout.vllm_lora import VllmAdapter, max_lora_rank, module_of
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+MISSING = "rollout.name=vllm_engine needs vLLM: pip install 'flowgrpo_rc[vllm]'"
 PROBE = [0, 1, 2, 3]  # tokens of any vocabulary
 
 
@@ -66,9 +68,7 @@ class VllmEngine(RolloutEngine[TextRequest]):
         try:
             import vllm
         except ImportError as error:
-            raise ImportError(
-                "rollout.name=vllm_engine needs vLLM: pip install 'flowgrpo_rc[vllm]'"
-            ) from error
+            raise ImportError(MISSING) from error
         self._vllm = vllm
         self._model, self._dtype, self._chunk_size = model, dtype, chunk_size
         lora = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
@@ -97,6 +97,17 @@ class VllmEngine(RolloutEngine[TextRequest]):
         self._adapter = VllmAdapter(self._llm.llm_engine, network.name_or_path, name, config)
         self._check_binding()
         self.sync_weights(lora, 0)
+
+    @classmethod
+    def check(
+        cls,
+        pipeline_class: str,
+        absent: Sequence[str],
+        device: torch.device,
+        options: Mapping[str, Any],
+    ) -> None:
+        if find_spec("vllm") is None:
+            raise ImportError(MISSING)
 
     def generate(self, request: TextRequest) -> Iterator[RolloutChunk]:
         spec, limit = request.spec, self._llm.model_config.max_model_len

@@ -74,8 +74,23 @@ class OptimConfig:
             )
 
 
+def check_optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> None:
+    """Raises ValueError where moments of 8 bits would change nothing."""
+    if config.name != "adamw_8bit":
+        return
+    largest = max(parameter.numel() for parameter in parameters)
+    if largest < SMALLEST_8BIT:
+        raise ValueError(
+            f"actor.optim.name=adamw_8bit has no effect: the largest LoRA tensor has {largest} "
+            "numbers, and moments of "
+            f"fewer than {SMALLEST_8BIT} stay in fp32. Raise model.lora_rank or use "
+            "actor.optim.name=adamw"
+        )
+
+
 def make_optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> Optimizer:
-    """Makes AdamW over `parameters`. Raises ValueError if 8 bits would change nothing."""
+    """AdamW over `parameters`. ValueError where 8 bits would change nothing."""
+    check_optimizer(parameters, config)
     options: dict[str, Any] = {
         "lr": config.lr,
         "betas": (config.betas[0], config.betas[1]),
@@ -86,14 +101,6 @@ def make_optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> O
         return torch.optim.AdamW(parameters, **options)
     from torchao.optim import AdamW8bit
 
-    largest = max(parameter.numel() for parameter in parameters)
-    if largest < SMALLEST_8BIT:
-        raise ValueError(
-            f"actor.optim.name=adamw_8bit has no effect: the largest LoRA tensor has {largest} "
-            "numbers, and moments of fewer "
-            f"than {SMALLEST_8BIT} stay in fp32. Raise model.lora_rank or use "
-            "actor.optim.name=adamw"
-        )
     optimizer: Optimizer = AdamW8bit(parameters, **options)
     for group in optimizer.param_groups:
         # torchao sets an fp32 tensor, in whose precision the schedule would compute.

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.build import make_monitor, make_source, make_task
+from flowgrpo_rc.config.checks import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.metrics import MetricBag
@@ -136,9 +137,7 @@ class Bench:
             ImageTask(self.model, policy, config.rollout, seed=0),
             RewardManager(config.reward),
         )
-        source = make_source(
-            config, task, config.read_prompts()[0], rewards, processes, first_step=0
-        )
+        source = make_source(config, task, prompts_of(config)[0], rewards, processes, first_step=0)
         try:
             source.sync_weights(self.earlier, 0)
             source.sync_weights(self.now, 1)

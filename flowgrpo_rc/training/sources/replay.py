@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Batch, PromptBatch, Rewards
 from flowgrpo_rc.distributed.processes import Processes
-from flowgrpo_rc.records.rollout_files import load_rollout, read_header, replay_files
+from flowgrpo_rc.records.rollout_files import check_headers, load_rollout, replay_files
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.training.sources.source import Collected, RolloutSource
 from flowgrpo_rc.training.tasks.task import Task
@@ -51,20 +50,7 @@ class ReplaySource(RolloutSource):
         self._samples = samples
         self._n = config.n
         wanted = task.request(PromptBatch(step=1, prompts=[], slots=[]), []).spec
-        for path in self._paths:
-            there = read_header(path)
-            here = dataclasses.asdict(wanted) | task.origin()
-            found = there["spec"] | there["origin"] | {"dtype": wanted.dtype}
-            different = [
-                f"{k}: {found.get(k)!r} there, {here[k]!r} here"
-                for k in here
-                if found.get(k) != here[k]
-            ]
-            if different:
-                raise ValueError(
-                    f"data.replay_dir: {path} was sampled with other settings "
-                    f"({'; '.join(different)})"
-                )
+        check_headers(self._paths, wanted, task.origin())
         self._read(self._paths[0])
 
     def collect(self, step: int) -> Collected:
