@@ -115,10 +115,12 @@ def diagnose(
     precisions, that of the engine first; found: by `check_record`.
     """
     recorded = rollout.recorded
-    mismatch, floor = size(engine), size(copies[0])
+    mismatch = size(engine)
+    floor = size(copies[0])
     as_recorded = distance(replay.log_probs, recorded)
     resolution = RESOLUTION * recorded.abs().mean().item()
-    allowed, enough = max(floor, resolution), max(as_recorded / CLEAR, resolution)
+    allowed = max(floor, resolution)
+    enough = max(as_recorded / CLEAR, resolution)
     if as_recorded > BEYOND * allowed:
         enough = max(enough, AT_FLOOR * allowed)
     trials = [Trial(cause="precision", fault="computed as the trainer does", residual=mismatch)]
@@ -163,12 +165,12 @@ def check_record(
     version: of the weights that the engine was given last; other_tensors: of its LoRA, how many are
         not those.
     """
-    batch, request, found = rollout.batch, rollout.request, []
-    schedule, steps, results = (
-        model.schedule(request.spec),
-        batch.step_indices,
-        batch.all_latents[:, 1:],
-    )
+    batch = rollout.batch
+    request = rollout.request
+    found = []
+    schedule = model.schedule(request.spec)
+    steps = batch.step_indices
+    results = batch.all_latents[:, 1:]
     different = request.spec.differences(batch.spec)
     if different:
         found.append(

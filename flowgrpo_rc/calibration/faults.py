@@ -63,8 +63,13 @@ class Replay:
     """
 
     def __init__(self, copy: Copy, rollout: RecordedRollout, lora: Lora, lora_scale: float) -> None:
-        self._copy, self._rollout, self._lora, self._lora_scale = copy, rollout, lora, lora_scale
-        self.model, self._batch, self._spec = copy.model, rollout.batch, rollout.batch.spec
+        self._copy = copy
+        self._rollout = rollout
+        self._lora = lora
+        self._lora_scale = lora_scale
+        self.model = copy.model
+        self._batch = rollout.batch
+        self._spec = rollout.batch.spec
         self._timesteps = self.model.schedule(self._spec).timesteps
         self.log_probs = self._changed(lambda piece: piece)
 
@@ -103,7 +108,8 @@ class Replay:
         taken is gone: then the pattern of the mismatch is compared with that of steps of our own,
         made from the same noise."""
         observed = self.log_probs - self._rollout.recorded
-        sampled, stepped = self._sampled_again(), self._stepped_again()
+        sampled = self._sampled_again()
+        stepped = self._stepped_again()
         for name, dtype in HALF.items():
             residual = self._residual(partial(round_start, dtype=dtype))
             yield Trial(
@@ -122,7 +128,8 @@ class Replay:
 
     def _guidance(self, key: str, fitted: bool) -> Trial:
         """Of classifier-free guidance, or of that which the transformer takes as an input."""
-        batch, classifier_free = self._batch, key == self.model.cfg_key
+        batch = self._batch
+        classifier_free = key == self.model.cfg_key
         asked = self.model.cfg_scale(self._spec) if classifier_free else self._spec.guidance_scale
         negative = batch.negative
         if negative is None and classifier_free:
@@ -139,14 +146,16 @@ class Replay:
         return Trial(cause="guidance", fault=fault, residual=residual(factor))
 
     def _window(self) -> Iterator[Trial]:
-        ours, theirs = self.log_probs, self._rollout.recorded
+        ours = self.log_probs
+        theirs = self._rollout.recorded
         for by, where in ((-1, "earlier"), (1, "later")):
             residual = self._residual(partial(move_step, timesteps=self._timesteps, by=by))
             yield Trial(
                 cause="window", fault=f"steps are one {where} than recorded", residual=residual
             )
             if self._batch.num_steps > 1:
-                moved, inside = ours.roll(-by, 1), slice(0, -1) if by > 0 else slice(1, None)
+                moved = ours.roll(-by, 1)
+                inside = slice(0, -1) if by > 0 else slice(1, None)
                 residual = distance(moved[:, inside], theirs[:, inside])
                 yield Trial(
                     cause="window", fault=f"log-probs are of one step {where}", residual=residual
@@ -185,7 +194,8 @@ class Replay:
         """What the copy samples from the same seeds."""
         parts = []
         for rows in self._rows():
-            seeds, shape = rows.seed.tolist(), rows.all_latents.shape[2:]
+            seeds = rows.seed.tolist()
+            shape = rows.all_latents.shape[2:]
             trajectory = self._copy.policy.rollout(
                 normal(shape, seeds, "latents").to(rows.all_latents.device),
                 rows.conditioning[rows.prompt_index],
@@ -194,16 +204,19 @@ class Replay:
                 rows.step_indices,
                 partial(noise, rows),
             )
-            states, log_probs = trajectory.window_latents, trajectory.log_probs
+            states = trajectory.window_latents
+            log_probs = trajectory.log_probs
             parts.append(rows.replace(all_latents=states, rollout_log_probs=log_probs))
         return concat(parts)
 
     @torch.no_grad()
     def _stepped_again(self) -> DiffusionBatch:
         """Every recorded step, taken again by the copy with the same noise."""
-        convention, parts = self._batch.spec.log_prob_convention, []
+        convention = self._batch.spec.log_prob_convention
+        parts = []
         for rows in self._rows():
-            states, log_probs = [rows.all_latents[:, 0]], []
+            states = [rows.all_latents[:, 0]]
+            log_probs = []
             for t in range(rows.num_steps):
                 step = self._copy.policy.evaluate(rows.step(t)).transition
                 states.append(draw(step, noise(rows, int(rows.step_indices[0, t]))))
@@ -283,10 +296,12 @@ def fit(residual: Callable[[float], float], grid: Sequence[float]) -> float:
     grid where the residual has several valleys and the search ends in a shallower one.
     """
     best = min(range(len(grid)), key=lambda index: residual(grid[index]))
-    low, high = math.log(grid[max(best - 1, 0)]), math.log(grid[min(best + 1, len(grid) - 1)])
+    low = math.log(grid[max(best - 1, 0)])
+    high = math.log(grid[min(best + 1, len(grid) - 1)])
     at = lru_cache(maxsize=None)(lambda place: residual(math.exp(place)))
     while high - low > TOLERANCE:
-        left, right = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
+        left = high - GOLDEN * (high - low)
+        right = low + GOLDEN * (high - low)
         nearer = at(round(left, 9)) < at(
             round(right, 9)
         )  # one of the two is known from the round before

@@ -117,7 +117,8 @@ def _move(network: nn.Module, name: str, up: Tensor, source: torch.Generator) ->
     """Adds noise N to a LoRA's B such that scale |N A| is `MOVEMENT` |W| (Frobenius norms)."""
     path, _, adapter = name.removesuffix(".weight").partition(".lora_B.")
     layer: Any = network.get_submodule(path)
-    down, weight = layer.lora_A[adapter].weight, layer.base_layer.weight
+    down = layer.lora_A[adapter].weight
+    weight = layer.base_layer.weight
     noise = torch.randn(up.shape, generator=source).to(up)
     size = ((noise @ (down @ down.T)) * noise).sum().sqrt() * layer.scaling[adapter]
     up.add_(noise * (MOVEMENT * weight.float().norm() / size))
@@ -204,7 +205,9 @@ class Copy:
     def __init__(self, model: FlowModel, dtype: str, quantization: str | None, rows: int) -> None:
         self.replica = Replica(model.network, dtype, quantization)
         self.policy = FlowPolicy(model, self.replica.network)
-        self.model, self.precision, self.rows = model, self.replica.precision, rows
+        self.model = model
+        self.precision = self.replica.precision
+        self.rows = rows
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         self.replica.sync(state, 0)

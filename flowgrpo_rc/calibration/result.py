@@ -89,8 +89,10 @@ class Folder:
             raise ValueError(
                 f"--name {name}: give letters, digits and underscores, for +{GROUP}=NAME"
             )
-        self.root, self.name = root, name
-        self.json, self.picture = root / "calibration.json", root / "mismatch.png"
+        self.root = root
+        self.name = name
+        self.json = root / "calibration.json"
+        self.picture = root / "mismatch.png"
         self.yaml = root / GROUP / f"{name}.yaml"
 
     def check(self, *, overwrite: bool) -> None:

@@ -137,7 +137,8 @@ def _reward(rows: Sequence[Row], config: Config, step: int, *, averaged: bool) -
     evaluations = [row for row in rows if row.get("val/reward") is not None and row["step"] <= step]
     if not evaluations:
         return "The run was not evaluated."
-    first, last = evaluations[0], evaluations[-1]
+    first = evaluations[0]
+    last = evaluations[-1]
     names = [name for name in sorted(last) if name.startswith("val/") and last[name] is not None]
     names.sort(key=lambda name: name != "val/reward")
     held_out = config.rollout.val_kwargs
@@ -183,7 +184,8 @@ def _usage(config: Config, source: str) -> str:
             f'model = PeftModel.from_pretrained(model, "{source}")',
             f'tokenizer = AutoTokenizer.from_pretrained("{base}")',
         )
-    pipeline, held_out = config.rollout.pipeline, config.rollout.held_out_spec()
+    pipeline = config.rollout.pipeline
+    held_out = config.rollout.held_out_spec()
     given: dict[str, float | None] = {
         "height": pipeline.height,
         "width": pipeline.width,
@@ -209,8 +211,12 @@ def _usage(config: Config, source: str) -> str:
 
 
 def _settings(config: Config, step: int) -> list[tuple[str, str]]:
-    model, rollout, actor, algorithm = config.model, config.rollout, config.actor, config.algorithm
-    optim, per_step = actor.optim, config.data.train_batch_size * rollout.n
+    model = config.model
+    rollout = config.rollout
+    actor = config.actor
+    algorithm = config.algorithm
+    optim = actor.optim
+    per_step = config.data.train_batch_size * rollout.n
     terms = {name: term for name, term in config.reward.terms.items() if term is not None}
     rows = [
         ("steps", f"{step} of {config.trainer.total_training_steps}, each of {per_step} samples"),
@@ -233,7 +239,8 @@ def _settings(config: Config, step: int) -> list[tuple[str, str]]:
             *rows,
             ("loss", f"{loss.loss_mode}, clip {loss.clip_ratio_low:g} / {loss.clip_ratio_high:g}"),
         ]
-    pipeline, algo = rollout.pipeline, rollout.algo
+    pipeline = rollout.pipeline
+    algo = rollout.algo
     size, first, last = rollout.window()
     return [
         *rows,

@@ -82,7 +82,8 @@ class Decisions:
 
     def take(self) -> list[Decision]:
         """Those of the step that is over; another one begins."""
-        seen, self._seen = self._seen, []
+        seen = self._seen
+        self._seen = []
         return seen
 
 

@@ -68,8 +68,11 @@ class ExpectedMismatch:
         least: float,
         micro_batch_size: int,
     ) -> None:
-        self._policies, self._processes = (policy, other), processes
-        self._size, self._least, self._micro_batch_size = size, least, micro_batch_size
+        self._policies = (policy, other)
+        self._processes = processes
+        self._size = size
+        self._least = least
+        self._micro_batch_size = micro_batch_size
         self._measured: Tensor | None = None
 
     def due(self, step: int, batch: Batch) -> bool:

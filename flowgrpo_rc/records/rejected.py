@@ -40,7 +40,10 @@ class RejectedSamples:
     def __init__(
         self, folder: Path, correction: RolloutCorrectionConfig, *, rank: int, count: int
     ) -> None:
-        self._folder, self._correction, self._rank, self._count = folder, correction, rank, count
+        self._folder = folder
+        self._correction = correction
+        self._rank = rank
+        self._count = count
 
     def write(
         self,
@@ -60,13 +63,12 @@ class RejectedSamples:
         chosen = worst_rejected(seen, max(1, PER_STEP // self._count))
         if not chosen:
             return None
-        position, names = (
-            {seed: index for index, seed in enumerate(batch.seed.tolist())},
-            cell_names(),
-        )
+        position = {seed: index for index, seed in enumerate(batch.seed.tolist())}
+        names = cell_names()
         stem = f"step_{step:06d}_process_{self._rank}_of_{self._count}"
         self._folder.mkdir(parents=True, exist_ok=True)
-        rows, pictures = [], {}
+        rows = []
+        pictures = {}
         for number, (one, row) in enumerate(chosen):
             index = position[int(one.seed[row])]
             known = {"step": step, "reward": _finite(float(rewards.total[index]))} | self._decision(
@@ -90,7 +92,8 @@ class RejectedSamples:
 
     def _decision(self, one: Decision, row: int, names: Sequence[str]) -> dict[str, Any]:
         """Where the row's largest rejected difference is, and why the row was rejected."""
-        difference, rejected = one.difference[row].cpu(), one.rejected[row].cpu()
+        difference = one.difference[row].cpu()
+        rejected = one.rejected[row].cpu()
         sizes = difference.abs().nan_to_num(nan=math.inf).where(rejected, -1.0)
         worst = int(sizes.argmax())
         name = names[int(one.cells[row, worst])]

@@ -106,7 +106,8 @@ class RunFolder:
         """ValueError if `config` would train something else than the folder's `stored` one, naming
         the first keys.
         """
-        there, here = _flat(redact(stored)), _flat(redact(config))
+        there = _flat(redact(stored))
+        here = _flat(redact(config))
         keys = [
             key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)
         ]

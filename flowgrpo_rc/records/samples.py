@@ -54,7 +54,8 @@ def image_grid(
     tiles = [_resized(Image.fromarray(image), scale) for image in images]
     columns = min(columns, len(tiles))
     rows = -(-len(tiles) // columns)
-    width, height = tiles[0].width + _GAP, tiles[0].height + _CAPTION_HEIGHT + _GAP
+    width = tiles[0].width + _GAP
+    height = tiles[0].height + _CAPTION_HEIGHT + _GAP
     grid = Image.new("RGB", (columns * width + _GAP, rows * height + _GAP), _BACKGROUND)
     draw = ImageDraw.Draw(grid)
     font = ImageFont.load_default(_FONT_SIZE)

@@ -18,21 +18,25 @@ class Axis:
 
     def place(self, value: float) -> float:
         if self.log:
-            lower, upper = math.log10(self.lower), math.log10(self.upper)
+            lower = math.log10(self.lower)
+            upper = math.log10(self.upper)
             return (math.log10(value) - lower) / (upper - lower)
         return (value - self.lower) / (self.upper - self.lower)
 
 
 def linear_axis(values: Sequence[float], *, whole: bool = False, tight: bool = False) -> Axis:
-    lower, upper = min(values), max(values)
+    lower = min(values)
+    upper = max(values)
     if upper - lower <= 1e-12 * max(abs(lower), abs(upper)):
         pad = 0.5 if whole or lower == 0 else abs(lower) * 0.1
-        lower, upper = lower - pad, upper + pad
+        lower = lower - pad
+        upper = upper + pad
     step = _nice_step((upper - lower) / 4)
     if whole:
         step = max(1.0, step)
     if not tight:
-        lower, upper = math.floor(lower / step + 1e-9) * step, math.ceil(upper / step - 1e-9) * step
+        lower = math.floor(lower / step + 1e-9) * step
+        upper = math.ceil(upper / step - 1e-9) * step
     first = math.ceil(lower / step - 1e-9)
     count = math.floor(upper / step + 1e-9) - first + 1
     return Axis(lower, upper, [(first + i) * step for i in range(count)])
@@ -47,10 +51,8 @@ def _nice_step(rough: float) -> float:
 
 def log_axis(values: Sequence[float]) -> Axis:
     """Ticks at 1, 2 and 5 over a decade or two, at powers of ten over more."""
-    first, last = (
-        math.floor(math.log10(min(values)) + 1e-9),
-        math.ceil(math.log10(max(values)) - 1e-9),
-    )
+    first = math.floor(math.log10(min(values)) + 1e-9)
+    last = math.ceil(math.log10(max(values)) - 1e-9)
     last = max(last, first + 1)
     fine = [factor * 10.0**power for power in range(first, last) for factor in (1, 2, 5)] + [
         10.0**last
@@ -60,11 +62,9 @@ def log_axis(values: Sequence[float]) -> Axis:
     ticks = [tick for tick in fine if lower <= tick <= upper]
     if len(ticks) > 6:
         every = math.ceil((last - first) / 6)
-        lower, upper, ticks = (
-            10.0**first,
-            10.0**last,
-            [10.0**power for power in range(first, last + 1, every)],
-        )
+        lower = 10.0**first
+        upper = 10.0**last
+        ticks = [10.0**power for power in range(first, last + 1, every)]
     return Axis(lower, upper, ticks, log=True)
 
 

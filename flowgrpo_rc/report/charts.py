@@ -14,7 +14,8 @@ from html import escape
 
 from flowgrpo_rc.report.axes import Axis, linear_axis, log_axis, tick_labels
 
-_WIDTH, _HEIGHT = 1000.0, 300.0
+_WIDTH = 1000.0
+_HEIGHT = 300.0
 _MAX_POINTS = 400
 _MAX_DOTS = 30
 _MAX_LABELLED = 120
@@ -134,7 +135,9 @@ def _threshold(axis: Axis, bound: float) -> str:
 
 
 def _polyline(line: Series, x_axis: Axis, y_axis: Axis, index: int) -> str:
-    path, dots, move = [], [], True
+    path = []
+    dots = []
+    move = True
     for x, y in line.points:
         if y is None or not math.isfinite(y):
             move = True

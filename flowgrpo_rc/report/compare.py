@@ -185,7 +185,8 @@ def _correction(runs: Sequence[Run]) -> str:
             Series(name=run.name, points=points)
             for run, points in zip(runs, by_timestep, strict=True)
         ]
-        title, note = "Difference by timestep", "mean over steps"
+        title = "Difference by timestep"
+        note = "mean over steps"
         charts.append(line_chart(title, levels, note=note, x_name="timestep", log_y=True))
     return (
         html.grid(charts)

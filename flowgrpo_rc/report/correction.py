@@ -99,7 +99,8 @@ def curves(rows: Sequence[Row]) -> str:
 
 def timesteps(rows: Sequence[Row]) -> str:
     """The difference by timestep: over the whole run, and step by step."""
-    found, mean = _by_step(rows), Series(name="mean over steps", points=mean_by_timestep(rows))
+    found = _by_step(rows)
+    mean = Series(name="mean over steps", points=mean_by_timestep(rows))
     levels = [int(t) for t, _ in mean.points]
     if not levels:
         return html.empty("The run reports no difference by timestep.")

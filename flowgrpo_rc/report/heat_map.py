@@ -22,7 +22,8 @@ _COLORS = "viridis"
 
 def columns_by_step(found: Mapping[int, np.ndarray]) -> np.ndarray:
     """[rows, steps] from the first to the last step, nan where there is none."""
-    first, last = min(found), max(found)
+    first = min(found)
+    last = max(found)
     whole = np.full((len(next(iter(found.values()))), last - first + 1), math.nan)
     for step, values in found.items():
         whole[:, step - first] = values
@@ -131,7 +132,8 @@ def spread_counts(
     """Shares of a histogram in other bins: a bin's count is spread evenly over its width. What is
     outside is lost.
     """
-    total, found = sum(counts.values()), np.zeros(len(limits) - 1)
+    total = sum(counts.values())
+    found = np.zeros(len(limits) - 1)
     for number, count in counts.items():
         lower, upper = edges_of(number)
         inside = np.clip(limits, lower, upper)

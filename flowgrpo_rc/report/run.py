@@ -40,7 +40,8 @@ def write_report(run_dir: Path) -> Path:
 
     Raises ValueError where the folder holds no metrics.jsonl.
     """
-    rows, config = files.metrics(run_dir), files.config(run_dir)
+    rows = files.metrics(run_dir)
+    config = files.config(run_dir)
     sections = (
         html.section("summary", "Summary", _summary(rows)),
         html.section("reward", "Reward", _reward(rows)),
@@ -58,7 +59,8 @@ def write_report(run_dir: Path) -> Path:
         html.section("environment", "Environment", files.environment(run_dir)),
         html.section("checkpoints", "Checkpoints and weights", files.checkpoints(run_dir)),
     )
-    trainer, title = config.get("trainer", {}), files.title(run_dir, config)
+    trainer = config.get("trainer", {})
+    title = files.title(run_dir, config)
     page = html.page(
         title, html.header(title, *_outcome(rows, trainer.get("total_training_steps"))), sections
     )

@@ -71,7 +71,8 @@ def linear_head(state: Mapping[str, Tensor]) -> nn.Sequential:
     )
     biases = [name.replace("weight", "bias") for name in names]
     shapes = {name: list(tensor.shape) for name, tensor in state.items()}
-    outputs, inputs = [shapes[name][:1] for name in names], [shapes[name][1:] for name in names]
+    outputs = [shapes[name][:1] for name in names]
+    inputs = [shapes[name][1:] for name in names]
     if outputs != [*inputs[1:], [1]] or outputs != [shapes.get(bias) for bias in biases]:
         raise ValueError(
             "the head must be linear layers layers.N.weight that end in one number; it has "

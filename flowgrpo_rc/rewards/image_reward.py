@@ -62,7 +62,9 @@ class ImageReward(Reward):
             raise ValueError(f"dtype={dtype!r}: allowed are {', '.join(DTYPES)}")
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size!r} must be at least 1")
-        self._device, self._dtype, self._batch_size = device, DTYPES[dtype], batch_size
+        self._device = device
+        self._dtype = DTYPES[dtype]
+        self._batch_size = batch_size
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         values: list[float] = []

@@ -323,7 +323,8 @@ def _build_term(name: str, term: object) -> _Term:
             "reward"
         )
     options = {str(key): value for key, value in term.items()}
-    weight, target = options.pop("weight", 1.0), options.pop("_target_", name)
+    weight = options.pop("weight", 1.0)
+    target = options.pop("_target_", name)
     if not (isinstance(weight, Real) and math.isfinite(weight)):
         raise ValueError(f"{where}.weight={weight!r} must be a finite number")
     reward: Reward = build(load_class(PACKAGE, target, Reward), options, where)

@@ -49,7 +49,8 @@ def ocr_score(text: str, target: str) -> OcrScore:
     - d / len(target). The substring rule also rewards gibberish around the target, hence the three
     further numbers. Raises ValueError if nothing is left of the target.
     """
-    text, target = _normalize(text), _normalize(target)
+    text = _normalize(text)
+    target = _normalize(target)
     if not target:
         raise ValueError("ocr_score: the target text is empty")
     edit = 1.0 - min(Levenshtein.distance(text, target), len(target)) / len(target)

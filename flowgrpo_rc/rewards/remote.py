@@ -46,8 +46,10 @@ class Remote(Reward):
             )
         if isinstance(part_names, str):
             raise ValueError(f"part_names={part_names!r}: give a list, such as [{part_names}]")
-        self.part_names, self.requires_target = tuple(part_names), requires_target
-        self._batch_size, self._concurrency = batch_size, concurrency
+        self.part_names = tuple(part_names)
+        self.requires_target = requires_target
+        self._batch_size = batch_size
+        self._concurrency = concurrency
         self._client = build(JsonClient, {"url": url, **connection}, "connection")
 
     def __call__(self, samples: Any, prompts: Sequence[Prompt]) -> Scores:

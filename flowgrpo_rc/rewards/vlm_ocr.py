@@ -60,7 +60,9 @@ class VlmOCR(Reward):
             raise ValueError(
                 f"max_tokens={max_tokens!r} and concurrency={concurrency!r} must be at least 1"
             )
-        self._model, self._instruction, self._max_tokens = model, instruction, max_tokens
+        self._model = model
+        self._instruction = instruction
+        self._max_tokens = max_tokens
         self._concurrency = concurrency
         self._client = build(JsonClient, {"url": url, **connection}, "connection")
 

@@ -163,7 +163,8 @@ class RolloutConfig:
         _check_guidance(
             model, self.val_kwargs, EvaluationConfig().guidance_scale, "rollout.val_kwargs"
         )
-        pipeline, name = self.pipeline, model.pipeline_class
+        pipeline = self.pipeline
+        name = model.pipeline_class
         if (
             model.cfg_key == "true_cfg_scale"
             and not model.embeds_guidance
@@ -201,7 +202,8 @@ class RolloutConfig:
 
     def window(self) -> tuple[int, int, int]:
         """(size, first, last) of the SDE window; ValueError where it does not fit the schedule."""
-        algo, steps = self.algo, self.pipeline.num_inference_steps
+        algo = self.algo
+        steps = self.pipeline.num_inference_steps
         return window_bounds(steps, algo.sde_window_size, algo.sde_window_range, algo.sde_type)
 
     def validate(self) -> None:

@@ -47,7 +47,8 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
         self._chunk_size = chunk_size
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
-        spec, prompts = request.spec, request.prompts.prompts
+        spec = request.spec
+        prompts = request.prompts.prompts
         conditioning, negative = encode_prompts(self._model, prompts, spec)
         for start in range(0, len(request.seeds), self._chunk_size):
             yield self._chunk(request, conditioning, negative, start)
@@ -68,7 +69,9 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
         negative: Conditioning | None,
         start: int,
     ) -> RolloutChunk:
-        spec, device, version = request.spec, self._model.device, self._replica.version
+        spec = request.spec
+        device = self._model.device
+        version = self._replica.version
         seeds = request.seeds[start : start + self._chunk_size]
         rows = range(start, start + len(seeds))
         prompt_index = torch.tensor(
@@ -102,7 +105,8 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
             seed=torch.tensor(seeds, device=device),
             policy_version=torch.full_like(prompt_index, version),
         )
-        final, prompts = trajectory.final, [request.prompt_of(row) for row in rows]
+        final = trajectory.final
+        prompts = [request.prompt_of(row) for row in rows]
         images = self._model.decode(final, spec) if request.decode else None
         return RolloutChunk(
             batch=batch, samples=images, prompts=prompts, policy_version=version, latents=final

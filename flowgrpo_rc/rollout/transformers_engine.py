@@ -55,7 +55,9 @@ class TransformersEngine(RolloutEngine[TextRequest]):
         del self._replica, self._policy
 
     def _chunk(self, request: TextRequest, rows: range) -> RolloutChunk:
-        spec, device, version = request.spec, self._model.device, self._replica.version
+        spec = request.spec
+        device = self._model.device
+        version = self._replica.version
         prompts = [request.prompt_of(row) for row in rows]
         seeds = [request.seeds[row] for row in rows]
         slots = [request.prompts.slots[row // request.samples_per_prompt] for row in rows]

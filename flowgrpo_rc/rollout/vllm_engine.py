@@ -70,7 +70,9 @@ class VllmEngine(RolloutEngine[TextRequest]):
                 "rollout.name=vllm_engine needs vLLM: pip install 'flowgrpo_rc[vllm]'"
             ) from error
         self._vllm = vllm
-        self._model, self._dtype, self._chunk_size = model, dtype, chunk_size
+        self._model = model
+        self._dtype = dtype
+        self._chunk_size = chunk_size
         lora = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
         self._shapes = {name: tensor.shape for name, tensor in lora.items()}
         ((name, config),) = network.peft_config.items()
@@ -99,7 +101,8 @@ class VllmEngine(RolloutEngine[TextRequest]):
         self.sync_weights(lora, 0)
 
     def generate(self, request: TextRequest) -> Iterator[RolloutChunk]:
-        spec, limit = request.spec, self._llm.model_config.max_model_len
+        spec = request.spec
+        limit = self._llm.model_config.max_model_len
         if spec.prompt_length + spec.response_length > limit:
             raise ValueError(
                 f"rollout.prompt_length={spec.prompt_length}, "
@@ -134,7 +137,8 @@ class VllmEngine(RolloutEngine[TextRequest]):
         del self._llm
 
     def _rollout(self, request: TextRequest) -> TokenBatch:
-        spec, device = request.spec, self._model.device
+        spec = request.spec
+        device = self._model.device
         texts = [prompt.text for prompt in request.prompts.prompts]
         ids, mask = self._model.encode(texts, max_length=spec.prompt_length)
         prompts = [row[valid].tolist() for row, valid in zip(ids, mask, strict=True)]

@@ -29,7 +29,10 @@ class VllmAdapter:
 
         self.request: Any = None
         self._make_request = LoRARequest
-        self._engine, self._base, self._name, self._config = engine, base, name, config
+        self._engine = engine
+        self._base = base
+        self._name = name
+        self._config = config
         self._count = 0
 
     def load(self, state: Mapping[str, Tensor]) -> None:

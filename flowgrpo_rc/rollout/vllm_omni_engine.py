@@ -75,11 +75,14 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         timeout_s: float = 600.0,
         start_timeout_s: float = 1800.0,
     ) -> None:
-        self._model, self._dtype, self._chunk_size = model, dtype, chunk_size
+        self._model = model
+        self._dtype = dtype
+        self._chunk_size = chunk_size
         ((self._adapter, self._lora_config),) = network.peft_config.items()
         state = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
         self._shapes = {name: tensor.shape for name, tensor in state.items()}
-        self._version, self._fingerprint = 0, ""
+        self._version = 0
+        self._fingerprint = ""
         environment = child_environment(os.environ, model.device, tensor_parallel_size)
         self._process = EngineProcess(COMMAND, environment, timeout_s=timeout_s)
         engine = {
@@ -124,11 +127,9 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
         replies = self._process.ask(*self._question(request))
-        encoded, prompts, device = (
-            next(replies).tensors,
-            request.prompts.prompts,
-            self._model.device,
-        )
+        encoded = next(replies).tensors
+        prompts = request.prompts.prompts
+        device = self._model.device
         conditioning = _conditioning(encoded, "", [prompt.text for prompt in prompts], device)
         negative = None
         if "negative_prompt_embeds" in encoded:
@@ -155,7 +156,8 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         tensors = weights_to_bind(
             state, adapter=self._adapter, scale=scale, dtype=DTYPES[self._dtype]
         )
-        self._version, self._fingerprint = version, fingerprint(tensors)
+        self._version = version
+        self._fingerprint = fingerprint(tensors)
         (done,) = self._process.ask(
             "sync", {"version": version, "rank": self._lora_config.r}, tensors
         )
@@ -171,7 +173,8 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         """EngineError, and the end of the engine, unless its layers hold all the tensors that were
         pushed last.
         """
-        wanted, bound = len(self._shapes) // 2, reply.fields["modules"]
+        wanted = len(self._shapes) // 2
+        bound = reply.fields["modules"]
         if reply.fields["fingerprint"] != self._fingerprint:
             self._process.fail(
                 f"does not hold the LoRA of step {self._version}: it bound {bound} of {wanted} "
@@ -181,7 +184,8 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
             )
 
     def _question(self, request: ImageRequest) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-        spec, prompts = request.spec, request.prompts.prompts
+        spec = request.spec
+        prompts = request.prompts.prompts
         guided = self._model.cfg_scale(spec) > 1
         texts = list(dict.fromkeys(prompt.text for prompt in prompts))
         negatives = (
@@ -214,7 +218,8 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         conditioning: Conditioning,
         negative: Conditioning | None,
     ) -> RolloutChunk:
-        device, prompts = self._model.device, [request.prompt_of(row) for row in rows]
+        device = self._model.device
+        prompts = [request.prompt_of(row) for row in rows]
         tensors = {name: tensor.to(device) for name, tensor in reply.tensors.items()}
         prompt_index = torch.tensor(
             [row // request.samples_per_prompt for row in rows], device=device
@@ -258,7 +263,8 @@ def _conditioning(
         for name, tensor in encoded.items()
         if name.startswith(prefix)
     }
-    pooled, mask = found.get("pooled_prompt_embeds"), found.get("prompt_embeds_mask")
+    pooled = found.get("pooled_prompt_embeds")
+    mask = found.get("prompt_embeds_mask")
     return Conditioning(
         embeds=found["prompt_embeds"][rows].to(device),
         pooled=None if pooled is None else pooled[rows].to(device),

@@ -63,7 +63,9 @@ class Clip:
             raise ValueError(f"dtype={dtype!r}: allowed are {', '.join(DTYPES)}")
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size!r} must be at least 1")
-        self.device, self.dtype, self.batch_size = device, dtype, batch_size
+        self.device = device
+        self.dtype = dtype
+        self.batch_size = batch_size
 
     def cosines(self, images: np.ndarray, texts: Sequence[str]) -> Tensor:
         """Cosine of each of images [N, H, W, 3] uint8 with the text of its own: [N] fp32 on the
@@ -89,7 +91,8 @@ class Clip:
 
     def text_features(self, texts: Sequence[str]) -> Tensor:
         """Unit vectors [N, D] fp32 on the CPU; of a text that is too long, of its beginning."""
-        model, tokenizer = self._loaded.model, self._loaded.tokenizer
+        model = self._loaded.model
+        tokenizer = self._loaded.tokenizer
         longest = model.config.text_config.max_position_embeddings
 
         def forward(batch: Sequence[str]) -> Any:

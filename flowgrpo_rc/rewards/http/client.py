@@ -102,8 +102,11 @@ class JsonClient:
                 f"cooldown_s={cooldown_s} at least 0"
             )
         _check_url(url)
-        self._url, self._deadline_s, self._max_attempts = url.rstrip("/"), deadline_s, max_attempts
-        self._max_pause_s, self._max_bytes = max_pause_s, int(max_response_mb * 1e6)
+        self._url = url.rstrip("/")
+        self._deadline_s = deadline_s
+        self._max_attempts = max_attempts
+        self._max_pause_s = max_pause_s
+        self._max_bytes = int(max_response_mb * 1e6)
         self._token = None if token_env is None else read_token(token_env)
         self._tls = None if ca_file is None else _trusting(ca_file)
         self._breaker = Breaker(max_failures, cooldown_s)
@@ -139,7 +142,8 @@ class JsonClient:
     ) -> list[Any | ServerError]:
         import httpx2
 
-        turn, end = asyncio.Semaphore(concurrency), time.monotonic() + self._deadline_s
+        turn = asyncio.Semaphore(concurrency)
+        end = time.monotonic() + self._deadline_s
         asyncio.get_running_loop().set_default_executor(_Lookups())
 
         async def one(body: Mapping[str, Any]) -> Any | ServerError:
@@ -203,7 +207,8 @@ class JsonClient:
 
     async def _content(self, response: httpx2.Response) -> bytes:
         """The body, as it is on the wire, of an answer that is not refused by its size."""
-        parts, size = [], 0
+        parts = []
+        size = 0
         async for part in response.aiter_raw():
             parts.append(part)
             size += len(part)
@@ -214,10 +219,8 @@ class JsonClient:
         return b"".join(parts)
 
     def _parsed(self, response: httpx2.Response, content: bytes) -> Any:
-        status, kind = (
-            response.status_code,
-            response.headers.get("content-type", "").split(";")[0].strip().lower(),
-        )
+        status = response.status_code
+        kind = response.headers.get("content-type", "").split(";")[0].strip().lower()
         if status in BUSY:
             raise _ComeAgain(
                 f"{self._url} answered {status}", _seconds(response.headers.get("retry-after", ""))
@@ -263,8 +266,10 @@ class Breaker:
     """
 
     def __init__(self, max_failures: int, cooldown_s: float) -> None:
-        self._max_failures, self._cooldown_s = max_failures, cooldown_s
-        self._failures, self._open_until = 0, 0.0
+        self._max_failures = max_failures
+        self._cooldown_s = cooldown_s
+        self._failures = 0
+        self._open_until = 0.0
 
     def check(self) -> None:
         """Raise ServerError during a pause."""

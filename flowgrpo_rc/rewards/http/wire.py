@@ -34,11 +34,14 @@ def encode(samples: Any, prompts: Sequence[Prompt]) -> dict[str, Any]:
     texts.
     """
     if not isinstance(samples, np.ndarray):
-        kind, encoded = "text", list(samples)
+        kind = "text"
+        encoded = list(samples)
     elif samples.ndim == 4:
-        kind, encoded = "image", [encode_png(image) for image in samples]
+        kind = "image"
+        encoded = [encode_png(image) for image in samples]
     else:
-        kind, encoded = "video", [[encode_png(frame) for frame in video] for video in samples]
+        kind = "video"
+        encoded = [[encode_png(frame) for frame in video] for video in samples]
     rows = [{**asdict(prompt), "metadata": dict(prompt.metadata)} for prompt in prompts]
     return {"kind": kind, "samples": encoded, "prompts": rows}
 
@@ -47,7 +50,9 @@ def decode(request: Any) -> tuple[Any, list[Prompt]]:
     """Samples and prompts of a request. ValueError for anything else."""
     if not isinstance(request, Mapping) or set(request) != {"kind", "samples", "prompts"}:
         raise ValueError("a request is an object with kind, samples and prompts")
-    kind, samples, prompts = request["kind"], request["samples"], request["prompts"]
+    kind = request["kind"]
+    samples = request["samples"]
+    prompts = request["prompts"]
     if kind not in KINDS or not isinstance(samples, list) or not isinstance(prompts, list):
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, samples and prompts lists")
     if not samples or len(samples) != len(prompts):
@@ -129,7 +134,8 @@ def _decoded(kind: str, samples: list[Any]) -> Any:
 
 
 def _stack(encoded: list[Any]) -> np.ndarray:
-    images, left = [], MAX_PIXELS
+    images = []
+    left = MAX_PIXELS
     for text in encoded:
         images.append(decode_png(text, left))
         left -= images[-1].shape[0] * images[-1].shape[1]

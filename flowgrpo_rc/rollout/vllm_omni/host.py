@@ -55,7 +55,9 @@ class Host:
         self._engine.post_process_func = (
             None  # the trainer decodes; Qwen-Image's would take latents for a picture
         )
-        self._chunk_size, self._sleeps, self._asleep = fields["chunk_size"], fields["sleep"], False
+        self._chunk_size = fields["chunk_size"]
+        self._sleeps = fields["sleep"]
+        self._asleep = False
         self._adapter: LoRARequest | None = None
         self._count = 0
 

@@ -65,7 +65,8 @@ class Recorder:
             return [DiffusionOutput(output=torch.zeros(1)) for _ in req.requests]
         self._samples = [params.extra_args[EXTRA] for params in req.sampling_params_list]
         outputs: list[DiffusionOutput] = super().forward(req)  # type: ignore[misc]
-        record, spec = self._record, asdict(self._used(req.sampling_params_list[0]))
+        record = self._record
+        spec = asdict(self._used(req.sampling_params_list[0]))
         shared = {
             "sigmas": record.schedule.sigmas.cpu(),
             "timesteps": record.schedule.timesteps.cpu(),
@@ -83,7 +84,8 @@ class Recorder:
 
     def _denoise(self, velocity: Velocity) -> Tensor:
         """Walk the schedule; the record is kept, the final latents go back to the pipeline."""
-        samples, first = self._samples, self._samples[0]
+        samples = self._samples
+        first = self._samples[0]
         seeds = [sample.seed for sample in samples]
         schedule = Schedule(*(part.to(self.device) for part in first.schedule))
         self._record: Trajectory = sample_trajectory(

@@ -74,7 +74,8 @@ class EngineProcess:
         """command: takes the number of its socket as a further argument. timeout_s: the longest
         silence.
         """
-        self._timeout_s, self._failed = timeout_s, False
+        self._timeout_s = timeout_s
+        self._failed = False
         handle, name = tempfile.mkstemp(prefix="flowgrpo_rc_vllm_omni_", suffix=".log")
         self.log = Path(name)
         ours, theirs = socket.socketpair()

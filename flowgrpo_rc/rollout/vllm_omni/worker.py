@@ -43,7 +43,8 @@ class RolloutWorker(CustomPipelineWorkerExtension):
         With tensor parallelism a layer holds a part, and the whole tensors are read from the
         manager instead, which binds all or raises.
         """
-        manager, pipeline = self.lora_manager, self.model_runner.pipeline
+        manager = self.lora_manager
+        pipeline = self.model_runner.pipeline
         _, rank = pipeline.lora
         whole = self.od_config.parallel_config.tensor_parallel_size == 1
         bound = _in_layers(manager, rank) if whole else _in_manager(manager)
@@ -68,7 +69,8 @@ def _in_layers(manager: Any, rank: int) -> Iterator[tuple[str, Pair]]:
         )
         for index, name in enumerate(slices):
             if layer._diffusion_lora_active_slices[index]:
-                a, b = layer.lora_a_stacked[index], layer.lora_b_stacked[index]
+                a = layer.lora_a_stacked[index]
+                b = layer.lora_b_stacked[index]
                 yield f"{parent}.{name}", (a[0, 0, :rank], b[0, 0, :, :rank])
 
 
