@@ -43,10 +43,10 @@ def observation(difference: Tensor, kept: Tensor | None = None, **fields: Any) -
     rows = len(difference)
     given = {
         "seed": torch.arange(rows),
-        "training": difference,
-        "rollout": torch.zeros_like(difference),
-        "valid": torch.ones_like(difference, dtype=torch.bool),
-        "kept": torch.ones_like(difference, dtype=torch.bool) if kept is None else kept,
+        "training_log_probs": difference,
+        "rollout_log_probs": torch.zeros_like(difference),
+        "step_mask": torch.ones_like(difference, dtype=torch.bool),
+        "keep_mask": torch.ones_like(difference, dtype=torch.bool) if kept is None else kept,
         "cells": torch.arange(difference.shape[1]).expand(rows, -1),
         "weights": None,
         "step_kl": None,
@@ -85,7 +85,7 @@ def test_histograms_are_those_of_all_processes_before_the_update() -> None:
     difference, weights = normal(6, 3), 1 + normal(6, 3, seed=1)
     valid, kept = torch.ones(6, 3, dtype=torch.bool), torch.ones(6, 3, dtype=torch.bool)
     valid[0, 2], kept[4, 1] = False, False
-    whole = {"valid": valid, "kept": kept & valid, "weights": weights}
+    whole = {"step_mask": valid, "keep_mask": kept & valid, "weights": weights}
     (alone,) = on_shards(
         1, lambda rank, reduce: histograms([observation(difference, **whole)], reduce["sum"])
     )
