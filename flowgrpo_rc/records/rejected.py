@@ -83,7 +83,8 @@ class RejectedSamples:
         pictures = {}
         for number, (decision, row) in enumerate(chosen):
             index = position[int(decision.seed[row])]
-            known = {"step": step, "reward": _finite(float(rewards.total[index]))}
+            reward = _finite(float(rewards.total[index]))
+            known: dict[str, Any] = {"step": step, "reward": reward}
             known |= self._decision(decision, row, names)
             known["prompt"] = shown.prompts[index].text[:MOST_TEXT] if shown.prompts else None
             sample = shown.samples[index] if shown.samples else None

@@ -85,6 +85,6 @@ def _torchao_config(name: str, device: torch.device) -> Any:
         )
     # On a CPU there is no packed kernel: each weight of four bits takes a byte.
     return ao.IntxWeightOnlyConfig(
-        weight_dtype=torch.int4,
-        granularity=ao.PerGroup(INT4_GROUP),  # type: ignore[attr-defined]
+        weight_dtype=torch.int4,  # type: ignore[attr-defined]
+        granularity=ao.PerGroup(INT4_GROUP),
     )
