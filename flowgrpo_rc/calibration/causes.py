@@ -124,8 +124,8 @@ def diagnose(
       rollout: the recorded steps.
       replay: replays them with faults.
       engine: the mismatch of trainer and engine.
-      copies: the mismatch of the trainer and its copies in several precisions, that of the engine
-        first.
+      copies: the mismatch of the trainer and its copies in several precisions; the copy in the
+        engine's precision comes first.
       found: from `check_record`.
     """
     recorded = rollout.recorded
@@ -187,7 +187,7 @@ def check_record(
       other_tensors: number of tensors in the engine's LoRA that are not those it was given.
 
     Returns:
-      What is wrong, (cause, sentence).
+      Each fault as (cause, sentence).
     """
     batch = rollout.batch
     request = rollout.request

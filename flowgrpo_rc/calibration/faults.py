@@ -23,7 +23,7 @@ from flowgrpo_rc.core.transition import log_prob
 from flowgrpo_rc.core.transition import sample as draw
 from flowgrpo_rc.policies.encode_prompts import encode_unique
 
-# One recorded step -> the step with a fault; None where there is no such step.
+# Turns a recorded step into the step with a fault; returns None if there is no such step.
 Change = Callable[[DiffusionBatch], DiffusionBatch | None]
 State = Mapping[str, Tensor]
 
@@ -287,7 +287,13 @@ def round_start(piece: DiffusionBatch, dtype: torch.dtype) -> DiffusionBatch:
 
 
 def round_states(batch: DiffusionBatch, dtype: torch.dtype, first: int) -> DiffusionBatch:
-    """Rounds the states from the one at `first` on."""
+    """Rounds recorded states.
+
+    Args:
+      batch: the samples.
+      dtype: the precision to round to.
+      first: index of the first state that is rounded; 0 is the start of the first step.
+    """
     states = batch.all_latents
     rounded = torch.cat([states[:, :first], states[:, first:].to(dtype).float()], 1)
     return batch.replace(all_latents=rounded)

@@ -30,7 +30,12 @@ FEW = (2, 4)  # number of prompts, and samples of each, that the replays use
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedRollout:
-    """A request to the engine, and what it recorded."""
+    """A request to the engine, and what it recorded.
+
+    Attributes:
+      request: the request.
+      batch: the engine's samples, all chunks together.
+    """
 
     request: ImageRequest
     batch: DiffusionBatch
@@ -97,8 +102,8 @@ def robust(values: Tensor) -> float:
 def plant_movements(network: nn.Module, seed: int) -> list[dict[str, Tensor]]:
     """Moves a network's LoRA twice at random.
 
-    A fresh LoRA changes nothing. An engine without it, or with that of the step before, would go
-    unnoticed.
+    A fresh LoRA changes nothing. Nobody would notice an engine that lacks it or holds the LoRA of
+    the step before.
 
     Args:
       network: the trainer's network with the LoRA.

@@ -26,8 +26,8 @@ class Calibration:
 
     Attributes:
       subject: what was calibrated.
-      mismatches: of all samplers; that of the engine at the configured guidance, over all samples,
-        comes first.
+      mismatches: of all samplers. The first is the engine's, at the configured guidance and over
+        all samples.
       bound: the bound of the loss; None if it has none.
       clipped: value of the bound -> share of steps outside it before any update.
       diagnosis: what explains the mismatch.
@@ -220,7 +220,7 @@ def mismatch_table(mismatches: Sequence[Mismatch]) -> Table:
 
 
 def trial_table(diagnosis: Diagnosis) -> Table:
-    """Makes a table of what is left of the mismatch with each fault that was tried."""
+    """Makes a table of the faults that were tried, with the mismatch that each one leaves."""
     table = Table(title="replayed with a fault on our side", title_justify="left")
     table.add_column("cause")
     table.add_column("fault")

@@ -27,8 +27,7 @@ from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.policies.base import Policy
 
 EVERY = 100  # iterations after which the expectation is measured again
-# Mean |difference| relative to that of autocast, measured on the bundled model; they add up in
-# squares.
+# Mean |difference| relative to autocast's, measured on the bundled model. They add up in squares.
 DTYPES = {"fp64": 0.0, "fp32": 0.0, "fp16": 0.13, "bf16": 1.0}
 QUANTIZATIONS = {"int8": 0.75, "int8_dynamic": 1.9, "fp8": 3.5, "int4": 12.0}
 # The least expectation: sums in another order move fp32 log-probs by 1e-8, and by 1e-7 where a

@@ -35,7 +35,13 @@ class Metric(NamedTuple):
 
 
 class Section(NamedTuple):
-    """Metrics that are explained together, in one table of docs/metrics.md."""
+    """Metrics that are explained together, in one table of docs/metrics.md.
+
+    Attributes:
+      title: heading of the table.
+      about: text above the table.
+      metrics: its rows.
+    """
 
     title: str
     about: str

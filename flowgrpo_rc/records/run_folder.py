@@ -28,7 +28,7 @@ _PACKAGES = (
     "accelerate",
     "rapidocr-onnxruntime",
 )
-# What may change between two commands on one run without changing what is trained, rounding aside.
+# Keys that may differ between two commands on one run: they change the result by rounding at most.
 _FREE = (
     "trainer.max_time",
     "trainer.logger",

@@ -97,7 +97,14 @@ def thumbnail(sample: np.ndarray) -> np.ndarray:
 def save_grid(
     path: Path, images: np.ndarray, captions: Sequence[str], *, columns: int = 8
 ) -> Image.Image:
-    """Writes `image_grid` as a PNG, whole or not at all, and returns it."""
+    """Writes `image_grid` as a PNG, whole or not at all, and returns it.
+
+    Args:
+      path: the file.
+      images: uint8, [N, H, W, 3].
+      captions: one for each image.
+      columns: images in a row, at most.
+    """
     grid = image_grid(images, captions, columns=columns)
     buffer = io.BytesIO()
     grid.save(buffer, format="PNG", optimize=True)

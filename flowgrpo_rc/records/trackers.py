@@ -90,7 +90,7 @@ class Trackers:
             self._accelerator.log(dict(metrics), step=step)
 
     def log_image(self, step: int, name: str, image: Image.Image) -> None:
-        """Logs an image of a step."""
+        """Logs an image of a step under a name."""
         if "wandb" in self._names:
             self._accelerator.get_tracker("wandb").log_images({name: [image]}, step=step)
         if "tensorboard" in self._names:

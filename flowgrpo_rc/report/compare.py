@@ -41,7 +41,7 @@ class Run(NamedTuple):
     Attributes:
       name: the experiment's name, or a part of the path that tells the runs apart.
       folder: the folder.
-      rows: those of metrics.jsonl.
+      rows: the rows of metrics.jsonl.
       settings: the keys of config.yaml and their values, without secrets.
     """
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-# Nothing may be fetched, whatever a run's files contain.
+# The browser fetches nothing, even if a run's files contain HTML that asks for it.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
@@ -33,7 +33,13 @@ def page(title: str, header: str, sections: Iterable[str]) -> str:
 
 
 def section(name: str, heading: str, body: str) -> str:
-    """Returns a section with a heading; `name` is its anchor."""
+    """Returns a section.
+
+    Args:
+      name: its anchor.
+      heading: its heading.
+      body: its HTML.
+    """
     return f'<section id="{name}"><h2>{escape(heading)}</h2>{body}</section>'
 
 
@@ -43,7 +49,13 @@ def empty(text: str) -> str:
 
 
 def header(title: str, outcome: str, progress: str) -> str:
-    """Returns the page's top: its title, the result in a sentence, and how far the run came."""
+    """Returns the top of the page.
+
+    Args:
+      title: the heading.
+      outcome: the result in a sentence.
+      progress: how far the run came.
+    """
     return (
         f'<h1>{escape(title)}</h1><p class="outcome">{escape(outcome)}</p><p>{escape(progress)}</p>'
     )

@@ -32,7 +32,7 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def title(run_dir: Path, config: Mapping[str, Any]) -> str:
-    """Returns the name of the experiment, or that of the folder if it has none."""
+    """Returns the name of the experiment; without one, the name of the folder."""
     return str(config.get("trainer", {}).get("experiment_name") or run_dir.resolve().name)
 
 
@@ -178,7 +178,7 @@ def flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
 
 def checkpoints(run_dir: Path) -> str:
     """Lists checkpoints and exported weights with their sizes."""
-    # Other names are those of checkpoints that are not complete.
+    # A checkpoint that is not complete has another name.
     found = (run_dir / "checkpoints").glob("step_*")
     folders = [path for path in found if re.fullmatch(r"step_\d+", path.name)]
     folders.sort(key=lambda path: int(path.name.removeprefix("step_")))

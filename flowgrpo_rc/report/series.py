@@ -51,7 +51,7 @@ def distinct(rows: Sequence[Row], prefix: str, first: str) -> list[str]:
     A run with one reward reports that reward's values twice.
 
     Args:
-      rows: those of metrics.jsonl.
+      rows: the rows of metrics.jsonl.
       prefix: beginning of the names.
       first: the metric that comes first.
     """

@@ -20,7 +20,7 @@ class ClipScore(Reward):
     """The cosine of image and prompt, from -1 to 1.
 
     CLIPScore is 2.5 times the positive part of the cosine; a weight of 2.5 gives its numbers. Here
-    the score may be negative, so that it still ranks images that fit badly.
+    the score may be negative; it still ranks images that fit badly.
 
     Args:
       path: the CLIP checkpoint, a local folder or a hub id.

@@ -54,7 +54,11 @@ class RewardConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardHandle:
-    """A chunk of samples that is being scored; `RewardManager.collect` waits for its rewards."""
+    """A chunk of samples that is being scored; `RewardManager.collect` waits for its rewards.
+
+    Attributes:
+      futures: term -> its scores, when they are there.
+    """
 
     futures: Mapping[str, Future[_Outcome]]
 
@@ -93,7 +97,7 @@ def requires_target(config: RewardConfig) -> bool:
 
 
 def needs_samples(config: RewardConfig) -> bool:
-    """Returns False if all rewards score latents, so that nothing has to be decoded."""
+    """Returns False if all rewards score latents; then nothing has to be decoded."""
     return any(term.reward.kind != "latent" for term in _build_terms(config).values())
 
 
@@ -109,10 +113,8 @@ def check_kind(config: RewardConfig, *kinds: str) -> None:
             made = " or ".join(f"{kind}s" for kind in kinds)
             raise ValueError(
                 f"reward.terms.{name} scores {term.reward.kind}s, and the model makes {made}: "
-                "drop it with "
-                f"reward.terms.{name}=null and give a reward whose kind is "
-                f"{' or '.join((*kinds, 'any'))}, such as "
-                "function"
+                f"drop it with reward.terms.{name}=null and give a reward whose kind is "
+                f"{' or '.join((*kinds, 'any'))}, such as function"
             )
 
 
@@ -273,7 +275,7 @@ def _kind_of(samples: Samples | None) -> str:
 
 
 class _NotFinite(ValueError):
-    """The reward of single samples is not finite; that of the others is fine."""
+    """The reward of single samples is not finite; the other samples are fine."""
 
 
 def _checked(scores: object, part_names: Sequence[str], prompts: Sequence[Prompt]) -> _Outcome:
@@ -322,8 +324,7 @@ def _build_terms(config: RewardConfig) -> dict[str, _Term]:
     if not 1 <= config.num_workers <= len(terms):
         raise ValueError(
             f"reward.num_workers={config.num_workers} must be between 1 and the number of "
-            f"rewards, {len(terms)}: "
-            f"each reward scores one chunk at a time"
+            f"rewards, {len(terms)}: each reward scores one chunk at a time"
         )
     if not 0.0 <= config.max_failed_fraction <= 1.0:
         raise ValueError(

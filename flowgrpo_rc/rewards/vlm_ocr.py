@@ -1,6 +1,6 @@
 """A reward for how well a vision-language model reads the target text in an image.
 
-The model answers at an OpenAI-compatible endpoint, such as that of
+The model answers at an OpenAI-compatible endpoint, for instance
 `vllm serve Qwen/Qwen2.5-VL-7B-Instruct`. It reads text that the small models of `ocr` cannot.
 """
 

@@ -64,7 +64,11 @@ class ImageRequest(RolloutRequest):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextRequest(RolloutRequest):
-    """A request for responses of a language model."""
+    """A request for responses of a language model.
+
+    Attributes:
+      spec: the sampler of text.
+    """
 
     spec: TokenSpec
 

@@ -26,7 +26,13 @@ def precision(dtype: str, quantization: str | None) -> str:
 
 
 def check_device(dtype: str, quantization: str | None, device: torch.device) -> None:
-    """Raises ValueError for a quantization that has no kernel on the device."""
+    """Raises ValueError for a quantization that has no kernel on the device.
+
+    Args:
+      dtype: precision of the rollout.
+      quantization: a key of `PACKAGES`, or None.
+      device: where the replica is.
+    """
     if quantization == "int4" and device.type == "cuda" and dtype != "bf16":
         raise ValueError(
             f"rollout.quantization=int4 on a GPU needs rollout.dtype=bf16, not {dtype}"

@@ -39,7 +39,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
     """Samples from the checkpoint that the model was loaded from, beside it the trainer's LoRA.
 
     The engine encodes the prompts and denoises, with the trainer's own schedule, noise and step.
-    The trainer decodes, so that rewards and evaluation see the same VAE. Each sample is a request
+    The trainer decodes; rewards and evaluation see the same VAE. Each sample is a request
     with its seed; vLLM-Omni runs up to `chunk_size` of them in one forward.
 
     `sync_weights` sends the LoRA and compares a fingerprint of what the engine's layers hold with
@@ -53,7 +53,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
       chunk_size: samples in one forward.
       tensor_parallel_size: GPUs of the engine; above 1 only for a trainer of one process.
       quantization: a method of vLLM-Omni, for instance fp8.
-      attention_backend: one of `ATTENTION_BACKENDS`; None takes that of the platform.
+      attention_backend: one of `ATTENTION_BACKENDS`; None takes the platform's.
       memory_fraction: largest share of the GPU's memory for the engine.
       sleep: the engine's weights leave the GPU between rollouts.
       enforce_eager: as in vLLM-Omni.
@@ -264,7 +264,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
 def _conditioning(
     encoded: Mapping[str, Tensor], prefix: str, texts: Sequence[str], device: torch.device
 ) -> Conditioning:
-    """Returns every text's conditioning, from that of the distinct texts in their first order."""
+    """Returns the conditioning of each text. The engine encoded each distinct text once."""
     distinct = list(dict.fromkeys(texts))
     rows = torch.tensor([distinct.index(text) for text in texts])
     found = {

@@ -15,7 +15,13 @@ from torch import Tensor
 
 
 class Message(NamedTuple):
-    """One message: what kind it is, fields that JSON can hold, and tensors by name."""
+    """One message.
+
+    Attributes:
+      kind: what kind of message it is.
+      fields: what JSON can hold.
+      tensors: by name.
+    """
 
     kind: str
     fields: Mapping[str, Any]

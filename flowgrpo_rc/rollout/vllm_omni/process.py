@@ -69,8 +69,8 @@ def child_environment(
 class EngineProcess:
     """A child process, joined to the trainer by a pair of sockets.
 
-    It has a session of its own, so Ctrl-C reaches the trainer alone. It ends when its socket does,
-    whatever happened to the trainer.
+    It has a session of its own, so Ctrl-C reaches the trainer alone. It ends when its socket
+    closes, even if the trainer was killed.
 
     Attributes:
       log: file with the child's output; removed after an orderly end, kept after a failure.
