@@ -1,8 +1,8 @@
-"""Trajectories on the disk: what one run sampled, another may train on (`data.replay_dir`).
+"""Trajectories on disk: what one run sampled, another can train on (`data.replay_dir`).
 
-A file holds the part of one process of one step: the batch before anything was learned about it,
-with the log-probs of the policy that sampled it, and its rewards. safetensors, with kind, spec and
-origin in the header.
+A file holds one process's samples of one step: the batch as it was sampled, with the log-probs of
+the sampling policy, and its rewards. The format is safetensors, with kind, spec and origin in the
+header.
 """
 
 from __future__ import annotations
@@ -39,8 +39,12 @@ _HEADER = "rollout"  # a single entry: safetensors writes several in no fixed or
 
 
 class SavedRollout(NamedTuple):
-    """One process's part of one step. origin: what else a reader has to agree with,
-    `Task.origin`.
+    """One process's samples of one step.
+
+    Attributes:
+      batch: the samples.
+      rewards: their rewards.
+      origin: what else a reader has to agree with; see `Task.origin`.
     """
 
     batch: Batch
@@ -49,18 +53,23 @@ class SavedRollout(NamedTuple):
 
 
 def rollout_path(folder: Path, step: int, rank: int, count: int) -> Path:
+    """Returns the file of one process's samples of one step.
+
+    Args:
+      folder: the folder of all saved rollouts.
+      step: the training step.
+      rank: number of the process.
+      count: number of processes.
+    """
     return folder / f"step_{step:06d}_process_{rank}_of_{count}.safetensors"
 
 
 def save_rollout(path: Path, rollout: SavedRollout) -> None:
-    """Write a rollout, whole or not at all."""
+    """Writes a rollout, whole or not at all."""
     batch = rollout.batch
     kind = next(name for name, (cls, _) in KINDS.items() if isinstance(batch, cls))
-    tensors = dict(
-        _flatten(
-            {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name != "spec"}
-        )
-    )
+    names = [field.name for field in dataclasses.fields(batch) if field.name != "spec"]
+    tensors = dict(_flatten({name: getattr(batch, name) for name in names}))
     tensors |= {f"{_REWARD}total": rollout.rewards.total, f"{_REWARD}valid": rollout.rewards.valid}
     tensors |= {f"{_REWARD}parts/{name}": values for name, values in rollout.rewards.parts.items()}
     content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -70,8 +79,10 @@ def save_rollout(path: Path, rollout: SavedRollout) -> None:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """kind, spec and origin of a saved rollout, without its tensors. ValueError where the file is
-    none or cut short.
+    """Returns kind, spec and origin of a saved rollout, without its tensors.
+
+    Raises:
+      ValueError: the file is something else, or cut short.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -83,11 +94,12 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def load_rollout(path: Path, device: torch.device) -> SavedRollout:
-    """Read it back, bit for bit. ValueError for a file that is damaged or something else."""
+    """Reads a rollout back, bit for bit. ValueError if the file is damaged or something else."""
     header = read_header(path)
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            names = file.keys()  # the file is no mapping, so it cannot be iterated itself
+            tensors = {name: file.get_tensor(name) for name in names}
         cls, spec_class = KINDS[header["kind"]]
         spec = spec_class(**header["spec"])
         columns = {
@@ -95,15 +107,14 @@ def load_rollout(path: Path, device: torch.device) -> SavedRollout:
             for name, value in tensors.items()
             if not name.startswith(_REWARD)
         }
-        parts = f"{_REWARD}parts/"
+        prefix = f"{_REWARD}parts/"
+        parts = {
+            name.removeprefix(prefix): values
+            for name, values in tensors.items()
+            if name.startswith(prefix)
+        }
         rewards = Rewards(
-            total=tensors[f"{_REWARD}total"],
-            valid=tensors[f"{_REWARD}valid"],
-            parts={
-                name.removeprefix(parts): values
-                for name, values in tensors.items()
-                if name.startswith(parts)
-            },
+            total=tensors[f"{_REWARD}total"], valid=tensors[f"{_REWARD}valid"], parts=parts
         )
         return SavedRollout(cls(spec=spec, **_unflatten(columns)), rewards, header["origin"])
     except (SafetensorError, KeyError, TypeError) as error:
@@ -113,7 +124,7 @@ def load_rollout(path: Path, device: torch.device) -> SavedRollout:
 
 
 def _flatten(fields: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors by name; those of a conditioning as `name.field`."""
+    """Yields tensors by name; those of a conditioning as `name.field`."""
     for name, value in fields.items():
         if isinstance(value, Conditioning):
             yield from _flatten(

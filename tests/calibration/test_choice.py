@@ -105,7 +105,7 @@ def test_a_mode_can_be_asked_for_and_a_fault_gets_no_room() -> None:
 )
 def test_what_is_not_explained_is_no_noise(cause: str | None, healthy: bool, doubted: bool) -> None:
     found = [] if cause is None else [(cause, "it is off")]
-    numbers = {"mismatch": 1e-4, "floor": 1e-5, "as_recorded": 1e-4, "resolution": 1e-8}
+    numbers = {"mismatch": 1e-4, "copy_mismatch": 1e-5, "as_recorded": 1e-4, "resolution": 1e-8}
     diagnosis = Diagnosis(
         **numbers, trials=[], found=found, explanation=None, similar=None, healthy=healthy
     )

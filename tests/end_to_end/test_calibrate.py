@@ -122,7 +122,7 @@ def test_a_fault_is_named(bench: Bench, fault: str, dtype: str) -> None:
 def test_the_diffusers_engine_is_replayed_bit_for_bit(bench: Bench, dtype: str) -> None:
     found = bench.diagnose("diffusers", dtype)
     assert (found.cause, found.healthy, found.as_recorded) == (None, True, 0)
-    assert found.mismatch == found.floor
+    assert found.mismatch == found.copy_mismatch
     effects = [
         trial.residual
         for trial in found.trials
@@ -141,7 +141,7 @@ def test_other_kernels_are_no_fault(bench: Bench, engine: str, dtype: str) -> No
 def test_a_large_fault_shows_through_other_kernels(bench: Bench) -> None:
     found = bench.diagnose("support.faulty_engines.ShiftOfOtherKernels", "bf16")
     assert found.cause == "schedule", found
-    assert found.as_recorded > 3 * found.floor
+    assert found.as_recorded > 3 * found.copy_mismatch
 
 
 def test_another_precision_than_it_says(bench: Bench) -> None:
