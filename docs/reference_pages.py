@@ -17,6 +17,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
+from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.monitoring.metric_names import SECTIONS, SLIME
@@ -133,7 +134,7 @@ def allowed(key: str, hint: Any) -> str:
             changed = copy.deepcopy(config)
             setattr(reduce(getattr, path, changed), name, wrong)
             try:
-                changed.validate()
+                check_settings(changed)
             except ValueError as error:
                 if found := answer.search(str(error)):
                     return found[1]

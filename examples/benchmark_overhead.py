@@ -23,16 +23,19 @@ from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
 from flowgrpo_rc.build import assemble, make_processes
+from flowgrpo_rc.config.checks import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.policies.encode_prompts import encode_unique
 from flowgrpo_rc.records.run_folder import RunFolder
+from flowgrpo_rc.training.modes import Decoupled
 from flowgrpo_rc.training.trainer import Components, Trainer
 
 
-def bare_step(parts: Components) -> None:
+def bare_step(config: Config, parts: Components) -> None:
     """The calls of one training step and nothing else, in the step's own batch shapes."""
-    config, model = parts.config, parts.task.model
+    model = parts.task.model
     spec, micro = config.rollout.spec(), config.actor.ppo_micro_batch_size_per_gpu
     prompts = [p for p in parts.source.prompts(1).prompts for _ in range(config.rollout.n)]
     conditioning = encode_unique(model, [p.text for p in prompts], spec.max_sequence_length)
@@ -57,7 +60,7 @@ def bare_step(parts: Components) -> None:
             )
     for rows in torch.arange(len(prompts)).split(micro):
         for t in range(window):
-            if parts.old_policy is not None and rows[0] >= own:
+            if isinstance(parts.mode, Decoupled) and rows[0] >= own:
                 with torch.no_grad():
                     velocity(model.transformer, rows, t)
             velocity(model.transformer, rows, t).sum().backward()
@@ -82,7 +85,7 @@ def main() -> None:
             "rollout.pipeline.guidance_scale=1.0",
         ]
         config = to_config(compose_config([*arguments.overrides, *quiet]))
-        prompts, processes = config.read_prompts(), make_processes(config)
+        prompts, processes = prompts_of(config), make_processes(config)
         parts = assemble(config, RunFolder(Path(folder)), processes, prompts, first_step=0)
         trainer = Trainer(parts, None)
         full, bare = [], []
@@ -90,7 +93,7 @@ def main() -> None:
             start = time.perf_counter()
             trainer.train_step(round_number + 1)
             middle = time.perf_counter()
-            bare_step(parts)
+            bare_step(config, parts)
             end = time.perf_counter()
             if round_number:  # the first round warms up
                 full.append(middle - start)

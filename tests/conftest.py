@@ -1,29 +1,30 @@
-"""A random-weight Stable Diffusion 3 checkpoint with all three text encoders, and small runs on
-it.
-"""
+"""Fixtures of many tests: random checkpoints, prompts, and small runs on them."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from diffusers.utils import logging as diffusers_logging
+from support.runs import WORDS, Train
+from support.subjects import Subject, make_subject
+from support.text_rollouts import perturb
+from support.tiny_language_model import save_language_model
+from support.tiny_models import TINY, VARIANTS
 from transformers.utils import logging as transformers_logging
 
+from flowgrpo_rc import assets
 from flowgrpo_rc.assets import tiny_sd3
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.models.base import FlowModel, ModelConfig, load_model
+from flowgrpo_rc.models.base import FlowModel, ModelConfig, adapters_by_pipeline, load_model
+from flowgrpo_rc.models.causal_lm import CausalLM, load_causal_lm
+from flowgrpo_rc.models.lora import add_lora
 
 diffusers_logging.disable_progress_bar()
 transformers_logging.disable_progress_bar()
-
-WORDS = ("AB7X", "HELP", "K9Q", "MNPR", "TUV2", "WXY", "C3D4", "EFGH")
 
 
 @pytest.fixture(scope="session")
@@ -41,8 +42,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a random checkpoint by its name in `tiny_models`, made once."""
-    from support.tiny_models import TINY, VARIANTS
-
     root = tmp_path_factory.mktemp("tiny")
 
     def folder(name: str) -> Path:
@@ -51,6 +50,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return root / name
 
     return folder
+
+
+@pytest.fixture(params=sorted(adapters_by_pipeline()))
+def subject(request: pytest.FixtureRequest, saved: Callable[[str], Path]) -> Subject:
+    """Each pipeline that has an adapter, with a random checkpoint."""
+    return make_subject(request.param, saved)
 
 
 @pytest.fixture(scope="session")
@@ -63,6 +68,44 @@ def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def model(checkpoint: Path) -> FlowModel:
     return load_model(ModelConfig(path=str(checkpoint)), torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def tiny_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random language model."""
+    folder = tmp_path_factory.mktemp("lm") / "tiny"
+    save_language_model(folder)
+    return folder
+
+
+@pytest.fixture
+def lm_config(tiny_lm: Path) -> ModelConfig:
+    return ModelConfig(kind="causal_lm", path=str(tiny_lm), lora_rank=4, lora_alpha=6)
+
+
+@pytest.fixture
+def lm(lm_config: ModelConfig) -> CausalLM:
+    return load_causal_lm(lm_config, torch.device("cpu"))
+
+
+@pytest.fixture
+def trained_lm(lm: CausalLM, lm_config: ModelConfig) -> CausalLM:
+    """A language model with a LoRA whose B is not zero, so that it takes part."""
+    perturb(add_lora(lm, lm_config, seed=0))
+    return lm
+
+
+@pytest.fixture
+def bundled() -> FlowModel:
+    """The bundled model, whose layers are wide enough for groups of 32 and tensors of 8 bits."""
+    return load_model(ModelConfig(path=str(assets.path("tiny_glyph_sd3"))), torch.device("cpu"))
+
+
+@pytest.fixture
+def without_compiler() -> Iterator[None]:
+    """torchao compiles its optimizer's step; what it computes is the same without."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @pytest.fixture
@@ -108,9 +151,6 @@ def _fresh_accelerate() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-Train = Callable[..., int]
-
-
 @pytest.fixture
 def train(overrides: list[str]) -> Train:
     """Run the training command with the overrides above and further ones; returns the exit code."""
@@ -119,25 +159,3 @@ def train(overrides: list[str]) -> Train:
         return main(["train", *overrides, *further])
 
     return run
-
-
-def fingerprint(state: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 over names and bytes of tensors."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(state.items()):
-        digest.update(name.encode())
-        digest.update(
-            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        )
-    return digest.hexdigest()
-
-
-def read_rows(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def without_timings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows without seconds, speed and memory."""
-    return [
-        {k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/"))} for row in rows
-    ]

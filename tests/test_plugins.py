@@ -1,4 +1,4 @@
-"""Plug-ins: how they are found and built, and a conformance test for every reward in the folder."""
+"""How plug-ins are found and built."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from io import BytesIO
 import numpy as np
 import pytest
 from PIL import Image
+from support.prompts import numbered_prompts, random_images
 
-from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import available_plugins, build, load_class
 from flowgrpo_rc.rewards.base import Reward, Scores
 from flowgrpo_rc.rewards.jpeg import Jpeg
@@ -18,17 +18,6 @@ from flowgrpo_rc.rollout.engine import RolloutEngine
 
 HERE = __name__
 PACKAGE = "flowgrpo_rc.rewards"
-
-
-def images(count: int, size: int) -> np.ndarray:
-    return np.random.default_rng(0).integers(0, 256, (count, size, size, 3), dtype=np.uint8)
-
-
-def prompts(count: int, start: int = 0) -> list[Prompt]:
-    return [
-        Prompt(text=f'a "{index}"', index=index, target=str(index))
-        for index in range(start, start + count)
-    ]
 
 
 class Constant(Reward):
@@ -78,7 +67,8 @@ def test_the_ending_of_an_engine_may_be_left_out(name):
     [
         (
             "jpg",
-            r"no plug-in 'jpg' \(did you mean 'jpeg'\?\); available: aesthetic, clip, exact_match, function",
+            r"no plug-in 'jpg' \(did you mean 'jpeg'\?\); "
+            "available: aesthetic, clip, exact_match, function",
         ),
         (
             "nothing_like_it",
@@ -143,13 +133,16 @@ def test_importing_loads_nothing_heavy():
 
 
 def test_jpeg_sizes():
-    noise, flat = images(1, 64)[0], np.full((64, 64, 3), 128, np.uint8)
+    noise, flat = random_images(1, 64)[0], np.full((64, 64, 3), 128, np.uint8)
     file = BytesIO()
     Image.fromarray(noise).save(file, "JPEG", quality=95)
     batch = np.stack([noise, flat])
-    grow = Jpeg(objective="incompressibility")(batch, prompts(2)).values
-    shrink = Jpeg(objective="compressibility")(batch, prompts(2)).values
+    grow = Jpeg(objective="incompressibility")(batch, numbered_prompts(2)).values
+    shrink = Jpeg(objective="compressibility")(batch, numbered_prompts(2)).values
     assert grow[0] == len(file.getvalue()) / 1000
     assert grow[0] > 4 * grow[1] > 0
     assert shrink == [-value for value in grow]
-    assert Jpeg(objective="incompressibility", quality=20)(batch, prompts(2)).values[0] < grow[0]
+    assert (
+        Jpeg(objective="incompressibility", quality=20)(batch, numbered_prompts(2)).values[0]
+        < grow[0]
+    )

@@ -14,6 +14,7 @@ import yaml
 from torch import Tensor
 
 from flowgrpo_rc.calibration.measure import robust
+from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.correction.thresholds import KEY
 from flowgrpo_rc.losses.base import DIFFUSION_KEY, DiffusionLossConfig
@@ -142,7 +143,7 @@ def check_modes(config: Config, mode: str) -> None:
             f"--mode decoupled: {KEY}.loss_type=reinforce is of bypass mode; drop one of them"
         )
     for bypass_mode in (True,) if reinforces else (True, False):
-        _settings(config, bypass_mode, {}, "", []).applied(config).validate()
+        check_settings(_settings(config, bypass_mode, {}, "", []).applied(config))
 
 
 def choose(config: Config, bound: Bound | None, *, mode: str, doubt: str | None) -> Settings:

@@ -40,15 +40,18 @@ class AlgorithmConfig:
 
     @property
     def norm_by_std(self) -> bool:
+        """Whether advantages are divided by a standard deviation."""
         own, _ = ESTIMATORS[self.adv_estimator]
         return own if self.norm_adv_by_std_in_grpo is None else self.norm_adv_by_std_in_grpo
 
     @property
     def norm_by_global_std(self) -> bool:
+        """Whether that is the standard deviation of the batch, and not of the group."""
         _, own = ESTIMATORS[self.adv_estimator]
         return own if self.global_std is None else self.global_std
 
     def validate(self) -> None:
+        """Raises ValueError for a wrong setting."""
         if self.adv_estimator not in ESTIMATORS:
             raise ValueError(
                 f"algorithm.adv_estimator={self.adv_estimator!r}: allowed are "
@@ -116,6 +119,7 @@ class TrainerConfig:
     timeout_s: float = 1800.0
 
     def validate(self) -> None:
+        """Raises ValueError for a wrong setting."""
         named = {
             "resume_mode": RESUME_MODES,
             "mixed_precision": PRECISIONS,
@@ -183,6 +187,7 @@ class ActorConfig:
     ema: EMAConfig = field(default_factory=EMAConfig)
 
     def validate(self) -> None:
+        """Raises ValueError for a wrong setting."""
         for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"actor.{name}={getattr(self, name)}: give at least 1")

@@ -10,6 +10,7 @@ import torch
 from flowgrpo_rc.calibration.causes import Diagnosis
 from flowgrpo_rc.calibration.choice import Settings, bound_of, check_modes, choose, up
 from flowgrpo_rc.calibration.measure import Mismatch
+from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.transition import GaussianSteps
@@ -104,7 +105,7 @@ def test_a_mode_can_be_asked_for_and_a_fault_gets_no_room() -> None:
 )
 def test_what_is_not_explained_is_no_noise(cause: str | None, healthy: bool, doubted: bool) -> None:
     found = [] if cause is None else [(cause, "it is off")]
-    numbers = {"mismatch": 1e-4, "floor": 1e-5, "as_recorded": 1e-4, "resolution": 1e-8}
+    numbers = {"mismatch": 1e-4, "copy_mismatch": 1e-5, "as_recorded": 1e-4, "resolution": 1e-8}
     diagnosis = Diagnosis(
         **numbers, trials=[], found=found, explanation=None, similar=None, healthy=healthy
     )
@@ -151,7 +152,7 @@ def test_reinforce_has_its_mode_and_no_clip() -> None:
     for doubt in (None, "it is off"):
         found = settings(mismatch(1e-2), *REINFORCE, doubt=doubt)
         assert (found.bypass_mode, CLIP in found.values) == (True, False)
-        found.applied(configured(*REINFORCE)).validate()
+        check_settings(found.applied(configured(*REINFORCE)))
     with pytest.raises(ValueError, match="--mode decoupled"):
         check_modes(configured(*REINFORCE), "decoupled")
 
@@ -184,13 +185,12 @@ def test_what_the_chosen_mode_refuses_is_put_right(
     given: list[str], mode: str, key: str, value: object
 ) -> None:
     config = configured(*given)
-    config.validate()
     check_modes(config, "auto")
     found = settings(mismatch(1e-4), *given, mode=mode)
     assert key in found.values
     assert found.values[key] == value
     assert any(note.startswith(f"{key}=") and mode in note for note in found.notes)
-    found.applied(config).validate()
+    check_settings(found.applied(config))
     other = "decoupled" if mode == "bypass" else "bypass"
     assert (
         key not in settings(mismatch(1e-4), *given, mode=other).values

@@ -1,4 +1,4 @@
-"""`auto:k`: bands about the running median of the mismatch, that of each step before an update."""
+"""`auto:k`: bands around the running median of the mismatch, for each step, before an update."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import math
 import statistics
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 from benchmark_correction import cost
-from conftest import Train, read_rows, without_timings
-from policies.test_flow import WINDOWS, make_spec, sample, trained_lora
 from support.builders import diffusion_batch, loss_config, on_shards
+from support.costs import Counting
+from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
+from support.modes import iterate, mode_of
 from support.oracles import estimate
 from torch import Tensor
 
@@ -31,8 +31,8 @@ from flowgrpo_rc.correction.thresholds import parse_bands
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.diffusion import diffusion_terms
 from flowgrpo_rc.models.base import FlowModel
-from flowgrpo_rc.policies.flow import FlowPolicy, StepEvaluation
 from flowgrpo_rc.training.config import ActorConfig
+from flowgrpo_rc.training.modes import Mode
 from flowgrpo_rc.training.optim import OptimConfig
 from flowgrpo_rc.training.update import PolicyUpdate
 
@@ -77,8 +77,7 @@ def same_scales(one: AutoBands, two: AutoBands) -> bool:
     )
 
 
-# Closed forms
-# -------------------------------------------------------------------------------------------------------
+# --- Closed forms
 
 
 @pytest.mark.parametrize("size", [WARM_UP, WARM_UP + 1, 1000])
@@ -147,8 +146,7 @@ def test_each_step_of_the_schedule_has_its_own_scale() -> None:
     assert spread[4:] == pytest.approx((10 * STEPS[2:]).tolist(), rel=0.1)
 
 
-# What it promises
-# ---------------------------------------------------------------------------------------------------
+# --- What it promises
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -276,26 +274,17 @@ def test_a_decision_costs_no_host_transfer() -> None:
     assert cost(lambda: bands.judge(*given)).transfers == 0
 
 
-# Before the update
-# --------------------------------------------------------------------------------------------------
-
-
-class Counting(FlowPolicy):
-    forwards = 0
-
-    def evaluate(self, batch: DiffusionBatch) -> StepEvaluation:
-        self.forwards += 1
-        return super().evaluate(batch)
+# --- Before the update
 
 
 def bypass_update(
     model: FlowModel, epochs: int, history: float, lr: float = 1e-1
-) -> tuple[PolicyUpdate, Counting, DiffusionBatch]:
+) -> tuple[PolicyUpdate, Mode, Counting, DiffusionBatch]:
     """An update of two mini-batches that moves the policy far, with bands that know a mismatch of
     scale `history`.
     """
     transformer = trained_lora(model)
-    batch, _ = sample(model, transformer, make_spec("sde", 1.0), WINDOWS["first"])
+    batch, _ = sample_images(model, transformer, make_spec("sde", 1.0), WINDOWS["first"])
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0]).unsqueeze(1).expand(4, 2)
     bands = auto_bands("token_k1", num_steps=5)
     past, values, _ = mismatch(0, 1000)
@@ -305,24 +294,22 @@ def bypass_update(
         bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold="auto:4"
     )
     policy = Counting(model, transformer)
+    mode = mode_of(correction, policy, micro_batch_size=2, auto_bands=bands)
     update = PolicyUpdate(
         policy,
         ActorConfig(ppo_epochs=epochs, ppo_micro_batch_size_per_gpu=2, optim=OptimConfig(lr=lr)),
         partial(diffusion_terms, loss_config(correction)),
         Processes(Accelerator(cpu=True)),
+        mode,
         total_updates=10,
-        auto_bands=bands,
     )
-    return (
-        update,
-        policy,
-        batch.replace(old_log_probs=batch.rollout_log_probs, advantages=advantages),
-    )
+    batch = batch.replace(old_log_probs=batch.rollout_log_probs, advantages=advantages)
+    return update, mode, policy, batch
 
 
 def test_one_mini_batch_is_judged_by_its_own_forwards(model: FlowModel) -> None:
-    update, policy, batch = bypass_update(model, 1, history=1e-6)
-    found = update.run(batch, 4).compute()
+    update, mode, policy, batch = bypass_update(model, 1, history=1e-6)
+    found = iterate(update, mode, batch, 4)
     assert found["rollout_corr/rollout_rs_token_k1_auto_warm_fraction"] == 1
     assert policy.forwards == 4
 
@@ -331,8 +318,8 @@ def test_one_mini_batch_is_judged_by_its_own_forwards(model: FlowModel) -> None:
 def test_the_policy_s_own_movement_is_not_judged(model: FlowModel, epochs: int, extra: int) -> None:
     """The first update moves later ratios far outside a band of 4e-6, but they were judged before
     it. The forwards of the first mini-batch serve for both, where it comes only once."""
-    update, policy, batch = bypass_update(model, epochs, history=1e-6)
-    found = update.run(batch, 2).compute()
+    update, mode, policy, batch = bypass_update(model, epochs, history=1e-6)
+    found = iterate(update, mode, batch, 2)
     assert found["rollout_corr/rollout_rs_token_k1_masked_fraction"] == 0
     assert found["rollout_corr/rollout_rs_masked_fraction"] == 0
     assert found["rollout_corr/logprob_abs_diff_max"] > 1e-4
@@ -341,13 +328,14 @@ def test_the_policy_s_own_movement_is_not_judged(model: FlowModel, epochs: int, 
 
 @pytest.mark.parametrize("sample_index", [0, 3])
 def test_a_planted_error_is_rejected_in_any_mini_batch(model: FlowModel, sample_index: int) -> None:
-    update, _, batch = bypass_update(model, 1, history=1e-5)
+    update, mode, _, batch = bypass_update(model, 1, history=1e-5)
     faulty = batch.rollout_log_probs.clone()
     faulty[sample_index, 1] += 1e-4
-    found = update.run(batch.replace(rollout_log_probs=faulty, old_log_probs=faulty), 2).compute()
+    batch = batch.replace(rollout_log_probs=faulty, old_log_probs=faulty)
+    found = iterate(update, mode, batch, 2)
     assert found["rollout_corr/rollout_rs_token_k1_masked_fraction"] == 1 / 8
     assert found["rollout_corr/rollout_rs_masked_fraction"] == 1 / 8
-    assert len(update._auto_bands._past["token_k1"]) == 2
+    assert len(mode.auto_bands._past["token_k1"]) == 2
 
 
 def test_an_earlier_decision_is_narrowed_and_counted() -> None:
@@ -377,8 +365,7 @@ def test_an_earlier_decision_is_narrowed_and_counted() -> None:
     )
 
 
-# Settings and runs
-# --------------------------------------------------------------------------------------------------
+# --- Settings and runs
 
 
 @pytest.mark.parametrize(
@@ -414,37 +401,3 @@ def test_it_needs_a_run() -> None:
     batch = diffusion_batch(training, old_log_probs=training)
     with pytest.raises(ValueError, match="AutoBands"):
         apply_rollout_correction_to_batch(batch, RolloutCorrectionConfig(**settings))
-
-
-RULES = [
-    "algorithm.rollout_correction.rollout_rs=[token_k1,step_kl]",
-    "algorithm.rollout_correction.rollout_rs_threshold=auto:4",
-]
-
-
-@pytest.mark.parametrize(
-    ("bypass", "further"),
-    [(False, []), (False, ["algorithm.rollout_correction.exclude_rejected=false"]), (True, [])],
-    ids=["recomputed", "own_forwards", "bypass"],
-)
-def test_a_run_goes_on_with_its_bands(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bypass: bool, further: list[str]
-) -> None:
-    monkeypatch.setattr(module, "WARM_UP", 2)
-    options = [
-        *RULES,
-        *further,
-        f"algorithm.rollout_correction.bypass_mode={bypass}",
-        "rollout.dtype=bf16",
-        "trainer.save_freq=1",
-    ]
-    assert train(*options, "trainer.max_time=1e-9") == 75
-    assert len(read_rows(tmp_path / "run")) == 2
-    assert train(*options) == 0
-    assert train(*options, f"trainer.output_dir={tmp_path / 'whole'}") == 0
-    resumed, whole = (without_timings(read_rows(tmp_path / name)) for name in ("run", "whole"))
-    assert resumed == whole
-    prefix = "actor/rollout_corr/rollout_rs" if bypass else "rollout_corr/rollout_rs"
-    assert f"{prefix}_token_k1_auto_spread" not in whole[1]
-    assert whole[2][f"{prefix}_token_k1_auto_spread"] > FLOOR
-    assert 0 < whole[2][f"{prefix}_step_kl_auto_warm_fraction"] <= 1

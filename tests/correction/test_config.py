@@ -1,555 +1,181 @@
-"""Settings in the words of the documents: contradictions, layers, what is printed, and a correction
-of one's own.
-"""
+"""RolloutCorrectionConfig: wrong values, contradictions, settings of the documents, its fields."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from typing import Any
+import math
 
 import pytest
-import torch
-from support.builders import diffusion_batch, log_probs, loss_config
 
-from flowgrpo_rc import RolloutCorrectionConfig, apply_rollout_correction_to_batch, diffusion_loss
-from flowgrpo_rc.cli import main
-from flowgrpo_rc.config.compat import rollout_correction
-from flowgrpo_rc.config.compose import compose_all, compose_config, to_config
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 
-SECTION = "algorithm.rollout_correction"
-OTHER = "actor.rollout_correction"
+KEY = "algorithm.rollout_correction."
 
 
-def composed(*overrides: str, config_name: str = "tiny_ocr") -> RolloutCorrectionConfig:
-    return to_config(
-        compose_all(overrides, config_name=config_name).config
-    ).algorithm.rollout_correction
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"loss_type": "ppo"}, ["loss_type", "ppo_clip", "reinforce"]),
+        ({"rollout_is": "tokens"}, ["rollout_is", "null", "token", "sequence", "geometric"]),
+        ({"rollout_is": "token", "rollout_is_mode": "tis"}, ["rollout_is_mode", "truncate"]),
+        ({"rollout_is": "token", "rollout_is_threshold": 0}, ["rollout_is_threshold"]),
+        ({"rollout_is": "token", "rollout_is_threshold": math.nan}, ["rollout_is_threshold"]),
+        ({"normalize": "mean"}, ["normalize", "null", "all", "kept"]),
+        ({"log_prob_scale": "total"}, ["log_prob_scale", "mean", "sum"]),
+        ({"metric_names": "slimes"}, ["metric_names", "verl", "slime", "both"]),
+        ({"rollout_token_veto_threshold": 0.0}, ["rollout_token_veto_threshold", "1e-4"]),
+        ({"rollout_token_veto_threshold": 1.0}, ["rollout_token_veto_threshold"]),
+        ({"rollout_token_veto_threshold": math.nan}, ["rollout_token_veto_threshold"]),
+        ({"rollout_rs": "token_k1"}, ["rollout_rs", "rollout_rs_threshold"]),
+        ({"custom_correction": "os.path"}, ["custom_correction", "module:function"]),
+        ({"custom_correction": "no_such_module:f"}, ["custom_correction", "no_such_module"]),
+        ({"custom_correction": "os:no_such_function"}, ["custom_correction", "no_such_function"]),
+        ({"custom_correction": "os:name"}, ["custom_correction", "no function"]),
+    ],
+)
+def test_wrong_values_name_the_key_and_what_is_allowed(settings, words):
+    with pytest.raises(ValueError, match=r"algorithm\.rollout_correction\.") as error:
+        RolloutCorrectionConfig(**settings).validate()
+    assert [word for word in words if word not in str(error.value)] == []
 
 
-# Contradictions
-# ------------------------------------------------------------------------------------------------------
-
-CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
-    # The settings of one layer, and the two keys that the message names.
-    ({"bypass_mode": False, "use_rollout_logprobs": True}, "bypass_mode", "use_rollout_logprobs"),
-    (
-        {"bypass_mode": False, "bypass_old_logprob_for_rollout": True},
-        "bypass_mode",
-        "bypass_old_logprob_for_rollout",
-    ),
-    (
-        {"bypass_old_logprob_for_rollout": False, "use_rollout_logprobs": True},
-        "bypass_old_logprob_for_rollout",
-        "use_rollout_logprobs",
-    ),
-    (
-        {"bypass_mode": True, "loss_type": "ppo_clip", "use_pure_rollout_correction": True},
-        "loss_type",
-        "use_pure_rollout_correction",
-    ),
-    (
-        {"bypass_mode": True, "use_policy_gradient": True, "use_pure_rollout_correction": False},
-        "use_policy_gradient",
-        "use_pure_rollout_correction",
-    ),
-    ({"bypass_mode": False, "use_pure_rollout_correction": True}, "loss_type", "bypass_mode"),
-    ({"loss_type": "reinforce"}, "loss_type", "bypass_mode"),
-    ({"use_tis": True, "use_rollout_correction": False}, "use_tis", "use_rollout_correction"),
-    ({"use_tis": False, "rollout_is": "token"}, "use_tis", "rollout_is"),
-    ({"use_tis": True, "tis_level": "token", "rollout_is": "sequence"}, "tis_level", "rollout_is"),
-    *(
-        ({"use_tis": True, f"tis_{name}": one, f"mis_{name}": other}, f"tis_{name}", f"mis_{name}")
-        for name, one, other in [
-            ("level", "token", "sequence"),
-            ("mode", "truncate", "mask"),
-            ("lower_bound", 0.4, 0.5),
-            ("upper_bound", 2.0, 3.0),
-            ("batch_normalize", True, False),
-        ]
-    ),
-    (
-        {"use_tis": True, "tis_upper_bound": 3.0, "rollout_is_threshold": 2.0},
-        "tis_upper_bound",
-        "rollout_is_threshold",
-    ),
-    (
-        {"rs_veto_threshold": 1e-4, "mis_veto_threshold": 1e-5},
-        "rs_veto_threshold",
-        "mis_veto_threshold",
-    ),
-    (
-        {"rs_veto_threshold": 1e-4, "rollout_token_veto_threshold": 1e-5},
-        "rs_veto_threshold",
-        "rollout_token_veto_threshold",
-    ),
-    (
-        {"use_rs": True, "rollout_rs": "token_k2", "rollout_rs_threshold": 2.0},
-        "use_rs",
-        "rollout_rs",
-    ),
-    (
-        {
-            "use_rs": True,
-            "rs_upper_bound": 3.0,
-            "rollout_rs": "token_k1",
-            "rollout_rs_threshold": 2.0,
-        },
-        "rs_upper_bound",
-        "rollout_rs_threshold",
-    ),
-    (
-        {
-            "custom_tis_function_path": "builders.drop_odd",
-            "custom_correction": "builders:only_a_mask",
-        },
-        "custom_tis_function_path",
-        "custom_correction",
-    ),
-    ({"preset": "pg_is", "bypass_mode": False}, "preset=pg_is", "bypass_mode"),
-    ({"preset": "pg_is", "use_rollout_logprobs": False}, "preset=pg_is", "bypass_mode"),
-    ({"preset": "token_is", "bypass_mode": True}, "preset=token_is", "bypass_mode"),
-    (
-        {"preset": "ppo_is_bypass", "use_pure_rollout_correction": True},
-        "preset=ppo_is_bypass",
-        "loss_type",
-    ),
-    (
-        {"preset": "seq_mis", "rollout_rs_threshold": "0.5_2.0"},
-        "rollout_rs_threshold",
-        "rollout_rs_threshold_lower",
-    ),
-    ({"bypass_mode": True, "exclude_rejected": True}, "exclude_rejected", "bypass_mode"),
-    ({"rollout_is_batch_normalize": True}, "rollout_is_batch_normalize", "rollout_is"),
-    ({"rollout_is_mode": "mask"}, "rollout_is_mode", "rollout_is"),
-    (
-        {"bypass_mode": True, "rollout_is": "token", "rollout_is_batch_normalize": True},
-        "rollout_is_batch_normalize",
-        "loss_type",
-    ),
-    (
-        {"bypass_mode": True, "rollout_is": "token", "rollout_is_mode": "mask"},
-        "rollout_is_mode",
-        "bypass_mode",
-    ),
-    (
-        {"rollout_is": "token", "rollout_is_mode": "truncate", "rollout_is_threshold": "0.5_2.0"},
-        "rollout_is_mode",
-        "rollout_is_threshold",
-    ),
-    ({"rollout_rs_threshold": 2.0}, "rollout_rs_threshold", "rollout_rs"),
-    ({"rollout_rs_threshold_lower": 0.5}, "rollout_rs_threshold_lower", "rollout_rs"),
-    ({"rollout_rs": "token_k1"}, "rollout_rs", "rollout_rs_threshold"),
-]
-
-
-@pytest.mark.parametrize(("settings", "one", "other"), CONTRADICTIONS)
-def test_a_contradiction_names_both_keys(settings: dict[str, Any], one: str, other: str) -> None:
-    with pytest.raises(ValueError, match=SECTION) as error:
-        rollout_correction([settings])
-    for key in (one, other):
-        assert f"{SECTION}.{key}" in str(error.value)
+@pytest.mark.parametrize(
+    ("settings", "one", "other"),
+    [
+        ({"loss_type": "reinforce"}, "loss_type", "bypass_mode"),
+        ({"bypass_mode": True, "exclude_rejected": True}, "exclude_rejected", "bypass_mode"),
+        ({"rollout_is_batch_normalize": True}, "rollout_is_batch_normalize", "rollout_is "),
+        ({"rollout_is_mode": "clip"}, "rollout_is_mode", "rollout_is "),
+        ({"log_prob_scale": "sum"}, "log_prob_scale", "rollout_is"),
+        (
+            {
+                "log_prob_scale": "sum",
+                "rollout_rs": "token_k1,step_kl",
+                "rollout_rs_threshold": ["auto:4", 1e-5],
+            },
+            "log_prob_scale",
+            "rollout_is",
+        ),
+        (
+            {"rollout_is_batch_normalize": True, "bypass_mode": True, "rollout_is": "token"},
+            "rollout_is_batch_normalize",
+            "bypass_mode",
+        ),
+        (
+            {"rollout_is_mode": "mask", "bypass_mode": True, "rollout_is": "token"},
+            "rollout_is_mode",
+            "bypass_mode",
+        ),
+        (
+            {
+                "rollout_is": "token",
+                "rollout_is_mode": "truncate",
+                "rollout_is_threshold": "0.5_2.0",
+            },
+            "rollout_is_threshold",
+            "rollout_is_mode",
+        ),
+        ({"rollout_rs_threshold": "0.5_2.0"}, "rollout_rs_threshold", "rollout_rs:"),
+        ({"rollout_rs_threshold_lower": 0.5}, "rollout_rs_threshold_lower", "rollout_rs:"),
+        (
+            {
+                "rollout_rs": "token_k1",
+                "rollout_rs_threshold": "0.5_2.0",
+                "rollout_rs_threshold_lower": 0.4,
+            },
+            "rollout_rs_threshold=",
+            "rollout_rs_threshold_lower",
+        ),
+        (
+            {
+                "rollout_rs": "token_k2",
+                "rollout_rs_threshold": 0.1,
+                "rollout_rs_threshold_lower": 0.4,
+            },
+            "rollout_rs_threshold_lower",
+            "token_k2",
+        ),
+    ],
+)
+def test_contradictions_name_both_keys(settings, one, other):
+    with pytest.raises(ValueError, match=r"algorithm\.rollout_correction\.") as error:
+        RolloutCorrectionConfig(**settings).validate()
+    assert KEY + one in str(error.value)
+    assert other in str(error.value)
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"bypass_mode": True, "bypass_old_logprob_for_rollout": True, "use_rollout_logprobs": True},
-        {"use_tis": True, "use_rollout_correction": True, "rollout_is": "token"},
-        {"use_tis": True, "tis_level": "sequence", "mis_level": "sequence"},
+        {},
         {
-            "preset": "pg_is",
+            "bypass_mode": True,
+            "rollout_is": "sequence",
+            "rollout_rs": "seq_mean_k1",
+            "rollout_rs_threshold": "0.5_2.0",
+        },
+        {
             "bypass_mode": True,
             "loss_type": "reinforce",
-            "rollout_is_threshold": 3.0,
+            "rollout_is": "token",
+            "rollout_is_mode": "mask",
         },
+        {
+            "bypass_mode": True,
+            "loss_type": "reinforce",
+            "rollout_is": "token",
+            "rollout_is_batch_normalize": True,
+        },
+        {"bypass_mode": True, "loss_type": "reinforce", "exclude_rejected": False},
+        {"bypass_mode": True, "rollout_is": "token", "rollout_is_threshold": "0.5_2.0"},
+        {
+            "rollout_is": "geometric",
+            "rollout_is_batch_normalize": True,
+            "normalize": "kept",
+            "metric_names": "both",
+        },
+        {"rollout_rs": ["token_k1", "seq_max_k3"], "rollout_rs_threshold": ["0.5_2.0", 0.1]},
+        {"rollout_is": "token", "rollout_rs": "geometric", "rollout_token_veto_threshold": 1e-6},
+        {"custom_correction": "support.builders:drop_odd"},
     ],
 )
-def test_saying_the_same_twice_is_none(settings: dict[str, Any]) -> None:
-    rollout_correction([settings])
+def test_settings_of_the_documents_are_valid(settings):
+    RolloutCorrectionConfig(**settings).validate()
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("bypass", "given", "excludes"),
     [
-        (
-            [f"{SECTION}.bypass_mode=true", f"{OTHER}.bypass_mode=false"],
-            [f"{SECTION}.bypass_mode=True", f"{OTHER}.bypass_mode=False"],
-        ),
-        ([f"{SECTION}=pg_is", f"{OTHER}=geo_rs"], ["'pg_is'", "'geo_rs'", SECTION, OTHER]),
-        ([f"{SECTION}=pg_is", f"{OTHER}.bypass_mode=false"], ["preset=pg_is", "bypass_mode=False"]),
-        ([f"{SECTION}.rollout_iss=token"], ["rollout_iss", "did you mean rollout_is?"]),
-        ([f"{SECTION}.use_tiss=true"], ["use_tiss", "did you mean use_tis?"]),
-        (
-            [f"{OTHER}.rollout_rs_treshold=2.0"],
-            ["rollout_rs_treshold", "did you mean rollout_rs_threshold?"],
-        ),
-        ([f"{SECTION}=pgis"], ["'pgis'", "did you mean pg_is?", "decoupled_geo_rs"]),
-        ([f"{SECTION}.preset=token_si"], ["'token_si'", "did you mean token_is?"]),
-        (
-            [f"{SECTION}.custom_config_path=/there/is/none.yaml"],
-            ["custom_config_path=/there/is/none.yaml"],
-        ),
+        (False, None, True),
+        (False, True, True),
+        (False, False, False),
+        (True, None, False),
+        (True, False, False),
     ],
 )
-def test_the_command_line_says_what_is_wrong(
-    overrides: list[str], words: list[str], capsys: pytest.CaptureFixture
-) -> None:
-    assert main(["train", "--cfg", "job", *overrides]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("error: ")
-    for word in words:
-        assert word in printed.err
-
-
-# Layers
-# --------------------------------------------------------------------------------------------------------------
-
-
-def test_the_command_line_overrides_the_file_and_keeps_the_rest_of_it() -> None:
-    """configs/tiny_ocr.yaml has bypass mode and a band."""
-    file = composed()
-    assert (file.bypass_mode, file.rollout_is, file.rollout_rs) == (True, None, "token_k1")
-    changed = composed(f"{SECTION}.use_rollout_logprobs=false", f"{OTHER}.rollout_is=token")
-    assert vars(changed) == vars(file) | {"bypass_mode": False, "rollout_is": "token"}
-
-
-@pytest.mark.parametrize("place", [SECTION, OTHER, f"actor_rollout_ref.{OTHER}"])
-@pytest.mark.parametrize("key", ["", ".preset"])
-def test_a_preset_on_the_command_line_replaces_the_section_of_the_file(
-    place: str, key: str
-) -> None:
-    assert composed(f"{place}{key}=geo_rs") == RolloutCorrectionConfig.geo_rs()
-
-
-def test_keys_beside_a_preset_refine_it() -> None:
-    found = composed(
-        f"{SECTION}=geo_rs",
-        f"{SECTION}.rollout_token_veto_threshold=null",
-        f"{OTHER}.rollout_is=token",
-    )
-    assert vars(found) == vars(RolloutCorrectionConfig.geo_rs(veto_threshold=None)) | {
-        "rollout_is": "token"
-    }
-
-
-def test_a_file_with_a_preset() -> None:
-    file = {"preset": "seq_is_rs", "rollout_is_threshold": 3.0}
-    assert rollout_correction([file, {}])[0] == RolloutCorrectionConfig.seq_is_rs(is_threshold=3.0)
-    changed, _ = rollout_correction(
-        [file, {"rollout_is_threshold": 4.0, "rollout_is_batch_normalize": True}]
-    )
-    expect = RolloutCorrectionConfig.seq_is_rs(is_threshold=4.0)
-    assert vars(changed) == vars(expect) | {"rollout_is_batch_normalize": True}
-    assert rollout_correction([file, {"preset": "pg_is"}])[0] == RolloutCorrectionConfig.pg_is()
-
-
-def test_what_contradicts_inside_a_layer_overrides_between_layers() -> None:
-    """Where the result makes sense; it is validated as a whole."""
-    assert not rollout_correction([{"use_rollout_logprobs": True}, {"bypass_mode": False}])[
-        0
-    ].bypass_mode
+def test_rejected_samples_leave_the_baseline_in_decoupled_mode_unless_switched_off(
+    bypass, given, excludes
+):
     assert (
-        rollout_correction([{"use_tis": True}, {"use_rollout_correction": False}])[0].rollout_is
-        is None
+        RolloutCorrectionConfig(bypass_mode=bypass, exclude_rejected=given).excludes_rejected
+        is excludes
     )
-    with pytest.raises(ValueError, match="loss_type=reinforce") as error:
-        rollout_correction([{"preset": "pg_is"}, {"bypass_mode": False}])
-    assert "bypass_mode" in str(error.value)
 
 
-def test_a_slime_configuration_file_counts_with_the_keys_beside_it(tmp_path: Path) -> None:
-    path = tmp_path / "mis.yaml"
-    path.write_text("use_tis: true\nmis_mode: mask\nmis_lower_bound: 0.4\nmis_upper_bound: 3.0\n")
-    found = composed(
-        f"{SECTION}=disabled",
-        f"{SECTION}.custom_config_path={path}",
-        f"{SECTION}.mis_level=sequence",
-    )
-    expect = {
-        "rollout_is": "sequence",
-        "rollout_is_mode": "mask",
-        "rollout_is_threshold": "0.4_3.0",
+def test_the_knobs_are_these():
+    assert set(vars(RolloutCorrectionConfig())) == {
+        *("bypass_mode", "loss_type", "rollout_is", "rollout_is_mode", "rollout_is_threshold"),
+        *(
+            "rollout_is_batch_normalize",
+            "rollout_rs",
+            "rollout_rs_threshold",
+            "rollout_rs_threshold_lower",
+        ),
+        *(
+            "rollout_token_veto_threshold",
+            "normalize",
+            "exclude_rejected",
+            "metric_names",
+            "custom_correction",
+        ),
+        *("bypass_level", "log_prob_scale"),
     }
-    assert vars(found) == vars(RolloutCorrectionConfig()) | expect
-    with pytest.raises(ValueError, match="contradict") as error:
-        composed(f"{SECTION}.custom_config_path={path}", f"{SECTION}.mis_upper_bound=2.0")
-    assert f"{SECTION}.mis_upper_bound=2.0" in str(error.value)
-    assert f"{SECTION}.custom_config_path={path}" in str(error.value)
-
-
-@pytest.mark.parametrize("text", ["[use_tis]", "use_tis: [", "use_tiss: true"])
-def test_a_wrong_slime_configuration_file(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "mis.yaml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"custom_config_path|use_tiss"):
-        rollout_correction([{"custom_config_path": str(path)}])
-
-
-@pytest.mark.parametrize(
-    ("overrides", "lines", "settings"),
-    [
-        (
-            [
-                f"{SECTION}.bypass_old_logprob_for_rollout=true",
-                f"{SECTION}.use_pure_rollout_correction=true",
-            ],
-            [
-                "bypass_old_logprob_for_rollout -> bypass_mode=True",
-                "use_pure_rollout_correction -> loss_type=reinforce",
-            ],
-            ["bypass_mode: true", "loss_type: reinforce"],
-        ),
-        (
-            [
-                f"{SECTION}.use_tis=true",
-                f"{SECTION}.tis_upper_bound=3.0",
-                f"{SECTION}.rs_level=token",
-            ],
-            [
-                "use_tis -> rollout_is=token",
-                "tis_upper_bound -> rollout_is_threshold=3.0",
-                "rs_level=token is not used: use_rs is not on",
-            ],
-            ["rollout_is: token", "rollout_is_threshold: 3.0"],
-        ),
-        (
-            [f"{SECTION}=geo_rs"],
-            ["preset=geo_rs -> rollout_rs=seq_mean_k1, rollout_rs_threshold=0.999_1.001"],
-            [
-                "rollout_rs: seq_mean_k1",
-                "rollout_rs_threshold: 0.999_1.001",
-                "rollout_token_veto_threshold: 0.0001",
-            ],
-        ),
-        (
-            [f"actor_rollout_ref.{OTHER}.bypass_mode=false"],
-            [f"actor_rollout_ref.{OTHER}.bypass_mode=false -> {OTHER}.bypass_mode=false"],
-            ["bypass_mode: false"],
-        ),
-    ],
-)
-def test_a_translation_is_printed(
-    overrides: list[str], lines: list[str], settings: list[str], capsys: pytest.CaptureFixture
-) -> None:
-    assert main(["train", "--cfg", "job", *overrides]) == 0
-    printed = capsys.readouterr()
-    translated = [
-        " ".join(line.split())
-        for line in printed.err.splitlines()
-        if line.startswith("translated ")
-    ]
-    assert len(translated) >= len(lines)
-    for line in lines:
-        assert any(
-            found.startswith(f"translated {line.replace(' -> ', ' ')}") for found in translated
-        ), line
-    out = [line.strip() for line in printed.out.splitlines()]
-    for setting in settings:
-        assert setting in out
-    assert "use_tis" not in printed.out
-    assert "preset" not in printed.out
-
-
-# A correction of one's own
-# -------------------------------------------------------------------------------------------
-
-MODULE = """
-import torch
-
-def halve(training, rollout, mask, config):
-    kept = mask.clone()
-    kept[0] = False
-    return 0.5 * (training - rollout).exp(), kept
-
-def one_column(training, rollout, mask, config):
-    return None, mask[:, :1]
-
-def long_weights(training, rollout, mask, config):
-    return torch.ones(len(mask), 9), mask
-
-a_number = 3
-"""
-
-
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "my_own_correction.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_own_correction", raising=False)
-    return "my_own_correction"
-
-
-@pytest.mark.parametrize(
-    "older", [False, True], ids=["custom_correction", "custom_tis_function_path"]
-)
-def test_a_function_in_place_of_the_built_in_correction(module: str, older: bool) -> None:
-    written = (
-        {"custom_tis_function_path": f"{module}.halve"}
-        if older
-        else {"custom_correction": f"{module}:halve"}
-    )
-    config, _ = rollout_correction([written])
-    training, rollout = log_probs()
-    batch, metrics = apply_rollout_correction_to_batch(
-        diffusion_batch(rollout, old_log_probs=training), config
-    )
-    weights = 0.5 * (training - rollout).exp()
-    torch.testing.assert_close(batch.rollout_is_weights, weights)
-    kept = torch.ones_like(training, dtype=torch.bool)
-    kept[0] = False
-    assert batch.rejection_mask.equal(kept)
-    found = metrics.compute()
-    assert found["rollout_is_mean"] == pytest.approx(weights.mean().item())
-    assert found["rollout_is_max"] == pytest.approx(weights.max().item())
-    assert found["rollout_rs_masked_fraction"] == found["rejected_ratio"] == pytest.approx(1 / 6)
-    assert found["kl"] == pytest.approx((rollout - training).mean().item())
-
-
-def test_its_mask_and_weights_are_those_of_the_loss(module: str) -> None:
-    training, rollout = log_probs()
-    config = RolloutCorrectionConfig(
-        bypass_mode=True, loss_type="reinforce", custom_correction=f"{module}:halve"
-    )
-    fields = {"old_log_probs": rollout, "advantages": torch.ones_like(rollout)}
-    current = training.clone().requires_grad_()
-    loss, _ = diffusion_loss(loss_config(config), current, diffusion_batch(rollout, **fields))
-    loss.backward()
-    expect = -0.5 * (training - rollout).exp() / training.numel()
-    expect[0] = 0
-    torch.testing.assert_close(current.grad, expect)
-
-
-@pytest.mark.parametrize("name", ["one_column", "long_weights"])
-def test_its_shapes_are_checked(module: str, name: str) -> None:
-    training, rollout = log_probs()
-    batch = diffusion_batch(rollout, old_log_probs=training)
-    with pytest.raises(ValueError, match=rf"custom_correction={module}:{name}.*\(6, 4\)"):
-        apply_rollout_correction_to_batch(
-            batch, RolloutCorrectionConfig(custom_correction=f"{module}:{name}")
-        )
-
-
-@pytest.mark.parametrize(
-    "function", ["no_such_module:f", "{}:no_such_function", "{}:a_number", "{}", ":halve", "{}:"]
-)
-def test_a_function_that_is_not_there(module: str, function: str) -> None:
-    config = RolloutCorrectionConfig(custom_correction=function.format(module))
-    with pytest.raises(ValueError, match=f"{SECTION}.custom_correction="):
-        config.validate()
-    with pytest.raises(ValueError, match=f"{SECTION}.custom_correction="):
-        composed(f"{SECTION}.custom_correction='{function.format(module)}'")
-
-
-# Flags over several layers, and values of the wrong type
-# --------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("layers", "expected"),
-    [
-        ([{"use_tis": True}, {"tis_level": "sequence"}], {"rollout_is": "sequence"}),
-        (
-            [{"use_tis": True, "tis_mode": "mask"}, {"mis_upper_bound": 4.0}],
-            {"rollout_is_threshold": "0.25_4.0", "rollout_is_mode": "mask"},
-        ),
-        ([{"use_rs": True}, {"rs_upper_bound": 3.0}], {"rollout_rs_threshold": 3.0}),
-        ([{"use_rs": True}, {"use_rs": False}], {"rollout_rs": None, "rollout_rs_threshold": None}),
-        (
-            [
-                {"use_tis": True, "tis_batch_normalize": True, "tis_mode": "clip"},
-                {"use_tis": False},
-            ],
-            {"rollout_is": None, "rollout_is_batch_normalize": False, "rollout_is_mode": None},
-        ),
-        (
-            [{"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}, {"rollout_rs": None}],
-            {"rollout_rs_threshold": None},
-        ),
-        (
-            [{"rollout_is": "token", "rollout_is_mode": "clip"}, {"rollout_is": None}],
-            {"rollout_is_mode": None},
-        ),
-        ([{"use_tis": "false"}], {"rollout_is": None}),
-        (
-            [{"bypass_mode": True, "use_pure_rollout_correction": "false"}],
-            {"loss_type": "ppo_clip"},
-        ),
-        (
-            [{"use_tis": True, "tis_mode": "clip", "tis_upper_bound": "3"}],
-            {"rollout_is_threshold": f"{1 / 3}_3.0"},
-        ),
-        ([{"use_rs": True, "tis_upper_bound": 3.0}], {"rollout_rs_threshold": 3.0}),
-    ],
-)
-def test_flags_refine_switch_off_and_accept_words(layers: list[dict], expected: dict) -> None:
-    config, notes = rollout_correction(layers)
-    assert {name: getattr(config, name) for name in expected} == expected
-    if layers == [{"use_rs": True, "tis_upper_bound": 3.0}]:
-        assert not any("not used" in note for note in notes)
-
-
-@pytest.mark.parametrize(
-    ("layer", "key"),
-    [
-        ({"use_tis": "yes"}, "use_tis"),
-        ({"use_tis": True, "tis_upper_bound": "wide"}, "tis_upper_bound"),
-        ({"rs_veto_threshold": "abc"}, "rs_veto_threshold"),
-        ({"rollout_token_veto_threshold": "abc"}, "rollout_token_veto_threshold"),
-        ({"custom_correction": 3}, "custom_correction"),
-        ({"bypass_mode": None}, "bypass_mode"),
-        ({"preset": 3}, "preset"),
-        ({"use_rs": False, "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}, "use_rs"),
-    ],
-)
-def test_values_of_the_wrong_type_name_their_key(layer: dict, key: str) -> None:
-    with pytest.raises(ValueError, match=rf"algorithm\.rollout_correction\.{key}"):
-        rollout_correction([layer])
-
-
-def test_a_file_may_name_a_preset_alone_and_stand_in_another_folder(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text(
-        "defaults: [token_grpo, _self_]\nalgorithm: {rollout_correction: pg_is}\ntrainer: {seed: "
-        "7}\n"
-    )
-    config = compose_config([], config_name="mine", config_dir=str(tmp_path))
-    assert config.algorithm.rollout_correction.loss_type == "reinforce"
-    assert config.trainer.seed == 7
-
-
-@pytest.mark.parametrize(
-    ("parent", "section", "expected"),
-    [
-        (
-            "token_grpo",
-            "{preset: decoupled_seq_is_rs, rollout_is_threshold: 5.0}",
-            ("sequence", False, 5.0),
-        ),
-        ("token_grpo", "{use_tis: true, tis_level: geometric}", ("geometric", False, 2.0)),
-        ("tiny_ocr", "{preset: decoupled_seq_is}", ("sequence", False, 2.0)),
-        ("tiny_ocr", "{rollout_is: token}", ("token", True, 2.0)),
-    ],
-)
-def test_a_file_overrides_the_one_that_it_builds_on(
-    tmp_path: Path, parent: str, section: str, expected: tuple
-) -> None:
-    text = f"defaults: [{parent}, _self_]\nalgorithm:\n  rollout_correction: {section}\n"
-    (tmp_path / "mine.yaml").write_text(text)
-    found = to_config(
-        compose_config([], config_name="mine", config_dir=str(tmp_path))
-    ).algorithm.rollout_correction
-    assert (found.rollout_is, found.bypass_mode, found.rollout_is_threshold) == expected
-
-
-def test_a_preset_may_have_a_part_switched_off() -> None:
-    assert (
-        composed(f"{SECTION}=geo_rs", f"{SECTION}.rollout_rs=null").rollout_token_veto_threshold
-        == 1e-4
-    )
-    assert composed(f"{SECTION}=slime_mis", f"{SECTION}.rollout_is=null").rollout_is_mode is None
-
-
-def test_an_unquoted_pair_that_reads_as_a_number_is_refused() -> None:
-    with pytest.raises(ValueError, match="1_5"):
-        compose_config([f"{SECTION}.rollout_is_threshold=1_5"])

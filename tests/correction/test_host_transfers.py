@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from benchmark_correction import cost, make_inputs
+from benchmark_correction import make_inputs
 from support.builders import diffusion_batch, loss_config, token_batch
+from support.costs import transfers
 
 from flowgrpo_rc import compute_offpolicy_metrics, compute_rollout_correction_and_rejection_mask
 from flowgrpo_rc.core.transition import GaussianSteps
@@ -29,10 +29,6 @@ SETTINGS = [
         "rollout_rs": "token_k1,seq_max_k3,seq_sum_k2",
     },
 ]
-
-
-def transfers(call: Callable[[], object]) -> int:
-    return cost(call).transfers
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

@@ -1,9 +1,8 @@
-"""Agreement with the published wheels verl 0.9.1 and 0.6.1, whose results stand in `parity/` (made
-by its script).
+"""Agreement with the published wheels verl 0.9.1 and 0.6.1.
 
-Where this project differs on purpose, a test at the end shows it: the band of k1 criteria,
-sequences without a valid step, float32 artefacts, tokens beyond the safety bound, and a batch whose
-weights are all 0.
+Their results are in `parity/`, made by the script there. Where this project differs on purpose, a
+test at the end shows it: the band of k1 criteria, sequences without a valid step, float32
+artefacts, tokens beyond the safety bound, and a batch whose weights are all 0.
 """
 
 from __future__ import annotations
@@ -182,8 +181,7 @@ def test_rows_without_tokens_change_nothing_here() -> None:
     assert different > len(cases) / 2
 
 
-# The exceptions, one by one
-# ------------------------------------------------------------------------------------------
+# --- The exceptions, one by one
 
 
 def exceptions(name: str) -> list[dict[str, Any]]:

@@ -1,6 +1,4 @@
-"""Presets: every name of the documents and of verl 0.6.1 and 0.9.1, with the settings written down
-there.
-"""
+"""The presets of the documents and of verl 0.6.1 and 0.9.1 have the settings written down there."""
 
 from __future__ import annotations
 

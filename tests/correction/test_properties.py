@@ -1,5 +1,6 @@
-"""What holds for every batch: hypothesis draws shapes, masks, dtypes, extreme and not finite
-values, and settings.
+"""What holds for every batch.
+
+Hypothesis draws shapes, masks, dtypes, extreme and non-finite values, and settings.
 """
 
 from __future__ import annotations

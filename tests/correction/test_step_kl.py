@@ -1,28 +1,22 @@
-"""`step_kl`: the exact Gaussian KL between the steps of rollout and training graph, and what it
-rejects.
-"""
+"""`step_kl` rejects by the exact KL between the rollout's step and the training graph's."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import Train, read_rows
-from policies.test_flow import KINDS, WINDOWS, make_spec, sample, trained_lora
 from support.builders import diffusion_batch, log_probs, loss_config, on_shards, pieces
+from support.image_rollouts import KINDS, WINDOWS, make_spec, sample_images, trained_lora
 from torch import Tensor
-from torch.distributions import Normal, kl_divergence
 
 from flowgrpo_rc import (
     compute_rollout_correction_and_rejection_mask,
     compute_rollout_rejection_mask,
     diffusion_loss,
 )
-from flowgrpo_rc.core.kl import gaussian_kl
 from flowgrpo_rc.core.metrics import MetricBag
-from flowgrpo_rc.core.transition import GaussianSteps, transition
+from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.correction.api import apply_rollout_correction_to_batch
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.correct import correct, measure
@@ -36,30 +30,14 @@ KL = torch.linspace(0, 1, TRAINING.numel(), dtype=torch.float64).reshape(TRAININ
 CONFIG = {"rollout_rs": "step_kl", "rollout_rs_threshold": 0.25}
 
 
-# The divergence
-# -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_kl_of_the_two_gaussians(kind: str) -> None:
-    source = torch.Generator().manual_seed(0)
-    x, v, other = (torch.randn(3, 2, 4, 4, generator=source, dtype=torch.float64) for _ in range(3))
-    sigma, sigma_next = (
-        torch.tensor([1.0, 0.8, 0.3]).double(),
-        torch.tensor([0.9, 0.6, 0.1]).double(),
-    )
-    settings = {"kind": kind, "noise_level": 0.7, "sigma_max": 0.9}
-    one, two = (transition(x, velocity, sigma, sigma_next, **settings) for velocity in (v, other))
-    exact = kl_divergence(Normal(one.mean, one.std), Normal(two.mean, two.std)).flatten(1).mean(1)
-    torch.testing.assert_close(gaussian_kl(one.mean, two.mean, one.std), exact, rtol=1e-13, atol=0)
-    assert torch.equal(gaussian_kl(one.mean, one.mean, one.std), torch.zeros(3).double())
+# --- The divergence
 
 
 @pytest.mark.parametrize("convention", ["gaussian", "peers"])
 def test_the_convention_of_log_probs_does_not_enter(model: FlowModel, convention: str) -> None:
     transformer = trained_lora(model)
     spec = make_spec("cps", 1.0, dtype="bf16", log_prob_convention=convention)
-    batch, _ = sample(model, transformer, spec, WINDOWS["all"], keep_means=True)
+    batch, _ = sample_images(model, transformer, spec, WINDOWS["all"], keep_means=True)
     found = FlowPolicy(model, transformer).measure(batch, 4, keep_means=True)
     std = batch.sigmas[batch.step_indices + 1] * math.sin(0.35 * math.pi)
     square = ((found.means - batch.prev_sample_mean) ** 2).flatten(2).mean(2)
@@ -72,7 +50,9 @@ def test_the_rollout_keeps_the_means_that_the_training_graph_finds(
     model: FlowModel, window: str
 ) -> None:
     transformer = trained_lora(model)
-    batch, _ = sample(model, transformer, make_spec("sde", 4.5), WINDOWS[window], keep_means=True)
+    batch, _ = sample_images(
+        model, transformer, make_spec("sde", 4.5), WINDOWS[window], keep_means=True
+    )
     found = FlowPolicy(model, transformer).measure(batch, 4, keep_means=True)
     assert torch.equal(found.means, batch.prev_sample_mean)
     assert torch.equal(found.step_kl, torch.zeros(4, 2))
@@ -82,7 +62,7 @@ def test_the_rollout_keeps_the_means_that_the_training_graph_finds(
 
 def test_means_are_kept_only_where_they_are_asked_for(model: FlowModel) -> None:
     transformer = trained_lora(model)
-    batch, _ = sample(model, transformer, make_spec("sde", 1.0), WINDOWS["first"])
+    batch, _ = sample_images(model, transformer, make_spec("sde", 1.0), WINDOWS["first"])
     found = FlowPolicy(model, transformer).measure(batch, 4)
     assert batch.prev_sample_mean is None
     assert found.step_kl is None
@@ -136,8 +116,7 @@ def test_it_ranks_planted_errors_without_an_inversion(model: FlowModel, kind: st
     assert growth == pytest.approx([100.0] * 4, rel=0.05)  # the square of ten
 
 
-# The criterion
-# ------------------------------------------------------------------------------------------------------
+# --- The criterion
 
 
 def test_a_step_is_kept_up_to_the_bound() -> None:
@@ -219,8 +198,7 @@ def test_the_loss_in_bypass_mode_drops_what_it_rejects() -> None:
     assert metrics.compute()["rollout_corr/rollout_rs_step_kl_max"] == 1
 
 
-# What is refused
-# ----------------------------------------------------------------------------------------------------
+# --- What is refused
 
 
 @pytest.mark.parametrize("spec", ["0.5_2.0", 0, -1, "nan", "inf"])
@@ -247,40 +225,7 @@ def test_the_criterion_and_its_tensor_come_together() -> None:
         )
 
 
-# In a run
-# -----------------------------------------------------------------------------------------------------------
-
-RULES = [
-    "algorithm.rollout_correction.rollout_rs=step_kl",
-    "algorithm.rollout_correction.rollout_rs_threshold=1e-9",
-]
-
-
-@pytest.mark.parametrize("bypass", [False, True])
-def test_a_run_records_means_and_judges_them(train: Train, tmp_path: Path, bypass: bool) -> None:
-    """An fp32 rollout in the same batch shape has a KL of exactly 0 until the policy moves."""
-    options = [
-        *RULES,
-        f"algorithm.rollout_correction.bypass_mode={bypass}",
-        "rollout.micro_batch_size_per_gpu=2",
-    ]
-    assert train(*options, "trainer.total_training_steps=1", "trainer.save_rollouts=true") == 0
-    prefix = "actor/rollout_corr" if bypass else "rollout_corr"
-    row = read_rows(tmp_path / "run")[-1]
-    largest = row[f"{prefix}/rollout_rs_step_kl_max"]
-    assert largest > 0 if bypass else largest == 0
-    replay = [f"data.replay_dir={tmp_path / 'run'}", f"trainer.output_dir={tmp_path / 'replay'}"]
-    assert train(*options, *replay, "trainer.total_training_steps=1") == 0
-
-
-def test_a_replay_without_means_is_refused_before_training(
-    train: Train, tmp_path: Path, capsys
-) -> None:
-    assert train("trainer.save_rollouts=true", "trainer.total_training_steps=1") == 0
-    replay = [f"data.replay_dir={tmp_path / 'run'}", f"trainer.output_dir={tmp_path / 'replay'}"]
-    assert train(*replay, *RULES) != 0
-    assert "prev_sample_mean" in capsys.readouterr().err
-    assert not (tmp_path / "replay" / "metrics.jsonl").exists()
+# --- In a run
 
 
 def test_metrics_of_micro_batches_are_those_of_the_batch() -> None:

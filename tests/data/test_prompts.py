@@ -27,7 +27,7 @@ def some_prompts(count: int) -> list[Prompt]:
     return [Prompt(text=f"prompt {index}", index=index) for index in range(count)]
 
 
-# --- files
+# --- Files
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
         read_prompts(path, require_target=False)
 
 
-# --- datasets of flow_grpo and verl-omni
+# --- Datasets of flow_grpo and verl-omni
 
 GENEVAL = [
     {
@@ -315,7 +315,7 @@ def test_the_home_folder(tmp_path, monkeypatch):
     assert [p.text for p in read_prompts("~/a.txt", require_target=False)] == ["one"]
 
 
-# --- order
+# --- Order
 
 
 @pytest.mark.parametrize(("count", "per_step"), [(12, 4), (10, 4), (7, 7), (5, 3), (3, 1)])
@@ -360,7 +360,7 @@ def test_a_negative_step_is_refused():
         PromptSampler(some_prompts(3), 1, seed=0).step(-1)
 
 
-# --- processes
+# --- Processes
 
 
 def test_shares_by_hand():

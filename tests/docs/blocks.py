@@ -1,9 +1,8 @@
-"""Runs the shell and Python blocks of README.md and docs/, page by page, in one folder: `make
-test-docs`.
+"""Runs the shell and Python blocks of README.md and docs/: `make test-docs`.
 
-Training is capped at two small steps. A command runs in a fork of this process, so that imports are
-paid for once. What cannot run just anywhere is marked in the page, and `test_docs.py` checks that
-it parses and composes.
+The blocks of a page run in one folder, in their order. Training is capped at two small steps. A
+command runs in a fork of this process, so that imports are paid for once. A block that cannot run
+everywhere is marked in the page, and `test_pages.py` checks that it parses and composes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""docs/evidence.md shows what the studies measured: every number, every figure, every
-conclusion.
-"""
+"""docs/evidence.md shows every number, figure and conclusion that the studies measured."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""README.md and docs/ hold together: blocks parse, commands compose, links lead somewhere.
-blocks.py runs them.
-"""
+"""Blocks of README.md and docs/ parse, commands compose, links work; blocks.py runs them."""
 
 from __future__ import annotations
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -14,10 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import benchmark_staleness
 import pytest
 import torch
-from conftest import Train, fingerprint, read_rows, without_timings
+from support.runs import Train, fingerprint, read_rows, without_timings
 from torch import Tensor
 
 from flowgrpo_rc.batch import Batch
@@ -288,16 +285,6 @@ def test_a_stop_does_not_wait_for_what_is_being_sampled(train: Train, tmp_path: 
     assert train(*settings, "trainer.max_time=0.001") == 75
     assert time.monotonic() - start < 60
     assert list_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == "step_1"
-
-
-def test_the_benchmark_prints_the_ratio(
-    overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr(
-        sys, "argv", ["benchmark_staleness.py", "--rounds", "1", "--steps", "1", *overrides]
-    )
-    benchmark_staleness.main()
-    assert re.search(r"staleness 1: \d+\.\d+ s a step; ratio \d+\.\d+", capsys.readouterr().out)
 
 
 def test_two_threads_may_make_schedules(model: FlowModel) -> None:

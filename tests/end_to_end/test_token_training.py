@@ -1,6 +1,4 @@
-"""The training command on a language model: what it writes, corrects, resumes, replays, and that it
-learns.
-"""
+"""Training a language model: what a run writes, corrects, resumes, replays and learns."""
 
 from __future__ import annotations
 
@@ -10,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import fingerprint, read_rows, without_timings
 from safetensors.torch import load_file
+from support.runs import fingerprint, read_rows, without_timings
 
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.records.rollout_files import load_rollout

@@ -1,6 +1,4 @@
-"""The training command on a random-weight checkpoint: what it writes, resumes, exports and refuses
-to repeat.
-"""
+"""Training a random image model: what a run writes, resumes, exports and refuses to repeat."""
 
 from __future__ import annotations
 
@@ -16,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Train, fingerprint, read_rows, without_timings
 from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import load_file
+from support.runs import Train, fingerprint, read_rows, without_timings
 
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.core.random import derive_seed, normal

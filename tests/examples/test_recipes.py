@@ -1,6 +1,4 @@
-"""The recipes for real models: what their scripts run composes, calibrated, and fits the card in
-their name.
-"""
+"""What the recipes for real models run composes, calibrates, and fits the card in their name."""
 
 from __future__ import annotations
 
@@ -26,7 +24,10 @@ REWARDS = ("ocr", "pickscore")
 STAND_IN = """#!/usr/bin/env bash
 printf '%q ' "$(basename "$0")" "$@" >> {log}; echo >> {log}
 while [ $# -gt 0 ]; do
-    if [ "$1" = --out ]; then mkdir -p "$2/calibration"; cp {result} "$2/calibration/measured.yaml"; fi
+    if [ "$1" = --out ]; then
+        mkdir -p "$2/calibration"
+        cp {result} "$2/calibration/measured.yaml"
+    fi
     shift
 done
 """

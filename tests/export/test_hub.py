@@ -1,6 +1,4 @@
-"""`export --push-to-hub` against a server on this machine: what is uploaded and refused, and no
-token in sight.
-"""
+"""`export --push-to-hub` against a local server: uploads, refusals, and no token shown."""
 
 from __future__ import annotations
 

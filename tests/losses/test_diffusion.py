@@ -1,4 +1,4 @@
-"""diffusion_loss: value, gradient and metrics against formulas of their own."""
+"""diffusion_loss: value, gradient and metrics against independent formulas."""
 
 from __future__ import annotations
 
@@ -105,8 +105,7 @@ def bands_of(criterion: str | None) -> tuple[tuple[str, float, float], ...]:
     )
 
 
-# PPO clip
-# -----------------------------------------------------------------------------------------------------------
+# --- PPO clip
 
 
 @pytest.mark.parametrize("clip", [1e-4, 0.05, 0.5])
@@ -225,8 +224,7 @@ def test_ratio_moments_keep_their_digits_at_the_scale_of_diffusion():
     assert values["ratio_std"] == pytest.approx(oracles.std(moves), rel=1e-8)
 
 
-# REINFORCE
-# ----------------------------------------------------------------------------------------------------------
+# --- REINFORCE
 
 
 @pytest.mark.parametrize("level", [None, *LEVELS])
@@ -249,8 +247,7 @@ def test_reinforce_is_minus_advantage_weight_log_prob_with_the_weight_detached(
     torch.testing.assert_close(found[1], closed, rtol=1e-12, atol=0)
 
 
-# Selection
-# ----------------------------------------------------------------------------------------------------------
+# --- Selection
 
 LOSSES = [
     RolloutCorrectionConfig(bypass_mode=True),
@@ -352,8 +349,7 @@ def test_a_mask_on_the_batch_also_holds_in_bypass():
     assert_same(value_and_gradient(config, now, batch)[:2], expect)
 
 
-# Denominator, pieces, errors
-# ----------------------------------------------------------------------------------------
+# --- Denominator, pieces, errors
 
 
 @pytest.mark.parametrize(("normalize", "all_count"), [(None, True), ("all", True), ("kept", False)])

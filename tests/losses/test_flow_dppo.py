@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from losses.test_grpo_guard import (
+from support.builders import loss_config
+from support.gaussian_losses import (
     BYPASS,
     DECOUPLED,
     Steps,
-    config,
-    moved,
-    steps,
+    loss_config_of,
+    movement,
+    three_steps,
     value_and_gradient,
 )
-from policies.test_flow import KINDS
-from support.builders import loss_config
+from support.image_rollouts import KINDS
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
@@ -37,7 +37,7 @@ def parts(given: Steps, theta: Tensor, b: int, t: int) -> tuple[Tensor, float]:
 def test_loss_and_gradient_are_those_of_the_definition(
     kind: str, correction: RolloutCorrectionConfig
 ) -> None:
-    given, theta = steps(kind), moved(0.2)
+    given, theta = three_steps(kind), movement(0.2)
     leaf, total = theta.clone().requires_grad_(), torch.zeros((), dtype=torch.float64)
     threshold = sorted(parts(given, theta, b, t)[1] for b in range(6) for t in range(3))[6]
     masked = above = 0
@@ -51,7 +51,7 @@ def test_loss_and_gradient_are_those_of_the_definition(
             else:
                 total = total - a * ratio / 18
     value, gradient, metrics = value_and_gradient(
-        config("flow_dppo", correction, kl_threshold=threshold * (1 + 1e-9)), given, theta
+        loss_config_of("flow_dppo", correction, kl_threshold=threshold * (1 + 1e-9)), given, theta
     )
     (expect,) = torch.autograd.grad(total, leaf)
     assert value == pytest.approx(total.item(), rel=1e-12)
@@ -64,13 +64,15 @@ def test_loss_and_gradient_are_those_of_the_definition(
 
 def one_step(advantage: float, log_ratio: float, kl: float) -> Tensor:
     """Slope of the loss in the log-prob of one step, with a threshold of 1e-3."""
-    given = steps()
+    given = three_steps()
     batch = given.batch.rows(0, 1).step(0)
     batch = batch.replace(advantages=torch.full((1, 1), advantage).double())
     leaf = (batch.old_log_probs + log_ratio).requires_grad_()
     one = torch.ones(1, 1).double()
     gaussian = GaussianSteps(one, -one, kl * one)
-    diffusion_terms(config("flow_dppo", kl_threshold=1e-3), leaf, batch, gaussian).total.backward()
+    diffusion_terms(
+        loss_config_of("flow_dppo", kl_threshold=1e-3), leaf, batch, gaussian
+    ).total.backward()
     return leaf.grad
 
 
@@ -99,12 +101,12 @@ def test_the_ratio_is_not_clipped() -> None:
 
 
 def test_no_gradient_flows_through_the_decision() -> None:
-    given, theta = steps(), moved()
+    given, theta = three_steps(), movement()
     log_probs, gaussian = given.now(theta)
     kl = gaussian.kl.detach().requires_grad_()
     leaf = log_probs.detach().requires_grad_()
     diffusion_terms(
-        config("flow_dppo"), leaf, given.batch, gaussian._replace(kl=kl)
+        loss_config_of("flow_dppo"), leaf, given.batch, gaussian._replace(kl=kl)
     ).total.backward()
     assert kl.grad is None
     assert leaf.grad is not None
@@ -112,20 +114,24 @@ def test_no_gradient_flows_through_the_decision() -> None:
 
 def test_the_threshold_and_the_bound_of_a_criterion_are_two_things() -> None:
     """`step_kl` rejects a step whatever its advantage; the loss masks the ones that move away."""
-    given, theta = steps(), moved(0.5)
+    given, theta = three_steps(), movement(0.5)
     correction = RolloutCorrectionConfig(
         bypass_mode=True, rollout_rs="step_kl", rollout_rs_threshold=0.02
     )
-    plain = value_and_gradient(config("flow_dppo", BYPASS, kl_threshold=1.0), given, theta)[1]
-    both = value_and_gradient(config("flow_dppo", correction, kl_threshold=1.0), given, theta)[1]
+    plain = value_and_gradient(loss_config_of("flow_dppo", BYPASS, kl_threshold=1.0), given, theta)[
+        1
+    ]
+    both = value_and_gradient(
+        loss_config_of("flow_dppo", correction, kl_threshold=1.0), given, theta
+    )[1]
     kept = given.now(theta)[1].kl <= 0.02
     torch.testing.assert_close(both, torch.where(kept, plain, 0.0), rtol=1e-12, atol=0)
     assert 0 < kept.sum() < 18
 
 
 def test_the_default_loss_does_not_need_any_of_it() -> None:
-    given = steps()
-    log_probs, gaussian = given.now(moved())
+    given = three_steps()
+    log_probs, gaussian = given.now(movement())
     one, two = (
         diffusion_terms(loss_config(BYPASS), log_probs, given.batch, g).total
         for g in (None, gaussian)

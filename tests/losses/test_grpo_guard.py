@@ -4,123 +4,35 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import Train, read_rows
-from policies.test_flow import KINDS, WINDOWS, make_spec, sample, trained_lora
-from support.builders import diffusion_batch
+from support.gaussian_losses import (
+    BYPASS,
+    DECOUPLED,
+    Steps,
+    loss_config_of,
+    movement,
+    three_steps,
+    value_and_gradient,
+)
+from support.image_rollouts import KINDS, WINDOWS, make_spec, sample_images, trained_lora
+from support.modes import mode_of
 from support.oracles import Clip, clipped
+from support.runs import Train
 from torch import Tensor
 from torch.distributions import Normal
 
 from flowgrpo_rc import RolloutCorrectionConfig, diffusion_loss
-from flowgrpo_rc.batch import DiffusionBatch
-from flowgrpo_rc.core.kl import gaussian_kl
 from flowgrpo_rc.core.metrics import MetricBag
-from flowgrpo_rc.core.transition import GaussianSteps, log_prob, transition
+from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.distributed.processes import Processes
-from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig
 from flowgrpo_rc.losses.diffusion import diffusion_terms
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.training.config import ActorConfig
 from flowgrpo_rc.training.update import PolicyUpdate
-
-SIGMAS = [0.9, 0.7, 0.4, 0.2]
-DECOUPLED, BYPASS = RolloutCorrectionConfig(), RolloutCorrectionConfig(bypass_mode=True)
-
-
-class Steps(NamedTuple):
-    """Three steps of six samples, whose velocity moves by theta [B, T] along a direction; float64.
-
-    batch: with the old policy's log-probs and means; the rest as one reads it from the formulas.
-    """
-
-    batch: DiffusionBatch
-    old_mean: Tensor
-    direction: Tensor
-    following: Tensor
-    std: Tensor
-    dt: Tensor
-
-    def now(self, theta: Tensor) -> tuple[Tensor, GaussianSteps]:
-        """Log-probs and steps [B, T] of the policy at theta, as the policy computes them."""
-        mean = self.mean(theta)
-        rows = [
-            (
-                log_prob(step, self.following[:, t]),
-                gaussian_kl(mean[:, t], self.old_mean[:, t], step.std),
-            )
-            for t in range(mean.shape[1])
-            for step in [transition_of(mean[:, t], self.std[:, t])]
-        ]
-        log_probs, kl = (torch.stack(column, 1) for column in zip(*rows, strict=True))
-        return log_probs, GaussianSteps(self.std, self.dt, kl)
-
-    def mean(self, theta: Tensor) -> Tensor:
-        return self.old_mean + theta[:, :, None, None] * self.direction
-
-
-def transition_of(mean: Tensor, std: Tensor) -> Any:
-    stock = transition(
-        mean, mean, torch.ones(1) / 2, torch.ones(1) / 4, kind="cps", noise_level=0.5, sigma_max=1.0
-    )
-    return stock._replace(mean=mean, std=std[:, None, None])
-
-
-def steps(kind: str = "sde", seed: int = 0) -> Steps:
-    source = torch.Generator().manual_seed(seed)
-    x, v, direction, noise = torch.randn(4, 6, 3, 2, 5, generator=source, dtype=torch.float64)
-    means, stds = [], []
-    for t in range(3):
-        sigma, sigma_next = (torch.full((6,), SIGMAS[t + i]).double() for i in (0, 1))
-        step = transition(
-            x[:, t], v[:, t], sigma, sigma_next, kind=kind, noise_level=0.7, sigma_max=0.95
-        )
-        means.append(step.mean)
-        stds.append(step.std.flatten(1).expand(6, 1))
-    mean, std = torch.stack(means, 1), torch.cat(stds, 1)
-    following = mean + std[:, :, None, None] * noise
-    old = Normal(mean, std[:, :, None, None]).log_prob(following).flatten(2).mean(2)
-    advantages = torch.tensor([1.0, -1.0, 2.0, -0.5, 0.3, -2.0]).double().unsqueeze(1).expand(6, 3)
-    batch = diffusion_batch(old, old_log_probs=old, advantages=advantages, prev_sample_mean=mean)
-    dt = torch.tensor(SIGMAS).double().diff().expand(6, 3)
-    return Steps(batch, mean, direction, following, std, dt)
-
-
-def moved(scale: float = 0.05) -> Tensor:
-    """How far each step of each sample has moved; some of them beyond the clip band."""
-    return scale * torch.randn(
-        6, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64
-    )
-
-
-def config(
-    mode: str,
-    correction: RolloutCorrectionConfig = DECOUPLED,
-    clip: float = 0.01,
-    **settings: float,
-) -> LossConfig:
-    return LossConfig(
-        rollout_correction=correction,
-        diffusion_loss=DiffusionLossConfig(loss_mode=mode, clip_ratio=clip, **settings),
-    )
-
-
-def value_and_gradient(
-    settings: LossConfig, given: Steps, theta: Tensor, batch: DiffusionBatch | None = None
-) -> tuple[float, Tensor, dict[str, float]]:
-    theta = theta.clone().requires_grad_()
-    log_probs, gaussian = given.now(theta)
-    loss, metrics = diffusion_loss(
-        settings, log_probs, given.batch if batch is None else batch, gaussian
-    )
-    loss.backward()
-    return loss.item(), theta.grad, metrics.compute()
 
 
 def guard_ratio(given: Steps, theta: Tensor, b: int, t: int) -> Tensor:
@@ -132,8 +44,7 @@ def guard_ratio(given: Steps, theta: Tensor, b: int, t: int) -> Tensor:
     return torch.exp((shift * (given.following[b, t] - old)).mean() / given.std[b, t])
 
 
-# The formula
-# --------------------------------------------------------------------------------------------------------
+# --- The formula
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -141,8 +52,10 @@ def guard_ratio(given: Steps, theta: Tensor, b: int, t: int) -> Tensor:
 def test_loss_and_gradient_are_those_of_the_closed_form(
     kind: str, correction: RolloutCorrectionConfig
 ) -> None:
-    given, theta = steps(kind), moved()
-    value, gradient, metrics = value_and_gradient(config("grpo_guard", correction), given, theta)
+    given, theta = three_steps(kind), movement()
+    value, gradient, metrics = value_and_gradient(
+        loss_config_of("grpo_guard", correction), given, theta
+    )
     leaf, total, held = theta.clone().requires_grad_(), torch.zeros((), dtype=torch.float64), 0
     for b in range(6):
         for t in range(3):
@@ -158,9 +71,9 @@ def test_loss_and_gradient_are_those_of_the_closed_form(
 
 def test_at_equal_means_there_is_no_bias_and_the_ratio_is_one() -> None:
     for kind in KINDS:
-        metrics = value_and_gradient(config("grpo_guard"), steps(kind), torch.zeros(6, 3).double())[
-            2
-        ]
+        metrics = value_and_gradient(
+            loss_config_of("grpo_guard"), three_steps(kind), torch.zeros(6, 3).double()
+        )[2]
         assert metrics["ratio_mean"] == 1
         assert metrics["ratio_std"] == 0
         assert metrics["step_kl_max"] == 0
@@ -168,7 +81,7 @@ def test_at_equal_means_there_is_no_bias_and_the_ratio_is_one() -> None:
 
 def test_the_log_ratio_has_no_bias_and_flow_grpo_s_has() -> None:
     """Over noise and its opposite, Guard's log-ratios cancel; the plain ones leave minus the KL."""
-    given, theta = steps(), moved(0.5)
+    given, theta = three_steps(), movement(0.5)
     opposite = given._replace(following=2 * given.old_mean - given.following)
     logs = []
     for one in (given, opposite):
@@ -189,61 +102,61 @@ def test_the_correction_of_one_sample_does_not_enter_another() -> None:
     """A sample far off its old mean changes nothing for the others, and each sample alone has its
     part of the loss.
     """
-    given, theta = steps(), moved()
+    given, theta = three_steps(), movement()
     far = theta.clone()
     far[0] = 30.0
     one, two = (
-        value_and_gradient(config("grpo_guard"), given, values)[1] for values in (theta, far)
+        value_and_gradient(loss_config_of("grpo_guard"), given, values)[1]
+        for values in (theta, far)
     )
     assert torch.equal(one[1:], two[1:])
     parts = []
     for b in range(6):
         alone = Steps(given.batch.rows(b, b + 1), *(tensor[b : b + 1] for tensor in given[1:]))
-        parts.append(value_and_gradient(config("grpo_guard"), alone, theta[b : b + 1])[1])
+        parts.append(value_and_gradient(loss_config_of("grpo_guard"), alone, theta[b : b + 1])[1])
     torch.testing.assert_close(torch.cat(parts) / 6, one, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 def test_every_sample_and_step_has_a_ratio_of_its_own(steps_per_call: int) -> None:
     """(B, 1) or (B, T), never an outer product of the batch."""
-    given = steps()
-    log_probs, gaussian = given.now(moved())
+    given = three_steps()
+    log_probs, gaussian = given.now(movement())
     part = slice(0, steps_per_call)
     batch = given.batch if steps_per_call == 3 else given.batch.step(0)
     cut = GaussianSteps(*(tensor[:, part] for tensor in gaussian))
-    terms = diffusion_terms(config("grpo_guard"), log_probs[:, part], batch, cut)
+    terms = diffusion_terms(loss_config_of("grpo_guard"), log_probs[:, part], batch, cut)
     assert terms.share.shape == (6, steps_per_call)
     assert terms.number == 6 * steps_per_call
     assert terms.total.ndim == 0
 
 
 def test_rejected_steps_are_selected_out() -> None:
-    given, theta = steps(), moved(0.01)
+    given, theta = three_steps(), movement(0.01)
     mask = torch.ones(6, 3, dtype=torch.bool)
     mask[2], mask[4, 1] = False, False
     batch = given.batch.replace(
         rejection_mask=mask, rollout_is_weights=torch.full((6, 3), 2.0).double()
     )
-    plain = value_and_gradient(config("grpo_guard"), given, theta)[1]
+    plain = value_and_gradient(loss_config_of("grpo_guard"), given, theta)[1]
     broken = theta.clone()
     broken[2] = math.inf
-    _, gradient, metrics = value_and_gradient(config("grpo_guard"), given, theta, batch)
+    _, gradient, metrics = value_and_gradient(loss_config_of("grpo_guard"), given, theta, batch)
     torch.testing.assert_close(gradient, torch.where(mask, 2 * plain, 0.0), rtol=1e-12, atol=1e-15)
-    _, _, with_hole = value_and_gradient(config("grpo_guard"), given, broken, batch)
+    _, _, with_hole = value_and_gradient(loss_config_of("grpo_guard"), given, broken, batch)
     assert {name: with_hole[name] for name in metrics} == metrics
 
 
-# What is refused
-# ----------------------------------------------------------------------------------------------------
+# --- What is refused
 
 
 @pytest.mark.parametrize("mode", ["grpo_guard", "flow_dppo"])
 def test_without_means_the_loss_says_what_is_missing(mode: str) -> None:
-    given = steps()
-    log_probs, gaussian = given.now(moved())
+    given = three_steps()
+    log_probs, gaussian = given.now(movement())
     for without in (None, gaussian._replace(kl=None)):
         with pytest.raises(ValueError, match=rf"{mode}.*prev_sample_mean"):
-            diffusion_loss(config(mode), log_probs, given.batch, without)
+            diffusion_loss(loss_config_of(mode), log_probs, given.batch, without)
 
 
 RC = "algorithm.rollout_correction"
@@ -267,8 +180,7 @@ def test_what_does_not_go_with_it(
     assert word in capsys.readouterr().err
 
 
-# On a model
-# ---------------------------------------------------------------------------------------------------------
+# --- On a model
 
 
 @pytest.mark.parametrize("level", ["step", "window"])
@@ -277,12 +189,12 @@ def test_in_bypass_mode_the_anchor_is_the_rollout(model: FlowModel, level: str) 
     recorded.
     """
     policy = FlowPolicy(model, trained_lora(model))
-    batch, _ = sample(
+    batch, _ = sample_images(
         model, policy.network, make_spec("sde", 1.0, dtype="bf16"), WINDOWS["all"], keep_means=True
     )
     advantages = torch.tensor([1.0, -1.0, 2.0, -0.5]).unsqueeze(1).expand(4, 4)
     batch = batch.replace(old_log_probs=batch.rollout_log_probs, advantages=advantages)
-    settings = config(
+    settings = loss_config_of(
         "grpo_guard", RolloutCorrectionConfig(bypass_mode=True, bypass_level=level), clip=0.1
     )
     update = PolicyUpdate(
@@ -290,8 +202,8 @@ def test_in_bypass_mode_the_anchor_is_the_rollout(model: FlowModel, level: str) 
         ActorConfig(ppo_micro_batch_size_per_gpu=4),
         partial(diffusion_terms, settings),
         Processes(Accelerator(cpu=True)),
+        mode_of(settings.rollout_correction, policy),
         total_updates=1,
-        whole_windows=level == "window",
     )
     total = torch.zeros(())
     for t in range(4):
@@ -315,26 +227,3 @@ def test_in_bypass_mode_the_anchor_is_the_rollout(model: FlowModel, level: str) 
         if gradient is not None:
             torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-4 * size)
     assert bag.compute()["step_kl_max"] > 0
-
-
-@pytest.mark.parametrize("mode", ["grpo_guard", "flow_dppo"])
-@pytest.mark.parametrize("bypass", [False, True])
-def test_a_run_in_both_modes(train: Train, tmp_path: Path, mode: str, bypass: bool) -> None:
-    """In decoupled mode the anchor is the recompute, from which the first update has not moved; a
-    bf16 rollout has.
-    """
-    options = [
-        f"actor.diffusion_loss.loss_mode={mode}",
-        f"algorithm.rollout_correction.bypass_mode={bypass}",
-    ]
-    whole = ["rollout.dtype=bf16", "trainer.total_training_steps=1", "actor.ppo_mini_batch_size=4"]
-    whole += ["actor.ema.enable=false"]
-    assert train(*options, *whole) == 0
-    row = read_rows(tmp_path / "run")[-1]
-    assert math.isfinite(row["actor/pg_loss"])
-    if bypass:
-        assert row["actor/step_kl_max"] > 0
-    else:
-        assert row["actor/step_kl_max"] == 0
-        assert row["actor/ratio_mean"] == 1
-        assert row["actor/ratio_std"] == 0

@@ -1,6 +1,4 @@
-"""token_loss: value and gradient against formulas of their own; micro-batches and processes add
-up.
-"""
+"""token_loss: value and gradient against independent formulas; micro-batches add up."""
 
 from __future__ import annotations
 
@@ -96,8 +94,7 @@ def reference(config: LossConfig, rule: Rule, masking: str) -> tuple[float, Tens
     return gradient_of(total, now)
 
 
-# Against the formula
-# ------------------------------------------------------------------------------------------------
+# --- Against the formula
 
 CASES = [
     (Rule(), {}),
@@ -209,8 +206,7 @@ def test_a_response_that_is_wholly_rejected_is_no_sequence_of_the_mean(
     assert found.item() == -(2 if aggregation == "seq-mean-token-sum" else 1) / sequences
 
 
-# Clips
-# --------------------------------------------------------------------------------------------------------------
+# --- Clips
 
 
 @pytest.mark.parametrize(
@@ -253,8 +249,7 @@ def test_without_a_dual_clip_a_negative_advantage_has_no_bound():
     assert "dual_clip_fraction" not in token_loss(config, rollout, batch)[1].compute()
 
 
-# GSPO
-# ---------------------------------------------------------------------------------------------------------------
+# --- GSPO
 
 
 @pytest.mark.parametrize("masking", ["full", "right", "empty", "holes"])
@@ -313,8 +308,7 @@ def test_gspo_of_one_token_is_ppo():
     assert_same(one, other)
 
 
-# Pieces
-# -------------------------------------------------------------------------------------------------------------
+# --- Pieces
 
 
 def summed(
@@ -389,8 +383,7 @@ def test_gspo_adds_up_too():
     assert_same(summed(config, now, pieces(batch, [1, 2, 4]))[:2], found_for(config, batch, now))
 
 
-# What takes no part
-# -------------------------------------------------------------------------------------------------
+# --- What takes no part
 
 
 @pytest.mark.parametrize(("rule", "mode"), CASES)
@@ -429,8 +422,7 @@ def test_advantages_of_tokens_are_not_clipped():
     )
 
 
-# Metrics and settings
-# -----------------------------------------------------------------------------------------------
+# --- Metrics and settings
 
 
 @pytest.mark.parametrize(

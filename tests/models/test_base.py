@@ -1,6 +1,4 @@
-"""Settings that a model's class does not have are refused by the names of its own, before anything
-is loaded.
-"""
+"""A setting that a model's class does not have is refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -8,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Train
 from diffusers import UniPCMultistepScheduler
+from support.runs import Train
 from support.tiny_models import TINY
 
 from flowgrpo_rc.models import base

@@ -1,36 +1,32 @@
 """What every adapter must do, on a random checkpoint of its pipeline's class (`tiny_models`).
 
-A new adapter is found by its file; it takes part as soon as `tiny_models.TINY` has a checkpoint for
+A new adapter is found by its file. It takes part as soon as `tiny_models.TINY` has a checkpoint for
 it.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import Train, read_rows
-from diffusers import DiffusionPipeline
-from policies.test_flow import trained_lora
-from safetensors.torch import load_file
-from support.tiny_models import TINY, VARIANTS, Tiny
+from support.image_rollouts import trained_lora
+from support.subjects import Subject, make_subject
+from support.tiny_models import VARIANTS, Tiny
 
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch, Prompt, PromptBatch, SamplerSpec, concat
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.export.lora import export_lora
-from flowgrpo_rc.models.base import FlowModel, ModelConfig, adapters_by_pipeline, load_model
+from flowgrpo_rc.models.base import FlowModel, adapters_by_pipeline
 from flowgrpo_rc.models.lora import add_lora, lora_parameters, reference_policy
 from flowgrpo_rc.policies.encode_prompts import encode_prompts
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest
 
-CPU = torch.device("cpu")
 PROMPTS = [
     Prompt(text='"AB7X"', index=0, target="AB7X", negative_text="a blur"),
     Prompt(text='"HI"', index=1, target="HI", negative_text=""),
@@ -40,41 +36,6 @@ GUIDANCE = ("unguided", "guided")
 # Mean |difference| of a bf16 rollout's log-probs in units of a Gaussian step; random weights, three
 # steps.
 BF16_BOUND = 2e-3
-
-
-class Subject(NamedTuple):
-    """A checkpoint under test: its folder, how it was made, and the class that must wrap it."""
-
-    folder: Path
-    tiny: Tiny
-    adapter: type[FlowModel]
-
-    def load(self, **changes: Any) -> FlowModel:
-        return load_model(self.config(**changes), CPU)
-
-    def config(self, **changes: Any) -> ModelConfig:
-        return ModelConfig(path=str(self.folder), **({"lora_rank": 4, "lora_alpha": 8} | changes))
-
-    def stock(self) -> Any:
-        pipeline = DiffusionPipeline.from_pretrained(self.folder)
-        pipeline.set_progress_bar_config(disable=True)
-        return pipeline
-
-
-def make_subject(name: str, saved: Callable[[str], Path]) -> Subject:
-    if name not in TINY | VARIANTS:
-        pytest.fail(
-            f"the adapter for {name} has no random checkpoint: add one to TINY in "
-            "tests/support/tiny_models.py"
-        )
-    folder = saved(name)
-    pipeline_class = json.loads((folder / "model_index.json").read_text())["_class_name"]
-    return Subject(folder, (TINY | VARIANTS)[name], adapters_by_pipeline()[pipeline_class])
-
-
-@pytest.fixture(params=sorted(adapters_by_pipeline()))
-def subject(request: pytest.FixtureRequest, saved: Callable[[str], Path]) -> Subject:
-    return make_subject(request.param, saved)
 
 
 @pytest.fixture(params=sorted({*adapters_by_pipeline(), *VARIANTS}))
@@ -392,42 +353,3 @@ def test_latents_have_the_same_shape_without_weights(subject: Subject) -> None:
     empty.check(spec, "rollout.pipeline")
     assert all(parameter.is_meta for parameter in empty.transformer.parameters())
     assert empty.latent_shape(spec) == subject.load().latent_shape(spec)
-
-
-def brightness(sample: np.ndarray, prompt: Prompt) -> float:
-    """A reward for images and videos alike."""
-    return float(sample.mean()) / 255
-
-
-def test_two_steps_of_training_from_the_command_line(
-    subject: Subject, train: Train, tmp_path: Path
-) -> None:
-    tiny = subject.tiny
-    scales = [f"{key}={scale}" for key, scale in tiny.guided.items()]
-    given = [f"rollout.{where}.{scale}" for where in ("pipeline", "val_kwargs") for scale in scales]
-    frames = [] if tiny.num_frames is None else [f"rollout.pipeline.num_frames={tiny.num_frames}"]
-    reward = [
-        "reward.terms.jpeg=null",
-        f"+reward.terms.light={{_target_: function, path: '{__name__}:brightness'}}",
-    ]
-    code = train(
-        f"model.path={subject.folder}",
-        "rollout.pipeline.guidance_scale=1.0",
-        "rollout.val_kwargs.guidance_scale=1.0",
-        *given,
-        *frames,
-        *reward,
-        "data.negative_prompt=blurry",
-        "model.gradient_checkpointing=true",
-        "actor.use_kl_loss=true",
-    )
-    assert code == 0
-    rows = read_rows(tmp_path / "run")
-    steps = [row for row in rows if "actor/grad_norm" in row]
-    assert len(steps) == 2
-    assert all(row["actor/grad_norm"] > 0 for row in steps)
-    assert steps[0]["rollout_corr/logprob_abs_diff_max"] == 0
-    lora = load_file(tmp_path / "run" / "lora" / "pytorch_lora_weights.safetensors")
-    assert max(tensor.abs().max() for name, tensor in lora.items() if "lora_B" in name) > 0
-    endings = {path.suffix for path in (tmp_path / "run" / "samples").iterdir()}
-    assert endings == ({".png"} if tiny.num_frames is None else {".png", ".webp"})

@@ -1,4 +1,4 @@
-"""Parts that two threads share: one call at a time, and on the device only meanwhile."""
+"""Parts that two threads share: one call at a time, and on the device only during a call."""
 
 from __future__ import annotations
 

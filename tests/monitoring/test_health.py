@@ -1,4 +1,4 @@
-"""Each rule at its threshold, and the monitor's onsets."""
+"""Each health rule at its threshold, and when the monitor warns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ratio can be trusted: what the rollout recorded is what the training graph computes."""
+"""The log-probs that a rollout recorded are those that the training graph computes."""
 
 from __future__ import annotations
 
@@ -9,80 +9,11 @@ import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
+from support.image_rollouts import KINDS, WINDOWS, make_spec, sample_images, trained_lora
 
-from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch, SamplerSpec, concat
 from flowgrpo_rc.core.random import normal
-from flowgrpo_rc.models.base import FlowModel, ModelConfig
-from flowgrpo_rc.models.lora import add_lora, lora_parameters
+from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.policies.flow import FlowPolicy
-from flowgrpo_rc.policies.scheduler import FlowMatchSDEScheduler
-from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
-from flowgrpo_rc.rollout.engine import ImageRequest
-
-KINDS = ("sde", "cps", "dance_sde")
-WINDOWS = {
-    "first": [[0, 1]],
-    "late": [[2, 3]],
-    "all": [[0, 1, 2, 3]],
-    "per_sample": [[0, 1], [2, 3], [1, 2], [2, 3]],
-}
-WORDS = ("AB7X", "HELP")
-
-
-def make_spec(kind: str, guidance: float, **changes: object) -> SamplerSpec:
-    values = {
-        "height": 32,
-        "width": 64,
-        "num_inference_steps": 5,
-        "guidance_scale": guidance,
-        "noise_level": 0.7,
-        "sde_type": kind,
-        "log_prob_convention": "gaussian",
-        "max_sequence_length": 16,
-        "dtype": "fp32",
-    }
-    return SamplerSpec(**(values | changes))  # type: ignore[arg-type]
-
-
-def trained_lora(model: FlowModel) -> torch.nn.Module:
-    """A LoRA whose B is not zero, so that it takes part."""
-    transformer = add_lora(model, ModelConfig(path="x", lora_rank=4, lora_alpha=8), seed=0)
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in lora_parameters(transformer).items():
-        if "lora_B" in name:
-            parameter.data.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
-    return transformer
-
-
-def sample(
-    model: FlowModel,
-    transformer: torch.nn.Module,
-    spec: SamplerSpec,
-    window: list[list[int]],
-    *,
-    chunk: int = 4,
-    keep_means: bool = False,
-) -> tuple[DiffusionBatch, np.ndarray]:
-    engine = DiffusersEngine(model, transformer, dtype=spec.dtype, chunk_size=chunk)
-    engine.sync_weights(
-        {name: p.detach() for name, p in lora_parameters(transformer).items()}, version=3
-    )
-    prompts = [
-        Prompt(text=f'"{word}"', index=i, target=word, negative_text="")
-        for i, word in enumerate(WORDS)
-    ]
-    request = ImageRequest(
-        prompts=PromptBatch(step=1, prompts=prompts, slots=[0, 1]),
-        samples_per_prompt=2,
-        spec=spec,
-        window=torch.tensor(window * (4 // len(window))),
-        seeds=[11, 12, 13, 14],
-        keep_means=keep_means,
-    )
-    chunks = list(engine.generate(request))
-    return concat([chunk.batch for chunk in chunks]), np.concatenate(
-        [chunk.samples for chunk in chunks]
-    )
 
 
 @pytest.mark.parametrize(
@@ -92,7 +23,7 @@ def test_fp32_replay_is_bitwise_exact(
     model: FlowModel, kind: str, guidance: float, window: str
 ) -> None:
     transformer = trained_lora(model)
-    batch, _ = sample(model, transformer, make_spec(kind, guidance), WINDOWS[window])
+    batch, _ = sample_images(model, transformer, make_spec(kind, guidance), WINDOWS[window])
     policy = FlowPolicy(model, transformer)
     replayed = policy.log_probs(batch, 4)
     assert torch.isfinite(replayed).all()
@@ -106,7 +37,7 @@ def test_fp32_replay_is_bitwise_exact(
 
 def test_other_micro_batch_shape_differs_by_rounding_only(model: FlowModel) -> None:
     transformer = trained_lora(model)
-    batch, _ = sample(model, transformer, make_spec("sde", 4.5), WINDOWS["all"])
+    batch, _ = sample_images(model, transformer, make_spec("sde", 4.5), WINDOWS["all"])
     difference = (
         (FlowPolicy(model, transformer).log_probs(batch, 1) - batch.rollout_log_probs).abs().max()
     )
@@ -115,59 +46,14 @@ def test_other_micro_batch_shape_differs_by_rounding_only(model: FlowModel) -> N
 
 def test_bf16_rollout_has_a_mismatch_of_the_expected_scale(model: FlowModel) -> None:
     transformer = trained_lora(model)
-    batch, _ = sample(model, transformer, make_spec("sde", 1.0, dtype="bf16"), WINDOWS["all"])
+    batch, _ = sample_images(
+        model, transformer, make_spec("sde", 1.0, dtype="bf16"), WINDOWS["all"]
+    )
     assert batch.all_latents.dtype == batch.rollout_log_probs.dtype == torch.float32
     difference = (
         FlowPolicy(model, transformer).log_probs(batch, 4) - batch.rollout_log_probs
     ).abs()
     assert 1e-7 < difference.mean() < 1e-3
-
-
-def test_samples_do_not_depend_on_the_chunk(model: FlowModel) -> None:
-    transformer = trained_lora(model)
-    spec = make_spec("sde", 1.0)
-    together, images = sample(model, transformer, spec, WINDOWS["per_sample"])
-    alone, images_alone = sample(model, transformer, spec, WINDOWS["per_sample"], chunk=1)
-    torch.testing.assert_close(together.all_latents, alone.all_latents, atol=1e-5, rtol=0)
-    assert np.abs(images.astype(int) - images_alone.astype(int)).max() <= 1
-    assert torch.equal(together.step_indices, alone.step_indices)
-
-
-def test_batch_holds_what_was_sampled(model: FlowModel) -> None:
-    transformer = trained_lora(model)
-    spec = make_spec("sde", 1.0)
-    batch, images = sample(model, transformer, spec, WINDOWS["per_sample"])
-    assert images.shape == (4, 32, 64, 3)
-    assert images.dtype == np.uint8
-    assert batch.all_latents.shape == (4, 3, 8, 8, 16)
-    assert batch.group.tolist() == [0, 0, 1, 1]
-    assert batch.policy_version.tolist() == [3] * 4
-    assert batch.spec == spec
-    schedule = model.schedule(spec)
-    assert torch.equal(batch.all_timesteps, schedule.timesteps[batch.step_indices])
-    # Sample 0 starts at step 0: its first state is the initial noise, bit for bit.
-    assert torch.equal(batch.all_latents[0, 0], normal((8, 8, 16), [11], "latents")[0])
-
-
-def test_a_recorded_step_is_fed_to_the_next_one(model: FlowModel) -> None:
-    """The state that the model gets at step t + 1 is the very state that step t recorded."""
-    transformer = trained_lora(model)
-    fed: list[torch.Tensor] = []
-    engine = DiffusersEngine(model, transformer, dtype="fp32", chunk_size=4)
-    engine._policy.network.register_forward_pre_hook(
-        lambda module, args, kwargs: fed.append(kwargs["hidden_states"].clone()), with_kwargs=True
-    )
-    prompts = PromptBatch(step=1, prompts=[Prompt(text='"AB"', index=0)], slots=[0])
-    request = ImageRequest(
-        prompts=prompts,
-        samples_per_prompt=4,
-        spec=make_spec("sde", 1.0),
-        window=torch.arange(4).expand(4, 4),
-        seeds=[1, 2, 3, 4],
-    )
-    batch = next(engine.generate(request)).batch
-    for step in range(5):
-        assert torch.equal(fed[step], batch.all_latents[:, step])
 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.5])
@@ -207,45 +93,11 @@ def test_noise_zero_gives_the_stock_pipelines_image(
             assert np.array_equal(model.decode(found, spec)[0], np.asarray(image[0]))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_scheduler_in_a_stock_pipeline(checkpoint: Path, kind: str) -> None:
-    """With noise 0 the images are the stock ones; with noise they are others, and the seed decides
-    which.
-    """
-    stock = StableDiffusion3Pipeline.from_pretrained(checkpoint)
-    stock.set_progress_bar_config(disable=True)
-
-    def image(seed: int) -> torch.Tensor:
-        torch.manual_seed(seed)
-        return stock(
-            '"AB7X"',
-            height=32,
-            width=64,
-            num_inference_steps=4,
-            guidance_scale=1.0,
-            max_sequence_length=16,
-            latents=normal((8, 8, 16), [5], "latents"),
-            output_type="latent",
-        ).images
-
-    wanted = image(0)
-    stock.scheduler = FlowMatchSDEScheduler.replacing(
-        stock.scheduler, sde_type=kind, noise_level=0.0
-    )
-    torch.testing.assert_close(image(0), wanted, atol=1e-5, rtol=0)
-    stock.scheduler = FlowMatchSDEScheduler.replacing(
-        stock.scheduler, sde_type=kind, noise_level=0.5
-    )
-    assert torch.equal(image(1), image(1))
-    assert not torch.allclose(image(1), image(2))
-    assert not torch.allclose(image(1), wanted)
-
-
 @pytest.mark.parametrize("fault", ["bf16_latents", "guidance", "bf16_timestep", "shifted_schedule"])
 def test_the_difference_shows_a_fault(model: FlowModel, fault: str) -> None:
     """Known faults of a rollout move the log-probs far beyond the exact zero of a correct one."""
     transformer = trained_lora(model)
-    batch, _ = sample(model, transformer, make_spec("sde", 4.5), WINDOWS["all"])
+    batch, _ = sample_images(model, transformer, make_spec("sde", 4.5), WINDOWS["all"])
     if fault == "bf16_latents":
         broken = batch.replace(all_latents=batch.all_latents.bfloat16().float())
     elif fault == "guidance":

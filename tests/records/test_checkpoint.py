@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, and never a damaged one taken for a good one."""
+"""A checkpoint is whole or not there, and a damaged one is refused."""
 
 from __future__ import annotations
 
@@ -79,12 +79,17 @@ def test_a_disk_that_refuses_is_an_error_that_harms_nothing(tmp_path: Path) -> N
         import resource, signal, sys, torch
         from pathlib import Path
         from flowgrpo_rc.records.checkpoint import *
-        folder = Path(sys.argv[1])
-        save_checkpoint(folder, Checkpoint(step=1, tensors={"lora": {"a": torch.zeros(4)}}, state={}), keep=2)
+
+        def save(step, size):
+            tensors = {"lora": {"a": torch.zeros(size)}}
+            checkpoint = Checkpoint(step=step, tensors=tensors, state={})
+            save_checkpoint(Path(sys.argv[1]), checkpoint, keep=2)
+
+        save(1, 4)
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
         try:
-            save_checkpoint(folder, Checkpoint(step=2, tensors={"lora": {"a": torch.zeros(9999)}}, state={}), keep=2)
+            save(2, 9999)
         except CheckpointError as error:
             print(error)
     """

@@ -1,4 +1,4 @@
-"""Runs on one page: numbers, settings, curves in the same axes, samples, and what is refused."""
+"""Runs compared on one page: numbers, settings, curves in the same axes, samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from report.test_run import Page, make_run
+from support.report_pages import Page, make_run
 
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.report.compare import write_comparison

@@ -1,7 +1,7 @@
-"""What every reward of the package does: one number for each sample, whoever else is in the batch,
-and the same again.
+"""What every reward of the package does.
 
-A new file in flowgrpo_rc/rewards fails here until it stands in `CASES`.
+A sample gets one number, the same again, whichever samples are in the batch. A new file in
+flowgrpo_rc/rewards fails here until it is in `CASES`.
 """
 
 from __future__ import annotations

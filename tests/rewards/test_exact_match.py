@@ -1,62 +1,17 @@
-"""Rewards on text: what the manager takes, which reward fits which model, exact match, plain
-functions.
-"""
+"""The exact-match reward."""
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
-
-import numpy as np
 import pytest
+from support.prompts import sums
 
-from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.plugins import load_function
-from flowgrpo_rc.rewards.base import Reward, Scores
 from flowgrpo_rc.rewards.exact_match import ExactMatch
-from flowgrpo_rc.rewards.function import Function
 from flowgrpo_rc.rewards.manager import (
     RewardConfig,
-    RewardManager,
-    check_kind,
     requires_target,
-    validate_rewards,
 )
 
-HERE = __name__
-IMAGES = np.zeros((2, 8, 8, 3), np.uint8)
-
-
-def prompts(*targets: str | None) -> list[Prompt]:
-    return [
-        Prompt(text=f"{index}+{index}=", index=index, target=target)
-        for index, target in enumerate(targets)
-    ]
-
-
-def length(sample, prompt):
-    return float(len(sample)) + prompt.index
-
-
-def hostile(sample, prompt):
-    return {"none": None, "nan": math.nan, "text": "1"}.get(sample, 1)
-
-
-def fails(sample, prompt):
-    raise KeyError(sample)
-
-
-class Unknown(Reward):
-    kind = "sound"
-
-    def __call__(self, samples, prompts):
-        return Scores(values=[0.0] * len(samples))
-
-
-NOT_A_FUNCTION = 3
-
-
-# --- exact match
+# --- Exact match
 
 
 @pytest.mark.parametrize(
@@ -69,139 +24,24 @@ NOT_A_FUNCTION = 3
 )
 def test_exact_match(options, values, contains):
     texts = ["95a", " 95a\n", "95a.", "195a", "95A"]
-    scores = ExactMatch(**options)(texts, prompts(*["95a"] * 5))
+    scores = ExactMatch(**options)(texts, sums(*["95a"] * 5))
     assert scores.values == values
     assert scores.parts == {"contains": contains}
 
 
 def test_exact_match_of_nothing_is_a_match_only_for_an_empty_target():
-    assert ExactMatch()(["", "1"], prompts("1", "1")).values == [0.0, 1.0]
+    assert ExactMatch()(["", "1"], sums("1", "1")).values == [0.0, 1.0]
     with pytest.raises(
         ValueError, match=r"exact_match reward needs a target text, and prompt 1 \('1\+1='\)"
     ):
-        ExactMatch()(["1", "1"], prompts("1", None))
+        ExactMatch()(["1", "1"], sums("1", None))
     assert requires_target(RewardConfig(terms={"exact_match": {}}))
 
 
-# --- a function
+# --- A function
 
 
-def test_a_function_scores_texts_and_images():
-    reward = Function(path=f"{HERE}:length")
-    assert reward(["a", "bcd"], prompts(None, None)).values == [1.0, 4.0]
-    assert reward(IMAGES, prompts(None, None)).values == [8.0, 9.0]
+# --- The manager
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("length", "write it as my_package.my_module:name"),
-        (f"{HERE}.length", "write it as"),
-        (":length", "write it as"),
-        (f"{HERE}:", "write it as"),
-        ("..relative:score", "write it as"),
-        (
-            "no_such_module_at_all:score",
-            "there is no module 'no_such_module_at_all'; is its folder on PYTHONPATH",
-        ),
-        (f"{HERE}.deeper:score", "there is no module"),
-        (f"{HERE}:missing", "has no function 'missing'"),
-        (f"{HERE}:NOT_A_FUNCTION", "has no function 'NOT_A_FUNCTION'"),
-    ],
-)
-def test_paths_that_lead_to_no_function(path, message):
-    with pytest.raises(ValueError, match=message):
-        load_function(path)
-    with pytest.raises(ValueError, match=r"reward\.terms\.mine: path="):
-        validate_rewards(RewardConfig(terms={"mine": {"_target_": "function", "path": path}}))
-
-
-def test_a_function_reward_needs_its_path():
-    with pytest.raises(
-        ValueError, match=r"reward\.terms\.function: Function needs the option path"
-    ):
-        validate_rewards(RewardConfig(terms={"function": {}}))
-
-
-def test_a_failing_import_of_the_functions_module_is_shown_as_it_is(tmp_path: Path, monkeypatch):
-    (tmp_path / "scores_with_a_hole.py").write_text("import a_library_nobody_has\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="a_library_nobody_has"):
-        load_function("scores_with_a_hole:score")
-
-
-# --- the manager
-
-
-def test_the_manager_scores_texts():
-    terms = {
-        "exact_match": {"weight": 2.0},
-        "long": {"_target_": "function", "path": f"{HERE}:length"},
-    }
-    manager = RewardManager(RewardConfig(terms=terms))
-    handles = [manager.submit(["95", ""], prompts("95", "1")), manager.submit(("7",), prompts("7"))]
-    rewards = manager.collect(handles)
-    manager.close()
-    assert list(rewards.parts) == ["exact_match", "exact_match/contains", "long"]
-    assert rewards.parts["exact_match"].tolist() == [1.0, 0.0, 1.0]
-    assert rewards.total.tolist() == [2 + 2, 0 + 1, 2 + 1]
-    assert rewards.valid.all()
-
-
-def test_failures_of_a_function_stay_where_they_are():
-    config = {"_target_": "function", "path": f"{HERE}:hostile"}
-    manager = RewardManager(
-        RewardConfig(terms={"x": config, "y": {"_target_": "function", "path": f"{HERE}:fails"}})
-    )
-    rewards = manager.collect(
-        [manager.submit(["none", "fine", "nan", "text"], prompts(*[None] * 4))]
-    )
-    manager.close()
-    assert rewards.parts["x"].isnan().tolist() == [True, False, True, True]
-    assert manager.failures == {"x": 3, "y": 4}
-    assert manager.last_error["y"] == "KeyError: 'none'"
-
-
-@pytest.mark.parametrize(
-    ("samples", "count", "message"),
-    [
-        (["a", "b"], 3, "2 texts but 3 prompts"),
-        ("ab", 2, "images .* or a list of texts, got str"),
-        (["a", 3], 2, "or a list of texts, got list"),
-        ([IMAGES[0]], 1, "or a list of texts, got list"),
-    ],
-)
-def test_submit_checks_texts(samples, count, message):
-    manager = RewardManager(RewardConfig(terms={"exact_match": {}}))
-    with pytest.raises(ValueError, match=message):
-        manager.submit(samples, prompts(*["a"] * count))
-    manager.close()
-
-
-# --- kinds
-
-
-def test_a_reward_must_fit_the_model():
-    function = {"_target_": "function", "path": f"{HERE}:length"}
-    check_kind(RewardConfig(terms={"jpeg": {}, "f": function}), "image")
-    check_kind(RewardConfig(terms={"exact_match": {}, "f": function, "ocr": None}), "text")
-    with pytest.raises(
-        ValueError, match=r"reward\.terms\.ocr scores images, and the model makes texts: drop it"
-    ):
-        check_kind(RewardConfig(terms={"ocr": {}, "exact_match": {}}), "text")
-    with pytest.raises(
-        ValueError, match=r"reward\.terms\.match scores texts, and the model makes images"
-    ):
-        check_kind(
-            RewardConfig(terms={"match": {"_target_": "exact_match", "weight": 0.0}, "jpeg": {}}),
-            "image",
-        )
-    with pytest.raises(
-        ValueError, match=r"reward\.terms\.jpeg scores images, and the model makes videos: drop it"
-    ):
-        check_kind(RewardConfig(terms={"jpeg": {}, "f": function}), "video")
-    with pytest.raises(
-        ValueError,
-        match=r"reward\.terms\.x: Unknown\.kind='sound': allowed are image, video, text, latent, any",
-    ):
-        validate_rewards(RewardConfig(terms={"x": {"_target_": f"{HERE}.Unknown"}}))
+# --- Kinds

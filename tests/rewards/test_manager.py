@@ -1,6 +1,4 @@
-"""The reward manager: weights, order, hostile rewards, what counts as a failure, and the
-configuration.
-"""
+"""The reward manager: weights, order, hostile rewards, what counts as a failure, configuration."""
 
 from __future__ import annotations
 
@@ -13,8 +11,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError
+from support.prompts import numbered_prompts, random_images
 
-from flowgrpo_rc.batch import Prompt, Rewards
+from flowgrpo_rc.batch import Rewards
 from flowgrpo_rc.rewards.base import Reward, Scores
 from flowgrpo_rc.rewards.manager import (
     RewardConfig,
@@ -27,23 +26,12 @@ from flowgrpo_rc.rewards.manager import (
 HERE = __name__
 
 
-def images(count: int, size: int = 16, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (count, size, size, 3), dtype=np.uint8)
-
-
-def prompts(count: int, start: int = 0) -> list[Prompt]:
-    return [
-        Prompt(text=f'a "{index}"', index=index, target=str(index))
-        for index in range(start, start + count)
-    ]
-
-
 def run(config: RewardConfig, *, chunks: tuple[int, ...] = (2, 3)) -> tuple[RewardManager, Rewards]:
     """Score chunks of prompts numbered 0, 1, 2 ... and close."""
     manager = RewardManager(config)
     starts = np.cumsum((0, *chunks))
     handles = [
-        manager.submit(images(n), prompts(n, int(start)))
+        manager.submit(random_images(n), numbered_prompts(n, int(start)))
         for n, start in zip(chunks, starts[:-1], strict=True)
     ]
     rewards = manager.collect(handles)
@@ -51,7 +39,7 @@ def run(config: RewardConfig, *, chunks: tuple[int, ...] = (2, 3)) -> tuple[Rewa
     return manager, rewards
 
 
-# --- rewards as a stranger may write them
+# --- Rewards as a stranger may write them
 
 
 class Index(Reward):
@@ -117,7 +105,7 @@ def returns(what: str) -> dict[str, object]:
     return {"_target_": f"{HERE}.Returns", "what": what}
 
 
-# --- the manager
+# --- The manager
 
 
 def test_weighted_sum_in_sample_order():
@@ -139,7 +127,7 @@ def test_weighted_sum_in_sample_order():
 
 def test_collect_follows_the_handles_and_not_the_clock():
     manager = RewardManager(RewardConfig(terms={"a": {"_target_": f"{HERE}.Index"}}))
-    handles = [manager.submit(images(1), prompts(1, start)) for start in (5, 1, 3)]
+    handles = [manager.submit(random_images(1), numbered_prompts(1, start)) for start in (5, 1, 3)]
     assert manager.collect(handles[::-1]).parts["a"].tolist() == [3.0, 1.0, 5.0]
     manager.close()
 
@@ -147,7 +135,7 @@ def test_collect_follows_the_handles_and_not_the_clock():
 def test_submit_returns_at_once_and_close_drops_what_waits():
     manager = RewardManager(RewardConfig(terms={"a": {"_target_": f"{HERE}.Index"}}))
     start = time.monotonic()
-    handles = [manager.submit(images(1), prompts(1)) for _ in range(100)]
+    handles = [manager.submit(random_images(1), numbered_prompts(1)) for _ in range(100)]
     manager.close()
     assert time.monotonic() - start < 1.0
     assert handles[-1].futures["a"].cancelled()
@@ -207,7 +195,7 @@ def test_the_last_error_says_what_happened():
 def test_a_kind_of_failure_is_logged_once_but_counted_always(caplog):
     manager = RewardManager(RewardConfig(terms={"x": returns("raise")}))
     for _ in range(3):
-        manager.collect([manager.submit(images(3), prompts(3))])
+        manager.collect([manager.submit(random_images(3), numbered_prompts(3))])
     manager.close()
     assert manager.failures == {"x": 9}
     assert len(caplog.records) == 1
@@ -236,19 +224,23 @@ def test_a_failure_on_another_process_raises_here_too():
 @pytest.mark.parametrize(
     ("batch", "count", "message"),
     [
-        (images(2), 3, "2 images but 3 prompts"),
-        (images(2).astype(np.float32), 2, r"\[N, H, W, 3\] uint8, got \[2, 16, 16, 3\] float32"),
-        (images(2).transpose(0, 3, 1, 2), 2, r"got \[2, 3, 16, 16\] uint8"),
+        (random_images(2), 3, "2 images but 3 prompts"),
+        (
+            random_images(2).astype(np.float32),
+            2,
+            r"\[N, H, W, 3\] uint8, got \[2, 16, 16, 3\] float32",
+        ),
+        (random_images(2).transpose(0, 3, 1, 2), 2, r"got \[2, 3, 16, 16\] uint8"),
     ],
 )
 def test_submit_checks_its_input(batch, count, message):
     manager = RewardManager(RewardConfig(terms={"jpeg": {}}))
     with pytest.raises(ValueError, match=message):
-        manager.submit(batch, prompts(count))
+        manager.submit(batch, numbered_prompts(count))
     manager.close()
 
 
-# --- configuration
+# --- Configuration
 
 
 @pytest.mark.parametrize(

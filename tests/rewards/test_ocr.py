@@ -1,6 +1,4 @@
-"""The OCR reward: its formula against numbers worked out by hand, its reading against text drawn by
-Pillow.
-"""
+"""The OCR reward: its formula by hand, its reading against text drawn by Pillow."""
 
 from __future__ import annotations
 

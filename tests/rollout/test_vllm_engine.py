@@ -1,7 +1,7 @@
-"""VllmEngine against a stand-in for vLLM that takes nothing which vLLM 0.30.0 would not take.
+"""VllmEngine against a stand-in that takes only what vLLM 0.30.0 takes.
 
 Every call is bound to the signatures that vllm_real/read_interface.py read from the published
-wheel. What the real thing answers is tested in vllm_real/.
+wheel. The real vLLM is tested in vllm_real/.
 """
 
 from __future__ import annotations

@@ -1,72 +1,26 @@
-"""VllmOmniEngine and its process without vLLM-Omni: the protocol, the environment, options,
-crashes, hangs, weights.
+"""VllmOmniEngine without vLLM-Omni: its options, and the weights that its child binds.
 
-Scripts stand in for the child. What the real engine does is tested in vllm_omni_real/.
+Scripts stand in for the child. The real engine is tested in vllm_omni_real/.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-import pickle
 import re
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import SafetensorError
-from torch import Tensor
+from support.engine_children import FAKE, HONEST
 
-from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.base import FlowModel, ModelConfig
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
 from flowgrpo_rc.rollout import vllm_omni_engine
 from flowgrpo_rc.rollout.engine import EngineError
-from flowgrpo_rc.rollout.vllm_omni.channel import receive, send
-from flowgrpo_rc.rollout.vllm_omni.lora import fingerprint, weights_to_bind
-from flowgrpo_rc.rollout.vllm_omni.process import EngineProcess, child_environment
 from flowgrpo_rc.rollout.vllm_omni_engine import VllmOmniEngine
 
 CPU = torch.device("cpu")
-# Answers to every request by the code in `answer`, with the request's kind and tensors at hand.
-FAKE = """
-import json, os, sys, time
-from multiprocessing.connection import Connection
-from safetensors.torch import load
-from flowgrpo_rc.rollout.vllm_omni.channel import receive, send
-from flowgrpo_rc.rollout.vllm_omni.lora import fingerprint
-connection = Connection(int(sys.argv[1]))
-count = 0
-while True:
-    kind, fields, tensors = receive(connection)
-    if kind == "close":
-        break
-    count += kind == "sync"
-    held = {"modules": len(tensors) // 2, "fingerprint": fingerprint(tensors)}
-    ANSWER
-"""
-HONEST = 'send(connection, "done", held, {})'
-
-
-@pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[str, ...]]:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # logs of failed children stay
-
-    def write(code: str) -> tuple[str, ...]:
-        path = tmp_path / "child.py"
-        path.write_text(code)
-        return sys.executable, str(path)
-
-    return write
 
 
 @pytest.fixture
@@ -89,92 +43,13 @@ def fake_engine(
     return make
 
 
-# --- messages
+# --- Messages
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[Connection, Connection]]:
-    ends = [Connection(end.detach()) for end in socket.socketpair()]
-    yield ends[0], ends[1]
-    for end in ends:
-        end.close()
+# --- The environment of the child
 
 
-def test_a_message_arrives_as_it_was_sent(pair):
-    tensors = {
-        "a": torch.randn(2, 3).bfloat16(),
-        "b": torch.tensor([2**62, -1]),
-        "c": torch.zeros(0, 4),
-        "view": torch.arange(6).reshape(2, 3).T,
-    }
-    fields = {"seeds": [2**62 + 1], "text": 'a "§"', "none": None}
-    send(pair[0], "generate", fields, tensors)
-    found = receive(pair[1])
-    assert (found.kind, found.fields) == ("generate", fields)
-    assert found.tensors.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert found.tensors[name].dtype == tensor.dtype
-        assert torch.equal(found.tensors[name], tensor)
-
-
-class Intruder:
-    def __reduce__(self):
-        return (os.mkdir, ("unpickled",))
-
-
-def test_nothing_is_unpickled(pair, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    pair[0].send_bytes(pickle.dumps(Intruder()))
-    with pytest.raises(UnicodeDecodeError):
-        receive(pair[1])
-    pair[0].send_bytes(b'{"kind": "chunk", "fields": {}}')
-    pair[0].send_bytes(pickle.dumps(Intruder()))
-    with pytest.raises(SafetensorError):
-        receive(pair[1])
-    assert not Path("unpickled").exists()
-
-
-# --- the environment of the child
-
-
-def test_launcher_variables_do_not_reach_the_child():
-    launcher = {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": "0",
-        "ROLE_RANK": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-        "TORCHELASTIC_RUN_ID": "x",
-        "ACCELERATE_USE_CPU": "true",
-        "SLURM_PROCID": "3",
-        "OMPI_COMM_WORLD_RANK": "1",
-        "WANDB_API_KEY": "secret",
-    }
-    kept = {
-        "PATH": "/bin",
-        "HF_HOME": "/models",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_LOGGING_LEVEL": "DEBUG",
-    }
-    found = child_environment(launcher | kept, CPU, 1)
-    assert found == kept | {"VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-
-
-@pytest.mark.parametrize(
-    ("before", "index", "gpus", "visible"),
-    [("4,5,6", 1, 1, "5"), ("GPU-a,GPU-b", 0, 1, "GPU-a"), ("4,5,6", 0, 2, "4,5,6")],
-)
-def test_a_child_sees_the_gpu_of_its_trainer(monkeypatch, before, index, gpus, visible):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
-    found = child_environment(os.environ, torch.device("cuda", index), gpus)
-    assert found["CUDA_VISIBLE_DEVICES"] == visible
-    assert "VLLM_TARGET_DEVICE" not in found
-
-
-# --- options
+# --- Options
 
 
 @pytest.mark.parametrize(
@@ -254,121 +129,7 @@ def test_the_missing_package_is_named(train, capsys):
     assert "pip install 'flowgrpo_rc[vllm-omni]'" in capsys.readouterr().err
 
 
-# --- crashes and hangs
-
-
-def gone(pid: int, seconds: float = 20) -> bool:
-    """The process has ended, or is a zombie that nobody has waited for yet."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.05)
-    return False
-
-
-SAY_ERROR = FAKE.replace("ANSWER", 'send(connection, "error", {"error": "KeyError: 7"}, {})')
-
-
-@pytest.mark.parametrize(
-    ("code", "message", "timeout_s"),
-    [
-        ("print('out of memory'); raise SystemExit(3)", "its exit status is 3.*out of memory", 60),
-        (
-            "import os; print('bye', flush=True); os.kill(os.getpid(), 9)",
-            "signal SIGKILL ended it.*bye",
-            60,
-        ),
-        (
-            "raise RuntimeError('no such kernel')",
-            "its exit status is 1.*RuntimeError: no such kernel",
-            60,
-        ),
-        (
-            "import time; print('waiting', flush=True); time.sleep(60)",
-            "has not answered 'start' for 4 s.*waiting",
-            4,
-        ),
-        (
-            "import os, sys, time; os.write(int(sys.argv[1]), b'\\0\\0'); time.sleep(60)",
-            "broke off while it worked",
-            4,
-        ),
-        (SAY_ERROR, "failed in 'start': KeyError: 7", 60),
-    ],
-)
-def test_a_crash_or_hang_is_reported_with_its_log(script, code, message, timeout_s):
-    child = EngineProcess(script(code), os.environ, timeout_s=timeout_s)
-    with pytest.raises(EngineError, match=f"(?s){message}"):
-        list(child.ask("start", {}))
-    assert gone(child.pid)
-    child.close()
-    assert child.log.exists()
-
-
-def test_a_child_that_reads_nothing_does_not_block_the_trainer(script):
-    child = EngineProcess(script("import time; time.sleep(60)"), os.environ, timeout_s=1)
-    with pytest.raises(EngineError, match="did not take the request 'sync'"):
-        list(child.ask("sync", {}, {"lora": torch.zeros(1 << 22)}))
-    assert gone(child.pid)
-    child.close()
-
-
-def test_what_the_child_started_ends_with_it(script, tmp_path):
-    code = (
-        "import subprocess, sys, time; "
-        f"p = subprocess.Popen(['sleep', '60']); open({str(tmp_path / 'pid')!r}, "
-        "'w').write(str(p.pid)); time.sleep(60)"
-    )
-    child = EngineProcess(script(code), os.environ, timeout_s=3)
-    with pytest.raises(EngineError, match="has not answered"):
-        list(child.ask("start", {}))
-    assert gone(int((tmp_path / "pid").read_text()))
-    child.close()
-
-
-def test_close_is_orderly_and_may_be_repeated(script):
-    child = EngineProcess(script(FAKE.replace("ANSWER", HONEST)), os.environ, timeout_s=60)
-    assert [reply.kind for reply in child.ask("start", {})] == ["done"]
-    child.close()
-    child.close()
-    assert gone(child.pid)
-    assert not child.log.exists()
-
-
-TRAINER = """
-import os, sys, time
-from flowgrpo_rc.rollout.vllm_omni.process import EngineProcess
-from flowgrpo_rc.rollout.vllm_omni_engine import COMMAND
-child = EngineProcess(COMMAND, os.environ, timeout_s=60)
-print(child.pid, child.log, flush=True)
-time.sleep(60)
-"""
-
-
-def test_the_real_child_ends_when_the_trainer_is_killed():
-    trainer = subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True)
-    assert trainer.stdout is not None
-    pid, log = trainer.stdout.readline().split()
-    assert not gone(int(pid), seconds=0.2)
-    trainer.send_signal(signal.SIGKILL)
-    trainer.wait()
-    trainer.stdout.close()
-    assert gone(int(pid))
-    Path(log).unlink()
-
-
-def test_the_real_child_survives_a_request_that_fails():
-    child = EngineProcess(vllm_omni_engine.COMMAND, os.environ, timeout_s=60)
-    with pytest.raises(
-        EngineError, match="failed in 'sync': AssertionError: the first request starts the engine"
-    ):
-        list(child.ask("sync", {}))
-    child.close()
+# --- Crashes and hangs
 
 
 def test_the_command_line_reports_the_engine_and_fails(
@@ -384,40 +145,7 @@ def test_the_command_line_reports_the_engine_and_fails(
     assert "no driver" in error
 
 
-# --- the LoRA in the engine
-
-
-def lora(seed: int) -> dict[str, Tensor]:
-    shapes = {"b.0.to_q.lora_A.default.weight": (4, 6), "b.0.to_q.lora_B.default.weight": (5, 4)}
-    return {name: normal(shape, [seed], name)[0] for name, shape in shapes.items()}
-
-
-def test_the_engine_gets_scaled_weights_in_its_precision():
-    state = lora(1)
-    found = weights_to_bind(state, adapter="default", scale=2.0, dtype=torch.bfloat16)
-    assert sorted(found) == ["b.0.to_q.lora_A.weight", "b.0.to_q.lora_B.weight"]
-    assert torch.equal(
-        found["b.0.to_q.lora_A.weight"], state["b.0.to_q.lora_A.default.weight"].bfloat16()
-    )
-    assert torch.equal(
-        found["b.0.to_q.lora_B.weight"], (2 * state["b.0.to_q.lora_B.default.weight"]).bfloat16()
-    )
-
-
-def test_the_fingerprint_is_that_of_names_types_shapes_and_bytes():
-    tensors = {"b": torch.arange(4.0), "a": torch.ones(1, 2, dtype=torch.bfloat16)}
-    expected = hashlib.sha256(
-        b"a torch.bfloat16 (1, 2)\n" + b"\x80\x3f" * 2 + b"b torch.float32 (4,)\n"
-    )
-    expected.update(tensors["b"].numpy().tobytes())
-    assert fingerprint(tensors) == expected.hexdigest()
-    assert fingerprint(dict(reversed(tensors.items()))) == expected.hexdigest()
-    others = [
-        {"b": tensors["b"]},
-        {**tensors, "b": torch.arange(4.0).reshape(2, 2)},
-        {**tensors, "c": torch.zeros(0)},
-    ]
-    assert len({fingerprint(t) for t in [tensors, *others]}) == 4
+# --- The LoRA in the engine
 
 
 def test_an_engine_that_binds_what_was_pushed(fake_engine, model):

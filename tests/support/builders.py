@@ -1,13 +1,13 @@
-"""What several tests build: log-probs, masks, settings, small batches, and processes made of
-threads.
-"""
+"""Log-probs, masks, settings, small batches, and processes made of threads."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 from support.oracles import Clip, Expected, Rule, aggregate, correction, ppo
 from torch import Tensor
@@ -32,6 +32,17 @@ MASKS = {
     "empty": [[1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 1, 1]],
     "holes": [[1, 0, 1, 1], [0, 1, 0, 1], [1, 0, 0, 1], [1, 1, 0, 1], [0, 1, 1, 0], [1, 0, 1, 0]],
 }
+# Training and rollout log-prob of a step that cannot be judged.
+NOT_FINITE = [
+    (math.nan, 0.0),
+    (0.0, math.nan),
+    (math.inf, 0.0),
+    (-math.inf, 0.0),
+    (0.0, -math.inf),
+    (-math.inf, -math.inf),
+    (math.inf, math.inf),
+]
+BOUNDS = {"truncate": (0.0, 1.3), "clip": (0.8, 1.3), "mask": (0.8, 1.3), "icepop": (0.8, 1.3)}
 
 
 def log_probs(
@@ -41,6 +52,21 @@ def log_probs(
     source = torch.Generator().manual_seed(seed)
     rollout = torch.randn(shape, generator=source, dtype=torch.float64)
     return rollout + scale * torch.randn(shape, generator=source, dtype=torch.float64), rollout
+
+
+def drawn_log_probs(scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probs of rollout, old and current policy, and advantages, [6, 4] float64."""
+    old, rollout = log_probs(scale)
+    now = old + scale * torch.randn(
+        6, 4, generator=torch.Generator().manual_seed(5), dtype=torch.float64
+    )
+    advantages = torch.linspace(-2, 2, 6, dtype=torch.float64).unsqueeze(1).expand(-1, 4)
+    return rollout, old, now, advantages
+
+
+def tensor(rows: list[Any]) -> Tensor:
+    """The numbers in float64."""
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 def mask_of(name: str) -> Tensor:
@@ -269,3 +295,14 @@ def on_shards(count: int, work: Callable[[int, Mapping[str, AllReduce]], Any]) -
     if errors:
         raise errors[0]
     return results
+
+
+def rule_of(level: str, mode: str, **others) -> Rule:
+    lower, upper = BOUNDS[mode]
+    return Rule(level, mode, lower, upper, **others)
+
+
+def assert_same_correction(found: Correction, other: Correction) -> None:
+    assert torch.equal(found.mask, other.mask)
+    torch.testing.assert_close(found.weights, other.weights, rtol=1e-14, atol=0)
+    assert found.metrics.compute() == pytest.approx(other.metrics.compute(), rel=1e-12, abs=1e-12)

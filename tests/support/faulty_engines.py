@@ -1,7 +1,7 @@
-"""The diffusers engine with a fault each, which it keeps to itself: the record says what a
-faultless engine would.
+"""Diffusers engines with one fault each.
 
-They are named by path, `rollout.name=faulty_engines.StaleWeights`.
+The fault is hidden: the record says what an engine without a fault would record. A run names them
+by path, `rollout.name=support.faulty_engines.StaleWeights`.
 """
 
 from __future__ import annotations

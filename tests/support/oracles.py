@@ -30,8 +30,7 @@ LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "clip", "mask", "icepop")
 
 
-# One reverse step
-# ---------------------------------------------------------------------------------------------------
+# --- One reverse step
 
 
 def reverse_step(
@@ -61,8 +60,7 @@ def kl_scale(kind: str, sigma: float, sigma_next: float, noise: float, second: f
     return noise if kind == "dance_sde" else sigma_next * math.sin(noise * math.pi / 2)
 
 
-# Correction
-# ---------------------------------------------------------------------------------------------------------
+# --- Correction
 
 
 class Rule(NamedTuple):
@@ -388,8 +386,7 @@ def rejection_metrics(mask: Valid, valid: Valid, keep: Valid, below: Valid) -> d
     }
 
 
-# Losses
-# -------------------------------------------------------------------------------------------------------------
+# --- Losses
 
 
 class Clip(NamedTuple):

@@ -1,4 +1,4 @@
-"""Servers on this machine that answer a reward's requests, well or badly."""
+"""Local servers that answer the requests of a reward."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A two-layer Llama with random weights, large enough to have an opinion, and one token per
-character.
-"""
+"""A two-layer Llama with random weights, large enough to prefer some of its tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Random checkpoints of the true classes, small enough for a test: one for every adapter, and
-variants of some.
+"""Small random checkpoints of the real classes: one for every adapter, and variants.
 
-A new adapter gets an entry in `TINY`, and the conformance suite runs on it.
+A new adapter gets an entry in `TINY`, and the conformance tests run on it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random weights of the reward models, small, as the true classes of transformers save them."""
+"""Small random weights of the reward models, saved by the real classes of transformers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What the published scripts of verl-omni give after the module's name,
-run_qwen_image_ocr_lora_rollout_corr.sh and run_sd35_medium_ocr_lora.sh, as the shell passes it on.
+"""Arguments of two published scripts of verl-omni, as the shell passes them on.
+
+The scripts are run_qwen_image_ocr_lora_rollout_corr.sh and run_sd35_medium_ocr_lora.sh.
 """
 
 QWEN_IMAGE = [

@@ -1,24 +1,21 @@
-"""Decoupled mode without a recompute: the first mini-batch's own forwards are its old policy."""
+"""Decoupled mode without a recompute: forwards of the first mini-batch give old log-probs."""
 
 from __future__ import annotations
 
 import copy
 import math
-import re
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import benchmark_decoupled
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import Train, read_rows, without_timings
-from correction.test_auto_bands import Counting
-from policies.test_flow import WINDOWS, make_spec, sample, trained_lora
-from policies.test_token import perturb
-from policies.test_token import sample as sample_text
+from support.costs import Counting
+from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
+from support.modes import mode_of
+from support.runs import Train
+from support.text_rollouts import perturb, sample_texts
 from torch import Tensor
 
 from flowgrpo_rc import assets
@@ -28,6 +25,7 @@ from flowgrpo_rc.core.reduce import identity
 from flowgrpo_rc.correction import auto_bands as auto_bands
 from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.reuse import why_recompute
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig, TokenLossConfig
 from flowgrpo_rc.losses.diffusion import diffusion_terms
@@ -35,12 +33,10 @@ from flowgrpo_rc.losses.token import token_terms
 from flowgrpo_rc.models.base import ModelConfig, load_model
 from flowgrpo_rc.models.causal_lm import load_causal_lm
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
-from flowgrpo_rc.monitoring.mismatch import MismatchMonitor
 from flowgrpo_rc.policies.base import Policy
 from flowgrpo_rc.policies.flow import StepEvaluation
 from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.training.config import ActorConfig
-from flowgrpo_rc.training.old_policy import OldPolicy, why_recompute
 from flowgrpo_rc.training.optim import OptimConfig
 from flowgrpo_rc.training.update import Loss, PolicyUpdate
 
@@ -76,21 +72,23 @@ def iterate(
     start = {name: p.detach().clone() for name, p in lora_parameters(policy.network).items()}
     config = ActorConfig(ppo_micro_batch_size_per_gpu=2, optim=OptimConfig(lr=1e-2), **actor)
     processes = Processes(Accelerator(cpu=True))
-    floor = MismatchMonitor(policy, processes, bypass=False, metric_names=correction.metric_names)
     bands = copy.deepcopy(bands)
-    options: dict[str, Any] = {"reuses": reuses, "keep_means": keep_means, "auto_bands": bands}
-    old = OldPolicy(policy, correction, processes, floor, micro_batch_size=2, **options)
-    update = PolicyUpdate(
-        policy, config, loss, processes, total_updates=10, floor=floor, old_policy=old
+    mode = mode_of(
+        correction,
+        policy,
+        micro_batch_size=2,
+        auto_bands=bands,
+        reuses=reuses,
+        keep_means=keep_means,
     )
+    update = PolicyUpdate(policy, config, loss, processes, mode, total_updates=10)
     gradients: list[Tensor] = []
     hooks = [
         p.register_hook(lambda gradient: gradients.append(gradient.clone()))
         for p in update.parameters
     ]
-    bag = update.run(old.before_rewards(batch), mini)
-    bag.merge(old.finish(), "rollout_corr")
-    bag.replace(floor.finish(), "rollout_corr")
+    bag = update.run(mode.begin(batch, 1), mini)
+    mode.finish(bag)
     scales = (
         []
         if bands is None
@@ -182,7 +180,9 @@ def test_it_is_the_recompute_bit_for_bit(
     )
     keep_means = correction.rules().needs_means
     spec = make_spec("sde", 1.0, dtype="bf16")
-    batch, _ = sample(policy.model, policy.network, spec, WINDOWS[window], keep_means=keep_means)
+    batch, _ = sample_images(
+        policy.model, policy.network, spec, WINDOWS[window], keep_means=keep_means
+    )
     batch = batch.replace(
         advantages=torch.tensor([1.0, -1.0, 2.0, -0.5]).unsqueeze(1).expand(4, batch.num_steps)
     )
@@ -230,7 +230,7 @@ def test_it_is_the_recompute_of_text_bit_for_bit(case: str) -> None:
     policy = TokenPolicy(language, add_lora(language, settings, seed=0))
     perturb(policy.network)
     spec = TokenSpec(dtype="bf16", temperature=1.0, prompt_length=8, response_length=6)
-    batch, _ = sample_text(language, spec, chunk=2)
+    batch, _ = sample_texts(language, spec, chunk=2)
     assert not batch.response_mask.all()
     advantages = torch.randn(len(batch), 1, generator=torch.Generator().manual_seed(0)).expand(
         -1, batch.num_steps
@@ -262,7 +262,7 @@ class Noisy(Counting):
 def test_the_first_ratio_is_exactly_1(policy: Counting) -> None:
     """Even where forwards with a graph and without one differ, as they may on other devices."""
     noisy = Noisy(policy.model, policy.network)
-    batch, _ = sample(policy.model, policy.network, make_spec("sde", 1.0), WINDOWS["first"])
+    batch, _ = sample_images(policy.model, policy.network, make_spec("sde", 1.0), WINDOWS["first"])
     batch = batch.replace(advantages=torch.ones(4, 2))
     correction = RolloutCorrectionConfig(**TOKEN_IS)
     loss = partial(diffusion_terms, LossConfig(rollout_correction=correction))
@@ -275,19 +275,14 @@ def test_the_first_ratio_is_exactly_1(policy: Counting) -> None:
 def test_a_rollout_that_is_not_finite_leaves_the_baseline_at_once(
     policy: Counting, reuses: bool
 ) -> None:
-    batch, _ = sample(policy.model, policy.network, make_spec("sde", 1.0), WINDOWS["first"])
+    batch, _ = sample_images(policy.model, policy.network, make_spec("sde", 1.0), WINDOWS["first"])
     batch.rollout_log_probs[0], batch.rollout_log_probs[1, 0] = math.nan, math.inf
-    processes = Processes(Accelerator(cpu=True))
-    floor = MismatchMonitor(policy, processes, bypass=False)
-    old = OldPolicy(
-        policy, RolloutCorrectionConfig(), processes, floor, micro_batch_size=2, reuses=reuses
-    )
-    found = old.before_rewards(batch).rejection_mask
+    mode = mode_of(RolloutCorrectionConfig(), policy, micro_batch_size=2, reuses=reuses)
+    found = mode.begin(batch, 1).rejection_mask
     assert found.tolist() == [[False, False], [False, True], [True, True], [True, True]]
 
 
-# Where it may be
-# ----------------------------------------------------------------------------------------------------
+# --- Where it may be
 
 
 @pytest.mark.parametrize(
@@ -316,7 +311,7 @@ def test_a_rollout_that_is_not_finite_leaves_the_baseline_at_once(
             "all steps",
         ),
         (REJECTS | {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "auto:4"}, True, None),
-        ({"custom_correction": "builders:drop_odd"}, True, "custom_correction"),
+        ({"custom_correction": "support.builders:drop_odd"}, True, "custom_correction"),
         ({"rollout_is": "sequence"}, False, "all steps"),
         ({"rollout_is": "geometric"}, False, "all steps"),
         ({"rollout_is": "geometric"}, True, None),
@@ -332,22 +327,6 @@ def test_why_not(settings: dict[str, Any], sees_rows: bool, word: str | None) ->
     assert word is None or word in found
 
 
-def test_a_run_says_why_and_has_the_same_metrics(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    options = [f"{RC}=decoupled_token_is", "rollout.dtype=bf16", "trainer.total_training_steps=1"]
-    rows = []
-    for how in ("auto", "recompute"):
-        folder = tmp_path / how
-        assert train(*options, f"actor.old_log_probs={how}", f"trainer.output_dir={folder}") == 0
-        said = capsys.readouterr().out
-        assert ("old log-probs are recomputed" in said) == ("actor.old_log_probs=recompute" in said)
-        assert ("old log-probs are recomputed" in said) == (how == "recompute")
-        rows.append(without_timings(read_rows(folder)))
-    for reused, recomputed in zip(*rows, strict=True):
-        assert reused == pytest.approx(recomputed, rel=1e-9, abs=1e-13)
-
-
 def test_the_window_decides_what_a_forward_sees() -> None:
     config = Config()
     config.algorithm.rollout_correction = RolloutCorrectionConfig(rollout_is="sequence")
@@ -356,17 +335,6 @@ def test_the_window_decides_what_a_forward_sees() -> None:
     assert config.why_recompute() is None
     config.actor.old_log_probs = "recompute"
     assert config.why_recompute() == "actor.old_log_probs=recompute"
-
-
-def test_the_benchmark_prints_the_ratios(
-    overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    given = [option for option in overrides if not option.startswith(RC)]
-    monkeypatch.setattr(sys, "argv", ["benchmark_decoupled.py", "--rounds", "1", *given])
-    benchmark_decoupled.main()
-    found = re.findall(r"(\w+): (\d\.\d+) of bypass by the clock", capsys.readouterr().out)
-    assert [arm for arm, _ in found] == ["bypass", "recomputed", "reused"]
-    assert found[0][1] == "1.000"
 
 
 @pytest.mark.parametrize(

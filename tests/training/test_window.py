@@ -1,20 +1,17 @@
-"""`bypass_level=window`: in bypass mode, too, criteria and weights of sequences mean the
-trajectory.
-"""
+"""`bypass_level=window`: criteria and weights of sequences see the whole window in bypass mode."""
 
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import Train, read_rows
-from correction.test_auto_bands import Counting
-from policies.test_flow import WINDOWS, make_spec, sample, trained_lora
 from support.builders import loss_config
+from support.costs import Counting
+from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
+from support.modes import iterate, mode_of
 from torch import Tensor
 
 from flowgrpo_rc import diffusion_loss
@@ -46,7 +43,7 @@ class Setting:
     ) -> None:
         self.policy = Counting(model, trained_lora(model))
         spec = make_spec("sde", 1.0)
-        batch, _ = sample(model, self.policy.network, spec, WINDOWS[window], keep_means=True)
+        batch, _ = sample_images(model, self.policy.network, spec, WINDOWS[window], keep_means=True)
         faulty = batch.rollout_log_probs.clone()
         faulty[ROW, STEP] += FAULT
         advantages = torch.tensor([1.0, -1.0, 2.0, -0.5]).unsqueeze(1).expand(4, batch.num_steps)
@@ -58,14 +55,17 @@ class Setting:
         )
 
     def update(self, config: LossConfig, bands: AutoBands | None = None) -> PolicyUpdate:
+        micro = self.actor.ppo_micro_batch_size_per_gpu
+        self.mode = mode_of(
+            config.rollout_correction, self.policy, micro_batch_size=micro, auto_bands=bands
+        )
         return PolicyUpdate(
             self.policy,
             self.actor,
             partial(diffusion_terms, config),
             Processes(Accelerator(cpu=True)),
+            self.mode,
             total_updates=10,
-            whole_windows=config.rollout_correction.bypass_level == "window",
-            auto_bands=bands,
         )
 
     def gradient(self, config: LossConfig, micro: int = 4) -> tuple[list[Tensor], dict[str, float]]:
@@ -203,15 +203,10 @@ def test_bands_that_know_the_scale_judge_trajectories(model: FlowModel) -> None:
             step = rows.step(t).replace(rollout_log_probs=torch.zeros_like(past))
             bands.judge(step, past, None)
         bands.finish(lambda rows: rows)
-        found = setting.update(loss_config(correction), bands).run(setting.batch, 4).compute()
+        update = setting.update(loss_config(correction), bands)
+        found = iterate(update, setting.mode, setting.batch, 4)
         rejected[level] = found["rollout_corr/rollout_rs_masked_fraction"]
     assert rejected == {"step": 1 / 16, "window": 4 / 16}
-
-
-RULES = [
-    "algorithm.rollout_correction.bypass_mode=true",
-    "algorithm.rollout_correction.bypass_level=window",
-]
 
 
 @pytest.mark.parametrize(
@@ -225,9 +220,3 @@ def test_what_is_refused(settings: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError, match=r"algorithm\.rollout_correction") as error:
         RolloutCorrectionConfig(**settings).validate()
     assert all(word in str(error.value) for word in words)
-
-
-def test_a_run(train: Train, tmp_path: Path) -> None:
-    assert train(*RULES, "rollout.dtype=bf16", "trainer.total_training_steps=1") == 0
-    row = read_rows(tmp_path / "run")[-1]
-    assert row["actor/rollout_corr/chi2_seq"] != row["actor/rollout_corr/chi2_token"]

@@ -1,7 +1,7 @@
-"""VllmOmniEngine on the real vLLM-Omni, on a CPU. Skipped unless it is installed:  make test-vllm-omni
+"""VllmOmniEngine on the real vLLM-Omni, on a CPU: `make test-vllm-omni`.
 
-The oracles are the stock diffusers pipelines, the diffusers engine, and `FlowPolicy`, with which
-the trainer computes.
+Skipped unless vLLM-Omni is installed. The oracles are the stock diffusers pipelines, the diffusers
+engine, and `FlowPolicy`, with which the trainer computes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import read_rows, without_timings
 from safetensors.torch import load_file
+from support.runs import read_rows, without_timings
 from support.tiny_models import TINY, Tiny
 from torch import Tensor
 
@@ -300,7 +300,7 @@ def test_a_lora_that_binds_nothing_is_an_error(bf16: Case) -> None:
         list(bf16.engine._process.ask("sync", {"version": 2, "rank": CONFIG.lora_rank}, tensors))
 
 
-# --- whole runs of the training command on the bundled model
+# --- Whole runs of the training command on the bundled model
 
 
 def documented_commands() -> list[list[str]]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +20,11 @@ from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.random import derive_seed, uniform
 from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.correction.correct import require_rollout_log_probs
-from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.losses.base import LossConfig, LossTerms
 from flowgrpo_rc.losses.token import token_terms
 from flowgrpo_rc.models.causal_lm import CausalLM
 from flowgrpo_rc.policies.token import TokenPolicy
+from flowgrpo_rc.records.samples import save_texts
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.engine import TextRequest
 from flowgrpo_rc.training.tasks.task import HeldOut, Task
@@ -109,18 +108,5 @@ class TextTask(Task):
         """One object a line, `stem`.jsonl: prompt, target, completion and score (null where a
         reward failed).
         """
-        lines = [
-            json.dumps(
-                {
-                    "prompt": prompt.text,
-                    "target": prompt.target,
-                    "completion": completion,
-                    "score": score if math.isfinite(score) else None,
-                },
-                ensure_ascii=False,
-            )
-            for prompt, completion, score in zip(prompts, samples, scores, strict=True)
-        ]
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(stem.with_suffix(".jsonl"), "".join(f"{line}\n" for line in lines).encode())
+        save_texts(stem.with_suffix(".jsonl"), samples, prompts, scores)
         return None

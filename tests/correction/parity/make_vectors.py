@@ -1,18 +1,19 @@
-"""Make the parity vectors from the published wheels: `python tests/correction/parity/make_vectors.py` (a
-minute, PyPI only).
+"""Makes the parity vectors from the published wheels of verl (a minute, PyPI only).
+
+    python tests/correction/parity/make_vectors.py
 
 For each version in WHEELS the script installs `verl==X` by name with `pip install --no-deps
 --target` into a temporary folder, runs itself in a subprocess with that folder first on the path,
 and calls the wheel's own `verl.trainer.ppo.rollout_corr_helper`. Nothing is stubbed or patched.
-REQUIREMENTS is what that import needs on top of this project's environment, which also lends torch
-(2.13.0, so pip never fetches another); 0.6.1 needs transformers 4. Two runs on one machine write
-identical files; another CPU may round a float32 `exp` differently in the last bit.
+REQUIREMENTS is what that import needs in addition to this project's environment, which also lends
+torch (2.13.0, so pip never fetches another); 0.6.1 needs transformers 4. Two runs on one machine
+write identical files; another CPU may round a float32 `exp` differently in the last bit.
 
-verl_X.json holds settings and metrics, one case per line; verl_X.safetensors one flat vector per
-tensor, all cases in order, then the exceptions. `load_vectors` reads both. `metrics` are all that
-verl returns for float32 inputs, less the prefix "rollout_corr/"; `metrics_float64` the same for the
-inputs cast to float64, so free of cancellation. A case is drawn anew while changing its log-ratios
-by 1e-5 (relative, or of the largest), or float64 itself, alters its decisions.
+verl_X.json holds settings and metrics, one case per line. verl_X.safetensors holds one flat vector
+per tensor: all cases in order, then the exceptions. `load_vectors` reads both. `metrics` are all
+that verl returns for float32 inputs, less the prefix "rollout_corr/"; `metrics_float64` are the
+same for the inputs cast to float64, so they are free of cancellation. A case is drawn anew if its
+decisions change when its log-ratios change by 1e-5 (relative, or of the largest), or in float64.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ from torch import Tensor
 FOLDER = Path(__file__).parent
 CASES, MARGIN = 300, 1e-5
 REQUIREMENTS = """
-    tensordict==0.10.0 pyvers==0.2.3 cloudpickle==3.1.2 orjson==3.13.0 codetiming==1.4.0 ray==2.60.0 msgpack==1.2.4
-    jsonschema==4.26.0 jsonschema-specifications==2025.9.1 attrs==26.1.0 referencing==0.37.0 rpds-py==2026.9.1
+    tensordict==0.10.0 pyvers==0.2.3 cloudpickle==3.1.2 orjson==3.13.0 codetiming==1.4.0
+    ray==2.60.0 msgpack==1.2.4 jsonschema==4.26.0 jsonschema-specifications==2025.9.1
+    attrs==26.1.0 referencing==0.37.0 rpds-py==2026.9.1
 """
 WHEELS = {
     "0.9.1": [],

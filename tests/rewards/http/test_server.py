@@ -1,6 +1,4 @@
-"""Serving a reward: what it refuses, and that a client gets the scores that it would compute
-itself.
-"""
+"""A served reward refuses bad requests, and its client gets the scores of the reward itself."""
 
 from __future__ import annotations
 

@@ -1,14 +1,10 @@
-"""Rewards that score what an image is decoded from: what they get, and that nothing is decoded for
-them alone.
-"""
+"""Rewards that score the latents that an image is decoded from."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from conftest import read_rows
-from diffusers import AutoencoderKL
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.manager import RewardConfig, RewardManager, check_kind, needs_samples
@@ -51,30 +47,3 @@ def test_a_language_model_has_no_latents():
         ValueError, match=r"reward\.terms\.latent scores latents, and the model makes texts"
     ):
         check_kind(RewardConfig(terms={"latent": LATENT}), "text")
-
-
-@pytest.mark.parametrize(("kind", "decoded"), [("latent", 2), ("image", 6)])
-def test_a_run_decodes_only_what_is_looked_at(kind, decoded, train, tmp_path, monkeypatch):
-    """Two evaluations show one batch each; the two chunks of each of two steps are decoded for an
-    image reward.
-    """
-    calls = []
-    decode = AutoencoderKL.decode
-
-    def counted(vae, latents, *args, **kwargs):
-        calls.append(len(latents))
-        return decode(vae, latents, *args, **kwargs)
-
-    monkeypatch.setattr(AutoencoderKL, "decode", counted)
-    term = f"{{_target_: function, path: '{HERE}:mean', kind: {kind}}}"
-    code = train(
-        "reward.terms.jpeg=null",
-        f"+reward.terms.x={term}",
-        "rollout.micro_batch_size_per_gpu=4",
-        "trainer.test_freq=0",
-    )
-    assert code == 0
-    assert len(calls) == decoded
-    rows = read_rows(tmp_path / "run")
-    assert all(row["reward/x"] is not None for row in rows if "reward/x" in row)
-    assert (abs(rows[-1]["val/x"]) < 10) == (kind == "latent")

@@ -1,0 +1,241 @@
+"""The public functions: they agree with the core, check their inputs and correct whole batches."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from support.builders import (
+    NOT_FINITE,
+    diffusion_batch,
+    expected,
+    log_probs,
+    mask_of,
+    run,
+    settings,
+    tensor,
+    token_batch,
+)
+from support.oracles import CRITERIA, LEVELS, Rule
+
+from flowgrpo_rc import (
+    RolloutCorrectionConfig,
+    apply_bypass_mode,
+    apply_bypass_mode_to_diffusion_batch,
+    apply_rollout_correction_to_batch,
+    apply_rollout_correction_to_diffusion_batch,
+    compute_offpolicy_metrics,
+    compute_rollout_correction_and_rejection_mask,
+    compute_rollout_correction_weights,
+    compute_rollout_rejection_mask,
+)
+
+
+@pytest.mark.parametrize(("training_value", "rollout_value"), NOT_FINITE)
+def test_the_public_helpers_reject_what_is_not_finite(training_value, rollout_value):
+    training, rollout = log_probs(shape=(4, 1))
+    training[1], rollout[1] = training_value, rollout_value
+    mask, others = torch.ones(4, 1), [0, 2, 3]
+    values = compute_offpolicy_metrics(training, rollout, mask)
+    assert values == compute_offpolicy_metrics(training[others], rollout[others], mask[others])
+    difference = training - rollout
+    for level in LEVELS:
+        weights = compute_rollout_correction_weights(difference, mask, rollout_is=level)
+        assert weights[1].item() == 0
+        assert torch.isfinite(weights).all()
+    kept = compute_rollout_rejection_mask(
+        difference, mask, rollout_rs="token_k2", rollout_rs_threshold=1e9
+    )
+    assert kept.flatten().tolist() == [1, 0, 1, 1]
+
+
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64, torch.float32])
+def test_the_public_entry_is_the_core_with_a_prefix(mask_dtype):
+    training, rollout = log_probs()
+    mask = mask_of("left")
+    rule = Rule("sequence", bands=(("seq_mean_k1", 0.8, 1.3),), veto=0.4, normalise=True)
+    core = run(training, rollout, mask, rule)
+    weights, kept, values = compute_rollout_correction_and_rejection_mask(
+        training, rollout, mask.to(mask_dtype), **settings(rule)
+    )
+    assert torch.equal(weights, core.weights)
+    assert torch.equal(kept, core.mask.to(mask_dtype))
+    assert kept.dtype == mask_dtype
+    assert values == {
+        f"rollout_corr/{name}": value for name, value in core.metrics.compute().items()
+    }
+
+
+def test_the_smaller_helpers_agree_with_the_entry():
+    training, rollout = log_probs()
+    mask = mask_of("right")
+    whole = compute_rollout_correction_and_rejection_mask(
+        training,
+        rollout,
+        mask,
+        rollout_is="sequence",
+        rollout_rs="token_k1",
+        rollout_rs_threshold="0.7_1.5",
+    )
+    difference = training - rollout
+    assert torch.equal(
+        compute_rollout_correction_weights(difference, mask, rollout_is="sequence"), whole.weights
+    )
+    kept = compute_rollout_rejection_mask(
+        difference, mask, rollout_rs="token_k1", rollout_rs_threshold="0.7_1.5"
+    )
+    assert torch.equal(kept, whole.mask)
+    for name, value in compute_offpolicy_metrics(training, rollout, mask).items():
+        assert whole.metrics[f"rollout_corr/{name}"] == value
+
+
+@pytest.mark.parametrize("level", ["geo", "seq", "Token", ""])
+def test_an_unknown_level_is_refused_and_not_taken_for_the_sequence(level):
+    with pytest.raises(ValueError, match="rollout_is") as error:
+        compute_rollout_correction_weights(torch.zeros(2, 2), torch.ones(2, 2), rollout_is=level)
+    assert "token" in str(error.value)
+    with pytest.raises(ValueError, match="rollout_is"):
+        compute_rollout_correction_and_rejection_mask(*[torch.zeros(2, 2)] * 3, rollout_is=level)
+
+
+@pytest.mark.parametrize(
+    "shapes", [[(2, 3), (2, 3), (2, 2)], [(2, 3), (1, 3), (2, 3)], [(3,), (3,), (3,)]]
+)
+def test_shapes_must_agree(shapes):
+    with pytest.raises(ValueError, match=r"\[B, T\]"):
+        compute_rollout_correction_and_rejection_mask(*[torch.zeros(shape) for shape in shapes])
+
+
+def test_the_defaults_are_the_documented_ones():
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(
+            compute_rollout_correction_and_rejection_mask
+        ).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        and name != "step_kl"  # which is data, not a setting
+    }
+    assert defaults == {
+        "rollout_is": None,
+        "rollout_is_threshold": 2.0,
+        "rollout_is_mode": None,
+        "rollout_is_batch_normalize": False,
+        "rollout_rs": None,
+        "rollout_rs_threshold": None,
+        "rollout_rs_threshold_lower": None,
+        "rollout_token_veto_threshold": None,
+        "normalize": None,
+    }
+    config = RolloutCorrectionConfig()
+    assert {name: getattr(config, name) for name in defaults} == defaults
+
+
+def test_the_example_of_the_usage_document():
+    """Its call, with names and thresholds as printed there, and every metric that its code
+    reads.
+    """
+    training, rollout = log_probs()
+    found = compute_rollout_correction_and_rejection_mask(
+        old_log_prob=training,
+        rollout_log_prob=rollout,
+        response_mask=mask_of("right").long(),
+        rollout_is="token",
+        rollout_is_threshold=2.0,
+        rollout_rs="token",
+        rollout_rs_threshold=2.0,
+        rollout_rs_threshold_lower=0.5,
+        rollout_token_veto_threshold=1e-4,
+    )
+    expect = expected(
+        training,
+        rollout,
+        mask_of("right"),
+        Rule("token", bands=(("token_k1", 0.5, 2.0),), veto=1e-4),
+    )
+    assert found.mask.bool().tolist() == expect.kept
+    for name in (
+        "is_mean",
+        "is_eff_sample_size",
+        "is_veto_fraction",
+        "is_masked_fraction",
+        "is_std",
+    ):
+        assert found.metrics[f"rollout_corr/rollout_{name}"] == pytest.approx(
+            expect.metrics[f"rollout_{name}"]
+        )
+
+
+def test_bypass_takes_the_rollout_as_old():
+    _, rollout = log_probs()
+    for batch, apply in (
+        (diffusion_batch(rollout, old_log_probs=rollout + 1), apply_bypass_mode_to_diffusion_batch),
+        (token_batch(rollout, mask_of("right"), old_log_probs=rollout + 1), apply_bypass_mode),
+    ):
+        assert torch.equal(apply(batch).old_log_probs, rollout)
+        assert torch.equal(batch.old_log_probs, rollout + 1)
+
+
+def test_missing_log_probs_say_how_to_get_them():
+    _, rollout = log_probs()
+    without = diffusion_batch(None, shape=(6, 4), old_log_probs=rollout)
+    config = RolloutCorrectionConfig(rollout_is="token")
+    with pytest.raises(ValueError, match=r"rollout\.calculate_log_probs"):
+        apply_bypass_mode_to_diffusion_batch(without)
+    with pytest.raises(ValueError, match=r"rollout\.calculate_log_probs"):
+        apply_rollout_correction_to_diffusion_batch(without, config)
+    with pytest.raises(ValueError, match="old_log_probs"):
+        apply_rollout_correction_to_diffusion_batch(diffusion_batch(rollout), config)
+
+
+@pytest.mark.parametrize("level", [None, *LEVELS])
+@pytest.mark.parametrize("text", [False, True])
+def test_the_decoupled_correction_of_a_batch_is_old_over_rollout(level, text):
+    old, rollout = log_probs()
+    rule = Rule(level, bands=(("seq_mean_k1", 0.8, 1.3),), veto=0.3, normalise=level is not None)
+    mask = mask_of("right" if text else "full")
+    full = (
+        token_batch(rollout, mask, old_log_probs=old)
+        if text
+        else diffusion_batch(rollout, old_log_probs=old)
+    )
+    apply = (
+        apply_rollout_correction_to_batch if text else apply_rollout_correction_to_diffusion_batch
+    )
+    batch, bag = apply(full, RolloutCorrectionConfig(**settings(rule)))
+    expect = expected(old, rollout, mask, rule)
+    assert batch.rejection_mask.tolist() == expect.kept
+    assert (batch.rollout_is_weights is None) == (level is None)
+    if level is not None:
+        torch.testing.assert_close(
+            batch.rollout_is_weights, tensor(expect.weights), rtol=1e-12, atol=0
+        )
+    assert bag.compute() == pytest.approx(expect.metrics, rel=1e-10, abs=1e-12)
+    assert torch.equal(batch.old_log_probs, old)
+
+
+def test_rollout_equal_to_old_is_left_alone():
+    _, rollout = log_probs()
+    config = RolloutCorrectionConfig(
+        rollout_is="sequence", rollout_rs="seq_mean_k1", rollout_rs_threshold="0.5_2.0"
+    )
+    batch, _ = apply_rollout_correction_to_diffusion_batch(
+        diffusion_batch(rollout, old_log_probs=rollout), config
+    )
+    assert torch.equal(batch.rollout_is_weights, torch.ones_like(rollout))
+    assert batch.rejection_mask.all()
+
+
+def test_in_single_steps_all_levels_are_the_same():
+    """Bypass corrects [B, 1]: the document calls all rejection modes equivalent there."""
+    training, rollout = log_probs(shape=(30, 1))
+    mask = torch.ones(30, 1, dtype=torch.bool)
+    for estimator, bounds in (("k1", (0.7, 1.4)), ("k2", (0, 0.1)), ("k3", (0, 0.1))):
+        names = [name for name in CRITERIA if name.endswith(estimator)]
+        masks = [
+            run(training, rollout, mask, Rule(bands=((name, *bounds),))).mask for name in names
+        ]
+        assert 0 < masks[0].sum() < 30
+        assert all(torch.equal(other, masks[0]) for other in masks)
+    first, *others = [run(training, rollout, mask, Rule(level)).weights for level in LEVELS]
+    assert all(torch.equal(other, first) for other in others)

@@ -1,0 +1,210 @@
+"""The metrics of the correction: their names, their values by hand, and their precision."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.builders import expected, log_probs, mask_of, run
+from support.oracles import LEVELS, MODES, Rule
+
+from flowgrpo_rc import compute_offpolicy_metrics, compute_rollout_correction_and_rejection_mask
+
+ALWAYS = {
+    *("training_log_ppl", "training_ppl", "rollout_log_ppl", "rollout_ppl"),
+    *("log_ppl_diff", "log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min", "ppl_ratio"),
+    *("kl", "k3_kl", "chi2_token", "chi2_seq", "logprob_abs_diff_mean", "logprob_abs_diff_max"),
+    *(
+        "rollout_is_mean",
+        "rollout_is_raw_mean",
+        "rollout_is_std",
+        "rollout_is_max",
+        "rollout_is_min",
+    ),
+    *(
+        "rollout_is_eff_sample_size",
+        "rollout_is_ratio_fraction_high",
+        "rollout_is_ratio_fraction_low",
+    ),
+    *("rollout_is_seq_mean", "rollout_is_seq_std", "rollout_is_seq_max", "rollout_is_seq_min"),
+    *(
+        "rollout_is_seq_max_deviation",
+        "rollout_is_seq_fraction_high",
+        "rollout_is_seq_fraction_low",
+    ),
+    *("rollout_is_masked_fraction", "rollout_is_seq_masked_fraction"),
+    *("rollout_is_veto_fraction", "rollout_is_catastrophic_token_fraction"),
+    *(
+        "rollout_rs_masked_fraction",
+        "rollout_rs_seq_masked_fraction",
+        "rollout_rs_nonfinite_fraction",
+    ),
+    "rejected_ratio",
+}
+OF_A_CRITERION = (
+    *(
+        "mean",
+        "std",
+        "max",
+        "min",
+        "fraction_high",
+        "fraction_low",
+        "masked_fraction",
+        "seq_masked_fraction",
+    ),
+    *(
+        "seq_mean",
+        "seq_std",
+        "seq_max",
+        "seq_min",
+        "seq_max_deviation",
+        "seq_fraction_high",
+        "seq_fraction_low",
+    ),
+)
+
+
+@pytest.mark.parametrize("level", [None, *LEVELS])
+def test_the_names_of_the_metrics(level):
+    training, rollout = log_probs()
+    rule = Rule(
+        level,
+        bands=(("token_k1", 0.5, 2.0), ("seq_max_k3", 0.0, 0.2)),
+        veto=1e-4,
+        normalise=level is not None,
+    )
+    names = {
+        f"rollout_rs_{band}_{suffix}" for band, _, _ in rule.bands for suffix in OF_A_CRITERION
+    }
+    found = run(training, rollout, mask_of("right"), rule).metrics.compute()
+    assert set(found) == ALWAYS | names | ({"rollout_is_batch_norm_factor"} if level else set())
+    plain = run(training, rollout, mask_of("right"), Rule(level)).metrics.compute()
+    assert set(plain) == ALWAYS
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_other_than_truncation_count_what_is_out_of_bounds(mode):
+    training, rollout = log_probs()
+    lower = 0.0 if mode == "truncate" else 0.5
+    found = run(
+        training, rollout, mask_of("right"), Rule("token", mode, lower, 2.0)
+    ).metrics.compute()
+    assert set(found) == ALWAYS | (set() if mode == "truncate" else {"rollout_is_oob_ratio"})
+
+
+def test_by_hand():
+    """Two sequences, differences (log 2, 0) and (-log 4): ratios 2, 1 and 1/4."""
+    training = torch.tensor([[math.log(2) - 1, -1.0], [-math.log(4) - 2, 7.0]], dtype=torch.float64)
+    rollout = torch.tensor([[-1.0, -1.0], [-2.0, 9.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True], [True, False]])
+    rule = Rule("sequence", upper=1.5, bands=(("seq_mean_k1", 0.5, 1.6),))
+    values = run(training, rollout, mask, rule).metrics.compute()
+    log2 = math.log(2)
+    by_hand = {
+        "log_ppl_diff": (-log2 / 2 + 2 * log2) / 2,
+        "log_ppl_abs_diff": (log2 / 2 + 2 * log2) / 2,
+        "log_ppl_diff_max": 2 * log2,
+        "log_ppl_diff_min": -log2 / 2,
+        "ppl_ratio": (2**-0.5 + 4) / 2,
+        "training_ppl": (math.e / 2**0.5 + 4 * math.e**2) / 2,
+        "rollout_ppl": (math.e + math.e**2) / 2,
+        "kl": (-log2 + 0 + 2 * log2) / 3,
+        "k3_kl": (1 - log2 + 0 + 1 / 4 - 1 + 2 * log2) / 3,
+        "chi2_token": (4 + 1 + 1 / 16) / 3 - 1,
+        "chi2_seq": (4 + 1 / 16) / 2 - 1,
+        "rollout_is_mean": (1.5 + 1.5 + 0.25) / 3,
+        "rollout_is_raw_mean": (2 + 2 + 0.25) / 3,
+        "rollout_is_max": 2,
+        "rollout_is_min": 1 / 4,
+        "rollout_is_eff_sample_size": (3.25 / 3) ** 2 / ((2.25 + 2.25 + 0.0625) / 3),
+        "rollout_is_ratio_fraction_high": 1 / 2,
+        "rollout_is_ratio_fraction_low": 1 / 2,
+        "rollout_is_seq_mean": 1.75 / 2,
+        "rollout_is_seq_std": 1.25 / math.sqrt(2),
+        "rollout_rs_seq_mean_k1_mean": (-log2 / 2 - log2 / 2 + 2 * log2) / 3,
+        "rollout_rs_seq_mean_k1_max": 2 * log2,
+        "rollout_rs_seq_mean_k1_min": -log2 / 2,
+        "rollout_rs_seq_mean_k1_fraction_high": 1 / 2,
+        "rollout_rs_seq_mean_k1_fraction_low": 0,
+        "rollout_rs_seq_mean_k1_masked_fraction": 1 / 3,
+        "rollout_rs_seq_mean_k1_seq_masked_fraction": 1 / 2,
+        "rollout_rs_seq_mean_k1_seq_max_deviation": 2 * log2,
+        "rollout_rs_seq_mean_k1_seq_std": 2.5 * log2 / math.sqrt(2),
+        "rollout_rs_masked_fraction": 1 / 3,
+        "rejected_ratio": 1 / 2,
+    }
+    assert {name: values[name] for name in by_hand} == pytest.approx(by_hand, abs=1e-13)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("scale", [1e-8, 1e-6, 1e-4, 1e-2, 2.0])
+def test_metrics_hold_at_the_scale_of_diffusion_log_ratios(level, scale):
+    """fp32 makes k3 negative and variances zero at 1e-4; the rollout log-probs are of order 1."""
+    source = torch.Generator().manual_seed(1)
+    difference = scale * torch.randn(40, 3, generator=source, dtype=torch.float64)
+    mask, zero = torch.ones(40, 3, dtype=torch.bool), torch.zeros_like(difference)
+    rule = Rule(
+        level, bands=(("token_k3", 0.0, scale), ("seq_mean_k1", math.exp(-scale), math.exp(scale)))
+    )
+    found = run(difference, zero, mask, rule).metrics.compute()
+    expect = expected(difference, zero, mask, rule).metrics
+    assert found["k3_kl"] > 0
+    assert found == pytest.approx(expect, rel=1e-6, abs=scale**2 * 1e-6)
+    assert found["rollout_is_eff_sample_size"] == pytest.approx(
+        expect["rollout_is_eff_sample_size"], rel=1e-12
+    )
+
+
+def test_k3_is_never_negative_for_fp32_inputs():
+    source = torch.Generator().manual_seed(2)
+    for scale in (1e-8, 1e-7, 1e-6, 1e-5, 1e-4):
+        rollout = -1 + 0.1 * torch.randn(10, 2, generator=source)
+        training = rollout + scale * torch.randn(10, 2, generator=source)
+        for row in range(10):
+            pair = training[row : row + 1], rollout[row : row + 1], torch.ones(1, 2)
+            assert compute_offpolicy_metrics(*pair)["k3_kl"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("level", "highest", "lowest"),
+    [("token", 2.0, 0.2), ("sequence", 9.0, 0.04), ("geometric", 3.0, 0.2)],
+)
+def test_extremes_are_those_after_the_bounds_for_tokens_and_before_them_for_sequences(
+    level, highest, lowest
+):
+    ratio = torch.tensor([[3.0, 3.0], [0.2, 0.2], [1.1, 1.1], [2.5, 2.5]], dtype=torch.float64)
+    training, mask = ratio.log(), torch.ones(4, 2, dtype=torch.bool)
+    values = run(training, torch.zeros_like(training), mask, Rule(level)).metrics.compute()
+    assert values["rollout_is_ratio_fraction_high"] == values["rollout_is_seq_fraction_high"] == 0.5
+    assert values["rollout_is_ratio_fraction_low"] == values["rollout_is_seq_fraction_low"] == 0.25
+    assert values["rollout_is_max"] == pytest.approx(highest)
+    assert values["rollout_is_min"] == pytest.approx(lowest)
+    assert values["rollout_is_seq_max"] == 2.0
+
+
+def test_the_largest_sequence_ratio_shown_is_e_to_the_20_and_the_smallest_has_no_bound():
+    training = torch.tensor([[30.0, 30.0], [-30.0, 0.0]], dtype=torch.float64)
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    values = run(training, torch.zeros_like(training), mask, Rule("sequence")).metrics.compute()
+    assert values["rollout_is_max"] == pytest.approx(math.exp(20))
+    assert values["rollout_is_min"] == pytest.approx(math.exp(-30), rel=1e-12)
+
+
+def test_without_valid_steps_there_are_no_metrics_of_values():
+    found = compute_rollout_correction_and_rejection_mask(
+        torch.zeros(2, 3), torch.ones(2, 3), torch.zeros(2, 3)
+    )
+    assert found.metrics == {}
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (2, 0), (0, 0)])
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("criterion", ["token_k1", "seq_mean_k3", "seq_max_k2"])
+def test_an_empty_batch(shape, level, criterion):
+    empty = torch.zeros(shape)
+    found = compute_rollout_correction_and_rejection_mask(
+        empty, empty, empty, rollout_is=level, rollout_rs=criterion, rollout_rs_threshold=2.0
+    )
+    assert found.weights.shape == found.mask.shape == shape
+    assert found.metrics == {}

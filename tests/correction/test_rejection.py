@@ -1,0 +1,158 @@
+"""Rejection criteria and the veto, against the decimal formulas of `oracles`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from support import oracles
+from support.builders import (
+    MASKS,
+    expected,
+    log_probs,
+    mask_of,
+    run,
+    tensor,
+)
+from support.oracles import CRITERIA, LEVELS, Rule
+
+from flowgrpo_rc import (
+    compute_rollout_rejection_mask,
+)
+
+
+def band(criterion, difference, valid):
+    """A band that keeps some steps and rejects others, not touching any value."""
+    rows = [
+        oracles.statistic(criterion, oracles.chosen(*pair))
+        for pair in zip(difference, valid, strict=True)
+    ]
+    cut = [
+        (a + b) / 2 for a, b in itertools.pairwise(sorted({value for row in rows for value in row}))
+    ]
+    low, high = cut[int(0.25 * len(cut))], cut[int(0.7 * len(cut))]
+    return (
+        (criterion, math.exp(-high), math.exp(-low))
+        if criterion.endswith("k1")
+        else (criterion, 0.0, high)
+    )
+
+
+@pytest.mark.parametrize("criterion", CRITERIA)
+@pytest.mark.parametrize("level", [None, "token", "sequence"])
+@pytest.mark.parametrize("masking", MASKS)
+def test_every_criterion_at_every_level_and_padding(criterion, level, masking):
+    training, rollout = log_probs(seed=3)
+    mask = mask_of(masking)
+    rule = Rule(level, bands=(band(criterion, (training - rollout).tolist(), mask.tolist()),))
+    found, expect = run(training, rollout, mask, rule), expected(training, rollout, mask, rule)
+    assert found.mask.tolist() == expect.kept
+    assert 0 < found.mask.sum() < mask.sum()
+    assert found.metrics.compute() == pytest.approx(expect.metrics, rel=1e-10, abs=1e-12)
+    assert (found.weights is None) == (level is None)
+
+
+@pytest.mark.parametrize("criterion", [name for name in CRITERIA if name.endswith("k1")])
+@pytest.mark.parametrize(
+    ("ratio", "keeps"), [(3.0, True), (1 / 3, False), (0.6, True), (5.0, False)]
+)
+def test_an_asymmetric_band_is_on_training_over_rollout(criterion, ratio, keeps):
+    """verl compares the inverse ratio (its issue 6377): 3 lies in 0.5_4, 1/3 does not."""
+    difference = torch.full((1, 1), math.log(ratio))
+    kept = compute_rollout_rejection_mask(
+        difference, torch.ones(1, 1), rollout_rs=criterion, rollout_rs_threshold="0.5_4.0"
+    )
+    assert bool(kept) is keeps
+
+
+def test_several_criteria_keep_what_all_of_them_keep():
+    training, rollout = log_probs(seed=3)
+    mask = mask_of("right")
+    difference, valid = (training - rollout).tolist(), mask.tolist()
+    bands = tuple(
+        band(name, difference, valid) for name in ("token_k2", "seq_mean_k1", "seq_max_k3")
+    )
+    rule = Rule("geometric", bands=bands)
+    found, expect = run(training, rollout, mask, rule), expected(training, rollout, mask, rule)
+    parts = [torch.tensor(oracles.kept(*one, difference, valid)) for one in bands]
+    assert torch.equal(found.mask, parts[0] & parts[1] & parts[2])
+    assert not any(torch.equal(found.mask, part) for part in parts)
+    assert found.metrics.compute() == pytest.approx(expect.metrics, rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.parametrize("criterion", CRITERIA)
+def test_a_step_under_the_padding_judges_nobody(criterion):
+    training, rollout = log_probs(scale=1e-3)
+    mask = mask_of("right")
+    wild = torch.where(mask, training, training - 50)
+    wild[1, 3], wild[2, 2], wild[2, 3] = math.nan, math.inf, -math.inf
+    rule = Rule("sequence", bands=((criterion, 1 / 1.5, 1.5),), veto=1e-3)
+    found, quiet = (run(x, rollout, mask, rule) for x in (wild, training))
+    assert torch.equal(found.mask, mask)
+    assert torch.equal(found.weights, quiet.weights)
+    assert found.metrics.compute() == quiet.metrics.compute()
+
+
+@pytest.mark.parametrize("level", [None, *LEVELS])
+@pytest.mark.parametrize("masking", MASKS)
+@pytest.mark.parametrize("criterion", [None, "token_k1", "seq_mean_k3"])
+def test_a_veto_rejects_the_sequence_of_any_step_below_it(level, masking, criterion):
+    training, rollout = log_probs(seed=1)
+    mask = mask_of(masking)
+    bands = (
+        ()
+        if criterion is None
+        else (band(criterion, (training - rollout).tolist(), mask.tolist()),)
+    )
+    lowest = sorted((training - rollout)[mask].tolist())
+    rule = Rule(level, bands=bands, veto=math.exp((lowest[1] + lowest[2]) / 2))
+    found, expect = run(training, rollout, mask, rule), expected(training, rollout, mask, rule)
+    assert found.mask.tolist() == expect.kept
+    values = found.metrics.compute()
+    assert values == pytest.approx(expect.metrics, rel=1e-10, abs=1e-12)
+    assert values["rollout_is_catastrophic_token_fraction"] == pytest.approx(2 / mask.sum().item())
+    assert 0 < values["rollout_is_veto_fraction"] < 1
+
+
+@pytest.mark.parametrize(
+    ("ratio", "threshold", "vetoed"),
+    [
+        (1e-5, 1e-4, True),
+        (1.1e-4, 1e-4, False),
+        (1e4, 1e-4, False),
+        (1e-30, 1e-20, True),
+        (1e-19, 1e-20, False),
+    ],
+)
+def test_a_veto_reads_the_ratio_without_the_safety_bound(ratio, threshold, vetoed):
+    """exp(-20) is 2e-9: a bounded ratio could never be below 1e-20."""
+    training = tensor([[0.0, math.log(ratio), 0.1], [0.0, 0.0, 0.0]])
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    found = run(training, torch.zeros_like(training), mask, Rule("token", veto=threshold))
+    assert found.mask.tolist() == [[not vetoed] * 3, [True] * 3]
+    values = found.metrics.compute()
+    assert values["rollout_is_veto_fraction"] == vetoed / 2
+    assert values["rollout_is_catastrophic_token_fraction"] == vetoed / 6
+    assert found.weights[0, 0] == 1
+
+
+@pytest.mark.parametrize(
+    ("training_value", "rollout_value", "vetoed"),
+    [(-math.inf, 0.0, True), (0.0, math.inf, True), (math.nan, 0.0, False), (math.inf, 0.0, False)],
+)
+def test_a_step_that_the_training_policy_cannot_take_is_catastrophic(
+    training_value, rollout_value, vetoed
+):
+    training, rollout = (
+        torch.zeros(3, 2, dtype=torch.float64),
+        torch.zeros(3, 2, dtype=torch.float64),
+    )
+    training[1, 1], rollout[1, 1] = training_value, rollout_value
+    found = run(training, rollout, torch.ones(3, 2, dtype=torch.bool), Rule("token", veto=1e-4))
+    assert found.mask.tolist() == [[True, True], [not vetoed, False], [True, True]]
+    assert found.metrics.compute()["rollout_is_veto_fraction"] == pytest.approx(vetoed / 3)
+    without = run(training, rollout, torch.ones(3, 2, dtype=torch.bool), Rule("token"))
+    assert without.mask.tolist() == [[True, True], [True, False], [True, True]]
+    assert without.metrics.compute()["rollout_is_veto_fraction"] == 0

@@ -1,0 +1,45 @@
+"""The benchmarks run and print their ratios."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import benchmark_decoupled
+import benchmark_staleness
+import pytest
+from support.documented import ROOT
+from support.launching import run_shell
+
+from flowgrpo_rc.correction import auto_bands as auto_bands
+
+RC = "algorithm.rollout_correction"
+
+
+def test_the_benchmark_prints_the_ratios(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    given = [option for option in overrides if not option.startswith(RC)]
+    monkeypatch.setattr(sys, "argv", ["benchmark_decoupled.py", "--rounds", "1", *given])
+    benchmark_decoupled.main()
+    found = re.findall(r"(\w+): (\d\.\d+) of bypass by the clock", capsys.readouterr().out)
+    assert [arm for arm, _ in found] == ["bypass", "recomputed", "reused"]
+    assert found[0][1] == "1.000"
+
+
+def test_the_benchmark_prints_the_ratio(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["benchmark_staleness.py", "--rounds", "1", "--steps", "1", *overrides]
+    )
+    benchmark_staleness.main()
+    assert re.search(r"staleness 1: \d+\.\d+ s a step; ratio \d+\.\d+", capsys.readouterr().out)
+
+
+def test_the_benchmark_prints_a_ratio(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "benchmark_overhead.py"
+    done = run_shell(f"{sys.executable} {script} --rounds 1 rollout.n=12", tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.search(r"ratio \d\.\d+", done.stdout)

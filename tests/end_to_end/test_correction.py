@@ -1,0 +1,176 @@
+"""Runs with each part of the rollout correction."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from support.runs import Train, read_rows, without_timings
+
+from flowgrpo_rc.correction import auto_bands
+from flowgrpo_rc.correction.auto_bands import FLOOR
+
+RC = "algorithm.rollout_correction"
+AUTO_RULES = [f"{RC}.rollout_rs=[token_k1,step_kl]", f"{RC}.rollout_rs_threshold=auto:4"]
+STEP_KL_RULES = [f"{RC}.rollout_rs=step_kl", f"{RC}.rollout_rs_threshold=1e-9"]
+BF16 = ["model.dtype=bf16", "rollout.dtype=bf16", f"{RC}=decoupled_token_is", "actor.optim.lr=1e-2"]
+
+
+@pytest.mark.parametrize("mode", ["grpo_guard", "flow_dppo"])
+@pytest.mark.parametrize("bypass", [False, True])
+def test_a_run_with_grpo_guard_in_both_modes(
+    train: Train, tmp_path: Path, mode: str, bypass: bool
+) -> None:
+    """In decoupled mode the anchor is the recompute, from which the first update has not moved; a
+    bf16 rollout has.
+    """
+    options = [
+        f"actor.diffusion_loss.loss_mode={mode}",
+        f"{RC}.bypass_mode={bypass}",
+    ]
+    whole = ["rollout.dtype=bf16", "trainer.total_training_steps=1", "actor.ppo_mini_batch_size=4"]
+    whole += ["actor.ema.enable=false"]
+    assert train(*options, *whole) == 0
+    row = read_rows(tmp_path / "run")[-1]
+    assert math.isfinite(row["actor/pg_loss"])
+    if bypass:
+        assert row["actor/step_kl_max"] > 0
+    else:
+        assert row["actor/step_kl_max"] == 0
+        assert row["actor/ratio_mean"] == 1
+        assert row["actor/ratio_std"] == 0
+
+
+def test_a_run_with_whole_windows(train: Train, tmp_path: Path) -> None:
+    assert (
+        train(
+            f"{RC}.bypass_mode=true",
+            f"{RC}.bypass_level=window",
+            "rollout.dtype=bf16",
+            "trainer.total_training_steps=1",
+        )
+        == 0
+    )
+    row = read_rows(tmp_path / "run")[-1]
+    assert row["actor/rollout_corr/chi2_seq"] != row["actor/rollout_corr/chi2_token"]
+
+
+@pytest.mark.parametrize(
+    ("bypass", "further"),
+    [(False, []), (False, [f"{RC}.exclude_rejected=false"]), (True, [])],
+    ids=["recomputed", "own_forwards", "bypass"],
+)
+def test_a_run_goes_on_with_its_bands(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bypass: bool, further: list[str]
+) -> None:
+    monkeypatch.setattr(auto_bands, "WARM_UP", 2)
+    options = [
+        *AUTO_RULES,
+        *further,
+        f"{RC}.bypass_mode={bypass}",
+        "rollout.dtype=bf16",
+        "trainer.save_freq=1",
+    ]
+    assert train(*options, "trainer.max_time=1e-9") == 75
+    assert len(read_rows(tmp_path / "run")) == 2
+    assert train(*options) == 0
+    assert train(*options, f"trainer.output_dir={tmp_path / 'whole'}") == 0
+    resumed, whole = (without_timings(read_rows(tmp_path / name)) for name in ("run", "whole"))
+    assert resumed == whole
+    prefix = "actor/rollout_corr/rollout_rs" if bypass else "rollout_corr/rollout_rs"
+    assert f"{prefix}_token_k1_auto_spread" not in whole[1]
+    assert whole[2][f"{prefix}_token_k1_auto_spread"] > FLOOR
+    assert 0 < whole[2][f"{prefix}_step_kl_auto_warm_fraction"] <= 1
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+def test_a_run_records_means_and_judges_them(train: Train, tmp_path: Path, bypass: bool) -> None:
+    """An fp32 rollout in the same batch shape has a KL of exactly 0 until the policy moves."""
+    options = [
+        *STEP_KL_RULES,
+        f"{RC}.bypass_mode={bypass}",
+        "rollout.micro_batch_size_per_gpu=2",
+    ]
+    assert train(*options, "trainer.total_training_steps=1", "trainer.save_rollouts=true") == 0
+    prefix = "actor/rollout_corr" if bypass else "rollout_corr"
+    row = read_rows(tmp_path / "run")[-1]
+    largest = row[f"{prefix}/rollout_rs_step_kl_max"]
+    assert largest > 0 if bypass else largest == 0
+    replay = [f"data.replay_dir={tmp_path / 'run'}", f"trainer.output_dir={tmp_path / 'replay'}"]
+    assert train(*options, *replay, "trainer.total_training_steps=1") == 0
+
+
+def test_a_replay_without_means_is_refused_before_training(
+    train: Train, tmp_path: Path, capsys
+) -> None:
+    assert train("trainer.save_rollouts=true", "trainer.total_training_steps=1") == 0
+    replay = [f"data.replay_dir={tmp_path / 'run'}", f"trainer.output_dir={tmp_path / 'replay'}"]
+    assert train(*replay, *STEP_KL_RULES) != 0
+    assert "prev_sample_mean" in capsys.readouterr().err
+    assert not (tmp_path / "replay" / "metrics.jsonl").exists()
+
+
+def test_an_aligned_run_has_no_mismatch(train: Train, tmp_path: Path) -> None:
+    assert train(*BF16, "actor.replay=aligned") == 0
+    for row in read_rows(tmp_path / "run")[1:]:
+        assert row["rollout_corr/logprob_abs_diff_max"] == 0
+        assert row["rollout_corr/rollout_is_min"] == row["rollout_corr/rollout_is_max"] == 1
+
+
+def test_a_run_says_why_and_has_the_same_metrics(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    options = [f"{RC}=decoupled_token_is", "rollout.dtype=bf16", "trainer.total_training_steps=1"]
+    rows = []
+    for how in ("auto", "recompute"):
+        folder = tmp_path / how
+        assert train(*options, f"actor.old_log_probs={how}", f"trainer.output_dir={folder}") == 0
+        said = capsys.readouterr().out
+        assert ("old log-probs are recomputed" in said) == ("actor.old_log_probs=recompute" in said)
+        assert ("old log-probs are recomputed" in said) == (how == "recompute")
+        rows.append(without_timings(read_rows(folder)))
+    for reused, recomputed in zip(*rows, strict=True):
+        assert reused == pytest.approx(recomputed, rel=1e-9, abs=1e-13)
+
+
+@pytest.mark.parametrize("mode", ["bypass", "decoupled"])
+def test_a_run_reports_its_mismatch(train: Train, tmp_path: Path, mode: str) -> None:
+    """The first mini-batch has half of the samples; the learning rate moves the policy far beyond
+    the mismatch.
+    """
+    assert (
+        train(
+            f"{RC}.bypass_mode={str(mode == 'bypass').lower()}",
+            "rollout.dtype=bf16",
+            "actor.optim.lr=0.1",
+        )
+        == 0
+    )
+    prefix = "actor/rollout_corr/" if mode == "bypass" else "rollout_corr/"
+    for row in read_rows(tmp_path / "run")[1:]:
+        own = {
+            name.removeprefix(prefix): value
+            for name, value in row.items()
+            if name.startswith(prefix)
+        }
+        median, p99, most = (own[f"logprob_abs_diff_{part}"] for part in ("p50", "p99", "max"))
+        assert 0 < median < p99 <= most < 0.01 < own["policy_drift_abs_mean"]
+        assert own["mismatch_over_clip"] == pytest.approx(median / 1e-4)
+        assert (own["pre_update_clip_fraction"] == 0) == (mode == "decoupled")
+        assert 0.3 < own["mismatch_over_expected"] < 2.0
+    assert not (tmp_path / "run" / "health.jsonl").exists()
+
+
+@pytest.mark.parametrize("rollout", ["bf16", "fp32"])
+def test_a_run_in_bf16_expects_its_rounding_or_says_that_it_cannot(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture, rollout: str
+) -> None:
+    one_step = ["trainer.total_training_steps=1", "actor.ema.enable=false"]
+    assert (
+        train("model.dtype=bf16", f"rollout.dtype={rollout}", f"{RC}.bypass_mode=true", *one_step)
+        == 0
+    )
+    row, said = read_rows(tmp_path / "run")[-1], capsys.readouterr().out
+    assert ("actor/rollout_corr/mismatch_over_expected" in row) == (rollout == "bf16")
+    assert ("no fault of the engine is reported" in said) == (rollout == "fp32")

@@ -1,0 +1,171 @@
+"""The examples train: the tutorials, a user's own loss and model, the notebook, the scripts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import minimal_flow_grpo
+import minimal_token_grpo
+import nbformat
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from nbclient import NotebookClient
+from support.documented import ROOT
+from support.image_rollouts import sample_images, trained_lora
+from support.launching import run_shell
+from support.runs import Train, read_rows
+
+from flowgrpo_rc import assets
+from flowgrpo_rc.batch import SamplerSpec
+from flowgrpo_rc.core.random import normal
+from flowgrpo_rc.export.lora import export_lora
+from flowgrpo_rc.models.base import ModelConfig, load_model
+from flowgrpo_rc.models.lora import lora_parameters
+from flowgrpo_rc.policies.flow import FlowPolicy
+
+EXAMPLES = ROOT / "examples"
+CPU = torch.device("cpu")
+MODES = ("bypass", "decoupled")
+
+
+# --- The tutorials
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_images_get_bluer(mode: str, tmp_path: Path) -> None:
+    grid = tmp_path / "blue.png"
+    before, after = minimal_flow_grpo.main(["--mode", mode, "--steps", "5", "--out", str(grid)])
+    assert after > before + 0.03
+    assert grid.is_file()
+
+
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing`:FutureWarning"
+)  # peft reads it of transformers
+@pytest.mark.parametrize("mode", MODES)
+def test_sums_get_right(mode: str) -> None:
+    before, after = minimal_token_grpo.main(["--mode", mode, "--steps", "8"])
+    assert after > before + 0.1
+
+
+# --- A loss of one's own
+
+
+def test_a_loss_of_ones_own_trains_images(train: Train, tmp_path: Path) -> None:
+    assert train("actor.diffusion_loss.loss_mode=my_loss:cispo") == 0
+    rows = read_rows(tmp_path / "run")
+    assert "actor/clip_fraction" in rows[1]
+    assert rows[1]["actor/grad_norm"] > 0
+
+
+# --- A model of one's own
+
+
+@pytest.mark.filterwarnings(
+    "ignore:`FluxPosEmbed` is deprecated:FutureWarning"
+)  # diffusers' own Chroma
+def test_a_model_of_ones_own_is_its_stock_pipeline_and_trains(tmp_path: Path) -> None:
+    import my_model
+
+    assert (
+        my_model.main(
+            ["--out", str(tmp_path), "trainer.total_training_steps=1", "rollout.dtype=fp32"]
+        )
+        == 0
+    )
+    assert read_rows(tmp_path / "run")[1]["actor/grad_norm"] > 0
+    folder = tmp_path / "checkpoint"
+    model = load_model(ModelConfig(path=str(folder), adapter="my_model.Chroma"), CPU)
+    assert isinstance(model, my_model.Chroma)
+    spec = SamplerSpec(
+        height=32,
+        width=64,
+        num_inference_steps=4,
+        guidance_scale=3.5,
+        noise_level=0.7,
+        sde_type="sde",
+        log_prob_convention="gaussian",
+        max_sequence_length=16,
+        dtype="fp32",
+    )
+    latents = normal(model.latent_shape(spec), [1, 2])
+    positive, negative = (
+        model.encode(texts, max_sequence_length=16) for texts in (["a cat", "HELP"], ["blur", ""])
+    )
+    nothing = torch.empty((2, 0), dtype=torch.int64)
+    ours = FlowPolicy(model, model.transformer).rollout(
+        latents, positive, negative, spec, nothing, lambda _: latents
+    )
+    stock = DiffusionPipeline.from_pretrained(folder)
+    stock.set_progress_bar_config(disable=True)
+    arguments = {
+        "height": 32,
+        "width": 64,
+        "num_inference_steps": 4,
+        "max_sequence_length": 16,
+        "guidance_scale": 3.5,
+    }
+    drawn_by = {
+        output: stock(
+            ["a cat", "HELP"],
+            negative_prompt=["blur", ""],
+            latents=latents,
+            output_type=output,
+            **arguments,
+        ).images
+        for output in ("latent", "np")
+    }
+    assert torch.equal(ours.final, drawn_by["latent"])
+    assert np.array_equal(
+        model.decode(ours.final, spec), (drawn_by["np"] * 255).round().astype(np.uint8)
+    )
+    network = trained_lora(model)
+    batch, _ = sample_images(model, network, spec, [[0, 1], [1, 2], [0, 1], [1, 2]])
+    assert torch.equal(FlowPolicy(model, network).log_probs(batch, 4), batch.rollout_log_probs)
+
+
+# --- The notebook
+
+
+def test_the_notebook_compares_a_lora_in_stock_diffusers(tmp_path: Path) -> None:
+    path = str(assets.path("tiny_glyph_sd3"))
+    config = ModelConfig(path=path, lora_rank=4, lora_alpha=8)
+    network = trained_lora(load_model(config, CPU))
+    export_lora(
+        {name: p.detach() for name, p in lora_parameters(network).items()}, config, tmp_path
+    )
+    notebook = nbformat.read(EXAMPLES / "compare_lora.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in code)  # committed clean
+    assert code[0].source.startswith("LORA = ")
+    code[0].source = f"LORA = {str(tmp_path)!r}"
+    code[1].source += "\nPROMPTS = PROMPTS[:2]\nSEEDS = [1]"
+    NotebookClient(notebook, timeout=None, kernel_name="python3").execute()
+    shown = [output for cell in code for output in cell.outputs]
+    assert any("image/png" in output.get("data", {}) for output in shown)
+    (change,) = [
+        output.text for output in shown if output.get("text", "").startswith("mean change")
+    ]
+    assert float(change.split(": ")[1].split(";")[0]) > 0.5
+
+
+CAPPED = (
+    "trainer.total_training_steps=2",
+    "trainer.test_freq=0",
+    "trainer.save_freq=0",
+    "data.train_batch_size=2",
+    "rollout.n=4",
+    "rollout.val_kwargs.n=16",
+    "actor.ppo_mini_batch_size=2",
+    "actor.ppo_micro_batch_size_per_gpu=4",
+)
+
+
+@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("ocr_*.sh")), ids=lambda path: path.name)
+def test_examples_run(script: Path, tmp_path: Path) -> None:
+    done = run_shell(f"bash {script} {' '.join(CAPPED)}", tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "report.html" in done.stdout

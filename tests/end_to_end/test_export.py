@@ -1,0 +1,66 @@
+"""What a run leaves is exported with a model card whose program works."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from support.runs import Train, read_rows
+
+from flowgrpo_rc.cli import main
+from flowgrpo_rc.records.rejected import read_rejected
+
+RC = "algorithm.rollout_correction"
+
+
+@pytest.mark.parametrize("mode", ["bypass", "decoupled"])
+def test_a_run_leaves_histograms_rejected_samples_and_a_card_that_works(
+    train: Train, tmp_path: Path, checkpoint: Path, mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two real steps, with a band that no bf16 rollout stays within."""
+    band = (f"{RC}.rollout_rs=token_k1", f"{RC}.rollout_rs_threshold=0.9999999_1.0000001")
+    further = (f"{RC}.bypass_mode=true",) if mode == "bypass" else (f"{RC}.rollout_is=token",)
+    assert train(*band, *further, "rollout.dtype=bf16") == 0
+    run = tmp_path / "run"
+    found = [json.loads(line) for line in (run / "histograms.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in found] == [1, 2]
+    # 8 samples of 2 steps; bypass mode sees the first of two mini-batches before its update.
+    assert {sum(row["log_ratio"].values()) for row in found} == {8 if mode == "bypass" else 16}
+    assert all(("log_weight" in row) == (mode == "decoupled") for row in found)
+    rows, fraction = read_rejected(run / "rejected"), "rollout_corr/rollout_rs_masked_fraction"
+    name = fraction if mode == "decoupled" else f"actor/{fraction}"
+    assert read_rows(run)[1][name] > 0.5
+    assert [row["step"] for row in rows] == [1] * 4 + [2] * 4
+    for row in rows:
+        assert (run / "rejected" / row["picture"]).is_file()
+        assert row["reasons"][0]["criterion"] == "token_k1"
+        if mode == "decoupled":
+            assert (
+                f"rollout_corr/logprob_abs_diff/ts_{row['timestep']}" in read_rows(run)[row["step"]]
+            )
+    report = (run / "report.html").read_text()
+    assert report.count("<b>Step 2, timestep") == 4
+    assert "The newest 8 of 8" in report
+
+    assert main(["export", str(run), "--out", str(tmp_path / "out")]) == 0
+    written = (tmp_path / "out" / "README.md").read_text()
+    assert written == (run / "lora" / "README.md").read_text()
+    assert yaml.safe_load(written.split("---\n")[1])["library_name"] == "diffusers"
+    if mode == "bypass":
+        (program,) = re.findall(r"```python\n(.*?)```", written, re.DOTALL)
+        program = program.replace(f"path/to/{checkpoint.name}", str(checkpoint))
+        names: dict[str, object] = {}
+        exec(program.replace("path/to/this/folder", str(tmp_path / "out")), names)
+        height, width = (
+            int(re.search(rf"\b{side}=(\d+)", program)[1]) for side in ("height", "width")
+        )
+        assert names["image"].size == (width, height)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "README.md").write_text("# My project\n")
+    capsys.readouterr()
+    assert main(["export", str(run), "--out", str(tmp_path / "mine")]) == 2
+    assert "is no model card of ours" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["README.md"]

@@ -1,0 +1,51 @@
+"""Every model with an adapter trains from the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from safetensors.torch import load_file
+from support.runs import Train, read_rows
+from support.subjects import Subject
+
+from flowgrpo_rc.batch import Prompt
+
+
+def brightness(sample: np.ndarray, prompt: Prompt) -> float:
+    """A reward for images and videos alike."""
+    return float(sample.mean()) / 255
+
+
+def test_two_steps_of_training_from_the_command_line(
+    subject: Subject, train: Train, tmp_path: Path
+) -> None:
+    tiny = subject.tiny
+    scales = [f"{key}={scale}" for key, scale in tiny.guided.items()]
+    given = [f"rollout.{where}.{scale}" for where in ("pipeline", "val_kwargs") for scale in scales]
+    frames = [] if tiny.num_frames is None else [f"rollout.pipeline.num_frames={tiny.num_frames}"]
+    reward = [
+        "reward.terms.jpeg=null",
+        f"+reward.terms.light={{_target_: function, path: '{__name__}:brightness'}}",
+    ]
+    code = train(
+        f"model.path={subject.folder}",
+        "rollout.pipeline.guidance_scale=1.0",
+        "rollout.val_kwargs.guidance_scale=1.0",
+        *given,
+        *frames,
+        *reward,
+        "data.negative_prompt=blurry",
+        "model.gradient_checkpointing=true",
+        "actor.use_kl_loss=true",
+    )
+    assert code == 0
+    rows = read_rows(tmp_path / "run")
+    steps = [row for row in rows if "actor/grad_norm" in row]
+    assert len(steps) == 2
+    assert all(row["actor/grad_norm"] > 0 for row in steps)
+    assert steps[0]["rollout_corr/logprob_abs_diff_max"] == 0
+    lora = load_file(tmp_path / "run" / "lora" / "pytorch_lora_weights.safetensors")
+    assert max(tensor.abs().max() for name, tensor in lora.items() if "lora_B" in name) > 0
+    endings = {path.suffix for path in (tmp_path / "run" / "samples").iterdir()}
+    assert endings == ({".png"} if tiny.num_frames is None else {".png", ".webp"})

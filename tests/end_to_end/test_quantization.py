@@ -1,0 +1,50 @@
+"""Runs with a quantized rollout and an 8-bit optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.runs import Train, read_rows
+from support.torchao import needs_torchao
+
+from flowgrpo_rc.cli import main
+
+
+@needs_torchao
+@pytest.mark.usefixtures("without_compiler")
+def test_two_steps_with_an_int8_rollout_and_an_8_bit_optimizer(
+    train: Train, tmp_path: Path
+) -> None:
+    settings = ("rollout.quantization=int8", "actor.optim.name=adamw_8bit", "model.lora_rank=64")
+    assert train(*settings) == 0
+    row = read_rows(tmp_path / "run")[1]
+    assert 0 < row["rollout_corr/logprob_abs_diff_mean"] < 0.01
+
+
+@needs_torchao
+def test_text_with_an_int8_rollout(tmp_path: Path) -> None:
+    settings = [
+        "data.train_batch_size=2",
+        "actor.ppo_mini_batch_size=2",
+        "rollout.n=4",
+        "rollout.val_kwargs.n=4",
+    ]
+    settings += [
+        "actor.ppo_micro_batch_size_per_gpu=8",
+        "trainer.total_training_steps=1",
+        "trainer.device=cpu",
+    ]
+    run_dir = tmp_path / "run"
+    command = ["train", "--config-name", "token_grpo", *settings, f"trainer.output_dir={run_dir}"]
+    assert (
+        main(
+            [
+                *command,
+                "rollout.quantization=int8",
+                "algorithm.rollout_correction.bypass_mode=false",
+            ]
+        )
+        == 0
+    )
+    assert read_rows(run_dir)[1]["rollout_corr/logprob_abs_diff_mean"] > 0

@@ -1,0 +1,44 @@
+"""The studies run, and go on where they were interrupted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import gradient_study
+import learning
+import pytest
+from cells import load, save
+
+
+def test_the_gradient_study_runs_and_goes_on_where_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gradient_study.main(["--quick", "--output", str(tmp_path)])
+    assert capsys.readouterr().out.split() == ["truth_16", "bf16_16"]
+    cell = json.loads((tmp_path / "gradient" / "bf16_16.json").read_text())
+    assert cell["estimators"]["recomputed"]["gated"] == 0
+    assert cell["estimators"]["bypass"]["gated"] > 0.3
+    assert cell["estimators"]["bypass_token_k1"]["rejected"] == pytest.approx(0.05, abs=0.02)
+    (tmp_path / "gradient" / "truth_16.json").unlink()
+    gradient_study.main(["--quick", "--output", str(tmp_path)])
+    assert capsys.readouterr().out.split() == ["truth_16"]
+
+
+def test_the_learning_study_runs_and_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["learning.py", "--quick", "--results", str(tmp_path)])
+    first, second = (learning.Run(*cell, seed=1).name for cell in learning.QUICK_CELLS)
+    save(learning.STUDY, second, {}, tmp_path)
+    learning.main()
+    assert capsys.readouterr().out.split() == [first]
+    (tmp_path / learning.STUDY / f"{second}.json").unlink()
+    learning.main()
+    assert capsys.readouterr().out.split() == [second]
+    found = load(learning.STUDY, tmp_path)
+    clean, fault = (found[name]["curves"] for name in (first, second))
+    assert all(len(curve) == 2 for curve in (*clean.values(), *fault.values()))
+    assert fault["eff_sample_size"][0] < 0.999
+    assert found[first]["before"] == found[second]["before"]

@@ -1,0 +1,130 @@
+"""The mismatch that the precisions of rollout and training explain."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from accelerate import Accelerator
+from support.builders import diffusion_batch
+from support.text_rollouts import perturb, sample_texts
+from torch import Tensor
+
+from flowgrpo_rc import assets
+from flowgrpo_rc.batch import DiffusionBatch, TokenSpec
+from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.models.base import ModelConfig
+from flowgrpo_rc.models.causal_lm import load_causal_lm
+from flowgrpo_rc.models.lora import add_lora
+from flowgrpo_rc.monitoring.expected_mismatch import ExpectedMismatch, relative_size
+from flowgrpo_rc.monitoring.mismatch import (
+    MismatchMonitor,
+    over,
+)
+from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.policies.token import TokenPolicy
+
+
+class Rounding(FlowPolicy):
+    """Log-probs that are 1e-4 apart where they are rounded; counts how often it was asked."""
+
+    asked = 0
+
+    def __init__(self, *, rounded: bool) -> None:
+        self._rounded = rounded
+
+    def log_probs(self, batch: DiffusionBatch, micro_batch_size: int) -> Tensor:
+        self.asked += 1
+        return torch.full(batch.step_indices.shape, 1e-4 if self._rounded else 0.0)
+
+
+class WithAnother(Processes):
+    """One of two processes; the other one's samples are in cells without an expectation."""
+
+    def __init__(self, news: bool) -> None:
+        super().__init__(Accelerator(cpu=True))
+        self._news = news
+
+    def any(self, flag: bool) -> bool:
+        return flag or self._news
+
+
+@pytest.mark.parametrize(
+    ("moved", "elsewhere", "asked"), [(0, False, 1), (2, False, 2), (0, True, 2)]
+)
+def test_steps_of_another_window_get_their_expectation_at_once(
+    moved: int, elsewhere: bool, asked: int
+) -> None:
+    """A later iteration's mismatch is twice the expectation, wherever its window lies."""
+    policy, processes = Rounding(rounded=False), WithAnother(elsewhere)
+    expected = ExpectedMismatch(
+        policy, Rounding(rounded=True), processes, size=1.0, least=4e-7, micro_batch_size=2
+    )
+    floor = MismatchMonitor(policy, processes, expected=expected)
+    batch = diffusion_batch(torch.zeros(4, 2)).replace(sigmas=torch.linspace(1, 0, 6))
+    for step in (1, 2, 3):
+        here = batch.replace(step_indices=batch.step_indices + (0 if step == 1 else moved))
+        floor.expect(here, step)
+        floor.before_update(here, torch.full((4, 2), 2e-4))
+        assert floor.finish(old_is_rollout=False).compute()[
+            "mismatch_over_expected"
+        ] == pytest.approx(2.0)
+        if step == 2:
+            assert policy.asked == asked
+    assert policy.asked == asked + elsewhere
+
+
+def test_expectation_of_cells_that_nobody_saw() -> None:
+    sums = torch.tensor([[6e-4, 2e-4, 5.0], [3.0, 2.0, 1.0]], dtype=torch.float64)
+    total, number = over(sums, torch.tensor([1e-4, 1e-4, math.nan], dtype=torch.float64))
+    assert (total / number).item() == pytest.approx((6 + 2) / 5)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "dtype", "mixed", "wanted"),
+    [
+        ("fp32", "fp32", "no", 0.0),
+        ("fp32", "fp64", "no", 0.0),
+        ("bf16", "fp32", "no", 1.0),
+        ("bf16+int8", "fp32", "no", math.hypot(1.0, 0.75)),
+        ("fp32", "fp32", "bf16", 1.0),
+        ("bf16", "fp32", "bf16", math.hypot(1.0, 1.0)),
+        ("bf16", "bf16", "no", 1.0),
+        ("bf16", "bf16", "bf16", 1.0),
+        ("fp32", "bf16", "no", None),
+        ("bf16+int8", "bf16", "no", None),
+        ("bf16", "fp64", "no", None),
+    ],
+)
+def test_precisions_add_up_in_squares(
+    rollout: str, dtype: str, mixed: str, wanted: float | None
+) -> None:
+    assert relative_size(rollout, dtype, mixed) == wanted
+
+
+def test_moving_the_embeddings_of_text_shows_its_rounding() -> None:
+    settings = ModelConfig(
+        kind="causal_lm", path=str(assets.path("tiny_adder_lm")), lora_rank=4, dtype="bf16"
+    )
+    language = load_causal_lm(settings, torch.device("cpu"))
+    policy = TokenPolicy(language, add_lora(language, settings, seed=0))
+    perturb(policy.network)
+    batch, _ = sample_texts(
+        language,
+        TokenSpec(dtype="fp32", temperature=1.0, prompt_length=8, response_length=6),
+        chunk=2,
+    )
+    before = policy.log_probs(batch, 4)
+    expected = ExpectedMismatch(
+        policy,
+        policy.nudged(),
+        Processes(Accelerator(cpu=True)),
+        size=1.0,
+        least=4e-6,
+        micro_batch_size=4,
+    )
+    expected.measure(batch, 1)
+    assert torch.equal(policy.log_probs(batch, 4), before)
+    mismatch = (before - batch.rollout_log_probs)[batch.valid].abs().mean().item()
+    assert 0.4 < mismatch / expected.values(torch.zeros(2, 1)).item() < 1.8

@@ -1,0 +1,93 @@
+"""metrics.jsonl: its lines, a torn last line, a full disk."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from flowgrpo_rc.records.metrics_file import MetricsFile
+
+
+def test_rows_are_sorted_json_lines(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    assert file.rows() == []
+    file.append(0, {"val/reward": 0.25})
+    file.append(1, {"reward/mean": 0.1 + 0.2, "actor/lr": 1e-7, "count": 3})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert text == (
+        '{"step": 0, "val/reward": 0.25}\n'
+        '{"actor/lr": 1e-07, "count": 3, "reward/mean": 0.30000000000000004, "step": 1}\n'
+    )
+    assert file.rows() == [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_values_that_json_has_no_word_for_are_null(tmp_path: Path, value: float) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.append(1, {"actor/pg_loss": value})
+    assert file.path.read_text() == '{"actor/pg_loss": null, "step": 1}\n'
+
+
+@pytest.mark.parametrize(
+    "torn", [b'{"step": 3, "rew', b"{", b'{"step": 3}', b'{"step": 3, "a": "\xc3', b"\x00" * 9]
+)
+def test_torn_last_line_is_dropped(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    complete = b'{"step": 1}\n{"step": 2}\n'
+    path.write_bytes(complete + torn)
+    file = MetricsFile(path)
+    assert [row["step"] for row in file.rows()] == [1, 2]
+    file.append(3, {"a": 1.0})
+    assert path.read_bytes() == complete + b'{"a": 1.0, "step": 3}\n'
+    path.write_bytes(complete + torn)
+    file.truncate_after(9)
+    assert path.read_bytes() == complete
+
+
+def test_every_cut_of_the_file_can_be_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    for step in range(3):
+        file.append(step, {"a": step / 3})
+    whole = path.read_bytes()
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        file.truncate_after(1)
+        steps = [row["step"] for row in file.rows()]
+        for step in range(len(steps), 3):
+            file.append(step, {"a": step / 3})
+        assert path.read_bytes() == whole
+
+
+def test_truncate_drops_later_steps_and_leaves_no_other_file(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.truncate_after(3)
+    assert list(tmp_path.iterdir()) == []
+    for step in (0, 1, 1, 2, 3):
+        file.append(step, {"message": f"s{step}"})
+    file.truncate_after(1)
+    assert [row["message"] for row in file.rows()] == ["s0", "s1", "s1"]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_damage_before_the_last_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step"\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
+        MetricsFile(path).rows()
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_full_disk_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"cannot write the metrics.*No space left.*metrics\.jsonl"):
+        MetricsFile(path).append(1, {"a": 1.0})
+
+
+def test_missing_folder_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"cannot write the metrics.*gone/metrics\.jsonl"):
+        MetricsFile(tmp_path / "gone" / "metrics.jsonl").append(1, {"a": 1.0})

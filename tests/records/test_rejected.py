@@ -1,0 +1,120 @@
+"""The rejected samples of a run: pictures, texts, reasons in words, and how many are kept."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support.builders import diffusion_batch
+
+from flowgrpo_rc.batch import Prompt, Rewards
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.reasons import Reason
+from flowgrpo_rc.monitoring.decisions import Decisions
+from flowgrpo_rc.records.rejected import (
+    STEPS_KEPT,
+    RejectedSamples,
+    drop_rejected_after,
+    in_words,
+    read_rejected,
+)
+from flowgrpo_rc.records.samples import Shown
+
+
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [
+        (
+            Reason("seq_mean_k1", 1.00031, 0.9998, 1.0002),
+            "seq_mean_k1: 1.00031, outside 0.9998 to 1.0002",
+        ),
+        (Reason("step_kl", 2e-4, None, 1e-4), "step_kl: 0.0002, above 0.0001"),
+        (Reason("veto", 0.5, 0.9), "veto: 0.5, below 0.9"),
+        (Reason("token_k1", 1.5), "token_k1: 1.5"),
+        (Reason("mine:f", None), "mine:f"),
+    ],
+)
+def test_reasons_in_words(reason: Reason, text: str) -> None:
+    assert in_words(reason._asdict()) == text
+
+
+def step(
+    folder: Path, number: int, *, rank: int = 0, count: int = 1, samples: Any = None
+) -> Image.Image | None:
+    """Write one step of 6 samples, of which the odd ones are rejected at their second step."""
+    difference = 1e-3 * torch.arange(12, dtype=torch.float64).reshape(6, 2)
+    kept = torch.ones(6, 2, dtype=torch.bool)
+    kept[1::2, 1] = False
+    config = RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold="0.5_1.0025")
+    batch = diffusion_batch(torch.zeros(6, 2)).replace(seed=torch.arange(6) + 100)
+    seen = Decisions()
+    seen.add(batch, difference, batch.step_indices, kept, None, None)
+    images = np.full((6, 8, 12, 3), np.arange(6).reshape(6, 1, 1, 1) * 40, np.uint8)
+    shown = Shown(
+        [Prompt(text=f"p{i}", index=i) for i in range(6)],
+        list(images) if samples is None else samples,
+    )
+    total = torch.tensor([0.0, 0.1, 0.2, math.nan, 0.4, 0.5])
+    rewards = Rewards(total=total, valid=total.isfinite(), parts={})
+    writer = RejectedSamples(folder, config, rank=rank, count=count)
+    return writer.write(number, seen.take(), batch, shown, rewards, lambda: ["ts_1000", "ts_750"])
+
+
+def test_rejected_samples_are_written_with_picture_reason_and_step(tmp_path: Path) -> None:
+    assert step(tmp_path, 3).size[0] > 3 * 100
+    rows = read_rejected(tmp_path)
+    assert [(row["prompt"], row["step"], row["timestep"]) for row in rows] == [
+        (f"p{i}", 3, 750) for i in (5, 3, 1)
+    ]
+    assert [row["log_ratio"] for row in rows] == pytest.approx([0.011, 0.007, 0.003])
+    assert [row["reward"] for row in rows] == pytest.approx([0.5, None, 0.1])
+    (reason,) = rows[0]["reasons"]
+    assert reason == {
+        "criterion": "token_k1",
+        "value": pytest.approx(math.exp(0.011)),
+        "lower": 0.5,
+        "upper": 1.0025,
+    }
+    pixels = [np.unique(np.asarray(Image.open(tmp_path / row["picture"]))).tolist() for row in rows]
+    assert pixels == [[200], [120], [40]]
+
+
+def test_texts_need_no_picture_and_latents_alone_have_none(tmp_path: Path) -> None:
+    assert step(tmp_path / "texts", 1, samples=[f"answer {i}" for i in range(6)]) is None
+    assert [row["text"] for row in read_rejected(tmp_path / "texts")] == [
+        "answer 5",
+        "answer 3",
+        "answer 1",
+    ]
+    assert step(tmp_path / "latents", 1, samples=[None] * 6) is None
+    assert [row["prompt"] for row in read_rejected(tmp_path / "latents")] == ["p5", "p3", "p1"]
+
+
+def test_what_is_kept_is_bounded_for_every_process(tmp_path: Path) -> None:
+    for number in range(1, STEPS_KEPT + 4):
+        step(tmp_path, number, rank=1, count=2)
+    step(tmp_path, 1, rank=0, count=2)
+    rows = read_rejected(tmp_path)
+    assert sorted({row["step"] for row in rows}) == [1, *range(4, STEPS_KEPT + 4)]
+    assert len(rows) == 2 * (STEPS_KEPT + 1)
+    assert len(list(tmp_path.glob("*.png"))) == len(rows)
+
+
+def test_steps_that_will_be_done_again_are_dropped(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        step(tmp_path, number)
+    drop_rejected_after(tmp_path, 1)
+    assert {path.name.split("_")[1] for path in tmp_path.iterdir()} == {"000001"}
+    drop_rejected_after(tmp_path / "nothing", 1)
+
+
+def test_rows_are_json_without_nan(tmp_path: Path) -> None:
+    step(tmp_path, 3)
+    (path,) = tmp_path.glob("*.json")
+    json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))

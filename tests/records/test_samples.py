@@ -1,0 +1,66 @@
+"""Grids of samples, and thumbnails."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flowgrpo_rc.records.samples import image_grid, thumbnail
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted"), [((300, 500, 3), (75, 125, 3)), ((9, 260, 130, 3), (87, 132, 3))]
+)
+def test_thumbnails_are_small(shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    sample = np.random.default_rng(0).integers(0, 255, shape, dtype=np.uint8)
+    assert thumbnail(sample).shape == wanted
+    if len(shape) == 4:
+        np.testing.assert_array_equal(thumbnail(sample)[:, 44:88], thumbnail(sample[4]))
+
+
+def test_a_small_image_is_not_copied() -> None:
+    sample = np.zeros((64, 128, 3), np.uint8)
+    assert thumbnail(sample) is sample
+
+
+def test_grid_enlarges_small_images_by_whole_pixels() -> None:
+    image = np.zeros((1, 32, 32, 3), np.uint8)
+    image[0, 0, 0] = (255, 0, 0)
+    grid = np.asarray(image_grid(image, ["x"]))
+    red = np.argwhere((grid == (255, 0, 0)).all(-1))
+    assert len(red) == 16
+    assert (red.max(0) - red.min(0) == 3).all()
+
+
+def test_grid_reduces_large_images_and_counts_rows() -> None:
+    grid = image_grid(
+        np.zeros((5, 512, 1024, 3), np.uint8), ["a long caption " * 30] * 5, columns=2
+    )
+    black = (np.asarray(grid) == 0).all(-1)
+    assert black.sum() == 5 * 128 * 256
+    assert grid.width < 2 * 256 + 40
+
+
+def test_grid_shows_captions() -> None:
+    images = np.full((2, 64, 64, 3), 255, np.uint8)
+    blank, written = (
+        np.asarray(image_grid(images, captions)) for captions in (["", ""], ["", 'sign "AB1"'])
+    )
+    changed = np.argwhere((blank != written).any(-1))
+    assert len(changed)
+    assert changed[:, 1].min() > blank.shape[1] / 2
+    assert changed[:, 0].min() > 128
+
+
+@pytest.mark.parametrize(
+    ("images", "captions", "message"),
+    [
+        (np.zeros((1, 8, 8, 3), np.float32), ["a"], "float32"),
+        (np.zeros((8, 8, 3), np.uint8), ["a"], r"\(8, 8, 3\)"),
+        (np.zeros((0, 8, 8, 3), np.uint8), [], "N > 0"),
+        (np.zeros((2, 8, 8, 3), np.uint8), ["a"], "2 images but 1 captions"),
+    ],
+)
+def test_grid_refuses_other_input(images: np.ndarray, captions: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        image_grid(images, captions)

@@ -1,0 +1,159 @@
+"""A user's function as a reward, and the reward manager on texts."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.prompts import sums
+
+from flowgrpo_rc.plugins import load_function
+from flowgrpo_rc.rewards.base import Reward, Scores
+from flowgrpo_rc.rewards.function import Function
+from flowgrpo_rc.rewards.manager import (
+    RewardConfig,
+    RewardManager,
+    check_kind,
+    validate_rewards,
+)
+
+HERE = __name__
+IMAGES = np.zeros((2, 8, 8, 3), np.uint8)
+
+
+def length(sample, prompt):
+    return float(len(sample)) + prompt.index
+
+
+def hostile(sample, prompt):
+    return {"none": None, "nan": math.nan, "text": "1"}.get(sample, 1)
+
+
+def fails(sample, prompt):
+    raise KeyError(sample)
+
+
+class Unknown(Reward):
+    kind = "sound"
+
+    def __call__(self, samples, prompts):
+        return Scores(values=[0.0] * len(samples))
+
+
+NOT_A_FUNCTION = 3
+
+
+def test_a_function_scores_texts_and_images():
+    reward = Function(path=f"{HERE}:length")
+    assert reward(["a", "bcd"], sums(None, None)).values == [1.0, 4.0]
+    assert reward(IMAGES, sums(None, None)).values == [8.0, 9.0]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("length", "write it as my_package.my_module:name"),
+        (f"{HERE}.length", "write it as"),
+        (":length", "write it as"),
+        (f"{HERE}:", "write it as"),
+        ("..relative:score", "write it as"),
+        (
+            "no_such_module_at_all:score",
+            "there is no module 'no_such_module_at_all'; is its folder on PYTHONPATH",
+        ),
+        (f"{HERE}.deeper:score", "there is no module"),
+        (f"{HERE}:missing", "has no function 'missing'"),
+        (f"{HERE}:NOT_A_FUNCTION", "has no function 'NOT_A_FUNCTION'"),
+    ],
+)
+def test_paths_that_lead_to_no_function(path, message):
+    with pytest.raises(ValueError, match=message):
+        load_function(path)
+    with pytest.raises(ValueError, match=r"reward\.terms\.mine: path="):
+        validate_rewards(RewardConfig(terms={"mine": {"_target_": "function", "path": path}}))
+
+
+def test_a_function_reward_needs_its_path():
+    with pytest.raises(
+        ValueError, match=r"reward\.terms\.function: Function needs the option path"
+    ):
+        validate_rewards(RewardConfig(terms={"function": {}}))
+
+
+def test_a_failing_import_of_the_functions_module_is_shown_as_it_is(tmp_path: Path, monkeypatch):
+    (tmp_path / "scores_with_a_hole.py").write_text("import a_library_nobody_has\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="a_library_nobody_has"):
+        load_function("scores_with_a_hole:score")
+
+
+def test_the_manager_scores_texts():
+    terms = {
+        "exact_match": {"weight": 2.0},
+        "long": {"_target_": "function", "path": f"{HERE}:length"},
+    }
+    manager = RewardManager(RewardConfig(terms=terms))
+    handles = [manager.submit(["95", ""], sums("95", "1")), manager.submit(("7",), sums("7"))]
+    rewards = manager.collect(handles)
+    manager.close()
+    assert list(rewards.parts) == ["exact_match", "exact_match/contains", "long"]
+    assert rewards.parts["exact_match"].tolist() == [1.0, 0.0, 1.0]
+    assert rewards.total.tolist() == [2 + 2, 0 + 1, 2 + 1]
+    assert rewards.valid.all()
+
+
+def test_failures_of_a_function_stay_where_they_are():
+    config = {"_target_": "function", "path": f"{HERE}:hostile"}
+    manager = RewardManager(
+        RewardConfig(terms={"x": config, "y": {"_target_": "function", "path": f"{HERE}:fails"}})
+    )
+    rewards = manager.collect([manager.submit(["none", "fine", "nan", "text"], sums(*[None] * 4))])
+    manager.close()
+    assert rewards.parts["x"].isnan().tolist() == [True, False, True, True]
+    assert manager.failures == {"x": 3, "y": 4}
+    assert manager.last_error["y"] == "KeyError: 'none'"
+
+
+@pytest.mark.parametrize(
+    ("samples", "count", "message"),
+    [
+        (["a", "b"], 3, "2 texts but 3 prompts"),
+        ("ab", 2, "images .* or a list of texts, got str"),
+        (["a", 3], 2, "or a list of texts, got list"),
+        ([IMAGES[0]], 1, "or a list of texts, got list"),
+    ],
+)
+def test_submit_checks_texts(samples, count, message):
+    manager = RewardManager(RewardConfig(terms={"exact_match": {}}))
+    with pytest.raises(ValueError, match=message):
+        manager.submit(samples, sums(*["a"] * count))
+    manager.close()
+
+
+def test_a_reward_must_fit_the_model():
+    function = {"_target_": "function", "path": f"{HERE}:length"}
+    check_kind(RewardConfig(terms={"jpeg": {}, "f": function}), "image")
+    check_kind(RewardConfig(terms={"exact_match": {}, "f": function, "ocr": None}), "text")
+    with pytest.raises(
+        ValueError, match=r"reward\.terms\.ocr scores images, and the model makes texts: drop it"
+    ):
+        check_kind(RewardConfig(terms={"ocr": {}, "exact_match": {}}), "text")
+    with pytest.raises(
+        ValueError, match=r"reward\.terms\.match scores texts, and the model makes images"
+    ):
+        check_kind(
+            RewardConfig(terms={"match": {"_target_": "exact_match", "weight": 0.0}, "jpeg": {}}),
+            "image",
+        )
+    with pytest.raises(
+        ValueError, match=r"reward\.terms\.jpeg scores images, and the model makes videos: drop it"
+    ):
+        check_kind(RewardConfig(terms={"jpeg": {}, "f": function}), "video")
+    with pytest.raises(
+        ValueError,
+        match=r"reward\.terms\.x: Unknown\.kind='sound': "
+        "allowed are image, video, text, latent, any",
+    ):
+        validate_rewards(RewardConfig(terms={"x": {"_target_": f"{HERE}.Unknown"}}))

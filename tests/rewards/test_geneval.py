@@ -1,0 +1,122 @@
+"""The GenEval reward: sides and wishes by hand, prompts and answers that are refused."""
+
+from __future__ import annotations
+
+import pytest
+from support.prompts import random_images
+from support.reward_servers import answering, scripted
+
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.rewards.geneval import Found, GenEval, Wish, degree, sides
+
+
+def dog(left: float, top: float, color: str | None = None, name: str = "dog") -> Found:
+    return Found(name=name, box=(left, top, left + 10, top + 10), color=color)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "found"),
+    [
+        (dog(0, 0), dog(50, 0), {"left of"}),
+        (dog(50, 0), dog(0, 0), {"right of"}),
+        (dog(0, 0), dog(0, 50), {"above"}),
+        (dog(0, 50), dog(0, 0), {"below"}),
+        (dog(0, 0), dog(50, 50), {"left of", "above"}),
+        (dog(0, 0), dog(0, 0), set()),
+        (dog(0, 0), dog(2, 0), set()),  # as near as a tenth of both widths
+        (dog(0, 0), dog(3, 0), set()),  # (3 - 2) / 3 is no half
+        (dog(0, 0), dog(5, 0), {"left of"}),  # (5 - 2) / 5 is
+    ],
+)
+def test_sides(one, other, found):
+    assert sides(one, other) == found
+
+
+TWO = Wish(name="dog", count=2)
+CAT = Wish(name="cat", count=1)
+FEWER = Wish(name="dog", count=3, excluded=True)
+
+
+@pytest.mark.parametrize(
+    ("wish", "objects", "met"),
+    [
+        (TWO, [], 0.0),
+        (TWO, [dog(0, 0)], 0.5),
+        (TWO, [dog(0, 0)] * 3, 1.0),
+        (FEWER, [dog(0, 0)] * 2, 1.0),
+        (FEWER, [dog(0, 0)] * 3, 0.5),
+        (FEWER, [dog(0, 0)] * 9, 0.0),
+        (Wish(name="dog", count=1, excluded=True), [dog(0, 0)], 0.0),
+        (Wish(name="dog", count=1, excluded=True), [dog(0, 0, name="cat")], 1.0),
+        (Wish(name="dog", count=2, color="red"), [dog(0, 0, "red"), dog(0, 0, "blue")], 0.75),
+        (Wish(name="dog", count=1, color="red"), [dog(0, 0, "red")], 1.0),
+        (Wish(name="dog", count=1, color="red"), [dog(0, 0)], 0.5),
+        (
+            Wish(name="dog", count=1, position=("left of", 0)),
+            [dog(0, 0), dog(50, 0, name="cat")],
+            1.0,
+        ),
+        (
+            Wish(name="dog", count=1, position=("right of", 0)),
+            [dog(0, 0), dog(50, 0, name="cat")],
+            0.5,
+        ),
+        (Wish(name="dog", count=1, position=("left of", 0)), [dog(0, 0)], 0.5),
+    ],
+)
+def test_how_far_a_wish_is_met(wish, objects, met):
+    assert degree(wish, [CAT], objects) == pytest.approx(met)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({}, r"prompt 4 \('x'\) has no field include"),
+        ({"include": []}, "has no field include"),
+        ({"include": [{"class": "dog"}]}, "must be an object with class and count"),
+        ({"include": [{"class": "dog", "count": 0}]}, "must be an object with class and count"),
+        (
+            {"include": [{"class": "dog", "count": 1, "position": ["near", 0]}]},
+            "position .*: give one of left of",
+        ),
+        (
+            {"include": [{"class": "dog", "count": 1, "position": ["above", 1]}]},
+            "position .*: give one of left of",
+        ),
+        (
+            {"include": [{"class": "dog", "count": 1, "position": ["above"]}]},
+            r"perhaps color and position \[",
+        ),
+        (
+            {"include": [{"class": "dog", "count": 1, "position": "above"}]},
+            r"perhaps color and position \[",
+        ),
+        ({"include": [{"class": "dog", "count": 1, "color": 3}]}, r"perhaps color and position \["),
+        ({"include": ["dog"]}, r"perhaps color and position \["),
+        ({"include": [{"class": "dog", "count": 1}], "exclude": 3}, "exclude must be a list"),
+    ],
+)
+def test_geneval_asks_no_server_about_a_prompt_that_it_cannot_judge(metadata, message):
+    with pytest.raises(ValueError, match=message):
+        GenEval(url="http://127.0.0.1:1")(
+            random_images(1), [Prompt(text="x", index=4, metadata=metadata)]
+        )
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [],
+        {},
+        {"objects": []},
+        {"objects": [[{"class": "dog"}]]},
+        {"objects": [[{"class": "dog", "box": [1, 2, 3, "4"]}]]},
+    ],
+)
+def test_geneval_refuses_what_is_no_detection(answer):
+    metadata = {"include": [{"class": "dog", "count": 1}]}
+    with (
+        scripted(answering(lambda _: answer)) as server,
+        pytest.raises(ValueError, match=r"the answer|of the answer"),
+    ):
+        GenEval(url=server.url)(random_images(1), [Prompt(text="x", index=4, metadata=metadata)])

@@ -1,0 +1,22 @@
+"""Programs that stand in for the process of a vLLM-Omni engine."""
+
+from __future__ import annotations
+
+# Answers to every request by the code in `answer`, with the request's kind and tensors at hand.
+FAKE = """
+import json, os, sys, time
+from multiprocessing.connection import Connection
+from safetensors.torch import load
+from flowgrpo_rc.rollout.vllm_omni.channel import receive, send
+from flowgrpo_rc.rollout.vllm_omni.lora import fingerprint
+connection = Connection(int(sys.argv[1]))
+count = 0
+while True:
+    kind, fields, tensors = receive(connection)
+    if kind == "close":
+        break
+    count += kind == "sync"
+    held = {"modules": len(tensors) // 2, "fingerprint": fingerprint(tensors)}
+    ANSWER
+"""
+HONEST = 'send(connection, "done", held, {})'

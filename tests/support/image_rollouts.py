@@ -1,0 +1,77 @@
+"""Small rollouts of the random image model: settings, a LoRA that takes part, samples."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch, SamplerSpec, concat
+from flowgrpo_rc.models.base import FlowModel, ModelConfig
+from flowgrpo_rc.models.lora import add_lora, lora_parameters
+from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
+from flowgrpo_rc.rollout.engine import ImageRequest
+
+KINDS = ("sde", "cps", "dance_sde")
+WINDOWS = {
+    "first": [[0, 1]],
+    "late": [[2, 3]],
+    "all": [[0, 1, 2, 3]],
+    "per_sample": [[0, 1], [2, 3], [1, 2], [2, 3]],
+}
+WORDS = ("AB7X", "HELP")
+
+
+def make_spec(kind: str, guidance: float, **changes: object) -> SamplerSpec:
+    values = {
+        "height": 32,
+        "width": 64,
+        "num_inference_steps": 5,
+        "guidance_scale": guidance,
+        "noise_level": 0.7,
+        "sde_type": kind,
+        "log_prob_convention": "gaussian",
+        "max_sequence_length": 16,
+        "dtype": "fp32",
+    }
+    return SamplerSpec(**(values | changes))  # type: ignore[arg-type]
+
+
+def trained_lora(model: FlowModel) -> torch.nn.Module:
+    """A LoRA whose B is not zero, so that it takes part."""
+    transformer = add_lora(model, ModelConfig(path="x", lora_rank=4, lora_alpha=8), seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in lora_parameters(transformer).items():
+        if "lora_B" in name:
+            parameter.data.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
+    return transformer
+
+
+def sample_images(
+    model: FlowModel,
+    transformer: torch.nn.Module,
+    spec: SamplerSpec,
+    window: list[list[int]],
+    *,
+    chunk: int = 4,
+    keep_means: bool = False,
+) -> tuple[DiffusionBatch, np.ndarray]:
+    engine = DiffusersEngine(model, transformer, dtype=spec.dtype, chunk_size=chunk)
+    engine.sync_weights(
+        {name: p.detach() for name, p in lora_parameters(transformer).items()}, version=3
+    )
+    prompts = [
+        Prompt(text=f'"{word}"', index=i, target=word, negative_text="")
+        for i, word in enumerate(WORDS)
+    ]
+    request = ImageRequest(
+        prompts=PromptBatch(step=1, prompts=prompts, slots=[0, 1]),
+        samples_per_prompt=2,
+        spec=spec,
+        window=torch.tensor(window * (4 // len(window))),
+        seeds=[11, 12, 13, 14],
+        keep_means=keep_means,
+    )
+    chunks = list(engine.generate(request))
+    return concat([chunk.batch for chunk in chunks]), np.concatenate(
+        [chunk.samples for chunk in chunks]
+    )

@@ -1,0 +1,54 @@
+"""Commands and processes that tests start."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from support.documented import ROOT
+
+
+def launch(
+    num_processes: int, *arguments: str, python_path: Path | None = None
+) -> subprocess.CompletedProcess:
+    """torchrun with `num_processes` gloo processes of one thread each."""
+    launcher = [
+        "torch.distributed.run",
+        f"--nproc_per_node={num_processes}",
+        f"--master_port={free_port()}",
+    ]
+    command = [sys.executable, "-m", *launcher, *arguments]
+    environment = launch_environment(python_path)
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
+
+
+def launch_environment(*folders: Path | None) -> dict[str, str]:
+    """One thread to a process; modules come from this checkout and `folders`."""
+    paths = [str(folder) for folder in (ROOT, *folders) if folder is not None]
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_shell(command: str, folder: Path) -> subprocess.CompletedProcess:
+    """A command in a folder, with the programs of this environment on the path."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "WANDB_MODE": "offline"}
+    return subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )

@@ -1,0 +1,27 @@
+"""Prompts and pictures to be scored."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flowgrpo_rc.batch import Prompt
+
+
+def random_images(count: int, size: int = 16, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (count, size, size, 3), dtype=np.uint8)
+
+
+def numbered_prompts(count: int, start: int = 0) -> list[Prompt]:
+    """Prompts whose target is their number."""
+    return [
+        Prompt(text=f'a "{index}"', index=index, target=str(index))
+        for index in range(start, start + count)
+    ]
+
+
+def sums(*targets: str | None) -> list[Prompt]:
+    """Sums to be done by a language model, with the given targets."""
+    return [
+        Prompt(text=f"{index}+{index}=", index=index, target=target)
+        for index, target in enumerate(targets)
+    ]

@@ -1,0 +1,175 @@
+"""Fabricated run folders to report on, and a reader of the pages."""
+
+from __future__ import annotations
+
+import json
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from flowgrpo_rc.records.samples import save_grid
+
+VOID = {"meta", "img", "br", "hr", "link"}
+
+
+class Page(HTMLParser):
+    """Collects ids, text and resource references, and checks that tags are balanced."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.references: list[str] = []
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.ids += [value for name, value in attrs if name == "id" and value]
+        self.references += [
+            value for name, value in attrs if name in ("src", "href", "srcset", "action") and value
+        ]
+        assert not any(name.startswith("on") for name, _ in attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def metric_row(step: int, rng: np.random.Generator) -> dict[str, float]:
+    noise = float(rng.normal())
+    row = {
+        "reward/mean": 0.45 + 0.25 * (1 - math.exp(-step / 25)) + 0.02 * noise,
+        "reward/std": 0.2,
+        "reward/ocr": 0.45 + 0.25 * (1 - math.exp(-step / 25)) + 0.02 * noise,
+        "actor/pg_loss": 1e-5 * noise,
+        "actor/clip_fraction": 0.3 + 0.05 * noise,
+        "actor/clip_fraction_higher": 0.16 + 0.02 * noise,
+        "actor/clip_fraction_lower": 0.14 + 0.03 * noise,
+        "actor/ratio_std": 3e-5 * (1 + 0.1 * abs(noise)),
+        "actor/grad_norm": 0.02 + 0.002 * noise,
+        "actor/lr": 3e-4,
+        "perf/samples_per_second": 40 + noise,
+        "perf/peak_memory_gib": 1.4,
+        "timing_s/rollout": 2.0,
+        "timing_s/update": 2.6,
+        "timing_s/reward": 0.5,
+        "timing_s/step": 5.3,
+    }
+    correction = {
+        "rollout_is_mean": 1 + 2e-5 * noise,
+        "rollout_is_max": 1 + 3e-4 + 2e-5 * abs(noise),
+        "rollout_is_min": 1 - 3e-4 - 2e-5 * abs(noise),
+        "rollout_is_eff_sample_size": 1 - 1e-8,
+        "rollout_rs_masked_fraction": 0.02 + 0.005 * noise,
+        "rollout_rs_seq_masked_fraction": 0.04 + 0.01 * noise,
+        "rollout_is_veto_fraction": 0.0,
+        "kl": 1e-5 * noise,
+        "k3_kl": 3e-9,
+        "log_ppl_abs_diff": 8e-5 + 1e-6 * noise,
+        "chi2_token": 1e-8,
+        "chi2_seq": 2e-8,
+        "mismatch_over_clip": 0.8 + 0.1 * noise,
+        "logprob_abs_diff_mean": 8e-5,
+        "logprob_abs_diff_p50": 5e-5,
+        "logprob_abs_diff_p99": 4e-4,
+        "logprob_abs_diff_max": 1e-3 * (1 + 0.2 * abs(noise)),
+    }
+    correction |= {
+        f"logprob_abs_diff/ts_{t}": 2e-5 * 1000 / t * (1 + 0.1 * noise)
+        for t in (1000, 960, 900, 810, 660, 400)
+    }
+    return row | {f"actor/rollout_corr/{name}": value for name, value in correction.items()}
+
+
+def make_run(folder: Path, steps: int = 60) -> Path:
+    rng = np.random.default_rng(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, float | None]] = [
+        {"step": 0, "val/reward": 0.412, "val/ocr": 0.412, "val/ocr/exact": 0.11}
+    ]
+    for step in range(1, steps + 1):
+        row: dict[str, float | None] = {"step": step, **metric_row(step, rng)}
+        if step % 20 == 0:
+            reward = 0.412 + 0.25 * (1 - math.exp(-step / 25))
+            row |= {"val/reward": reward, "val/ocr": reward, "val/ocr/exact": reward - 0.3}
+        rows.append(row)
+    rows[7]["actor/pg_loss"] = None
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    images = rng.integers(0, 255, (8, 32, 64, 3), dtype=np.uint8)
+    for step in (0, 20, 60):
+        save_grid(
+            folder / "samples" / f"step_{step:06d}.png",
+            images,
+            [f'"w{i}" 0.{step}' for i in range(8)],
+            columns=4,
+        )
+    (folder / "config.yaml").write_text(
+        "trainer:\n  experiment_name: ocr <b>bypass</b>\n  total_training_steps: 60\n"
+        "model:\n  path: bundled\nreward:\n  remote:\n    api_key: hunter2\n    url: http://user:hunter3@host/score\n"
+        "data:\n  train_files: words.txt\n"
+    )
+    environment = {
+        "python": "3.11",
+        "packages": {"torch": "2.13.0"},
+        "device": "cpu",
+        "command": ["train", "a_token=hunter4"],
+    }
+    environment["command"].append("reward.remote.api_key=hunter5")
+    (folder / "environment.json").write_text(json.dumps(environment))
+    (folder / "health.jsonl").write_text(
+        '{"step": 12, "message": "kl is 0.2 <script>alert(1)</script>"}\n'
+    )
+    counts = {
+        "log_ratio": {"-51": 30, "-48": 60, "0": 5, "48": 70, "52": 20},
+        "log_weight": {"-30": 7, "44": 9},
+    }
+    lines = [{"step": step, **counts} for step in range(1, steps + 1) if step != 5]
+    (folder / "histograms.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    make_rejected(folder / "rejected", images)
+    for step in (20, 60):
+        (folder / "checkpoints" / f"step_{step}").mkdir(parents=True)
+        (folder / "checkpoints" / f"step_{step}" / "state.pt").write_bytes(b"0" * 2_000_000)
+    (folder / "checkpoints" / "step_61.tmp").mkdir()
+    (folder / "lora").mkdir()
+    (folder / "lora" / "pytorch_lora_weights.safetensors").write_bytes(b"0" * 500_000)
+    return folder
+
+
+def make_rejected(folder: Path, images: np.ndarray) -> None:
+    """Two samples in each of 8 steps, of which the report shows 12; one of a text, with markup."""
+    folder.mkdir()
+    reasons = [{"criterion": "seq_mean_k1", "value": 1.00031, "lower": 0.9998, "upper": 1.0002}]
+    for step in range(1, 9):
+        stem = f"step_{step:06d}_process_0_of_1"
+        Image.fromarray(images[step - 1]).save(folder / f"{stem}_0.png")
+        row = {
+            "step": step,
+            "reward": 0.25,
+            "timestep": 750,
+            "log_ratio": 3.1e-4,
+            "reasons": reasons,
+        }
+        picture = row | {"prompt": f"a sign {step}", "picture": f"{stem}_0.png"}
+        broken = [{"criterion": "not finite", "value": None, "lower": None, "upper": None}]
+        text = row | {
+            "prompt": "1+1=",
+            "text": "<b>3</b>",
+            "reward": None,
+            "log_ratio": None,
+            "reasons": broken,
+        }
+        (folder / f"{stem}.json").write_text(json.dumps([picture, text]))

@@ -1,0 +1,98 @@
+"""The learning rate, and the 8-bit optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from support.runs import fingerprint
+from support.torchao import needs_torchao
+from support.updates import make_update
+from torch import nn
+
+from flowgrpo_rc.core.random import normal
+from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.records.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from flowgrpo_rc.records.optimizer_state import optimizer_tensors
+from flowgrpo_rc.training import optim
+from flowgrpo_rc.training.config import ActorConfig
+from flowgrpo_rc.training.optim import OptimConfig, make_optimizer
+from flowgrpo_rc.training.update import PolicyUpdate
+
+
+@pytest.mark.parametrize(
+    ("name", "warmup", "wanted"),
+    [("constant", 0, [1, 1, 1]), ("constant", 2, [0, 0.5, 1]), ("linear", 0, [1, 0.9, 0.8])],
+)
+def test_learning_rate(model: FlowModel, name: str, warmup: int, wanted: list[float]) -> None:
+    optim = OptimConfig(lr=1e-3, lr_scheduler=name, lr_warmup_steps=warmup)
+    update, batch = make_update(model, ActorConfig(ppo_micro_batch_size_per_gpu=4, optim=optim))
+    rates = [update.run(batch, 4).compute()["lr"] for _ in range(3)]
+    assert rates == pytest.approx([1e-3 * factor for factor in wanted])
+
+
+@needs_torchao
+@pytest.mark.usefixtures("without_compiler")
+def test_the_first_8_bit_step_is_that_of_adamw() -> None:
+    """Moments are rounded after their use, so the first step is exact; they take a byte and a share
+    of a scale each.
+    """
+    parameters = [nn.Parameter(normal((64, 128), [1], name)[0]) for name in "ab"]
+    parameters[1].data.copy_(parameters[0])
+    optimizers = []
+    for parameter, name in zip(parameters, optim.OPTIMIZERS, strict=True):
+        optimizers.append(
+            make_optimizer([parameter], OptimConfig(name=name, lr=0.01, weight_decay=0.1))
+        )
+        parameter.grad = normal((64, 128), [2])[0]
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.step()
+        apart = (parameters[0] - parameters[1]).abs().max()
+        assert apart < 1e-6 if step == 0 else 1e-6 < apart < 0.03
+    stored = optimizer_tensors(optimizers[1], {"p": parameters[1]})
+    assert stored["p.exp_avg.codes"].dtype == torch.uint8
+    assert stored["p.exp_avg.scale"].numel() == 64 * 128 // 256
+
+
+@needs_torchao
+@pytest.mark.usefixtures("without_compiler")
+def test_8_bit_state_survives_a_checkpoint_bit_for_bit(
+    bundled: FlowModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optim, "SMALLEST_8BIT", 0)
+    settings = OptimConfig(name="adamw_8bit", lr=1e-3, lr_scheduler="linear")
+    actor = ActorConfig(ppo_micro_batch_size_per_gpu=4, optim=settings)
+    update, batch = make_update(bundled, actor)
+    update.run(batch, 4)
+    checkpoint = Checkpoint(step=1, tensors=update.tensors(), state={"update": update.state()})
+    path = save_checkpoint(tmp_path, checkpoint, keep=1)
+    update.run(batch, 4)
+    wanted, state = fingerprint(update.lora_state()), update.state()
+    loaded, processes = load_checkpoint(path), Processes(Accelerator(cpu=True))
+    fresh = PolicyUpdate(
+        FlowPolicy(bundled, bundled.transformer),
+        actor,
+        update._loss,
+        processes,
+        update._mode,
+        total_updates=10,
+    )
+    fresh.load(loaded.tensors, loaded.state["update"])
+    fresh.run(batch, 4)
+    assert fingerprint(fresh.lora_state()) == wanted
+    assert fresh.state() == state
+    assert fingerprint(fresh.tensors()["optimizer"]) == fingerprint(update.tensors()["optimizer"])
+
+
+@needs_torchao
+def test_8_bits_for_small_tensors_are_refused() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"adamw_8bit has no effect: the largest LoRA tensor has 16 .*model\.lora_rank",
+    ):
+        make_optimizer([nn.Parameter(torch.zeros(4, 4))], OptimConfig(name="adamw_8bit"))
