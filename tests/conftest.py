@@ -29,7 +29,7 @@ transformers_logging.disable_progress_bar()
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A StableDiffusion3Pipeline folder with random weights."""
+    """The folder of a StableDiffusion3Pipeline with random weights."""
     folder = tmp_path_factory.mktemp("checkpoint") / "sd3"
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -41,7 +41,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a random checkpoint by its name in `tiny_models`, made once."""
+    """Returns the folder of a random checkpoint by its name in `tiny_models`; made once."""
     root = tmp_path_factory.mktemp("tiny")
 
     def folder(name: str) -> Path:
@@ -103,15 +103,16 @@ def bundled() -> FlowModel:
 
 @pytest.fixture
 def without_compiler() -> Iterator[None]:
-    """torchao compiles its optimizer's step; what it computes is the same without."""
+    """Keeps torchao from compiling its optimizer's step, which computes the same either way."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 @pytest.fixture
 def overrides(checkpoint: Path, prompt_file: Path, tmp_path: Path) -> list[str]:
-    """A run of two steps, small enough for a test: 4 prompts x 2 samples, fp32 rollout, JPEG
-    reward.
+    """Overrides of a run of two small steps.
+
+    There are 4 prompts with 2 samples each, an fp32 rollout and the JPEG reward.
     """
     return [
         f"model.path={checkpoint}",
@@ -144,16 +145,14 @@ def overrides(checkpoint: Path, prompt_file: Path, tmp_path: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _fresh_accelerate() -> Iterator[None]:
-    """accelerate keeps device and precision for the whole process; each test is a process of its
-    own in real life.
-    """
+    """Resets what accelerate keeps for the whole process: a run has a process of its own."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture
 def train(overrides: list[str]) -> Train:
-    """Run the training command with the overrides above and further ones; returns the exit code."""
+    """Runs the training command with `overrides` and further ones; returns the exit code."""
 
     def run(*further: str) -> int:
         return main(["train", *overrides, *further])

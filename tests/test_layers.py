@@ -87,7 +87,7 @@ def imports(file: Path) -> Iterator[Import]:
 
 
 def part_of(file: Path) -> str:
-    """The first folder below the package, or the module's own name."""
+    """Returns the first folder below the package, or the module's own name."""
     return file.relative_to(ROOT).parts[0].removesuffix(".py")
 
 

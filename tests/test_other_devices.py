@@ -27,9 +27,7 @@ META = torch.device("meta")
 
 
 class Anything(FlowPolicy):
-    """Evaluates to some log-probs, and names its cells without a look at the numbers of the
-    schedule.
-    """
+    """A policy that returns some log-probs and does not look at the numbers of the schedule."""
 
     def cell_names(self, batch: DiffusionBatch) -> Sequence[str]:
         return ["ts_1000", "ts_667", "ts_333"]
@@ -40,7 +38,7 @@ class Anything(FlowPolicy):
 
 @pytest.fixture
 def batch() -> DiffusionBatch:
-    """[4, 2]."""
+    """A batch [4, 2]."""
     with META:
         return diffusion_batch(torch.zeros(4, 2), old_log_probs=torch.zeros(4, 2))
 
@@ -53,7 +51,7 @@ def processes() -> Processes:
 
 
 def on_device(tensors: Mapping[str, Tensor]) -> bool:
-    """Sizes aside, which are the host's."""
+    """Returns the tensors that are on the device; sizes are on the host."""
     return all(
         tensor.device == META for name, tensor in tensors.items() if not name.endswith(".sizes")
     )
@@ -75,7 +73,7 @@ def test_auto_bands(batch: DiffusionBatch, iterations: int) -> None:
     assert on_device(found)
 
 
-def test_the_noise_floor(batch: DiffusionBatch, processes: Processes) -> None:
+def test_the_mismatch_monitor(batch: DiffusionBatch, processes: Processes) -> None:
     policy = Anything(None, None)  # type: ignore[arg-type]
     expected = ExpectedMismatch(policy, policy, processes, size=1.0, least=4e-7, micro_batch_size=2)
     floor = MismatchMonitor(policy, processes, clip_ratio=1e-4, expected=expected)

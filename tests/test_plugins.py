@@ -21,7 +21,7 @@ PACKAGE = "flowgrpo_rc.rewards"
 
 
 class Constant(Reward):
-    """A reward out of the tree, with an option that has no default."""
+    """A reward outside the package, with an option that has no default."""
 
     def __init__(self, *, value: float) -> None:
         self.value = value
@@ -31,14 +31,14 @@ class Constant(Reward):
 
 
 class Plain(Reward):
-    """No option at all."""
+    """A reward without options."""
 
     def __call__(self, images, prompts):
         return Scores(values=[0.0] * len(images))
 
 
 class Unfinished(Reward):
-    """Abstract: it forgot to define __call__."""
+    """An abstract reward: it lacks __call__."""
 
 
 class NotAReward:

@@ -17,7 +17,7 @@ OTHERS = {"support", "end_to_end", "benchmarks", "docs", "examples", "vllm_real"
 
 
 def imported(file: Path) -> Iterator[str]:
-    """The full names that a file imports."""
+    """Yields the full names that a file imports."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -43,7 +43,7 @@ def test_every_folder_of_tests_is_a_room_of_the_package() -> None:
 
 
 def test_conftest_files_hold_fixtures_alone() -> None:
-    """What tests import stands in tests/support."""
+    """What tests import is in tests/support."""
     wrong = [
         f"{file.relative_to(TESTS)}: {node.name}"
         for file in TESTS.rglob("conftest.py")

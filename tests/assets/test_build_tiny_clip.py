@@ -10,10 +10,8 @@ from flowgrpo_rc import assets
 from flowgrpo_rc.assets.build_tiny_clip import evaluate_checkpoint
 
 
-def test_the_bundled_clip_knows_the_held_out_words():
-    """As well as its build said; by chance it would find 1 in 512, and prefer the right one of two
-    in every second.
-    """
+def test_the_bundled_clip_is_as_good_as_its_build_wrote_down():
+    """Chance would find 1 word in 512, and prefer the right one of two words half of the time."""
     words = [line.strip('"') for line in assets.path("prompts/glyph_val.txt").read_text().split()]
     folder = assets.path("tiny_clip")
     said = json.loads((folder / "build_metrics.json").read_text())["val"]

@@ -38,7 +38,7 @@ Iteration = tuple[DiffusionBatch, Tensor, Tensor]
 
 
 def iterations(count: int) -> Iterator[Iteration]:
-    """Batch, log-probs of the training graph and KL of each; the LoRA is random and not zero."""
+    """Yields each iteration's batch, log-probs of the training graph and KL; the LoRA is random."""
     config = to_config(compose_config([]))
     model = load_model(config.model, CPU)
     network = add_lora(model, config.model, config.trainer.seed)

@@ -61,9 +61,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 
 
 class Cost(NamedTuple):
-    """Of one call: peak of the additional memory and memory of the results in MiB, number of host
-    transfers.
-    """
+    """The cost of one call. Memory of the peak and of the results is in MiB beyond the inputs."""
 
     peak: float
     results: float
@@ -71,8 +69,11 @@ class Cost(NamedTuple):
 
 
 def make_inputs(rows: int, columns: int) -> Inputs:
-    """Log-probs of two implementations that differ by 0.02, one token in a hundred by 1; responses
-    of any length from an eighth of the longest; arbitrary numbers in the padding."""
+    """Returns log-probs of two implementations, and a mask.
+
+    They differ by 0.02, one token in a hundred by 1; responses have any length from an eighth of
+    the longest; the padding holds arbitrary numbers.
+    """
     source = torch.Generator().manual_seed(0)
     rollout = -torch.empty(rows, columns).exponential_(2.0, generator=source)
     outliers = torch.rand(rows, columns, generator=source) < 0.01
@@ -84,7 +85,7 @@ def make_inputs(rows: int, columns: int) -> Inputs:
 
 @contextmanager
 def counted_copies() -> Iterator[list[str]]:
-    """The names of COPYING that are called on tensors meanwhile."""
+    """Collects the names of COPYING that are called on tensors while the context is open."""
     calls: list[str] = []
     originals = {name: getattr(Tensor, name) for name in COPYING}
 
@@ -129,7 +130,7 @@ def seconds(correct: Correct, inputs: Inputs) -> float:
 
 
 def agreement(theirs: Correct, inputs: Inputs) -> str:
-    """Both do the same work: how far the weights are apart, and in how many steps the masks are."""
+    """Returns how far the weights of both are apart, and in how many steps their masks differ."""
     proto, mask, _ = theirs(*inputs, **SETTINGS)
     found, weights = ours(*inputs, **SETTINGS), proto.batch["rollout_is_weights"]
     apart, different = (found.weights - weights).abs().max(), (found.mask != mask).sum()

@@ -37,7 +37,7 @@ ARMS = {
 
 
 def make_trainer(folder: str, overrides: list[str], stack: ExitStack) -> Trainer:
-    """A trainer with one mini-batch per step, whatever the overrides say about their size."""
+    """Makes a trainer with one mini-batch per step; overrides of its size have no effect."""
     settings = ["trainer.logger=[]", f"trainer.output_dir={folder}"]
     composed = compose_config([*overrides, *settings])
     composed.actor.ppo_mini_batch_size = composed.data.train_batch_size
@@ -51,7 +51,7 @@ def make_trainer(folder: str, overrides: list[str], stack: ExitStack) -> Trainer
 
 
 def step_seconds(trainer: Trainer, step: int) -> tuple[float, float]:
-    """Seconds of one training step: by the clock, and on the cores."""
+    """Returns the seconds of one training step: by the clock, and on the cores."""
     clock, cores = time.perf_counter(), time.process_time()
     trainer.train_step(step)
     return time.perf_counter() - clock, time.process_time() - cores

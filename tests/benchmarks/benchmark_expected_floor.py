@@ -57,7 +57,7 @@ def ratios(
     batch: DiffusionBatch,
     expected: ExpectedMismatch,
 ) -> list[float]:
-    """`mismatch_over_expected` of each 8 samples."""
+    """Returns `mismatch_over_expected` of every 8 samples."""
     difference = policy.log_probs(batch, 12).double() - other.log_probs(batch, rows)
     found = []
     for start in range(0, len(batch), 8):

@@ -33,7 +33,7 @@ WARM_UP = 2
 
 
 def step_seconds(staleness: int, steps: int, overrides: list[str]) -> list[float]:
-    """Seconds of `steps` training steps in a row."""
+    """Returns the seconds of `steps` training steps in a row."""
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             "rollout.staleness": staleness,

@@ -18,7 +18,7 @@ from flowgrpo_rc.policies.base import Measured
 
 
 def mismatch(*scales: float) -> Mismatch:
-    """Normal differences, of a standard deviation for each step."""
+    """Makes normal differences with one standard deviation for each step."""
     normal = torch.distributions.Normal(0.0, 1.0).icdf(torch.arange(1, 20000).double() / 20000)
     return Mismatch(
         guidance=1.0,
@@ -82,7 +82,7 @@ def test_mode_and_band_follow_the_rule(
     )  # which needs no small mismatch
 
 
-def test_a_mode_can_be_asked_for_and_a_fault_gets_no_room() -> None:
+def test_a_mode_can_be_asked_for_and_a_fault_widens_no_band() -> None:
     assert not settings(mismatch(1e-4), mode="decoupled").bypass_mode
     forced = settings(mismatch(1e-3), mode="bypass")
     assert (forced.bypass_mode, forced.values[CLIP]) == (True, pytest.approx(up(1.25 * Z99 * 1e-3)))
@@ -103,7 +103,9 @@ def test_a_mode_can_be_asked_for_and_a_fault_gets_no_room() -> None:
     ("cause", "healthy", "doubted"),
     [(None, True, False), (None, False, True), ("lora", False, True)],
 )
-def test_what_is_not_explained_is_no_noise(cause: str | None, healthy: bool, doubted: bool) -> None:
+def test_an_unexplained_mismatch_is_not_treated_as_noise(
+    cause: str | None, healthy: bool, doubted: bool
+) -> None:
     found = [] if cause is None else [(cause, "it is off")]
     numbers = {"mismatch": 1e-4, "copy_mismatch": 1e-5, "as_recorded": 1e-4, "resolution": 1e-8}
     diagnosis = Diagnosis(
@@ -120,7 +122,7 @@ def test_peers_log_probs_have_their_own_band() -> None:
 
 
 def test_guard_is_in_bypass_mode_with_a_clip_on_its_own_ratio() -> None:
-    """However large the mismatch is; the log-ratio of Guard is (mismatch + KL) std."""
+    """However large the mismatch is. The log-ratio of Guard is (mismatch + KL) std."""
     guard = loss_mode("grpo_guard")
     for scale in (1e-4, 1e-2):
         found = settings(mismatch(scale, scale), guard)
@@ -181,7 +183,7 @@ WEIGHTS = f"{KEY}.rollout_is=token"
         ([BYPASS, f"{KEY}.bypass_level=window"], "decoupled", f"{KEY}.bypass_level", "step"),
     ],
 )
-def test_what_the_chosen_mode_refuses_is_put_right(
+def test_settings_that_the_chosen_mode_refuses_are_changed(
     given: list[str], mode: str, key: str, value: object
 ) -> None:
     config = configured(*given)

@@ -8,7 +8,7 @@ from flowgrpo_rc.calibration.faults import fit
 
 
 @pytest.mark.parametrize("size", [0.31, 1.01, 1.2345678, 3.0, 6.9])
-def test_a_size_is_fitted(size: float) -> None:
+def test_the_size_of_a_fault_is_fitted(size: float) -> None:
     asked: list[float] = []
 
     def residual(x: float) -> float:

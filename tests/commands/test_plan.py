@@ -124,7 +124,7 @@ def test_the_reference_recipe_by_hand() -> None:
     }
 
 
-def test_sharding_and_an_engine_of_its_own() -> None:
+def test_sharding_and_a_separate_engine() -> None:
     """Qwen-Image: frozen weights over four ranks, and a whole pipeline in the engine."""
     recipe = "+experiment=qwen_image_ocr_rollout_corr_4xh800"
     sharded, whole = (
@@ -173,7 +173,7 @@ def test_why_decoupled_mode_recomputes_everything() -> None:
     assert "need all steps" in why
 
 
-def test_what_saves_memory() -> None:
+def test_settings_that_save_memory() -> None:
     recipe = "+experiment=sd35_medium_ocr_1xh100"
     base = sizes(plan_of(recipe))
     less = sizes(
@@ -200,7 +200,7 @@ def test_what_saves_memory() -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture) -> None:
-    """The bundled job from its folder, and with the overrides of another system."""
+    """The bundled job from its folder, and with the overrides of verl-omni."""
     assert (
         main(["plan", "trainer.nnodes=1", "actor_rollout_ref.rollout.n=24", "--processes", "2"])
         == 0
@@ -234,7 +234,7 @@ def test_the_command(capsys: pytest.CaptureFixture) -> None:
         ),
     ],
 )
-def test_what_a_run_would_refuse(
+def test_settings_that_a_run_would_refuse(
     arguments: list[str], words: list[str], capsys: pytest.CaptureFixture
 ) -> None:
     assert main(["plan", *arguments]) == 2
@@ -242,7 +242,9 @@ def test_what_a_run_would_refuse(
     assert all(word in error for word in words), error
 
 
-def test_a_part_without_its_settings(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_component_whose_settings_are_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     folder = tmp_path / "model"
     shutil.copytree(ARCHITECTURES / "Qwen-Image", folder)
     (folder / "vae" / "config.json").unlink()

@@ -18,7 +18,7 @@ RC = "algorithm.rollout_correction"
 
 @pytest.fixture
 def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading a pipeline ends the test."""
+    """Ends the test if a pipeline is loaded."""
 
     def fail(*args: object, **kwargs: object) -> None:
         raise AssertionError("a model was loaded")
@@ -145,7 +145,7 @@ def test_the_dry_run_and_the_printed_configuration_load_nothing(
         ),
     ],
 )
-def test_bad_input(
+def test_bad_settings_of_precision_and_processes(
     overrides: list[str],
     capsys: pytest.CaptureFixture,
     further: tuple[str, ...],

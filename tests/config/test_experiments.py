@@ -118,7 +118,7 @@ def test_it_takes_a_calibration_of_the_user(tmp_path: Path) -> None:
 
 
 def changes(name: str, base: str) -> dict[str, object]:
-    """What differs between two experiments."""
+    """Returns what differs between two experiments."""
 
     def flat(name: str) -> dict[str, object]:
         tree = OmegaConf.to_container(compose_all([f"+experiment={name}"]).config, resolve=True)
@@ -141,7 +141,7 @@ def changes(name: str, base: str) -> dict[str, object]:
     }
 
 
-def test_one_card_and_the_fast_variant_change_what_they_say() -> None:
+def test_one_card_and_the_fast_variant_change_only_what_they_name() -> None:
     assert changes("sd35_medium_ocr_1xh100", "sd35_medium_ocr_8xh100") == {
         "data.train_batch_size": 8,
         "rollout.n": 8,
@@ -163,8 +163,9 @@ def test_one_card_and_the_fast_variant_change_what_they_say() -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "pickscore" in name])
 def test_pickscore_takes_the_place_of_ocr(name: str) -> None:
-    """With flow_grpo's prompts and, where there is a KL penalty, its coefficient; nothing else
-    differs.
+    """Prompts and the KL coefficient, if there is a penalty, are those of flow_grpo.
+
+    Nothing else differs.
     """
     kl = {"actor.kl_loss_coef": 0.01} if name.startswith("sd35") else {}
     reward = {"reward.terms.pickscore.weight": 0.03846}
@@ -173,9 +174,7 @@ def test_pickscore_takes_the_place_of_ocr(name: str) -> None:
 
 
 def test_qwen_image_is_the_command_of_verl_omni() -> None:
-    """The experiment and the published command line agree wherever the command says something about
-    the training.
-    """
+    """They agree in everything that the published command says about the training."""
     from support.verl_omni_commands import QWEN_IMAGE
 
     there = compose_config([*QWEN_IMAGE, "compat.ignore=[reward]"])

@@ -37,8 +37,10 @@ def oracle(
     global_std: bool,
     others: bool = False,
 ) -> list[float]:
-    """`others`: the baseline is the mean of the others of the group. The std is about the mean of
-    all of it.
+    """Computes the advantages in loops.
+
+    With `others`, the baseline is the mean of the group's other members; the standard deviation is
+    always that of the whole group.
     """
     everything = [reward for reward, ok in zip(rewards, valid, strict=True) if ok]
     result = []
@@ -79,7 +81,7 @@ def test_global_std_by_hand():
 
 
 def test_rloo_by_hand():
-    """The others of (0, 1) are 1 and 0, those of (2, 4, 6) have means 5, 4 and 3."""
+    """In (0, 1) the others are 1 and 0; in (2, 4, 6) they have means 5, 4 and 3."""
     found = group_relative(
         *tensors([0, 1, 2, 4, 6], [7, 7, 3, 3, 3]), norm_by_std=False, leave_one_out=True
     )
@@ -87,7 +89,7 @@ def test_rloo_by_hand():
 
 
 def test_the_estimators_are_these():
-    """(divide by a standard deviation, by that of the whole batch)."""
+    """The values: divide by a standard deviation, divide by that of the whole batch."""
     assert ESTIMATORS == {
         "flow_grpo": (True, True),
         "grpo": (True, False),
@@ -161,7 +163,7 @@ def test_a_group_without_valid_samples_and_a_group_of_one(options):
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("members", [1, 2, 5])
 def test_a_group_left_with_one_valid_member_gets_zero(options, members):
-    """Its baseline would be its own reward, or nobody's: neither says anything about it."""
+    """Neither its own reward nor nobody's would be a baseline."""
     rewards, group = [5.0] * members + [0.0, 1.0], [0] * members + [1, 1]
     valid = [index == 0 for index in range(members)] + [True, True]
     found = group_relative(*tensors(rewards, group, valid), **options)
@@ -221,7 +223,7 @@ def test_a_sample_is_wholly_rejected_if_it_has_steps_and_keeps_none():
 def gdpo_oracle(
     rewards: list[list[float]], weights: list[float], group: list[int], valid: list[bool]
 ) -> list[float]:
-    """Each reward over the standard deviation of its group, their weighted sum over that of the
+    """Divides each reward by the deviation of its group, and the weighted sum by that of the
     batch.
     """
     alone = [oracle(reward, group, valid, by_std=True, global_std=False) for reward in rewards]
@@ -251,8 +253,8 @@ def test_gdpo():
 
 
 def test_gdpo_does_not_depend_on_the_scale_of_a_reward():
-    """GRPO of the sum sees two samples alike that differ in both rewards; and a large reward drowns
-    a small one.
+    """GRPO of the sum cannot tell apart two samples that differ in both rewards, and a large
+    reward drowns a small one.
     """
     group, valid = torch.tensor([0, 0, 0, 0]), torch.ones(4, dtype=torch.bool)
     small, large = torch.tensor([0.0, 1.0, 0.0, 1.0]), torch.tensor([300.0, 100.0, 100.0, 300.0])

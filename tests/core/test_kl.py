@@ -25,7 +25,7 @@ def test_kl_estimators(scale):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_kl_of_the_two_gaussians(kind: str) -> None:
+def test_gaussian_kl_is_the_kl_of_the_two_gaussians(kind: str) -> None:
     source = torch.Generator().manual_seed(0)
     x, v, other = (torch.randn(3, 2, 4, 4, generator=source, dtype=torch.float64) for _ in range(3))
     sigma, sigma_next = (

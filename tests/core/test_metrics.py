@@ -125,7 +125,7 @@ def test_a_value_that_is_not_finite_is_shown_and_not_hidden(value):
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_a_renamed_metric_keeps_its_value_and_what_follows_from_it(keep):
+def test_a_renamed_metric_keeps_its_value_and_its_derived_metrics(keep):
     bag = filled(VALUES)
     bag.rename(
         {
@@ -204,8 +204,8 @@ def test_metrics_under_other_names() -> None:
     assert bag.compute() == {"a": 2.0, "b": 5.0}
 
 
-def test_what_is_replaced_does_not_add_up() -> None:
-    """Whatever the kind of the metric was."""
+def test_replacing_metrics_does_not_add_them_up() -> None:
+    """The kinds of the old and the new metric may differ."""
     bag, other = MetricBag(), MetricBag()
     bag.mean("p/a", torch.tensor([1.0, 3.0]))
     bag.max("p/b", torch.tensor([5.0]))

@@ -9,7 +9,7 @@ from flowgrpo_rc.core.random import derive_seed, generator, normal
 
 
 def test_known_values_are_pinned():
-    """A change here silently breaks the resumption of old runs."""
+    """If they changed, an old run could no longer be resumed bit for bit."""
     assert derive_seed(0) == 3696793467068528757
     assert derive_seed(42, 7, 3, 1, "rollout") == 2994232003836496177
     found = normal((3,), [123], "latents")[0].tolist()

@@ -173,8 +173,8 @@ def test_the_last_step_to_sigma_zero_still_has_a_density(kind):
 
 @pytest.mark.parametrize("noise", NOISES)
 def test_cps_preserves_the_coefficients(noise):
-    """With x = (1 - sigma) data + sigma e, the next state has data coefficient 1 - sigma' and noise
-    power sigma'^2.
+    """For x = (1 - sigma) data + sigma e, the next state has 1 - sigma' data and noise power
+    sigma'^2.
     """
     data, e = drawn(1, 64, seed=1, dtype=torch.float64), drawn(1, 64, seed=2, dtype=torch.float64)
     found = step("cps", noise, 0.25 * data + 0.75 * e, e - data, [2])

@@ -33,7 +33,7 @@ from flowgrpo_rc import (
 
 
 @pytest.mark.parametrize(("training_value", "rollout_value"), NOT_FINITE)
-def test_the_public_helpers_reject_what_is_not_finite(training_value, rollout_value):
+def test_the_public_functions_reject_what_is_not_finite(training_value, rollout_value):
     training, rollout = log_probs(shape=(4, 1))
     training[1], rollout[1] = training_value, rollout_value
     mask, others = torch.ones(4, 1), [0, 2, 3]
@@ -51,7 +51,7 @@ def test_the_public_helpers_reject_what_is_not_finite(training_value, rollout_va
 
 
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.int64, torch.float32])
-def test_the_public_entry_is_the_core_with_a_prefix(mask_dtype):
+def test_the_public_function_is_the_core_with_a_prefix(mask_dtype):
     training, rollout = log_probs()
     mask = mask_of("left")
     rule = Rule("sequence", bands=(("seq_mean_k1", 0.8, 1.3),), veto=0.4, normalise=True)
@@ -67,7 +67,7 @@ def test_the_public_entry_is_the_core_with_a_prefix(mask_dtype):
     }
 
 
-def test_the_smaller_helpers_agree_with_the_entry():
+def test_the_smaller_functions_agree_with_the_whole_correction():
     training, rollout = log_probs()
     mask = mask_of("right")
     whole = compute_rollout_correction_and_rejection_mask(
@@ -132,9 +132,7 @@ def test_the_defaults_are_the_documented_ones():
 
 
 def test_the_example_of_the_usage_document():
-    """Its call, with names and thresholds as printed there, and every metric that its code
-    reads.
-    """
+    """Names and thresholds are as printed there, and every metric that its code reads exists."""
     training, rollout = log_probs()
     found = compute_rollout_correction_and_rejection_mask(
         old_log_prob=training,
@@ -227,7 +225,7 @@ def test_rollout_equal_to_old_is_left_alone():
 
 
 def test_in_single_steps_all_levels_are_the_same():
-    """Bypass corrects [B, 1]: the document calls all rejection modes equivalent there."""
+    """Bypass mode corrects [B, 1], where the document calls all rejection modes equivalent."""
     training, rollout = log_probs(shape=(30, 1))
     mask = torch.ones(30, 1, dtype=torch.bool)
     for estimator, bounds in (("k1", (0.7, 1.4)), ("k2", (0, 0.1)), ("k3", (0, 0.1))):

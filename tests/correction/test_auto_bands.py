@@ -48,9 +48,11 @@ def auto_bands(names: str = ",".join(NAMES), spec: str = "auto:4", num_steps: in
 def mismatch(
     seed: int, rows: int = 64, planted: float = 0.0
 ) -> tuple[DiffusionBatch, Tensor, Tensor]:
-    """Batch, log-probs of the training graph and KL. Normal differences about a shift of a third of
-    their deviation;
-    `planted`: deviations that each sample is off by, all of its steps in one direction."""
+    """Makes a batch, log-probs of the training graph, and the KL.
+
+    Differences are normal about a shift of a third of their deviation. `planted` moves all steps of
+    a sample by so many deviations, up or down.
+    """
     source = torch.Generator().manual_seed(seed)
     noise, spread = torch.randn(2, rows, 4, generator=source, dtype=torch.float64)
     sign = torch.randint(2, (rows, 1), generator=source) * 2 - 1
@@ -104,7 +106,7 @@ def test_the_deviation_is_that_of_a_normal_distribution() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_is_kept_within_k_deviations(name: str) -> None:
-    """Against numpy, one step of the schedule (or the first of the window) at a time."""
+    """Numpy judges one step of the schedule, or the first of the window, at a time."""
     bands = warmed(auto_bands(name))
     batch, training, kl = mismatch(99, 200, planted=3.0)
     level, estimator = name.rsplit("_", 1)
@@ -151,9 +153,7 @@ def test_each_step_of_the_schedule_has_its_own_scale() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_few_clean_samples_and_most_planted_errors_are_rejected(name: str) -> None:
-    """Ten deviations planted on each step of a sample; the clean samples are others than the bands
-    have seen.
-    """
+    """Each step of a sample is off by ten deviations. The bands have not seen the clean samples."""
     bands = warmed(auto_bands(name))
     for planted, least, most in ((0.0, 0.0, 0.005), (10.0, 0.9, 1.0)):
         judged, _ = bands.judge(*mismatch(99, 20000, planted))
@@ -161,7 +161,7 @@ def test_few_clean_samples_and_most_planted_errors_are_rejected(name: str) -> No
         assert least <= rejected <= most, (planted, rejected)
 
 
-def test_nothing_is_rejected_before_it_is_warm() -> None:
+def test_nothing_is_rejected_before_a_band_has_seen_enough() -> None:
     bands = auto_bands("token_k1,step_kl")
     batch, training, kl = mismatch(0, WARM_UP - 1)
     bands.judge(batch, training, kl)
@@ -196,8 +196,9 @@ def test_what_is_not_finite_is_rejected_and_not_observed() -> None:
 
 
 def test_rounding_of_equal_precisions_is_not_rejected() -> None:
-    """Differences of exactly 0 have no deviation; the floor leaves room for sums in another
-    order.
+    """Differences of exactly 0 have no deviation.
+
+    The least width leaves room for sums in another order.
     """
     bands, (batch, training, _) = auto_bands("token_k1", "auto:4"), mismatch(0)
     bands.judge(batch, 0 * training, None)
@@ -224,7 +225,7 @@ def test_a_band_follows_the_newest_iterations(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_processes_share_their_bands() -> None:
-    """Three processes with a third of the samples each have the bands of one with all."""
+    """Three processes with a third of the samples each have the bands of one process with all."""
     iterations, given = [mismatch(seed, 66) for seed in range(4)], mismatch(99, 66, planted=3.0)
 
     def history(rows: slice, gather: Gather) -> AutoBands:
@@ -257,7 +258,7 @@ def test_processes_share_their_bands() -> None:
         assert same_scales(bands, alone)
 
 
-def test_a_checkpoint_holds_what_the_bands_follow() -> None:
+def test_a_checkpoint_holds_the_past_mismatch() -> None:
     bands, fresh = warmed(auto_bands(), 3), auto_bands()
     fresh.load(bands.tensors())
     for one, two in zip(
@@ -280,8 +281,9 @@ def test_a_decision_costs_no_host_transfer() -> None:
 def bypass_update(
     model: FlowModel, epochs: int, history: float, lr: float = 1e-1
 ) -> tuple[PolicyUpdate, Mode, Counting, DiffusionBatch]:
-    """An update of two mini-batches that moves the policy far, with bands that know a mismatch of
-    scale `history`.
+    """Makes an update of two mini-batches that moves the policy far.
+
+    Its bands know a mismatch of scale `history`.
     """
     transformer = trained_lora(model)
     batch, _ = sample_images(model, transformer, make_spec("sde", 1.0), WINDOWS["first"])
@@ -316,8 +318,9 @@ def test_one_mini_batch_is_judged_by_its_own_forwards(model: FlowModel) -> None:
 
 @pytest.mark.parametrize(("epochs", "extra"), [(1, 2), (2, 4)])
 def test_the_policy_s_own_movement_is_not_judged(model: FlowModel, epochs: int, extra: int) -> None:
-    """The first update moves later ratios far outside a band of 4e-6, but they were judged before
-    it. The forwards of the first mini-batch serve for both, where it comes only once."""
+    """The first update moves later ratios far outside a band of 4e-6, but they were judged
+    before it. In one epoch, forwards of the first mini-batch serve for judging and training.
+    """
     update, mode, policy, batch = bypass_update(model, epochs, history=1e-6)
     found = iterate(update, mode, batch, 2)
     assert found["rollout_corr/rollout_rs_token_k1_masked_fraction"] == 0
@@ -339,8 +342,8 @@ def test_a_planted_error_is_rejected_in_any_mini_batch(model: FlowModel, sample_
 
 
 def test_an_earlier_decision_is_narrowed_and_counted() -> None:
-    """In decoupled mode the mask of the bands, other criteria and the mean of the weights go
-    together.
+    """In decoupled mode the mask of the bands, other criteria and the mean of the weights
+    combine.
     """
     batch, training, _ = mismatch(0, 6)
     before = torch.ones(6, 4, dtype=torch.bool)
@@ -371,7 +374,7 @@ def test_an_earlier_decision_is_narrowed_and_counted() -> None:
 @pytest.mark.parametrize(
     ("name", "lower"), [("token_k1", -2.5), ("geometric", -2.5), ("seq_max_k2", -math.inf)]
 )
-def test_the_grammar(name: str, lower: float) -> None:
+def test_the_grammar_of_auto_bands(name: str, lower: float) -> None:
     (band,) = parse_bands(name, " auto:2.5 ")
     assert (band.lower, band.upper, band.auto) == (lower, 2.5, True)
     fixed, auto = parse_bands("token_k1,step_kl", "0.5_2.0,auto:4")
@@ -381,17 +384,17 @@ def test_the_grammar(name: str, lower: float) -> None:
 @pytest.mark.parametrize(
     "spec", ["auto", "auto:", "auto:0", "auto:-1", "auto:x", "auto:nan", "auto4", "auto:1_2"]
 )
-def test_wrong_specs_say_how(spec: str) -> None:
+def test_wrong_specs_say_how_to_write_them(spec: str) -> None:
     with pytest.raises(ValueError, match="auto:4"):
         parse_bands("token_k1", spec)
 
 
-def test_a_lower_bound_has_no_place_beside_it() -> None:
+def test_a_lower_bound_beside_an_auto_band_is_refused() -> None:
     with pytest.raises(ValueError, match="rollout_rs_threshold_lower"):
         parse_bands("token_k1", "auto:4", 0.5)
 
 
-def test_it_needs_a_run() -> None:
+def test_an_auto_band_outside_a_run_is_refused() -> None:
     settings = {"rollout_rs": "token_k1", "rollout_rs_threshold": "auto:4"}
     _, training, _ = mismatch(0)
     with pytest.raises(ValueError, match="AutoBands"):

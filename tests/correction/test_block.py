@@ -22,7 +22,7 @@ from flowgrpo_rc.correction import correct as module
 @pytest.mark.parametrize("elements", [1, 8, 12, 16])
 @pytest.mark.parametrize("masking", ["right", "empty"])
 def test_the_borders_of_blocks_change_nothing(monkeypatch, level, elements, masking):
-    """Blocks of 1, 2, 3 and 4 rows of the 6, one step of which is not finite."""
+    """Blocks of 1, 2, 3 and 4 of the 6 rows; one step is not finite."""
     training, rollout = log_probs(seed=5)
     training[3, 0] = math.nan
     rule = rule_of(
@@ -37,10 +37,8 @@ def test_the_borders_of_blocks_change_nothing(monkeypatch, level, elements, mask
     assert_same_correction(run(training, rollout, mask_of(masking), rule), whole)
 
 
-def test_a_batch_larger_than_a_block_is_its_rows():
-    """Copies of 6 rows, more than fit into one block: weights and mask repeat, and the means are
-    those of the 6.
-    """
+def test_copies_of_a_batch_in_several_blocks_have_its_weights_and_means():
+    """Weights and mask repeat, and the means are those of the 6 rows."""
     training, rollout = log_probs()
     mask, rule = mask_of("right"), Rule("sequence", bands=(("seq_mean_k1", 0.7, 1.5),))
     copies = module._BLOCK["cpu"] // mask.numel() + 100

@@ -161,7 +161,7 @@ def test_rejected_samples_leave_the_baseline_in_decoupled_mode_unless_switched_o
     )
 
 
-def test_the_knobs_are_these():
+def test_the_fields_of_the_configuration_are_these():
     assert set(vars(RolloutCorrectionConfig())) == {
         *("bypass_mode", "loss_type", "rollout_is", "rollout_is_mode", "rollout_is_threshold"),
         *(

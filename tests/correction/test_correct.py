@@ -71,7 +71,7 @@ def test_weights_stay_inside_the_safety_bound(level, drift, bound):
     ("level", "whole"), [("sequence", [1, 30, 1, -40]), ("geometric", [0.5, 15, 0.5, -20])]
 )
 def test_the_safety_bound_holds_for_the_aggregate_and_not_for_its_factors(level, whole):
-    """Factors e^15 and e^-14 multiply to e, and e^15 twice is bounded to e^20."""
+    """Factors e^15 and e^-14 multiply to e; e^15 twice is bounded to e^20."""
     training = tensor([[15, -14], [15, 15], [30, -29], [-40, 0]])
     mask = torch.ones(4, 2, dtype=torch.bool)
     found = run(training, torch.zeros_like(training), mask, Rule(level, upper=WIDE))
@@ -142,7 +142,7 @@ def test_batch_normalisation_divides_bounded_weights_by_their_mean(level, maskin
 
 
 def test_batch_normalisation_by_hand_counts_tokens_or_sequences():
-    """Ratios 2 | 1, 1, 1: tokens have mean 5/4, sequences (2 + 1)/2, the products the same here."""
+    """Ratios 2 | 1, 1, 1: tokens have mean 5/4, sequences (2 + 1)/2; products are the same here."""
     training = tensor([[math.log(2), 0, 0], [0, 0, 0]])
     mask = torch.tensor([[True, False, False], [True, True, True]])
     for level, mean in (("token", 5 / 4), ("sequence", 3 / 2), ("geometric", 3 / 2)):
@@ -228,7 +228,7 @@ def test_one_bad_step_rejects_itself_and_under_a_sequence_criterion_its_sequence
     assert helper.tolist() == expect
 
 
-def test_nothing_finite_at_all():
+def test_a_batch_without_any_finite_value():
     training = torch.full((3, 2), math.nan)
     found = run(
         training,
@@ -246,7 +246,7 @@ def test_nothing_finite_at_all():
 
 @pytest.mark.parametrize("drift", [-5000.0, -800.0, 800.0, 5000.0])
 def test_a_huge_but_finite_gap_breaks_no_metric(drift):
-    """A diverged policy must show in the metrics and not end the run with an OverflowError."""
+    """A policy that diverged must show in the metrics, not end the run with an OverflowError."""
     training, rollout = log_probs()
     found = compute_rollout_correction_and_rejection_mask(
         training + drift, rollout, mask_of("full")

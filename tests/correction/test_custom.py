@@ -79,7 +79,7 @@ def test_a_function_in_place_of_the_built_in_correction(module: str, older: bool
     assert found["kl"] == pytest.approx((rollout - training).mean().item())
 
 
-def test_its_mask_and_weights_are_those_of_the_loss(module: str) -> None:
+def test_the_loss_uses_the_weights_and_mask_of_the_function(module: str) -> None:
     training, rollout = log_probs()
     config = RolloutCorrectionConfig(
         bypass_mode=True, loss_type="reinforce", custom_correction=f"{module}:halve"
@@ -94,7 +94,7 @@ def test_its_mask_and_weights_are_those_of_the_loss(module: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["one_column", "long_weights"])
-def test_its_shapes_are_checked(module: str, name: str) -> None:
+def test_the_shapes_that_the_function_returns_are_checked(module: str, name: str) -> None:
     training, rollout = log_probs()
     batch = diffusion_batch(rollout, old_log_probs=training)
     with pytest.raises(ValueError, match=rf"custom_correction={module}:{name}.*\(6, 4\)"):
@@ -144,7 +144,7 @@ def test_a_custom_correction_has_the_metrics_that_documents_read(function):
 
 
 def test_the_weights_of_a_custom_correction_are_normalised_where_the_settings_say_so():
-    """In decoupled mode here; in bypass mode the loss divides by the mean."""
+    """This is decoupled mode; in bypass mode the loss divides by the mean."""
     training, rollout = log_probs()
     keys = {
         "rollout_is": "token",

@@ -93,8 +93,8 @@ def test_modes_other_than_truncation_count_what_is_out_of_bounds(mode):
     assert set(found) == ALWAYS | (set() if mode == "truncate" else {"rollout_is_oob_ratio"})
 
 
-def test_by_hand():
-    """Two sequences, differences (log 2, 0) and (-log 4): ratios 2, 1 and 1/4."""
+def test_metrics_by_hand():
+    """Two sequences with differences (log 2, 0) and (-log 4): the ratios are 2, 1 and 1/4."""
     training = torch.tensor([[math.log(2) - 1, -1.0], [-math.log(4) - 2, 7.0]], dtype=torch.float64)
     rollout = torch.tensor([[-1.0, -1.0], [-2.0, 9.0]], dtype=torch.float64)
     mask = torch.tensor([[True, True], [True, False]])
@@ -140,7 +140,10 @@ def test_by_hand():
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("scale", [1e-8, 1e-6, 1e-4, 1e-2, 2.0])
 def test_metrics_hold_at_the_scale_of_diffusion_log_ratios(level, scale):
-    """fp32 makes k3 negative and variances zero at 1e-4; the rollout log-probs are of order 1."""
+    """In fp32, at 1e-4, k3 would be negative and variances zero.
+
+    Rollout log-probs are of order 1.
+    """
     source = torch.Generator().manual_seed(1)
     difference = scale * torch.randn(40, 3, generator=source, dtype=torch.float64)
     mask, zero = torch.ones(40, 3, dtype=torch.bool), torch.zeros_like(difference)
@@ -201,7 +204,7 @@ def test_without_valid_steps_there_are_no_metrics_of_values():
 @pytest.mark.parametrize("shape", [(0, 2), (2, 0), (0, 0)])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("criterion", ["token_k1", "seq_mean_k3", "seq_max_k2"])
-def test_an_empty_batch(shape, level, criterion):
+def test_an_empty_batch_has_no_metrics(shape, level, criterion):
     empty = torch.zeros(shape)
     found = compute_rollout_correction_and_rejection_mask(
         empty, empty, empty, rollout_is=level, rollout_rs=criterion, rollout_rs_threshold=2.0

@@ -32,7 +32,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_one_for_each_public_call(settings: dict[str, object]) -> None:
+def test_a_public_call_makes_one_transfer(settings: dict[str, object]) -> None:
     if "rollout_rs" in settings:
         settings = settings | {"rollout_rs_threshold": ["0.5_2.0", 0.1, 0.1]}
     assert (
@@ -44,7 +44,7 @@ def test_one_for_each_public_call(settings: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     "mode", [{"bypass_mode": True}, {"bypass_mode": True, "loss_type": "reinforce"}, {}]
 )
-def test_none_inside_a_loss(mode: dict[str, object]) -> None:
+def test_a_loss_makes_no_transfer(mode: dict[str, object]) -> None:
     now, rollout, mask = INPUTS
     correction = RolloutCorrectionConfig(
         rollout_is="token", rollout_rs="seq_mean_k1", rollout_rs_threshold=2.0, **mode
@@ -57,7 +57,7 @@ def test_none_inside_a_loss(mode: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("loss_mode", ["grpo_guard", "flow_dppo"])
-def test_none_where_a_loss_and_a_criterion_know_the_means(loss_mode: str) -> None:
+def test_a_loss_with_means_makes_no_transfer(loss_mode: str) -> None:
     now, rollout, _ = INPUTS
     correction = RolloutCorrectionConfig(
         bypass_mode=True, rollout_rs="step_kl", rollout_rs_threshold=0.1
@@ -77,7 +77,7 @@ def test_the_count_sees_a_transfer() -> None:
     assert transfers(lambda: values[values > 0]) == 1
 
 
-def test_the_benchmark_names_its_peer() -> None:
+def test_the_benchmark_says_how_to_install_verl() -> None:
     script = Path(__file__).parents[1] / "benchmarks" / "benchmark_correction.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
     assert "--install" in done.stdout

@@ -47,8 +47,9 @@ OVER_ROWS = (*DIVERGENCES, "seq", "ratio_fraction", "veto_fraction", "max", "min
 
 
 def ours(case: dict[str, Any], **changes: Any) -> Any:
-    """Our result for a case's inputs, in float64; `changes` replace settings. What has no effect is
-    an error here.
+    """Computes our result for a case's inputs, in float64.
+
+    `changes` replace settings; a setting without effect would be an error here.
     """
     settings = case["settings"] | changes
     for switch in ("rollout_is", "rollout_rs"):
@@ -63,7 +64,7 @@ def ours(case: dict[str, Any], **changes: Any) -> Any:
 
 
 def bounded(case: dict[str, Any]) -> dict[str, Any]:
-    """The case with every log-ratio bounded to +-20 beforehand, as verl 0.9.1 does for its
+    """Returns the case with every log-ratio bounded to +-20, as verl 0.9.1 does for its
     rejection.
     """
     rollout = case["rollout_log_prob"].double()
@@ -73,7 +74,7 @@ def bounded(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def inverted(spec: Any) -> Any:
-    """The reciprocal band of each k1 entry; k2 and k3 entries as they are."""
+    """Returns the reciprocal band of each k1 entry, and k2 and k3 entries as they are."""
     entries = [entry.split("_") for entry in str(spec).split(",")]
     return ",".join(
         f"{1 / float(e[1])!r}_{1 / float(e[0])!r}" if len(e) == 2 else e[0] for e in entries
@@ -81,8 +82,9 @@ def inverted(spec: Any) -> Any:
 
 
 def compare(found: Any, case: dict[str, Any], names: Any, *, rel: float = 1e-4) -> None:
-    """Metrics against those of the same code on float64 inputs; differences of squares leave about
-    1e-6.
+    """Compares metrics with those of verl on float64 inputs.
+
+    Differences of squares leave about 1e-6.
     """
     for name in names:
         mine, theirs = found.metrics[f"rollout_corr/{name}"], case["metrics_float64"][name]
@@ -167,7 +169,7 @@ def test_divergence_and_veto_metrics_of_the_older_wheel() -> None:
 
 
 def test_rows_without_tokens_change_nothing_here() -> None:
-    """They average such rows as ratio 1, perplexity 1 and weight 0."""
+    """verl averages such rows as ratio 1, perplexity 1 and weight 0."""
     cases = [case for case in CASES["0.9.1"] if case["flags"]["empty_rows"]]
     different = 0
     for case in cases:
@@ -193,7 +195,7 @@ def exceptions(name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "case", exceptions("asymmetric_band"), ids=lambda case: case["settings"]["rollout_rs"]
 )
-def test_a_band_is_one_on_training_over_rollout_and_theirs_on_its_inverse(
+def test_a_band_holds_training_over_rollout_and_verl_s_its_inverse(
     case: dict[str, Any],
 ) -> None:
     theirs = case["modified_mask"].long()
@@ -214,7 +216,7 @@ def test_a_band_is_one_on_training_over_rollout_and_theirs_on_its_inverse(
 @pytest.mark.parametrize(
     "case", exceptions("float32_cancellation"), ids=lambda case: str(case["flags"])
 )
-def test_small_log_ratios_keep_their_digits_and_theirs_do_not(case: dict[str, Any]) -> None:
+def test_small_log_ratios_keep_their_digits_and_verl_s_do_not(case: dict[str, Any]) -> None:
     found = {name: ours(case).metrics[f"rollout_corr/{name}"] for name in case["metrics"]}
     assert found["k3_kl"] > 0
     wrong = [
@@ -233,7 +235,7 @@ def test_small_log_ratios_keep_their_digits_and_theirs_do_not(case: dict[str, An
 @pytest.mark.parametrize(
     "case", exceptions("clamped_tokens"), ids=lambda case: case["settings"]["rollout_rs"]
 )
-def test_a_sequence_is_judged_by_its_product_and_theirs_by_bounded_factors(
+def test_a_sequence_is_judged_by_its_product_and_verl_s_by_bounded_factors(
     case: dict[str, Any],
 ) -> None:
     """[+40, -20]: the product of the ratios is e^20; bounded to e^20 and e^-20 they cancel."""

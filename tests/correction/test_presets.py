@@ -162,7 +162,7 @@ def test_the_older_and_the_newer_spelling_have_the_same_arguments():
 
 
 def test_the_usage_document_s_yaml_of_the_geometric_preset_is_the_preset():
-    """Its lower bound 0.999 and upper bound 1.001 are the band 0.999_1.001."""
+    """Its lower bound 0.999 and its upper bound 1.001 are the band 0.999_1.001."""
     written = Config(
         rollout_rs="geometric", rollout_rs_threshold=1.001, rollout_rs_threshold_lower=0.999, **VETO
     )

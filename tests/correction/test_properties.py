@@ -43,7 +43,9 @@ class Case(NamedTuple):
 
 @st.composite
 def cases(draw, values, dtypes=DTYPES) -> Case:
-    """Log-probs [B, T] with B up to 4 and T up to 5; rows may be empty, and all of them at once."""
+    """Draws log-probs [B, T] with B up to 4 and T up to 5; some rows or all of them may be
+    empty.
+    """
     rows, columns, dtype = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(dtypes)
 
     def table(entries):
@@ -55,7 +57,7 @@ def cases(draw, values, dtypes=DTYPES) -> Case:
 
 @st.composite
 def rules(draw) -> Rule:
-    """Settings; the bounds are numbers that sums and products of the values above do not meet."""
+    """Draws settings. No sum or product of the values above meets one of their bounds."""
     level = draw(st.sampled_from([None, *LEVELS]))
     mode = draw(st.sampled_from(MODES)) if level else "truncate"
     bands = tuple(
@@ -93,7 +95,7 @@ def check_metrics(values: dict[str, float]) -> None:
 
 @every(max_examples=60)
 @hypothesis.given(cases(EXTREME | NOT_FINITE | ORDINARY), rules())
-def test_weights_masks_and_metrics_are_sound_whatever_comes(case, rule):
+def test_weights_masks_and_metrics_are_always_sound(case, rule):
     found = run(*case, rule)
     check_metrics(found.metrics.compute())
     valid = case.mask & torch.isfinite(case.training.double() - case.rollout.double())
@@ -157,7 +159,7 @@ BYPASS, REINFORCE = {"bypass_mode": True}, {"bypass_mode": True, "loss_type": "r
     st.sampled_from(AGGREGATIONS),
     st.sampled_from(["all", "kept"]),
 )
-def test_loss_and_gradient_are_finite_whatever_comes(case, rule, mode, aggregation, normalize):
+def test_loss_and_gradient_are_always_finite(case, rule, mode, aggregation, normalize):
     if mode == BYPASS:
         rule = rule._replace(normalise=False, level=None, mode="truncate", lower=0.0)
     loss, gradient, metrics = loss_of(case, rule, mode, aggregation, normalize)
@@ -247,8 +249,8 @@ def test_scaled_advantages_scale_the_loss_of_reinforce(case, rule, aggregation):
 
 
 def test_the_clip_of_the_oracle_is_that_of_the_paper():
-    """The oracle's branches against max(-A r, -A clip(r)), so that the tests rest on the formula
-    itself.
+    """The oracle's cases are compared with max(-A r, -A clip(r)), so the tests rest on the
+    formula.
     """
     for advantage in (-2.0, 0.0, 2.0):
         for ratio in (0.5, 0.79, 0.81, 1.0, 1.19, 1.21, 3.0, 4.0):

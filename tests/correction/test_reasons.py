@@ -64,7 +64,7 @@ def test_rows_that_are_kept_have_no_reason_and_broken_ones_say_so() -> None:
         {"rollout_is": "geometric", "rollout_is_mode": "mask", "rollout_is_threshold": 1.05},
     ],
 )
-def test_reasons_are_found_for_just_the_rows_that_the_correction_rejects(
+def test_exactly_the_rejected_rows_have_reasons(
     settings: dict[str, Any],
 ) -> None:
     config, training = RolloutCorrectionConfig(**settings), normal(40, 3, scale=0.08)

@@ -24,7 +24,7 @@ from flowgrpo_rc import (
 
 
 def band(criterion, difference, valid):
-    """A band that keeps some steps and rejects others, not touching any value."""
+    """Returns a band that keeps some steps and rejects others; no value is equal to a bound."""
     rows = [
         oracles.statistic(criterion, oracles.chosen(*pair))
         for pair in zip(difference, valid, strict=True)
@@ -59,7 +59,7 @@ def test_every_criterion_at_every_level_and_padding(criterion, level, masking):
     ("ratio", "keeps"), [(3.0, True), (1 / 3, False), (0.6, True), (5.0, False)]
 )
 def test_an_asymmetric_band_is_on_training_over_rollout(criterion, ratio, keeps):
-    """verl compares the inverse ratio (its issue 6377): 3 lies in 0.5_4, 1/3 does not."""
+    """verl compares the inverse ratio (its issue 6377). 3 lies in 0.5_4, and 1/3 does not."""
     difference = torch.full((1, 1), math.log(ratio))
     kept = compute_rollout_rejection_mask(
         difference, torch.ones(1, 1), rollout_rs=criterion, rollout_rs_threshold="0.5_4.0"
@@ -83,7 +83,7 @@ def test_several_criteria_keep_what_all_of_them_keep():
 
 
 @pytest.mark.parametrize("criterion", CRITERIA)
-def test_a_step_under_the_padding_judges_nobody(criterion):
+def test_a_step_under_the_padding_rejects_nothing(criterion):
     training, rollout = log_probs(scale=1e-3)
     mask = mask_of("right")
     wild = torch.where(mask, training, training - 50)
@@ -127,7 +127,7 @@ def test_a_veto_rejects_the_sequence_of_any_step_below_it(level, masking, criter
     ],
 )
 def test_a_veto_reads_the_ratio_without_the_safety_bound(ratio, threshold, vetoed):
-    """exp(-20) is 2e-9: a bounded ratio could never be below 1e-20."""
+    """exp(-20) is 2e-9, so a bounded ratio could never be below 1e-20."""
     training = tensor([[0.0, math.log(ratio), 0.1], [0.0, 0.0, 0.0]])
     mask = torch.ones(2, 3, dtype=torch.bool)
     found = run(training, torch.zeros_like(training), mask, Rule("token", veto=threshold))

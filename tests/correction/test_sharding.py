@@ -44,7 +44,7 @@ def test_micro_batches_change_neither_weights_mask_nor_metrics(rule, scale, cuts
 
 @pytest.mark.parametrize("rule", [*SHARDED, *NORMALISED])
 def test_a_process_without_rows_holds_the_names_of_the_others(rule):
-    """The collective of the metrics needs them."""
+    """The collective of the metrics needs the same names everywhere."""
     training, rollout = log_probs()
     whole = run(training, rollout, mask_of("right"), rule)
 
@@ -65,7 +65,7 @@ def test_a_process_without_rows_holds_the_names_of_the_others(rule):
     "parts", [[slice(0, 2), slice(2, 6)], [slice(0, 1), slice(1, 2), slice(2, 6)]]
 )
 def test_processes_change_neither_weights_mask_nor_metrics(rule, scale, parts):
-    """The second row is empty: a process of three has no step at all."""
+    """The second row is empty, so one of three processes has no step at all."""
     training, rollout = log_probs(scale)
     mask = mask_of("empty")
     whole = run(training, rollout, mask, rule)
@@ -85,7 +85,7 @@ def test_processes_change_neither_weights_mask_nor_metrics(rule, scale, parts):
 
 
 def test_normalisation_by_the_other_shards_known_sums():
-    """Another process holds 5 tokens whose weights add up to 9.5: mean (1 + 2 + 9.5) / 7."""
+    """Another process holds 5 tokens whose weights add up to 9.5: the mean is (1 + 2 + 9.5) / 7."""
     training = torch.tensor([[0.0, math.log(3.0)]], dtype=torch.float64)
     mask = torch.ones(1, 2, dtype=torch.bool)
     add = torch.tensor([9.5, 5.0], dtype=torch.float64)

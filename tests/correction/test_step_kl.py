@@ -34,7 +34,9 @@ CONFIG = {"rollout_rs": "step_kl", "rollout_rs_threshold": 0.25}
 
 
 @pytest.mark.parametrize("convention", ["gaussian", "peers"])
-def test_the_convention_of_log_probs_does_not_enter(model: FlowModel, convention: str) -> None:
+def test_the_convention_of_log_probs_does_not_change_step_kl(
+    model: FlowModel, convention: str
+) -> None:
     transformer = trained_lora(model)
     spec = make_spec("cps", 1.0, dtype="bf16", log_prob_convention=convention)
     batch, _ = sample_images(model, transformer, spec, WINDOWS["all"], keep_means=True)
@@ -60,7 +62,7 @@ def test_the_rollout_keeps_the_means_that_the_training_graph_finds(
     torch.testing.assert_close(found.gaussian.dt, batch.sigmas.diff()[batch.step_indices])
 
 
-def test_means_are_kept_only_where_they_are_asked_for(model: FlowModel) -> None:
+def test_means_are_kept_only_if_asked_for(model: FlowModel) -> None:
     transformer = trained_lora(model)
     batch, _ = sample_images(model, transformer, make_spec("sde", 1.0), WINDOWS["first"])
     found = FlowPolicy(model, transformer).measure(batch, 4)
@@ -70,7 +72,9 @@ def test_means_are_kept_only_where_they_are_asked_for(model: FlowModel) -> None:
 
 
 class Faulty(FlowPolicy):
-    """A policy whose velocity is off by a fixed direction, by another amplitude for each sample."""
+    """A policy whose velocity is off by a fixed direction, with another amplitude for each
+    sample.
+    """
 
     amplitudes: Tensor
 
@@ -81,9 +85,12 @@ class Faulty(FlowPolicy):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_ranks_planted_errors_without_an_inversion(model: FlowModel, kind: str) -> None:
-    """32 samples with errors of growing size: the order of the exact KL is theirs at every step;
-    that of the difference of log-probs, which has the noise of the sample in it, is not."""
+def test_step_kl_ranks_planted_errors_without_an_inversion(model: FlowModel, kind: str) -> None:
+    """32 samples have errors of growing size.
+
+    At every step the exact KL has the same order. The difference of log-probs has not: it contains
+    the noise of the sample.
+    """
     transformer = trained_lora(model)
     policy, faulty = FlowPolicy(model, transformer), Faulty(model, transformer)
     faulty.amplitudes = torch.linspace(1e-4, 1e-3, 32)
@@ -144,7 +151,7 @@ def test_a_step_is_kept_up_to_the_bound() -> None:
     assert torch.equal(direct, kept)
 
 
-def test_it_stands_beside_other_criteria() -> None:
+def test_step_kl_combines_with_other_criteria() -> None:
     config = {"rollout_rs": "token_k1,step_kl", "rollout_rs_threshold": "0.7_1.5,0.25"}
     kept = compute_rollout_rejection_mask(TRAINING - ROLLOUT, MASK, step_kl=KL, **config)
     ratio = (TRAINING - ROLLOUT).exp()
@@ -185,7 +192,7 @@ def test_rows_on_other_processes_change_nothing() -> None:
         assert values == pytest.approx(bag.compute(), rel=1e-12, abs=1e-12)
 
 
-def test_the_loss_in_bypass_mode_drops_what_it_rejects() -> None:
+def test_the_loss_in_bypass_mode_drops_what_step_kl_rejects() -> None:
     config = loss_config(RolloutCorrectionConfig(bypass_mode=True, **CONFIG))
     batch = diffusion_batch(ROLLOUT, old_log_probs=ROLLOUT, advantages=torch.ones_like(ROLLOUT))
     now = TRAINING.clone().requires_grad_()
@@ -202,13 +209,13 @@ def test_the_loss_in_bypass_mode_drops_what_it_rejects() -> None:
 
 
 @pytest.mark.parametrize("spec", ["0.5_2.0", 0, -1, "nan", "inf"])
-def test_it_takes_one_upper_bound(spec: object) -> None:
+def test_step_kl_takes_one_upper_bound(spec: object) -> None:
     assert parse_bands("step_kl", 0.01)[0][2:4] == (-math.inf, 0.01)
     with pytest.raises(ValueError, match=r"step_kl|number"):
         parse_bands("step_kl", spec)
 
 
-def test_the_criterion_and_its_tensor_come_together() -> None:
+def test_the_criterion_and_its_tensor_need_each_other() -> None:
     rules = RolloutCorrectionConfig(**CONFIG).rules()
     with pytest.raises(ValueError, match="prev_sample_mean"):
         measure(TRAINING, ROLLOUT, MASK, rules)

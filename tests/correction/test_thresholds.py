@@ -14,7 +14,7 @@ RS, THRESHOLD, LOWER = "rollout_rs", "rollout_rs_threshold", "rollout_rs_thresho
 
 
 def bounds(criteria, thresholds, lower=None, **options):
-    """(criterion, lower, upper) in the space of the statistic."""
+    """Returns (criterion, lower, upper) in the space of the statistic."""
     return [
         (band.name, band.lower, band.upper)
         for band in parse_bands(criteria, thresholds, lower, **options)
@@ -50,13 +50,13 @@ def test_the_criteria_are_the_documented_ones():
         ("1.001", 1 / 1.001, 1.001),
     ],
 )
-def test_a_band_is_one_on_the_ratio(criterion, spec, lower, upper):
+def test_a_band_bounds_the_ratio(criterion, spec, lower, upper):
     assert bounds(criterion, spec) == [on_ratio(criterion, lower, upper)]
 
 
 @pytest.mark.parametrize(("spec", "lower"), [("0_2.0", None), (2.0, 0), (2.0, 0.0), ("2.0", "0")])
 def test_a_lower_bound_of_zero_leaves_the_lower_side_open(spec, lower):
-    """No ratio is too small, so that no k1 is too large."""
+    """No ratio is too small, so no k1 is too large."""
     assert bounds("token_k1", spec, lower) == [("token_k1", -math.log(2), math.inf)]
 
 
@@ -72,7 +72,7 @@ def test_a_lower_bound_of_zero_leaves_the_lower_side_open(spec, lower):
         ([2.0, 4], [None, 0.1], [(0.5, 2), (0.1, 4)]),
     ],
 )
-def test_a_lower_bound_may_stand_apart(upper, lower, expect):
+def test_a_lower_bound_may_be_given_separately(upper, lower, expect):
     names = ("token_k1", "seq_mean_k1")
     assert bounds(names, upper, lower) == [
         on_ratio(name, *pair) for name, pair in zip(names, expect, strict=True)
@@ -83,7 +83,7 @@ def test_a_lower_bound_may_stand_apart(upper, lower, expect):
     ("older", "name"),
     [("token", "token_k1"), ("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")],
 )
-def test_the_older_names_take_the_threshold_of_the_weights_where_theirs_is_null(older, name):
+def test_older_names_without_a_threshold_take_that_of_the_weights(older, name):
     assert bounds(older, 3.0) == bounds(name, 3.0) == [on_ratio(name, 1 / 3, 3)]
     assert bounds(older, None, fallback=2.0) == [on_ratio(name, 0.5, 2)]
     assert bounds(older, None, 0.25, fallback=2.0) == [on_ratio(name, 0.25, 2)]
@@ -108,7 +108,7 @@ def test_the_fallback_is_read_from_the_config():
     assert config.rules().bands == parse_bands("token_k1", "0.25_2.0")
 
 
-def test_an_older_and_a_newer_name_of_one_criterion_are_twice_the_same():
+def test_an_older_and_a_newer_name_of_one_criterion_name_it_twice():
     with pytest.raises(ValueError, match="twice"):
         parse_bands("token,token_k1", 2.0)
 
@@ -185,7 +185,7 @@ def test_one_threshold_for_all_criteria(thresholds):
     assert [entry[1:] for entry in found] == [(-math.log(2), math.log(2))] * 3
 
 
-def test_lists_of_the_configuration_library():
+def test_lists_of_omegaconf_are_accepted():
     omegaconf = pytest.importorskip("omegaconf")
     listed = omegaconf.OmegaConf.create(
         {"rs": ["token_k1", "token_k3"], "threshold": ["0.5_2.0", 0.1]}

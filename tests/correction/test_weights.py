@@ -54,10 +54,8 @@ def test_every_mode_at_every_level(level, mode, masking, more):
         ("icepop", [0.0, 0.5, 1.0, 2.0, 0.0, 0.0], [1, 1, 1, 1, 1, 1]),
     ],
 )
-def test_by_hand(mode, weights, kept):
-    """Ratios 0.1, 1/2, 1, 2, 4 and e^30 against the bounds 1/2 and 2, which belong to the inside
-    (up to rounding).
-    """
+def test_modes_by_hand(mode, weights, kept):
+    """Ratios 0.1, 1/2, 1, 2, 4 and e^30; the bounds 1/2 and 2 are inside, up to rounding."""
     ratio = torch.tensor(
         [[0.1], [0.5 + 1e-12], [1.0], [2.0 - 1e-12], [4.0], [math.exp(30)]], dtype=torch.float64
     )
@@ -78,7 +76,7 @@ def test_by_hand(mode, weights, kept):
 
 
 @pytest.mark.parametrize("mode", ["clip", "mask", "icepop"])
-def test_one_number_has_its_reciprocal_beside_it(mode):
+def test_one_number_is_a_band_with_its_reciprocal(mode):
     training, rollout = log_probs()
     one, pair = (
         RolloutCorrectionConfig(
@@ -114,8 +112,8 @@ def test_a_pair_means_icepop_and_a_number_truncation_unless_a_mode_is_given():
 @pytest.mark.parametrize(
     ("level", "kept"), [("token", [0, 1]), ("sequence", [1, 1]), ("geometric", [1, 1])]
 )
-def test_an_outlier_of_the_mask_mode_is_one_of_the_level(level, kept):
-    """Ratios 4 and 1/4: tokens outside 0.5 to 2, product and geometric mean 1."""
+def test_the_level_decides_what_is_an_outlier_of_the_mask_mode(level, kept):
+    """Ratios 4 and 1/4: both tokens are outside 0.5 to 2; product and geometric mean are 1."""
     training = torch.tensor([[math.log(4), -math.log(4)], [0.0, 0.1]], dtype=torch.float64)
     mask = torch.ones(2, 2, dtype=torch.bool)
     found = run(training, torch.zeros_like(training), mask, Rule(level, "mask", 0.5, 2.0))
@@ -130,7 +128,7 @@ def test_an_outlier_of_the_mask_mode_is_one_of_the_level(level, kept):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_mask_mode_judges_the_weight_inside_the_safety_bound(level):
-    """exp(-40) counts as exp(-20), which a lower bound of 1e-10 lets in."""
+    """exp(-40) counts as exp(-20), which is above the lower bound of 1e-10."""
     training, mask = (
         torch.tensor([[-40.0]], dtype=torch.float64),
         torch.ones(1, 1, dtype=torch.bool),
@@ -155,7 +153,7 @@ def test_a_veto_leaves_the_weights_as_they_are(level):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("mode", MODES)
-def test_over_kept_the_kept_weights_have_mean_one(level, mode):
+def test_normalised_over_kept_steps_their_weights_have_mean_one(level, mode):
     training, rollout = log_probs(seed=5)
     rule = rule_of(level, mode, bands=(("token_k1", 0.7, 1.9),), normalise=True, over_kept=True)
     found = run(training, rollout, mask_of("right"), rule)
@@ -205,7 +203,7 @@ def test_a_mean_of_one_in_a_hundred_million_is_still_divided_by_and_a_smaller_on
 @pytest.mark.parametrize(
     "mode", [{}, {"bypass_mode": True, "loss_type": "reinforce"}], ids=["decoupled", "reinforce"]
 )
-def test_the_sum_over_latent_elements_is_so_many_times_the_mean(mode):
+def test_log_prob_scale_sum_multiplies_by_the_number_of_elements(mode):
     """Weights and rejection are those of D times the log-probs; the loss itself keeps the mean."""
     training, rollout = log_probs(scale=0.02)
     chosen = {

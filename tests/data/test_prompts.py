@@ -44,7 +44,7 @@ def test_quoted_text(text, expected):
     assert quoted_text(text) == expected
 
 
-def test_txt(tmp_path):
+def test_text_files(tmp_path):
     path = write(
         tmp_path / "a.txt", '\ufeffa "CAFE"\r\n  a "New York" at night  \nzwei "ÄÖ"\n\n \n'
     )
@@ -77,7 +77,7 @@ def write_parquet(path):
 @pytest.mark.parametrize(
     ("name", "writer"), [("a.jsonl", write_jsonl), ("a.parquet", write_parquet)]
 )
-def test_records(tmp_path, name, writer):
+def test_jsonl_and_parquet_files(tmp_path, name, writer):
     first, second = read_prompts(
         writer(tmp_path / name), require_target=True, negative_text="blurry"
     )
@@ -171,7 +171,7 @@ SYSTEM = {"role": "system", "content": "Describe the image."}
 
 
 def verl_row(text: str, truth: object, **columns: object) -> dict:
-    """A row as verl-omni's preprocessing writes it."""
+    """Returns a row as verl-omni's preprocessing writes it."""
     return {
         "data_source": "flow_grpo/ocr",
         "prompt": [SYSTEM, {"role": "user", "content": text}],
@@ -184,7 +184,7 @@ def verl_row(text: str, truth: object, **columns: object) -> dict:
 
 @pytest.fixture
 def dataset(tmp_path):
-    """flow_grpo's `dataset` folder in small, with a verl-omni folder beside."""
+    """A small copy of flow_grpo's `dataset` folder, with a verl-omni folder beside it."""
     for name in ("ocr", "pickscore", "geneval", "verl"):
         (tmp_path / name).mkdir()
     write(

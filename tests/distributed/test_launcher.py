@@ -33,7 +33,7 @@ def documented_launches() -> list[str]:
 
 
 @pytest.mark.parametrize("command", documented_launches())
-def test_documented_launches_are_understood(command: str, prompt_file: Path) -> None:
+def test_documented_launches_parse_and_compose(command: str, prompt_file: Path) -> None:
     parsed = launch_command_parser().parse_args(shlex.split(command)[2:])
     assert (ROOT / parsed.config_file).is_file()
     assert parsed.module

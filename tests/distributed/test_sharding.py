@@ -34,7 +34,7 @@ def test_the_strategy_follows_the_launcher(
         ({"FSDP_RESHARD_AFTER_FORWARD": "false"}, "fsdp_reshard_after_forward=false"),
     ],
 )
-def test_what_the_launcher_cannot_ask_for(
+def test_launcher_settings_that_are_refused(
     monkeypatch: pytest.MonkeyPatch,
     overrides: list[str],
     capsys: pytest.CaptureFixture,

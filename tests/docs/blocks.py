@@ -44,7 +44,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the reader has who follows the pages in a checkout."""
+    """What a reader has who follows the pages in a checkout."""
     folder = tmp_path_factory.mktemp("workplace")
     shutil.copytree(
         ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("results")
@@ -54,7 +54,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _forked(program: Callable[[], object], folder: Path) -> None:
-    """Run it in a child in `folder`; fails with what it printed."""
+    """Runs it in a child process in `folder`; fails with what it printed."""
     log = folder / "output.log"
 
     def child() -> None:
@@ -82,7 +82,7 @@ def _forked(program: Callable[[], object], folder: Path) -> None:
 
 
 def _run_line(line: str, folder: Path) -> Path:
-    """Returns the folder that the next line runs in."""
+    """Runs a line; returns the folder that the next line runs in."""
     if line.startswith("cd "):
         return folder / shlex.split(line)[1]
     given = arguments(line)
@@ -123,5 +123,5 @@ def _python_pages() -> dict[str, str]:
 
 @pytest.mark.parametrize(("page", "code"), _python_pages().items(), ids=list(_python_pages()))
 def test_python_runs(page: str, code: str, workplace: Path) -> None:
-    """A page's blocks one after the other, in the folder where the commands ran."""
+    """A page's blocks run one after the other, in the folder where its commands ran."""
     _forked(lambda: exec(compile(code, page, "exec"), {"__name__": "__main__"}), workplace)

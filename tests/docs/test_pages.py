@@ -68,7 +68,7 @@ def test_configurations_compose(block: Block, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files(page: Path) -> None:
-    """mkdocs checks anchors, and the links between pages."""
+    """mkdocs checks anchors and the links between pages."""
     text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL)
     links = [
         link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link
@@ -86,7 +86,7 @@ def test_the_quickstart_is_short() -> None:
     assert len((ROOT / "docs" / "index.md").read_text().splitlines()) < 60
 
 
-def test_nothing_here_needs_the_site() -> None:
+def test_the_package_does_not_need_the_documentation_s_packages() -> None:
     """The package does not import what only the documentation needs."""
     program = (
         "import sys, flowgrpo_rc.cli; print([m for m in ('mkdocs', 'latex2mathml') if m in "

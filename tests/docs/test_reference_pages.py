@@ -38,7 +38,7 @@ def test_every_key_is_explained() -> None:
 
 
 def reported() -> Iterator[str]:
-    """Regular expressions of the names at the calls of a MetricBag, from the source."""
+    """Returns regular expressions of the names that calls of a MetricBag have in the source."""
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call):

@@ -194,7 +194,7 @@ PINNED = {
 
 
 def names(lists: dict[str, str]) -> list[str]:
-    """Without repetition, in the order of the lists."""
+    """Returns the names without repetition, in the order of the lists."""
     return list(dict.fromkeys(name for text in lists.values() for name in text.split()))
 
 
@@ -202,7 +202,10 @@ def names(lists: dict[str, str]) -> list[str]:
 
 
 class Row(NamedTuple):
-    """here: our names; those of `there` for `same`, an empty list for `none`."""
+    """A row of the page.
+
+    `here` holds our names; those of `there` if it says `same`, none if it says `none`.
+    """
 
     section: str
     there: list[str]
@@ -263,7 +266,7 @@ ALLOWED = {
 
 
 def exists(section: str, name: str) -> bool:
-    """Whether a name in the column `here` of a section is one of ours."""
+    """Says whether a name in the column `here` of a section is one of ours."""
     if section in ("Keys", "slime's flags", "Values"):
         key, _, value = name.partition("=")
         if value not in ("", "null") and key in ALLOWED:
@@ -296,7 +299,7 @@ def in_config(path: str) -> bool:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.there[0])
-def test_what_a_row_says_is_here_exists(row: Row) -> None:
+def test_the_names_in_the_column_here_exist(row: Row) -> None:
     for name in row.here:
         assert exists(row.section, name), name
 
@@ -405,7 +408,9 @@ def written(settings: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("there", "here"), TRANSLATED, ids=[written(there) for there, _ in TRANSLATED]
 )
-def test_a_setting_of_a_document_means(there: dict[str, Any], here: dict[str, Any]) -> None:
+def test_a_setting_of_a_document_has_this_meaning(
+    there: dict[str, Any], here: dict[str, Any]
+) -> None:
     config, notes = rollout_correction([there])
     assert vars(config) == vars(RolloutCorrectionConfig()) | here
     assert bool(notes) == (
@@ -413,7 +418,7 @@ def test_a_setting_of_a_document_means(there: dict[str, Any], here: dict[str, An
     )
 
 
-def test_every_key_and_flag_is_among_them() -> None:
+def test_every_key_and_flag_is_among_those_settings() -> None:
     used = {key for there, _ in TRANSLATED for key in there}
     elsewhere = {
         "custom_config_path",
@@ -433,7 +438,7 @@ def test_every_key_and_flag_is_among_them() -> None:
 
 
 def test_keys_with_a_path() -> None:
-    """Those that are not in the section, and the loss that the diffusion document names."""
+    """Keys that are not in the section, and the loss that the diffusion document names."""
     composed, rows = compose_all(
         [
             "actor_rollout_ref.rollout.calculate_log_probs=true",
@@ -488,7 +493,7 @@ def decoupled(settings: dict[str, Any]) -> dict[str, float]:
 
 
 def by_the_loss(config: RolloutCorrectionConfig, *, text: bool) -> dict[str, float]:
-    """Metrics of the loss; in bypass mode the correction's are among them."""
+    """Returns the metrics of the loss; in bypass mode they include the correction's."""
     fields = {"old_log_probs": ROLLOUT, "advantages": ADVANTAGES}
     batch = token_batch(ROLLOUT, MASK, **fields) if text else diffusion_batch(ROLLOUT, **fields)
     if not config.bypass_mode:
@@ -522,7 +527,7 @@ def test_the_metrics_are_measured_by_the_loss_in_bypass_mode(text: bool) -> None
 @pytest.mark.parametrize("name", names(SLIME_METRICS))
 @pytest.mark.parametrize("both", [False, True], ids=["slime", "both"])
 def test_a_metric_of_slime_is_measured(name: str, both: bool) -> None:
-    """Beside verl's name with `both`, and in its place with `slime`."""
+    """With `both` it stands beside verl's name, with `slime` in its place."""
     mode = next((mode for mode, table in SLIME_FRACTIONS.items() if name in table.values()), None)
     config = RolloutCorrectionConfig(
         rollout_is="token",
@@ -549,8 +554,9 @@ def test_slime_s_ratio_of_the_update_is_one_of_decoupled_mode() -> None:
 
 
 def test_every_function_of_the_documents_runs(tmp_path: Path) -> None:
-    """Those that the column `here` names; the batch functions and losses ran above, under both
-    their names.
+    """Functions that the column `here` names.
+
+    The batch functions and losses ran above, under both their names.
     """
     config = RolloutCorrectionConfig.token_is()
     metrics = {f"rollout_corr/{name}": value for name, value in MEASURED.items()}

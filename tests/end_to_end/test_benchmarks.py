@@ -17,7 +17,7 @@ from flowgrpo_rc.correction import auto_bands as auto_bands
 RC = "algorithm.rollout_correction"
 
 
-def test_the_benchmark_prints_the_ratios(
+def test_the_benchmark_of_decoupled_mode_prints_its_ratios(
     overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     given = [option for option in overrides if not option.startswith(RC)]
@@ -28,7 +28,7 @@ def test_the_benchmark_prints_the_ratios(
     assert found[0][1] == "1.000"
 
 
-def test_the_benchmark_prints_the_ratio(
+def test_the_benchmark_of_staleness_prints_its_ratio(
     overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(
@@ -38,7 +38,7 @@ def test_the_benchmark_prints_the_ratio(
     assert re.search(r"staleness 1: \d+\.\d+ s a step; ratio \d+\.\d+", capsys.readouterr().out)
 
 
-def test_the_benchmark_prints_a_ratio(tmp_path: Path) -> None:
+def test_the_benchmark_of_the_overhead_prints_its_ratio(tmp_path: Path) -> None:
     script = ROOT / "examples" / "benchmark_overhead.py"
     done = run_shell(f"{sys.executable} {script} --rounds 1 rollout.n=12", tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -62,7 +62,7 @@ BOTH = [
 
 
 class Bench:
-    """A random model, guided, whose LoRA was moved; engines are tried on it."""
+    """A random model with guidance, whose LoRA was moved. Engines are tried on it."""
 
     def __init__(self, *overrides: str, config_dir: str | None = None) -> None:
         self.config = to_config(compose_config(list(overrides), config_dir=config_dir))
@@ -148,14 +148,14 @@ def test_another_precision_than_it_says(bench: Bench) -> None:
     assert bench.diagnose("support.faulty_engines.Bf16Weights", "fp32").cause == "precision"
 
 
-def test_what_nothing_explains_is_said_to_be_unexplained(bench: Bench) -> None:
+def test_an_unexplained_mismatch_is_reported_as_such(bench: Bench) -> None:
     found = bench.diagnose("support.faulty_engines.Autocast", "fp32")
     assert (found.cause, found.healthy) == (None, False)
     assert "no known fault explains" in found.sentence()
     assert "it is as large as that of bf16" in found.sentence()
 
 
-def test_the_guidance_that_a_transformer_takes_is_tried_too(
+def test_the_guidance_that_a_transformer_takes_as_an_input_is_tried_too(
     saved: Callable[[str], Path], prompt_file: Path
 ) -> None:
     found = small_bench(saved("FluxPipeline"), prompt_file).diagnose(
@@ -205,7 +205,9 @@ def test_copies_come_one_after_the_other(bench: Bench, monkeypatch: pytest.Monke
 def test_no_copy_is_larger_than_the_trainer(
     given: list[str], others: list[str], same: str | None
 ) -> None:
-    """And none is left out of the table but one that is the trainer's network once more."""
+    """The table leaves out no precision but the one whose copy would be the trainer's own
+    network.
+    """
     config = configured(*given)
     assert (other_precisions(config), same_as_trainer(config)) == (others, same)
 
@@ -221,7 +223,7 @@ RECORDS = {
 
 
 def test_a_record_that_admits_a_fault(bench: Bench) -> None:
-    """Even where its log-probs agree with it."""
+    """It counts even if its log-probs agree with the fault."""
     bench.config.rollout.name, bench.config.rollout.dtype = "diffusers", "fp32"
     engine, model = make_engine(bench.config, bench.task), bench.task.model
     rollout = sample_all(bench.config, model, engine, bench.lora, bench.prompts).few
@@ -234,8 +236,8 @@ def test_a_record_that_admits_a_fault(bench: Bench) -> None:
         ]
 
 
-def test_a_movement_has_its_size(bench: Bench) -> None:
-    """The two movements, against the product of the matrices."""
+def test_the_planted_movements_have_their_size(bench: Bench) -> None:
+    """The two movements are measured by the product of the matrices."""
     network, states = bench.task.model.network, bench.lora
     names = [name for name in states.current if ".lora_B." in name]
     assert all(
@@ -420,7 +422,7 @@ def test_noise_is_not_clipped_with_the_written_settings(calibrated: Path, tmp_pa
 
 
 def test_noise_is_not_clipped_under_the_guidance_of_the_reference(tmp_path: Path) -> None:
-    """4.5, where a band that holds the mismatch would be too wide for bypass mode."""
+    """At 4.5 a band that holds the mismatch would be too wide for bypass mode."""
     few = [GUIDED, "data.train_batch_size=2", "actor.ppo_mini_batch_size=2"]
     assert main(["calibrate", *QUICK, *few, "--prompts", "2", "--out", str(tmp_path / "out")]) == 0
     measured = json.loads((tmp_path / "out" / "calibration.json").read_text())
@@ -436,7 +438,7 @@ def test_noise_is_not_clipped_under_the_guidance_of_the_reference(tmp_path: Path
 
 
 def test_guard_is_calibrated_under_the_guidance_of_the_reference() -> None:
-    """In bypass mode, and on samples of another prompt."""
+    """The result holds in bypass mode, and on samples of another prompt."""
     bench = Bench(*QUICK, GUIDED, GUARD)
     config, policy = bench.config, bench.task.policy
     engine = make_engine(config, bench.task)
@@ -467,9 +469,10 @@ def test_guard_is_calibrated_under_the_guidance_of_the_reference() -> None:
     assert clipped(2e-6) > 0.3
 
 
-def test_a_movement_of_ten_floors_is_clipped(calibrated: Path) -> None:
-    """By the loss, on samples of other prompts: a policy with log-probs that moved by ten floors on
-    average, or each by as much."""
+def test_a_movement_of_ten_times_the_noise_is_clipped(calibrated: Path) -> None:
+    """The loss clips it on samples of other prompts, whether log-probs moved so far on average
+    or each of them did.
+    """
     measured = json.loads((calibrated / "calibration.json").read_text())
     bench = Bench(*QUICK, "+calibration=measured", config_dir=str(calibrated))
     config, policy, network = bench.config, bench.task.policy, bench.task.model.network

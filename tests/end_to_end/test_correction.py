@@ -19,11 +19,12 @@ BF16 = ["model.dtype=bf16", "rollout.dtype=bf16", f"{RC}=decoupled_token_is", "a
 
 @pytest.mark.parametrize("mode", ["grpo_guard", "flow_dppo"])
 @pytest.mark.parametrize("bypass", [False, True])
-def test_a_run_with_grpo_guard_in_both_modes(
+def test_a_run_with_a_loss_that_needs_means(
     train: Train, tmp_path: Path, mode: str, bypass: bool
 ) -> None:
-    """In decoupled mode the anchor is the recompute, from which the first update has not moved; a
-    bf16 rollout has.
+    """In decoupled mode the anchor is recomputed, and the first update has not moved from it.
+
+    In bypass mode it is the bf16 rollout.
     """
     options = [
         f"actor.diffusion_loss.loss_mode={mode}",
@@ -61,7 +62,7 @@ def test_a_run_with_whole_windows(train: Train, tmp_path: Path) -> None:
     [(False, []), (False, [f"{RC}.exclude_rejected=false"]), (True, [])],
     ids=["recomputed", "own_forwards", "bypass"],
 )
-def test_a_run_goes_on_with_its_bands(
+def test_a_resumed_run_goes_on_with_its_bands(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bypass: bool, further: list[str]
 ) -> None:
     monkeypatch.setattr(auto_bands, "WARM_UP", 2)
@@ -118,7 +119,7 @@ def test_an_aligned_run_has_no_mismatch(train: Train, tmp_path: Path) -> None:
         assert row["rollout_corr/rollout_is_min"] == row["rollout_corr/rollout_is_max"] == 1
 
 
-def test_a_run_says_why_and_has_the_same_metrics(
+def test_a_run_says_why_it_recomputes_and_has_the_same_metrics(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     options = [f"{RC}=decoupled_token_is", "rollout.dtype=bf16", "trainer.total_training_steps=1"]
@@ -136,8 +137,9 @@ def test_a_run_says_why_and_has_the_same_metrics(
 
 @pytest.mark.parametrize("mode", ["bypass", "decoupled"])
 def test_a_run_reports_its_mismatch(train: Train, tmp_path: Path, mode: str) -> None:
-    """The first mini-batch has half of the samples; the learning rate moves the policy far beyond
-    the mismatch.
+    """The first mini-batch has half of the samples.
+
+    The learning rate moves the policy far beyond the mismatch.
     """
     assert (
         train(

@@ -65,8 +65,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(workplace: Path, mode: str) -> list[str]:
-    """Three small steps of the bundled model, 5 held-out prompts: one process of two has 3 of them,
-    the other 2.
+    """Overrides of three small steps of the bundled model.
+
+    Of 5 held-out prompts one process of two has 3, the other 2.
     """
     words = workplace / "words.txt"
     words.write_text("".join(f'"{word}"\n' for word in WORDS))
@@ -96,7 +97,7 @@ def settings(workplace: Path, mode: str) -> list[str]:
 
 
 def trained_alone(workplace: Path, mode: str) -> Path:
-    """The folder of the run with one process, made once."""
+    """Returns the folder of the run with one process, made once."""
     run = workplace / f"alone_{mode}"
     if not run.exists():
         assert main(["train", *settings(workplace, mode), f"trainer.output_dir={run}"]) == 0
@@ -104,9 +105,11 @@ def trained_alone(workplace: Path, mode: str) -> Path:
 
 
 def assert_same_training(one: Path, other: Path, *, rows_from: int = 0) -> None:
-    """Weights, moments and average after the last step to 1e-10, metrics to 1e-8; the same held-out
-    texts, and pictures
-    to one of 255 levels: the VAE is fp32, and batches of other sizes round otherwise."""
+    """Weights, moments and average after the last step agree to 1e-10, metrics to 1e-8.
+
+    Held-out texts are the same. Pictures agree to one of 255 levels, since the VAE is fp32 and
+    batches of other sizes round otherwise.
+    """
     ours, theirs = (load_checkpoint(run / "checkpoints" / "step_3") for run in (one, other))
     assert ours.tensors.keys() == theirs.tensors.keys()
     for stem, tensors in ours.tensors.items():
@@ -148,8 +151,9 @@ def test_two_processes_train_what_one_does(workplace: Path, strategy: str, mode:
 
 
 def test_two_nodes_of_a_slurm_job_train_what_one_process_does(workplace: Path) -> None:
-    """examples/slurm.sh, two launchers as Slurm would start them; accelerate's configuration asks
-    for FSDP2.
+    """Runs examples/slurm.sh with two launchers, as Slurm would.
+
+    The configuration asks for FSDP2.
     """
     tools = workplace / "tools"
     tools.mkdir()
@@ -195,8 +199,9 @@ def test_a_run_goes_on_with_two_processes_and_with_one_again(workplace: Path) ->
 
 
 def test_two_processes_train_a_language_model_as_one_does(workplace: Path) -> None:
-    """Responses of unequal length: processes with sharded weights that have finished go on until
-    all have.
+    """Responses have unequal lengths.
+
+    A process with sharded weights that has finished goes on until all have.
     """
     small = [
         "data.train_batch_size=4",
@@ -319,7 +324,7 @@ def test_a_process_that_dies_takes_the_others_down(
 
 
 def test_a_process_that_hangs_is_noticed_in_time(failing: list[str], tmp_path: Path) -> None:
-    """Without a launcher that would end the other one too."""
+    """There is no launcher that would end the other process."""
     rendezvous = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment = launch_environment(tmp_path) | rendezvous | {"FAILURE": "hangs"}
     command = [sys.executable, "-m", "flowgrpo_rc.train", *failing, "trainer.timeout_s=5"]
@@ -375,7 +380,7 @@ parts.rewards.close()
 """
 
 
-def test_same_draws_and_images(overrides: list[str], tmp_path: Path) -> None:
+def test_one_process_and_two_draw_the_same_images(overrides: list[str], tmp_path: Path) -> None:
     further = ["trainer.total_training_steps=3", "rollout.pipeline.guidance_scale=2.0"]
     program = tmp_path / "draw.py"
     program.write_text(textwrap.dedent(PROGRAM))

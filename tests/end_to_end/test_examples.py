@@ -53,7 +53,7 @@ def test_sums_get_right(mode: str) -> None:
 # --- A loss of one's own
 
 
-def test_a_loss_of_ones_own_trains_images(train: Train, tmp_path: Path) -> None:
+def test_the_example_of_a_user_s_loss_trains_images(train: Train, tmp_path: Path) -> None:
     assert train("actor.diffusion_loss.loss_mode=my_loss:cispo") == 0
     rows = read_rows(tmp_path / "run")
     assert "actor/clip_fraction" in rows[1]
@@ -66,7 +66,7 @@ def test_a_loss_of_ones_own_trains_images(train: Train, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings(
     "ignore:`FluxPosEmbed` is deprecated:FutureWarning"
 )  # diffusers' own Chroma
-def test_a_model_of_ones_own_is_its_stock_pipeline_and_trains(tmp_path: Path) -> None:
+def test_the_example_of_a_user_s_model_is_its_stock_pipeline_and_trains(tmp_path: Path) -> None:
     import my_model
 
     assert (
@@ -165,7 +165,7 @@ CAPPED = (
 
 
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("ocr_*.sh")), ids=lambda path: path.name)
-def test_examples_run(script: Path, tmp_path: Path) -> None:
+def test_the_scripts_for_the_bundled_model_run(script: Path, tmp_path: Path) -> None:
     done = run_shell(f"bash {script} {' '.join(CAPPED)}", tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "report.html" in done.stdout

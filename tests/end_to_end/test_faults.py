@@ -58,7 +58,7 @@ ALARM = "differ by more than their precisions explain"
 
 
 class SilentStale(StaleWeights):
-    """Like an engine in a process of its own, whose weights the trainer does not see."""
+    """Holds stale weights that the trainer does not see, as in a process of its own."""
 
     def held_weights(self) -> None:  # type: ignore[override]
         return None
@@ -70,9 +70,7 @@ class SilentNoLora(NoLora):
 
 
 class ThreeFloors(Recorded):
-    """A fault of any kind, 3.2 times as large as the mismatch of a bf16 rollout, which is
-    `floor`.
-    """
+    """A fault of any kind, 3.2 times as large as `floor`, the mismatch of a bf16 rollout."""
 
     floor = 0.0
 
@@ -85,14 +83,14 @@ class ThreeFloors(Recorded):
 
 
 class MuchGuidance(Guidance):
-    """A third more."""
+    """Samples with a third more guidance."""
 
     def changed(self, request: ImageRequest) -> ImageRequest:
         return replace(request, spec=replace(request.spec, guidance_scale=6.0))
 
 
 class TellsGuidance(Guidance):
-    """Its batches tell what it really did."""
+    """Its batches tell the guidance that it used."""
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
         return DiffusersEngine.generate(self, self.changed(request))
@@ -128,8 +126,9 @@ class Bench:
             parameter.data.copy_(self.now[name])
 
     def parts(self, config: Config) -> tuple[ImageTask, MismatchMonitor, DiffusionBatch]:
-        """What judges, and step 2 by an engine that got the earlier weights, then those of the
-        training graph.
+        """Returns the task, the mismatch monitor and the batch of step 2.
+
+        The engine got the earlier weights, then those of the training graph.
         """
         processes = Processes(Accelerator(cpu=True))
         policy = FlowPolicy(self.model, self.model.network, autocast=processes.autocast)
@@ -158,8 +157,8 @@ def configure(*further: str) -> Config:
 
 @dataclass(frozen=True)
 class Seen:
-    """What an iteration said: the size of the mismatch, in log-probs and over the expectation, and
-    the alarms.
+    """What an iteration said: the size of the mismatch, in log-probs and relative to the
+    expectation, and the alarms.
     """
 
     size: float
@@ -215,7 +214,7 @@ def test_a_clean_engine_raises_no_alarm(bench: Bench, pair: str) -> None:
 def test_every_fault_of_an_fp32_pair_is_noticed(
     bench: Bench, floor_of_bf16: float, cls: type[DiffusersEngine]
 ) -> None:
-    """And with a bf16 rollout each that is above three times its floor."""
+    """With a bf16 rollout, every fault above three times its mismatch is noticed as well."""
     seen = iterate(bench, "rollout.dtype=fp32", engine(cls))
     assert any(ALARM in alarm and "flowgrpo-rc calibrate" in alarm for alarm in seen.alarms)
     large = seen.size > 3 * floor_of_bf16
@@ -247,7 +246,7 @@ def in_bf16() -> Bench:
 
 @pytest.fixture(scope="module")
 def other_kernels(in_bf16: Bench) -> Seen:
-    """Of an engine that multiplies the same weights in bf16 in another way."""
+    """What an engine said that multiplies the same weights in bf16 in another way."""
     return iterate(in_bf16, BF16, "rollout.dtype=bf16", engine(OtherKernels))
 
 
@@ -288,8 +287,8 @@ def test_latents_in_16_bits_are_noticed_below_the_floor(bench: Bench) -> None:
 def test_what_an_engine_tells_is_compared(
     bench: Bench, cls: type[DiffusersEngine], words: str
 ) -> None:
-    """Below any floor, by the echoed settings, the recorded schedule and the weights that it
-    holds.
+    """However small the fault is: the echoed settings, the recorded schedule and the held
+    weights say it.
     """
     with pytest.raises((RuntimeError, ValueError)) as error:
         iterate(bench, "rollout.dtype=bf16", engine(cls))
@@ -297,7 +296,7 @@ def test_what_an_engine_tells_is_compared(
 
 
 def test_a_resumed_run_expects_the_same(bench: Bench) -> None:
-    """It measures again only where an uninterrupted one does."""
+    """It measures again only when an uninterrupted run does."""
     config = configure("rollout.dtype=bf16")
     task, first, batch = bench.parts(config)
     first.expect(batch, 1)

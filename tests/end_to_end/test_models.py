@@ -13,7 +13,7 @@ from flowgrpo_rc.batch import Prompt
 
 
 def brightness(sample: np.ndarray, prompt: Prompt) -> float:
-    """A reward for images and videos alike."""
+    """A reward for images and for videos."""
     return float(sample.mean()) / 255
 
 

@@ -16,7 +16,9 @@ def unknown_metrics(run_dir: Path) -> list[str]:
     return sorted(name for name in names if find(name) is None)
 
 
-def test_a_run_in_bypass_mode_reports_what_the_page_knows(train: Train, tmp_path: Path) -> None:
+def test_the_page_explains_every_metric_of_a_run_in_bypass_mode(
+    train: Train, tmp_path: Path
+) -> None:
     correction = "algorithm.rollout_correction"
     settings = (
         "bypass_mode=true",
@@ -31,7 +33,7 @@ def test_a_run_in_bypass_mode_reports_what_the_page_knows(train: Train, tmp_path
     assert unknown_metrics(tmp_path / "run") == []
 
 
-def test_a_run_in_decoupled_mode_reports_what_the_page_knows(tmp_path: Path) -> None:
+def test_the_page_explains_every_metric_of_a_run_in_decoupled_mode(tmp_path: Path) -> None:
     sizes = (
         "data.train_batch_size=2",
         "rollout.n=4",

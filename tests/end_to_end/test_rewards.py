@@ -86,9 +86,7 @@ def test_single_failures_leave_the_baseline_and_are_counted(
 
 
 def test_a_run_goes_on_beside_a_hostile_server_and_writes_no_token(train, tmp_path, caplog, capfd):
-    """Its own reward comes from one server; another one, of weight 0, fails and shouts the
-    token.
-    """
+    """The reward comes from one server. Another one, of weight 0, fails and repeats the token."""
     caplog.set_level(logging.DEBUG)
     with scripted(answering(jpeg)) as good, scripted(HOSTILE["echoes the token"]) as bad:
         remote = "_target_: remote, token_env: REWARD_TOKEN, deadline_s: 60"
@@ -159,8 +157,9 @@ def test_what_has_no_effect_is_refused(setting, train, capsys):
 
 @pytest.mark.parametrize(("kind", "decoded"), [("latent", 2), ("image", 6)])
 def test_a_run_decodes_only_what_is_looked_at(kind, decoded, train, tmp_path, monkeypatch):
-    """Two evaluations show one batch each; the two chunks of each of two steps are decoded for an
-    image reward.
+    """Two evaluations show one batch each.
+
+    For an image reward, the two chunks of both steps are decoded as well.
     """
     calls = []
     decode = AutoencoderKL.decode

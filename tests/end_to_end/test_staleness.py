@@ -42,7 +42,7 @@ def _no_thread_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def trained_on(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
-    """The batches that updates are computed from, as they come."""
+    """The batches that updates are computed from, in their order."""
     batches: list[Batch] = []
     run = PolicyUpdate.run
 
@@ -58,8 +58,8 @@ def trained_on(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
 def test_versions_and_decoupled_weights(
     train: Train, tmp_path: Path, model: FlowModel, trained_on: list[Batch], staleness: int
 ) -> None:
-    """Step s is sampled with the LoRA of step max(0, s - 1 - k) and corrected to that of step s -
-    1.
+    """Step s is sampled with the LoRA of step max(0, s - 1 - k) and corrected to that of step s
+    - 1.
     """
     steps = 4
     assert (
@@ -124,7 +124,7 @@ def test_text_is_sampled_ahead_as_well(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["decoupled", "bypass"])
 def test_an_interrupted_run_ends_bit_equal(train: Train, tmp_path: Path, mode: str) -> None:
-    """Every command trains one step, with evaluations beside the sampling; the whole run evaluates
+    """Every command trains one step and evaluates beside the sampling; the whole run evaluates
     as it goes.
     """
     settings = (
@@ -147,7 +147,7 @@ def test_an_interrupted_run_ends_bit_equal(train: Train, tmp_path: Path, mode: s
 
 
 class Meeting(DiffusersEngine):
-    """Step 2 is sampled only once step 1 is being trained."""
+    """Samples step 2 only after the training of step 1 has begun."""
 
     barrier = threading.Barrier(2)
 
@@ -201,7 +201,7 @@ def test_a_failure_of_the_thread_ends_the_run_with_its_traceback(
 
 
 class Lagging(DiffusersEngine):
-    """Takes over the weights of step 1 only when they are handed over `lag` times more."""
+    """Takes over the weights of step 1 only when they have been handed over `lag` times more."""
 
     lag = 0
 
@@ -236,7 +236,7 @@ def test_batches_that_are_too_old_are_dropped_and_counted(
 
 
 class Interrupted(DiffusersEngine):
-    """The process gets a SIGTERM while step 3 is sampled, once."""
+    """Sends SIGTERM to the process once, while it samples step 3."""
 
     pending = False
 

@@ -175,7 +175,9 @@ def test_saved_rollouts_train_another_run_with_their_own_log_probs(
     assert "steps 1 to 2" in capsys.readouterr().err
 
 
-def test_rollouts_are_reproducible_and_those_of_an_abandoned_run_go(tmp_path: Path) -> None:
+def test_rollouts_are_reproducible_and_those_after_the_checkpoint_are_deleted(
+    tmp_path: Path,
+) -> None:
     saving = ("trainer.save_rollouts=true", "trainer.total_training_steps=1")
     for name in ("a", "b"):
         leftover = tmp_path / name / "rollouts" / "step_000007_process_0_of_1.safetensors"
@@ -244,7 +246,7 @@ def test_bad_input_is_refused_by_name(
 
 
 def test_it_learns(tmp_path: Path) -> None:
-    """Twenty steps at the shipped settings; the whole run is in the README."""
+    """Twenty steps at the shipped settings. The whole run is in the README."""
     further = [
         "trainer.total_training_steps=20",
         "trainer.test_freq=0",

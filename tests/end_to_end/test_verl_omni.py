@@ -12,10 +12,10 @@ from support.runs import WORDS, Train, read_rows
 from flowgrpo_rc.cli import main
 
 
-def test_a_command_in_other_words_trains(
+def test_a_command_with_verl_omni_s_words_trains(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """The run is the one of this project's own words, and ignored keys are stored with it."""
+    """Ignored keys are stored with the run."""
     other = ["actor_rollout_ref.actor.optim.lr=1e-3", "trainer.nnodes=1", "data.shuffle=False"]
     assert train(*other) == 2
     assert "data.shuffle=False (prompts are always shuffled)" in capsys.readouterr().err
@@ -26,8 +26,8 @@ def test_a_command_in_other_words_trains(
 
 
 def test_a_whole_command_trains_on_its_own_files(checkpoint: Path, tmp_path: Path) -> None:
-    """Nothing in this project's words but the reward and the device: model, parquet files, sizes,
-    folder.
+    """Only the reward and the device are in this project's words; model, parquet files, sizes
+    and folder are not.
     """
     for split in ("train", "test"):
         rows = [

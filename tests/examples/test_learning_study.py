@@ -23,7 +23,7 @@ def test_every_cell_is_a_valid_run(cell: tuple[str, str], tmp_path: Path) -> Non
     assert config.actor.diffusion_loss.clip_ratio == run.clip_ratio
 
 
-def test_what_is_there_after_an_interruption_is_balanced():
+def test_an_interruption_leaves_balanced_data():
     runs = learning.plan(CELLS, 5)
     assert len({run.name for run in runs}) == len(runs) == 5 * len(CELLS)
     matter, further = runs[: 5 * len(learning.MATTER)], runs[5 * len(learning.MATTER) :]
@@ -39,7 +39,7 @@ def run(rollout: str, arm: str, seed: int, after: float) -> Cell:
     return own | {"exact_before": 0.1, "exact_after": 0.2, "cpu_seconds": 9.0, "curves": curves}
 
 
-def test_intervals_are_those_of_student():
+def test_intervals_are_student_s():
     found = learning_tables.estimate([1.0, 2.0, 3.0, 4.0, 5.0])
     assert found.mean == 3.0
     assert found.half == pytest.approx(1.9632, abs=1e-3)  # 2.7764 * sqrt(2.5 / 5)

@@ -16,7 +16,7 @@ from flowgrpo_rc.losses.token import token_loss
 
 
 @pytest.mark.parametrize("kind", ["images", "text"])
-def test_the_loss_of_ones_own_has_the_gradient_of_its_formula(kind: str) -> None:
+def test_the_example_of_a_user_s_loss_has_the_gradient_of_its_formula(kind: str) -> None:
     rollout, old, now, advantages = drawn_log_probs(0.5)
     kept = torch.ones(6, 4, dtype=torch.bool)
     kept[2, 1] = kept[4, 3] = False

@@ -49,7 +49,7 @@ def workplace(tmp_path: Path) -> Path:
 
 
 def run(workplace: Path, script: str, *arguments: str) -> list[list[str]]:
-    """The commands that a recipe runs."""
+    """Returns the commands that a recipe runs."""
     environment = os.environ | {"PATH": f"{workplace / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     command = ["bash", str(ROOT / "examples" / f"{script}.sh"), *arguments]
     subprocess.run(command, cwd=workplace, env=environment, check=True, capture_output=True)
@@ -69,8 +69,8 @@ def plan(overrides: list[str], processes: int, config_dir: str | None = None) ->
 
 
 def calibration_bytes(plan: Plan, shards: int) -> int:
-    """Of one process: a whole transformer and either the engine or a copy of it, and idle encoders
-    that stay.
+    """Returns the bytes of one process: a whole transformer, the engine or a copy of it, and
+    idle encoders that stay.
     """
     memory = {name: size for name, size, _ in plan.memory}
     transformer = memory["transformer"] * shards
@@ -83,8 +83,8 @@ def calibration_bytes(plan: Plan, shards: int) -> int:
 
 
 def parsed(command: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Options and overrides of a `flowgrpo-rc` command, or of the one that accelerate is to
-    launch.
+    """Returns options and overrides of a `flowgrpo-rc` command, or of the one that accelerate
+    launches.
     """
     if command[0] == "accelerate":
         assert (ROOT / command[command.index("--config_file") + 1]).is_file()

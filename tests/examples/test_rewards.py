@@ -39,7 +39,7 @@ def load_example(name: str) -> ModuleType:
 
 
 def test_open_clip_weights_in_transformers(converter):
-    """A tower of open_clip, written down with torch's own attention, against the one of
+    """A tower of open_clip, written here with torch's own attention, against that of
     transformers.
     """
     torch.manual_seed(0)
@@ -119,7 +119,7 @@ def test_open_clip_text_weights_have_the_names_of_transformers(converter, clip):
 
 
 def test_image_reward_weights_have_the_names_of_transformers(converter, tmp_path):
-    """The names that the published file has, for one layer of each encoder."""
+    """The names are those of the published file, for one layer of each encoder."""
     own = {
         "cls_token": "embeddings.class_embedding",
         "pos_embed": "embeddings.position_embedding",
@@ -149,7 +149,7 @@ def test_image_reward_weights_have_the_names_of_transformers(converter, tmp_path
 
 
 def test_image_reward_gets_the_sizes_of_its_towers(converter, tmp_path):
-    """The sizes of a BERT base and of a ViT-L/16, whatever the defaults of BlipConfig are."""
+    """The sizes are those of a BERT base and of a ViT-L/16, not the defaults of BlipConfig."""
     torch.save({"mlp.layers.0.weight": torch.zeros(1)}, tmp_path / "published.pt")
     save_image_reward(tmp_path)
     converter.convert_image_reward(tmp_path / "published.pt", tmp_path / "out", str(tmp_path))
@@ -167,7 +167,7 @@ def test_image_reward_gets_the_sizes_of_its_towers(converter, tmp_path):
     assert [getattr(config.vision_config, name) for name in of_both] == [1024, 4096, 24, 16, 1e-6]
 
 
-def test_the_example_of_a_reward_of_ones_own(monkeypatch):
+def test_the_example_of_a_user_s_reward(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
     picture = np.zeros((1, 4, 4, 3), np.uint8)
     picture[..., 0] = 255

@@ -20,8 +20,9 @@ TOKEN = "hf_" + "secretsecretsecret"
 
 
 class Hub(ThreadingHTTPServer):
-    """The calls of a push, with the token TOKEN. visible: of the repository me/lora, None where
-    there is none.
+    """A local Hub that accepts the token TOKEN.
+
+    `visible` is the visibility of the repository me/lora, None if there is none.
     """
 
     visible: str | None = None
@@ -36,7 +37,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Hub
 
     def log_message(self, *arguments: object) -> None:
-        """Silent."""
+        """Logs nothing."""
 
     def do_GET(self) -> None:
         if self.path.startswith("/api/whoami"):
@@ -174,7 +175,7 @@ def test_a_hub_that_cannot_be_reached_is_a_clear_failure() -> None:
         check_push(HfApi(endpoint="http://127.0.0.1:9", token=TOKEN), "me/lora", public=False)
 
 
-def test_the_command_says_so_before_it_reads_the_checkpoint(
+def test_the_command_refuses_before_it_reads_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = ["export", str(tmp_path / "no_run"), "--out", str(tmp_path / "out")]

@@ -75,7 +75,7 @@ def test_other_kinds_of_models(
     assert ("PeftModel.from_pretrained" in found.text) == (kind == "causal_lm")
 
 
-def test_it_tells_what_was_measured(tmp_path: Path, config: Config) -> None:
+def test_the_card_tells_what_was_measured(tmp_path: Path, config: Config) -> None:
     (tmp_path / "health.jsonl").write_text('{"step": 2, "message": "kl is 0.2"}\n')
     text = card(tmp_path, config).text
     assert "| score | before | after step 2 |" in text

@@ -42,8 +42,9 @@ REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}
 def drawn(
     scale: float = 0.3, shape: tuple[int, int] = (8, 3)
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """rollout, old, current log-probs and advantages, float64; some advantages lie beyond the
-    clip.
+    """Draws rollout, old and current log-probs and advantages, float64.
+
+    Some advantages lie beyond the clip.
     """
     source = torch.Generator().manual_seed(4)
     rollout, *moves, advantages = (
@@ -71,8 +72,9 @@ def value_and_gradient(
 def reference(
     config: LossConfig, rule: Rule, now: Tensor, *tensors: Tensor
 ) -> tuple[float, Tensor]:
-    """`tensors`: rollout, old, advantages. Rejected steps stay in the mean unless the setting says
-    otherwise.
+    """Computes the loss of the documents from `tensors`: rollout, old, advantages.
+
+    Rejected steps stay in the mean unless the setting says otherwise.
     """
     kept = config.rollout_correction.normalize == "kept"
     total = reference_loss(
@@ -111,7 +113,7 @@ def bands_of(criterion: str | None) -> tuple[tuple[str, float, float], ...]:
 @pytest.mark.parametrize("clip", [1e-4, 0.05, 0.5])
 @pytest.mark.parametrize("level", [None, *LEVELS])
 def test_bypass_is_plain_ppo_on_the_rollout_log_probs(clip, level):
-    """Weights are diagnostics here: the ratio current / rollout is the weight already."""
+    """Weights are diagnostics here, since the ratio current / rollout is the weight already."""
     rollout, _, now, advantages = drawn()
     config = loss_config(
         RolloutCorrectionConfig(bypass_mode=True, rollout_is=level), clip=clip, adv_clip=ADV_CLIP
@@ -176,9 +178,7 @@ def test_decoupled_with_rollout_equal_to_old_is_bypass_and_plain_ppo(level):
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 @pytest.mark.parametrize("move", [0.3, -0.3, 0.05, -0.05])
 def test_the_clipped_side_has_no_gradient_and_the_other_has(advantage, move):
-    """Clipped where the update would go on in the direction it has already gone: A > 0 above, A < 0
-    below.
-    """
+    """An update that would go on in its direction is clipped: above for A > 0, below for A < 0."""
     rollout = torch.zeros(1, 1, dtype=torch.float64)
     batch = bypass(rollout, torch.full((1, 1), advantage, dtype=torch.float64))
     config = loss_config(RolloutCorrectionConfig(bypass_mode=True), clip=0.1)
@@ -311,7 +311,9 @@ def test_decoupled_selects_rows_out_too(level):
 @pytest.mark.parametrize("move", [100.0, 800.0, 5000.0, -100.0, -5000.0])
 @pytest.mark.parametrize("correction", LOSSES[:1] + LOSSES[2:])
 def test_a_huge_but_finite_log_ratio_poisons_nothing(advantage, move, correction):
-    """exp(100) is inf in fp32, and inf x 0 is nan in value (A = 0) or gradient (A > 0)."""
+    """exp(100) is inf in fp32, and inf x 0 would be nan in the value (A = 0) or the gradient (A
+    > 0).
+    """
     rollout, _, now, advantages = (x.float() for x in drawn(shape=(4, 1)))
     now[1], advantages[1] = rollout[1] + move, advantage
     value, gradient, metrics = value_and_gradient(
@@ -381,7 +383,7 @@ SPLIT = [
 
 
 def summed(config: LossConfig, now: Tensor, batches: list[DiffusionBatch], reduce=None):
-    """As the update does it: each SDE step of each micro-batch alone, then one division."""
+    """Sums as the update does: each SDE step of each micro-batch alone, then one division."""
     leaf, bag, parts, start = (
         now.detach().clone().requires_grad_(),
         MetricBag(),
@@ -417,7 +419,9 @@ def filled(config: LossConfig, rows: slice = slice(None), **options) -> Diffusio
 @pytest.mark.parametrize("normalize", ["all", "kept"])
 @pytest.mark.parametrize("cuts", [[4], [1, 2, 7]])
 def test_micro_batches_and_steps_add_up(rule, mode, normalize, cuts):
-    """Split by rows and, where no level spans the window, by SDE steps as the trainer does."""
+    """Batches are split by rows and, if no level spans the window, by SDE steps as the trainer
+    does.
+    """
     rollout, old, now, advantages = drawn()
     config = loss_config(
         RolloutCorrectionConfig(**settings(rule) | mode | {"normalize": normalize})

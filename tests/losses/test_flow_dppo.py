@@ -24,7 +24,7 @@ from flowgrpo_rc.losses.diffusion import diffusion_terms
 
 
 def parts(given: Steps, theta: Tensor, b: int, t: int) -> tuple[Tensor, float]:
-    """Ratio of the mean-pooled density and exact KL(old | now), mean over D."""
+    """Returns the ratio of the mean-pooled density and the exact KL(old | now), mean over D."""
     std = given.std[b, t]
     old, now = Normal(given.old_mean[b, t], std), Normal(given.mean(theta)[b, t], std)
     following = given.following[b, t]
@@ -63,7 +63,7 @@ def test_loss_and_gradient_are_those_of_the_definition(
 
 
 def one_step(advantage: float, log_ratio: float, kl: float) -> Tensor:
-    """Slope of the loss in the log-prob of one step, with a threshold of 1e-3."""
+    """Returns the slope of the loss in the log-prob of one step, with a threshold of 1e-3."""
     given = three_steps()
     batch = given.batch.rows(0, 1).step(0)
     batch = batch.replace(advantages=torch.full((1, 1), advantage).double())
@@ -79,7 +79,7 @@ def one_step(advantage: float, log_ratio: float, kl: float) -> Tensor:
 @pytest.mark.parametrize(
     ("advantage", "log_ratio"), [(1.0, 0.3), (1.0, -0.3), (-1.0, 0.3), (-1.0, -0.3)]
 )
-def test_only_what_moves_further_away_is_masked_and_only_beyond_the_threshold(
+def test_a_step_is_masked_if_it_moves_away_and_is_beyond_the_threshold(
     advantage: float, log_ratio: float
 ) -> None:
     slope = -advantage * torch.tensor(log_ratio, dtype=torch.float64).exp()
@@ -94,7 +94,7 @@ def test_only_what_moves_further_away_is_masked_and_only_beyond_the_threshold(
 
 
 def test_the_ratio_is_not_clipped() -> None:
-    """A noisy ratio far outside of any PPO band passes, as long as the step itself is near."""
+    """A noisy ratio far outside of any PPO band passes as long as the step itself is near."""
     assert one_step(1.0, 2.0, 1e-4).item() == pytest.approx(
         -torch.tensor(2.0, dtype=torch.float64).exp().item(), rel=1e-12
     )
@@ -113,7 +113,7 @@ def test_no_gradient_flows_through_the_decision() -> None:
 
 
 def test_the_threshold_and_the_bound_of_a_criterion_are_two_things() -> None:
-    """`step_kl` rejects a step whatever its advantage; the loss masks the ones that move away."""
+    """`step_kl` rejects a step with any advantage; the loss masks only steps that move away."""
     given, theta = three_steps(), movement(0.5)
     correction = RolloutCorrectionConfig(
         bypass_mode=True, rollout_rs="step_kl", rollout_rs_threshold=0.02
@@ -129,7 +129,7 @@ def test_the_threshold_and_the_bound_of_a_criterion_are_two_things() -> None:
     assert 0 < kept.sum() < 18
 
 
-def test_the_default_loss_does_not_need_any_of_it() -> None:
+def test_the_default_loss_does_not_need_the_means() -> None:
     given = three_steps()
     log_probs, gaussian = given.now(movement())
     one, two = (

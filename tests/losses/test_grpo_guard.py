@@ -36,8 +36,9 @@ from flowgrpo_rc.training.update import PolicyUpdate
 
 
 def guard_ratio(given: Steps, theta: Tensor, b: int, t: int) -> Tensor:
-    """exp(mean_D[(mean - old_mean) (x' - old_mean)] / std): the same ratio, from the paper's closed
-    form.
+    """Computes the same ratio by the paper's closed form.
+
+    It is exp(mean_D[(mean - old_mean) (x' - old_mean)] / std).
     """
     old = given.old_mean[b, t]
     shift = given.mean(theta)[b, t] - old
@@ -80,7 +81,9 @@ def test_at_equal_means_there_is_no_bias_and_the_ratio_is_one() -> None:
 
 
 def test_the_log_ratio_has_no_bias_and_flow_grpo_s_has() -> None:
-    """Over noise and its opposite, Guard's log-ratios cancel; the plain ones leave minus the KL."""
+    """Averaged over noise and its opposite, Guard's log-ratios cancel; plain ones leave minus
+    the KL.
+    """
     given, theta = three_steps(), movement(0.5)
     opposite = given._replace(following=2 * given.old_mean - given.following)
     logs = []
@@ -98,9 +101,9 @@ def test_the_log_ratio_has_no_bias_and_flow_grpo_s_has() -> None:
     torch.testing.assert_close(plain, -given.now(theta)[1].kl, rtol=1e-9, atol=0)
 
 
-def test_the_correction_of_one_sample_does_not_enter_another() -> None:
-    """A sample far off its old mean changes nothing for the others, and each sample alone has its
-    part of the loss.
+def test_the_correction_of_a_sample_is_its_own() -> None:
+    """A sample far off its old mean changes nothing for the others, and samples one by one add
+    up to the loss.
     """
     given, theta = three_steps(), movement()
     far = theta.clone()
@@ -119,7 +122,7 @@ def test_the_correction_of_one_sample_does_not_enter_another() -> None:
 
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 def test_every_sample_and_step_has_a_ratio_of_its_own(steps_per_call: int) -> None:
-    """(B, 1) or (B, T), never an outer product of the batch."""
+    """Its shape is (B, 1) or (B, T), never an outer product of the batch."""
     given = three_steps()
     log_probs, gaussian = given.now(movement())
     part = slice(0, steps_per_call)
@@ -173,7 +176,7 @@ GUARD = "actor.diffusion_loss.loss_mode=grpo_guard"
         ((f"{RC}.bypass_mode=true", f"{RC}.loss_type=reinforce"), "loss_type=reinforce"),
     ],
 )
-def test_what_does_not_go_with_it(
+def test_settings_that_do_not_go_with_grpo_guard(
     train: Train, capsys: pytest.CaptureFixture, further: tuple[str, ...], word: str
 ) -> None:
     assert train(GUARD, *further) != 0
@@ -185,9 +188,7 @@ def test_what_does_not_go_with_it(
 
 @pytest.mark.parametrize("level", ["step", "window"])
 def test_in_bypass_mode_the_anchor_is_the_rollout(model: FlowModel, level: str) -> None:
-    """The gradient on a model whose rollout was bf16, against autograd with the means that it
-    recorded.
-    """
+    """On a model with a bf16 rollout, the gradient is that of autograd with the recorded means."""
     policy = FlowPolicy(model, trained_lora(model))
     batch, _ = sample_images(
         model, policy.network, make_spec("sde", 1.0, dtype="bf16"), WINDOWS["all"], keep_means=True

@@ -20,8 +20,8 @@ FAR = 5.0  # a log-ratio outside the band, and one whose gradient would be large
 
 
 def drawn() -> tuple[Tensor, Tensor, Tensor]:
-    """Rollout, current log-probs (within the clip band of 0.1) and advantages of the rows that are
-    kept.
+    """Draws rollout and current log-probs (within the clip of 0.1) and advantages of the kept
+    rows.
     """
     source = torch.Generator().manual_seed(0)
     rollout, noise, advantages = torch.randn(3, GOOD, STEPS, generator=source, dtype=torch.float64)
@@ -29,7 +29,7 @@ def drawn() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def with_rejected(count: int, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """The same rows, and `count` more that lie far outside the band."""
+    """Returns the same rows, and `count` more that lie far outside the band."""
     source = torch.Generator().manual_seed(seed)
     rollout, advantages = torch.randn(2, count, STEPS, generator=source, dtype=torch.float64)
     return tuple(
@@ -54,8 +54,9 @@ MODES = {
 
 
 def gradient(mode: str, normalize: str, count: int, *, text: bool) -> Tensor:
-    """Of the loss at the rows that are kept. In decoupled mode the rejected rows are off before the
-    update.
+    """Returns the gradient of the loss at the kept rows.
+
+    In decoupled mode the rejected rows are off before the update.
     """
     correction = config(MODES[mode], normalize)
     rollout, now, advantages = with_rejected(count)
@@ -75,7 +76,7 @@ def gradient(mode: str, normalize: str, count: int, *, text: bool) -> Tensor:
 
 
 def formula(mode: str, counted: int) -> Tensor:
-    """-(1 / counted) sum of A w d(ratio or log-prob), by autograd over scalars."""
+    """Computes -(1 / counted) sum of A w d(ratio or log-prob), by autograd over scalars."""
     rollout, now, advantages = drawn()
     leaf = now.clone().requires_grad_()
     drift = (now - rollout).exp()
@@ -111,8 +112,8 @@ def test_the_kept_mean_does_not_depend_on_the_number_of_rejected_rows(
 
 
 @pytest.mark.parametrize("mode", ["decoupled", "decoupled_is", "bypass", "reinforce"])
-def test_the_mean_over_all_is_diluted_by_them(mode: str) -> None:
-    """The documents' mean, for comparison: the gradient shrinks as kept / all."""
+def test_the_mean_over_all_rows_is_diluted_by_rejected_ones(mode: str) -> None:
+    """This is the documents' mean, for comparison: the gradient shrinks as kept / all."""
     for count in (0, 4, 40):
         expect = formula(mode, (GOOD + count) * STEPS)
         torch.testing.assert_close(
@@ -121,7 +122,9 @@ def test_the_mean_over_all_is_diluted_by_them(mode: str) -> None:
 
 
 def advantages_of(rewards: list[float], *, exclude: bool, **estimator: bool) -> Tensor:
-    """Two groups of four as the trainer does it; the last two rows of each are rejected."""
+    """Computes advantages of two groups of four as the trainer does; the last two rows of each
+    are rejected.
+    """
     training = torch.zeros(8, STEPS, dtype=torch.float64)
     training[[2, 3, 6, 7]] = FAR
     batch = diffusion_batch(torch.zeros_like(training), old_log_probs=training)
@@ -163,6 +166,6 @@ def test_a_rejected_reward_does_not_move_its_siblings(estimator: dict[str, bool]
     assert first[[0, 1, 4, 5]].tolist() == pytest.approx(expect, rel=1e-13)
 
 
-def test_without_the_exclusion_it_does() -> None:
+def test_without_the_exclusion_a_rejected_reward_moves_its_siblings() -> None:
     one, two = (advantages_of([1, 3, x, 0, 2, 7, 1, 1], exclude=False) for x in (0.0, 100.0))
     assert not torch.allclose(one[:2], two[:2])

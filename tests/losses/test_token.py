@@ -41,7 +41,9 @@ REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}
 
 
 def drawn(scale: float = 0.3) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """rollout, old and current log-probs, and advantages that are the same along a row; float64."""
+    """Draws rollout, old and current log-probs, and advantages that are the same along a row;
+    float64.
+    """
     source = torch.Generator().manual_seed(4)
     rollout, *moves, advantages = (
         torch.randn(6, 4, generator=source, dtype=torch.float64) for _ in range(4)
@@ -51,7 +53,7 @@ def drawn(scale: float = 0.3) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def filled(config: LossConfig, masking: str) -> TokenBatch:
-    """A batch that is ready for the loss, before any decoupled correction."""
+    """Makes a batch that is ready for the loss, before any decoupled correction."""
     rollout, old, _, advantages = drawn()
     batch = token_batch(rollout, mask_of(masking), advantages=advantages)
     return (
@@ -140,7 +142,7 @@ def test_reinforce_with_every_level_and_mode(level, mode, normalise):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_under_the_ppo_clip_of_bypass_mode_the_weights_are_metrics(mode):
-    """All but `mask`, which the validation refuses there."""
+    """All modes but `mask`, which the validation refuses there."""
     rule = Rule("token", mode, 0.0 if mode == "truncate" else 0.8, 1.2)
     if mode == "mask":
         with pytest.raises(ValueError, match="rollout_is_mode"):
@@ -154,7 +156,9 @@ def test_under_the_ppo_clip_of_bypass_mode_the_weights_are_metrics(mode):
 
 
 def test_the_aggregations_by_hand():
-    """On-policy with advantages 1 | 2 and lengths 1 | 3: -7/4, -(1 + 6)/2 and -(1 + 2)/2."""
+    """On-policy, advantages 1 | 2 and lengths 1 | 3: the losses are -7/4, -(1 + 6)/2 and -(1 +
+    2)/2.
+    """
     rollout = torch.zeros(2, 3, dtype=torch.float64)
     mask = torch.tensor([[True, False, False], [True, True, True]])
     advantages = torch.tensor([[1.0], [2.0]], dtype=torch.float64).expand(2, 3)
@@ -178,7 +182,7 @@ def test_the_aggregations_by_hand():
     ],
 )
 def test_a_rejected_token_leaves_the_denominator_unless_all_count(aggregation, normalize, value):
-    """As above, with the last token of the second response rejected."""
+    """The same batch, with the last token of the second response rejected."""
     rollout = torch.zeros(2, 3, dtype=torch.float64)
     mask = torch.tensor([[True, False, False], [True, True, True]])
     kept = mask & torch.tensor([[True, True, True], [True, True, False]])
@@ -224,7 +228,7 @@ def test_a_response_that_is_wholly_rejected_is_no_sequence_of_the_mean(
     ],
 )
 def test_the_clip_has_two_widths_and_a_bound_for_negative_advantages(advantage, ratio, counted):
-    """`counted` is the ratio of the loss where there is no gradient; None where it is the ratio
+    """`counted` is the ratio in the loss if there is no gradient; None if it is the ratio
     itself.
     """
     rollout, one = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
@@ -256,7 +260,9 @@ def test_without_a_dual_clip_a_negative_advantage_has_no_bound():
 @pytest.mark.parametrize("bypass", [True, False])
 @pytest.mark.parametrize("criterion", [None, "seq_mean_k1", "token_k1"])
 def test_gspo_is_the_clipped_loss_of_one_ratio_for_a_sequence(masking, bypass, criterion):
-    """Value and gradient, by autograd through exp(mean log-ratio) in place of the token form."""
+    """The oracle takes value and gradient through exp(mean log-ratio), not through the token
+    form.
+    """
     rule = Rule(bands=() if criterion is None else ((criterion, 0.7, 1.25),))
     rollout, old, now, advantages = drawn()
     correction = RolloutCorrectionConfig(**settings(rule), bypass_mode=bypass)
@@ -272,8 +278,9 @@ def test_gspo_is_the_clipped_loss_of_one_ratio_for_a_sequence(masking, bypass, c
 
 
 def test_gspo_by_hand():
-    """s = exp(0.1) in each row; A = 1 is clipped at 1.05, A = -1 is not, and each token has half of
-    the gradient.
+    """s = exp(0.1) in each row.
+
+    A = 1 is clipped at 1.05, A = -1 is not; each token has half of the gradient.
     """
     move = torch.tensor([[0.2, 0.0], [0.3, -0.1]], dtype=torch.float64)
     advantages = torch.tensor([[1.0, 1.0], [-1.0, -1.0]], dtype=torch.float64)
@@ -314,8 +321,8 @@ def test_gspo_of_one_token_is_ppo():
 def summed(
     config: LossConfig, now: Tensor, batches: list[TokenBatch], reduce=None
 ) -> tuple[float, Tensor, MetricBag]:
-    """As the update does it: sum the totals' gradients, then divide by the denominator of the
-    summed parts.
+    """Sums as the update does: gradients of the totals, then one division by the summed
+    denominator.
     """
     leaf, bag, parts, start = (
         now.detach().clone().requires_grad_(),
@@ -356,8 +363,9 @@ def test_micro_batches_add_up(rule, mode, aggregation, normalize):
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize(("cuts", "normalize"), [([2], "kept"), ([1, 2], "all"), ([1, 2], "kept")])
 def test_processes_add_up(rule, mode, aggregation, cuts, normalize):
-    """Row 1 is empty: with the cuts 1 and 2 it is a process of its own, which has nothing to
-    add.
+    """Row 1 is empty.
+
+    With the cuts 1 and 2 it is a process of its own, which has nothing to add.
     """
     config = config_of(rule, mode, aggregation, normalize)
     shards, expect = pieces(filled(config, "empty"), cuts), reference(config, rule, "empty")
@@ -388,7 +396,7 @@ def test_gspo_adds_up_too():
 
 @pytest.mark.parametrize(("rule", "mode"), CASES)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_lies_under_the_padding_is_never_read(rule, mode, bad):
+def test_values_under_the_padding_are_never_read(rule, mode, bad):
     config = config_of(rule, mode)
     batch, now, mask = filled(config, "right"), drawn()[2], mask_of("right")
     names = ("rollout_log_probs", "old_log_probs", "advantages")
@@ -413,7 +421,7 @@ def test_everything_rejected_is_a_loss_of_zero(aggregation, mode):
 
 
 def test_advantages_of_tokens_are_not_clipped():
-    """`adv_clip_max` belongs to images."""
+    """`adv_clip_max` is a setting of images."""
     rollout, one = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
     batch = apply_bypass_mode(token_batch(rollout, one.bool(), advantages=100 * one))
     assert (
@@ -429,7 +437,7 @@ def test_advantages_of_tokens_are_not_clipped():
     ("metric_names", "names"), [("verl", ("ratio_mean",)), ("slime", ("ois",))]
 )
 def test_the_ratio_to_old_has_slime_s_name_in_decoupled_mode(metric_names, names):
-    """`ois` is exp(training - old): of decoupled mode only, as slime's table says."""
+    """`ois` is exp(training - old). As slime's table says, only decoupled mode has it."""
     for mode in ({}, {"bypass_mode": True}):
         config = config_of(Rule(), mode | {"metric_names": metric_names})
         values = token_loss(config, drawn()[2], corrected(config, filled(config, "right")))[

@@ -149,7 +149,7 @@ def test_a_setting_without_effect_is_refused_before_loading(
         ),
     ],
 )
-def test_what_the_checkpoint_itself_cannot_make(
+def test_a_setting_that_the_checkpoint_cannot_serve_is_refused(
     saved: Callable[[str], Path],
     train: Train,
     capsys: pytest.CaptureFixture[str],

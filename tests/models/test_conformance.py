@@ -46,7 +46,7 @@ def any_subject(request: pytest.FixtureRequest, saved: Callable[[str], Path]) ->
 def roll(
     model: FlowModel, network: torch.nn.Module, spec: SamplerSpec
 ) -> tuple[DiffusionBatch, np.ndarray]:
-    """Two samples of each prompt, stochastic in all steps but the last."""
+    """Samples two images of each prompt, stochastic in all steps but the last."""
     engine = DiffusersEngine(model, network, dtype=spec.dtype, chunk_size=4)
     steps = spec.num_inference_steps - 1
     request = ImageRequest(
@@ -75,7 +75,7 @@ def deterministic(
 def call_stock(
     stock: Any, tiny: Tiny, guidance: Mapping[str, float], latents: torch.Tensor, output: str
 ) -> Any:
-    """The stock pipeline's own call."""
+    """Calls the stock pipeline."""
     frames = {} if tiny.num_frames is None else {"num_frames": tiny.num_frames}
     guided = any(
         scale > 1
@@ -118,7 +118,9 @@ def test_the_checkpoint_is_wrapped_by_its_adapter(any_subject: Subject) -> None:
 
 
 def test_the_schedule_goes_from_exactly_one_to_zero(any_subject: Subject) -> None:
-    """A first sigma a little below 1 would give the first `sde` step a thousandfold noise."""
+    """With a first sigma slightly below 1 the first `sde` step would have a thousand times the
+    noise.
+    """
     sigmas, timesteps = any_subject.load().schedule(
         any_subject.tiny.spec("sde", any_subject.tiny.unguided)
     )
@@ -167,7 +169,7 @@ def test_noise_zero_gives_the_stock_pipelines_output(
 
 
 def test_guidance_makes_a_difference(any_subject: Subject) -> None:
-    """Each of the guidance keys and the negative prompt."""
+    """This holds for each of the guidance keys and for the negative prompt."""
     model, tiny = any_subject.load(), any_subject.tiny
     spec = tiny.spec("sde", tiny.guided)
     latents = drawn(model, spec)
@@ -265,9 +267,7 @@ TEXTS = ["a", "two red cats", '"AB7X"']
 def test_prompts_of_different_length_do_not_touch_each_other(
     subject: Subject, guidance: str
 ) -> None:
-    """In one batch, from one call of the encoder or from several, a prompt gives what it gives
-    alone.
-    """
+    """A prompt gives in a batch, encoded together or apart, what it gives alone."""
     model, tiny = subject.load(), subject.tiny
     spec = tiny.spec("sde", vars(tiny)[guidance])
     latents = normal(model.latent_shape(spec), [1, 2, 3], "latents")
@@ -297,8 +297,9 @@ def test_prompts_of_different_length_do_not_touch_each_other(
 
 
 def test_chunks_with_a_conditioning_of_their_own_can_be_joined(subject: Subject) -> None:
-    """An engine that encodes each prompt apart: the joined batch replays like one that was sampled
-    at once.
+    """An engine encodes each prompt apart.
+
+    The joined batch replays like one that was sampled at once.
     """
     model, tiny = subject.load(), subject.tiny
     network = trained_lora(model)
@@ -338,7 +339,7 @@ def test_bf16_rollout_has_a_mismatch_of_the_expected_scale(
 
 @pytest.mark.parametrize("guidance", GUIDANCE)
 def test_bf16_on_both_sides_replays_bitwise(subject: Subject, guidance: str) -> None:
-    """Layers that a model's class keeps in fp32 stay so in the rollout's copy."""
+    """Layers that a model's class keeps in fp32 stay in fp32 in the rollout's copy."""
     model, tiny = subject.load(dtype="bf16"), subject.tiny
     network = trained_lora(model)
     batch, _ = roll(model, network, tiny.spec("sde", vars(tiny)[guidance], dtype="bf16"))

@@ -20,7 +20,7 @@ GPU = torch.device("cuda", 0)
 
 
 class Traveller(nn.Module):
-    """Notes where it is sent instead of going there."""
+    """Records where it is sent instead of going there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,14 +40,14 @@ def test_idle_parts_are_off_the_device() -> None:
     assert [part.places for part in parts] == [["cpu", "cuda", "cpu"]] * 2
 
 
-def test_they_leave_after_a_failure_as_well() -> None:
+def test_parts_leave_the_device_after_a_failure_as_well() -> None:
     part = Traveller()
     with pytest.raises(KeyError), Shared([part], GPU, offload=True).at_work():
         raise KeyError("x")
     assert part.places == ["cpu", "cuda", "cpu"]
 
 
-def test_without_offloading_they_stay() -> None:
+def test_without_offloading_parts_stay_on_the_device() -> None:
     part = Traveller()
     with Shared([part], GPU, offload=False).at_work():
         pass
@@ -76,8 +76,8 @@ def test_one_call_at_a_time() -> None:
 def test_a_models_encoders_and_its_vae_travel(
     checkpoint: Path, model: FlowModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through the adapter: encoders for `encode`, the VAE for `decode`, and the transformer
-    stays.
+    """Encoders are on the device for `encode`, the VAE for `decode`; the transformer stays
+    there.
     """
     journeys: list[tuple[str, str]] = []
     move = nn.Module.to

@@ -27,7 +27,7 @@ from flowgrpo_rc.policies.token import TokenPolicy
 
 
 class Rounding(FlowPolicy):
-    """Log-probs that are 1e-4 apart where they are rounded; counts how often it was asked."""
+    """A policy whose rounded copy is off by 1e-4; it counts how often it was asked."""
 
     asked = 0
 
@@ -40,7 +40,10 @@ class Rounding(FlowPolicy):
 
 
 class WithAnother(Processes):
-    """One of two processes; the other one's samples are in cells without an expectation."""
+    """One of two processes.
+
+    `news`: samples of the other one are in cells without an expectation.
+    """
 
     def __init__(self, news: bool) -> None:
         super().__init__(Accelerator(cpu=True))
@@ -56,7 +59,7 @@ class WithAnother(Processes):
 def test_steps_of_another_window_get_their_expectation_at_once(
     moved: int, elsewhere: bool, asked: int
 ) -> None:
-    """A later iteration's mismatch is twice the expectation, wherever its window lies."""
+    """The mismatch is always twice the expectation, wherever the window of an iteration lies."""
     policy, processes = Rounding(rounded=False), WithAnother(elsewhere)
     expected = ExpectedMismatch(
         policy, Rounding(rounded=True), processes, size=1.0, least=4e-7, micro_batch_size=2
@@ -75,7 +78,7 @@ def test_steps_of_another_window_get_their_expectation_at_once(
     assert policy.asked == asked + elsewhere
 
 
-def test_expectation_of_cells_that_nobody_saw() -> None:
+def test_cells_that_were_never_measured_have_no_expectation() -> None:
     sums = torch.tensor([[6e-4, 2e-4, 5.0], [3.0, 2.0, 1.0]], dtype=torch.float64)
     total, number = over(sums, torch.tensor([1e-4, 1e-4, math.nan], dtype=torch.float64))
     assert (total / number).item() == pytest.approx((6 + 2) / 5)

@@ -248,7 +248,7 @@ def test_rounded_latents_are_reported_at_once() -> None:
 
 
 def run(monitor: HealthMonitor, values: list[float], first: int = 1) -> list[int]:
-    """The steps at which the monitor warned of the effective sample size."""
+    """Returns the steps at which the monitor warned of the effective sample size."""
     name = "rollout_corr/rollout_is_eff_sample_size"
     return [
         step

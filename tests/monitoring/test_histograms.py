@@ -15,7 +15,7 @@ from flowgrpo_rc.monitoring.histograms import bin_edges, count, edges, histogram
 
 
 def test_bins_are_numpys_on_a_logarithmic_grid() -> None:
-    """Ten edges for each power of ten, on both sides of zero, from 1e-9 to 1e3."""
+    """There are ten edges for each power of ten, on both sides of zero, from 1e-9 to 1e3."""
     sizes = np.logspace(-9, 3, 121)
     grid = np.concatenate([-sizes[::-1], sizes])
     values = torch.cat(

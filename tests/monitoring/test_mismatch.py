@@ -47,7 +47,7 @@ def differences(rows: int, steps: int, seed: int = 0) -> Tensor:
 
 
 class Others(Processes):
-    """The first of several processes whose other ones brought `values` and `sums`."""
+    """The first of several processes; the others brought `values` and `sums`."""
 
     def __init__(self, values: Tensor, sums: Tensor) -> None:
         super().__init__(Accelerator(cpu=True))
@@ -87,7 +87,7 @@ def test_the_advised_band_has_one_digit(p99: float, wanted: float) -> None:
 
 
 def test_the_metrics_of_one_iteration() -> None:
-    """Two pieces of a bypass run; a difference that is not finite takes no part."""
+    """A bypass run in two pieces. A difference that is not finite takes no part."""
     difference = differences(6, 3)
     rollout = torch.zeros(6, 3)
     floor = floor_of(FlowPolicy)
@@ -124,7 +124,9 @@ def test_another_iteration_starts_afresh() -> None:
 
 
 def test_percentiles_are_those_of_all_processes() -> None:
-    """Not a mean of the processes' own; a process may have more numbers than another."""
+    """They are not means of the processes' own, and a process may have more numbers than
+    another.
+    """
     mine, theirs = differences(4, 2), 10 * differences(7, 2, seed=1)
     sums = torch.stack([theirs.abs().sum(0), torch.full((2,), 7.0)])
     processes = Others(
@@ -166,11 +168,11 @@ def test_nothing_finite_is_nothing_to_report() -> None:
     assert floor.finish(old_is_rollout=True).compute() == {}
 
 
-def test_without_a_band_there_is_no_multiple_of_it() -> None:
+def test_without_a_clip_there_is_no_multiple_of_it() -> None:
     assert "mismatch_over_clip" not in spread(differences(9, 1).flatten(), None).compute()
 
 
-def test_the_host_waits_for_the_names_of_the_timesteps_alone() -> None:
+def test_the_host_waits_only_for_the_names_of_the_timesteps() -> None:
     floor, batch = (
         floor_of(FlowPolicy),
         diffusion_batch(torch.zeros(4, 2), old_log_probs=torch.zeros(4, 2)),
@@ -187,9 +189,10 @@ def test_the_host_waits_for_the_names_of_the_timesteps_alone() -> None:
 
 
 @pytest.mark.parametrize("moved", [0.0, 1e-4, 1e-3])
-def test_drift_without_the_mismatch_that_contains_it(moved: float) -> None:
-    """Of cells with mismatches of other sizes; a cell that was not seen before the update takes no
-    part.
+def test_drift_is_measured_without_the_mismatch(moved: float) -> None:
+    """Cells have mismatches of different sizes.
+
+    A cell that was not seen before the update takes no part.
     """
     source, count = torch.Generator().manual_seed(0), 20_000
     scales = torch.tensor([1e-5, 1e-4, 1e-3], dtype=torch.float64)
@@ -211,7 +214,7 @@ Make = Callable[..., tuple[PolicyUpdate, MismatchMonitor, DiffusionBatch]]
 
 @pytest.fixture
 def make(model: FlowModel) -> Make:
-    """An update of mini-batches of 2 of 4 samples, and a floor that listens."""
+    """Makes an update of mini-batches of 2 of 4 samples, and the monitor that observes it."""
 
     def made(*, bypass: bool, epochs: int = 1, lr: float = 1e-2, **batch_fields: Any) -> Any:
         network = trained_lora(model)
@@ -278,7 +281,7 @@ def test_decoupled_mode_clips_no_noise_and_measures_drift_exactly(make: Make) ->
     assert found["policy_drift_abs_mean"] == pytest.approx(moved.mean().item(), rel=1e-12)
 
 
-def test_one_update_has_nothing_after_it(make: Make) -> None:
+def test_a_single_update_has_no_drift_after_it(make: Make) -> None:
     update, floor, batch = make(bypass=True)
     update.run(batch, 4)
     assert "policy_drift_abs_mean" not in floor.finish(old_is_rollout=True).compute()

@@ -95,7 +95,7 @@ def test_noise_zero_gives_the_stock_pipelines_image(
 
 @pytest.mark.parametrize("fault", ["bf16_latents", "guidance", "bf16_timestep", "shifted_schedule"])
 def test_the_difference_shows_a_fault(model: FlowModel, fault: str) -> None:
-    """Known faults of a rollout move the log-probs far beyond the exact zero of a correct one."""
+    """A rollout without a fault has differences of exactly zero; these faults are far above."""
     transformer = trained_lora(model)
     batch, _ = sample_images(model, transformer, make_spec("sde", 4.5), WINDOWS["all"])
     if fault == "bf16_latents":

@@ -15,9 +15,7 @@ from flowgrpo_rc.policies.scheduler import FlowMatchSDEScheduler
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_scheduler_in_a_stock_pipeline(checkpoint: Path, kind: str) -> None:
-    """With noise 0 the images are the stock ones; with noise they are others, and the seed decides
-    which.
-    """
+    """Without noise the images are the stock ones. With noise they depend on the seed."""
     stock = StableDiffusion3Pipeline.from_pretrained(checkpoint)
     stock.set_progress_bar_config(disable=True)
 

@@ -17,7 +17,7 @@ from flowgrpo_rc.policies.token import TokenPolicy
 
 
 def padded(batch: TokenBatch, left: int, right: int) -> TokenBatch:
-    """More padding, with ids that would show if they were read."""
+    """Returns the batch with more padding, whose ids would show if they were read."""
     pad = torch.nn.functional.pad
     return batch.replace(
         prompt_ids=pad(batch.prompt_ids, (left, 0), value=7),
@@ -38,7 +38,7 @@ def padded(batch: TokenBatch, left: int, right: int) -> TokenBatch:
 def test_log_probs_do_not_depend_on_padding(
     trained_lm: CausalLM, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """In fp64 what is left is the rounding of the logits to fp32; their size is about 10."""
+    """The tolerance in fp64 is the rounding of the logits to fp32; their size is about 10."""
     batch, _ = sample_texts(trained_lm)
     trained_lm.network.to(dtype)
     policy = TokenPolicy(trained_lm, trained_lm.network)
@@ -66,7 +66,7 @@ def test_log_probs_do_not_depend_on_padding(
 
 
 def test_evaluation_is_the_stock_models_log_softmax(trained_lm: CausalLM) -> None:
-    """Against a forward without any padding, mask or position ids."""
+    """The stock model gets no padding, mask or position ids."""
     spec = replace(SPEC, temperature=0.7)
     batch, _ = sample_texts(trained_lm, spec)
     found = TokenPolicy(trained_lm, trained_lm.network).log_probs(batch, 5)

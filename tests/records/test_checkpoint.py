@@ -73,8 +73,10 @@ def test_a_partial_checkpoint_does_not_count(tmp_path: Path) -> None:
     assert not leftover.exists()
 
 
-def test_a_disk_that_refuses_is_an_error_that_harms_nothing(tmp_path: Path) -> None:
-    """A file-size limit stands for the full disk: the write fails half-way with an OSError."""
+def test_a_full_disk_is_an_error_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    """A limit of the file size stands for the full disk: the write fails half-way with an
+    OSError.
+    """
     program = """
         import resource, signal, sys, torch
         from pathlib import Path

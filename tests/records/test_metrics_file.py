@@ -25,7 +25,7 @@ def test_rows_are_sorted_json_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_values_that_json_has_no_word_for_are_null(tmp_path: Path, value: float) -> None:
+def test_values_that_are_not_finite_are_null(tmp_path: Path, value: float) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.append(1, {"actor/pg_loss": value})
     assert file.path.read_text() == '{"actor/pg_loss": null, "step": 1}\n'

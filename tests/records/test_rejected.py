@@ -47,7 +47,7 @@ def test_reasons_in_words(reason: Reason, text: str) -> None:
 def step(
     folder: Path, number: int, *, rank: int = 0, count: int = 1, samples: Any = None
 ) -> Image.Image | None:
-    """Write one step of 6 samples, of which the odd ones are rejected at their second step."""
+    """Writes one step of 6 samples, of which the odd ones are rejected at their second step."""
     difference = 1e-3 * torch.arange(12, dtype=torch.float64).reshape(6, 2)
     kept = torch.ones(6, 2, dtype=torch.bool)
     kept[1::2, 1] = False
@@ -106,7 +106,7 @@ def test_what_is_kept_is_bounded_for_every_process(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.png"))) == len(rows)
 
 
-def test_steps_that_will_be_done_again_are_dropped(tmp_path: Path) -> None:
+def test_samples_of_steps_that_a_resumed_run_repeats_are_deleted(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         step(tmp_path, number)
     drop_rejected_after(tmp_path, 1)

@@ -50,7 +50,7 @@ def test_logger_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) 
         validate_loggers(["tensorboard"])
 
 
-def test_console_is_not_accelerates() -> None:
+def test_the_console_is_not_a_logger_of_accelerate() -> None:
     assert accelerate_loggers(["console", "wandb", "wandb"]) == ["wandb"]
 
 

@@ -27,7 +27,7 @@ def small_run(folder: Path, rewards: list[float], settings: dict[str, object]) -
 
 
 def cells(page: str, section: str) -> list[list[str]]:
-    """The rows of a section's table."""
+    """Returns the rows of a section's table."""
     body = page.split(f'<section id="{section}">')[1].split("</section>")[0]
     return [re.findall(r"<t[hd]>([^<]*)<", row) for row in body.split("<tr>")[1:]]
 

@@ -24,8 +24,10 @@ def test_difference_by_timestep_is_the_mean_over_steps(tmp_path: Path, prefix: s
 
 
 @pytest.mark.parametrize("over", [0.5, None])
-def test_the_clip_band_is_drawn_where_the_floor_is(tmp_path: Path, over: float | None) -> None:
-    """Half the band at the median: 2e-4, inside the range of the percentiles."""
+def test_the_clip_band_is_drawn_in_the_range_of_the_mismatch(
+    tmp_path: Path, over: float | None
+) -> None:
+    """The band is half the median, 2e-4, which is inside the range of the percentiles."""
     row = {
         f"rollout_corr/logprob_abs_diff_{part}": value
         for part, value in (("p50", 1e-4), ("p99", 4e-4))

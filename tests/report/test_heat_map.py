@@ -21,7 +21,7 @@ VIRIDIS = (255 * colormaps["viridis"](np.linspace(0, 1, 256))).round()[:, :3]
 
 
 def shades(page: str, title: str) -> np.ndarray:
-    """Of a heat map, read back from its colours: 0 to 1, nan where it is transparent."""
+    """Reads a heat map back from its colours: 0 to 1, nan if transparent."""
     (data,) = re.findall(rf'alt="{title}[^"]*" src="data:image/png;base64,([^"]+)"', page)
     pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))).astype(float)
     nearest = np.abs(pixels[..., None, :3] - VIRIDIS).sum(-1).argmin(-1) / 255
@@ -29,8 +29,9 @@ def shades(page: str, title: str) -> np.ndarray:
 
 
 def test_the_mismatch_of_each_step_and_timestep_has_its_colour(tmp_path: Path) -> None:
-    """Two steps, one of them without a timestep: powers of ten, so that the colours are evenly
-    spaced.
+    """One of two steps lacks a timestep.
+
+    Values are powers of ten, so their colours are evenly spaced.
     """
     rows = [
         {

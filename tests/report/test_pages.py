@@ -34,7 +34,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 
 
 def pictures(page: str) -> list[Image.Image]:
-    """All images of the page, decoded."""
+    """Returns all images of the page, decoded."""
     references = Page(page).references
     assert all(reference.startswith("data:image/png;base64,") for reference in references)
     found = [
@@ -50,7 +50,7 @@ def pictures(page: str) -> list[Image.Image]:
 def test_pictures_decode_and_are_not_blank(
     pages: Mapping[str, Path], name: str, number: int
 ) -> None:
-    """The grids, three heat maps with a colour bar each, and the rejected samples."""
+    """They are the grids, three heat maps with a colour bar each, and the rejected samples."""
     found = pictures(pages[name].read_text())
     assert len(found) == number
     for picture in found:

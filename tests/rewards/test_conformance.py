@@ -40,7 +40,7 @@ def brightness(sample: Any, prompt: Prompt) -> float:
 
 
 def answer(received: Received) -> object:
-    """A server that is a reward server, a detector and a vision-language model."""
+    """Answers as a reward server, a detector and a vision-language model."""
     if received.path == "/v1/detect":
         images = [decode_png(image) for image in received.body["images"]]
         box = [0, 0, 4, 4]
@@ -62,7 +62,7 @@ def answer(received: Received) -> object:
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
-    """Name of a reward -> options with which it runs here."""
+    """The options with which each reward runs here, by its name."""
     folder = tmp_path_factory.mktemp("rewards")
     clip = {"path": str(save_clip(folder / "clip")), "device": "cpu", "batch_size": 3}
     blip = str(save_image_reward(folder / "blip"))
@@ -133,12 +133,14 @@ def samples_of(reward: Reward, count: int, *, height: int = 24, width: int = 40)
     return np.random.default_rng(count).integers(0, 256, shape, dtype=np.uint8)
 
 
-def test_every_reward_stands_here():
+def test_every_reward_has_a_case():
     assert sorted(CASES) == available_plugins(PACKAGE, Reward)
 
 
 def keys(component: type) -> str:
-    """Its keyword parameters with their defaults, as docs/rewards.md writes them."""
+    """Returns the keyword parameters of a reward with their defaults, as docs/rewards.md writes
+    them.
+    """
     words = []
     for name, parameter in signature(component).parameters.items():
         if parameter.kind is Parameter.VAR_KEYWORD:
@@ -182,7 +184,7 @@ def test_options_are_keywords(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_one_finite_number_for_each_sample_whoever_is_in_the_batch(name, options):
+def test_one_finite_number_for_each_sample_in_any_batch(name, options):
     reward = make(name, options)
     samples, asked = samples_of(reward, 7), prompts(7)
     before = samples.copy()
@@ -215,8 +217,9 @@ def test_scores_tell_samples_apart(name, options):
 @pytest.mark.parametrize("name", PER_SAMPLE)
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (1, 50), (97, 16), (64, 64)])
 def test_any_size(name, options, height, width):
-    """A size that a reward cannot take fails its chunk; it never gives a number for some and none
-    for others.
+    """A size that a reward cannot take fails the whole chunk.
+
+    It never gives numbers for some samples only.
     """
     config = RewardConfig(terms={"x": {"_target_": name, **options[name]}})
     manager = RewardManager(config)
@@ -281,7 +284,10 @@ def test_half_precision_is_near(name, options):
 
 
 def test_a_processor_elsewhere(options, monkeypatch):
-    """`~` is this user's folder for both, and what is nowhere is said before anything is loaded."""
+    """`~` is the user's folder.
+
+    A processor that is nowhere is refused before anything is loaded.
+    """
     home, name = Path(options["clip"]["path"]).parent, Path(options["clip"]["path"]).name
     monkeypatch.setenv("HOME", str(home))
     reward = make("pickscore", options, path=f"~/{name}", processor=f"~/{name}")
@@ -292,7 +298,7 @@ def test_a_processor_elsewhere(options, monkeypatch):
 
 
 def test_a_checkpoint_of_another_model_is_refused(options, tmp_path: Path):
-    """The names of the text encoder alone: what is missing would be random."""
+    """Only names of the text encoder fit; what is missing would be random."""
     from safetensors.torch import load_file, save_file
 
     folder = save_clip(tmp_path / "half")

@@ -44,7 +44,9 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pixels(images: np.ndarray, size: int) -> torch.Tensor:
-    """CLIP's preparation by Pillow: shorter side to `size`, bicubic, the middle, standardised."""
+    """Prepares images for CLIP with Pillow: shorter side to `size`, bicubic, the middle,
+    standardised.
+    """
     rows = []
     for image in images:
         height, width = image.shape[:2]
@@ -60,7 +62,7 @@ def pixels(images: np.ndarray, size: int) -> torch.Tensor:
 
 
 def logits(clip: Path, images: np.ndarray, texts: list[str]) -> tuple[np.ndarray, float]:
-    """The diagonal of the model's own logits, and its scale."""
+    """Returns the diagonal of the model's own logits, and its scale."""
     model, tokenizer = CLIPModel.from_pretrained(clip), AutoTokenizer.from_pretrained(clip)
     tokens = tokenizer(texts, padding=True, return_tensors="pt")
     with torch.no_grad():
@@ -117,9 +119,7 @@ def test_a_head_must_be_layers_in_a_row(clip, tmp_path):
 
 
 def test_image_reward(tmp_path):
-    """The head has no activation, so it is one affine map: the matching head of BLIP's retrieval
-    model can hold it.
-    """
+    """The head has no activation, so it is one affine map, which BLIP's matching head can hold."""
     folder = save_image_reward(tmp_path)
     model = blip()
     head = torch.load(save_head(tmp_path / "head.pth", HIDDEN, seed=2), weights_only=True)

@@ -27,7 +27,7 @@ HERE = __name__
 
 
 def run(config: RewardConfig, *, chunks: tuple[int, ...] = (2, 3)) -> tuple[RewardManager, Rewards]:
-    """Score chunks of prompts numbered 0, 1, 2 ... and close."""
+    """Scores chunks of prompts numbered 0, 1, 2 ... and closes the manager."""
     manager = RewardManager(config)
     starts = np.cumsum((0, *chunks))
     handles = [
@@ -43,7 +43,10 @@ def run(config: RewardConfig, *, chunks: tuple[int, ...] = (2, 3)) -> tuple[Rewa
 
 
 class Index(Reward):
-    """The prompt's number; `delay` seconds, less for later prompts. Fails if two calls overlap."""
+    """Scores a prompt by its number, after `delay` seconds, less for later prompts.
+
+    It fails if two calls overlap.
+    """
 
     part_names = ("square",)
 
@@ -62,7 +65,7 @@ class Index(Reward):
 
 
 class Returns(Reward):
-    """Returns `what` makes of the plain scores 0, 1, 2 ..., and the plain scores where there is no
+    """Returns what `what` makes of the scores 0, 1, 2 ...; the plain scores if there is no
     prompt 2.
     """
 

@@ -15,7 +15,9 @@ from flowgrpo_rc.rewards.video_ocr import VideoOCR
 def draw(
     text: str, *, width: int = 64, height: int = 32, size: int = 20, ink="navy", paper="white"
 ) -> np.ndarray:
-    """Text in the middle of an image [height, width, 3]; lines are separated by a line break."""
+    """Draws text in the middle of an image [height, width, 3]; lines are separated by a line
+    break.
+    """
     image = Image.new("RGB", (width, height), paper)
     font = ImageFont.load_default(size)
     ImageDraw.Draw(image).text(
@@ -74,7 +76,7 @@ def test_reads_lines_in_batches():
 
 
 def test_reads_faint_colours_as_the_library_does_from_a_file():
-    """Near the limit of legibility the order of the colour channels changes what is read."""
+    """Near the limit of legibility, the order of the colour channels changes what is read."""
     rng = np.random.default_rng(0)
     inks = rng.integers(0, 256, (24, 3))
     papers = np.clip(inks + rng.integers(-20, 21, (24, 3)), 0, 255)
@@ -143,7 +145,7 @@ def test_options_are_checked(options, message):
 
 
 def test_a_video_scores_the_mean_of_its_frames():
-    """Frames 0 and 2 of four count; text that is gone halfway counts half."""
+    """Frames 0 and 2 of four count, so text that is gone halfway counts half."""
     blank = np.full((32, 96, 3), 255, np.uint8)
     word = draw("HEY", width=96)
     videos = np.stack(

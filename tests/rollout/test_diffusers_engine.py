@@ -40,7 +40,7 @@ def test_batch_holds_what_was_sampled(model: FlowModel) -> None:
 
 
 def test_a_recorded_step_is_fed_to_the_next_one(model: FlowModel) -> None:
-    """The state that the model gets at step t + 1 is the very state that step t recorded."""
+    """At step t + 1 the model gets the very state that step t recorded."""
     transformer = trained_lora(model)
     fed: list[torch.Tensor] = []
     engine = DiffusersEngine(model, transformer, dtype="fp32", chunk_size=4)

@@ -30,8 +30,8 @@ QUANTIZATIONS = tuple(PACKAGES)
 
 
 def largest_error(name: str, weight: torch.Tensor) -> torch.Tensor:
-    """Half a step of the format's grid around each weight; a whole one where the grid is not
-    symmetric.
+    """Returns half a step of the format's grid around each weight; a whole step if the grid is
+    not symmetric.
     """
     if name == "fp8":  # e4m3: three bits after the leading one; below 2^-6 of 448, steps of 2^-9
         smallest = weight.abs().amax(1, keepdim=True) / 448 * 2**-9
@@ -73,8 +73,8 @@ def test_only_the_blocks_base_weights_are_quantized(bundled: FlowModel, name: st
 @needs_torchao
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
 def test_the_lora_stays_separate(bundled: FlowModel, name: str) -> None:
-    """A quantized replica is the network with rounded base weights and an exact LoRA, also after a
-    sync.
+    """A quantized replica is the network with rounded base weights and an exact LoRA, also after
+    a sync.
     """
     network = trained_lora(bundled)
     replica = Replica(network, "fp32", name)
@@ -182,7 +182,7 @@ def test_settings_without_effect_or_meaning(
     assert all(word in error for word in words), error
 
 
-def test_what_is_not_installed(
+def test_a_missing_package_or_compiler_is_named(
     train: Train, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (check_engine, optim):
@@ -209,7 +209,9 @@ def test_what_is_not_installed(
         ("transformers_engine", "causal_lm", {"compile": True}),
     ],
 )
-def test_an_engine_that_does_not_offer_it(name: str, kind: str, wrong: dict[str, object]) -> None:
+def test_an_engine_that_does_not_offer_a_precision(
+    name: str, kind: str, wrong: dict[str, object]
+) -> None:
     config = Config()
     config.model.kind, config.rollout.name = kind, name
     vars(config.rollout).update(wrong)

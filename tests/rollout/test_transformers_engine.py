@@ -87,7 +87,7 @@ def test_bf16_rollout_has_a_small_mismatch(trained_lm: CausalLM) -> None:
 
 
 def test_first_tokens_have_the_policys_frequencies(trained_lm: CausalLM) -> None:
-    """1000 responses to one prompt; chi-squared with 14 degrees of freedom exceeds 36 once in a
+    """1000 responses to one prompt: chi-squared, 14 degrees of freedom, exceeds 36 once in a
     thousand times.
     """
     engine = TransformersEngine(trained_lm, trained_lm.network, dtype="fp32", chunk_size=1000)

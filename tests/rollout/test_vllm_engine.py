@@ -40,8 +40,9 @@ SPEC = TokenSpec(dtype="fp32", temperature=0.7, prompt_length=8, response_length
 
 
 class FakeVllm(ModuleType):
-    """The modules `vllm` and `vllm.lora.request`. `ignored`: kinds of modules on which a LoRA has
-    no effect.
+    """The modules `vllm` and `vllm.lora.request`.
+
+    A LoRA has no effect on the kinds of modules in `ignored`.
     """
 
     def __init__(self) -> None:
@@ -68,8 +69,9 @@ class FakeVllm(ModuleType):
 
 
 class FakeLLM:
-    """Answers with `answers[seed]`; the log-probability of a token is -1 - seed - the effect of the
-    adapter.
+    """Answers with `answers[seed]`.
+
+    The log-prob of a token is -1 - seed - the effect of the adapter.
     """
 
     def __init__(self, vllm: FakeVllm, arguments: dict[str, Any]) -> None:
@@ -99,7 +101,7 @@ class FakeLLM:
 
 
 class FakeEngine:
-    """Keeps adapters by their number, as vLLM does: one that it knows is not read again."""
+    """Keeps adapters by their number, as vLLM does; it does not read a known one again."""
 
     def __init__(self, vllm: FakeVllm) -> None:
         self.vllm = vllm
@@ -129,7 +131,7 @@ class FakeEngine:
         return self.adapters.pop(bind("LLMEngine.remove_lora", *args)["lora_id"], None) is not None
 
     def list_loras(self) -> list[int]:
-        """Annotated as a set, but a list once it has come from vLLM's process."""
+        """Returns a list: vLLM annotates a set, but a list comes from its process."""
         bind("LLMEngine.list_loras")
         return list(self.adapters)
 
@@ -139,7 +141,9 @@ class FakeEngine:
 
 
 def bind(method: str, *args: Any, **given: Any) -> dict[str, Any]:
-    """The arguments by name; TypeError for a call that vLLM's method does not accept."""
+    """Returns the arguments by name; raises TypeError for a call that vLLM's method does not
+    accept.
+    """
     kinds = inspect.Parameter
     signature = inspect.Signature(
         [
@@ -152,8 +156,9 @@ def bind(method: str, *args: Any, **given: Any) -> dict[str, Any]:
 
 
 def fields(name: str, given: dict[str, Any]) -> SimpleNamespace:
-    """An object with the fields of vLLM's class and no others; TypeError for a value that it has no
-    field for.
+    """Returns an object with the fields of vLLM's class.
+
+    Raises TypeError for a value that the class has no field for.
     """
     known = INTERFACE["fields"][name]
     if unknown := given.keys() - set(known):
@@ -343,7 +348,7 @@ def test_sync_writes_what_peft_would_and_replaces_the_adapter(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
 )  # by peft itself
 def test_peft_loads_the_adapter(vllm: FakeVllm, model: CausalLM, checkpoint: Path) -> None:
-    """peft itself as the oracle of the file's names and scale."""
+    """PEFT is the oracle of the file's names and scale."""
     from peft import PeftModel
 
     engine = make(model)

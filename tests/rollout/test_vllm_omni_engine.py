@@ -30,7 +30,7 @@ def fake_engine(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> Callable[[str], VllmOmniEngine]:
-    """An engine whose child answers by the given code."""
+    """Makes an engine whose child answers by the given code."""
     (tmp_path / "vllm_omni").mkdir()
     (tmp_path / "vllm_omni" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)

@@ -48,14 +48,14 @@ BOUNDS = {"truncate": (0.0, 1.3), "clip": (0.8, 1.3), "mask": (0.8, 1.3), "icepo
 def log_probs(
     scale: float = 0.5, seed: int = 0, shape: tuple[int, int] = (6, 4)
 ) -> tuple[Tensor, Tensor]:
-    """Training and rollout log-probs, float64."""
+    """Draws training and rollout log-probs, float64."""
     source = torch.Generator().manual_seed(seed)
     rollout = torch.randn(shape, generator=source, dtype=torch.float64)
     return rollout + scale * torch.randn(shape, generator=source, dtype=torch.float64), rollout
 
 
 def drawn_log_probs(scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probs of rollout, old and current policy, and advantages, [6, 4] float64."""
+    """Draws log-probs of rollout, old and current policy, and advantages, [6, 4] float64."""
     old, rollout = log_probs(scale)
     now = old + scale * torch.randn(
         6, 4, generator=torch.Generator().manual_seed(5), dtype=torch.float64
@@ -65,7 +65,7 @@ def drawn_log_probs(scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def tensor(rows: list[Any]) -> Tensor:
-    """The numbers in float64."""
+    """Returns the numbers in float64."""
     return torch.tensor(rows, dtype=torch.float64)
 
 
@@ -120,7 +120,7 @@ def columns(num_samples: int) -> dict[str, Tensor]:
 def diffusion_batch(
     rollout_log_probs: Tensor | None, *, shape: tuple[int, int] | None = None, **fields: Any
 ) -> DiffusionBatch:
-    """A batch [B, T] with log-probs that matter and everything else small and constant."""
+    """Makes a batch [B, T] with the given log-probs; everything else is small and constant."""
     num_samples, num_steps = rollout_log_probs.shape if rollout_log_probs is not None else shape
     spec = SamplerSpec(
         height=8,
@@ -184,7 +184,7 @@ def reference_loss(
     aggregation: str,
     counts_kept: bool,
 ) -> Callable[[Tensor], Tensor]:
-    """The loss of the documents as a formula of the current log-probs; the correction carries no
+    """Computes the loss of the documents from current log-probs; the correction carries no
     gradient.
     """
     correction_settings = config.rollout_correction
@@ -210,7 +210,7 @@ def reference_loss(
 
 
 def gradient_of(total: Callable[[Tensor], Tensor], log_probs: Tensor) -> tuple[float, Tensor]:
-    """Value and gradient of a formula of the current log-probs."""
+    """Returns value and gradient of a formula of the current log-probs."""
     leaf = log_probs.detach().clone().requires_grad_()
     loss = total(leaf)
     assert loss.ndim == 0
@@ -219,14 +219,14 @@ def gradient_of(total: Callable[[Tensor], Tensor], log_probs: Tensor) -> tuple[f
 
 
 def assert_same(found: tuple[float, Tensor], expect: tuple[float, Tensor]) -> None:
-    """The same loss and gradient, and not that of nothing."""
+    """Both have the same loss and the same gradient, which is not zero."""
     assert abs(found[0] - expect[0]) < 1e-12, (found[0], expect[0])
     torch.testing.assert_close(found[1], expect[1], rtol=1e-11, atol=1e-13)
     assert found[1].abs().max() > 0
 
 
 def drop_odd(training: Tensor, rollout: Tensor, mask: Tensor, config: Any) -> tuple[Tensor, Tensor]:
-    """A `custom_correction`: weights 3, every other row rejected."""
+    """A `custom_correction`: weights are 3, and every other row is rejected."""
     kept = mask & (torch.arange(len(mask)) % 2 == 0).unsqueeze(1)
     return torch.full_like(training, 3.0), kept
 
@@ -256,8 +256,8 @@ def pieces(batch: Batch, cuts: list[int]) -> list[Batch]:
 
 
 def on_shards(count: int, work: Callable[[int, Mapping[str, AllReduce]], Any]) -> list[Any]:
-    """work(rank, reduce) on `count` threads; reduce["sum"], ["max"] and ["gather"] really combine
-    across them.
+    """Runs work(rank, reduce) on `count` threads. reduce["sum"], ["max"] and ["gather"] really
+    combine across them.
     """
     barrier = threading.Barrier(count, timeout=20)
     posted: list[Tensor] = [torch.empty(0)] * count

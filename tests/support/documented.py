@@ -18,7 +18,9 @@ _COMMAND = re.compile(r"(?:^|\s)(?:flowgrpo-rc|-m flowgrpo_rc\.train|examples/sl
 
 
 class Block(NamedTuple):
-    """why_not: the reason given for not running it, None where it is run."""
+    """A block of code in a page. why_not: the reason given for not running it, None if it is
+    run.
+    """
 
     page: Path
     line: int
@@ -30,7 +32,7 @@ class Block(NamedTuple):
         return f"{self.page.name}:{self.line}"
 
     def lines(self) -> list[str]:
-        """Of a shell block: its commands, each on one line, without comments."""
+        """Returns the commands of a shell block, each on one line, without comments."""
         joined = self.text.replace("\\\n", " ").splitlines()
         return [
             line.strip() for line in joined if line.strip() and not line.lstrip().startswith("#")
@@ -38,7 +40,7 @@ class Block(NamedTuple):
 
 
 def blocks(*languages: str) -> list[Block]:
-    """Those of all pages, in order; of some languages, or all."""
+    """Returns the blocks of all pages in order, of some languages or of all."""
     return [
         block
         for page in PAGES
@@ -48,7 +50,7 @@ def blocks(*languages: str) -> list[Block]:
 
 
 def arguments(line: str) -> list[str] | None:
-    """What a command line hands to `flowgrpo-rc`, or None where it is another command.
+    """Returns what a command line hands to `flowgrpo-rc`; None for another command.
 
     `...` stands for what the reader knows, and is left out.
     """

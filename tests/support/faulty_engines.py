@@ -37,7 +37,7 @@ class Bf16Latents(Recorded):
 
 
 class LateLogProbs(Recorded):
-    """Each log-prob stands where that of the step before belongs."""
+    """Records each log-prob one step too late."""
 
     def record(self, batch: Any) -> Any:
         return batch.replace(rollout_log_probs=batch.rollout_log_probs.roll(-1, 1))
@@ -59,7 +59,7 @@ class InfLogProbs(NanLogProbs):
 
 
 class OtherSettings(DiffusersEngine):
-    """Samples with changed settings and records those that were asked for."""
+    """Samples with changed settings, and records the ones asked for."""
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
         honest = self._model.schedule(request.spec)
@@ -81,7 +81,7 @@ class OtherSettings(DiffusersEngine):
 
 
 class Guidance(OtherSettings):
-    """1% more guidance."""
+    """Samples with 1% more guidance."""
 
     def changed(self, request: ImageRequest) -> ImageRequest:
         return replace(
@@ -95,7 +95,7 @@ class LateWindow(OtherSettings):
 
 
 class OtherSchedule(OtherSettings):
-    """Walks another schedule."""
+    """Samples on another schedule."""
 
     def __init__(self, model: Any, network: torch.nn.Module, **options: Any) -> None:
         super().__init__(model, network, **options)
@@ -119,7 +119,7 @@ class Bf16Timestep(OtherSchedule):
 
 
 class Bf16Input(DiffusersEngine):
-    """Steps start from rounded latents; those that are recorded are not rounded."""
+    """Steps start from rounded latents; the recorded latents are not rounded."""
 
     def __init__(self, model: Any, network: torch.nn.Module, **options: Any) -> None:
         super().__init__(model, network, **options)
@@ -141,7 +141,7 @@ class Bf16Input(DiffusersEngine):
 
 
 class Bf16Steps(DiffusersEngine):
-    """Latents are rounded after every step, and after its log-prob."""
+    """Rounds latents after every step, and after its log-prob."""
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
         original = flow.log_prob
@@ -168,7 +168,7 @@ class NoLora(DiffusersEngine):
 
 
 class WeakLora(DiffusersEngine):
-    """Without alpha / rank, which is 2 in the tests."""
+    """Leaves out alpha / rank, which is 2 in the tests."""
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         super().sync_weights(
@@ -205,7 +205,7 @@ class Autocast(DiffusersEngine):
 
 
 class OtherKernels(Autocast):
-    """What an engine in bf16 with kernels of its own is like."""
+    """Behaves like a bf16 engine with kernels of its own."""
 
     def __init__(self, model: Any, network: torch.nn.Module, **options: Any) -> None:
         super().__init__(model, network, **options | {"dtype": "fp32", "chunk_size": 1})
@@ -213,11 +213,11 @@ class OtherKernels(Autocast):
 
 
 class ShiftOfOtherKernels(OtherKernels, Shift):
-    """Both."""
+    """Has another schedule and other kernels."""
 
 
 class OneByOne(DiffusersEngine):
-    """One sample a forward, so that sums come in another order."""
+    """Samples one image in a forward, so sums have another order."""
 
     def __init__(self, model: Any, network: torch.nn.Module, **options: Any) -> None:
         super().__init__(model, network, **options | {"chunk_size": 1})

@@ -20,9 +20,9 @@ DECOUPLED, BYPASS = RolloutCorrectionConfig(), RolloutCorrectionConfig(bypass_mo
 
 
 class Steps(NamedTuple):
-    """Three steps of six samples, whose velocity moves by theta [B, T] along a direction; float64.
+    """Three steps of six samples; velocities move by theta [B, T] along a direction; float64.
 
-    batch: with the old policy's log-probs and means; the rest as one reads it from the formulas.
+    The batch has the old policy's log-probs and means. The other fields are those of the formulas.
     """
 
     batch: DiffusionBatch
@@ -33,7 +33,7 @@ class Steps(NamedTuple):
     dt: Tensor
 
     def now(self, theta: Tensor) -> tuple[Tensor, GaussianSteps]:
-        """Log-probs and steps [B, T] of the policy at theta, as the policy computes them."""
+        """Computes log-probs and steps [B, T] of the policy at theta, as the policy does."""
         mean = self.mean(theta)
         rows = [
             (
@@ -78,7 +78,7 @@ def three_steps(kind: str = "sde", seed: int = 0) -> Steps:
 
 
 def movement(scale: float = 0.05) -> Tensor:
-    """How far each step of each sample has moved; some of them beyond the clip band."""
+    """Draws how far each step of each sample has moved; some are beyond the clip."""
     return scale * torch.randn(
         6, 3, generator=torch.Generator().manual_seed(3), dtype=torch.float64
     )

@@ -37,7 +37,7 @@ def make_spec(kind: str, guidance: float, **changes: object) -> SamplerSpec:
 
 
 def trained_lora(model: FlowModel) -> torch.nn.Module:
-    """A LoRA whose B is not zero, so that it takes part."""
+    """Adds a LoRA whose B is not zero, so that it takes part."""
     transformer = add_lora(model, ModelConfig(path="x", lora_rank=4, lora_alpha=8), seed=0)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in lora_parameters(transformer).items():

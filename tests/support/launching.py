@@ -14,7 +14,7 @@ from support.documented import ROOT
 def launch(
     num_processes: int, *arguments: str, python_path: Path | None = None
 ) -> subprocess.CompletedProcess:
-    """torchrun with `num_processes` gloo processes of one thread each."""
+    """Runs torchrun with `num_processes` gloo processes of one thread each."""
     launcher = [
         "torch.distributed.run",
         f"--nproc_per_node={num_processes}",
@@ -28,7 +28,10 @@ def launch(
 
 
 def launch_environment(*folders: Path | None) -> dict[str, str]:
-    """One thread to a process; modules come from this checkout and `folders`."""
+    """Returns an environment with one thread to a process.
+
+    Modules come from this checkout and `folders`.
+    """
     paths = [str(folder) for folder in (ROOT, *folders) if folder is not None]
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
@@ -40,7 +43,7 @@ def free_port() -> int:
 
 
 def run_shell(command: str, folder: Path) -> subprocess.CompletedProcess:
-    """A command in a folder, with the programs of this environment on the path."""
+    """Runs a command in a folder, with the programs of this environment on the path."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "WANDB_MODE": "offline"}
     return subprocess.run(

@@ -36,7 +36,7 @@ MODES = ("truncate", "clip", "mask", "icepop")
 def reverse_step(
     kind: str, x: float, v: float, sigma: float, sigma_next: float, noise: float, second: float
 ) -> tuple[float, float]:
-    """(mean, std) of one latent element. `second` is the second entry of the schedule."""
+    """Returns (mean, std) of one latent element. `second` is the second entry of the schedule."""
     dt = sigma_next - sigma
     if kind == "sde":
         s = noise * math.sqrt(sigma / (1 - (second if sigma == 1 else sigma)))
@@ -52,9 +52,7 @@ def reverse_step(
 
 
 def kl_scale(kind: str, sigma: float, sigma_next: float, noise: float, second: float) -> float:
-    """The s of the reference KL mean_D[(mean - reference)^2] / (2 s^2): the coefficient, without
-    dt.
-    """
+    """Returns the s of the reference KL mean_D[(mean - reference)^2] / (2 s^2), without dt."""
     if kind == "sde":
         return noise * math.sqrt(sigma / (1 - (second if sigma == 1 else sigma)))
     return noise if kind == "dance_sde" else sigma_next * math.sin(noise * math.pi / 2)
@@ -64,8 +62,8 @@ def kl_scale(kind: str, sigma: float, sigma_next: float, noise: float, second: f
 
 
 class Rule(NamedTuple):
-    """A correction in plain numbers. bands: (criterion, lower, upper); bounds are on the ratio for
-    k1.
+    """A correction in plain numbers. bands: (criterion, lower, upper); bounds of k1 are on the
+    ratio.
     """
 
     level: str | None = None
@@ -117,7 +115,9 @@ def mean(values: Sequence[float]) -> float:
 
 
 def std(values: Sequence[float], lost: int = 0) -> float:
-    """Of the population, or with lost=1 of a sample (0 for a single value)."""
+    """Returns the deviation of the population, or of a sample with lost=1 (0 for a single
+    value).
+    """
     centre, count = mean(values), len(values) - lost
     return math.sqrt(math.fsum((value - centre) ** 2 for value in values) / count) if count else 0.0
 
@@ -136,9 +136,7 @@ def finite_steps(difference: Rows, mask: Valid) -> list[list[bool]]:
 
 
 def statistic(criterion: str, row: Sequence[float]) -> list[float]:
-    """The criterion at each of the valid steps of one sequence (the same one for sequence
-    criteria).
-    """
+    """Returns the criterion at each valid step of one sequence (the same for sequence criteria)."""
     level, estimator = criterion.rsplit("_", 1)
     values = [estimate(estimator, x) for x in row]
     if level == "token" or not values:
@@ -148,8 +146,8 @@ def statistic(criterion: str, row: Sequence[float]) -> list[float]:
 
 
 def in_space_of_statistic(criterion: str, lower: float, upper: float) -> tuple[float, float]:
-    """lower <= ratio <= upper is -log(upper) <= k1 <= -log(lower); k2 and k3 have an upper bound
-    only.
+    """lower <= ratio <= upper is -log(upper) <= k1 <= -log(lower); k2 and k3 only have an upper
+    bound.
     """
     if not criterion.endswith("k1"):
         return -math.inf, upper
@@ -159,8 +157,9 @@ def in_space_of_statistic(criterion: str, lower: float, upper: float) -> tuple[f
 def kept(
     criterion: str, lower: float, upper: float, difference: Rows, mask: Valid
 ) -> list[list[bool]]:
-    """Steps that one criterion keeps. A sequence criterion keeps no sequence with a step that is
-    not finite.
+    """Returns the steps that one criterion keeps.
+
+    A sequence criterion keeps no sequence with a step that is not finite.
     """
     low, high = in_space_of_statistic(criterion, lower, upper)
     result = []
@@ -173,7 +172,7 @@ def kept(
 
 
 def log_weights(level: str, row: Sequence[float]) -> list[float]:
-    """The log of the weight at each of the valid steps of one sequence, unbounded."""
+    """Returns the log of the weight at each valid step of one sequence, unbounded."""
     if level == "token" or not row:
         return list(row)
     total = math.fsum(row)
@@ -189,13 +188,13 @@ def after_bounds(rule: Rule, weight: float) -> float:
 
 
 def spread(values: Sequence[Sequence[float]], valid: Valid) -> list[list[float]]:
-    """Values of the valid steps, put back among the others as 0."""
+    """Puts values of the valid steps back among the others, which are 0."""
     rows = [iter(row) for row in values]
     return [[next(row) if ok else 0.0 for ok in oks] for row, oks in zip(rows, valid, strict=True)]
 
 
 def correction(training: Rows, rollout: Rows, mask: Valid, rule: Rule) -> Expected:
-    """Everything that the documents say about one batch."""
+    """Returns all that the documents say about one batch."""
     difference = subtract(training, rollout)
     valid = finite_steps(difference, mask)
     rows = [chosen(row, ok) for row, ok in zip(difference, valid, strict=True)]
@@ -228,9 +227,7 @@ def both(one: Valid, other: Valid) -> list[list[bool]]:
 
 
 def catastrophic(difference: Rows, mask: Valid, veto: float | None) -> list[list[bool]]:
-    """Steps whose ratio, without any bound, is below the veto; a training log-prob of -inf is
-    one.
-    """
+    """Returns steps whose unbounded ratio is below the veto, or whose training log-prob is -inf."""
     limit = -math.inf if veto is None else math.log(veto)
     return [
         [ok and x < limit for x, ok in zip(*pair, strict=True)]
@@ -239,8 +236,8 @@ def catastrophic(difference: Rows, mask: Valid, veto: float | None) -> list[list
 
 
 def normaliser(level: str, values: Rows, counted: Valid) -> float:
-    """The mean of batch normalisation: over counted tokens, or over sequences that have one; 1 for
-    a mean of 0.
+    """Returns the mean of batch normalisation, over counted tokens or over sequences that have
+    one; 1 for a mean of 0.
     """
     per_row = [chosen(row, holds) for row, holds in zip(values, counted, strict=True)]
     found = (
@@ -284,8 +281,9 @@ def divergences(training: Rows, rollout: Rows, valid: Valid) -> dict[str, float]
 
 
 def weight_metrics(rule: Rule, logs: Rows, raw: Rows, used: Rows) -> dict[str, float]:
-    """Of the weights at the valid steps, row by row; `logs` unbounded, `raw` safety-bounded, `used`
-    after the mode.
+    """Returns metrics of the weights at valid steps, row by row.
+
+    `logs` are unbounded, `raw` safety-bounded, `used` after the mode.
     """
     logs, raw, used = ([row for row in rows if row] for rows in (logs, raw, used))
     if not logs:
@@ -324,8 +322,9 @@ def weight_metrics(rule: Rule, logs: Rows, raw: Rows, used: Rows) -> dict[str, f
 def band_metrics(
     band: tuple[str, float, float], rows: Rows, keeps: Valid, valid: Valid
 ) -> dict[str, float]:
-    """Of one criterion. `rows` holds the differences of the valid steps, `keeps` what this
-    criterion keeps.
+    """Returns metrics of one criterion.
+
+    `rows` holds the differences of the valid steps, `keeps` what the criterion keeps.
     """
     criterion, low, high = band[0], *in_space_of_statistic(*band)
     values = [statistic(criterion, row) for row in rows if row]
@@ -358,7 +357,7 @@ def band_metrics(
 
 
 def rejection_metrics(mask: Valid, valid: Valid, keep: Valid, below: Valid) -> dict[str, float]:
-    """Fractions of the steps that exist and of the sequences that have one."""
+    """Returns fractions of the existing steps, and of the sequences that have one."""
     exists = [row for row in mask if any(row)]
     if not exists:
         return {}
@@ -398,8 +397,9 @@ class Clip(NamedTuple):
 
 
 def clipped(ratio: Tensor, advantage: float, clip: Clip) -> Tensor:
-    """-min(r A, clip(r) A) for one ratio, by case, so that autograd sees one branch; at most -A c
-    for A < 0.
+    """Computes -min(r A, clip(r) A) of one ratio, at most -A c for A < 0.
+
+    It goes by case, so that autograd sees one branch.
     """
     value = ratio.item()
     if advantage >= 0:
@@ -419,8 +419,9 @@ def ppo(now: Tensor, old: Tensor, advantages: Tensor, clip: Clip) -> Tensor:
 
 
 def gspo(now: Tensor, old: Tensor, advantages: Sequence[float], kept: Valid, clip: Clip) -> Tensor:
-    """Mean over sequences of the clipped loss of s = exp(mean log-ratio); those without a kept step
-    take no part.
+    """Returns the mean over sequences of the clipped loss of s = exp(mean log-ratio).
+
+    Sequences without a kept step take no part.
     """
     losses = []
     for row in range(len(now)):
@@ -434,8 +435,9 @@ def gspo(now: Tensor, old: Tensor, advantages: Sequence[float], kept: Valid, cli
 
 
 def aggregate(values: Tensor, kept: Valid, counted: Valid, mode: str) -> Tensor:
-    """The loss of kept steps, in a mean over counted ones. A sequence without a counted step is
-    none.
+    """Aggregates the loss of kept steps in a mean over counted ones.
+
+    A sequence without a counted step is none.
     """
     rows = []
     for row, (keep, count) in enumerate(zip(kept, counted, strict=True)):

@@ -12,7 +12,7 @@ def random_images(count: int, size: int = 16, seed: int = 0) -> np.ndarray:
 
 
 def numbered_prompts(count: int, start: int = 0) -> list[Prompt]:
-    """Prompts whose target is their number."""
+    """Returns prompts whose target is their number."""
     return [
         Prompt(text=f'a "{index}"', index=index, target=str(index))
         for index in range(start, start + count)
@@ -20,7 +20,7 @@ def numbered_prompts(count: int, start: int = 0) -> list[Prompt]:
 
 
 def sums(*targets: str | None) -> list[Prompt]:
-    """Sums to be done by a language model, with the given targets."""
+    """Returns sums for a language model, with the given targets."""
     return [
         Prompt(text=f"{index}+{index}=", index=index, target=target)
         for index, target in enumerate(targets)

@@ -150,7 +150,9 @@ def make_run(folder: Path, steps: int = 60) -> Path:
 
 
 def make_rejected(folder: Path, images: np.ndarray) -> None:
-    """Two samples in each of 8 steps, of which the report shows 12; one of a text, with markup."""
+    """Writes two samples in each of 8 steps, of which the report shows 12; one is a text with
+    markup.
+    """
     folder.mkdir()
     reasons = [{"criterion": "seq_mean_k1", "value": 1.00031, "lower": 0.9998, "upper": 1.0002}]
     for step in range(1, 9):

@@ -24,7 +24,7 @@ Behaviour = Callable[[socket.socket, Received, "Scripted"], None]
 
 
 class Scripted(socketserver.ThreadingTCPServer):
-    """Reads requests and lets `behaviour` write whatever it wants to the socket, until
+    """A server that reads requests and lets `behaviour` write anything to the socket, until
     `stopped`.
     """
 
@@ -39,7 +39,7 @@ class Scripted(socketserver.ThreadingTCPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, *_: Any) -> None:
-        """A client that goes away is what these servers are for."""
+        """Ignores clients that go away; these servers are for that."""
 
 
 class _Handler(socketserver.BaseRequestHandler):
@@ -85,7 +85,7 @@ def http(
     kind: str = "application/json",
     headers: str = "",
 ) -> bytes:
-    """A whole answer; anything but bytes and text is written as JSON."""
+    """Returns a whole answer; anything but bytes and text is written as JSON."""
     if not isinstance(content, bytes | str):
         content = json.dumps(content)
     body = content.encode() if isinstance(content, str) else content
@@ -96,5 +96,5 @@ def http(
 
 
 def answering(answer: Callable[[Received], object]) -> Behaviour:
-    """A server that behaves."""
+    """Returns the behaviour of a good server."""
     return lambda connection, received, server: connection.sendall(http(answer(received)))

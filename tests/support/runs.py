@@ -15,7 +15,7 @@ Train = Callable[..., int]
 
 
 def fingerprint(state: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 over names and bytes of tensors."""
+    """Returns the SHA-256 over names and bytes of tensors."""
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
         digest.update(name.encode())
@@ -30,7 +30,7 @@ def read_rows(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def without_timings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows without seconds, speed and memory."""
+    """Returns rows without seconds, speed and memory."""
     return [
         {k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/"))} for row in rows
     ]

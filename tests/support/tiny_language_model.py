@@ -13,8 +13,10 @@ PAD, EOS = 0, 1
 
 
 def save_language_model(folder: Path) -> None:
-    """Its generation settings advise a penalty and a second end token; only the latter may have an
-    effect.
+    """Saves the model.
+
+    Its generation settings ask for a penalty, which must have no effect, and a second end token,
+    which must.
     """
     vocabulary = {token: i for i, token in enumerate(("<pad>", "<eos>", *CHARACTERS, "<end>"))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))

@@ -233,7 +233,7 @@ def wan(
 
 
 def one_step_unipc() -> UniPCMultistepScheduler:
-    """The scheduler of Wan's checkpoints at order 1 and without corrector, where its steps are
+    """Returns the scheduler of Wan's checkpoints at order 1, without corrector: its steps are
     Euler's.
     """
     return UniPCMultistepScheduler(

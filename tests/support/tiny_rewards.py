@@ -56,7 +56,7 @@ def save_clip(folder: Path, *, seed: int = 0, image_size: int = 20) -> Path:
 
 
 def save_head(file: Path, width: int, *, seed: int = 1) -> Path:
-    """Linear layers named as LAION's predictor names them."""
+    """Saves linear layers named as LAION's predictor names them."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         head = nn.ModuleDict(
@@ -87,7 +87,7 @@ def blip(seed: int = 0) -> BlipForImageTextRetrieval:
 
 
 def save_image_reward(folder: Path) -> Path:
-    """The folder that `image_reward` reads: two encoders of a BLIP and a head."""
+    """Saves the folder that `image_reward` reads: two encoders of a BLIP and a head."""
     model = blip()
     model.config.save_pretrained(folder)
     BertTokenizerFast(vocab={word: index for index, word in enumerate(WORDS)}).save_pretrained(
@@ -105,7 +105,7 @@ def save_image_reward(folder: Path) -> Path:
 
 
 def _louder(model: nn.Module) -> nn.Module:
-    """Initial weights are so small that every picture would get the same score."""
+    """Scales weights up: with the initial ones every picture would get the same score."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

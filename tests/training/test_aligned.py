@@ -16,9 +16,7 @@ from flowgrpo_rc.policies.flow import FlowPolicy
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_bf16_on_both_sides_agrees_bitwise_in_equal_batches(checkpoint: Path, size: int) -> None:
-    """Also where the steps of a micro-batch are at different timesteps, which in the rollout they
-    are not.
-    """
+    """Steps of a micro-batch may be at different timesteps, which in the rollout they are not."""
     model = load_model(ModelConfig(path=str(checkpoint), dtype="bf16"), torch.device("cpu"))
     policy = FlowPolicy(model, trained_lora(model))
     window = [[0, 1, 2], [1, 2, 3], [0, 1, 2], [1, 2, 3]]
@@ -54,7 +52,7 @@ def test_bf16_on_both_sides_agrees_bitwise_in_equal_batches(checkpoint: Path, si
         ),
     ],
 )
-def test_what_cannot_align(
+def test_settings_that_cannot_align(
     train: Train, options: list[str], words: list[str], capsys: pytest.CaptureFixture
 ) -> None:
     assert train(*options) == 2
@@ -62,7 +60,7 @@ def test_what_cannot_align(
     assert all(word in error for word in words), error
 
 
-def test_text_cannot(capsys: pytest.CaptureFixture) -> None:
+def test_text_cannot_align(capsys: pytest.CaptureFixture) -> None:
     assert (
         main(["train", "--config-name", "token_grpo", "actor.replay=aligned", "trainer.device=cpu"])
         == 2

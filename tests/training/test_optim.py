@@ -38,8 +38,9 @@ def test_learning_rate(model: FlowModel, name: str, warmup: int, wanted: list[fl
 @needs_torchao
 @pytest.mark.usefixtures("without_compiler")
 def test_the_first_8_bit_step_is_that_of_adamw() -> None:
-    """Moments are rounded after their use, so the first step is exact; they take a byte and a share
-    of a scale each.
+    """Moments are rounded after their use, so the first step is exact.
+
+    A moment takes a byte and a share of a scale.
     """
     parameters = [nn.Parameter(normal((64, 128), [1], name)[0]) for name in "ab"]
     parameters[1].data.copy_(parameters[0])

@@ -66,8 +66,9 @@ def iterate(
     bands: AutoBands | None = None,
     **actor: Any,
 ) -> Run:
-    """One iteration from the same weights and bands, with a learning rate that moves the policy
-    far.
+    """Runs one iteration from the same weights and bands.
+
+    The learning rate moves the policy far.
     """
     start = {name: p.detach().clone() for name, p in lora_parameters(policy.network).items()}
     config = ActorConfig(ppo_micro_batch_size_per_gpu=2, optim=OptimConfig(lr=1e-2), **actor)
@@ -108,8 +109,9 @@ def iterate(
 
 
 def assert_same(reused: Run, recomputed: Run, *, rejects: bool) -> None:
-    """Bitwise the same gradients and weights; metrics to rounding, since their sums come in another
-    order.
+    """Gradients and weights are bitwise the same.
+
+    Metrics agree to rounding: their sums have another order.
     """
     assert len(reused.gradients) == len(recomputed.gradients) > 0
     assert all(
@@ -158,17 +160,17 @@ IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any], str, dict[str, Any]]] = 
 
 @pytest.fixture(scope="module")
 def policy(checkpoint: Path) -> Counting:
-    """What an iteration does to it, `iterate` undoes."""
+    """One policy for all tests of a file; `iterate` undoes what an iteration does to it."""
     model = load_model(ModelConfig(path=str(checkpoint)), torch.device("cpu"))
     return Counting(model, trained_lora(model))
 
 
 @pytest.mark.parametrize(("case", "mini"), [*((case, 2) for case in IMAGES), ("weights", 4)])
-def test_it_is_the_recompute_bit_for_bit(
+def test_reused_forwards_are_the_recompute_bit_for_bit(
     policy: Counting, monkeypatch: pytest.MonkeyPatch, case: str, mini: int
 ) -> None:
-    """With a bf16 rollout against fp32 training, so that there is something to correct; two
-    mini-batches or one.
+    """The rollout is bf16 and the training fp32, so there is something to correct; one or two
+    mini-batches.
     """
     settings, loss_settings, window, actor = IMAGES[case]
     monkeypatch.setitem(WINDOWS, "one", [[1]])
@@ -221,8 +223,8 @@ TEXT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", TEXT)
-def test_it_is_the_recompute_of_text_bit_for_bit(case: str) -> None:
-    """A forward sees whole responses, so that it tells what is to become of sequences, too."""
+def test_reused_forwards_of_text_are_the_recompute_bit_for_bit(case: str) -> None:
+    """A forward sees whole responses, so it can judge sequences as well."""
     correction = RolloutCorrectionConfig(**TEXT[case])
     assert why_recompute(correction, sees_rows=True) is None
     settings = ModelConfig(kind="causal_lm", path=str(assets.path("tiny_adder_lm")), lora_rank=4)
@@ -252,7 +254,7 @@ def test_it_is_the_recompute_of_text_bit_for_bit(case: str) -> None:
 
 
 class Noisy(Counting):
-    """No two forwards agree."""
+    """A policy of which no two forwards agree."""
 
     def evaluate(self, batch: DiffusionBatch) -> StepEvaluation:
         found = super().evaluate(batch)
@@ -260,7 +262,7 @@ class Noisy(Counting):
 
 
 def test_the_first_ratio_is_exactly_1(policy: Counting) -> None:
-    """Even where forwards with a graph and without one differ, as they may on other devices."""
+    """This holds even if forwards with and without a graph differ, as they may on other devices."""
     noisy = Noisy(policy.model, policy.network)
     batch, _ = sample_images(policy.model, policy.network, make_spec("sde", 1.0), WINDOWS["first"])
     batch = batch.replace(advantages=torch.ones(4, 2))
@@ -319,7 +321,9 @@ def test_a_rollout_that_is_not_finite_leaves_the_baseline_at_once(
         ({"rollout_token_veto_threshold": 1e-4, "exclude_rejected": False}, False, "all steps"),
     ],
 )
-def test_why_not(settings: dict[str, Any], sees_rows: bool, word: str | None) -> None:
+def test_why_old_log_probs_are_recomputed(
+    settings: dict[str, Any], sees_rows: bool, word: str | None
+) -> None:
     correction = RolloutCorrectionConfig(**settings)
     correction.validate()
     found = why_recompute(correction, sees_rows=sees_rows)
@@ -347,7 +351,7 @@ def test_the_window_decides_what_a_forward_sees() -> None:
         ),
     ],
 )
-def test_what_is_refused(
+def test_settings_that_are_refused(
     train: Train, options: list[str], words: list[str], capsys: pytest.CaptureFixture
 ) -> None:
     assert train(*options) == 2

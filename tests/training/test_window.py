@@ -34,7 +34,7 @@ MEAN_BAND = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.99995_1.000
 
 
 class Setting:
-    """Trajectories from an fp32 rollout, one with a faulty log-prob, and updates that hardly move
+    """Trajectories of an fp32 rollout, one with a faulty log-prob, and updates that hardly move
     the policy.
     """
 
@@ -69,7 +69,9 @@ class Setting:
         )
 
     def gradient(self, config: LossConfig, micro: int = 4) -> tuple[list[Tensor], dict[str, float]]:
-        """What the update accumulates, before its division, with micro-batches of `micro`."""
+        """Returns what the update accumulates before its division, with micro-batches of
+        `micro`.
+        """
         update, bag = self.update(config), MetricBag()
         for start in range(0, 4, micro):
             update._accumulate_window(self.batch.rows(start, start + micro), bag)
@@ -77,7 +79,7 @@ class Setting:
 
 
 def by_autograd(setting: Setting, config: LossConfig, batch: DiffusionBatch) -> list[Tensor]:
-    """One graph of all steps: the loss as the library has it, times its denominator."""
+    """Returns the gradient of one graph of all steps: the library's loss times its denominator."""
     steps = [setting.policy.evaluate(batch.step(t)) for t in range(batch.num_steps)]
     log_probs = torch.cat([step.log_probs for step in steps], 1)
     loss, _ = diffusion_loss(config, log_probs, batch)
@@ -119,7 +121,9 @@ def test_the_gradient_is_that_of_one_graph_of_all_steps(
 
 
 def test_a_fault_at_one_step_rejects_the_trajectory(model: FlowModel) -> None:
-    """By step, only the faulty one; by window, all of its sample, as in decoupled mode."""
+    """By step only the faulty one is rejected; by window its whole sample is, as in decoupled
+    mode.
+    """
     setting = Setting(model)
     number = setting.batch.num_steps
     rejected = {}
@@ -151,7 +155,7 @@ def test_the_metrics_are_those_of_whole_trajectories(model: FlowModel) -> None:
 
 
 def test_without_sequences_both_levels_are_the_same_update(model: FlowModel) -> None:
-    """The reference KL included."""
+    """The update includes the reference KL."""
     weights, setting = {}, Setting(model, actor={"use_kl_loss": True, "kl_loss_coef": 10.0})
     for level in ("step", "window"):
         correction = RolloutCorrectionConfig(
@@ -171,10 +175,10 @@ def test_without_sequences_both_levels_are_the_same_update(model: FlowModel) -> 
     ("window", "level", "forwards"),
     [("all", "step", 4), ("all", "window", 8), ("one", "window", 1)],
 )
-def test_it_costs_one_more_forward_of_a_step(
+def test_a_window_costs_one_more_forward_of_each_step(
     model: FlowModel, monkeypatch: pytest.MonkeyPatch, window: str, level: str, forwards: int
 ) -> None:
-    """None where the window is a single step."""
+    """There is none if the window is a single step."""
     monkeypatch.setitem(WINDOWS, "one", [[1]])
     monkeypatch.setattr(f"{__name__}.STEP", 0)
     setting = Setting(model, window)
@@ -184,8 +188,9 @@ def test_it_costs_one_more_forward_of_a_step(
 
 
 def test_bands_that_know_the_scale_judge_trajectories(model: FlowModel) -> None:
-    """The mean of a window against the spread of such means; by step the same fault is ten
-    deviations of a step.
+    """The mean of a window is judged by the spread of such means.
+
+    By step, the fault is ten deviations.
     """
     setting, rules = Setting(model), {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "auto:4"}
     spread = FAULT / 4 / 10
@@ -216,7 +221,7 @@ def test_bands_that_know_the_scale_judge_trajectories(model: FlowModel) -> None:
         ({"bypass_level": "window"}, ["bypass_level", "bypass_mode"]),
     ],
 )
-def test_what_is_refused(settings: dict[str, Any], words: list[str]) -> None:
+def test_settings_that_are_refused(settings: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError, match=r"algorithm\.rollout_correction") as error:
         RolloutCorrectionConfig(**settings).validate()
     assert all(word in str(error.value) for word in words)

@@ -57,7 +57,9 @@ class Case:
     diffusers: DiffusersEngine
 
     def push(self, version: int) -> None:
-        """A LoRA for each version, to the trainer and both engines; version 0 has no effect."""
+        """Gives a LoRA for each version to the trainer and both engines; version 0 has no
+        effect.
+        """
         state = lora(self.model, version)
         for name, parameter in lora_parameters(self.model.network).items():
             parameter.data.copy_(state[name])
@@ -130,7 +132,7 @@ def sample(
 
 
 def mismatch(case: Case, batch: DiffusionBatch) -> Tensor:
-    """|trainer's log-probs - engine's| [B, T]."""
+    """Returns |trainer's log-probs - engine's| [B, T]."""
     with torch.no_grad():
         return (
             FlowPolicy(case.model, case.model.network).log_probs(batch, 4) - batch.rollout_log_probs
@@ -259,7 +261,7 @@ def test_the_child_has_vllm_and_the_trainer_its_process_group(case: Case) -> Non
 
 
 def test_a_stale_lora_is_caught(case: Case) -> None:
-    """The engine ends with it, so that this is the last test of `case`."""
+    """The engine ends with the error, so this is the last test of `case`."""
     request = request_of(case.tiny.spec("sde", case.tiny.unguided), SEEDS[:3], WINDOW)
     stale = lora(case.model, 5)
     tensors = weights_to_bind(stale, adapter="default", scale=2.0, dtype=torch.float32)
@@ -291,7 +293,7 @@ def test_bf16_shows_its_gap(bf16: Case) -> None:
 
 
 def test_a_lora_that_binds_nothing_is_an_error(bf16: Case) -> None:
-    """Ends the engine, as every error does; the next one may be started in its place."""
+    """It ends the engine, as every error does; the next engine may be started in its place."""
     elsewhere = {
         f"vision.{name}": tensor.bfloat16() for name, tensor in lora(bf16.model, 2).items()
     }
@@ -304,8 +306,8 @@ def test_a_lora_that_binds_nothing_is_an_error(bf16: Case) -> None:
 
 
 def documented_commands() -> list[list[str]]:
-    """The overrides of the documented training commands for vLLM-Omni, without their output
-    folder.
+    """Returns the overrides of the documented training commands for vLLM-Omni, without their
+    output folder.
     """
     text = (Path(__file__).parents[2] / "docs" / "vllm_omni.md").read_text().replace("\\\n", " ")
     start = ".venv-vllm-omni/bin/flowgrpo-rc train "
@@ -357,9 +359,7 @@ def diffusers_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine_of(trainer: int) -> int:
-    """The child of a trainer's process that has a session of its own: the engine, whatever it calls
-    itself.
-    """
+    """Returns the child of a trainer's process that has a session of its own: the engine."""
     tasks = Path(f"/proc/{trainer}/task").iterdir()
     children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
     (engine,) = [child for child in children if os.getsid(child) == child]
@@ -369,8 +369,9 @@ def engine_of(trainer: int) -> int:
 def test_decoupled_training_survives_the_death_of_its_engine(
     diffusers_run: Path, tmp_path: Path
 ) -> None:
-    """Killed after its fifth step, the run fails with a report; the same command goes on to the
-    tenth.
+    """The engine is killed after the fifth step.
+
+    The run fails with a report; the same command goes on to the tenth.
     """
     folder = tmp_path / "run"
     with subprocess.Popen(

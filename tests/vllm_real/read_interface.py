@@ -89,7 +89,7 @@ def _exports(tree: ast.Module) -> list[str]:
 
 
 def _method(cls: ast.ClassDef, name: str) -> ast.FunctionDef:
-    """The last definition, behind those that only declare overloads."""
+    """Returns the last definition, which follows those that only declare overloads."""
     return [node for node in cls.body if isinstance(node, ast.FunctionDef) and node.name == name][
         -1
     ]
@@ -138,7 +138,7 @@ def _literal(tree: ast.Module, name: str) -> list[Any]:
 
 
 def _target(node: ast.stmt) -> str | None:
-    """NAME of `NAME = value` or `NAME: type = value`."""
+    """Returns NAME of `NAME = value` or `NAME: type = value`."""
     target = (
         node.targets[0]
         if isinstance(node, ast.Assign)
@@ -178,7 +178,7 @@ def main(version: str = VERSION) -> None:
 
 
 def as_json(found: dict[str, Any]) -> str:
-    """One entry a line."""
+    """Writes one entry to a line."""
     sections = []
     for section, content in found.items():
         if isinstance(content, dict):

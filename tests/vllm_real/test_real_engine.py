@@ -48,7 +48,9 @@ BETWEEN_ENGINES_FP32 = 2e-5
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama whose heads (80 wide) vLLM's CPU attention can do, with and without AMX."""
+    """A random Llama whose heads (80 wide) vLLM's CPU attention can compute, with and without
+    AMX.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("lm")
@@ -273,7 +275,7 @@ def vllm_request(name: str, number: int, folder: Path) -> Any:
 
 
 def set_lora(model: CausalLM, version: int) -> dict[str, Tensor]:
-    """A LoRA for each version; version 0 has the fresh one's effect, none."""
+    """Sets a LoRA for each version; version 0 has no effect, like a fresh one."""
     for name, parameter in lora_parameters(model.network).items():
         scale = 0.0 if version == 0 and ".lora_B." in name else 0.1
         parameter.data.copy_(scale * normal(parameter.shape, [version], name)[0])

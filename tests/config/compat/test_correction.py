@@ -60,8 +60,8 @@ def test_a_file_with_a_preset() -> None:
     assert rollout_correction([file, {"preset": "pg_is"}])[0] == RolloutCorrectionConfig.pg_is()
 
 
-def test_what_contradicts_inside_a_layer_overrides_between_layers() -> None:
-    """Where the result makes sense; it is validated as a whole."""
+def test_a_later_layer_overrides_what_would_be_a_contradiction_in_one_layer() -> None:
+    """The result is validated as a whole."""
     assert not rollout_correction([{"use_rollout_logprobs": True}, {"bypass_mode": False}])[
         0
     ].bypass_mode
@@ -74,7 +74,7 @@ def test_what_contradicts_inside_a_layer_overrides_between_layers() -> None:
     assert "bypass_mode" in str(error.value)
 
 
-def test_a_slime_configuration_file_counts_with_the_keys_beside_it(tmp_path: Path) -> None:
+def test_a_slime_configuration_file_and_keys_are_one_layer(tmp_path: Path) -> None:
     path = tmp_path / "mis.yaml"
     path.write_text("use_tis: true\nmis_mode: mask\nmis_lower_bound: 0.4\nmis_upper_bound: 3.0\n")
     found = composed(
@@ -229,7 +229,7 @@ def test_values_of_the_wrong_type_name_their_key(layer: dict, key: str) -> None:
         rollout_correction([layer])
 
 
-def test_a_file_may_name_a_preset_alone_and_stand_in_another_folder(tmp_path: Path) -> None:
+def test_a_file_in_another_folder_may_be_a_preset_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(
         "defaults: [token_grpo, _self_]\nalgorithm: {rollout_correction: pg_is}\ntrainer: {seed: "
         "7}\n"
@@ -263,7 +263,7 @@ def test_a_file_overrides_the_one_that_it_builds_on(
     assert (found.rollout_is, found.bypass_mode, found.rollout_is_threshold) == expected
 
 
-def test_a_preset_may_have_a_part_switched_off() -> None:
+def test_a_part_of_a_preset_can_be_switched_off() -> None:
     assert (
         composed(f"{SECTION}=geo_rs", f"{SECTION}.rollout_rs=null").rollout_token_veto_threshold
         == 1e-4
@@ -411,7 +411,7 @@ def test_a_contradiction_names_both_keys(settings: dict[str, Any], one: str, oth
         },
     ],
 )
-def test_saying_the_same_twice_is_none(settings: dict[str, Any]) -> None:
+def test_saying_the_same_twice_is_no_contradiction(settings: dict[str, Any]) -> None:
     rollout_correction([settings])
 
 

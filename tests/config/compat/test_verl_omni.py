@@ -107,7 +107,7 @@ def test_every_override_of_a_command_is_in_the_table_or_in_the_result(command: l
     [(QWEN_IMAGE, REWARD), (SD35, ["model.custom_chat_template", *REWARD])],
     ids=["qwen", "sd"],
 )
-def test_the_run_stops_and_the_composition_does_not(
+def test_a_key_that_stops_the_run_does_not_stop_the_composition(
     command: list[str], stopping: list[str], capsys: pytest.CaptureFixture
 ) -> None:
     assert main(["train", "--cfg", "job", *command]) == 0
@@ -140,7 +140,7 @@ def test_the_table_is_printed_once_and_has_three_columns(capsys: pytest.CaptureF
 
 
 def test_single_overrides_keep_the_bundled_job() -> None:
-    """Names of verl-omni alone do not change what the command runs."""
+    """A verl-omni name alone does not change what the command runs."""
     config = compose_config(
         ["actor_rollout_ref.actor.optim.lr=1e-5", "actor_rollout_ref.rollout.n=6"]
     )
@@ -148,8 +148,8 @@ def test_single_overrides_keep_the_bundled_job() -> None:
     assert not main(["train", "--cfg", "job", "actor_rollout_ref.rollout.n=6"])
 
 
-def test_a_whole_command_takes_the_other_systems_defaults() -> None:
-    """Named files are never replaced."""
+def test_a_whole_command_takes_the_defaults_of_verl_omni() -> None:
+    """Files that the command names are never replaced."""
     composed = compose_all(WHOLE)
     assert composed.config.rollout.pipeline.width == 512
     assert of_kind(composed, "stops the run") == [
@@ -275,7 +275,7 @@ def test_the_trust_region_of_flow_dppo() -> None:
 
 
 def documented() -> list[tuple[str, str]]:
-    """Rows `override` -> `override`, ... of the table in docs/migrating.md."""
+    """Returns the rows `override` -> `override` of the table in docs/migrating.md."""
     page = (Path(__file__).parents[3] / "docs" / "migrating.md").read_text()
     section = page.partition("### Keys")[2].partition("\n## ")[0]
     return re.findall(r"^\| `(\S+)` \| (`.*`) \|$", section, re.MULTILINE)
@@ -324,7 +324,7 @@ def test_the_page_documents_translations() -> None:
         ("actor_rollout_ref.actor.diffusion_loss.mix_beta=0.1", False),
     ],
 )
-def test_what_changes_the_training_stops(given: str, stops: bool) -> None:
+def test_a_key_that_would_change_the_training_stops_the_run(given: str, stops: bool) -> None:
     composed = compose_all([given])
     assert [row.kind for row in composed.rows] == ["stops the run" if stops else "no counterpart"]
     if not stops:
@@ -354,7 +354,7 @@ def test_a_chosen_file_leaves_nothing_unsaid(chosen: dict[str, str]) -> None:
     composed.check()
 
 
-def test_a_window_range_without_a_size_has_no_effect_there() -> None:
+def test_a_window_range_without_a_size_has_no_effect_in_verl_omni() -> None:
     window = f"{OTHER}rollout.algo.sde_window_range=[0,3]"
     whole = compose_all([*WHOLE, window])
     assert "rollout.algo.sde_window_range" in of_kind(whole, "no counterpart")
@@ -399,16 +399,14 @@ def test_unknown_and_contradictory_keys(overrides: list[str], words: list[str]) 
         assert word in str(error.value)
 
 
-def test_the_same_twice_is_no_contradiction() -> None:
+def test_saying_the_same_twice_is_no_contradiction() -> None:
     composed = compose_all(["data.seed=5", "trainer.seed=5", "data.seed=5"])
     assert composed.config.trainer.seed == 5
     assert compose_config(["rollout.n=3", "rollout.n=5"]).rollout.n == 5
 
 
-def test_the_defaults_file_holds_no_value_that_verl_omni_has_not() -> None:
-    """Each setting of configs/verl_omni.yaml is a translation, into the words here, of a default
-    over there.
-    """
+def test_the_defaults_file_holds_only_defaults_of_verl_omni() -> None:
+    """Each setting of configs/verl_omni.yaml translates one default of verl-omni."""
     defaults = {
         "model.gradient_checkpointing": True,
         "data.train_batch_size": 1024,

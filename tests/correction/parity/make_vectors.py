@@ -81,8 +81,9 @@ Case = dict[str, Any]
 
 
 def load_vectors(version: str, part: str = "cases") -> list[Case]:
-    """The cases (or part="exceptions") of one version of verl, with their tensors [B, T]; needs no
-    verl.
+    """Returns the cases (or part="exceptions") of one version of verl, with tensors [B, T].
+
+    It needs no verl.
     """
     stem = f"{FOLDER}/verl_{version.replace('.', '_')}"
     index, flat = json.loads(Path(f"{stem}.json").read_text()), load_file(f"{stem}.safetensors")
@@ -142,8 +143,10 @@ def log_probs(rng: random.Random, log_ratio: Tensor) -> Case:
 
 
 def draw_upper(rng: random.Random, criterion: str, log_ratio: Tensor, mask: Tensor) -> float:
-    """An upper bound: a usual one, or (3 of 4) one amid the statistic's values, so that it rejects
-    part of them.
+    """Draws an upper bound.
+
+    One in four is a usual bound; the others lie amid the statistic's values and so reject a part of
+    them.
     """
     level, kind = criterion.rsplit("_", 1)
     if rng.random() < 0.25 or not log_ratio.any():
@@ -282,7 +285,7 @@ def draw_case(version: str, index: int) -> Case:
 
 
 def exceptions() -> Iterator[Case]:
-    """Documented differences of 0.9.1: `name`, and `raises` where verl raises."""
+    """Returns cases in which 0.9.1 differs as documented; `raises` says that verl raises."""
 
     def make(name: str, rows: list[list[float]], valid: Any = 1, **settings: Any) -> Case:
         log_ratio = torch.tensor(rows, dtype=torch.float64)
@@ -360,7 +363,7 @@ def generate(version: str) -> None:
 
 
 def install(version: str, folder: str) -> None:
-    """A published version of verl, and what its import needs beside this project's environment."""
+    """Installs a published version of verl, and what its import needs beside this environment."""
     pip = [
         sys.executable,
         "-m",

@@ -42,7 +42,7 @@ def manager(url: str, **options: object) -> RewardManager:
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_hostile_server_costs_its_own_samples_and_little_time(what, caplog, tmp_path):
+def test_a_hostile_server_fails_its_own_samples_in_little_time(what, caplog, tmp_path):
     caplog.set_level(logging.DEBUG)
     with scripted(HOSTILE[what]) as server:
         rewards = manager(server.url, **(PATIENT if what in SENT_AGAIN else QUICK))
@@ -76,7 +76,7 @@ def test_a_refused_connection_is_tried_again_until_the_deadline():
     )
 
 
-def test_a_name_that_is_looked_up_for_ever_does_not_hold_a_call(monkeypatch):
+def test_a_name_lookup_without_end_does_not_hold_a_call(monkeypatch):
     done = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: done.wait(120))
     start = time.monotonic()
@@ -182,9 +182,9 @@ def test_addresses_that_are_fine():
         JsonClient(url=url)
 
 
-def test_one_unanswered_image_costs_itself_alone(caplog):
-    """A vision-language model that fails for one image, talks about another, and answers for
-    none.
+def test_one_unanswered_image_does_not_fail_the_others(caplog):
+    """A vision-language model fails for one image, talks about another, and then answers
+    nothing.
     """
     answers = {IMAGES[index, 0, 0].tobytes(): index for index in range(3)}
 

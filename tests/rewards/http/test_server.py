@@ -45,7 +45,7 @@ PROMPTS = [
 
 
 class Video(Reward):
-    """First pixel of each frame; fails for an image of the index 3."""
+    """Returns the first pixel of each frame; fails for the image with index 3."""
 
     kind = "video"
     part_names = ("last",)
@@ -128,7 +128,7 @@ def test_tls_is_checked_against_the_certificate_that_is_trusted(certified):
 
 
 def test_tls_that_breaks_in_the_middle(certified):
-    """What follows the handshake is no TLS."""
+    """What follows the handshake is not TLS."""
 
     def breaks(connection: socket.socket, received: Received, server: Scripted) -> None:
         os.write(connection.fileno(), b"in the clear" * 20)
@@ -175,7 +175,7 @@ def test_a_function_that_gives_one_sample_no_score():
 
 
 class Slow(Reward):
-    """Waits for `go` and notes whom it scored."""
+    """Waits for `go`, and records whom it scored."""
 
     kind = "text"
 
@@ -202,7 +202,7 @@ def test_a_request_whose_client_is_gone_is_not_scored():
     assert reward.scored == ["first", "last"]
 
 
-def test_what_travels_arrives():
+def test_samples_and_prompts_arrive_as_they_were_sent():
     samples, prompts = decode(json.loads(json.dumps(encode(IMAGES, PROMPTS))))
     assert np.array_equal(samples, IMAGES)
     assert prompts == PROMPTS
@@ -241,7 +241,7 @@ def test_bad_requests_are_refused_in_words(change, said):
     assert (done.status_code, said in done.json()["detail"]) == (422, True), done.text
 
 
-def test_the_door():
+def test_who_gets_in():
     with served(Jpeg(), max_body_mb=0.01) as url:
 
         def status(**options: Any) -> int:
@@ -280,7 +280,7 @@ def test_the_door():
         (["function", "path=math:sqrt", "kind=latent"], "latents, which do not travel"),
     ],
 )
-def test_what_the_command_refuses(arguments, message, capsys):
+def test_arguments_that_the_command_refuses(arguments, message, capsys):
     assert main(["serve-reward", *arguments]) == 2
     assert message in capsys.readouterr().err
 

@@ -56,7 +56,7 @@ def test_a_child_sees_the_gpu_of_its_trainer(monkeypatch, before, index, gpus, v
 
 
 def gone(pid: int, seconds: float = 20) -> bool:
-    """The process has ended, or is a zombie that nobody has waited for yet."""
+    """Says whether the process has ended, or is a zombie that nobody has waited for yet."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
