@@ -7,10 +7,12 @@ import re
 import subprocess
 import sys
 import zipfile
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+import flowgrpo_rc
 from flowgrpo_rc import assets
 from flowgrpo_rc.config.compose import compose_config, config_folder, to_config
 
@@ -95,3 +97,12 @@ def test_the_benchmark_prints_a_ratio(workplace: Path) -> None:
     done = run_shell(f"{sys.executable} {script} --rounds 1 rollout.n=12", workplace)
     assert done.returncode == 0, done.stderr[-2000:]
     assert re.search(r"ratio \d\.\d+", done.stdout)
+
+
+def test_public_names_are_in_the_modules_that_the_package_names() -> None:
+    assert set(flowgrpo_rc._HOMES) == set(flowgrpo_rc.__all__) <= set(dir(flowgrpo_rc))
+    for name, module in flowgrpo_rc._HOMES.items():
+        own = vars(import_module(f"flowgrpo_rc.{module}"))[name]
+        assert getattr(flowgrpo_rc, name) is own
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = flowgrpo_rc.nothing
