@@ -29,7 +29,7 @@ except SystemExit as stopped:
         (["plan", "--processes", "many"], 2),
         (["export", "folder"], 2),
     ],
-    ids=" ".join,
+    ids=["help", "train", "serve-reward", "nothing", "typo", "no_number", "no_folder"],
 )
 def test_help_and_usage_errors_import_nothing_heavy(words: list[str], code: int) -> None:
     done = subprocess.run(
