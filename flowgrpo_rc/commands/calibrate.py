@@ -120,27 +120,33 @@ def measure(config: Config, prompts: Sequence[Prompt], *, mode: str) -> Calibrat
         engine.close()
     mismatches, bound, diagnosis = compare(config, task, rollouts, lora)
     settings = choose(config, bound, mode=mode, doubt=diagnosis.doubt)
+    clipped: dict[float, float] = {}
+    if bound is not None:
+        clipped = _clipped(config, bound, settings.values[f"{DIFFUSION_KEY}.{bound.key}"])
     return Calibration(
-        subject={
-            "model": config.model.path,
-            "trainer": trainer_precision(config),
-            "engine": config.rollout.name,
-            "precision": config.rollout.spec().dtype,
-            "guidance": mismatches[0].guidance,
-            "window": list(config.rollout.window()),
-            "sde_type": config.rollout.algo.sde_type,
-            "loss_mode": config.actor.diffusion_loss.loss_mode,
-            "log_prob_convention": config.rollout.algo.log_prob_convention,
-            "samples": len(rollouts.many.batch),
-        },
+        subject=_subject(config, mismatches[0].guidance, len(rollouts.many.batch)),
         mismatches=mismatches,
         bound=bound,
-        clipped={}
-        if bound is None
-        else _clipped(config, bound, settings.values[f"{DIFFUSION_KEY}.{bound.key}"]),
+        clipped=clipped,
         diagnosis=diagnosis,
         settings=settings,
     )
+
+
+def _subject(config: Config, guidance: float, num_samples: int) -> dict[str, object]:
+    """Returns what was calibrated."""
+    return {
+        "model": config.model.path,
+        "trainer": trainer_precision(config),
+        "engine": config.rollout.name,
+        "precision": config.rollout.spec().dtype,
+        "guidance": guidance,
+        "window": list(config.rollout.window()),
+        "sde_type": config.rollout.algo.sde_type,
+        "loss_mode": config.actor.diffusion_loss.loss_mode,
+        "log_prob_convention": config.rollout.algo.log_prob_convention,
+        "samples": num_samples,
+    }
 
 
 def _clipped(config: Config, bound: Bound, chosen: float) -> dict[float, float]:
