@@ -94,7 +94,8 @@ class CausalLM:
             if len(row) > max_length:
                 raise ValueError(
                     f"rollout.prompt_length={max_length}, but the prompt {prompt[:60]!r} has "
-                    f"{len(row)} tokens: raise it or shorten the prompt"
+                    f"{len(row)} tokens: raise "
+                    "it or shorten the prompt"
                 )
         width = max(map(len, rows))
         ids = torch.tensor([[self.pad_id] * (width - len(row)) + row for row in rows])
