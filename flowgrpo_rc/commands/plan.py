@@ -12,15 +12,18 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
-from flowgrpo_rc.build import check_model
+from flowgrpo_rc.build import ROLLOUT_PACKAGE, check_model
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.sharding import resolve_strategy
 from flowgrpo_rc.models.architecture import META, build_architecture
 from flowgrpo_rc.models.base import DTYPES, FlowModel
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
+from flowgrpo_rc.plugins import load_class
+from flowgrpo_rc.rollout.engine import RolloutEngine
 from flowgrpo_rc.rollout.quantization import linear_layers, precision, repeated_blocks
 
 QUANTIZED_BITS = {"int8": 8, "int4": 4, "fp8": 8, "int8_dynamic": 8}
@@ -162,7 +165,10 @@ def _replica(
     """
     rollout, training = config.rollout.dtype, config.model.dtype
     scale = DTYPES[rollout].itemsize / DTYPES[training].itemsize
-    if config.rollout.name.removesuffix("_engine") != "diffusers":
+    engine: type[RolloutEngine[Any]] = load_class(
+        ROLLOUT_PACKAGE, config.rollout.name, RolloutEngine
+    )
+    if not engine.copies_network:
         size = (
             int(scale * (sum(frozen.values()) - frozen["vae"]))
             + frozen["vae"] // 4 * DTYPES[rollout].itemsize
