@@ -23,7 +23,7 @@ from flowgrpo_rc.correction.api import (
     compute_rollout_rejection_mask,
 )
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig, TokenLossConfig
+from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig, TokenLossConfig
 from flowgrpo_rc.losses.diffusion import diffusion_loss
 from flowgrpo_rc.losses.token import token_loss
 from flowgrpo_rc.monitoring.health import check_rollout_correction_health

@@ -131,9 +131,8 @@ def draw(found: Calibration, path: Path) -> None:
             linestyle="-" if one.guidance == configured else "--",
             marker="o" if one.engine else "x",
         )
-    for clip in (
-        found.clipped if found.subject["loss_mode"] == "flow_grpo" else ()
-    ):  # others bound something else
+    bounds_mismatch = found.bound is not None and found.bound.on_mismatch
+    for clip in found.clipped if bounds_mismatch else ():
         axes.axhline(clip, color="0.45", linestyle=":", linewidth=1)
         axes.annotate(
             f" clip_ratio {clip:g}",

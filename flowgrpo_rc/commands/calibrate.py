@@ -107,18 +107,20 @@ def measure(config: Config, *, num_prompts: int, mode: str) -> Calibration:
         bound=bound,
         clipped={}
         if bound is None
-        else _clipped(config, bound, settings.values[f"{DIFFUSION_KEY}.{bound.key}"]),
+        else _clipped(bound, settings.values[f"{DIFFUSION_KEY}.{bound.key}"]),
         diagnosis=diagnosis,
         settings=settings,
     )
 
 
-def _clipped(config: Config, bound: Bound, chosen: float) -> dict[float, float]:
+def _clipped(bound: Bound, chosen: float) -> dict[float, float]:
     """What the reference's, the configured and the chosen bound clip before any update, in bypass
     mode.
     """
-    values = {bound.reference, vars(config.actor.diffusion_loss)[bound.key], chosen}
-    return {value: bound.exceeded(value) for value in sorted(values)}
+    return {
+        value: bound.exceeded(value)
+        for value in sorted({bound.reference, bound.configured, chosen})
+    }
 
 
 class Rollouts(NamedTuple):

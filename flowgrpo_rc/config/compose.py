@@ -25,6 +25,8 @@ from flowgrpo_rc.config.compat import Row, Setting, rollout_correction, rows_of_
 from flowgrpo_rc.config.compat.overrides import TRANSLATED, check, is_whole_command, resolved
 from flowgrpo_rc.config.compat.verl_omni import PREFIX, RULES
 from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
+from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig, with_options
 from flowgrpo_rc.training.config import ActorConfig, AlgorithmConfig
 
 DEFAULT_CONFIG = "tiny_ocr"
@@ -32,7 +34,10 @@ DEFAULT_CONFIG = "tiny_ocr"
 OTHER_CONFIG = "verl_omni"
 EXPERIMENT = "experiment"
 _START = "start"
-_FREE_FORM = ("reward.terms.", "rollout.engine_kwargs.")
+# Sections whose keys the user names: rewards, options of an engine, options of a loss.
+_FREE_FORM = ("reward.terms.", "rollout.engine_kwargs.", f"{DIFFUSION_KEY}.", f"{TOKEN_KEY}.")
+# The same, where a whole section may be given at once.
+_FREE_SECTIONS = ("reward.terms=", f"{DIFFUSION_KEY}=", f"{TOKEN_KEY}=")
 # The rollout correction and the place where verl-omni has it: one object, whichever name is used.
 _CORRECTION = ("algorithm.rollout_correction", "actor.rollout_correction")
 
@@ -45,6 +50,8 @@ class _Algorithm(AlgorithmConfig):
 @dataclass(kw_only=True)
 class _Actor(ActorConfig):
     rollout_correction: Any = field(default_factory=dict)
+    diffusion_loss: Any = field(default_factory=dict)
+    token_loss: Any = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -208,6 +215,9 @@ def _translated(
     in_file = _merged(
         (path, _section(tree[path.split(".")[0]].pop("rollout_correction"))) for path in _CORRECTION
     )
+    for name, section in (("diffusion_loss", DiffusionLossConfig), ("token_loss", TokenLossConfig)):
+        if isinstance(tree["actor"][name], dict):
+            tree["actor"][name] = with_options(tree["actor"][name], section)
     known = {key: value for layer in files for key, value in layer.items()}
     from_groups = {
         key: value for key, value in in_file.items() if key not in known or known[key] != value
@@ -318,8 +328,8 @@ def to_config(composed: DictConfig, *, num_processes: int | None = None) -> Conf
 
 
 def _free_form(override: str) -> str:
-    """Rewards and engine options are named by the user, so their keys may be new: no `+` needed."""
-    return f"++{override}" if override.startswith((*_FREE_FORM, "reward.terms=")) else override
+    """Keys that the user names may be new: no `+` needed."""
+    return f"++{override}" if override.startswith((*_FREE_FORM, *_FREE_SECTIONS)) else override
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:

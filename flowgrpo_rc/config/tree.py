@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.data.prompts import PromptSampler, read_prompts
-from flowgrpo_rc.losses.base import LossConfig
+from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig, TokenLossConfig
 from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.monitoring.expected_mismatch import relative_size
 from flowgrpo_rc.records.run_folder import check_writable
@@ -92,21 +92,12 @@ class Config:
         """Half the PPO band (its narrower half) on the ratio of a single step; None where the loss
         has another.
         """
-        actor, correction = self.actor, self.algorithm.rollout_correction
-        if correction.loss_type == "reinforce":
+        actor = self.actor
+        if self.algorithm.rollout_correction.loss_type == "reinforce":
             return None
         if self.model.kind == "causal_lm":
-            tokens = actor.token_loss
-            return (
-                min(tokens.clip_ratio_low, tokens.clip_ratio_high)
-                if tokens.loss_mode == "ppo_clip"
-                else None
-            )
-        return (
-            actor.diffusion_loss.clip_ratio
-            if actor.diffusion_loss.loss_mode == "flow_grpo"
-            else None
-        )
+            return actor.token_loss.loss().clip_band
+        return actor.diffusion_loss.loss().clip_band
 
     def fresh(self) -> bool:
         """Whether the weights that are trained have made the samples, and not older ones."""
@@ -276,8 +267,8 @@ class Config:
         if self.model.kind == "causal_lm":
             self._validate_correction_of_text()
         for key, mode, own in (
-            ("token_loss", actor.token_loss.loss_mode, "ppo_clip"),
-            ("diffusion_loss", actor.diffusion_loss.loss_mode, "flow_grpo"),
+            ("token_loss", actor.token_loss.loss_mode, TokenLossConfig.loss_mode),
+            ("diffusion_loss", actor.diffusion_loss.loss_mode, DiffusionLossConfig.loss_mode),
         ):
             if correction.loss_type == "reinforce" and mode != own:
                 raise ValueError(
@@ -289,10 +280,10 @@ class Config:
                 "set rollout.algo.log_prob_convention=gaussian, since that of the peers is "
                 "no density"
             )
-            if actor.diffusion_loss.loss_mode == "grpo_guard":
+            if actor.diffusion_loss.loss().needs_density:
                 raise ValueError(
-                    "actor.diffusion_loss.loss_mode=grpo_guard adds a KL to the log-ratio: "
-                    f"{gaussian}"
+                    f"actor.diffusion_loss.loss_mode={actor.diffusion_loss.loss_mode} adds a KL "
+                    f"to the log-ratio: {gaussian}"
                 )
             if correction.log_prob_scale == "sum":
                 raise ValueError(

@@ -206,7 +206,7 @@ class PolicyUpdate:
         if self._observations is not None:
             kl, cells = None if gaussian is None else gaussian.kl, self._policy.cells(part)
             self._observations.add(
-                part, log_probs, cells, terms.kept, terms.weights, kl, updated=self._updated
+                part, log_probs, cells, terms.keep_mask, terms.weights, kl, updated=self._updated
             )
 
     @torch.no_grad()

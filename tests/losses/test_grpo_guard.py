@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +22,8 @@ from flowgrpo_rc.core.kl import gaussian_kl
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.transition import GaussianSteps, log_prob, transition
 from flowgrpo_rc.distributed.processes import Processes
-from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig
-from flowgrpo_rc.losses.diffusion import diffusion_terms
+from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig
+from flowgrpo_rc.losses.diffusion import DiffusionObjective
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.training.config import ActorConfig
@@ -211,7 +210,7 @@ def test_every_sample_and_step_has_a_ratio_of_its_own(steps_per_call: int) -> No
     part = slice(0, steps_per_call)
     batch = given.batch if steps_per_call == 3 else given.batch.step(0)
     cut = GaussianSteps(*(tensor[:, part] for tensor in gaussian))
-    terms = diffusion_terms(config("grpo_guard"), log_probs[:, part], batch, cut)
+    terms = DiffusionObjective(config("grpo_guard")).terms(log_probs[:, part], batch, cut)
     assert terms.share.shape == (6, steps_per_call)
     assert terms.number == 6 * steps_per_call
     assert terms.total.ndim == 0
@@ -288,7 +287,7 @@ def test_in_bypass_mode_the_anchor_is_the_rollout(model: FlowModel, level: str) 
     update = PolicyUpdate(
         policy,
         ActorConfig(ppo_micro_batch_size_per_gpu=4),
-        partial(diffusion_terms, settings),
+        DiffusionObjective(settings).terms,
         Processes(Accelerator(cpu=True)),
         total_updates=1,
         whole_windows=level == "window",

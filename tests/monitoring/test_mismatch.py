@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from flowgrpo_rc.batch import Batch, DiffusionBatch, TokenSpec
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.distributed.processes import Processes
-from flowgrpo_rc.losses.diffusion import diffusion_terms
+from flowgrpo_rc.losses.diffusion import DiffusionObjective
 from flowgrpo_rc.models.base import FlowModel, ModelConfig
 from flowgrpo_rc.models.causal_lm import load_causal_lm
 from flowgrpo_rc.models.lora import add_lora
@@ -325,7 +324,7 @@ def make(model: FlowModel) -> Make:
             ActorConfig(
                 ppo_micro_batch_size_per_gpu=2, ppo_epochs=epochs, optim=OptimConfig(lr=lr)
             ),
-            partial(diffusion_terms, config),
+            DiffusionObjective(config).terms,
             processes,
             total_updates=10,
             floor=floor,

@@ -6,7 +6,6 @@ import copy
 import math
 import re
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,9 +28,9 @@ from flowgrpo_rc.correction import auto_bands as auto_bands
 from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.distributed.processes import Processes
-from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig, TokenLossConfig
-from flowgrpo_rc.losses.diffusion import diffusion_terms
-from flowgrpo_rc.losses.token import token_terms
+from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig, TokenLossConfig
+from flowgrpo_rc.losses.diffusion import DiffusionObjective
+from flowgrpo_rc.losses.token import TokenObjective
 from flowgrpo_rc.models.base import ModelConfig, load_model
 from flowgrpo_rc.models.causal_lm import load_causal_lm
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
@@ -193,7 +192,7 @@ def test_it_is_the_recompute_bit_for_bit(
         seen = policy.measure(batch, 2)
         bands.judge(batch, 0.9 * seen.log_probs + 0.1 * batch.rollout_log_probs, 0.9 * seen.step_kl)
         bands.finish(identity)
-    loss = partial(diffusion_terms, config)
+    loss = DiffusionObjective(config).terms
     options = {"keep_means": config.diffusion_loss.needs_means, "bands": bands, **actor}
     runs, forwards = [], []
     for reuses in (True, False):
@@ -241,7 +240,7 @@ def test_it_is_the_recompute_of_text_bit_for_bit(case: str) -> None:
     )
 
     def loss(log_probs: Tensor, piece: Any, gaussian: None) -> Any:
-        return token_terms(config, log_probs, piece)
+        return TokenObjective(config).terms(log_probs, piece)
 
     batch = batch.replace(advantages=advantages)
     runs = (
@@ -265,7 +264,7 @@ def test_the_first_ratio_is_exactly_1(policy: Counting) -> None:
     batch, _ = sample(policy.model, policy.network, make_spec("sde", 1.0), WINDOWS["first"])
     batch = batch.replace(advantages=torch.ones(4, 2))
     correction = RolloutCorrectionConfig(**TOKEN_IS)
-    loss = partial(diffusion_terms, LossConfig(rollout_correction=correction))
+    loss = DiffusionObjective(LossConfig(rollout_correction=correction)).terms
     for reuses in (True, False):
         found = iterate(noisy, batch, loss, correction, reuses=reuses, mini=4).metrics
         assert (found["ratio_mean"] == 1) == (found["ratio_std"] == 0) == reuses

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.transition import log_prob
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.distributed.processes import Processes
-from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig
-from flowgrpo_rc.losses.diffusion import diffusion_terms
+from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig
+from flowgrpo_rc.losses.diffusion import DiffusionObjective
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.models.lora import lora_parameters, reference_policy
 from flowgrpo_rc.policies.flow import FlowPolicy
@@ -38,7 +37,7 @@ def make(model: FlowModel, actor: ActorConfig) -> tuple[PolicyUpdate, DiffusionB
     return PolicyUpdate(
         policy,
         actor,
-        partial(diffusion_terms, loss),
+        DiffusionObjective(loss).terms,
         Processes(Accelerator(cpu=True)),
         total_updates=10,
     ), batch

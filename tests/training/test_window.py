@@ -4,7 +4,6 @@ trajectory.
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.correct import Corrector
 from flowgrpo_rc.distributed.processes import Processes
-from flowgrpo_rc.losses.base import LossConfig
-from flowgrpo_rc.losses.diffusion import diffusion_terms
+from flowgrpo_rc.losses.config import LossConfig
+from flowgrpo_rc.losses.diffusion import DiffusionObjective
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.training.config import ActorConfig
 from flowgrpo_rc.training.optim import OptimConfig
@@ -61,7 +60,7 @@ class Setting:
         return PolicyUpdate(
             self.policy,
             self.actor,
-            partial(diffusion_terms, config),
+            DiffusionObjective(config).terms,
             Processes(Accelerator(cpu=True)),
             total_updates=10,
             whole_windows=config.rollout_correction.bypass_level == "window",

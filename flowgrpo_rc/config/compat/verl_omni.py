@@ -22,7 +22,6 @@ from flowgrpo_rc.config.compat.rules import (
     stops,
     to,
 )
-from flowgrpo_rc.losses.base import DIFFUSION_LOSSES
 
 PREFIX = "actor_rollout_ref."
 MODEL, ACTOR, ROLLOUT = f"{PREFIX}model", f"{PREFIX}actor", f"{PREFIX}rollout"
@@ -37,6 +36,8 @@ UNSAID = {
 # A whole command gives both: verl-omni has no default for the second.
 WHOLE = (f"{MODEL}.path", f"{ROLLOUT}.name")
 
+# Losses that both have, under the same names.
+_LOSSES = ("flow_grpo", "grpo_guard", "flow_dppo")
 _LOGGERS = ("mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio", "file")
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _ENGINE = reported(
@@ -218,9 +219,7 @@ def _checkpoints_kept(setting: Setting, given: Mapping[str, Any]) -> Outcome:
 
 
 _MODEL_RULES: dict[str, Rule] = {
-    f"{MODEL}.algorithm": stops(
-        "set actor.diffusion_loss and algorithm for it", unless=DIFFUSION_LOSSES
-    ),
+    f"{MODEL}.algorithm": stops("set actor.diffusion_loss and algorithm for it", unless=_LOSSES),
     f"{MODEL}.tokenizer_path": _tokenizer_path,
     f"{MODEL}.custom_chat_template": stops(
         "here a prompt is the text of its user messages, in the pipeline's own template",
