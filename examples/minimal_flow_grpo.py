@@ -220,7 +220,7 @@ def policy_loss(log_probs: Tensor, targets: Targets, *, bypass: bool) -> tuple[T
     """
     kept = correct(log_probs, targets.recorded).mask if bypass else targets.kept
     steps = ppo_clip(
-        log_probs - targets.old, targets.advantages, kept, low=CLIP_RATIO, high=CLIP_RATIO
+        log_probs - targets.old, targets.advantages, kept, clip_low=CLIP_RATIO, clip_high=CLIP_RATIO
     )
     return (steps.values * targets.weights).mean(), steps.metrics.compute()["clip_fraction"]
 

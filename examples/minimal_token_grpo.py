@@ -196,7 +196,7 @@ def policy_loss(log_probs: Tensor, targets: Targets, *, bypass: bool) -> Tensor:
     """
     kept = correct(log_probs, targets.recorded, targets.mask).mask if bypass else targets.kept
     steps = ppo_clip(
-        log_probs - targets.old, targets.advantages, kept, low=CLIP_RATIO, high=CLIP_RATIO
+        log_probs - targets.old, targets.advantages, kept, clip_low=CLIP_RATIO, clip_high=CLIP_RATIO
     )
     return masked_mean(steps.values * targets.weights, kept)
 

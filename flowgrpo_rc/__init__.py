@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         compute_rollout_rejection_mask,
     )
     from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-    from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig, TokenLossConfig
+    from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig, TokenLossConfig
     from flowgrpo_rc.losses.diffusion import diffusion_loss
     from flowgrpo_rc.losses.token import token_loss
     from flowgrpo_rc.monitoring.health import check_rollout_correction_health
@@ -85,9 +85,9 @@ _HOMES = {
     "compute_rollout_correction_weights": "correction.api",
     "compute_rollout_rejection_mask": "correction.api",
     "RolloutCorrectionConfig": "correction.config",
-    "DiffusionLossConfig": "losses.base",
-    "LossConfig": "losses.base",
-    "TokenLossConfig": "losses.base",
+    "DiffusionLossConfig": "losses.config",
+    "LossConfig": "losses.config",
+    "TokenLossConfig": "losses.config",
     "diffusion_loss": "losses.diffusion",
     "token_loss": "losses.token",
     "check_rollout_correction_health": "monitoring.health",

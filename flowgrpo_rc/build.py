@@ -99,7 +99,7 @@ def assemble(
     update = PolicyUpdate(
         task.policy,
         config.actor,
-        partial(task.loss_terms, config.loss()),
+        task.objective(config.loss()).terms,
         processes,
         mode,
         total_updates=config.total_updates(),

@@ -17,15 +17,11 @@ from flowgrpo_rc.calibration.measure import robust
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.correction.thresholds import KEY
-from flowgrpo_rc.losses.base import DIFFUSION_KEY, DiffusionLossConfig
+from flowgrpo_rc.losses.base import DIFFUSION_KEY, DiffusionLoss
+from flowgrpo_rc.losses.find import package_losses
 from flowgrpo_rc.policies.base import Measured
 
 MODES = ("auto", "bypass", "decoupled")
-REFERENCE_CLIP = {
-    "gaussian": DiffusionLossConfig.clip_ratio,
-    "peers": 1e-5,
-}  # of the published recipes, by convention
-GUARD_CLIP = 2e-6  # of the published recipe
 QUANTILE, MARGIN = (
     0.99,
     1.25,
@@ -50,16 +46,19 @@ REFUSED: dict[bool, Sequence[tuple[str, Any, Any]]] = {
 class Bound(NamedTuple):
     """What the loss compares with a key of its own at every step.
 
-    key: of `actor.diffusion_loss`; reference: its value in the published recipe; what: is compared,
-    in words; sizes [B, T]: that before any update; widest: with more, the bound no longer holds an
-    update back.
+    key: of `actor.diffusion_loss`; configured: its value in the configuration; reference: its value
+    in the published recipe; what: is compared, in words; sizes [B, T]: that before any update;
+    widest: with more, the bound no longer holds an update back; on_mismatch: the sizes are those of
+    the mismatch itself.
     """
 
     key: str
+    configured: float
     reference: float
     what: str
     sizes: Tensor
     widest: float
+    on_mismatch: bool
 
     @property
     def within(self) -> float:
@@ -73,29 +72,32 @@ class Bound(NamedTuple):
 
 def bound_of(config: Config, differences: Tensor, measured: Measured) -> Bound | None:
     """The bound of the configured loss, for a mismatch [B, T] float64 and the trainer's steps,
-    which have a KL where the loss compares means. None for `reinforce`, which has none."""
+    which have a KL where the loss compares means. None for `reinforce`, which has none, and for a
+    loss that names none."""
     if config.algorithm.rollout_correction.loss_type == "reinforce":
         return None
-    loss = config.actor.diffusion_loss
-    if not loss.needs_means:
-        reference = REFERENCE_CLIP[config.rollout.algo.log_prob_convention]
-        widest = min(WIDEST * reference, MOVEMENT * robust(differences))
-        return Bound(
-            "clip_ratio", reference, "the mismatch", torch.expm1(differences).abs(), widest
-        )
-    gaussian = measured.gaussian
-    assert gaussian is not None
-    assert gaussian.kl is not None
-    kl = gaussian.kl.double()
-    if loss.loss_mode == "grpo_guard":
-        log_ratio = (differences + kl) * gaussian.std.double()
-        sizes, widest = torch.expm1(log_ratio).abs(), MOVEMENT * robust(log_ratio)
-        return Bound("clip_ratio", GUARD_CLIP, "Guard's log-ratio", sizes, widest)
-    reference = DiffusionLossConfig.kl_threshold
-    widest = min(
-        WIDEST * reference, MOVEMENT**2 * kl.median().item()
-    )  # a KL is the square of a movement
-    return Bound("kl_threshold", reference, "the KL of a step", kl, widest)
+    loss = config.actor.diffusion_loss.loss()
+    convention = config.rollout.algo.log_prob_convention
+    found = loss.bound(differences, measured.gaussian, convention=convention)
+    if found is None:
+        return None
+    if found.is_kl:
+        sizes = found.values
+        widest = MOVEMENT**2 * sizes.median().item()  # a KL is the square of a movement
+    else:
+        sizes = torch.expm1(found.values).abs()
+        widest = MOVEMENT * robust(found.values)
+    if not loss.tolerates_mismatch:
+        widest = min(WIDEST * found.reference, widest)
+    return Bound(
+        key=found.option,
+        configured=found.value,
+        reference=found.reference,
+        what=found.what,
+        sizes=sizes,
+        widest=widest,
+        on_mismatch=loss.clip_band is not None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +131,11 @@ class Settings:
         config = copy.deepcopy(config)
         for key, value in self.values.items():
             *path, name = key.split(".")
-            setattr(reduce(getattr, path, config), name, value)
+            section: Any = reduce(getattr, path, config)
+            if name in vars(section):
+                setattr(section, name, value)
+            else:  # an option of a loss out of the tree
+                section.options[name] = value
         return config
 
 
@@ -151,25 +157,19 @@ def choose(config: Config, bound: Bound | None, *, mode: str, doubt: str | None)
 
     Bypass mode where a bound that holds 99% of it, with a margin, is sensible: at most `WIDEST`
     times the reference, and at most `MOVEMENT` times the floor. Decoupled mode otherwise, with the
-    reference's bound, since its ratio holds no mismatch. GRPO-Guard is in bypass mode however wide
-    its bound is: recomputed means take its correction away.
+    reference's bound, since its ratio holds no mismatch. A loss that tolerates the mismatch is in
+    bypass mode however wide its bound is: recomputed means take its correction away.
 
     doubt: why the mismatch is no noise to make room for. `mode` overrules the choice, not the
         numbers.
     """
     if bound is None:
-        reason = f"Bypass mode: {KEY}.loss_type=reinforce needs it, and clips nothing."
-        return _settings(
-            config,
-            True,
-            {},
-            reason,
-            [] if doubt is None else [f"See to the mismatch first: {doubt}."],
-        )
-    guard, needed = config.actor.diffusion_loss.loss_mode == "grpo_guard", up(MARGIN * bound.within)
+        return _without_bound(config, mode, doubt)
+    tolerant = config.actor.diffusion_loss.loss().tolerates_mismatch
+    needed = up(MARGIN * bound.within)
     fits, possible = needed <= max(bound.reference, bound.widest), needed < 1
     bypass = possible and (
-        mode == "bypass" or (mode == "auto" and doubt is None and (fits or guard))
+        mode == "bypass" or (mode == "auto" and doubt is None and (fits or tolerant))
     )
     value = max(bound.reference, needed) if bypass else bound.reference
     wide = f"wider than the {bound.widest:.1e} that is sure to hold an update back"
@@ -190,24 +190,39 @@ def choose(config: Config, bound: Bound | None, *, mode: str, doubt: str | None)
     sentence = (
         f"{name} mode: {100 * QUANTILE:g}% of {bound.what} is within {bound.within:.1e}; {reason}."
     )
-    notes = [] if bypass or doubt is not None else _advice(config, guard=guard, fits=fits)
+    notes = [] if bypass or doubt is not None else _advice(config, fits=fits)
     return _settings(config, bypass, {f"{DIFFUSION_KEY}.{bound.key}": value}, sentence, notes)
 
 
-def _advice(config: Config, *, guard: bool, fits: bool) -> list[str]:
+def _without_bound(config: Config, mode: str, doubt: str | None) -> Settings:
+    """The settings of a loss that has no bound to make room with."""
+    notes = [] if doubt is None else [f"See to the mismatch first: {doubt}."]
+    if config.algorithm.rollout_correction.loss_type == "reinforce":
+        reason = f"Bypass mode: {KEY}.loss_type=reinforce needs it, and clips nothing."
+        return _settings(config, True, {}, reason, notes)
+    name = f"{DIFFUSION_KEY}.loss_mode={config.actor.diffusion_loss.loss_mode}"
+    if mode == "bypass":
+        return _settings(config, True, {}, f"Bypass mode: asked for; {name} bounds nothing.", notes)
+    reason = f"Decoupled mode: {name} has no bound that could make room for the mismatch."
+    return _settings(config, False, {}, reason, notes)
+
+
+def _advice(config: Config, *, fits: bool) -> list[str]:
     """What decoupled mode leaves to be wished."""
-    if guard:
+    loss = config.actor.diffusion_loss
+    if loss.loss().tolerates_mismatch:
         return [
-            "Recomputed means take the correction away that GRPO-Guard has in bypass mode "
-            "(docs/evidence.md)."
+            f"Recomputed means take the correction away that loss_mode={loss.loss_mode} has in "
+            "bypass mode (docs/evidence.md)."
         ]
     if fits or config.rollout.algo.log_prob_convention == "peers":
         return []
     return [
         "Recomputed log-probs end the pull of the clip, but the gradient stays biased where the "
-        "mismatch is large; "
-        f"that of {DIFFUSION_KEY}.loss_mode=grpo_guard, calibrated for bypass mode, is nearly "
-        "right (docs/evidence.md)."
+        f"mismatch is large; that of {DIFFUSION_KEY}.loss_mode={name}, calibrated for bypass mode, "
+        "is nearly right (docs/evidence.md)."
+        for name, other in package_losses(DiffusionLoss).items()
+        if other.tolerates_mismatch
     ]
 
 

@@ -17,6 +17,7 @@ from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch, SamplerSpec, 
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.random import derive_seed, generator
 from flowgrpo_rc.correction.auto_bands import ROBUST
+from flowgrpo_rc.losses.config import DiffusionLossConfig
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.policies.flow import FlowPolicy
@@ -198,7 +199,8 @@ def sample(engine: RolloutEngine[ImageRequest], request: ImageRequest) -> Record
     if request.keep_means and batch.prev_sample_mean is None:
         raise ValueError(
             "actor.diffusion_loss.loss_mode compares means, and the engine recorded none "
-            "(prev_sample_mean): use another rollout.name, or loss_mode=flow_grpo"
+            "(prev_sample_mean): use another rollout.name, or "
+            f"loss_mode={DiffusionLossConfig.loss_mode}"
         )
     require_finite(rollout, rollout.recorded, "engine", "rollout.dtype")
     return rollout

@@ -152,9 +152,9 @@ def draw(found: Calibration, path: Path) -> None:
             linestyle="-" if mismatch.guidance == configured else "--",
             marker="o" if mismatch.engine else "x",
         )
-    # Only this loss bounds the log-ratio; others bound another quantity.
-    clips = found.clipped if found.subject["loss_mode"] == "flow_grpo" else ()
-    for clip in clips:
+    # Other losses bound another quantity than what is drawn.
+    bounds_mismatch = found.bound is not None and found.bound.on_mismatch
+    for clip in found.clipped if bounds_mismatch else ():
         axes.axhline(clip, color="0.45", linestyle=":", linewidth=1)
         axes.annotate(
             f" clip_ratio {clip:g}",

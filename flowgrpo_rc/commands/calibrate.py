@@ -122,7 +122,7 @@ def measure(config: Config, prompts: Sequence[Prompt], *, mode: str) -> Calibrat
     settings = choose(config, bound, mode=mode, doubt=diagnosis.doubt)
     clipped: dict[float, float] = {}
     if bound is not None:
-        clipped = _clipped(config, bound, settings.values[f"{DIFFUSION_KEY}.{bound.key}"])
+        clipped = _clipped(bound, settings.values[f"{DIFFUSION_KEY}.{bound.key}"])
     return Calibration(
         subject=_subject(config, mismatches[0].guidance, len(rollouts.many.batch)),
         mismatches=mismatches,
@@ -149,12 +149,12 @@ def _subject(config: Config, guidance: float, num_samples: int) -> dict[str, obj
     }
 
 
-def _clipped(config: Config, bound: Bound, chosen: float) -> dict[float, float]:
+def _clipped(bound: Bound, chosen: float) -> dict[float, float]:
     """Returns what share each bound clips before any update in bypass mode.
 
     The bounds are those of the reference, of the settings and of the result.
     """
-    values = {bound.reference, vars(config.actor.diffusion_loss)[bound.key], chosen}
+    values = {bound.reference, bound.configured, chosen}
     return {value: bound.exceeded(value) for value in sorted(values)}
 
 

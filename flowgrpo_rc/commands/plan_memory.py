@@ -6,6 +6,7 @@ import math
 
 from torch import nn
 
+from flowgrpo_rc.config.check_engine import engine_of
 from flowgrpo_rc.config.checks import num_trained
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.sharding import resolve_strategy
@@ -103,7 +104,7 @@ def _copy_that_samples(
     config: Config, model: FlowModel, frozen: dict[str, int], trained: int, strategy: str
 ) -> Row:
     """Returns the copy in the trainer's process, or an engine with a pipeline of its own."""
-    if config.rollout.name.removesuffix("_engine") != "diffusers":
+    if not engine_of(config).copies_network:
         return _engine(config, frozen)
     rollout = config.rollout.dtype
     size = int(_scale(config) * frozen["transformer"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig
 from flowgrpo_rc.rewards.manager import check_kind, validate_rewards
 from flowgrpo_rc.rollout.config import EvaluationConfig, PipelineConfig
 
@@ -176,8 +177,8 @@ def _check_correction(config: Config) -> None:
     if config.model.kind == "causal_lm":
         _check_correction_of_text(config)
     for key, mode, own in (
-        ("token_loss", actor.token_loss.loss_mode, "ppo_clip"),
-        ("diffusion_loss", actor.diffusion_loss.loss_mode, "flow_grpo"),
+        ("token_loss", actor.token_loss.loss_mode, TokenLossConfig.loss_mode),
+        ("diffusion_loss", actor.diffusion_loss.loss_mode, DiffusionLossConfig.loss_mode),
     ):
         if correction.loss_type == "reinforce" and mode != own:
             raise ValueError(
@@ -188,9 +189,10 @@ def _check_correction(config: Config) -> None:
         gaussian = (
             "set rollout.algo.log_prob_convention=gaussian, since that of the peers is no density"
         )
-        if actor.diffusion_loss.loss_mode == "grpo_guard":
+        if actor.diffusion_loss.loss().needs_density:
             raise ValueError(
-                f"actor.diffusion_loss.loss_mode=grpo_guard adds a KL to the log-ratio: {gaussian}"
+                f"actor.diffusion_loss.loss_mode={actor.diffusion_loss.loss_mode} adds a KL to the "
+                f"log-ratio: {gaussian}"
             )
         if correction.log_prob_scale == "sum":
             raise ValueError(

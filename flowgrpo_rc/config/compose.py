@@ -28,10 +28,15 @@ from flowgrpo_rc.config.compat.verl_omni import PREFIX, RULES
 from flowgrpo_rc.config.names import DEFAULT_CONFIG, EXPERIMENT, OTHER_CONFIG
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.files import redact
+from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
+from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig, with_options
 from flowgrpo_rc.training.config import ActorConfig, AlgorithmConfig
 
 _START = "start"
-_FREE_FORM = ("reward.terms.", "rollout.engine_kwargs.")
+# Sections whose keys the user names: rewards, options of an engine, options of a loss.
+_FREE_FORM = ("reward.terms.", "rollout.engine_kwargs.", f"{DIFFUSION_KEY}.", f"{TOKEN_KEY}.")
+# The same, if a whole section is given at once.
+_FREE_SECTIONS = ("reward.terms=", f"{DIFFUSION_KEY}=", f"{TOKEN_KEY}=")
 # The rollout correction and the place where verl-omni has it: one object, whichever name is used.
 _CORRECTION = ("algorithm.rollout_correction", "actor.rollout_correction")
 
@@ -44,6 +49,8 @@ class _Algorithm(AlgorithmConfig):
 @dataclass(kw_only=True)
 class _Actor(ActorConfig):
     rollout_correction: Any = field(default_factory=dict)
+    diffusion_loss: Any = field(default_factory=dict)
+    token_loss: Any = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -218,6 +225,9 @@ def _translated(
     in_file = _merged(
         (path, _section(tree[path.split(".")[0]].pop("rollout_correction"))) for path in _CORRECTION
     )
+    for name, section in (("diffusion_loss", DiffusionLossConfig), ("token_loss", TokenLossConfig)):
+        if isinstance(tree["actor"][name], dict):
+            tree["actor"][name] = with_options(tree["actor"][name], section)
     known = {key: value for layer in files for key, value in layer.items()}
     from_groups = {
         key: value for key, value in in_file.items() if key not in known or known[key] != value
@@ -348,8 +358,8 @@ def as_yaml(composed: DictConfig) -> str:
 
 
 def _free_form(override: str) -> str:
-    """Allows new keys without `+` where the user names them: rewards and options of an engine."""
-    return f"++{override}" if override.startswith((*_FREE_FORM, "reward.terms=")) else override
+    """Allows new keys without `+` where the user names them."""
+    return f"++{override}" if override.startswith((*_FREE_FORM, *_FREE_SECTIONS)) else override
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.reuse import why_recompute
-from flowgrpo_rc.losses.base import LossConfig
+from flowgrpo_rc.losses.config import LossConfig
 from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.monitoring.expected_mismatch import relative_size
 from flowgrpo_rc.rewards.manager import RewardConfig
@@ -85,24 +85,12 @@ class Config:
         )
 
     def clip_ratio(self) -> float | None:
-        """Half the PPO band (its narrower half) on the ratio of a single step; None where the loss
-        has another.
-        """
-        actor, correction = self.actor, self.algorithm.rollout_correction
-        if correction.loss_type == "reinforce":
+        """Returns the narrower half-width of the PPO band on a step's own ratio; None for none."""
+        if self.algorithm.rollout_correction.loss_type == "reinforce":
             return None
         if self.model.kind == "causal_lm":
-            tokens = actor.token_loss
-            return (
-                min(tokens.clip_ratio_low, tokens.clip_ratio_high)
-                if tokens.loss_mode == "ppo_clip"
-                else None
-            )
-        return (
-            actor.diffusion_loss.clip_ratio
-            if actor.diffusion_loss.loss_mode == "flow_grpo"
-            else None
-        )
+            return self.actor.token_loss.loss().clip_band
+        return self.actor.diffusion_loss.loss().clip_band
 
     def fresh(self) -> bool:
         """Returns whether the weights that are trained made the samples, not older ones."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from flowgrpo_rc.core.advantages import ESTIMATORS
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.distributed.sharding import STRATEGIES
-from flowgrpo_rc.losses.base import DiffusionLossConfig, TokenLossConfig
+from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig
 from flowgrpo_rc.records.trackers import validate_loggers
 from flowgrpo_rc.training.ema import EMAConfig
 from flowgrpo_rc.training.optim import (

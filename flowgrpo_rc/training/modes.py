@@ -201,7 +201,7 @@ class Bypass(Mode):
             piece,
             log_probs,
             self.policy.cells(piece),
-            terms.kept,
+            terms.keep_mask,
             terms.weights,
             None if gaussian is None else gaussian.kl,
             updated=updated,

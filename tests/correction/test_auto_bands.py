@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from functools import partial
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ from flowgrpo_rc.correction.auto_bands import FLOOR, WARM_UP, AutoBands, Gather,
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.thresholds import parse_bands
 from flowgrpo_rc.distributed.processes import Processes
-from flowgrpo_rc.losses.diffusion import diffusion_terms
+from flowgrpo_rc.losses.diffusion import DiffusionObjective
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.training.config import ActorConfig
 from flowgrpo_rc.training.modes import Mode
@@ -300,7 +299,7 @@ def bypass_update(
     update = PolicyUpdate(
         policy,
         ActorConfig(ppo_epochs=epochs, ppo_micro_batch_size_per_gpu=2, optim=OptimConfig(lr=lr)),
-        partial(diffusion_terms, loss_config(correction)),
+        DiffusionObjective(loss_config(correction)).terms,
         Processes(Accelerator(cpu=True)),
         mode,
         total_updates=10,

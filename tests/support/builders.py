@@ -23,7 +23,7 @@ from flowgrpo_rc.batch import (
 from flowgrpo_rc.core.reduce import AllReduce
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.correct import Correction, correct
-from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig, TokenLossConfig
+from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig, TokenLossConfig
 
 MASKS = {
     "full": [[1, 1, 1, 1]] * 6,

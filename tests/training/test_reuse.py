@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +27,8 @@ from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.reuse import why_recompute
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig, TokenLossConfig
-from flowgrpo_rc.losses.diffusion import diffusion_terms
-from flowgrpo_rc.losses.token import token_terms
+from flowgrpo_rc.losses.diffusion import DiffusionObjective
+from flowgrpo_rc.losses.token import TokenObjective
 from flowgrpo_rc.models.base import ModelConfig, load_model
 from flowgrpo_rc.models.causal_lm import load_causal_lm
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
@@ -195,7 +194,7 @@ def test_reused_forwards_are_the_recompute_bit_for_bit(
         seen = policy.measure(batch, 2)
         bands.judge(batch, 0.9 * seen.log_probs + 0.1 * batch.rollout_log_probs, 0.9 * seen.step_kl)
         bands.finish(identity)
-    loss = partial(diffusion_terms, config)
+    loss = DiffusionObjective(config).terms
     options = {"keep_means": config.diffusion_loss.needs_means, "bands": bands, **actor}
     runs, forwards = [], []
     for reuses in (True, False):
@@ -243,7 +242,7 @@ def test_reused_forwards_of_text_are_the_recompute_bit_for_bit(case: str) -> Non
     )
 
     def loss(log_probs: Tensor, piece: Any, gaussian: None) -> Any:
-        return token_terms(config, log_probs, piece)
+        return TokenObjective(config).terms(log_probs, piece)
 
     batch = batch.replace(advantages=advantages)
     runs = (
@@ -267,7 +266,7 @@ def test_the_first_ratio_is_exactly_1(policy: Counting) -> None:
     batch, _ = sample_images(policy.model, policy.network, make_spec("sde", 1.0), WINDOWS["first"])
     batch = batch.replace(advantages=torch.ones(4, 2))
     correction = RolloutCorrectionConfig(**TOKEN_IS)
-    loss = partial(diffusion_terms, LossConfig(rollout_correction=correction))
+    loss = DiffusionObjective(LossConfig(rollout_correction=correction)).terms
     for reuses in (True, False):
         found = iterate(noisy, batch, loss, correction, reuses=reuses, mini=4).metrics
         assert (found["ratio_mean"] == 1) == (found["ratio_std"] == 0) == reuses

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.correct import Corrector
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.base import LossConfig
-from flowgrpo_rc.losses.diffusion import diffusion_terms
+from flowgrpo_rc.losses.diffusion import DiffusionObjective
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.training.config import ActorConfig
 from flowgrpo_rc.training.optim import OptimConfig
@@ -62,7 +61,7 @@ class Setting:
         return PolicyUpdate(
             self.policy,
             self.actor,
-            partial(diffusion_terms, config),
+            DiffusionObjective(config).terms,
             Processes(Accelerator(cpu=True)),
             self.mode,
             total_updates=10,

@@ -17,10 +17,9 @@ from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.random import derive_seed, normal
 from flowgrpo_rc.core.schedule import draw_windows
-from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.correction.correct import require_rollout_log_probs
-from flowgrpo_rc.losses.base import LossConfig, LossTerms
-from flowgrpo_rc.losses.diffusion import diffusion_terms
+from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig
+from flowgrpo_rc.losses.diffusion import DiffusionObjective
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.policies.encode_prompts import encode_prompts
 from flowgrpo_rc.policies.flow import FlowPolicy
@@ -94,7 +93,7 @@ class ImageTask(Task):
                 "rollout, which did not "
                 "record any (prev_sample_mean): use another engine or rollout, or do without "
                 "algorithm.rollout_correction.rollout_rs=step_kl and, in bypass mode, with "
-                "actor.diffusion_loss.loss_mode=flow_grpo"
+                f"actor.diffusion_loss.loss_mode={DiffusionLossConfig.loss_mode}"
             )
 
     def _check_schedule(self, batch: DiffusionBatch) -> None:
@@ -115,14 +114,8 @@ class ImageTask(Task):
                     "the engine"
                 )
 
-    def loss_terms(
-        self,
-        config: LossConfig,
-        log_probs: Tensor,
-        batch: DiffusionBatch,
-        gaussian: GaussianSteps | None,
-    ) -> LossTerms:
-        return diffusion_terms(config, log_probs, batch, gaussian)
+    def objective(self, config: LossConfig) -> DiffusionObjective:
+        return DiffusionObjective(config)
 
     def observe(self, batch: DiffusionBatch) -> MetricBag:
         """The share of latents that 16 bits hold: all where an engine rounds what it stores, one in

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Prompt, PromptBatch
 from flowgrpo_rc.core.metrics import MetricBag
-from flowgrpo_rc.core.transition import GaussianSteps
-from flowgrpo_rc.losses.base import LossConfig, LossTerms
+from flowgrpo_rc.losses.config import LossConfig
+from flowgrpo_rc.losses.policy import Objective
 from flowgrpo_rc.models.base import TrainableModel
 from flowgrpo_rc.policies.base import Policy
 from flowgrpo_rc.rollout.engine import RolloutRequest
@@ -58,12 +58,8 @@ class Task(ABC):
         """ValueError unless a finished part of a rollout holds what training needs of it."""
 
     @abstractmethod
-    def loss_terms(
-        self, config: LossConfig, log_probs: Tensor, batch: Any, gaussian: GaussianSteps | None
-    ) -> LossTerms:
-        """The loss of the path for the current policy's log-probs [b, t] and, for images, Gaussians
-        of these steps.
-        """
+    def objective(self, config: LossConfig) -> Objective:
+        """Builds the loss of this kind of model, once for a run."""
 
     @abstractmethod
     def observe(self, batch: Any) -> MetricBag:

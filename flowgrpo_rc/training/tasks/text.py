@@ -13,15 +13,13 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor
 
 from flowgrpo_rc.batch import Prompt, PromptBatch, TokenBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.random import derive_seed, uniform
-from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.correction.correct import require_rollout_log_probs
-from flowgrpo_rc.losses.base import LossConfig, LossTerms
-from flowgrpo_rc.losses.token import token_terms
+from flowgrpo_rc.losses.config import LossConfig
+from flowgrpo_rc.losses.token import TokenObjective
 from flowgrpo_rc.models.causal_lm import CausalLM
 from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.records.samples import save_texts
@@ -64,14 +62,9 @@ class TextTask(Task):
     def check_rollout(self, batch: TokenBatch) -> None:
         require_rollout_log_probs(batch)
 
-    def loss_terms(
-        self,
-        config: LossConfig,
-        log_probs: Tensor,
-        batch: TokenBatch,
-        gaussian: GaussianSteps | None,
-    ) -> LossTerms:
-        return token_terms(config, log_probs, batch)
+    def objective(self, config: LossConfig) -> TokenObjective:
+        """Builds the loss of tokens."""
+        return TokenObjective(config)
 
     def observe(self, batch: TokenBatch) -> MetricBag:
         """Lengths in tokens, the end token included; fractions of responses cut at the limit and

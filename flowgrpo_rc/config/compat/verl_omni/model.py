@@ -18,7 +18,9 @@ from flowgrpo_rc.config.compat.rules import (
     to,
 )
 from flowgrpo_rc.config.compat.verl_omni.keys import ADAPTER, LOADING, MODEL, SHARDING
-from flowgrpo_rc.losses.base import DIFFUSION_LOSSES
+
+# Losses that both have, under the same names.
+_LOSSES = ("flow_grpo", "grpo_guard", "flow_dppo")
 
 
 def _lora_rank(setting: Setting, given: Mapping[str, Any]) -> Outcome:
@@ -48,9 +50,7 @@ def _tokenizer_path(setting: Setting, given: Mapping[str, Any]) -> Outcome:
 
 
 MODEL_RULES: dict[str, Rule] = {
-    f"{MODEL}.algorithm": stops(
-        "set actor.diffusion_loss and algorithm for it", unless=DIFFUSION_LOSSES
-    ),
+    f"{MODEL}.algorithm": stops("set actor.diffusion_loss and algorithm for it", unless=_LOSSES),
     f"{MODEL}.tokenizer_path": _tokenizer_path,
     f"{MODEL}.custom_chat_template": stops(
         "here a prompt is the text of its user messages, in the pipeline's own template",
