@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Train, read_rows, without_timings
-from losses.test_grpo_guard import BYPASS, DECOUPLED, moved, steps, value_and_gradient
 from safetensors.torch import load_file
 from support.documented import blocks
+from support.gaussian_losses import BYPASS, DECOUPLED, movement, three_steps, value_and_gradient
+from support.runs import Train, read_rows, without_timings
 
 from flowgrpo_rc import DiffusionLossConfig, LossConfig, RolloutCorrectionConfig
 
@@ -37,7 +37,7 @@ def config(correction: RolloutCorrectionConfig, mode: str, **options: float) -> 
 def test_values_gradients_and_metrics_are_the_built_in_s(
     correction: RolloutCorrectionConfig,
 ) -> None:
-    given, theta = steps(), moved()
+    given, theta = three_steps(), movement()
     mask = torch.ones(6, 3, dtype=torch.bool)
     mask[2, 1] = False
     batch = given.batch.replace(rejection_mask=mask)
@@ -50,7 +50,7 @@ def test_values_gradients_and_metrics_are_the_built_in_s(
 
 
 def test_its_option_widens_the_upper_edge() -> None:
-    given, theta = steps(), moved(0.3)
+    given, theta = three_steps(), movement(0.3)
     narrow, wide = (
         value_and_gradient(
             config(DECOUPLED, "my_guard.MyGuard", higher=higher), given, theta, given.batch

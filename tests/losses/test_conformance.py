@@ -7,7 +7,7 @@ from inspect import signature
 
 import pytest
 import torch
-from losses.test_grpo_guard import SIGMAS
+from support.gaussian_losses import SIGMAS
 from torch import Tensor
 
 from flowgrpo_rc import DiffusionLossConfig, TokenLossConfig

@@ -26,7 +26,7 @@ from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.reuse import why_recompute
 from flowgrpo_rc.distributed.processes import Processes
-from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig, TokenLossConfig
+from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig, TokenLossConfig
 from flowgrpo_rc.losses.diffusion import DiffusionObjective
 from flowgrpo_rc.losses.token import TokenObjective
 from flowgrpo_rc.models.base import ModelConfig, load_model

@@ -20,7 +20,7 @@ from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.correct import Corrector
 from flowgrpo_rc.distributed.processes import Processes
-from flowgrpo_rc.losses.base import LossConfig
+from flowgrpo_rc.losses.config import LossConfig
 from flowgrpo_rc.losses.diffusion import DiffusionObjective
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.training.config import ActorConfig
