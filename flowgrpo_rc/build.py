@@ -35,6 +35,7 @@ from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.records.console import Console
 from flowgrpo_rc.records.rejected import RejectedSamples
 from flowgrpo_rc.records.run_folder import RunFolder
+from flowgrpo_rc.records.run_log import RunLog
 from flowgrpo_rc.records.trackers import Trackers, accelerate_loggers
 from flowgrpo_rc.rewards.manager import RewardManager, needs_samples
 from flowgrpo_rc.rollout.engine import RolloutEngine
@@ -121,20 +122,26 @@ def assemble(
         rejected=RejectedSamples(
             folder.rejected, correction, rank=processes.rank, count=processes.count
         ),
-        console=Console(
-            total_steps=config.trainer.total_training_steps,
-            is_main=processes.is_main,
-            show_steps="console" in config.trainer.logger,
-        ),
-        trackers=Trackers(
-            processes.accelerator,
-            project_name=config.trainer.project_name,
-            experiment_name=config.trainer.experiment_name,
-            run_dir=folder.root,
-            config=dataclasses.asdict(config),
-            first_step=first_step,
-        ),
+        log=make_log(config, folder, processes, first_step=first_step),
     )
+
+
+def make_log(config: Config, folder: RunFolder, processes: Processes, *, first_step: int) -> RunLog:
+    """Makes what writes the numbers of a step down."""
+    console = Console(
+        total_steps=config.trainer.total_training_steps,
+        is_main=processes.is_main,
+        show_steps="console" in config.trainer.logger,
+    )
+    trackers = Trackers(
+        processes.accelerator,
+        project_name=config.trainer.project_name,
+        experiment_name=config.trainer.experiment_name,
+        run_dir=folder.root,
+        config=dataclasses.asdict(config),
+        first_step=first_step,
+    )
+    return RunLog(folder, console, trackers)
 
 
 def make_processes(config: Config) -> Processes:
@@ -190,7 +197,7 @@ def make_auto_bands(config: Config, processes: Processes) -> AutoBands | None:
 
 
 def make_monitor(config: Config, task: Task, processes: Processes) -> MismatchMonitor:
-    """Makes what measures the mismatch and, where samples are fresh, what the precisions explain."""
+    """Makes what measures the mismatch, and what the precisions explain of it for fresh samples."""
     expected = None
     size = config.expected_mismatch()
     if size is not None:

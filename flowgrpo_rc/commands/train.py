@@ -105,9 +105,9 @@ def _train(
     config: Config, parts: Components, resumed: Checkpoint | None, stop: StopRequest
 ) -> str | None:
     for note in notes(config):
-        parts.console.message(f"note: {note}")
+        parts.log.console.message(f"note: {note}")
     try:
-        with parts.console:
+        with parts.log.console:
             reason = Trainer(parts, resumed).fit(stop)
         if parts.processes.is_main:
             leave_results(config, parts.folder)
@@ -118,7 +118,7 @@ def _train(
     finally:
         parts.rewards.close()
         parts.source.close()
-        parts.trackers.finish()
+        parts.log.trackers.finish()
     return reason
 
 
@@ -177,7 +177,7 @@ def _say_finished(config: Config, folder: RunFolder, newest: Checkpoint) -> None
 
 
 def _say_results(config: Config, parts: Components, reason: str | None) -> None:
-    console, folder = parts.console, parts.folder
+    console, folder = parts.log.console, parts.folder
     rows = MetricsFile(folder.metrics).rows()
     evaluated = [
         {name: row[name] for name in sorted(row) if name.startswith("val/")}

@@ -17,9 +17,10 @@ from flowgrpo_rc.correction.reuse import why_recompute
 from flowgrpo_rc.losses.config import LossConfig
 from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.monitoring.expected_mismatch import relative_size
+from flowgrpo_rc.records.config import TrainerConfig
 from flowgrpo_rc.rewards.manager import RewardConfig
 from flowgrpo_rc.rollout.config import RolloutConfig
-from flowgrpo_rc.training.config import ActorConfig, AlgorithmConfig, TrainerConfig
+from flowgrpo_rc.training.config import ActorConfig, AlgorithmConfig
 
 
 @dataclass(kw_only=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import resource
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -96,6 +97,15 @@ class Processes:
         whole = rows.new_zeros((total, *rows.shape[1:]))
         whole[first : first + len(rows)] = rows
         return self.sum(whole.to(self.device)).cpu()
+
+    def texts_of_all(self, texts: Sequence[str], first: int, total: int) -> list[str]:
+        """Puts texts of all processes together, each at its place, as `rows_of_all` does."""
+        longest = torch.tensor([max(1, *map(len, texts))], device=self.device)
+        letters = np.array(texts, dtype=f"U{int(self.max(longest).item())}")
+        codes = letters.view(np.int32).reshape(len(texts), -1)
+        whole = self.rows_of_all(torch.from_numpy(codes), first, total)
+        found: list[str] = whole.numpy().view(letters.dtype).ravel().tolist()
+        return found
 
     @contextmanager
     def noticing_losses(self) -> Iterator[None]:

@@ -66,8 +66,8 @@ def find_class(key: str, loss_mode: str, base: type) -> type:
     names = available_plugins(PACKAGE, base)
     if "." not in loss_mode and loss_mode not in names:
         raise ValueError(
-            f"{key}.loss_mode={loss_mode!r}: allowed are {', '.join(names)}, "
-            "my_module.MyLoss and my_module:function (a loss of your own)"
+            f"{key}.loss_mode={loss_mode!r}: allowed are {', '.join(names)}, my_module.MyLoss and "
+            "my_module:function (a loss of your own)"
         )
     try:
         return load_class(PACKAGE, loss_mode, base)

@@ -22,7 +22,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
-from flowgrpo_rc.batch import Conditioning, SamplerSpec
+from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec
 from flowgrpo_rc.models.sharing import Shared
 from flowgrpo_rc.plugins import load_class
 
@@ -124,6 +124,33 @@ class Schedule(NamedTuple):
 
     sigmas: Tensor
     timesteps: Tensor
+
+    def check(self, batch: DiffusionBatch) -> None:
+        """Checks that a rollout walked this schedule.
+
+        Training reads the schedule from the batch, so another one, or timesteps in 16 bits, would
+        show in no log-prob.
+
+        Raises:
+          ValueError: if its sigmas or timesteps are others.
+        """
+        for name, found, wanted in (
+            ("sigmas", batch.sigmas, self.sigmas),
+            ("all_timesteps", batch.all_timesteps, self.timesteps[batch.step_indices]),
+        ):
+            if found.shape != wanted.shape or not torch.allclose(
+                found, wanted.to(found), rtol=1e-5, atol=1e-6
+            ):
+                raise ValueError(
+                    f"the rollout walked another schedule than the model's: {name} are "
+                    f"{_first(found)}, and should be {_first(wanted)}; check the scheduler (shift, "
+                    "dtype of the timesteps) of the engine"
+                )
+
+
+def _first(values: Tensor) -> str:
+    numbers = values.flatten()[:4].tolist()
+    return ", ".join(f"{value:g}" for value in numbers) + ", ..."
 
 
 class TrainableModel(Protocol):

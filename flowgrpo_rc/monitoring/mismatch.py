@@ -31,8 +31,8 @@ _CLIPPED = {"clip_fraction": "pre_update_clip_fraction"}
 class MismatchMonitor:
     """Collects the mismatch, training - rollout, over an iteration and reports it at the end.
 
-    `before_update` takes forwards from before the first update of an iteration, `after_update` those
-    that come later. Percentiles are over the samples of all processes.
+    `before_update` takes forwards from before the first update of an iteration, `after_update`
+    later ones. Percentiles are over the samples of all processes.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class MismatchMonitor:
         """Ends the iteration and returns its metrics, the same on all processes.
 
         Args:
-          old_is_rollout: whether the old policy's log-probs are the rollout's, so that current - old
-            contains the mismatch.
+          old_is_rollout: whether the old policy's log-probs are the rollout's, so that current -
+            old contains the mismatch.
         """
         assert self._names is not None
         differences = self._processes.gather_ragged(torch.cat(self._differences))

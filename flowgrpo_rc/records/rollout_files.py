@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -196,3 +196,41 @@ def check_headers(paths: Sequence[Path], spec: Spec, origin: Mapping[str, Any]) 
             raise ValueError(
                 f"data.replay_dir: {path} was sampled with other settings ({'; '.join(different)})"
             )
+
+
+def check_contents(
+    path: Path,
+    batch: Batch,
+    rewards: Rewards,
+    *,
+    samples: int,
+    group_size: int,
+    terms: Collection[str],
+) -> None:
+    """Checks that a saved rollout has the samples and rewards that a run needs.
+
+    Args:
+      path: its file, for the message.
+      batch: its trajectories.
+      rewards: its rewards.
+      samples: samples of a step on this process.
+      group_size: samples of a prompt, `rollout.n`.
+      terms: rewards that must be known one by one.
+
+    Raises:
+      ValueError: names the file, what it has and which key to change.
+    """
+    lacking = sorted(set(terms) - set(rewards.parts))
+    if lacking:
+        raise ValueError(
+            f"data.replay_dir: {path} has no reward {lacking[0]!r}, and "
+            "algorithm.adv_estimator=gdpo needs each of reward.terms; it has "
+            f"{', '.join(rewards.parts)}"
+        )
+    sizes = set(batch.group.unique(return_counts=True)[1].tolist())
+    if len(batch) != samples or sizes != {group_size}:
+        raise ValueError(
+            f"data.replay_dir: {path} has {len(batch)} samples in groups of {sorted(sizes)}; "
+            f"data.train_batch_size and rollout.n ask for {samples} in groups of "
+            f"{group_size}"
+        )

@@ -157,7 +157,7 @@ def save_animation(
 def save_texts(
     path: Path, texts: Sequence[str], prompts: Sequence[Prompt], scores: Sequence[float]
 ) -> None:
-    """Writes one JSON object a line: prompt, target, completion and score (null if a reward failed)."""
+    """Writes one JSON object a line: prompt, target, completion, score (null if unknown)."""
     lines = []
     for prompt, text, score in zip(prompts, texts, scores, strict=True):
         row = {

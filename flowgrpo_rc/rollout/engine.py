@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Batch, Prompt, PromptBatch, SamplerSpec, Spec, TokenSpec
+from flowgrpo_rc.models.lora import other_tensors
 
 ROLLOUT_DTYPES = ("fp32", "bf16", "fp16", "fp64")
 Samples = np.ndarray | Sequence[str]
@@ -172,6 +173,21 @@ class RolloutEngine(ABC, Generic[R]):
 
         None if they are out of the trainer's reach and `sync_weights` compares them instead.
         """
+
+    def check_weights(self, pushed: Mapping[str, Tensor], version: int) -> None:
+        """Raises RuntimeError if the engine holds another LoRA than the one of `version`.
+
+        Args:
+          pushed: what `sync_weights` got last, tensors by name.
+          version: the version of these weights.
+        """
+        held = self.held_weights()
+        number = 0 if held is None else other_tensors(held, pushed)
+        if held is not None and number:
+            raise RuntimeError(
+                f"the rollout engine does not hold the trainer's LoRA of step {version}: {number} "
+                f"of {len(held)} tensors are others"
+            )
 
     @abstractmethod
     def close(self) -> None:

@@ -87,10 +87,6 @@ class Evaluator:
 
 def _shown_by_all(samples: Sequence[Any], first: int, total: int, processes: Processes) -> Any:
     """Returns the samples of the first `total` prompts; this process made those from `first` on."""
-    if not isinstance(samples[0], str):
-        return processes.rows_of_all(torch.from_numpy(np.stack(samples)), first, total).numpy()
-    longest = torch.tensor([max(1, *map(len, samples))], device=processes.device)
-    letters = np.array(samples, dtype=f"U{int(processes.max(longest).item())}")
-    codes = letters.view(np.int32).reshape(len(samples), -1)
-    whole = processes.rows_of_all(torch.from_numpy(codes), first, total)
-    return whole.numpy().view(letters.dtype).ravel().tolist()
+    if isinstance(samples[0], str):
+        return processes.texts_of_all(samples, first, total)
+    return processes.rows_of_all(torch.from_numpy(np.stack(samples)), first, total).numpy()

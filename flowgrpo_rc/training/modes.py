@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,22 @@ from flowgrpo_rc.policies.base import Evaluation, Measured, Policy
 # Names in a checkpoint.
 _AUTO_BANDS = "auto_bands"
 _MISMATCH = "noise_floor"
+
+
+class Seen(NamedTuple):
+    """What a loss was computed from.
+
+    Attributes:
+      piece: the samples.
+      log_probs: of the current policy, [b, t].
+      gaussian: the Gaussians of the steps, [b, t]; None for tokens.
+      terms: the terms of the loss.
+    """
+
+    piece: Batch
+    log_probs: Tensor
+    gaussian: GaussianSteps | None
+    terms: LossTerms
 
 
 @dataclass(kw_only=True, eq=False)
@@ -103,28 +119,12 @@ class Mode(ABC):
             f"{type(self).__name__} fills in the old policy before the update"
         )
 
-    def observe(
-        self,
-        piece: Batch,
-        log_probs: Tensor,
-        gaussian: GaussianSteps | None,
-        terms: LossTerms,
-        *,
-        updated: bool,
-    ) -> None:
-        """Notes what a loss was computed from.
-
-        Args:
-          piece: the samples.
-          log_probs: the current policy's, [b, t].
-          gaussian: the Gaussians of the steps, [b, t]; None for tokens.
-          terms: the terms of that loss.
-          updated: whether an update of this iteration came before.
-        """
+    def observe(self, seen: Seen, *, updated: bool) -> None:
+        """Notes what a loss was computed from; `updated`: after an update of this iteration."""
         if updated:
-            self.monitor.after_update(piece, log_probs)
+            self.monitor.after_update(seen.piece, seen.log_probs)
         else:
-            self.monitor.clipped(terms.metrics)
+            self.monitor.clipped(seen.terms.metrics)
 
     def finish(self, metrics: MetricBag) -> None:
         """Ends the iteration: adds the metrics of correction and mismatch, under full names."""
@@ -184,26 +184,18 @@ class Bypass(Mode):
         """Returns the piece with the decision of the `auto` bands, if it has none yet."""
         return self._decide(piece, now), now.gaussian
 
-    def observe(
-        self,
-        piece: Batch,
-        log_probs: Tensor,
-        gaussian: GaussianSteps | None,
-        terms: LossTerms,
-        *,
-        updated: bool,
-    ) -> None:
+    def observe(self, seen: Seen, *, updated: bool) -> None:
         """Notes the loss, its decisions and, before any update, the mismatch."""
-        super().observe(piece, log_probs, gaussian, terms, updated=updated)
+        super().observe(seen, updated=updated)
         if not updated:
-            self.monitor.before_update(piece, log_probs)
+            self.monitor.before_update(seen.piece, seen.log_probs)
         self.decisions.add(
-            piece,
-            log_probs,
-            self.policy.cells(piece),
-            terms.keep_mask,
-            terms.weights,
-            None if gaussian is None else gaussian.kl,
+            seen.piece,
+            seen.log_probs,
+            self.policy.cells(seen.piece),
+            seen.terms.keep_mask,
+            seen.terms.weights,
+            None if seen.gaussian is None else seen.gaussian.kl,
             updated=updated,
         )
 
@@ -238,12 +230,11 @@ class Decoupled(Mode):
 
     Attributes:
       corrector: computes the correction.
-      reuses: whether the old policy of the first mini-batch is its own forward, detached: nothing has
-        been updated by then. `correction.reuse.why_recompute` says where that may be.
+      reuses: whether the old policy of the first mini-batch is its own forward, detached: nothing
+        has been updated by then. `correction.reuse.why_recompute` says where that may be.
     """
 
     prefix = DECOUPLED_PREFIX.removesuffix("/")
-
     corrector: Corrector
     reuses: bool = False
 

@@ -82,9 +82,8 @@ def check_optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> 
     if largest < SMALLEST_8BIT:
         raise ValueError(
             f"actor.optim.name=adamw_8bit has no effect: the largest LoRA tensor has {largest} "
-            "numbers, and moments of "
-            f"fewer than {SMALLEST_8BIT} stay in fp32. Raise model.lora_rank or use "
-            "actor.optim.name=adamw"
+            f"numbers, and moments of fewer than {SMALLEST_8BIT} stay in fp32. Raise "
+            "model.lora_rank or use actor.optim.name=adamw"
         )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
 # Exit code of a run that stopped early with its state saved. It is EX_TEMPFAIL: the same command
@@ -16,7 +16,7 @@ EXIT_STOPPED = 75
 
 
 class StopRequest:
-    """A context in which the first SIGTERM or SIGINT is a request; a second one ends the process."""
+    """A context: the first SIGTERM or SIGINT is a request, a second one ends the process."""
 
     def __init__(self, max_time: float | None) -> None:
         """Starts the clock; `max_time` is in seconds, None for no limit."""
@@ -29,12 +29,7 @@ class StopRequest:
             self._previous[number] = signal.signal(number, self._receive)  # type: ignore[assignment]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._restore()
 
     def reason(self) -> str | None:

@@ -21,15 +21,14 @@ from flowgrpo_rc.monitoring.health import HealthMonitor
 from flowgrpo_rc.monitoring.histograms import Counts, histograms
 from flowgrpo_rc.monitoring.staleness import staleness
 from flowgrpo_rc.records.checkpoint import OLDER, Checkpoint, save_checkpoint
-from flowgrpo_rc.records.console import Console
-from flowgrpo_rc.records.metrics_file import MetricsFile
+from flowgrpo_rc.records.config import TrainerConfig
 from flowgrpo_rc.records.rejected import RejectedSamples
 from flowgrpo_rc.records.rollout_files import SavedRollout, rollout_path, save_rollout
 from flowgrpo_rc.records.run_folder import RunFolder
-from flowgrpo_rc.records.trackers import Trackers
+from flowgrpo_rc.records.run_log import RunLog
 from flowgrpo_rc.rewards.collect import record_rewards
 from flowgrpo_rc.rewards.manager import RewardManager
-from flowgrpo_rc.training.config import AlgorithmConfig, TrainerConfig
+from flowgrpo_rc.training.config import AlgorithmConfig
 from flowgrpo_rc.training.ema import averaged_weights
 from flowgrpo_rc.training.evaluation import Evaluator
 from flowgrpo_rc.training.modes import Mode
@@ -65,15 +64,14 @@ class Components:
     evaluator: Evaluator
     health: HealthMonitor
     rejected: RejectedSamples
-    console: Console
-    trackers: Trackers
+    log: RunLog
 
 
 class Trainer:
     """Runs the steps that are left of a run.
 
-    Everything random follows from (seed, step, prompt slot, sample), so a resumed run is bit-equal to
-    one that was never interrupted.
+    Everything random follows from (seed, step, prompt slot, sample), so a resumed run is bit-equal
+    to one that was never interrupted.
     """
 
     def __init__(self, components: Components, resumed: Checkpoint | None) -> None:
@@ -81,9 +79,6 @@ class Trainer:
         self._components = components
         self._metrics = MetricBag()
         self._seconds: dict[str, float] = {}
-        self._rows = MetricsFile(components.folder.metrics)
-        self._histogram_rows = MetricsFile(components.folder.histograms)
-        self._health_rows = MetricsFile(components.folder.health)
         self._histograms: dict[str, Counts] = {}
         self._step = 0
         if resumed is not None:
@@ -189,8 +184,7 @@ class Trainer:
         image = components.rejected.write(
             self._step, seen, collected.batch, collected.shown, rewards, names
         )
-        if image is not None:
-            components.trackers.log_image(self._step, "rejected/samples", image)
+        components.log.image(self._step, "rejected/samples", image)
 
     def _evaluate(self) -> None:
         components = self._components
@@ -203,8 +197,7 @@ class Trainer:
             image = components.task.save_samples(
                 stem, evaluation.samples, evaluation.prompts, evaluation.scores
             )
-            if image is not None:
-                components.trackers.log_image(self._step, "val/samples", image)
+            components.log.image(self._step, "val/samples", image)
 
     def _finish_step(self) -> None:
         """Reduces the step's metrics, with one host transfer, and writes them down."""
@@ -220,18 +213,8 @@ class Trainer:
         self._seconds = {}
         self._histograms = {}
         warnings = components.health.update(self._step, row)
-        if not processes.is_main:
-            return
-        self._rows.append(self._step, row)
-        if counts:
-            self._histogram_rows.append(self._step, counts)
-            components.trackers.log_histograms(self._step, counts)
-        components.trackers.log(self._step, row)
-        components.console.step(self._step, row)
-        for warning in warnings:
-            self._health_rows.append(self._step, {"message": warning})
-            components.console.warning(warning)
-            components.trackers.alert(self._step, warning)
+        if processes.is_main:
+            components.log.write(self._step, row, counts, warnings)
 
     def _save(self) -> None:
         """Writes a checkpoint; its seconds stand in the next row."""

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import select
-from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.base import LossTerms, denominator
 from flowgrpo_rc.models.lora import lora_parameters, reference_policy
@@ -28,7 +27,7 @@ from flowgrpo_rc.records.optimizer_state import (
     schedule_state,
 )
 from flowgrpo_rc.training.config import ActorConfig
-from flowgrpo_rc.training.modes import Mode
+from flowgrpo_rc.training.modes import Mode, Seen
 from flowgrpo_rc.training.optim import make_optimizer, make_schedule
 
 
@@ -41,7 +40,7 @@ Loss = Callable[[Tensor, Any, Any], LossTerms]
 
 
 class PolicyUpdate:
-    """Trains the LoRA of `policy.network`: owns its optimizer, learning-rate schedule and average."""
+    """Trains the LoRA of `policy.network`; owns the optimizer, its schedule and the average."""
 
     def __init__(
         self,
@@ -151,18 +150,20 @@ class PolicyUpdate:
         if self._config.use_kl_loss:
             total = total + self._penalty(now, piece, terms.share, metrics)
         total.backward()
-        self._report(terms, now.log_probs, gaussian, piece, metrics)
+        metrics.merge(terms.metrics)
+        seen = Seen(piece, now.log_probs, gaussian, terms)
+        self._mode.observe(seen, updated=self._updated)
         return terms.parts(), Measured.of(now, keep_means=keep_means)
 
     def _accumulate_window(self, micro: Batch, metrics: MetricBag) -> Tensor:
         """Adds the gradient of a loss of all steps of a sample, with the memory of one step.
 
-        The log-probs are first measured without graphs. The slope of the loss at each of them is then
-        handed on, by the chain rule, to a forward with a graph, one step after the other.
+        The log-probs are first measured without graphs. The slope of the loss at each of them is
+        then handed on, by the chain rule, to a forward with a graph, one step after the other.
         """
-        seen = self._policy.measure(micro, len(micro))
-        micro, gaussian = self._mode.enter(micro, seen)
-        log_probs = seen.log_probs.requires_grad_()
+        measured = self._policy.measure(micro, len(micro))
+        micro, gaussian = self._mode.enter(micro, measured)
+        log_probs = measured.log_probs.requires_grad_()
         kl = None
         if gaussian is not None and gaussian.kl is not None:
             kl = gaussian.kl.requires_grad_()
@@ -179,34 +180,21 @@ class PolicyUpdate:
                 total = total + self._penalty(now, piece, terms.share[:, here], metrics)
             total.backward()
             start = here.stop
-        self._report(terms, log_probs, gaussian, micro, metrics)
+        metrics.merge(terms.metrics)
+        self._mode.observe(Seen(micro, log_probs, gaussian, terms), updated=self._updated)
         return terms.parts()
 
     def _penalty(self, now: Evaluation, piece: Batch, share: Tensor, metrics: MetricBag) -> Tensor:
-        """Returns kl_loss_coef times the KL to the base model, for steps that count with `share`."""
+        """Returns kl_loss_coef times the KL to the base model; steps count with their share."""
         counted = share > 0
-        penalty = select(self._reference_divergence(now, piece), counted)
+        with torch.no_grad(), reference_policy(self._policy.network):
+            reference = self._policy.evaluate(piece)
+        penalty = select(self._policy.divergence(now, reference, piece), counted)
         metrics.mean("kl_loss", penalty, counted)
         return self._config.kl_loss_coef * (penalty * share).sum()
 
-    def _report(
-        self,
-        terms: LossTerms,
-        log_probs: Tensor,
-        gaussian: GaussianSteps | None,
-        piece: Batch,
-        metrics: MetricBag,
-    ) -> None:
-        metrics.merge(terms.metrics)
-        self._mode.observe(piece, log_probs, gaussian, terms, updated=self._updated)
-
-    def _reference_divergence(self, now: Evaluation, piece: Batch) -> Tensor:
-        with torch.no_grad(), reference_policy(self._policy.network):
-            reference = self._policy.evaluate(piece)
-        return self._policy.divergence(now, reference, piece)
-
     def _step(self, metrics: MetricBag) -> None:
-        """Clips the gradient and takes the optimizer step, or skips it if the gradient is not finite."""
+        """Clips the gradient and takes the optimizer step; skips a gradient that is not finite."""
         norm = nn.utils.clip_grad_norm_(self._parameters, self._config.optim.clip_grad)
         value = norm.item()
         metrics.max("lr", torch.tensor(float(self._schedule.get_last_lr()[0]), dtype=torch.float64))
@@ -226,8 +214,8 @@ class PolicyUpdate:
         metrics.mean("nonfinite_update_fraction", (~finite).double())
         if self._nonfinite_in_a_row >= self._config.optim.max_nonfinite_updates:
             raise NonFiniteGradient(
-                f"the gradient was not finite in {self._nonfinite_in_a_row} updates in a row; lower "
-                "actor.optim.lr or raise actor.optim.max_nonfinite_updates"
+                f"the gradient was not finite in {self._nonfinite_in_a_row} updates in a row; "
+                "lower actor.optim.lr or raise actor.optim.max_nonfinite_updates"
             )
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:

@@ -89,8 +89,8 @@ class AheadSource(RolloutSource):
                 return collected._replace(dropped=dropped)
         raise RuntimeError(
             f"the rollout engine sampled step {step} with the weights of step {oldest}, "
-            f"{MOST_DROPPED} times; "
-            f"rollout.staleness={self._staleness} allows those of step {version}"
+            f"{MOST_DROPPED} times; rollout.staleness={self._staleness} allows those of step "
+            f"{version}"
         )
 
 

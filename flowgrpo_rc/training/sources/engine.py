@@ -15,7 +15,6 @@ from flowgrpo_rc.batch import Prompt, PromptBatch, concat
 from flowgrpo_rc.core.random import derive_seed
 from flowgrpo_rc.data.prompts import PromptSampler, shard
 from flowgrpo_rc.distributed.processes import Processes
-from flowgrpo_rc.models.lora import other_tensors
 from flowgrpo_rc.records.samples import Shown, thumbnails
 from flowgrpo_rc.rewards.collect import collect_rewards
 from flowgrpo_rc.rewards.manager import RewardManager
@@ -104,7 +103,8 @@ class EngineSource(RolloutSource):
             shown += thumbnails(chunk.samples, len(chunk.prompts))
         rewards = partial(collect_rewards, self._rewards, handles, self._processes)
         collected = Collected(concat(batches), rewards, shown=Shown(prompted, shown))
-        self._check_weights(collected)
+        if self._pushed is not None and self._pushed[1] in collected.versions():
+            self.engine.check_weights(*self._pushed)
         return collected
 
     def prompts(self, step: int) -> PromptBatch:
@@ -133,19 +133,6 @@ class EngineSource(RolloutSource):
     def close(self) -> None:
         """Closes the engine."""
         self.engine.close()
-
-    def _check_weights(self, collected: Collected) -> None:
-        """Raises RuntimeError if the engine names the last version but holds another LoRA."""
-        held = self.engine.held_weights()
-        if held is None or self._pushed is None or self._pushed[1] not in collected.versions():
-            return
-        state, version = self._pushed
-        number = other_tensors(held, state)
-        if number:
-            raise RuntimeError(
-                f"the rollout engine does not hold the trainer's LoRA of step {version}: {number} "
-                f"of {len(held)} tensors are others"
-            )
 
     def _seeds(self, prompts: PromptBatch) -> list[int]:
         return [

@@ -9,7 +9,12 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Batch, PromptBatch, Rewards
 from flowgrpo_rc.distributed.processes import Processes
-from flowgrpo_rc.records.rollout_files import check_headers, load_rollout, replay_files
+from flowgrpo_rc.records.rollout_files import (
+    check_contents,
+    check_headers,
+    load_rollout,
+    replay_files,
+)
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.training.sources.source import Collected, RolloutSource
 from flowgrpo_rc.training.tasks.task import Task
@@ -39,9 +44,9 @@ class ReplaySource(RolloutSource):
           terms: rewards that must be known one by one.
 
         Raises:
-          ValueError: if the folder lacks steps, a file is damaged, the files come from another number
-            of processes, lack one of the terms, or were sampled with other settings. The precision
-            may differ.
+          ValueError: if the folder lacks steps, a file is damaged, the files come from another
+            number of processes, lack one of the terms, or were sampled with other settings. The
+            precision may differ.
         """
         self._terms = terms
         self._task = task
@@ -71,18 +76,7 @@ class ReplaySource(RolloutSource):
     def _read(self, path: Path) -> tuple[Batch, Rewards]:
         batch, rewards, _ = load_rollout(path, self._processes.device)
         self._task.check_rollout(batch)
-        lacking = sorted(set(self._terms) - set(rewards.parts))
-        if lacking:
-            raise ValueError(
-                f"data.replay_dir: {path} has no reward {lacking[0]!r}, and "
-                "algorithm.adv_estimator=gdpo needs each of "
-                f"reward.terms; it has {', '.join(rewards.parts)}"
-            )
-        sizes = set(batch.group.unique(return_counts=True)[1].tolist())
-        if len(batch) != self._samples or sizes != {self._n}:
-            raise ValueError(
-                f"data.replay_dir: {path} has {len(batch)} samples in groups of {sorted(sizes)}; "
-                "data.train_batch_size "
-                f"and rollout.n ask for {self._samples} in groups of {self._n}"
-            )
+        check_contents(
+            path, batch, rewards, samples=self._samples, group_size=self._n, terms=self._terms
+        )
         return batch, rewards
