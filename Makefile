@@ -10,20 +10,29 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	touch $@
 
+# Worker processes of one thread each: several threads in several processes wait for one another.
+WORKERS ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PARALLEL = -n $(WORKERS) --dist worksteal
+SLOW = end_to_end vllm_real vllm_omni_real
+
 OMNI_VENV ?= .venv-vllm-omni
-$(OMNI_VENV)/.ready: pyproject.toml $(wildcard tests/vllm_omni_real/install.sh tests/vllm_omni_real/cpu_platform/*/*.py)
+$(OMNI_VENV)/.ready: pyproject.toml $(wildcard tests/support/*.sh tests/vllm_omni_real/*.sh tests/vllm_omni_real/cpu_platform/*/*.py)
 	rm -rf $(OMNI_VENV)
 	PYTHON=$(PYTHON) bash tests/vllm_omni_real/install.sh $(OMNI_VENV)
 	touch $@
 
-.PHONY: install demo test docs reference test-docs vllm-omni test-vllm-omni lint check benchmark benchmark-correction benchmark-decoupled benchmark-staleness
+.PHONY: install demo test test-fast docs reference test-docs vllm-omni test-vllm-omni lint check benchmark benchmark-correction benchmark-decoupled benchmark-staleness
 install: $(VENV)/.ready  ## everything into .venv
 
 demo: $(VENV)/.ready  ## train the bundled model on the OCR reward
 	$(BIN)/flowgrpo-rc train $(ARGS)
 
-test: $(VENV)/.ready  ## run the tests
-	$(BIN)/python -m pytest $(ARGS)
+test: $(VENV)/.ready  ## run the tests, or with PKG=correction those of one room alone
+	$(PYTEST) $(if $(PKG),tests/$(PKG),$(PARALLEL)) $(ARGS)
+
+test-fast: $(VENV)/.ready  ## run the tests that start no whole run: under a minute on two cores
+	$(PYTEST) $(PARALLEL) $(SLOW:%=--ignore=tests/%) $(ARGS)
 
 docs: $(VENV)/.ready  ## the documentation site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
@@ -32,7 +41,7 @@ reference: $(VENV)/.ready  ## docs/configuration.md and docs/metrics.md, from th
 	$(BIN)/python docs/reference_pages.py
 
 test-docs: $(VENV)/.ready  ## run the commands and Python blocks of README.md and docs/
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/docs/blocks.py $(ARGS)
+	$(PYTEST) tests/docs/blocks.py $(ARGS)
 
 vllm-omni: $(OMNI_VENV)/.ready  ## an environment in which rollout.name=vllm_omni runs on a CPU
 

