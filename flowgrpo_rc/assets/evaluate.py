@@ -21,7 +21,7 @@ NUM_INFERENCE_STEPS = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Readability:
-    """How well OCR reads pictures of words.
+    """The legibility of pictures of words.
 
     Attributes:
       reward: mean OCR reward.

@@ -120,19 +120,12 @@ def train_flow(
     averages = _trained(averaged).requires_grad_(False)
     averages.load_state_dict(parameters.state_dict())
     _check_layout(pipe)
-
     pool = _make_pool(config, pipe, exclude=exclude, seed=seed)
     logger.info(
         "flow: %d pictures, latent standard deviation %.3f", len(pool.latents), pool.latents.std()
     )
     generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(
-        parameters.parameters(),
-        lr=config.lr,
-        betas=(0.9, 0.99),
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+    optimizer = _optimizer(parameters, config)
     losses: list[Tensor] = []
     start = time.perf_counter()
     for step in range(1, config.max_steps + 1):
@@ -156,6 +149,16 @@ def train_flow(
             return FlowResult(pipe=averaged, num_steps=step, loss=mean_loss)
     raise RuntimeError(
         f"the held-out reward stayed below {config.target_reward} for {config.max_steps} steps"
+    )
+
+
+def _optimizer(parameters: nn.Module, config: FlowConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        parameters.parameters(),
+        lr=config.lr,
+        betas=(0.9, 0.99),
+        weight_decay=config.weight_decay,
+        fused=True,
     )
 
 

@@ -65,8 +65,8 @@ def group_relative(
     Args:
       rewards: reward of each sample, [B], in any unit.
       group: int64, [B]; the group of each sample. A group is whole on one process.
-      valid: bool, [B]. False where the reward failed, or where all steps were rejected: such a
-        sample has no part in any mean and gets 0. The only valid sample of a group gets 0 as well.
+      valid: bool, [B]. A sample whose reward failed or whose steps are all rejected is False: it
+        has no part in any mean and gets 0. The only valid sample of a group gets 0 as well.
       norm_by_std: divide by a standard deviation, of the population. Dr.GRPO does not.
       global_std: take the standard deviation of all valid rewards of the batch, about their mean
         and over all processes, in place of that of the group. FlowGRPO does.
@@ -85,26 +85,16 @@ def group_relative(
     num_groups = int(index.max()) + 1
     in_group_GB = torch.nn.functional.one_hot(index, num_groups).bool().T & valid
     rewards_GB = rewards.expand(num_groups, -1)
-
-    # Centre each reward on the mean of its group.
     mean_G = masked_mean(rewards_GB, in_group_GB, 1)
-    centred = torch.where(valid, rewards - mean_G[index], torch.zeros_like(rewards))
+    zero_std = _all_equal(rewards_GB, in_group_GB)
 
-    # A mean of equal rewards may be off by a rounding error, which a tiny standard deviation would
-    # turn into an advantage. So equal rewards are found by comparison, not by subtraction.
-    highest_G = torch.where(in_group_GB, rewards_GB, -torch.inf).amax(1)
-    lowest_G = torch.where(in_group_GB, rewards_GB, torch.inf).amin(1)
-    zero_std = highest_G <= lowest_G
+    centred = torch.where(valid, rewards - mean_G[index], torch.zeros_like(rewards))
     centred = torch.where(zero_std[index], torch.zeros_like(centred), centred)
 
-    if leave_one_out:
-        size = in_group_GB.sum(1)[index].double()
-        factor = size / (size - 1).clamp(min=1)
-    else:
-        factor = torch.ones_like(centred)
+    size = in_group_GB.sum(1)[index].double()
+    factor = size / (size - 1).clamp(min=1) if leave_one_out else torch.ones_like(centred)
     if not norm_by_std:
         return Advantages(centred * factor, zero_std)
-
     if global_std:
         mean = masked_mean(rewards, valid, all_reduce=all_reduce)
         std = masked_mean((rewards - mean) ** 2, valid, all_reduce=all_reduce).sqrt()
@@ -202,3 +192,14 @@ def advantage_metrics(advantages: Advantages, valid: Tensor) -> MetricBag:
     moments = ("advantages/mean", "advantages/_square")
     metrics.derive("advantages/std", moments, std_from_moments)
     return metrics
+
+
+def _all_equal(rewards_GB: Tensor, in_group_GB: Tensor) -> Tensor:
+    """Whether the rewards of each group are all equal, [G]; True for a group without any.
+
+    The mean of equal rewards may be off by a rounding error, which a tiny standard deviation would
+    turn into an advantage. So they are found by comparison, not by subtraction.
+    """
+    highest_G = torch.where(in_group_GB, rewards_GB, -torch.inf).amax(1)
+    lowest_G = torch.where(in_group_GB, rewards_GB, torch.inf).amin(1)
+    return highest_G <= lowest_G

@@ -102,35 +102,53 @@ def transition(
     Sampling for Reinforcement Learning with Flow Matching", https://arxiv.org/abs/2509.05952
     (`cps`); and "DanceGRPO", https://arxiv.org/abs/2505.07818 (`dance_sde`).
     """
+    if kind not in KINDS:
+        raise ValueError(
+            f"unknown sde_type {kind!r}; allowed are {', '.join(KINDS)} (rollout.algo.sde_type)"
+        )
     one_per_sample = (-1,) + (1,) * (x.ndim - 1)
     sigma = sigma.reshape(one_per_sample)
     sigma_next = sigma_next.reshape(one_per_sample)
-    dt = sigma_next - sigma
-
     if kind == "sde":
-        largest = torch.as_tensor(sigma_max, dtype=sigma.dtype, device=sigma.device)
-        below_one = torch.where(sigma == 1, largest, sigma)
-        s = noise_level * torch.sqrt(sigma / (1 - below_one))
-        drift = s**2 / (2 * sigma)
-        # The terms are grouped by x and v, so that s = 0 leaves exactly x + v dt.
-        mean = x * (1 + drift * dt) + v * (1 + drift * (1 - sigma)) * dt
-        return Transition(mean, s * torch.sqrt(-dt))
-
+        return _sde(x, v, sigma, sigma_next, noise_level, sigma_max)
     if kind == "dance_sde":
-        x0 = x - sigma * v
-        score_term = 0.5 * noise_level**2 * (x - x0 * (1 - sigma)) / sigma**2
-        return Transition(x + v * dt + score_term * dt, noise_level * torch.sqrt(-dt))
+        return _dance_sde(x, v, sigma, sigma_next, noise_level)
+    return _cps(x, v, sigma, sigma_next, noise_level)
 
-    if kind == "cps":
-        std = sigma_next * math.sin(noise_level * math.pi / 2)
-        x0 = x - sigma * v
-        x1 = x + (1 - sigma) * v
-        mean = x0 * (1 - sigma_next) + x1 * torch.sqrt(sigma_next**2 - std**2)
-        return Transition(mean, std)
 
-    raise ValueError(
-        f"unknown sde_type {kind!r}; allowed are {', '.join(KINDS)} (rollout.algo.sde_type)"
-    )
+def _sde(
+    x: Tensor,
+    v: Tensor,
+    sigma: Tensor,
+    sigma_next: Tensor,
+    noise_level: float,
+    sigma_max: float | Tensor,
+) -> Transition:
+    dt = sigma_next - sigma
+    largest = torch.as_tensor(sigma_max, dtype=sigma.dtype, device=sigma.device)
+    below_one = torch.where(sigma == 1, largest, sigma)
+    s = noise_level * torch.sqrt(sigma / (1 - below_one))
+    drift = s**2 / (2 * sigma)
+    # The terms are grouped by x and v, so that s = 0 leaves exactly x + v dt.
+    mean = x * (1 + drift * dt) + v * (1 + drift * (1 - sigma)) * dt
+    return Transition(mean, s * torch.sqrt(-dt))
+
+
+def _dance_sde(
+    x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, noise_level: float
+) -> Transition:
+    dt = sigma_next - sigma
+    x0 = x - sigma * v
+    score_term = 0.5 * noise_level**2 * (x - x0 * (1 - sigma)) / sigma**2
+    return Transition(x + v * dt + score_term * dt, noise_level * torch.sqrt(-dt))
+
+
+def _cps(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, noise_level: float) -> Transition:
+    std = sigma_next * math.sin(noise_level * math.pi / 2)
+    x0 = x - sigma * v
+    x1 = x + (1 - sigma) * v
+    mean = x0 * (1 - sigma_next) + x1 * torch.sqrt(sigma_next**2 - std**2)
+    return Transition(mean, std)
 
 
 def sample(step: Transition, noise: Tensor) -> Tensor:

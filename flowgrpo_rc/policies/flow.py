@@ -304,8 +304,8 @@ def sample_trajectory(
     Returns:
       The final latents and the record of the window.
 
-    See "Flow-GRPO", https://arxiv.org/abs/2505.05470, section 4, and "MixGRPO",
-    https://arxiv.org/abs/2507.21802, for stochastic steps in a window only.
+    See "Flow-GRPO", https://arxiv.org/abs/2505.05470, section 4; for the window, "MixGRPO",
+    https://arxiv.org/abs/2507.21802.
     """
     batch, length = window.shape
     states = latents.new_zeros((batch, length + 1, *latents.shape[1:]))
@@ -315,7 +315,6 @@ def sample_trajectory(
     one_per_sample = (-1,) + (1,) * (latents.ndim - 1)
     # Read once to the host, so that the loop does not wait for the device at every step.
     stochastic = set(window.flatten().tolist())
-
     x = latents
     for index in range(spec.num_inference_steps):
         steps = torch.full((batch,), index, device=x.device)
@@ -329,7 +328,6 @@ def sample_trajectory(
             drawn = sample(step, noise(index))
             x_next = torch.where(inside.reshape(one_per_sample), drawn, x_next)
             log_prob_B = log_prob(step, x_next, convention=spec.log_prob_convention)
-
             picked = rows[inside]
             at = position[inside]
             states[picked, at] = x[inside]
