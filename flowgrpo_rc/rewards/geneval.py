@@ -1,4 +1,4 @@
-"""A reward for whether the objects that a prompt asks for are there, in number, colour and place.
+"""A reward for images that show the objects of their prompt, in number, colour and place.
 
 Reference: GenEval, https://arxiv.org/abs/2310.11513. Its detector runs in an environment of its
 own, behind HTTP; the scores are computed here. The request is
@@ -86,11 +86,8 @@ class GenEval(Reward):
             for start in range(0, len(pngs), self._batch_size)
         ]
         found: list[list[Found]] = []
-        for answer, chunk in zip(
-            self._client.post_all(PATH, [{"images": chunk} for chunk in chunks]),
-            chunks,
-            strict=True,
-        ):
+        answers = self._client.post_all(PATH, [{"images": chunk} for chunk in chunks])
+        for answer, chunk in zip(answers, chunks, strict=True):
             if isinstance(answer, ServerError):
                 raise answer
             found += _objects(answer, len(chunk))

@@ -1,4 +1,4 @@
-"""Where a scoring model's checkpoint may be, on which device it goes, and how it loads."""
+"""Checkpoints of scoring models: where they may be, on which device they go, how they load."""
 
 from __future__ import annotations
 
