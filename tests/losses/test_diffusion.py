@@ -106,7 +106,6 @@ def bands_of(criterion: str | None) -> tuple[tuple[str, float, float], ...]:
 
 
 # PPO clip
-# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("clip", [1e-4, 0.05, 0.5])
@@ -226,7 +225,6 @@ def test_ratio_moments_keep_their_digits_at_the_scale_of_diffusion():
 
 
 # REINFORCE
-# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", [None, *LEVELS])
@@ -250,7 +248,6 @@ def test_reinforce_is_minus_advantage_weight_log_prob_with_the_weight_detached(
 
 
 # Selection
-# ----------------------------------------------------------------------------------------------------------
 
 LOSSES = [
     RolloutCorrectionConfig(bypass_mode=True),
@@ -353,7 +350,6 @@ def test_a_mask_on_the_batch_also_holds_in_bypass():
 
 
 # Denominator, pieces, errors
-# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("normalize", "all_count"), [(None, True), ("all", True), ("kept", False)])

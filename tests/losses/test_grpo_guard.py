@@ -132,7 +132,6 @@ def guard_ratio(given: Steps, theta: Tensor, b: int, t: int) -> Tensor:
 
 
 # The formula
-# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -233,7 +232,6 @@ def test_rejected_steps_are_selected_out() -> None:
 
 
 # What is refused
-# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["grpo_guard", "flow_dppo"])
@@ -267,7 +265,6 @@ def test_what_does_not_go_with_it(
 
 
 # On a model
-# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("level", ["step", "window"])

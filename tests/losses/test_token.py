@@ -98,7 +98,6 @@ def reference(config: LossConfig, rule: Rule, masking: str) -> tuple[float, Tens
 
 
 # Against the formula
-# ------------------------------------------------------------------------------------------------
 
 CASES = [
     (Rule(), {}),
@@ -211,7 +210,6 @@ def test_a_response_that_is_wholly_rejected_is_no_sequence_of_the_mean(
 
 
 # Clips
-# --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -255,7 +253,6 @@ def test_without_a_dual_clip_a_negative_advantage_has_no_bound():
 
 
 # GSPO
-# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("masking", ["full", "right", "empty", "holes"])
@@ -315,7 +312,6 @@ def test_gspo_of_one_token_is_ppo():
 
 
 # Pieces
-# -------------------------------------------------------------------------------------------------------------
 
 
 def summed(
@@ -391,7 +387,6 @@ def test_gspo_adds_up_too():
 
 
 # What takes no part
-# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("rule", "mode"), CASES)
@@ -431,7 +426,6 @@ def test_advantages_of_tokens_are_not_clipped():
 
 
 # Metrics and settings
-# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

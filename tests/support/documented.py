@@ -47,6 +47,11 @@ def blocks(*languages: str) -> list[Block]:
     ]
 
 
+def first_python(page: str) -> str:
+    """The code of the first Python block of a page, such as `add_a_loss.md`."""
+    return next(block.text for block in blocks("python") if block.page.name == page)
+
+
 def arguments(line: str) -> list[str] | None:
     """What a command line hands to `flowgrpo-rc`, or None where it is another command.
 
