@@ -1,4 +1,7 @@
-"""The rule that turns a measured mismatch into a mode, a bound of the loss and rejection bands."""
+"""The rule that turns a measured mismatch into a mode, a bound of the loss and rejection bands.
+
+Legend: B samples, T steps.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +25,16 @@ from flowgrpo_rc.losses.find import package_losses
 from flowgrpo_rc.policies.base import Measured
 
 MODES = ("auto", "bypass", "decoupled")
-QUANTILE, MARGIN = (
-    0.99,
-    1.25,
-)  # of what the loss bounds, and how far above it the bound of bypass mode is
-WIDEST = 10.0  # times the reference: a wider bound no longer holds back what an update does
-MOVEMENT = (
-    7.0  # times the floor: a movement of ten floors, less three of noise, must still be clipped
-)
-CRITERION, BAND = "token_k1", "auto:4"
-# By bypass_mode: key, a value of it that the mode refuses, and what it is in its place.
+# The bound of bypass mode is this quantile of what the loss bounds, times the margin.
+QUANTILE = 0.99
+MARGIN = 1.25
+# A bound that is wider than this times the recipe's no longer holds back what an update does.
+WIDEST = 10.0
+# A movement of ten floors, less three of noise, must still be clipped.
+MOVEMENT = 7.0
+CRITERION = "token_k1"
+BAND = "auto:4"
+# By bypass_mode: a key, the value of it that the mode refuses, and the value that takes its place.
 REFUSED: dict[bool, Sequence[tuple[str, Any, Any]]] = {
     True: (
         ("actor.old_log_probs", "recompute", "auto"),
@@ -44,12 +47,16 @@ REFUSED: dict[bool, Sequence[tuple[str, Any, Any]]] = {
 
 
 class Bound(NamedTuple):
-    """What the loss compares with a key of its own at every step.
+    """A key of `actor.diffusion_loss` that bounds a quantity at every step, as measured.
 
-    key: of `actor.diffusion_loss`; configured: its value in the configuration; reference: its value
-    in the published recipe; what: is compared, in words; sizes [B, T]: that before any update;
-    widest: with more, the bound no longer holds an update back; on_mismatch: the sizes are those of
-    the mismatch itself.
+    Attributes:
+      key: the key, without its section.
+      configured: value of the key in the configuration.
+      reference: value of the key in the published recipe.
+      what: the quantity, in words.
+      sizes: the quantity before any update, [B, T] float64, not negative.
+      widest: a wider bound no longer holds an update back.
+      on_mismatch: whether the quantity is the mismatch itself.
     """
 
     key: str
@@ -62,18 +69,25 @@ class Bound(NamedTuple):
 
     @property
     def within(self) -> float:
-        """What nearly all sizes are within."""
+        """The 99th percentile of the sizes."""
         return torch.quantile(self.sizes.flatten(), QUANTILE).item()
 
     def exceeded(self, value: float) -> float:
-        """The share of steps that this value of the key clips."""
+        """Returns the share of steps that this value of the key clips."""
         return (self.sizes > value).double().mean().item()
 
 
 def bound_of(config: Config, differences: Tensor, measured: Measured) -> Bound | None:
-    """The bound of the configured loss, for a mismatch [B, T] float64 and the trainer's steps,
-    which have a KL where the loss compares means. None for `reinforce`, which has none, and for a
-    loss that names none."""
+    """Measures what the configured loss bounds.
+
+    Args:
+      config: the configuration.
+      differences: the mismatch, [B, T] float64.
+      measured: the trainer's steps; with a KL if the loss compares means.
+
+    Returns:
+      The bound; None for `reinforce`, which clips nothing, and for a loss that names no bound.
+    """
     if config.algorithm.rollout_correction.loss_type == "reinforce":
         return None
     loss = config.actor.diffusion_loss.loss()
@@ -83,7 +97,8 @@ def bound_of(config: Config, differences: Tensor, measured: Measured) -> Bound |
         return None
     if found.is_kl:
         sizes = found.values
-        widest = MOVEMENT**2 * sizes.median().item()  # a KL is the square of a movement
+        # A KL grows with the square of a movement.
+        widest = MOVEMENT**2 * sizes.median().item()
     else:
         sizes = torch.expm1(found.values).abs()
         widest = MOVEMENT * robust(found.values)
@@ -102,8 +117,12 @@ def bound_of(config: Config, differences: Tensor, measured: Measured) -> Bound |
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """values: by key; reason: of the mode, with the numbers that decided; notes: what else to know,
-    in sentences.
+    """What a calibration sets.
+
+    Attributes:
+      values: value of each key.
+      reason: why this mode, with the numbers that decided.
+      notes: further sentences for the user.
     """
 
     values: dict[str, Any]
@@ -112,11 +131,12 @@ class Settings:
 
     @property
     def bypass_mode(self) -> bool:
+        """Whether the mode is bypass mode."""
         mode: bool = self.values[f"{KEY}.bypass_mode"]
         return mode
 
     def yaml(self, header: Sequence[str]) -> str:
-        """A file of the group `calibration`, for `--config-dir OUT +calibration=NAME`."""
+        """Returns a file of the group `calibration`, for `--config-dir OUT +calibration=NAME`."""
         tree: dict[str, Any] = {}
         for key, value in self.values.items():
             *path, name = key.split(".")
@@ -127,7 +147,7 @@ class Settings:
         return "".join(comments) + yaml.safe_dump(tree, sort_keys=False)
 
     def applied(self, config: Config) -> Config:
-        """A copy of the configuration with these settings."""
+        """Returns a copy of the configuration with these settings."""
         config = copy.deepcopy(config)
         for key, value in self.values.items():
             *path, name = key.split(".")
@@ -140,7 +160,7 @@ class Settings:
 
 
 def check_modes(config: Config, mode: str) -> None:
-    """ValueError for a mode that the configuration cannot have, before anything is measured."""
+    """Raises ValueError for a mode that the configuration cannot have; measures nothing."""
     if mode not in MODES:
         raise ValueError(f"--mode {mode}: allowed are {', '.join(MODES)}")
     reinforces = config.algorithm.rollout_correction.loss_type == "reinforce"
@@ -153,21 +173,28 @@ def check_modes(config: Config, mode: str) -> None:
 
 
 def choose(config: Config, bound: Bound | None, *, mode: str, doubt: str | None) -> Settings:
-    """The settings for what the mismatch makes of the loss's bound.
+    """Chooses mode, bound and rejection.
 
-    Bypass mode where a bound that holds 99% of it, with a margin, is sensible: at most `WIDEST`
-    times the reference, and at most `MOVEMENT` times the floor. Decoupled mode otherwise, with the
-    reference's bound, since its ratio holds no mismatch. A loss that tolerates the mismatch is in
-    bypass mode however wide its bound is: recomputed means take its correction away.
+    The mode is bypass if a bound above 99% of the sizes, with a margin, is sensible: at most
+    `WIDEST` times the recipe's and at most `MOVEMENT` times the floor. Otherwise it is decoupled,
+    whose ratio has no mismatch in it, with the recipe's bound. A loss that tolerates the mismatch
+    is in bypass mode however wide its bound is, since recomputed means take its correction away.
 
-    doubt: why the mismatch is no noise to make room for. `mode` overrules the choice, not the
-        numbers.
+    Args:
+      config: the configuration that was measured.
+      bound: of the loss; None for none.
+      mode: `bypass` or `decoupled` overrules the choice of the mode, but not the numbers; `auto`.
+      doubt: why no room should be made for the mismatch, such as a fault that explains it.
+
+    Returns:
+      The settings.
     """
     if bound is None:
         return _without_bound(config, mode, doubt)
     tolerant = config.actor.diffusion_loss.loss().tolerates_mismatch
     needed = up(MARGIN * bound.within)
-    fits, possible = needed <= max(bound.reference, bound.widest), needed < 1
+    fits = needed <= max(bound.reference, bound.widest)
+    possible = needed < 1
     bypass = possible and (
         mode == "bypass" or (mode == "auto" and doubt is None and (fits or tolerant))
     )
@@ -175,9 +202,10 @@ def choose(config: Config, bound: Bound | None, *, mode: str, doubt: str | None)
     wide = f"wider than the {bound.widest:.1e} that is sure to hold an update back"
     if bypass:
         reason = f"a {bound.key} of {value:.1e} contains it"
-        reason += (
-            f", though {doubt}" if doubt is not None else "" if fits else f", though it is {wide}"
-        )
+        if doubt is not None:
+            reason += f", though {doubt}"
+        elif not fits:
+            reason += f", though it is {wide}"
     elif doubt is not None:
         reason = f"no room is made for it, since {doubt}"
     elif not possible:
@@ -208,7 +236,7 @@ def _without_bound(config: Config, mode: str, doubt: str | None) -> Settings:
 
 
 def _advice(config: Config, *, fits: bool) -> list[str]:
-    """What decoupled mode leaves to be wished."""
+    """What decoupled mode leaves open."""
     loss = config.actor.diffusion_loss
     if loss.loss().tolerates_mismatch:
         return [
@@ -229,7 +257,7 @@ def _advice(config: Config, *, fits: bool) -> list[str]:
 def _settings(
     config: Config, bypass_mode: bool, bound: dict[str, float], reason: str, notes: Sequence[str]
 ) -> Settings:
-    """Those of a mode, and what it refuses of the configuration put right."""
+    """The settings of a mode; keys whose value the mode refuses are set back."""
     values = {
         **bound,
         f"{KEY}.bypass_mode": bypass_mode,
@@ -237,7 +265,8 @@ def _settings(
         f"{KEY}.rollout_rs_threshold": BAND,
         f"{KEY}.rollout_rs_threshold_lower": None,
     }
-    mode, resets = "bypass" if bypass_mode else "decoupled", []
+    mode = "bypass" if bypass_mode else "decoupled"
+    resets = []
     if bypass_mode != config.algorithm.rollout_correction.bypass_mode:
         for key, refused, instead in REFUSED[bypass_mode]:
             if reduce(getattr, key.split("."), config) == refused:
@@ -251,12 +280,12 @@ def _settings(
 
 
 def _scalar(value: object) -> str:
-    """As it is written."""
+    """A value as YAML writes it."""
     return json.dumps(value).strip('"')
 
 
 def up(value: float) -> float:
-    """Two significant digits, rounded up."""
+    """Rounds up to two significant digits."""
     nearest = float(f"{value:.1e}")
     digit = 10.0 ** (int(f"{value:e}".split("e")[1]) - 1)
     return nearest if nearest >= value else float(f"{nearest + digit:.1e}")

@@ -42,7 +42,7 @@ class DiffusionLossConfig:
         (on its own); a loss of your own may have it, too.
     adv_clip_max: advantages are clipped to +- this.
     kl_threshold: up to this KL of a step, mean over D, flow_dppo lets every update pass.
-    options: further options of a loss of your own; write each as `actor.diffusion_loss.NAME`.
+    options: options that only one loss has; write each as `actor.diffusion_loss.NAME`.
     """
 
     loss_mode: str = "flow_grpo"
@@ -98,7 +98,7 @@ class TokenLossConfig:
         null for none.
     loss_agg_mode: `token-mean`, `seq-mean-token-sum` (Dr.GRPO's, up to a constant) or
         `seq-mean-token-mean` (GRPO's).
-    options: further options of a loss of your own; write each as `actor.token_loss.NAME`.
+    options: options that only one loss has; write each as `actor.token_loss.NAME`.
     """
 
     loss_mode: str = "ppo_clip"

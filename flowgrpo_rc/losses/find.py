@@ -27,7 +27,7 @@ class LossSection(Protocol):
 
     Attributes:
       loss_mode: name of a file in this folder, `my_module.MyLoss` or `my_module:function`.
-      options: options of a loss out of the tree. Options of the package's losses are fields of the
+      options: options that only this loss has. Options that several losses share are fields of the
         section.
     """
 

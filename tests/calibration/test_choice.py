@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.transition import GaussianSteps
+from flowgrpo_rc.losses.base import DiffusionLoss, LossBound, PolicyLoss
 from flowgrpo_rc.policies.base import Measured
 
 
@@ -148,6 +150,50 @@ def test_the_threshold_of_flow_dppo_is_on_the_kl() -> None:
             bypass,
             pytest.approx(threshold, rel=0.03),
         )
+
+
+class Unbounded(DiffusionLoss):
+    """Names no bound."""
+
+    def __call__(self, *given: Any) -> PolicyLoss:
+        raise NotImplementedError
+
+
+class Wide(Unbounded):
+    """Bounds the mismatch by an option of its own."""
+
+    def __init__(self, *, width: float = 1e-3) -> None:
+        self.width = width
+
+    def bound(
+        self, mismatch: torch.Tensor, gaussian: GaussianSteps | None, *, convention: str
+    ) -> LossBound:
+        return LossBound("width", self.width, 1e-4, "it", mismatch)
+
+
+def own(cls: type) -> tuple[str, str]:
+    return loss_mode(f"{__name__}.{cls.__name__}"), f"{CLIP}=1e-4"
+
+
+def test_without_a_bound_only_mode_and_bands_are_set() -> None:
+    for mode, doubt in (("auto", None), ("bypass", "it is off"), ("decoupled", None)):
+        found = settings(mismatch(1e-4), *own(Unbounded), mode=mode, doubt=doubt)
+        assert found.bypass_mode is (mode == "bypass")
+        assert not any(key.startswith("actor.diffusion_loss") for key in found.values)
+        assert found.values[f"{KEY}.rollout_rs_threshold"] == "auto:4"
+        assert any("it is off" in note for note in found.notes) is (doubt is not None)
+        found.applied(configured(*own(Unbounded))).validate()
+
+
+def test_the_bound_may_be_an_option_of_the_loss_itself(tmp_path: Path) -> None:
+    found = settings(mismatch(1e-4), *own(Wide))
+    width = pytest.approx(up(1.25 * Z99 * 1e-4))
+    assert found.values["actor.diffusion_loss.width"] == width
+    assert found.applied(configured(*own(Wide))).actor.diffusion_loss.options == {"width": width}
+    (tmp_path / "calibration").mkdir()
+    (tmp_path / "calibration" / "wide.yaml").write_text(found.yaml([]))
+    composed = compose_config([*own(Wide), "+calibration=wide"], config_dir=str(tmp_path))
+    assert to_config(composed) == found.applied(configured(*own(Wide)))
 
 
 def test_reinforce_has_its_mode_and_no_clip() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from inspect import signature
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 from flowgrpo_rc import DiffusionLossConfig, TokenLossConfig
 from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.losses.base import DiffusionLoss, PolicyLoss, TokenLoss
-from flowgrpo_rc.losses.config import DIFFUSION_OPTIONS, TOKEN_OPTIONS
 from flowgrpo_rc.losses.find import package_losses
 
 DIFFUSION = sorted(package_losses(DiffusionLoss))
@@ -44,18 +44,19 @@ def evaluate(
 
 
 def test_the_losses_that_are_there() -> None:
-    assert DIFFUSION == ["flow_dppo", "flow_grpo", "grpo_guard"]
-    assert TOKEN == ["gspo", "ppo_clip"]
+    assert {"flow_dppo", "flow_grpo", "grpo_guard"} <= set(DIFFUSION)
+    assert {"gspo", "ppo_clip"} <= set(TOKEN)
 
 
 @pytest.mark.parametrize(("kind", "name"), EVERY)
-def test_its_options_are_keys_of_the_configuration(kind: str, name: str) -> None:
-    """A loss of the package has no option that docs/configuration.md does not list."""
-    base, keys = {
-        "diffusion": (DiffusionLoss, DIFFUSION_OPTIONS),
-        "token": (TokenLoss, TOKEN_OPTIONS),
-    }[kind]
-    assert set(signature(package_losses(base)[name]).parameters) <= set(keys)
+def test_its_options_are_documented(kind: str, name: str) -> None:
+    """A shared option is a key of docs/configuration.md; one of its own stands with the losses."""
+    page = (Path(__file__).parents[2] / "docs" / "rollout_correction.md").read_text()
+    losses = page.split("## Losses")[1].split("\n## ")[0]
+    base = {"diffusion": DiffusionLoss, "token": TokenLoss}[kind]
+    assert f"`{name}`" in losses
+    for option in signature(package_losses(base)[name]).parameters:
+        assert f"`{option}`" in losses
 
 
 @pytest.mark.parametrize(("kind", "name"), EVERY)
@@ -98,7 +99,9 @@ def test_its_bound_is_one_of_its_options(name: str) -> None:
     loss = DiffusionLossConfig(loss_mode=name, clip_ratio=3e-4, kl_threshold=2e-6).loss()
     mismatch = 1e-4 * drawn()[2]
     bound = loss.bound(mismatch, steps(mismatch**2), convention="gaussian")
-    assert bound is not None
+    if bound is None:
+        assert loss.clip_band is None
+        return
     assert bound.option in signature(type(loss)).parameters
     assert bound.value == vars(loss)[bound.option] != bound.reference > 0
     assert bound.values.shape == mismatch.shape
