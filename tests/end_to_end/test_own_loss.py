@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import Train, read_rows, without_timings
 from safetensors.torch import load_file
 from support.documented import first_python
+from support.runs import Train, read_rows, without_timings
 
 from flowgrpo_rc.cli import main
 
