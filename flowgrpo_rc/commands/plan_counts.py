@@ -68,7 +68,7 @@ def _forwards(config: Config, model: FlowModel, num_processes: int) -> list[Row]
             f"{per_rank} samples x {denoising} steps{guidance}",
         )
     ]
-    if not config.algorithm.rollout_correction.bypass_mode:
+    if not config.algorithm.rollout_correction.corrects_in_loss:
         rows.append(_old_policy(config, trained))
     if actor.ppo_epochs > 1:
         formula += f" x {actor.ppo_epochs} epochs"

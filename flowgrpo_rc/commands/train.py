@@ -130,7 +130,7 @@ def notes(config: Config) -> Iterator[str]:
             "importance weights only add metrics in bypass mode with ppo_clip, whose ratio is the "
             "weight"
         )
-    why = None if correction.bypass_mode else config.why_recompute()
+    why = config.why_recompute()
     if why is not None:
         yield f"old log-probs are recomputed, one forward for each trained step: {why}"
     if config.fresh() and config.expected_mismatch() is None:

@@ -66,6 +66,7 @@ class Config:
     compat: CompatConfig = field(default_factory=CompatConfig)
 
     def loss(self) -> LossConfig:
+        """Returns everything that the loss is built from."""
         return LossConfig(
             rollout_correction=self.algorithm.rollout_correction,
             diffusion_loss=self.actor.diffusion_loss,
@@ -79,11 +80,10 @@ class Config:
         return replace(correction, normalize=correction.normalize or own)
 
     def keep_means(self) -> bool:
-        """Whether rollouts have to record the means of their steps."""
+        """Returns whether rollouts have to record the means of their steps."""
         correction = self.algorithm.rollout_correction
-        return correction.rules().needs_means or (
-            correction.bypass_mode and self.actor.diffusion_loss.needs_means
-        )
+        by_loss = correction.corrects_in_loss and self.actor.diffusion_loss.needs_means
+        return by_loss or correction.rules().needs_means
 
     def clip_ratio(self) -> float | None:
         """Returns the narrower half-width of the PPO band on a step's own ratio; None for none."""
@@ -109,10 +109,12 @@ class Config:
         return relative_size(rollout.spec().dtype, self.model.dtype, self.trainer.mixed_precision)
 
     def why_recompute(self) -> str | None:
-        """Returns why decoupled mode recomputes the old policy of the first mini-batch as well.
+        """Returns why the old policy of the first mini-batch takes forwards of its own.
 
-        None if it takes that mini-batch's own forwards instead.
+        None if that mini-batch's own forwards serve, or if the old policy is the rollout's.
         """
+        if self.algorithm.rollout_correction.corrects_in_loss:
+            return None
         if self.actor.old_log_probs == "recompute":
             return "actor.old_log_probs=recompute"
         sees_rows = self.model.kind == "causal_lm" or self.rollout.window()[0] == 1

@@ -73,9 +73,11 @@ class Mode(ABC):
       keep_means: whether `leave` needs the means of the steps.
       decisions: what the correction decided in this iteration, sample by sample.
       prefix: prefix of the correction's metrics.
+      old_is_rollout: whether the old policy's log-probs are those of the rollout.
     """
 
     prefix: ClassVar[str]
+    old_is_rollout: ClassVar[bool]
     policy: Policy[Any, Any]
     processes: Processes
     monitor: MismatchMonitor
@@ -113,8 +115,8 @@ class Mode(ABC):
           now: what that forward says of the current policy.
         """
 
-    def leave(self, mini: Batch, own: Measured) -> Batch:
-        """Returns a mini-batch with its own forwards, before any update, as its old policy."""
+    def leave(self, batch: Batch, old: Measured) -> Batch:
+        """Returns the batch with forwards from before any update as its old policy."""
         raise NotImplementedError(
             f"{type(self).__name__} fills in the old policy before the update"
         )
@@ -131,12 +133,9 @@ class Mode(ABC):
         if self.auto_bands is not None:
             self.auto_bands.finish(self.processes.gather)
         metrics.merge(self._metrics, self.prefix)
-        metrics.replace(self._finish_monitor(), self.prefix)
+        mismatch = self.monitor.finish(old_is_rollout=self.old_is_rollout)
+        metrics.replace(mismatch, self.prefix)
         self._metrics = MetricBag()
-
-    @abstractmethod
-    def _finish_monitor(self) -> MetricBag:
-        """Returns the metrics of the mismatch and ends its iteration."""
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Returns what a checkpoint holds of the mode, by part."""
@@ -162,6 +161,7 @@ class Bypass(Mode):
     """
 
     prefix = BYPASS_PREFIX.removesuffix("/")
+    old_is_rollout = True
 
     def begin(self, batch: Batch, step: int) -> Batch:
         """Returns the batch with old := rollout. Raises ValueError if the rollout recorded none."""
@@ -199,9 +199,6 @@ class Bypass(Mode):
             updated=updated,
         )
 
-    def _finish_monitor(self) -> MetricBag:
-        return self.monitor.finish(old_is_rollout=True)
-
     @torch.no_grad()
     def _judged(self, mini: Batch) -> Batch:
         rows = []
@@ -235,6 +232,7 @@ class Decoupled(Mode):
     """
 
     prefix = DECOUPLED_PREFIX.removesuffix("/")
+    old_is_rollout = False
     corrector: Corrector
     reuses: bool = False
 
@@ -272,19 +270,8 @@ class Decoupled(Mode):
             gaussian = gaussian._replace(kl=torch.zeros_like(gaussian.std))
         return piece, gaussian
 
-    def leave(self, mini: Batch, own: Measured) -> Batch:
-        """Returns a mini-batch with its own forwards as its old policy, and the correction."""
-        return self._corrected(mini, own)
-
-    def _finish_monitor(self) -> MetricBag:
-        return self.monitor.finish(old_is_rollout=False)
-
-    def _recomputed(self, batch: Batch) -> Batch:
-        old = self.policy.measure(batch, self.micro_batch_size, keep_means=self.keep_means)
-        return self._corrected(batch, old)
-
-    def _corrected(self, batch: Batch, old: Measured) -> Batch:
-        """Returns the batch with `old` as its old policy; remembers metrics and decisions."""
+    def leave(self, batch: Batch, old: Measured) -> Batch:
+        """Returns the batch with its old policy and the correction that follows from it."""
         if self.auto_bands is not None:
             batch, judged = self._judge(batch, old.log_probs, old.step_kl, remember=True)
             self._metrics.merge(judged)
@@ -304,6 +291,10 @@ class Decoupled(Mode):
             old.step_kl,
         )
         return batch
+
+    def _recomputed(self, batch: Batch) -> Batch:
+        old = self.policy.measure(batch, self.micro_batch_size, keep_means=self.keep_means)
+        return self.leave(batch, old)
 
     def _judge(
         self, batch: Batch, log_probs: Tensor, step_kl: Tensor | None, *, remember: bool
