@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 from safetensors.torch import load_file
 from support.runs import Train, read_rows
 from support.subjects import Subject
-
-from flowgrpo_rc.batch import Prompt
-
-
-def brightness(sample: np.ndarray, prompt: Prompt) -> float:
-    """A reward for images and for videos."""
-    return float(sample.mean()) / 255
 
 
 def test_two_steps_of_training_from_the_command_line(
@@ -26,7 +18,7 @@ def test_two_steps_of_training_from_the_command_line(
     frames = [] if tiny.num_frames is None else [f"rollout.pipeline.num_frames={tiny.num_frames}"]
     reward = [
         "reward.terms.jpeg=null",
-        f"+reward.terms.light={{_target_: function, path: '{__name__}:brightness'}}",
+        "+reward.terms.light={_target_: function, path: 'support.prompts:brightness'}",
     ]
     code = train(
         f"model.path={subject.folder}",

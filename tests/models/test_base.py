@@ -14,7 +14,7 @@ from flowgrpo_rc.models import base
 
 VIDEO = (
     "reward.terms.jpeg=null",
-    "+reward.terms.f={_target_: function, path: 'test_model_conformance:brightness'}",
+    "+reward.terms.f={_target_: function, path: 'support.prompts:brightness'}",
 )
 
 
