@@ -27,6 +27,11 @@ from flowgrpo_rc.rewards.manager import RewardConfig, RewardManager
 
 
 @pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_clip(tmp_path_factory.mktemp("clip"))
+
+
+@pytest.fixture(scope="module")
 def converter() -> ModuleType:
     return load_example("convert_reward")
 
