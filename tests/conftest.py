@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,14 +12,13 @@ import torch
 from accelerate.state import AcceleratorState
 from diffusers.utils import logging as diffusers_logging
 from support.runs import WORDS, Train
-from support.subjects import Subject, make_subject
+from support.subjects import Subject, make_subject, with_own_network
 from support.text_rollouts import perturb
 from support.tiny_language_model import save_language_model
-from support.tiny_models import TINY, VARIANTS
+from support.tiny_models import TINY, VARIANTS, stable_diffusion_3
 from transformers.utils import logging as transformers_logging
 
 from flowgrpo_rc import assets
-from flowgrpo_rc.assets import tiny_sd3
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.models.base import FlowModel, ModelConfig, adapters_by_pipeline, load_model
 from flowgrpo_rc.models.causal_lm import CausalLM, load_causal_lm
@@ -33,9 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint") / "sd3"
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        vae = tiny_sd3.autoencoder()
-        vae.register_to_config(scaling_factor=1.0, shift_factor=0.0)
-        tiny_sd3.pipeline(vae).save_pretrained(folder)
+        stable_diffusion_3(scaling_factor=1.0, shift_factor=0.0).save_pretrained(folder)
     return folder
 
 
@@ -65,9 +64,15 @@ def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def model(checkpoint: Path) -> FlowModel:
+@pytest.fixture(scope="session")
+def loaded(checkpoint: Path) -> FlowModel:
     return load_model(ModelConfig(path=str(checkpoint)), torch.device("cpu"))
+
+
+@pytest.fixture
+def model(loaded: FlowModel) -> FlowModel:
+    """The random checkpoint as a model whose network a test may change."""
+    return with_own_network(loaded)
 
 
 @pytest.fixture(scope="session")
@@ -106,6 +111,19 @@ def without_compiler() -> Iterator[None]:
     """Keeps torchao from compiling its optimizer's step, which computes the same either way."""
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[str, ...]]:
+    """Writes the program of a child; returns its command."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # logs of failed children stay
+
+    def write(code: str) -> tuple[str, ...]:
+        path = tmp_path / "child.py"
+        path.write_text(code)
+        return sys.executable, str(path)
+
+    return write
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,7 +122,7 @@ def compose_all(
             f"--config-name {config_name}: there is no such file; there are "
             f"{', '.join(sorted(homes))}"
         )
-    translation = translate(settings, set(_keys(OmegaConf.structured(Config))), whole=whole)
+    translation = translate(settings, set(_keys(_typed_tree())), whole=whole)
     parsed = _parse(translation.lines)
     correction = _correction_of([override for override in parsed if _is_correction(override)])
     others = [override for override in parsed if not _is_correction(override)]
@@ -138,7 +139,8 @@ def compose_all(
 
 
 def _compose(name: str, lines: Sequence[str], folder: Path, folders: Sequence[Path]) -> DictConfig:
-    ConfigStore.instance().store(name="schema", node=_Schema)
+    if "schema.yaml" not in ConfigStore.instance().repo:
+        ConfigStore.instance().store(name="schema", node=_Schema)
     # Hydra looks for a group of the command line beside the file that it starts from, so that one
     # is at the top.
     ConfigStore.instance().store(name=_START, node={"defaults": [f"{name}@_global_", "_self_"]})
@@ -234,7 +236,7 @@ def _translated(
     }
     config, notes = rollout_correction([*files, from_groups, correction])
     try:
-        typed = OmegaConf.merge(OmegaConf.structured(Config), tree)
+        typed = OmegaConf.merge(_typed_tree(), tree)
         typed.algorithm.rollout_correction = config
     except OmegaConfBaseException as error:
         raise ValueError(_first_cause(error)) from error
@@ -382,7 +384,7 @@ def _check_keys(overrides: Iterable[Override], groups: set[str]) -> None:
 
     A group is a folder of configuration files.
     """
-    known = set(_keys(OmegaConf.structured(Config)))
+    known = set(_keys(_typed_tree()))
     for override in overrides:
         key = override.key_or_group
         if key.startswith(("hydra", *_FREE_FORM)) or key in known or key in groups:
@@ -395,6 +397,12 @@ def _check_keys(overrides: Iterable[Override], groups: set[str]) -> None:
             f"did you mean {(near or leaf)[0]}?" if near or leaf else "see --cfg job for all keys"
         )
         raise ValueError(f"unknown key {key}: {hint}")
+
+
+@cache
+def _typed_tree() -> DictConfig:
+    """The tree of the dataclasses with their defaults; built once, and changed by nobody."""
+    return OmegaConf.structured(Config)
 
 
 def _keys(node: DictConfig | ListConfig, prefix: str = "") -> Iterable[str]:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from benchmark_correction import make_inputs
@@ -75,9 +71,3 @@ def test_the_count_sees_a_transfer() -> None:
     assert transfers(lambda: float(values.sum())) == 1
     assert transfers(lambda: values.tolist()) == 1
     assert transfers(lambda: values[values > 0]) == 1
-
-
-def test_the_benchmark_says_how_to_install_verl() -> None:
-    script = Path(__file__).parents[1] / "benchmarks" / "benchmark_correction.py"
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
-    assert "--install" in done.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -84,18 +83,6 @@ def test_the_navigation_holds_every_page_once() -> None:
 
 def test_the_quickstart_is_short() -> None:
     assert len((ROOT / "docs" / "index.md").read_text().splitlines()) < 60
-
-
-def test_the_package_does_not_need_the_documentation_s_packages() -> None:
-    """The package does not import what only the documentation needs."""
-    program = (
-        "import sys, flowgrpo_rc.cli; print([m for m in ('mkdocs', 'latex2mathml') if m in "
-        "sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"
 
 
 def test_every_warning_is_explained() -> None:

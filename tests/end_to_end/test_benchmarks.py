@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -43,3 +44,9 @@ def test_the_benchmark_of_the_overhead_prints_its_ratio(tmp_path: Path) -> None:
     done = run_shell(f"{sys.executable} {script} --rounds 1 rollout.n=12", tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert re.search(r"ratio \d\.\d+", done.stdout)
+
+
+def test_the_benchmark_says_how_to_install_verl() -> None:
+    script = ROOT / "tests" / "benchmarks" / "benchmark_correction.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert "--install" in done.stdout

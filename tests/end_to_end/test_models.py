@@ -18,7 +18,7 @@ def test_two_steps_of_training_from_the_command_line(
     frames = [] if tiny.num_frames is None else [f"rollout.pipeline.num_frames={tiny.num_frames}"]
     reward = [
         "reward.terms.jpeg=null",
-        "+reward.terms.light={_target_: function, path: 'support.brightness:brightness'}",
+        "+reward.terms.light={_target_: function, path: 'support.prompts:brightness'}",
     ]
     code = train(
         f"model.path={subject.folder}",

@@ -1,4 +1,4 @@
-"""An installed wheel finds its configurations."""
+"""The package as it is installed and imported."""
 
 from __future__ import annotations
 
@@ -32,3 +32,27 @@ def test_a_wheel_finds_its_configuration_elsewhere(tmp_path: Path) -> None:
         text=True,
     )
     assert all(line.startswith(str(tmp_path / "site")) for line in done.stdout.splitlines())
+
+
+def test_importing_rewards_loads_nothing_heavy():
+    heavy = "{'rapidocr_onnxruntime', 'onnxruntime', 'cv2', 'pyarrow', 'diffusers', 'transformers'}"
+    modules = (
+        "flowgrpo_rc.rewards.ocr, flowgrpo_rc.rewards.jpeg, flowgrpo_rc.rewards.manager, "
+        "flowgrpo_rc.data.prompts"
+    )
+    use = "flowgrpo_rc.rewards.manager.validate_rewards(flowgrpo_rc.rewards.manager.RewardConfig())"
+    code = f"import sys, {modules}; {use}; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_package_does_not_need_the_documentation_s_packages() -> None:
+    """The package does not import what only the documentation needs."""
+    program = (
+        "import sys, flowgrpo_rc.cli; print([m for m in ('mkdocs', 'latex2mathml') if m in "
+        "sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

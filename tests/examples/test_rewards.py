@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.tiny_rewards import (
     blip,
+    save_clip,
     save_image_reward,
 )
 from torch import nn
@@ -24,6 +25,11 @@ from transformers import (
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.manager import RewardConfig, RewardManager
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_clip(tmp_path_factory.mktemp("clip"))
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ MODES = ("bypass", "decoupled")
 
 @pytest.mark.parametrize("name", ["minimal_flow_grpo", "minimal_token_grpo"])
 def test_a_tutorial_is_one_sitting_and_takes_only_the_core(name: str) -> None:
-    source = ((ROOT / "examples") / f"{name}.py").read_text()
+    source = (ROOT / "examples" / f"{name}.py").read_text()
     assert len(source.splitlines()) < 350
     imports = [
         node

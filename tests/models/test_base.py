@@ -14,7 +14,7 @@ from flowgrpo_rc.models import base
 
 VIDEO = (
     "reward.terms.jpeg=null",
-    "+reward.terms.f={_target_: function, path: 'support.brightness:brightness'}",
+    "+reward.terms.f={_target_: function, path: 'support.prompts:brightness'}",
 )
 
 

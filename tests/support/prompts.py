@@ -25,3 +25,8 @@ def sums(*targets: str | None) -> list[Prompt]:
         Prompt(text=f"{index}+{index}=", index=index, target=target)
         for index, target in enumerate(targets)
     ]
+
+
+def brightness(sample: np.ndarray, prompt: Prompt) -> float:
+    """A reward for images and for videos."""
+    return float(sample.mean()) / 255

@@ -22,6 +22,7 @@ from diffusers import (
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     SchedulerMixin,
+    SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     UniPCMultistepScheduler,
     WanPipeline,
@@ -76,10 +77,17 @@ class Tiny:
         return SamplerSpec(**(values | dict(guidance) | changes))  # type: ignore[arg-type]
 
 
-def stable_diffusion_3() -> StableDiffusion3Pipeline:
+def stable_diffusion_3(
+    *, scaling_factor: float = 1.5, shift_factor: float = 0.1
+) -> StableDiffusion3Pipeline:
+    """The bundled architecture with half of its layers."""
     vae = tiny_sd3.autoencoder()
-    vae.register_to_config(scaling_factor=1.5, shift_factor=0.1)
-    return tiny_sd3.pipeline(vae)
+    vae.register_to_config(scaling_factor=scaling_factor, shift_factor=shift_factor)
+    pipeline = tiny_sd3.pipeline(vae)
+    pipeline.transformer = SD3Transformer2DModel.from_config(
+        pipeline.transformer.config, num_layers=2
+    )
+    return pipeline
 
 
 def flux(*, guidance_embeds: bool) -> FluxPipeline:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import socket
 import ssl
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -283,29 +281,3 @@ def test_who_gets_in():
 def test_arguments_that_the_command_refuses(arguments, message, capsys):
     assert main(["serve-reward", *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_the_command():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    code = "import sys; from flowgrpo_rc.cli import main; sys.exit(main())"
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        "serve-reward",
-        "jpeg",
-        "quality=50",
-        "--port",
-        str(port),
-    ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE)
-    try:
-        reward = remote(
-            f"http://127.0.0.1:{port}", max_attempts=1000, max_pause_s=0.5, deadline_s=300
-        )
-        assert reward(IMAGES, PROMPTS).values == Jpeg(quality=50)(IMAGES, PROMPTS).values
-    finally:
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=120)
-    assert TOKEN.encode() not in said

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
-from support.engine_children import FAKE, HONEST
+from support.engine_children import FAKE, gone
 
-from flowgrpo_rc.rollout import vllm_omni_engine
 from flowgrpo_rc.rollout.engine import EngineError
 from flowgrpo_rc.rollout.vllm_omni.process import EngineProcess, child_environment
 
@@ -53,20 +47,6 @@ def test_a_child_sees_the_gpu_of_its_trainer(monkeypatch, before, index, gpus, v
     found = child_environment(os.environ, torch.device("cuda", index), gpus)
     assert found["CUDA_VISIBLE_DEVICES"] == visible
     assert "VLLM_TARGET_DEVICE" not in found
-
-
-def gone(pid: int, seconds: float = 20) -> bool:
-    """Says whether the process has ended, or is a zombie that nobody has waited for yet."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.05)
-    return False
 
 
 SAY_ERROR = FAKE.replace("ANSWER", 'send(connection, "error", {"error": "KeyError: 7"}, {})')
@@ -126,44 +106,4 @@ def test_what_the_child_started_ends_with_it(script, tmp_path):
     with pytest.raises(EngineError, match="has not answered"):
         list(child.ask("start", {}))
     assert gone(int((tmp_path / "pid").read_text()))
-    child.close()
-
-
-def test_close_is_orderly_and_may_be_repeated(script):
-    child = EngineProcess(script(FAKE.replace("ANSWER", HONEST)), os.environ, timeout_s=60)
-    assert [reply.kind for reply in child.ask("start", {})] == ["done"]
-    child.close()
-    child.close()
-    assert gone(child.pid)
-    assert not child.log.exists()
-
-
-TRAINER = """
-import os, sys, time
-from flowgrpo_rc.rollout.vllm_omni.process import EngineProcess
-from flowgrpo_rc.rollout.vllm_omni_engine import COMMAND
-child = EngineProcess(COMMAND, os.environ, timeout_s=60)
-print(child.pid, child.log, flush=True)
-time.sleep(60)
-"""
-
-
-def test_the_real_child_ends_when_the_trainer_is_killed():
-    trainer = subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True)
-    assert trainer.stdout is not None
-    pid, log = trainer.stdout.readline().split()
-    assert not gone(int(pid), seconds=0.2)
-    trainer.send_signal(signal.SIGKILL)
-    trainer.wait()
-    trainer.stdout.close()
-    assert gone(int(pid))
-    Path(log).unlink()
-
-
-def test_the_real_child_survives_a_request_that_fails():
-    child = EngineProcess(vllm_omni_engine.COMMAND, os.environ, timeout_s=60)
-    with pytest.raises(
-        EngineError, match="failed in 'sync': AssertionError: the first request starts the engine"
-    ):
-        list(child.ask("sync", {}))
     child.close()

@@ -1,0 +1,123 @@
+"""The vLLM-Omni engine with a child process that answers as the test says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.engine_children import FAKE, HONEST, gone
+
+from flowgrpo_rc.models.base import FlowModel, ModelConfig
+from flowgrpo_rc.models.lora import add_lora, lora_parameters
+from flowgrpo_rc.rollout import vllm_omni_engine
+from flowgrpo_rc.rollout.engine import EngineError
+from flowgrpo_rc.rollout.vllm_omni.process import EngineProcess
+from flowgrpo_rc.rollout.vllm_omni_engine import VllmOmniEngine
+
+TRAINER = """
+import os, sys, time
+from flowgrpo_rc.rollout.vllm_omni.process import EngineProcess
+from flowgrpo_rc.rollout.vllm_omni_engine import COMMAND
+child = EngineProcess(COMMAND, os.environ, timeout_s=60)
+print(child.pid, child.log, flush=True)
+time.sleep(60)
+"""
+
+
+def test_close_is_orderly_and_may_be_repeated(script):
+    child = EngineProcess(script(FAKE.replace("ANSWER", HONEST)), os.environ, timeout_s=60)
+    assert [reply.kind for reply in child.ask("start", {})] == ["done"]
+    child.close()
+    child.close()
+    assert gone(child.pid)
+    assert not child.log.exists()
+
+
+def test_the_real_child_ends_when_the_trainer_is_killed():
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    pid, log = trainer.stdout.readline().split()
+    assert not gone(int(pid), seconds=0.2)
+    trainer.send_signal(signal.SIGKILL)
+    trainer.wait()
+    trainer.stdout.close()
+    assert gone(int(pid))
+    Path(log).unlink()
+
+
+def test_the_real_child_survives_a_request_that_fails():
+    child = EngineProcess(vllm_omni_engine.COMMAND, os.environ, timeout_s=60)
+    with pytest.raises(
+        EngineError, match="failed in 'sync': AssertionError: the first request starts the engine"
+    ):
+        list(child.ask("sync", {}))
+    child.close()
+
+
+@pytest.fixture
+def fake_engine(
+    script: Callable[[str], tuple[str, ...]],
+    model: FlowModel,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> Callable[[str], VllmOmniEngine]:
+    """Makes an engine whose child answers by the given code."""
+    (tmp_path / "vllm_omni").mkdir()
+    (tmp_path / "vllm_omni" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    network = add_lora(model, ModelConfig(lora_rank=4, lora_alpha=8), seed=0)
+
+    def make(answer: str) -> VllmOmniEngine:
+        monkeypatch.setattr(vllm_omni_engine, "COMMAND", script(FAKE.replace("ANSWER", answer)))
+        return VllmOmniEngine(model, network, dtype="bf16", chunk_size=2, timeout_s=60)
+
+    return make
+
+
+def test_the_command_line_reports_the_engine_and_fails(
+    train, fake_engine, script, monkeypatch, capsys
+):
+    monkeypatch.setattr(
+        vllm_omni_engine, "COMMAND", script("print('no driver'); raise SystemExit(3)")
+    )
+    assert train("rollout.name=vllm_omni") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: the vLLM-Omni engine (process ")
+    assert "its exit status is 3" in error
+    assert "no driver" in error
+
+
+def test_an_engine_that_binds_what_was_pushed(fake_engine, model):
+    engine = fake_engine(HONEST)
+    state = {name: p.detach() + 1 for name, p in lora_parameters(model.network).items()}
+    engine.sync_weights(state, 1)
+    with pytest.raises(
+        ValueError, match=r"other tensors than the trainer's, among them \['transformer_blocks"
+    ):
+        engine.sync_weights(dict(list(state.items())[1:]), 2)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (
+            'send(connection, "done", {"modules": 0, "fingerprint": fingerprint({})}, {})',
+            "step 0: it bound 0 of",
+        ),
+        (
+            'send(connection, "done", first if count > 1 else (first := held), {})',
+            "step 1: it bound 15 of 15 modules",
+        ),
+    ],
+    ids=["nothing bound", "stale"],
+)
+def test_an_engine_with_other_weights_is_caught(fake_engine, model, answer, message):
+    state = {name: p.detach() + 1 for name, p in lora_parameters(model.network).items()}
+    with pytest.raises(EngineError, match=rf"does not hold the LoRA of {message}"):
+        fake_engine(answer).sync_weights(state, 1)
