@@ -10,7 +10,7 @@ from pathlib import Path
 # From the ground up. A file imports its own room and lower floors.
 FLOORS: tuple[dict[str, str], ...] = (
     {
-        "batch": "what crosses seams",
+        "batch": "data between rooms",
         "core": "[B, T] tensor maths",
         "distributed": "processes, sharding",
         "plugins": "finds plug-ins",
@@ -32,10 +32,10 @@ FLOORS: tuple[dict[str, str], ...] = (
     {"records": "what a run leaves: checkpoints, metrics, samples"},
     {"report": "the page about a run"},
     {"training": "the loop: trainer, update, modes, tasks, sources"},
-    {"config": "the settings, Hydra, the one check, foreign keys"},
+    {"config": "the settings, Hydra, all checks, keys of verl-omni"},
     {"build": "assembles a run", "export": "LoRA for others, model card"},
-    {"calibration": "measures engine against trainer"},
-    {"commands": "train, plan, evaluate, calibrate, export, serve, doctor"},
+    {"calibration": "measures engine against trainer, finds settings"},
+    {"commands": "train, plan, evaluate, calibrate, export, report, compare, serve, doctor"},
     {"cli": "the command line"},
     {"train": "python -m flowgrpo_rc.train, for torchrun and accelerate"},
 )
