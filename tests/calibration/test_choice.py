@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.compositions import config_of
 
 from flowgrpo_rc.calibration.causes import Diagnosis
 from flowgrpo_rc.calibration.choice import Settings, bound_of, check_modes, choose, up
 from flowgrpo_rc.calibration.measure import Mismatch
-from flowgrpo_rc.config.compose import compose_config, to_config
-from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.policies.base import Measured
 
@@ -39,14 +38,10 @@ PEERS = [
 STD, KL = 0.5, 3e-6  # of the steps
 
 
-def configured(*overrides: str) -> Config:
-    return to_config(compose_config(list(overrides)))
-
-
 def settings(
     found: Mismatch, *overrides: str, mode: str = "auto", doubt: str | None = None
 ) -> Settings:
-    config, differences = configured(*overrides), found.differences
+    config, differences = config_of(*overrides), found.differences
     std, kl = torch.full_like(differences, STD), torch.full_like(differences, KL)
     measured = Measured(differences, GaussianSteps(std, -std, kl), None)
     return choose(config, bound_of(config, differences, measured), mode=mode, doubt=doubt)
@@ -138,7 +133,7 @@ def test_the_threshold_of_flow_dppo_is_on_the_kl() -> None:
     overrides = (loss_mode("flow_dppo"), "actor.diffusion_loss.clip_ratio=1e-4")
     found = settings(mismatch(1e-4), *overrides)
     assert (found.bypass_mode, found.values[THRESHOLD], CLIP in found.values) == (True, 1e-5, False)
-    config, differences = configured(*overrides), mismatch(1e-4).differences
+    config, differences = config_of(*overrides), mismatch(1e-4).differences
     for kl, bypass, threshold in ((4e-5, True, 5e-5), (1e-4, False, 1e-5)):
         gaussian = GaussianSteps(torch.ones(1), torch.ones(1), torch.full_like(differences, kl))
         bound = bound_of(config, differences, Measured(differences, gaussian, None))
@@ -153,9 +148,9 @@ def test_reinforce_has_its_mode_and_no_clip() -> None:
     for doubt in (None, "it is off"):
         found = settings(mismatch(1e-2), *REINFORCE, doubt=doubt)
         assert (found.bypass_mode, CLIP in found.values) == (True, False)
-        found.applied(configured(*REINFORCE)).validate()
+        found.applied(config_of(*REINFORCE)).validate()
     with pytest.raises(ValueError, match="--mode decoupled"):
-        check_modes(configured(*REINFORCE), "decoupled")
+        check_modes(config_of(*REINFORCE), "decoupled")
 
 
 BYPASS, DECOUPLED = f"{KEY}.bypass_mode=true", f"{KEY}.bypass_mode=false"
@@ -185,7 +180,7 @@ WEIGHTS = f"{KEY}.rollout_is=token"
 def test_settings_that_the_chosen_mode_refuses_are_changed(
     given: list[str], mode: str, key: str, value: object
 ) -> None:
-    config = configured(*given)
+    config = config_of(*given)
     config.validate()
     check_modes(config, "auto")
     found = settings(mismatch(1e-4), *given, mode=mode)
@@ -204,7 +199,7 @@ def test_the_file_says_what_is_applied(tmp_path: Path) -> None:
     (tmp_path / "calibration").mkdir()
     (tmp_path / "calibration" / "measured.yaml").write_text(found.yaml(["A header."]))
     composed = to_config(compose_config(["+calibration=measured"], config_dir=str(tmp_path)))
-    assert composed == found.applied(configured())
+    assert composed == found.applied(config_of())
 
 
 @pytest.mark.parametrize(

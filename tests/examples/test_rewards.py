@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.tiny_rewards import (
     blip,
+    save_clip,
     save_image_reward,
 )
 from torch import nn
