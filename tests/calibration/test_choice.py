@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.compositions import config_of
 
 from flowgrpo_rc.calibration.causes import Diagnosis
 from flowgrpo_rc.calibration.choice import Settings, bound_of, check_modes, choose, up
 from flowgrpo_rc.calibration.measure import Mismatch
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.compose import compose_config, to_config
-from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.losses.base import DiffusionLoss, LossBound, PolicyLoss
 from flowgrpo_rc.policies.base import Measured
@@ -42,14 +42,10 @@ PEERS = [
 STD, KL = 0.5, 3e-6  # of the steps
 
 
-def configured(*overrides: str) -> Config:
-    return to_config(compose_config(list(overrides)))
-
-
 def settings(
     found: Mismatch, *overrides: str, mode: str = "auto", doubt: str | None = None
 ) -> Settings:
-    config, differences = configured(*overrides), found.differences
+    config, differences = config_of(*overrides), found.differences
     std, kl = torch.full_like(differences, STD), torch.full_like(differences, KL)
     measured = Measured(differences, GaussianSteps(std, -std, kl), None)
     return choose(config, bound_of(config, differences, measured), mode=mode, doubt=doubt)
@@ -141,7 +137,7 @@ def test_the_threshold_of_flow_dppo_is_on_the_kl() -> None:
     overrides = (loss_mode("flow_dppo"), "actor.diffusion_loss.clip_ratio=1e-4")
     found = settings(mismatch(1e-4), *overrides)
     assert (found.bypass_mode, found.values[THRESHOLD], CLIP in found.values) == (True, 1e-5, False)
-    config, differences = configured(*overrides), mismatch(1e-4).differences
+    config, differences = config_of(*overrides), mismatch(1e-4).differences
     for kl, bypass, threshold in ((4e-5, True, 5e-5), (1e-4, False, 1e-5)):
         gaussian = GaussianSteps(torch.ones(1), torch.ones(1), torch.full_like(differences, kl))
         bound = bound_of(config, differences, Measured(differences, gaussian, None))
@@ -182,27 +178,27 @@ def test_without_a_bound_only_mode_and_bands_are_set() -> None:
         assert not any(key.startswith("actor.diffusion_loss") for key in found.values)
         assert found.values[f"{KEY}.rollout_rs_threshold"] == "auto:4"
         assert any("it is off" in note for note in found.notes) is (doubt is not None)
-        found.applied(configured(*own(Unbounded))).validate()
+        found.applied(config_of(*own(Unbounded))).validate()
 
 
 def test_the_bound_may_be_an_option_of_the_loss_itself(tmp_path: Path) -> None:
     found = settings(mismatch(1e-4), *own(Wide))
     width = pytest.approx(up(1.25 * Z99 * 1e-4))
     assert found.values["actor.diffusion_loss.width"] == width
-    assert found.applied(configured(*own(Wide))).actor.diffusion_loss.options == {"width": width}
+    assert found.applied(config_of(*own(Wide))).actor.diffusion_loss.options == {"width": width}
     (tmp_path / "calibration").mkdir()
     (tmp_path / "calibration" / "wide.yaml").write_text(found.yaml([]))
     composed = compose_config([*own(Wide), "+calibration=wide"], config_dir=str(tmp_path))
-    assert to_config(composed) == found.applied(configured(*own(Wide)))
+    assert to_config(composed) == found.applied(config_of(*own(Wide)))
 
 
 def test_reinforce_has_its_mode_and_no_clip() -> None:
     for doubt in (None, "it is off"):
         found = settings(mismatch(1e-2), *REINFORCE, doubt=doubt)
         assert (found.bypass_mode, CLIP in found.values) == (True, False)
-        check_settings(found.applied(configured(*REINFORCE)))
+        check_settings(found.applied(config_of(*REINFORCE)))
     with pytest.raises(ValueError, match="--mode decoupled"):
-        check_modes(configured(*REINFORCE), "decoupled")
+        check_modes(config_of(*REINFORCE), "decoupled")
 
 
 BYPASS, DECOUPLED = f"{KEY}.bypass_mode=true", f"{KEY}.bypass_mode=false"
@@ -232,7 +228,7 @@ WEIGHTS = f"{KEY}.rollout_is=token"
 def test_settings_that_the_chosen_mode_refuses_are_changed(
     given: list[str], mode: str, key: str, value: object
 ) -> None:
-    config = configured(*given)
+    config = config_of(*given)
     check_modes(config, "auto")
     found = settings(mismatch(1e-4), *given, mode=mode)
     assert key in found.values
@@ -250,7 +246,7 @@ def test_the_file_says_what_is_applied(tmp_path: Path) -> None:
     (tmp_path / "calibration").mkdir()
     (tmp_path / "calibration" / "measured.yaml").write_text(found.yaml(["A header."]))
     composed = to_config(compose_config(["+calibration=measured"], config_dir=str(tmp_path)))
-    assert composed == found.applied(configured())
+    assert composed == found.applied(config_of())
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.compositions import config_of
 
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.commands.plan import Plan, make_plan
-from flowgrpo_rc.config.compose import compose_config, config_folder, to_config
+from flowgrpo_rc.config.compose import config_folder
 from flowgrpo_rc.models.architecture import build_architecture
 from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
@@ -48,7 +49,7 @@ PUBLISHED = {
 
 def plan_of(*overrides: str, processes: int = 1, nodes: int = 1, data: bool = True) -> Plan:
     files = ["data.train_files=a.txt", "data.val_files=a.txt"] if data else []
-    config = to_config(compose_config([*overrides, *files]), num_processes=processes)
+    config = config_of(*overrides, *files, num_processes=processes)
     return make_plan(config, processes, ARCHITECTURES, num_nodes=nodes)
 
 

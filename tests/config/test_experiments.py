@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from support.compositions import composed, config_of
 
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.config.compose import compose_all, compose_config, config_folder, to_config
+from flowgrpo_rc.config.compose import compose_config, config_folder, to_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.base import adapters_by_pipeline
 from flowgrpo_rc.rewards.manager import check_kind
@@ -20,7 +21,7 @@ NAMES = sorted(path.stem for path in (config_folder() / "experiment").glob("*.ya
 
 def experiment(name: str, *overrides: str) -> Config:
     processes = int(re.search(r"_(\d+)xh\d00$", name)[1])
-    return to_config(compose_config([f"+experiment={name}", *overrides]), num_processes=processes)
+    return config_of(f"+experiment={name}", *overrides, num_processes=processes)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -121,7 +122,7 @@ def changes(name: str, base: str) -> dict[str, object]:
     """Returns what differs between two experiments."""
 
     def flat(name: str) -> dict[str, object]:
-        tree = OmegaConf.to_container(compose_all([f"+experiment={name}"]).config, resolve=True)
+        tree = OmegaConf.to_container(composed(f"+experiment={name}"), resolve=True)
         found: dict[str, object] = {}
 
         def walk(node: object, prefix: str) -> None:
