@@ -178,7 +178,7 @@ def test_without_a_bound_only_mode_and_bands_are_set() -> None:
         assert not any(key.startswith("actor.diffusion_loss") for key in found.values)
         assert found.values[f"{KEY}.rollout_rs_threshold"] == "auto:4"
         assert any("it is off" in note for note in found.notes) is (doubt is not None)
-        found.applied(config_of(*own(Unbounded))).validate()
+        check_settings(found.applied(config_of(*own(Unbounded))))
 
 
 def test_the_bound_may_be_an_option_of_the_loss_itself(tmp_path: Path) -> None:
