@@ -93,7 +93,7 @@ class AutoBands:
         is warm.
         """
         assert batch.rollout_log_probs is not None
-        ratios = compute_log_ratios(training, batch.rollout_log_probs, batch.valid, step_kl)
+        ratios = compute_log_ratios(training, batch.rollout_log_probs, batch.step_mask, step_kl)
         kept, metrics = ratios.finite_mask, MetricBag()
         for band in self._bands:
             value, scale = observed(ratios, band), self._scales[band.name]

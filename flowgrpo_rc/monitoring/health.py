@@ -1,4 +1,4 @@
-"""Judges whether the correction is healthy: thresholds on a step's metrics, and what to do about it.
+"""Judges whether the correction is healthy: thresholds on a step's metrics, and what to do then.
 
 The thresholds are those of the rollout-correction documents:
 https://verl.readthedocs.io/en/latest/algo/rollout_corr.html and its diffusion counterpart. A rule
