@@ -137,7 +137,7 @@ def test_a_custom_correction_takes_the_place_of_weights_and_mask(normalise):
 @pytest.mark.parametrize("function", ["drop_odd", "only_a_mask"])
 def test_a_custom_correction_has_the_metrics_that_documents_read(function):
     training, rollout = log_probs()
-    config = RolloutCorrectionConfig(custom_correction=f"builders:{function}")
+    config = RolloutCorrectionConfig(custom_correction=f"support.builders:{function}")
     values = Corrector(config)(training, rollout, mask_of("full")).metrics.compute()
     assert values.keys() == expected(training, rollout, mask_of("full"), Rule()).metrics.keys()
     assert values["rollout_is_veto_fraction"] == 0
@@ -159,6 +159,6 @@ def test_the_weights_of_a_custom_correction_are_normalised_where_the_settings_sa
 @pytest.mark.parametrize("function", ["a_wrong_shape", "wrong_weights"])
 def test_a_custom_correction_of_another_shape_is_refused(function):
     training, rollout = log_probs()
-    config = RolloutCorrectionConfig(custom_correction=f"builders:{function}")
-    with pytest.raises(ValueError, match=rf"builders:{function}.*\(6, 4\)"):
+    config = RolloutCorrectionConfig(custom_correction=f"support.builders:{function}")
+    with pytest.raises(ValueError, match=rf"support.builders:{function}.*\(6, 4\)"):
         Corrector(config)(training, rollout, mask_of("full"))
