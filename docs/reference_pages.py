@@ -17,6 +17,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
+from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.monitoring.metric_names import SECTIONS, SLIME
@@ -33,7 +34,8 @@ without effect.
 
 How files, presets and overrides combine is in `configs/README.md`. The options of a reward, `reward.terms.NAME.*`, are
 in [Rewards](rewards.md#the-rewards-that-are-there); those of an engine, `rollout.engine_kwargs.*`, in
-[vLLM-Omni rollouts](vllm_omni.md#options) and [Language models](usage.md#language-models).
+[vLLM-Omni rollouts](vllm_omni.md#options) and [Language models](usage.md#language-models); those of a loss of your own,
+`actor.diffusion_loss.*` and `actor.token_loss.*`, in [Adding a loss](add_a_loss.md).
 """
 METRICS = """# Metrics
 
@@ -133,7 +135,7 @@ def allowed(key: str, hint: Any) -> str:
             changed = copy.deepcopy(config)
             setattr(reduce(getattr, path, changed), name, wrong)
             try:
-                changed.validate()
+                check_settings(changed)
             except ValueError as error:
                 if found := answer.search(str(error)):
                     return found[1]

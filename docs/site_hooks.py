@@ -11,11 +11,16 @@ from typing import Any
 from latex2mathml.converter import convert
 
 _NAME_IN_TABLE = re.compile(r"(?<=<td><code>)[^<]+(?=</code>)")
+_LINK_TO_CODE = re.compile(r"\[([^\]]+)\]\(\.\./flowgrpo_rc[^)]*\)")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Markdown inside of <details>, as it is read in the repository."""
+    """Reads Markdown inside of <details>, and leaves the names of links to code without their links.
+
+    The code is beside the pages in the repository, but not on the site.
+    """
+    markdown = _LINK_TO_CODE.sub(r"\1", markdown)
     return markdown.replace("<details>", '<details markdown="1">')
 
 

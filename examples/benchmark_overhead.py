@@ -1,13 +1,17 @@
-"""How much a training step costs over the bare calls that it needs, measured side by side in one
-run.
+"""Measures how much a training step costs over the bare calls that it needs.
 
     python examples/benchmark_overhead.py [--rounds 7] [overrides]
 
-The bare step calls the same modules on the same shapes in a plain loop: text encoders, the
-LoRA-wrapped transformer in the rollout's precision for every denoising step, VAE, OCR, the
-transformer in the training precision without gradient where decoupled mode recomputes old
-log-probs, and forward and backward for every SDE step. It has no sampler, no correction, no loss
-but a sum, no optimizer and no metrics. Rounds alternate; the printed ratio is that of the medians.
+The bare step calls the same modules on the same shapes in a plain loop:
+
+* the text encoders, the VAE and the rewards;
+* the transformer with its LoRA, in the precision of the rollout, for every denoising step;
+* the transformer in the training precision without gradient, where decoupled mode recomputes old
+  log-probs;
+* forward and backward for every SDE step.
+
+It has no sampler, no correction, no loss but a sum, no optimizer and no metrics. Training steps and
+bare steps take turns, and the printed ratio is that of the medians.
 """
 
 from __future__ import annotations
@@ -23,22 +27,28 @@ from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
 from flowgrpo_rc.build import assemble, make_processes
+from flowgrpo_rc.config.checks import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.policies.encode_prompts import encode_unique
 from flowgrpo_rc.records.run_folder import RunFolder
+from flowgrpo_rc.training.modes import Decoupled
 from flowgrpo_rc.training.trainer import Components, Trainer
 
 
-def bare_step(parts: Components) -> None:
-    """The calls of one training step and nothing else, in the step's own batch shapes."""
-    config, model = parts.config, parts.task.model
-    spec, micro = config.rollout.spec(), config.actor.ppo_micro_batch_size_per_gpu
+def bare_step(config: Config, parts: Components) -> None:
+    """Makes the calls of one training step and nothing else, in the step's own batch shapes."""
+    model = parts.task.model
+    spec = config.rollout.spec()
+    micro_batch_size = config.actor.ppo_micro_batch_size_per_gpu
     prompts = [p for p in parts.source.prompts(1).prompts for _ in range(config.rollout.n)]
     conditioning = encode_unique(model, [p.text for p in prompts], spec.max_sequence_length)
     x = normal(model.latent_shape(spec), range(len(prompts)))
+    everyone = torch.arange(len(prompts))
     schedule = model.schedule(spec)
     window, _, _ = config.rollout.window()
+    # Samples of the first mini-batch, whose own forwards give its old log-probs.
     own = 0 if config.why_recompute() else config.samples_per_mini_batch(parts.processes.count)
 
     def velocity(transformer: torch.nn.Module, rows: torch.Tensor, t: int) -> torch.Tensor:
@@ -46,18 +56,15 @@ def bare_step(parts: Components) -> None:
         return model.velocity(transformer, x[rows], timesteps, conditioning[rows], None, spec)
 
     with torch.no_grad():
-        for rows in torch.arange(len(prompts)).split(
-            config.rollout.micro_batch_size_per_gpu or micro
-        ):
+        for rows in everyone.split(config.rollout.micro_batch_size_per_gpu or micro_batch_size):
             for t in range(spec.num_inference_steps):
                 velocity(parts.source.engine.transformer, rows, t)
             images = model.decode(x[rows], spec)
-            parts.rewards.collect(
-                [parts.rewards.submit(images, [prompts[row] for row in rows.tolist()])]
-            )
-    for rows in torch.arange(len(prompts)).split(micro):
+            scored = parts.rewards.submit(images, [prompts[row] for row in rows.tolist()])
+            parts.rewards.collect([scored])
+    for rows in everyone.split(micro_batch_size):
         for t in range(window):
-            if parts.old_policy is not None and rows[0] >= own:
+            if isinstance(parts.mode, Decoupled) and rows[0] >= own:
                 with torch.no_grad():
                     velocity(model.transformer, rows, t)
             velocity(model.transformer, rows, t).sum().backward()
@@ -66,6 +73,7 @@ def bare_step(parts: Components) -> None:
 
 
 def main() -> None:
+    """Parses the command line, measures, and prints the ratio."""
     for logging in (diffusers_logging, transformers_logging):
         logging.disable_progress_bar()
         logging.set_verbosity_error()
@@ -82,21 +90,25 @@ def main() -> None:
             "rollout.pipeline.guidance_scale=1.0",
         ]
         config = to_config(compose_config([*arguments.overrides, *quiet]))
-        prompts, processes = config.read_prompts(), make_processes(config)
+        prompts = prompts_of(config)
+        processes = make_processes(config)
         parts = assemble(config, RunFolder(Path(folder)), processes, prompts, first_step=0)
         trainer = Trainer(parts, None)
-        full, bare = [], []
+        full = []
+        bare = []
         for round_number in range(arguments.rounds + 1):
             start = time.perf_counter()
             trainer.train_step(round_number + 1)
             middle = time.perf_counter()
-            bare_step(parts)
+            bare_step(config, parts)
             end = time.perf_counter()
-            if round_number:  # the first round warms up
+            # The first round warms up.
+            if round_number:
                 full.append(middle - start)
                 bare.append(end - middle)
         parts.rewards.close()
-    step, calls = statistics.median(full), statistics.median(bare)
+    step = statistics.median(full)
+    calls = statistics.median(bare)
     print(f"training step {step:.3f} s, bare calls {calls:.3f} s, ratio {step / calls:.3f}")
 
 

@@ -1,5 +1,6 @@
-"""Turn the published files of two reward models into folders that flowgrpo_rc reads: safetensors
-and a configuration.
+"""Turns the published files of two reward models into folders that flowgrpo_rc reads.
+
+A folder holds safetensors and a configuration.
 
     python examples/convert_reward.py hpsv2 HPS_v2.1_compressed.pt outputs/hpsv2
     python examples/convert_reward.py image_reward ImageReward.pt outputs/image_reward
@@ -22,7 +23,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, BlipConfig, CLIPConfig, CLIPImageProcessorPil, CLIPModel
 
 BASES = {"hpsv2": "laion/CLIP-ViT-H-14-laion2B-s32B-b79K", "image_reward": "bert-base-uncased"}
-# A BERT base that looks at a ViT-L/16; the defaults of BlipConfig are others.
+# A BERT base with cross-attention to a ViT-L/16, where the defaults of BlipConfig differ.
 IMAGE_REWARD_TEXT = {
     "vocab_size": 30524,
     "hidden_size": 768,
@@ -75,8 +76,15 @@ BLIP = (
 
 
 def open_clip_to_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of a `CLIPModel` from those of open_clip, which keeps query, key and value in one
-    matrix.
+    """Renames the weights of open_clip to those of transformers' `CLIPModel`.
+
+    open_clip keeps query, key and value in one matrix, which is split here.
+
+    Args:
+      state: the weights by their names in open_clip.
+
+    Returns:
+      The weights by their names in transformers.
     """
     converted = dict(_open_clip_weights(state))
     for name in ("visual_projection.weight", "text_projection.weight"):
@@ -85,8 +93,13 @@ def open_clip_to_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def blip_to_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of the two encoders and the head of ImageReward; what it does not use at inference is
-    left out.
+    """Renames the weights of ImageReward, and leaves out those that it does not use to score.
+
+    Args:
+      state: the weights by their names in the published file.
+
+    Returns:
+      The weights of the two encoders and the head by their names in transformers.
     """
     renamed = {_renamed(name, BLIP): tensor for name, tensor in state.items()}
     return {
@@ -98,6 +111,13 @@ def blip_to_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def convert_hpsv2(file: Path, out: Path, base: str) -> None:
+    """Converts HPSv2.
+
+    Args:
+      file: the published file.
+      out: the folder to write to.
+      base: hub id or folder of the CLIP that it was fine-tuned from.
+    """
     loaded = torch.load(file, map_location="cpu", weights_only=True)
     model = CLIPModel(CLIPConfig.from_pretrained(base))
     model.load_state_dict(open_clip_to_transformers(loaded.get("state_dict", loaded)))
@@ -106,10 +126,16 @@ def convert_hpsv2(file: Path, out: Path, base: str) -> None:
 
 
 def convert_image_reward(file: Path, out: Path, base: str) -> None:
+    """Converts ImageReward.
+
+    Args:
+      file: the published file.
+      out: the folder to write to.
+      base: hub id or folder of the BERT whose tokenizer it uses.
+    """
     loaded = torch.load(file, map_location="cpu", weights_only=True)
-    BlipConfig(text_config=IMAGE_REWARD_TEXT, vision_config=IMAGE_REWARD_VISION).save_pretrained(
-        out
-    )
+    config = BlipConfig(text_config=IMAGE_REWARD_TEXT, vision_config=IMAGE_REWARD_VISION)
+    config.save_pretrained(out)
     AutoTokenizer.from_pretrained(base).save_pretrained(out)
     save_file(blip_to_transformers(loaded), out / "model.safetensors")
 
@@ -132,6 +158,7 @@ def _renamed(name: str, rules: tuple[tuple[str, str], ...]) -> str:
 
 
 def main() -> None:
+    """Parses the command line and converts one model."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -140,10 +167,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--base", help=f"default: {BASES}")
     arguments = parser.parse_args()
+    converters = {"hpsv2": convert_hpsv2, "image_reward": convert_image_reward}
     base = arguments.base or BASES[arguments.model]
-    {"hpsv2": convert_hpsv2, "image_reward": convert_image_reward}[arguments.model](
-        arguments.file, arguments.out, base
-    )
+    converters[arguments.model](arguments.file, arguments.out, base)
 
 
 if __name__ == "__main__":

@@ -4,18 +4,18 @@
     python examples/minimal_flow_grpo.py --mode decoupled
 
 A small Stable Diffusion 3 that draws words on grounds of any colour learns to draw them on blue
-ones, in twenty seconds of one core. Images are sampled by a bf16 copy of the network and trained in
-fp32, so that the two disagree a little about how likely each step was. From top to bottom, as a
-training step goes:
+ones, in twenty seconds on one core. Images are sampled by a bf16 copy of the network and trained in
+fp32. So the two disagree a little about the probability of each step, and that is corrected. From
+top to bottom, in the order of a training step:
 
     prompts -> rollout with log-probs -> rewards -> group advantages -> correction -> PPO clip ->
     optimizer step
 
-Of the package it takes the mathematics and the bundled model. The trainer of the package adds the
+The mathematics and the bundled model come from the package. The package's own trainer adds the
 rest: other models and engines, several GPUs, evaluation, checkpoints, reports.
 
-Legend: P prompts, G images of each, B = P G; T stochastic steps; b rows of a mini-batch; C, h, w of
-the latents.
+Legend: P prompts, G images of each, B = P G; T stochastic steps; b rows of a mini-batch; C, h, w
+channels, height and width of the latents; H, W height and width of an image.
 """
 
 from __future__ import annotations
@@ -43,25 +43,33 @@ from flowgrpo_rc.correction.api import (
 from flowgrpo_rc.losses.ppo_clip import ppo_clip
 
 PROMPTS = ['"AB7X"', '"HELP"', '"K9Q"', '"WXY"']
-HEIGHT, WIDTH = 32, 64
-GROUP = 8  # images of a prompt, compared with each other
+HEIGHT = 32  # of an image, in pixels
+WIDTH = 64
+GROUP = 8  # images of a prompt, which are compared with each other
 DENOISING_STEPS = 6
-WINDOW, WINDOW_RANGE = (
-    2,
-    (0, 4),
-)  # so many steps, in this range, are stochastic and trained; the others are the ODE's
+# WINDOW steps in a row, somewhere in WINDOW_RANGE, are stochastic and trained; the others follow
+# the ODE.
+WINDOW = 2
+WINDOW_RANGE = (0, 4)
 NOISE_LEVEL = 1.0
-MINI_BATCHES = 2  # updates of one rollout
+MINI_BATCHES = 2  # updates for one rollout
 LEARNING_RATE = 2e-3
-CLIP_RATIO = 1e-3  # must hold the mismatch of the bf16 rollout, about 1e-4 here, or noise decides what is trained
-BAND = "0.97_1.03"  # far outside of both: only a broken step is rejected
+# It must be above the mismatch of the bf16 rollout, which is about 1e-4 here. Otherwise noise
+# decides what is trained.
+CLIP_RATIO = 1e-3
+BAND = "0.97_1.03"  # far outside of both, so that only a broken step is rejected
 
-Text = tuple[Tensor, Tensor]  # what the text encoders say: embeddings [b, L, E], pooled [b, E']
+Text = tuple[Tensor, Tensor]  # the encoded prompts: embeddings [b, L, E], pooled [b, E']
 
 
 class Rollout(NamedTuple):
-    """steps [T] of the schedule were stochastic: states [B, T+1, C, h, w], log_probs [B, T]; final
-    [B, C, h, w].
+    """Sampled images, with a record of their stochastic steps.
+
+    Attributes:
+      steps: [T]; the steps of the schedule that were stochastic.
+      states: latents before and after these steps, [B, T+1, C, h, w].
+      log_probs: of these steps under the policy that sampled, [B, T].
+      final: latents of the images, [B, C, h, w].
     """
 
     steps: list[int]
@@ -76,13 +84,13 @@ class Rollout(NamedTuple):
 def gaussian_step(
     network: Any, x: Tensor, index: int, sigmas: Tensor, text: Text, noise_level: float
 ) -> Transition:
-    """Step `index` of the schedule from x [b, C, h, w]. Rollout and training both call this
-    function.
+    """Computes the Gaussian of step `index` from x [b, C, h, w]. Rollout and training both use it.
 
-    The network predicts a velocity, of which the SDE makes mean and standard deviation. Without
-    noise it is the ODE.
+    The network predicts a velocity, and the SDE turns it into a mean and a standard deviation.
+    Without noise the step follows the ODE.
     """
-    sigma, following = sigmas[index].expand(len(x)), sigmas[index + 1].expand(len(x))
+    sigma = sigmas[index].expand(len(x))
+    sigma_next = sigmas[index + 1].expand(len(x))
     velocity = network(
         hidden_states=x.to(network.dtype),
         timestep=1000 * sigma,
@@ -91,7 +99,7 @@ def gaussian_step(
         return_dict=False,
     )[0].float()
     return transition(
-        x, velocity, sigma, following, kind="sde", noise_level=noise_level, sigma_max=sigmas[1]
+        x, velocity, sigma, sigma_next, kind="sde", noise_level=noise_level, sigma_max=sigmas[1]
     )
 
 
@@ -99,11 +107,14 @@ def gaussian_step(
 def roll_out(
     sampler: Any, sigmas: Tensor, text: Text, shape: Sequence[int], seed: int, steps: list[int]
 ) -> Rollout:
-    """One image for each row of `text`, with states and log-probs of the stochastic `steps`, which
-    are consecutive.
+    """Samples one image of `shape` for each row of `text`, and records the stochastic `steps`.
+
+    These steps are consecutive; all others follow the ODE.
     """
     seeds = [derive_seed(seed, row) for row in range(len(text[0]))]
-    x, states, log_probs = normal(shape, seeds, "latents"), [], []
+    x = normal(shape, seeds, "latents")
+    states = []
+    log_probs = []
     for index in range(len(sigmas) - 1):
         if index in steps:
             step = gaussian_step(sampler, x, index, sigmas, text, NOISE_LEVEL)
@@ -114,20 +125,14 @@ def roll_out(
             if len(states) == len(steps):  # the state after the last stochastic step
                 states.append(x)
             x = gaussian_step(sampler, x, index, sigmas, text, 0.0).mean
-    return Rollout(
-        steps,
-        torch.stack(states, 1),
-        torch.stack(log_probs, 1) if steps else x.new_zeros(len(x), 0),
-        x,
-    )
+    recorded = torch.stack(log_probs, 1) if steps else x.new_zeros(len(x), 0)
+    return Rollout(steps, torch.stack(states, 1), recorded, x)
 
 
 def step_log_prob(
     network: Any, data: Rollout, rows: Tensor, t: int, sigmas: Tensor, text: Text
 ) -> Tensor:
-    """log p(state t+1 | state t) of recorded trajectories, [b, 1], under `network`;
-    differentiable.
-    """
+    """Computes log p(state t+1 | state t) of recorded images under `network`, [b, 1]."""
     own = (text[0][rows], text[1][rows])
     step = gaussian_step(network, data.states[rows, t], data.steps[t], sigmas, own, NOISE_LEVEL)
     return log_prob(step, data.states[rows, t + 1]).unsqueeze(1)
@@ -137,15 +142,14 @@ def step_log_prob(
 
 
 def blueness(images: Tensor) -> Tensor:
-    """The reward [B] of images [B, 3, H, W] in 0 to 1: blue over the mean of the others. Yours goes
-    here.
-    """
+    """Computes the reward [B] of images [B, 3, H, W] in 0 to 1. Yours goes here."""
     red, green, blue = images.mean((2, 3)).unbind(1)
     return blue - (red + green) / 2
 
 
 @torch.no_grad()
 def decode(pipe: Any, latents: Tensor) -> Tensor:
+    """Decodes latents [B, C, h, w] to images [B, 3, H, W] in 0 to 1."""
     config = pipe.vae.config
     images = pipe.vae.decode(
         latents / config.scaling_factor + config.shift_factor, return_dict=False
@@ -157,10 +161,14 @@ def decode(pipe: Any, latents: Tensor) -> Tensor:
 
 
 class Targets(NamedTuple):
-    """What log-probs are trained on, all [b, T].
+    """The numbers that log-probs are trained on, all [b, T].
 
-    recorded: log-probs of the policy that sampled; old: of the one that the clip is about; weights,
-        kept: correction.
+    Attributes:
+      recorded: log-probs of the policy that sampled.
+      old: log-probs of the policy that the clip is about.
+      advantages: advantage of the image that each step belongs to.
+      weights: correction weights.
+      kept: False for rejected steps.
     """
 
     recorded: Tensor
@@ -170,12 +178,14 @@ class Targets(NamedTuple):
     kept: Tensor
 
     def part(self, rows: Tensor, t: int) -> Targets:
+        """Returns step t of some rows, [b, 1]."""
         return Targets(*(values[rows, t : t + 1] for values in self))
 
 
 def correct(training: Tensor, recorded: Tensor, rollout_is: str | None = None) -> CorrectionResult:
-    """Weights (with `rollout_is`) and rejection for the ratio of what trains to what sampled;
-    log-probs [b, T].
+    """Computes weights (with `rollout_is`) and rejection from the ratio of two policies.
+
+    The ratio is that of the policy that trains to the one that sampled; log-probs [b, T].
     """
     return compute_rollout_correction_and_rejection_mask(
         training.detach(),
@@ -188,32 +198,29 @@ def correct(training: Tensor, recorded: Tensor, rollout_is: str | None = None) -
 
 
 def make_targets(recorded: Tensor, recomputed: Tensor | None, advantages: Tensor) -> Targets:
-    """Bypass mode, without `recomputed`: two policies. The clip is about the rollout's own
-    log-probs, and its ratio is the weight already.
+    """Chooses the policy that the clip is about, and corrects for the difference to it.
 
-    Decoupled mode: three policies. The clip is about the training graph's log-probs before the
-    update, and weights and rejection, found once, correct for what the rollout's differ from them.
+    Bypass mode, without `recomputed`, has two policies. The clip is about the rollout's own
+    log-probs, so the ratio in the loss is already the weight.
+
+    Decoupled mode has three policies. The clip is about the log-probs of the training graph before
+    the update. Weights and rejection, found once, correct for the difference of the rollout to it.
     """
     if recomputed is None:
-        return Targets(
-            recorded,
-            recorded,
-            advantages,
-            torch.ones_like(recorded),
-            torch.ones_like(recorded).bool(),
-        )
+        ones = torch.ones_like(recorded)
+        return Targets(recorded, recorded, advantages, ones, ones.bool())
     weights, kept, _ = correct(recomputed, recorded, rollout_is="token")
     return Targets(recorded, recomputed, advantages, weights, kept)
 
 
 def policy_loss(log_probs: Tensor, targets: Targets, *, bypass: bool) -> tuple[Tensor, float]:
-    """PPO's clipped loss of the current log-probs [b, T], and the share of steps that it clips.
+    """Computes PPO's clipped loss of the current log-probs [b, T], and the fraction that it clips.
 
     In bypass mode steps are rejected here, by the ratio of the current policy to the rollout's.
     """
     kept = correct(log_probs, targets.recorded).mask if bypass else targets.kept
     steps = ppo_clip(
-        log_probs - targets.old, targets.advantages, kept, low=CLIP_RATIO, high=CLIP_RATIO
+        log_probs - targets.old, targets.advantages, kept, clip_low=CLIP_RATIO, clip_high=CLIP_RATIO
     )
     return (steps.values * targets.weights).mean(), steps.metrics.compute()["clip_fraction"]
 
@@ -221,31 +228,91 @@ def policy_loss(log_probs: Tensor, targets: Targets, *, bypass: bool) -> tuple[T
 # --- training
 
 
-def load(seed: int) -> tuple[Any, Any, Text, Tensor]:
-    """The bundled pipeline with a LoRA on its transformer, a bf16 copy of that, the encoded
-    prompts, the sigmas.
-    """
+class Setup(NamedTuple):
+    """Everything that a training step needs."""
+
+    pipe: Any  # the bundled pipeline; its transformer has a LoRA and is trained
+    sampler: Any  # a bf16 copy of the transformer, which samples
+    text: Text  # the encoded prompt of each image, [B]
+    group: Tensor  # the prompt of each image, [B]
+    sigmas: Tensor  # the noise levels of the schedule
+    shape: Sequence[int]  # (C, h, w)
+    lora: dict[str, Tensor]  # the trained parameters by name
+    optimizer: torch.optim.Optimizer
+
+
+def load(seed: int) -> Setup:
+    """Loads the bundled pipeline, and puts a LoRA on its transformer."""
     pipe = StableDiffusion3Pipeline.from_pretrained(assets.path("tiny_glyph_sd3"))
     with torch.no_grad():
         embeds, _, pooled, _ = pipe.encode_prompt(
             PROMPTS, None, None, do_classifier_free_guidance=False, max_sequence_length=16
         )
     torch.manual_seed(seed)
-    pipe.transformer.requires_grad_(False).eval()
-    pipe.transformer.add_adapter(
-        LoraConfig(
-            r=16,
-            lora_alpha=32,
-            init_lora_weights="gaussian",
-            target_modules=r".*attn\.to_(q|k|v|out\.0)",
-        )
+    trainer = pipe.transformer
+    trainer.requires_grad_(False).eval()
+    targets = r".*attn\.to_(q|k|v|out\.0)"
+    trainer.add_adapter(
+        LoraConfig(r=16, lora_alpha=32, init_lora_weights="gaussian", target_modules=targets)
     )
     pipe.scheduler.set_timesteps(DENOISING_STEPS)
-    sampler = copy.deepcopy(pipe.transformer).to(torch.bfloat16)
-    return pipe, sampler, (embeds, pooled), pipe.scheduler.sigmas
+    sampler = copy.deepcopy(trainer).to(torch.bfloat16)
+    group = torch.arange(len(PROMPTS)).repeat_interleave(GROUP)
+    factor = pipe.vae_scale_factor
+    shape = (trainer.config.in_channels, HEIGHT // factor, WIDTH // factor)
+    lora = {name: tensor for name, tensor in trainer.named_parameters() if tensor.requires_grad}
+    optimizer = torch.optim.AdamW(lora.values(), lr=LEARNING_RATE)
+    text = (embeds[group], pooled[group])
+    return Setup(pipe, sampler, text, group, pipe.scheduler.sigmas, shape, lora, optimizer)
+
+
+def held_out(setup: Setup) -> Tensor:
+    """Samples images with the trained network, by the ODE, from noise that training never sees."""
+    pipe, _, text, _, sigmas, shape, *_ = setup
+    final = roll_out(pipe.transformer, sigmas, text, shape, derive_seed("held out"), []).final
+    return decode(pipe, final)
+
+
+def train_step(setup: Setup, iteration: int, seed: int, *, bypass: bool) -> str:
+    """Takes one training step and returns a line about it."""
+    pipe, sampler, text, group, sigmas, shape, lora, optimizer = setup
+    trainer = pipe.transformer
+    everyone = torch.arange(len(group))
+
+    first, last = WINDOW_RANGE
+    window = draw_windows(
+        [0], 1, size=WINDOW, first=first, last=last, sharing="batch", seed=seed, step=iteration
+    )
+    steps = window[0].tolist()
+    data = roll_out(sampler, sigmas, text, shape, derive_seed(seed, iteration), steps)
+    rewards = blueness(decode(pipe, data.final))
+    valid = torch.ones_like(group).bool()
+    advantages = group_relative(rewards, group, valid, global_std=True).values.float().clamp(-5, 5)
+    # All steps of an image have its advantage.
+    advantages = advantages.unsqueeze(1).expand(-1, WINDOW)
+    # Bypass mode needs these log-probs for nothing but the printed mismatch.
+    with torch.no_grad():
+        old = [step_log_prob(trainer, data, everyone, t, sigmas, text) for t in range(WINDOW)]
+    old = torch.cat(old, 1)
+    # Before any update the weights are the same, so this is the difference of the precisions.
+    mismatch = (old - data.log_probs).abs().mean()
+
+    targets = make_targets(data.log_probs, None if bypass else old, advantages)
+    for rows in everyone.chunk(MINI_BATCHES):
+        # One step at a time takes the memory of one forward.
+        for t in range(WINDOW):
+            log_probs = step_log_prob(trainer, data, rows, t, sigmas, text)
+            loss, clipped = policy_loss(log_probs, targets.part(rows, t), bypass=bypass)
+            (loss / WINDOW).backward()
+        torch.nn.utils.clip_grad_norm_(lora.values(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    sampler.load_state_dict({name: tensor.detach() for name, tensor in lora.items()}, strict=False)
+    return f"reward {rewards.mean():+.3f}  mismatch {mismatch:.1e}  last clipped {clipped:.2f}"
 
 
 def main(argv: Sequence[str] | None = None) -> tuple[float, float]:
+    """Trains, and returns the reward of held-out images before and after."""
     parser = argparse.ArgumentParser(description="FlowGRPO in one file")
     parser.add_argument("--mode", choices=["bypass", "decoupled"], default="bypass")
     parser.add_argument("--steps", type=int, default=12)
@@ -254,78 +321,20 @@ def main(argv: Sequence[str] | None = None) -> tuple[float, float]:
         "--out", default="blue.png", help="images before training (upper half) and after"
     )
     args = parser.parse_args(argv)
-    bypass = args.mode == "bypass"
 
-    pipe, sampler, prompts, sigmas = load(args.seed)
-    trainer = pipe.transformer
-    lora = {
-        name: parameter for name, parameter in trainer.named_parameters() if parameter.requires_grad
-    }
-    optimizer = torch.optim.AdamW(lora.values(), lr=LEARNING_RATE)
-    shape = (
-        trainer.config.in_channels,
-        HEIGHT // pipe.vae_scale_factor,
-        WIDTH // pipe.vae_scale_factor,
-    )
-    group = torch.arange(len(PROMPTS)).repeat_interleave(GROUP)  # [B], the prompt of each image
-    everyone, text = torch.arange(len(group)), (prompts[0][group], prompts[1][group])
-    window = {
-        "size": WINDOW,
-        "first": WINDOW_RANGE[0],
-        "last": WINDOW_RANGE[1],
-        "sharing": "batch",
-        "seed": args.seed,
-    }
-
-    def held_out() -> Tensor:
-        """Images of the ODE in fp32, from noise that training never sees."""
-        return decode(
-            pipe, roll_out(trainer, sigmas, text, shape, derive_seed("held out"), []).final
-        )
-
-    before = held_out()
+    setup = load(args.seed)
+    before = held_out(setup)
     for iteration in range(1, args.steps + 1):
-        steps = draw_windows([0], 1, **window, step=iteration)[0].tolist()
-        data = roll_out(sampler, sigmas, text, shape, derive_seed(args.seed, iteration), steps)
-        rewards = blueness(decode(pipe, data.final))
-        advantages = group_relative(
-            rewards, group, torch.ones_like(group).bool(), global_std=True
-        ).values
-        advantages = (
-            advantages.float().clamp(-5, 5).unsqueeze(1).expand(-1, WINDOW)
-        )  # of an image, for all its steps
-        with torch.no_grad():  # which bypass mode needs for nothing but the printed mismatch
-            old = torch.cat(
-                [step_log_prob(trainer, data, everyone, t, sigmas, text) for t in range(WINDOW)], 1
-            )
-        mismatch = (
-            (old - data.log_probs).abs().mean()
-        )  # before any update: same weights, other precision
-        targets = make_targets(data.log_probs, None if bypass else old, advantages)
-        for rows in everyone.chunk(MINI_BATCHES):
-            for t in range(WINDOW):  # one step at a time: the memory of one forward
-                log_probs = step_log_prob(trainer, data, rows, t, sigmas, text)
-                loss, clipped = policy_loss(log_probs, targets.part(rows, t), bypass=bypass)
-                (loss / WINDOW).backward()
-            torch.nn.utils.clip_grad_norm_(lora.values(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        sampler.load_state_dict(
-            {name: value.detach() for name, value in lora.items()}, strict=False
-        )
-        print(
-            f"step {iteration:2}  reward {rewards.mean():+.3f}  mismatch {mismatch:.1e}  last "
-            f"clipped {clipped:.2f}"
-        )
-    after = held_out()
-    scores = blueness(before).mean().item(), blueness(after).mean().item()
+        line = train_step(setup, iteration, args.seed, bypass=args.mode == "bypass")
+        print(f"step {iteration:2}  {line}")
+    after = held_out(setup)
+    scores = (blueness(before).mean().item(), blueness(after).mean().item())
     print(
         f"reward of {len(after)} held-out images: {scores[0]:+.3f} before, {scores[1]:+.3f} after"
     )
     shown = torch.cat([before[::2], after[::2]]).permute(0, 2, 3, 1).numpy()
-    make_image_grid(pipe.image_processor.numpy_to_pil(shown), rows=len(shown) // 8, cols=8).save(
-        args.out
-    )
+    images = setup.pipe.image_processor.numpy_to_pil(shown)
+    make_image_grid(images, rows=len(images) // 8, cols=8).save(args.out)
     return scores
 
 

@@ -1,15 +1,18 @@
-"""A model of your own, out of the tree: Chroma (https://huggingface.co/lodestones/Chroma1-HD),
-FLUX.1's open relative.
+"""A model of your own, outside of the package: Chroma, an open relative of FLUX.1.
 
-    python examples/my_model.py      # two steps, from a checkpoint of random weights
+    python examples/my_model.py
 
-The real one, from this folder and with prompts and sizes of your own:
+takes two training steps from a checkpoint of random weights. For the real model
+(https://huggingface.co/lodestones/Chroma1-HD), from this folder and with prompts and sizes of your
+own:
 
     flowgrpo-rc train model.adapter=my_model.Chroma model.path=lodestones/Chroma1-HD ...
 
-`model.adapter` names the class. It says what the stock pipeline's `__call__` says, piece by piece,
-and knows nothing of the algorithm. docs/add_a_model.md explains each piece, and the tests that hold
-an adapter to its stock pipeline.
+`model.adapter` names the class. It does what the stock pipeline's `__call__` does, piece by piece,
+and knows nothing of the algorithm. docs/add_a_model.md explains each piece, and the tests that
+compare an adapter with its stock pipeline.
+
+Legend: B samples, H and W height and width of a picture in pixels.
 """
 
 import argparse
@@ -27,13 +30,17 @@ from flowgrpo_rc.models.layout import check_size, linear_schedule, to_uint8, unp
 
 
 class Chroma(FlowModel):
-    """T5 for the tokens, masked after the first padding; packed latents [B, H/16 * W/16, 64];
-    guidance on a negative prompt, which FLUX.1-dev has distilled away."""
+    """Chroma: T5 gives the tokens; latents [B, H/16 * W/16, 64], packed.
+
+    Tokens after the first padding are masked. guidance_scale guides on a negative prompt, which
+    FLUX.1-dev has distilled away.
+    """
 
     pipeline_class = "ChromaPipeline"
     default_target_modules = ("attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v")
 
     def check(self, spec: SamplerSpec, key: str) -> None:
+        """Refuses sizes that do not fill whole patches."""
         check_size(spec, multiple=2 * self.pipeline.vae_scale_factor)
 
     def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
@@ -46,10 +53,12 @@ class Chroma(FlowModel):
         return Conditioning(embeds=embeds, mask=mask.bool())
 
     def latent_shape(self, spec: SamplerSpec) -> tuple[int, ...]:
+        """Returns one token for each patch of 2 x 2 latents, with all their channels."""
         rows, columns = self._patches(spec)
         return rows * columns, self.transformer.config.in_channels
 
     def schedule(self, spec: SamplerSpec) -> Schedule:
+        """Returns evenly spaced sigmas, shifted for the number of tokens."""
         rows, columns = self._patches(spec)
         return linear_schedule(
             self.scheduler, spec.num_inference_steps, rows * columns, self.device
@@ -64,22 +73,22 @@ class Chroma(FlowModel):
         negative: Conditioning | None,
         spec: SamplerSpec,
     ) -> Tensor:
+        """Predicts the velocity; `guidance_scale` guides if there is a negative prompt."""
         axes = (torch.arange(size, device=latents.device) for size in (1, *self._patches(spec)))
         positions = torch.cartesian_prod(*axes).to(latents.dtype)
 
         def predict(text: Conditioning) -> Tensor:
             tokens = text.tokens()
+            mask = torch.cat([tokens, tokens.new_ones(latents.shape[:2])], 1)
             predicted: Tensor = transformer(
                 hidden_states=latents.to(transformer.dtype),
                 timestep=timesteps / 1000,
                 encoder_hidden_states=text.embeds.to(transformer.dtype),
                 txt_ids=positions.new_zeros(text.embeds.shape[1], 3),
                 img_ids=positions,
-                # Numbers, not bools, as the stock pipeline has it: the attention adds them to its
-                # logits.
-                attention_mask=torch.cat([tokens, tokens.new_ones(latents.shape[:2])], 1).to(
-                    transformer.dtype
-                ),
+                # Numbers, not bools: the attention adds them to its logits, as in the stock
+                # pipeline.
+                attention_mask=mask.to(transformer.dtype),
                 return_dict=False,
             )[0]
             return predicted.float()
@@ -106,13 +115,21 @@ class Chroma(FlowModel):
 
 
 def random_checkpoint(folder: Path) -> Path:
-    """The true classes, small and untrained: enough to see that everything fits together."""
+    """Writes a small untrained checkpoint of the true classes, to see that everything fits.
+
+    Args:
+      folder: the folder to write to.
+
+    Returns:
+      The folder.
+    """
     from diffusers import ChromaPipeline, ChromaTransformer2DModel, FlowMatchEulerDiscreteScheduler
 
     from flowgrpo_rc.assets import tiny_sd3
 
     tokenizer = tiny_sd3.t5_tokenizer()
-    encoder, vae = tiny_sd3.t5_encoder(tokenizer), tiny_sd3.autoencoder()
+    encoder = tiny_sd3.t5_encoder(tokenizer)
+    vae = tiny_sd3.autoencoder()
     vae.register_to_config(scaling_factor=0.4, shift_factor=0.1)
     transformer = ChromaTransformer2DModel(
         in_channels=4 * tiny_sd3.LATENT_CHANNELS,
@@ -132,6 +149,7 @@ def random_checkpoint(folder: Path) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Trains two steps and returns the exit status."""
     from flowgrpo_rc.cli import main as flowgrpo_rc
 
     parser = argparse.ArgumentParser(description="train two steps of a Chroma of random weights")

@@ -1,8 +1,13 @@
-"""A reward of your own, as a class and as a plain function. Run from this folder:
+"""A reward of your own, as a class and as a plain function.
 
-flowgrpo-rc train reward.terms.ocr=null reward.terms.tint._target_=my_reward.Tint
-reward.terms.tint.channel=blue flowgrpo-rc train reward.terms.ocr=null
-reward.terms.red._target_=function reward.terms.red.path=my_reward:redness
+Run from this folder, with overrides that name the class or the function:
+
+    flowgrpo-rc train reward.terms.ocr=null \
+        reward.terms.tint._target_=my_reward.Tint reward.terms.tint.channel=blue
+    flowgrpo-rc train reward.terms.ocr=null \
+        reward.terms.red._target_=function reward.terms.red.path=my_reward:redness
+
+Legend: N images of a call, H and W their height and width in pixels.
 """
 
 from collections.abc import Sequence
@@ -16,14 +21,19 @@ CHANNELS = ("red", "green", "blue")
 
 
 class Tint(Reward):
-    """How much one channel stands out: its mean minus the mean of the other two, from -1 to 1.
+    """A reward for pictures in one colour: the mean of its channel less that of the other two.
 
-    The keyword parameters are options in the configuration; a ValueError is shown with the key that
-    it came from.
+    It is between -1 and 1. Keyword parameters of the constructor are options in the configuration.
+    A ValueError is shown with the key that the option came from.
+
+    Attributes:
+      kind: what it scores.
+      part_names: values that are logged as reward/tint/NAME and not optimised.
+      channel: index of the colour.
     """
 
     kind = "image"
-    part_names = ("brightness",)  # logged as reward/tint/brightness, not optimised
+    part_names = ("brightness",)
 
     def __init__(self, *, channel: str = "red") -> None:
         if channel not in CHANNELS:
@@ -31,7 +41,8 @@ class Tint(Reward):
         self.channel = CHANNELS.index(channel)
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
-        means = samples.mean(axis=(1, 2)) / 255  # [N, H, W, 3] uint8 -> [N, 3]
+        # samples is uint8, [N, H, W, 3]; the means are [N, 3].
+        means = samples.mean(axis=(1, 2)) / 255
         others = np.delete(means, self.channel, axis=1).mean(axis=1)
         return Scores(
             values=(means[:, self.channel] - others).tolist(),
@@ -40,8 +51,14 @@ class Tint(Reward):
 
 
 def redness(image: np.ndarray, prompt: Prompt) -> float:
-    """One image [H, W, 3] uint8 with its prompt; a number that is not finite means that it could
-    not be scored.
+    """Scores one image.
+
+    Args:
+      image: uint8, [H, W, 3].
+      prompt: the prompt that it was made from.
+
+    Returns:
+      The reward. A number that is not finite means that the image could not be scored.
     """
     red, green, blue = image.mean(axis=(0, 1)) / 255
     return float(red - (green + blue) / 2)

@@ -1,35 +1,43 @@
-"""FlowGRPO with rollout correction for flow-matching diffusion models."""
+"""FlowGRPO with rollout correction for flow-matching diffusion models.
+
+The public names below are imported when they are first asked for, so that the command line can
+answer `--help` without importing torch.
+"""
 
 from __future__ import annotations
 
-from flowgrpo_rc.batch import (
-    DiffusionBatch,
-    Prompt,
-    PromptBatch,
-    Rewards,
-    SamplerSpec,
-    TokenBatch,
-    TokenSpec,
-)
-from flowgrpo_rc.core.metrics import MetricBag
-from flowgrpo_rc.correction.api import (
-    apply_bypass_mode,
-    apply_bypass_mode_to_diffusion_batch,
-    apply_rollout_correction_to_batch,
-    apply_rollout_correction_to_diffusion_batch,
-    compute_offpolicy_metrics,
-    compute_rollout_correction_and_rejection_mask,
-    compute_rollout_correction_weights,
-    compute_rollout_rejection_mask,
-)
-from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig, TokenLossConfig
-from flowgrpo_rc.losses.diffusion import diffusion_loss
-from flowgrpo_rc.losses.token import token_loss
-from flowgrpo_rc.monitoring.health import check_rollout_correction_health
-from flowgrpo_rc.report.figure import plot_rollout_correction
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from flowgrpo_rc.batch import (
+        DiffusionBatch,
+        Prompt,
+        PromptBatch,
+        Rewards,
+        SamplerSpec,
+        TokenBatch,
+        TokenSpec,
+    )
+    from flowgrpo_rc.core.metrics import MetricBag
+    from flowgrpo_rc.correction.api import (
+        apply_bypass_mode,
+        apply_bypass_mode_to_diffusion_batch,
+        apply_rollout_correction_to_batch,
+        apply_rollout_correction_to_diffusion_batch,
+        compute_offpolicy_metrics,
+        compute_rollout_correction_and_rejection_mask,
+        compute_rollout_correction_weights,
+        compute_rollout_rejection_mask,
+    )
+    from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+    from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig, TokenLossConfig
+    from flowgrpo_rc.losses.diffusion import diffusion_loss
+    from flowgrpo_rc.losses.token import token_loss
+    from flowgrpo_rc.monitoring.health import check_rollout_correction_health
+    from flowgrpo_rc.report.figure import plot_rollout_correction
+
+__version__ = "0.2.0"
 
 __all__ = [
     "DiffusionBatch",
@@ -57,3 +65,45 @@ __all__ = [
     "plot_rollout_correction",
     "token_loss",
 ]
+
+# Public name -> the module that holds it.
+_HOMES = {
+    "DiffusionBatch": "batch",
+    "Prompt": "batch",
+    "PromptBatch": "batch",
+    "Rewards": "batch",
+    "SamplerSpec": "batch",
+    "TokenBatch": "batch",
+    "TokenSpec": "batch",
+    "MetricBag": "core.metrics",
+    "apply_bypass_mode": "correction.api",
+    "apply_bypass_mode_to_diffusion_batch": "correction.api",
+    "apply_rollout_correction_to_batch": "correction.api",
+    "apply_rollout_correction_to_diffusion_batch": "correction.api",
+    "compute_offpolicy_metrics": "correction.api",
+    "compute_rollout_correction_and_rejection_mask": "correction.api",
+    "compute_rollout_correction_weights": "correction.api",
+    "compute_rollout_rejection_mask": "correction.api",
+    "RolloutCorrectionConfig": "correction.config",
+    "DiffusionLossConfig": "losses.config",
+    "LossConfig": "losses.config",
+    "TokenLossConfig": "losses.config",
+    "diffusion_loss": "losses.diffusion",
+    "token_loss": "losses.token",
+    "check_rollout_correction_health": "monitoring.health",
+    "plot_rollout_correction": "report.figure",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name on first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Lists the public names, whether imported or not."""
+    return sorted({*globals(), *__all__})

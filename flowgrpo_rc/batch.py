@@ -1,8 +1,12 @@
-"""The dataclasses that cross the seams between data, rollout, rewards, correction and update.
+"""The dataclasses that pass between data, rollout, rewards, correction and update.
 
-Shape legend: B samples of this process (prompts x samples per prompt), P prompts, T steps (SDE
-steps of the window, or tokens of the longest response), S denoising steps of the schedule, L text
-tokens, E embedding width.
+Legend:
+    P  prompts of this process
+    B  samples of this process, P times the samples per prompt
+    T  steps: SDE steps of the window, or tokens of the longest response
+    S  denoising steps of the schedule
+    L  text tokens of the longest prompt
+    E  width of a text embedding
 """
 
 from __future__ import annotations
@@ -17,8 +21,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """One line of a prompt file. `index` is its position there; `target` is the text that OCR
-    should read.
+    """One prompt of a prompt file.
+
+    Attributes:
+      text: the prompt itself.
+      index: position among all prompts of the files.
+      target: what a reward compares with, such as the text that OCR should read; None for none.
+      negative_text: the negative prompt, used under classifier-free guidance.
+      metadata: all other keys of the line, for rewards.
     """
 
     text: str
@@ -30,11 +40,13 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptBatch:
-    """The prompts of one training step that this process samples, with what makes each of them
-    unique.
+    """The prompts of one training step that this process samples.
 
-    `slots` are positions in the global batch of the step. They, not the process or the position
-    here, seed the noise, so the draws do not depend on how many processes share the batch.
+    Attributes:
+      step: training step.
+      prompts: [P].
+      slots: [P]; position of each prompt in the global batch of the step. Noise is seeded by it, so
+        the draws do not depend on how many processes share the batch.
     """
 
     step: int
@@ -50,10 +62,13 @@ class PromptBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conditioning:
-    """Text conditioning of P prompts: embeds [P, L, E], pooled [P, E'] or None, mask [P, L] bool or
-    None.
+    """Encoded prompts, as a transformer is conditioned on them.
 
-    The mask is False at padding; None means that every token counts.
+    Attributes:
+      embeds: embeddings of the tokens, [P, L, E].
+      pooled: one embedding of each prompt, [P, E'] with a width of its own; None if the model uses
+        none.
+      mask: bool, [P, L]; False at padding. None: every token counts.
     """
 
     embeds: Tensor
@@ -68,36 +83,38 @@ class Conditioning:
         )
 
     def __len__(self) -> int:
-        """P."""
         return len(self.embeds)
 
     @classmethod
     def join(cls, parts: Sequence[Conditioning]) -> Conditioning:
-        """The prompts of all parts, in order. Shorter ones are padded on the right and masked
-        there.
+        """Joins several conditionings into one with the prompts of all, in order.
+
+        Args:
+          parts: conditionings of one model. Shorter ones are padded on the right and masked there.
+
+        Returns:
+          One conditioning of all prompts; its mask is None if no part has one and none is padded.
         """
         length = max(part.embeds.shape[1] for part in parts)
         pooled = [part.pooled for part in parts if part.pooled is not None]
-        masked = any(part.mask is not None or part.embeds.shape[1] != length for part in parts)
+        mask = None
+        if any(part.mask is not None or part.embeds.shape[1] != length for part in parts):
+            mask = torch.cat([_lengthened(part.tokens(), length) for part in parts])
         return cls(
             embeds=torch.cat([_lengthened(part.embeds, length) for part in parts]),
             pooled=torch.cat(pooled) if pooled else None,
-            mask=torch.cat([_lengthened(part.tokens(), length) for part in parts])
-            if masked
-            else None,
+            mask=mask,
         )
 
     def tokens(self) -> Tensor:
-        """The mask [P, L] bool, whether one is held or not."""
-        return (
-            torch.ones_like(self.embeds[..., 0], dtype=torch.bool)
-            if self.mask is None
-            else self.mask
-        )
+        """Returns the mask of the tokens, bool, [P, L], also where None stands for all True."""
+        if self.mask is None:
+            return torch.ones_like(self.embeds[..., 0], dtype=torch.bool)
+        return self.mask
 
 
 def _lengthened(tensor: Tensor, length: int) -> Tensor:
-    """Zeros (or False) on the right of the second dimension, up to `length`."""
+    """Pads the second dimension with zeros (or False) on the right, up to `length`."""
     padded = tensor.new_zeros((tensor.shape[0], length, *tensor.shape[2:]))
     padded[:, : tensor.shape[1]] = tensor
     return padded
@@ -105,13 +122,25 @@ def _lengthened(tensor: Tensor, length: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spec:
-    """What a rollout was asked to do. An engine echoes the one it used; the trainer refuses any
-    difference.
+    """The settings of a rollout that its log-probabilities depend on.
+
+    An engine sends back the spec that it used, and the trainer refuses any difference from its own.
+
+    Attributes:
+      dtype: precision of the rollout's weights, such as `bf16` or `bf16+int8`.
     """
 
     dtype: str
 
     def differences(self, other: Spec) -> list[str]:
+        """Lists the fields in which two specs differ.
+
+        Args:
+          other: a spec of the same class.
+
+        Returns:
+          One text for each field that differs, with both values.
+        """
         pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
         return [
             f"{name}: {mine!r} here, {theirs!r} there"
@@ -122,8 +151,19 @@ class Spec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerSpec(Spec):
-    """How images or videos are sampled. true_cfg_scale: None where there is none; num_frames: None
-    for images.
+    """The settings by which images or videos are sampled.
+
+    Attributes:
+      height, width: of a picture, in pixels.
+      num_inference_steps: denoising steps of the schedule, S.
+      guidance_scale: strength of guidance; what it means depends on the model (`FlowModel`).
+      noise_level: scale of the noise of stochastic steps.
+      sde_type: a kind of `core.transition`.
+      log_prob_convention: `gaussian` or `peers`, see `core.transition.log_prob`.
+      max_sequence_length: the most text tokens of a prompt.
+      true_cfg_scale: scale of guidance on a negative prompt, for models that have both kinds; None
+        for the others.
+      num_frames: frames of a video; None for images.
     """
 
     height: int
@@ -140,8 +180,12 @@ class SamplerSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenSpec(Spec):
-    """How responses are sampled: from the whole distribution at `temperature`, at most
-    `response_length` tokens.
+    """The settings by which responses are sampled, always from the whole vocabulary.
+
+    Attributes:
+      temperature: the logits are divided by it; 0 takes the likeliest token.
+      prompt_length: the most tokens of a prompt.
+      response_length: the most tokens of a response.
     """
 
     temperature: float
@@ -153,12 +197,21 @@ class TokenSpec(Spec):
 class Batch:
     """Trajectories of B samples and what the trainer learns about them, for images and text alike.
 
-    group, seed, policy_version [B] int64; `group` is the prompt's slot in the global batch
-    rollout_log_probs  [B, T] fp32  of the policy that sampled; None if the engine did not record them
-    old_log_probs      [B, T] fp32  None until bypass mode or the recompute fills it
-    rollout_is_weights [B, T]       None where no weights apply; no gradient
-    rejection_mask     [B, T] bool  True where the step is kept; None means that all valid ones are
-    advantages         [B, T]       None until the rewards are known
+    A field with one row per sample follows the samples through `rows` and `select`. The fields
+    named in `shared` stay whole.
+
+    Attributes:
+      shared: names of the fields that all samples have in common.
+      spec: the settings that the rollout used.
+      group: int64, [B]; the slot of the prompt in the global batch, which its samples share.
+      seed: int64, [B]; seed of each sample.
+      policy_version: int64, [B]; the training step after which the sampling weights were taken.
+      rollout_log_probs: fp32, [B, T]; of the policy that sampled. None if the engine recorded none.
+      old_log_probs: fp32, [B, T]; of the policy that the clip is about. None until bypass mode or
+        the recompute fills it.
+      rollout_is_weights: [B, T], without gradient. None: no weights apply.
+      rejection_mask: bool, [B, T]; True where the step is kept. None: nothing is rejected.
+      advantages: [B, T]. None until the rewards are known.
     """
 
     shared: ClassVar[tuple[str, ...]] = ("spec",)
@@ -177,58 +230,100 @@ class Batch:
 
     @property
     def num_steps(self) -> int:
-        """T."""
+        """Returns T."""
         return self.valid.shape[1]
 
     @property
     def valid(self) -> Tensor:
-        """[B, T] bool, False where there is no step: the padding of responses."""
+        """Returns which steps exist, bool, [B, T]; False at the padding of responses."""
         raise NotImplementedError
 
     @property
     def num_elements(self) -> int:
-        """How many elements the log-prob of a step is the mean of."""
+        """Returns the number of elements, D, that the log-probability of a step is a mean over."""
         raise NotImplementedError
 
     def with_old(self, log_probs: Tensor, means: Tensor | None) -> Self:
-        """The batch with another old policy than the rollout's: its log-probs [B, T] and, where
-        they are needed, the means of its steps."""
+        """Returns the batch with another old policy than the rollout's.
+
+        Args:
+          log_probs: of the old policy, [B, T].
+          means: of its steps, [B, T, ...]; None if steps have none or nobody needs them.
+
+        Returns:
+          A new batch.
+        """
         raise NotImplementedError
 
+    def wholly_rejected(self) -> Tensor:
+        """Returns the samples [B] bool that have steps, all of which the correction rejected.
+
+        They must not shift the mean of their group.
+        """
+        if self.rejection_mask is None:
+            return torch.zeros_like(self.group, dtype=torch.bool)
+        return self.valid.any(1) & ~(self.valid & self.rejection_mask).any(1)
+
     def replace(self, **changes: Any) -> Self:
+        """Returns the batch with other values in some fields.
+
+        Args:
+          **changes: the new values by field name.
+
+        Returns:
+          A new batch.
+        """
         return replace(self, **changes)
 
     def rows(self, start: int, stop: int) -> Self:
-        """Samples start..stop. What the samples share stays whole."""
+        """Returns a range of samples.
+
+        Args:
+          start: first sample.
+          stop: one past the last sample; it may exceed B.
+
+        Returns:
+          A new batch with views of the tensors.
+        """
         return replace(
             self, **{name: value[start:stop] for name, value in self.per_sample().items()}
         )
 
     def select(self, index: Tensor) -> Self:
-        """The samples at `index` [B'] int64."""
+        """Returns some of the samples, in any order and number.
+
+        Args:
+          index: positions of the samples, int64, [B'].
+
+        Returns:
+          A new batch of B' samples.
+        """
         return replace(self, **{name: value[index] for name, value in self.per_sample().items()})
 
     def per_sample(self) -> dict[str, Any]:
-        """The fields with one row per sample, by name, without those that are None."""
+        """Returns the fields with one row per sample, by name, without those that are None."""
         columns = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in self.shared}
         return {name: value for name, value in columns.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiffusionBatch(Batch):
-    """Trajectories of images inside their SDE window; fp32 unless said otherwise.
+    """Trajectories of images or videos inside their SDE window; fp32 unless said otherwise.
 
-    all_latents        [B, T+1, ...]  states x_t of the window; entry t+1 is the stored result of step t
-    all_timesteps      [B, T]         what the transformer receives (sigma x 1000)
-    step_indices       [B, T] int64   position of each step in the schedule
-    sigmas             [S+1]          the schedule, so that both sides use the same bits by index
-    prev_sample_mean   [B, T, ...]    mean of the reverse step under the policy that others are compared with: the
-                                      rollout's and, once they are recomputed, the old one's; None
-                                      unless a loss or a criterion needs it
-    conditioning       of the P prompts; `prompt_index` [B] says which row belongs to a sample
-    negative           of the P negative prompts, or None without guidance
+    The log-probability of a step is a mean over its D latent elements.
 
-    Log-probs are means over latent dimensions.
+    Attributes:
+      spec: the settings that the rollout used.
+      all_latents: [B, T+1, ...]; the states of the window. Entry t + 1 is the result of step t.
+      all_timesteps: [B, T]; the timestep that the transformer receives, sigma x 1000.
+      step_indices: int64, [B, T]; position of each step in the schedule.
+      sigmas: [S+1]; the schedule. Both sides take it from here, so that they use the same bits.
+      conditioning: the encoded prompts, [P].
+      prompt_index: int64, [B]; the row of `conditioning` that belongs to each sample.
+      negative: the encoded negative prompts, [P]; None without guidance.
+      prev_sample_mean: [B, T, ...]; mean of each step under the policy that others are compared
+        with, which is the rollout's and, once recomputed, the old one. None unless a loss or a
+        criterion needs it.
     """
 
     shared: ClassVar[tuple[str, ...]] = ("spec", "sigmas", "conditioning", "negative")
@@ -244,17 +339,27 @@ class DiffusionBatch(Batch):
 
     @property
     def valid(self) -> Tensor:
+        """Returns True for every step, bool, [B, T], since all windows have T steps."""
         return torch.ones_like(self.step_indices, dtype=torch.bool)
 
     @property
     def num_elements(self) -> int:
+        """Returns the number of elements of one sample's latents, D."""
         return self.all_latents.shape[2:].numel()
 
     def with_old(self, log_probs: Tensor, means: Tensor | None) -> Self:
+        """Returns the batch with another old policy, as `Batch.with_old` says."""
         return self.replace(old_log_probs=log_probs, prev_sample_mean=means)
 
     def step(self, t: int) -> DiffusionBatch:
-        """SDE step t alone, as a batch with T = 1."""
+        """Returns one SDE step of each sample.
+
+        Args:
+          t: position of the step in the window.
+
+        Returns:
+          A batch with T = 1.
+        """
         columns = self.per_sample()
         per_step: dict[str, Any] = {
             name: columns[name][:, t : t + 1] for name in _STEP_COLUMNS if name in columns
@@ -276,12 +381,15 @@ _STEP_COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBatch(Batch):
-    """Responses of a language model; a step is a token, the end-of-sequence token included.
+    """Responses of a language model. A step is a token, the end-of-sequence token included.
 
-    prompt_ids    [B, L] int64  padded on the left
-    prompt_mask   [B, L] bool   True for the prompt's tokens
-    response_ids  [B, T] int64  padded on the right
-    response_mask [B, T] bool   True for the response's tokens; a row without any is an empty response
+    Attributes:
+      spec: the settings that the rollout used.
+      prompt_ids: int64, [B, L], padded on the left.
+      prompt_mask: bool, [B, L]; True for the tokens of the prompt.
+      response_ids: int64, [B, T], padded on the right.
+      response_mask: bool, [B, T]; True for the tokens of the response. A row without any is an
+        empty response.
     """
 
     spec: TokenSpec
@@ -292,13 +400,16 @@ class TokenBatch(Batch):
 
     @property
     def valid(self) -> Tensor:
+        """Returns the mask of the responses, bool, [B, T]."""
         return self.response_mask
 
     @property
     def num_elements(self) -> int:
+        """Returns 1: a token is one element."""
         return 1
 
     def with_old(self, log_probs: Tensor, means: Tensor | None) -> Self:
+        """Returns the batch with another old policy; `means` is ignored, since tokens have none."""
         return self.replace(old_log_probs=log_probs)
 
 
@@ -306,11 +417,19 @@ B = TypeVar("B", bound=Batch)
 
 
 def concat(batches: Sequence[B]) -> B:
-    """The rows of several batches of one rollout, in order. They must have in common what their
-    rows share.
+    """Joins several batches of one rollout into one with the rows of all, in order.
 
-    Responses and prompts of different lengths are padded to the longest. Chunks that bring the
-    conditioning of their own prompts get one of all prompts.
+    Responses and prompts of different lengths are padded to the longest. Batches that have the
+    conditioning of their own prompts get one conditioning of all prompts.
+
+    Args:
+      batches: at least one, all with the same fields filled in.
+
+    Returns:
+      One batch.
+
+    Raises:
+      ValueError: the batches differ in a field that their samples share.
     """
     batches = _with_one_conditioning(batches)
     first = batches[0]
@@ -326,15 +445,14 @@ def concat(batches: Sequence[B]) -> B:
 
 
 def _with_one_conditioning(batches: Sequence[B]) -> Sequence[B]:
-    """Batches that share one conditioning of the prompts of all of them; others than images are
-    left as they are.
-    """
+    """Gives all batches of images one conditioning, with the prompts of all; leaves text alone."""
     images = [batch for batch in batches if isinstance(batch, DiffusionBatch)]
     if all(batch.conditioning is images[0].conditioning for batch in images):
         return batches
     conditioning = Conditioning.join([batch.conditioning for batch in images])
     given = [batch.negative for batch in images if batch.negative is not None]
     negative = Conditioning.join(given) if given else None
+    # The prompts of a batch come after those of the batches before it.
     starts = [sum(len(batch.conditioning) for batch in images[:i]) for i in range(len(images))]
     return [
         batch.replace(
@@ -345,35 +463,35 @@ def _with_one_conditioning(batches: Sequence[B]) -> Sequence[B]:
 
 
 def _same(one: object, other: object) -> bool:
+    """Compares two shared fields; conditionings are the same only if they are one object."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
     return one is other or (not isinstance(one, Conditioning) and one == other)
 
 
 def _stack(name: str, parts: Sequence[Tensor]) -> Tensor:
-    """Rows of all parts; the second dimension grows to the longest, on the left for a prompt's
-    columns.
-    """
+    """The rows of all parts of one field, padded in the second dimension to the longest."""
     if parts[0].ndim < 2 or len({part.shape[1] for part in parts}) == 1:
         return torch.cat(list(parts))
     length = max(part.shape[1] for part in parts)
-    pads = [length - part.shape[1] for part in parts]
-    left = name.startswith("prompt_")
-    return torch.cat(
-        [
-            torch.nn.functional.pad(part, (pad, 0) if left else (0, pad))
-            for part, pad in zip(parts, pads, strict=True)
-        ]
-    )
+    on_the_left = name.startswith("prompt_")  # a response has to follow its prompt at once
+    padded = []
+    for part in parts:
+        missing = length - part.shape[1]
+        sides = (missing, 0) if on_the_left else (0, missing)
+        padded.append(torch.nn.functional.pad(part, sides))
+    return torch.cat(padded)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewards:
     """Rewards of B samples.
 
-    total [B] float64: weighted sum, undefined where not valid; valid [B] bool: False where any
-    reward failed;
-    parts: name -> [B] float64, each reward and what it logs apart (NaN where it failed).
+    Attributes:
+      total: weighted sum of the rewards, float64, [B]; undefined where not valid.
+      valid: bool, [B]; False where any reward failed.
+      parts: name -> float64, [B]: each reward, and each further value that it reports. NaN where
+        the reward failed.
     """
 
     total: Tensor

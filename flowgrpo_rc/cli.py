@@ -1,4 +1,7 @@
-"""The command line: train, plan, calibrate, eval, export, report, compare, serve-reward, doctor."""
+"""The command line: its parser and its exit codes. What a command does is in `commands`.
+
+It parses before it imports torch, so that help and usage errors come at once.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,27 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from importlib import import_module
 
-if TYPE_CHECKING:
-    from flowgrpo_rc.config.compose import Composition
-
-EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
+from flowgrpo_rc.commands import EXIT_BAD_INPUT, EXIT_FAILED
+from flowgrpo_rc.config.names import DEFAULT_CONFIG, OTHER_CONFIG
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns 0 when complete, 1 after a failure, 2 for bad input, 75 when stopped
-    early.
+    """Runs a command.
+
+    Args:
+      argv: the words after `flowgrpo-rc`; None takes them from the process.
+
+    Returns:
+      The exit code: 0 when complete, 1 after a failure, 2 for bad input, 75 when stopped early.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    _quieten_libraries()
     arguments = _parser().parse_args(argv)
     if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.append(
-            os.getcwd()
-        )  # rewards and functions of the user's own, as under `python -m`
+        # Rewards and functions of the user's own, as under `python -m`.
+        sys.path.append(os.getcwd())
+    _quieten_libraries()
     from flowgrpo_rc.distributed.processes import ProcessLost
     from flowgrpo_rc.records.checkpoint import CheckpointError
     from flowgrpo_rc.rewards.manager import RewardError
@@ -33,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flowgrpo_rc.training.update import NonFiniteGradient
 
     try:
-        return int(arguments.command(arguments))
+        command = import_module(f"flowgrpo_rc.commands.{arguments.command}")
+        return int(command.main(arguments))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -51,8 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _quieten_libraries() -> None:
-    """Loading notices and progress bars would bury the run's own lines; diffusers imports torchao
-    where it is.
+    """Silences loading notices and progress bars, which would bury the run's own lines.
+
+    diffusers imports torchao if it is installed, and that has notices of its own.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
@@ -72,257 +79,133 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    train = commands.add_parser(
-        "train", help="train; with no override, the bundled model on its OCR task"
+    def command(name: str, module: str, help: str) -> argparse.ArgumentParser:
+        """Adds a command; `main` of `commands.MODULE` runs it."""
+        added = commands.add_parser(name, help=help)
+        added.set_defaults(command=module)
+        return added
+
+    _train_options(
+        command("train", "train", "train; with no override, the bundled model on its OCR task")
     )
-    _add_config_options(train)
-    train.add_argument("--cfg", choices=["job"], help="print the composed configuration and stop")
-    train.add_argument(
+    _plan_options(command("plan", "plan", "what a run would need and do; allocates nothing"))
+    _calibrate_options(
+        command(
+            "calibrate",
+            "calibrate",
+            "measure engine against trainer, and write settings that fit",
+        )
+    )
+    _evaluate_options(
+        command("eval", "evaluate", "score a run's LoRA and the base model on the held-out prompts")
+    )
+    _export_options(
+        command("export", "export", "write the LoRA of a checkpoint for stock diffusers, or peft")
+    )
+    report = command("report", "report", "write report.html of a run")
+    report.add_argument("run_dir", help="folder of a run")
+    _compare_options(command("compare", "compare", "one page about two to four runs"))
+    _serve_options(
+        command("serve-reward", "serve", "a reward over HTTP, for the remote reward of a run")
+    )
+    command("doctor", "doctor", "check the installation")
+    return parser
+
+
+def _train_options(parser: argparse.ArgumentParser) -> None:
+    _config_options(parser)
+    parser.add_argument("--cfg", choices=["job"], help="print the composed configuration and stop")
+    parser.add_argument(
         "--dry-run", action="store_true", help="check everything that needs no model, then stop"
     )
-    train.set_defaults(command=_train)
 
-    plan = commands.add_parser("plan", help="what a run would need and do; allocates nothing")
-    _add_config_options(plan)
+
+def _plan_options(parser: argparse.ArgumentParser) -> None:
+    _config_options(parser)
     default = int(os.environ.get("WORLD_SIZE", "1"))
-    plan.add_argument(
+    parser.add_argument(
         "--processes",
         type=int,
         default=default,
         metavar="N",
         help=f"number of processes ({default})",
     )
-    plan.add_argument("--nodes", type=int, default=1, metavar="N", help="number of machines (1)")
-    plan.set_defaults(command=_plan)
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of machines (1)")
 
-    calibrate = commands.add_parser(
-        "calibrate", help="measure engine against trainer, and write settings that fit"
-    )
-    _add_config_options(calibrate)
-    calibrate.add_argument(
+
+def _calibrate_options(parser: argparse.ArgumentParser) -> None:
+    _config_options(parser)
+    parser.add_argument(
         "--out", default="outputs/calibration", help="folder for the result (%(default)s)"
     )
-    calibrate.add_argument(
+    parser.add_argument(
         "--name", default="measured", help="of the settings, for +calibration=NAME (%(default)s)"
     )
-    calibrate.add_argument(
+    parser.add_argument(
         "--prompts", type=int, default=4, metavar="N", help="prompts to sample (%(default)s)"
     )
-    calibrate.add_argument(
+    parser.add_argument(
         "--mode", default="auto", help="auto (the rule decides), bypass or decoupled"
     )
-    calibrate.add_argument(
+    parser.add_argument(
         "--overwrite", action="store_true", help="replace the result that is in the folder"
     )
-    calibrate.set_defaults(command=_calibrate)
 
-    evaluate = commands.add_parser(
-        "eval", help="score a run's LoRA and the base model on the held-out prompts"
-    )
-    evaluate.add_argument("run_dir", help="folder of a run")
-    evaluate.add_argument(
+
+def _evaluate_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", help="folder of a run")
+    parser.add_argument(
         "overrides", nargs="*", help="such as rollout.val_kwargs.num_inference_steps=20"
     )
-    evaluate.set_defaults(command=_evaluate)
 
-    export = commands.add_parser(
-        "export", help="write the LoRA of a checkpoint for stock diffusers, or peft"
-    )
-    export.add_argument("checkpoint", help="folder of a checkpoint, or of a run (its newest)")
-    export.add_argument("--out", required=True, help="folder for the LoRA")
-    export.add_argument(
+
+def _export_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", help="folder of a checkpoint, or of a run (its newest)")
+    parser.add_argument("--out", required=True, help="folder for the LoRA")
+    parser.add_argument(
         "--raw", action="store_true", help="the last weights rather than their average"
     )
-    export.add_argument(
+    parser.add_argument(
         "--push-to-hub", metavar="REPO", help="also upload it to user/name, a private repository"
     )
-    export.add_argument(
+    parser.add_argument(
         "--public", action="store_true", help="with --push-to-hub: for everybody to see"
     )
-    export.set_defaults(command=_export)
 
-    report = commands.add_parser("report", help="write report.html of a run")
-    report.add_argument("run_dir", help="folder of a run")
-    report.set_defaults(command=_report)
 
-    compare = commands.add_parser("compare", help="one page about two to four runs")
-    compare.add_argument("run_dir", nargs="+", help="folders of runs")
-    compare.add_argument(
+def _compare_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", nargs="+", help="folders of runs")
+    parser.add_argument(
         "--out", default="compare.html", metavar="FILE", help="the page (%(default)s)"
     )
-    compare.set_defaults(command=_compare)
 
-    serve = commands.add_parser(
-        "serve-reward", help="a reward over HTTP, for the remote reward of a run"
-    )
-    serve.add_argument("reward", metavar="NAME", help="such as ocr, or the full path of a class")
-    serve.add_argument(
+
+def _serve_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("reward", metavar="NAME", help="such as ocr, or the full path of a class")
+    parser.add_argument(
         "options", nargs="*", metavar="key=value", help="the reward's options, such as batch_size=8"
     )
-    serve.add_argument("--host", default="127.0.0.1", help="address (127.0.0.1)")
-    serve.add_argument("--port", type=int, default=8000, help="port (8000)")
-    serve.add_argument(
+    parser.add_argument("--host", default="127.0.0.1", help="address (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="port (8000)")
+    parser.add_argument(
         "--token-env",
         default="FLOWGRPO_REWARD_TOKEN",
         metavar="NAME",
         help="environment variable with the token that clients must send (FLOWGRPO_REWARD_TOKEN)",
     )
-    serve.add_argument(
+    parser.add_argument(
         "--certificate", metavar="FILE", help="TLS certificate (PEM); needed beyond this machine"
     )
-    serve.add_argument("--key", metavar="FILE", help="its private key")
-    serve.add_argument(
+    parser.add_argument("--key", metavar="FILE", help="its private key")
+    parser.add_argument(
         "--max-body-mb", type=float, default=256.0, metavar="MB", help="longest request (256)"
     )
-    serve.set_defaults(command=_serve_reward)
-
-    doctor = commands.add_parser("doctor", help="check the installation")
-    doctor.set_defaults(command=_doctor)
-    return parser
 
 
-def _add_config_options(parser: argparse.ArgumentParser) -> None:
-    from flowgrpo_rc.config.compose import DEFAULT_CONFIG, OTHER_CONFIG
-
+def _config_options(parser: argparse.ArgumentParser) -> None:
     default = f"default {DEFAULT_CONFIG}; {OTHER_CONFIG} for a whole command line of verl-omni"
     parser.add_argument("--config-name", help=f"a file of configs/ ({default})")
     parser.add_argument("--config-dir", help="a further folder with configuration files")
     parser.add_argument(
         "overrides", nargs="*", help="Hydra overrides such as model.path=... rollout.dtype=fp32"
     )
-
-
-def _composed(arguments: argparse.Namespace) -> Composition:
-    """Compose, and print the table of what was written in other words."""
-    from flowgrpo_rc.config.compat import table
-    from flowgrpo_rc.config.compose import compose_all
-
-    composed = compose_all(
-        arguments.overrides, config_name=arguments.config_name, config_dir=arguments.config_dir
-    )
-    if composed.rows:
-        print(table(composed.rows), file=sys.stderr)
-    return composed
-
-
-def _train(arguments: argparse.Namespace) -> int:
-    from omegaconf import OmegaConf
-
-    from flowgrpo_rc.config.compose import to_config
-    from flowgrpo_rc.files import redact
-
-    composed = _composed(arguments)
-    if arguments.cfg:
-        shown = redact(OmegaConf.to_container(composed.config, resolve=True))
-        print(OmegaConf.to_yaml(OmegaConf.create(shown)), end="")
-        return EXIT_OK
-    composed.check()
-    config = to_config(composed.config)
-    config.check_output()
-    if arguments.dry_run:
-        config.check_replay(0, int(os.environ.get("WORLD_SIZE", "1")))
-        sampler, held_out = config.read_prompts()
-        print(
-            f"ok: {len(sampler.prompts)} training prompts, {len(held_out)} held-out prompts, "
-            "nothing was loaded"
-        )
-        return EXIT_OK
-    from flowgrpo_rc.commands.train import run
-    from flowgrpo_rc.training.stopping import EXIT_STOPPED
-
-    return EXIT_OK if run(config) is None else EXIT_STOPPED
-
-
-def _plan(arguments: argparse.Namespace) -> int:
-    from flowgrpo_rc.config.compose import config_folder, to_config
-
-    composed = _composed(arguments)
-    composed.check()
-    if arguments.nodes < 1 or arguments.processes % arguments.nodes:
-        raise ValueError(
-            f"--processes {arguments.processes} are not spread evenly over --nodes "
-            f"{arguments.nodes}"
-        )
-    config = to_config(composed.config, num_processes=arguments.processes)
-    from flowgrpo_rc.commands.plan import make_plan
-
-    print(
-        make_plan(
-            config,
-            arguments.processes,
-            config_folder() / "architectures",
-            num_nodes=arguments.nodes,
-        )
-    )
-    return EXIT_OK
-
-
-def _calibrate(arguments: argparse.Namespace) -> int:
-    from flowgrpo_rc.config.compose import to_config
-
-    composed = _composed(arguments)
-    composed.check()
-    config = to_config(composed.config, num_processes=1)
-    from flowgrpo_rc.commands.calibrate import calibrate
-
-    calibrate(
-        config,
-        out=arguments.out,
-        name=arguments.name,
-        num_prompts=arguments.prompts,
-        mode=arguments.mode,
-        overwrite=arguments.overwrite,
-    )
-    return EXIT_OK
-
-
-def _evaluate(arguments: argparse.Namespace) -> int:
-    from flowgrpo_rc.commands.evaluate import evaluate_run
-
-    evaluate_run(arguments.run_dir, arguments.overrides)
-    return EXIT_OK
-
-
-def _export(arguments: argparse.Namespace) -> int:
-    from flowgrpo_rc.commands.export import export_checkpoint
-
-    written = export_checkpoint(
-        arguments.checkpoint,
-        arguments.out,
-        raw=arguments.raw,
-        push_to_hub=arguments.push_to_hub,
-        public=arguments.public,
-    )
-    print(written)
-    return EXIT_OK
-
-
-def _report(arguments: argparse.Namespace) -> int:
-    from pathlib import Path
-
-    from flowgrpo_rc.report.run import write_report
-
-    print(write_report(Path(arguments.run_dir)))
-    return EXIT_OK
-
-
-def _compare(arguments: argparse.Namespace) -> int:
-    from pathlib import Path
-
-    from flowgrpo_rc.report.compare import write_comparison
-
-    print(write_comparison([Path(folder) for folder in arguments.run_dir], Path(arguments.out)))
-    return EXIT_OK
-
-
-def _serve_reward(arguments: argparse.Namespace) -> int:
-    from flowgrpo_rc.commands.serve import serve_reward
-
-    serve_reward(arguments)
-    return EXIT_OK
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    from flowgrpo_rc.commands.doctor import doctor
-
-    return EXIT_OK if doctor() else EXIT_FAILED

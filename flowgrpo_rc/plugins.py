@@ -1,7 +1,6 @@
-"""Plug-ins without a registry: one module in a plug-in folder is one plug-in, found by the module's
-name.
+"""Plug-ins without a registry: each module in a plug-in folder is one, found by the module's name.
 
-A plug-in out of the tree is named by its full path, `my_package.my_module.MyClass`.
+A plug-in outside of the package is named by its full path, `my_package.my_module.MyClass`.
 """
 
 from __future__ import annotations
@@ -20,12 +19,20 @@ _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEY
 
 
 def load_class(package: str, name: str, base: type) -> type:
-    """The plug-in class called `name`: the one in module `package.name`, or the class at a dotted
-    path.
+    """Loads a plug-in class by its name.
 
-    The ending of a module such as `vllm_engine` may be left out. Raises ValueError for an unknown
-    name (listing what there is), for a module that does not hold exactly one concrete subclass of
-    `base`, and for a dotted path that leads to no such class.
+    Args:
+      package: the plug-in folder, such as `flowgrpo_rc.rewards`.
+      name: the name of a module in it, or the full path of a class. The ending `_engine` of a
+        module may be left out.
+      base: the class that every plug-in of this folder is derived from.
+
+    Returns:
+      The class.
+
+    Raises:
+      ValueError: there is no such plug-in (the message lists those that exist), the module does not
+        hold exactly one concrete subclass of `base`, or the path leads to no such class.
     """
     if "." in name:
         return _class_at(name, base)
@@ -36,8 +43,7 @@ def load_class(package: str, name: str, base: type) -> type:
         available = available_plugins(package, base)
         raise ValueError(
             f"{package} has no plug-in {name!r}{did_you_mean(name, available)}; available: "
-            f"{', '.join(available)}, "
-            f"or the full path of a class, my_package.my_module.MyClass"
+            f"{', '.join(available)}, or the full path of a class, my_package.my_module.MyClass"
         )
     found = _concrete_subclasses(import_module(f"{package}.{name}"), base)
     if len(found) != 1:
@@ -50,7 +56,15 @@ def load_class(package: str, name: str, base: type) -> type:
 
 
 def available_plugins(package: str, base: type) -> list[str]:
-    """The names that `load_class` knows in a package, sorted. Imports its modules."""
+    """Lists the names that `load_class` knows in a package. Imports all modules of the package.
+
+    Args:
+      package: the plug-in folder.
+      base: the class that its plug-ins are derived from.
+
+    Returns:
+      The names, sorted.
+    """
     names = sorted(_module_names(package))
     return [
         name
@@ -60,11 +74,19 @@ def available_plugins(package: str, base: type) -> list[str]:
 
 
 def build(cls: type[T], options: Mapping[str, object], where: str) -> T:
-    """cls(**options). `where` is the configuration key that the options come from, such as
-    `reward.terms.ocr`.
+    """Makes an object from its options.
 
-    Raises ValueError as `check_options` does, and for a value that the constructor refuses, always
-    with the key.
+    Args:
+      cls: the class.
+      options: keyword arguments of its constructor.
+      where: the configuration key that the options come from, such as `reward.terms.ocr`.
+
+    Returns:
+      `cls(**options)`.
+
+    Raises:
+      ValueError: an option is unknown or missing, or the constructor refuses a value. The message
+        names the key.
     """
     check_options(cls, options, where)
     try:
@@ -74,8 +96,16 @@ def build(cls: type[T], options: Mapping[str, object], where: str) -> T:
 
 
 def check_options(cls: type, options: Mapping[str, object], where: str) -> None:
-    """ValueError for an option that the constructor does not have (naming the nearest), or
-    misses.
+    """Checks the names of options against the parameters of a constructor.
+
+    Args:
+      cls: the class.
+      options: keyword arguments of its constructor.
+      where: the configuration key that the options come from.
+
+    Raises:
+      ValueError: the constructor has no such parameter (the message names the nearest one), or
+        needs one that is missing.
     """
     parameters = inspect.signature(cls).parameters
     allowed = [name for name, parameter in parameters.items() if parameter.kind in _KEYWORD_KINDS]
@@ -95,7 +125,17 @@ def check_options(cls: type, options: Mapping[str, object], where: str) -> None:
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """The function at `my_package.my_module:name`. ValueError for a path that leads to none."""
+    """Loads a function by its path.
+
+    Args:
+      path: of the form `my_package.my_module:name`.
+
+    Returns:
+      The function, or any other callable of that name.
+
+    Raises:
+      ValueError: the path leads to no callable.
+    """
     module_name, _, name = path.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), name)):
         raise ValueError(f"path={path!r}: write it as my_package.my_module:name")
@@ -110,7 +150,7 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """` (did you mean 'x'?)` for the nearest known name, or nothing if none is near."""
+    """Returns ` (did you mean 'x'?)` with the nearest known name, or "" if none is near."""
     near = get_close_matches(name, known, n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
@@ -120,9 +160,7 @@ def _module_names(package: str) -> set[str]:
 
 
 def _concrete_subclasses(module: ModuleType, base: type) -> list[type]:
-    """Public classes defined in the module itself; what it imports or keeps for itself (`_Name`) is
-    left out.
-    """
+    """The public classes that a module itself defines, without those that it imports."""
     return [
         value
         for name, value in vars(module).items()
@@ -151,12 +189,12 @@ def _class_at(path: str, base: type) -> type:
 
 
 def _exists(module_name: str) -> bool:
-    """False where the module or a package on the way to it is missing. A failing import inside them
-    is not that.
-    """
+    """Whether the module is there; an import that fails inside it or its packages still raises."""
     try:
         return find_spec(module_name) is not None
     except ModuleNotFoundError as error:
+        # find_spec imports the packages on the way. Only if one of these is the missing module,
+        # the answer is no; otherwise one of them imports something that is not installed.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         return False

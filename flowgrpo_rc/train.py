@@ -1,5 +1,5 @@
-"""`python -m flowgrpo_rc.train [overrides]` is `flowgrpo-rc train [overrides]`, for torchrun and
-accelerate.
+"""`python -m flowgrpo_rc.train ...` does what `flowgrpo-rc train ...` does, for torchrun and
+accelerate, which start modules.
 """
 
 from __future__ import annotations

@@ -10,30 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import rooms_figure
+from rooms_figure import FLOORS, draw
+
 import flowgrpo_rc
 
 ROOT = Path(flowgrpo_rc.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-# The rooms of the package, from the ground up. A file imports its own room and lower ones, also
-# under TYPE_CHECKING.
-FLOORS = (
-    ("batch", "plugins", "files", "core"),
-    ("correction",),
-    ("losses", "models", "rewards", "data", "distributed"),
-    ("policies", "assets"),
-    ("rollout",),
-    ("monitoring",),
-    ("records",),
-    ("report",),
-    ("training",),
-    ("config",),
-    ("export", "build"),
-    ("calibration",),
-    ("commands",),
-    ("cli",),
-    ("train",),
-)
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 # What only some parts may import from outside.
@@ -124,6 +108,11 @@ def test_the_reader_sees_imports():
 
 def test_every_room_has_a_floor():
     assert {part_of(file) for file in FILES} - {"__init__"} == set(FLOOR)
+
+
+def test_the_picture_of_the_rooms_is_up_to_date():
+    page = Path(rooms_figure.__file__).parent
+    assert (page / "figures" / "rooms.svg").read_text() == draw()
 
 
 def test_no_import_points_up():

@@ -15,7 +15,6 @@ from support.builders import diffusion_batch
 from torch import Tensor
 
 from flowgrpo_rc.batch import DiffusionBatch
-from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import identity
 from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.thresholds import parse_bands
@@ -77,10 +76,10 @@ def test_auto_bands(batch: DiffusionBatch, iterations: int) -> None:
 def test_the_mismatch_monitor(batch: DiffusionBatch, processes: Processes) -> None:
     policy = Anything(None, None)  # type: ignore[arg-type]
     expected = ExpectedMismatch(policy, policy, processes, size=1.0, least=4e-7, micro_batch_size=2)
-    floor = MismatchMonitor(policy, processes, bypass=True, clip_ratio=1e-4, expected=expected)
+    floor = MismatchMonitor(policy, processes, clip_ratio=1e-4, expected=expected)
     floor.expect(batch, 1)
-    floor.during(batch, policy.log_probs(batch, 2), MetricBag(), updated=False)
-    floor.during(batch, policy.log_probs(batch, 2), MetricBag(), updated=True)
-    floor.finish()
+    floor.before_update(batch, policy.log_probs(batch, 2))
+    floor.after_update(batch, policy.log_probs(batch, 2))
+    floor.finish(old_is_rollout=True)
     assert on_device(floor.tensors())
     assert floor.tensors()

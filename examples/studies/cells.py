@@ -1,10 +1,9 @@
-"""A study's raw results: one small JSON file for each cell, so that a study that was stopped goes
-on where it was.
+"""The raw results of a study: one small JSON file for each cell.
 
-    results/STUDY/CELL.json    {"package": version, ...: what the study measured}
+    results/STUDY/CELL.json    {"package": version, and what the study measured}
 
-Numbers are rounded to six significant digits: far below their statistical error, and a file that
-reads well.
+A study that was stopped goes on with the cells that have no file yet. Numbers are rounded to six
+significant digits, which is far below their statistical error.
 """
 
 from __future__ import annotations
@@ -23,27 +22,39 @@ Cell = dict[str, Any]
 
 
 def load(study: str, folder: Path = RESULTS) -> dict[str, Cell]:
-    """Every cell of a study by its name."""
+    """Reads every cell of a study.
+
+    Args:
+      study: name of the study.
+      folder: the folder of all studies.
+
+    Returns:
+      Name of the cell -> its results.
+    """
     return {
         path.stem: json.loads(path.read_text()) for path in sorted((folder / study).glob("*.json"))
     }
 
 
 def save(study: str, name: str, cell: Cell, folder: Path = RESULTS) -> None:
-    """Write a cell at once, so that an interrupted write leaves none."""
+    """Writes a cell whole: an interrupted write leaves no file.
+
+    Args:
+      study: name of the study.
+      name: name of the cell.
+      cell: its results.
+      folder: the folder of all studies.
+    """
     path = folder / study / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = (
-        json.dumps(rounded({"package": flowgrpo_rc.__version__, **cell}), indent=1, allow_nan=False)
-        + "\n"
-    )
+    stored = rounded({"package": flowgrpo_rc.__version__, **cell})
     draft = path.with_suffix(".tmp")
-    draft.write_text(text)
+    draft.write_text(json.dumps(stored, indent=1, allow_nan=False) + "\n")
     os.replace(draft, path)
 
 
 def rounded(value: Any) -> Any:
-    """`value` with every float at `DIGITS` significant digits."""
+    """Rounds every float of a tree of dicts and lists to `DIGITS` significant digits."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, dict):

@@ -1,5 +1,4 @@
-"""The estimators that the gradient study compares, as settings of this package, and what calibrates
-them.
+"""The estimators that the gradient study compares, as settings of this package; their calibration.
 
 Legend: B samples, T steps of the SDE window.
 """
@@ -27,15 +26,18 @@ from flowgrpo_rc.core.advantages import group_relative
 from flowgrpo_rc.core.reduce import identity
 from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.correction.auto_bands import ROBUST, AutoBands
-from flowgrpo_rc.correction.log_ratios import prepare
+from flowgrpo_rc.correction.log_ratios import compute_log_ratios
 from flowgrpo_rc.correction.rejection import statistic
 from flowgrpo_rc.correction.thresholds import parse_bands
 
-REFERENCE_CLIP, REFERENCE_GUARD_CLIP = 1e-4, 2e-6
-REJECTED = 0.05  # what a calibrated band rejects of a clean rollout
-WITHIN, MARGIN = 0.99, 1.25  # a calibrated band ends a quarter above this quantile
-# With as many steps in every window, seq_sum rejects what seq_mean rejects, and seq_max_k2 what
-# seq_max_k3 does.
+REFERENCE_CLIP = 1e-4
+REFERENCE_GUARD_CLIP = 2e-6
+REJECTED = 0.05  # fraction of a clean rollout that a calibrated band rejects
+# A calibrated clip is MARGIN times the quantile WITHIN of the mismatch.
+WITHIN = 0.99
+MARGIN = 1.25
+# All windows have the same number of steps. So seq_sum rejects what seq_mean rejects, and
+# seq_max_k2 what seq_max_k3 rejects.
 CRITERIA = (
     "token_k1",
     "token_k2",
@@ -47,12 +49,20 @@ CRITERIA = (
     "step_kl",
 )
 SWEEP = (0.1, 0.3, 1.0, 2.0, 4.0, 10.0)  # clip_ratio over the floor
+LEVELS = ("token", "sequence", "geometric")
+WINDOW = {"bypass_mode": True, "bypass_level": "window"}
 
 Pair = tuple[DiffusionBatch, Evaluation]
 
 
 class Estimator(NamedTuple):
-    """Settings, and for `auto` the bands that followed the calibrating batches."""
+    """One way to estimate the gradient.
+
+    Attributes:
+      correction: settings of the rollout correction.
+      loss: settings of the loss.
+      auto: for `auto` bands, the bands that followed the calibrating batches; None for the others.
+    """
 
     correction: RolloutCorrectionConfig
     loss: DiffusionLossConfig
@@ -60,14 +70,21 @@ class Estimator(NamedTuple):
 
     @property
     def estimand(self) -> str:
-        """Whose on-policy gradient it estimates: Guard weighs steps and scales ratios in a way of
-        its own.
+        """Returns the name of the on-policy gradient that it estimates.
+
+        Guard has one of its own, since it weighs steps and scales ratios differently.
         """
         return "grpo_guard" if self.loss.loss_mode == "grpo_guard" else "flow_grpo"
 
     def settle(self, batch: DiffusionBatch, found: Evaluation) -> DiffusionBatch:
-        """The batch with its old policy and, where they come before the loss, weights and
-        rejection.
+        """Fills in everything that comes before the loss.
+
+        Args:
+          batch: a batch as sampled.
+          found: the training graph on it.
+
+        Returns:
+          The batch with its old policy and, in decoupled mode, weights and rejection.
         """
         kl = found.gaussian.kl
         if self.auto is not None:
@@ -80,8 +97,15 @@ class Estimator(NamedTuple):
     def slopes(
         self, batch: DiffusionBatch, rewards: Tensor, found: Evaluation
     ) -> tuple[Tensor, Tensor, dict[str, float]]:
-        """Of the loss at every log-prob and at every KL [B, T], for a settled batch before an
-        update; metrics.
+        """Computes the slope of the loss at every log-prob and at every KL, before an update.
+
+        Args:
+          batch: a settled batch.
+          rewards: reward of each sample, [B].
+          found: the training graph on the batch.
+
+        Returns:
+          The slope at the log-probs, [B, T]; the slope at the KLs, [B, T]; metrics of the loss.
         """
         valid = torch.ones_like(rewards, dtype=torch.bool)
         if self.correction.excludes_rejected and batch.rejection_mask is not None:
@@ -97,20 +121,23 @@ class Estimator(NamedTuple):
             config, log_probs, batch, GaussianSteps(found.gaussian.std, found.gaussian.dt, kl)
         )
         loss.backward()
-        kl_slope = (
-            torch.zeros_like(kl) if kl.grad is None or not self.correction.bypass_mode else kl.grad
-        )
+        unused = kl.grad is None or not self.correction.bypass_mode
+        kl_slope = torch.zeros_like(kl) if unused else kl.grad
         return log_probs.grad, kl_slope, metrics.compute()
 
 
 class Calibration(NamedTuple):
-    """What one kind of mismatch looks like before an update, on batches that the study does not use
-    again.
+    """One kind of mismatch before an update, on batches that the study does not use again.
 
-    floor: robust standard deviation of the log-ratio; by_step: the same of each step [T]; absolute:
-    mean, median, 99th percentile of |log-ratio|; clip, guard_clip, kl: the calibrated bands of
-    FlowGRPO, Guard and Flow-DPPO; bands: criterion -> the threshold that rejects `REJECTED`;
-    mean_kl: of the steps.
+    Attributes:
+      floor: robust standard deviation of the log-ratio.
+      by_step: the same of each step, [T].
+      absolute: mean, median and 99th percentile of |log-ratio|.
+      clip: calibrated clip of FlowGRPO.
+      guard_clip: calibrated clip of Guard.
+      bands: criterion -> the threshold that rejects the fraction `REJECTED`.
+      kl: calibrated threshold of Flow-DPPO.
+      mean_kl: mean KL of the steps.
     """
 
     floor: float
@@ -124,14 +151,15 @@ class Calibration(NamedTuple):
 
 
 def calibrate(pairs: Sequence[Pair]) -> Calibration:
-    """From batches and the training graph on them."""
+    """Measures a mismatch on batches, each with the training graph on it."""
     training = torch.cat([found.log_probs for _, found in pairs])
     rollout = torch.cat([batch.rollout_log_probs for batch, _ in pairs])
     kl, std = (
         torch.cat([getattr(found.gaussian, name) for _, found in pairs]) for name in ("kl", "std")
     )
-    steps = prepare(training, rollout, torch.ones_like(training, dtype=torch.bool), kl)
-    ratio, magnitude = steps.log_ratio, steps.log_ratio.abs()
+    steps = compute_log_ratios(training, rollout, torch.ones_like(training, dtype=torch.bool), kl)
+    ratio = steps.log_ratio
+    magnitude = ratio.abs()
     guard = torch.expm1((ratio + kl) * std).abs()
     return Calibration(
         floor=_robust(ratio.flatten()),
@@ -167,7 +195,7 @@ def _quantile(values: Tensor, q: float) -> float:
 
 
 def auto_bands(criterion: str, pairs: Sequence[Pair]) -> AutoBands:
-    """`auto:4` bands that have seen the calibrating batches, each as one iteration."""
+    """Makes `auto:4` bands that have seen the calibrating batches, each as one iteration."""
     bands = AutoBands(parse_bands(criterion, "auto:4"), STEPS, torch.device("cpu"))
     for batch, found in pairs:
         bands.judge(batch, found.log_probs, found.gaussian.kl)
@@ -176,74 +204,108 @@ def auto_bands(criterion: str, pairs: Sequence[Pair]) -> AutoBands:
 
 
 def estimators(seen: Calibration, pairs: Sequence[Pair]) -> dict[str, Estimator]:
-    """Every estimator by the name under which its results are stored."""
+    """Makes every estimator that the study compares.
 
-    def ppo(clip: float, mode: str = "flow_grpo", **correction: Any) -> Estimator:
-        return Estimator(
-            RolloutCorrectionConfig(**correction),
-            DiffusionLossConfig(loss_mode=mode, clip_ratio=clip),
-        )
+    Args:
+      seen: the calibration of the mismatch.
+      pairs: the calibrating batches, each with the training graph on it.
 
-    def auto(criterion: str, **correction: Any) -> Estimator:
-        given = {"rollout_rs": criterion, "rollout_rs_threshold": "auto:4", **correction}
-        return ppo(seen.clip, **given)._replace(auto=auto_bands(criterion, pairs))
-
-    def dppo(threshold: float) -> Estimator:
-        return Estimator(bypass, DiffusionLossConfig(loss_mode="flow_dppo", kl_threshold=threshold))
-
-    bypass, window = (
-        RolloutCorrectionConfig(bypass_mode=True),
-        {"bypass_mode": True, "bypass_level": "window"},
-    )
+    Returns:
+      The name under which results are stored -> estimator.
+    """
     found = {
-        "bypass": ppo(REFERENCE_CLIP, bypass_mode=True),
-        "bypass_calibrated": ppo(seen.clip, bypass_mode=True),
-        "bypass_band_of_tokens": ppo(
-            seen.clip, bypass_mode=True, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.5_2.0"
-        ),
+        **_bypass(seen, pairs),
+        **_decoupled(seen, pairs),
+        **_reinforce(),
+        **_other_losses(seen),
     }
-    for multiple in SWEEP:
-        found[f"bypass_clip_{multiple:g}"] = ppo(min(multiple * seen.floor, 0.99), bypass_mode=True)
-    for name, threshold in seen.bands.items():
-        found[f"bypass_{name}"] = ppo(
-            seen.clip, rollout_rs=name, rollout_rs_threshold=threshold, **window
-        )
-    found["bypass_auto_k1"] = auto("token_k1", bypass_mode=True)
-    found["bypass_auto_step_kl"] = auto("step_kl", bypass_mode=True)
-    found["recomputed"] = ppo(REFERENCE_CLIP)
-    for level in ("token", "sequence", "geometric"):
-        for scale in ("mean", "sum"):
-            found[f"decoupled_{level}_{scale}"] = ppo(
-                REFERENCE_CLIP, rollout_is=level, log_prob_scale=scale
-            )
-    unbounded = {"rollout_is": "sequence", "log_prob_scale": "sum", "rollout_is_threshold": 1e8}
-    found["decoupled_sequence_sum_unbounded"] = ppo(REFERENCE_CLIP, **unbounded)
-    rejecting = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": seen.bands["seq_mean_k1"]}
-    found["recomputed_seq_mean_k1"] = ppo(REFERENCE_CLIP, **rejecting)
-    found["decoupled_sequence_seq_mean_k1"] = ppo(
-        REFERENCE_CLIP, rollout_is="sequence", **rejecting
-    )
-    found["recomputed_auto_k1"] = auto("token_k1")
-    free = {"loss_type": "reinforce", **window}
-    found["reinforce"] = ppo(REFERENCE_CLIP, **free)
-    for level in ("token", "sequence", "geometric"):
-        found[f"reinforce_{level}"] = ppo(REFERENCE_CLIP, rollout_is=level, **free)
-    found["reinforce_sequence_sum"] = ppo(
-        REFERENCE_CLIP, rollout_is="sequence", log_prob_scale="sum", **free
-    )
-    found["guard"] = ppo(REFERENCE_GUARD_CLIP, "grpo_guard", bypass_mode=True)
-    found["guard_calibrated"] = ppo(seen.guard_clip, "grpo_guard", bypass_mode=True)
-    found["guard_recomputed"] = ppo(REFERENCE_GUARD_CLIP, "grpo_guard")
-    found["dppo"] = dppo(DiffusionLossConfig.kl_threshold)
-    found["dppo_calibrated"] = dppo(seen.kl)
     for estimator in found.values():
         estimator.correction.validate()
         estimator.loss.validate()
     return found
 
 
+def _ppo(clip: float, mode: str = "flow_grpo", **correction: Any) -> Estimator:
+    loss = DiffusionLossConfig(loss_mode=mode, clip_ratio=clip)
+    return Estimator(RolloutCorrectionConfig(**correction), loss)
+
+
+def _auto(clip: float, criterion: str, pairs: Sequence[Pair], **correction: Any) -> Estimator:
+    given = {"rollout_rs": criterion, "rollout_rs_threshold": "auto:4", **correction}
+    return _ppo(clip, **given)._replace(auto=auto_bands(criterion, pairs))
+
+
+def _bypass(seen: Calibration, pairs: Sequence[Pair]) -> dict[str, Estimator]:
+    """FlowGRPO in bypass mode, with several clips and criteria of rejection."""
+    found = {
+        "bypass": _ppo(REFERENCE_CLIP, bypass_mode=True),
+        "bypass_calibrated": _ppo(seen.clip, bypass_mode=True),
+        "bypass_band_of_tokens": _ppo(
+            seen.clip, bypass_mode=True, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.5_2.0"
+        ),
+    }
+    for multiple in SWEEP:
+        clip = min(multiple * seen.floor, 0.99)
+        found[f"bypass_clip_{multiple:g}"] = _ppo(clip, bypass_mode=True)
+    for name, threshold in seen.bands.items():
+        found[f"bypass_{name}"] = _ppo(
+            seen.clip, rollout_rs=name, rollout_rs_threshold=threshold, **WINDOW
+        )
+    found["bypass_auto_k1"] = _auto(seen.clip, "token_k1", pairs, bypass_mode=True)
+    found["bypass_auto_step_kl"] = _auto(seen.clip, "step_kl", pairs, bypass_mode=True)
+    return found
+
+
+def _decoupled(seen: Calibration, pairs: Sequence[Pair]) -> dict[str, Estimator]:
+    """FlowGRPO in decoupled mode: recomputed old log-probs, with weights, rejection, or neither."""
+    found = {"recomputed": _ppo(REFERENCE_CLIP)}
+    for level in LEVELS:
+        for scale in ("mean", "sum"):
+            found[f"decoupled_{level}_{scale}"] = _ppo(
+                REFERENCE_CLIP, rollout_is=level, log_prob_scale=scale
+            )
+    found["decoupled_sequence_sum_unbounded"] = _ppo(
+        REFERENCE_CLIP, rollout_is="sequence", log_prob_scale="sum", rollout_is_threshold=1e8
+    )
+    rejecting = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": seen.bands["seq_mean_k1"]}
+    found["recomputed_seq_mean_k1"] = _ppo(REFERENCE_CLIP, **rejecting)
+    found["decoupled_sequence_seq_mean_k1"] = _ppo(
+        REFERENCE_CLIP, rollout_is="sequence", **rejecting
+    )
+    found["recomputed_auto_k1"] = _auto(seen.clip, "token_k1", pairs)
+    return found
+
+
+def _reinforce() -> dict[str, Estimator]:
+    """Policy gradients without a clip, with several weights."""
+    free = {"loss_type": "reinforce", **WINDOW}
+    found = {"reinforce": _ppo(REFERENCE_CLIP, **free)}
+    for level in LEVELS:
+        found[f"reinforce_{level}"] = _ppo(REFERENCE_CLIP, rollout_is=level, **free)
+    found["reinforce_sequence_sum"] = _ppo(
+        REFERENCE_CLIP, rollout_is="sequence", log_prob_scale="sum", **free
+    )
+    return found
+
+
+def _other_losses(seen: Calibration) -> dict[str, Estimator]:
+    """Guard and Flow-DPPO."""
+
+    def dppo(threshold: float) -> Estimator:
+        loss = DiffusionLossConfig(loss_mode="flow_dppo", kl_threshold=threshold)
+        return Estimator(RolloutCorrectionConfig(bypass_mode=True), loss)
+
+    return {
+        "guard": _ppo(REFERENCE_GUARD_CLIP, "grpo_guard", bypass_mode=True),
+        "guard_calibrated": _ppo(seen.guard_clip, "grpo_guard", bypass_mode=True),
+        "guard_recomputed": _ppo(REFERENCE_GUARD_CLIP, "grpo_guard"),
+        "dppo": dppo(DiffusionLossConfig.kl_threshold),
+        "dppo_calibrated": dppo(seen.kl),
+    }
+
+
 def estimands() -> dict[str, Estimator]:
-    """On rollouts of the policy itself: FlowGRPO's gradient and Guard's."""
+    """Makes the two estimators of the truth, which see rollouts of the policy itself."""
     decoupled = RolloutCorrectionConfig()
     return {
         name: Estimator(decoupled, DiffusionLossConfig(loss_mode=name))

@@ -1,11 +1,10 @@
-"""A flow small enough that the gradient of its policy is known: a residual MLP over a mixture, with
-LoRA, float64.
+"""A flow so small that the gradient of its policy is known: a residual MLP with a LoRA, in float64.
+
+Each of `CLASSES` prompts has two modes, and the reward prefers one of them, smoothly. The data is
+drawn, the model trained and the policy moved from fixed seeds, in seconds; nothing is stored.
 
 Legend: B samples, T steps of the SDE window, S denoising steps, D elements of a sample, P trained
-numbers.
-
-Each of `CLASSES` prompts has two modes and the reward likes one of them, smoothly. The data is
-drawn, the model trained and the policy moved from fixed seeds, in seconds; nothing is stored.
+numbers, E sets of coefficients.
 """
 
 from __future__ import annotations
@@ -30,44 +29,66 @@ from flowgrpo_rc.policies.flow import sample_trajectory
 from flowgrpo_rc.policies.scheduler import step_transition
 from flowgrpo_rc.rollout.quantization import quantize
 
-CLASSES, WIDTH, BLOCKS, FEATURES = 8, 64, 2, 16
-STEPS, NOISE_LEVEL, GUIDANCE = 6, 0.7, 3.0
-PROMPTS, SAMPLES = 64, 16  # of a batch
+# The network.
+CLASSES = 8
+WIDTH = 64
+BLOCKS = 2
+FEATURES = 16
 RANK = 2
+# The sampling.
+STEPS = 6
+NOISE_LEVEL = 0.7
+GUIDANCE = 3.0
+PROMPTS = 64  # of a batch
+SAMPLES = 16  # of a prompt
 CHUNK = 1024  # steps whose gradients are held at once
 
 Lora = Mapping[str, Tensor]
 
 
 class Block(nn.Module):
+    """A residual block. The LoRA is on its two linear layers."""
+
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, h: Tensor) -> Tensor:
+        """Computes the block on hidden states, [B, WIDTH]."""
         return h + self.down(nn.functional.silu(self.up(self.norm(h))))
 
 
 class Network(nn.Module):
-    """The velocity at x [B, D], timesteps [B] (sigma x 1000) and classes [B]; `CLASSES` stands for
-    no class.
+    """The network that predicts the velocity.
+
+    Args:
+      elements: number of elements of a sample, D.
     """
 
     def __init__(self, elements: int) -> None:
         super().__init__()
-        self.inlet, self.outlet = nn.Linear(elements, WIDTH), nn.Linear(WIDTH, elements)
-        self.label, self.time = nn.Embedding(CLASSES + 1, WIDTH), nn.Linear(FEATURES, WIDTH)
+        self.inlet = nn.Linear(elements, WIDTH)
+        self.outlet = nn.Linear(WIDTH, elements)
+        self.label = nn.Embedding(CLASSES + 1, WIDTH)
+        self.time = nn.Linear(FEATURES, WIDTH)
         self.skip = nn.Linear(FEATURES, 1)
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
 
     def forward(self, x: Tensor, timesteps: Tensor, classes: Tensor) -> Tensor:
-        angles = (
-            (timesteps / 1000).unsqueeze(1)
-            * math.pi
-            * torch.arange(1, FEATURES // 2 + 1, device=x.device)
-            / 2
-        )
+        """Predicts the velocity.
+
+        Args:
+          x: the state, [B, D].
+          timesteps: sigma x 1000, [B].
+          classes: int64, [B]; `CLASSES` stands for no class.
+
+        Returns:
+          The velocity, [B, D].
+        """
+        frequencies = torch.arange(1, FEATURES // 2 + 1, device=x.device)
+        angles = (timesteps / 1000).unsqueeze(1) * math.pi * frequencies / 2
         time = torch.cat([angles.sin(), angles.cos()], 1).to(x.dtype)
         h = self.inlet(x) + self.time(time) + self.label(classes)
         for block in self.blocks:
@@ -77,9 +98,12 @@ class Network(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """A network as it samples: its precision is that of its weights; latents stay float64.
+    """A network as it samples, in the precision of its weights. Latents stay float64.
 
-    rounds: whether what the network gives is rounded to bf16, an error without any system.
+    Attributes:
+      network: the network.
+      guidance: scale of classifier-free guidance.
+      rounds: round the output of the network to bf16, which is an error without any system.
     """
 
     network: nn.Module
@@ -87,6 +111,7 @@ class Sampler:
     rounds: bool = False
 
     def velocity(self, x: Tensor, timesteps: Tensor, classes: Tensor) -> Tensor:
+        """Predicts the guided velocity, [B, D], with the arguments of `Network.forward`."""
         dtype = next(self.network.parameters()).dtype
         nobody = torch.full_like(classes, CLASSES)
         both = self.network(
@@ -99,9 +124,15 @@ class Sampler:
 
 
 class Evaluation(NamedTuple):
-    """The training graph on the recorded steps of a batch: log_probs [B, T], the Gaussians with
-    their KL from the rollout's, their means [B, T, D], and how log-probs and KL change with the
-    velocity [B, T, D]."""
+    """The training graph on the recorded steps of a batch.
+
+    Attributes:
+      log_probs: [B, T].
+      gaussian: the Gaussians of the steps, with their KL from those of the rollout, [B, T].
+      means: their means, [B, T, D].
+      log_prob_slope: derivative of the log-prob by the velocity, [B, T, D].
+      kl_slope: derivative of the KL by the velocity, [B, T, D].
+    """
 
     log_probs: Tensor
     gaussian: GaussianSteps
@@ -111,10 +142,16 @@ class Evaluation(NamedTuple):
 
 
 class Problem:
-    """The data, the reward and the trained network of one size."""
+    """The data, the reward and the trained network of one size.
+
+    Args:
+      elements: number of elements of a sample, D.
+      seed: seed of the data, the network and the batches.
+    """
 
     def __init__(self, elements: int, seed: int = 0) -> None:
-        self.elements, self.seed = elements, seed
+        self.elements = elements
+        self.seed = seed
         source = generator(seed, elements, "data")
         self.centres, self.directions = (
             0.5 * torch.randn(2, CLASSES, elements, generator=source)
@@ -140,20 +177,28 @@ class Problem:
             )
 
     def data(self, classes: Tensor, source: torch.Generator) -> Tensor:
-        """Samples [B, D] of the data's distribution."""
+        """Draws samples of the data, [B, D], of given classes [B]."""
         sign = (torch.randint(2, (len(classes), 1), generator=source) * 2 - 1).double()
         noise = torch.randn(len(classes), self.elements, generator=source).double()
         return self.centres[classes] + sign * self.directions[classes] + 0.2 * noise
 
     def reward(self, final: Tensor, classes: Tensor) -> Tensor:
-        """[B] in 0..1: smooth in the position between the two modes of the class."""
+        """Computes the reward of final latents [B, D], [B] in 0..1.
+
+        It rises smoothly from one mode of the class to the other.
+        """
         direction = self.directions[classes]
         position = ((final - self.centres[classes]) * direction).sum(1) / (direction**2).sum(1)
         return torch.sigmoid(4 * position)
 
     def fit(self, updates: int, size: int = 256) -> None:
-        """Flow matching on the base weights, one class in five hidden; then everything is
-        float64.
+        """Trains the base weights by flow matching, and makes the network float64.
+
+        One class in five is hidden, for classifier-free guidance.
+
+        Args:
+          updates: number of updates.
+          size: samples of one update.
         """
         base = [p for name, p in self.network.named_parameters() if "lora_" not in name]
         for parameter in self.network.parameters():
@@ -163,10 +208,8 @@ class Problem:
         source = generator(self.seed, self.elements, "fit")
         for _ in range(updates):
             classes = torch.randint(CLASSES, (size,), generator=source)
-            clean, noise = (
-                self.data(classes, source).float(),
-                torch.randn(size, self.elements, generator=source),
-            )
+            clean = self.data(classes, source).float()
+            noise = torch.randn(size, self.elements, generator=source)
             sigma = torch.rand(size, 1, generator=source)
             hidden = torch.rand(size, generator=source) < 0.2
             seen = torch.where(hidden, CLASSES, classes)
@@ -179,6 +222,7 @@ class Problem:
         self.network.double().requires_grad_(False)
 
     def lora(self) -> dict[str, Tensor]:
+        """Returns a copy of the LoRA's tensors by name."""
         return {
             name: p.detach().clone()
             for name, p in self.network.named_parameters()
@@ -186,25 +230,34 @@ class Problem:
         }
 
     def load(self, lora: Lora) -> None:
+        """Puts the tensors of a LoRA into the network."""
         self.network.load_state_dict(lora, strict=False)
 
     def replica(
         self, *, dtype: torch.dtype = torch.float64, quantization: str | None = None
     ) -> nn.Module:
-        """A copy of the network in another precision, as the package's engines make it."""
+        """Returns a copy of the network in another precision, made as the package's engines do."""
         copied = copy.deepcopy(self.network).to(dtype)
         if quantization is not None:
             quantize(copied, quantization)
         return copied
 
     def rollout(self, sampler: Sampler, index: int, purpose: str) -> tuple[DiffusionBatch, Tensor]:
-        """A batch and its rewards [B]. Prompts and noise depend on index and purpose alone, never
-        on the sampler.
+        """Samples a batch and scores it.
+
+        Args:
+          sampler: samples in place of the policy.
+          index: number of the batch.
+          purpose: use of the batch. Prompts and noise depend on index and purpose alone.
+
+        Returns:
+          The batch, and its rewards [B].
         """
         source = generator(self.seed, self.elements, index, purpose)
         prompts = torch.randint(CLASSES, (PROMPTS,), generator=source)
         group = torch.arange(PROMPTS).repeat_interleave(SAMPLES)
-        classes, size = prompts[group], len(group)
+        classes = prompts[group]
+        size = len(group)
         noise = torch.randn(STEPS, size, self.elements, generator=source).double()
         window = torch.arange(STEPS - 1).expand(size, -1)
         found = sample_trajectory(
@@ -233,14 +286,13 @@ class Problem:
         return batch, self.reward(found.final, classes)
 
     def evaluate(self, batch: DiffusionBatch) -> Evaluation:
-        """The network as it is on every recorded step."""
+        """Evaluates the network as it is on every recorded step of a batch."""
         assert batch.prev_sample_mean is not None
-        x, following, means = (
-            batch.all_latents[:, :-1],
-            batch.all_latents[:, 1:],
-            batch.prev_sample_mean,
-        )
-        shape, steps = x.shape[:2], batch.step_indices.flatten()
+        x = batch.all_latents[:, :-1]
+        x_next = batch.all_latents[:, 1:]
+        means = batch.prev_sample_mean
+        shape = x.shape[:2]
+        steps = batch.step_indices.flatten()
         v = Sampler(network=self.network).velocity(
             x.flatten(0, 1), batch.all_timesteps.flatten(), step_classes(batch)
         )
@@ -248,10 +300,8 @@ class Problem:
         step = step_transition(
             x.flatten(0, 1), v, batch.sigmas, steps, sde_type="sde", noise_level=NOISE_LEVEL
         )
-        value, kl = (
-            log_prob(step, following.flatten(0, 1)),
-            gaussian_kl(step.mean, means.flatten(0, 1), step.std),
-        )
+        value = log_prob(step, x_next.flatten(0, 1))
+        kl = gaussian_kl(step.mean, means.flatten(0, 1), step.std)
         slopes = [
             torch.autograd.grad(one.sum(), v, retain_graph=True)[0].unflatten(0, shape)
             for one in (value, kl)
@@ -263,18 +313,27 @@ class Problem:
         )
 
     def pull_back(self, batch: DiffusionBatch, slope: Tensor, coefficients: Tensor) -> Tensor:
-        """sum of coefficients [E, B, T] x d(quantity)/d(LoRA) -> [E, P], for a quantity of each
-        step with the slope [B, T, D] in the velocity.
+        """Computes gradients by the LoRA of weighted sums over steps.
 
-        Each step's gradient is taken once and serves all E rows.
+            gradient_e = sum_bt coefficients_ebt d(quantity_bt) / d(LoRA)
+
+        The gradient of each step is taken once and serves all E sums.
+
+        Args:
+          batch: the recorded steps.
+          slope: derivative of the quantity by the velocity, [B, T, D].
+          coefficients: [E, B, T].
+
+        Returns:
+          [E, P].
         """
-        x, times, classes = (
-            batch.all_latents[:, :-1].flatten(0, 1),
-            batch.all_timesteps.flatten(),
-            step_classes(batch),
-        )
-        lora, total = self.lora(), torch.zeros(())
-        cotangents, weights = slope.flatten(0, 1), coefficients.flatten(1)
+        x = batch.all_latents[:, :-1].flatten(0, 1)
+        times = batch.all_timesteps.flatten()
+        classes = step_classes(batch)
+        lora = self.lora()
+        total = torch.zeros(())
+        cotangents = slope.flatten(0, 1)
+        weights = coefficients.flatten(1)
         for rows in torch.arange(len(x)).split(CHUNK):
             found = _step_gradients(
                 self.network, lora, x[rows], times[rows], classes[rows], cotangents[rows]
@@ -284,7 +343,7 @@ class Problem:
 
 
 def step_classes(batch: DiffusionBatch) -> Tensor:
-    """The class of every recorded step [B * T]."""
+    """Returns the class of every recorded step, [B * T]."""
     classes = batch.conditioning.embeds[batch.prompt_index].flatten()
     return classes.repeat_interleave(batch.num_steps)
 

@@ -1,9 +1,8 @@
-"""Draw docs/figures/gradient_*.svg from the gradient study's results.
+"""Draws docs/figures/gradient_*.svg from the gradient study's results.
 
     python examples/studies/gradient_figures.py [--output FOLDER]
 
-The background is transparent and the ink a grey of middle lightness, so that a figure reads on
-light and dark pages.
+The background is transparent and the ink a middle grey, to be legible on light and dark pages.
 """
 
 from __future__ import annotations
@@ -53,9 +52,7 @@ STYLE = {
 
 
 def clip_sweep(cells: Cells) -> Any:
-    """What the width of the clip band does before any update, in units of the mismatch's own
-    scale.
-    """
+    """Draws the effect of the width of the clip band, in units of the mismatch's own scale."""
     panels = (
         ("gated", "share of the gradient lost"),
         ("bias", "bias over length of the truth"),
@@ -86,7 +83,7 @@ def clip_sweep(cells: Cells) -> Any:
 
 
 def directions(cells: Cells) -> Any:
-    """Cosine with the true gradient, of the estimators that differ."""
+    """Draws the cosine with the true gradient of the estimators that differ."""
     chosen = (
         "bypass",
         "bypass_calibrated",
@@ -137,11 +134,13 @@ FIGURES = {"gradient_clip": clip_sweep, "gradient_directions": directions}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and draws all figures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, default=PAGE.parent / "figures")
-    output, cells = parser.parse_args(arguments).output, load(STUDY)
+    output = parser.parse_args(arguments).output
+    cells = load(STUDY)
     with plt.rc_context(STYLE):
         for name, draw in FIGURES.items():
             figure = draw(cells)

@@ -1,17 +1,20 @@
-"""The gradient study: bias, variance and cosine of each estimator under mismatch, on a flow whose
-gradient is known.
+"""The gradient study: bias, variance and cosine of each estimator under mismatch.
 
     python examples/studies/gradient_study.py [--quick] [--output FOLDER]
 
-The truth is the expected gradient, over batches that the policy itself samples, of FlowGRPO's loss:
-mean-scale log-probs, advantages of 16 samples about their prompt's mean over the batch's standard
-deviation, one batch of 1,024 samples, before any update; everything in float64. An estimator sees
-batches that a mismatched sampler made from the same prompts and the same noise, so that the
-difference of two gradients is the mismatch's doing and not the draw's.
+It uses a flow whose gradient is known. The truth is the expected gradient of FlowGRPO's loss over
+batches that the policy itself samples: mean-scale log-probs, advantages of 16 samples about their
+prompt's mean over the batch's standard deviation, one batch of 1,024 samples, before any update,
+everything in float64. An estimator sees batches that a mismatched sampler made from the same
+prompts and the same noise. So the difference of two gradients comes from the mismatch and not from
+the draw.
 
-Each cell (a size of the flow and a mismatch) is one file in results/gradient; cells that are there
-are not repeated. About 20 minutes on one core; `--quick --output FOLDER` runs one small cell in a
-minute.
+Each cell (a size of the flow and a mismatch) is one file in results/gradient. Cells that are there
+are not repeated. The study takes about 20 minutes on one core; `--quick --output FOLDER` runs one
+small cell in a minute.
+
+Legend: E estimators, M batches of a mismatched sampler, N batches of the policy itself, B samples,
+T steps of the SDE window, P trained numbers.
 """
 
 from __future__ import annotations
@@ -40,8 +43,15 @@ CALIBRATION = 4  # batches that calibrate a mismatch
 
 
 class Plan(NamedTuple):
-    """Updates that fit the flow, and on-policy ones that move it; batches of 1,024 samples for each
-    mismatch, and of the policy itself for the truth; the mismatches of each size of the flow."""
+    """The size of the study.
+
+    Attributes:
+      fit: updates that fit the flow to the data.
+      moves: on-policy updates that move the policy.
+      batches: batches of 1,024 samples for each mismatch, M.
+      truth: batches of the policy itself, N.
+      cells: size of the flow -> its mismatches.
+    """
 
     fit: int
     moves: int
@@ -50,33 +60,31 @@ class Plan(NamedTuple):
     cells: Mapping[int, Sequence[str]]
 
 
+STALE = ("stale_1", "stale_2", "stale_4", "stale_8")
 FULL = Plan(
-    1000,
-    12,
-    48,
-    384,
-    {
-        64: (
-            "bf16",
-            "int8",
-            "int4",
-            "rounding",
-            "guidance",
-            "stale_1",
-            "stale_2",
-            "stale_4",
-            "stale_8",
-        ),
+    fit=1000,
+    moves=12,
+    batches=48,
+    truth=384,
+    cells={
+        64: ("bf16", "int8", "int4", "rounding", "guidance", *STALE),
         16: ("bf16", "int4"),
         256: ("bf16", "int4"),
     },
 )
-QUICK = Plan(20, 2, 3, 4, {16: ("bf16",)})
+QUICK = Plan(fit=20, moves=2, batches=3, truth=4, cells={16: ("bf16",)})
 
 
 class Slopes(NamedTuple):
-    """Of each estimator's loss at every log-prob and every KL, for the rewards and for the rewards
-    dealt out at random [2E, B, T]; what else is reported, by estimator."""
+    """The slopes of each estimator's loss on one batch.
+
+    Each loss is taken for the rewards, and again for the same rewards dealt out at random.
+
+    Attributes:
+      at_log_prob: slope at every log-prob, [2E, B, T].
+      at_kl: slope at every KL, [2E, B, T].
+      metrics: what else is reported, by estimator.
+    """
 
     at_log_prob: Tensor
     at_kl: Tensor
@@ -84,8 +92,13 @@ class Slopes(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """By estimator, one row for each batch [M, P]: for the rewards, and for those dealt out at
-    random; the means of the metrics."""
+    """The gradients of each estimator, one row for each batch.
+
+    Attributes:
+      reward: estimator -> gradients for the rewards, [M, P].
+      chance: estimator -> gradients for the rewards dealt out at random, [M, P].
+      metrics: estimator -> means of its metrics.
+    """
 
     reward: dict[str, Tensor]
     chance: dict[str, Tensor]
@@ -93,20 +106,25 @@ class Gradients(NamedTuple):
 
 
 class Study:
-    """One size of the flow: the trained policy, its older versions, and the truth."""
+    """One size of the flow: the trained policy, its older versions, and the truth.
+
+    Args:
+      elements: number of elements of a sample.
+      plan: the size of the study.
+    """
 
     def __init__(self, elements: int, plan: Plan) -> None:
-        self.problem, self.plan = Problem(elements, SEED), plan
+        self.problem = Problem(elements, SEED)
+        self.plan = plan
         self.problem.fit(plan.fit)
         self.reward_by_update: list[float] = []
         self.versions = self._move()
         self.truth = self._truth()
 
     def _move(self) -> list[dict[str, Tensor]]:
-        """FlowGRPO on the policy's own samples; the LoRA after each update, the last one in
-        place.
-        """
-        problem, estimator = self.problem, estimands()["flow_grpo"]
+        """Trains by FlowGRPO on the policy's own samples; returns the LoRA after each update."""
+        problem = self.problem
+        estimator = estimands()["flow_grpo"]
         lora = problem.lora()
         optimizer = torch.optim.Adam(list(lora.values()), lr=LEARNING_RATE)
         versions = []
@@ -115,9 +133,8 @@ class Study:
             found = problem.evaluate(batch)
             slope, _, _ = estimator.slopes(estimator.settle(batch, found), rewards, found)
             gradient = problem.pull_back(batch, found.log_prob_slope, slope.unsqueeze(0))[0]
-            for parameter, part in zip(
-                lora.values(), gradient.split([p.numel() for p in lora.values()]), strict=True
-            ):
+            parts = gradient.split([parameter.numel() for parameter in lora.values()])
+            for parameter, part in zip(lora.values(), parts, strict=True):
                 parameter.grad = part.view_as(parameter)
             optimizer.step()
             problem.load(lora)
@@ -126,7 +143,7 @@ class Study:
         return versions
 
     def sampler(self, mismatch: str) -> Sampler:
-        """What samples in place of the policy."""
+        """Makes the sampler that takes the policy's place under a mismatch, given by its name."""
         kind, _, age = mismatch.partition("_")
         if kind == "guidance":
             return Sampler(network=self.problem.replica(), guidance=1.01 * GUIDANCE)
@@ -143,8 +160,10 @@ class Study:
         )
 
     def _truth(self) -> Gradients:
-        """On the policy's own samples."""
-        on_policy, given, rows = Sampler(network=self.problem.replica()), estimands(), []
+        """The gradients on the policy's own samples."""
+        on_policy = Sampler(network=self.problem.replica())
+        given = estimands()
+        rows = []
         for index in range(self.plan.truth):
             batch, rewards = self.problem.rollout(on_policy, index, "study")
             found = self.problem.evaluate(batch)
@@ -155,10 +174,18 @@ class Study:
     def gradients(
         self, sampler: Sampler, given: Mapping[str, Estimator]
     ) -> tuple[Gradients, Tensor]:
-        """Of every estimator on the same batches; and that of the mean KL from the rollout [M,
-        P].
+        """Computes the gradients of every estimator on the same batches.
+
+        Args:
+          sampler: samples the batches.
+          given: the estimators by name.
+
+        Returns:
+          The gradients, and those of the mean KL from the rollout, [M, P].
         """
-        rows, to_rollout, metrics = [], [], []
+        rows = []
+        to_rollout = []
+        metrics = []
         for index in range(self.plan.batches):
             batch, rewards = self.problem.rollout(sampler, index, "study")
             found = self.problem.evaluate(batch)
@@ -166,9 +193,8 @@ class Study:
             row = self.problem.pull_back(batch, found.log_prob_slope, slopes.at_log_prob)
             used = slopes.at_kl.flatten(1).any(1)
             mean = torch.full_like(found.log_probs, 1 / found.log_probs.numel()).unsqueeze(0)
-            by_kl = self.problem.pull_back(
-                batch, found.kl_slope, torch.cat([slopes.at_kl[used], mean])
-            )
+            coefficients = torch.cat([slopes.at_kl[used], mean])
+            by_kl = self.problem.pull_back(batch, found.kl_slope, coefficients)
             row[used] += by_kl[:-1]
             rows.append(row)
             to_rollout.append(by_kl[-1])
@@ -177,7 +203,16 @@ class Study:
 
 
 def calibration_pairs(problem: Problem, sampler: Sampler, count: int = CALIBRATION) -> list[Pair]:
-    """Batches apart from those of the study, and the training graph on them."""
+    """Samples batches for calibration, which the study does not use.
+
+    Args:
+      problem: the flow.
+      sampler: samples the batches.
+      count: number of batches.
+
+    Returns:
+      The batches, each with the training graph on it.
+    """
     batches = [problem.rollout(sampler, index, "calibration")[0] for index in range(count)]
     return [(batch, problem.evaluate(batch)) for batch in batches]
 
@@ -189,15 +224,27 @@ def all_slopes(
     rewards: Tensor,
     index: int,
 ) -> Slopes:
-    """Of every estimator on one batch."""
+    """Computes the slopes of every estimator's loss on one batch.
+
+    Args:
+      given: the estimators by name.
+      batch: the batch.
+      found: the training graph on it.
+      rewards: reward of each sample, [B].
+      index: number of the batch, which the random order of the rewards follows from.
+
+    Returns:
+      The slopes.
+    """
     order = torch.randperm(len(rewards), generator=generator(SEED, index, "chance"))
-    both, both_found, dealt = (
-        _twice(batch),
-        _twice_found(found),
-        torch.cat([rewards, rewards[order]]),
-    )
-    at_log_prob, at_kl, metrics = [], [], {}
+    both = _twice(batch)
+    both_found = _twice_found(found)
+    dealt = torch.cat([rewards, rewards[order]])
+    at_log_prob = []
+    at_kl = []
+    metrics = {}
     for name, estimator in given.items():
+        # A loss over both halves has half the slope of each half's own loss, hence the factor 2.
         settled = estimator.settle(both, both_found)
         slope, kl_slope, measured = estimator.slopes(settled, dealt, both_found)
         at_log_prob.append(2 * slope.unflatten(0, (2, -1)))
@@ -209,29 +256,31 @@ def all_slopes(
 def _by_estimator(
     columns: Tensor, given: Mapping[str, Estimator], metrics: Sequence[Any]
 ) -> Gradients:
-    """columns [2E, M, P]."""
+    """Sorts gradients [2E, M, P] and the metrics of M batches by estimator."""
     pairs = dict(zip(given, columns.unflatten(0, (-1, 2)), strict=True))
+    means = {}
+    if metrics:
+        for name in given:
+            keys = metrics[0][name]
+            means[name] = {key: _mean([one[name][key] for one in metrics]) for key in keys}
     return Gradients(
         {name: pair[0] for name, pair in pairs.items()},
         {name: pair[1] for name, pair in pairs.items()},
-        {
-            name: {key: _mean([one[name][key] for one in metrics]) for key in metrics[0][name]}
-            for name in given
-        }
-        if metrics
-        else {},
+        means,
     )
 
 
 def _twice(batch: DiffusionBatch) -> DiffusionBatch:
-    """Every sample twice, in groups of their own: one loss serves the rewards and the rewards dealt
-    out at random.
+    """Every sample twice, in groups of their own.
+
+    So one loss serves the rewards and the rewards dealt out at random.
     """
     doubled = batch.select(torch.arange(len(batch)).repeat(2))
     return doubled.replace(group=torch.cat([batch.group, batch.group + PROMPTS]))
 
 
 def _twice_found(found: Evaluation) -> Evaluation:
+    """The evaluation of every sample twice."""
     gaussian = GaussianSteps(*(torch.cat([part, part]) for part in found.gaussian))
     return Evaluation(
         torch.cat([found.log_probs] * 2), gaussian, *(torch.cat([part] * 2) for part in found[2:])
@@ -241,13 +290,12 @@ def _twice_found(found: Evaluation) -> Evaluation:
 def _shown(
     measured: Mapping[str, float], settled: DiffusionBatch, slope: Tensor, rewards: Tensor
 ) -> dict[str, Any]:
-    """What the package reports, and the share of |advantage| whose log-prob has no slope, in all
-    and by step.
-    """
+    """The reported metrics, and the fraction of |advantage| whose log-prob has no slope."""
     centred = rewards - rewards.view(-1, SAMPLES).mean(1).repeat_interleave(SAMPLES)
     size = centred.abs().unsqueeze(1).expand_as(slope)
     gated = torch.where(slope == 0, size, 0.0).sum(0) / size.sum(0)
-    mask, weights = settled.rejection_mask, settled.rollout_is_weights
+    mask = settled.rejection_mask
+    weights = settled.rollout_is_weights
     kept = 1.0 if mask is None else mask.double().mean().item()
     ess = measured.get("rollout_corr/rollout_is_eff_sample_size", 1.0)
     if weights is not None:
@@ -266,13 +314,24 @@ def _mean(values: Sequence[Any]) -> Any:
 
 
 def run_cell(study: Study, mismatch: str) -> Cell:
-    """Every estimator under one mismatch."""
-    start, sampler, truth = time.process_time(), study.sampler(mismatch), study.truth
+    """Measures every estimator under one mismatch.
+
+    Args:
+      study: one size of the flow.
+      mismatch: its name.
+
+    Returns:
+      The cell.
+    """
+    start = time.process_time()
+    sampler = study.sampler(mismatch)
+    truth = study.truth
     pairs = calibration_pairs(study.problem, sampler)
     seen = calibrate(pairs)
     given = estimators(seen, pairs)
     found, to_rollout = study.gradients(sampler, given)
-    count, results = len(to_rollout), {}
+    count = len(to_rollout)
+    results = {}
     for name, estimator in given.items():
         own = estimator.estimand
         own_chance = truth.chance[own][:count]
@@ -290,8 +349,9 @@ def run_cell(study: Study, mismatch: str) -> Cell:
 
 
 def truth_cell(study: Study) -> Cell:
-    """How well the truth itself is known, and how Guard's differs from FlowGRPO's."""
-    flow, guard = study.truth.reward["flow_grpo"], study.truth.reward["grpo_guard"]
+    """Measures how well the truth itself is known, and how Guard's differs from FlowGRPO's."""
+    flow = study.truth.reward["flow_grpo"]
+    guard = study.truth.reward["grpo_guard"]
     noise = (spread(flow) / inner(flow, flow)).sqrt()
     return {
         **_head(study),
@@ -304,16 +364,16 @@ def truth_cell(study: Study) -> Cell:
 
 
 def _head(study: Study) -> Cell:
-    size, batches = study.problem.elements, study.plan.batches
     return {
         "seed": SEED,
-        "elements": size,
-        "batches": batches,
+        "elements": study.problem.elements,
+        "batches": study.plan.batches,
         "samples_per_batch": PROMPTS * SAMPLES,
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and measures the cells that are missing."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,6 +1,4 @@
-"""What docs/evidence.md shows of the gradient study: its tables, the numbers inside its sentences,
-its conclusions.
-"""
+"""The tables, numbers and conclusions of docs/evidence.md that come from the gradient study."""
 
 from __future__ import annotations
 
@@ -26,7 +24,6 @@ MISMATCHES = {
     "stale_4": "4 old",
     "stale_8": "8 old",
 }
-STALE = ("stale_1", "stale_2", "stale_4", "stale_8")
 PRECISE = ("bf16", "int8", "rounding", "guidance")
 LOW_PRECISION = ("bf16", "int8", "int4", "rounding")
 STALE = tuple(name for name in MISMATCHES if name.startswith("stale"))
@@ -85,12 +82,22 @@ Cells = Mapping[str, Cell]
 
 
 def cell(cells: Cells, mismatch: str, elements: int = MAIN) -> Cell:
+    """Returns the cell of a mismatch and a size of the flow."""
     return cells[f"{mismatch}_{elements}"]
 
 
 def one(cells: Cells, mismatch: str, estimator: str, quantity: str, elements: int = MAIN) -> Any:
-    """A quantity of an estimator; the value alone where there is an error beside it. nan where it
-    has none.
+    """Returns one quantity of an estimator, without its standard error.
+
+    Args:
+      cells: the cells of the study.
+      mismatch: name of the mismatch.
+      estimator: name of the estimator.
+      quantity: name of the quantity.
+      elements: size of the flow.
+
+    Returns:
+      The value; nan if the noise leaves it open.
     """
     found = cell(cells, mismatch, elements)["estimators"][estimator][quantity]
     if found is None:
@@ -99,7 +106,7 @@ def one(cells: Cells, mismatch: str, estimator: str, quantity: str, elements: in
 
 
 def by_estimator(quantity: str, cells: Cells) -> str:
-    """One row for each estimator, one column for each mismatch."""
+    """Makes a table with one row for each estimator and one column for each mismatch."""
     rows = [
         [label, *(shown(cells, name, key, quantity) for name in MISMATCHES)]
         for key, label in NAMES.items()
@@ -108,7 +115,17 @@ def by_estimator(quantity: str, cells: Cells) -> str:
 
 
 def shown(cells: Cells, mismatch: str, estimator: str, quantity: str) -> str:
-    """A value with the standard error of its last digit, as 0.74(2); 0: the noise hides it."""
+    """Formats a value with the standard error of its last digit, as 0.74(2).
+
+    Args:
+      cells: the cells of the study.
+      mismatch: name of the mismatch.
+      estimator: name of the estimator.
+      quantity: name of the quantity.
+
+    Returns:
+      The text; 0 if the noise is larger than the value, - if it leaves the value open.
+    """
     found = cell(cells, mismatch)["estimators"][estimator][quantity]
     if found is None:
         return "-"
@@ -122,11 +139,12 @@ def shown(cells: Cells, mismatch: str, estimator: str, quantity: str) -> str:
 
 
 def number(value: float) -> str:
-    """Two significant digits."""
+    """Formats a number with two significant digits."""
     return f"{value:.2g}".replace("e-0", "e-")
 
 
 def mismatch_table(cells: Cells) -> str:
+    """Makes the table of the mismatches, with their scales and calibrated clips."""
     header = [
         "rollout",
         "floor",
@@ -141,7 +159,8 @@ def mismatch_table(cells: Cells) -> str:
     for name, label in MISMATCHES.items():
         seen = cell(cells, name)["calibration"]
         sizes = [seen["floor"], seen["by_step"][0], seen["by_step"][-1], seen["absolute"]["p99"]]
-        over, outside = seen["absolute"]["p50"] / 1e-4, one(cells, name, "bypass", "clip_fraction")
+        over = seen["absolute"]["p50"] / 1e-4
+        outside = one(cells, name, "bypass", "clip_fraction")
         rows.append(
             [label, *map(number, sizes), f"{over:.1f}", f"{outside:.0%}", number(seen["clip"])]
         )
@@ -149,7 +168,7 @@ def mismatch_table(cells: Cells) -> str:
 
 
 def headline(cells: Cells) -> str:
-    """The direction of what each way of training would follow."""
+    """Makes the table of the cosines of the main ways of training with the true gradient."""
     rows = [
         [NAMES[key], *(fixed(one(cells, name, key, "cosine")) for name in MISMATCHES)]
         for key in HEADLINE
@@ -158,7 +177,7 @@ def headline(cells: Cells) -> str:
 
 
 def by_size(cells: Cells) -> str:
-    """How the same kinds of mismatch act on flows of other sizes."""
+    """Makes the table of two mismatches on flows of several sizes."""
     rows = []
     for name in ("bf16", "int4"):
         for size in SIZES:
@@ -169,17 +188,9 @@ def by_size(cells: Cells) -> str:
             ]
             sampled = one(cells, name, UNBOUNDED, "effective_samples", size)
             noise = one(cells, name, UNBOUNDED, "variance", size)
-            sizes = [number(floor), number(floor * size)]
-            rows.append(
-                [
-                    MISMATCHES[name],
-                    size,
-                    *sizes,
-                    *map(fixed, cosines),
-                    fixed(sampled),
-                    f"{noise:.1f}",
-                ]
-            )
+            floors = [number(floor), number(floor * size)]
+            angles = map(fixed, cosines)
+            rows.append([MISMATCHES[name], size, *floors, *angles, fixed(sampled), f"{noise:.1f}"])
     header = [
         "rollout",
         "elements",
@@ -193,33 +204,49 @@ def by_size(cells: Cells) -> str:
 
 
 def fixed(value: float) -> str:
+    """Formats a number with two digits after the point."""
     return f"{value:.2f}"
 
 
 def extreme(
     cells: Cells, estimator: str, quantity: str, *, highest: bool, among: Iterable[str] = MISMATCHES
 ) -> float:
-    """Over mismatches."""
+    """Returns the highest or lowest value of a quantity over mismatches.
+
+    Args:
+      cells: the cells of the study.
+      estimator: name of the estimator.
+      quantity: name of the quantity.
+      highest: the highest value, or else the lowest.
+      among: names of the mismatches.
+
+    Returns:
+      The value.
+    """
     found = [one(cells, name, estimator, quantity) for name in among]
     return max(found) if highest else min(found)
 
 
 def lowest(cells: Cells, estimator: str, quantity: str, among: Iterable[str] = MISMATCHES) -> float:
+    """Returns the lowest value of a quantity, with the arguments of `extreme`."""
     return extreme(cells, estimator, quantity, highest=False, among=among)
 
 
 def highest(
     cells: Cells, estimator: str, quantity: str, among: Iterable[str] = MISMATCHES
 ) -> float:
+    """Returns the highest value of a quantity, with the arguments of `extreme`."""
     return extreme(cells, estimator, quantity, highest=True, among=among)
 
 
 def trajectories(cells: Cells) -> str:
+    """Formats the number of trajectories that the truth was measured on."""
     truth = cells[f"truth_{MAIN}"]
     return f"{truth['truth_batches'] * truth['samples_per_batch']:,}"
 
 
 def a_cosine(mismatch: str, estimator: str) -> Callable[[Cells], str]:
+    """Makes an entry: the cosine of an estimator with the truth."""
     return lambda cells: fixed(one(cells, mismatch, estimator, "cosine"))
 
 
@@ -272,16 +299,30 @@ ENTRIES: dict[str, Callable[[Cells], str]] = {
 def close(
     cells: Cells, one_name: str, other: str, quantity: str, within: float, among: Iterable[str]
 ) -> bool:
+    """Tells whether two estimators agree in a quantity.
+
+    Args:
+      cells: the cells of the study.
+      one_name: name of one estimator.
+      other: name of the other.
+      quantity: name of the quantity.
+      within: the largest difference.
+      among: names of the mismatches.
+
+    Returns:
+      True if they agree under all these mismatches.
+    """
     pairs = [[one(cells, name, key, quantity) for key in (one_name, other)] for name in among]
     return all(abs(a - b) <= within for a, b in pairs)
 
 
 def rising(values: Sequence[float]) -> bool:
+    """Tells whether no value is below the one before it."""
     return list(values) == sorted(values)
 
 
 CLAIMS: dict[str, Callable[[Cells], bool]] = {
-    # A clip below the mismatch loses up to half of the gradient and adds a pull to the rollout's
+    # A clip below the mismatch loses up to half of the gradient, and pulls towards the rollout's
     # policy.
     "gradient_reference_clip_gates": lambda c: (
         0.35 < lowest(c, "bypass", "gated") < highest(c, "bypass", "gated") < 0.6
@@ -307,7 +348,7 @@ CLAIMS: dict[str, Callable[[Cells], bool]] = {
         lowest(c, "bypass_clip_4", "cosine", PRECISE) > 0.98
         and lowest(c, "bypass_clip_1", "cosine", PRECISE) < 0.9
     ),
-    # What is left after that is no matter of the clip, and the usual corrections do not reach it.
+    # The error that is left is not due to the clip, and the usual corrections do not remove it.
     "gradient_recomputed_is_biased": lambda c: (
         highest(c, "recomputed", "cosine", STALE) < 0.9
         and one(c, "int4", "recomputed", "cosine") < 0.2

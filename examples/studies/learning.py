@@ -1,14 +1,16 @@
-"""What mismatch and its correction do to learning: the bundled OCR task, five seeds for each cell,
-one budget.
+"""The learning study: the effect of mismatch and its correction on the bundled OCR task.
 
-    python examples/studies/learning.py [--full | --quick] [--seeds 5] [--workers 1] [--results
-    FOLDER]
+    python examples/studies/learning.py [--full | --quick] [--seeds 5] [--workers 1]
+        [--results FOLDER]
 
-A cell is a rollout (`ROLLOUTS`) with an arm (`ARMS`). Each run is a process of its own with one
-thread, and leaves one file in FOLDER/learning. Runs that have theirs are skipped, so the same
-command goes on after an interruption. The cells
-that matter most run their first seed, then their second: whatever is there is balanced. --full adds
-further cells after them; --quick is two short runs, to see that the study works.
+A cell is a rollout (`ROLLOUTS`) with an arm (`ARMS`). All cells have the same budget and the same
+five seeds. Each run is a process of its own with one thread, and leaves one file in
+FOLDER/learning. Runs that have their file are skipped, so the same command goes on after an
+interruption.
+
+The cells that matter most run first: all of them with their first seed, then all with their second,
+so a study that is stopped is balanced. --full adds further cells after them; --quick is two short
+runs, to see that the study works.
 """
 
 from __future__ import annotations
@@ -55,9 +57,9 @@ ARMS: Mapping[str, Sequence[str]] = {
     "is_rs": (f"{RC}.bypass_mode=false", f"{RC}.rollout_is=sequence", *AUTO),
     "guard": (f"{RC}=bypass_ppo_clip", "actor.diffusion_loss.loss_mode=grpo_guard"),
 }
-# The published recipes' clip, one above the mismatch of bf16, and one above that of int4, which is
-# ten times as large.
-TIGHT, WIDE, WIDER = 1e-4, 1e-3, 1e-2
+TIGHT = 1e-4  # the clip of the published recipes
+WIDE = 1e-3  # above the mismatch of bf16
+WIDER = 1e-2  # above the mismatch of int4, which is ten times as large
 CLIPS = {"recipe": TIGHT, "recomputed_tight": TIGHT, "guard": WIDER}
 MATTER = (
     ("fp32", "bypass"),
@@ -92,8 +94,8 @@ FURTHER = (
     ("int8", "is_rs"),
 )
 
-# What differs from configs/tiny_ocr.yaml in every run: a quarter of its iterations, all at the full
-# learning rate.
+# The differences of every run from configs/tiny_ocr.yaml: a quarter of its iterations, all of them
+# at the full learning rate.
 BUDGET = (
     "actor.optim.lr_scheduler=constant",
     "trainer.test_freq=0",
@@ -112,7 +114,7 @@ QUICK = (
 )
 QUICK_CELLS = (("fp32", "bypass"), ("fault", "is_rs"))
 
-# Name in a file -> the run's metric, whose prefix depends on the mode.
+# Name in a file -> metric of the run; in bypass mode its name has a prefix.
 CURVES = {
     "reward": "reward/mean",
     "clip_fraction": "actor/clip_fraction",
@@ -123,7 +125,13 @@ CURVES = {
 
 
 class Run(NamedTuple):
-    """One cell with one seed."""
+    """One cell with one seed.
+
+    Attributes:
+      rollout: a key of `ROLLOUTS`.
+      arm: a key of `ARMS`.
+      seed: seed of the run.
+    """
 
     rollout: str
     arm: str
@@ -131,15 +139,18 @@ class Run(NamedTuple):
 
     @property
     def name(self) -> str:
+        """Returns the name of the run's file."""
         return f"{self.rollout}_{self.arm}_seed{self.seed}"
 
     @property
     def clip_ratio(self) -> float:
+        """Returns the clip of the run."""
         if (self.rollout, self.arm) == ("int4", "calibrated"):
             return WIDER
         return CLIPS.get(self.arm, WIDE)
 
     def overrides(self, budget: Sequence[str], folder: Path) -> list[str]:
+        """Lists the overrides of the run's command: its budget, its settings, and its folder."""
         own = (
             f"{CLIP}={self.clip_ratio}",
             f"trainer.seed={self.seed}",
@@ -149,17 +160,37 @@ class Run(NamedTuple):
 
 
 def plan(cells: Sequence[tuple[str, str]], num_seeds: int) -> list[Run]:
-    """Of the cells that matter every first seed, then every second, and so on; then of the further
-    ones.
+    """Lists the runs in their order.
+
+    The cells that matter come with their first seed, then with their second, and so on. The further
+    cells follow in the same way.
+
+    Args:
+      cells: (rollout, arm) of each cell.
+      num_seeds: runs of each cell.
+
+    Returns:
+      The runs.
     """
     groups = [[cell for cell in cells if (cell in MATTER) == matter] for matter in (True, False)]
-    return [
-        Run(*cell, seed) for group in groups for seed in range(1, num_seeds + 1) for cell in group
-    ]
+    runs = []
+    for group in groups:
+        for seed in range(1, num_seeds + 1):
+            runs += [Run(*cell, seed) for cell in group]
+    return runs
 
 
 def measure(run: Run, budget: Sequence[str], results: Path) -> None:
-    """Train once and keep what the study needs; the run's folder goes."""
+    """Trains once, keeps the numbers that the study needs, and deletes the run's folder.
+
+    Args:
+      run: the run.
+      budget: overrides that all runs share.
+      results: the folder of all studies.
+
+    Raises:
+      RuntimeError: the training failed; the message holds its output.
+    """
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "run"
         command = [sys.executable, "-m", "flowgrpo_rc.train", *run.overrides(budget, root)]
@@ -168,7 +199,8 @@ def measure(run: Run, budget: Sequence[str], results: Path) -> None:
             process = subprocess.Popen(
                 command, env=environment, stdout=said, stderr=subprocess.STDOUT
             )
-            _, status, usage = os.wait4(process.pid, 0)  # the usage of this process alone
+            # wait4 gives the usage of this process alone.
+            _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
             if process.returncode != 0:
                 said.seek(0)
@@ -180,10 +212,18 @@ def measure(run: Run, budget: Sequence[str], results: Path) -> None:
 def summary(
     run: Run, rows: Sequence[Mapping[str, float]], usage: resource.struct_rusage
 ) -> dict[str, Any]:
-    """The file of a run: its reward on held-out words before and after, and its curves by
-    iteration.
+    """Makes the content of a run's file.
+
+    Args:
+      run: the run.
+      rows: the rows of its metrics.jsonl.
+      usage: the resources that its process used.
+
+    Returns:
+      Its reward on held-out words before and after, and its curves by iteration.
     """
-    evaluated, steps = [row for row in rows if "val/reward" in row], rows[1:]
+    evaluated = [row for row in rows if "val/reward" in row]
+    steps = rows[1:]  # the first row is the evaluation before training
     curves = {name: [_value(row, metric) for row in steps] for name, metric in CURVES.items()}
     return {
         **run._asdict(),
@@ -201,6 +241,7 @@ def _value(row: Mapping[str, float], metric: str) -> float | None:
 
 
 def main() -> None:
+    """Parses the command line and makes the runs that are missing."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -213,7 +254,9 @@ def main() -> None:
     if given.quick and given.results == RESULTS:
         parser.error("--quick needs a folder of its own: give --results")
     budget = QUICK if given.quick else WHOLE
-    cells = QUICK_CELLS if given.quick else MATTER + FURTHER if given.full else MATTER
+    cells = MATTER + FURTHER if given.full else MATTER
+    if given.quick:
+        cells = QUICK_CELLS
 
     def work(run: Run) -> None:
         if not (given.results / STUDY / f"{run.name}.json").is_file():
@@ -226,7 +269,8 @@ def main() -> None:
         wait(futures)
     finally:
         executor.shutdown(cancel_futures=True)
-    for future in futures:  # a run that failed stops no other, but the study ends with what it said
+    # A run that failed stops no other, but the study ends with its error.
+    for future in futures:
         future.result()
 
 

@@ -14,13 +14,14 @@ ONE_IN = 4
 
 
 class LateLatents(DiffusersEngine):
-    """One sample in four comes back with its latents recorded one step late; its log-probs, image
-    and reward are right.
+    """An engine that records the latents of one sample in four one step late.
 
-    A per-sample window that is off by one. The last latent then stands twice.
+    It is the fault of a window that is off by one for some samples. The last latent then stands
+    twice. Log-probs, images and rewards are right.
     """
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
+        """Samples as the stock engine does, and then shifts the latents of some samples."""
         for chunk in super().generate(request):
             latents = chunk.batch.all_latents.clone()
             late = chunk.batch.seed % ONE_IN == 0

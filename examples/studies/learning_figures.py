@@ -1,9 +1,8 @@
-"""Draw docs/figures/learning.svg from the learning study's results.
+"""Draws docs/figures/learning.svg from the learning study's results.
 
     python examples/studies/learning_figures.py [--output FOLDER]
 
-The background is transparent and the ink a grey of middle lightness, so that the figure reads on
-light and dark pages.
+The background is transparent and the ink a middle grey, to be legible on light and dark pages.
 """
 
 from __future__ import annotations
@@ -46,12 +45,18 @@ STYLE = {
     "ytick.color": INK,
     "legend.frameon": False,
 }
-SMOOTHED = 8
+SMOOTHED = 8  # iterations that a point of a curve is the mean of
 
 
 def draw(cells: Mapping[str, Cell], path: Path) -> None:
-    """Left: reward on held-out words after training, with intervals and single runs. Right: reward
-    by iteration.
+    """Draws the figure.
+
+    Left: reward on held-out words after training, with intervals and single runs. Right: reward by
+    iteration.
+
+    Args:
+      cells: the cells of the study.
+      path: the file to write.
     """
     grouped = by_cell(cells)
     with matplotlib.rc_context(STYLE):
@@ -65,10 +70,10 @@ def draw(cells: Mapping[str, Cell], path: Path) -> None:
 
 def _rewards(axes: Axes, grouped: Mapping[tuple[str, str], Runs]) -> None:
     for row, ((_, arm), runs) in enumerate(grouped.items()):
-        found, colour = after(runs), COLOURS[arm]
-        axes.plot(
-            [run["after"] for run in runs.values()], [row] * len(runs), "|", color=colour, alpha=0.6
-        )
+        found = after(runs)
+        colour = COLOURS[arm]
+        rewards = [run["after"] for run in runs.values()]
+        axes.plot(rewards, [row] * len(runs), "|", color=colour, alpha=0.6)
         error = None if math.isinf(found.half) else found.half
         axes.errorbar(found.mean, row, xerr=error, fmt="o", color=colour, capsize=3, markersize=5)
     any_run = next(run for runs in grouped.values() for run in runs.values())
@@ -95,6 +100,7 @@ def _curves(axes: Axes, grouped: Mapping[tuple[str, str], Runs], rollout: str = 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and draws the figure."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

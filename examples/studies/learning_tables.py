@@ -1,7 +1,7 @@
-"""What docs/evidence.md shows of the learning study.
+"""The tables, numbers and conclusions of docs/evidence.md that come from the learning study.
 
-Intervals are 95% of Student's t over the seeds; differences are paired, each run against the
-reference of its own seed.
+Intervals are 95% intervals of Student's t over the seeds. Differences are paired: each run is
+compared with the reference run of the same seed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,19 @@ REFERENCE = ("fp32", "bypass")
 # Two-sided 95% quantiles of Student's t for 2, 3, ... values.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 NOTHING = "-"
-CLOSE = 0.03  # a difference of two cells' mean rewards that is called none
+CLOSE = 0.03  # mean rewards of two cells that differ by less count as equal
 
 Runs = Mapping[int, Cell]  # by seed
 
 
 class Estimate(NamedTuple):
-    """A mean of `count` values; half: half the width of its interval, infinite for one value."""
+    """A mean with its interval.
+
+    Attributes:
+      mean: mean of the values.
+      half: half the width of the interval; infinite for one value.
+      count: number of values.
+    """
 
     mean: float
     half: float
@@ -37,13 +43,13 @@ class Estimate(NamedTuple):
 
     @property
     def signed(self) -> str:
-        return (
-            f"{self.mean:+.3f}" if math.isinf(self.half) else f"{self.mean:+.3f} ± {self.half:.3f}"
-        )
+        """Formats the mean with its sign and its interval."""
+        mean = f"{self.mean:+.3f}"
+        return mean if math.isinf(self.half) else f"{mean} ± {self.half:.3f}"
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean and interval of at most ten values."""
+    """Computes the mean and the interval of at most ten values."""
     count = len(values)
     if count == 1:
         return Estimate(values[0], math.inf, 1)
@@ -52,7 +58,14 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def by_cell(cells: Mapping[str, Cell]) -> dict[tuple[str, str], dict[int, Cell]]:
-    """The runs of each cell that has any, in the study's order."""
+    """Sorts runs by cell.
+
+    Args:
+      cells: name -> content of a run's file.
+
+    Returns:
+      (rollout, arm) -> seed -> run, in the study's order, for the cells that have runs.
+    """
     found: dict[tuple[str, str], dict[int, Cell]] = {}
     for rollout in ROLLOUTS:
         for arm in ARMS:
@@ -67,32 +80,41 @@ def by_cell(cells: Mapping[str, Cell]) -> dict[tuple[str, str], dict[int, Cell]]
 
 
 def after(runs: Runs) -> Estimate:
+    """Computes the mean reward after training."""
     return estimate([run["after"] for run in runs.values()])
 
 
 def difference(runs: Runs, reference: Runs) -> Estimate | None:
-    """Reward after training less that of the reference, over the seeds that both have."""
+    """Compares the rewards after training over the seeds that both cells have.
+
+    Args:
+      runs: the runs of one cell.
+      reference: the runs of the other.
+
+    Returns:
+      The mean of their differences, or None without a common seed.
+    """
     common = runs.keys() & reference.keys()
-    return (
-        estimate([runs[seed]["after"] - reference[seed]["after"] for seed in sorted(common)])
-        if common
-        else None
-    )
+    if not common:
+        return None
+    return estimate([runs[seed]["after"] - reference[seed]["after"] for seed in sorted(common)])
 
 
 def collapsed(runs: Runs) -> int:
-    """Runs that end below where they started."""
+    """Counts the runs that end below where they started."""
     return sum(run["after"] < run["before"] for run in runs.values())
 
 
 def rewards(cells: Mapping[str, Cell]) -> str:
+    """Makes the table of rewards after training."""
     grouped = by_cell(cells)
     reference = grouped.get(REFERENCE, {})
     rows = []
     for (rollout, arm), runs in grouped.items():
         gap = None if (rollout, arm) == REFERENCE else difference(runs, reference)
         exact = estimate([run["exact_after"] for run in runs.values()])
-        against, fell = NOTHING if gap is None else gap.signed, f"{collapsed(runs)} of {len(runs)}"
+        against = NOTHING if gap is None else gap.signed
+        fell = f"{collapsed(runs)} of {len(runs)}"
         rows.append([rollout, f"`{arm}`", len(runs), after(runs), against, exact, fell])
     header = [
         "rollout",
@@ -107,6 +129,7 @@ def rewards(cells: Mapping[str, Cell]) -> str:
 
 
 def mechanics(cells: Mapping[str, Cell]) -> str:
+    """Makes the table of clipping, weights, rejection and time."""
     rows = []
     for (rollout, arm), runs in by_cell(cells).items():
         clipped, rejected = (
@@ -121,31 +144,42 @@ def mechanics(cells: Mapping[str, Cell]) -> str:
 
 
 def _over_runs(runs: Runs, curve: str, form: str) -> str:
-    """The mean over all runs and their iterations, where the runs measure it."""
+    """The mean of a curve over all runs and iterations, for runs that measure it."""
     values = [value for run in runs.values() for value in run["curves"].get(curve, [])]
     return format(statistics.mean(values), form) if values else NOTHING
 
 
 def before(cells: Mapping[str, Cell]) -> str:
-    """The base model's reward: the same for every run."""
+    """Formats the reward of the base model, which is the same for every run."""
     values = {run["before"] for run in cells.values()}
     assert len(values) <= 1
     return f"{values.pop():.3f}" if values else NOTHING
 
 
 def done(cells: Mapping[str, Cell]) -> str:
+    """Formats the number of runs."""
     return str(len(cells))
 
 
 def reached(rollout: str, arm: str) -> Callable[[Mapping[str, Cell]], str]:
-    """The reward after training of a cell, with its interval."""
+    """Makes an entry: the reward of a cell after training, with its interval."""
     return lambda cells: str(after(by_cell(cells)[rollout, arm]))
 
 
 def gap(
     cells: Mapping[str, Cell], rollout: str, arm: str, to: tuple[str, str] = REFERENCE
 ) -> Estimate:
-    """Reward after training less that of another cell."""
+    """Computes the reward of a cell after training less that of another cell.
+
+    Args:
+      cells: the cells of the study.
+      rollout: the rollout of the cell.
+      arm: its arm.
+      to: (rollout, arm) of the other cell.
+
+    Returns:
+      The mean of the paired differences.
+    """
     grouped = by_cell(cells)
     found = difference(grouped[rollout, arm], grouped[to])
     assert found is not None
@@ -155,34 +189,37 @@ def gap(
 def less(
     rollout: str, arm: str, to: tuple[str, str] = REFERENCE
 ) -> Callable[[Mapping[str, Cell]], str]:
+    """Makes an entry: the reward of a cell less that of another, with sign and interval."""
     return lambda cells: gap(cells, rollout, arm, to).signed
 
 
 def spread(rollout: str, arm: str) -> Callable[[Mapping[str, Cell]], str]:
-    """The standard deviation over the runs of a cell."""
+    """Makes an entry: the standard deviation of the reward over the runs of a cell."""
     return lambda cells: (
         f"{statistics.stdev(run['after'] for run in by_cell(cells)[rollout, arm].values()):.3f}"
     )
 
 
 def over_runs(rollout: str, arm: str, curve: str, form: str) -> Callable[[Mapping[str, Cell]], str]:
+    """Makes an entry: the mean of a curve over the runs of a cell, in a given format."""
     return lambda cells: _over_runs(by_cell(cells)[rollout, arm], curve, form)
 
 
 def as_good(cells: Mapping[str, Cell], rollout: str, arm: str) -> bool:
-    """No run collapsed, and what the mean is short of the reference's is less than CLOSE."""
+    """Tells whether no run collapsed and the mean is less than CLOSE below the reference's."""
     return collapsed(by_cell(cells)[rollout, arm]) == 0 and gap(cells, rollout, arm).mean > -CLOSE
 
 
 def worse(
     cells: Mapping[str, Cell], rollout: str, arm: str, to: tuple[str, str] = REFERENCE
 ) -> bool:
-    """Below, with its whole interval."""
+    """Tells whether a cell is below another with its whole interval."""
     found = gap(cells, rollout, arm, to)
     return found.mean + found.half < 0
 
 
 def all_collapse(cells: Mapping[str, Cell], rollout: str, arm: str) -> bool:
+    """Tells whether every run of a cell collapsed, to a mean reward below 0.1."""
     runs = by_cell(cells)[rollout, arm]
     return collapsed(runs) == len(runs) and after(runs).mean < 0.1
 

@@ -1,12 +1,13 @@
-"""Write the numbers of docs/evidence.md from the studies' JSON files, or check them.
+"""Writes the numbers of docs/evidence.md from the studies' JSON files, or checks them.
 
     python examples/studies/tables.py [--check]
 
 Every module `*_tables.py` in this folder describes one study:
 
     STUDY     the folder of its results
-    ENTRIES   name -> function of the study's cells that gives the text: a table, or a number inside a sentence
-    CLAIMS    name -> function of the cells that says whether a conclusion holds
+    ENTRIES   name -> function that turns the study's cells into a text: a table, or a number
+              inside a sentence
+    CLAIMS    name -> function that says whether a conclusion holds for the cells
 
 and the page holds their markers, which Markdown does not show:
 
@@ -34,7 +35,14 @@ CLAIM = re.compile(r"<!-- claim: (\w+) -->")
 
 
 class Study(NamedTuple):
-    """One study's entries and claims, as its module gives them, with its cells."""
+    """One study.
+
+    Attributes:
+      name: the folder of its results.
+      entries: name -> function that turns the cells into a text.
+      claims: name -> function that says whether a conclusion holds.
+      cells: name -> results.
+    """
 
     name: str
     entries: Mapping[str, Callable[[Mapping[str, Cell]], str]]
@@ -43,14 +51,23 @@ class Study(NamedTuple):
 
 
 def studies(results: Path = RESULTS) -> list[Study]:
-    """All studies of this folder."""
+    """Loads all studies of this folder, with the results in another."""
     modules = [importlib.import_module(path.stem) for path in sorted(FOLDER.glob("*_tables.py"))]
     return [Study(m.STUDY, m.ENTRIES, m.CLAIMS, load(m.STUDY, results)) for m in modules]
 
 
 def fill(page: str, found: Sequence[Study]) -> str:
-    """The page with every table and value written anew. KeyError for a marker that no study
-    knows.
+    """Returns the page with every table and value written anew.
+
+    Args:
+      page: the Markdown text.
+      found: the studies.
+
+    Returns:
+      The new text.
+
+    Raises:
+      KeyError: no study knows a marker.
     """
     texts = {name: (study, entry) for study in found for name, entry in study.entries.items()}
 
@@ -64,8 +81,17 @@ def fill(page: str, found: Sequence[Study]) -> str:
 
 
 def broken_claims(page: str, found: Sequence[Study]) -> list[str]:
-    """The conclusions of the page that the data contradicts. KeyError for one that no study
-    knows.
+    """Lists the conclusions of the page that the data contradicts.
+
+    Args:
+      page: the Markdown text.
+      found: the studies.
+
+    Returns:
+      Their names.
+
+    Raises:
+      KeyError: no study knows a conclusion.
     """
     claims = {name: (study, claim) for study in found for name, claim in study.claims.items()}
     used = [(name, *claims[name]) for name in CLAIM.findall(page)]
@@ -73,19 +99,22 @@ def broken_claims(page: str, found: Sequence[Study]) -> list[str]:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table."""
+    """Formats a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(str(item) for item in line) + " |" for line in lines)
 
 
 def main(arguments: Sequence[str] | None = None, page: Path = PAGE) -> None:
+    """Parses the command line and writes or checks a page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--check", action="store_true", help="change nothing; fail where page and data disagree"
     )
-    check, found, text = parser.parse_args(arguments).check, studies(), page.read_text()
+    check = parser.parse_args(arguments).check
+    found = studies()
+    text = page.read_text()
     new = fill(text, found)
     if check and new != text:
         raise SystemExit(

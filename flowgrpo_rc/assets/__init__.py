@@ -1,4 +1,4 @@
-"""Files that ship with the package: the tiny checkpoints and their prompt lists."""
+"""Files that ship with the package: tiny checkpoints, their prompts, and what made both of them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ ROOT = Path(__file__).parent
 
 
 def path(name: str) -> Path:
-    """The path of a bundled folder or file, such as "tiny_glyph_sd3" or "prompts/glyph_train.txt".
+    """Returns the path of a bundled folder or file.
 
-    Raises ValueError, with what exists, for any other name.
+    Args:
+      name: such as "tiny_glyph_sd3" or "prompts/glyph_train.txt".
+
+    Returns:
+      The path.
+
+    Raises:
+      ValueError: there is no such asset; the message lists those that exist.
     """
     available = _bundled()
     if name not in available:

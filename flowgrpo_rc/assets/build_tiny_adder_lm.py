@@ -1,4 +1,4 @@
-"""Build the bundled language model `tiny_adder_lm` and its prompt lists from nothing but a seed.
+"""Builds the bundled language model `tiny_adder_lm` and its prompt lists from nothing but a seed.
 
     python -m flowgrpo_rc.assets.build_tiny_adder_lm [--out DIR]
 
@@ -15,8 +15,10 @@ neither order of the operands; those of the training list may have been.
 
 The build measures the exact-match accuracy on the 512 validation prompts, greedy and sampled at
 temperature 1, prints it and keeps it in build_metrics.json. `either` there is the fraction of
-answers that are right or right but for
-forgotten carries: about what RL can reach by changing the preference alone.
+answers that are right, or right except for forgotten carries. Reinforcement learning can reach
+about that by changing the preference alone.
+
+Legend: B rows of a batch, T tokens of a row.
 """
 
 from __future__ import annotations
@@ -65,11 +67,17 @@ Sum = tuple[int, int]  # the two operands
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pupil:
-    """Who writes the text of some of the pre-training steps."""
+    """The author of some of the pre-training text.
+
+    Attributes:
+      num_steps: number of pre-training steps on the pupil's text.
+      forget_carry: fraction of the sums that are added without any carry.
+      slip: fraction of the answers in which one digit is replaced by a random one.
+    """
 
     num_steps: int
-    forget_carry: float  # fraction of the sums that are added without any carry
-    slip: float  # fraction of the answers in which one digit is replaced by a random one
+    forget_carry: float
+    slip: float
 
 
 PUPILS = (
@@ -82,8 +90,10 @@ logger = logging.getLogger(__name__)
 
 
 def build(out: Path) -> None:
-    """The whole build: prompt lists, pre-training, saving, and the evaluation of the saved
-    files.
+    """Runs the whole build: prompt lists, pre-training, saving, evaluation of the saved files.
+
+    Args:
+      out: the folder to write to.
     """
     torch.set_num_threads(NUM_THREADS)
     start = time.perf_counter()
@@ -112,12 +122,12 @@ def build(out: Path) -> None:
 
 
 def prompt(operands: Sum) -> str:
-    """The one prompt format of the bundled model."""
+    """Returns the prompt of a sum, in the only format that the bundled model knows."""
     return f"{operands[0]}+{operands[1]}="
 
 
 def random_sum(rng: random.Random) -> Sum:
-    """Two operands of one to three digits each."""
+    """Draws two operands of one to three digits each."""
     first, second = (
         rng.choice(OPERANDS[length]) for length in rng.choices((1, 2, 3), LENGTH_WEIGHTS, k=2)
     )
@@ -125,13 +135,22 @@ def random_sum(rng: random.Random) -> Sum:
 
 
 def without_carry(operands: Sum) -> int:
-    """The sum of each column modulo ten: (37, 58) gives 85."""
+    """Adds without any carry, each column modulo ten: (37, 58) gives 85."""
     first, second = operands
     return sum((first // unit + second // unit) % 10 * unit for unit in (1, 10, 100))
 
 
 def answer(operands: Sum, pupil: Pupil, rng: random.Random) -> str:
-    """What the pupil writes after the prompt."""
+    """Writes a pupil's answer to a sum.
+
+    Args:
+      operands: the sum.
+      pupil: its author, who makes mistakes.
+      rng: draws the mistakes.
+
+    Returns:
+      The digits of the answer.
+    """
     text = str(without_carry(operands) if rng.random() < pupil.forget_carry else sum(operands))
     if rng.random() < pupil.slip:
         place = rng.randrange(len(text))
@@ -140,8 +159,10 @@ def answer(operands: Sum, pupil: Pupil, rng: random.Random) -> str:
 
 
 def split_sums() -> tuple[list[Sum], list[Sum]]:
-    """Sums for the training and for the validation prompts, all different whatever the order of the
-    operands.
+    """Draws the sums of the training and of the validation prompts.
+
+    Returns:
+      Both lists. No two sums are the same, also not with their operands swapped.
     """
     rng = random.Random(SEED)
     sums: dict[Sum, Sum] = {}
@@ -153,8 +174,14 @@ def split_sums() -> tuple[list[Sum], list[Sum]]:
 
 
 def write_prompts(folder: Path, train_sums: Sequence[Sum], val_sums: Sequence[Sum]) -> None:
-    """`adder_train.jsonl` and `adder_val.jsonl`: one {"prompt": "37+58=", "target": "95"} a
-    line.
+    """Writes `adder_train.jsonl` and `adder_val.jsonl`.
+
+    A line has the form {"prompt": "37+58=", "target": "95"}.
+
+    Args:
+      folder: the folder to write to.
+      train_sums: sums of the first file.
+      val_sums: sums of the second file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, sums in (("adder_train.jsonl", train_sums), ("adder_val.jsonl", val_sums)):
@@ -163,7 +190,10 @@ def write_prompts(folder: Path, train_sums: Sequence[Sum], val_sums: Sequence[Su
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character; it adds no token of its own and pads on the left."""
+    """Builds a tokenizer with one token per character.
+
+    It adds no token of its own to a text, and pads on the left.
+    """
     pad, eos, unk = SPECIAL_TOKENS
     vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token=unk))
@@ -180,7 +210,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama of 0.34 million parameters with random weights."""
+    """Builds a Llama of 0.34 million parameters with random weights."""
     torch.manual_seed(SEED)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -199,8 +229,15 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 def pretrain(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, *, exclude: Sequence[Sum]
 ) -> float:
-    """Next-token training on the answers of one pupil after the other; returns the mean loss of the
-    last 100 steps.
+    """Trains on the answers of one pupil after the other by predicting the next token.
+
+    Args:
+      model: the model; it is changed.
+      tokenizer: its tokenizer.
+      exclude: sums that are never in the text, also not with their operands swapped.
+
+    Returns:
+      The mean loss of the last 100 steps.
     """
     rng = random.Random(SEED + 1)
     excluded = frozenset(map(_unordered, exclude))
@@ -223,8 +260,14 @@ def pretrain(
 
 
 def evaluate_checkpoint(checkpoint: Path, sums: Sequence[Sum]) -> dict[str, dict[str, float]]:
-    """Accuracy of the saved files, loaded as a user loads them, greedy and sampled at temperature
-    1.
+    """Measures the accuracy of the saved files, loaded as a user loads them.
+
+    Args:
+      checkpoint: folder of the saved model.
+      sums: the sums to ask for.
+
+    Returns:
+      Accuracies by name, for greedy decoding and for sampling at temperature 1.
     """
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -251,9 +294,7 @@ def _accuracy(answers: Sequence[str], sums: Sequence[Sum]) -> dict[str, float]:
 def _batch(
     tokenizer: PreTrainedTokenizerFast, pupil: Pupil, rng: random.Random, excluded: Collection[Sum]
 ) -> dict[str, torch.Tensor]:
-    """Sums that the pupil answered, padded on the right; the labels cover the answer and the end
-    token.
-    """
+    """Sums with the pupil's answers, padded on the right; labels are the answers and end tokens."""
     texts: list[str] = []
     while len(texts) < BATCH_SIZE:
         operands = random_sum(rng)
@@ -262,6 +303,7 @@ def _batch(
     batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
     is_equals_BT = batch.input_ids == tokenizer.convert_tokens_to_ids("=")
     is_answer_BT = is_equals_BT.cumsum(1).bool() & ~is_equals_BT & batch.attention_mask.bool()
+    # A label of -100 has no loss.
     return {**batch, "labels": batch.input_ids.masked_fill(~is_answer_BT, -100)}
 
 
@@ -275,6 +317,7 @@ def _unordered(operands: Sum) -> Sum:
 
 
 def main() -> None:
+    """Parses the command line and builds the model."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,4 +1,4 @@
-"""Build the bundled CLIP `tiny_clip`, which knows pictures of short words, from nothing but a seed.
+"""Builds the bundled CLIP `tiny_clip`, which knows pictures of short words, from only a seed.
 
     python -m flowgrpo_rc.assets.build_tiny_clip [--out DIR]
 
@@ -48,11 +48,17 @@ logger = logging.getLogger(__name__)
 
 
 def build(out: Path) -> None:
-    """The whole build: training, saving, and the evaluation of the saved files."""
+    """Runs the whole build: training, saving, evaluation of the saved files.
+
+    Args:
+      out: the folder to write to.
+    """
     torch.set_num_threads(NUM_THREADS)
     start = time.perf_counter()
     held_out = [line.strip('"') for line in path("prompts/glyph_val.txt").read_text().split()]
-    tokenizer, processor, model = clip_tokenizer(), image_processor(), build_model(clip_tokenizer())
+    tokenizer = clip_tokenizer()
+    processor = image_processor()
+    model = build_model(clip_tokenizer())
     loss = train(model, tokenizer, processor, exclude=held_out)
     checkpoint = out / "tiny_clip"
     for part in (model, tokenizer, processor):
@@ -74,13 +80,13 @@ def build(out: Path) -> None:
 
 
 def image_processor() -> CLIPImageProcessorPil:
-    """The whole picture, whatever its shape, at 48 x 48."""
+    """Returns a processor that resizes the whole picture, of any shape, to 48 x 48."""
     size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
     return CLIPImageProcessorPil(size=size, do_center_crop=False)
 
 
 def build_model(tokenizer: CLIPTokenizer) -> CLIPModel:
-    """A CLIP of 0.33 million parameters with random weights."""
+    """Builds a CLIP of 0.33 million parameters with random weights."""
     torch.manual_seed(SEED)
     text = {
         "vocab_size": len(tokenizer),
@@ -111,8 +117,19 @@ def train(
     *,
     exclude: Sequence[str],
 ) -> float:
-    """Contrastive training; returns the mean loss of the last 100 steps."""
-    rng, excluded = np.random.default_rng(SEED + 1), frozenset(exclude)
+    """Trains with CLIP's contrastive loss, https://arxiv.org/abs/2103.00020.
+
+    Args:
+      model: the model; it is changed.
+      tokenizer: turns words into tokens.
+      processor: turns pictures into the model's input.
+      exclude: words that are never trained on.
+
+    Returns:
+      The mean loss of the last 100 steps.
+    """
+    rng = np.random.default_rng(SEED + 1)
+    excluded = frozenset(exclude)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.05
     )
@@ -138,12 +155,18 @@ def train(
 
 @torch.no_grad()
 def evaluate_checkpoint(checkpoint: Path, words: Sequence[str]) -> dict[str, float]:
-    """Accuracy of the saved files on clean pictures, loaded as a user loads them."""
+    """Measures the accuracy of the saved files on clean pictures, loaded as a user loads them.
+
+    Args:
+      checkpoint: folder of the saved model.
+      words: words that the model was not trained on.
+
+    Returns:
+      Accuracies by name.
+    """
     model = CLIPModel.from_pretrained(checkpoint).eval()
-    tokenizer, processor = (
-        CLIPTokenizer.from_pretrained(checkpoint),
-        CLIPImageProcessorPil.from_pretrained(checkpoint),
-    )
+    tokenizer = CLIPTokenizer.from_pretrained(checkpoint)
+    processor = CLIPImageProcessorPil.from_pretrained(checkpoint)
     rng = np.random.default_rng(SEED + 2)
     pictures = processor(list(render_all(words, rng)), return_tensors="pt")
 
@@ -161,7 +184,7 @@ def evaluate_checkpoint(checkpoint: Path, words: Sequence[str]) -> dict[str, flo
 
 
 def one_character_changed(word: str, rng: np.random.Generator) -> str:
-    """The word with another character of the alphabet in one place."""
+    """Returns the word with another character of the alphabet in one place."""
     place = rng.integers(len(word))
     others = ALPHABET.replace(word[place], "")
     return word[:place] + others[rng.integers(len(others))] + word[place + 1 :]
@@ -193,6 +216,7 @@ def _learning_rate_factor(step: int) -> float:
 
 
 def main() -> None:
+    """Parses the command line and builds the model."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

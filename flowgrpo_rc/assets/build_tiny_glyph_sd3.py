@@ -1,9 +1,11 @@
-"""Build the bundled checkpoint `tiny_glyph_sd3` and its prompt lists from nothing but a seed.
+"""Builds the bundled checkpoint `tiny_glyph_sd3` and its prompt lists from nothing but a seed.
 
     python -m flowgrpo_rc.assets.build_tiny_glyph_sd3 [--out DIR]
 
 writes DIR/tiny_glyph_sd3 (diffusers layout, with build.log and build_metrics.json) and DIR/prompts.
 Without --out they replace the bundled ones. Takes about half an hour on two CPU cores.
+
+Legend: N pictures, C channels, H and W height and width in pixels.
 """
 
 from __future__ import annotations
@@ -31,15 +33,19 @@ SEED = 0
 NUM_THREADS = 2
 NUM_TRAIN_WORDS = 8192
 NUM_VAL_WORDS = 512
-NUM_MONITOR_WORDS = (
-    256  # evaluated during training, to end it; like the val words never rendered in training
-)
+# Evaluated during training, to end it. Like the validation words they are never trained on.
+NUM_MONITOR_WORDS = 256
 
 logger = logging.getLogger(__name__)
 
 
 def build(out: Path, *, snapshots: Path | None = None) -> None:
-    """The whole build. `snapshots`, if given, receives a checkpoint at every evaluation."""
+    """Runs the whole build: prompt lists, VAE, transformer, saving, evaluation of the saved files.
+
+    Args:
+      out: the folder to write to.
+      snapshots: a folder that gets a checkpoint at every evaluation; None for none.
+    """
     checkpoint = out / "tiny_glyph_sd3"
     checkpoint.mkdir(parents=True, exist_ok=True)
     _log_to(checkpoint / "build.log")
@@ -85,28 +91,42 @@ def build(out: Path, *, snapshots: Path | None = None) -> None:
 
 
 def split_words() -> tuple[list[str], list[str], list[str]]:
-    """Distinct words for training prompts, for validation, and for deciding when pre-training
-    ends.
+    """Draws the words.
+
+    Returns:
+      Three lists: for training prompts, for validation, and for the evaluations that decide when
+      pre-training ends. No word is in two of them.
     """
     rng = np.random.default_rng(SEED)
     words = glyphs.distinct_words(NUM_TRAIN_WORDS + NUM_VAL_WORDS + NUM_MONITOR_WORDS, rng)
-    train_end, val_end = NUM_TRAIN_WORDS, NUM_TRAIN_WORDS + NUM_VAL_WORDS
+    train_end = NUM_TRAIN_WORDS
+    val_end = train_end + NUM_VAL_WORDS
     return words[:train_end], words[train_end:val_end], words[val_end:]
 
 
 def write_prompts(folder: Path, train_words: Sequence[str], val_words: Sequence[str]) -> None:
-    """`glyph_train.txt` and `glyph_val.txt`: one quoted word a line."""
+    """Writes `glyph_train.txt` and `glyph_val.txt`, one quoted word a line.
+
+    Args:
+      folder: the folder to write to.
+      train_words: words of the first file.
+      val_words: words of the second file.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name, words in (("glyph_train.txt", train_words), ("glyph_val.txt", val_words)):
         (folder / name).write_text("".join(f"{glyphs.prompt(word)}\n" for word in words))
 
 
 def save(pipe: StableDiffusion3Pipeline, folder: Path) -> None:
-    """Write the checkpoint, transformer and VAE in fp16.
+    """Writes the checkpoint, with transformer and VAE in fp16.
 
-    The text encoders stay in fp32: transformers loads them in the precision of the file and
-    diffusers loads the others in fp32, so a pipeline that is loaded without arguments would mix the
-    two. They weigh 0.9 MB.
+    The text encoders stay in fp32, at 0.9 MB. transformers loads them in the precision of the file,
+    while diffusers loads the other models in fp32, so fp16 files would give a pipeline that mixes
+    both.
+
+    Args:
+      pipe: the pipeline in fp32.
+      folder: the folder to write to.
     """
     pipe.save_pretrained(folder)
     for name in ("transformer", "vae"):
@@ -114,8 +134,14 @@ def save(pipe: StableDiffusion3Pipeline, folder: Path) -> None:
 
 
 def evaluate_checkpoint(checkpoint: Path, words: Sequence[str]) -> dict[str, object]:
-    """OCR reward of the saved files, loaded as a user loads them, without guidance and with
-    guidance 3.
+    """Measures the OCR reward of the saved files, loaded as a user loads them.
+
+    Args:
+      checkpoint: folder of the saved pipeline.
+      words: words that the model was not trained on.
+
+    Returns:
+      Scores by name, without guidance and with guidance 3.
     """
     pipe = StableDiffusion3Pipeline.from_pretrained(checkpoint)
     pipe.set_progress_bar_config(disable=True)
@@ -135,9 +161,8 @@ def evaluate_checkpoint(checkpoint: Path, words: Sequence[str]) -> dict[str, obj
 
 def _reconstruction(vae: AutoencoderKL, words: Sequence[str]) -> Readability:
     """How well OCR reads pictures that went through the VAE."""
-    pixels_NCHW = torch.from_numpy(glyphs.render_all(words, np.random.default_rng(SEED))).permute(
-        0, 3, 1, 2
-    )
+    pixels_NHWC = torch.from_numpy(glyphs.render_all(words, np.random.default_rng(SEED)))
+    pixels_NCHW = pixels_NHWC.permute(0, 3, 1, 2)
     with torch.no_grad():
         decoded = vae.decode(encode(vae, pixels_NCHW)).sample
     images = ((decoded.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1)
@@ -160,6 +185,7 @@ def _log_to(file: Path) -> None:
 
 
 def main() -> None:
+    """Parses the command line and builds the model."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

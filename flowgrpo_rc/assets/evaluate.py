@@ -1,4 +1,7 @@
-"""How well the bundled model writes: the OCR reward of pictures from the stock pipeline."""
+"""Measures how well the bundled model writes: the OCR reward of pictures from the stock pipeline.
+
+Legend: N pictures, H and W height and width in pixels.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,27 @@ NUM_INFERENCE_STEPS = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Readability:
-    """reward: mean OCR reward; exact: fraction of pictures in which OCR reads exactly the word."""
+    """The legibility of pictures of words.
+
+    Attributes:
+      reward: mean OCR reward.
+      exact: fraction of pictures in which OCR reads exactly the word.
+    """
 
     reward: float
     exact: float
 
 
 def readability(images: np.ndarray, words: Sequence[str]) -> Readability:
-    """Score pictures [N, H, W, 3] uint8 that should show `words`."""
+    """Scores pictures that should show words.
+
+    Args:
+      images: uint8, [N, H, W, 3].
+      words: the word of each picture.
+
+    Returns:
+      The mean scores.
+    """
     from flowgrpo_rc.rewards.ocr import OCR
 
     prompts = [
@@ -43,7 +59,18 @@ def generate(
     guidance_scale: float = 1.0,
     batch_size: int = 128,
 ) -> np.ndarray:
-    """One picture per word by Euler's method: [N, H, W, 3] uint8."""
+    """Samples one picture of each word with the stock pipeline, by Euler's method.
+
+    Args:
+      pipe: the pipeline.
+      words: N words.
+      seed: seed of the noise.
+      guidance_scale: scale of classifier-free guidance; 1 for none.
+      batch_size: pictures of one call.
+
+    Returns:
+      uint8, [N, H, W, 3].
+    """
     generator = torch.Generator().manual_seed(seed)
     batches = []
     for start in range(0, len(words), batch_size):

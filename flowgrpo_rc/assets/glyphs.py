@@ -1,6 +1,8 @@
 """Short random words and pictures of them: the data set of the bundled model.
 
 Every draw comes from the numpy Generator that is passed in.
+
+Legend: N pictures, H and W height and width in pixels.
 """
 
 from __future__ import annotations
@@ -13,23 +15,21 @@ from PIL import Image, ImageDraw, ImageFont
 
 ALPHABET = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"  # without O, 0, I and 1, which look alike
 WORD_LENGTHS = (3, 4, 5)
-HEIGHT, WIDTH = 32, 64
+HEIGHT = 32  # of a picture, in pixels
+WIDTH = 64
 
-_FONT_SIZES = {
-    3: (22, 25),
-    4: (19, 22),
-    5: (16, 18),
-}  # word length -> smallest and largest size tried, in pixels
+# Length of a word -> smallest and largest font size that is tried, in pixels.
+_FONT_SIZES = {3: (22, 25), 4: (19, 22), 5: (16, 18)}
 _MARGIN = 1
 
 
 def prompt(word: str) -> str:
-    """The one prompt format of the bundled model: the word in double quotes."""
+    """Returns the prompt of a word, which is the word in double quotes."""
     return f'"{word}"'
 
 
 def random_word(rng: np.random.Generator) -> str:
-    """A word of three to five letters or digits, each length equally likely."""
+    """Draws a word of three to five letters or digits, each length equally likely."""
     length = rng.choice(WORD_LENGTHS)
     return "".join(ALPHABET[i] for i in rng.integers(len(ALPHABET), size=length))
 
@@ -37,7 +37,16 @@ def random_word(rng: np.random.Generator) -> str:
 def distinct_words(
     count: int, rng: np.random.Generator, *, exclude: Collection[str] = ()
 ) -> list[str]:
-    """`count` different words, none of which is in `exclude`."""
+    """Draws different words.
+
+    Args:
+      count: number of words.
+      rng: draws the words.
+      exclude: words that are not returned.
+
+    Returns:
+      The words, in the order in which they were drawn.
+    """
     excluded = frozenset(exclude)
     words: dict[str, None] = {}  # a set that keeps its order
     word = random_word(rng)
@@ -49,8 +58,14 @@ def distinct_words(
 
 
 def render(word: str, rng: np.random.Generator) -> np.ndarray:
-    """Dark text in the middle of a light background, colours and position jittered. [HEIGHT, WIDTH,
-    3] uint8 RGB.
+    """Draws a picture of a word: dark letters in the middle of a light background.
+
+    Args:
+      word: the word.
+      rng: draws the colours, the size of the font and small shifts.
+
+    Returns:
+      RGB, uint8, [HEIGHT, WIDTH, 3].
     """
     background = tuple(rng.integers(205, 256, size=3).tolist())
     foreground = tuple(rng.integers(0, 91, size=3).tolist())
@@ -63,17 +78,28 @@ def render(word: str, rng: np.random.Generator) -> np.ndarray:
 
 
 def render_all(words: Sequence[str], rng: np.random.Generator) -> np.ndarray:
-    """One picture per word: [N, HEIGHT, WIDTH, 3] uint8."""
+    """Draws one picture of each word, as `render` does: uint8, [N, HEIGHT, WIDTH, 3]."""
     return np.stack([render(word, rng) for word in words])
 
 
 def grid(images: np.ndarray, *, columns: int = 8, scale: int = 2, gap: int = 2) -> Image.Image:
-    """Tile images [N, H, W, 3] uint8 on grey, row by row, enlarged `scale` times."""
+    """Puts pictures side by side on grey, row by row.
+
+    Args:
+      images: uint8, [N, H, W, 3].
+      columns: pictures of one row.
+      scale: how many times to enlarge them.
+      gap: grey pixels between pictures, before they are enlarged.
+
+    Returns:
+      One picture of all.
+    """
     count, height, width, _ = images.shape
-    rows = -(-count // columns)
+    rows = -(-count // columns)  # rounded up
     canvas = np.full((rows * (height + gap), columns * (width + gap), 3), 128, np.uint8)
     for i, image in enumerate(images):
-        y, x = (i // columns) * (height + gap), (i % columns) * (width + gap)
+        y = (i // columns) * (height + gap)
+        x = (i % columns) * (width + gap)
         canvas[y : y + height, x : x + width] = image
     return Image.fromarray(canvas).resize(
         (canvas.shape[1] * scale, canvas.shape[0] * scale), Image.Resampling.NEAREST
@@ -83,9 +109,7 @@ def grid(images: np.ndarray, *, columns: int = 8, scale: int = 2, gap: int = 2) 
 def _fitting_font(
     word: str, rng: np.random.Generator
 ) -> tuple[ImageFont.FreeTypeFont, tuple[float, ...]]:
-    """A font of random size, shrunk until the word fits the width, and the word's bounding box in
-    it.
-    """
+    """A font of random size, shrunk until the word fits, and the bounding box of the word in it."""
     smallest, largest = _FONT_SIZES[len(word)]
     size = int(rng.integers(smallest, largest + 1))
     while True:
@@ -98,6 +122,7 @@ def _fitting_font(
 
 @cache
 def _font(size: int) -> ImageFont.FreeTypeFont:
-    font = ImageFont.load_default(size)  # Pillow's built-in scalable font: no file to ship
+    # Pillow's own scalable font, so that no font file has to ship with the package.
+    font = ImageFont.load_default(size)
     assert isinstance(font, ImageFont.FreeTypeFont), "this Pillow was built without FreeType"
     return font

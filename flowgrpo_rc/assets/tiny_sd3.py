@@ -1,7 +1,8 @@
-"""The parts of the tiny Stable Diffusion 3: tokenizers, text encoders, VAE and transformer, freshly
-initialised.
+"""The components of the tiny Stable Diffusion 3, untrained: tokenizers, encoders, VAE, transformer.
 
-Initial weights come from the global torch RNG: seed it before calling.
+Initial weights come from torch's global generator, so callers seed it first.
+
+Legend: B pictures, H and W height and width in pixels.
 """
 
 from __future__ import annotations
@@ -28,16 +29,15 @@ LATENT_CHANNELS = 8
 
 _CLIP_WIDTH = 64
 _CLIP_PROJECTION = 32
-_JOINT_WIDTH = (
-    2 * _CLIP_WIDTH
-)  # SD3 joins both CLIPs by channel, then joins T5 by token: T5 is as wide as both
+# SD3 joins both CLIPs by channel and then T5 by token, so T5 is as wide as both CLIPs together.
+_JOINT_WIDTH = 2 * _CLIP_WIDTH
 _WIDTH = 128
 _NUM_HEADS = 4
 _PRINTABLE = string.digits + string.ascii_letters + string.punctuation
 
 
 def clip_tokenizer() -> CLIPTokenizer:
-    """CLIP's tokenizer without merges: one token per character, lower-cased."""
+    """Returns CLIP's tokenizer without merges: one token per character, in lower case."""
     characters = string.digits + string.ascii_lowercase + string.punctuation
     tokens = [*characters, *(f"{c}</w>" for c in characters), "<|startoftext|>", "<|endoftext|>"]
     return CLIPTokenizer(
@@ -49,7 +49,7 @@ def clip_tokenizer() -> CLIPTokenizer:
 
 
 def t5_tokenizer() -> T5Tokenizer:
-    """T5's tokenizer over single printable characters, case kept."""
+    """Returns T5's tokenizer over single printable characters; it keeps upper and lower case."""
     tokens = ["<pad>", "</s>", "<unk>", "▁", *_PRINTABLE]
     return T5Tokenizer(
         vocab=[(token, 0.0 if i < 3 else -1.0) for i, token in enumerate(tokens)],
@@ -59,13 +59,15 @@ def t5_tokenizer() -> T5Tokenizer:
 
 
 def clip_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModelWithProjection:
+    """Returns an untrained CLIP text encoder for the tokenizer."""
     return CLIPTextModelWithProjection(
         CLIPTextConfig(
             vocab_size=len(tokenizer),
             hidden_size=_CLIP_WIDTH,
             intermediate_size=2 * _CLIP_WIDTH,
             projection_dim=_CLIP_PROJECTION,
-            num_hidden_layers=2,  # SD3 takes the tokens from the last but one, the pooled vector from the last
+            # SD3 takes the tokens from the last layer but one, the pooled vector from the last.
+            num_hidden_layers=2,
             num_attention_heads=2,
             max_position_embeddings=MAX_TEXT_LENGTH,
             bos_token_id=tokenizer.bos_token_id,
@@ -76,6 +78,7 @@ def clip_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModelWithProjection:
 
 
 def t5_encoder(tokenizer: T5Tokenizer) -> T5EncoderModel:
+    """Returns an untrained T5 encoder for the tokenizer."""
     return T5EncoderModel(
         T5Config(
             vocab_size=len(tokenizer),
@@ -94,7 +97,10 @@ def t5_encoder(tokenizer: T5Tokenizer) -> T5EncoderModel:
 
 
 def autoencoder() -> AutoencoderKL:
-    """Pictures [B, 3, H, W] in [-1, 1] to latents [B, 8, H/4, W/4]."""
+    """Returns an untrained VAE.
+
+    It encodes pictures [B, 3, H, W] in [-1, 1] to latents [B, 8, H/4, W/4].
+    """
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 3,
         up_block_types=("UpDecoderBlock2D",) * 3,
@@ -110,6 +116,7 @@ def autoencoder() -> AutoencoderKL:
 
 
 def transformer() -> SD3Transformer2DModel:
+    """Returns an untrained transformer of four blocks."""
     return SD3Transformer2DModel(
         sample_size=16,
         patch_size=2,
@@ -127,8 +134,9 @@ def transformer() -> SD3Transformer2DModel:
 
 
 def pipeline(vae: AutoencoderKL) -> StableDiffusion3Pipeline:
-    """A stock pipeline around `vae` whose other models are untrained."""
-    clip, t5 = clip_tokenizer(), t5_tokenizer()
+    """Returns a stock pipeline around a VAE; its other models are untrained."""
+    clip = clip_tokenizer()
+    t5 = t5_tokenizer()
     pipe = StableDiffusion3Pipeline(
         transformer=transformer(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),

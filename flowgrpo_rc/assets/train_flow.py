@@ -1,12 +1,11 @@
-"""Train the transformer and the three text encoders of the tiny model by flow matching.
+"""Trains the transformer and the three text encoders of the tiny model by flow matching.
 
 The learning rate stays constant after the warm-up and the weights are averaged, so training can end
-at any step: it ends as soon as held-out words are written well enough, which for a model that
-reinforcement learning is to
-improve means: not too well.
+at any step. It ends as soon as held-out words are written well enough. That is not too well, since
+reinforcement learning shall improve the model.
 
-Shape legend: B samples of a batch, N words of the pool, L text tokens (those of CLIP, then those of
-T5), E their width; latents are [., 8, H/4, W/4].
+Legend: B samples of a batch, N words of the pool, L text tokens (those of CLIP, then those of T5),
+E their width; latents are [., 8, H/4, W/4].
 """
 
 from __future__ import annotations
@@ -30,22 +29,41 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlowConfig:
-    target_reward: float = 0.43  # the first evaluation that reaches it ends the training
+    """The settings of the training.
+
+    Attributes:
+      target_reward: the first evaluation that reaches it ends the training.
+      max_steps: the most steps.
+      eval_every: steps between two evaluations.
+      batch_size: pictures of a step.
+      pool_size: pictures that the batches are drawn from.
+      lr: learning rate of AdamW.
+      weight_decay: of AdamW.
+      warmup_steps: steps in which the learning rate rises.
+      caption_dropout: fraction of empty prompts, for classifier-free guidance.
+      ema_decay: decay of the averaged weights per step.
+    """
+
+    target_reward: float = 0.43
     max_steps: int = 8000
     eval_every: int = 200
     batch_size: int = 64
-    pool_size: int = 40000  # pictures
+    pool_size: int = 40000
     lr: float = 1.5e-3
     weight_decay: float = 0.01
     warmup_steps: int = 200
-    caption_dropout: float = 0.1  # share of empty prompts, for classifier-free guidance
+    caption_dropout: float = 0.1
     ema_decay: float = 0.998
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlowResult:
-    """The pipeline with averaged weights, the steps it took and the mean loss since the last
-    evaluation.
+    """A trained pipeline.
+
+    Attributes:
+      pipe: the pipeline with averaged weights.
+      num_steps: number of steps that it took.
+      loss: mean loss since the evaluation before the last one.
     """
 
     pipe: StableDiffusion3Pipeline
@@ -55,8 +73,14 @@ class FlowResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pool:
-    """latents [N, 8, H/4, W/4], standardised; token ids of the prompts [N, 16] and of the empty
-    prompt [16].
+    """The pictures that batches are drawn from, encoded once.
+
+    Attributes:
+      latents: normalised to mean 0 and standard deviation 1, [N, 8, H/4, W/4].
+      clip_ids: CLIP's tokens of the prompts, [N, 16].
+      t5_ids: T5's tokens of the prompts, [N, 16].
+      empty_clip_ids: CLIP's tokens of the empty prompt, [1, 16].
+      empty_t5_ids: T5's tokens of the empty prompt, [1, 16].
     """
 
     latents: Tensor
@@ -74,29 +98,34 @@ def train_flow(
     seed: int,
     evaluate: Callable[[StableDiffusion3Pipeline, int], Readability],
 ) -> FlowResult:
-    """Train until `evaluate(averaged pipeline, step)` reaches the target. Words in `exclude` are
-    never rendered.
+    """Trains until an evaluation reaches the target.
 
-    Raises RuntimeError if the target is not reached within `max_steps`.
+    Args:
+      config: the settings.
+      vae: the trained VAE.
+      exclude: words that are never trained on.
+      seed: seed of the initial weights, the pool and the batches.
+      evaluate: scores a pipeline with averaged weights after some step.
+
+    Returns:
+      The trained pipeline.
+
+    Raises:
+      RuntimeError: the target is not reached within `max_steps`.
     """
     torch.manual_seed(seed)  # for the initial weights
-    pipe, averaged = tiny_sd3.pipeline(vae), tiny_sd3.pipeline(vae)
-    parameters, averages = _trained(pipe), _trained(averaged).requires_grad_(False)
+    pipe = tiny_sd3.pipeline(vae)
+    averaged = tiny_sd3.pipeline(vae)
+    parameters = _trained(pipe)
+    averages = _trained(averaged).requires_grad_(False)
     averages.load_state_dict(parameters.state_dict())
     _check_layout(pipe)
-
     pool = _make_pool(config, pipe, exclude=exclude, seed=seed)
     logger.info(
         "flow: %d pictures, latent standard deviation %.3f", len(pool.latents), pool.latents.std()
     )
     generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(
-        parameters.parameters(),
-        lr=config.lr,
-        betas=(0.9, 0.99),
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+    optimizer = _optimizer(parameters, config)
     losses: list[Tensor] = []
     start = time.perf_counter()
     for step in range(1, config.max_steps + 1):
@@ -106,6 +135,7 @@ def train_flow(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters.parameters(), 1.0)
         optimizer.step()
+        # Early averages forget faster, or the initial weights would stay in them for long.
         _average(averages, parameters, min(config.ema_decay, step / (step + 10)))
         losses.append(loss.detach())
         if step % config.eval_every:
@@ -122,11 +152,28 @@ def train_flow(
     )
 
 
+def _optimizer(parameters: nn.Module, config: FlowConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        parameters.parameters(),
+        lr=config.lr,
+        betas=(0.9, 0.99),
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
 def encode_text(
     pipe: StableDiffusion3Pipeline, clip_ids: Tensor, t5_ids: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What `pipe.encode_prompt` makes of token ids [B, 16], with gradient: embeds [B, L, E] and
-    pooled [B, 64].
+    """Encodes tokens as `pipe.encode_prompt` does, with gradient.
+
+    Args:
+      pipe: the pipeline, whose text encoders are used.
+      clip_ids: CLIP's tokens, [B, 16].
+      t5_ids: T5's tokens, [B, 16].
+
+    Returns:
+      Embeddings of the tokens, [B, L, E], and pooled ones, [B, 64].
     """
     clips = [
         encoder(clip_ids, output_hidden_states=True)
@@ -141,8 +188,11 @@ def encode_text(
 def _loss(
     pipe: StableDiffusion3Pipeline, pool: Pool, config: FlowConfig, generator: torch.Generator
 ) -> Tensor:
-    """Flow-matching error (https://arxiv.org/abs/2403.03206) with logit-normal times and caption
-    dropout.
+    """Flow-matching error with logit-normal times and caption dropout.
+
+        mean[(v(x, sigma) - (noise - data))^2],   x = (1 - sigma) data + sigma noise
+
+    See "Scaling Rectified Flow Transformers", https://arxiv.org/abs/2403.03206, section 3.1.
     """
     B = config.batch_size
     rows = torch.randint(len(pool.latents), (B,), generator=generator)
@@ -170,9 +220,8 @@ def _make_pool(
     rng = np.random.default_rng(seed)
     words = glyphs.distinct_words(config.pool_size, rng, exclude=exclude)
     pixels_NCHW = torch.from_numpy(glyphs.render_all(words, rng)).permute(0, 3, 1, 2)
-    latents = (
-        encode(pipe.vae, pixels_NCHW) - pipe.vae.config.shift_factor
-    ) * pipe.vae.config.scaling_factor
+    encoded = encode(pipe.vae, pixels_NCHW)
+    latents = (encoded - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor
     clip_ids, t5_ids = _token_ids(pipe, [glyphs.prompt(word) for word in words])
     empty_clip_ids, empty_t5_ids = _token_ids(pipe, [""])
     return Pool(
@@ -198,7 +247,7 @@ def _token_ids(pipe: StableDiffusion3Pipeline, prompts: Sequence[str]) -> tuple[
 
 @torch.no_grad()
 def _check_layout(pipe: StableDiffusion3Pipeline) -> None:
-    """Training must feed the transformer what the stock pipeline feeds it."""
+    """Checks that training feeds the transformer what the stock pipeline feeds it."""
     prompts = [glyphs.prompt("AB7X"), ""]
     embeds, pooled = encode_text(pipe, *_token_ids(pipe, prompts))
     expected_embeds, _, expected_pooled, _ = pipe.encode_prompt(

@@ -1,6 +1,7 @@
-"""Train the VAE of the tiny model on rendered words.
+"""Trains the VAE of the tiny model on rendered words.
 
-Shape legend: B pictures of a batch, N pictures of the pool; latents are [., 8, H/4, W/4].
+Legend: B pictures of a batch, N pictures of the pool, H and W their height and width; latents are
+[., 8, H/4, W/4].
 """
 
 from __future__ import annotations
@@ -22,19 +23,37 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VaeConfig:
+    """The settings of the training.
+
+    Attributes:
+      num_steps: number of steps.
+      batch_size: pictures of a step.
+      pool_size: pictures that the batches are drawn from.
+      lr: the highest learning rate of AdamW.
+      warmup_steps: steps in which the learning rate rises.
+      kl_coef: weight of the KL against the reconstruction error, both means per dimension.
+      log_every: steps between two lines of the log.
+    """
+
     num_steps: int = 1600
     batch_size: int = 32
-    pool_size: int = 12000  # pictures
+    pool_size: int = 12000
     lr: float = 2e-3
     warmup_steps: int = 50
-    kl_coef: float = 5e-4  # against a reconstruction error that is a mean over pixels and channels
+    kl_coef: float = 5e-4
     log_every: int = 100
 
 
 def train_vae(config: VaeConfig, *, exclude: Collection[str], seed: int) -> AutoencoderKL:
-    """A VAE whose scaling and shift bring its latents to mean 0 and standard deviation 1.
+    """Trains a VAE, and sets its scaling and shift to give latents of mean 0 and deviation 1.
 
-    Words in `exclude` are never rendered.
+    Args:
+      config: the settings.
+      exclude: words that are never trained on.
+      seed: seed of the initial weights, the pool and the batches.
+
+    Returns:
+      The VAE, frozen.
     """
     torch.manual_seed(seed)  # for the initial weights
     vae = tiny_sd3.autoencoder().to(memory_format=torch.channels_last)
@@ -62,16 +81,32 @@ def train_vae(config: VaeConfig, *, exclude: Collection[str], seed: int) -> Auto
 
 
 def to_float(pixels: Tensor) -> Tensor:
-    """uint8 pixels to the VAE's range [-1, 1], channels last in memory. [B, 3, H, W]"""
+    """Brings uint8 pixels to the VAE's range [-1, 1].
+
+    Args:
+      pixels: uint8, [B, 3, H, W].
+
+    Returns:
+      fp32, [B, 3, H, W], with the channels last in memory, which is faster on a CPU.
+    """
     return (pixels.float() / 127.5 - 1).contiguous(memory_format=torch.channels_last)
 
 
 @torch.no_grad()
 def encode(vae: AutoencoderKL, pixels: Tensor, *, batch_size: int = 64) -> Tensor:
-    """Posterior means of uint8 pictures [N, 3, H, W], not scaled: [N, 8, H/4, W/4]."""
-    return torch.cat(
-        [vae.encode(to_float(part)).latent_dist.mean for part in pixels.split(batch_size)]
-    ).contiguous()
+    """Encodes pictures to the means of their posteriors.
+
+    Args:
+      vae: the VAE.
+      pixels: uint8, [N, 3, H, W].
+      batch_size: pictures of one forward.
+
+    Returns:
+      Latents in the VAE's own scale, [N, 8, H/4, W/4].
+    """
+    batches = pixels.split(batch_size)
+    means = [vae.encode(to_float(batch)).latent_dist.mean for batch in batches]
+    return torch.cat(means).contiguous()
 
 
 def _losses(
@@ -90,6 +125,7 @@ def _lr_factor(step: int, config: VaeConfig) -> float:
 
 
 def _standardise(vae: AutoencoderKL, pixels: Tensor) -> None:
+    """Sets scaling and shift so that the latents of these pictures have mean 0 and deviation 1."""
     latents = encode(vae, pixels)
     vae.register_to_config(
         scaling_factor=1 / latents.std().item(), shift_factor=latents.mean().item()

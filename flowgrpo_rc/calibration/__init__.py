@@ -1,3 +1,4 @@
-"""Measures how engine and trainer differ before any update, names a likely fault, and chooses
-settings that fit.
+"""Calibration: measures how engine and trainer differ before any update.
+
+It names a likely fault and chooses settings that fit.
 """

@@ -1,5 +1,7 @@
-"""Which fault, if any, explains the mismatch: by what the record says, and by replays that have the
-fault.
+"""The fault, if any, that explains the mismatch.
+
+The record itself shows some faults; others show when a replay that has them comes closer to the
+record.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ from flowgrpo_rc.calibration.faults import HALF, Replay, Trial, distance
 from flowgrpo_rc.calibration.measure import Mismatch, RecordedRollout
 from flowgrpo_rc.models.base import FlowModel
 
-CLEAR = 10.0  # a replay explains a mismatch that it makes so many times smaller
-BEYOND = 3.0  # so many times what the engine's precision explains is more than that
-AT_FLOOR = 1.5  # a replay is as near as the precision allows
-RESOLUTION = (
-    8 * torch.finfo(torch.float32).eps
-)  # of fp32 log-probs that are sums in another order, relative
+# A replay explains a mismatch that it makes this many times smaller.
+CLEAR = 10.0
+# A mismatch above this multiple of what the engine's precision explains is a fault.
+BEYOND = 3.0
+# A replay whose residual is below this multiple of it is as near as the precision allows.
+AS_NEAR = 1.5
+# Relative difference of fp32 log-probs whose sums are taken in another order.
+RESOLUTION = 8 * torch.finfo(torch.float32).eps
 
 REMEDIES = {
     "schedule": "compare the scheduler's shift and the number of steps of the two sides",
@@ -36,17 +40,24 @@ REMEDIES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """mismatch: mean |trainer - engine|; floor: mean |trainer - its copy in the engine's
-    precision|; as_recorded: mean |copy - engine|, what the precision leaves open; resolution: of
-    fp32 log-probs.
+    """The explanation of the mismatch of a few recorded steps.
 
-    trials: replays with each fault; found: what the record itself shows, (cause, sentence);
-    explanation: the trial that explains the mismatch, if one does; similar: a precision in which a
-    copy differs as much; healthy: whether there is nothing to explain.
+    All sizes are means of |difference of log-probs|.
+
+    Attributes:
+      mismatch: between trainer and engine.
+      copy_mismatch: between trainer and its copy in the engine's precision.
+      as_recorded: between that copy and the engine: what the precision leaves unexplained.
+      resolution: rounding of fp32 log-probs.
+      trials: replays with a fault each.
+      found: what the record itself shows, (cause, sentence).
+      explanation: the trial that explains the mismatch; None if none does.
+      similar: a precision in which a copy differs as much as the engine; None if there is none.
+      healthy: True if there is nothing to explain.
     """
 
     mismatch: float
-    floor: float
+    copy_mismatch: float
     as_recorded: float
     resolution: float
     trials: Sequence[Trial]
@@ -57,49 +68,47 @@ class Diagnosis:
 
     @property
     def cause(self) -> str | None:
+        """The likely cause, a key of `REMEDIES`; None if no fault is known."""
         if self.explanation is not None:
             return self.explanation.cause
         return self.found[0][0] if self.found else None
 
     @property
     def doubt(self) -> str | None:
-        """Why the mismatch is not to be taken for noise; None where it may be."""
+        """The reason not to take the mismatch for noise; None if there is none."""
         if self.cause is not None:
             return f"there is a fault to be mended ({self.cause})"
-        return (
-            None
-            if self.healthy
-            else "it is more than the precision explains, and no known fault explains it"
-        )
+        if self.healthy:
+            return None
+        return "it is more than the precision explains, and no known fault explains it"
 
     def sentence(self) -> str:
-        """The verdict in words."""
-        parts = [sentence for _, sentence in self.found]
+        """Returns the verdict in words."""
+        clauses = [sentence for _, sentence in self.found]
         if self.explanation is not None:
-            there = self.explanation
-            parts.append(
-                f"likely cause: {there.cause}: {there.fault}. Replayed so, the mismatch falls from "
-                f"{self.as_recorded:.1e} to {there.residual:.1g}"
+            trial = self.explanation
+            clauses.append(
+                f"likely cause: {trial.cause}: {trial.fault}. Replayed so, the mismatch falls from "
+                f"{self.as_recorded:.1e} to {trial.residual:.1g}"
             )
         elif not self.healthy:
-            parts.append(
+            clauses.append(
                 f"no known fault explains the mismatch: {self.mismatch:.1e}, where the precision "
-                "explains "
-                f"{self.floor:.1e}"
+                f"explains {self.copy_mismatch:.1e}"
             )
             if self.similar is not None:
-                parts.append(
+                clauses.append(
                     f"it is as large as that of {self.similar}: see whether the engine computes "
                     "in it"
                 )
         elif not self.found:
-            parts.append(
+            clauses.append(
                 f"no fault: the mismatch of {self.mismatch:.1e} is that of the precision "
-                f"({self.floor:.1e})"
+                f"({self.copy_mismatch:.1e})"
             )
         if self.cause is not None:
-            parts.append(REMEDIES[self.cause])
-        return "; ".join(parts)
+            clauses.append(REMEDIES[self.cause])
+        return "; ".join(clauses)
 
 
 def diagnose(
@@ -109,18 +118,26 @@ def diagnose(
     copies: Sequence[Mismatch],
     found: Sequence[tuple[str, str]],
 ) -> Diagnosis:
-    """Explain the mismatch of a few recorded steps.
+    """Explains the mismatch of a few recorded steps.
 
-    engine: of the trainer and the engine on them; copies: of the trainer and its copies in several
-    precisions, that of the engine first; found: by `check_record`.
+    Args:
+      rollout: the recorded steps.
+      replay: replays them with faults.
+      engine: the mismatch of trainer and engine.
+      copies: the mismatch of the trainer and its copies in several precisions; the copy in the
+        engine's precision comes first.
+      found: from `check_record`.
     """
     recorded = rollout.recorded
-    mismatch, floor = size(engine), size(copies[0])
+    mismatch = size(engine)
+    copy_mismatch = size(copies[0])
     as_recorded = distance(replay.log_probs, recorded)
     resolution = RESOLUTION * recorded.abs().mean().item()
-    allowed, enough = max(floor, resolution), max(as_recorded / CLEAR, resolution)
+    allowed = max(copy_mismatch, resolution)
+    # A fault explains the mismatch if its replay leaves at most this much of it.
+    enough = max(as_recorded / CLEAR, resolution)
     if as_recorded > BEYOND * allowed:
-        enough = max(enough, AT_FLOOR * allowed)
+        enough = max(enough, AS_NEAR * allowed)
     trials = [Trial(cause="precision", fault="computed as the trainer does", residual=mismatch)]
     for copy in copies[1:]:
         residual = (engine.differences - copy.differences).abs().mean().item()
@@ -128,6 +145,7 @@ def diagnose(
             Trial(cause="precision", fault=f"computed in {copy.precision}", residual=residual)
         )
     trials += replay.trials()
+    # Not `>`, which would be False for nan.
     open_question = not as_recorded <= resolution
     trials += replay.sized_trials(
         fitted=open_question and all(trial.residual > enough for trial in trials)
@@ -136,47 +154,53 @@ def diagnose(
         trials, key=lambda trial: trial.residual if math.isfinite(trial.residual) else math.inf
     )
     explained = open_question and best.residual <= enough
+    similar = (
+        copy.precision for copy in copies if 0.5 < mismatch / max(size(copy), resolution) < 2
+    )
     return Diagnosis(
         mismatch=mismatch,
-        floor=floor,
+        copy_mismatch=copy_mismatch,
         as_recorded=as_recorded,
         resolution=resolution,
         trials=trials,
         found=found,
         explanation=best if explained else None,
-        similar=next(
-            (c.precision for c in copies if 0.5 < mismatch / max(size(c), resolution) < 2), None
-        ),
+        similar=next(similar, None),
         healthy=not explained and as_recorded <= BEYOND * allowed,
     )
 
 
 def size(mismatch: Mismatch) -> float:
+    """Returns the mean |difference|."""
     return mismatch.differences.abs().mean().item()
 
 
 def check_record(
     rollout: RecordedRollout, model: FlowModel, *, version: int, other_tensors: int
 ) -> list[tuple[str, str]]:
-    """What is wrong with a record whatever its log-probs are: (cause, sentence).
+    """Checks a record apart from its log-probs.
 
-    version: of the weights that the engine was given last; other_tensors: of its LoRA, how many are
-        not those.
+    Args:
+      rollout: the record.
+      model: the trainer's model.
+      version: version of the weights that the engine was given last.
+      other_tensors: number of tensors in the engine's LoRA that are not those it was given.
+
+    Returns:
+      Each fault as (cause, sentence).
     """
-    batch, request, found = rollout.batch, rollout.request, []
-    schedule, steps, results = (
-        model.schedule(request.spec),
-        batch.step_indices,
-        batch.all_latents[:, 1:],
-    )
+    batch = rollout.batch
+    request = rollout.request
+    found = []
+    schedule = model.schedule(request.spec)
+    steps = batch.step_indices
     different = request.spec.differences(batch.spec)
     if different:
         found.append(
             ("settings", f"the engine sampled with other settings: {'; '.join(different)}")
         )
-    if batch.sigmas.shape != schedule.sigmas.shape or not torch.equal(
-        batch.sigmas, schedule.sigmas
-    ):
+    # torch.equal is also False for tensors of different shapes.
+    if not torch.equal(batch.sigmas, schedule.sigmas):
         found.append(
             ("schedule", "the engine recorded other sigmas than the model's scheduler has")
         )
@@ -184,6 +208,7 @@ def check_record(
         found.append(("window", "the recorded steps are not those that were asked for"))
     elif not torch.equal(batch.all_timesteps, schedule.timesteps[steps]):
         found.append(("timestep", "the recorded timesteps are not those of the schedule"))
+    results = batch.all_latents[:, 1:]
     for name, dtype in HALF.items():
         if torch.equal(results, results.to(dtype).float()):
             found.append(("latents", f"every recorded latent is a number of {name}"))
@@ -194,10 +219,6 @@ def check_record(
             ("weights", f"the engine sampled with the weights of version {versions}, not {version}")
         )
     elif other_tensors:
-        found.append(
-            (
-                "weights",
-                f"{other_tensors} tensors of the engine's LoRA are not those that it was given",
-            )
-        )
+        sentence = f"{other_tensors} tensors of the engine's LoRA are not those that it was given"
+        found.append(("weights", sentence))
     return found

@@ -1,4 +1,7 @@
-"""The rule that turns a measured mismatch into a mode, a bound of the loss and rejection bands."""
+"""The rule that turns a measured mismatch into a mode, a bound of the loss and rejection bands.
+
+Legend: B samples, T steps.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +17,24 @@ import yaml
 from torch import Tensor
 
 from flowgrpo_rc.calibration.measure import robust
+from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.correction.thresholds import KEY
-from flowgrpo_rc.losses.base import DIFFUSION_KEY, DiffusionLossConfig
+from flowgrpo_rc.losses.base import DIFFUSION_KEY, DiffusionLoss
+from flowgrpo_rc.losses.find import package_losses
 from flowgrpo_rc.policies.base import Measured
 
 MODES = ("auto", "bypass", "decoupled")
-REFERENCE_CLIP = {
-    "gaussian": DiffusionLossConfig.clip_ratio,
-    "peers": 1e-5,
-}  # of the published recipes, by convention
-GUARD_CLIP = 2e-6  # of the published recipe
-QUANTILE, MARGIN = (
-    0.99,
-    1.25,
-)  # of what the loss bounds, and how far above it the bound of bypass mode is
-WIDEST = 10.0  # times the reference: a wider bound no longer holds back what an update does
-MOVEMENT = (
-    7.0  # times the floor: a movement of ten floors, less three of noise, must still be clipped
-)
-CRITERION, BAND = "token_k1", "auto:4"
-# By bypass_mode: key, a value of it that the mode refuses, and what it is in its place.
+# The bound of bypass mode is this quantile of what the loss bounds, times the margin.
+QUANTILE = 0.99
+MARGIN = 1.25
+# A bound that is wider than this times the recipe's no longer holds back what an update does.
+WIDEST = 10.0
+# A movement of ten floors, less three of noise, must still be clipped.
+MOVEMENT = 7.0
+CRITERION = "token_k1"
+BAND = "auto:4"
+# By bypass_mode: a key, the value of it that the mode refuses, and the value that takes its place.
 REFUSED: dict[bool, Sequence[tuple[str, Any, Any]]] = {
     True: (
         ("actor.old_log_probs", "recompute", "auto"),
@@ -47,60 +47,82 @@ REFUSED: dict[bool, Sequence[tuple[str, Any, Any]]] = {
 
 
 class Bound(NamedTuple):
-    """What the loss compares with a key of its own at every step.
+    """A key of `actor.diffusion_loss` that bounds a quantity at every step, as measured.
 
-    key: of `actor.diffusion_loss`; reference: its value in the published recipe; what: is compared,
-    in words; sizes [B, T]: that before any update; widest: with more, the bound no longer holds an
-    update back.
+    Attributes:
+      key: the key, without its section.
+      configured: value of the key in the configuration.
+      reference: value of the key in the published recipe.
+      what: the quantity, in words.
+      sizes: the quantity before any update, [B, T] float64, not negative.
+      widest: a wider bound no longer holds an update back.
+      on_mismatch: whether the quantity is the mismatch itself.
     """
 
     key: str
+    configured: float
     reference: float
     what: str
     sizes: Tensor
     widest: float
+    on_mismatch: bool
 
     @property
     def within(self) -> float:
-        """What nearly all sizes are within."""
+        """The 99th percentile of the sizes."""
         return torch.quantile(self.sizes.flatten(), QUANTILE).item()
 
     def exceeded(self, value: float) -> float:
-        """The share of steps that this value of the key clips."""
+        """Returns the share of steps that this value of the key clips."""
         return (self.sizes > value).double().mean().item()
 
 
 def bound_of(config: Config, differences: Tensor, measured: Measured) -> Bound | None:
-    """The bound of the configured loss, for a mismatch [B, T] float64 and the trainer's steps,
-    which have a KL where the loss compares means. None for `reinforce`, which has none."""
+    """Measures what the configured loss bounds.
+
+    Args:
+      config: the configuration.
+      differences: the mismatch, [B, T] float64.
+      measured: the trainer's steps; with a KL if the loss compares means.
+
+    Returns:
+      The bound; None for `reinforce`, which clips nothing, and for a loss that names no bound.
+    """
     if config.algorithm.rollout_correction.loss_type == "reinforce":
         return None
-    loss = config.actor.diffusion_loss
-    if not loss.needs_means:
-        reference = REFERENCE_CLIP[config.rollout.algo.log_prob_convention]
-        widest = min(WIDEST * reference, MOVEMENT * robust(differences))
-        return Bound(
-            "clip_ratio", reference, "the mismatch", torch.expm1(differences).abs(), widest
-        )
-    gaussian = measured.gaussian
-    assert gaussian is not None
-    assert gaussian.kl is not None
-    kl = gaussian.kl.double()
-    if loss.loss_mode == "grpo_guard":
-        log_ratio = (differences + kl) * gaussian.std.double()
-        sizes, widest = torch.expm1(log_ratio).abs(), MOVEMENT * robust(log_ratio)
-        return Bound("clip_ratio", GUARD_CLIP, "Guard's log-ratio", sizes, widest)
-    reference = DiffusionLossConfig.kl_threshold
-    widest = min(
-        WIDEST * reference, MOVEMENT**2 * kl.median().item()
-    )  # a KL is the square of a movement
-    return Bound("kl_threshold", reference, "the KL of a step", kl, widest)
+    loss = config.actor.diffusion_loss.loss()
+    convention = config.rollout.algo.log_prob_convention
+    found = loss.bound(differences, measured.gaussian, convention=convention)
+    if found is None:
+        return None
+    if found.is_kl:
+        sizes = found.values
+        # A KL grows with the square of a movement.
+        widest = MOVEMENT**2 * sizes.median().item()
+    else:
+        sizes = torch.expm1(found.values).abs()
+        widest = MOVEMENT * robust(found.values)
+    if not loss.tolerates_mismatch:
+        widest = min(WIDEST * found.reference, widest)
+    return Bound(
+        key=found.option,
+        configured=found.value,
+        reference=found.reference,
+        what=found.what,
+        sizes=sizes,
+        widest=widest,
+        on_mismatch=loss.clip_band is not None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """values: by key; reason: of the mode, with the numbers that decided; notes: what else to know,
-    in sentences.
+    """What a calibration sets.
+
+    Attributes:
+      values: value of each key.
+      reason: why this mode, with the numbers that decided.
+      notes: further sentences for the user.
     """
 
     values: dict[str, Any]
@@ -109,11 +131,12 @@ class Settings:
 
     @property
     def bypass_mode(self) -> bool:
+        """Whether the mode is bypass mode."""
         mode: bool = self.values[f"{KEY}.bypass_mode"]
         return mode
 
     def yaml(self, header: Sequence[str]) -> str:
-        """A file of the group `calibration`, for `--config-dir OUT +calibration=NAME`."""
+        """Returns a file of the group `calibration`, for `--config-dir OUT +calibration=NAME`."""
         tree: dict[str, Any] = {}
         for key, value in self.values.items():
             *path, name = key.split(".")
@@ -124,16 +147,20 @@ class Settings:
         return "".join(comments) + yaml.safe_dump(tree, sort_keys=False)
 
     def applied(self, config: Config) -> Config:
-        """A copy of the configuration with these settings."""
+        """Returns a copy of the configuration with these settings."""
         config = copy.deepcopy(config)
         for key, value in self.values.items():
             *path, name = key.split(".")
-            setattr(reduce(getattr, path, config), name, value)
+            section: Any = reduce(getattr, path, config)
+            if name in vars(section):
+                setattr(section, name, value)
+            else:  # an option of a loss out of the tree
+                section.options[name] = value
         return config
 
 
 def check_modes(config: Config, mode: str) -> None:
-    """ValueError for a mode that the configuration cannot have, before anything is measured."""
+    """Raises ValueError for a mode that the configuration cannot have; measures nothing."""
     if mode not in MODES:
         raise ValueError(f"--mode {mode}: allowed are {', '.join(MODES)}")
     reinforces = config.algorithm.rollout_correction.loss_type == "reinforce"
@@ -142,41 +169,43 @@ def check_modes(config: Config, mode: str) -> None:
             f"--mode decoupled: {KEY}.loss_type=reinforce is of bypass mode; drop one of them"
         )
     for bypass_mode in (True,) if reinforces else (True, False):
-        _settings(config, bypass_mode, {}, "", []).applied(config).validate()
+        check_settings(_settings(config, bypass_mode, {}, "", []).applied(config))
 
 
 def choose(config: Config, bound: Bound | None, *, mode: str, doubt: str | None) -> Settings:
-    """The settings for what the mismatch makes of the loss's bound.
+    """Chooses mode, bound and rejection.
 
-    Bypass mode where a bound that holds 99% of it, with a margin, is sensible: at most `WIDEST`
-    times the reference, and at most `MOVEMENT` times the floor. Decoupled mode otherwise, with the
-    reference's bound, since its ratio holds no mismatch. GRPO-Guard is in bypass mode however wide
-    its bound is: recomputed means take its correction away.
+    The mode is bypass if a bound above 99% of the sizes, with a margin, is sensible: at most
+    `WIDEST` times the recipe's and at most `MOVEMENT` times the floor. Otherwise it is decoupled,
+    whose ratio has no mismatch in it, with the recipe's bound. A loss that tolerates the mismatch
+    is in bypass mode however wide its bound is, since recomputed means take its correction away.
 
-    doubt: why the mismatch is no noise to make room for. `mode` overrules the choice, not the
-        numbers.
+    Args:
+      config: the configuration that was measured.
+      bound: of the loss; None for none.
+      mode: `bypass` or `decoupled` overrules the choice of the mode, but not the numbers; `auto`.
+      doubt: why no room should be made for the mismatch, such as a fault that explains it.
+
+    Returns:
+      The settings.
     """
     if bound is None:
-        reason = f"Bypass mode: {KEY}.loss_type=reinforce needs it, and clips nothing."
-        return _settings(
-            config,
-            True,
-            {},
-            reason,
-            [] if doubt is None else [f"See to the mismatch first: {doubt}."],
-        )
-    guard, needed = config.actor.diffusion_loss.loss_mode == "grpo_guard", up(MARGIN * bound.within)
-    fits, possible = needed <= max(bound.reference, bound.widest), needed < 1
+        return _without_bound(config, mode, doubt)
+    tolerant = config.actor.diffusion_loss.loss().tolerates_mismatch
+    needed = up(MARGIN * bound.within)
+    fits = needed <= max(bound.reference, bound.widest)
+    possible = needed < 1
     bypass = possible and (
-        mode == "bypass" or (mode == "auto" and doubt is None and (fits or guard))
+        mode == "bypass" or (mode == "auto" and doubt is None and (fits or tolerant))
     )
     value = max(bound.reference, needed) if bypass else bound.reference
     wide = f"wider than the {bound.widest:.1e} that is sure to hold an update back"
     if bypass:
         reason = f"a {bound.key} of {value:.1e} contains it"
-        reason += (
-            f", though {doubt}" if doubt is not None else "" if fits else f", though it is {wide}"
-        )
+        if doubt is not None:
+            reason += f", though {doubt}"
+        elif not fits:
+            reason += f", though it is {wide}"
     elif doubt is not None:
         reason = f"no room is made for it, since {doubt}"
     elif not possible:
@@ -189,31 +218,46 @@ def choose(config: Config, bound: Bound | None, *, mode: str, doubt: str | None)
     sentence = (
         f"{name} mode: {100 * QUANTILE:g}% of {bound.what} is within {bound.within:.1e}; {reason}."
     )
-    notes = [] if bypass or doubt is not None else _advice(config, guard=guard, fits=fits)
+    notes = [] if bypass or doubt is not None else _advice(config, fits=fits)
     return _settings(config, bypass, {f"{DIFFUSION_KEY}.{bound.key}": value}, sentence, notes)
 
 
-def _advice(config: Config, *, guard: bool, fits: bool) -> list[str]:
-    """What decoupled mode leaves to be wished."""
-    if guard:
+def _without_bound(config: Config, mode: str, doubt: str | None) -> Settings:
+    """The settings of a loss that has no bound to make room with."""
+    notes = [] if doubt is None else [f"See to the mismatch first: {doubt}."]
+    if config.algorithm.rollout_correction.loss_type == "reinforce":
+        reason = f"Bypass mode: {KEY}.loss_type=reinforce needs it, and clips nothing."
+        return _settings(config, True, {}, reason, notes)
+    name = f"{DIFFUSION_KEY}.loss_mode={config.actor.diffusion_loss.loss_mode}"
+    if mode == "bypass":
+        return _settings(config, True, {}, f"Bypass mode: asked for; {name} bounds nothing.", notes)
+    reason = f"Decoupled mode: {name} has no bound that could make room for the mismatch."
+    return _settings(config, False, {}, reason, notes)
+
+
+def _advice(config: Config, *, fits: bool) -> list[str]:
+    """What decoupled mode leaves open."""
+    loss = config.actor.diffusion_loss
+    if loss.loss().tolerates_mismatch:
         return [
-            "Recomputed means take the correction away that GRPO-Guard has in bypass mode "
-            "(docs/evidence.md)."
+            f"Recomputed means take the correction away that loss_mode={loss.loss_mode} has in "
+            "bypass mode (docs/evidence.md)."
         ]
     if fits or config.rollout.algo.log_prob_convention == "peers":
         return []
     return [
         "Recomputed log-probs end the pull of the clip, but the gradient stays biased where the "
-        "mismatch is large; "
-        f"that of {DIFFUSION_KEY}.loss_mode=grpo_guard, calibrated for bypass mode, is nearly "
-        "right (docs/evidence.md)."
+        f"mismatch is large; that of {DIFFUSION_KEY}.loss_mode={name}, calibrated for bypass mode, "
+        "is nearly right (docs/evidence.md)."
+        for name, other in package_losses(DiffusionLoss).items()
+        if other.tolerates_mismatch
     ]
 
 
 def _settings(
     config: Config, bypass_mode: bool, bound: dict[str, float], reason: str, notes: Sequence[str]
 ) -> Settings:
-    """Those of a mode, and what it refuses of the configuration put right."""
+    """The settings of a mode; keys whose value the mode refuses are set back."""
     values = {
         **bound,
         f"{KEY}.bypass_mode": bypass_mode,
@@ -221,7 +265,8 @@ def _settings(
         f"{KEY}.rollout_rs_threshold": BAND,
         f"{KEY}.rollout_rs_threshold_lower": None,
     }
-    mode, resets = "bypass" if bypass_mode else "decoupled", []
+    mode = "bypass" if bypass_mode else "decoupled"
+    resets = []
     if bypass_mode != config.algorithm.rollout_correction.bypass_mode:
         for key, refused, instead in REFUSED[bypass_mode]:
             if reduce(getattr, key.split("."), config) == refused:
@@ -235,12 +280,12 @@ def _settings(
 
 
 def _scalar(value: object) -> str:
-    """As it is written."""
+    """A value as YAML writes it."""
     return json.dumps(value).strip('"')
 
 
 def up(value: float) -> float:
-    """Two significant digits, rounded up."""
+    """Rounds up to two significant digits."""
     nearest = float(f"{value:.1e}")
     digit = 10.0 ** (int(f"{value:e}".split("e")[1]) - 1)
     return nearest if nearest >= value else float(f"{nearest + digit:.1e}")

@@ -1,7 +1,8 @@
-"""Known faults of a rollout, each as something that can be done to recorded steps on our side.
+"""Known faults of a rollout, each as a change of recorded steps in a replay.
 
-A fault is believed when the engine's log-probs come out of a replay that has it. Legend: B samples,
-T steps.
+A fault is believed if a replay that has it gives the engine's log-probs.
+
+Shapes: B samples, T steps, S denoising steps of the schedule.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from flowgrpo_rc.core.transition import log_prob
 from flowgrpo_rc.core.transition import sample as draw
 from flowgrpo_rc.policies.encode_prompts import encode_unique
 
-# One recorded step -> the step with a fault; None where there is no such step.
+# Turns a recorded step into the step with a fault; returns None if there is no such step.
 Change = Callable[[DiffusionBatch], DiffusionBatch | None]
 State = Mapping[str, Tensor]
 
@@ -30,15 +31,21 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SHIFTS = [2 ** (k / 2) for k in range(-4, 5)]  # of the schedule, relative to the configured one
 SCALES = [0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0, 8.0]  # of the guidance, likewise
 EMBEDDED = (1.0, 2.5, 3.5, 5.0, 7.0)  # usual guidance of transformers that take it as an input
-TYPICAL_SHIFT, TYPICAL_SCALE = 1.1, 1.01  # tried where there is no mismatch to explain
-GOLDEN = (math.sqrt(5) - 1) / 2
+# Sizes to try where there is no mismatch to explain.
+TYPICAL_SHIFT = 1.1
+TYPICAL_SCALE = 1.01
+GOLDEN = (math.sqrt(5) - 1) / 2  # a search shrinks its interval by this in every round
 TOLERANCE = 1e-4  # of a fitted size, relative
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """A fault of the family `cause`, and how far [mean |difference|] a replay with it stays from
-    the engine.
+    """A fault that was tried.
+
+    Attributes:
+      cause: its family, a key of `causes.REMEDIES`.
+      fault: the fault in words.
+      residual: mean |difference| between a replay with it and the engine.
     """
 
     cause: str
@@ -47,8 +54,12 @@ class Trial:
 
 
 class Lora(NamedTuple):
-    """The trainer's LoRA tensors: at the start, before the last movement, and those that the engine
-    was given last.
+    """The trainer's LoRA tensors at three points in time.
+
+    Attributes:
+      start: before any movement.
+      before: before the last movement.
+      current: those that the engine was given last.
     """
 
     start: State
@@ -57,27 +68,42 @@ class Lora(NamedTuple):
 
 
 class Replay:
-    """Replays of a few recorded steps by a copy of the trainer's network in the engine's precision.
+    """Replays recorded steps with a copy of the trainer's network in the engine's precision.
 
-    lora_scale: alpha / rank. log_probs [B, T]: without any fault.
+    Args:
+      copy: the copy.
+      rollout: the recorded steps.
+      lora: the trainer's LoRA tensors.
+      lora_scale: alpha / rank.
+
+    Attributes:
+      model: the trainer's model.
+      log_probs: of a replay without any fault, [B, T].
     """
 
     def __init__(self, copy: Copy, rollout: RecordedRollout, lora: Lora, lora_scale: float) -> None:
-        self._copy, self._rollout, self._lora, self._lora_scale = copy, rollout, lora, lora_scale
-        self.model, self._batch, self._spec = copy.model, rollout.batch, rollout.batch.spec
+        self._copy = copy
+        self._rollout = rollout
+        self._lora = lora
+        self._lora_scale = lora_scale
+        self.model = copy.model
+        self._batch = rollout.batch
+        self._spec = rollout.batch.spec
         self._timesteps = self.model.schedule(self._spec).timesteps
         self.log_probs = self._changed(lambda piece: piece)
 
     def trials(self) -> Iterator[Trial]:
-        """Every fault that has no size."""
+        """Tries every fault that has no size."""
         yield from self._rounded_timesteps()
         yield from self._rounded_latents()
         yield from self._window()
         yield from self._weights()
 
     def sized_trials(self, *, fitted: bool) -> Iterator[Trial]:
-        """Every fault that has a size: with `fitted` that which is nearest to the record, otherwise
-        a typical one.
+        """Tries every fault that has a size.
+
+        Args:
+          fitted: True fits the size to the record, False tries a typical one.
         """
         yield self._schedule(fitted)
         yield self._guidance(self.model.cfg_key, fitted)
@@ -99,11 +125,15 @@ class Replay:
             yield Trial(cause="timestep", fault=f"timesteps rounded to {name}", residual=residual)
 
     def _rounded_latents(self) -> Iterator[Trial]:
-        """Rounding what a step starts from can be replayed. What was rounded after its log-prob was
-        taken is gone: then the pattern of the mismatch is compared with that of steps of our own,
-        made from the same noise."""
+        """Tries latents rounded before a step, after a step, or in the record.
+
+        A replay can round the latents that a step starts from. What was rounded after its log-prob
+        was taken is lost. Then the pattern of the mismatch is compared with that of steps of our
+        own, made from the same noise.
+        """
         observed = self.log_probs - self._rollout.recorded
-        sampled, stepped = self._sampled_again(), self._stepped_again()
+        sampled = self._sampled_again()
+        stepped = self._stepped_again()
         for name, dtype in HALF.items():
             residual = self._residual(partial(round_start, dtype=dtype))
             yield Trial(
@@ -114,15 +144,14 @@ class Replay:
                 (f"latents rounded to {name} after a step", stepped, 1),
             ):
                 assert again.rollout_log_probs is not None
-                pattern = (
-                    self._copy.log_probs(round_states(again, dtype, first))
-                    - again.rollout_log_probs
-                )
+                rounded = self._copy.log_probs(round_states(again, dtype, first))
+                pattern = rounded - again.rollout_log_probs
                 yield Trial(cause="latents", fault=fault, residual=distance(pattern, observed))
 
     def _guidance(self, key: str, fitted: bool) -> Trial:
-        """Of classifier-free guidance, or of that which the transformer takes as an input."""
-        batch, classifier_free = self._batch, key == self.model.cfg_key
+        """Tries another guidance: classifier-free, or the one that the transformer gets."""
+        batch = self._batch
+        classifier_free = key == self.model.cfg_key
         asked = self.model.cfg_scale(self._spec) if classifier_free else self._spec.guidance_scale
         negative = batch.negative
         if negative is None and classifier_free:
@@ -139,14 +168,16 @@ class Replay:
         return Trial(cause="guidance", fault=fault, residual=residual(factor))
 
     def _window(self) -> Iterator[Trial]:
-        ours, theirs = self.log_probs, self._rollout.recorded
+        ours = self.log_probs
+        theirs = self._rollout.recorded
         for by, where in ((-1, "earlier"), (1, "later")):
             residual = self._residual(partial(move_step, timesteps=self._timesteps, by=by))
             yield Trial(
                 cause="window", fault=f"steps are one {where} than recorded", residual=residual
             )
             if self._batch.num_steps > 1:
-                moved, inside = ours.roll(-by, 1), slice(0, -1) if by > 0 else slice(1, None)
+                moved = ours.roll(-by, 1)
+                inside = slice(0, -1) if by > 0 else slice(1, None)
                 residual = distance(moved[:, inside], theirs[:, inside])
                 yield Trial(
                     cause="window", fault=f"log-probs are of one step {where}", residual=residual
@@ -166,26 +197,26 @@ class Replay:
         self._copy.load(current)
 
     def _changed(self, change: Change) -> Tensor:
-        """Log-probs [B, T] with a change of every step; nan where it leads to none."""
+        """Returns log-probs [B, T] with every step changed; nan where there is no such step."""
         columns = []
         for t in range(self._batch.num_steps):
             piece = change(self._batch.step(t))
-            recorded = self._rollout.recorded[:, t : t + 1]
-            columns.append(
-                torch.full_like(recorded, math.nan)
-                if piece is None
-                else self._copy.log_probs(piece)
-            )
+            if piece is None:
+                recorded = self._rollout.recorded[:, t : t + 1]
+                columns.append(torch.full_like(recorded, math.nan))
+            else:
+                columns.append(self._copy.log_probs(piece))
         return torch.cat(columns, 1)
 
     def _residual(self, change: Change) -> float:
         return distance(self._changed(change), self._rollout.recorded)
 
     def _sampled_again(self) -> DiffusionBatch:
-        """What the copy samples from the same seeds."""
-        parts = []
+        """Returns what the copy samples from the same seeds."""
+        batches = []
         for rows in self._rows():
-            seeds, shape = rows.seed.tolist(), rows.all_latents.shape[2:]
+            seeds = rows.seed.tolist()
+            shape = rows.all_latents.shape[2:]
             trajectory = self._copy.policy.rollout(
                 normal(shape, seeds, "latents").to(rows.all_latents.device),
                 rows.conditioning[rows.prompt_index],
@@ -194,43 +225,50 @@ class Replay:
                 rows.step_indices,
                 partial(noise, rows),
             )
-            states, log_probs = trajectory.window_latents, trajectory.log_probs
-            parts.append(rows.replace(all_latents=states, rollout_log_probs=log_probs))
-        return concat(parts)
+            states = trajectory.window_latents
+            log_probs = trajectory.log_probs
+            batches.append(rows.replace(all_latents=states, rollout_log_probs=log_probs))
+        return concat(batches)
 
     @torch.no_grad()
     def _stepped_again(self) -> DiffusionBatch:
-        """Every recorded step, taken again by the copy with the same noise."""
-        convention, parts = self._batch.spec.log_prob_convention, []
+        """Takes every recorded step again with the copy and the same noise."""
+        convention = self._batch.spec.log_prob_convention
+        batches = []
         for rows in self._rows():
-            states, log_probs = [rows.all_latents[:, 0]], []
+            states = [rows.all_latents[:, 0]]
+            log_probs = []
             for t in range(rows.num_steps):
                 step = self._copy.policy.evaluate(rows.step(t)).transition
                 states.append(draw(step, noise(rows, int(rows.step_indices[0, t]))))
                 log_probs.append(log_prob(step, states[-1], convention=convention))
-            parts.append(
+            batches.append(
                 rows.replace(
                     all_latents=torch.stack(states, 1), rollout_log_probs=torch.stack(log_probs, 1)
                 )
             )
-        return concat(parts)
+        return concat(batches)
 
     def _rows(self) -> Iterator[DiffusionBatch]:
-        """The recorded samples as they were sampled together."""
+        """Yields the recorded samples in the batches in which they were sampled."""
         for start in range(0, len(self._batch), self._copy.rows):
             yield self._batch.rows(start, start + self._copy.rows)
 
 
 def noise(batch: DiffusionBatch, step: int) -> Tensor:
-    """What the samples of a batch [B, ...] drew at a step of the schedule."""
+    """Returns the noise [B, ...] that the samples drew at a step of the schedule."""
     return normal(batch.all_latents.shape[2:], batch.seed.tolist(), "step", step).to(
         batch.all_latents.device
     )
 
 
 def shift_schedule(piece: DiffusionBatch, timesteps: Tensor, shift: float) -> DiffusionBatch:
-    """A step on the schedule shift x sigma / (1 + (shift - 1) x sigma), timesteps [S] in
-    proportion.
+    """Moves a step to the schedule shift x sigma / (1 + (shift - 1) x sigma).
+
+    Args:
+      piece: one step of the samples.
+      timesteps: of the configured schedule, [S]; they move in proportion to the sigmas.
+      shift: 1 changes nothing.
     """
     sigmas = shift * piece.sigmas / (1 + (shift - 1) * piece.sigmas)
     moved = timesteps * (sigmas / piece.sigmas)[:-1]
@@ -238,24 +276,37 @@ def shift_schedule(piece: DiffusionBatch, timesteps: Tensor, shift: float) -> Di
 
 
 def round_timesteps(piece: DiffusionBatch, dtype: torch.dtype) -> DiffusionBatch:
+    """Rounds the timesteps to a precision."""
     return piece.replace(all_timesteps=piece.all_timesteps.to(dtype).float())
 
 
 def round_start(piece: DiffusionBatch, dtype: torch.dtype) -> DiffusionBatch:
-    """A step from rounded latents to what is recorded."""
+    """Starts the step from rounded latents; its end stays as recorded."""
     start, end = piece.all_latents.unbind(1)
     return piece.replace(all_latents=torch.stack([start.to(dtype).float(), end], 1))
 
 
 def round_states(batch: DiffusionBatch, dtype: torch.dtype, first: int) -> DiffusionBatch:
-    """The states from the one at `first` on, rounded."""
+    """Rounds recorded states.
+
+    Args:
+      batch: the samples.
+      dtype: the precision to round to.
+      first: index of the first state that is rounded; 0 is the start of the first step.
+    """
     states = batch.all_latents
     rounded = torch.cat([states[:, :first], states[:, first:].to(dtype).float()], 1)
     return batch.replace(all_latents=rounded)
 
 
 def move_step(piece: DiffusionBatch, timesteps: Tensor, by: int) -> DiffusionBatch | None:
-    """The same latents at another step of the schedule."""
+    """Moves a step to another place of the schedule, with the same latents; None if there is none.
+
+    Args:
+      piece: one step of the samples.
+      timesteps: of the schedule, [S].
+      by: number of steps.
+    """
     steps = piece.step_indices + by
     if not 0 <= int(steps.min()) <= int(steps.max()) < len(timesteps):
         return None
@@ -263,36 +314,43 @@ def move_step(piece: DiffusionBatch, timesteps: Tensor, by: int) -> DiffusionBat
 
 
 def scaled(state: State, factor: float) -> dict[str, Tensor]:
-    """A LoRA of another strength."""
+    """Returns a LoRA whose effect is `factor` times as large."""
     return {
         name: tensor * factor if ".lora_B." in name else tensor for name, tensor in state.items()
     }
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
-    """Mean |difference| where ours is a number; inf where it is none anywhere."""
+    """Returns the mean |difference| where `ours` is a number; inf if it is a number nowhere."""
     known = ~ours.isnan()
     return (ours - theirs)[known].double().abs().mean().item() if known.any() else math.inf
 
 
 def fit(residual: Callable[[float], float], grid: Sequence[float]) -> float:
-    """The positive number with the least residual: golden-section search about the best of an
-    ascending grid.
+    """Returns the positive number with the least residual.
 
-    A shorter number is taken where it is as good, since settings are short numbers, and that of the
-    grid where the residual has several valleys and the search ends in a shallower one.
+    It is found by golden-section search, on a logarithmic scale, around the best number of a grid.
+    Settings are usually short numbers, so a shorter number wins if it is as good. The number of the
+    grid wins if the residual has several valleys and the search ends in a shallower one.
+
+    Args:
+      residual: the function to minimise.
+      grid: positive numbers, ascending.
     """
     best = min(range(len(grid)), key=lambda index: residual(grid[index]))
-    low, high = math.log(grid[max(best - 1, 0)]), math.log(grid[min(best + 1, len(grid) - 1)])
+    low = math.log(grid[max(best - 1, 0)])
+    high = math.log(grid[min(best + 1, len(grid) - 1)])
+    # Each round looks at two places, one of which is a place of the round before. Rounding makes
+    # the two equal, so the cache has its residual.
     at = lru_cache(maxsize=None)(lambda place: residual(math.exp(place)))
     while high - low > TOLERANCE:
-        left, right = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
-        nearer = at(round(left, 9)) < at(
-            round(right, 9)
-        )  # one of the two is known from the round before
-        low, high = (low, right) if nearer else (left, high)
+        left = high - GOLDEN * (high - low)
+        right = low + GOLDEN * (high - low)
+        if at(round(left, 9)) < at(round(right, 9)):
+            high = right
+        else:
+            low = left
     found = math.exp((low + high) / 2)
-    return min(
-        [*(float(f"{found:.{digits}g}") for digits in (1, 2, 3, 4)), found, grid[best]],
-        key=residual,
-    )
+    # min returns the first of equals, so the shortest number comes first.
+    shorter = [float(f"{found:.{digits}g}") for digits in (1, 2, 3, 4)]
+    return min([*shorter, found, grid[best]], key=residual)

@@ -1,7 +1,6 @@
-"""What the engine recorded against what the trainer makes of it, with the same weights and before
-any update.
+"""The mismatch of engine and trainer, with the same weights and before any update.
 
-Legend: B samples, T steps of the range that windows are drawn from.
+Shapes: B samples, T steps of the range that windows are drawn from.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch, SamplerSpec, 
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.random import derive_seed, generator
 from flowgrpo_rc.correction.auto_bands import ROBUST
+from flowgrpo_rc.losses.config import DiffusionLossConfig
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.policies.flow import FlowPolicy
@@ -26,35 +26,43 @@ from flowgrpo_rc.rollout.engine import ImageRequest, RolloutEngine
 from flowgrpo_rc.rollout.replica import Replica
 
 MOVEMENT = 0.02  # size of a planted movement, relative to the weights that it is added to
-FEW = (2, 4)  # prompts and samples of each that are replayed again and again
+FEW = (2, 4)  # number of prompts, and samples of each, that the replays use
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedRollout:
-    """What the engine was asked for, and what it recorded."""
+    """A request to the engine, and what it recorded.
+
+    Attributes:
+      request: the request.
+      batch: the engine's samples, all chunks together.
+    """
 
     request: ImageRequest
     batch: DiffusionBatch
 
     @property
     def recorded(self) -> Tensor:
-        """Log-probs [B, T]."""
+        """The engine's log-probs, [B, T]."""
         assert self.batch.rollout_log_probs is not None
         return self.batch.rollout_log_probs
 
     @property
     def timesteps(self) -> list[int]:
-        """[T]."""
+        """The timesteps of the recorded steps, [T]."""
         return [round(1000 * sigma) for sigma in self.batch.sigmas[self.request.window[0]].tolist()]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mismatch:
-    """Log-probs of the trainer minus those of a sampler, [B, T] float64, at a guidance and in a
-    precision.
+    """Log-probs of the trainer minus those of a sampler, on the same recorded steps.
 
-    engine: the sampler is the engine; otherwise a copy of the trainer's own network, on the same
-        recorded steps.
+    Attributes:
+      guidance: scale of the guidance.
+      precision: the sampler's precision.
+      engine: True if the sampler is the engine, False if it is a copy of the trainer's network.
+      timesteps: of the steps, [T].
+      differences: float64, [B, T].
     """
 
     guidance: float
@@ -65,37 +73,45 @@ class Mismatch:
 
     @property
     def name(self) -> str:
+        """The sampler in words."""
         return f"{'engine' if self.engine else 'copy'} {self.precision} cfg={self.guidance:g}"
 
     def by_timestep(self) -> list[float]:
-        """Mean |difference| [T]."""
+        """Returns the mean |difference| at each timestep, [T]."""
         return self.differences.abs().mean(0).tolist()
 
     def scale(self) -> float:
-        """The noise floor: the robust standard deviation of the differences."""
+        """Returns the noise floor: the robust standard deviation of the differences."""
         return robust(self.differences)
 
     def quantile(self, q: float) -> float:
-        """Of |difference|."""
+        """Returns a quantile of |difference|."""
         return torch.quantile(self.differences.abs().flatten(), q).item()
 
     def summary(self) -> dict[str, float]:
+        """Returns mean, quantiles, maximum and noise floor of the mismatch."""
         mean = self.differences.abs().mean().item()
         quantiles = {f"p{100 * q:g}": self.quantile(q) for q in (0.5, 0.99, 0.999)}
         return {"mean": mean, **quantiles, "max": self.quantile(1.0), "floor": self.scale()}
 
 
 def robust(values: Tensor) -> float:
-    """The robust standard deviation, 1.4826 times the median deviation."""
+    """Returns the robust standard deviation: 1.4826 times the median absolute deviation."""
     return ROBUST * (values - values.median()).abs().median().item()
 
 
 def plant_movements(network: nn.Module, seed: int) -> list[dict[str, Tensor]]:
-    """Moves the LoRA of `network` twice, at random, and returns its tensors before, between and
-    after.
+    """Moves a network's LoRA twice at random.
 
-    A fresh LoRA changes nothing, so that an engine without it, or with that of the step before,
-    would go unnoticed.
+    A fresh LoRA changes nothing. Nobody would notice an engine that lacks it or holds the LoRA of
+    the step before.
+
+    Args:
+      network: the trainer's network with the LoRA.
+      seed: of the movements.
+
+    Returns:
+      The LoRA's tensors before, between and after the movements.
     """
     states = [_copied(network)]
     for movement in range(2):
@@ -117,20 +133,27 @@ def _move(network: nn.Module, name: str, up: Tensor, source: torch.Generator) ->
     """Adds noise N to a LoRA's B such that scale |N A| is `MOVEMENT` |W| (Frobenius norms)."""
     path, _, adapter = name.removesuffix(".weight").partition(".lora_B.")
     layer: Any = network.get_submodule(path)
-    down, weight = layer.lora_A[adapter].weight, layer.base_layer.weight
+    down = layer.lora_A[adapter].weight
+    weight = layer.base_layer.weight
     noise = torch.randn(up.shape, generator=source).to(up)
     size = ((noise @ (down @ down.T)) * noise).sum().sqrt() * layer.scaling[adapter]
     up.add_(noise * (MOVEMENT * weight.float().norm() / size))
 
 
 def other_guidance(model: FlowModel, spec: SamplerSpec) -> SamplerSpec:
-    """The sampler without guidance or, where it has none, with the usual one."""
+    """Returns the sampler without guidance; with the usual guidance if it has none."""
     scale = 1.0 if model.cfg_scale(spec) > 1 else PipelineConfig().guidance_scale
     return with_guidance(spec, model.cfg_key, scale)
 
 
 def with_guidance(spec: SamplerSpec, key: str, scale: float) -> SamplerSpec:
-    """key: guidance_scale or true_cfg_scale."""
+    """Returns the sampler with another guidance.
+
+    Args:
+      spec: the sampler.
+      key: guidance_scale or true_cfg_scale.
+      scale: the guidance.
+    """
     changed: dict[str, Any] = {key: scale}
     return replace(spec, **changed)
 
@@ -143,7 +166,15 @@ def ask(
     *,
     keep_means: bool = False,
 ) -> ImageRequest:
-    """`samples` of each prompt, all steps stochastic that a window could hold."""
+    """Makes a request in which all steps are stochastic that a window could hold.
+
+    Args:
+      config: configuration of the run.
+      prompts: the prompts.
+      samples: samples of each prompt.
+      spec: the sampler.
+      keep_means: whether the engine has to record the means of the steps.
+    """
     _, first, last = config.rollout.window()
     rows = [(prompt.index, sample) for prompt in prompts for sample in range(samples)]
     return ImageRequest(
@@ -157,36 +188,52 @@ def ask(
 
 
 def sample(engine: RolloutEngine[ImageRequest], request: ImageRequest) -> RecordedRollout:
-    """ValueError for log-probs that are no numbers, and for means that are missing."""
+    """Samples with the engine.
+
+    Raises:
+      ValueError: log-probs are not finite, or means are missing.
+    """
     batch = concat([chunk.batch for chunk in engine.generate(request)])
     assert isinstance(batch, DiffusionBatch)
     rollout = RecordedRollout(request=request, batch=batch)
     if request.keep_means and batch.prev_sample_mean is None:
         raise ValueError(
             "actor.diffusion_loss.loss_mode compares means, and the engine recorded none "
-            "(prev_sample_mean): use "
-            "another rollout.name, or loss_mode=flow_grpo"
+            "(prev_sample_mean): use another rollout.name, or "
+            f"loss_mode={DiffusionLossConfig.loss_mode}"
         )
     require_finite(rollout, rollout.recorded, "engine", "rollout.dtype")
     return rollout
 
 
 def require_finite(rollout: RecordedRollout, log_probs: Tensor, whose: str, key: str) -> None:
-    """ValueError where one of the log-probs [B, T] is nan or inf."""
+    """Raises ValueError if some log-prob is not finite.
+
+    Args:
+      rollout: the recorded steps.
+      log_probs: [B, T].
+      whose: the owner of the log-probs, for the message.
+      key: the setting to look at, for the message.
+    """
     broken = ~log_probs.isfinite()
     if broken.any():
         steps = sorted(set(rollout.batch.step_indices[broken].tolist()))
         raise ValueError(
             f"{int(broken.sum())} of {broken.numel()} log-probs of the {whose} are nan or inf, at "
-            f"steps {steps} of the "
-            f"schedule: there is nothing to calibrate before that is mended; see {key} (fp16 "
-            "overflows early), the "
-            "weights, and whether rollout.algo.sde_window_range holds a step without noise"
+            f"steps {steps} of the schedule: there is nothing to calibrate before that is mended; "
+            f"see {key} (fp16 overflows early), the weights, and whether "
+            "rollout.algo.sde_window_range holds a step without noise"
         )
 
 
 def against_engine(rollout: RecordedRollout, log_probs: Tensor, guidance: float) -> Mismatch:
-    """The trainer's log-probs [B, T] against those that the engine recorded."""
+    """Returns the trainer's log-probs minus those that the engine recorded.
+
+    Args:
+      rollout: the recorded steps.
+      log_probs: the trainer's, [B, T].
+      guidance: scale of the guidance.
+    """
     return Mismatch(
         guidance=guidance,
         precision=rollout.request.spec.dtype,
@@ -197,24 +244,40 @@ def against_engine(rollout: RecordedRollout, log_probs: Tensor, guidance: float)
 
 
 class Copy:
-    """The trainer's network in another precision, replaying what an engine recorded in the shape of
-    its batches.
+    """The trainer's network in another precision, which replays what an engine recorded.
+
+    Batches have the shape of the engine's.
+
+    Args:
+      model: the trainer's model.
+      dtype: precision of the copy.
+      quantization: of its frozen weights; None for none.
+      rows: samples in one forward.
     """
 
     def __init__(self, model: FlowModel, dtype: str, quantization: str | None, rows: int) -> None:
         self.replica = Replica(model.network, dtype, quantization)
         self.policy = FlowPolicy(model, self.replica.network)
-        self.model, self.precision, self.rows = model, self.replica.precision, rows
+        self.model = model
+        self.precision = self.replica.precision
+        self.rows = rows
 
     def load(self, state: Mapping[str, Tensor]) -> None:
+        """Takes over LoRA tensors."""
         self.replica.sync(state, 0)
 
     def log_probs(self, batch: DiffusionBatch) -> Tensor:
-        """[B, T]."""
+        """Returns the log-probs of recorded steps, [B, T]."""
         return self.policy.log_probs(batch, self.rows)
 
     def against(self, rollout: RecordedRollout, log_probs: Tensor, guidance: float) -> Mismatch:
-        """The trainer's log-probs [B, T] against this copy's."""
+        """Returns the trainer's log-probs minus this copy's.
+
+        Args:
+          rollout: the recorded steps.
+          log_probs: the trainer's, [B, T].
+          guidance: scale of the guidance.
+        """
         return Mismatch(
             guidance=guidance,
             precision=self.precision,
@@ -225,5 +288,5 @@ class Copy:
 
 
 def finite(value: float) -> float | None:
-    """As JSON has it."""
+    """Returns the value, or None if it is not finite; JSON has no NaN."""
     return value if math.isfinite(value) else None

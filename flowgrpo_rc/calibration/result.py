@@ -1,6 +1,4 @@
-"""What a calibration leaves: tables on the terminal, a picture, `calibration.json`, and a YAML for
-training.
-"""
+"""The result of a calibration: tables on the terminal, a picture, JSON, and a YAML for training."""
 
 from __future__ import annotations
 
@@ -24,9 +22,17 @@ WIDTH = 110  # of the tables at least: a narrower one would cut its numbers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """mismatches: that of the engine at the configured guidance, over all samples, comes first;
-    clipped: the share of steps outside of the loss's bound before any update, by its value;
-    subject: what was calibrated."""
+    """The measurements, and the settings that follow from them.
+
+    Attributes:
+      subject: what was calibrated.
+      mismatches: of all samplers. The first is the engine's, at the configured guidance and over
+        all samples.
+      bound: the bound of the loss; None if it has none.
+      clipped: value of the bound -> share of steps outside it before any update.
+      diagnosis: what explains the mismatch.
+      settings: the chosen settings.
+    """
 
     subject: dict[str, Any]
     mismatches: Sequence[Mismatch]
@@ -36,6 +42,7 @@ class Calibration:
     settings: Settings
 
     def json(self) -> dict[str, Any]:
+        """Returns the content of calibration.json."""
         diagnosis = self.diagnosis
         return {
             "subject": self.subject,
@@ -57,7 +64,7 @@ class Calibration:
                 "cause": diagnosis.cause,
                 "verdict": diagnosis.sentence(),
                 "mismatch": finite(diagnosis.mismatch),
-                "floor": finite(diagnosis.floor),
+                "floor": finite(diagnosis.copy_mismatch),
                 "as_recorded": finite(diagnosis.as_recorded),
                 "trials": [
                     asdict(trial) | {"residual": finite(trial.residual)}
@@ -70,31 +77,45 @@ class Calibration:
         }
 
     def header(self) -> list[str]:
-        """What a reader of the YAML should know."""
+        """Returns what a reader of the YAML should know, line by line."""
         subject = self.subject
         return [
             f"Measured with {subject['engine']}, {subject['precision']}, on {subject['model']}, "
-            "guidance "
-            f"{subject['guidance']:g}, {subject['samples']} samples; noise floor "
+            f"guidance {subject['guidance']:g}, {subject['samples']} samples; noise floor "
             f"{self.mismatches[0].scale():.1e}.",
             f"{self.diagnosis.sentence()}.",
         ]
 
 
 class Folder:
-    """The folder of one result, `root`; the YAML is `root/calibration/NAME.yaml`."""
+    """The files of one result.
+
+    Args:
+      root: the folder.
+      name: name of the YAML, `root/calibration/NAME.yaml`.
+
+    Attributes:
+      json: the file with the numbers.
+      picture: the picture.
+      yaml: the settings for training.
+
+    Raises:
+      ValueError: the name cannot be the name of a configuration.
+    """
 
     def __init__(self, root: Path, name: str) -> None:
         if not name.isidentifier():
             raise ValueError(
                 f"--name {name}: give letters, digits and underscores, for +{GROUP}=NAME"
             )
-        self.root, self.name = root, name
-        self.json, self.picture = root / "calibration.json", root / "mismatch.png"
+        self.root = root
+        self.name = name
+        self.json = root / "calibration.json"
+        self.picture = root / "mismatch.png"
         self.yaml = root / GROUP / f"{name}.yaml"
 
     def check(self, *, overwrite: bool) -> None:
-        """ValueError where another result would be lost."""
+        """Raises ValueError if another result would be lost."""
         there = [str(path) for path in (self.json, self.picture, self.yaml) if path.exists()]
         if there and not overwrite:
             raise ValueError(
@@ -103,6 +124,7 @@ class Folder:
             )
 
     def write(self, found: Calibration) -> None:
+        """Writes numbers, picture and settings."""
         self.yaml.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(self.json, (json.dumps(found.json(), indent=2) + "\n").encode())
         draw(found, self.picture)
@@ -110,30 +132,29 @@ class Folder:
 
 
 def draw(found: Calibration, path: Path) -> None:
-    """Mean |difference| by timestep: one colour a precision, dashed at the other guidance, crosses
-    for copies.
+    """Draws the mean |difference| by timestep.
+
+    A colour stands for a precision, dashes for the other guidance, crosses for copies.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    colors = {
-        name: f"C{i}"
-        for i, name in enumerate(dict.fromkeys(one.precision for one in found.mismatches))
-    }
+    precisions = dict.fromkeys(mismatch.precision for mismatch in found.mismatches)
+    colors = {name: f"C{number}" for number, name in enumerate(precisions)}
     configured = found.mismatches[0].guidance
-    for one in found.mismatches:
+    for mismatch in found.mismatches:
         axes.plot(
-            one.timesteps,
-            [value if value > 0 else float("nan") for value in one.by_timestep()],
-            label=one.name,
-            color=colors[one.precision],
-            linestyle="-" if one.guidance == configured else "--",
-            marker="o" if one.engine else "x",
+            mismatch.timesteps,
+            [value if value > 0 else float("nan") for value in mismatch.by_timestep()],
+            label=mismatch.name,
+            color=colors[mismatch.precision],
+            linestyle="-" if mismatch.guidance == configured else "--",
+            marker="o" if mismatch.engine else "x",
         )
-    for clip in (
-        found.clipped if found.subject["loss_mode"] == "flow_grpo" else ()
-    ):  # others bound something else
+    # Other losses bound another quantity than what is drawn.
+    bounds_mismatch = found.bound is not None and found.bound.on_mismatch
+    for clip in found.clipped if bounds_mismatch else ():
         axes.axhline(clip, color="0.45", linestyle=":", linewidth=1)
         axes.annotate(
             f" clip_ratio {clip:g}",
@@ -150,24 +171,30 @@ def draw(found: Calibration, path: Path) -> None:
 
 
 def show(found: Calibration, folder: Folder) -> None:
-    """Print the tables, the verdict and what to do with the settings."""
+    """Prints the tables, the verdict and what to do with the settings."""
     console = Console(highlight=False)
     console.width = max(console.width, WIDTH)
     console.print(mismatch_table(found.mismatches))
     console.print(trial_table(found.diagnosis))
-    for line in (
-        *([] if found.bound is None else [clipped(found.bound, found.clipped)]),
+    lines = [] if found.bound is None else [clipped(found.bound, found.clipped)]
+    lines += [
         found.diagnosis.sentence(),
         found.settings.reason,
         *found.settings.notes,
         f"{folder.json}, {folder.picture}, {folder.yaml}",
         f"train with them: flowgrpo-rc train --config-dir {folder.root} +{GROUP}={folder.name} ...",
-    ):
+    ]
+    for line in lines:
         console.print(line, markup=False, soft_wrap=True)
 
 
 def clipped(bound: Bound, shares: Mapping[float, float]) -> str:
-    """Which share of the steps is beyond some bounds, in words."""
+    """Tells which share of the steps is beyond some bounds.
+
+    Args:
+      bound: the bound of the loss.
+      shares: value of the bound -> share of steps outside it.
+    """
     listed = ", ".join(
         f"{100 * share:.1f}% with {bound.key}={value:g}" for value, share in shares.items()
     )
@@ -175,28 +202,29 @@ def clipped(bound: Bound, shares: Mapping[float, float]) -> str:
 
 
 def mismatch_table(mismatches: Sequence[Mismatch]) -> Table:
-    """Of each sampler, in its precision and at its guidance."""
+    """Makes a table of the mismatch by timestep, one column for each sampler."""
     table = Table(
         title="|log-prob of trainer - of sampler| before any update", title_justify="left"
     )
     table.add_column("timestep", justify="right")
-    for one in mismatches:
-        table.add_column("\n".join(one.name.split()), justify="right")
-    columns = [one.by_timestep() for one in mismatches]
+    for mismatch in mismatches:
+        table.add_column("\n".join(mismatch.name.split()), justify="right")
+    columns = [mismatch.by_timestep() for mismatch in mismatches]
     for timestep, *row in zip(mismatches[0].timesteps, *columns, strict=True):
         table.add_row(str(timestep), *map(number, row))
     table.add_section()
-    summaries = [one.summary() for one in mismatches]
+    summaries = [mismatch.summary() for mismatch in mismatches]
     for name in summaries[0]:
         table.add_row(name, *(number(summary[name]) for summary in summaries))
     return table
 
 
 def trial_table(diagnosis: Diagnosis) -> Table:
-    """Of each fault that was tried, what is left of the mismatch."""
+    """Makes a table of the faults that were tried, with the mismatch that each one leaves."""
     table = Table(title="replayed with a fault on our side", title_justify="left")
-    for name in ("cause", "fault", "difference from the engine"):
-        table.add_column(name, justify="left" if name != "difference from the engine" else "right")
+    table.add_column("cause")
+    table.add_column("fault")
+    table.add_column("difference from the engine", justify="right")
     table.add_row("", "none", number(diagnosis.as_recorded))
     table.add_section()
     for trial in diagnosis.trials:
@@ -206,4 +234,5 @@ def trial_table(diagnosis: Diagnosis) -> Table:
 
 
 def number(value: float) -> str:
+    """Returns a number as the tables show it."""
     return "0" if value == 0 else f"{value:.1e}"

@@ -1,23 +1,14 @@
-"""From a checked configuration to a calibration: sample a little, replay it, explain it, choose
-settings.
-"""
+"""`flowgrpo-rc calibrate`: sample a little, replay it, explain the mismatch, choose settings."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.build import (
-    check_machine,
-    check_model,
-    chunk_size,
-    engine_of,
-    make_engine,
-    make_processes,
-    make_task,
-)
+from flowgrpo_rc.build import make_engine, make_processes, make_task
 from flowgrpo_rc.calibration.causes import Diagnosis, check_record, diagnose
 from flowgrpo_rc.calibration.choice import Bound, bound_of, check_modes, choose
 from flowgrpo_rc.calibration.faults import Lora, Replay
@@ -34,16 +25,36 @@ from flowgrpo_rc.calibration.measure import (
     sample,
 )
 from flowgrpo_rc.calibration.result import Calibration, Folder, show
+from flowgrpo_rc.commands import EXIT_OK
+from flowgrpo_rc.commands.composing import composed
+from flowgrpo_rc.config.check_engine import chunk_size
+from flowgrpo_rc.config.checks import check_run, device_of
+from flowgrpo_rc.config.compose import unchecked_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.data.prompts import PromptSampler
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.models.base import DTYPES, FlowModel
+from flowgrpo_rc.models.lora import other_tensors
 from flowgrpo_rc.policies.base import Measured
 from flowgrpo_rc.rollout.engine import RolloutEngine
-from flowgrpo_rc.training.sources.engine import other_tensors
 from flowgrpo_rc.training.tasks.image import ImageTask
 
-PRECISIONS = ("fp32", "fp16", "bf16")  # of copies, whatever the engine has
+PRECISIONS = ("fp32", "fp16", "bf16")  # of the copies, besides the engine's own precision
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Calibrates the configuration that the command line asks for."""
+    composition = composed(arguments)
+    composition.check()
+    calibrate(
+        unchecked_config(composition.config),
+        out=arguments.out,
+        name=arguments.name,
+        num_prompts=arguments.prompts,
+        mode=arguments.mode,
+        overwrite=arguments.overwrite,
+    )
+    return EXIT_OK
 
 
 def calibrate(
@@ -55,31 +66,50 @@ def calibrate(
     mode: str = "auto",
     overwrite: bool = False,
 ) -> Calibration:
-    """Measure, print and write a calibration of a validated configuration; nothing is trained.
+    """Measures, prints and writes a calibration; nothing is trained.
 
-    Raises ValueError for text models, for replayed data, for a mode that cannot be, and where
-    another result would be lost, before anything is loaded; for log-probs that are no numbers, once
-    they are sampled.
+    Args:
+      config: the settings of the run to calibrate for.
+      out: the folder for the result.
+      name: what the result is called, for `+calibration=NAME`.
+      num_prompts: how many training prompts are sampled from.
+      mode: `auto`, `bypass` or `decoupled`.
+      overwrite: replace a result that is in the folder.
+
+    Returns:
+      The calibration.
+
+    Raises:
+      ValueError: before anything is loaded, for settings that cannot work, text models, replayed
+        data, a mode that cannot be, or if another result would be lost; later, for log-probs that
+        are no numbers.
     """
     folder = Folder(Path(out), name)
     folder.check(overwrite=overwrite)
-    _check(config, num_prompts, mode)
-    found = measure(config, num_prompts=num_prompts, mode=mode)
+    prompts = _checked_prompts(config, num_prompts, mode)
+    found = measure(config, prompts, mode=mode)
     folder.write(found)
     show(found, folder)
     return found
 
 
-def measure(config: Config, *, num_prompts: int, mode: str) -> Calibration:
-    """The calibration itself, in one process."""
-    prompts = _prompts(config, num_prompts)
+def measure(config: Config, prompts: Sequence[Prompt], *, mode: str) -> Calibration:
+    """Measures a calibration of checked settings in one process.
+
+    Args:
+      config: the settings.
+      prompts: what to sample from.
+      mode: `auto`, `bypass` or `decoupled`.
+
+    Raises:
+      ValueError: there are several processes, or log-probs are no numbers.
+    """
     config.trainer.logger = ["console"]
     processes = make_processes(config)
     if processes.count > 1:
         raise ValueError(
             f"calibrate runs in one process, not in {processes.count}: start it without a launcher"
         )
-    check_machine(config, processes.device)
     task = make_task(config, processes)
     assert isinstance(task, ImageTask)
     engine = make_engine(config, task)
@@ -90,40 +120,53 @@ def measure(config: Config, *, num_prompts: int, mode: str) -> Calibration:
         engine.close()
     mismatches, bound, diagnosis = compare(config, task, rollouts, lora)
     settings = choose(config, bound, mode=mode, doubt=diagnosis.doubt)
+    clipped: dict[float, float] = {}
+    if bound is not None:
+        clipped = _clipped(bound, settings.values[f"{DIFFUSION_KEY}.{bound.key}"])
     return Calibration(
-        subject={
-            "model": config.model.path,
-            "trainer": trainer_precision(config),
-            "engine": config.rollout.name,
-            "precision": config.rollout.spec().dtype,
-            "guidance": mismatches[0].guidance,
-            "window": list(config.rollout.window()),
-            "sde_type": config.rollout.algo.sde_type,
-            "loss_mode": config.actor.diffusion_loss.loss_mode,
-            "log_prob_convention": config.rollout.algo.log_prob_convention,
-            "samples": len(rollouts.many.batch),
-        },
+        subject=_subject(config, mismatches[0].guidance, len(rollouts.many.batch)),
         mismatches=mismatches,
         bound=bound,
-        clipped={}
-        if bound is None
-        else _clipped(config, bound, settings.values[f"{DIFFUSION_KEY}.{bound.key}"]),
+        clipped=clipped,
         diagnosis=diagnosis,
         settings=settings,
     )
 
 
-def _clipped(config: Config, bound: Bound, chosen: float) -> dict[float, float]:
-    """What the reference's, the configured and the chosen bound clip before any update, in bypass
-    mode.
+def _subject(config: Config, guidance: float, num_samples: int) -> dict[str, object]:
+    """Returns what was calibrated."""
+    return {
+        "model": config.model.path,
+        "trainer": trainer_precision(config),
+        "engine": config.rollout.name,
+        "precision": config.rollout.spec().dtype,
+        "guidance": guidance,
+        "window": list(config.rollout.window()),
+        "sde_type": config.rollout.algo.sde_type,
+        "loss_mode": config.actor.diffusion_loss.loss_mode,
+        "log_prob_convention": config.rollout.algo.log_prob_convention,
+        "samples": num_samples,
+    }
+
+
+def _clipped(bound: Bound, chosen: float) -> dict[float, float]:
+    """Returns what share each bound clips before any update in bypass mode.
+
+    The bounds are those of the reference, of the settings and of the result.
     """
-    values = {bound.reference, vars(config.actor.diffusion_loss)[bound.key], chosen}
+    values = {bound.reference, bound.configured, chosen}
     return {value: bound.exceeded(value) for value in sorted(values)}
 
 
 class Rollouts(NamedTuple):
-    """Many samples and a few at the configured guidance, and a few at another. other_tensors: of
-    the LoRA that the engine holds, how many are not those that it was given."""
+    """What an engine sampled.
+
+    Attributes:
+      many: many samples at the configured guidance.
+      few: a few samples at the configured guidance.
+      other: a few samples at another guidance.
+      other_tensors: how many LoRA tensors of the engine are not those that it was given.
+    """
 
     many: RecordedRollout
     few: RecordedRollout
@@ -138,12 +181,20 @@ def sample_all(
     lora: Lora,
     prompts: Sequence[Prompt],
 ) -> Rollouts:
-    """What the engine samples after it was given the LoRA of both movements, as versions 1 and
-    2.
+    """Samples after the engine was given the LoRA of both movements, as versions 1 and 2.
+
+    Args:
+      config: the settings.
+      model: the model that the engine samples from.
+      engine: the rollout engine.
+      lora: the LoRA before and after a movement.
+      prompts: what to sample from.
     """
     for version, state in ((1, lora.before), (2, lora.current)):
         engine.sync_weights(state, version)
-    spec, held, few = config.rollout.spec(), engine.held_weights(), prompts[: FEW[0]]
+    spec = config.rollout.spec()
+    held = engine.held_weights()
+    few = prompts[: FEW[0]]
     keep_means = config.actor.diffusion_loss.needs_means
     return Rollouts(
         many=sample(engine, ask(config, prompts, config.rollout.n, spec, keep_means=keep_means)),
@@ -154,9 +205,14 @@ def sample_all(
 
 
 class Comparison(NamedTuple):
-    """mismatches: that of the engine over many samples and at another guidance, then that of copies
-    of the trainer's network in the engine's precision and in others; bound: of the loss; diagnosis:
-    what explains the mismatch."""
+    """What the trainer says about an engine's samples.
+
+    Attributes:
+      mismatches: of the engine over many samples and at another guidance; then of copies of the
+        trainer's network, in the engine's precision and in others.
+      bound: the bound of the loss; None if it has none.
+      diagnosis: what explains the mismatch.
+    """
 
     mismatches: list[Mismatch]
     bound: Bound | None
@@ -164,8 +220,16 @@ class Comparison(NamedTuple):
 
 
 def compare(config: Config, task: ImageTask, rollouts: Rollouts, lora: Lora) -> Comparison:
-    """The trainer, and copies of its network one after the other, on what the engine sampled."""
-    model, few = task.model, (rollouts.few, rollouts.other)
+    """Evaluates the engine's samples by the trainer and, one after the other, by copies of it.
+
+    Args:
+      config: the settings.
+      task: the trainer's model and policy.
+      rollouts: what the engine sampled.
+      lora: the LoRA that the engine was given.
+    """
+    model = task.model
+    few = (rollouts.few, rollouts.other)
 
     def trainer(rollout: RecordedRollout) -> Measured:
         measured = task.policy.measure(rollout.batch, config.actor.ppo_micro_batch_size_per_gpu)
@@ -180,18 +244,14 @@ def compare(config: Config, task: ImageTask, rollouts: Rollouts, lora: Lora) -> 
     def differ(copy: Copy) -> list[Mismatch]:
         return [copy.against(*each) for each in compared]
 
-    many, guidance = (
-        trainer(rollouts.many),
-        [model.cfg_scale(rollout.request.spec) for rollout in few],
-    )
+    many = trainer(rollouts.many)
+    guidance = [model.cfg_scale(rollout.request.spec) for rollout in few]
     whole = against_engine(rollouts.many, many.log_probs, guidance[0])
-    compared = list(
-        zip(few, [trainer(rollout).log_probs for rollout in few], guidance, strict=True)
-    )
+    log_probs = [trainer(rollout).log_probs for rollout in few]
+    compared = list(zip(few, log_probs, guidance, strict=True))
     engine, engine_other = (against_engine(*each) for each in compared)
-    others = [
-        differ(copied(name, None)) for name in other_precisions(config)
-    ]  # each is gone before the next is made
+    # Each copy is gone before the next is made.
+    others = [differ(copied(name, None)) for name in other_precisions(config)]
     own = copied(config.rollout.dtype, config.rollout.quantization)
     copies = [differ(own), *others]
     replay = Replay(own, rollouts.few, lora, config.model.lora_alpha / config.model.lora_rank)
@@ -204,44 +264,39 @@ def compare(config: Config, task: ImageTask, rollouts: Rollouts, lora: Lora) -> 
 
 
 def same_as_trainer(config: Config) -> str | None:
-    """The precision in which a copy is the trainer's network once more; None under autocast, which
-    no copy has.
+    """Returns the precision in which a copy is the trainer's network once more.
+
+    None under autocast, which no copy has.
     """
     return config.model.dtype if config.trainer.mixed_precision == "no" else None
 
 
 def other_precisions(config: Config) -> list[str]:
-    """Of copies beside that in the engine's precision: without the trainer's own, and no larger
-    than its weights.
+    """Returns the precisions of further copies.
+
+    The engine's and the trainer's own are left out, and so are those with larger weights than the
+    trainer's.
     """
-    known, size = (
-        (config.rollout.spec().dtype, same_as_trainer(config)),
-        DTYPES[config.model.dtype].itemsize,
-    )
+    known = (config.rollout.spec().dtype, same_as_trainer(config))
+    size = DTYPES[config.model.dtype].itemsize
     return [name for name in PRECISIONS if name not in known and DTYPES[name].itemsize <= size]
 
 
 def trainer_precision(config: Config) -> str:
-    """Of the training graph."""
+    """Returns the precision of the training graph."""
     mixed = config.trainer.mixed_precision
     return config.model.dtype if mixed == "no" else mixed
 
 
-def _prompts(config: Config, count: int) -> list[Prompt]:
-    """The first that training would take."""
-    prompts = config.read_prompts()[0].prompts
-    if count > len(prompts):
-        raise ValueError(f"--prompts {count}: data.train_files has {len(prompts)}")
-    return PromptSampler(prompts, count, config.trainer.seed).step(0)
+def _checked_prompts(config: Config, num_prompts: int, mode: str) -> list[Prompt]:
+    """Returns the first prompts that training would take; ValueError for what cannot be calibrated.
 
-
-def _check(config: Config, num_prompts: int, mode: str) -> None:
-    """ValueError for what cannot be calibrated; nothing is loaded."""
+    Nothing is loaded.
+    """
     if config.model.kind != "diffusion":
         raise ValueError(
             f"calibrate knows flow models, model.kind=diffusion; model.kind={config.model.kind}, "
-            "whose mismatch the "
-            "metrics of a first step show"
+            "whose mismatch the metrics of a first step show"
         )
     if config.data.replay_dir is not None:
         raise ValueError(
@@ -249,6 +304,8 @@ def _check(config: Config, num_prompts: int, mode: str) -> None:
         )
     if num_prompts < 1:
         raise ValueError(f"--prompts {num_prompts}: give at least 1")
+    prompts = check_run(config, device_of(config), trains=False).sampler.prompts
     check_modes(config, mode)
-    engine_of(config)
-    check_model(config)
+    if num_prompts > len(prompts):
+        raise ValueError(f"--prompts {num_prompts}: data.train_files has {len(prompts)}")
+    return PromptSampler(prompts, num_prompts, config.trainer.seed).step(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import shutil
 import sys
@@ -11,9 +12,18 @@ import torch
 from rich.console import Console as RichConsole
 from rich.table import Table
 
+from flowgrpo_rc import assets
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.commands import EXIT_FAILED, EXIT_OK
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Checks the installation."""
+    return EXIT_OK if doctor() else EXIT_FAILED
+
 
 def doctor() -> bool:
-    """Print what a run needs and whether it is there; False if something is missing."""
+    """Prints what a run needs and whether it is there; returns False if something is missing."""
     checks: list[tuple[str, Callable[[], str]]] = [
         ("python", lambda: sys.version.split()[0]),
         *(
@@ -51,23 +61,20 @@ def _device() -> str:
 
 
 def _bundled_model() -> str:
-    from flowgrpo_rc import assets
-
     return str(assets.path("tiny_glyph_sd3"))
 
 
 def _ocr() -> str:
+    # Here and not at the top: a missing package is what this check is to find.
     import numpy as np
     from PIL import Image, ImageDraw, ImageFont
 
-    from flowgrpo_rc.batch import Prompt
     from flowgrpo_rc.rewards.ocr import OCR
 
     image = Image.new("RGB", (64, 32), "white")
     ImageDraw.Draw(image).text((4, 4), "AB7X", fill="black", font=ImageFont.load_default(20))
-    score = OCR()(np.asarray(image)[None], [Prompt(text='"AB7X"', index=0, target="AB7X")]).values[
-        0
-    ]
+    prompt = Prompt(text='"AB7X"', index=0, target="AB7X")
+    score = OCR()(np.asarray(image)[None], [prompt]).values[0]
     if score < 1:
         raise RuntimeError(f"a rendered word was read with reward {score:.2f}")
     return "reads a rendered word"

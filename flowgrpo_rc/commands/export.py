@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from huggingface_hub import HfApi
 
+from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.config.tree import stored_config
 from flowgrpo_rc.export.hub import check_push, push
 from flowgrpo_rc.export.lora import export_lora
@@ -14,14 +16,36 @@ from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint
 from flowgrpo_rc.records.run_folder import RunFolder
 
 
+def main(arguments: argparse.Namespace) -> int:
+    """Exports a checkpoint and prints the file that was written."""
+    written = export_checkpoint(
+        arguments.checkpoint,
+        arguments.out,
+        raw=arguments.raw,
+        push_to_hub=arguments.push_to_hub,
+        public=arguments.public,
+    )
+    print(written)
+    return EXIT_OK
+
+
 def export_checkpoint(
     checkpoint: str, out: str, *, raw: bool, push_to_hub: str | None = None, public: bool = False
 ) -> Path:
-    """Write the LoRA of a checkpoint (its average unless `raw`) with a model card, for stock
-    diffusers or peft; returns the file with the tensors.
+    """Writes the LoRA of a checkpoint with a model card, for stock diffusers or peft.
 
-    push_to_hub: also upload both to this repository, private where it is new and not `public`.
-    Raises ValueError, before anything is loaded, where that cannot work.
+    Args:
+      checkpoint: the folder of a checkpoint, or of a run, whose newest one is taken.
+      out: the folder to write to.
+      raw: take the last weights rather than their average.
+      push_to_hub: a repository to upload both to as well; a new one is private unless `public`.
+      public: make the repository public.
+
+    Returns:
+      The file with the tensors.
+
+    Raises:
+      ValueError: this cannot work; nothing is loaded.
     """
     if public and push_to_hub is None:
         raise ValueError("--public has no effect without --push-to-hub: drop it")
@@ -29,16 +53,7 @@ def export_checkpoint(
     if push_to_hub is not None:
         check_push(api, push_to_hub, public=public)
     check_card(Path(out))
-    path = Path(checkpoint)
-    run_dir = path.parent.parent if path.parent.name == "checkpoints" else path
-    if path == run_dir:
-        found = list_checkpoints(RunFolder(run_dir).checkpoints)
-        if not found:
-            raise ValueError(
-                f"{checkpoint} has no checkpoints: give a run's folder or one of its "
-                "checkpoints/step_N"
-            )
-        path = found[-1]
+    path, run_dir = _checkpoint_and_run(checkpoint)
     config = stored_config(RunFolder(run_dir).config)
     loaded = load_checkpoint(path)
     tensors = loaded.tensors["lora"] if raw else loaded.tensors.get("ema", loaded.tensors["lora"])
@@ -48,3 +63,16 @@ def export_checkpoint(
     if push_to_hub is not None:
         print(push(api, Path(out), push_to_hub, public=public))
     return written
+
+
+def _checkpoint_and_run(given: str) -> tuple[Path, Path]:
+    """Returns the folders of a checkpoint and of its run. `given` is either of the two."""
+    path = Path(given)
+    if path.parent.name == "checkpoints":
+        return path, path.parent.parent
+    found = list_checkpoints(RunFolder(path).checkpoints)
+    if not found:
+        raise ValueError(
+            f"{given} has no checkpoints: give a run's folder or one of its checkpoints/step_N"
+        )
+    return found[-1], path

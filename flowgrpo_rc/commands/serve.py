@@ -6,11 +6,12 @@ import argparse
 
 import yaml
 
+from flowgrpo_rc.commands import EXIT_OK
+from flowgrpo_rc.rewards.http.server import serve
 
-def serve_reward(arguments: argparse.Namespace) -> None:
-    """Serve a reward until interrupted; its options are read as YAML."""
-    from flowgrpo_rc.rewards.http.server import serve
 
+def main(arguments: argparse.Namespace) -> int:
+    """Serves a reward until interrupted; its options are read as YAML."""
     options = {}
     for option in arguments.options:
         key, equals, value = option.partition("=")
@@ -27,3 +28,4 @@ def serve_reward(arguments: argparse.Namespace) -> None:
         key=arguments.key,
         max_body_mb=arguments.max_body_mb,
     )
+    return EXIT_OK

@@ -1,18 +1,23 @@
-"""From a checked configuration to a run: resume or start, train, leave the results."""
+"""`flowgrpo-rc train`: check, start a run or go on with one, train, leave the results."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.build import assemble, check_model, engine_of, make_processes
-from flowgrpo_rc.config.tree import Config, stored_config
-from flowgrpo_rc.data.prompts import PromptSampler
+from flowgrpo_rc.build import assemble, make_processes
+from flowgrpo_rc.commands import EXIT_OK
+from flowgrpo_rc.commands.composing import composed
+from flowgrpo_rc.config.check_settings import launched_processes
+from flowgrpo_rc.config.checks import RunInputs, check_run, device_of
+from flowgrpo_rc.config.compose import as_yaml, unchecked_config
+from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.export.lora import export_lora
 from flowgrpo_rc.export.model_card import write_model_card
@@ -22,39 +27,54 @@ from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.rejected import drop_rejected_after
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.report.run import write_report
-from flowgrpo_rc.training.stopping import StopRequest
+from flowgrpo_rc.training.stopping import EXIT_STOPPED, StopRequest
 from flowgrpo_rc.training.trainer import Components, Trainer
 
 
-def run(config: Config) -> str | None:
-    """Train as `config` says. Returns why the run stopped early, or None if it is complete.
+def main(arguments: argparse.Namespace) -> int:
+    """Trains; with `--cfg job` prints the configuration and with `--dry-run` only checks it."""
+    composition = composed(arguments)
+    if arguments.cfg:
+        print(as_yaml(composition.config), end="")
+        return EXIT_OK
+    composition.check()
+    config = unchecked_config(composition.config)
+    if arguments.dry_run:
+        inputs = check_run(config, device_of(config), num_processes=launched_processes())
+        print(
+            f"ok: {len(inputs.sampler.prompts)} training prompts, {len(inputs.held_out)} held-out "
+            "prompts, nothing was loaded"
+        )
+        return EXIT_OK
+    return EXIT_OK if run(config) is None else EXIT_STOPPED
 
-    `config.validate` has passed. Raises ValueError for what only files can tell, before a step is
-    trained.
+
+def run(config: Config) -> str | None:
+    """Checks the settings and trains as they say.
+
+    Args:
+      config: the settings; a signal or `trainer.max_time` ends the run after the present step.
+
+    Returns:
+      Why the run stopped early, or None if it is complete.
+
+    Raises:
+      ValueError: the settings cannot work; nothing has been trained.
+      CheckpointError: the checkpoint to go on from is damaged.
     """
     with StopRequest(config.trainer.max_time) as stop:
-        prompts = config.read_prompts()
-        engine_of(config)
-        check_model(config)
-        folder = RunFolder(Path(config.trainer.output_dir))
-        resumed = checkpoint_to_resume(config, folder)
+        inputs = check_run(config, device_of(config), num_processes=launched_processes())
         processes = make_processes(config)
         with processes.noticing_losses():
-            reason = _run(config, folder, processes, prompts, resumed, stop)
+            reason = _run(config, processes, inputs, stop)
         processes.close()
         return reason
 
 
-def _run(
-    config: Config,
-    folder: RunFolder,
-    processes: Processes,
-    prompts: tuple[PromptSampler, list[Prompt]],
-    resumed: Checkpoint | None,
-    stop: StopRequest,
-) -> str | None:
+def _run(config: Config, processes: Processes, inputs: RunInputs, stop: StopRequest) -> str | None:
+    folder = RunFolder(Path(config.trainer.output_dir))
+    resumed = inputs.resumed
     _check_one_folder(processes, resumed)
-    config.check_replay(processes.rank, processes.count)
     if resumed is not None and resumed.step >= config.trainer.total_training_steps:
         if processes.is_main:
             _say_finished(config, folder, resumed)
@@ -65,36 +85,15 @@ def _run(
             _prepare_folder(config, folder, processes, resumed)
         processes.wait()
         first_step = 0 if resumed is None else resumed.step + 1
+        prompts = inputs.sampler, list(inputs.held_out)
         parts = assemble(config, folder, processes, prompts, first_step=first_step)
-        return _train(parts, resumed, stop)
-
-
-def checkpoint_to_resume(config: Config, folder: RunFolder) -> Checkpoint | None:
-    """The newest checkpoint of the output folder, verified; None for a new run.
-
-    Raises ValueError if the folder holds a run with other settings, CheckpointError for a damaged
-    checkpoint.
-    """
-    checkpoints = list_checkpoints(folder.checkpoints)
-    if config.trainer.resume_mode == "disable":
-        if checkpoints or MetricsFile(folder.metrics).rows():
-            raise ValueError(
-                f"{folder.root} holds a run already: set trainer.resume_mode=auto to go on with "
-                "it, or choose another "
-                "trainer.output_dir"
-            )
-        return None
-    if not checkpoints:
-        return None
-    folder.check_same_run(
-        dataclasses.asdict(stored_config(folder.config)), dataclasses.asdict(config)
-    )
-    return load_checkpoint(checkpoints[-1])
+        return _train(config, parts, resumed, stop)
 
 
 def leave_results(config: Config, folder: RunFolder) -> None:
-    """Export the LoRA of the newest checkpoint (its average, if it has one) with its card, and
-    write the report.
+    """Exports the LoRA of the newest checkpoint with its model card, and writes the report.
+
+    The average of the LoRA is exported if the checkpoint has one.
     """
     newest = load_checkpoint(list_checkpoints(folder.checkpoints)[-1])
     export_lora(newest.tensors.get("ema", newest.tensors["lora"]), config.model, folder.lora)
@@ -102,39 +101,48 @@ def leave_results(config: Config, folder: RunFolder) -> None:
     write_report(folder.root)
 
 
-def _train(parts: Components, resumed: Checkpoint | None, stop: StopRequest) -> str | None:
-    correction = parts.config.algorithm.rollout_correction
-    if correction.weights_are_metrics and (correction.rollout_is or correction.custom_correction):
-        parts.console.message(
-            "note: importance weights only add metrics in bypass mode with ppo_clip, whose ratio "
-            "is the weight"
-        )
-    if not correction.bypass_mode and (why := parts.config.why_recompute()) is not None:
-        parts.console.message(
-            f"note: old log-probs are recomputed, one forward for each trained step: {why}"
-        )
-    if parts.config.fresh() and parts.config.expected_mismatch() is None:
-        rollout, trained = parts.config.rollout, parts.config.model.dtype
-        formats = [rollout.spec().dtype, *filter(None, [rollout.engine_kwargs.get("quantization")])]
-        parts.console.message(
-            "note: no fault of the engine is reported by the size of the mismatch: what rounding "
-            "makes of it cannot be "
-            f"measured for a rollout in {'+'.join(formats)} and a training graph in {trained}"
-        )
+def _train(
+    config: Config, parts: Components, resumed: Checkpoint | None, stop: StopRequest
+) -> str | None:
+    for note in notes(config):
+        parts.log.console.message(f"note: {note}")
     try:
-        with parts.console:
+        with parts.log.console:
             reason = Trainer(parts, resumed).fit(stop)
         if parts.processes.is_main:
-            leave_results(parts.config, parts.folder)
-            _say_results(parts, reason)
+            leave_results(config, parts.folder)
+            _say_results(config, parts, reason)
         parts.processes.wait()
     except ValueError as error:  # from here on it is no longer the user's input that is wrong
         raise RuntimeError(f"training failed: {error}") from error
     finally:
         parts.rewards.close()
         parts.source.close()
-        parts.trackers.finish()
+        parts.log.trackers.finish()
     return reason
+
+
+def notes(config: Config) -> Iterator[str]:
+    """Yields what a user should know about the settings before the first step."""
+    correction = config.algorithm.rollout_correction
+    if correction.weights_are_metrics and (correction.rollout_is or correction.custom_correction):
+        yield (
+            "importance weights only add metrics in bypass mode with ppo_clip, whose ratio is the "
+            "weight"
+        )
+    why = config.why_recompute()
+    if why is not None:
+        yield f"old log-probs are recomputed, one forward for each trained step: {why}"
+    if config.fresh() and config.expected_mismatch() is None:
+        formats = [config.rollout.spec().dtype]
+        quantization = config.rollout.engine_kwargs.get("quantization")
+        if quantization:
+            formats.append(quantization)
+        yield (
+            "no fault of the engine is reported by the size of the mismatch: what rounding makes "
+            f"of it cannot be measured for a rollout in {'+'.join(formats)} and a training graph "
+            f"in {config.model.dtype}"
+        )
 
 
 def _check_one_folder(processes: Processes, resumed: Checkpoint | None) -> None:
@@ -168,8 +176,8 @@ def _say_finished(config: Config, folder: RunFolder, newest: Checkpoint) -> None
         leave_results(config, folder)
 
 
-def _say_results(parts: Components, reason: str | None) -> None:
-    console, folder = parts.console, parts.folder
+def _say_results(config: Config, parts: Components, reason: str | None) -> None:
+    console, folder = parts.log.console, parts.folder
     rows = MetricsFile(folder.metrics).rows()
     evaluated = [
         {name: row[name] for name in sorted(row) if name.startswith("val/")}
@@ -182,5 +190,5 @@ def _say_results(parts: Components, reason: str | None) -> None:
         console.message(
             f"stopped early ({reason}); the state is saved, the same command goes on from here"
         )
-    console.message(f"LoRA: {folder.lora / EXPORT_NAMES[parts.config.model.kind]}")
+    console.message(f"LoRA: {folder.lora / EXPORT_NAMES[config.model.kind]}")
     console.message(f"report: {folder.root / 'report.html'}")

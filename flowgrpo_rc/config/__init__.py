@@ -1,0 +1,1 @@
+"""The configuration of a run: composed, translated from other words, checked."""

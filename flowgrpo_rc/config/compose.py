@@ -1,11 +1,11 @@
-"""Hydra composition: a YAML of `configs/` plus overrides -> a checked `Config`. The only file that
-imports hydra.
+"""Composes a configuration: a file of `configs/` and overrides become a `Config`.
+
+The only file that imports hydra.
 """
 
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,18 +22,22 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from flowgrpo_rc import assets
+from flowgrpo_rc.config.check_settings import check_settings, launched_processes
 from flowgrpo_rc.config.compat import Row, Setting, rollout_correction, rows_of_notes, translate
 from flowgrpo_rc.config.compat.overrides import TRANSLATED, check, is_whole_command, resolved
 from flowgrpo_rc.config.compat.verl_omni import PREFIX, RULES
+from flowgrpo_rc.config.names import DEFAULT_CONFIG, EXPERIMENT, OTHER_CONFIG
 from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.files import redact
+from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
+from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig, with_options
 from flowgrpo_rc.training.config import ActorConfig, AlgorithmConfig
 
-DEFAULT_CONFIG = "tiny_ocr"
-# What a whole command line of verl-omni leaves unsaid is that system's default.
-OTHER_CONFIG = "verl_omni"
-EXPERIMENT = "experiment"
 _START = "start"
-_FREE_FORM = ("reward.terms.", "rollout.engine_kwargs.")
+# Sections whose keys the user names: rewards, options of an engine, options of a loss.
+_FREE_FORM = ("reward.terms.", "rollout.engine_kwargs.", f"{DIFFUSION_KEY}.", f"{TOKEN_KEY}.")
+# The same, if a whole section is given at once.
+_FREE_SECTIONS = ("reward.terms=", f"{DIFFUSION_KEY}=", f"{TOKEN_KEY}=")
 # The rollout correction and the place where verl-omni has it: one object, whichever name is used.
 _CORRECTION = ("algorithm.rollout_correction", "actor.rollout_correction")
 
@@ -46,33 +50,36 @@ class _Algorithm(AlgorithmConfig):
 @dataclass(kw_only=True)
 class _Actor(ActorConfig):
     rollout_correction: Any = field(default_factory=dict)
+    diffusion_loss: Any = field(default_factory=dict)
+    token_loss: Any = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
 class _Schema(Config):
-    """`Config` before translation: a file may write the correction in the words of any of the
-    documents.
-    """
+    """`Config` before translation: a file may write the correction in the words of any document."""
 
     algorithm: _Algorithm = field(default_factory=_Algorithm)
     actor: _Actor = field(default_factory=_Actor)
 
 
 class Composition(NamedTuple):
-    """config: typed, not validated but for the rollout correction; rows: what became of settings in
-    other words.
+    """A composed configuration.
+
+    Attributes:
+      config: typed; only its rollout correction is checked.
+      rows: what became of settings in the words of another system.
     """
 
     config: DictConfig
     rows: Sequence[Row]
 
     def check(self) -> None:
-        """ValueError for settings that have no counterpart and would change what is trained."""
+        """Raises ValueError for settings that have no counterpart and change what is trained."""
         check(self.rows, self.config.compat.ignore)
 
 
 def config_folder() -> Path:
-    """`configs/`: inside the package in a wheel, beside it in a source tree."""
+    """Returns `configs/`, which is inside the package in a wheel and beside it in a source tree."""
     package = Path(__file__).parents[1]
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
@@ -81,7 +88,7 @@ def config_folder() -> Path:
 def compose_config(
     overrides: Sequence[str], *, config_name: str | None = None, config_dir: str | None = None
 ) -> DictConfig:
-    """The configuration of `compose_all`, checked as a run would check it."""
+    """Composes as `compose_all` does, and refuses settings without counterpart as a run does."""
     composed = compose_all(overrides, config_name=config_name, config_dir=config_dir)
     composed.check()
     return composed.config
@@ -90,10 +97,16 @@ def compose_config(
 def compose_all(
     overrides: Sequence[str], *, config_name: str | None = None, config_dir: str | None = None
 ) -> Composition:
-    """A file plus overrides. ValueError names the key, the value and what is allowed.
+    """Composes a file and overrides.
 
-    Without a name the file is that of the bundled model; for a whole command line of verl-omni it
-    is `verl_omni`, and for `+experiment=NAME` it is experiment/NAME, a configuration of its own.
+    Args:
+      overrides: such as `rollout.n=8`, in this project's words or in verl-omni's.
+      config_name: the file. None: that of the bundled model, `verl_omni` for a whole command line
+        of verl-omni, and experiment/NAME for `+experiment=NAME`.
+      config_dir: a further folder with files.
+
+    Raises:
+      ValueError: names the key, the value and what is allowed.
     """
     _register_resolvers()
     folders = _folders(config_dir)
@@ -148,7 +161,7 @@ def _compose(name: str, lines: Sequence[str], folder: Path, folders: Sequence[Pa
 def _experiment(
     config_name: str | None, settings: list[Setting]
 ) -> tuple[str | None, list[Setting]]:
-    """The file that `experiment=NAME` stands for, and the other settings."""
+    """Returns the file that `experiment=NAME` stands for, and the other settings."""
     chosen = [setting for setting in settings if setting.key == EXPERIMENT]
     if not chosen:
         return config_name, settings
@@ -162,7 +175,7 @@ def _experiment(
 
 
 def _homes(folders: Iterable[Path]) -> dict[str, Path]:
-    """Name of a configuration -> the folder that it is in."""
+    """Returns the folder of each configuration, by its name."""
     return {
         path.relative_to(folder).with_suffix("").as_posix(): folder
         for folder in folders
@@ -181,7 +194,9 @@ def _folders(config_dir: str | None) -> list[Path]:
 
 
 def _register_resolvers() -> None:
-    """`asset:NAME` is a bundled file; `updates_of_steps:N`, `updates_of_ratio:X` are numbers of
+    """Defines what files may write in `${...}`.
+
+    `asset:NAME` is a bundled file; `updates_of_steps:N` and `updates_of_ratio:X` are numbers of
     optimizer updates.
     """
     OmegaConf.register_new_resolver("asset", lambda name: str(assets.path(name)), replace=True)
@@ -204,12 +219,17 @@ def _updates_per_step(root: Any) -> int:
 def _translated(
     composed: DictConfig, files: Sequence[dict[str, Any]], correction: dict[str, Any]
 ) -> tuple[DictConfig, list[str]]:
-    """The typed tree, with the rollout correction of the files and the command line in this
-    project's words, and what was translated."""
+    """Returns the typed tree, and notes on what was translated.
+
+    Its rollout correction, from files and command line, is in this project's words.
+    """
     tree: Any = OmegaConf.to_container(composed)
     in_file = _merged(
         (path, _section(tree[path.split(".")[0]].pop("rollout_correction"))) for path in _CORRECTION
     )
+    for name, section in (("diffusion_loss", DiffusionLossConfig), ("token_loss", TokenLossConfig)):
+        if isinstance(tree["actor"][name], dict):
+            tree["actor"][name] = with_options(tree["actor"][name], section)
     known = {key: value for layer in files for key, value in layer.items()}
     from_groups = {
         key: value for key, value in in_file.items() if key not in known or known[key] != value
@@ -225,8 +245,10 @@ def _translated(
 
 
 def _file_layers(name: str, homes: Mapping[str, Path]) -> list[dict[str, Any]]:
-    """The rollout corrections of a file and of those that it builds on, each by itself: Hydra's
-    merged mapping no longer tells a preset of the one from the keys of the other."""
+    """Returns the rollout corrections of a file and of the files that it builds on, one by one.
+
+    Hydra's merged mapping no longer tells the preset of one file from the keys of another.
+    """
     loaded: Any = OmegaConf.to_container(OmegaConf.load(homes[name] / f"{name}.yaml"))
     roots = ((path, loaded.get(path.split(".")[0]) or {}) for path in _CORRECTION)
     sections = ((path, root.get("rollout_correction", {})) for path, root in roots)
@@ -247,8 +269,10 @@ def _is_correction(override: Override) -> bool:
 
 
 def _correction_of(overrides: Sequence[Override]) -> dict[str, Any]:
-    """The settings of the rollout correction on the command line; a name alone,
-    `algorithm.rollout_correction=NAME`, is a preset's."""
+    """Returns the settings of the rollout correction on the command line.
+
+    A name alone, as in `algorithm.rollout_correction=NAME`, is the name of a preset.
+    """
     found = []
     for override in overrides:
         path = next(p for p in _CORRECTION if override.key_or_group.startswith(p))
@@ -261,12 +285,12 @@ def _correction_of(overrides: Sequence[Override]) -> dict[str, Any]:
 
 
 def _section(value: Any) -> dict[str, Any]:
-    """Settings, or the name of a preset; null switches the correction off."""
+    """Returns the settings of a section, which may also be a preset's name or null for none."""
     return value if isinstance(value, dict) else {"preset": "disabled" if value is None else value}
 
 
 def _merged(sections: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """One mapping; ValueError where two places give a key different values."""
+    """Merges sections; ValueError if two places give a key different values."""
     merged: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for path, section in sections:
@@ -287,7 +311,7 @@ def _setting(override: Override) -> Setting:
 
 
 def _plain(value: Any) -> Any:
-    """A parsed value without Hydra's own types."""
+    """Returns a parsed value without Hydra's own types."""
     if isinstance(value, QuotedString):
         return value.text
     return [_plain(item) for item in value] if isinstance(value, list) else value
@@ -305,23 +329,39 @@ def _value(override: Override) -> Any:
 
 
 def to_config(composed: DictConfig, *, num_processes: int | None = None) -> Config:
-    """The dataclass tree, validated for a number of processes: that which the launcher announces,
-    if none is given.
+    """Returns the dataclasses of a composed configuration, after `check_settings`.
+
+    Args:
+      composed: the configuration.
+      num_processes: how many processes will share a step; None: as many as the launcher announces.
+
+    Raises:
+      ValueError: names the key, the value and what is allowed.
     """
+    config = unchecked_config(composed)
+    check_settings(config, launched_processes() if num_processes is None else num_processes)
+    return config
+
+
+def unchecked_config(composed: DictConfig) -> Config:
+    """Returns the dataclasses of a composed configuration. ValueError for a missing value."""
     try:
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise ValueError(_first_cause(error)) from error
     assert isinstance(config, Config)
-    config.validate(
-        int(os.environ.get("WORLD_SIZE", "1")) if num_processes is None else num_processes
-    )
     return config
 
 
+def as_yaml(composed: DictConfig) -> str:
+    """Returns a composed configuration as YAML, without passwords, keys and tokens."""
+    shown = redact(OmegaConf.to_container(composed, resolve=True))
+    return OmegaConf.to_yaml(OmegaConf.create(shown))
+
+
 def _free_form(override: str) -> str:
-    """Rewards and engine options are named by the user, so their keys may be new: no `+` needed."""
-    return f"++{override}" if override.startswith((*_FREE_FORM, "reward.terms=")) else override
+    """Allows new keys without `+` where the user names them."""
+    return f"++{override}" if override.startswith((*_FREE_FORM, *_FREE_SECTIONS)) else override
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:
@@ -334,15 +374,15 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
             key = override.key_or_group
             raise ValueError(
                 f"{override.input_line}: a value with commas must be a list, {key}=[a,b], or "
-                "quoted twice, "
-                f"{key}='\"a,b\"'"
+                f"quoted twice, {key}='\"a,b\"'"
             )
     return parsed
 
 
 def _check_keys(overrides: Iterable[Override], groups: set[str]) -> None:
-    """ValueError for a key that is neither in the tree nor a folder of configuration files (a Hydra
-    group).
+    """Raises ValueError for a key that is neither in the tree nor a Hydra group.
+
+    A group is a folder of configuration files.
     """
     known = set(_keys(_typed_tree()))
     for override in overrides:

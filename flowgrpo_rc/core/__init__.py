@@ -1,1 +1,1 @@
-"""Pure [B, T] tensor maths: torch and the standard library, nothing else."""
+"""Pure maths on [B, T] tensors; it needs torch and the standard library, and nothing else."""

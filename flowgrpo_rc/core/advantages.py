@@ -1,5 +1,13 @@
-"""Group-relative advantages: GRPO (arXiv 2402.03300), as FlowGRPO uses it, Dr.GRPO (arXiv
-2503.20783), RLOO (arXiv 2402.14740) and, of several rewards, GDPO (arXiv 2601.05242)."""
+"""Advantages of samples over their groups: GRPO and its relatives.
+
+Legend: B samples of this process, G groups of this process. A group is the samples of one prompt.
+
+    grpo       https://arxiv.org/abs/2402.03300, standard deviation of the group
+    flow_grpo  https://arxiv.org/abs/2505.05470, standard deviation of the batch, as in its code
+    dr_grpo    https://arxiv.org/abs/2503.20783, no standard deviation
+    rloo       https://arxiv.org/abs/2402.14740, mean of the other samples of the group
+    gdpo       https://arxiv.org/abs/2601.05242, each of several rewards normalised by itself
+"""
 
 from __future__ import annotations
 
@@ -9,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flowgrpo_rc.core.metrics import MetricBag, std_from_moments
 from flowgrpo_rc.core.reduce import AllReduce, identity, masked_mean
 
-# estimator -> (divide by a standard deviation, take that of the whole batch), where the user does
-# not say
+# estimator -> its defaults for (norm_by_std, global_std)
 ESTIMATORS = {
     "flow_grpo": (True, True),
     "grpo": (True, False),
@@ -23,7 +31,12 @@ ESTIMATORS = {
 
 
 class Advantages(NamedTuple):
-    """values [B] float64, 0 for invalid samples; zero_std [G] bool per group of this process."""
+    """The advantages of a batch.
+
+    Attributes:
+      values: float64, [B]; 0 for samples that are not valid.
+      zero_std: bool, [G]; True for the groups of this process whose rewards are all equal.
+    """
 
     values: Tensor
     zero_std: Tensor
@@ -40,37 +53,55 @@ def group_relative(
     eps: float = 1e-4,
     all_reduce: AllReduce = identity,
 ) -> Advantages:
-    """(reward - mean of its group) / (std + eps).
+    """Computes the advantage of each sample over its group.
 
-    rewards [B]; group [B] int64, whole on this process; valid [B] bool: samples that are False
-    (their reward failed, or all of their steps were rejected) leave the baseline and get 0, and so
-    does the last one of a group. With `leave_one_out` (RLOO) the mean is that of the others of the
-    group. With `global_std` the standard deviation is that of all valid rewards of the batch over
-    all processes (about the global mean, as in FlowGRPO); without `norm_by_std` there is none
-    (Dr.GRPO). Standard deviations are those of the population. A group whose rewards are all equal
-    gets exactly 0.
+        A_i = c (r_i - mean_g) / (std + eps)
+
+    mean_g is the mean of the valid rewards of the group. c is 1, or n / (n - 1) with
+    `leave_one_out` for a group of n valid samples: c (r_i - mean_g) is then the reward less the
+    mean of the other samples. A group whose rewards are all equal gets exactly 0, whatever the
+    rounding of its mean.
+
+    Args:
+      rewards: reward of each sample, [B], in any unit.
+      group: int64, [B]; the group of each sample. A group is whole on one process.
+      valid: bool, [B]. A sample whose reward failed or whose steps are all rejected is False: it
+        has no part in any mean and gets 0. The only valid sample of a group gets 0 as well.
+      norm_by_std: divide by a standard deviation, of the population. Dr.GRPO does not.
+      global_std: take the standard deviation of all valid rewards of the batch, about their mean
+        and over all processes, in place of that of the group. FlowGRPO does.
+      leave_one_out: compare with the other samples of the group only, as RLOO does.
+      eps: added to the standard deviation, in the unit of the rewards.
+      all_reduce: adds a tensor over the processes.
+
+    Returns:
+      The advantages, and which groups have equal rewards.
+
+    See "DeepSeekMath", https://arxiv.org/abs/2402.03300, section 4.1, and "Flow-GRPO",
+    https://arxiv.org/abs/2505.05470.
     """
     rewards = torch.where(valid, rewards, torch.zeros_like(rewards)).double()
     _, index = torch.unique(group, return_inverse=True)
     num_groups = int(index.max()) + 1
-    member = torch.nn.functional.one_hot(index, num_groups).bool().T & valid
-    rows = rewards.expand(num_groups, -1)
-    mean_g = masked_mean(rows, member, 1)
-    centred = torch.where(valid, rewards - mean_g[index], torch.zeros_like(rewards))
-    highest = torch.where(member, rows, -torch.inf).amax(1)
-    lowest = torch.where(member, rows, torch.inf).amin(1)
-    zero_std = highest <= lowest
+    in_group_GB = torch.nn.functional.one_hot(index, num_groups).bool().T & valid
+    rewards_GB = rewards.expand(num_groups, -1)
+    mean_G = masked_mean(rewards_GB, in_group_GB, 1)
+    zero_std = _all_equal(rewards_GB, in_group_GB)
+
+    centred = torch.where(valid, rewards - mean_G[index], torch.zeros_like(rewards))
     centred = torch.where(zero_std[index], torch.zeros_like(centred), centred)
-    size = member.sum(1)[index].double()
-    others = size / (size - 1).clamp(min=1) if leave_one_out else torch.ones_like(centred)
+
+    size = in_group_GB.sum(1)[index].double()
+    factor = size / (size - 1).clamp(min=1) if leave_one_out else torch.ones_like(centred)
     if not norm_by_std:
-        return Advantages(centred * others, zero_std)
+        return Advantages(centred * factor, zero_std)
     if global_std:
         mean = masked_mean(rewards, valid, all_reduce=all_reduce)
         std = masked_mean((rewards - mean) ** 2, valid, all_reduce=all_reduce).sqrt()
     else:
-        std = masked_mean(centred.expand(num_groups, -1) ** 2, member, 1).sqrt()[index]
-    return Advantages(centred * others / (std + eps), zero_std)
+        centred_GB = centred.expand(num_groups, -1)
+        std = masked_mean(centred_GB**2, in_group_GB, 1).sqrt()[index]
+    return Advantages(centred * factor / (std + eps), zero_std)
 
 
 def group_decoupled(
@@ -82,17 +113,93 @@ def group_decoupled(
     eps: float = 1e-4,
     all_reduce: AllReduce = identity,
 ) -> Advantages:
-    """GDPO: each reward over the mean and standard deviation of its group, then their weighted sum
-    over its standard deviation in the batch.
+    """Computes the advantage of several rewards, each of which is normalised by itself.
 
-    So the scale of a reward no longer decides what it counts, only its weight does. rewards: [B]
-    for each of the weights; group, valid and eps as in `group_relative`. The sum needs no centring
-    in the batch, since every group has mean 0. A group in which each reward is the same for all
-    gets exactly 0.
+        A_i = S_i / (std(S) + eps),   S_i = sum_k w_k (r_ki - mean_gk) / (std_gk + eps)
+
+    mean_gk and std_gk are those of reward k in the group, std(S) that of the whole batch. So only
+    its weight decides how much a reward counts, not its scale. S needs no mean taken off, since
+    the mean of every group is 0. A group in which each reward is the same for all samples gets
+    exactly 0.
+
+    Args:
+      rewards: one [B] for each reward, each in its own unit.
+      weights: the weight of each reward.
+      group: int64, [B]; the group of each sample. A group is whole on one process.
+      valid: bool, [B]; the samples that count, as in `group_relative`.
+      eps: added to both standard deviations.
+      all_reduce: adds a tensor over the processes.
+
+    Returns:
+      The advantages, and which groups have equal values of every reward.
+
+    See "GDPO", https://arxiv.org/abs/2601.05242.
     """
-    alone = [group_relative(reward, group, valid, eps=eps) for reward in rewards]
-    summed = torch.stack(
-        [weight * part.values for weight, part in zip(weights, alone, strict=True)]
-    ).sum(0)
-    std = masked_mean(summed**2, valid, all_reduce=all_reduce).sqrt()
-    return Advantages(summed / (std + eps), torch.stack([part.zero_std for part in alone]).all(0))
+    by_reward = [group_relative(reward, group, valid, eps=eps) for reward in rewards]
+    weighted = [weight * one.values for weight, one in zip(weights, by_reward, strict=True)]
+    total = torch.stack(weighted).sum(0)
+    std = masked_mean(total**2, valid, all_reduce=all_reduce).sqrt()
+    zero_std = torch.stack([one.zero_std for one in by_reward]).all(0)
+    return Advantages(total / (std + eps), zero_std)
+
+
+def estimate(
+    estimator: str,
+    rewards: Tensor,
+    terms: Sequence[Tensor],
+    weights: Sequence[float],
+    group: Tensor,
+    valid: Tensor,
+    *,
+    norm_by_std: bool,
+    global_std: bool,
+    all_reduce: AllReduce = identity,
+) -> Advantages:
+    """Computes the advantages of an estimator by its name, one of `ESTIMATORS`.
+
+    Args:
+      estimator: the name.
+      rewards: weighted sum of the rewards, [B].
+      terms: each reward by itself, [B]; read by `gdpo` alone.
+      weights: weight of each of the terms.
+      group: index of the prompt that a sample belongs to, [B] int64.
+      valid: samples that have a reward and take part, [B] bool.
+      norm_by_std: whether to divide by a standard deviation.
+      global_std: whether that is the standard deviation of the batch.
+      all_reduce: adds up a tensor over processes.
+    """
+    if estimator == "gdpo":
+        return group_decoupled(terms, weights, group, valid, all_reduce=all_reduce)
+    return group_relative(
+        rewards,
+        group,
+        valid,
+        norm_by_std=norm_by_std,
+        global_std=global_std,
+        leave_one_out=estimator == "rloo",
+        all_reduce=all_reduce,
+    )
+
+
+def advantage_metrics(advantages: Advantages, valid: Tensor) -> MetricBag:
+    """Measures advantages over the samples that are `valid`, [B] bool."""
+    metrics = MetricBag()
+    metrics.mean("zero_std_ratio", advantages.zero_std.double())
+    metrics.mean("advantages/mean", advantages.values, valid)
+    metrics.mean("advantages/_square", advantages.values**2, valid)
+    metrics.max("advantages/max", advantages.values, valid)
+    metrics.min("advantages/min", advantages.values, valid)
+    moments = ("advantages/mean", "advantages/_square")
+    metrics.derive("advantages/std", moments, std_from_moments)
+    return metrics
+
+
+def _all_equal(rewards_GB: Tensor, in_group_GB: Tensor) -> Tensor:
+    """Whether the rewards of each group are all equal, [G]; True for a group without any.
+
+    The mean of equal rewards may be off by a rounding error, which a tiny standard deviation would
+    turn into an advantage. So they are found by comparison, not by subtraction.
+    """
+    highest_G = torch.where(in_group_GB, rewards_GB, -torch.inf).amax(1)
+    lowest_G = torch.where(in_group_GB, rewards_GB, torch.inf).amin(1)
+    return highest_G <= lowest_G

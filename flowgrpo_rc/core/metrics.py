@@ -1,5 +1,7 @@
-"""MetricBag: metrics as device tensors that know how they reduce, with one host transfer for all of
-them.
+"""Metrics that stay on the device, know how they reduce, and reach the host in one transfer.
+
+A metric's name has the form "group/name". A last part that starts with `_` marks an intermediate
+value, which later metrics are derived from and which no result holds.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ Derived = Callable[..., float]
 
 
 class MetricBag:
-    """Collects metrics over micro-batches, steps and processes.
+    """A collection of metrics over micro-batches, steps and processes.
 
-    A mean is kept as a sum and a count, a maximum as a maximum, so that the result is that of the
-    global batch and not a mean of maxima. Sums are float64. Nothing is read back before `compute`.
+    A mean is kept as a sum and a count, a maximum as a maximum. So the result is the mean or the
+    maximum of the global batch, not a mean of maxima. Sums are float64. Nothing is read back to
+    the host before `compute`. Values carry no gradient.
     """
 
     def __init__(self) -> None:
@@ -31,43 +34,77 @@ class MetricBag:
         self._derived: dict[str, tuple[tuple[str, ...], Derived]] = {}
 
     def mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """Mean over the elements where `mask` (bool) holds; absent from the result if there is
-        none.
+        """Adds elements to a mean. It is absent from the result if it has no element.
+
+        Args:
+          name: name of the metric.
+          values: the elements, of any shape.
+          mask: bool, of the same shape; the elements that count. None for all.
         """
         values = values.detach().double()
         mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
         self.ratio(name, masked_sum(values, mask), mask.sum())
 
     def ratio(self, name: str, total: Tensor, count: Tensor) -> None:
-        """A mean from its sum and the number (or weight) of its elements; absent from the result if
-        that is 0.
+        """Adds a sum and a count to a mean. It is absent from the result if the count is 0.
+
+        Args:
+          name: name of the metric.
+          total: sum of the elements, a scalar.
+          count: number of the elements, or the sum of their weights, a scalar.
         """
         self._add(self._sums, name, total.detach().double())
         self._add(self._counts, name, count.detach().double())
 
     def sum(self, name: str, value: Tensor) -> None:
-        """Sum over everything that is put under this name."""
+        """Adds the sum of a tensor to a sum.
+
+        Args:
+          name: name of the metric.
+          value: of any shape; all elements count.
+        """
         self._add(self._sums, name, value.detach().double().sum())
 
     def max(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """Maximum where `mask` holds; absent from the result if there is nothing."""
+        """Adds elements to a maximum. It is absent from the result if it has no element.
+
+        Args:
+          name: name of the metric.
+          values: the elements, of any shape.
+          mask: bool, of the same shape; the elements that count. None for all.
+        """
         self._extremum(self._maxima, name, values, mask, -math.inf, torch.maximum)
 
     def min(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """Minimum where `mask` holds; absent from the result if there is nothing."""
+        """Adds elements to a minimum. It is absent from the result if it has no element.
+
+        Args:
+          name: name of the metric.
+          values: the elements, of any shape.
+          mask: bool, of the same shape; the elements that count. None for all.
+        """
         self._extremum(self._minima, name, values, mask, math.inf, torch.minimum)
 
     def derive(self, name: str, needs: Sequence[str], function: Derived) -> None:
-        """A metric that follows from other reduced ones, such as a standard deviation from two
-        moments.
+        """Defines a metric that follows from others after their reduction.
 
-        `function` gets the values of `needs`, in order; the metric is absent where one of them is.
-        Names that start with `_` are intermediate and leave the result after this.
+        A standard deviation, for example, follows from the means of x and of x^2. The metric is
+        absent if one of those that it needs is.
+
+        Args:
+          name: name of the metric.
+          needs: names of the metrics that it follows from.
+          function: takes their values, in order, and returns the metric.
         """
         self._derived[name] = (tuple(needs), function)
 
     def rename(self, names: Mapping[str, str], *, keep: bool) -> None:
-        """Give metrics another name, or with `keep` a second one."""
+        """Gives metrics other names.
+
+        Args:
+          names: old name -> new name; old names that are not here are ignored.
+          keep: keep the old name as well.
+        """
         for store in self._stores():
             for old, new in names.items():
                 if old in store:
@@ -79,14 +116,26 @@ class MetricBag:
             }
 
     def pick(self, names: Mapping[str, str]) -> MetricBag:
-        """Those of the metrics in `names` that are here, under their new names."""
+        """Returns some of the metrics under new names.
+
+        Args:
+          names: old name -> new name; old names that are not here are ignored.
+
+        Returns:
+          A new bag.
+        """
         bag = MetricBag()
         for store, own in zip(self._stores(), bag._stores(), strict=True):
             own.update({new: store[old] for old, new in names.items() if old in store})
         return bag
 
     def replace(self, other: MetricBag, prefix: str = "") -> None:
-        """As `merge`, but what `other` has takes the place of what is here under the same name."""
+        """Takes in another bag in place of the metrics here that have the same names.
+
+        Args:
+          other: the bag to take in.
+          prefix: prepended to its names, with a slash between.
+        """
         taken = {_join(prefix, name) for store in other._stores() for name in store}
         for store in self._stores():
             for name in taken & store.keys():
@@ -94,7 +143,12 @@ class MetricBag:
         self.merge(other, prefix)
 
     def merge(self, other: MetricBag, prefix: str = "") -> None:
-        """Take in another bag, as if its elements had been put here."""
+        """Takes in another bag, as if its elements had been added here.
+
+        Args:
+          other: the bag to take in.
+          prefix: prepended to its names, with a slash between.
+        """
         for name, value in other._sums.items():
             self._add(self._sums, _join(prefix, name), value)
         for name, value in other._counts.items():
@@ -115,14 +169,24 @@ class MetricBag:
         all_reduce_max: AllReduce = identity,
         device: torch.device | str = "cpu",
     ) -> dict[str, float]:
-        """Reduce over the processes on `device` and bring everything to the host at once.
+        """Reduces over the processes and brings everything to the host at once.
 
-        Every process must hold the same names. Metrics without any element (empty masks) are left
-        out.
+        Every process must hold the same names.
+
+        Args:
+          all_reduce_sum: adds a tensor over the processes.
+          all_reduce_max: takes its elementwise maximum over the processes.
+          device: where the processes reduce.
+
+        Returns:
+          Name -> value, without metrics that have no element and without intermediate ones.
         """
-        summed, counted = sorted(self._sums), sorted(self._counts)
-        upper, lower = sorted(self._maxima), sorted(self._minima)
+        summed = sorted(self._sums)
+        counted = sorted(self._counts)
+        upper = sorted(self._maxima)
+        lower = sorted(self._minima)
         sums = [self._sums[name] for name in summed] + [self._counts[name] for name in counted]
+        # A minimum travels as the maximum of negative values: one reduction serves both.
         maxima = [self._maxima[name] for name in upper] + [-self._minima[name] for name in lower]
         parts = []
         if sums:
@@ -172,6 +236,7 @@ class MetricBag:
         values = values.detach().double()
         if mask is not None:
             values = torch.where(mask, values, torch.full_like(values, empty))
+        # One more element that never wins, since a reduction of nothing fails.
         values = torch.cat([values.flatten(), values.new_full((1,), empty)])
         self._fold(store, name, values.amax() if empty < 0 else values.amin(), op)
 
@@ -181,15 +246,33 @@ def _join(prefix: str, name: str) -> str:
 
 
 def std_from_moments(mean: float, mean_square: float) -> float:
-    """Population standard deviation; a rounding error below zero counts as zero, and inf has an
-    infinite one.
+    """Computes the standard deviation of a population from two moments.
+
+        std = sqrt(mean_square - mean^2)
+
+    Args:
+      mean: mean of x.
+      mean_square: mean of x^2.
+
+    Returns:
+      The standard deviation. A difference below 0 is a rounding error and gives 0; an infinite
+      mean_square gives inf.
     """
     return math.inf if math.isinf(mean_square) else math.sqrt(max(mean_square - mean * mean, 0.0))
 
 
 def sample_std_from_moments(mean: float, mean_square: float, count: float) -> float:
-    """Standard deviation of a sample of `count` elements (n - 1 in the denominator); 0 for a single
-    one.
+    """Computes the standard deviation of a sample from two moments, with n - 1 in its denominator.
+
+        std = sqrt((mean_square - mean^2) n / (n - 1))
+
+    Args:
+      mean: mean of x.
+      mean_square: mean of x^2.
+      count: number of elements, n.
+
+    Returns:
+      The standard deviation; 0 for a single element.
     """
     return (
         std_from_moments(mean, mean_square) * math.sqrt(count / (count - 1)) if count > 1 else 0.0

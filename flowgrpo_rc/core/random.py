@@ -1,8 +1,7 @@
-"""Counter-based randomness: a draw is a function of (run seed, step, prompt, sample, purpose) and
-of nothing else.
+"""Counter-based randomness: a draw follows from (run seed, step, prompt, sample, purpose) alone.
 
-No generator lives across draws, so a resumed run repeats an uninterrupted one bit for bit, and a
-draw does not depend on how samples are batched or on the number of processes.
+No generator lives from one draw to the next. So a resumed run repeats an uninterrupted one bit for
+bit, and a draw depends neither on how samples are batched nor on the number of processes.
 """
 
 from __future__ import annotations
@@ -15,30 +14,58 @@ from torch import Tensor
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from integers and strings; different parts give independent seeds (SHA-256)."""
-    digest = hashlib.sha256(
-        "\x1f".join(f"{type(part).__name__}:{part}" for part in parts).encode()
-    ).digest()
+    """Returns a 63-bit seed that follows from integers and strings.
+
+    Args:
+      *parts: what the draw is for. Other values, another order or another type (1 and "1") give
+        an independent seed.
+
+    Returns:
+      The first 63 bits of a SHA-256 hash of the parts.
+    """
+    # The type and a separator that no text contains keep (1, "2") and ("1", 2) and (12,) apart.
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def generator(*parts: int | str) -> torch.Generator:
-    """A CPU generator for one draw. CPU, so that the same numbers come out whatever the device."""
+    """Returns a fresh generator for one draw.
+
+    Args:
+      *parts: what the draw is for, as in `derive_seed`.
+
+    Returns:
+      A generator of the CPU, so that every device gets the same numbers.
+    """
     return torch.Generator("cpu").manual_seed(derive_seed(*parts))
 
 
 def normal(shape: Sequence[int], seeds: Sequence[int], *purpose: int | str) -> Tensor:
-    """Standard normal [len(seeds), *shape] in fp32 on the CPU; row i depends on seeds[i] and
-    purpose alone.
+    """Draws standard normal noise. Row i depends on seeds[i] and the purpose alone.
+
+    Args:
+      shape: shape of one row.
+      seeds: one seed for each row.
+      *purpose: what the draw is for, as in `derive_seed`.
+
+    Returns:
+      [len(seeds), *shape], fp32, on the CPU.
     """
-    return torch.stack(
-        [torch.randn(tuple(shape), generator=generator(seed, *purpose)) for seed in seeds]
-    )
+    rows = [torch.randn(tuple(shape), generator=generator(seed, *purpose)) for seed in seeds]
+    return torch.stack(rows)
 
 
 def uniform(shape: Sequence[int], seeds: Sequence[int], *purpose: int | str) -> Tensor:
-    """Uniform in [0, 1), [len(seeds), *shape] in float64 on the CPU; row i depends on seeds[i] and
-    purpose alone.
+    """Draws numbers that are uniform in [0, 1). Row i depends on seeds[i] and the purpose alone.
+
+    Args:
+      shape: shape of one row.
+      seeds: one seed for each row.
+      *purpose: what the draw is for, as in `derive_seed`.
+
+    Returns:
+      [len(seeds), *shape], float64, on the CPU.
     """
     rows = [
         torch.rand(tuple(shape), generator=generator(seed, *purpose), dtype=torch.float64)

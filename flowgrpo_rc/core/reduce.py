@@ -1,8 +1,10 @@
-"""Masked reductions, and how a statistic becomes that of all processes.
+"""Masked reductions, and how a statistic becomes one of all processes.
 
-A statistic of the global batch is built from sums; `AllReduce` adds such sums over the processes
-and is the
-identity for a single one. Selection is by `torch.where`: a masked-out inf or nan takes no part.
+Every statistic of the global batch is built from sums. An `AllReduce` adds such sums over the
+processes; for a single process it is `identity`. Masks select by `torch.where` and never multiply,
+so an inf or nan that is masked out has no effect.
+
+Legend: B samples, T steps.
 """
 
 from __future__ import annotations
@@ -16,45 +18,103 @@ AllReduce = Callable[[Tensor], Tensor]
 
 
 def identity(total: Tensor) -> Tensor:
-    """The reduction of a single process."""
+    """Returns its argument: the reduction of a single process.
+
+    Args:
+      total: a sum over the elements of this process, of any shape.
+
+    Returns:
+      The sum over all processes, which is the same tensor.
+    """
     return total
 
 
 def select(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` where `mask` (bool, same shape) holds, 0 elsewhere."""
+    """Returns `values` where `mask` holds and 0 elsewhere.
+
+    Args:
+      values: of any shape.
+      mask: bool, of the same shape.
+
+    Returns:
+      A new tensor of the same shape; no gradient flows where the mask is False.
+    """
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
 def select_(values: Tensor, mask: Tensor) -> Tensor:
-    """`select` in place, for temporaries: memory that is not in the cache yet costs more than the
-    arithmetic.
+    """Sets `values` to 0 in place where `mask` does not hold.
+
+    It is `select` for temporaries, and faster: new memory that is not in the cache yet costs more
+    than the arithmetic.
+
+    Args:
+      values: of any shape; it is changed.
+      mask: bool, of the same shape.
+
+    Returns:
+      `values`.
     """
     return values.masked_fill_(~mask, 0)
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of `values` where `mask` (bool, same shape) holds."""
+    """Sums `values` where `mask` holds.
+
+    Args:
+      values: of any shape.
+      mask: bool, of the same shape.
+      dim: the dimension to sum over; None for all.
+
+    Returns:
+      The sum, without the dimension `dim`; a scalar for None.
+    """
     selected = select(values, mask)
     return selected.sum() if dim is None else selected.sum(dim)
 
 
 def row_counts(mask: Tensor) -> Tensor:
-    """How many elements hold in each row of `mask` (bool [B, T]): [B] float64."""
-    return mask.sum(1, dtype=torch.int32).double()  # twice as fast as in int64, the default
+    """Counts the elements of each row where `mask` holds.
+
+    Args:
+      mask: bool, [B, T].
+
+    Returns:
+      float64, [B].
+    """
+    # An int32 sum is twice as fast as one in int64, the default.
+    return mask.sum(1, dtype=torch.int32).double()
 
 
 def row_max(values: Tensor) -> Tensor:
-    """Maximum of each row of `values` [B, T] that are never negative; 0 for rows of no element."""
+    """Returns the maximum of each row of values that are never negative.
+
+    Args:
+      values: [B, T], 0 or above.
+
+    Returns:
+      [B]; 0 if T is 0, where `amax` would fail.
+    """
     return values.amax(1) if values.shape[1] else values.sum(1)
 
 
 def masked_mean(
     values: Tensor, mask: Tensor, dim: int | None = None, *, all_reduce: AllReduce = identity
 ) -> Tensor:
-    """Mean of `values` where `mask` holds, 0 where nothing is selected; over all processes for
-    dim=None.
+    """Computes the mean of `values` where `mask` holds.
+
+    Args:
+      values: of any shape.
+      mask: bool, of the same shape.
+      dim: the dimension to average over, on this process alone; None for all dimensions and all
+        processes.
+      all_reduce: adds a tensor over the processes; without effect unless dim is None.
+
+    Returns:
+      The mean, without the dimension `dim`; a scalar for None. 0 where the mask selects nothing.
     """
-    total, count = masked_sum(values, mask, dim), mask.sum() if dim is None else mask.sum(dim)
+    total = masked_sum(values, mask, dim)
+    count = mask.sum() if dim is None else mask.sum(dim)
     if dim is None:
         total, count = all_reduce(torch.stack([total, count.to(total.dtype)]))
     return total / count.clamp(min=1)

@@ -1,4 +1,7 @@
-"""Which denoising steps are stochastic, recorded and trained: the SDE window."""
+"""The SDE window: which denoising steps are stochastic, recorded and trained.
+
+Legend: P prompts, n samples of each prompt, T steps of a window.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,24 @@ SHARING = ("batch", "group", "sample")
 def window_bounds(
     num_steps: int, size: int | None, bounds: Sequence[int] | None, sde_type: str
 ) -> tuple[int, int, int]:
-    """(size, first, last): the window's length and the range [first, last) that it is drawn from.
+    """Checks the settings of the window and fills in what they leave open.
 
-    Without a size the window is the whole range. Without a range it is every step except the last
-    one, whose sigma_next is 0 (no noise at all in `cps`) and which the reference recipe does not
-    train.
+    The last step of the schedule ends at sigma 0. There `cps` has no noise, and so no density, and
+    the recipe of FlowGRPO does not train it. Without a range it is therefore left out.
 
-    Raises ValueError where the window does not fit the schedule.
+    Args:
+      num_steps: number of denoising steps of the schedule.
+      size: number of steps of the window, T; None for the whole range.
+      bounds: [first, last), the step indices that a window may hold; None for every step except
+        the last one.
+      sde_type: a kind of `core.transition`.
+
+    Returns:
+      (size, first, last): the length of the window, and the range [first, last) that it is drawn
+      from.
+
+    Raises:
+      ValueError: the window does not fit the schedule, or holds a step without a density.
     """
     if bounds is not None and len(bounds) != 2:
         raise ValueError(
@@ -31,21 +45,20 @@ def window_bounds(
     if not 0 <= first < last <= num_steps:
         raise ValueError(
             f"rollout.algo.sde_window_range=[{first}, {last}] does not lie in the schedule of "
-            f"{num_steps} steps: "
-            f"give 0 <= first < last <= {num_steps} (rollout.pipeline.num_inference_steps)"
+            f"{num_steps} steps: give 0 <= first < last <= {num_steps} "
+            "(rollout.pipeline.num_inference_steps)"
         )
     if sde_type == "cps" and last == num_steps:
         raise ValueError(
             f"rollout.algo.sde_window_range=[{first}, {last}] includes the last step, which has "
-            "no noise and so no "
-            f"density with sde_type=cps: end the range at {num_steps - 1}"
+            "no noise and so no density with sde_type=cps: end the range at "
+            f"{num_steps - 1}"
         )
     length = last - first if size is None else size
     if not 1 <= length <= last - first:
         raise ValueError(
             f"rollout.algo.sde_window_size={size} does not fit "
-            f"rollout.algo.sde_window_range=[{first}, {last}]: "
-            f"give 1 to {last - first}"
+            f"rollout.algo.sde_window_range=[{first}, {last}]: give 1 to {last - first}"
         )
     return length, first, last
 
@@ -61,22 +74,30 @@ def draw_windows(
     seed: int,
     step: int,
 ) -> Tensor:
-    """Step indices [P * samples_per_prompt, size] int64 of each sample's window.
+    """Draws the window of each sample. Its start is uniform over the positions that fit.
 
-    The start is uniform over the positions that fit. `sharing` says who has the same window: the
-    whole batch, the samples of a prompt (`group`), or nobody (`sample`; one peer saw training
-    collapse with it).
+    Args:
+      slots: [P]; position of each prompt in the global batch.
+      samples_per_prompt: n.
+      size: number of steps of a window, T.
+      first: the first step that a window may hold.
+      last: one past the last step that a window may hold.
+      sharing: who has the same window: `batch` (all samples), `group` (those of a prompt) or
+        `sample` (nobody; one other project saw its training collapse with it).
+      seed: seed of the run.
+      step: training step.
+
+    Returns:
+      Step indices, int64, [P * n, T], by prompt and then by sample.
+
+    See "MixGRPO", https://arxiv.org/abs/2507.21802, whose window slides along the schedule instead.
     """
     samples = [(slot, index) for slot in slots for index in range(samples_per_prompt)]
-    shared = {"batch": 0, "group": 1, "sample": 2}[sharing]
-    keys = [sample[:shared] for sample in samples]
-    starts = [
-        first
-        + int(
-            torch.randint(
-                last - first - size + 1, (), generator=generator(seed, step, *key, "window")
-            )
-        )
-        for key in keys
-    ]
+    # Samples that share a window share the numbers that its start is drawn from.
+    key_length = {"batch": 0, "group": 1, "sample": 2}[sharing]
+    num_positions = last - first - size + 1
+    starts = []
+    for sample in samples:
+        source = generator(seed, step, *sample[:key_length], "window")
+        starts.append(first + int(torch.randint(num_positions, (), generator=source)))
     return torch.tensor(starts, dtype=torch.int64).unsqueeze(1) + torch.arange(size).unsqueeze(0)

@@ -1,6 +1,6 @@
 """Tokens from logits: log-probabilities, sampling, positions.
 
-Legend: B rows, T tokens, L tokens of a whole row, V vocabulary.
+Legend: B rows, T tokens, L tokens of a whole row (prompt and response), V tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -10,11 +10,19 @@ from torch import Tensor
 
 
 def token_log_probs(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
-    """log softmax(logits / temperature) at `ids`: [B, T] fp32 from logits [B, T, V] of any
-    precision and ids [B, T].
+    """Computes the log-probability of given tokens.
 
-    Chosen logit minus logsumexp, so that the log-probabilities of the whole vocabulary are never
-    held.
+        log p(id) = z_id - logsumexp(z),   z = logits / temperature
+
+    This form never holds the log-probabilities of the whole vocabulary.
+
+    Args:
+      logits: [B, T, V] (or [B, V]) in any precision.
+      ids: int64, [B, T] (or [B]).
+      temperature: of the sampling, above 0.
+
+    Returns:
+      Log-probabilities in nats, fp32, of the shape of `ids`; differentiable in the logits.
     """
     scaled = _scaled(logits, temperature)
     chosen = scaled.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
@@ -22,38 +30,57 @@ def token_log_probs(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
 
 
 def sample_tokens(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
-    """ids [B] drawn from softmax(logits [B, V] / temperature), row i with the number uniforms[i] in
-    [0, 1).
+    """Samples one token for each row by inverting the cumulative distribution.
 
-    The first token whose cumulative probability exceeds the number. The sum runs in float64 and may
-    still be out of order by a rounding error where a device adds in blocks; tokens of probability 0
-    are therefore never candidates.
+        id = the first token with p_1 + ... + p_id > u,   p = softmax(logits / temperature)
+
+    Args:
+      logits: [B, V] in any precision.
+      uniforms: the random number u of each row, [B], in [0, 1).
+      temperature: of the sampling, above 0.
+
+    Returns:
+      Token ids, int64, [B].
     """
     probs = _scaled(logits, temperature).softmax(-1).double()
+    # A device that adds in blocks may put neighbouring sums out of order by a rounding error. So
+    # a token of probability 0 could stand first; its sum of 0 makes sure that it never does.
     cumulative = torch.where(probs > 0, probs.cumsum(-1), 0.0)
     total = cumulative.amax(-1)
-    # The product may round up to the total itself, which no token exceeds.
-    threshold = torch.minimum(
-        uniforms.to(total) * total, torch.nextafter(total, torch.zeros_like(total))
-    )
+    # u < 1, but u * total may round up to the total, which no token exceeds.
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    threshold = torch.minimum(uniforms.to(total) * total, below_total)
     return (cumulative > threshold.unsqueeze(-1)).int().argmax(-1)
 
 
 def positions(mask: Tensor) -> Tensor:
-    """[B, L] int64: how many tokens of `mask` [B, L] stand before each one; 0 in the padding on the
-    left.
+    """Counts the tokens before each one, as position embeddings need it.
+
+    Args:
+      mask: bool, [B, L]; True at tokens, False at padding.
+
+    Returns:
+      int64, [B, L]; 0 in the padding on the left.
     """
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
 def until_end(ids: Tensor, end_ids: Tensor) -> Tensor:
-    """[B, T] bool, True up to and including the first of `end_ids` [E] in each row of `ids` [B,
-    T].
+    """Returns the mask of each response: True up to and including its first end token.
+
+    Args:
+      ids: token ids, int64, [B, T].
+      end_ids: the tokens that end a response, int64, [E].
+
+    Returns:
+      bool, [B, T]; all True in a row without an end token.
     """
     ends = torch.isin(ids, end_ids).long()
-    return ends.cumsum(-1) - ends == 0
+    # The number of end tokens before a place, which is 0 at the first one.
+    ends_before = ends.cumsum(-1) - ends
+    return ends_before == 0
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    """fp32; without a copy where nothing changes."""
+    """logits / temperature in fp32; without a copy if nothing changes."""
     return logits.float() if temperature == 1 else logits.float() / temperature

@@ -1,15 +1,21 @@
-"""One reverse step of a flow as a Gaussian.
+"""One reverse step of a flow as a Gaussian: its mean, its density, its divergence from another.
 
-Legend: x [B, ...] the state, v [B, ...] the velocity that the model predicts, sigma and sigma_next
-[B] the noise levels before and after the step (decreasing), dt = sigma_next - sigma < 0, D the
-latent elements of a sample. All maths is fp32 (or the precision of the inputs, if higher). A step's
-log-probability is the mean over D, as in every FlowGRPO system, so exp(difference) is the geometric
-mean of D per-dimension ratios and not a density ratio.
+Legend:
+    B           samples
+    x           [B, ...], the state; D latent elements of one sample
+    v           [B, ...], the velocity that the model predicts
+    sigma       [B], the noise level before the step: 1 is pure noise, 0 the image
+    sigma_next  [B], the noise level after the step, below sigma
+    dt          sigma_next - sigma, below 0
 
-Kinds:
-    sde        FlowGRPO, arXiv 2505.05470
-    cps        coefficients-preserving sampling, arXiv 2509.05952
-    dance_sde  DanceGRPO, arXiv 2505.07818
+All maths is in fp32, or in the precision of the inputs if that is higher. The log-probability of a
+step is a mean over D, as in every FlowGRPO system. So exp(difference of two) is the geometric mean
+of D ratios, one per element, and not a density ratio.
+
+The kinds of step, `sde_type` in the configuration:
+    sde        FlowGRPO, https://arxiv.org/abs/2505.05470
+    cps        coefficients-preserving sampling, https://arxiv.org/abs/2509.05952
+    dance_sde  DanceGRPO, https://arxiv.org/abs/2505.07818
 """
 
 from __future__ import annotations
@@ -25,8 +31,11 @@ CONVENTIONS = ("gaussian", "peers")
 
 
 class Transition(NamedTuple):
-    """The Gaussian of one reverse step: mean [B, ...] and std [B, 1, ...] (0 where the step is
-    deterministic).
+    """The Gaussian that the next state of a reverse step is drawn from.
+
+    Attributes:
+      mean: [B, ...].
+      std: standard deviation, dt included, [B, 1, ...]; 0 where the step is deterministic.
     """
 
     mean: Tensor
@@ -34,11 +43,13 @@ class Transition(NamedTuple):
 
 
 class GaussianSteps(NamedTuple):
-    """What recorded steps say beside their log-probs, [B, T].
+    """Facts about recorded Gaussian steps that their log-probabilities do not hold; all [B, T].
 
-    std: standard deviation of a step, dt included; dt = sigma_next - sigma < 0; kl: exact KL, mean
-    over D, between the policy whose means the batch holds and this one, differentiable in this one;
-    None where the batch holds none.
+    Attributes:
+      std: standard deviation of each step, dt included.
+      dt: sigma_next - sigma of each step, below 0.
+      kl: exact KL of each step, mean over D, between the policy whose means the batch holds and
+        this policy; differentiable in this policy. None if the batch holds no means.
     """
 
     std: Tensor
@@ -56,51 +67,127 @@ def transition(
     noise_level: float,
     sigma_max: float | Tensor,
 ) -> Transition:
-    """Mean and standard deviation of the next state.
+    """Computes the Gaussian of the next state.
 
-    `sigma_max` is the second entry of the schedule; it stands for sigma where sigma is 1 and the
-    `sde` diffusion coefficient would divide by zero. With noise_level 0, `sde` and `dance_sde` are
-    the Euler step bit for bit, and `cps` is the same step up to rounding.
+    With eta = noise_level, x0 = x - sigma v (the predicted image) and x1 = x + (1 - sigma) v (the
+    predicted noise):
+
+        sde        s    = eta sqrt(sigma / (1 - sigma)),   std = s sqrt(-dt)
+                   mean = x + v dt + s^2 / (2 sigma) (x + (1 - sigma) v) dt
+        dance_sde  std  = eta sqrt(-dt)
+                   mean = x + v dt + eta^2 / 2 (x - (1 - sigma) x0) / sigma^2 dt
+        cps        std  = sigma_next sin(eta pi / 2)
+                   mean = (1 - sigma_next) x0 + sqrt(sigma_next^2 - std^2) x1
+
+    With noise level 0, `sde` and `dance_sde` are the Euler step bit for bit; `cps` is the same step
+    up to rounding.
+
+    Args:
+      x: the state, [B, ...].
+      v: the velocity at x, [B, ...].
+      sigma: the noise level before the step, [B].
+      sigma_next: the noise level after the step, [B].
+      kind: `sde`, `dance_sde` or `cps`.
+      noise_level: scale of the noise, eta; 0 for a deterministic step.
+      sigma_max: the second entry of the schedule. In the s of `sde` it takes the place of sigma
+        where sigma is 1 and the formula divides by zero.
+
+    Returns:
+      The Gaussian of the next state.
+
+    Raises:
+      ValueError: the kind is unknown.
+
+    See "Flow-GRPO", https://arxiv.org/abs/2505.05470, section 4.2 (`sde`); "Coefficients-Preserving
+    Sampling for Reinforcement Learning with Flow Matching", https://arxiv.org/abs/2509.05952
+    (`cps`); and "DanceGRPO", https://arxiv.org/abs/2505.07818 (`dance_sde`).
     """
-    shape = (-1,) + (1,) * (x.ndim - 1)
-    sigma, sigma_next = sigma.reshape(shape), sigma_next.reshape(shape)
-    dt = sigma_next - sigma
+    if kind not in KINDS:
+        raise ValueError(
+            f"unknown sde_type {kind!r}; allowed are {', '.join(KINDS)} (rollout.algo.sde_type)"
+        )
+    one_per_sample = (-1,) + (1,) * (x.ndim - 1)
+    sigma = sigma.reshape(one_per_sample)
+    sigma_next = sigma_next.reshape(one_per_sample)
     if kind == "sde":
-        bounded = torch.where(
-            sigma == 1, torch.as_tensor(sigma_max, dtype=sigma.dtype, device=sigma.device), sigma
-        )
-        s = noise_level * torch.sqrt(sigma / (1 - bounded))
-        drift = s**2 / (2 * sigma)
-        return Transition(
-            x * (1 + drift * dt) + v * (1 + drift * (1 - sigma)) * dt, s * torch.sqrt(-dt)
-        )
+        return _sde(x, v, sigma, sigma_next, noise_level, sigma_max)
     if kind == "dance_sde":
-        x0 = x - sigma * v
-        score_term = 0.5 * noise_level**2 * (x - x0 * (1 - sigma)) / sigma**2
-        return Transition(x + v * dt + score_term * dt, noise_level * torch.sqrt(-dt))
-    if kind == "cps":
-        std = sigma_next * math.sin(noise_level * math.pi / 2)
-        x0, x1 = x - sigma * v, x + (1 - sigma) * v
-        return Transition(x0 * (1 - sigma_next) + x1 * torch.sqrt(sigma_next**2 - std**2), std)
-    raise ValueError(
-        f"unknown sde_type {kind!r}; allowed are {', '.join(KINDS)} (rollout.algo.sde_type)"
-    )
+        return _dance_sde(x, v, sigma, sigma_next, noise_level)
+    return _cps(x, v, sigma, sigma_next, noise_level)
+
+
+def _sde(
+    x: Tensor,
+    v: Tensor,
+    sigma: Tensor,
+    sigma_next: Tensor,
+    noise_level: float,
+    sigma_max: float | Tensor,
+) -> Transition:
+    dt = sigma_next - sigma
+    largest = torch.as_tensor(sigma_max, dtype=sigma.dtype, device=sigma.device)
+    below_one = torch.where(sigma == 1, largest, sigma)
+    s = noise_level * torch.sqrt(sigma / (1 - below_one))
+    drift = s**2 / (2 * sigma)
+    # The terms are grouped by x and v, so that s = 0 leaves exactly x + v dt.
+    mean = x * (1 + drift * dt) + v * (1 + drift * (1 - sigma)) * dt
+    return Transition(mean, s * torch.sqrt(-dt))
+
+
+def _dance_sde(
+    x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, noise_level: float
+) -> Transition:
+    dt = sigma_next - sigma
+    x0 = x - sigma * v
+    score_term = 0.5 * noise_level**2 * (x - x0 * (1 - sigma)) / sigma**2
+    return Transition(x + v * dt + score_term * dt, noise_level * torch.sqrt(-dt))
+
+
+def _cps(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, noise_level: float) -> Transition:
+    std = sigma_next * math.sin(noise_level * math.pi / 2)
+    x0 = x - sigma * v
+    x1 = x + (1 - sigma) * v
+    mean = x0 * (1 - sigma_next) + x1 * torch.sqrt(sigma_next**2 - std**2)
+    return Transition(mean, std)
 
 
 def sample(step: Transition, noise: Tensor) -> Tensor:
-    """mean + std * noise, for standard normal noise [B, ...]."""
+    """Computes the next state from given noise.
+
+        x_next = mean + std noise
+
+    Args:
+      step: the Gaussian of the next state.
+      noise: standard normal, [B, ...].
+
+    Returns:
+      The next state, [B, ...].
+    """
     return step.mean + step.std * noise
 
 
 def log_prob(step: Transition, x_next: Tensor, *, convention: str = "gaussian") -> Tensor:
-    """Mean over D of the log-density of `x_next` [B, ...] -> [B].
+    """Computes the log-probability of the next state, as a mean over its D elements.
 
-    `gaussian` is the density. `peers` is -(x_next - mean)^2 alone, which is what other systems call
-    the
-    log-probability of a cps step: 2 std^2 times smaller and without normaliser, so that clip ranges
-    and bands do not transfer between the two. A step with std = 0 has no density and must not be
-    trained (`schedule.window_bounds` keeps it out): `gaussian` gives inf or nan there, `peers`
-    stays finite and hides it.
+        gaussian  mean_D[-(x_next - mean)^2 / (2 std^2) - log(std) - log(2 pi) / 2]
+        peers     mean_D[-(x_next - mean)^2]
+
+    `gaussian` is the log-density. `peers` is what other systems call the log-probability of a `cps`
+    step: it lacks the factor 1 / (2 std^2) and the normaliser, so clip ranges and bands made for
+    one do not fit the other.
+
+    A step with std = 0 has no density and must not be trained; `schedule.window_bounds` keeps it
+    out. Here `gaussian` gives inf or nan, while `peers` stays finite and hides the mistake.
+
+    Args:
+      step: the Gaussian of the next state.
+      x_next: the next state, [B, ...].
+      convention: `gaussian` or `peers`.
+
+    Returns:
+      The mean over D of the log-density, [B], in nats per element.
+
+    See "Flow-GRPO", https://arxiv.org/abs/2505.05470, section 4.
     """
     error = (x_next - step.mean) ** 2
     if convention == "peers":
@@ -112,13 +199,28 @@ def log_prob(step: Transition, x_next: Tensor, *, convention: str = "gaussian") 
 def reference_kl(
     step: Transition, reference_mean: Tensor, sigma: Tensor, sigma_next: Tensor, *, kind: str
 ) -> Tensor:
-    """mean_D[(mean - reference_mean)^2] / (2 s^2) -> [B], the penalty of FlowGRPO; differentiable
-    in step.mean.
+    """Computes the KL penalty of a step against a reference policy, as FlowGRPO scales it.
 
-    s is the diffusion coefficient: the step's standard deviation without sqrt(-dt) for `sde` and
-    `dance_sde` (the papers leave dt out), the standard deviation itself for `cps`.
+        KL = mean_D[(mean - reference_mean)^2] / (2 s^2)
+
+    s is the diffusion coefficient. For `sde` and `dance_sde` it is the standard deviation of the
+    step without its factor sqrt(-dt), since the papers leave dt out. For `cps` it is the standard
+    deviation itself. `kl.gaussian_kl` is the exact divergence, with dt.
+
+    Args:
+      step: the Gaussian of the current policy.
+      reference_mean: mean of the same step under the reference policy, [B, ...].
+      sigma: the noise level before the step, [B].
+      sigma_next: the noise level after the step, [B].
+      kind: `sde`, `dance_sde` or `cps`.
+
+    Returns:
+      The penalty per element, [B], in nats; differentiable in step.mean.
+
+    See "Flow-GRPO", https://arxiv.org/abs/2505.05470, section 4.2.
     """
     scale = step.std.flatten(1)[:, 0]
     if kind != "cps":
         scale = scale / torch.sqrt(sigma - sigma_next)
-    return ((step.mean - reference_mean) ** 2).flatten(1).mean(1) / (2 * scale**2)
+    squared_error = ((step.mean - reference_mean) ** 2).flatten(1).mean(1)
+    return squared_error / (2 * scale**2)

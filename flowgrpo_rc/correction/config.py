@@ -122,6 +122,11 @@ class RolloutCorrectionConfig(Presets):
         return not self.bypass_mode if self.exclude_rejected is None else self.exclude_rejected
 
     @property
+    def corrects_in_loss(self) -> bool:
+        """Whether the loss corrects current / rollout itself; else batches come corrected."""
+        return self.bypass_mode
+
+    @property
     def weights_are_metrics(self) -> bool:
         """In bypass mode the PPO ratio is the weight, so that `rollout_is` only reports."""
         return self.bypass_mode and self.loss_type == "ppo_clip"

@@ -1,8 +1,7 @@
-"""Prompt files and the order in which training walks through them.
+"""Reading prompt files, and choosing the prompts of each training step.
 
-Both are pure: the prompts of a step follow from (seed, step) alone, so a resumed run needs no
-sampler state, and the mini-batches of a step hold the same prompts whatever the number of
-processes.
+The prompts of a step follow from (seed, step) alone. So a resumed run needs no sampler state, and
+the mini-batches of a step hold the same prompts for any number of processes.
 """
 
 from __future__ import annotations
@@ -28,23 +27,34 @@ def read_prompts(
     negative_text: str = "",
     key: str = "data.train_files",
 ) -> list[Prompt]:
-    """The prompts of one or several files, in order; `Prompt.index` runs through all of them.
+    """Reads the prompts of one or several files, in order.
 
-    .txt      one prompt a line
-    .jsonl    one object a line: `prompt`, optional `target` and `negative_prompt`; all other keys are metadata
-    .parquet  the same names as columns
-    a folder  its file for `key`: train.txt, train_metadata.jsonl, ..., or test.* for `data.val_files`
+        .txt      one prompt a line
+        .jsonl    one object a line: `prompt`, and optionally `target` and `negative_prompt`; all
+                  other keys are metadata
+        .parquet  the same names as columns
+        a folder  its file for `key`: train.txt, train_metadata.jsonl and so on, or test.* for
+                  `data.val_files`
 
-    A prompt may be a chat, and the target `reward_model.ground_truth`, as in the files of verl-omni
-    (`readers`). Where no target is given it is the text in the prompt's first pair of double
-    quotes. `negative_text` is the negative prompt of prompts that have none. Raises ValueError
-    naming `key`, the file and the line for whatever cannot be read, a blank line before the last
-    prompt, a wrong type, and a missing or empty target under require_target.
+    The files of verl-omni are understood too: a prompt may be a chat, and the target may be in
+    `reward_model.ground_truth`. A prompt without a target gets the text in its first pair of double
+    quotes.
+
+    Args:
+      paths: files or folders, one or several.
+      require_target: refuse a prompt whose target is missing or empty.
+      negative_text: negative prompt of the prompts that have none.
+      key: the configuration key that the paths come from, `data.train_files` or `data.val_files`.
+
+    Returns:
+      The prompts. Their `index` runs through all files.
+
+    Raises:
+      ValueError: a file cannot be read, has a blank line before its last prompt or a value of a
+        wrong type, or a target is missing. The message names key, file and line.
     """
-    given = [
-        Path(path).expanduser() for path in ([paths] if isinstance(paths, (str, Path)) else paths)
-    ]
-    files = [find_file(path, _SPLITS[key], key) for path in given]
+    listed = [paths] if isinstance(paths, (str, Path)) else paths
+    files = [find_file(Path(path).expanduser(), _SPLITS[key], key) for path in listed]
     if not files:
         raise ValueError(f"{key} names no file")
     prompts: list[Prompt] = []
@@ -53,24 +63,31 @@ def read_prompts(
         if not rows:
             raise ValueError(f"{key}: {file} has no prompt")
         for place, row in rows:
-            prompts.append(
-                _prompt(row, f"{key}: {file}, {place}", len(prompts), require_target, negative_text)
-            )
+            where = f"{key}: {file}, {place}"
+            prompts.append(_prompt(row, where, len(prompts), require_target, negative_text))
     return prompts
 
 
 def quoted_text(text: str) -> str | None:
-    """What stands in the first pair of double quotes; None where there is no pair."""
+    """Returns the text in the first pair of double quotes, or None if there is no pair."""
     pieces = text.split('"', 2)
     return pieces[1] if len(pieces) == 3 else None
 
 
 class PromptSampler:
-    """Which prompts belong to a step. Epoch by epoch, each a permutation drawn from (seed, epoch)
-    alone.
+    """The order in which training walks through the prompts.
 
-    No prompt repeats inside an epoch, and an epoch may end inside a step. Without `shuffle` every
-    epoch has the order of the files. Raises ValueError for fewer prompts than prompts_per_step.
+    Each epoch is a permutation that is drawn from (seed, epoch) alone. No prompt repeats inside an
+    epoch, and an epoch may end inside a step.
+
+    Args:
+      prompts: all prompts, in the order of the files.
+      prompts_per_step: prompts of one global batch.
+      seed: seed of the run.
+      shuffle: False keeps the order of the files in every epoch.
+
+    Raises:
+      ValueError: there are fewer prompts than one step takes.
     """
 
     def __init__(
@@ -79,18 +96,26 @@ class PromptSampler:
         if not 1 <= prompts_per_step <= len(prompts):
             raise ValueError(
                 f"data.train_batch_size={prompts_per_step} must be between 1 and the number of "
-                "prompts in "
-                f"data.train_files, {len(prompts)}"
+                f"prompts in data.train_files, {len(prompts)}"
             )
         self.prompts = prompts
         self.prompts_per_step = prompts_per_step
         self.seed = seed
         self.shuffle = shuffle
+        # A step may touch two epochs, so the last two permutations are kept.
         self._order = lru_cache(maxsize=2)(self._epoch_order)
 
     def step(self, step: int) -> list[Prompt]:
-        """The prompts of global step `step`, counted from 0; the same whenever and wherever it is
-        asked.
+        """Returns the prompts of one step.
+
+        Args:
+          step: number of the global step, from 0.
+
+        Returns:
+          The prompts of the global batch, the same on all processes.
+
+        Raises:
+          ValueError: the step is negative.
         """
         if step < 0:
             raise ValueError(f"step={step} must not be negative")
@@ -112,12 +137,24 @@ class PromptSampler:
 def shard(
     prompts: Sequence[Prompt], *, step: int, mini_batch_size: int, rank: int, world_size: int
 ) -> PromptBatch:
-    """The part of a step's prompts that process `rank` samples, with their slots in the global
-    batch.
+    """Selects the prompts of a step that one process samples.
 
-    Global mini-batch k is prompts [k * M, (k + 1) * M); every process takes its contiguous share of
-    each, so that the k-th mini-batches of all processes together are global mini-batch k. Raises
-    ValueError where mini-batches or shares would not come out even.
+    Global mini-batch k holds the prompts [k M, (k + 1) M), where M is mini_batch_size. Every
+    process takes an equal, contiguous share of each. So the k-th mini-batches of all processes
+    together are global mini-batch k.
+
+    Args:
+      prompts: the prompts of the global batch.
+      step: training step.
+      mini_batch_size: prompts of a global mini-batch, M.
+      rank: number of this process.
+      world_size: number of processes.
+
+    Returns:
+      The prompts of this process, with their slots in the global batch.
+
+    Raises:
+      ValueError: mini-batches do not divide the batch, or processes do not divide a mini-batch.
     """
     if mini_batch_size < 1 or len(prompts) % mini_batch_size:
         raise ValueError(
@@ -127,8 +164,7 @@ def shard(
     if mini_batch_size % world_size:
         raise ValueError(
             f"actor.ppo_mini_batch_size={mini_batch_size} (prompts over all processes) must be "
-            "divisible by the "
-            f"number of processes, {world_size}"
+            f"divisible by the number of processes, {world_size}"
         )
     assert 0 <= rank < world_size, (rank, world_size)
     share = mini_batch_size // world_size
@@ -138,16 +174,18 @@ def shard(
 
 
 def _prompt(row: Row, where: str, index: int, require_target: bool, negative_text: str) -> Prompt:
+    """The prompt of one row; `where` is the place of the row, for messages."""
     text = _text(row, "prompt", where)
     if text is None or not text.strip():
         raise ValueError(f"{where}: the prompt is {'missing' if text is None else 'empty'}")
-    given, negative = _text(row, "target", where), _text(row, "negative_prompt", where)
+    given = _text(row, "target", where)
+    negative = _text(row, "negative_prompt", where)
     target = quoted_text(text) if given is None else given
     if require_target and (target is None or not target.strip()):
         raise ValueError(
             f"{where}: {text!r} has {'no' if target is None else 'an empty'} target; the reward "
-            "needs one: put the "
-            f'text that the image should show between double quotes, or give the key "target"'
+            "needs one: put the text that the image should show between double quotes, or give "
+            'the key "target"'
         )
     return Prompt(
         text=text,
@@ -159,6 +197,7 @@ def _prompt(row: Row, where: str, index: int, require_target: bool, negative_tex
 
 
 def _text(row: Row, name: str, where: str) -> str | None:
+    """The text under one name of a row, or None; ValueError for anything else."""
     value = row.get(name)
     if value is not None and not isinstance(value, str):
         raise ValueError(f"{where}: {name} must be a text, got {value!r}")

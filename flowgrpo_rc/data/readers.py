@@ -1,5 +1,6 @@
-"""Rows of prompt files: text, JSON lines, parquet, and the folders and columns of flow_grpo and
-verl-omni.
+"""Rows of prompt files: text, JSON lines and parquet.
+
+The folders of flow_grpo and the columns of verl-omni are understood as well.
 """
 
 from __future__ import annotations
@@ -9,16 +10,26 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-Row = Mapping[str, object]
-# The names that a folder may have its prompts under, after `train` or `test`.
+Row = Mapping[str, object]  # column -> value
+# How the file names of a folder may go on after `train` or `test`.
 _ENDINGS = (".txt", ".jsonl", "_metadata.jsonl", ".parquet")
 
 
 def find_file(path: Path, split: str, key: str) -> Path:
-    """The file of a dataset folder that holds `split`, train or test; a file is itself.
+    """Finds the prompt file of a dataset folder.
 
-    flow_grpo's folders have train.txt or train_metadata.jsonl, verl-omni's train.parquet. Raises
-    ValueError naming `key` for a folder without such a file, or with several.
+    Folders of flow_grpo hold train.txt or train_metadata.jsonl, those of verl-omni train.parquet.
+
+    Args:
+      path: a folder, or a file, which is returned as it is.
+      split: `train` or `test`, the beginning of the file name.
+      key: the configuration key that the path comes from, for messages.
+
+    Returns:
+      The file.
+
+    Raises:
+      ValueError: the folder has no such file, or several.
     """
     if not path.is_dir():
         return path
@@ -42,7 +53,19 @@ def _files(folder: Path, split: str) -> list[Path]:
 
 
 def read_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
-    """(place, row) of every prompt in a file; place is for messages, such as `line 3`."""
+    """Reads every row of a prompt file.
+
+    Args:
+      file: its ending says how to read it.
+      key: the configuration key that the file comes from, for messages.
+
+    Yields:
+      (place, row): the place for messages, such as `line 3`, and the columns of one prompt.
+
+    Raises:
+      ValueError: the file does not exist, has an unknown ending, or cannot be read.
+      ImportError: the file is parquet and pyarrow is not installed.
+    """
     if file.suffix not in _READERS:
         raise ValueError(f"{key}: {file} ends in {file.suffix!r}; allowed: {', '.join(_READERS)}")
     if not file.is_file():
@@ -52,9 +75,11 @@ def read_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
 
 
 def _without_chat(row: Row, where: str) -> Row:
-    """A row of verl-omni in this project's columns: chats become the text of their user, and the
-    target is the ground truth where that is a text. Their system message becomes metadata, since a
-    pipeline has its own template."""
+    """Turns the columns of verl-omni into those of this project; leaves other rows as they are.
+
+    A chat becomes the text of its user message. Its system message becomes metadata, since a
+    pipeline has a template of its own. A ground truth that is a text becomes the target.
+    """
     changed: dict[str, object] = dict(row)
     for column in ("prompt", "negative_prompt"):
         if isinstance(row.get(column), list):
@@ -73,7 +98,7 @@ def _without_chat(row: Row, where: str) -> Row:
 
 
 def _messages(chat: Any, where: str) -> dict[str, str]:
-    """The contents by role of a chat with one user message and at most one system message."""
+    """The contents of a chat by role: one user message and at most one system message."""
     found: dict[str, str] = {}
     for message in chat:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
@@ -85,8 +110,7 @@ def _messages(chat: Any, where: str) -> dict[str, str]:
         if role not in ("system", "user") or role in found:
             raise ValueError(
                 f"{where} is a chat with {role!r} again or out of place: give one user message, "
-                "and at "
-                "most one system message"
+                "and at most one system message"
             )
         found[role] = message["content"]
     if "user" not in found:
@@ -136,9 +160,7 @@ _READERS: dict[str, Callable[[Path, str], Iterator[tuple[str, Row]]]] = {
 
 
 def _lines(file: Path, key: str) -> Iterator[tuple[str, str]]:
-    """Lines without the white space around them; blank ones are allowed at the end of the file
-    only.
-    """
+    """(place, stripped line) of every line; blank lines are allowed at the end of a file only."""
     try:
         lines = file.read_text(encoding="utf-8-sig").rstrip().split("\n")
     except UnicodeDecodeError as error:

@@ -1,0 +1,1 @@
+"""Several processes: reductions over them, and sharding of the frozen weights."""

@@ -1,14 +1,15 @@
-"""The processes of a run, through accelerate: exact global statistics and one flat gradient
-reduction.
-"""
+"""The processes of a run, through accelerate: exact global statistics and a sum of gradients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+import resource
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -20,7 +21,18 @@ class ProcessLost(RuntimeError):
 
 
 class Processes:
-    """Rank, device, autocast and reductions. With one process every reduction is the identity."""
+    """The processes of a run, seen from one of them.
+
+    Every process has to call a reduction, with tensors of the same shape unless it says otherwise.
+    With one process a reduction returns its argument.
+
+    Attributes:
+      accelerator: accelerate's own object.
+      rank: number of this process, from 0.
+      count: number of processes.
+      is_main: True for the process that writes files.
+      device: the device of this process.
+    """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -30,86 +42,112 @@ class Processes:
         self.device: torch.device = accelerator.device
 
     def autocast(self) -> AbstractContextManager[Any]:
+        """Returns the context in which networks run: mixed precision if the run has one."""
         return self.accelerator.autocast()
 
     def sum(self, value: Tensor) -> Tensor:
-        """Elementwise sum over processes."""
+        """Adds a tensor over the processes, element by element."""
         return value if self.count == 1 else self.accelerator.reduce(value, reduction="sum")
 
     def max(self, value: Tensor) -> Tensor:
-        """Elementwise maximum over processes."""
+        """Takes the maximum of a tensor over the processes, element by element."""
         return value if self.count == 1 else self.accelerator.gather(value.unsqueeze(0)).amax(0)
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The rows of all processes, each of which has as many."""
+        """Collects the rows of all processes, which have the same number of rows each."""
         return rows if self.count == 1 else self.accelerator.gather(rows)
 
     def gather_ragged(self, values: Tensor) -> Tensor:
-        """The numbers [N] of all processes, which may have different numbers of them; nan fills
-        up.
+        """Collects the numbers of all processes, which may have different numbers of them.
+
+        Args:
+          values: the numbers of this process, [N].
+
+        Returns:
+          All numbers, with nan in place of those that a process lacks to the largest N.
         """
         if self.count == 1:
             return values
-        return self.accelerator.gather(
-            self.accelerator.pad_across_processes(values, pad_index=math.nan)
-        )
+        padded = self.accelerator.pad_across_processes(values, pad_index=math.nan)
+        return self.accelerator.gather(padded)
 
     def any(self, flag: bool) -> bool:
-        """True if any process says so; every process must ask."""
-        return (
-            flag
-            if self.count == 1
-            else bool(self.max(torch.tensor([float(flag)], device=self.device)).item())
-        )
+        """Returns True on all processes if the flag is True on one of them."""
+        if self.count == 1:
+            return flag
+        return bool(self.max(torch.tensor([float(flag)], device=self.device)).item())
 
     def wait(self) -> None:
+        """Waits until all processes have come here."""
         self.accelerator.wait_for_everyone()
 
     def rows_of_all(self, rows: Tensor, first: int, total: int) -> Tensor:
-        """[total, ...] on the CPU, the same everywhere: this process brings rows first, first + 1,
-        ... of it.
+        """Puts rows of all processes together, each at its place.
 
-        Rows [k, ...] have the same shape on all processes, k aside; those beyond `total` are
-        dropped.
+        Args:
+          rows: the rows of this process, [k, ...]; k may differ between processes.
+          first: the place of the first of them; the others follow.
+          total: number of rows of the whole. Rows beyond it are dropped.
+
+        Returns:
+          [total, ...] on the CPU, the same on all processes.
         """
         rows = rows[: max(0, total - first)]
+        # Every row comes from one process and is zero on the others, so their sum is the whole.
         whole = rows.new_zeros((total, *rows.shape[1:]))
         whole[first : first + len(rows)] = rows
         return self.sum(whole.to(self.device)).cpu()
 
+    def texts_of_all(self, texts: Sequence[str], first: int, total: int) -> list[str]:
+        """Puts texts of all processes together, each at its place, as `rows_of_all` does."""
+        longest = torch.tensor([max(1, *map(len, texts))], device=self.device)
+        letters = np.array(texts, dtype=f"U{int(self.max(longest).item())}")
+        codes = letters.view(np.int32).reshape(len(texts), -1)
+        whole = self.rows_of_all(torch.from_numpy(codes), first, total)
+        found: list[str] = whole.numpy().view(letters.dtype).ravel().tolist()
+        return found
+
     @contextmanager
     def noticing_losses(self) -> Iterator[None]:
-        """ProcessLost in place of what the communication library raises where another process is
-        gone or hangs.
+        """Turns the errors of the communication library into `ProcessLost`, with advice.
+
+        Raises:
+          ProcessLost: another process is gone or hangs.
         """
         try:
             yield
         except RuntimeError as error:
+            # gloo raises a plain RuntimeError, which only its text gives away.
             if not (isinstance(error, DistError) or "/gloo/" in str(error)):
                 raise
-            reason = (
-                str(error).splitlines()[0].split("] ", 1)[-1].split(". This is typically", 1)[0]
-            )
+            # "[file:line] reason. This is typically ...": only the reason is worth showing.
+            first_line = str(error).splitlines()[0]
+            reason = first_line.split("] ", 1)[-1].split(". This is typically", 1)[0]
             raise ProcessLost(
                 f"process {self.rank} of {self.count} cannot reach another one, which has failed "
-                "(its own message says "
-                "why), was killed, or kept the others waiting for longer than trainer.timeout_s. "
-                "The same command goes "
-                f"on from the last checkpoint. ({reason})"
+                "(its own message says why), was killed, or kept the others waiting for longer "
+                "than trainer.timeout_s. The same command goes on from the last checkpoint. "
+                f"({reason})"
             ) from error
 
     def close(self) -> None:
-        """Leave the process group; for a run that ended well, since a failed process would wait for
-        the others.
+        """Leaves the process group at the end of a run.
+
+        Only for a run that ended well: a process that failed would wait here for the others.
         """
         self.accelerator.state.destroy_process_group()
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add gradients over processes in one flat buffer; a parameter without one counts as zero.
+        """Adds the gradients over the processes, in place.
 
         Losses are divided by global numbers of elements, so the sum is the gradient of the global
-        mini-batch. LoRA gradients are small, and some tensors have none (the last block's context
-        stream in SD3), which a DistributedDataParallel wrapper would refuse.
+        mini-batch. One flat buffer is enough, since LoRA gradients are small. Some tensors of a
+        LoRA have none, such as those of the last block's text stream in SD3, which a
+        DistributedDataParallel wrapper would refuse.
+
+        Args:
+          parameters: the same ones in the same order on all processes. One without a gradient gets
+            zeros.
         """
         parameters = list(parameters)
         for parameter in parameters:
@@ -119,12 +157,16 @@ class Processes:
             return
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         flat = self.sum(torch.cat([gradient.flatten() for gradient in gradients]))
-        torch._foreach_copy_(
-            gradients,
-            [
-                part.view_as(gradient)
-                for part, gradient in zip(
-                    flat.split([g.numel() for g in gradients]), gradients, strict=True
-                )
-            ],
-        )
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        summed = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
+        # One call for all tensors: hundreds of small copies would each start a kernel.
+        torch._foreach_copy_(gradients, summed)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Returns the peak memory so far in GiB: of the device for CUDA, of the process otherwise."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    unit = 2**30 if sys.platform == "darwin" else 2**20  # macOS counts bytes, Linux KiB
+    return peak / unit

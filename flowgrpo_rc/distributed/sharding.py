@@ -1,10 +1,9 @@
-"""FSDP2 for a network whose base is frozen: the base is sharded, the LoRA stays whole on every
-process.
+"""FSDP2 for a network with a frozen base: the base is sharded, every process has the whole LoRA.
 
-Frozen weights have no gradients, so nothing is ever reduced through the shards:
-`Processes.sum_gradients` serves both strategies, and optimizer, average, checkpoints and export do
-not know of the sharding. No arithmetic changes
-either: a forward gathers the very bits that were split.
+Frozen weights have no gradients, so nothing is reduced through the shards. Gradients of the LoRA
+are added by `Processes.sum_gradients`, with and without sharding, and optimizer, average,
+checkpoints and export do not know of it. The arithmetic does not change either: a forward gathers
+exactly the bits that were split.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 STRATEGIES = ("auto", "ddp", "fsdp2")
-# What accelerate's launcher passes on: the only value that has no effect beyond ours, and the key
-# to change.
+# Settings that accelerate's launcher passes on and that the trainer does not follow: environment
+# variable -> the value that asks for nothing else, and the key to change.
 _NOT_OURS = {
     "FSDP_CPU_RAM_EFFICIENT_LOADING": ("false", "fsdp_cpu_ram_efficient_loading"),
     "FSDP_OFFLOAD_PARAMS": ("false", "fsdp_offload_params"),
@@ -30,10 +29,17 @@ _NOT_OURS = {
 
 
 def resolve_strategy(strategy: str) -> str:
-    """`ddp` or `fsdp2`: `auto` follows the configuration with which accelerate launched this
-    process.
+    """Decides between whole and sharded weights.
 
-    Raises ValueError for a launcher's configuration that asks for what the trainer would not do.
+    Args:
+      strategy: `ddp`, `fsdp2`, or `auto`, which follows the configuration that accelerate launched
+        this process with.
+
+    Returns:
+      `ddp` or `fsdp2`.
+
+    Raises:
+      ValueError: accelerate's configuration asks for something that the trainer does not do.
     """
     launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if not launched:
@@ -52,12 +58,16 @@ def resolve_strategy(strategy: str) -> str:
 
 
 def shard_frozen_weights(network: Any, device: torch.device, timeout: timedelta) -> None:
-    """Split the frozen weights of `network`, in place, over the processes of this node (all, with
-    one to a node).
+    """Splits the frozen weights of a network over the processes of this node, in place.
 
-    Each transformer block, as the network's class names them, is gathered for its own forward and
-    backward alone. Every process has to run the same forwards from then on, and copies of the
-    network must have been made before.
+    With one process to a node, they are split over all processes. Each transformer block, as the
+    network's class names them, is gathered for its own forward and backward only. From then on
+    every process has to run the same forwards. Copies of the network have to be made before.
+
+    Args:
+      network: a network with a LoRA.
+      device: the device of this process.
+      timeout: how long a process waits for the others.
     """
     blocks = set(network._no_split_modules)
     trained = {parameter for parameter in network.parameters() if parameter.requires_grad}
@@ -67,8 +77,9 @@ def shard_frozen_weights(network: Any, device: torch.device, timeout: timedelta)
 
 
 def _mesh(device: torch.device, timeout: timedelta) -> DeviceMesh:
-    """With frozen weights the nodes owe each other nothing, so that gathering stays on the fast
-    links inside one.
+    """The processes that share the weights: those of one node, which has the fast links.
+
+    Nodes have no need of each other, since frozen weights have no gradients.
     """
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     size = per_node if per_node > 1 else dist.get_world_size()

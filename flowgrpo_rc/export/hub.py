@@ -1,8 +1,8 @@
-"""An exported LoRA with its card on the Hugging Face Hub: private unless asked otherwise, and
-nothing but these files.
+"""The upload of an exported LoRA and its card to the Hugging Face Hub.
 
-The token is that of the environment (HF_TOKEN) or of `hf auth login`; it is never read from a
-setting or printed.
+The repository is private unless asked otherwise, and nothing but these files is uploaded. The token
+comes from the environment (HF_TOKEN) or from `hf auth login`; it is never read from a setting and
+never printed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,17 @@ UPLOADED = (*EXPORT_NAMES.values(), CONFIG_NAME, CARD_NAME)
 
 
 def check_push(api: HfApi, repo: str, *, public: bool) -> None:
-    """Whether a LoRA can be pushed to `repo`, before anything is loaded; creates nothing.
+    """Checks, before anything is loaded, whether a LoRA can be uploaded; creates nothing.
 
-    Raises ValueError for a name that is none, without a token, offline, and for a repository that
-    everybody sees where `public` does not say so; OSError where the Hub refuses the token or cannot
-    be reached.
+    Args:
+      api: client of the Hub.
+      repo: user/name or organization/name.
+      public: whether everybody may see the repository.
+
+    Raises:
+      ValueError: the name is malformed, there is no token, the machine is offline, or the
+        repository is public and `public` is False.
+      OSError: the Hub refuses the token or cannot be reached.
     """
     try:
         validate_repo_id(repo)
@@ -58,10 +64,19 @@ def check_push(api: HfApi, repo: str, *, public: bool) -> None:
 
 
 def push(api: HfApi, folder: Path, repo: str, *, public: bool) -> str:
-    """Uploads the LoRA and its card, creating the repository where there is none; returns its
-    address.
+    """Uploads a LoRA and its card; creates the repository if there is none.
 
-    Raises OSError where the Hub refuses or cannot be reached.
+    Args:
+      api: client of the Hub.
+      folder: folder of the exported files.
+      repo: user/name or organization/name.
+      public: whether a new repository is public.
+
+    Returns:
+      The address of the repository.
+
+    Raises:
+      OSError: the Hub refuses or cannot be reached.
     """
     with _hub_errors():
         url = api.create_repo(repo, private=not public, exist_ok=True)
@@ -78,8 +93,7 @@ def push(api: HfApi, folder: Path, repo: str, *, public: bool) -> str:
 def _hub_errors() -> Iterator[None]:
     try:
         yield
-    except (
-        Exception
-    ) as error:  # the border to the network, whose library depends on the Hub client's version
+    # The border to the network: which library raises depends on the version of the Hub's client.
+    except Exception as error:
         reason = redact(" ".join(str(error).split()) or type(error).__name__)
         raise OSError(f"the Hugging Face Hub refused, or could not be reached: {reason}") from error

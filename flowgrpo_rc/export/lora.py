@@ -1,4 +1,4 @@
-"""LoRA files for other software: diffusers' format for image models, peft's for language models."""
+"""LoRA files for other programs: diffusers' format for image models, peft's for language models."""
 
 from __future__ import annotations
 
@@ -18,28 +18,35 @@ from flowgrpo_rc.models.peft_files import TENSORS_NAME, peft_files
 
 
 def export_lora(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) -> Path:
-    """Write LoRA tensors for the software that samples from such a model; returns the file with the
-    tensors.
+    """Writes LoRA tensors for the programs that sample from such a model.
 
-    model.kind=diffusion: `pipe.load_lora_weights(folder)` of stock diffusers, and tools that read
-    its keys.
-    model.kind=causal_lm: `PeftModel.from_pretrained(base, folder)` of stock peft, and vLLM.
+    With model.kind=diffusion: `pipe.load_lora_weights(folder)` of stock diffusers, and tools that
+    read its keys. With model.kind=causal_lm: `PeftModel.from_pretrained(base, folder)` of stock
+    peft, and vLLM.
+
+    Args:
+      state: name -> tensor in the trainer's network.
+      config: kind, rank and alpha of the model.
+      folder: is created if it does not exist.
+
+    Returns:
+      The file with the tensors.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    return (_export_for_peft if config.kind == "causal_lm" else _export_for_diffusers)(
-        state, config, folder
-    )
+    if config.kind == "causal_lm":
+        return _export_for_peft(state, config, folder)
+    return _export_for_diffusers(state, config, folder)
 
 
 def _export_for_diffusers(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) -> Path:
-    """alpha / rank is folded into lora_B, since loaders take a file without adapter metadata at
-    strength 1.
+    """Folds alpha / rank into lora_B, since loaders take a file without metadata at strength 1.
 
-    That is exact where the scale is a power of two. Otherwise the tensors stay as they are and the
-    file carries the metadata from which diffusers restores the scale, so that the images are
-    bit-equal in every case.
+    That is exact if the scale is a power of two. Otherwise the tensors stay as they are, and the
+    file carries the metadata from which diffusers restores the scale. The images are bit-equal
+    either way.
     """
     scale = config.lora_alpha / config.lora_rank
+    # frexp splits a number into m x 2^e with m in [0.5, 1); a power of two has m = 0.5.
     folds = math.frexp(scale)[0] == 0.5
     tensors = {
         name: tensor * scale if folds and ".lora_B." in name else tensor
@@ -50,7 +57,7 @@ def _export_for_diffusers(state: Mapping[str, Tensor], config: ModelConfig, fold
 
 
 def _export_for_peft(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) -> Path:
-    """The tensors as they are; peft's own description of the adapter holds rank and alpha."""
+    """Writes the tensors as they are; peft's description of the adapter holds rank and alpha."""
     layers = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in state}
     files = peft_files(
         state,
@@ -78,7 +85,7 @@ def _write(
 
 
 def _adapter_metadata(config: ModelConfig, state: Mapping[str, Tensor]) -> str:
-    """peft's description of the adapter, as diffusers stores it beside the tensors."""
+    """Returns peft's description of the adapter as diffusers stores it beside the tensors."""
     modules = sorted({name.split(".lora_")[0] for name in state})
     fields = {"r": config.lora_rank, "lora_alpha": config.lora_alpha, "target_modules": modules}
     return json.dumps(

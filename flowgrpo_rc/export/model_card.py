@@ -1,8 +1,6 @@
-"""The model card beside an exported LoRA: a README.md with the Hub's metadata that tells what the
-run measured.
+"""The model card of an exported LoRA: a README.md with the Hub's metadata and what was measured.
 
-It is a function of the run's folder. Paths, hosts and secrets of the machine that trained stay out
-of it.
+It is a function of the run's folder. Paths, hosts and secrets of the training machine stay out.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 
 CARD_NAME = "README.md"
 _TAGS = ("lora", "reinforcement-learning", "grpo", "flowgrpo-rc")
-# Title, metric, over the steps of the run.
+# Title in the card, and the metric, which is averaged over the steps of the run.
 _MEASURED = (
     ("Mismatch, mean of abs. log-prob difference", "logprob_abs_diff_mean"),
     ("Mismatch, 99th percentile", "logprob_abs_diff_p99"),
@@ -44,15 +42,19 @@ def write_model_card(
     raw: bool = False,
     source: str = "path/to/this/folder",
 ) -> Path:
-    """Writes `README.md` for the weights of `step` into the folder of the LoRA and returns its
-    path.
+    """Writes `README.md` into the folder of a LoRA and returns its path.
 
-    raw: the last weights rather than their average, which is what evaluations score; source: where
-        users load from.
+    Args:
+      folder: folder of the LoRA.
+      run_dir: folder of the run that trained it.
+      config: configuration of the run.
+      step: the step that the weights are from.
+      raw: True for the last weights, False for their average, which evaluations score.
+      source: the place that users load from.
     """
     rows = MetricsFile(run_dir / "metrics.jsonl").rows()
     warnings = MetricsFile(run_dir / "health.jsonl").rows()
-    parts = [
+    paragraphs = [
         f"# {config.trainer.experiment_name}",
         _introduction(config, run_dir),
         "## Held-out reward",
@@ -64,14 +66,14 @@ def write_model_card(
         "## Rollout correction",
         _correction(config, rows, warnings),
     ]
-    text = redact(f"---\n{_metadata(config)}\n---\n\n" + "\n\n".join(parts) + "\n")
+    text = redact(f"---\n{_metadata(config)}\n---\n\n" + "\n\n".join(paragraphs) + "\n")
     path = folder / CARD_NAME
     write_atomic(path, text.encode())
     return path
 
 
 def check_card(folder: Path) -> None:
-    """ValueError where `write_model_card` would replace a README.md that it did not write."""
+    """Raises ValueError if `write_model_card` would replace a README.md that it did not write."""
     path = folder / CARD_NAME
     if path.is_file() and f"- {_TAGS[-1]}\n" not in path.read_text(encoding="utf-8"):
         raise ValueError(
@@ -81,7 +83,7 @@ def check_card(folder: Path) -> None:
 
 
 def base_of(config: Config) -> str | None:
-    """The hub id of the base model; None for a local folder."""
+    """Returns the hub id of the base model; None for a local folder."""
     return None if Path(config.model.path).expanduser().exists() else config.model.path
 
 
@@ -113,10 +115,8 @@ def _introduction(config: Config, run_dir: Path) -> str:
     )
     return (
         f"A LoRA for {of}, trained with {method} by flowgrpo_rc{_versions(run_dir)}. Everything "
-        "below was measured in "
-        "that run or set for it.\n\nNo licence is declared here: add `license:` to the header of "
-        "this file. That of "
-        "the base model applies as well."
+        "below was measured in that run or set for it.\n\nNo licence is declared here: add "
+        "`license:` to the header of this file. That of the base model applies as well."
     )
 
 
@@ -137,16 +137,18 @@ def _reward(rows: Sequence[Row], config: Config, step: int, *, averaged: bool) -
     evaluations = [row for row in rows if row.get("val/reward") is not None and row["step"] <= step]
     if not evaluations:
         return "The run was not evaluated."
-    first, last = evaluations[0], evaluations[-1]
+    first = evaluations[0]
+    last = evaluations[-1]
     names = [name for name in sorted(last) if name.startswith("val/") and last[name] is not None]
     names.sort(key=lambda name: name != "val/reward")
     held_out = config.rollout.val_kwargs
     count = "all" if held_out.n is None else f"at most {held_out.n}"
-    how = (
-        "the likeliest answers" if _is_text(config) else f"{held_out.num_inference_steps} ODE steps"
-    )
-    if _is_text(config) and held_out.temperature:
+    if not _is_text(config):
+        how = f"{held_out.num_inference_steps} ODE steps"
+    elif held_out.temperature:
         how = f"temperature {held_out.temperature:g}"
+    else:
+        how = "the likeliest answers"
     notes = [f"On {count} prompts of the held-out file, one sample each, {how}, fixed seeds."]
     if first is last:
         columns: tuple[str, ...] = ("score", f"step {first['step']}")
@@ -172,7 +174,7 @@ def _reward(rows: Sequence[Row], config: Config, step: int, *, averaged: bool) -
 
 
 def _usage(config: Config, source: str) -> str:
-    """A program that runs where the base model and this folder are."""
+    """Returns a program that runs where the base model and this folder are."""
     base = base_of(config) or f"path/to/{Path(config.model.path).name}"
     if _is_text(config):
         return _code(
@@ -183,7 +185,8 @@ def _usage(config: Config, source: str) -> str:
             f'model = PeftModel.from_pretrained(model, "{source}")',
             f'tokenizer = AutoTokenizer.from_pretrained("{base}")',
         )
-    pipeline, held_out = config.rollout.pipeline, config.rollout.held_out_spec()
+    pipeline = config.rollout.pipeline
+    held_out = config.rollout.held_out_spec()
     given: dict[str, float | None] = {
         "height": pipeline.height,
         "width": pipeline.width,
@@ -194,23 +197,29 @@ def _usage(config: Config, source: str) -> str:
         "max_sequence_length": pipeline.max_sequence_length,
     }
     options = [f"    {name}={value}," for name, value in given.items() if value is not None]
-    made = ("image", "images[0]") if pipeline.num_frames is None else ("video", "frames[0]")
+    makes_video = pipeline.num_frames is not None
+    name = "video" if makes_video else "image"
+    output = "frames[0]" if makes_video else "images[0]"
     program = _code(
         "from diffusers import DiffusionPipeline",
         "",
         f'pipe = DiffusionPipeline.from_pretrained("{base}")',
         f'pipe.load_lora_weights("{source}", weight_name="{EXPORT_NAMES["diffusion"]}")',
-        f"{made[0]} = pipe(",
+        f"{name} = pipe(",
         '    "a prompt",',
         *options,
-        f").{made[1]}",
+        f").{output}",
     )
     return f"In stock diffusers, with the sampler of the evaluation:\n\n{program}"
 
 
 def _settings(config: Config, step: int) -> list[tuple[str, str]]:
-    model, rollout, actor, algorithm = config.model, config.rollout, config.actor, config.algorithm
-    optim, per_step = actor.optim, config.data.train_batch_size * rollout.n
+    model = config.model
+    rollout = config.rollout
+    actor = config.actor
+    algorithm = config.algorithm
+    optim = actor.optim
+    per_step = config.data.train_batch_size * rollout.n
     terms = {name: term for name, term in config.reward.terms.items() if term is not None}
     rows = [
         ("steps", f"{step} of {config.trainer.total_training_steps}, each of {per_step} samples"),
@@ -233,7 +242,8 @@ def _settings(config: Config, step: int) -> list[tuple[str, str]]:
             *rows,
             ("loss", f"{loss.loss_mode}, clip {loss.clip_ratio_low:g} / {loss.clip_ratio_high:g}"),
         ]
-    pipeline, algo = rollout.pipeline, rollout.algo
+    pipeline = rollout.pipeline
+    algo = rollout.algo
     size, first, last = rollout.window()
     return [
         *rows,
@@ -251,15 +261,17 @@ def _settings(config: Config, step: int) -> list[tuple[str, str]]:
 
 
 def _correction(config: Config, rows: Sequence[Row], warnings: Sequence[Mapping[str, Any]]) -> str:
-    """What was set and what was measured of the mismatch between rollout and training."""
+    """Tells what was set and what was measured about the mismatch of rollout and training."""
     correction = config.algorithm.rollout_correction
     mode = (
         "bypass mode: the old policy is the rollout's"
-        if correction.bypass_mode
-        else ("decoupled mode: the old policy is the training graph's before each update")
+        if correction.corrects_in_loss
+        else "decoupled mode: the old policy is the training graph's before each update"
     )
     set_here = {
-        k: v for k, v in asdict(correction).items() if v != _DEFAULTS[k] and k != "bypass_mode"
+        key: value
+        for key, value in asdict(correction).items()
+        if value != _DEFAULTS[key] and key != "bypass_mode"
     }
     words = ", ".join(f"`{key}={value}`" for key, value in set_here.items())
     measured = []

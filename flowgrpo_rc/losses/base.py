@@ -1,159 +1,187 @@
-"""Settings and contracts of the policy losses."""
+"""The contract of a policy loss. One file in this folder is one loss; docs/add_a_loss.md adds one
+out of the tree.
+
+Legend: B samples, T steps (denoising steps of an image, tokens of a response).
+"""
 
 from __future__ import annotations
 
-import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import AllReduce, identity
-from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.correction.correct import normalisation
-from flowgrpo_rc.plugins import load_function
 
 DIFFUSION_KEY = "actor.diffusion_loss"
 TOKEN_KEY = "actor.token_loss"
-DIFFUSION_LOSSES = ("flow_grpo", "grpo_guard", "flow_dppo")
-TOKEN_LOSSES = ("ppo_clip", "gspo")
-MEANS_LOSSES = (
-    "grpo_guard",
-    "flow_dppo",
-)  # of DIFFUSION_LOSSES: they compare the means of the steps
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
-
-
-@dataclass(kw_only=True)
-class DiffusionLossConfig:
-    """The loss of images, under `loss_type=ppo_clip`.
-
-    loss_mode: PPO's clip on the mean-pooled ratio, GRPO-Guard's on its own, or Flow-DPPO's bound on
-        the divergence; or a function (`CustomLoss`).
-    clip_ratio: half-width of the PPO band of flow_grpo (on the mean-pooled ratio) and grpo_guard
-        (on its own); a function of yours reads it, too.
-    adv_clip_max: advantages are clipped to +- this.
-    kl_threshold: up to this KL of a step, mean over D, flow_dppo lets every update pass.
-    """
-
-    loss_mode: str = "flow_grpo"
-    clip_ratio: float = 1e-4
-    adv_clip_max: float = 5.0
-    kl_threshold: float = 1e-5
-
-    @property
-    def needs_means(self) -> bool:
-        """Whether it compares the means of the current steps with those of the old policy's."""
-        return self.loss_mode in MEANS_LOSSES
-
-    def validate(self) -> None:
-        if (
-            custom_loss(DIFFUSION_KEY, self.loss_mode) is None
-            and self.loss_mode not in DIFFUSION_LOSSES
-        ):
-            raise ValueError(
-                f"{DIFFUSION_KEY}.loss_mode={self.loss_mode!r}: {_allowed(DIFFUSION_LOSSES)}"
-            )
-        if not 0 < self.kl_threshold < math.inf:
-            raise ValueError(
-                f"{DIFFUSION_KEY}.kl_threshold={self.kl_threshold}: give a number above 0"
-            )
-        if self.kl_threshold != DiffusionLossConfig.kl_threshold and self.loss_mode != "flow_dppo":
-            raise ValueError(
-                f"{DIFFUSION_KEY}.kl_threshold={self.kl_threshold} has no effect with "
-                f"{DIFFUSION_KEY}.loss_mode="
-                f"{self.loss_mode}: drop it, or set loss_mode=flow_dppo"
-            )
-        if not 0 < self.clip_ratio < 1:
-            raise ValueError(
-                f"{DIFFUSION_KEY}.clip_ratio={self.clip_ratio}: give a number between 0 and 1"
-            )
-        if self.clip_ratio != DiffusionLossConfig.clip_ratio and self.loss_mode == "flow_dppo":
-            raise ValueError(
-                f"{DIFFUSION_KEY}.clip_ratio={self.clip_ratio} has no effect with "
-                f"{DIFFUSION_KEY}.loss_mode=flow_dppo, "
-                "which has kl_threshold in its place: drop it (its default is "
-                f"{DiffusionLossConfig.clip_ratio:g})"
-            )
-        if not self.adv_clip_max > 0:
-            raise ValueError(
-                f"{DIFFUSION_KEY}.adv_clip_max={self.adv_clip_max}: give a number above 0"
-            )
-
-
-@dataclass(kw_only=True)
-class TokenLossConfig:
-    """The loss of text, under `loss_type=ppo_clip`.
-
-    loss_mode: `ppo_clip`, `gspo` (one ratio for the sequence), or a function (`CustomLoss`).
-    clip_ratio_low: the ratio stays above 1 - this.
-    clip_ratio_high: the ratio stays below 1 + this.
-    clip_ratio_c: dual clip, an upper bound above 1 on the ratio where the advantage is negative;
-        null for none.
-    loss_agg_mode: `token-mean`, `seq-mean-token-sum` (Dr.GRPO's, up to a constant) or
-        `seq-mean-token-mean` (GRPO's).
-    """
-
-    loss_mode: str = "ppo_clip"
-    clip_ratio_low: float = 0.2
-    clip_ratio_high: float = 0.2
-    clip_ratio_c: float | None = 3.0
-    loss_agg_mode: str = "token-mean"
-
-    def validate(self) -> None:
-        if custom_loss(TOKEN_KEY, self.loss_mode) is None and self.loss_mode not in TOKEN_LOSSES:
-            raise ValueError(f"{TOKEN_KEY}.loss_mode={self.loss_mode!r}: {_allowed(TOKEN_LOSSES)}")
-        if self.loss_agg_mode not in AGGREGATIONS:
-            raise ValueError(
-                f"{TOKEN_KEY}.loss_agg_mode={self.loss_agg_mode!r}: allowed are "
-                f"{', '.join(AGGREGATIONS)}"
-            )
-        if not 0 < self.clip_ratio_low < 1 or not self.clip_ratio_high > 0:
-            raise ValueError(
-                f"{TOKEN_KEY}.clip_ratio_low={self.clip_ratio_low}, {TOKEN_KEY}.clip_ratio_high="
-                f"{self.clip_ratio_high}: give numbers above 0, the lower one below 1"
-            )
-        if self.clip_ratio_c is not None and not self.clip_ratio_c > 1 + self.clip_ratio_high:
-            raise ValueError(
-                f"{TOKEN_KEY}.clip_ratio_c={self.clip_ratio_c}: give more than 1 + "
-                "clip_ratio_high, or null for none"
-            )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LossConfig:
-    """What `diffusion_loss` and `token_loss` read: the actor's loss settings and the one rollout
-    correction.
-    """
-
-    rollout_correction: RolloutCorrectionConfig
-    diffusion_loss: DiffusionLossConfig = field(default_factory=DiffusionLossConfig)
-    token_loss: TokenLossConfig = field(default_factory=TokenLossConfig)
+# Bounds of the published recipes, which are the defaults of the configuration: clip_ratio by the
+# convention of the log-probs (`core.transition.CONVENTIONS`), and kl_threshold.
+REFERENCE_CLIP = {"gaussian": 1e-4, "peers": 1e-5}
+REFERENCE_KL_THRESHOLD = 1e-5
 
 
 class PolicyLoss(NamedTuple):
-    """values [B, T]: loss of each step before weights and mean, 0 where not kept; metrics: names
-    without prefix.
+    """The loss of each step, before weights and mean.
+
+    Attributes:
+      values: [B, T], differentiable; 0 without gradient where a step is not kept.
+      metrics: names without prefix; a run reports them as `actor/NAME`.
     """
 
     values: Tensor
     metrics: MetricBag
 
 
-# (log_probs, old_log_probs, advantages, kept), all [B, T] -> the loss of each step.
+# (log_probs, old_log_probs, advantages, keep_mask), all [B, T] -> the loss of each step.
 StepLoss = Callable[[Tensor, Tensor, Tensor, Tensor], PolicyLoss]
 
 
-class CustomLoss(Protocol):
-    """What `loss_mode=my_module:function` names: a `StepLoss` that is told the section of the
-    configuration, too.
+class LossBound(NamedTuple):
+    """A quantity that a loss compares with one of its options at every step.
 
-    Steps that are not `kept` must have the value 0 and no gradient, by selection
-    (`core.reduce.select`): their log-probs may be infinite. Weights and rejection of the rollout
-    correction are applied outside.
+    A calibration sets the option above the values that the mismatch alone produces.
+
+    Attributes:
+      option: name of the option, such as clip_ratio.
+      value: the option's configured value.
+      reference: the option's value in the published recipe.
+      what: the quantity in words, such as "the mismatch".
+      values: [B, T] float64; a log-ratio, whose |exp(log_ratio) - 1| the option bounds, or a KL,
+        which it bounds itself.
+      is_kl: whether `values` is a KL; a KL grows with the square of a movement.
+    """
+
+    option: str
+    value: float
+    reference: float
+    what: str
+    values: Tensor
+    is_kl: bool = False
+
+
+class DiffusionLoss(ABC):
+    """The policy loss of denoising steps.
+
+    The keyword parameters of the constructor are the options under `actor.diffusion_loss`. Those
+    called `clip_ratio` and `kl_threshold` get the values of these keys; all others are the loss's
+    own, with their defaults in the class.
+
+    Attributes:
+      needs_means: whether the loss compares the means of the current policy's steps with those of
+        the old policy. Rollouts and recomputes then keep them, and `gaussian.kl` is there.
+      needs_density: whether the loss adds a KL to log-probs, which must then be log-densities
+        (`rollout.algo.log_prob_convention=gaussian`).
+      tolerates_mismatch: whether the gradient in bypass mode is nearly right however large the
+        mismatch is. A calibration then stays in bypass mode, however wide the bound has to be.
+    """
+
+    needs_means: ClassVar[bool] = False
+    needs_density: ClassVar[bool] = False
+    tolerates_mismatch: ClassVar[bool] = False
+
+    @property
+    def clip_band(self) -> float | None:
+        """Half-width of the PPO band on a step's own ratio, exp(log_prob - old_log_prob); None if
+        the loss has no such band.
+        """
+        return None
+
+    @abstractmethod
+    def __call__(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        keep_mask: Tensor,
+        gaussian: GaussianSteps | None,
+    ) -> PolicyLoss:
+        """Computes the loss of each step.
+
+        Weights, the mean over steps and the sum over micro-batches and processes are applied
+        outside.
+
+        Args:
+          log_probs: log-probs of the current policy, mean over latent elements, [B, T];
+            differentiable.
+          old_log_probs: log-probs of the old policy, [B, T].
+          advantages: advantage of the sample that each step belongs to, clipped to
+            +- `adv_clip_max`, [B, T].
+          keep_mask: bool, [B, T]; False where a step was rejected or does not exist. Log-probs may
+            be infinite there, so such steps must be selected out (`core.reduce.select`) and not
+            multiplied by 0.
+          gaussian: standard deviations, step sizes and KLs of the steps, [B, T]; with a KL if
+            `needs_means`, else possibly None.
+
+        Returns:
+          The loss of each step, [B, T], and metrics.
+        """
+
+    def bound(
+        self, mismatch: Tensor, gaussian: GaussianSteps | None, *, convention: str
+    ) -> LossBound | None:
+        """Returns what the loss bounds, for the mismatch that a calibration measured.
+
+        This one is for a `clip_ratio` on the step's own ratio. A loss with another bound overrides
+        it.
+
+        Args:
+          mismatch: log-prob of the training graph minus that of the rollout, before any update,
+            [B, T] float64.
+          gaussian: the steps, as in a call of the loss.
+          convention: of the log-probs, `gaussian` or `peers`.
+
+        Returns:
+          The bound; None if the loss has none that a calibration could set.
+        """
+        if self.clip_band is None:
+            return None
+        return clip_bound(self.clip_band, mismatch, convention)
+
+
+class TokenLoss(ABC):
+    """The policy loss of tokens.
+
+    The keyword parameters of the constructor are the options under `actor.token_loss`. Those called
+    `clip_ratio_low`, `clip_ratio_high` and `clip_ratio_c` get the values of these keys; all others
+    are the loss's own, with their defaults in the class.
+    """
+
+    @property
+    def clip_band(self) -> float | None:
+        """The narrower half-width of the PPO band on a token's own ratio; None if the loss has no
+        such band.
+        """
+        return None
+
+    @abstractmethod
+    def __call__(
+        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, keep_mask: Tensor
+    ) -> PolicyLoss:
+        """Computes the loss of each token.
+
+        Args:
+          log_probs: log-probs of the current policy, [B, T]; differentiable.
+          old_log_probs: log-probs of the old policy, [B, T].
+          advantages: advantage of the response that each token belongs to, [B, T].
+          keep_mask: bool, [B, T]; False where a token was rejected or is padding. Select, as in
+            `DiffusionLoss`.
+
+        Returns:
+          The loss of each token, [B, T], and metrics.
+        """
+
+
+class CustomLoss(Protocol):
+    """A loss without a class, named by `loss_mode=my_module:function`.
+
+    It is called with tensors [B, T] as in `DiffusionLoss` and `TokenLoss`, without the Gaussians,
+    and with the section of the configuration as the last argument.
     """
 
     def __call__(
@@ -161,37 +189,39 @@ class CustomLoss(Protocol):
         log_probs: Tensor,
         old_log_probs: Tensor,
         advantages: Tensor,
-        kept: Tensor,
+        keep_mask: Tensor,
         settings: Any,
+        /,
     ) -> PolicyLoss: ...
 
 
-def custom_loss(key: str, loss_mode: str) -> CustomLoss | None:
-    """The function that a loss_mode with a colon names, None for another. ValueError if there is no
-    such function.
+def clip_bound(clip_ratio: float, mismatch: Tensor, convention: str) -> LossBound:
+    """Returns the bound of a loss that clips a step's own ratio by `clip_ratio`.
+
+    Args:
+      clip_ratio: half-width of the band.
+      mismatch: log-prob of the training graph minus that of the rollout, [B, T].
+      convention: of the log-probs, `gaussian` or `peers`.
     """
-    if ":" not in loss_mode:
-        return None
-    try:
-        return load_function(loss_mode)
-    except ValueError as error:
-        raise ValueError(f"{key}.loss_mode: {error}") from error
-
-
-def _allowed(names: tuple[str, ...]) -> str:
-    return f"allowed are {', '.join(names)}, or my_module:function for a loss of your own"
+    reference = REFERENCE_CLIP[convention]
+    return LossBound("clip_ratio", clip_ratio, reference, "the mismatch", mismatch)
 
 
 class LossTerms(NamedTuple):
-    """A loss that adds up over micro-batches and processes: sum the totals, and divide once by the
-    denominator.
+    """A loss that adds up over micro-batches and processes.
 
-    total: scalar, differentiable; share [B, T]: how much a step counts in it; number: of the steps
-    or sequences it is the sum of, float64;
-    weight_total and weight_count: parts of the mean weight where the weights are still to be
-    normalised;
-    kept [B, T] bool, weights [B, T] or None: the steps that were not rejected, and what they are
-    multiplied by.
+    Sum the totals, and divide once by the denominator of the summed `parts`.
+
+    Attributes:
+      total: sum of the loss, scalar, differentiable.
+      share: how much each step counts in `total`, [B, T].
+      number: number of steps or sequences that `total` is the sum of, float64 scalar.
+      weight_total: sum of the weights that are still to be divided by their mean, float64 scalar; 0
+        if there are none.
+      weight_count: number of these weights, float64 scalar.
+      metrics: names without prefix.
+      keep_mask: bool, the steps that were not rejected, [B, T].
+      weights: what the loss of each step was multiplied by, [B, T]; None for nothing.
     """
 
     total: Tensor
@@ -200,18 +230,29 @@ class LossTerms(NamedTuple):
     weight_total: Tensor
     weight_count: Tensor
     metrics: MetricBag
-    kept: Tensor
+    keep_mask: Tensor
     weights: Tensor | None
 
     def parts(self) -> Tensor:
-        """What the denominator follows from [3] float64; adds up over micro-batches and
+        """Returns what `denominator` needs, [3] float64; it adds up over micro-batches and
         processes.
         """
         return torch.stack([self.number, self.weight_total, self.weight_count])
 
 
 def denominator(parts: Tensor, all_reduce: AllReduce = identity) -> Tensor:
-    """Of all processes, float64; 1 where nothing counts, so that the loss is 0 there."""
+    """Computes what the sum of the losses is divided by.
+
+        number * mean weight
+
+    Args:
+      parts: sum of `LossTerms.parts` over the micro-batches, [3] float64.
+      all_reduce: adds up a tensor over processes.
+
+    Returns:
+      The number of steps or sequences of all processes, times the mean weight where weights are
+      still to be divided by it; float64 scalar. 1 where nothing counts, so that the loss is 0.
+    """
     number, weight_total, weight_count = all_reduce(parts)
     mean_weight = torch.where(
         weight_count > 0, normalisation(weight_total, weight_count), torch.ones_like(number)

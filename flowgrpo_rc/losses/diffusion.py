@@ -1,4 +1,4 @@
-"""The loss of SDE steps."""
+"""The loss of denoising steps."""
 
 from __future__ import annotations
 
@@ -7,74 +7,72 @@ from torch import Tensor
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.transition import GaussianSteps
-from flowgrpo_rc.losses.base import (
-    DIFFUSION_KEY,
-    LossConfig,
-    LossTerms,
-    PolicyLoss,
-    custom_loss,
-    denominator,
-)
-from flowgrpo_rc.losses.flow_dppo import flow_dppo
-from flowgrpo_rc.losses.grpo_guard import grpo_guard
-from flowgrpo_rc.losses.policy import loss_terms
-from flowgrpo_rc.losses.ppo_clip import ppo_clip
+from flowgrpo_rc.losses.base import DIFFUSION_KEY, LossTerms, PolicyLoss, denominator
+from flowgrpo_rc.losses.config import LossConfig
+from flowgrpo_rc.losses.policy import LossCorrection, Objective, loss_terms
 
 
-def diffusion_terms(
-    config: LossConfig,
-    log_probs: Tensor,
-    batch: DiffusionBatch,
-    gaussian: GaussianSteps | None = None,
-) -> LossTerms:
-    """`loss_terms` of FlowGRPO for log-probs [B, T]. In bypass mode the trainer gives one SDE step
-    at a time, so that every rejection level means the step, or with `bypass_level=window` all of a
-    sample. The mean is over all steps, rejected ones included, as the document has it.
+class DiffusionObjective(Objective):
+    """The loss of FlowGRPO: the mean over all steps, rejected ones included, as in the document.
 
-    gaussian [B, T]: the steps of the current policy, for what needs more than log-probs: the losses
-    `grpo_guard` and `flow_dppo`, and `rollout_rs=step_kl`. ValueError where such a thing is
-    missing.
+    In bypass mode the trainer gives one step at a time, so that every rejection level means the
+    step, or with `bypass_level=window` all steps of a sample.
+
+    Args:
+      config: settings of the loss and the rollout correction; ValueError for a wrong loss.
     """
-    settings = config.diffusion_loss
-    own = custom_loss(DIFFUSION_KEY, settings.loss_mode)
-    kl = None if gaussian is None else gaussian.kl
 
-    def step_loss(
-        log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, kept: Tensor
-    ) -> PolicyLoss:
-        given = (log_probs, old_log_probs, advantages, kept)
-        if own is not None:
-            return own(*given, settings)
-        if settings.loss_mode == "flow_grpo":
-            clip = settings.clip_ratio
-            return ppo_clip(log_probs - old_log_probs, advantages, kept, low=clip, high=clip)
-        if gaussian is None or kl is None:
-            raise ValueError(
-                f"{DIFFUSION_KEY}.loss_mode={settings.loss_mode} compares the means of the steps "
-                "with those of the old "
-                "policy, which the batch does not hold (prev_sample_mean)"
-            )
-        if settings.loss_mode == "grpo_guard":
-            policy = grpo_guard(*given, gaussian, kl, clip_ratio=settings.clip_ratio)
-        else:
-            policy = flow_dppo(*given, kl, kl_threshold=settings.kl_threshold)
-        policy.metrics.mean("step_kl_mean", kl, kept)
-        policy.metrics.max("step_kl_max", kl, kept)
-        return policy
+    def __init__(self, config: LossConfig) -> None:
+        self._loss = config.diffusion_loss.loss()
+        self._loss_mode = config.diffusion_loss.loss_mode
+        self._adv_clip_max = config.diffusion_loss.adv_clip_max
+        self._correction = LossCorrection.of(config.rollout_correction)
 
-    if batch.advantages is not None:
-        limit = settings.adv_clip_max
-        batch = batch.replace(advantages=batch.advantages.clamp(-limit, limit))
-    correction = config.rollout_correction
-    return loss_terms(
-        correction,
-        step_loss,
-        log_probs,
-        batch,
-        aggregation="token-mean",
-        normalize="all",
-        step_kl=kl,
-    )
+    def terms(
+        self, log_probs: Tensor, batch: DiffusionBatch, gaussian: GaussianSteps | None = None
+    ) -> LossTerms:
+        """Computes the terms of the loss on a batch.
+
+        Args:
+          log_probs: log-probs of the current policy, [B, T]; differentiable.
+          batch: samples with advantages and old log-probs.
+          gaussian: the current policy's steps, [B, T]; for losses that compare means, and for
+            `rollout_rs=step_kl`.
+
+        Returns:
+          Terms that add up over micro-batches and processes.
+
+        Raises:
+          ValueError: if the batch lacks what the loss or the correction needs.
+        """
+        kl = None if gaussian is None else gaussian.kl
+
+        def step_loss(
+            log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, keep_mask: Tensor
+        ) -> PolicyLoss:
+            if self._loss.needs_means and kl is None:
+                raise ValueError(
+                    f"{DIFFUSION_KEY}.loss_mode={self._loss_mode} compares the means of the steps "
+                    "with those of the old policy, which the batch does not hold (prev_sample_mean)"
+                )
+            policy = self._loss(log_probs, old_log_probs, advantages, keep_mask, gaussian)
+            if self._loss.needs_means and kl is not None:
+                policy.metrics.mean("step_kl_mean", kl, keep_mask)
+                policy.metrics.max("step_kl_max", kl, keep_mask)
+            return policy
+
+        if batch.advantages is not None:
+            limit = self._adv_clip_max
+            batch = batch.replace(advantages=batch.advantages.clamp(-limit, limit))
+        return loss_terms(
+            self._correction,
+            step_loss,
+            log_probs,
+            batch,
+            aggregation="token-mean",
+            normalize="all",
+            step_kl=kl,
+        )
 
 
 def diffusion_loss(
@@ -83,8 +81,22 @@ def diffusion_loss(
     batch: DiffusionBatch,
     gaussian: GaussianSteps | None = None,
 ) -> tuple[Tensor, MetricBag]:
-    """Loss (scalar) and metrics for the current policy's log-probs [B, T] on `batch`; see
-    `diffusion_terms`.
+    """Computes the loss of denoising steps on a whole batch.
+
+    A training loop builds a `DiffusionObjective` once and sums its terms instead.
+
+    Args:
+      config: settings of the loss and the rollout correction.
+      log_probs: log-probs of the current policy, [B, T]; differentiable.
+      batch: samples with advantages and old log-probs.
+      gaussian: the current policy's steps, [B, T]; for losses that compare means, and for
+        `rollout_rs=step_kl`.
+
+    Returns:
+      The loss, scalar, and metrics, names without prefix.
+
+    Raises:
+      ValueError: if the batch lacks what the loss or the correction needs.
     """
-    terms = diffusion_terms(config, log_probs, batch, gaussian)
+    terms = DiffusionObjective(config).terms(log_probs, batch, gaussian)
     return terms.total / denominator(terms.parts()).to(terms.total.dtype), terms.metrics

@@ -1,34 +1,67 @@
-"""GRPO-Guard, arXiv 2510.22319: the PPO clip on a ratio without bias and of the same scale at every
-step.
-"""
+"""GRPO-Guard: the PPO clip on a ratio without bias and of the same scale at every step."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from flowgrpo_rc.core.reduce import select
 from flowgrpo_rc.core.transition import GaussianSteps
-from flowgrpo_rc.losses.base import PolicyLoss
+from flowgrpo_rc.losses.base import DiffusionLoss, LossBound, PolicyLoss
 from flowgrpo_rc.losses.ppo_clip import ppo_clip
 
+REFERENCE_GUARD_CLIP = 2e-6  # clip_ratio of the published recipe
 
-def grpo_guard(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    kept: Tensor,
-    gaussian: GaussianSteps,
-    kl: Tensor,
-    *,
-    clip_ratio: float,
-) -> PolicyLoss:
-    """`ppo_clip` with the log-ratio (log_prob - old_log_prob + KL) std, over -dt; all [B, T].
 
-    kl is the exact KL between the step of the old policy and that of the current one, for each
-    sample alone. With it the log-ratio is mean_D[(mean - old_mean) (x' - old_mean)] / std, whose
-    expectation over x' is 0; without it, -KL: positive advantages would be clipped later than
-    negative ones. Gradients flow through the KL.
+@dataclass(frozen=True, kw_only=True)
+class GRPOGuard(DiffusionLoss):
+    """`ppo_clip` on the log-ratio (log_prob - old_log_prob + KL) std, over -dt.
+
+        log_prob - old_log_prob + KL = mean_D[(mean - old_mean) (x' - old_mean)] / std^2
+
+    The KL is the exact one between the step of the old policy and that of the current policy, for
+    each sample alone; gradients flow through it. The expectation of this log-ratio over x' is 0.
+    Without the KL it is -KL, so that positive advantages would be clipped later than negative ones.
+
+    Attributes:
+      clip_ratio: half-width of the band on this ratio.
+
+    See "GRPO-Guard: Mitigating Implicit Over-Optimization in Flow Matching via Regulated Clipping",
+    https://arxiv.org/abs/2510.22319.
     """
-    log_ratio = (select(log_probs - old_log_probs, kept) + select(kl, kept)) * gaussian.std
-    policy = ppo_clip(log_ratio, advantages, kept, low=clip_ratio, high=clip_ratio)
-    return policy._replace(values=policy.values / -gaussian.dt)
+
+    needs_means = True
+    needs_density = True
+    tolerates_mismatch = True
+
+    clip_ratio: float
+
+    def __call__(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        keep_mask: Tensor,
+        gaussian: GaussianSteps | None,
+    ) -> PolicyLoss:
+        """Computes the loss of each step; see `DiffusionLoss`."""
+        assert gaussian is not None
+        assert gaussian.kl is not None
+        difference = select(log_probs - old_log_probs, keep_mask)
+        log_ratio = (difference + select(gaussian.kl, keep_mask)) * gaussian.std
+        policy = ppo_clip(
+            log_ratio, advantages, keep_mask, clip_low=self.clip_ratio, clip_high=self.clip_ratio
+        )
+        return policy._replace(values=policy.values / -gaussian.dt)
+
+    def bound(
+        self, mismatch: Tensor, gaussian: GaussianSteps | None, *, convention: str
+    ) -> LossBound:
+        """Returns the bound on the log-ratio above; see `DiffusionLoss.bound`."""
+        assert gaussian is not None
+        assert gaussian.kl is not None
+        log_ratio = (mismatch + gaussian.kl.double()) * gaussian.std.double()
+        return LossBound(
+            "clip_ratio", self.clip_ratio, REFERENCE_GUARD_CLIP, "Guard's log-ratio", log_ratio
+        )

@@ -4,20 +4,99 @@ and mean.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import select
+from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.correct import Corrector, require_rollout_log_probs
 from flowgrpo_rc.losses.base import LossTerms, StepLoss
 from flowgrpo_rc.losses.reinforce import reinforce
 
 
+class Objective(ABC):
+    """The loss of a run, built once and called for every micro-batch."""
+
+    @abstractmethod
+    def terms(
+        self, log_probs: Tensor, batch: Any, gaussian: GaussianSteps | None = None
+    ) -> LossTerms:
+        """Computes the terms of the loss on a batch.
+
+        Args:
+          log_probs: log-probs of the current policy, [B, T]; differentiable.
+          batch: samples with advantages and old log-probs.
+          gaussian: the current policy's steps, [B, T]; None where steps are not Gaussian.
+
+        Returns:
+          Terms that add up over micro-batches and processes.
+
+        Raises:
+          ValueError: if the batch lacks what the loss or the correction needs.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossCorrection:
+    """What the loss does about the difference between rollout and training graph.
+
+    Attributes:
+      corrector: corrects current / rollout inside the loss; None if the batch brings the weights
+        and the mask of old / rollout.
+      weights_are_metrics: the corrector's weights are only reported, since the PPO ratio is the
+        weight already.
+      batch_normalize: the corrector's weights are to be divided by their mean over the whole batch.
+      reinforce: REINFORCE is the policy loss, in place of the configured one.
+      normalize: steps that the denominator counts, `all` or `kept`; None: the default of the path.
+      metric_names: `verl`, `slime` or `both`.
+    """
+
+    corrector: Corrector | None
+    weights_are_metrics: bool
+    batch_normalize: bool
+    reinforce: bool
+    normalize: str | None
+    metric_names: str
+
+    @classmethod
+    def of(cls, config: RolloutCorrectionConfig) -> LossCorrection:
+        """Parses the settings of a rollout correction, once for a run."""
+        return cls(
+            corrector=Corrector(config) if config.corrects_in_loss else None,
+            weights_are_metrics=config.weights_are_metrics,
+            batch_normalize=config.rollout_is_batch_normalize,
+            reinforce=config.loss_type == "reinforce",
+            normalize=config.normalize,
+            metric_names=config.metric_names,
+        )
+
+
+class _Corrected(NamedTuple):
+    """What the correction makes of a batch.
+
+    Attributes:
+      keep_mask: bool, the steps that are trained on, [B, T].
+      weights: what the loss of each step is multiplied by, [B, T]; None for nothing.
+      mean_weight: sum and number of weights that are still to be divided by their mean; None if
+        there are none.
+      metrics: names without prefix.
+    """
+
+    keep_mask: Tensor
+    weights: Tensor | None
+    mean_weight: tuple[Tensor, Tensor] | None
+    metrics: MetricBag
+
+
 def loss_terms(
-    correction: RolloutCorrectionConfig,
+    correction: LossCorrection,
     step_loss: StepLoss,
     log_probs: Tensor,
     batch: Batch,
@@ -26,70 +105,105 @@ def loss_terms(
     normalize: str,
     step_kl: Tensor | None = None,
 ) -> LossTerms:
-    """The terms of the loss for the current policy's log-probs [B, T] on `batch`.
+    """Computes the terms of the loss on a batch.
 
-    Bypass mode corrects here, on [B, T] as given, with current / rollout: `ppo_clip` (the
-    `step_loss`) takes only the rejection mask, since its ratio is the weight; `reinforce` takes
-    mask and weight. Decoupled mode applies the batch's own mask and weights. Rejected steps are
-    selected out, never multiplied; `normalize` is the path's default for whether they stay in the
-    denominator; step_kl [B, T] is for the criterion of that name.
+        total = sum over steps of share * weight * policy loss
 
-    Raises ValueError where the batch lacks advantages, old or rollout log-probs.
+    Rejected steps are selected out, never multiplied by 0.
+
+    Args:
+      correction: what to do about the difference between rollout and training graph.
+      step_loss: the policy loss, unless the correction asks for REINFORCE.
+      log_probs: log-probs of the current policy, [B, T]; differentiable.
+      batch: samples with advantages and old log-probs; with rollout log-probs if the correction is
+        made inside the loss, on [B, T] as given.
+      aggregation: mean that the loss is, see `shares`.
+      normalize: steps that the denominator counts, `all` or `kept`, if the correction does not say.
+      step_kl: exact KL between the rollout's steps and the current policy's, [B, T], for the
+        criterion of that name.
+
+    Returns:
+      Terms that add up over micro-batches and processes.
+
+    Raises:
+      ValueError: if the batch lacks advantages, old or rollout log-probs.
     """
     if batch.advantages is None or batch.old_log_probs is None:
         raise ValueError("the loss needs advantages and old_log_probs; fill the batch first")
-    metrics, valid, weights = MetricBag(), batch.valid, batch.rollout_is_weights
-    kept = valid if batch.rejection_mask is None else valid & batch.rejection_mask
-    weight_total = weight_count = torch.zeros((), dtype=torch.float64, device=log_probs.device)
-    loss_name = "pg_loss"
-    if correction.bypass_mode:
-        rollout = require_rollout_log_probs(batch)
-        found = Corrector(correction)(
-            log_probs,
-            rollout,
-            valid,
-            allowed=batch.rejection_mask,
-            step_kl=step_kl,
-            num_elements=batch.num_elements,
-            normalise=False,
-        )
-        metrics.merge(found.metrics, "rollout_corr")
-        kept, weights = kept & found.mask, None if correction.weights_are_metrics else found.weights
-        if (
-            correction.rollout_is_batch_normalize
-            and found.weight_total is not None
-            and found.weight_count is not None
-        ):
-            weight_total, weight_count, loss_name = (
-                found.weight_total,
-                found.weight_count,
-                "_pg_loss",
-            )
-            metrics.ratio("_mean_weight", weight_total, weight_count)
-            metrics.derive(
-                "pg_loss", ("_pg_loss", "_mean_weight"), lambda loss, weight: loss / (weight or 1.0)
-            )
-    function = reinforce if correction.loss_type == "reinforce" else step_loss
-    policy = function(log_probs, batch.old_log_probs, batch.advantages.to(log_probs.dtype), kept)
-    if correction.metric_names != "verl" and not correction.bypass_mode:
+    corrected = _correct(correction, log_probs, batch, step_kl)
+    keep_mask = corrected.keep_mask
+    metrics = corrected.metrics
+    function = reinforce if correction.reinforce else step_loss
+    advantages = batch.advantages.to(log_probs.dtype)
+    policy = function(log_probs, batch.old_log_probs, advantages, keep_mask)
+    if correction.metric_names != "verl" and correction.corrector is None:
         policy.metrics.rename({"ratio_mean": "ois"}, keep=correction.metric_names == "both")
     metrics.merge(policy.metrics)
-    values = policy.values if weights is None else select(policy.values * weights, kept)
-    counted = kept if (correction.normalize or normalize) == "kept" else valid
+    values = policy.values
+    if corrected.weights is not None:
+        values = select(values * corrected.weights, keep_mask)
+    counts_kept = (correction.normalize or normalize) == "kept"
+    counted = keep_mask if counts_kept else batch.valid
     share, number = shares(counted, aggregation, log_probs.dtype)
     total = (values * share).sum()
-    metrics.ratio(loss_name, total, number)
-    return LossTerms(total, share, number, weight_total, weight_count, metrics, kept, weights)
+    if corrected.mean_weight is None:
+        zero = torch.zeros((), dtype=torch.float64, device=log_probs.device)
+        mean_weight = (zero, zero)
+        metrics.ratio("pg_loss", total, number)
+    else:
+        mean_weight = corrected.mean_weight
+        metrics.ratio("_pg_loss", total, number)
+    return LossTerms(total, share, number, *mean_weight, metrics, keep_mask, corrected.weights)
+
+
+def _correct(
+    correction: LossCorrection, log_probs: Tensor, batch: Batch, step_kl: Tensor | None
+) -> _Corrected:
+    metrics = MetricBag()
+    valid = batch.valid
+    keep_mask = valid if batch.rejection_mask is None else valid & batch.rejection_mask
+    if correction.corrector is None:
+        return _Corrected(keep_mask, batch.rollout_is_weights, None, metrics)
+    found = correction.corrector(
+        log_probs,
+        require_rollout_log_probs(batch),
+        valid,
+        allowed=batch.rejection_mask,
+        step_kl=step_kl,
+        num_elements=batch.num_elements,
+        normalise=False,
+    )
+    metrics.merge(found.metrics, "rollout_corr")
+    weights = None if correction.weights_are_metrics else found.weights
+    mean_weight = None
+    if correction.batch_normalize and found.weight_total is not None:
+        assert found.weight_count is not None
+        mean_weight = (found.weight_total, found.weight_count)
+        # The loss is only known when all processes have added up their weights.
+        metrics.ratio("_mean_weight", *mean_weight)
+        metrics.derive(
+            "pg_loss", ("_pg_loss", "_mean_weight"), lambda loss, weight: loss / (weight or 1.0)
+        )
+    return _Corrected(keep_mask & found.mask, weights, mean_weight, metrics)
 
 
 def shares(counted: Tensor, aggregation: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """How much each step [B, T] counts in the sum, and the number (float64) that the sum is divided
-    by.
+    """Computes how much each step counts in the sum, and what the sum is divided by.
 
-    token-mean: the mean over steps; seq-mean-token-sum: over sequences, of their sums;
-    seq-mean-token-mean: over sequences, of their means. A sequence without a counted step is none.
+    token-mean: the mean over steps. seq-mean-token-sum: the mean over sequences of their sums.
+    seq-mean-token-mean: the mean over sequences of their means. A sequence without a counted step
+    is not a sequence of the mean.
+
+    Args:
+      counted: bool, the steps that the mean is taken over, [B, T].
+      aggregation: one of the three means.
+      dtype: of the shares.
+
+    Returns:
+      The share of each step, [B, T], and the number of steps or sequences, float64 scalar.
     """
-    share, counted_B = counted.to(dtype), counted.sum(1)
+    share = counted.to(dtype)
+    counted_B = counted.sum(1)
     if aggregation == "token-mean":
         return share, counted_B.sum().double()
     if aggregation == "seq-mean-token-mean":

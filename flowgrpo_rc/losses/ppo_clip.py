@@ -1,8 +1,8 @@
-"""The PPO clip, arXiv 1707.06347, on steps or tokens; as FlowGRPO has it, arXiv 2505.05470; dual
-clip, 1912.09729.
-"""
+"""The PPO clip, on steps or tokens, and PPO's loss of tokens."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,59 +10,113 @@ from torch import Tensor
 from flowgrpo_rc.core.metrics import MetricBag, std_from_moments
 from flowgrpo_rc.core.reduce import select
 from flowgrpo_rc.correction.log_ratios import SAFETY_BOUND
-from flowgrpo_rc.losses.base import PolicyLoss
+from flowgrpo_rc.losses.base import PolicyLoss, TokenLoss
 
 
 def ppo_clip(
     log_ratio: Tensor,
     advantages: Tensor,
-    kept: Tensor,
+    keep_mask: Tensor,
     *,
-    low: float,
-    high: float,
-    dual: float | None = None,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
 ) -> PolicyLoss:
-    """max(-A r, -A clamp(r, 1 - low, 1 + high)) with r = exp(log_ratio); all [B, T].
+    """Computes the clipped surrogate loss of each step.
 
-    With `dual`, a negative advantage's loss is at most -A dual. Steps that are not `kept` take the
-    value 0 before the exponential, so that an infinite difference there has neither value nor
-    gradient. A finite difference is bounded to +-20, as the weights are: exp of a diverged one
-    would be inf in fp32 and its gradient nan.
+        L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)),   r = exp(log_ratio)
+
+    With `dual_clip` c, L = min(L, -A c) where A < 0.
+
+    Args:
+      log_ratio: log-ratio of the current to the old policy, [B, T]. It is bounded to +-20 as the
+        weights are: exp of a larger one would be inf in fp32, and its gradient nan.
+      advantages: advantage of the sample that each step belongs to, [B, T].
+      keep_mask: bool, [B, T]; steps outside it have loss 0 and no gradient, even where their
+        log-ratio is infinite.
+      clip_low: the ratio is clipped at 1 - clip_low.
+      clip_high: the ratio is clipped at 1 + clip_high.
+      dual_clip: upper bound on the ratio where the advantage is negative, above 1 + clip_high; None
+        for none.
+
+    Returns:
+      The loss of each step, [B, T], and the metrics ratio_mean, ratio_std, clip_fraction,
+      clip_fraction_higher, clip_fraction_lower and, with `dual_clip`, dual_clip_fraction.
+
+    See "Proximal Policy Optimization Algorithms", https://arxiv.org/abs/1707.06347, equation 7, and
+    for the dual clip "Mastering Complex Control in MOBA Games with Deep Reinforcement Learning",
+    https://arxiv.org/abs/1912.09729.
     """
-    log_ratio = select(log_ratio, kept).clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    # Selected before the exponential: 0 * inf in its gradient would be nan.
+    log_ratio = select(log_ratio, keep_mask).clamp(-SAFETY_BOUND, SAFETY_BOUND)
     ratio = torch.exp(log_ratio)
-    values = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
+    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
+    values = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
     deviation = torch.expm1(log_ratio.detach().double())
-    higher, lower = deviation > high, deviation < -low
-    bag = ratio_metrics(log_ratio, kept)
-    if dual is not None:
-        bounded = torch.minimum(values, -advantages * dual)
-        bag.mean("dual_clip_fraction", ((advantages < 0) & (bounded < values)).double(), kept)
+    higher = deviation > clip_high
+    lower = deviation < -clip_low
+    metrics = ratio_metrics(log_ratio, keep_mask)
+    if dual_clip is not None:
+        bounded = torch.minimum(values, -advantages * dual_clip)
+        binds = (advantages < 0) & (bounded < values)
+        metrics.mean("dual_clip_fraction", binds.double(), keep_mask)
         values = torch.where(advantages < 0, bounded, values)
-    bag.mean("clip_fraction", (higher | lower).double(), kept)
-    bag.mean("clip_fraction_higher", higher.double(), kept)
-    bag.mean("clip_fraction_lower", lower.double(), kept)
-    return PolicyLoss(select(values, kept), bag)
+    metrics.mean("clip_fraction", (higher | lower).double(), keep_mask)
+    metrics.mean("clip_fraction_higher", higher.double(), keep_mask)
+    metrics.mean("clip_fraction_lower", lower.double(), keep_mask)
+    return PolicyLoss(select(values, keep_mask), metrics)
 
 
-def ratio_metrics(log_ratio: Tensor, kept: Tensor) -> MetricBag:
-    """Mean and standard deviation of the ratio where `kept`, from moments about 1."""
-    bag, deviation = MetricBag(), torch.expm1(log_ratio.detach().double())
-    bag.mean("_deviation", deviation, kept)
-    bag.mean("_deviation_square", deviation**2, kept)
-    bag.derive("ratio_mean", ("_deviation",), lambda mean: 1 + mean)
-    bag.derive("ratio_std", ("_deviation", "_deviation_square"), std_from_moments)
-    return bag
+def ratio_metrics(log_ratio: Tensor, keep_mask: Tensor) -> MetricBag:
+    """Computes mean and standard deviation of the ratio over the kept steps.
 
+    The moments are those of exp(log_ratio) - 1 in float64: a ratio that differs from 1 by 1e-7
+    keeps its digits.
 
-def sequence_log_ratio(log_probs: Tensor, old_log_probs: Tensor, kept: Tensor) -> Tensor:
-    """GSPO's ratio (arXiv 2507.18071): the mean log-ratio of the sequence's kept steps, at each of
-    its steps [B, T].
+    Args:
+      log_ratio: log-ratio of the current to the old policy, [B, T]; finite.
+      keep_mask: bool, the steps to take in, [B, T].
 
-    Each step's gradient is that of its own log-prob (the paper's token form); their mean is the
-    sequence's.
+    Returns:
+      The metrics ratio_mean and ratio_std.
     """
-    difference = select(log_probs - old_log_probs, kept).detach()
-    mean = difference.sum(1, keepdim=True) / kept.sum(1, keepdim=True).clamp(min=1)
-    own = select(log_probs, kept)
-    return mean + own - own.detach()
+    metrics = MetricBag()
+    deviation = torch.expm1(log_ratio.detach().double())
+    metrics.mean("_deviation", deviation, keep_mask)
+    metrics.mean("_deviation_square", deviation**2, keep_mask)
+    metrics.derive("ratio_mean", ("_deviation",), lambda mean: 1 + mean)
+    metrics.derive("ratio_std", ("_deviation", "_deviation_square"), std_from_moments)
+    return metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOClip(TokenLoss):
+    """`ppo_clip` on the ratio of each token.
+
+    Attributes:
+      clip_ratio_low: the ratio is clipped at 1 - clip_ratio_low.
+      clip_ratio_high: the ratio is clipped at 1 + clip_ratio_high.
+      clip_ratio_c: dual clip; None for none.
+    """
+
+    clip_ratio_low: float
+    clip_ratio_high: float
+    clip_ratio_c: float | None
+
+    @property
+    def clip_band(self) -> float:
+        """The narrower half-width of the band."""
+        return min(self.clip_ratio_low, self.clip_ratio_high)
+
+    def __call__(
+        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, keep_mask: Tensor
+    ) -> PolicyLoss:
+        """Computes the loss of each token; see `TokenLoss`."""
+        return ppo_clip(
+            log_probs - old_log_probs,
+            advantages,
+            keep_mask,
+            clip_low=self.clip_ratio_low,
+            clip_high=self.clip_ratio_high,
+            dual_clip=self.clip_ratio_c,
+        )

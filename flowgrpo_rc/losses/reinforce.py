@@ -1,4 +1,4 @@
-"""Off-policy REINFORCE without a clip, `pure IS` in the documents (mathematics, section 3.2.2)."""
+"""REINFORCE on samples of another policy, for steps and tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,23 @@ from flowgrpo_rc.losses.base import PolicyLoss
 
 
 def reinforce(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, kept: Tensor
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, keep_mask: Tensor
 ) -> PolicyLoss:
-    """-A log_prob for each step [B, T]; the importance weight is applied outside, detached."""
-    return PolicyLoss(select(-advantages * select(log_probs, kept), kept), MetricBag())
+    """Computes the loss of REINFORCE for each step, without a clip.
+
+        L = -A log_prob
+
+    The importance weight current / rollout is applied outside, detached. This is what the documents
+    of the rollout correction call pure importance sampling (mathematics, section 3.2.2).
+
+    Args:
+      log_probs: log-probs of the current policy, [B, T].
+      old_log_probs: not used; here so that every loss is called alike.
+      advantages: advantage of the sample that each step belongs to, [B, T].
+      keep_mask: bool, [B, T]; steps outside it have loss 0 and no gradient.
+
+    Returns:
+      The loss of each step, [B, T], and no metrics.
+    """
+    values = -advantages * select(log_probs, keep_mask)
+    return PolicyLoss(select(values, keep_mask), MetricBag())

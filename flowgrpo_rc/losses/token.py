@@ -6,46 +6,68 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import TokenBatch
 from flowgrpo_rc.core.metrics import MetricBag
-from flowgrpo_rc.losses.base import (
-    TOKEN_KEY,
-    LossConfig,
-    LossTerms,
-    PolicyLoss,
-    custom_loss,
-    denominator,
-)
-from flowgrpo_rc.losses.policy import loss_terms
-from flowgrpo_rc.losses.ppo_clip import ppo_clip, sequence_log_ratio
+from flowgrpo_rc.core.transition import GaussianSteps
+from flowgrpo_rc.losses.base import LossTerms, denominator
+from flowgrpo_rc.losses.config import LossConfig
+from flowgrpo_rc.losses.policy import LossCorrection, Objective, loss_terms
 
 
-def token_terms(config: LossConfig, log_probs: Tensor, batch: TokenBatch) -> LossTerms:
-    """`loss_terms` of GRPO for log-probs [B, T] of whole responses; rejected tokens leave the mean,
-    as the documents for language models have it."""
-    settings = config.token_loss
-    own = custom_loss(TOKEN_KEY, settings.loss_mode)
+class TokenObjective(Objective):
+    """The loss of GRPO on whole responses; rejected tokens leave the mean, as in the documents for
+    language models.
 
-    def step_loss(
-        log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, kept: Tensor
-    ) -> PolicyLoss:
-        if own is not None:
-            return own(log_probs, old_log_probs, advantages, kept, settings)
-        log_ratio = log_probs - old_log_probs
-        if settings.loss_mode == "gspo":
-            log_ratio = sequence_log_ratio(log_probs, old_log_probs, kept)
-        low, high = settings.clip_ratio_low, settings.clip_ratio_high
-        return ppo_clip(log_ratio, advantages, kept, low=low, high=high, dual=settings.clip_ratio_c)
+    Args:
+      config: settings of the loss and the rollout correction; ValueError for a wrong loss.
+    """
 
-    aggregation, correction = settings.loss_agg_mode, config.rollout_correction
-    return loss_terms(
-        correction, step_loss, log_probs, batch, aggregation=aggregation, normalize="kept"
-    )
+    def __init__(self, config: LossConfig) -> None:
+        self._loss = config.token_loss.loss()
+        self._aggregation = config.token_loss.loss_agg_mode
+        self._correction = LossCorrection.of(config.rollout_correction)
+
+    def terms(
+        self, log_probs: Tensor, batch: TokenBatch, gaussian: GaussianSteps | None = None
+    ) -> LossTerms:
+        """Computes the terms of the loss on a batch.
+
+        Args:
+          log_probs: log-probs of the current policy, [B, T]; differentiable.
+          batch: responses with advantages and old log-probs.
+          gaussian: None; tokens are not Gaussian.
+
+        Returns:
+          Terms that add up over micro-batches and processes.
+
+        Raises:
+          ValueError: if the batch lacks what the loss or the correction needs.
+        """
+        return loss_terms(
+            self._correction,
+            self._loss,
+            log_probs,
+            batch,
+            aggregation=self._aggregation,
+            normalize="kept",
+        )
 
 
 def token_loss(
     config: LossConfig, log_probs: Tensor, batch: TokenBatch
 ) -> tuple[Tensor, MetricBag]:
-    """Loss (scalar) and metrics for the current policy's log-probs [B, T] on `batch`; see
-    `loss_terms`.
+    """Computes the loss of tokens on a whole batch.
+
+    A training loop builds a `TokenObjective` once and sums its terms instead.
+
+    Args:
+      config: settings of the loss and the rollout correction.
+      log_probs: log-probs of the current policy, [B, T]; differentiable.
+      batch: responses with advantages and old log-probs.
+
+    Returns:
+      The loss, scalar, and metrics, names without prefix.
+
+    Raises:
+      ValueError: if the batch lacks what the loss or the correction needs.
     """
-    terms = token_terms(config, log_probs, batch)
+    terms = TokenObjective(config).terms(log_probs, batch)
     return terms.total / denominator(terms.parts()).to(terms.total.dtype), terms.metrics

@@ -1,5 +1,6 @@
-"""A pipeline built from its configuration files on the meta device: shapes and names, and no
-memory.
+"""A pipeline without weights, built on the meta device from its configuration files alone.
+
+It has the names and the shapes of all layers and takes no memory.
 """
 
 from __future__ import annotations
@@ -18,26 +19,30 @@ META = torch.device("meta")
 
 
 def build_architecture(config: ModelConfig) -> FlowModel:
-    """The adapter of the checkpoint at `config.path`, around models without weights; tokenizers are
-    left out.
+    """Builds the adapter of a checkpoint around models without weights.
 
-    Reads model_index.json and the configuration of each part, nothing else. Raises ValueError as
-    `adapter_of` does, and for a part whose configuration cannot be read.
+    Args:
+      config: the model; `path`, `adapter` and `dtype` are used. Of the checkpoint, only
+        model_index.json and the configuration of each component are read.
+
+    Returns:
+      The adapter. Tokenizers and other components without weights are None.
+
+    Raises:
+      ValueError: as `adapter_of`, or the configuration of a component cannot be read.
     """
     adapter = adapter_of(config)
     index = DiffusionPipeline.load_config(config.path)
-    parts = {
-        name: _part(config, name, *value) if isinstance(value, list) else value
+    components = {
+        name: _component(config, name, *value) if isinstance(value, list) else value
         for name, value in index.items()
         if not name.startswith("_")
     }
-    return adapter(getattr(diffusers, adapter.pipeline_class)(**parts), META)
+    return adapter(getattr(diffusers, adapter.pipeline_class)(**components), META)
 
 
-def _part(config: ModelConfig, name: str, library: str | None, class_name: str | None) -> Any:
-    """A scheduler, or a model in the precision that `load_model` gives it; None for what has no
-    weights to count.
-    """
+def _component(config: ModelConfig, name: str, library: str | None, class_name: str | None) -> Any:
+    """A scheduler, or a model in the precision that `load_model` gives it; None for all others."""
     if library is None or class_name is None:
         return None
     cls = getattr(import_module(library), class_name)

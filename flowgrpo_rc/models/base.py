@@ -1,8 +1,9 @@
-"""What a flow model is to the trainer: text to conditioning, state to velocity, latents to images.
+"""A flow model as the trainer uses it: it encodes text, predicts velocities and decodes latents.
 
-A model knows no algorithm. One file in this folder is one adapter, found by the checkpoint's
-pipeline class.
-Legend: B samples, P prompts, C latent channels, H and W latent height and width.
+A model knows no algorithm. Each family of models has one file in this folder with one adapter,
+which is found by the pipeline class of the checkpoint.
+
+Legend: B samples, P prompts, S denoising steps, F frames, H and W height and width of a picture.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
-from flowgrpo_rc.batch import Conditioning, SamplerSpec
+from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec
 from flowgrpo_rc.models.sharing import Shared
 from flowgrpo_rc.plugins import load_class
 
@@ -32,18 +33,20 @@ DTYPES = {
     "fp16": torch.float16,
 }
 LORA_INITS = ("gaussian", "default")
-_ABSENT = [None, None]  # how model_index.json writes a component that is not there
+# How model_index.json writes a component that is not there.
+_ABSENT = [None, None]
+# The file by which a checkpoint of each kind is known.
 INDEX_FILES = {"diffusion": "model_index.json", "causal_lm": "config.json"}
 
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """What is trained.
+    """The model to train, and its LoRA.
 
-    kind: images and videos, or text.
+    kind: `diffusion` for images and videos, `causal_lm` for text.
     path: a local folder or a hub id.
-    dtype: precision of the frozen weights (LoRA weights are fp32). `fp64`, LoRA included, is for
-        exact comparisons on a CPU.
+    dtype: precision of the frozen weights. The LoRA is fp32; with `fp64`, which is for exact
+        comparisons on a CPU, it is fp64 too.
     lora_rank: inner dimension of the LoRA.
     lora_alpha: the LoRA is added with strength lora_alpha / lora_rank.
     lora_init: `gaussian` or the default of peft; either way the model starts unchanged.
@@ -51,9 +54,9 @@ class ModelConfig:
     target_modules: name endings of the linear layers that get a LoRA; null takes the adapter's
         default.
     gradient_checkpointing: recompute activations in the backward pass: less memory, more time.
-    adapter: the class of a flow model out of the tree, `my_module.MyModel`; null: that of the
+    adapter: the class of a flow model of your own, `my_module.MyModel`; null takes the one for the
         checkpoint's pipeline.
-    offload_idle: text encoders and VAE are on the CPU while nobody uses them.
+    offload_idle: keep text encoders and VAE on the CPU while nobody uses them.
     """
 
     kind: str = "diffusion"
@@ -69,7 +72,11 @@ class ModelConfig:
     adapter: str | None = None
 
     def validate(self) -> None:
-        """Raise ValueError for settings that cannot work; nothing is loaded."""
+        """Checks the settings without loading anything.
+
+        Raises:
+          ValueError: settings that cannot work, or that have no effect.
+        """
         if self.kind not in INDEX_FILES:
             raise ValueError(f"model.kind={self.kind!r}: allowed are {', '.join(INDEX_FILES)}")
         if self.dtype not in ("fp32", "bf16", "fp64"):
@@ -96,8 +103,7 @@ class ModelConfig:
             if not (folder / INDEX_FILES[self.kind]).is_file():
                 raise ValueError(
                     f"model.path={self.path}: no {INDEX_FILES[self.kind]} there, so it is no "
-                    "model of "
-                    f"model.kind={self.kind}"
+                    f"model of model.kind={self.kind}"
                 )
         elif self.path.startswith((".", "/", "~")) or self.path.count("/") != 1:
             raise ValueError(
@@ -109,36 +115,82 @@ class ModelConfig:
 
 
 class Schedule(NamedTuple):
-    """sigmas [S+1] fp32, ending in 0; timesteps [S] as the transformer receives them."""
+    """The noise levels that a denoising walks through.
+
+    Attributes:
+      sigmas: fp32, [S+1], decreasing to 0.
+      timesteps: [S], as the transformer receives them.
+    """
 
     sigmas: Tensor
     timesteps: Tensor
 
+    def check(self, batch: DiffusionBatch) -> None:
+        """Checks that a rollout walked this schedule.
+
+        Training reads the schedule from the batch, so another one, or timesteps in 16 bits, would
+        show in no log-prob.
+
+        Raises:
+          ValueError: if its sigmas or timesteps are others.
+        """
+        for name, found, wanted in (
+            ("sigmas", batch.sigmas, self.sigmas),
+            ("all_timesteps", batch.all_timesteps, self.timesteps[batch.step_indices]),
+        ):
+            if found.shape != wanted.shape or not torch.allclose(
+                found, wanted.to(found), rtol=1e-5, atol=1e-6
+            ):
+                raise ValueError(
+                    f"the rollout walked another schedule than the model's: {name} are "
+                    f"{_first(found)}, and should be {_first(wanted)}; check the scheduler (shift, "
+                    "dtype of the timesteps) of the engine"
+                )
+
+
+def _first(values: Tensor) -> str:
+    numbers = values.flatten()[:4].tolist()
+    return ", ".join(f"{value:g}" for value in numbers) + ", ..."
+
 
 class TrainableModel(Protocol):
-    """What a LoRA needs to know: the network it is put on, and where."""
+    """A model that a LoRA can be put on.
+
+    Attributes:
+      device: where the network is.
+      default_target_modules: name endings of the linear layers that get a LoRA by default.
+    """
 
     device: torch.device
     default_target_modules: ClassVar[tuple[str, ...]]
 
     @property
-    def network(self) -> Any: ...
+    def network(self) -> Any:
+        """Returns the network that gets the LoRA."""
 
 
 class FlowModel(ABC):
-    """A loaded pipeline. `transformer` is the base network; callers pass the copy they want
-    evaluated.
+    """A loaded pipeline of one family of models.
 
-    `check` and `latent_shape` need no weights: a pipeline of models on the meta device will do.
+    `transformer` is the base network. Methods that evaluate a network take it as an argument, since
+    a rollout has a copy of its own. `check` and `latent_shape` need no weights: a pipeline of
+    models on the meta device is enough.
 
-    pipeline_class: the class in the checkpoint's model_index.json.
-    makes: what `decode` returns, "image" or "video".
-    cfg_key: the key of `rollout.pipeline` that is the scale of classifier-free guidance,
+    Attributes:
+      pipeline_class: the class in the checkpoint's model_index.json.
+      default_target_modules: name endings of the linear layers that get a LoRA by default.
+      makes: kind of the samples that `decode` returns, "image" or "video".
+      cfg_key: the key of `rollout.pipeline` that holds the scale of classifier-free guidance,
         guidance_scale or true_cfg_scale.
-    embeds_guidance: the transformer takes guidance_scale as an input, besides.
-    max_sequence_length: the most tokens of a prompt that the stock pipeline allows.
-    unsupported_components: name in model_index.json -> why a checkpoint that has it cannot be
-        trained.
+      embeds_guidance: the transformer also takes guidance_scale as an input.
+      max_sequence_length: the most tokens of a prompt that the stock pipeline allows.
+      unsupported_components: name in model_index.json -> why a checkpoint that has this component
+        cannot be trained.
+
+    Args:
+      pipeline: the stock pipeline with its models. They are frozen here.
+      device: where the models compute.
+      offload_idle: keep text encoders and VAE on the CPU while nobody uses them.
     """
 
     pipeline_class: ClassVar[str]
@@ -166,56 +218,97 @@ class FlowModel(ABC):
 
     @property
     def transformer(self) -> Any:
+        """Returns the base network."""
         return self.pipeline.transformer
 
     @property
     def network(self) -> Any:
+        """Returns the network that gets the LoRA, which is the transformer."""
         return self.transformer
 
     @property
     def scheduler(self) -> Any:
-        """A copy, since setting the timesteps changes it, and several threads do."""
+        """Returns a copy of the scheduler, since several threads set its timesteps."""
         return copy.copy(self.pipeline.scheduler)
 
     @classmethod
     def cfg_scale(cls, spec: SamplerSpec) -> float:
-        """Scale of classifier-free guidance; above 1 it takes a negative prompt and a second
-        evaluation.
+        """Returns the scale of classifier-free guidance.
+
+        Args:
+          spec: how to sample.
+
+        Returns:
+          The scale. Above 1 a step takes a negative prompt and a second evaluation.
         """
         scale: float | None = getattr(spec, cls.cfg_key)
         return 1.0 if scale is None else scale
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
-        """Conditioning of P prompts."""
+        """Encodes prompts.
+
+        Args:
+          prompts: [P].
+          max_sequence_length: the most tokens of a prompt.
+
+        Returns:
+          The conditioning of P prompts.
+        """
         with self._encoders.at_work():
             return self._encode(prompts, max_sequence_length=max_sequence_length)
 
     @torch.no_grad()
     def decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
-        """Images [B, H, W, 3] or videos [B, F, H, W, 3] uint8 of final latents, as the stock
-        pipeline gives them.
+        """Decodes final latents as the stock pipeline does.
+
+        Args:
+          latents: at sigma 0, [B, ...].
+          spec: how they were sampled.
+
+        Returns:
+          Images [B, H, W, 3] or videos [B, F, H, W, 3], uint8.
         """
         with self._vae.at_work():
             return self._decode(latents, spec)
 
     @abstractmethod
     def check(self, spec: SamplerSpec, key: str) -> None:
-        """ValueError for a size or a guidance that this checkpoint cannot make; `key` is where they
-        were given.
+        """Checks that this checkpoint can sample with these settings.
+
+        Args:
+          spec: how to sample.
+          key: the configuration section that the settings come from, for messages.
+
+        Raises:
+          ValueError: the checkpoint cannot make this size or this guidance.
         """
 
     @abstractmethod
     def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
-        """What `encode` returns; the text encoders are on the device."""
+        """Encodes prompts for `encode`, which has put the text encoders on the device."""
 
     @abstractmethod
     def latent_shape(self, spec: SamplerSpec) -> tuple[int, ...]:
-        """Shape of one sample's latents, as the stock pipeline takes them."""
+        """Returns the shape of one sample's latents, as the stock pipeline takes them.
+
+        Args:
+          spec: how to sample.
+
+        Returns:
+          The shape, without the batch dimension.
+        """
 
     @abstractmethod
     def schedule(self, spec: SamplerSpec) -> Schedule:
-        """The sigmas and timesteps that the stock pipeline would use, bit for bit."""
+        """Returns the sigmas and timesteps that the stock pipeline would use, bit for bit.
+
+        Args:
+          spec: how to sample.
+
+        Returns:
+          The schedule on the device.
+        """
 
     @abstractmethod
     def velocity(
@@ -227,29 +320,49 @@ class FlowModel(ABC):
         negative: Conditioning | None,
         spec: SamplerSpec,
     ) -> Tensor:
-        """Velocity [B, ...] in fp32 at `latents` [B, ...] fp32 and `timesteps` [B].
+        """Predicts the velocity as the stock pipeline does, classifier-free guidance included.
 
-        With `negative` it is guided by `cfg_scale(spec)`, as in the stock pipeline.
+        Args:
+          transformer: the network to evaluate, the base or a copy of it.
+          latents: the state, [B, ...], fp32.
+          timesteps: [B], as `schedule` has them.
+          conditioning: the encoded prompt of each sample, [B].
+          negative: the encoded negative prompt of each sample, [B]; None without guidance.
+          spec: how to sample; the scale of the guidance is `cfg_scale(spec)`.
+
+        Returns:
+          The velocity, [B, ...], fp32; differentiable in the network's weights.
         """
 
     @abstractmethod
     def _decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
-        """What `decode` returns; the VAE is on the device."""
+        """Decodes latents for `decode`, which has put the VAE on the device."""
 
 
 def adapter_of(config: ModelConfig) -> type[FlowModel]:
-    """The adapter for the checkpoint at `config.path`, from its model_index.json alone.
+    """Finds the adapter of a checkpoint. Reads its model_index.json and nothing else.
 
-    Raises ValueError for a folder that cannot be read, a pipeline class without adapter (or with
-    another than `config.adapter`'s), or a component that the adapter does not know what to do with.
+    Args:
+      config: the model; `path` and `adapter` are used.
+
+    Returns:
+      The adapter class.
+
+    Raises:
+      ValueError: the checkpoint cannot be read, no adapter is made for its pipeline class, or it
+        has a component that the adapter does not support.
     """
     index = _read_index(config)
-    adapters = adapters_by_pipeline() if config.adapter is None else _named_adapter(config.adapter)
+    if config.adapter is None:
+        adapters = adapters_by_pipeline()
+        known = "adapters exist"
+    else:
+        adapters = _named_adapter(config.adapter)
+        known = f"model.adapter={config.adapter} is"
     adapter = adapters.get(index["_class_name"])
     if adapter is None:
         raise ValueError(
-            f"model.path={config.path} is a {index['_class_name']}; "
-            f"{'adapters exist' if config.adapter is None else f'model.adapter={config.adapter} is'} "
+            f"model.path={config.path} is a {index['_class_name']}; {known} "
             f"for {', '.join(sorted(adapters))}"
         )
     for name, reason in adapter.unsupported_components.items():
@@ -259,31 +372,49 @@ def adapter_of(config: ModelConfig) -> type[FlowModel]:
 
 
 def absent_components(config: ModelConfig) -> list[str]:
-    """The components of its pipeline that the checkpoint at `config.path` lacks, from its
-    model_index.json alone.
+    """Lists the components of its pipeline that a checkpoint lacks.
+
+    Args:
+      config: the model; only `path` is used.
+
+    Returns:
+      Their names in model_index.json, the only file that is read.
     """
     return [name for name, value in _read_index(config).items() if value == _ABSENT]
 
 
 def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
-    """Load the pipeline through diffusers and wrap it in the adapter for its class.
+    """Loads a pipeline through diffusers and wraps it in the adapter for its class.
 
-    The transformer and the text encoders take `config.dtype`; the VAE stays fp32, since SD3's
-    overflows in half precision. Raises ValueError as `adapter_of` does.
+    Args:
+      config: the model. The transformer and the text encoders get its dtype.
+      device: where the models compute.
+
+    Returns:
+      The adapter, without LoRA.
+
+    Raises:
+      ValueError: as `adapter_of`.
     """
-    adapter, path, absent = (
-        adapter_of(config),
-        _path(config),
-        dict.fromkeys(absent_components(config)),
-    )
+    adapter = adapter_of(config)
+    # A component that the index marks as absent has to be passed as None, or diffusers refuses to
+    # load the pipeline without it.
+    absent = dict.fromkeys(absent_components(config))
+    # The VAE stays fp32, since SD3's overflows in half precision.
     dtypes = {"default": DTYPES[config.dtype], "vae": torch.float32}
-    pipeline = DiffusionPipeline.from_pretrained(path, dtype=dtypes, use_safetensors=True, **absent)
+    pipeline = DiffusionPipeline.from_pretrained(
+        _path(config), dtype=dtypes, use_safetensors=True, **absent
+    )
     pipeline.set_progress_bar_config(disable=True)
     return adapter(pipeline, device, offload_idle=config.offload_idle)
 
 
 def adapters_by_pipeline() -> dict[str, type[FlowModel]]:
-    """Pipeline class -> adapter, of every module in this folder."""
+    """Imports every module of this folder and collects the adapters.
+
+    Returns:
+      Name of the pipeline class -> adapter.
+    """
     package = importlib.import_module("flowgrpo_rc.models")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"flowgrpo_rc.models.{module.name}")
@@ -309,7 +440,7 @@ def _path(config: ModelConfig) -> str:
 
 
 def _read_index(config: ModelConfig) -> dict[str, Any]:
-    """model_index.json."""
+    """The content of model_index.json."""
     try:
         return dict(DiffusionPipeline.load_config(_path(config)))
     except OSError as error:

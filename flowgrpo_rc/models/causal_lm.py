@@ -19,15 +19,27 @@ from flowgrpo_rc.models.base import DTYPES, ModelConfig
 
 
 class CausalLM:
-    """A frozen network and its tokenizer. `network` is the base; callers pass the copy they want
-    evaluated.
+    """A frozen causal language model and its tokenizer.
 
-    eos_ids: the tokens that end a response, those of the checkpoint's generation settings and the
-        tokenizer's own;
-    pad_id: what fills rows, the tokenizer's or else the first of eos_ids (masks, not ids, say what
-    is padding). Nothing else of the checkpoint's generation settings is used: a penalty or a cut
-    that its authors advise for sampling would make another distribution than the one that is
-    trained.
+    Only the end tokens of the checkpoint's generation settings are used. A penalty or a cut that
+    its authors advise for sampling would make another distribution than the one that is trained.
+
+    Attributes:
+      default_target_modules: name endings of the linear layers that get a LoRA by default.
+      network: the base network; a rollout has a copy of its own.
+      tokenizer: the tokenizer of transformers.
+      device: where the network computes.
+      eos_ids: the tokens that end a response, from the generation settings and the tokenizer.
+      pad_id: the token that fills rows: the tokenizer's, or else the first of eos_ids. Masks, not
+        ids, tell what is padding.
+
+    Args:
+      network: the loaded network. It is frozen here.
+      tokenizer: its tokenizer.
+      device: where the network computes.
+
+    Raises:
+      ValueError: the checkpoint names no end token.
     """
 
     default_target_modules: ClassVar[tuple[str, ...]] = (
@@ -50,8 +62,7 @@ class CausalLM:
         if not self.eos_ids:
             raise ValueError(
                 "model.path: neither the tokenizer nor generation_config.json names an "
-                "end-of-sequence token, so no "
-                "response could ever end"
+                "end-of-sequence token, so no response could ever end"
             )
         self.pad_id = (
             self.eos_ids[0] if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
@@ -61,31 +72,36 @@ class CausalLM:
         )
 
     def encode(self, prompts: Sequence[str], *, max_length: int) -> tuple[Tensor, Tensor]:
-        """ids [P, L] int64 padded on the left, and mask [P, L] bool.
+        """Turns prompts into tokens.
 
-        Prompts are taken as they are, with the tokens that the tokenizer itself puts around a text
-        (Llama's begin token) and without a chat template: one who wants it applies it when the
-        prompt file is written. Raises ValueError for a prompt without any token or with more than
-        `max_length`; none is ever cut.
+        The tokenizer adds the tokens that it puts around every text, such as Llama's begin token.
+        No chat template is applied: prompt files hold the text that the model shall see.
+
+        Args:
+          prompts: [P].
+          max_length: the most tokens of a prompt. Prompts are never cut.
+
+        Returns:
+          ids, int64, [P, L], padded on the left; and their mask, bool, [P, L].
+
+        Raises:
+          ValueError: a prompt has no token, or more than `max_length`.
         """
-        rows = [list(self.tokenizer(prompt).input_ids) for prompt in prompts]
-        for prompt, row in zip(prompts, rows, strict=True):
-            if not row:
-                raise ValueError(f"the prompt {prompt!r} has no token: give it a text")
-            if len(row) > max_length:
-                raise ValueError(
-                    f"rollout.prompt_length={max_length}, but the prompt {prompt[:60]!r} has "
-                    f"{len(row)} tokens: raise "
-                    "it or shorten the prompt"
-                )
+        rows = token_rows(self.tokenizer, prompts, max_length=max_length)
         width = max(map(len, rows))
         ids = torch.tensor([[self.pad_id] * (width - len(row)) + row for row in rows])
         mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
         return ids.to(self.device), mask.to(self.device)
 
     def decode(self, ids: Tensor, mask: Tensor) -> list[str]:
-        """The texts of ids [B, T] where mask [B, T] holds, without end tokens and other special
-        ones.
+        """Turns tokens into texts, without end tokens and other special ones.
+
+        Args:
+          ids: int64, [B, T].
+          mask: bool, [B, T]; True for the tokens of the response.
+
+        Returns:
+          B texts.
         """
         texts = []
         for row, kept in zip(ids.tolist(), mask.tolist(), strict=True):
@@ -94,63 +110,118 @@ class CausalLM:
                 for token, keep in zip(row, kept, strict=True)
                 if keep and token not in self.eos_ids
             ]
-            texts.append(
-                self.tokenizer.decode(
-                    tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-                )
+            text = self.tokenizer.decode(
+                tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
+            texts.append(text)
         return texts
 
 
-def load_causal_lm(config: ModelConfig, device: torch.device) -> CausalLM:
-    """Load network (in `config.dtype`) and tokenizer through transformers; only safetensors, no
-    code of the checkpoint.
+def token_rows(tokenizer: Any, prompts: Sequence[str], *, max_length: int) -> list[list[int]]:
+    """Returns the token ids of each prompt.
 
-    Raises ValueError for what cannot be read so.
+    Raises:
+      ValueError: a prompt has no token, or more than `max_length`.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    rows = [list(tokenizer(prompt).input_ids) for prompt in prompts]
+    for prompt, row in zip(prompts, rows, strict=True):
+        if not row:
+            raise ValueError(f"the prompt {prompt!r} has no token: give it a text")
+        if len(row) > max_length:
+            raise ValueError(
+                f"rollout.prompt_length={max_length}, but the prompt {prompt[:60]!r} has "
+                f"{len(row)} tokens: raise "
+                "it or shorten the prompt"
+            )
+    return rows
 
-    folder = Path(config.path).expanduser()
-    path = str(folder) if folder.exists() else config.path
+
+def load_tokenizer(config: ModelConfig) -> Any:
+    """Loads the tokenizer of the checkpoint at `config.path`, and nothing else of it.
+
+    Raises:
+      ValueError: it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(_location(config))
+    except (OSError, ValueError) as error:
+        raise _unreadable(config, error) from error
+
+
+def load_causal_lm(config: ModelConfig, device: torch.device) -> CausalLM:
+    """Loads network and tokenizer through transformers.
+
+    Only safetensors files are read, and no code of the checkpoint is run.
+
+    Args:
+      config: the model; `path` and `dtype` are used.
+      device: where the network computes.
+
+    Returns:
+      The model, without LoRA.
+
+    Raises:
+      ValueError: the checkpoint cannot be read in this way.
+    """
+    from transformers import AutoModelForCausalLM
+
     try:
         network = AutoModelForCausalLM.from_pretrained(
-            path, dtype=DTYPES[config.dtype], use_safetensors=True
+            _location(config), dtype=DTYPES[config.dtype], use_safetensors=True
         )
-        tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model.path={config.path}: cannot be read as a causal language model: {error}"
-        ) from error
-    return CausalLM(network, tokenizer, device)
+        raise _unreadable(config, error) from error
+    return CausalLM(network, load_tokenizer(config), device)
+
+
+def _location(config: ModelConfig) -> str:
+    folder = Path(config.path).expanduser()
+    return str(folder) if folder.exists() else config.path
+
+
+def _unreadable(config: ModelConfig, error: Exception) -> ValueError:
+    return ValueError(
+        f"model.path={config.path}: cannot be read as a causal language model: {error}"
+    )
 
 
 @contextmanager
 def gradient_checkpointing(network: Any) -> Iterator[None]:
-    """A forward inside keeps only the inputs of the decoder layers; the backward computes the rest
-    again.
+    """Makes a forward keep only the inputs of the decoder layers, to save memory.
 
-    transformers checkpoints a layer in training mode only, and then generates without a cache. So
-    just the layers themselves, not what is in them, are in that mode, for this one forward: dropout
-    stays off, generation untouched.
+    The backward pass computes the other activations again.
+
+    Args:
+      network: the network whose forwards inside the context are checkpointed.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [
         module for module in network.modules() if isinstance(module, GradientCheckpointingLayer)
     ]
+    # transformers checkpoints a layer in training mode only, and a network in training mode
+    # generates without a cache. So only the layers themselves are in that mode, and only in here.
+    # The modules inside of them are not: dropout stays off.
     for layer in layers:
         layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-        layer.gradient_checkpointing = layer.training = True
+        layer.gradient_checkpointing = True
+        layer.training = True
     try:
         yield
     finally:
         for layer in layers:
-            layer.gradient_checkpointing = layer.training = False
+            layer.gradient_checkpointing = False
+            layer.training = False
 
 
 def _eos_ids(*given: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Each once, in order."""
+    """The given ids, each once, in order."""
     ids: list[int] = []
     for value in given:
-        ids += [] if value is None else [value] if isinstance(value, int) else list(value)
+        if isinstance(value, int):
+            ids.append(value)
+        elif value is not None:
+            ids += value
     return tuple(dict.fromkeys(ids))

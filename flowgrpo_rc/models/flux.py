@@ -1,4 +1,7 @@
-"""FLUX.1 dev and schnell (https://github.com/black-forest-labs/flux)."""
+"""FLUX.1 dev and schnell (https://github.com/black-forest-labs/flux).
+
+Legend: B samples, H and W height and width of a picture in pixels.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ from flowgrpo_rc.models.layout import check_size, linear_schedule, to_uint8, unp
 
 
 class Flux(FlowModel):
-    """CLIP for the pooled embedding, T5 for the tokens; packed latents [B, H/16 * W/16, 64].
+    """FLUX.1: CLIP gives the pooled embedding, T5 the tokens; latents [B, H/16 * W/16, 64], packed.
 
-    guidance_scale is an input of the transformer (`dev`; `schnell` has none). true_cfg_scale guides
-    on a negative prompt as well, with a second evaluation.
+    guidance_scale is an input of the transformer of `dev`; `schnell` has none. true_cfg_scale
+    guides on a negative prompt, with a second evaluation.
     """
 
     pipeline_class = "FluxPipeline"
@@ -40,12 +43,13 @@ class Flux(FlowModel):
     )
 
     def check(self, spec: SamplerSpec, key: str) -> None:
+        """Refuses sizes that do not fill whole patches, and guidance that has no effect."""
         check_size(spec, multiple=2 * self.pipeline.vae_scale_factor)
         if not self.transformer.config.guidance_embeds and spec.guidance_scale != 1:
             raise ValueError(
                 f"{key}.guidance_scale={spec.guidance_scale} has no effect: this checkpoint's "
-                "transformer takes no "
-                f"guidance; set it to 1 ({key}.true_cfg_scale guides on a negative prompt)"
+                f"transformer takes no guidance; set it to 1 ({key}.true_cfg_scale guides on a "
+                "negative prompt)"
             )
 
     def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
@@ -55,10 +59,12 @@ class Flux(FlowModel):
         return Conditioning(embeds=embeds, pooled=pooled)
 
     def latent_shape(self, spec: SamplerSpec) -> tuple[int, ...]:
+        """Returns one token for each patch of 2 x 2 latents, with all their channels."""
         rows, columns = self._patches(spec)
         return rows * columns, self.transformer.config.in_channels
 
     def schedule(self, spec: SamplerSpec) -> Schedule:
+        """Returns evenly spaced sigmas, shifted for the number of tokens."""
         rows, columns = self._patches(spec)
         return linear_schedule(
             self.scheduler, spec.num_inference_steps, rows * columns, self.device
@@ -73,6 +79,7 @@ class Flux(FlowModel):
         negative: Conditioning | None,
         spec: SamplerSpec,
     ) -> Tensor:
+        """Predicts the velocity; `true_cfg_scale` guides if there is a negative prompt."""
         axes = (torch.arange(size, device=latents.device) for size in (1, *self._patches(spec)))
         positions = torch.cartesian_prod(*axes).to(latents.dtype)
         guidance = latents.new_full((len(latents),), spec.guidance_scale)

@@ -1,5 +1,4 @@
-"""What several adapters share: sizes, the resolution-dependent time shift, packed latents, and
-pictures out of the VAE.
+"""Helpers of several adapters: sizes, schedules, packed latents, and pictures out of the VAE.
 
 Legend: B samples, C latent channels, H and W latent height and width, F latent frames.
 """
@@ -17,8 +16,15 @@ from flowgrpo_rc.models.base import Schedule
 
 
 def check_size(spec: SamplerSpec, *, multiple: int, largest: int | None = None) -> None:
-    """ValueError unless height and width are multiples of `multiple` pixels, up to `largest` where
-    there is one.
+    """Checks height and width of a picture.
+
+    Args:
+      spec: how to sample.
+      multiple: height and width have to be multiples of it, in pixels.
+      largest: the most pixels of a side; None for no bound.
+
+    Raises:
+      ValueError: the model cannot make this size.
     """
     for name, size in (("height", spec.height), ("width", spec.width)):
         if size % multiple or size <= 0 or (largest is not None and size > largest):
@@ -30,20 +36,44 @@ def check_size(spec: SamplerSpec, *, multiple: int, largest: int | None = None) 
 
 
 def dynamic_shift(scheduler: Any, num_tokens: int) -> float:
-    """`mu` of the scheduler's time shift for an image of `num_tokens`: a line through two points of
-    its config.
+    """Computes `mu` of the scheduler's time shift, which depends on the size of the picture.
+
+        mu = base_shift + slope (num_tokens - base_image_seq_len)
+
+    slope is that of the line through (base_image_seq_len, base_shift) and (max_image_seq_len,
+    max_shift).
+
+    Args:
+      scheduler: a flow-matching scheduler of diffusers, whose config holds the two points.
+      num_tokens: number of tokens of the picture.
+
+    Returns:
+      mu.
+
+    See "Scaling Rectified Flow Transformers for High-Resolution Image Synthesis",
+    https://arxiv.org/abs/2403.03206, on shifting the timesteps by resolution.
     """
     config = scheduler.config
-    slope = (config.max_shift - config.base_shift) / (
-        config.max_image_seq_len - config.base_image_seq_len
-    )
+    length = config.max_image_seq_len - config.base_image_seq_len
+    slope = (config.max_shift - config.base_shift) / length
+    # Evaluated as the stock pipelines do, to get their bits.
     return float(num_tokens * slope + (config.base_shift - slope * config.base_image_seq_len))
 
 
 def linear_schedule(
     scheduler: Any, num_steps: int, num_tokens: int, device: torch.device
 ) -> Schedule:
-    """Evenly spaced sigmas from 1 to 1 / num_steps, then shifted for an image of `num_tokens`."""
+    """Returns evenly spaced sigmas from 1 to 1 / num_steps, shifted for the size of the picture.
+
+    Args:
+      scheduler: a flow-matching scheduler of diffusers; its timesteps are set.
+      num_steps: number of denoising steps, S.
+      num_tokens: number of tokens of the picture.
+      device: where the schedule shall be.
+
+    Returns:
+      The schedule.
+    """
     scheduler.set_timesteps(
         sigmas=np.linspace(1.0, 1 / num_steps, num_steps),
         mu=dynamic_shift(scheduler, num_tokens),
@@ -53,22 +83,45 @@ def linear_schedule(
 
 
 def unpack(latents: Tensor, rows: int, columns: int) -> Tensor:
-    """[B, rows * columns, 4 C], patches of 2 x 2 by row, to [B, C, 2 rows, 2 columns]."""
+    """Turns packed latents into a picture of latents.
+
+    Args:
+      latents: patches of 2 x 2 latents, row by row, [B, rows * columns, 4 C].
+      rows: number of patches from top to bottom.
+      columns: number of patches from left to right.
+
+    Returns:
+      [B, C, 2 rows, 2 columns].
+    """
     patches = latents.unflatten(1, (rows, columns)).unflatten(-1, (-1, 2, 2))
     return patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
 
 
 def unscaled(latents: Tensor, vae: Any) -> Tensor:
-    """Latents [B, C, F, H, W] as a video VAE decodes them, from those of mean 0 and deviation 1 by
-    channel.
+    """Takes the normalisation of each channel back, before a video VAE decodes.
+
+    Args:
+      latents: with mean 0 and standard deviation 1 in each channel, [B, C, F, H, W].
+      vae: the VAE, whose config holds mean and standard deviation of each channel.
+
+    Returns:
+      Latents in the scale of the VAE, [B, C, F, H, W].
     """
     mean, std = (
         torch.tensor(values).reshape(1, -1, 1, 1, 1).to(latents)
         for values in (vae.config.latents_mean, vae.config.latents_std)
     )
-    return latents / (1.0 / std) + mean  # the stock pipelines' order of rounding
+    # Divided by 1 / std as the stock pipelines do, to get their bits.
+    return latents / (1.0 / std) + mean
 
 
 def to_uint8(pictures: np.ndarray) -> np.ndarray:
-    """Values in [0, 1] as 0 to 255."""
+    """Rounds values in [0, 1] to 0 to 255.
+
+    Args:
+      pictures: of any shape.
+
+    Returns:
+      uint8, of the same shape.
+    """
     return (pictures * 255).round().astype(np.uint8)

@@ -1,14 +1,18 @@
-"""LoRA on the network (arXiv 2106.09685) through peft: adding it, reading it, switching it off."""
+"""LoRA on a network through peft: adding one, reading its tensors, switching it off.
+
+A LoRA adds a low-rank update to frozen linear layers: W x + (alpha / rank) B A x, where only A and
+B are trained. See https://arxiv.org/abs/2106.09685.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from peft import LoraConfig
-from torch import nn
+from torch import Tensor, nn
 
 from flowgrpo_rc.core.random import derive_seed
 from flowgrpo_rc.models.base import DTYPES, ModelConfig, TrainableModel
@@ -16,23 +20,31 @@ from flowgrpo_rc.models.lora_files import ADAPTER, load_export
 
 
 def add_lora(model: TrainableModel, config: ModelConfig, seed: int) -> Any:
-    """Put a fresh LoRA (or that of `config.lora_path`) on the model's network; only its tensors
-    train, in fp32 (fp64 on an fp64 network).
+    """Puts a LoRA on the model's network. From then on only its tensors train.
 
-    The initial values follow from `seed` alone. Raises ValueError if a target module is not there.
+    Its tensors are fp32, or fp64 on an fp64 network.
+
+    Args:
+      model: the model; its network is changed.
+      config: rank, alpha, target modules and initialisation; `lora_path` for values to start from.
+      seed: seed of the run. The initial values follow from it alone.
+
+    Returns:
+      The network.
+
+    Raises:
+      ValueError: the network has no module of a given name, or the file of `lora_path` does not
+        fit.
     """
     network = model.network
     targets = list(config.target_modules or model.default_target_modules)
     names = [name for name, _ in network.named_modules()]
-    missing = [
-        target
-        for target in targets
-        if not any(n == target or n.endswith("." + target) for n in names)
-    ]
+    missing = [target for target in targets if not _ends_a_name(target, names)]
     if missing:
         raise ValueError(
             f"model.target_modules: the network has no module that ends in {', '.join(missing)}"
         )
+    # peft draws from the global generator, whose state has to be the same after this block.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "lora"))
         network.add_adapter(
@@ -55,15 +67,42 @@ def add_lora(model: TrainableModel, config: ModelConfig, seed: int) -> Any:
 
 
 def lora_parameters(network: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable tensors by name, in a fixed order."""
+    """Returns the trainable tensors of a network by name, sorted by name.
+
+    Args:
+      network: a network with a LoRA.
+
+    Returns:
+      Name -> parameter. The order is the same on all processes.
+    """
     return {name: p for name, p in sorted(network.named_parameters()) if p.requires_grad}
 
 
 @contextmanager
 def reference_policy(network: Any) -> Iterator[None]:
-    """The base model for the duration: the adapter is off."""
+    """Switches the LoRA off inside the context, so that the network is the base model.
+
+    Args:
+      network: a network with a LoRA.
+    """
     network.disable_adapters()
     try:
         yield
     finally:
         network.enable_adapters()
+
+
+def _ends_a_name(target: str, names: Sequence[str]) -> bool:
+    """Whether one of the dotted names is the target or ends in it."""
+    return any(name == target or name.endswith("." + target) for name in names)
+
+
+def other_tensors(held: Mapping[str, Tensor], pushed: Mapping[str, Tensor]) -> int:
+    """Counts the LoRA tensors that are not those that were pushed, apart from rounding.
+
+    Args:
+      held: what an engine holds, by name, in its precision.
+      pushed: what it was given, by name.
+    """
+    differ = [(tensor != pushed[name].to(tensor)).any() for name, tensor in held.items()]
+    return int(torch.stack(differ).sum())

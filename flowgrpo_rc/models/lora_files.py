@@ -1,4 +1,8 @@
-"""Exported LoRA files: their names and keys, and loading one to train it further."""
+"""The files that a LoRA is exported to: their names and keys, and loading one to train it further.
+
+Diffusion models have one file in the format of diffusers, language models two files in the format
+of peft (`peft_files`). `flowgrpo_rc.export` writes them.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from torch import nn
 from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.models.peft_files import CONFIG_NAME, TENSORS_NAME
 
+# The LoRA's name in the parameters of a network, `....lora_A.default.weight`. Files leave it out.
 ADAPTER = "default"
 EXPORT_NAMES = {"diffusion": "pytorch_lora_weights.safetensors", "causal_lm": TENSORS_NAME}
 _PREFIXES = {"diffusion": "transformer.", "causal_lm": "base_model.model."}
@@ -27,10 +32,14 @@ _UNKNOWN_TO_US = (
 
 
 def load_export(network: nn.Module, config: ModelConfig) -> None:
-    """Start from an exported LoRA of the same rank and target modules, at the strength that it was
-    exported with.
+    """Copies an exported LoRA into a network, at the strength that it was exported with.
 
-    ValueError names the first difference.
+    Args:
+      network: a network with a LoRA of the same rank and target modules; its tensors are changed.
+      config: the model; `lora_path` is the file, or the folder that holds it.
+
+    Raises:
+      ValueError: there is no such file, or it does not fit. The message names the first difference.
     """
     name = EXPORT_NAMES[config.kind]
     path = Path(config.lora_path or "").expanduser()
@@ -41,6 +50,7 @@ def load_export(network: nn.Module, config: ModelConfig) -> None:
         described = (file.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY, "{}")
         stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
     scale = _peft_scale(path, config) if config.kind == "causal_lm" else _diffusers_scale(described)
+    # Networks scale by alpha / rank of the configuration, so B takes up the difference.
     factor = scale / (config.lora_alpha / config.lora_rank)
     expected = {
         file_key(name, config): p for name, p in network.named_parameters() if p.requires_grad
@@ -49,32 +59,39 @@ def load_export(network: nn.Module, config: ModelConfig) -> None:
         different = sorted(stored.keys() ^ expected.keys())
         raise ValueError(
             f"model.lora_path={config.lora_path} has other modules than model.target_modules: "
-            f"{len(different)} keys "
-            f"differ, the first is {different[0]}"
+            f"{len(different)} keys differ, the first is {different[0]}"
         )
     for key, parameter in expected.items():
         if stored[key].shape != parameter.shape:
             raise ValueError(
                 f"model.lora_path={config.lora_path}: {key} is {tuple(stored[key].shape)}, "
-                "model.lora_rank="
-                f"{config.lora_rank} needs {tuple(parameter.shape)}"
+                f"model.lora_rank={config.lora_rank} needs {tuple(parameter.shape)}"
             )
         value = stored[key].to(parameter.dtype)
         parameter.data.copy_(value * factor if ".lora_B." in key else value)
 
 
 def file_key(name: str, config: ModelConfig) -> str:
-    """A parameter's name in the file."""
+    """Returns the name of a parameter in the file.
+
+    Args:
+      name: its name in the network.
+      config: the model; `kind` says which format.
+
+    Returns:
+      The key.
+    """
     return f"{_PREFIXES[config.kind]}{name.replace(f'.{ADAPTER}.', '.')}"
 
 
 def _diffusers_scale(metadata: str) -> float:
+    """alpha / rank of the file's metadata; 1 without metadata, as diffusers reads such a file."""
     described = json.loads(metadata)
     return described["transformer.lora_alpha"] / described["transformer.r"] if described else 1.0
 
 
 def _peft_scale(path: Path, config: ModelConfig) -> float:
-    """alpha / rank of the description beside the tensors."""
+    """alpha / rank of the settings that peft keeps in a file beside the tensors."""
     file = path.parent / CONFIG_NAME
     if not file.is_file():
         raise ValueError(
@@ -85,7 +102,6 @@ def _peft_scale(path: Path, config: ModelConfig) -> float:
     if unknown:
         raise ValueError(
             f"model.lora_path={config.lora_path}: {CONFIG_NAME} sets {', '.join(unknown)}; only a "
-            "plain LoRA can "
-            "be trained further"
+            "plain LoRA can be trained further"
         )
     return float(described["lora_alpha"] / described["r"])

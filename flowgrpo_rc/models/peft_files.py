@@ -1,4 +1,4 @@
-"""A LoRA of a language model as peft, transformers and vLLM read it: two files in a folder."""
+"""The two files of a language model's LoRA, as peft, transformers and vLLM read them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,18 @@ def peft_files(
     target_modules: Sequence[str],
     base: str,
 ) -> dict[str, bytes]:
-    """Contents by file name. `state` has the network's own parameter names, `adapter` is the LoRA's
-    name in them.
+    """Makes the contents of both files.
+
+    Args:
+      state: the tensors of the LoRA by their names in the network.
+      adapter: the LoRA's name in these names.
+      rank: inner dimension of the LoRA.
+      alpha: the LoRA is added with strength alpha / rank.
+      target_modules: name endings of the layers that have a LoRA.
+      base: path or hub id of the base model.
+
+    Returns:
+      File name -> content.
     """
     described = LoraConfig(
         r=rank,
@@ -33,9 +43,8 @@ def peft_files(
         base_model_name_or_path=base,
         inference_mode=True,
     ).to_dict()
-    described["target_modules"] = sorted(
-        described["target_modules"]
-    )  # peft holds a set, which has no order
+    # peft holds a set, which has no order; equal runs shall write equal files.
+    described["target_modules"] = sorted(described["target_modules"])
     tensors = {
         peft_key(name, adapter): tensor.detach().cpu().contiguous()
         for name, tensor in state.items()
@@ -47,5 +56,13 @@ def peft_files(
 
 
 def peft_key(name: str, adapter: str) -> str:
-    """A parameter's name in the file."""
+    """Returns the name of a parameter in the file.
+
+    Args:
+      name: its name in the network.
+      adapter: the LoRA's name in it.
+
+    Returns:
+      The key.
+    """
     return f"base_model.model.{name.replace(f'.{adapter}.', '.')}"

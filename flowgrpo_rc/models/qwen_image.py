@@ -1,4 +1,7 @@
-"""Qwen-Image (arXiv 2508.02324)."""
+"""Qwen-Image (https://arxiv.org/abs/2508.02324).
+
+Legend: B samples, H and W height and width of a picture in pixels.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,10 @@ from flowgrpo_rc.models.layout import check_size, linear_schedule, to_uint8, unp
 
 
 class QwenImage(FlowModel):
-    """Qwen2.5-VL's hidden states, masked, since prompts keep their own length; packed latents [B,
-    H/16 * W/16, 64].
+    """Qwen-Image: Qwen2.5-VL gives the tokens; latents [B, H/16 * W/16, 64], packed.
 
-    true_cfg_scale guides on a negative prompt; the guided velocity of a token is scaled back to the
-    length that it has without guidance.
+    Prompts keep their own length, so their tokens have a mask. true_cfg_scale guides on a negative
+    prompt.
     """
 
     pipeline_class = "QwenImagePipeline"
@@ -40,6 +42,7 @@ class QwenImage(FlowModel):
     )
 
     def check(self, spec: SamplerSpec, key: str) -> None:
+        """Refuses sizes that do not fill whole patches."""
         check_size(spec, multiple=2 * self.pipeline.vae_scale_factor)
 
     def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
@@ -49,10 +52,12 @@ class QwenImage(FlowModel):
         return Conditioning(embeds=embeds, mask=None if mask is None else mask.bool())
 
     def latent_shape(self, spec: SamplerSpec) -> tuple[int, ...]:
+        """Returns one token for each patch of 2 x 2 latents, with all their channels."""
         rows, columns = self._patches(spec)
         return rows * columns, self.transformer.config.in_channels
 
     def schedule(self, spec: SamplerSpec) -> Schedule:
+        """Returns evenly spaced sigmas, shifted for the number of tokens."""
         rows, columns = self._patches(spec)
         return linear_schedule(
             self.scheduler, spec.num_inference_steps, rows * columns, self.device
@@ -67,6 +72,8 @@ class QwenImage(FlowModel):
         negative: Conditioning | None,
         spec: SamplerSpec,
     ) -> Tensor:
+        """Predicts the velocity. A guided one keeps the length that it has without guidance."""
+
         def predict(text: Conditioning) -> Tensor:
             predicted: Tensor = transformer(
                 hidden_states=latents.to(transformer.dtype),
@@ -83,6 +90,7 @@ class QwenImage(FlowModel):
             return guided
         unguided = predict(negative)
         combined = unguided + self.cfg_scale(spec) * (guided - unguided)
+        # Guidance makes the velocity of a token longer; the stock pipeline takes that back.
         return combined * (guided.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
 
     def _decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:

@@ -1,4 +1,7 @@
-"""Stable Diffusion 3 and 3.5 (MM-DiT, arXiv 2403.03206)."""
+"""Stable Diffusion 3 and 3.5 (MM-DiT, https://arxiv.org/abs/2403.03206).
+
+Legend: B samples, C latent channels, H and W height and width of a picture in pixels.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,10 @@ from flowgrpo_rc.models.layout import check_size, dynamic_shift, to_uint8
 
 
 class StableDiffusion3(FlowModel):
-    """Two CLIP encoders and, optionally, T5; latents [B, C, H/8, W/8]; guidance on [negative,
-    positive].
+    """Stable Diffusion 3: two CLIP encoders and, optionally, T5; latents [B, C, H/8, W/8].
+
+    guidance_scale guides on a negative prompt. Both prompts go through the transformer in one
+    batch, the negative ones first, as in the stock pipeline.
     """
 
     pipeline_class = "StableDiffusion3Pipeline"
@@ -43,16 +48,19 @@ class StableDiffusion3(FlowModel):
         return Conditioning(embeds=embeds, pooled=pooled)
 
     def check(self, spec: SamplerSpec, key: str) -> None:
+        """Refuses sizes that do not fill whole patches, or exceed the position embeddings."""
         multiple = self.pipeline.vae_scale_factor * self.pipeline.patch_size
         check_size(
             spec, multiple=multiple, largest=self.transformer.config.pos_embed_max_size * multiple
         )
 
     def latent_shape(self, spec: SamplerSpec) -> tuple[int, ...]:
+        """Returns channels, height and width of the latents."""
         factor = self.pipeline.vae_scale_factor
         return self.transformer.config.in_channels, spec.height // factor, spec.width // factor
 
     def schedule(self, spec: SamplerSpec) -> Schedule:
+        """Returns the scheduler's own sigmas, shifted for the size if its settings say so."""
         scheduler = self.scheduler
         shift = {}
         if scheduler.config.use_dynamic_shifting:
@@ -71,13 +79,14 @@ class StableDiffusion3(FlowModel):
         negative: Conditioning | None,
         spec: SamplerSpec,
     ) -> Tensor:
-        embeds, pooled = conditioning.embeds, _pooled(conditioning)
+        """Predicts the velocity; `guidance_scale` guides if there is a negative prompt."""
+        embeds = conditioning.embeds
+        pooled = _pooled(conditioning)
         if negative is not None:
-            latents, timesteps = torch.cat([latents] * 2), torch.cat([timesteps] * 2)
-            embeds, pooled = (
-                torch.cat([negative.embeds, embeds]),
-                torch.cat([_pooled(negative), pooled]),
-            )
+            latents = torch.cat([latents] * 2)
+            timesteps = torch.cat([timesteps] * 2)
+            embeds = torch.cat([negative.embeds, embeds])
+            pooled = torch.cat([_pooled(negative), pooled])
         dtype = transformer.dtype
         predicted = transformer(
             hidden_states=latents.to(dtype),

@@ -1,6 +1,4 @@
-"""Parts of a pipeline that the sampling and the training thread share, and that may leave the
-device when idle.
-"""
+"""Models that the sampling and the training thread share; idle ones may leave the device."""
 
 from __future__ import annotations
 
@@ -15,21 +13,28 @@ IDLE = torch.device("cpu")
 
 
 class Shared:
-    """Modules that serve one thread at a time: tokenizers refuse a second one, and modules move.
+    """Modules that serve one thread at a time, such as the text encoders or the VAE.
 
-    They are on `device`; with `offload` only while at work, and on the CPU otherwise.
+    Two threads at once would fail: tokenizers refuse a second one, and the modules move.
+
+    Args:
+      modules: the modules.
+      device: where they work.
+      offload: keep them on the CPU while nobody uses them.
     """
 
     def __init__(
         self, modules: Sequence[nn.Module], device: torch.device, *, offload: bool
     ) -> None:
-        self._modules, self._device, self._offload = modules, device, offload
+        self._modules = modules
+        self._device = device
+        self._offload = offload
         self._lock = threading.Lock()
         self._move(IDLE if offload else device)
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Alone, and with the modules on the device."""
+        """Gives the modules to the caller alone, on their device, inside the context."""
         with self._lock:
             if not self._offload:
                 yield

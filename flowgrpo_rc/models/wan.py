@@ -1,4 +1,7 @@
-"""Wan 2.1 and 2.2 text-to-video with one transformer (arXiv 2503.20314)."""
+"""Wan 2.1 and 2.2, text to video with one transformer (https://arxiv.org/abs/2503.20314).
+
+Legend: B samples, C latent channels, H and W height and width of a picture in pixels.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,10 @@ from flowgrpo_rc.models.layout import check_size, to_uint8, unscaled
 
 
 class Wan(FlowModel):
-    """UMT5, padded to max_sequence_length; latents [B, C, 1 + (frames - 1) / 4, H/8, W/8]; a causal
-    3D VAE.
+    """Wan: UMT5 gives the tokens; latents [B, C, 1 + (frames - 1) / 4, H/8, W/8] of a video VAE.
 
-    Checkpoints come with UniPC, a multistep solver, which has no Gaussian step: its sigmas and
-    timesteps are kept, the steps are Euler's. Its first sigma is 1e-6 below 1 for the sake of a
-    logarithm; here it is 1.
+    Prompts are padded to max_sequence_length. Checkpoints come with UniPC, a multistep solver whose
+    steps are no Gaussians. Its sigmas and timesteps are kept, and the steps are Euler's.
     """
 
     pipeline_class = "WanPipeline"
@@ -33,11 +34,12 @@ class Wan(FlowModel):
         for layer in ("to_k", "to_out.0", "to_q", "to_v")
     )
     unsupported_components: ClassVar[Mapping[str, str]] = {
-        "transformer_2": "two transformers, one for each part of the schedule, would need a LoRA each; give a "
-        "model.path with one, such as Wan 2.1 or Wan 2.2 TI2V-5B"
+        "transformer_2": "two transformers, one for each part of the schedule, would need a LoRA "
+        "each; give a model.path with one, such as Wan 2.1 or Wan 2.2 TI2V-5B"
     }
 
     def check(self, spec: SamplerSpec, key: str) -> None:
+        """Refuses sizes and frames that do not fill patches, and schedulers not made for flows."""
         pipeline = self.pipeline
         _, rows, columns = self.transformer.config.patch_size
         assert rows == columns, "Wan's patches are square"
@@ -55,8 +57,7 @@ class Wan(FlowModel):
         ):
             raise ValueError(
                 f"model.path: its scheduler, {type(pipeline.scheduler).__name__}, does not walk "
-                "the sigmas of a flow "
-                "(use_flow_sigmas)"
+                "the sigmas of a flow (use_flow_sigmas)"
             )
 
     def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
@@ -69,6 +70,7 @@ class Wan(FlowModel):
         return Conditioning(embeds=embeds)
 
     def latent_shape(self, spec: SamplerSpec) -> tuple[int, ...]:
+        """Returns channels, frames, height and width of the latents."""
         pipeline = self.pipeline
         assert spec.num_frames is not None, "a video has frames"
         frames = 1 + (spec.num_frames - 1) // pipeline.vae_scale_factor_temporal
@@ -81,9 +83,11 @@ class Wan(FlowModel):
         )
 
     def schedule(self, spec: SamplerSpec) -> Schedule:
+        """Returns the sigmas and timesteps of the checkpoint's scheduler, starting at 1."""
         scheduler = self.scheduler
         scheduler.set_timesteps(spec.num_inference_steps, device=self.device)
         sigmas = scheduler.sigmas.to(self.device)
+        # UniPC takes a logarithm of 1 - sigma, and so starts 1e-6 below 1.
         return Schedule(torch.where(sigmas > 1 - 2e-6, 1.0, sigmas), scheduler.timesteps.float())
 
     def velocity(
@@ -95,7 +99,9 @@ class Wan(FlowModel):
         negative: Conditioning | None,
         spec: SamplerSpec,
     ) -> Tensor:
-        if self.pipeline.config.expand_timesteps:  # Wan 2.2 TI2V: a timestep for each token
+        """Predicts the velocity; `guidance_scale` guides if there is a negative prompt."""
+        if self.pipeline.config.expand_timesteps:
+            # The transformer of Wan 2.2 TI2V takes a timestep for each token.
             timesteps = timesteps.unsqueeze(1).expand(-1, self._num_tokens(latents))
 
         def predict(text: Conditioning) -> Tensor:

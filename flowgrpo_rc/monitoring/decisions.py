@@ -1,8 +1,9 @@
-"""What the correction decided in a step, sample by sample, kept until the step is over.
+"""The decisions of the correction in a step, sample by sample, kept until the step is over.
 
-The loss adds references to tensors that exist anyway; nothing is copied, computed or read back
+The loss adds references to tensors that exist already. Nothing is copied, computed or read back
 while it runs.
-Legend: b rows, t steps that one decision was about.
+
+Shapes: b rows, t steps that one decision was about.
 """
 
 from __future__ import annotations
@@ -16,19 +17,26 @@ from flowgrpo_rc.batch import Batch
 
 
 class Decision(NamedTuple):
-    """Some samples as one decision saw them.
+    """One decision of the correction about some samples.
 
-    seed [b] int64 says which samples; training, rollout: log-probs [b, t]; valid, kept [b, t] bool:
-    the steps that exist, and those of them that stayed; cells [b, t] int64, `Policy.cells`; weights
-    [b, t]: what the loss multiplies by, None without; step_kl [b, t] or None; num_elements: of
-    which a log-prob is the mean; updated: after an update of this step.
+    Attributes:
+      seed: which samples, [b] int64.
+      training_log_probs: by the training graph, [b, t].
+      rollout_log_probs: by the rollout, [b, t].
+      step_mask: the steps that exist, [b, t] bool.
+      keep_mask: the steps that were kept, [b, t] bool.
+      cells: `Policy.cells` of the steps, [b, t] int64.
+      weights: what the loss multiplies by, [b, t]; None without weights.
+      step_kl: exact KL of each step, [b, t]; None if the policy has none.
+      num_elements: number of elements that a log-prob is the mean of.
+      updated: True if the step's first update came before.
     """
 
     seed: Tensor
-    training: Tensor
-    rollout: Tensor
-    valid: Tensor
-    kept: Tensor
+    training_log_probs: Tensor
+    rollout_log_probs: Tensor
+    step_mask: Tensor
+    keep_mask: Tensor
     cells: Tensor
     weights: Tensor | None
     step_kl: Tensor | None
@@ -37,41 +45,51 @@ class Decision(NamedTuple):
 
     @property
     def difference(self) -> Tensor:
-        """Training - rollout [b, t] float64; whatever at steps that do not exist."""
-        return self.training.double() - self.rollout
+        """Training minus rollout log-prob, [b, t] float64; undefined at steps that do not exist."""
+        return self.training_log_probs.double() - self.rollout_log_probs
 
     @property
     def rejected(self) -> Tensor:
-        """[b, t] bool."""
-        return self.valid & ~self.kept
+        """The steps that exist and were not kept, [b, t] bool."""
+        return self.step_mask & ~self.keep_mask
 
 
 class Decisions:
-    """Collects them over a step."""
+    """Collects the decisions of a step."""
 
     def __init__(self) -> None:
-        self._seen: list[Decision] = []
+        self._decisions: list[Decision] = []
 
     def add(
         self,
         batch: Batch,
-        log_probs: Tensor,
+        training_log_probs: Tensor,
         cells: Tensor,
-        kept: Tensor,
+        keep_mask: Tensor,
         weights: Tensor | None,
         step_kl: Tensor | None,
         *,
         updated: bool = False,
     ) -> None:
-        """A decision about `batch` by the training graph's log-probs [b, t]."""
+        """Adds a decision about a batch.
+
+        Args:
+          batch: the samples.
+          training_log_probs: by the training graph, [b, t].
+          cells: `Policy.cells` of the steps, [b, t] int64.
+          keep_mask: the steps that were kept, [b, t] bool.
+          weights: what the loss multiplies by, [b, t]; None without weights.
+          step_kl: exact KL of each step, [b, t]; None if the policy has none.
+          updated: True if the step's first update came before.
+        """
         assert batch.rollout_log_probs is not None
-        self._seen.append(
+        self._decisions.append(
             Decision(
                 seed=batch.seed,
-                training=log_probs.detach(),
-                rollout=batch.rollout_log_probs,
-                valid=batch.valid,
-                kept=kept,
+                training_log_probs=training_log_probs.detach(),
+                rollout_log_probs=batch.rollout_log_probs,
+                step_mask=batch.valid,
+                keep_mask=keep_mask,
                 cells=cells,
                 weights=weights,
                 step_kl=None if step_kl is None else step_kl.detach(),
@@ -81,37 +99,43 @@ class Decisions:
         )
 
     def take(self) -> list[Decision]:
-        """Those of the step that is over; another one begins."""
-        seen, self._seen = self._seen, []
-        return seen
+        """Returns the decisions of the step that is over and starts anew."""
+        decisions = self._decisions
+        self._decisions = []
+        return decisions
 
 
-def worst_rejected(seen: list[Decision], limit: int) -> list[tuple[Decision, int]]:
-    """The samples with a rejected step, those of the largest |difference| there first; at most
-    `limit` of them.
+def worst_rejected(decisions: list[Decision], limit: int) -> list[tuple[Decision, int]]:
+    """Returns the samples with a rejected step, those with the largest |difference| first.
 
-    A sample stands here once, with the decision and the row that its largest difference is from.
-    One that is not finite comes before all others. Waits for the device twice.
+    A sample occurs once, as the decision and row with its largest difference. A difference that is
+    not finite comes before all others. This waits for the device twice.
+
+    Args:
+      decisions: the decisions of the step.
+      limit: number of samples, at most.
     """
-    if not seen:
+    if not decisions:
         return []
-    sizes = torch.cat([_rejected_size(one) for one in seen])
+    sizes = torch.cat([_rejected_size(decision) for decision in decisions])
+    # More than asked for, since a sample can occur in several decisions.
     top = sizes.topk(min(len(sizes), 8 * limit))
-    seeds = torch.cat([one.seed for one in seen])[top.indices]
-    places = [(one, row) for one in seen for row in range(len(one.seed))]
+    seeds = torch.cat([decision.seed for decision in decisions])[top.indices]
+    places = [(decision, row) for decision in decisions for row in range(len(decision.seed))]
     found: dict[int, tuple[Decision, int]] = {}
-    for size, index, seed in zip(
-        *(column.tolist() for column in (top.values, top.indices, seeds)), strict=True
-    ):
+    columns = (column.tolist() for column in (top.values, top.indices, seeds))
+    for size, index, seed in zip(*columns, strict=True):
         if size >= 0 and len(found) < limit:
             found.setdefault(seed, places[index])
     return list(found.values())
 
 
-def _rejected_size(one: Decision) -> Tensor:
-    """The largest |difference| of each row's rejected steps [b] float64, inf where it is not
-    finite; -1 for none.
+def _rejected_size(decision: Decision) -> Tensor:
+    """Returns the largest |difference| of each row's rejected steps, [b] float64.
+
+    It is inf if one is not finite, and -1 if no step is rejected.
     """
-    size = one.difference.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    size = decision.difference.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    # A column of -1 keeps amax defined where there are no steps.
     nothing = torch.full_like(size[:, :1], -1.0)
-    return torch.cat([nothing, torch.where(one.rejected, size, -1.0)], 1).amax(1)
+    return torch.cat([nothing, torch.where(decision.rejected, size, -1.0)], 1).amax(1)

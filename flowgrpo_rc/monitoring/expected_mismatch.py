@@ -1,14 +1,16 @@
-"""What a pair of precisions explains of the mismatch between rollout and training graph.
+"""The mismatch between rollout and training graph that a pair of precisions explains.
 
-Rounding is as large as the model, the guidance and the timestep make it, so the model is asked: its
-training graph is evaluated twice on the recorded steps, as it trains and with bf16 autocast
-switched over. Whatever an engine does wrong is in neither. What another precision than bf16 costs
-is known relative to that.
+How large rounding errors are depends on the model, the guidance and the timestep, so they are
+measured on the model. Its training graph is evaluated twice on the recorded steps: as it trains,
+and with bf16 autocast switched over. A fault of an engine is in neither evaluation. What another
+precision than bf16 costs is known relative to that.
 
-Weights in bf16, which autocast leaves as they are, are evaluated a second time with their inputs
-moved by one unit in the last place, so that what follows is rounded otherwise. That is what two
-evaluations in bf16 differ by. It does not show what all of them have in common, by which a rollout
-in another precision is off.
+Autocast does not change weights in bf16. Such a model is evaluated a second time with its inputs
+moved by one unit in the last place, so that all that follows is rounded in another way. The
+difference is that between two evaluations in bf16. It does not show the error that all of them have
+in common, which matters for a rollout in another precision.
+
+Shapes: b rows, t steps, C cells of the policy (`Policy.cells`).
 """
 
 from __future__ import annotations
@@ -25,8 +27,7 @@ from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.policies.base import Policy
 
 EVERY = 100  # iterations after which the expectation is measured again
-# Mean |difference| relative to that of autocast, measured on the bundled model; they add up in
-# squares.
+# Mean |difference| relative to autocast's, measured on the bundled model. They add up in squares.
 DTYPES = {"fp64": 0.0, "fp32": 0.0, "fp16": 0.13, "bf16": 1.0}
 QUANTIZATIONS = {"int8": 0.75, "int8_dynamic": 1.9, "fp8": 3.5, "int4": 12.0}
 # The least expectation: sums in another order move fp32 log-probs by 1e-8, and by 1e-7 where a
@@ -35,27 +36,39 @@ LEAST = {"diffusion": 4e-7, "causal_lm": 4e-6}
 
 
 def relative_size(rollout: str, dtype: str, mixed_precision: str) -> float | None:
-    """Of the mismatch that is expected, relative to what is measured; 0 for exact precisions, None
-    where nothing can be
-    measured: of weights in fp64, and of those in bf16 with a rollout in another precision.
+    """Returns the expected mismatch relative to the measured one.
 
-    rollout: as in specs, `bf16+int8`; dtype and mixed_precision: of the training graph.
+    It is 0 for exact precisions and None if nothing can be measured: for weights in fp64, and for
+    weights in bf16 with a rollout in another precision.
+
+    Args:
+      rollout: precision of the rollout as in specs, `bf16+int8`.
+      dtype: precision of the training weights.
+      mixed_precision: autocast of the training graph; "no" for none.
     """
     if dtype == "bf16":
         return 1.0 if rollout == "bf16" else None
     sampled, _, quantization = rollout.partition("+")
-    parts = [DTYPES[sampled], QUANTIZATIONS[quantization] if quantization else 0.0]
-    parts.append(0.0 if mixed_precision == "no" else 1.0)
-    size = math.hypot(*parts)
+    components = [DTYPES[sampled], QUANTIZATIONS[quantization] if quantization else 0.0]
+    components.append(0.0 if mixed_precision == "no" else 1.0)
+    # Independent errors add up in squares.
+    size = math.hypot(*components)
     return size if dtype == "fp32" or size == 0 else None
 
 
 class ExpectedMismatch:
-    """Mean |difference| of each cell, measured in the first iteration, every `EVERY` after it, and
-    where a sample is in a cell that none was in.
+    """The mean |difference| of each cell that the precisions explain.
 
-    other: the policy that is rounded otherwise; size: `relative_size`; least: the least
-        expectation.
+    It is measured in the first iteration, every `EVERY` iterations after it, and when a sample is
+    in a cell that had none so far.
+
+    Args:
+      policy: the training graph.
+      other: the same policy, rounded in another way.
+      processes: the processes that share a batch.
+      size: from `relative_size`.
+      least: the smallest expectation.
+      micro_batch_size: rows in one forward.
     """
 
     def __init__(
@@ -68,50 +81,72 @@ class ExpectedMismatch:
         least: float,
         micro_batch_size: int,
     ) -> None:
-        self._policies, self._processes = (policy, other), processes
-        self._size, self._least, self._micro_batch_size = size, least, micro_batch_size
+        self._policies = (policy, other)
+        self._processes = processes
+        self._size = size
+        self._least = least
+        self._micro_batch_size = micro_batch_size
         self._measured: Tensor | None = None
 
     def due(self, step: int, batch: Batch) -> bool:
-        """Whether `measure` has to be called in this step, the same on all processes; the first is
-        1. Never, where nothing is rounded."""
+        """Returns True if `measure` has to be called in this step, the same on all processes.
+
+        Never, if nothing is rounded.
+
+        Args:
+          step: number of the step; the first is 1.
+          batch: the samples of this process.
+        """
         if self._size == 0 or self._measured is None or step % EVERY == 1:
             return self._size > 0
         unknown = torch.isnan(self._measured)[self._policies[0].cells(batch)] & batch.valid
         return self._processes.any(bool(unknown.any()))
 
     def measure(self, batch: Batch, num_cells: int) -> None:
-        """Two forwards of all samples, without gradient."""
-        one, other = (
-            policy.log_probs(batch, self._micro_batch_size).double() for policy in self._policies
-        )
-        known = batch.valid & torch.isfinite(one - other)
+        """Evaluates all samples twice, without gradient, and keeps the mean of each cell.
+
+        Args:
+          batch: the samples of this process.
+          num_cells: C.
+        """
+        policy, other = self._policies
+        log_probs = policy.log_probs(batch, self._micro_batch_size).double()
+        difference = log_probs - other.log_probs(batch, self._micro_batch_size).double()
+        known = batch.valid & torch.isfinite(difference)
         total, count = self._processes.sum(
-            by_cell(one - other, known, self._policies[0].cells(batch), num_cells)
+            by_cell(difference, known, policy.cells(batch), num_cells)
         )
         before = torch.full_like(total, math.nan) if self._measured is None else self._measured
         self._measured = torch.where(count > 0, total / count, before)
 
     def values(self, like: Tensor) -> Tensor:
-        """[C] for `like` [..., C]; nan for cells that no sample was in."""
-        least = torch.full_like(like[0], self._least)
-        return (
-            least
-            if self._measured is None
-            else (self._size * self._measured).clamp(min=self._least)
-        )
+        """Returns the expectation of each cell [C]; nan for cells that had no sample.
+
+        Args:
+          like: a tensor [..., C] of the wanted device and dtype.
+        """
+        if self._measured is None:
+            return torch.full_like(like[0], self._least)
+        return (self._size * self._measured).clamp(min=self._least)
 
     def tensors(self) -> dict[str, Tensor]:
+        """Returns the state for a checkpoint."""
         return {} if self._measured is None else {"measured": self._measured}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes over the state from a checkpoint."""
         if "measured" in tensors:
             self._measured = tensors["measured"].to(self._processes.device)
 
 
 def by_cell(difference: Tensor, known: Tensor, cells: Tensor, num_cells: int) -> Tensor:
-    """Sum of |difference| and number of observations [2, C] float64, of the known ones of [b,
-    t].
+    """Returns sum of |difference| and number of observations of each cell, [2, C] float64.
+
+    Args:
+      difference: [b, t].
+      known: bool, [b, t]; other steps are left out.
+      cells: the cell of each step, [b, t] int64.
+      num_cells: C.
     """
     numbers = torch.arange(num_cells, device=cells.device)
     here = (cells.flatten().unsqueeze(1) == numbers) & known.flatten().unsqueeze(1)

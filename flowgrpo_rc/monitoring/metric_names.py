@@ -1,4 +1,4 @@
-"""Every metric that a run can report: its name, its unit and what it means.
+"""Every metric that a run can report: its name, its unit and its meaning.
 
 `docs/metrics.md` is written from this table, and a test compares the table with the names in the
 code and with runs. A part of a name in braces stands for what the meaning says.
@@ -15,44 +15,57 @@ from flowgrpo_rc.correction.metric_names import SLIME_FRACTIONS, SLIME_NAMES
 
 
 class Metric(NamedTuple):
-    """name: as in metrics.jsonl; unit: empty for a number without one; meaning: one sentence."""
+    """A metric.
+
+    Attributes:
+      name: as in metrics.jsonl; a part in braces stands for several names.
+      unit: empty for a number without one.
+      meaning: one sentence.
+    """
 
     name: str
     unit: str
     meaning: str
 
     def covers(self, name: str) -> bool:
-        """Whether `name` is this metric."""
-        return bool(re.fullmatch(re.sub(r"\\\{\w+\\\}", ".+", re.escape(self.name)), name))
+        """Returns True if `name` is this metric."""
+        # re.escape writes a placeholder as \{term\}; it stands for any text.
+        pattern = re.sub(r"\\\{\w+\\\}", ".+", re.escape(self.name))
+        return bool(re.fullmatch(pattern, name))
 
 
 class Section(NamedTuple):
+    """Metrics that are explained together, in one table of docs/metrics.md.
+
+    Attributes:
+      title: heading of the table.
+      about: text above the table.
+      metrics: its rows.
+    """
+
     title: str
     about: str
     metrics: Sequence[Metric]
 
 
 def _section(title: str, about: str, table: str) -> Section:
-    """A section from lines `name | unit | meaning`; a line that is indented further goes on with
-    the one above.
-    """
+    """Makes a section from lines `name | unit | meaning`; an indented line continues the last."""
     lines = dedent(table).strip().replace("\n    ", " ").splitlines()
     rows = [[cell.strip() for cell in line.split(" | ")] for line in lines]
-    return Section(
-        title, about, [Metric(name, unit.strip("-"), meaning) for name, unit, meaning in rows]
-    )
+    metrics = [Metric(name, unit.strip("-"), meaning) for name, unit, meaning in rows]
+    return Section(title, about, metrics)
 
 
 _REWARDS = _section(
     "Rewards",
-    "`reward/*` is what training samples got, in every step; `val/*` is what held-out ones got, "
-    "in steps with an "
-    "evaluation.",
+    "`reward/*` is what training samples got, in every step; `val/*` is what held-out ones got, in "
+    "steps with an evaluation.",
     """
     reward/mean | reward | Weighted sum of the rewards, over the samples that have one.
     reward/std | reward | Its standard deviation.
     reward/failed_fraction | fraction | Samples that some reward could not score.
-    reward/{term} | reward | One reward of `reward.terms` before its weight, and its parts as `{term}/{part}`.
+    reward/{term} | reward | One reward of `reward.terms` before its weight, and its parts as
+        `{term}/{part}`.
     val/reward | reward | As `reward/mean`, of the held-out samples.
     val/std | reward | Its standard deviation.
     val/failed_fraction | fraction | Held-out samples that some reward could not score.
@@ -67,7 +80,8 @@ _ADVANTAGES = _section(
     advantages/std | - | Their standard deviation.
     advantages/max | - | The largest.
     advantages/min | - | The smallest.
-    zero_std_ratio | fraction | Groups whose rewards are all equal, and which therefore teach nothing.
+    zero_std_ratio | fraction | Groups whose rewards are all equal, and which therefore teach
+        nothing.
     """,
 )
 _UPDATE = _section(
@@ -78,32 +92,41 @@ _UPDATE = _section(
     actor/kl_loss | nats | KL to the base model, before its coefficient; with `actor.use_kl_loss`.
     actor/ratio_mean | ratio | Current over old policy, over the steps that are kept.
     actor/ratio_std | ratio | Its standard deviation.
-    actor/clip_fraction | fraction | Steps outside the clip band; with `flow_dppo` those that it masks.
+    actor/clip_fraction | fraction | Steps outside the clip band; with `flow_dppo` those that it
+        masks.
     actor/clip_fraction_higher | fraction | Steps above the band.
     actor/clip_fraction_lower | fraction | Steps below the band.
-    actor/dual_clip_fraction | fraction | Tokens that the dual clip bounds; text with `clip_ratio_c`.
-    actor/step_kl_mean | nats | Exact KL of a step, old to current policy; `grpo_guard` and `flow_dppo`.
+    actor/dual_clip_fraction | fraction | Tokens that the dual clip bounds; text with
+        `clip_ratio_c`.
+    actor/step_kl_mean | nats | Exact KL of a step, old to current policy; `grpo_guard` and
+        `flow_dppo`.
     actor/step_kl_max | nats | The largest.
-    actor/kl_above_threshold_fraction | fraction | Steps whose KL is above `kl_threshold`; `flow_dppo`.
-    actor/ois | ratio | slime's name of `actor/ratio_mean`; decoupled mode with `metric_names` other than verl.
-    actor/grad_norm | - | Norm of the gradient before `clip_grad`, over the updates where it is finite.
+    actor/kl_above_threshold_fraction | fraction | Steps whose KL is above `kl_threshold`;
+        `flow_dppo`.
+    actor/ois | ratio | slime's name of `actor/ratio_mean`; decoupled mode with `metric_names` other
+        than verl.
+    actor/grad_norm | - | Norm of the gradient before `clip_grad`, over the updates where it is
+        finite.
     actor/lr | - | The largest learning rate of the step's updates.
-    actor/nonfinite_update_fraction | fraction | Updates of this step that were skipped: no finite gradient.
+    actor/nonfinite_update_fraction | fraction | Updates of this step that were skipped: no finite
+        gradient.
     actor/nonfinite_updates | updates | Updates skipped since the start of the run.
     """,
 )
 _ROLLOUT = _section(
     "Rollout",
     "What was sampled. `rollout/staleness_*`, `policy_version_*` and `dropped_batches` are there "
-    "with "
-    "`rollout.staleness`.",
+    "with `rollout.staleness`.",
     """
-    rollout/latents_16bit_fraction | fraction | Latents that 16 bits hold exactly; near 1, an engine rounds them.
-    rollout/staleness_mean | steps | How far the sampling weights were behind those before the update.
+    rollout/latents_16bit_fraction | fraction | Latents that 16 bits hold exactly; near 1, an engine
+        rounds them.
+    rollout/staleness_mean | steps | How far the sampling weights were behind those before the
+        update.
     rollout/staleness_max | steps | The largest.
     rollout/policy_version_min | steps | The oldest step after which sampling weights were taken.
     rollout/policy_version_max | steps | The newest.
-    rollout/dropped_batches | batches | Batches of weights older than allowed, which were sampled again.
+    rollout/dropped_batches | batches | Batches of weights older than allowed, which were sampled
+        again.
     response/length_mean | tokens | Text: length of a response, its end included.
     response/length_max | tokens | The longest.
     response/length_min | tokens | The shortest.
@@ -111,37 +134,40 @@ _ROLLOUT = _section(
     response/empty_fraction | fraction | Responses without any text.
     """,
 )
-_FLOOR = _section(
+_MISMATCH = _section(
     "Noise floor",
     "Training minus rollout log-probs before the first update of a step. Here and in the next "
-    "three tables names "
-    "stand for `rollout_corr/NAME` in decoupled mode and `actor/rollout_corr/NAME` in bypass "
-    "mode; [what they "
+    "three tables names stand for `rollout_corr/NAME` in decoupled mode and "
+    "`actor/rollout_corr/NAME` in bypass mode; [what they "
     "tell](rollout_correction.md#the-noise-floor).",
     """
     logprob_abs_diff_mean | nats | Mean size of the difference.
     logprob_abs_diff_p50 | nats | Its median.
     logprob_abs_diff_p99 | nats | Its 99th percentile.
     logprob_abs_diff_max | nats | The largest.
-    logprob_abs_diff_std_robust | nats | 1.4826 times the median absolute deviation of the difference.
+    logprob_abs_diff_std_robust | nats | 1.4826 times the median absolute deviation of the
+        difference.
     logprob_abs_diff/ts_{t} | nats | Mean size at timestep t of the schedule (images).
     mismatch_over_clip | ratio | The median size over the clip band.
-    mismatch_over_expected | ratio | The mean size over what the precisions explain; above 2 it is a fault.
-    pre_update_clip_fraction | fraction | Steps outside the clip band before any update: clipped by noise.
-    policy_drift_abs_mean | nats | How far the updates moved what is evaluated after the first of them.
+    mismatch_over_expected | ratio | The mean size over what the precisions explain; above 2 it is a
+        fault.
+    pre_update_clip_fraction | fraction | Steps outside the clip band before any update: clipped by
+        noise.
+    policy_drift_abs_mean | nats | How far the updates moved what is evaluated after the first of
+        them.
     """,
 )
 _GAP = _section(
     "Divergence",
     "Rollout against training policy: before the update in decoupled mode, over the update, and "
-    "with its "
-    "movement, in bypass mode.",
+    "with its movement, in bypass mode.",
     """
     training_log_ppl | nats | Minus the mean log-prob of a sequence under the training policy.
     training_ppl | - | Its exponential, the perplexity.
     rollout_log_ppl | nats | Minus the mean log-prob of a sequence under the rollout.
     rollout_ppl | - | Its exponential.
-    log_ppl_diff | nats | Training minus rollout log-perplexity, positive where training is less confident.
+    log_ppl_diff | nats | Training minus rollout log-perplexity, positive where training is less
+        confident.
     log_ppl_abs_diff | nats | Mean size of that difference.
     log_ppl_diff_max | nats | Its largest value.
     log_ppl_diff_min | nats | Its smallest value.
@@ -155,17 +181,18 @@ _GAP = _section(
 _WEIGHTS = _section(
     "Importance weights",
     "Those of `rollout_is`, or of the token level where it is null. A weight is the bounded ratio "
-    "of training and "
-    "rollout.",
+    "of training and rollout.",
     """
     rollout_is_mean | ratio | Mean weight after the bounds, before batch normalisation.
     rollout_is_raw_mean | ratio | Mean weight before the bounds.
     rollout_is_std | ratio | Standard deviation of the weights.
     rollout_is_max | ratio | The largest: applied ones of steps, unbounded ones of sequences.
     rollout_is_min | ratio | The smallest, likewise.
-    rollout_is_eff_sample_size | fraction | Share of the batch that carries the gradient, 1 for equal weights.
+    rollout_is_eff_sample_size | fraction | Share of the batch that carries the gradient, 1 for
+        equal weights.
     rollout_is_ratio_fraction_high | fraction | Weights above the upper bound.
-    rollout_is_ratio_fraction_low | fraction | Weights below the lower bound (`truncate`: its reciprocal).
+    rollout_is_ratio_fraction_low | fraction | Weights below the lower bound (`truncate`: its
+        reciprocal).
     rollout_is_oob_ratio | fraction | Weights beyond either bound; every mode but `truncate`.
     rollout_is_batch_norm_factor | ratio | What batch normalisation divides by.
     rollout_is_seq_mean | ratio | Mean of the sequences' mean weights.
@@ -180,23 +207,25 @@ _WEIGHTS = _section(
 _REJECTION = _section(
     "Rejection",
     "All criteria together, then each alone; `criterion` is one of `rollout_rs`. Statistics of an "
-    "`auto` band are "
-    "in robust standard deviations from the median.",
+    "`auto` band are in robust standard deviations from the median.",
     """
     rollout_rs_masked_fraction | fraction | Steps that are rejected, by whatever rule.
     rollout_rs_seq_masked_fraction | fraction | Sequences with a rejected step.
     rollout_is_masked_fraction | fraction | As `rollout_rs_masked_fraction`.
     rollout_is_seq_masked_fraction | fraction | As `rollout_rs_seq_masked_fraction`.
     rejected_ratio | fraction | As `rollout_rs_seq_masked_fraction`.
-    rollout_rs_nonfinite_fraction | fraction | Steps rejected because their difference is not finite.
+    rollout_rs_nonfinite_fraction | fraction | Steps rejected because their difference is not
+        finite.
     rollout_is_veto_fraction | fraction | Sequences that the veto rejects.
     rollout_is_catastrophic_token_fraction | fraction | Steps below the threshold of the veto.
-    excluded_fraction | fraction | Samples that left the baseline of their group, all their steps rejected.
+    excluded_fraction | fraction | Samples that left the baseline of their group, all their steps
+        rejected.
     rollout_rs_{criterion}_mean | statistic | Mean of the criterion's statistic.
     rollout_rs_{criterion}_std | statistic | Its standard deviation, clamped to the band.
     rollout_rs_{criterion}_max | statistic | The largest.
     rollout_rs_{criterion}_min | statistic | The smallest.
-    rollout_rs_{criterion}_fraction_high | fraction | Above the band; for k1 that is a ratio below it.
+    rollout_rs_{criterion}_fraction_high | fraction | Above the band; for k1 that is a ratio below
+        it.
     rollout_rs_{criterion}_fraction_low | fraction | Below the band.
     rollout_rs_{criterion}_masked_fraction | fraction | Steps that this criterion rejects.
     rollout_rs_{criterion}_seq_masked_fraction | fraction | Sequences in which it rejects a step.
@@ -207,8 +236,10 @@ _REJECTION = _section(
     rollout_rs_{criterion}_seq_max_deviation | statistic | The largest distance from 0.
     rollout_rs_{criterion}_seq_fraction_high | fraction | Sequences whose mean is above the band.
     rollout_rs_{criterion}_seq_fraction_low | fraction | Sequences whose mean is below it.
-    rollout_rs_{criterion}_auto_spread | nats | Robust standard deviation that an `auto` band goes by.
-    rollout_rs_{criterion}_auto_warm_fraction | fraction | Steps whose `auto` band has seen enough to reject.
+    rollout_rs_{criterion}_auto_spread | nats | Robust standard deviation that an `auto` band goes
+        by.
+    rollout_rs_{criterion}_auto_warm_fraction | fraction | Steps whose `auto` band has seen enough
+        to reject.
     """,
 )
 _COST = _section(
@@ -217,7 +248,8 @@ _COST = _section(
     """
     timing_s/step | seconds | The whole step, without evaluation and checkpoint.
     timing_s/rollout | seconds | Sampling, or waiting for samples with `rollout.staleness`.
-    timing_s/old_log_prob | seconds | Recompute of the old policy before the rewards (decoupled mode).
+    timing_s/old_log_prob | seconds | Recompute of the old policy before the rewards (decoupled
+        mode).
     timing_s/reward_wait | seconds | Waiting for rewards after the sampling.
     timing_s/update | seconds | Forwards, backwards and optimizer.
     timing_s/sync_weights | seconds | Handing the LoRA to the engine.
@@ -228,17 +260,15 @@ _COST = _section(
     """,
 )
 
-SECTIONS = (_REWARDS, _ADVANTAGES, _UPDATE, _ROLLOUT, _FLOOR, _GAP, _WEIGHTS, _REJECTION, _COST)
-_OF_CORRECTION = (_FLOOR, _GAP, _WEIGHTS, _REJECTION)
-# slime's name -> ours
+_OF_CORRECTION = (_MISMATCH, _GAP, _WEIGHTS, _REJECTION)
+SECTIONS = (_REWARDS, _ADVANTAGES, _UPDATE, _ROLLOUT, *_OF_CORRECTION, _COST)
+# Pairs of slime's name and ours; dict.fromkeys drops repetitions and keeps the order.
 _TABLES = (SLIME_NAMES, *SLIME_FRACTIONS.values())
 SLIME = tuple(dict.fromkeys((theirs, ours) for table in _TABLES for ours, theirs in table.items()))
 
 
 def find(name: str) -> Metric | None:
-    """The metric behind a name of metrics.jsonl, in verl's or slime's words; None for one that is
-    not known.
-    """
+    """Returns the metric behind a name of metrics.jsonl, verl's or slime's; None if unknown."""
     for prefix in ("actor/rollout_corr/", "rollout_corr/"):
         if name.startswith(prefix):
             own = dict(SLIME).get(name.removeprefix(prefix), name.removeprefix(prefix))
@@ -247,6 +277,7 @@ def find(name: str) -> Metric | None:
 
 
 def _first(sections: Sequence[Section], name: str) -> Metric | None:
-    """The one without a placeholder, where there is one."""
-    found = [metric for section in sections for metric in section.metrics if metric.covers(name)]
+    """Returns the metric that covers a name; one without a placeholder comes first."""
+    metrics = [metric for section in sections for metric in section.metrics]
+    found = [metric for metric in metrics if metric.covers(name)]
     return min(found, key=lambda metric: "{" in metric.name, default=None)

@@ -1,0 +1,1 @@
+"""Models as stochastic policies: sampling, log-probabilities and divergences of recorded steps."""

@@ -1,6 +1,11 @@
-"""A model seen as a stochastic policy: what the update needs to know about it, whatever it makes.
+"""A model as a stochastic policy: what the update needs from it, for images and text alike.
 
-Legend: b rows of a micro-batch, t steps that one forward evaluates.
+Legend:
+    B, T  samples and steps of a whole batch
+    b, t  samples of a micro-batch, and steps that one forward evaluates
+
+A micro-batch is a few rows of a batch. One forward may evaluate only some of its steps, so the
+policy cuts it into pieces: a flow policy one per step, a token policy one with all tokens.
 """
 
 from __future__ import annotations
@@ -18,24 +23,32 @@ from flowgrpo_rc.core.transition import GaussianSteps
 
 
 class Evaluation(Protocol):
-    """The policy on recorded steps; differentiable."""
+    """The policy on the recorded steps of one piece; differentiable in its weights."""
 
     @property
     def log_probs(self) -> Tensor:
-        """[b, t]; whatever at steps that are not valid."""
+        """Returns the log-probability of each step, [b, t], in nats; arbitrary at padding."""
 
     @property
     def gaussian(self) -> GaussianSteps | None:
-        """[b, t]; None where steps are no Gaussians."""
+        """Returns the Gaussians of the steps, [b, t]; None if steps are no Gaussians."""
 
     @property
     def means(self) -> Tensor | None:
-        """Of the Gaussians [b, t, ...]."""
+        """Returns the means of the Gaussians, [b, t, ...]; None if steps are no Gaussians."""
 
 
 class Measured(NamedTuple):
-    """A policy on all steps of a batch [B, T], without gradient; means [B, T, ...] where they were
-    asked for.
+    """A policy on recorded steps, as numbers: an `Evaluation` that carries no gradient.
+
+    The training loop measures a policy to know its log-probabilities and nothing more: those of the
+    old policy before an update, and those that the mismatch is computed from. Evaluations of pieces
+    become `Measured` and are then put together with `join`.
+
+    Attributes:
+      log_probs: log-probability of each step, [B, T], in nats; arbitrary at padding.
+      gaussian: the Gaussians of the steps, [B, T]; None if steps are no Gaussians.
+      means: their means, [B, T, ...]; None unless they were asked for.
     """
 
     log_probs: Tensor
@@ -44,15 +57,27 @@ class Measured(NamedTuple):
 
     @classmethod
     def of(cls, now: Evaluation, *, keep_means: bool = False) -> Measured:
-        """An evaluation [b, t], detached."""
-        gaussian, means = now.gaussian, now.means if keep_means else None
+        """Returns an evaluation without its gradient.
+
+        Args:
+          now: the evaluation, [b, t].
+          keep_means: keep the means too. They are as large as the latents.
+
+        Returns:
+          The same numbers, detached.
+        """
+        gaussian = now.gaussian
         if gaussian is not None and gaussian.kl is not None:
             gaussian = gaussian._replace(kl=gaussian.kl.detach())
+        means = now.means if keep_means else None
         return cls(now.log_probs.detach(), gaussian, None if means is None else means.detach())
 
     @property
     def step_kl(self) -> Tensor | None:
-        """Exact KL from the means that the batch holds; None where it holds none."""
+        """Returns the exact KL of each step from the means that the batch holds, [B, T], in nats.
+
+        None if the batch holds no means.
+        """
         return None if self.gaussian is None else self.gaussian.kl
 
 
@@ -61,49 +86,108 @@ E = TypeVar("E", bound=Evaluation)
 
 
 class Policy(ABC, Generic[B, E]):
-    """`network` is what is trained. Several policies (the trainer's, the engine's) may share one
-    model.
+    """A stochastic policy around a network. Several policies may share one model.
+
+    Attributes:
+      network: the network that is evaluated and trained.
     """
 
     network: Any
 
     @abstractmethod
     def pieces(self, micro: B) -> Iterator[B]:
-        """The parts of a micro-batch that one forward evaluates, in order; together they are all of
-        its steps.
+        """Cuts a micro-batch into the parts that one forward evaluates.
+
+        Args:
+          micro: the micro-batch, [b, T].
+
+        Returns:
+          Parts of all rows, [b, t], in the order of their steps. Together they hold every step
+          once.
         """
 
     @abstractmethod
     def evaluate(self, piece: B) -> E:
-        """This policy on the recorded steps of one piece."""
+        """Evaluates this policy on the recorded steps of one piece.
+
+        Args:
+          piece: a part of a micro-batch, [b, t], as `pieces` gives it.
+
+        Returns:
+          The evaluation, differentiable in the weights.
+        """
 
     @abstractmethod
     def divergence(self, now: E, reference: E, piece: B) -> Tensor:
-        """Estimate of KL(now | reference) at each step [b, t]; differentiable in `now`."""
+        """Estimates KL(now | reference) at each step.
+
+        Args:
+          now: the current policy on the piece.
+          reference: the reference policy on the piece.
+          piece: the recorded steps, [b, t].
+
+        Returns:
+          The estimate, [b, t], in nats; differentiable in `now`.
+        """
 
     @abstractmethod
     def cells(self, batch: B) -> Tensor:
-        """The cell [b, t] int64 of each step; steps of one cell share the scale of their
-        mismatch.
+        """Returns the cell of each step. The steps of one cell share the scale of their mismatch.
+
+        Statistics of the mismatch are taken cell by cell.
+
+        Args:
+          batch: the recorded steps, [B, T].
+
+        Returns:
+          int64, [B, T]; indices into `cell_names`.
         """
 
     @abstractmethod
     def cell_names(self, batch: B) -> Sequence[str]:
-        """Of all cells, in order, on the host; empty for a cell that is no curve of its own."""
+        """Returns the name of each cell, as metrics use it.
+
+        Args:
+          batch: any batch of the run.
+
+        Returns:
+          The names in the order of the cells. An empty name: the cell gets no metric of its own.
+        """
 
     @abstractmethod
     def under(self, autocast: Callable[[], AbstractContextManager[Any]]) -> Policy[B, E]:
-        """This policy with another autocast around its network."""
+        """Returns this policy with another autocast around its network.
+
+        Args:
+          autocast: makes the context in which the network runs.
+
+        Returns:
+          A policy that shares the network.
+        """
 
     @abstractmethod
     def nudged(self) -> Policy[B, E]:
-        """This policy with the embeddings that its network is given moved as by `nudge`, in the
-        network's dtype.
+        """Returns this policy with slightly moved inputs: the embeddings go through `nudge`.
+
+        It is a second evaluation that differs from the first by rounding alone, for networks whose
+        weights are bf16, where another autocast changes nothing.
+
+        Returns:
+          A policy that shares the network.
         """
 
     @torch.no_grad()
     def measure(self, batch: B, micro_batch_size: int, *, keep_means: bool = False) -> Measured:
-        """This policy on the whole batch, without gradient."""
+        """Evaluates this policy on a whole batch, without gradient.
+
+        Args:
+          batch: the recorded steps, [B, T].
+          micro_batch_size: rows of one forward.
+          keep_means: keep the means of the Gaussians too.
+
+        Returns:
+          The policy on every step, [B, T].
+        """
         rows = []
         for start in range(0, len(batch), micro_batch_size):
             pieces = self.pieces(batch.rows(start, start + micro_batch_size))
@@ -112,24 +196,54 @@ class Policy(ABC, Generic[B, E]):
         return join(rows, dim=0)
 
     def log_probs(self, batch: B, micro_batch_size: int) -> Tensor:
-        """Log-probabilities [B, T] of the whole batch, without gradient."""
+        """Computes the log-probabilities of a whole batch, without gradient.
+
+        Args:
+          batch: the recorded steps, [B, T].
+          micro_batch_size: rows of one forward.
+
+        Returns:
+          Log-probabilities, [B, T], in nats; arbitrary at padding.
+        """
         return self.measure(batch, micro_batch_size).log_probs
 
 
 def nudge(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """`values` by one unit in the last place of `dtype` up or down at random, the same ones
-    whenever the shape is.
+    """Moves each value up or down at random, by about one unit in the last place of `dtype`.
+
+        moved = values (1 + sign eps / 2),   eps = finfo(dtype).eps
+
+    A network that is given moved inputs rounds differently everywhere. How far its outputs move is
+    the size that rounding alone gives to a mismatch.
+
+    Args:
+      values: of any shape; rounded to `dtype` first.
+      dtype: the precision whose unit counts.
+
+    Returns:
+      The moved values in `dtype`. Equal shapes get equal signs, so the result repeats.
     """
     source = torch.Generator().manual_seed(0)
     signs = (2 * torch.randint(2, values.shape, generator=source) - 1).to(values.device)
+    # In fp32, since the factor has one digit more than `dtype` holds.
     return (values.to(dtype).float() * (1 + signs * torch.finfo(dtype).eps / 2)).to(dtype)
 
 
 def join(parts: Sequence[Any], dim: int) -> Any:
-    """What was `Measured` of all parts, side by side: a tuple's fields each for itself, and None
-    stays None.
+    """Joins what was `Measured` on several parts of a batch into one.
+
+    Each field is joined with the same field of the other parts. A field that is None, which it is
+    in all parts, stays None.
+
+    Args:
+      parts: one `Measured` of each part, in order.
+      dim: 0 to put rows below each other, 1 to put steps side by side.
+
+    Returns:
+      One `Measured` of the whole.
     """
     first = parts[0]
+    # A NamedTuple, such as `Measured` and the `GaussianSteps` in it: join field by field.
     if isinstance(first, tuple):
         return type(first)(*(join(column, dim) for column in zip(*parts, strict=True)))
     return None if first is None else torch.cat(list(parts), dim)

@@ -1,4 +1,7 @@
-"""Text conditioning of prompts."""
+"""Text conditioning of prompts.
+
+Legend: N prompts.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,17 @@ from flowgrpo_rc.models.base import FlowModel
 def encode_prompts(
     model: FlowModel, prompts: Sequence[Prompt], spec: SamplerSpec
 ) -> tuple[Conditioning, Conditioning | None]:
-    """Conditioning of the prompts and, under classifier-free guidance, of their negatives."""
+    """Encodes prompts and, under classifier-free guidance, their negatives.
+
+    Args:
+      model: the model whose text encoders are used.
+      prompts: N prompts.
+      spec: says whether there is guidance, and the greatest number of text tokens.
+
+    Returns:
+      Conditioning of the prompts, N rows, and of their negatives, N rows; None for the latter
+      without guidance.
+    """
     conditioning = encode_unique(
         model, [prompt.text for prompt in prompts], spec.max_sequence_length
     )
@@ -25,7 +38,16 @@ def encode_prompts(
 
 
 def encode_unique(model: FlowModel, texts: list[str], max_sequence_length: int) -> Conditioning:
-    """Conditioning of every text [len(texts), ...], each distinct one encoded once."""
+    """Encodes texts, each distinct one once.
+
+    Args:
+      model: the model whose text encoders are used.
+      texts: N texts; equal ones are allowed.
+      max_sequence_length: greatest number of text tokens.
+
+    Returns:
+      Conditioning of every text, N rows in the order of `texts`.
+    """
     unique = list(dict.fromkeys(texts))
     rows = torch.tensor([unique.index(text) for text in texts], device=model.device)
     return model.encode(unique, max_sequence_length=max_sequence_length)[rows]

@@ -1,8 +1,9 @@
-"""A flow model as a stochastic policy: sampling and re-evaluation from the same transition code.
+"""A flow model as a stochastic policy: sampling and re-evaluation through the same transition code.
 
-Legend: B samples, T steps of the SDE window, S denoising steps. All maths outside the transformer
-is fp32 on the stored fp32 latents, with sigmas taken by index from one schedule, so that an fp32
-replay in the same batch shape has a log-ratio of exactly 0.
+Legend: B samples, T steps of the SDE window, S denoising steps of the schedule.
+
+All maths outside the transformer is in fp32, on the stored fp32 latents. Sigmas are taken by index
+from one schedule. So a replay in fp32 and in the same batch shape has a log-ratio of exactly 0.
 """
 
 from __future__ import annotations
@@ -22,13 +23,20 @@ from flowgrpo_rc.models.base import FlowModel, Schedule
 from flowgrpo_rc.policies.base import Policy, nudge
 from flowgrpo_rc.policies.scheduler import step_transition
 
-NoiseSource = Callable[[int], Tensor]
-Velocity = Callable[[Tensor, Tensor], Tensor]
+NoiseSource = Callable[[int], Tensor]  # step index -> standard normal noise [B, ...]
+Velocity = Callable[[Tensor, Tensor], Tensor]  # x [B, ...], timesteps [B] -> velocity [B, ...]
 
 
 class Trajectory(NamedTuple):
-    """final [B, ...]; window_latents [B, T+1, ...]; log_probs [B, T]; the schedule that was walked;
-    means [B, T, ...] of the window's steps, where they were asked for."""
+    """The result of sampling: the final latents, and a record of the window's steps.
+
+    Attributes:
+      final: the latents at sigma 0, [B, ...].
+      window_latents: the states before and after the steps of the window, [B, T+1, ...].
+      log_probs: log-probability of each step of the window, [B, T], in nats per element.
+      schedule: the schedule that was walked.
+      means: mean of each step of the window, [B, T, ...]; None unless they were asked for.
+    """
 
     final: Tensor
     window_latents: Tensor
@@ -38,8 +46,16 @@ class Trajectory(NamedTuple):
 
 
 class StepEvaluation(NamedTuple):
-    """A policy on one recorded step: log_prob [B], its Gaussian with sigma and sigma_next [B], and
-    the exact KL [B] from the means that the batch holds, if any."""
+    """A flow policy on one recorded step of each sample.
+
+    Attributes:
+      log_prob: log-probability of the step, [B], in nats per element.
+      transition: the Gaussian of the step.
+      sigma: noise level before the step, [B].
+      sigma_next: noise level after the step, [B].
+      kl: exact KL from the means that the batch holds, [B], in nats per element; None if it holds
+        none.
+    """
 
     log_prob: Tensor
     transition: Transition
@@ -49,27 +65,32 @@ class StepEvaluation(NamedTuple):
 
     @property
     def log_probs(self) -> Tensor:
-        """[B, 1]."""
+        """Returns the log-probability of the step, [B, 1]."""
         return self.log_prob.unsqueeze(1)
 
     @property
     def gaussian(self) -> GaussianSteps:
-        """[B, 1]."""
-        std, kl = (
-            self.transition.std.flatten(1)[:, :1],
-            None if self.kl is None else self.kl.unsqueeze(1),
-        )
-        return GaussianSteps(std, (self.sigma_next - self.sigma).unsqueeze(1), kl)
+        """Returns the Gaussian of the step, [B, 1]."""
+        std = self.transition.std.flatten(1)[:, :1]
+        dt = (self.sigma_next - self.sigma).unsqueeze(1)
+        kl = None if self.kl is None else self.kl.unsqueeze(1)
+        return GaussianSteps(std, dt, kl)
 
     @property
     def means(self) -> Tensor:
-        """[B, 1, ...]."""
+        """Returns the mean of the step, [B, 1, ...]."""
         return self.transition.mean.unsqueeze(1)
 
 
 class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
-    """`network`, a transformer, seen as a policy. Several policies (trainer, engine) share one
-    FlowModel.
+    """A transformer as a policy over denoising steps.
+
+    The policies of the trainer and of an engine share one `FlowModel` and have a transformer each.
+
+    Args:
+      model: encodes, decodes and predicts velocities.
+      network: the transformer of this policy.
+      autocast: makes the context in which the transformer runs.
     """
 
     def __init__(
@@ -95,7 +116,20 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         *,
         keep_means: bool = False,
     ) -> Trajectory:
-        """Denoise `latents` [B, ...] through the model's schedule, as `sample_trajectory` does."""
+        """Samples trajectories with `sample_trajectory`, on the schedule of the model.
+
+        Args:
+          latents: initial noise, [B, ...], fp32.
+          conditioning: the encoded prompt of each sample.
+          negative: the encoded negative prompt of each sample; None without guidance.
+          spec: how to sample.
+          window: step indices that are stochastic and recorded, int64, [B, T], consecutive.
+          noise: returns standard normal noise, [B, ...], for a step index.
+          keep_means: record the means of the window's steps too.
+
+        Returns:
+          The final latents and the record of the window.
+        """
         schedule = self.model.schedule(spec)
 
         def velocity(x: Tensor, timesteps: Tensor) -> Tensor:
@@ -105,47 +139,105 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
             velocity, schedule, latents, spec, window, noise, keep_means=keep_means
         )
 
-    def evaluate(self, batch: DiffusionBatch) -> StepEvaluation:
-        """This policy on the recorded steps of a batch with T = 1; differentiable."""
-        steps, timesteps = batch.step_indices[:, 0], batch.all_timesteps[:, 0]
-        x, following = batch.all_latents[:, 0], batch.all_latents[:, 1]
-        negative = None if batch.negative is None else batch.negative[batch.prompt_index]
-        v = self._velocity(
-            x, timesteps, batch.conditioning[batch.prompt_index], negative, batch.spec
-        )
-        step = _transition(x, v, batch.sigmas, steps, batch.spec)
-        value = log_prob(step, following, convention=batch.spec.log_prob_convention)
+    def evaluate(self, piece: DiffusionBatch) -> StepEvaluation:
+        """Evaluates this policy on one recorded step of each sample.
+
+        Args:
+          piece: a batch with T = 1.
+
+        Returns:
+          Log-probability and Gaussian of the step, differentiable in the weights.
+        """
+        x = piece.all_latents[:, 0]
+        x_next = piece.all_latents[:, 1]
+        steps = piece.step_indices[:, 0]
+        conditioning = piece.conditioning[piece.prompt_index]
+        negative = None if piece.negative is None else piece.negative[piece.prompt_index]
+        v = self._velocity(x, piece.all_timesteps[:, 0], conditioning, negative, piece.spec)
+        step = _transition(x, v, piece.sigmas, steps, piece.spec)
+        value = log_prob(step, x_next, convention=piece.spec.log_prob_convention)
         kl = None
-        if batch.prev_sample_mean is not None:
-            kl = gaussian_kl(step.mean, batch.prev_sample_mean[:, 0], step.std)
-        return StepEvaluation(value, step, batch.sigmas[steps], batch.sigmas[steps + 1], kl)
+        if piece.prev_sample_mean is not None:
+            kl = gaussian_kl(step.mean, piece.prev_sample_mean[:, 0], step.std)
+        return StepEvaluation(value, step, piece.sigmas[steps], piece.sigmas[steps + 1], kl)
 
     def pieces(self, micro: DiffusionBatch) -> Iterator[DiffusionBatch]:
-        """One SDE step each: a forward of the transformer sees one timestep per sample."""
+        """Cuts a micro-batch into its SDE steps: a forward sees one timestep of each sample.
+
+        Args:
+          micro: the micro-batch, [b, T].
+
+        Returns:
+          T batches with one step each, in order.
+        """
         return (micro.step(t) for t in range(micro.num_steps))
 
     def divergence(
         self, now: StepEvaluation, reference: StepEvaluation, piece: DiffusionBatch
     ) -> Tensor:
-        """Gaussian KL of the reverse steps, with the scale that FlowGRPO uses
-        (`core.transition.reference_kl`).
+        """Computes the KL of the reverse steps with `core.transition.reference_kl`.
+
+        Args:
+          now: the current policy on the piece.
+          reference: the reference policy on the piece.
+          piece: the recorded steps, [B, 1].
+
+        Returns:
+          The divergence, [B, 1], in nats per element; differentiable in `now`.
+
+        See "Flow-GRPO", https://arxiv.org/abs/2505.05470, section 4.2.
         """
-        mean = reference.transition.mean
-        kl = reference_kl(now.transition, mean, now.sigma, now.sigma_next, kind=piece.spec.sde_type)
+        kl = reference_kl(
+            now.transition,
+            reference.transition.mean,
+            now.sigma,
+            now.sigma_next,
+            kind=piece.spec.sde_type,
+        )
         return kl.unsqueeze(1)
 
     def cells(self, batch: DiffusionBatch) -> Tensor:
-        """The position in the schedule: late steps amplify what the velocity is off by."""
+        """Returns the position of each step in the schedule, since the mismatch depends on it.
+
+        Late steps have little noise, and so amplify an error of the velocity.
+
+        Args:
+          batch: the recorded steps, [B, T].
+
+        Returns:
+          int64, [B, T].
+        """
         return batch.step_indices
 
     def cell_names(self, batch: DiffusionBatch) -> Sequence[str]:
-        """ts_{t} of each timestep of the schedule."""
-        return [f"ts_{timestep}" for timestep in (batch.sigmas[:-1] * 1000).round().int().tolist()]
+        """Returns `ts_{t}` for each timestep t of the schedule.
+
+        Args:
+          batch: any batch of the run.
+
+        Returns:
+          S names, in the order of the schedule.
+        """
+        timesteps = (batch.sigmas[:-1] * 1000).round().int().tolist()
+        return [f"ts_{timestep}" for timestep in timesteps]
 
     def under(self, autocast: Callable[[], AbstractContextManager[Any]]) -> FlowPolicy:
+        """Returns this policy with another autocast around its transformer.
+
+        Args:
+          autocast: makes the context in which the transformer runs.
+
+        Returns:
+          A policy that shares the transformer.
+        """
         return FlowPolicy(self.model, self.network, autocast=autocast)
 
     def nudged(self) -> FlowPolicy:
+        """Returns this policy with the text embeddings moved by `nudge`.
+
+        Returns:
+          A policy that shares the transformer.
+        """
         return _NudgedFlowPolicy(self.model, self.network, autocast=self._autocast)
 
     def _velocity(
@@ -156,12 +248,15 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         negative: Conditioning | None,
         spec: SamplerSpec,
     ) -> Tensor:
+        """The velocity [B, ...] of this policy's transformer, in fp32."""
         with self._autocast():
             v = self.model.velocity(self.network, latents, timesteps, conditioning, negative, spec)
         return v.float()
 
 
 class _NudgedFlowPolicy(FlowPolicy):
+    """A flow policy whose transformer is given moved text embeddings."""
+
     def _velocity(
         self,
         latents: Tensor,
@@ -175,9 +270,10 @@ class _NudgedFlowPolicy(FlowPolicy):
         return super()._velocity(latents, timesteps, conditioning, negative, spec)
 
     def _moved(self, conditioning: Conditioning) -> Conditioning:
-        dtype, pooled = self.network.dtype, conditioning.pooled
-        moved = None if pooled is None else nudge(pooled, dtype)
-        return replace(conditioning, embeds=nudge(conditioning.embeds, dtype), pooled=moved)
+        dtype = self.network.dtype
+        embeds = nudge(conditioning.embeds, dtype)
+        pooled = None if conditioning.pooled is None else nudge(conditioning.pooled, dtype)
+        return replace(conditioning, embeds=embeds, pooled=pooled)
 
 
 @torch.no_grad()
@@ -191,40 +287,56 @@ def sample_trajectory(
     *,
     keep_means: bool = False,
 ) -> Trajectory:
-    """Denoise `latents` [B, ...] through the schedule; steps of `window` [B, T] are stochastic and
-    recorded.
+    """Samples by denoising, and records the stochastic steps.
 
-    `velocity(x, timesteps)` is the model at x [B, ...] and timesteps [B], in fp32. `window` holds
-    consecutive step indices per sample and may be empty (T = 0) for an ODE sample. `noise(s)` gives
-    standard normal noise [B, ...] for step s. Outside its window a sample takes the deterministic
-    step.
+    The steps of a sample's window follow the SDE, all others the deterministic ODE.
+
+    Args:
+      velocity: returns the velocity [B, ...] at a state x [B, ...] and timesteps [B], in fp32.
+      schedule: the sigmas and timesteps to walk.
+      latents: initial noise, [B, ...].
+      spec: how to sample; number of steps, kind and noise level are used.
+      window: step indices that are stochastic and recorded, int64, [B, T], consecutive in each
+        row. T = 0 gives ODE samples.
+      noise: returns standard normal noise, [B, ...], for a step index.
+      keep_means: record the means of the window's steps too.
+
+    Returns:
+      The final latents and the record of the window.
+
+    See "Flow-GRPO", https://arxiv.org/abs/2505.05470, section 4; for the window, "MixGRPO",
+    https://arxiv.org/abs/2507.21802.
     """
     batch, length = window.shape
     states = latents.new_zeros((batch, length + 1, *latents.shape[1:]))
     log_probs = latents.new_zeros((batch, length))
     means = latents.new_zeros((batch, length, *latents.shape[1:])) if keep_means else None
     rows = torch.arange(batch, device=latents.device)
+    one_per_sample = (-1,) + (1,) * (latents.ndim - 1)
+    # Read once to the host, so that the loop does not wait for the device at every step.
     stochastic = set(window.flatten().tolist())
+    x = latents
     for index in range(spec.num_inference_steps):
-        steps = torch.full((batch,), index, device=latents.device)
-        v = velocity(latents, schedule.timesteps[steps])
-        following = _transition(latents, v, schedule.sigmas, steps, spec, noise_level=0.0).mean
+        steps = torch.full((batch,), index, device=x.device)
+        v = velocity(x, schedule.timesteps[steps])
+        x_next = _transition(x, v, schedule.sigmas, steps, spec, noise_level=0.0).mean
         if index in stochastic:
+            # Windows may start at different steps: only some samples take this step as an SDE.
             position = index - window[:, 0]
             inside = (position >= 0) & (position < length)
-            step = _transition(latents, v, schedule.sigmas, steps, spec)
+            step = _transition(x, v, schedule.sigmas, steps, spec)
             drawn = sample(step, noise(index))
-            following = torch.where(
-                inside.reshape((-1,) + (1,) * (latents.ndim - 1)), drawn, following
-            )
-            value = log_prob(step, following, convention=spec.log_prob_convention)
-            picked, at = rows[inside], position[inside]
-            states[picked, at], states[picked, at + 1] = latents[inside], following[inside]
-            log_probs[picked, at] = value[inside]
+            x_next = torch.where(inside.reshape(one_per_sample), drawn, x_next)
+            log_prob_B = log_prob(step, x_next, convention=spec.log_prob_convention)
+            picked = rows[inside]
+            at = position[inside]
+            states[picked, at] = x[inside]
+            states[picked, at + 1] = x_next[inside]
+            log_probs[picked, at] = log_prob_B[inside]
             if means is not None:
                 means[picked, at] = step.mean[inside]
-        latents = following
-    return Trajectory(latents, states, log_probs, schedule, means)
+        x = x_next
+    return Trajectory(x, states, log_probs, schedule, means)
 
 
 def _transition(
@@ -236,5 +348,6 @@ def _transition(
     *,
     noise_level: float | None = None,
 ) -> Transition:
+    """The step of `spec`, or that of another noise level."""
     level = spec.noise_level if noise_level is None else noise_level
     return step_transition(x, v, sigmas, steps, sde_type=spec.sde_type, noise_level=level)

@@ -1,4 +1,7 @@
-"""diffusers' flow-matching scheduler with stochastic steps that have a density."""
+"""Reverse steps by index in a schedule, and a scheduler for diffusers that takes them.
+
+Legend: B samples, S denoising steps of the schedule.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,24 @@ from flowgrpo_rc.core.transition import Transition
 def step_transition(
     x: Tensor, v: Tensor, sigmas: Tensor, steps: Tensor, *, sde_type: str, noise_level: float
 ) -> Transition:
-    """The Gaussian of steps `steps` [B] of the schedule `sigmas` [S+1] at `x` [B, ...] with
-    velocity v [B, ...].
+    """Computes the Gaussian of reverse steps that are given by their index.
+
+    Sigmas are always taken by index from one schedule, so that sampling and re-evaluation use the
+    same bits.
+
+    Args:
+      x: the state, [B, ...].
+      v: the velocity at x, [B, ...].
+      sigmas: the schedule, [S+1], decreasing to 0.
+      steps: index of each sample's step, int64, [B].
+      sde_type: a kind of `core.transition`.
+      noise_level: scale of the noise; 0 for a deterministic step.
+
+    Returns:
+      The Gaussian of the next state; `core.transition.transition` has the formulas.
+
+    Raises:
+      ValueError: the kind is unknown.
     """
     return core.transition(
         x,
@@ -33,12 +52,19 @@ def step_transition(
 
 
 class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
-    """`FlowMatchEulerDiscreteScheduler` whose steps are Gaussian (see `core.transition` for the
-    kinds).
+    """A `FlowMatchEulerDiscreteScheduler` whose steps are drawn from Gaussians.
 
-    It replaces the stock one in any pipeline: `pipe.scheduler =
-    FlowMatchSDEScheduler.replacing(pipe.scheduler, sde_type="sde", noise_level=0.7)`. With noise
-    level 0 the images are the stock ones.
+    It takes the place of the stock scheduler in any pipeline:
+
+        pipe.scheduler = FlowMatchSDEScheduler.replacing(
+            pipe.scheduler, sde_type="sde", noise_level=0.7
+        )
+
+    With noise level 0 the images are the stock ones.
+
+    Attributes:
+      sde_type: a kind of `core.transition`.
+      noise_level: scale of the noise; 0 for deterministic steps.
     """
 
     sde_type: str
@@ -48,9 +74,19 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
     def replacing(
         cls, scheduler: FlowMatchEulerDiscreteScheduler, *, sde_type: str, noise_level: float
     ) -> FlowMatchSDEScheduler:
-        """A stochastic scheduler with the schedule settings of `scheduler`."""
+        """Returns a stochastic scheduler with the settings of another scheduler.
+
+        Args:
+          scheduler: the scheduler whose schedule is kept.
+          sde_type: a kind of `core.transition`.
+          noise_level: scale of the noise; 0 for deterministic steps.
+
+        Returns:
+          A new scheduler.
+        """
         new = cls.from_config(scheduler.config)
-        new.sde_type, new.noise_level = sde_type, noise_level
+        new.sde_type = sde_type
+        new.noise_level = noise_level
         return new
 
     def step(
@@ -61,10 +97,19 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         generator: torch.Generator | None = None,
         return_dict: bool = True,
     ) -> Any:
-        """One stochastic step, called as pipelines call the stock one; the churn options of that
-        have no meaning here.
+        """Takes one stochastic step. Pipelines call it as they call the stock method.
 
-        Pipelines that pass no generator (SD3 is one) draw from torch's global state.
+        The stock method's options for churn do not exist here.
+
+        Args:
+          model_output: the velocity, [B, ...].
+          timestep: the timestep of the step; only the first one of a pipeline call is looked at.
+          sample: the state, [B, ...].
+          generator: draws the noise; None for torch's global state, which SD3's pipeline uses.
+          return_dict: return an output object in place of a tuple.
+
+        Returns:
+          The next state, in the precision of `model_output`.
         """
         if self.step_index is None:
             self._init_step_index(timestep)
@@ -81,8 +126,6 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         noise = torch.randn(sample.shape, generator=generator, device=source).to(sample.device)
         previous = core.sample(gaussian, noise).to(model_output.dtype)
         self._step_index += 1
-        return (
-            FlowMatchEulerDiscreteSchedulerOutput(prev_sample=previous)
-            if return_dict
-            else (previous,)
-        )
+        if not return_dict:
+            return (previous,)
+        return FlowMatchEulerDiscreteSchedulerOutput(prev_sample=previous)

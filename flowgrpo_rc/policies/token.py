@@ -1,7 +1,7 @@
-"""A language model as a stochastic policy over tokens: sampling and re-evaluation from the same
-token maths.
+"""A language model as a stochastic policy: sampling and re-evaluation through the same token maths.
 
-Legend: B rows, L tokens of the longest prompt, T tokens of the longest response, V vocabulary.
+Legend: B rows, L tokens of the longest prompt, T tokens of the longest response, V tokens of the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -20,13 +20,20 @@ from flowgrpo_rc.core.tokens import positions, sample_tokens, token_log_probs, u
 from flowgrpo_rc.models.causal_lm import CausalLM, gradient_checkpointing
 from flowgrpo_rc.policies.base import Policy, nudge
 
-# A diverged log-ratio is bounded before its exponential, as the weights' and the loss's are.
+# Bound on |log-ratio| before its exponential, so that a diverged policy gives large numbers and no
+# inf. The correction weights and the losses have the same bound.
 _LARGEST = 20.0
 
 
 class Responses(NamedTuple):
-    """ids [B, T] int64, padded on the right; mask [B, T] bool, True up to and including the end
-    token; log_probs [B, T] fp32 at the temperature of the sampling, 0 at padding."""
+    """Sampled responses.
+
+    Attributes:
+      ids: tokens, int64, [B, T], padded on the right.
+      mask: bool, [B, T]; True up to and including the end token.
+      log_probs: log-probability of each token at the temperature of the sampling, fp32, [B, T], in
+        nats; 0 at padding.
+    """
 
     ids: Tensor
     mask: Tensor
@@ -34,8 +41,12 @@ class Responses(NamedTuple):
 
 
 class TokenEvaluation(NamedTuple):
-    """A policy on recorded responses: log_probs [B, T] fp32, 0 at padding. A token is drawn from no
-    Gaussian.
+    """A token policy on recorded responses.
+
+    Attributes:
+      log_probs: log-probability of each token, fp32, [B, T], in nats; 0 at padding.
+      gaussian: None, since a token is not drawn from a Gaussian.
+      means: None, for the same reason.
     """
 
     log_probs: Tensor
@@ -44,9 +55,16 @@ class TokenEvaluation(NamedTuple):
 
 
 class TokenPolicy(Policy[TokenBatch, TokenEvaluation]):
-    """`network` seen as a policy. Several policies (trainer, engine) share one CausalLM.
+    """A causal language model as a policy over tokens.
 
-    checkpoint_gradients: hold less during `evaluate` and compute it again in the backward.
+    The policies of the trainer and of an engine share one `CausalLM` and have a network each.
+
+    Args:
+      model: tokenizer, padding and end tokens.
+      network: the network of this policy.
+      autocast: makes the context in which the network runs.
+      checkpoint_gradients: keep fewer activations in `evaluate`, and compute the others again in
+        the backward pass.
     """
 
     def __init__(
@@ -66,12 +84,21 @@ class TokenPolicy(Policy[TokenBatch, TokenEvaluation]):
     def rollout(
         self, prompt_ids: Tensor, prompt_mask: Tensor, spec: TokenSpec, uniforms: Tensor
     ) -> Responses:
-        """Continue prompts [B, L] (padded on the left) by at most `spec.response_length` tokens.
+        """Samples one response to each prompt.
 
-        Row i draws its t-th token with uniforms[i, t], so what it says does not depend on the rows
-        beside it.
-        uniforms: [B, spec.response_length] in [0, 1). With temperature 0 they have no effect: the
-        likeliest token is taken, which then has log-probability 0.
+        Row i draws its t-th token with uniforms[i, t]. So a response does not depend on the other
+        rows of the batch.
+
+        Args:
+          prompt_ids: int64, [B, L], padded on the left.
+          prompt_mask: bool, [B, L]; True for the tokens of the prompt.
+          spec: how to sample. Temperature 0 takes the likeliest token, whose log-probability is
+            then 0.
+          uniforms: random numbers in [0, 1), [B, spec.response_length]; without effect at
+            temperature 0.
+
+        Returns:
+          The responses, of at most spec.response_length tokens.
         """
         sampler = _Sampler(uniforms.to(prompt_ids.device), spec.temperature)
         settings = GenerationConfig(
@@ -94,16 +121,21 @@ class TokenPolicy(Policy[TokenBatch, TokenEvaluation]):
         return Responses(ids, mask, sampler.log_probs().masked_fill(~mask, 0.0))
 
     def evaluate(self, piece: TokenBatch) -> TokenEvaluation:
-        """This policy on the recorded responses; differentiable."""
+        """Computes the log-probability of each recorded token in one forward.
+
+        Args:
+          piece: recorded responses, [B, T].
+
+        Returns:
+          The log-probabilities, differentiable in the weights.
+        """
         ids = torch.cat([piece.prompt_ids, piece.response_ids], 1)
         mask = torch.cat([piece.prompt_mask, piece.response_mask], 1)
-        checkpointing = self._checkpoint_gradients and torch.is_grad_enabled()
-        with (
-            self._autocast(),
-            gradient_checkpointing(self.network) if checkpointing else nullcontext(),
-        ):
-            # The last token predicts nothing that was recorded, and only the T before the ends of
-            # the rows are scored.
+        checkpointed = self._checkpoint_gradients and torch.is_grad_enabled()
+        saving = gradient_checkpointing(self.network) if checkpointed else nullcontext()
+        with self._autocast(), saving:
+            # The logits at a token score the next one. So the last token of a row is left out, and
+            # the last T positions of what remains score the response.
             logits = self.network(
                 input_ids=ids[:, :-1],
                 attention_mask=mask[:, :-1].long(),
@@ -115,25 +147,66 @@ class TokenPolicy(Policy[TokenBatch, TokenEvaluation]):
         return TokenEvaluation(log_probs.masked_fill(~piece.response_mask, 0.0))
 
     def pieces(self, micro: TokenBatch) -> Iterator[TokenBatch]:
-        """One: a forward sees all tokens."""
+        """Returns the whole micro-batch: one forward evaluates all tokens.
+
+        Args:
+          micro: the micro-batch, [b, T].
+
+        Returns:
+          The micro-batch itself, alone.
+        """
         yield micro
 
     def divergence(
         self, now: TokenEvaluation, reference: TokenEvaluation, piece: TokenBatch
     ) -> Tensor:
-        """GRPO's estimate of KL(now | reference) at the sampled tokens, arXiv 2402.03300 (4); 0 at
-        padding.
+        """Estimates KL(now | reference) at each token, as GRPO does.
+
+            KL = r - 1 - log(r),   r = p_reference / p_now
+
+        Args:
+          now: the current policy on the piece.
+          reference: the reference policy on the piece.
+          piece: recorded responses, [B, T].
+
+        Returns:
+          The estimate, [B, T], in nats; 0 at padding; differentiable in `now`.
+
+        See "DeepSeekMath", https://arxiv.org/abs/2402.03300, equation 4.
         """
         return k3((reference.log_probs - now.log_probs).clamp(-_LARGEST, _LARGEST))
 
     def cells(self, batch: TokenBatch) -> Tensor:
-        """One for all: a token's position says little."""
+        """Returns the same cell for every token, since its position says little of its mismatch.
+
+        Args:
+          batch: recorded responses, [B, T].
+
+        Returns:
+          Zeros, int64, [B, T].
+        """
         return torch.zeros_like(batch.response_ids)
 
     def cell_names(self, batch: TokenBatch) -> Sequence[str]:
+        """Returns one empty name: the only cell gets no metric of its own.
+
+        Args:
+          batch: any batch of the run.
+
+        Returns:
+          A list with an empty string.
+        """
         return [""]
 
     def under(self, autocast: Callable[[], AbstractContextManager[Any]]) -> TokenPolicy:
+        """Returns this policy with another autocast around its network.
+
+        Args:
+          autocast: makes the context in which the network runs.
+
+        Returns:
+          A policy that shares the network.
+        """
         return TokenPolicy(
             self.model,
             self.network,
@@ -142,12 +215,20 @@ class TokenPolicy(Policy[TokenBatch, TokenEvaluation]):
         )
 
     def nudged(self) -> TokenPolicy:
+        """Returns this policy with the token embeddings moved by `nudge`.
+
+        Returns:
+          A policy that shares the network.
+        """
         return _NudgedTokenPolicy(self.model, self.network, autocast=self._autocast)
 
 
 class _NudgedTokenPolicy(TokenPolicy):
+    """A token policy whose network computes with moved token embeddings."""
+
     def evaluate(self, piece: TokenBatch) -> TokenEvaluation:
         embeddings = self.network.get_input_embeddings()
+        # Embeddings are looked up inside the network, so a hook on that layer has to move them.
         hook = embeddings.register_forward_hook(
             lambda module, given, found: nudge(found, found.dtype)
         )
@@ -158,28 +239,31 @@ class _NudgedTokenPolicy(TokenPolicy):
 
 
 class _Sampler(LogitsProcessor):
-    """Draws the token itself and leaves it as the only one that a greedy search can take; keeps its
-    log-probability.
+    """Samples inside of transformers' `generate`, with random numbers and log-probs of ours.
 
-    uniforms [B, T]; column t serves the t-th call.
+    `generate` runs a greedy search. At each call this draws the token and leaves it as the only one
+    that the search can take.
+
+    Args:
+      uniforms: random numbers in [0, 1), [B, T]; column t serves the t-th call.
+      temperature: of the sampling; 0 leaves the choice to the greedy search.
     """
 
     def __init__(self, uniforms: Tensor, temperature: float) -> None:
-        self._uniforms, self._temperature = uniforms, temperature
+        self._uniforms = uniforms
+        self._temperature = temperature
         self._log_probs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if self._temperature == 0:
             self._log_probs.append(scores.new_zeros(len(scores)))
             return scores
-        chosen = sample_tokens(
-            scores, self._uniforms[:, len(self._log_probs)], self._temperature
-        ).unsqueeze(1)
-        self._log_probs.append(
-            token_log_probs(scores.unsqueeze(1), chosen, self._temperature).squeeze(1)
-        )
+        uniforms = self._uniforms[:, len(self._log_probs)]
+        chosen = sample_tokens(scores, uniforms, self._temperature).unsqueeze(1)
+        log_probs = token_log_probs(scores.unsqueeze(1), chosen, self._temperature).squeeze(1)
+        self._log_probs.append(log_probs)
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
 
     def log_probs(self) -> Tensor:
-        """[B, T] fp32, whatever stands in rows that had ended."""
+        """The log-probability of each drawn token, fp32, [B, T]; arbitrary after a row's end."""
         return torch.stack(self._log_probs, 1).float()

@@ -1,8 +1,8 @@
-"""Checkpoints that are whole or not there: temporary folder, fsync, SHA-256 manifest, rename, then
-prune.
+"""Checkpoints that are complete or absent.
 
-safetensors rejects a truncated file but loads flipped bits without complaint; the manifest finds
-both. Nothing is pickled.
+A checkpoint is written to a temporary folder, synced to the disk, listed in a manifest of SHA-256
+sums, and renamed; then older ones are deleted. safetensors rejects a truncated file but loads
+flipped bits without complaint; the manifest finds both. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
+OLDER = "lora_step_"  # stem of the LoRA of an earlier step
 _NAME = re.compile(r"step_(\d+)")
 
 
@@ -31,20 +32,36 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """tensors: file stem -> name -> tensor (for instance `lora`, `optimizer`, `ema`); state:
-    JSON-able numbers.
+    """The state of a run after a step.
+
+    Attributes:
+      step: the last step that is in it.
+      tensors: stem of a file (`lora`, `optimizer`, `ema`, ...) -> name -> tensor.
+      state: further values, which JSON can hold.
     """
 
     step: int
     tensors: Mapping[str, Mapping[str, Tensor]]
     state: Mapping[str, Any]
 
+    def older_weights(self) -> dict[int, Mapping[str, Tensor]]:
+        """Returns the LoRAs of earlier steps that rollouts still to come need, by step."""
+        stems = [stem for stem in self.tensors if stem.startswith(OLDER)]
+        return {int(stem.removeprefix(OLDER)): self.tensors[stem] for stem in stems}
+
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
-    """Write `folder/step_N` and delete all but the newest `keep`. CheckpointError if the disk
-    refuses.
+    """Writes `folder/step_N` and deletes all but the newest `keep` checkpoints.
 
-    A failure leaves every older checkpoint as it was, and no partial one.
+    A failure leaves every older checkpoint as it was, and no incomplete one.
+
+    Args:
+      folder: the folder of all checkpoints.
+      checkpoint: what to write.
+      keep: how many checkpoints to keep, this one included.
+
+    Raises:
+      CheckpointError: the disk refuses.
     """
     final = folder / f"step_{checkpoint.step}"
     partial = folder / f".partial_{final.name}"
@@ -66,12 +83,12 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
             shutil.rmtree(final)
         partial.rename(final)
         _fsync(folder)
-    except Exception as error:  # safetensors has an exception type of its own for a full disk
+    # Every exception, since safetensors has a type of its own for a full disk.
+    except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
             f"cannot write the checkpoint {final}: {error}. Older checkpoints are untouched; free "
-            "some space or "
-            "choose another trainer.output_dir, then run the same command to go on"
+            "some space or choose another trainer.output_dir, then run the same command to go on"
         ) from error
     for old in list_checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
@@ -79,18 +96,18 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints in `folder`, oldest first."""
-    found = (
-        [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)]
-        if folder.is_dir()
-        else []
-    )
+    """Returns the checkpoints in `folder`, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint after checking every file against the manifest; CheckpointError names what
-    is damaged.
+    """Reads a checkpoint after it has checked every file against the manifest.
+
+    Raises:
+      CheckpointError: a file is missing or damaged.
     """
     remedy = f"delete {path} to go on from the checkpoint before it"
     try:

@@ -1,6 +1,4 @@
-"""What a person sees while training runs: a live view on a terminal, one short line per step
-elsewhere.
-"""
+"""The console output of a training run: a live view on a terminal, else one line for each step."""
 
 from __future__ import annotations
 
@@ -22,10 +20,14 @@ _STEPS_FOR_ETA = 20
 
 
 class Console:
-    """Used as a context manager around the loop; every method is silent where `is_main` is false.
+    """A context manager around the loop; only the main process prints.
 
-    show_steps: false drops the live view and the step lines (a `trainer.logger` without `console`);
-        messages, warnings and the final table stay.
+    Args:
+      total_steps: training steps of the run.
+      is_main: False silences every method.
+      show_steps: False drops the live view and the lines of steps (a `trainer.logger` without
+        `console`); messages, warnings and the final table stay.
+      stream: where to print; None for the standard output.
     """
 
     def __init__(
@@ -70,17 +72,18 @@ class Console:
             self._progress = None
 
     def message(self, text: str) -> None:
+        """Prints a line."""
         if self._is_main:
             self._print(Text(text), text)
 
     def warning(self, text: str) -> None:
-        """Prints `text` behind a marker, the first time only."""
+        """Prints a warning, the first time only."""
         if self._is_main and text not in self._warned:
             self._warned.add(text)
             self._print(Text.assemble(("warning: ", "bold yellow"), text), f"warning: {text}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows the row of `step`; step 0 holds the first evaluation."""
+        """Shows the metrics of a step; step 0 holds the first evaluation."""
         if not self._show_steps:
             return
         self._marks.append((step, time.monotonic()))
@@ -96,9 +99,7 @@ class Console:
             self._progress.update(self._progress.task_ids[0], completed=step, now=now)
 
     def final_table(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
-        """The held-out metrics before and after training, in the order of `after`; "-" where one
-        side has none.
-        """
+        """Prints the held-out metrics before and after training; "-" where one side has none."""
         if not self._is_main:
             return
         table = Table(title="held-out evaluation", title_justify="left")
@@ -128,7 +129,8 @@ class Console:
         )
 
     def _eta(self) -> str:
-        (first_step, first_time), (step, now) = self._marks[0], self._marks[-1]
+        first_step, first_time = self._marks[0]
+        step, now = self._marks[-1]
         if step == first_step or step >= self._total_steps:
             return ""
         seconds = (now - first_time) / (step - first_step) * (self._total_steps - step)
@@ -147,6 +149,6 @@ def _number(value: float | None) -> str:
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return (
-        f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
-    )
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

@@ -1,4 +1,4 @@
-"""metrics.jsonl and its siblings: one JSON object a line."""
+"""Files with one JSON object a line: metrics.jsonl and its siblings."""
 
 from __future__ import annotations
 
@@ -7,21 +7,17 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flowgrpo_rc.files import write_atomic
 
-if TYPE_CHECKING:
-    pass
-
 
 class MetricsFile:
-    """Rows of names and numbers, one JSON object a line. It also serves health.jsonl, whose rows
-    hold a message, and histograms.jsonl, whose rows hold counts by bin.
+    """Rows of names and numbers, one JSON object a line.
 
-    Every row reaches the disk before `append` returns. A value that is not finite is written as
-    null, since JSON has no other word for it. A line torn by a kill is dropped by whoever touches
-    the file next.
+    It also serves health.jsonl, whose rows hold a message, and histograms.jsonl, whose rows hold
+    counts by bin. Every row reaches the disk before `append` returns. A value that is not finite is
+    written as null, since JSON has no NaN. The next reader or writer drops a line torn by a kill.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,7 +26,7 @@ class MetricsFile:
     def append(
         self, step: int, values: Mapping[str, float | str | Mapping[int, int] | None]
     ) -> None:
-        """Adds the row of `step`. Raises OSError naming the file where the disk refuses it."""
+        """Adds the row of a step. Raises OSError, naming the file, if the disk refuses it."""
         row = {"step": step} | {name: _as_json(value) for name, value in values.items()}
         line = json.dumps(row, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
         try:
@@ -43,15 +39,15 @@ class MetricsFile:
             raise _unwritable(self.path, error) from error
 
     def rows(self) -> list[dict[str, Any]]:
-        """All rows in file order; [] where there is no file. ValueError where a line before the
-        last is damaged.
+        """Returns all rows in file order; [] if there is no file.
+
+        Raises:
+          ValueError: a line before the last one is damaged.
         """
         return [row for row, _ in self._lines()]
 
     def truncate_after(self, step: int) -> None:
-        """Drops the rows of later steps and a torn last line; the file is replaced at once or not
-        at all.
-        """
+        """Drops the rows of later steps and a torn last line, in one step or not at all."""
         if not self.path.exists():
             return
         kept = b"".join(line + b"\n" for row, line in self._lines() if row["step"] <= step)
@@ -62,7 +58,7 @@ class MetricsFile:
 
     def _lines(self) -> list[tuple[dict[str, Any], bytes]]:
         lines = self.path.read_bytes().split(b"\n") if self.path.exists() else [b""]
-        # What follows the last newline is torn, or nothing.
+        # After the last newline comes nothing, or a torn line.
         complete = [
             (number, line) for number, line in enumerate(lines[:-1], start=1) if line.strip()
         ]

@@ -1,15 +1,15 @@
-"""Trajectories on the disk: what one run sampled, another may train on (`data.replay_dir`).
+"""Trajectories on disk: what one run sampled, another can train on (`data.replay_dir`).
 
-A file holds the part of one process of one step: the batch before anything was learned about it,
-with the log-probs of the policy that sampled it, and its rewards. safetensors, with kind, spec and
-origin in the header.
+A file holds one process's samples of one step: the batch as it was sampled, with the log-probs of
+the sampling policy, and its rewards. The format is safetensors, with kind, spec and origin in the
+header.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from flowgrpo_rc.batch import (
     DiffusionBatch,
     Rewards,
     SamplerSpec,
+    Spec,
     TokenBatch,
     TokenSpec,
 )
@@ -38,8 +39,12 @@ _HEADER = "rollout"  # a single entry: safetensors writes several in no fixed or
 
 
 class SavedRollout(NamedTuple):
-    """One process's part of one step. origin: what else a reader has to agree with,
-    `Task.origin`.
+    """One process's samples of one step.
+
+    Attributes:
+      batch: the samples.
+      rewards: their rewards.
+      origin: what else a reader has to agree with; see `Task.origin`.
     """
 
     batch: Batch
@@ -48,18 +53,23 @@ class SavedRollout(NamedTuple):
 
 
 def rollout_path(folder: Path, step: int, rank: int, count: int) -> Path:
+    """Returns the file of one process's samples of one step.
+
+    Args:
+      folder: the folder of all saved rollouts.
+      step: the training step.
+      rank: number of the process.
+      count: number of processes.
+    """
     return folder / f"step_{step:06d}_process_{rank}_of_{count}.safetensors"
 
 
 def save_rollout(path: Path, rollout: SavedRollout) -> None:
-    """Write a rollout, whole or not at all."""
+    """Writes a rollout, whole or not at all."""
     batch = rollout.batch
     kind = next(name for name, (cls, _) in KINDS.items() if isinstance(batch, cls))
-    tensors = dict(
-        _flatten(
-            {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch) if f.name != "spec"}
-        )
-    )
+    names = [field.name for field in dataclasses.fields(batch) if field.name != "spec"]
+    tensors = dict(_flatten({name: getattr(batch, name) for name in names}))
     tensors |= {f"{_REWARD}total": rollout.rewards.total, f"{_REWARD}valid": rollout.rewards.valid}
     tensors |= {f"{_REWARD}parts/{name}": values for name, values in rollout.rewards.parts.items()}
     content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -69,8 +79,10 @@ def save_rollout(path: Path, rollout: SavedRollout) -> None:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """kind, spec and origin of a saved rollout, without its tensors. ValueError where the file is
-    none or cut short.
+    """Returns kind, spec and origin of a saved rollout, without its tensors.
+
+    Raises:
+      ValueError: the file is something else, or cut short.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -82,11 +94,12 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def load_rollout(path: Path, device: torch.device) -> SavedRollout:
-    """Read it back, bit for bit. ValueError for a file that is damaged or something else."""
+    """Reads a rollout back, bit for bit. ValueError if the file is damaged or something else."""
     header = read_header(path)
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            names = file.keys()  # the file is no mapping, so it cannot be iterated itself
+            tensors = {name: file.get_tensor(name) for name in names}
         cls, spec_class = KINDS[header["kind"]]
         spec = spec_class(**header["spec"])
         columns = {
@@ -94,15 +107,14 @@ def load_rollout(path: Path, device: torch.device) -> SavedRollout:
             for name, value in tensors.items()
             if not name.startswith(_REWARD)
         }
-        parts = f"{_REWARD}parts/"
+        prefix = f"{_REWARD}parts/"
+        parts = {
+            name.removeprefix(prefix): values
+            for name, values in tensors.items()
+            if name.startswith(prefix)
+        }
         rewards = Rewards(
-            total=tensors[f"{_REWARD}total"],
-            valid=tensors[f"{_REWARD}valid"],
-            parts={
-                name.removeprefix(parts): values
-                for name, values in tensors.items()
-                if name.startswith(parts)
-            },
+            total=tensors[f"{_REWARD}total"], valid=tensors[f"{_REWARD}valid"], parts=parts
         )
         return SavedRollout(cls(spec=spec, **_unflatten(columns)), rewards, header["origin"])
     except (SafetensorError, KeyError, TypeError) as error:
@@ -112,7 +124,7 @@ def load_rollout(path: Path, device: torch.device) -> SavedRollout:
 
 
 def _flatten(fields: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors by name; those of a conditioning as `name.field`."""
+    """Yields tensors by name; those of a conditioning as `name.field`."""
     for name, value in fields.items():
         if isinstance(value, Conditioning):
             yield from _flatten(
@@ -132,3 +144,93 @@ def _unflatten(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         }
         fields[owner] = Conditioning(**own)
     return fields
+
+
+def replay_files(folder: Path, rank: int, count: int) -> list[Path]:
+    """The saved steps of a process, in order; all processes must have all of them. `folder` is a
+    run's, or its rollouts/."""
+    inside = folder / "rollouts"
+    folder = inside if inside.is_dir() else folder
+    found = {path.name for path in folder.glob("step_*_process_*_of_*.safetensors")}
+    if not found:
+        name = rollout_path(folder, 1, rank, count).name
+        raise ValueError(
+            f"data.replay_dir={folder} has no file such as {name}: save some with "
+            "trainer.save_rollouts"
+        )
+    last = max(int(name.split("_")[1]) for name in found)
+    wanted = {
+        rollout_path(folder, step, r, count).name
+        for step in range(1, last + 1)
+        for r in range(count)
+    }
+    if found != wanted:
+        first = min(found ^ wanted)
+        raise ValueError(
+            f"data.replay_dir={folder} must hold steps 1 to {last} of {count} process(es), as "
+            "many as train now, and "
+            f"nothing else; {first} is "
+            f"{'missing' if first in wanted else 'of another number of processes'}"
+        )
+    return [rollout_path(folder, step, rank, count) for step in range(1, last + 1)]
+
+
+def check_headers(paths: Sequence[Path], spec: Spec, origin: Mapping[str, Any]) -> None:
+    """Raises ValueError for a file that was sampled with other settings, their precision aside.
+
+    Args:
+      paths: saved rollouts; their tensors are not read.
+      spec: how samples have to be made.
+      origin: what else has to agree, `Task.origin`; entries that are not known may be left out.
+    """
+    here = dataclasses.asdict(spec) | dict(origin)
+    for path in paths:
+        there = read_header(path)
+        found = there["spec"] | there["origin"] | {"dtype": spec.dtype}
+        different = [
+            f"{key}: {found.get(key)!r} there, {here[key]!r} here"
+            for key in here
+            if found.get(key) != here[key]
+        ]
+        if different:
+            raise ValueError(
+                f"data.replay_dir: {path} was sampled with other settings ({'; '.join(different)})"
+            )
+
+
+def check_contents(
+    path: Path,
+    batch: Batch,
+    rewards: Rewards,
+    *,
+    samples: int,
+    group_size: int,
+    terms: Collection[str],
+) -> None:
+    """Checks that a saved rollout has the samples and rewards that a run needs.
+
+    Args:
+      path: its file, for the message.
+      batch: its trajectories.
+      rewards: its rewards.
+      samples: samples of a step on this process.
+      group_size: samples of a prompt, `rollout.n`.
+      terms: rewards that must be known one by one.
+
+    Raises:
+      ValueError: names the file, what it has and which key to change.
+    """
+    lacking = sorted(set(terms) - set(rewards.parts))
+    if lacking:
+        raise ValueError(
+            f"data.replay_dir: {path} has no reward {lacking[0]!r}, and "
+            "algorithm.adv_estimator=gdpo needs each of reward.terms; it has "
+            f"{', '.join(rewards.parts)}"
+        )
+    sizes = set(batch.group.unique(return_counts=True)[1].tolist())
+    if len(batch) != samples or sizes != {group_size}:
+        raise ValueError(
+            f"data.replay_dir: {path} has {len(batch)} samples in groups of {sorted(sizes)}; "
+            f"data.train_batch_size and rollout.n ask for {samples} in groups of "
+            f"{group_size}"
+        )

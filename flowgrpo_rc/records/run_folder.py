@@ -1,4 +1,4 @@
-"""The folder of a run, and whether a command may go on in it."""
+"""The folder of a run, and whether a command may continue in it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PACKAGES = (
     "accelerate",
     "rapidocr-onnxruntime",
 )
-# What may change between two commands on one run without changing what is trained, rounding aside.
+# Keys that may differ between two commands on one run: they change the result by rounding at most.
 _FREE = (
     "trainer.max_time",
     "trainer.logger",
@@ -47,8 +47,11 @@ _FREE = (
 
 
 class RunFolder:
-    """Paths of a run: config.yaml, environment.json, metrics.jsonl, histograms.jsonl, health.jsonl,
-    samples/, rejected/, checkpoints/, lora/ and, if asked for, rollouts/."""
+    """The paths of a run.
+
+    They are config.yaml, environment.json, metrics.jsonl, histograms.jsonl, health.jsonl, samples/,
+    rejected/, checkpoints/, lora/ and, if asked for, rollouts/.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -63,32 +66,58 @@ class RunFolder:
         self.rollouts = root / "rollouts"
 
     def samples_stem(self, step: int) -> Path:
-        """The path of a step's held-out samples without its ending."""
+        """Returns the path of a step's held-out samples, without its ending."""
         return self.samples / f"step_{step:06d}"
 
     def drop_rollouts_after(self, step: int) -> None:
-        """Saved rollouts of steps that will be sampled again."""
+        """Deletes saved rollouts of steps that a resumed run samples again."""
         for path in self.rollouts.glob("step_*.safetensors"):
             if int(path.stem.split("_")[1]) > step:
                 path.unlink()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds the folder for the duration; the lock dies with the process. ValueError if another
-        run holds it.
+        """Holds the folder meanwhile; the lock dies with the process.
+
+        Raises:
+          ValueError: another run holds it.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         with (self.root / ".lock").open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise ValueError(
-                    f"trainer.output_dir={self.root} is in use by a run that is still going on"
-                ) from error
+                raise self._in_use() from error
             yield
 
+    def check_free(self) -> None:
+        """Raises ValueError if a run that is still going on holds the folder."""
+        lock = self.root / ".lock"
+        if not lock.is_file():
+            return
+        # A shared lock: several processes of one run may look at the same time.
+        with lock.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise self._in_use() from error
+
+    def _in_use(self) -> ValueError:
+        return ValueError(
+            f"trainer.output_dir={self.root} is in use by a run that is still going on"
+        )
+
     def create(self, config: Mapping[str, Any], device: torch.device, processes: int) -> None:
-        """Write config.yaml and environment.json. OSError where the folder cannot be made."""
+        """Writes config.yaml and environment.json.
+
+        Args:
+          config: the resolved configuration; secrets are removed from it.
+          device: the device of the main process.
+          processes: number of processes.
+
+        Raises:
+          OSError: the folder cannot be made.
+        """
         self.root.mkdir(parents=True, exist_ok=True)
         write_atomic(self.config, yaml.safe_dump(redact(config), sort_keys=False).encode())
         environment = {
@@ -103,10 +132,9 @@ class RunFolder:
         write_atomic(self.root / "environment.json", json.dumps(environment, indent=1).encode())
 
     def check_same_run(self, stored: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-        """ValueError if `config` would train something else than the folder's `stored` one, naming
-        the first keys.
-        """
-        there, here = _flat(redact(stored)), _flat(redact(config))
+        """Raises ValueError, naming keys, if `config` would train something else than `stored`."""
+        there = _flat(redact(stored))
+        here = _flat(redact(config))
         keys = [
             key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)
         ]
@@ -119,14 +147,16 @@ class RunFolder:
             )
             raise ValueError(
                 f"{self.root} holds a run with other settings ({shown}). Choose another "
-                "trainer.output_dir, or delete "
-                "that folder to start over"
+                "trainer.output_dir, or delete that folder to start over"
             )
 
 
 def check_writable(root: Path, *, needed_bytes: int) -> None:
-    """ValueError before anything is loaded if `root` cannot be written or its disk has too little
-    room.
+    """Raises ValueError, before anything is loaded, if a run cannot be written to `root`.
+
+    Args:
+      root: the folder of the run; need not exist.
+      needed_bytes: room that the disk must have.
     """
     existing = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
     try:

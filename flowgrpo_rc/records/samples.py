@@ -1,13 +1,18 @@
-"""Captioned grids of sampled images or videos, the same prompts and seeds each time, so that two
-can be compared.
+"""Grids of sampled images or videos with captions, and thumbnails.
+
+Evaluations use the same prompts and seeds each time, so two grids can be compared.
+
+Shapes: N samples, F frames of a video, H x W pixels, h x w pixels of a thumbnail.
 """
 
 from __future__ import annotations
 
 import io
+import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -27,9 +32,14 @@ _INK = "#333333"
 
 
 class Shown(NamedTuple):
-    """What people may see of the samples of a batch, in its order: prompts, and thumbnails [h, w,
-    3] uint8, texts, or None where nothing was decoded. Both are empty where the trajectories come
-    from files."""
+    """The part of a batch's samples that people may see, in the batch's order.
+
+    Both lists are empty if the trajectories come from files.
+
+    Attributes:
+      prompts: the prompt of each sample.
+      samples: thumbnails [h, w, 3] uint8, texts, or None where nothing was decoded.
+    """
 
     prompts: Sequence[Prompt] = ()
     samples: Sequence[np.ndarray | str | None] = ()
@@ -38,11 +48,14 @@ class Shown(NamedTuple):
 def image_grid(
     images: np.ndarray, captions: Sequence[str], *, columns: int = 8, scale: int | None = None
 ) -> Image.Image:
-    """A grid of images [N, H, W, 3] uint8, row by row, each above its caption (cut to the image's
-    width).
+    """Makes a grid of images, row by row, each above its caption (cut to the image's width).
 
-    scale: pixels per pixel of a small image (nearest neighbour); None chooses one that makes it
-        readable. Images larger than 256 pixels are reduced to that.
+    Args:
+      images: uint8, [N, H, W, 3].
+      captions: one for each image.
+      columns: images in a row, at most.
+      scale: pixels for each pixel of a small image (nearest neighbour); None chooses a scale that
+        makes it readable. Images larger than 256 pixels are reduced to that.
     """
     if images.ndim != 4 or images.shape[-1] != 3 or images.dtype != np.uint8 or len(images) == 0:
         raise ValueError(
@@ -54,7 +67,8 @@ def image_grid(
     tiles = [_resized(Image.fromarray(image), scale) for image in images]
     columns = min(columns, len(tiles))
     rows = -(-len(tiles) // columns)
-    width, height = tiles[0].width + _GAP, tiles[0].height + _CAPTION_HEIGHT + _GAP
+    width = tiles[0].width + _GAP
+    height = tiles[0].height + _CAPTION_HEIGHT + _GAP
     grid = Image.new("RGB", (columns * width + _GAP, rows * height + _GAP), _BACKGROUND)
     draw = ImageDraw.Draw(grid)
     font = ImageFont.load_default(_FONT_SIZE)
@@ -70,8 +84,10 @@ def image_grid(
 
 
 def thumbnail(sample: np.ndarray) -> np.ndarray:
-    """A small copy [h, w, 3] of an image [H, W, 3] or of a video [F, H, W, 3], of which it shows
-    three frames; an image that is small already is returned as it is."""
+    """Returns a small copy [h, w, 3] of an image [H, W, 3] or a video [F, H, W, 3].
+
+    A video becomes three frames side by side. An image that is small already is returned itself.
+    """
     if sample.ndim == 4:
         return np.concatenate(
             [thumbnail(frame) for frame in sample[[0, (len(sample) - 1) // 2, len(sample) - 1]]], 1
@@ -80,10 +96,29 @@ def thumbnail(sample: np.ndarray) -> np.ndarray:
     return sample if factor == 1 else np.asarray(Image.fromarray(sample).reduce(factor))
 
 
+def thumbnails(samples: Any, number: int) -> list[np.ndarray | str | None]:
+    """Returns what people may see of each sample: a thumbnail, the text, or None if not decoded.
+
+    Args:
+      samples: images, videos or texts; None if nothing was decoded.
+      number: how many samples there are.
+    """
+    if samples is None:
+        return [None] * number
+    return [sample if isinstance(sample, str) else thumbnail(sample) for sample in samples]
+
+
 def save_grid(
     path: Path, images: np.ndarray, captions: Sequence[str], *, columns: int = 8
 ) -> Image.Image:
-    """Writes `image_grid` as a PNG, whole or not at all, and returns it."""
+    """Writes `image_grid` as a PNG, whole or not at all, and returns it.
+
+    Args:
+      path: the file.
+      images: uint8, [N, H, W, 3].
+      captions: one for each image.
+      columns: images in a row, at most.
+    """
     grid = image_grid(images, captions, columns=columns)
     buffer = io.BytesIO()
     grid.save(buffer, format="PNG", optimize=True)
@@ -93,9 +128,7 @@ def save_grid(
 
 
 def film_strips(videos: np.ndarray) -> np.ndarray:
-    """First, middle and last frame of videos [N, F, H, W, 3] side by side, as images [N, H, 3 W,
-    3].
-    """
+    """Returns images [N, H, 3 W, 3]: first, middle and last frame of videos [N, F, H, W, 3]."""
     last = videos.shape[1] - 1
     return np.concatenate([videos[:, frame] for frame in (0, last // 2, last)], axis=2)
 
@@ -103,8 +136,13 @@ def film_strips(videos: np.ndarray) -> np.ndarray:
 def save_animation(
     path: Path, videos: np.ndarray, captions: Sequence[str], *, columns: int = 8
 ) -> None:
-    """Writes the grids of all frames of videos [N, F, H, W, 3] uint8 as an animated WebP, whole or
-    not at all.
+    """Writes the grids of all frames as an animated WebP, whole or not at all.
+
+    Args:
+      path: the file.
+      videos: uint8, [N, F, H, W, 3].
+      captions: one for each video.
+      columns: videos in a row, at most.
     """
     first, *rest = (
         image_grid(videos[:, frame], captions, columns=columns) for frame in range(videos.shape[1])
@@ -114,6 +152,23 @@ def save_animation(
     first.save(buffer, format="WEBP", save_all=True, append_images=rest, duration=duration, loop=0)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, buffer.getvalue())
+
+
+def save_texts(
+    path: Path, texts: Sequence[str], prompts: Sequence[Prompt], scores: Sequence[float]
+) -> None:
+    """Writes one JSON object a line: prompt, target, completion, score (null if unknown)."""
+    lines = []
+    for prompt, text, score in zip(prompts, texts, scores, strict=True):
+        row = {
+            "prompt": prompt.text,
+            "target": prompt.target,
+            "completion": text,
+            "score": score if math.isfinite(score) else None,
+        }
+        lines.append(json.dumps(row, ensure_ascii=False))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, "".join(f"{line}\n" for line in lines).encode())
 
 
 def _resized(image: Image.Image, scale: int | None) -> Image.Image:
@@ -127,7 +182,7 @@ def _resized(image: Image.Image, scale: int | None) -> Image.Image:
 
 
 def _fitted(caption: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int) -> str:
-    """`caption` on one line, cut with an ellipsis where it is wider than `width` pixels."""
+    """Returns a caption on one line, cut with an ellipsis if it is wider than `width` pixels."""
     line = " ".join(caption.split())
     if font.getlength(line) <= width:
         return line

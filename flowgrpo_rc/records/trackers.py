@@ -1,4 +1,4 @@
-"""Where numbers go: metrics.jsonl always, wandb and tensorboard through accelerate when asked for.
+"""Experiment trackers: wandb and tensorboard, through accelerate.
 
 Nothing secret leaves the process: configurations pass through `redact`, and wandb's own collection
 of the command line and the git remote is switched off.
@@ -27,9 +27,7 @@ LOGGERS = ("console", "wandb", "tensorboard")
 
 
 def validate_loggers(loggers: Sequence[str]) -> None:
-    """ValueError where `trainer.logger` names a logger that does not exist or whose package is
-    missing.
-    """
+    """Raises ValueError for a logger that does not exist or whose package is missing."""
     for name in loggers:
         if name not in LOGGERS:
             raise ValueError(
@@ -43,18 +41,23 @@ def validate_loggers(loggers: Sequence[str]) -> None:
 
 
 def accelerate_loggers(loggers: Sequence[str]) -> list[str]:
-    """What `Accelerator(log_with=..., project_dir=run_dir)` takes: the loggers other than the
-    console.
-    """
+    """Returns the loggers for `Accelerator(log_with=...)`: all but the console."""
     return [name for name in dict.fromkeys(loggers) if name != "console"]
 
 
 class Trackers:
-    """The trackers of an Accelerator that was made with `log_with=accelerate_loggers(...)`, on its
-    main process.
+    """The trackers of an Accelerator that was made with `log_with=accelerate_loggers(...)`.
 
-    A resumed run goes on in the same wandb run, whose id stands in the run's folder; tensorboard
-    hides the events of steps that are done again (those from `first_step` on).
+    Only the main process has any. A resumed run continues the same wandb run, whose id is stored in
+    the run's folder; tensorboard hides the events of repeated steps.
+
+    Args:
+      accelerator: holds the trackers.
+      project_name: name of the project in the trackers.
+      experiment_name: name of the run in the trackers.
+      run_dir: folder of the run.
+      config: the resolved configuration; secrets are removed from it.
+      first_step: first step of this command; above 0 if the run is resumed.
     """
 
     def __init__(
@@ -82,10 +85,12 @@ class Trackers:
             accelerator.init_trackers(project_name, init_kwargs=settings)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs the metrics of a step."""
         if self._names:
             self._accelerator.log(dict(metrics), step=step)
 
     def log_image(self, step: int, name: str, image: Image.Image) -> None:
+        """Logs an image of a step under a name."""
         if "wandb" in self._names:
             self._accelerator.get_tracker("wandb").log_images({name: [image]}, step=step)
         if "tensorboard" in self._names:
@@ -95,7 +100,7 @@ class Trackers:
             )
 
     def log_histograms(self, step: int, found: Mapping[str, Counts]) -> None:
-        """Histograms in the bins of `training.histograms`."""
+        """Logs histograms of a step, with the bins of `monitoring.histograms`."""
         for name, counts in found.items():
             numbers = range(min(counts, default=0), max(counts, default=0) + 1)
             heights = [counts.get(number, 0) for number in numbers]
@@ -124,9 +129,7 @@ class Trackers:
                 )
 
     def alert(self, step: int, text: str) -> None:
-        """Tell the people who watch the run, where a tracker can: wandb sends mails and
-        messages.
-        """
+        """Sends a warning to the people who watch the run, if a tracker can, as wandb does."""
         if "wandb" in self._names:
             run = self._accelerator.get_tracker("wandb", unwrap=True)
             run.alert(
@@ -134,6 +137,7 @@ class Trackers:
             )
 
     def finish(self) -> None:
+        """Ends the trackers."""
         for name in self._names:
             self._accelerator.get_tracker(name).finish()
 
@@ -144,7 +148,7 @@ def _wandb_settings(experiment_name: str, run_dir: Path) -> dict[str, Any]:
     identity = run_dir / "wandb_id"
     if not identity.exists():
         write_atomic(identity, secrets.token_hex(8).encode())
-    # The metadata hold the whole command line, where an override may be a password.
+    # wandb's metadata would hold the whole command line, where an override may be a password.
     settings = wandb.Settings(disable_git=True, x_disable_meta=True)
     offline = os.environ.get("WANDB_MODE", "online") != "online"
     resume = None if offline else "allow"

@@ -1,0 +1,1 @@
+"""The HTML pages and figures about one run or several."""

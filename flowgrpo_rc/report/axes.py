@@ -9,7 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Maps values to 0..1 and says where its labelled ticks are."""
+    """An axis: maps values to 0..1 and says where its labelled ticks are.
+
+    Attributes:
+      lower: the value at 0.
+      upper: the value at 1.
+      ticks: values with a label, ascending.
+      log: whether the scale is logarithmic.
+    """
 
     lower: float
     upper: float
@@ -17,58 +24,68 @@ class Axis:
     log: bool = False
 
     def place(self, value: float) -> float:
+        """Returns the place of a value on the axis, from 0 to 1."""
         if self.log:
-            lower, upper = math.log10(self.lower), math.log10(self.upper)
+            # Decades from the lower end, over the decades of the axis.
+            lower = math.log10(self.lower)
+            upper = math.log10(self.upper)
             return (math.log10(value) - lower) / (upper - lower)
         return (value - self.lower) / (self.upper - self.lower)
 
 
 def linear_axis(values: Sequence[float], *, whole: bool = False, tight: bool = False) -> Axis:
-    lower, upper = min(values), max(values)
+    """Makes a linear axis with about four intervals between round ticks.
+
+    Args:
+      values: the data to cover.
+      whole: use whole numbers as ticks.
+      tight: end where the data end, not at ticks.
+    """
+    # The factors of 1e-9 and 1e-12 here and below keep rounding errors from moving a tick.
+    lower = min(values)
+    upper = max(values)
     if upper - lower <= 1e-12 * max(abs(lower), abs(upper)):
         pad = 0.5 if whole or lower == 0 else abs(lower) * 0.1
-        lower, upper = lower - pad, upper + pad
+        lower = lower - pad
+        upper = upper + pad
     step = _nice_step((upper - lower) / 4)
     if whole:
         step = max(1.0, step)
     if not tight:
-        lower, upper = math.floor(lower / step + 1e-9) * step, math.ceil(upper / step - 1e-9) * step
+        lower = math.floor(lower / step + 1e-9) * step
+        upper = math.ceil(upper / step - 1e-9) * step
     first = math.ceil(lower / step - 1e-9)
     count = math.floor(upper / step + 1e-9) - first + 1
     return Axis(lower, upper, [(first + i) * step for i in range(count)])
 
 
 def _nice_step(rough: float) -> float:
+    """Returns the smallest of 1, 2 and 5 times powers of ten that is not below `rough`."""
     magnitude = 10.0 ** math.floor(math.log10(rough))
-    return next(
-        factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= rough * (1 - 1e-9)
-    )
+    steps = (factor * magnitude for factor in (1, 2, 5, 10))
+    return next(step for step in steps if step >= rough * (1 - 1e-9))
 
 
 def log_axis(values: Sequence[float]) -> Axis:
-    """Ticks at 1, 2 and 5 over a decade or two, at powers of ten over more."""
-    first, last = (
-        math.floor(math.log10(min(values)) + 1e-9),
-        math.ceil(math.log10(max(values)) - 1e-9),
-    )
+    """Makes a logarithmic axis: ticks at 1, 2 and 5 for few decades, at powers of ten for many."""
+    first = math.floor(math.log10(min(values)) + 1e-9)
+    last = math.ceil(math.log10(max(values)) - 1e-9)
     last = max(last, first + 1)
-    fine = [factor * 10.0**power for power in range(first, last) for factor in (1, 2, 5)] + [
-        10.0**last
-    ]
+    fine = [factor * 10.0**power for power in range(first, last) for factor in (1, 2, 5)]
+    fine.append(10.0**last)
     lower = max(tick for tick in fine[:-1] if tick <= min(values) * (1 + 1e-9))
     upper = min(tick for tick in fine if tick >= max(values) * (1 - 1e-9) and tick > lower)
     ticks = [tick for tick in fine if lower <= tick <= upper]
     if len(ticks) > 6:
         every = math.ceil((last - first) / 6)
-        lower, upper, ticks = (
-            10.0**first,
-            10.0**last,
-            [10.0**power for power in range(first, last + 1, every)],
-        )
+        lower = 10.0**first
+        upper = 10.0**last
+        ticks = [10.0**power for power in range(first, last + 1, every)]
     return Axis(lower, upper, ticks, log=True)
 
 
 def tick_labels(axis: Axis) -> list[str]:
+    """Returns the label of each tick, with as many decimals as the distance of the ticks needs."""
     if axis.log:
         return [scientific(tick) for tick in axis.ticks]
     step = axis.ticks[1] - axis.ticks[0] if len(axis.ticks) > 1 else axis.upper - axis.lower
@@ -80,6 +97,6 @@ def tick_labels(axis: Axis) -> list[str]:
 
 
 def scientific(value: float) -> str:
-    """2e-5 rather than 2.00e-05."""
+    """Returns a number as 2e-5 rather than 2.00e-05."""
     mantissa, exponent = f"{value:.3e}".split("e")
     return f"{float(mantissa):g}e{int(exponent)}"

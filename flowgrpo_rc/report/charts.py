@@ -1,8 +1,8 @@
-"""Charts as inline HTML and SVG: no script, no font, no colour of their own beyond the page's CSS
-variables.
+"""Charts as inline HTML and SVG, without scripts and fonts.
 
-The plot is an SVG that stretches with its box (strokes and dots keep their size) and the labels are
-HTML at percentages, so text stays readable at every width.
+The plot is an SVG that stretches with its box; strokes and dots keep their size. The labels are
+HTML, placed in percent, so text stays readable at every width. All colours come from the page's CSS
+variables.
 """
 
 from __future__ import annotations
@@ -14,24 +14,30 @@ from html import escape
 
 from flowgrpo_rc.report.axes import Axis, linear_axis, log_axis, tick_labels
 
-_WIDTH, _HEIGHT = 1000.0, 300.0
-_MAX_POINTS = 400
-_MAX_DOTS = 30
-_MAX_LABELLED = 120
+_WIDTH = 1000.0  # of the plot, in units of the SVG
+_HEIGHT = 300.0
+_MAX_POINTS = 400  # of a line; more are thinned
+_MAX_DOTS = 30  # of a line; more are visible under the pointer only
+_MAX_LABELLED = 120  # of a line; more have no labels
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """One line: its points are ordered by x; y is None where the value was not finite (the line
-    breaks there).
+    """One line of a chart.
+
+    Attributes:
+      name: in the legend.
+      points: (x, y) in the order of x; y is None where the value was not finite, and the line
+        breaks there.
     """
 
     name: str
     points: Sequence[tuple[float, float | None]]
 
     def finite(self) -> list[Point]:
+        """Returns the points whose y is finite."""
         return [(x, y) for x, y in self.points if y is not None and math.isfinite(y)]
 
 
@@ -44,14 +50,24 @@ def line_chart(
     log_y: bool = False,
     thresholds: Sequence[float] = (),
 ) -> str:
-    """A titled chart, or a sentence where no series has a finite point (positive, with `log_y`).
+    """Draws lines with a title, or a sentence if no series has a finite point.
 
-    A series keeps its colour whether or not the others have points. thresholds: drawn as dashed
-    lines where they fall inside the data's range, which they do not widen.
+    With `log_y` only positive points count. A series keeps its colour whether or not the others
+    have points.
+
+    Args:
+      title: heading of the chart.
+      series: the lines.
+      note: small text behind the title.
+      x_name: name of the horizontal axis.
+      log_y: whether the vertical axis is logarithmic.
+      thresholds: heights of dashed lines. They appear only inside the range of the data, which
+        they do not widen.
     """
     visible = ((index, _visible(line, log_y)) for index, line in enumerate(series))
     drawn = {index: line for index, line in visible if line.finite()}
-    head = f"<figcaption><b>{escape(title)}</b>{f' <small>{escape(note)}</small>' if note else ''}</figcaption>"
+    remark = f" <small>{escape(note)}</small>" if note else ""
+    head = f"<figcaption><b>{escape(title)}</b>{remark}</figcaption>"
     if not drawn:
         return f'<figure class="chart">{head}<p class="empty">Nothing to draw.</p></figure>'
     points = [point for line in drawn.values() for point in line.finite()]
@@ -69,23 +85,29 @@ def line_chart(
     )
     y_labels = tick_labels(y_axis)
     gutter = max(len(label) for label in y_labels)
-    plot = "".join(
+    labels = "".join(
         f'<span class="y" style="bottom:{100 * y_axis.place(tick):.2f}%">{label}</span>'
         for tick, label in zip(y_axis.ticks, y_labels, strict=True)
-    ) + "".join(
+    )
+    labels += "".join(
         f'<span class="x" style="left:{100 * x_axis.place(tick):.2f}%">{tick:.0f}</span>'
         for tick in x_axis.ticks
     )
     legend = _legend({index: line.name for index, line in drawn.items()}) if len(series) > 1 else ""
     return (
         f'<figure class="chart">{head}{legend}<div class="plot" '
-        f'style="--gutter:{gutter}ch">{svg}{plot}</div>'
+        f'style="--gutter:{gutter}ch">{svg}{labels}</div>'
         f'<p class="axis">{escape(x_name)}</p></figure>'
     )
 
 
 def bar_list(rows: Sequence[tuple[str, float, str]]) -> str:
-    """Horizontal bars: a name, a length relative to the longest, and the value in words."""
+    """Draws horizontal bars.
+
+    Args:
+      rows: for each bar its name, its value (the longest bar fills the width), and the value in
+        words.
+    """
     longest = max((value for _, value, _ in rows), default=0.0) or 1.0
     bars = "".join(
         f"<tr><th>{escape(name)}</th>"
@@ -102,21 +124,23 @@ def _visible(line: Series, log_y: bool) -> Series:
 
 
 def _thinned(points: list[tuple[float, float | None]]) -> list[tuple[float, float | None]]:
-    """At most about 400 points: of each stretch of steps the lowest and the highest, so that no
-    spike is lost.
+    """Returns at most about 400 points: the lowest and the highest of each stretch of steps.
+
+    No peak is lost that way.
     """
     if len(points) <= _MAX_POINTS:
         return points
     size = math.ceil(2 * len(points) / _MAX_POINTS)
     kept: list[tuple[float, float | None]] = []
     for start in range(0, len(points), size):
-        finite = [
-            (x, y) for x, y in points[start : start + size] if y is not None and math.isfinite(y)
-        ]
-        extremes = (
-            {min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])} if finite else set()
-        )
-        kept += sorted(extremes) or [(points[start][0], None)]
+        stretch = points[start : start + size]
+        finite = [(x, y) for x, y in stretch if y is not None and math.isfinite(y)]
+        if finite:
+            lowest = min(finite, key=lambda point: point[1])
+            highest = max(finite, key=lambda point: point[1])
+            kept += sorted({lowest, highest})
+        else:
+            kept.append((stretch[0][0], None))
     return kept if kept[-1] == points[-1] else [*kept, points[-1]]
 
 
@@ -134,7 +158,9 @@ def _threshold(axis: Axis, bound: float) -> str:
 
 
 def _polyline(line: Series, x_axis: Axis, y_axis: Axis, index: int) -> str:
-    path, dots, move = [], [], True
+    path = []
+    dots = []
+    move = True  # the next point begins a new piece of the line
     for x, y in line.points:
         if y is None or not math.isfinite(y):
             move = True

@@ -1,6 +1,4 @@
-"""Several runs on one HTML page: what they were set to, where they ended, and their curves in the
-same axes.
-"""
+"""Several runs on one HTML page: settings, final numbers, and curves in common axes."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flowgrpo_rc.files import write_atomic
-from flowgrpo_rc.report import html as html
+from flowgrpo_rc.report import html
 from flowgrpo_rc.report import sections as files
 from flowgrpo_rc.report.charts import Series, line_chart
 from flowgrpo_rc.report.correction import mean_by_timestep
@@ -17,7 +15,7 @@ from flowgrpo_rc.report.series import Row, correction_series, distinct, ends, ph
 
 MOST_RUNS = 4  # colours that are told apart
 _NAMES_ONLY = ("trainer.output_dir", "trainer.experiment_name", "trainer.project_name")
-# What makes held-out numbers of two runs numbers of two different things.
+# Keys whose difference makes the held-out numbers of two runs incomparable.
 _EVALUATION = ("data.val_files", "rollout.val_kwargs.", "reward.terms.")
 _ABSENT = "\u2014"
 # Title, metric, whether values may be drawn on a logarithmic axis.
@@ -38,7 +36,14 @@ _UPDATE = (
 
 
 class Run(NamedTuple):
-    """A run's folder as it was read; settings: `key: value` of config.yaml without secrets."""
+    """A run's folder as it was read.
+
+    Attributes:
+      name: the experiment's name, or a part of the path that tells the runs apart.
+      folder: the folder.
+      rows: the rows of metrics.jsonl.
+      settings: the keys of config.yaml and their values, without secrets.
+    """
 
     name: str
     folder: Path
@@ -47,17 +52,18 @@ class Run(NamedTuple):
 
 
 def write_comparison(folders: Sequence[Path], path: Path) -> Path:
-    """Writes a page about two to four runs, finished or not, to `path` and returns it.
+    """Writes a page about two to four runs, finished or not, and returns its path.
 
-    Raises ValueError for another number of them, a folder given twice, and one that is not the
-    folder of a run.
+    Args:
+      folders: the folders of the runs.
+      path: the file to write.
+
+    Raises:
+      ValueError: there are fewer or more runs, one is given twice, or a folder is not a run's.
     """
     runs = _read(folders)
-    names = (
-        " and ".join(run.name for run in runs)
-        if len(runs) == 2
-        else ", ".join(run.name for run in runs)
-    )
+    between = " and " if len(runs) == 2 else ", "
+    names = between.join(run.name for run in runs)
     sections = (
         html.section("numbers", "Final numbers", _numbers(runs)),
         html.section("settings", "Settings that differ", _settings(runs)),
@@ -90,9 +96,10 @@ def _read(folders: Sequence[Path]) -> list[Run]:
     rows = [files.metrics(folder) for folder in folders]
     configs = [files.config(folder) for folder in folders]
     titles = [files.title(folder, config) for folder, config in zip(folders, configs, strict=True)]
-    for parts in (1, 2):  # experiment names that are the same tell nothing
+    # Equal names tell nothing, so the last one or two names of the path take their place.
+    for depth in (1, 2):
         if len(set(titles)) < len(titles):
-            titles = ["/".join(folder.resolve().parts[-parts:]) for folder in folders]
+            titles = ["/".join(folder.resolve().parts[-depth:]) for folder in folders]
     settings = [dict(files.flat(config)) for config in configs]
     return [Run(*columns) for columns in zip(titles, folders, rows, settings, strict=True)]
 
@@ -104,34 +111,22 @@ def _outcome(runs: Sequence[Run]) -> str:
 
 
 def _numbers(runs: Sequence[Run]) -> str:
-    """The first and last held-out scores, and what else a run comes down to, one column for each
-    run.
-    """
+    """Makes a table of held-out scores and other summary numbers, with one column for each run."""
     scores = sorted({name for run in runs for name in distinct(run.rows, "val/", "val/reward")})
     scores.sort(key=lambda name: name != "val/reward")
     rows = [
         (f"held-out {name.removeprefix('val/')}", [_first_last(run, name) for run in runs])
         for name in scores
     ]
-    rows.append(
-        ("training reward, last step", [_last(points_of(run.rows, "reward/mean")) for run in runs])
-    )
+    rewards = [_last(points_of(run.rows, "reward/mean")) for run in runs]
+    rows.append(("training reward, last step", rewards))
     for title, name, _ in _CORRECTION:
-        rows.append(
-            (
-                f"{title[0].lower()}{title[1:]}, over all steps",
-                [_mean(correction_series(run.rows, (name,))) for run in runs],
-            )
-        )
-    rows.append(
-        (
-            "training samples per second",
-            [_mean_of(run, "perf/samples_per_second", "{:.1f}") for run in runs],
-        )
-    )
-    rows.append(
-        ("measured time, seconds", [f"{sum(phases(run.rows).values()):.0f}" for run in runs])
-    )
+        means = [_mean(correction_series(run.rows, (name,))) for run in runs]
+        rows.append((f"{title[0].lower()}{title[1:]}, over all steps", means))
+    speeds = [_mean_of(run, "perf/samples_per_second", "{:.1f}") for run in runs]
+    rows.append(("training samples per second", speeds))
+    seconds = [f"{sum(phases(run.rows).values()):.0f}" for run in runs]
+    rows.append(("measured time, seconds", seconds))
     shown = [(name, *values) for name, values in rows if set(values) != {_ABSENT}]
     return _caveat(runs) + html.columns(
         ("", *(run.name for run in runs)), shown, kind="columns even"
@@ -139,7 +134,7 @@ def _numbers(runs: Sequence[Run]) -> str:
 
 
 def _caveat(runs: Sequence[Run]) -> str:
-    """A warning where the runs were not scored alike."""
+    """Warns if the runs were not evaluated alike."""
     keys = [key for key, _ in _differences(runs) if key.startswith(_EVALUATION)]
     if not keys:
         return ""
@@ -151,7 +146,7 @@ def _caveat(runs: Sequence[Run]) -> str:
 
 
 def _differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Keys whose values are not the same, with the value of each run."""
+    """Returns the keys whose values differ, with the value of each run."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     found = [(key, [run.settings.get(key, _ABSENT) for run in runs]) for key in keys]
     return [(key, values) for key, values in found if len(set(values)) > 1]
@@ -167,10 +162,14 @@ def _settings(runs: Sequence[Run]) -> str:
 
 
 def _rewards(runs: Sequence[Run]) -> str:
-    ways = (("val/", "val/reward"), ("reward/", "reward/mean"))
-    names = sorted({name for run in runs for way in ways for name in distinct(run.rows, *way)[1:]})
+    names: set[str] = set()
+    for run in runs:
+        names |= set(distinct(run.rows, "val/", "val/reward")[1:])
+        names |= set(distinct(run.rows, "reward/", "reward/mean")[1:])
     charts = [_overlay(runs, "Training reward", "reward/mean")]
-    charts += [_overlay(runs, name, name) for name in names if not name.endswith("failed_fraction")]
+    charts += [
+        _overlay(runs, name, name) for name in sorted(names) if not name.endswith("failed_fraction")
+    ]
     return html.wide(_overlay(runs, "Held-out reward", "val/reward")) + html.grid(charts)
 
 
@@ -185,7 +184,8 @@ def _correction(runs: Sequence[Run]) -> str:
             Series(name=run.name, points=points)
             for run, points in zip(runs, by_timestep, strict=True)
         ]
-        title, note = "Difference by timestep", "mean over steps"
+        title = "Difference by timestep"
+        note = "mean over steps"
         charts.append(line_chart(title, levels, note=note, x_name="timestep", log_y=True))
     return (
         html.grid(charts)
@@ -210,8 +210,9 @@ def _overlay(runs: Sequence[Run], title: str, name: str) -> str:
 
 
 def _each(runs: Sequence[Run], found: Sequence[Sequence[Series]]) -> list[Series]:
-    """The first series of each run, named for it; a run without one keeps its colour. [] where none
-    has one.
+    """Returns the first series of each run under the run's name; [] if no run has one.
+
+    A run without a series gets an empty one, so that the others keep their colours.
     """
     named = zip(runs, found, strict=True)
     lines = [

@@ -12,7 +12,7 @@ import numpy as np
 from flowgrpo_rc.monitoring.health import FAULT, MOST_CLIPPED
 from flowgrpo_rc.monitoring.histograms import bin_edges
 from flowgrpo_rc.records.metrics_file import MetricsFile
-from flowgrpo_rc.report import html as html
+from flowgrpo_rc.report import html
 from flowgrpo_rc.report.axes import linear_axis, tick_labels
 from flowgrpo_rc.report.charts import Series, line_chart
 from flowgrpo_rc.report.heat_map import columns_by_step, extent, heat_map, spread_counts
@@ -58,7 +58,12 @@ _CORRECTION_CHARTS: tuple[tuple[str, str, tuple[float, ...], tuple[str, ...]], .
         ("mismatch_over_expected",),
     ),
 )
-_FLOOR = (*(f"logprob_abs_diff_{part}" for part in ("p50", "mean", "p99")), "policy_drift_abs_mean")
+_MISMATCH = (
+    "logprob_abs_diff_p50",
+    "logprob_abs_diff_mean",
+    "logprob_abs_diff_p99",
+    "policy_drift_abs_mean",
+)
 _HISTOGRAMS = {
     "log_ratio": (
         "Log-ratio, training over rollout",
@@ -71,17 +76,18 @@ _HISTOGRAMS = {
         "99% of all",
     ),
 }
-_ROWS = 41
+_ROWS = 41  # of a histogram's map; an odd number, so that one row is around zero
 _TIMESTEP = re.compile(r"(?:.*/)?logprob_abs_diff/ts_(\d+)")
 
 
 def curves(rows: Sequence[Row]) -> str:
+    """Draws the correction metrics by step, with the thresholds of the health check."""
     charts = [
         line_chart(title, series, note=note, thresholds=bounds)
         for title, note, bounds, names in _CORRECTION_CHARTS
         if (series := correction_series(rows, names))
     ]
-    if differences := correction_series(rows, _FLOOR):
+    if differences := correction_series(rows, _MISMATCH):
         words, band = clip_band(rows)
         note = (
             "log-probability difference before the first update, and the policy's own "
@@ -98,8 +104,9 @@ def curves(rows: Sequence[Row]) -> str:
 
 
 def timesteps(rows: Sequence[Row]) -> str:
-    """The difference by timestep: over the whole run, and step by step."""
-    found, mean = _by_step(rows), Series(name="mean over steps", points=mean_by_timestep(rows))
+    """Draws the difference by timestep: over the whole run, and step by step."""
+    found = _by_step(rows)
+    mean = Series(name="mean over steps", points=mean_by_timestep(rows))
     levels = [int(t) for t, _ in mean.points]
     if not levels:
         return html.empty("The run reports no difference by timestep.")
@@ -121,15 +128,15 @@ def timesteps(rows: Sequence[Row]) -> str:
         step: np.array([here.get(t, math.nan) for t in reversed(levels)])
         for step, here in found.items()
     }
+    every = math.ceil(len(levels) / 10)  # at most ten labels
+    ticks = [
+        ((row + 0.5) / len(levels), str(t)) for row, t in enumerate(levels) if row % every == 0
+    ]
     heat = heat_map(
         "Difference by step and timestep",
         columns_by_step(table),
         min(table),
-        [
-            ((row + 0.5) / len(levels), str(t))
-            for row, t in enumerate(levels)
-            if row % math.ceil(len(levels) / 10) == 0
-        ],
+        ticks,
         note="rows: timesteps; empty where no sample was trained there",
         unit="mean |difference|",
         log=True,
@@ -138,7 +145,7 @@ def timesteps(rows: Sequence[Row]) -> str:
 
 
 def mean_by_timestep(rows: Sequence[Row]) -> list[tuple[float, float]]:
-    """Each timestep with its |difference|, the mean over training steps."""
+    """Returns each timestep with its |difference|, averaged over training steps."""
     found: dict[int, list[float]] = {}
     for here in _by_step(rows).values():
         for t, value in here.items():
@@ -158,7 +165,7 @@ def _by_timestep(row: Row) -> dict[int, float]:
 
 
 def histograms(run_dir: Path, rows: Sequence[Row]) -> str:
-    """What was counted of log-ratios and weights, step by step."""
+    """Draws the histograms of log-ratios and weights, step by step."""
     found = MetricsFile(run_dir / "histograms.jsonl").rows()
     _, band = clip_band(rows)
     charts = []

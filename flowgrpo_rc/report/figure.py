@@ -35,12 +35,18 @@ _PANELS: tuple[tuple[str, tuple[str, ...], tuple[tuple[float, str], ...]], ...] 
 def plot_rollout_correction(
     history: Sequence[Row] | Mapping[str, Sequence[float]] | Path | str, path: Path | str
 ) -> Path:
-    """Draws six panels of the correction metrics by step into `path`, whose ending names the format
-    (png, svg, pdf).
+    """Draws six panels of the correction metrics by step.
 
-    history: the rows of a run, the path of its metrics.jsonl, or a list of values for each metric;
-        either prefix. A row without `step` counts by its position. Raises ValueError where no row
-        holds a correction metric.
+    Args:
+      history: the rows of a run, the path of its metrics.jsonl, or a list of values for each
+        metric, with either prefix. A row without `step` counts by its position.
+      path: the file to write; its ending names the format (png, svg, pdf).
+
+    Returns:
+      `path`.
+
+    Raises:
+      ValueError: no row holds a correction metric.
     """
     from matplotlib.figure import Figure
 

@@ -1,6 +1,4 @@
-"""A heat map over training steps: one small PNG inside the page, stretched without smoothing, with
-HTML labels.
-"""
+"""A heat map over training steps: a small PNG inside the page, stretched, with HTML labels."""
 
 from __future__ import annotations
 
@@ -21,8 +19,13 @@ _COLORS = "viridis"
 
 
 def columns_by_step(found: Mapping[int, np.ndarray]) -> np.ndarray:
-    """[rows, steps] from the first to the last step, nan where there is none."""
-    first, last = min(found), max(found)
+    """Returns values by row and step, [rows, steps], from the first to the last step.
+
+    Args:
+      found: step -> values, [rows]. Steps that are missing become nan.
+    """
+    first = min(found)
+    last = max(found)
     whole = np.full((len(next(iter(found.values()))), last - first + 1), math.nan)
     for step, values in found.items():
         whole[:, step - first] = values
@@ -40,11 +43,19 @@ def heat_map(
     log: bool = False,
     thresholds: Sequence[float] = (),
 ) -> str:
-    """A titled map of `values` [rows, steps], the first row at the top; nan stays empty.
+    """Draws a heat map with a title; nan stays empty.
 
-    y_ticks: height from 0 (bottom) to 1, and label; thresholds: heights of dashed lines; unit: what
-        the colour means;
-    log: colours by the logarithm, zeros as the lowest. More than 240 steps are averaged in columns.
+    More than 240 steps are averaged in columns.
+
+    Args:
+      title: heading of the map.
+      values: [rows, steps], the first row at the top.
+      first_step: the step of the first column.
+      y_ticks: height, from 0 (bottom) to 1, and label.
+      note: small text behind the title.
+      unit: what the colour stands for.
+      log: colours by the logarithm; zeros have the lowest colour.
+      thresholds: heights of dashed lines, from 0 (bottom) to 1.
     """
     joined = _joined(values)
     low, high, shade = _shades(joined, log=log)
@@ -61,49 +72,50 @@ def heat_map(
         f'<span class="x" style="left:{100 * x_axis.place(tick):.2f}%">{tick:.0f}</span>'
         for tick in steps
     )
+    bar = _image(np.linspace(0, 1, 64)[None], "")
+    merged = math.ceil(values.shape[1] / _MAX_COLUMNS)
+    note += f"; columns are means of {merged} steps" if merged > 1 else ""
+    head = f"<figcaption><b>{escape(title)}</b> <small>{escape(note)}</small></figcaption>"
+    lowest = f"{low:.2g}"
+    highest = f"{high:.2g}"
+    scale = f'<div class="scale">{escape(unit)}: <span>{lowest}{bar}{highest}</span></div>'
+    alt = f"{title}: {unit} from {lowest} to {highest}"
+    return (
+        f'<figure class="chart">{head}{scale}<div class="plot heat" style="--gutter:{gutter}ch">'
+        f'{_image(shade, alt)}{_dashed(thresholds)}{labels}</div><p class="axis">step</p></figure>'
+    )
+
+
+def _dashed(thresholds: Sequence[float]) -> str:
+    """Draws dashed lines at heights from 0 (bottom) to 1; others are left out."""
     lines = "".join(
         f'<path class="threshold" d="M0 {100 * (1 - at):.2f}H100"/>'
         for at in thresholds
         if 0 < at < 1
     )
-    if lines:
-        lines = (
-            '<svg viewBox="0 0 100 100" preserveAspectRatio="none" '
-            f'aria-hidden="true">{lines}</svg>'
-        )
-    bar = _image(np.linspace(0, 1, 64)[None], "")
-    merged = math.ceil(values.shape[1] / _MAX_COLUMNS)
-    note += f"; columns are means of {merged} steps" if merged > 1 else ""
-    head = f"<figcaption><b>{escape(title)}</b> <small>{escape(note)}</small></figcaption>"
-    lowest, highest = (f"{value:.2g}" for value in (low, high))
-    scale = f'<div class="scale">{escape(unit)}: <span>{lowest}{bar}{highest}</span></div>'
-    alt = f"{title}: {unit} from {lowest} to {highest}"
-    return (
-        f'<figure class="chart">{head}{scale}<div class="plot heat" style="--gutter:{gutter}ch">'
-        f'{_image(shade, alt)}{lines}{labels}</div><p class="axis">step</p></figure>'
-    )
+    if not lines:
+        return ""
+    return f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true">{lines}</svg>'
 
 
 def _joined(values: np.ndarray) -> np.ndarray:
-    """At most 240 columns, each the mean of as many steps; steps without a value take no part."""
+    """Averages columns [rows, steps] until at most 240 are left; missing values take no part."""
     size = math.ceil(values.shape[1] / _MAX_COLUMNS)
-    parts = [values[:, start : start + size] for start in range(0, values.shape[1], size)]
-    known = [np.isfinite(part) for part in parts]
-    sums = [np.where(here, part, 0.0).sum(1) for part, here in zip(parts, known, strict=True)]
-    counts = [here.sum(1) for here in known]
-    means = [
-        np.where(n > 0, total / np.maximum(n, 1), math.nan)
-        for total, n in zip(sums, counts, strict=True)
-    ]
+    means = []
+    for start in range(0, values.shape[1], size):
+        joined = values[:, start : start + size]
+        known = np.isfinite(joined)
+        total = np.where(known, joined, 0.0).sum(1)
+        count = known.sum(1)
+        means.append(np.where(count > 0, total / np.maximum(count, 1), math.nan))
     return np.stack(means, 1)
 
 
 def _shades(values: np.ndarray, *, log: bool) -> tuple[float, float, np.ndarray]:
-    """The lowest and the highest value that colours tell apart, and values between 0 and 1 for
-    them.
-    """
+    """Returns the range of values that colours tell apart, and each value's place in it (0..1)."""
     known = values[np.isfinite(values) & ((values > 0) if log else True)]
-    low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 0.0)
+    low = float(known.min()) if len(known) else 0.0
+    high = float(known.max()) if len(known) else 0.0
     if low == high:
         return low, high, np.where(np.isfinite(values), 0.5, math.nan)
     if log:
@@ -128,10 +140,17 @@ def _image(shade: np.ndarray, alt: str) -> str:
 def spread_counts(
     counts: Mapping[int, int], edges_of: Callable[[int], tuple[float, float]], limits: np.ndarray
 ) -> np.ndarray:
-    """Shares of a histogram in other bins: a bin's count is spread evenly over its width. What is
-    outside is lost.
+    """Returns the shares of a histogram in other bins; what lies outside is lost.
+
+    The count of a bin is spread evenly over its width.
+
+    Args:
+      counts: number of a bin -> count.
+      edges_of: returns the edges of a bin.
+      limits: edges of the new bins, ascending.
     """
-    total, found = sum(counts.values()), np.zeros(len(limits) - 1)
+    total = sum(counts.values())
+    found = np.zeros(len(limits) - 1)
     for number, count in counts.items():
         lower, upper = edges_of(number)
         inside = np.clip(limits, lower, upper)
@@ -142,7 +161,12 @@ def spread_counts(
 def extent(
     histograms: Sequence[Mapping[int, int]], edges_of: Callable[[int], tuple[float, float]]
 ) -> float:
-    """The size that 99% of all that was counted stay within."""
+    """Returns the size that 99% of all counted values stay within.
+
+    Args:
+      histograms: number of a bin -> count, one mapping for each step.
+      edges_of: returns the edges of a bin.
+    """
     sizes: dict[int, int] = {}
     for number, count in itertools.chain.from_iterable(one.items() for one in histograms):
         sizes[abs(number)] = sizes.get(abs(number), 0) + count

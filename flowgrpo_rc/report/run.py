@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flowgrpo_rc.files import write_atomic
-from flowgrpo_rc.report import correction as correction
-from flowgrpo_rc.report import html as html
+from flowgrpo_rc.report import correction, html
 from flowgrpo_rc.report import sections as files
 from flowgrpo_rc.report.charts import Series, bar_list, line_chart
 from flowgrpo_rc.report.series import Row, change, distinct, ends, phases, points_of, series_of
@@ -38,9 +37,11 @@ _RESPONSE_CHARTS = (
 def write_report(run_dir: Path) -> Path:
     """Writes `report.html` into a run's folder, finished or not, and returns its path.
 
-    Raises ValueError where the folder holds no metrics.jsonl.
+    Raises:
+      ValueError: the folder holds no metrics.jsonl.
     """
-    rows, config = files.metrics(run_dir), files.config(run_dir)
+    rows = files.metrics(run_dir)
+    config = files.config(run_dir)
     sections = (
         html.section("summary", "Summary", _summary(rows)),
         html.section("reward", "Reward", _reward(rows)),
@@ -58,7 +59,8 @@ def write_report(run_dir: Path) -> Path:
         html.section("environment", "Environment", files.environment(run_dir)),
         html.section("checkpoints", "Checkpoints and weights", files.checkpoints(run_dir)),
     )
-    trainer, title = config.get("trainer", {}), files.title(run_dir, config)
+    trainer = config.get("trainer", {})
+    title = files.title(run_dir, config)
     page = html.page(
         title, html.header(title, *_outcome(rows, trainer.get("total_training_steps"))), sections
     )
@@ -68,38 +70,40 @@ def write_report(run_dir: Path) -> Path:
 
 
 def _outcome(rows: Sequence[Row], total_steps: int | None) -> tuple[str, str]:
-    """The result in one sentence, and how far the run came."""
+    """Returns the result in one sentence, and how far the run came."""
     steps = rows[-1]["step"] if rows else 0
-    progress = f"Training steps: {steps}" + (
-        "" if total_steps in (None, steps) else f" of {total_steps}"
-    )
+    progress = f"Training steps: {steps}"
+    if total_steps not in (None, steps):
+        progress += f" of {total_steps}"
     evaluations = [value for _, value in points_of(rows, "val/reward") if value is not None]
     if len(evaluations) > 1:
         return f"Held-out reward {change((evaluations[0], evaluations[-1]))}", progress
-    held_out = (
-        f"Held-out reward {evaluations[0]:.4f}, evaluated once"
-        if evaluations
-        else "Not evaluated yet"
-    )
+    outcome = "Not evaluated yet"
+    if evaluations:
+        outcome = f"Held-out reward {evaluations[0]:.4f}, evaluated once"
     trained = ends(rows, "reward/mean")
-    return held_out + (f"; training reward {change(trained)}" if trained else ""), progress
+    if trained:
+        outcome += f"; training reward {change(trained)}"
+    return outcome, progress
 
 
 def _summary(rows: Sequence[Row]) -> str:
-    names = distinct(rows, "val/", "val/reward")
-    values = [(name.removeprefix("val/"), ends(rows, name)) for name in names]
-    tiles = [
-        (f"held-out {name}", f"{first:.3f} \u2192 {last:.3f}" if first != last else f"{last:.3f}")
-        for name, pair in values
-        if pair is not None
-        for first, last in [pair]
-    ]
+    tiles = []
+    for name in distinct(rows, "val/", "val/reward"):
+        pair = ends(rows, name)
+        if pair is not None:
+            first, last = pair
+            text = f"{first:.3f} \u2192 {last:.3f}" if first != last else f"{last:.3f}"
+            tiles.append((f"held-out {name.removeprefix('val/')}", text))
     speeds = [value for _, value in points_of(rows, "perf/samples_per_second") if value is not None]
     memory = [value for _, value in points_of(rows, "perf/peak_memory_gib") if value is not None]
     seconds = sum(phases(rows).values()) if rows else 0.0
-    tiles += [("training samples per second", f"{sum(speeds) / len(speeds):.1f}")] if speeds else []
-    tiles += [("peak memory, GiB", f"{max(memory):.2f}")] if memory else []
-    tiles += [("measured time", _duration(seconds))] if seconds else []
+    if speeds:
+        tiles.append(("training samples per second", f"{sum(speeds) / len(speeds):.1f}"))
+    if memory:
+        tiles.append(("peak memory, GiB", f"{max(memory):.2f}"))
+    if seconds:
+        tiles.append(("measured time", _duration(seconds)))
     return html.tiles(tiles) if tiles else html.empty("No metrics yet.")
 
 
@@ -107,8 +111,8 @@ def _reward(rows: Sequence[Row]) -> str:
     series = series_of(rows, ("reward/mean", "val/reward"))
     names = {"reward/mean": "training", "val/reward": "held-out"}
     renamed = [Series(name=names[line.name], points=line.points) for line in series]
-    parts = distinct(rows, "reward/", "reward/mean")[1:]
-    charts = [line_chart(name, series_of(rows, (name,))) for name in parts]
+    others = distinct(rows, "reward/", "reward/mean")[1:]
+    charts = [line_chart(name, series_of(rows, (name,))) for name in others]
     charts += [
         line_chart(title, found)
         for title, keys in _RESPONSE_CHARTS

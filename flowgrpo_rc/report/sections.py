@@ -1,5 +1,6 @@
-"""What the report shows of a run's folder besides its metrics; each section says so where its file
-is missing.
+"""Sections of the report about a run's files other than metrics.
+
+Each says so if its file is missing.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import yaml
 from flowgrpo_rc.files import redact
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.rejected import in_words, read_rejected
-from flowgrpo_rc.report import html as html
+from flowgrpo_rc.report import html
 
 _MAX_REJECTED = 12
 _MAX_TEXT = 1000  # characters of a prompt or a response
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl. ValueError where there is none."""
+    """Returns the rows of metrics.jsonl. ValueError if there is none."""
     file = MetricsFile(run_dir / "metrics.jsonl")
     if not file.path.is_file():
         raise ValueError(f"{run_dir} is not the folder of a run: it has no metrics.jsonl")
@@ -31,14 +32,14 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def title(run_dir: Path, config: Mapping[str, Any]) -> str:
+    """Returns the name of the experiment; without one, the name of the folder."""
     return str(config.get("trainer", {}).get("experiment_name") or run_dir.resolve().name)
 
 
 def samples(run_dir: Path) -> str:
-    """The first and the last held-out samples side by side, images or texts, whichever the run
-    has.
-    """
-    grids, texts = (_by_step(run_dir / "samples", ending) for ending in ("png", "jsonl"))
+    """Shows the first and the last held-out samples side by side, images or texts."""
+    grids = _by_step(run_dir / "samples", "png")
+    texts = _by_step(run_dir / "samples", "jsonl")
     if grids:
         return html.pair([html.image(_caption(path), _data_uri(path)) for path in grids])
     if texts:
@@ -47,17 +48,18 @@ def samples(run_dir: Path) -> str:
 
 
 def last_samples(run_dir: Path) -> str:
-    """Those of the last evaluation."""
-    grids, texts = (_by_step(run_dir / "samples", ending)[-1:] for ending in ("png", "jsonl"))
+    """Shows the samples of the last evaluation."""
+    grids = _by_step(run_dir / "samples", "png")[-1:]
+    texts = _by_step(run_dir / "samples", "jsonl")[-1:]
     if texts:
         return _responses(texts)
-    return "".join(html.image(_caption(path), _data_uri(path)) for path in grids) or html.empty(
-        "No samples yet."
-    )
+    if grids:
+        return html.image(_caption(grids[0]), _data_uri(grids[0]))
+    return html.empty("No samples yet.")
 
 
 def _by_step(folder: Path, ending: str) -> list[Path]:
-    """The first and the last `step_*` file, or the only one."""
+    """Returns the first and the last `step_*` file, or the only one."""
     paths = sorted(folder.glob(f"step_*.{ending}"))
     return paths if len(paths) < 2 else [paths[0], paths[-1]]
 
@@ -67,8 +69,9 @@ def _caption(path: Path) -> str:
 
 
 def _responses(paths: Sequence[Path]) -> str:
-    """One row for each prompt that all the evaluations show; they may have run on other numbers of
-    processes.
+    """Makes a table of responses, one row for each prompt that all evaluations show.
+
+    Evaluations on different numbers of processes may show different prompts.
     """
     columns = [{(row["prompt"], row["target"]): row for row in _rows(path)} for path in paths]
     captions = [name for path in paths for name in (_caption(path), "score")]
@@ -91,7 +94,7 @@ def _response(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _shown(cell: str | None) -> str:
-    """Cut where a table would become unreadable; the file has the whole text."""
+    """Cuts a text that would make a table unreadable; the file has all of it."""
     text = cell or ""
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
 
@@ -101,16 +104,15 @@ def _data_uri(path: Path) -> str:
 
 
 def health(run_dir: Path) -> str:
+    """Lists the health warnings."""
     rows = MetricsFile(run_dir / "health.jsonl").rows()
-    return (
-        html.warnings([(f"step {row['step']}", str(row["message"])) for row in rows])
-        if rows
-        else html.empty("None.")
-    )
+    if not rows:
+        return html.empty("None.")
+    return html.warnings([(f"step {row['step']}", str(row["message"])) for row in rows])
 
 
 def rejected(run_dir: Path) -> str:
-    """The newest of them, each with the worst step and what rejected it."""
+    """Shows the newest rejected samples, each with its worst step and what rejected it."""
     folder = run_dir / "rejected"
     rows = read_rejected(folder)
     if not rows:
@@ -132,6 +134,11 @@ def rejected(run_dir: Path) -> str:
 
 
 def config(run_dir: Path) -> dict[str, Any]:
+    """Returns the resolved configuration without secrets; {} if there is none.
+
+    Raises:
+      ValueError: config.yaml holds no mapping.
+    """
     path = run_dir / "config.yaml"
     if not path.is_file():
         return {}
@@ -142,6 +149,7 @@ def config(run_dir: Path) -> dict[str, Any]:
 
 
 def config_text(config: Mapping[str, Any]) -> str:
+    """Shows the resolved configuration, folded."""
     if not config:
         return html.empty("The folder has no config.yaml.")
     return html.folded(
@@ -150,6 +158,7 @@ def config_text(config: Mapping[str, Any]) -> str:
 
 
 def environment(run_dir: Path) -> str:
+    """Shows the machine and the versions that the run had."""
     path = run_dir / "environment.json"
     if not path.is_file():
         return html.empty("The folder has no environment.json.")
@@ -157,7 +166,7 @@ def environment(run_dir: Path) -> str:
 
 
 def flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
-    """The leaves of a tree of mappings, with dotted names."""
+    """Returns the leaves of a tree of mappings, with dotted names and values as text."""
     if isinstance(value, Mapping):
         return [
             row
@@ -168,12 +177,10 @@ def flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
 
 
 def checkpoints(run_dir: Path) -> str:
-    # A checkpoint that was being written has another name, and does not count.
-    folders = [
-        path
-        for path in (run_dir / "checkpoints").glob("step_*")
-        if re.fullmatch(r"step_\d+", path.name)
-    ]
+    """Lists checkpoints and exported weights with their sizes."""
+    # A checkpoint that is not complete has another name.
+    found = (run_dir / "checkpoints").glob("step_*")
+    folders = [path for path in found if re.fullmatch(r"step_\d+", path.name)]
     folders.sort(key=lambda path: int(path.name.removeprefix("step_")))
     rows = [
         (str(path.relative_to(run_dir)), _size(path))
@@ -184,4 +191,5 @@ def checkpoints(run_dir: Path) -> str:
 
 
 def _size(folder: Path) -> str:
-    return f"{sum(path.stat().st_size for path in folder.rglob('*') if path.is_file()) / 2**20:.1f} MiB"
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return f"{size / 2**20:.1f} MiB"

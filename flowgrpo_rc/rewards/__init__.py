@@ -1,0 +1,1 @@
+"""The rewards: one file is one reward, found by the file's name."""

@@ -1,4 +1,6 @@
-"""How beautiful people find an image, whatever it shows: a small network on CLIP's features.
+"""A reward for the beauty of an image: a small network on CLIP's image features.
+
+Shapes: N images, D features of CLIP.
 
 Reference: the improved aesthetic predictor of LAION,
 https://github.com/christophschuhmann/improved-aesthetic-predictor.
@@ -27,15 +29,19 @@ _WEIGHT = re.compile(r"layers\.\d+\.weight")
 
 
 class Aesthetic(Reward):
-    """The predictor's score, about 1 to 10. DDPO and flow_grpo divide by 10: weight 0.1.
+    """The predictor's score, about 1 to 10. It ignores the prompt.
 
-    head: file of the network's weights, as published (.pth, read as tensors only) or as
-        .safetensors.
-    path: the CLIP that it was trained on; options: processor, device, dtype and batch_size of
-        `Clip`.
+    DDPO and flow_grpo divide the score by 10; a weight of 0.1 gives their numbers.
 
-    Raises ValueError where there is no such file, as `Clip` does and, when called, for a file that
-    holds no such head.
+    Args:
+      head: file with the weights of the small network: the published .pth, of which only tensors
+        are read, or .safetensors.
+      path: the CLIP that the head was trained on, a local folder or a hub id.
+      options: `processor`, `device`, `dtype` and `batch_size` of `Clip`.
+
+    Raises:
+      ValueError: there is no such file, or `Clip` refuses an option. When called: the file holds no
+        such head.
     """
 
     def __init__(
@@ -60,10 +66,16 @@ class Aesthetic(Reward):
 
 
 def linear_head(state: Mapping[str, Tensor]) -> nn.Sequential:
-    """The linear layers `layers.N.weight` and `.bias` in a row, as [N, D] -> [N, 1]; dropout does
-    nothing here.
+    """Builds the linear layers `layers.N.weight` and `layers.N.bias` in a row, [N, D] -> [N, 1].
 
-    Raises ValueError unless they are there, fit each other and end in one number.
+    The dropout between the published layers does nothing at inference, so it is left out.
+
+    Args:
+      state: name -> tensor; other names than those of the layers are ignored.
+
+    Raises:
+      ValueError: there are no such layers, they do not fit each other, or the last one has more
+        than one output.
     """
     names = sorted(
         (name for name in state if _WEIGHT.fullmatch(name)),
@@ -71,7 +83,8 @@ def linear_head(state: Mapping[str, Tensor]) -> nn.Sequential:
     )
     biases = [name.replace("weight", "bias") for name in names]
     shapes = {name: list(tensor.shape) for name, tensor in state.items()}
-    outputs, inputs = [shapes[name][:1] for name in names], [shapes[name][1:] for name in names]
+    outputs = [shapes[name][:1] for name in names]
+    inputs = [shapes[name][1:] for name in names]
     if outputs != [*inputs[1:], [1]] or outputs != [shapes.get(bias) for bias in biases]:
         raise ValueError(
             "the head must be linear layers layers.N.weight that end in one number; it has "

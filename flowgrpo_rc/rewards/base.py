@@ -1,5 +1,6 @@
-"""What a reward is. One file in this folder is one reward; see `docs` for adding one out of the
-tree.
+"""The contract of a reward. docs/add_a_reward.md tells how to add one outside the package.
+
+Shapes: N samples, F frames of a video, H x W pixels.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ Samples = np.ndarray | Sequence[str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scores:
-    """values: one float per sample; parts: further numbers per sample that are logged but not
-    optimized.
+    """The scores of N samples.
 
-    A sample that could not be scored has the value NaN: it leaves the batch, where a 0 would teach
-    the policy.
+    A sample that could not be scored has the value NaN. It then leaves the batch, whereas a score
+    of 0 would teach the policy something.
+
+    Attributes:
+      values: one number per sample.
+      parts: name -> a further number per sample, which is logged and not optimized.
     """
 
     values: Sequence[float]
@@ -34,9 +38,7 @@ class Scores:
 
 
 def finite_numbers(values: Sequence[float] | np.ndarray | Tensor) -> list[float]:
-    """What a reward returned, as plain numbers: NaN in place of whatever is no finite number, None
-    included.
-    """
+    """Returns the numbers of a reward as floats; None and what is not finite become NaN."""
     plain = values.tolist() if isinstance(values, (np.ndarray, Tensor)) else list(values)
     return [
         float(value) if isinstance(value, Real) and math.isfinite(value) else math.nan
@@ -45,18 +47,18 @@ def finite_numbers(values: Sequence[float] | np.ndarray | Tensor) -> list[float]
 
 
 class Reward(ABC):
-    """Scores samples. Constructed once per process; called from a worker thread while sampling goes
-    on.
+    """Scores samples. There is one instance per process; worker threads call it during sampling.
 
-    The constructor's keyword parameters are the options of the configuration. It checks them and
-    returns at once: what is heavy loads at the first call. Calls to one reward never overlap.
+    The constructor's keyword parameters are the options of the configuration. The constructor
+    checks them and returns at once; models and other large things load at the first call. Calls to
+    one reward never overlap.
 
-    kind: what it scores, "image", "video" or "text", or "any" for all of them; "latent" for what an
-        image or a video is decoded from. Where all rewards of a run are latent, nothing is decoded
-        for training.
-    part_names: the keys of `Scores.parts`, known in advance so that every process logs the same
-        names.
-    requires_target: True if every prompt must have a target text.
+    Attributes:
+      kind: what it scores: "image", "video" or "text"; "any" for all three; or "latent" for the
+        tensor that an image or a video is decoded from. If all rewards of a run score latents,
+        training samples are not decoded.
+      part_names: the keys of `Scores.parts`, declared so that every process logs the same names.
+      requires_target: True if every prompt must have a target text.
     """
 
     kind: str = "image"
@@ -65,6 +67,11 @@ class Reward(ABC):
 
     @abstractmethod
     def __call__(self, samples: Any, prompts: Sequence[Prompt]) -> Scores:
-        """Score N samples of N `prompts`: images [N, H, W, 3] or videos [N, F, H, W, 3] uint8 RGB,
-        texts, or latents [N, ...], a tensor on the model's device in the shape and precision in
-        which the model denoises them."""
+        """Scores N samples.
+
+        Args:
+          samples: uint8 RGB images [N, H, W, 3] or videos [N, F, H, W, 3], a list of N texts, or
+            latents [N, ...]: a tensor on the model's device, in the shape and precision in which
+            the model denoises.
+          prompts: the prompt of each sample.
+        """

@@ -1,4 +1,4 @@
-"""How well an image fits its prompt, as CLIP sees it.
+"""A reward for how well an image fits its prompt, by the cosine of CLIP.
 
 Reference: CLIPScore, https://arxiv.org/abs/2104.08718.
 """
@@ -17,13 +17,17 @@ from flowgrpo_rc.rewards.base import Reward, Scores
 
 
 class ClipScore(Reward):
-    """The cosine of image and prompt, from -1 to 1. CLIPScore is 2.5 times its positive part:
-    weight 2.5.
+    """The cosine of image and prompt, from -1 to 1.
 
-    Here it may be negative, so that an image that is far away can be told from one that is farther.
+    CLIPScore is 2.5 times the positive part of the cosine; a weight of 2.5 gives its numbers. Here
+    the score may be negative; it still ranks images that fit badly.
 
-    path: the checkpoint; options: processor, device, dtype and batch_size of `Clip`. Raises
-        ValueError as `Clip` does.
+    Args:
+      path: the CLIP checkpoint, a local folder or a hub id.
+      options: `processor`, `device`, `dtype` and `batch_size` of `Clip`.
+
+    Raises:
+      ValueError: `Clip` refuses an option.
     """
 
     def __init__(self, *, path: str = "openai/clip-vit-large-patch14", **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Whether a response is the target, the plainest verifiable reward."""
+"""A reward for a response that equals the target: the plainest verifiable reward."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from flowgrpo_rc.rewards.base import Reward, Scores
 
 
 class ExactMatch(Reward):
-    """1 if the response equals the prompt's target, else 0; the part `contains` is 1 where the
-    target occurs in it.
+    """1 if the response equals the prompt's target, else 0.
 
-    ignore_case: compare without regard to case.
-    strip: drop white space around the response and the target first.
+    The part `contains` is 1 if the target occurs in the response.
 
-    Raises, when called, ValueError for a prompt without a target.
+    Args:
+      ignore_case: compare without regard to case.
+      strip: first remove white space around the response and the target.
+
+    Raises:
+      ValueError: when called, a prompt has no target.
     """
 
     kind = "text"
@@ -45,7 +48,6 @@ def _target(prompt: Prompt) -> str:
     if prompt.target is None:
         raise ValueError(
             f"the exact_match reward needs a target text, and prompt {prompt.index} "
-            f"({prompt.text!r}) has none: give "
-            'the key "target"'
+            f'({prompt.text!r}) has none: give the key "target"'
         )
     return prompt.target

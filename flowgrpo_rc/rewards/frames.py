@@ -1,4 +1,7 @@
-"""A video's score as the mean over its frames."""
+"""The score of a video as the mean over its frames.
+
+Shapes: N videos, F frames, H x W pixels.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,13 @@ from flowgrpo_rc.rewards.base import Reward, Scores
 def mean_over_frames(
     reward: Reward, videos: np.ndarray, prompts: Sequence[Prompt], every: int
 ) -> Scores:
-    """What an image reward says of every `every`-th frame of videos [N, F, H, W, 3], averaged;
-    parts likewise.
+    """Scores every `every`-th frame with an image reward and averages over frames, parts included.
+
+    Args:
+      reward: scores images.
+      videos: uint8, [N, F, H, W, 3].
+      prompts: N prompts.
+      every: distance between the frames that are scored.
     """
     frames = videos[:, ::every]
     count = frames.shape[1]
@@ -32,5 +40,6 @@ def mean_over_frames(
 
 
 def check_every(every: int) -> None:
+    """Raises ValueError for a distance between frames that is below 1."""
     if every < 1:
         raise ValueError(f"every={every!r} must be at least 1")

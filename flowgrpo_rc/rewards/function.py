@@ -11,17 +11,18 @@ from flowgrpo_rc.rewards.base import Reward, Scores
 
 
 class Function(Reward):
-    """`score(sample, prompt)` of every sample with its `Prompt`; returns a number. A sample is an
-    image [H, W, 3] or a video [F, H, W, 3], uint8, or a text; with kind=latent it is the tensor
-    that would be decoded.
+    """The number that `score(sample, prompt)` returns for each sample and its `Prompt`.
 
-    A sample whose number is not finite, None included, has no reward; an exception is the failure
-    of the whole chunk.
+    A sample is a uint8 image [H, W, 3], a uint8 video [F, H, W, 3] or a text; with kind=latent it
+    is the tensor that would be decoded. A sample whose number is None or not finite has no reward.
+    If the function raises, the whole chunk of samples has none.
 
-    path: "my_package.my_module:score". The module is imported at once.
-    kind: "image", "video", "text" or "latent" for a function that scores nothing else.
+    Args:
+      path: `my_package.my_module:score`; the module is imported at once.
+      kind: "image", "video", "text" or "latent" for a function that scores nothing else.
 
-    Raises ValueError for a path that leads to no function.
+    Raises:
+      ValueError: `path` leads to no function.
     """
 
     def __init__(self, *, path: str, kind: str = "any") -> None:

@@ -1,11 +1,13 @@
-"""Whether the objects that a prompt asks for are there: how many, in which colour, on which side of
-each other.
+"""A reward for images that show the objects of their prompt, in number, colour and place.
 
-Reference: GenEval, https://arxiv.org/abs/2310.11513. Its detector lives in an environment of its
-own, behind HTTP; what its findings are worth is decided here. POST {"images": [PNG in base64, ...]}
-to `url`/v1/detect is answered by {"objects": [[{"class": "dog", "box": [left, top, right, bottom],
-"color": "brown"}, ...], ...]}, the objects of each image with the surest first; a colour is
-optional.
+Reference: GenEval, https://arxiv.org/abs/2310.11513. Its detector runs in an environment of its
+own, behind HTTP; the scores are computed here. The request is
+
+    POST `url`/v1/detect   {"images": [PNG in base64, ...]}
+
+and its answer holds the objects of each image, the most certain first; a colour is optional:
+
+    {"objects": [[{"class": "dog", "box": [left, top, right, bottom], "color": "brown"}, ...], ...]}
 """
 
 from __future__ import annotations
@@ -24,13 +26,19 @@ from flowgrpo_rc.rewards.http.client import JsonClient, ServerError
 from flowgrpo_rc.rewards.http.wire import encode_png
 
 PATH = "/v1/detect"
-NEAR = 0.1  # of the summed widths or heights: an offset below that is none
+NEAR = 0.1  # an offset below this fraction of the summed widths (or heights) counts as none
 POSITIONS = ("left of", "right of", "above", "below")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """An object in an image; box: left, top, right, bottom, y downwards."""
+    """An object that the detector found in an image.
+
+    Attributes:
+      name: its class.
+      box: left, top, right, bottom in pixels; y grows downwards.
+      color: None if the detector names none.
+    """
 
     name: str
     box: tuple[float, float, float, float]
@@ -38,23 +46,28 @@ class Found:
 
 
 class GenEval(Reward):
-    """The mean over what the prompt asks for, of how far it is met; the part `strict` is 1 where
-    all of it is.
+    """The mean, over all that the prompt asks for, of how far each wish is met, from 0 to 1.
 
-    What it asks for stands in the fields of GenEval's own prompt files: `include`, a list of
-    {class, count, color,
-    position: [side, index of another entry]}, and `exclude`, a list of {class, count}: fewer than
-    `count` of them. An entry of n objects out of `count` is met by n / count; with a colour or a
-    position, that is one half, and the fraction of the objects that have the colour or the place is
-    the other. Each object too many costs 1 / (count - 1).
+    The part `strict` is 1 if every wish is met completely. The wishes are read from two fields of
+    GenEval's own prompt files:
 
-    url, and token_env, ca_file, deadline_s, max_attempts, max_pause_s, max_response_mb,
-        max_failures, cooldown_s: as in `JsonClient`. deadline_s is of all requests for one chunk of
-        samples.
-    batch_size: images of a request.
+    * `include`, a list of {class, count, color, position: [side, index of another entry]}. n
+      objects out of `count` meet it by n / count. With a colour or a position this is one half of
+      the score; the other half is the fraction of objects with that colour or place.
+    * `exclude`, a list of {class, count}: fewer than `count` objects of the class. Each one too
+      many costs 1 / (count - 1).
 
-    Raises ValueError as `JsonClient` does and for a batch_size below 1; when called, ValueError for
-    a prompt that asks for nothing, and ServerError.
+    Args:
+      url: address of the detector.
+      batch_size: images in one request.
+      connection: `token_env`, `ca_file`, `deadline_s`, `max_attempts`, `max_pause_s`,
+        `max_response_mb`, `max_failures` and `cooldown_s` of `JsonClient`. The deadline is for all
+        requests of one chunk of samples together.
+
+    Raises:
+      ValueError: batch_size is below 1, or `JsonClient` refuses an option. When called: a prompt
+        asks for nothing.
+      ServerError: when called, the detector has no answer.
     """
 
     part_names = ("strict",)
@@ -73,11 +86,8 @@ class GenEval(Reward):
             for start in range(0, len(pngs), self._batch_size)
         ]
         found: list[list[Found]] = []
-        for answer, chunk in zip(
-            self._client.post_all(PATH, [{"images": chunk} for chunk in chunks]),
-            chunks,
-            strict=True,
-        ):
+        answers = self._client.post_all(PATH, [{"images": chunk} for chunk in chunks])
+        for answer, chunk in zip(answers, chunks, strict=True):
             if isinstance(answer, ServerError):
                 raise answer
             found += _objects(answer, len(chunk))
@@ -93,8 +103,14 @@ class GenEval(Reward):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wish:
-    """At least `count` objects with these properties or, if they are to be `excluded`, fewer than
-    `count`.
+    """A wish of a prompt: at least `count` objects with these properties, or fewer than `count`.
+
+    Attributes:
+      name: class of the objects.
+      count: how many objects.
+      color: the colour that each must have; None for any.
+      position: side ("left of") and index of the entry of `include` that they must be beside.
+      excluded: True for fewer than `count` objects.
     """
 
     name: str
@@ -105,17 +121,21 @@ class Wish:
 
 
 def degree(wish: Wish, include: Sequence[Wish], objects: Sequence[Found]) -> float:
-    """How far a wish is met, from 0 to 1."""
+    """Computes how far a wish is met, from 0 to 1.
+
+    Args:
+      wish: the wish.
+      include: all wishes of the prompt that a position may refer to.
+      objects: what the detector found in the image, the most certain first.
+    """
     own = [found for found in objects if found.name == wish.name]
     if wish.excluded:
         surplus = len(own) - (wish.count - 1)
-        return (
-            1.0
-            if surplus <= 0
-            else max(0.0, 1 - surplus / (wish.count - 1))
-            if wish.count > 1
-            else 0.0
-        )
+        if surplus <= 0:
+            return 1.0
+        if wish.count > 1:
+            return max(0.0, 1 - surplus / (wish.count - 1))
+        return 0.0
     own = own[: wish.count]
     there = len(own) / wish.count
     properties = []
@@ -123,33 +143,36 @@ def degree(wish: Wish, include: Sequence[Wish], objects: Sequence[Found]) -> flo
         properties.append(sum(found.color == wish.color for found in own) / wish.count)
     if wish.position is not None:
         side, index = wish.position
-        others = [found for found in objects if found.name == include[index].name][
-            : include[index].count
-        ]
+        named = [found for found in objects if found.name == include[index].name]
+        others = named[: include[index].count]
         placed = [
             bool(others) and all(side in sides(found, other) for other in others) for found in own
         ]
         properties.append(sum(placed) / wish.count)
-    return there if not properties else (there + sum(properties) / len(properties)) / 2
+    if not properties:
+        return there
+    return (there + sum(properties) / len(properties)) / 2
 
 
 def sides(one: Found, other: Found) -> set[str]:
-    """On which sides of the other object the first one is, as GenEval has it; none where they are
-    too near.
-    """
-    (x, width), (y, height) = (
-        (_middle(one, axis) - _middle(other, axis), _size(one, axis) + _size(other, axis))
-        for axis in (0, 1)
-    )
+    """Returns the sides of `other` on which `one` is, by GenEval's rule; none if too near."""
+    x = _middle(one, 0) - _middle(other, 0)
+    y = _middle(one, 1) - _middle(other, 1)
     distance = hypot(x, y)
-    x, y = (
-        0.0 if abs(offset) <= NEAR * size else offset - NEAR * size * (1 if offset > 0 else -1)
-        for offset, size in ((x, width), (y, height))
-    )
     if not distance:
         return set()
+    x = _beyond(x, NEAR * (_size(one, 0) + _size(other, 0)))
+    y = _beyond(y, NEAR * (_size(one, 1) + _size(other, 1)))
+    # In the order of POSITIONS; y grows downwards.
     found = (x / distance < -0.5, x / distance > 0.5, y / distance < -0.5, y / distance > 0.5)
     return {side for side, holds in zip(POSITIONS, found, strict=True) if holds}
+
+
+def _beyond(offset: float, margin: float) -> float:
+    """Returns by how much an offset exceeds a margin, with its sign; 0 within the margin."""
+    if abs(offset) <= margin:
+        return 0.0
+    return offset - margin if offset > 0 else offset + margin
 
 
 def _middle(found: Found, axis: int) -> float:
@@ -161,9 +184,7 @@ def _size(found: Found, axis: int) -> float:
 
 
 def _wishes(prompt: Prompt) -> tuple[list[Wish], list[Wish]]:
-    """What stands in `include` and `exclude`. ValueError for a prompt without, or with something
-    else there.
-    """
+    """Reads `include` and `exclude`. ValueError if a prompt lacks them or holds something else."""
     where = f"prompt {prompt.index} ({prompt.text!r})"
     match prompt.metadata.get("include"):
         case [_, *_] as rows:

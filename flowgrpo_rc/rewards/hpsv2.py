@@ -1,4 +1,4 @@
-"""Human preference score: a CLIP trained on people's rankings of generated images.
+"""A human preference score: a CLIP trained on people's rankings of generated images.
 
 Reference: HPSv2, https://arxiv.org/abs/2306.09341.
 """
@@ -17,11 +17,15 @@ from flowgrpo_rc.rewards.base import Reward, Scores
 
 
 class HPSv2(Reward):
-    """The cosine of image and prompt, as HPSv2 has it, about 0.2 to 0.35.
+    """The cosine of image and prompt in HPSv2's model, about 0.2 to 0.35.
 
-    path: a folder that `examples/convert_reward.py hpsv2` makes from the published checkpoint,
-    which is one of open_clip; options: device, dtype and batch_size of `Clip`. Raises ValueError as
-    `Clip` does.
+    Args:
+      path: the folder that `examples/convert_reward.py hpsv2` makes from the published checkpoint,
+        which has the format of open_clip.
+      options: `device`, `dtype` and `batch_size` of `Clip`.
+
+    Raises:
+      ValueError: `Clip` refuses an option.
     """
 
     def __init__(self, *, path: str, **options: Any) -> None:

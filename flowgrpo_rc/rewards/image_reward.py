@@ -1,4 +1,4 @@
-"""How people rate an image for a prompt: a BLIP that reads the prompt while it looks at the image.
+"""A reward for how people rate an image for its prompt: a BLIP that reads the prompt and the image.
 
 Reference: ImageReward, https://arxiv.org/abs/2304.05977.
 """
@@ -20,7 +20,9 @@ from flowgrpo_rc.rewards.aesthetic import linear_head
 from flowgrpo_rc.rewards.backbones.checkpoint import DTYPES, check_device, resolve_device
 from flowgrpo_rc.rewards.base import Reward, Scores
 
-MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the scores of the authors' data
+# Mean and standard deviation of the scores of the authors' data.
+MEAN = 0.16717362830052426
+STD = 1.0333394966054072
 MAX_TOKENS = 35
 FILES = ("config.json", "model.safetensors", "tokenizer_config.json")
 
@@ -34,17 +36,18 @@ class _LoadedImageReward(NamedTuple):
 
 
 class ImageReward(Reward):
-    """ImageReward's score, standardised as its authors do, about -2 to 2.
+    """ImageReward's score, standardised with its authors' mean and deviation, about -2 to 2.
 
-    path: a folder that `examples/convert_reward.py image_reward` makes from the published
-        checkpoint: the configuration of a BLIP, model.safetensors with the names `vision_model.*`,
-        `text_encoder.*` and `layers.*` (the head), and a BERT tokenizer.
-    device: auto (the card of this process, or the CPU), cpu, cuda, cuda:1; dtype: fp32, bf16 or
-        fp16.
-    batch_size: images in one forward.
+    Args:
+      path: the folder that `examples/convert_reward.py image_reward` makes from the published
+        checkpoint: the configuration of a BLIP, a BERT tokenizer, and model.safetensors with the
+        names `vision_model.*`, `text_encoder.*` and `layers.*` (the head).
+      device: auto (the GPU of this process, or the CPU), cpu, cuda, cuda:1.
+      dtype: fp32, bf16 or fp16.
+      batch_size: images in one forward.
 
-    Raises ValueError where a file is missing, for an unknown device or dtype, or a batch_size below
-    1.
+    Raises:
+      ValueError: a file is missing, the device or dtype is unknown, or batch_size is below 1.
     """
 
     def __init__(
@@ -62,7 +65,9 @@ class ImageReward(Reward):
             raise ValueError(f"dtype={dtype!r}: allowed are {', '.join(DTYPES)}")
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size!r} must be at least 1")
-        self._device, self._dtype, self._batch_size = device, DTYPES[dtype], batch_size
+        self._device = device
+        self._dtype = DTYPES[dtype]
+        self._batch_size = batch_size
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         values: list[float] = []
@@ -75,25 +80,25 @@ class ImageReward(Reward):
 
     @torch.inference_mode()
     def _score(self, images: np.ndarray, texts: Sequence[str]) -> Tensor:
-        parts = self._loaded
-        pixels = parts.images(
+        loaded = self._loaded
+        pixels = loaded.images(
             list(images), return_tensors="pt", input_data_format="channels_last"
         ).pixel_values
-        seen = parts.vision(pixels.to(parts.vision.device, self._dtype)).last_hidden_state
-        tokens = parts.tokenizer(
+        seen = loaded.vision(pixels.to(loaded.vision.device, self._dtype)).last_hidden_state
+        tokens = loaded.tokenizer(
             list(texts),
             padding="max_length",
             truncation=True,
             max_length=MAX_TOKENS,
             return_tensors="pt",
         ).to(seen.device)
-        read = parts.text(
+        read = loaded.text(
             input_ids=tokens.input_ids,
             attention_mask=tokens.attention_mask,
             encoder_hidden_states=seen,
             encoder_attention_mask=torch.ones(seen.shape[:2], dtype=torch.long, device=seen.device),
         ).last_hidden_state[:, 0]
-        return (parts.head(read.float().cpu()).squeeze(1) - MEAN) / STD
+        return (loaded.head(read.float().cpu()).squeeze(1) - MEAN) / STD
 
     @cached_property
     def _loaded(self) -> _LoadedImageReward:

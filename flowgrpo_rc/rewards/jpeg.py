@@ -1,4 +1,4 @@
-"""The size of an image as a JPEG file: a reward that needs no model, for trying things out.
+"""A reward for the size of an image as a JPEG file. It needs no model: good for a first try.
 
 Reference: DDPO, https://arxiv.org/abs/2305.13301.
 """
@@ -18,16 +18,16 @@ SIGNS = {"compressibility": -1.0, "incompressibility": 1.0}
 
 
 class Jpeg(Reward):
-    """incompressibility = file size in kB (1000 bytes); compressibility = -size, as DDPO defines
-    both.
+    """The file size in kB (1000 bytes), or minus that size, as DDPO defines both.
 
-    The flow_grpo code divides compressibility by 500: weight 0.002 gives its numbers. Encoded by
-    Pillow.
+    flow_grpo divides compressibility by 500; a weight of 0.002 gives its numbers. Pillow encodes.
 
-    objective: "compressibility" or "incompressibility".
-    quality: of the JPEG encoder, 1 to 95.
+    Args:
+      objective: "compressibility" for minus the size, "incompressibility" for the size.
+      quality: quality of the JPEG encoder, 1 to 95.
 
-    Raises ValueError for an unknown objective or a quality out of range.
+    Raises:
+      ValueError: the objective is unknown or the quality out of range.
     """
 
     def __init__(self, *, objective: str = "compressibility", quality: int = 95) -> None:
@@ -43,7 +43,7 @@ class Jpeg(Reward):
 
 
 def jpeg_kilobytes(image: np.ndarray, quality: int) -> float:
-    """Size in kB (1000 bytes) of image [H, W, 3] uint8 RGB as a JPEG file."""
+    """Returns the size in kB (1000 bytes) of an image [H, W, 3] uint8 RGB as a JPEG file."""
     file = BytesIO()
     Image.fromarray(image).save(file, format="JPEG", quality=quality)
     return file.tell() / 1000

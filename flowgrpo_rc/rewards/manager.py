@@ -1,8 +1,9 @@
-"""Several rewards as one: scored in threads while sampling goes on, summed by weight, failures kept
-apart.
+"""Several rewards together: scored in threads during sampling, then summed by weight.
 
-A sample that a reward could not score has no reward. It is never given 0, which would teach the
-policy something.
+A failure stays with the reward and the samples that it concerns. A sample that a reward could not
+score has no reward, rather than 0, which would teach the policy something.
+
+Shapes: N samples of a chunk, B samples of all chunks, F frames of a video, H x W pixels.
 """
 
 from __future__ import annotations
@@ -29,14 +30,12 @@ logger = logging.getLogger(__name__)
 
 
 class RewardError(RuntimeError):
-    """Too many samples of a step have no reward; training on the rest would hide a broken
-    reward.
-    """
+    """Too many samples of a step have no reward; training on the rest would hide the fault."""
 
 
 @dataclass
 class RewardConfig:
-    """What samples are scored by.
+    """The rewards that score samples.
 
     terms: name -> {weight (1.0), _target_ (the name itself), and the reward's own options}, or null
         to drop it. `_target_` is a module of flowgrpo_rc.rewards or the full path of a class; give
@@ -55,21 +54,31 @@ class RewardConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardHandle:
-    """A chunk of samples being scored; `RewardManager.collect` turns handles into rewards."""
+    """A chunk of samples that is being scored; `RewardManager.collect` waits for its rewards.
+
+    Attributes:
+      futures: term -> its scores, when they are there.
+    """
 
     futures: Mapping[str, Future[_Outcome]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Term:
+    """A reward and its weight in the sum."""
+
     reward: Reward
     weight: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Outcome:
-    """values [N] float64, NaN where the reward failed; parts likewise; error: the failure, if there
-    was one.
+    """The result of one reward for one chunk.
+
+    Attributes:
+      values: float64, [N]; NaN where the reward failed.
+      parts: name -> float64, [N]; NaN likewise.
+      error: the failure, if there was one.
     """
 
     values: Tensor
@@ -78,54 +87,59 @@ class _Outcome:
 
 
 def validate_rewards(config: RewardConfig) -> None:
-    """Raise ValueError, naming the key, for a configuration that RewardManager would refuse. Loads
-    no model.
-    """
+    """Raises ValueError, naming the key, if RewardManager would refuse `config`. Loads no model."""
     _build_terms(config)
 
 
 def requires_target(config: RewardConfig) -> bool:
-    """True if some reward needs a target text in every prompt."""
+    """Returns True if some reward needs a target text in every prompt."""
     return any(term.reward.requires_target for term in _build_terms(config).values())
 
 
 def needs_samples(config: RewardConfig) -> bool:
-    """False if all rewards score latents, so that nothing has to be decoded."""
+    """Returns False if all rewards score latents; then nothing has to be decoded."""
     return any(term.reward.kind != "latent" for term in _build_terms(config).values())
 
 
 def check_kind(config: RewardConfig, *kinds: str) -> None:
-    """Raise ValueError, naming the term, for a reward that can score samples of none of `kinds`
-    ("image", "video", "text", "latent")."""
+    """Raises ValueError, naming the term, for a reward that scores none of the kinds.
+
+    Args:
+      config: the rewards of the run.
+      kinds: what the model makes: "image", "video", "text", "latent".
+    """
     for name, term in _build_terms(config).items():
         if term.reward.kind not in (*kinds, "any"):
             made = " or ".join(f"{kind}s" for kind in kinds)
             raise ValueError(
                 f"reward.terms.{name} scores {term.reward.kind}s, and the model makes {made}: "
-                "drop it with "
-                f"reward.terms.{name}=null and give a reward whose kind is "
-                f"{' or '.join((*kinds, 'any'))}, such as "
-                "function"
+                f"drop it with reward.terms.{name}=null and give a reward whose kind is "
+                f"{' or '.join((*kinds, 'any'))}, such as function"
             )
 
 
 class RewardManager:
     """Scores samples with every term of the configuration.
 
-    names: the terms, in the order of the configuration; part_keys: the keys of `Rewards.parts`;
-    weights: name -> weight of the terms that are optimized; needs_samples: False if all terms score
-    latents.
-    failures: term -> samples without a value since the start; last_error: term -> the text of its
-        latest failure.
-
     A reward fails for its whole chunk if it raises or returns anything but `Scores` of the right
-    length, and for single samples where their value is not a finite number. Raises ValueError as
-    `validate_rewards` does.
+    length; it fails for a single sample if that sample's value is not finite.
+
+    Args:
+      config: the rewards of the run; refused as in `validate_rewards`.
+
+    Attributes:
+      names: the terms, in the order of the configuration.
+      part_keys: the keys of `Rewards.parts`.
+      weights: name -> weight of the terms that are optimized.
+      needs_samples: False if all terms score latents.
+      failures: term -> number of samples without a value since the start.
+      last_error: term -> text of its latest failure.
     """
 
     def __init__(self, config: RewardConfig) -> None:
         self._terms = _build_terms(config)
         self._max_failed_fraction = config.max_failed_fraction
+        # One lock for each reward: calls to the same one must not overlap.
         self._locks = {name: Lock() for name in self._terms}
         self._executor = ThreadPoolExecutor(config.num_workers, thread_name_prefix="reward")
         self._logged: set[tuple[str, type[Exception]]] = set()
@@ -135,7 +149,7 @@ class RewardManager:
         self.part_keys = tuple(
             key
             for name, term in self._terms.items()
-            for key in (name, *(f"{name}/{p}" for p in term.reward.part_names))
+            for key in (name, *(f"{name}/{part}" for part in term.reward.part_names))
         )
         self.failures = dict.fromkeys(self._terms, 0)
         self.last_error: dict[str, str] = {}
@@ -143,11 +157,13 @@ class RewardManager:
     def submit(
         self, samples: Samples | None, prompts: Sequence[Prompt], latents: Tensor | None = None
     ) -> RewardHandle:
-        """Start scoring N samples: images [N, H, W, 3] or videos [N, F, H, W, 3] uint8 RGB, or
-        texts, and the latents [N, ...] that they were decoded from. One of the two may be None
-        where no reward scores it.
+        """Starts to score N samples and returns at once. The samples must not change meanwhile.
 
-        Returns at once; the samples must not change.
+        Args:
+          samples: uint8 RGB images [N, H, W, 3] or videos [N, F, H, W, 3], or N texts; None if
+            all rewards score latents.
+          prompts: the prompt of each sample.
+          latents: what the samples were decoded from, [N, ...]; None if no reward scores it.
         """
         _check_samples(samples, latents, prompts)
         futures = {}
@@ -160,9 +176,10 @@ class RewardManager:
         return RewardHandle(futures=futures)
 
     def collect(self, handles: Sequence[RewardHandle]) -> Rewards:
-        """Wait for the handles; B samples in the order of the handles, whichever finished first.
+        """Waits for the handles and returns the rewards of their B samples, in the handles' order.
 
-        Rewards.total is NaN where not valid. The parts are `name` and `name/part` of every term.
+        `Rewards.total` is NaN where not valid. `Rewards.parts` has the keys `name` and `name/part`
+        of every term.
         """
         parts: dict[str, Tensor] = {}
         for name, term in self._terms.items():
@@ -176,14 +193,15 @@ class RewardManager:
         return Rewards(total=total, valid=total.isfinite(), parts=parts)
 
     def count_failed(self, rewards: Rewards) -> dict[str, int]:
-        """Term -> how many of these samples it could not score."""
+        """Returns, by term, how many of these samples it could not score."""
         return {name: int(rewards.parts[name].isnan().sum()) for name in self.names}
 
     def check_failed_fraction(self, num_failed: Mapping[str, int], num_total: int) -> None:
-        """Raise RewardError if a term failed for more than `max_failed_fraction` of a step's
-        samples.
+        """Raises RewardError if a term failed for more than `max_failed_fraction` of the samples.
 
-        num_failed is `count_failed`, summed over processes, so that all of them raise together.
+        Args:
+          num_failed: `count_failed`, summed over processes, so that all of them raise together.
+          num_total: samples of the step, on all processes.
         """
         for name, count in num_failed.items():
             if count / num_total > self._max_failed_fraction:
@@ -195,12 +213,13 @@ class RewardManager:
                 )
 
     def close(self) -> None:
-        """Drop what has not started and wait for the rest."""
+        """Drops what has not started and waits for the rest."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def _score(self, name: str, samples: Samples | Tensor, prompts: Sequence[Prompt]) -> _Outcome:
-        """Runs in a worker thread. A reward is foreign code: whatever it raises is that chunk's
-        failure.
+        """Scores a chunk in a worker thread.
+
+        A reward is foreign code, so any exception of it becomes the failure of that chunk.
         """
         reward = self._terms[name].reward
         try:
@@ -239,7 +258,7 @@ def _check_samples(
 
 
 def _kind_of(samples: Samples | None) -> str:
-    """images, videos or texts; ValueError for what is none of them."""
+    """Returns "images", "videos" or "texts". Raises ValueError for other samples."""
     if isinstance(samples, np.ndarray):
         if samples.dtype != np.uint8 or samples.ndim not in (4, 5) or samples.shape[-1] != 3:
             raise ValueError(
@@ -256,7 +275,7 @@ def _kind_of(samples: Samples | None) -> str:
 
 
 class _NotFinite(ValueError):
-    """Single samples without a finite value; the others are fine."""
+    """The reward of single samples is not finite; the other samples are fine."""
 
 
 def _checked(scores: object, part_names: Sequence[str], prompts: Sequence[Prompt]) -> _Outcome:
@@ -280,7 +299,7 @@ def _checked(scores: object, part_names: Sequence[str], prompts: Sequence[Prompt
 
 
 def _column(values: Sequence[float] | np.ndarray | Tensor, length: int) -> Tensor:
-    """[length] float64; NaN in place of whatever is not a finite number."""
+    """Returns float64 [length]; NaN in place of None and what is not finite."""
     numbers = finite_numbers(values)
     if len(numbers) != length:
         raise ValueError(f"it returned {len(numbers)} scores for {length} samples")
@@ -305,8 +324,7 @@ def _build_terms(config: RewardConfig) -> dict[str, _Term]:
     if not 1 <= config.num_workers <= len(terms):
         raise ValueError(
             f"reward.num_workers={config.num_workers} must be between 1 and the number of "
-            f"rewards, {len(terms)}: "
-            f"each reward scores one chunk at a time"
+            f"rewards, {len(terms)}: each reward scores one chunk at a time"
         )
     if not 0.0 <= config.max_failed_fraction <= 1.0:
         raise ValueError(
@@ -323,7 +341,8 @@ def _build_term(name: str, term: object) -> _Term:
             "reward"
         )
     options = {str(key): value for key, value in term.items()}
-    weight, target = options.pop("weight", 1.0), options.pop("_target_", name)
+    weight = options.pop("weight", 1.0)
+    target = options.pop("_target_", name)
     if not (isinstance(weight, Real) and math.isfinite(weight)):
         raise ValueError(f"{where}.weight={weight!r} must be a finite number")
     reward: Reward = build(load_class(PACKAGE, target, Reward), options, where)

@@ -1,7 +1,9 @@
-"""How well an OCR model reads the target text in an image: the text-rendering reward of Flow-GRPO.
+"""A reward for how well an OCR model reads the target text in an image, as Flow-GRPO defines it.
 
-Reference: https://arxiv.org/abs/2505.05470. The text is read by the PP-OCRv4 models that ship in
-the wheel of rapidocr-onnxruntime, so nothing is downloaded.
+Shapes: N images, H x W pixels.
+
+Reference: https://arxiv.org/abs/2505.05470. The PP-OCRv4 models that read the text ship in the
+wheel of rapidocr-onnxruntime, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -24,16 +26,21 @@ if TYPE_CHECKING:
     from rapidocr_onnxruntime.ch_ppocr_rec import TextRecognizer
 
 DETECTION = ("auto", "always", "never")
-LINE_HEIGHT = (
-    48  # pixels, the recogniser's own; "auto" takes an image up to this height for one line of text
-)
-MIN_LINE_WIDTH = 96  # pixels at the recogniser's height of 48; narrower input loses letters
+# Pixels, the recogniser's own height; "auto" takes an image up to it for one line of text.
+LINE_HEIGHT = 48
+# Pixels at that height; narrower input loses letters.
+MIN_LINE_WIDTH = 96
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OcrScore:
-    """reward: 1 - d / len(target); edit: the same without the substring rule; substring, exact: 0
-    or 1.
+    """The scores of one recognised text, each from 0 to 1.
+
+    Attributes:
+      reward: 1 if the target occurs in the text, else `edit`.
+      edit: 1 - edit distance / length of the target, at least 0.
+      substring: 1 if the target occurs in the text, else 0.
+      exact: 1 if the text equals the target, else 0.
     """
 
     reward: float
@@ -43,13 +50,18 @@ class OcrScore:
 
 
 def ocr_score(text: str, target: str) -> OcrScore:
-    """Compare recognised text with its target; both lose their spaces and their case.
+    """Compares recognised text with its target, without spaces and case.
 
-    d = 0 if the target occurs in the text, else min(Levenshtein distance, len(target)); reward = 1
-    - d / len(target). The substring rule also rewards gibberish around the target, hence the three
-    further numbers. Raises ValueError if nothing is left of the target.
+        reward = 1 - d / len(target)
+        d = 0 if the target occurs in the text, else min(Levenshtein distance, len(target))
+
+    The substring rule also rewards gibberish around the target. The other three scores show that.
+
+    Raises:
+      ValueError: nothing but spaces in the target.
     """
-    text, target = _normalize(text), _normalize(target)
+    text = _normalize(text)
+    target = _normalize(target)
     if not target:
         raise ValueError("ocr_score: the target text is empty")
     edit = 1.0 - min(Levenshtein.distance(text, target), len(target)) / len(target)
@@ -63,18 +75,20 @@ def ocr_score(text: str, target: str) -> OcrScore:
 
 
 class OCR(Reward):
-    """Reads every image and compares the text with the prompt's target.
+    """The `ocr_score` of each image: reads its text and compares it with the prompt's target.
 
-    detection: "never" takes an image for one line of text (recognition alone, in batches); "always"
-        finds the lines first and joins what they say, top to bottom; "auto" decides by the height,
-        48 pixels or less being a line.
-    threads: CPU threads of the OCR models, at most the number of cores.
-    batch_size: lines recognised at once. On two cores a 32 x 64 line takes 5 ms with the defaults,
-        busy or idle; with two threads and batches of 8 it takes 3 ms while nothing else runs and
-        more than 10 next to the sampling.
+    Args:
+      detection: "never" takes an image for one line of text, which is recognised at once; "always"
+        finds the lines first and joins them from top to bottom; "auto" takes images of at most 48
+        pixels in height for a line.
+      threads: CPU threads of the OCR models, at most the number of cores.
+      batch_size: lines recognised at once. On two cores a 32 x 64 line takes 5 ms with the
+        defaults, busy or idle. With two threads and batches of 8 it takes 3 ms on an idle machine,
+        and more than 10 ms during sampling.
 
-    Raises ValueError for an unknown detection or a number below 1, ImportError if
-    rapidocr-onnxruntime is missing and, when called, ValueError for a prompt without a target.
+    Raises:
+      ValueError: detection is unknown or a number is below 1. When called: a prompt has no target.
+      ImportError: rapidocr-onnxruntime is missing.
     """
 
     part_names = ("edit", "substring", "exact")
@@ -111,7 +125,8 @@ class OCR(Reward):
         )
 
     def read(self, images: np.ndarray) -> list[str]:
-        """The text in each of images [N, H, W, 3] uint8 RGB, "" where there is none."""
+        """Returns the text in each of N images [N, H, W, 3] uint8 RGB; "" if there is none."""
+        # RapidOCR expects the channels in OpenCV's order, blue first.
         bgr = [np.ascontiguousarray(image[:, :, ::-1]) for image in images]
         is_line = self.detection == "never" or (
             self.detection == "auto" and images.shape[1] <= LINE_HEIGHT
@@ -122,8 +137,9 @@ class OCR(Reward):
 
     @cached_property
     def _line_reader(self) -> TextRecognizer:
-        """The recogniser alone. The stock width of 320 pads short lines and makes them four times
-        slower.
+        """The recogniser alone, with a smaller width than the stock 320.
+
+        The stock width pads short lines and makes them four times slower.
         """
         from rapidocr_onnxruntime.ch_ppocr_rec import TextRecognizer
         from rapidocr_onnxruntime.main import DEFAULT_CFG_PATH, read_yaml, update_model_path
@@ -143,8 +159,9 @@ class OCR(Reward):
 
     @cached_property
     def _page_reader(self) -> RapidOCR:
-        """Detection, then recognition. `max` leaves the image at its size; the stock `min` enlarges
-        it to 736.
+        """Detection, then recognition.
+
+        `det_limit_type="max"` keeps the image at its size; the stock "min" enlarges it to 736.
         """
         from rapidocr_onnxruntime import RapidOCR
 
@@ -162,7 +179,7 @@ def _normalize(text: str) -> str:
 
 
 def target_of(prompt: Prompt) -> str:
-    """The text to read. ValueError if there is none."""
+    """Returns the text to read. Raises ValueError if the prompt has none."""
     if prompt.target is None or not _normalize(prompt.target):
         raise ValueError(
             f"reading needs a target text, and prompt {prompt.index} ({prompt.text!r}) has "
@@ -172,7 +189,5 @@ def target_of(prompt: Prompt) -> str:
 
 
 def _join(lines: list[list] | None) -> str:
-    """RapidOCR's result, a list of [box, text, confidence] in reading order or None, as one
-    text.
-    """
+    """Joins the lines of RapidOCR's result: a list of [box, text, confidence] in reading order."""
     return "".join(text for _, text, _ in lines or [])

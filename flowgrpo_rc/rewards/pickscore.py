@@ -1,4 +1,4 @@
-"""Which image people would pick: a CLIP trained on their choices.
+"""A reward for which image people would pick: a CLIP trained on their choices.
 
 Reference: PickScore, https://arxiv.org/abs/2305.01569.
 """
@@ -17,12 +17,18 @@ from flowgrpo_rc.rewards.base import Reward, Scores
 
 
 class PickScore(Reward):
-    """The cosine of image and prompt times the model's scale, about 15 to 26. flow_grpo divides by
-    26: weight 0.03846.
+    """The cosine of image and prompt times the model's scale, about 15 to 26.
 
-    path: the checkpoint; processor: its image processor and tokenizer, which the published
-    checkpoint takes from the CLIP that it was trained from; options: device, dtype and batch_size
-    of `Clip`. Raises ValueError as `Clip` does.
+    flow_grpo divides it by 26; a weight of 0.03846 gives its numbers.
+
+    Args:
+      path: the checkpoint, a local folder or a hub id.
+      processor: its image processor and tokenizer. The published checkpoint takes them from the
+        CLIP that it was trained from.
+      options: `device`, `dtype` and `batch_size` of `Clip`.
+
+    Raises:
+      ValueError: `Clip` refuses an option.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
-"""Any reward behind HTTP: in an environment of its own, on another card or machine (`flowgrpo-rc
-serve-reward`).
+"""Any reward behind HTTP: in another environment, on another card or another machine.
+
+`flowgrpo-rc serve-reward` serves one.
 """
 
 from __future__ import annotations
@@ -15,17 +16,22 @@ from flowgrpo_rc.rewards.http.wire import PATH, decode_scores, encode
 
 
 class Remote(Reward):
-    """What the server at `url` says of the samples; the protocol is that of `rewards/wire.py`.
+    """The scores that a server gives, in the format of `rewards/http/wire.py`.
 
-    url, and token_env, ca_file, deadline_s, max_attempts, max_pause_s, max_response_mb,
-        max_failures, cooldown_s: as in `JsonClient`. deadline_s is of all requests for one chunk of
-        samples.
-    part_names: parts of the answer that are logged.
-    requires_target: whether every prompt must have a target text.
-    batch_size: samples of a request; concurrency: requests at a time.
+    Args:
+      url: address of the server.
+      part_names: parts of the answer that are logged.
+      requires_target: True if every prompt must have a target text.
+      batch_size: samples in one request.
+      concurrency: requests at the same time.
+      connection: `token_env`, `ca_file`, `deadline_s`, `max_attempts`, `max_pause_s`,
+        `max_response_mb`, `max_failures` and `cooldown_s` of `JsonClient`. The deadline is for all
+        requests of one chunk of samples together.
 
-    Raises ValueError as `JsonClient` does, for a number below 1 and for part_names that are no
-    list; when called, ServerError, and ValueError for an answer that holds other than the scores.
+    Raises:
+      ValueError: a number is below 1, part_names is no list, or `JsonClient` refuses an option.
+        When called: the answer is malformed.
+      ServerError: when called, the server has no answer.
     """
 
     kind = "any"
@@ -46,8 +52,10 @@ class Remote(Reward):
             )
         if isinstance(part_names, str):
             raise ValueError(f"part_names={part_names!r}: give a list, such as [{part_names}]")
-        self.part_names, self.requires_target = tuple(part_names), requires_target
-        self._batch_size, self._concurrency = batch_size, concurrency
+        self.part_names = tuple(part_names)
+        self.requires_target = requires_target
+        self._batch_size = batch_size
+        self._concurrency = concurrency
         self._client = build(JsonClient, {"url": url, **connection}, "connection")
 
     def __call__(self, samples: Any, prompts: Sequence[Prompt]) -> Scores:

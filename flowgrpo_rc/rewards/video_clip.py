@@ -1,4 +1,4 @@
-"""How well a video fits its prompt, as CLIP sees it: the mean over its frames."""
+"""A reward for how well a video fits its prompt: the mean of the `clip` reward over its frames."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from flowgrpo_rc.rewards.frames import check_every, mean_over_frames
 
 
 class VideoClip(Reward):
-    """The mean score of every `every`-th frame [N, F, H, W, 3], by the `clip` reward with its
-    options.
+    """The mean score of every `every`-th frame of videos [N, F, H, W, 3], by the `clip` reward.
 
-    Raises ValueError for a number below 1, and as `clip` does.
+    Args:
+      every: distance between the frames that are scored.
+      options: options of the `clip` reward.
+
+    Raises:
+      ValueError: `every` is below 1, or the `clip` reward refuses an option.
     """
 
     kind = "video"

@@ -1,4 +1,4 @@
-"""How well an OCR model reads the target text in a video: the mean over its frames."""
+"""A reward for how well an OCR model reads the target text in a video: the mean over its frames."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ from flowgrpo_rc.rewards.ocr import OCR
 
 
 class VideoOCR(Reward):
-    """The mean score of every `every`-th frame [N, F, H, W, 3], by the `ocr` reward with its
-    options.
+    """The mean score of every `every`-th frame of videos [N, F, H, W, 3], by the `ocr` reward.
 
-    Flow-GRPO's video reward leaves out frames that score 0; here they count, so that text has to
-    stay. Raises ValueError for a number below 1, and as `ocr` does.
+    Flow-GRPO's video reward leaves out frames that score 0. Here they count, so the text has to
+    stay.
+
+    Args:
+      every: distance between the frames that are scored.
+      options: options of the `ocr` reward.
+
+    Raises:
+      ValueError: `every` is below 1, or the `ocr` reward refuses an option.
     """
 
     kind = "video"

@@ -1,8 +1,7 @@
-"""How well a vision-language model reads the target text in an image, over an OpenAI-compatible
-endpoint.
+"""A reward for how well a vision-language model reads the target text in an image.
 
-Such as `vllm serve Qwen/Qwen2.5-VL-7B-Instruct`, for text that the small OCR models of the `ocr`
-reward cannot read.
+The model answers at an OpenAI-compatible endpoint, for instance
+`vllm serve Qwen/Qwen2.5-VL-7B-Instruct`. It reads text that the small models of `ocr` cannot.
 """
 
 from __future__ import annotations
@@ -23,24 +22,30 @@ from flowgrpo_rc.rewards.ocr import OCR, ocr_score, target_of
 
 INSTRUCTION = (
     "Write down the text in this image exactly as it stands there, mistakes included. Answer with "
-    "that text alone, and "
-    "with nothing if there is no text."
+    "that text alone, and with nothing if there is no text."
 )
 logger = logging.getLogger(__name__)
 
 
 class VlmOCR(Reward):
-    """The `ocr` reward's score of what the model answers, with the same parts. An image without an
-    answer has no score.
+    """The `ocr_score` of what the model reads, with the parts of the `ocr` reward.
 
-    url: of the API, such as http://127.0.0.1:8000/v1; model: the name that the server knows it by.
-    instruction: what the model is told; max_tokens: of its answer; concurrency: images at a time.
-    token_env, ca_file, deadline_s, max_attempts, max_pause_s, max_response_mb, max_failures,
-    cooldown_s: as in
-        `JsonClient`. deadline_s is of all images of one chunk.
+    An image without an answer has no score.
 
-    Raises ValueError as `JsonClient` does and for a number below 1; when called, ValueError for a
-    prompt without a target, and ServerError if no image has an answer.
+    Args:
+      url: address of the API, such as http://127.0.0.1:8000/v1.
+      model: name of the model on the server.
+      instruction: what the model is told to do.
+      max_tokens: longest answer.
+      concurrency: images at the same time.
+      connection: `token_env`, `ca_file`, `deadline_s`, `max_attempts`, `max_pause_s`,
+        `max_response_mb`, `max_failures` and `cooldown_s` of `JsonClient`. The deadline is for all
+        images of one chunk together.
+
+    Raises:
+      ValueError: a number is below 1, or `JsonClient` refuses an option. When called: a prompt has
+        no target.
+      ServerError: when called, no image has an answer.
     """
 
     part_names = OCR.part_names
@@ -60,7 +65,9 @@ class VlmOCR(Reward):
             raise ValueError(
                 f"max_tokens={max_tokens!r} and concurrency={concurrency!r} must be at least 1"
             )
-        self._model, self._instruction, self._max_tokens = model, instruction, max_tokens
+        self._model = model
+        self._instruction = instruction
+        self._max_tokens = max_tokens
         self._concurrency = concurrency
         self._client = build(JsonClient, {"url": url, **connection}, "connection")
 
@@ -99,7 +106,7 @@ class VlmOCR(Reward):
 
 
 def _text(answer: Any) -> str | ServerError:
-    """The first choice of a chat completion."""
+    """Returns the first choice of a chat completion, or a ServerError if there is none."""
     match answer:
         case {"choices": [{"message": {"content": str(text)}}, *_]}:
             return text

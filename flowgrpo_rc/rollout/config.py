@@ -1,4 +1,4 @@
-"""Settings of the rollout."""
+"""The settings of the rollout and their checks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PipelineConfig:
     height: of a picture, in pixels.
     width: of a picture, in pixels.
     num_inference_steps: denoising steps of a training sample.
-    guidance_scale: of SD3 and Wan; of FLUX.1 an input of the transformer. 1 is no guidance.
+    guidance_scale: of SD3 and Wan; of FLUX.1 it is an input of the transformer. 1 is no guidance.
     true_cfg_scale: the guidance of Qwen-Image, which must be given, and of FLUX.1 with a negative
         prompt. 1 is none.
     max_sequence_length: tokens of the prompt.
@@ -44,8 +44,8 @@ class AlgoConfig:
 
     noise_level: how much noise a stochastic step adds.
     sde_type: which process a stochastic step follows.
-    log_prob_convention: `gaussian`, the density; `peers`, for cps only, without 1 / (2 s^2), as
-        other systems have it.
+    log_prob_convention: `gaussian` is the density; `peers`, for cps only, leaves out 1 / (2 s^2),
+        as other systems do.
     sde_window_size: how many consecutive steps are stochastic and trained; null: the whole range.
     sde_window_range: [first, last) of the steps that the window is drawn from; null: all but the
         last step.
@@ -62,8 +62,8 @@ class AlgoConfig:
 
 @dataclass(kw_only=True)
 class EvaluationConfig:
-    """How held-out samples are made, with a fixed seed: images by the ODE, with their own steps and
-    guidance.
+    """Settings of held-out samples, whose seed is fixed. Images come from the ODE, with their own
+    steps and guidance.
 
     num_inference_steps: denoising steps of a held-out image.
     guidance_scale: as in rollout.pipeline.
@@ -85,8 +85,8 @@ class EvaluationConfig:
 
 @dataclass(kw_only=True)
 class RolloutConfig:
-    """How training samples are made. For images: pipeline and algo. For text: temperature and the
-    lengths.
+    """Settings of training samples. Images are made by `pipeline` and `algo`, text by the
+    temperature and the lengths.
 
     name: the engine: a module of flowgrpo_rc.rollout, with or without the ending `_engine`, or the
         path of a class.
@@ -95,7 +95,7 @@ class RolloutConfig:
     quantization: of the frozen weights of the blocks, where the engine offers it: int8, int4, fp8,
         or int8_dynamic (inputs of layers, too).
     compile: torch.compile for the blocks, where the engine offers it.
-    staleness: sample up to so many steps ahead of the training, with weights that are so many steps
+    staleness: sample up to this many steps ahead of training, with weights that are as many steps
         older.
     micro_batch_size_per_gpu: samples per forward of one process; null: as the actor's, which keeps
         the replay aligned.
@@ -124,7 +124,7 @@ class RolloutConfig:
     val_kwargs: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def spec(self) -> SamplerSpec:
-        """The sampler that training rollouts use."""
+        """Returns the sampler of training rollouts."""
         return SamplerSpec(
             height=self.pipeline.height,
             width=self.pipeline.width,
@@ -140,15 +140,16 @@ class RolloutConfig:
         )
 
     def held_out_spec(self) -> SamplerSpec:
-        """The sampler of evaluation: the ODE, in the trainer's own precision."""
+        """Returns the sampler of evaluation: the ODE, in the trainer's own precision."""
         held_out = self.val_kwargs
+        true_cfg_scale = held_out.true_cfg_scale
+        if true_cfg_scale is None:
+            true_cfg_scale = self.pipeline.true_cfg_scale
         return replace(
             self.spec(),
             num_inference_steps=held_out.num_inference_steps,
             guidance_scale=held_out.guidance_scale,
-            true_cfg_scale=self.pipeline.true_cfg_scale
-            if held_out.true_cfg_scale is None
-            else held_out.true_cfg_scale,
+            true_cfg_scale=true_cfg_scale,
             noise_level=0.0,
             sde_type="sde",
             log_prob_convention="gaussian",
@@ -156,19 +157,15 @@ class RolloutConfig:
         )
 
     def check_model(self, model: type[FlowModel]) -> None:
-        """Raise ValueError for a setting that has no effect on such a model, and for one that it
-        lacks.
-        """
+        """Raises ValueError for a setting that the model ignores, and for one that it lacks."""
         _check_guidance(model, self.pipeline, PipelineConfig().guidance_scale, "rollout.pipeline")
         _check_guidance(
             model, self.val_kwargs, EvaluationConfig().guidance_scale, "rollout.val_kwargs"
         )
-        pipeline, name = self.pipeline, model.pipeline_class
-        if (
-            model.cfg_key == "true_cfg_scale"
-            and not model.embeds_guidance
-            and pipeline.true_cfg_scale is None
-        ):
+        pipeline = self.pipeline
+        name = model.pipeline_class
+        only_true_cfg = model.cfg_key == "true_cfg_scale" and not model.embeds_guidance
+        if only_true_cfg and pipeline.true_cfg_scale is None:
             raise ValueError(
                 f"rollout.pipeline.true_cfg_scale is not set, and {name} has no other guidance: "
                 "give 1 (none) or more"
@@ -186,12 +183,11 @@ class RolloutConfig:
         if not 0 <= pipeline.max_sequence_length <= model.max_sequence_length:
             raise ValueError(
                 f"rollout.pipeline.max_sequence_length={pipeline.max_sequence_length}: {name} "
-                "takes 0 to "
-                f"{model.max_sequence_length} tokens"
+                f"takes 0 to {model.max_sequence_length} tokens"
             )
 
     def token_spec(self) -> TokenSpec:
-        """How training rollouts sample text."""
+        """Returns the sampler of training rollouts of text."""
         return TokenSpec(
             dtype=precision(self.dtype, self.quantization),
             temperature=self.temperature,
@@ -200,29 +196,21 @@ class RolloutConfig:
         )
 
     def window(self) -> tuple[int, int, int]:
-        """(size, first, last) of the SDE window; ValueError where it does not fit the schedule."""
-        algo, steps = self.algo, self.pipeline.num_inference_steps
+        """Returns (size, first, last) of the SDE window, in steps.
+
+        Raises:
+          ValueError: the window does not fit the schedule.
+        """
+        algo = self.algo
+        steps = self.pipeline.num_inference_steps
         return window_bounds(steps, algo.sde_window_size, algo.sde_window_range, algo.sde_type)
 
     def validate(self) -> None:
-        """Raise ValueError for a setting that is out of range, naming key, value and what is
-        allowed.
-        """
+        """Raises ValueError, naming key, value and what is allowed, for a setting out of range."""
         _one_of("rollout.dtype", self.dtype, ROLLOUT_DTYPES)
         if self.staleness < 0:
             raise ValueError(f"rollout.staleness={self.staleness}: give 0 or more steps")
-        if not 0 < self.temperature < math.inf or not 0 <= self.val_kwargs.temperature < math.inf:
-            raise ValueError(
-                f"rollout.temperature={self.temperature}, rollout.val_kwargs.temperature="
-                f"{self.val_kwargs.temperature}: give a number above 0; held-out text may take 0, "
-                "the likeliest token"
-            )
-        if self.prompt_length < 1 or self.response_length < 1:
-            raise ValueError(
-                f"rollout.prompt_length={self.prompt_length}, "
-                f"rollout.response_length={self.response_length}: give at "
-                "least 1 token"
-            )
+        self._check_text()
         _one_of("rollout.algo.sde_type", self.algo.sde_type, KINDS)
         _one_of("rollout.algo.log_prob_convention", self.algo.log_prob_convention, CONVENTIONS)
         _one_of("rollout.algo.window_sharing", self.algo.window_sharing, SHARING)
@@ -238,14 +226,34 @@ class RolloutConfig:
                 f"rollout.algo.noise_level={self.algo.noise_level}: give a number above 0"
                 + (" and at most 1 for cps" if upper == 1 else "")
             )
-        if self.val_kwargs.batch_size < 1 or (
-            self.val_kwargs.n is not None and self.val_kwargs.n < 1
-        ):
+        held_out = self.val_kwargs
+        if held_out.batch_size < 1 or (held_out.n is not None and held_out.n < 1):
             raise ValueError(
-                f"rollout.val_kwargs.batch_size={self.val_kwargs.batch_size} and "
-                "rollout.val_kwargs.n="
-                f"{self.val_kwargs.n}: give at least 1 (n: or null for all prompts)"
+                f"rollout.val_kwargs.batch_size={held_out.batch_size} and rollout.val_kwargs.n="
+                f"{held_out.n}: give at least 1 (n: or null for all prompts)"
             )
+        self._check_steps()
+        if not self.calculate_log_probs:
+            raise ValueError(
+                "rollout.calculate_log_probs=false leaves nothing to correct with, in bypass mode "
+                "not even an old policy: set it to true"
+            )
+        self.window()
+
+    def _check_text(self) -> None:
+        if not 0 < self.temperature < math.inf or not 0 <= self.val_kwargs.temperature < math.inf:
+            raise ValueError(
+                f"rollout.temperature={self.temperature}, rollout.val_kwargs.temperature="
+                f"{self.val_kwargs.temperature}: give a number above 0; held-out text may take 0, "
+                "the likeliest token"
+            )
+        if self.prompt_length < 1 or self.response_length < 1:
+            raise ValueError(
+                f"rollout.prompt_length={self.prompt_length}, "
+                f"rollout.response_length={self.response_length}: give at least 1 token"
+            )
+
+    def _check_steps(self) -> None:
         for key, pipeline in (("pipeline", self.pipeline), ("val_kwargs", self.val_kwargs)):
             if pipeline.num_inference_steps < 1:
                 raise ValueError(
@@ -266,18 +274,12 @@ class RolloutConfig:
             raise ValueError(
                 f"rollout.pipeline.num_frames={self.pipeline.num_frames}: give at least 1, or null"
             )
-        if not self.calculate_log_probs:
-            raise ValueError(
-                "rollout.calculate_log_probs=false leaves nothing to correct with, in bypass mode "
-                "not even an old "
-                "policy: set it to true"
-            )
-        self.window()
 
 
 def _check_guidance(
     model: type[FlowModel], given: PipelineConfig | EvaluationConfig, default_scale: float, key: str
 ) -> None:
+    """Refuses a guidance scale that the model does not use, unless it is the default."""
     used = f"the guidance of {model.pipeline_class} is {key}.{model.cfg_key}"
     if model.cfg_key != "true_cfg_scale" and given.true_cfg_scale not in (None, 1):
         raise ValueError(f"{key}.true_cfg_scale={given.true_cfg_scale} has no effect: {used}")

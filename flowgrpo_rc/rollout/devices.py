@@ -1,4 +1,4 @@
-"""Which GPU an engine in a process of its own may see."""
+"""The GPU that an engine in a process of its own may see."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 
 
 def visible_device(device: torch.device) -> str:
-    """The trainer's GPU in the words of CUDA_VISIBLE_DEVICES."""
+    """Returns the trainer's GPU in the words of CUDA_VISIBLE_DEVICES."""
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = (
-        before.split(",") if before else [str(index) for index in range(torch.cuda.device_count())]
-    )
+    if before:
+        visible = before.split(",")
+    else:
+        visible = [str(index) for index in range(torch.cuda.device_count())]
     return visible[device.index or 0]

@@ -1,4 +1,4 @@
-"""Rollouts in the trainer's process through diffusers, in a precision of their own."""
+"""Rollouts of images in the trainer's process, through diffusers, in a precision of their own."""
 
 from __future__ import annotations
 
@@ -19,8 +19,15 @@ from flowgrpo_rc.rollout.replica import Replica
 
 
 class DiffusersEngine(RolloutEngine[ImageRequest]):
-    """Samples with a copy of the LoRA-wrapped transformer in `dtype`; everything else belongs to
-    the shared model.
+    """Samples with a copy of the LoRA-wrapped transformer; the rest belongs to the shared model.
+
+    Args:
+      model: the trainer's model: VAE, text encoders and scheduler.
+      network: its transformer with the LoRA.
+      dtype: precision of the copy.
+      chunk_size: samples in one forward.
+      quantization: of the copy's frozen weights, a key of `quantizations`.
+      compile: compile the copy's blocks.
     """
 
     kind = "diffusion"
@@ -47,18 +54,23 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
         self._chunk_size = chunk_size
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
-        spec, prompts = request.spec, request.prompts.prompts
+        """Yields chunks of `chunk_size` samples, decoded unless the request says otherwise."""
+        spec = request.spec
+        prompts = request.prompts.prompts
         conditioning, negative = encode_prompts(self._model, prompts, spec)
         for start in range(0, len(request.seeds), self._chunk_size):
             yield self._chunk(request, conditioning, negative, start)
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
+        """Copies the trainer's LoRA. ValueError if names or shapes differ."""
         self._replica.sync(state, version)
 
     def held_weights(self) -> Mapping[str, Tensor]:
+        """Returns the LoRA of the copy."""
         return self._replica.lora
 
     def close(self) -> None:
+        """Frees the copy."""
         del self.transformer, self._replica, self._policy
 
     def _chunk(
@@ -68,7 +80,9 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
         negative: Conditioning | None,
         start: int,
     ) -> RolloutChunk:
-        spec, device, version = request.spec, self._model.device, self._replica.version
+        spec = request.spec
+        device = self._model.device
+        version = self._replica.version
         seeds = request.seeds[start : start + self._chunk_size]
         rows = range(start, start + len(seeds))
         prompt_index = torch.tensor(
@@ -102,7 +116,8 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
             seed=torch.tensor(seeds, device=device),
             policy_version=torch.full_like(prompt_index, version),
         )
-        final, prompts = trajectory.final, [request.prompt_of(row) for row in rows]
+        final = trajectory.final
+        prompts = [request.prompt_of(row) for row in rows]
         images = self._model.decode(final, spec) if request.decode else None
         return RolloutChunk(
             batch=batch, samples=images, prompts=prompts, policy_version=version, latents=final

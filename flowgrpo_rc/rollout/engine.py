@@ -1,5 +1,9 @@
-"""What a rollout engine is: it samples and records what training needs to know about the
-samples.
+"""The contract of a rollout engine: it samples, and records what training needs to know.
+
+docs/add_an_engine.md tells how to add one.
+
+Shapes: B samples of a request, b samples of a chunk, T stochastic steps, F frames of a video,
+H x W pixels.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Batch, Prompt, PromptBatch, SamplerSpec, Spec, TokenSpec
+from flowgrpo_rc.models.lora import other_tensors
 
 ROLLOUT_DTYPES = ("fp32", "bf16", "fp16", "fp64")
 Samples = np.ndarray | Sequence[str]
@@ -21,9 +26,15 @@ Samples = np.ndarray | Sequence[str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutRequest:
-    """Sample `samples_per_prompt` times from each prompt; rows are prompt-major.
+    """A request to sample `samples_per_prompt` times from each prompt.
 
-    seeds [B]: everything random about a sample follows from its seed.
+    Rows are prompt-major: all samples of the first prompt come first.
+
+    Attributes:
+      prompts: the prompts of the step.
+      samples_per_prompt: samples of each of them.
+      spec: the sampler's settings, which the engine echoes.
+      seeds: one for each sample, [B]; everything random about a sample follows from its seed.
     """
 
     prompts: PromptBatch
@@ -32,14 +43,19 @@ class RolloutRequest:
     seeds: Sequence[int]
 
     def prompt_of(self, row: int) -> Prompt:
+        """Returns the prompt of a row."""
         return self.prompts.prompts[row // self.samples_per_prompt]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageRequest(RolloutRequest):
-    """window [B, T] int64: the steps of the schedule that are stochastic; keep_means: the batch has
-    to hold the means of these steps (`prev_sample_mean`); decode: False where rewards score the
-    latents alone."""
+    """A request for images or videos.
+
+    Attributes:
+      window: the steps of the schedule that are stochastic, [B, T] int64.
+      keep_means: whether the batch has to hold the means of these steps (`prev_sample_mean`).
+      decode: False if rewards score the latents alone.
+    """
 
     spec: SamplerSpec
     window: Tensor
@@ -49,15 +65,27 @@ class ImageRequest(RolloutRequest):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextRequest(RolloutRequest):
+    """A request for responses of a language model.
+
+    Attributes:
+      spec: the sampler of text.
+    """
+
     spec: TokenSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutChunk:
-    """Finished samples, in order: their part of the batch, what rewards see (images [b, H, W, 3] or
-    videos [b, F, H, W, 3] uint8, or b texts; None where the request says not to decode) and
-    prompts; policy_version is that of the last `sync_weights` before they were sampled; latents [b,
-    ...]: the final ones, None for text."""
+    """Finished samples, in the order of the request.
+
+    Attributes:
+      batch: their part of the batch.
+      samples: what rewards see: uint8 images [b, H, W, 3] or videos [b, F, H, W, 3], or b texts;
+        None if the request says not to decode.
+      prompts: the prompt of each sample.
+      policy_version: the version of the last `sync_weights` before they were sampled.
+      latents: the final latents, [b, ...]; None for text.
+    """
 
     batch: Batch
     samples: Samples | None
@@ -74,15 +102,21 @@ class EngineError(RuntimeError):
 
 
 class RolloutEngine(ABC, Generic[R]):
-    """Samples with its own copy of the weights. Constructed with the keywords model, network, dtype
-    and chunk_size, and those of `rollout.engine_kwargs`; quantization and compile as well where the
-    user sets them.
+    """Samples with its own copy of the weights.
 
-    kind: the model.kind that it samples from; quantizations: the values of `rollout.quantization`
-    that it offers, each with the package that it takes; compiles: whether `rollout.compile` means
-    something to it; copies_network: false if it loads the frozen weights itself, so that the
-    trainer's may be sharded before; aligns: whether each chunk of `chunk_size` samples is one batch
-    of its network, in the trainer's own code (`actor.replay=aligned`).
+    An engine is constructed with the keywords `model`, `network`, `dtype` and `chunk_size` and with
+    the options of `rollout.engine_kwargs`; also with `quantization` and `compile` if the user sets
+    them.
+
+    Attributes:
+      kind: the `model.kind` that it samples from.
+      quantizations: the values of `rollout.quantization` that it offers, each with the package that
+        it needs.
+      compiles: True if it offers `rollout.compile`.
+      copies_network: False if it loads the frozen weights itself; the trainer may then shard its
+        own first.
+      aligns: True if each chunk of `chunk_size` samples is one batch of the network, run by the
+        trainer's own code (`actor.replay=aligned`).
     """
 
     kind: ClassVar[str]
@@ -99,31 +133,62 @@ class RolloutEngine(ABC, Generic[R]):
         device: torch.device,
         options: Mapping[str, Any],
     ) -> None:
-        """ValueError, before anything is loaded, for a flow model or options that the engine cannot
-        take.
+        """Raises ValueError, before anything is loaded, for a flow model or options it cannot take.
 
-        absent: components of the pipeline that the checkpoint lacks; options: all that the
-        constructor would get. An engine that takes whatever its constructor's names allow need not
-        define it.
+        An engine that takes all that its constructor's parameters allow need not define it.
+
+        Args:
+          pipeline_class: name of the model's pipeline in diffusers; empty for a language model.
+          absent: components of the pipeline that the checkpoint lacks.
+          device: the trainer's device.
+          options: all that the constructor would get.
+
+        Raises:
+          ValueError: if the engine cannot take the model or an option.
+          ImportError: if a package of the engine is missing.
         """
 
     @abstractmethod
     def generate(self, request: R) -> Iterator[RolloutChunk]:
-        """Yield chunks as they finish, so that rewards can start; their batches can be joined by
-        `concat`.
+        """Yields chunks as they finish, so that scoring can start early.
+
+        `concat` joins their batches.
         """
 
     @abstractmethod
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Take over the LoRA tensors of the trainer. ValueError if names or shapes do not match
-        exactly.
+        """Takes over the trainer's LoRA tensors.
+
+        Args:
+          state: name -> tensor.
+          version: number of updates so far; later chunks report it as `policy_version`.
+
+        Raises:
+          ValueError: names or shapes do not match exactly.
         """
 
     @abstractmethod
     def held_weights(self) -> Mapping[str, Tensor] | None:
-        """The LoRA tensors that it samples with, in its precision, named as the trainer's; None
-        where it compares them in `sync_weights`, out of the trainer's reach."""
+        """Returns the LoRA tensors that it samples with, in its precision, by the trainer's names.
+
+        None if they are out of the trainer's reach and `sync_weights` compares them instead.
+        """
+
+    def check_weights(self, pushed: Mapping[str, Tensor], version: int) -> None:
+        """Raises RuntimeError if the engine holds another LoRA than the one of `version`.
+
+        Args:
+          pushed: what `sync_weights` got last, tensors by name.
+          version: the version of these weights.
+        """
+        held = self.held_weights()
+        number = 0 if held is None else other_tensors(held, pushed)
+        if held is not None and number:
+            raise RuntimeError(
+                f"the rollout engine does not hold the trainer's LoRA of step {version}: {number} "
+                f"of {len(held)} tensors are others"
+            )
 
     @abstractmethod
     def close(self) -> None:
-        """Free what the engine holds."""
+        """Frees what the engine holds."""

@@ -14,17 +14,25 @@ from flowgrpo_rc.rollout.quantization import precision, quantize, repeated_block
 
 
 class Replica:
-    """A copy of a LoRA-wrapped network in `dtype`, which follows the trainer's LoRA by `sync`.
+    """A copy of a LoRA-wrapped network in another precision, which follows the trainer's LoRA.
 
-    In the training weights' own precision the copy shares their frozen tensors. The LoRA is always
-    a copy and stays
-    separate: merged into bf16 weights, small updates would be rounded away. Buffers that a
-    checkpoint does not hold keep their precision, as they do where a model is loaded in `dtype`:
-    rotary frequencies in bf16 would be other positions.
+    * In the training weights' own precision the copy shares their frozen tensors.
+    * The LoRA is always a copy and stays separate. Merged into bf16 weights, small updates would be
+      rounded away.
+    * Buffers that a checkpoint does not hold keep their precision, as they do when a model is
+      loaded in `dtype`. Rotary frequencies in bf16 would stand for other positions.
 
-    quantization: of the frozen weights (`quantization.PACKAGES`). backend: compile the repeated
-        blocks with this
-    backend of torch.compile. precision: the name of what came of it; lora: its LoRA, by name.
+    Args:
+      network: the trainer's network with its LoRA.
+      dtype: precision of the copy.
+      quantization: of its frozen weights, a key of `quantization.PACKAGES`; None for none.
+      backend: the backend of torch.compile for the repeated blocks; None for no compilation.
+
+    Attributes:
+      network: the copy.
+      lora: its LoRA, name -> tensor.
+      precision: name of its precision, such as `bf16+int8`.
+      version: of the weights in the LoRA.
     """
 
     def __init__(
@@ -36,6 +44,7 @@ class Replica:
     ) -> None:
         frozen = [tensor for tensor in _stored(network) if not tensor.requires_grad]
         if all(tensor.dtype == DTYPES[dtype] for tensor in frozen):
+            # deepcopy takes what it finds in its memo, so the frozen tensors are shared.
             replica = copy.deepcopy(network, memo={id(tensor): tensor for tensor in frozen})
         else:
             replica = copy.deepcopy(network)
@@ -52,7 +61,7 @@ class Replica:
         self.version = 0
 
     def sync(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Take over LoRA tensors. ValueError unless names and shapes are those of the copy."""
+        """Copies LoRA tensors. ValueError unless names and shapes are those of the copy."""
         if state.keys() != self.lora.keys():
             different = sorted(state.keys() ^ self.lora.keys())[:3]
             raise ValueError(
@@ -70,13 +79,11 @@ class Replica:
 
 
 def _stored(module: Any) -> list[Tensor]:
-    """Parameters and floating-point buffers that a checkpoint holds, without those that the class
-    keeps in fp32.
-    """
+    """Returns a checkpoint's floating-point tensors, except what the class keeps in fp32."""
     kept = set(module._keep_in_fp32_modules or ())
     tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
     return [
-        t
-        for name, t in tensors.items()
-        if t.is_floating_point() and not kept & set(name.split("."))
+        tensor
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and not kept & set(name.split("."))
     ]

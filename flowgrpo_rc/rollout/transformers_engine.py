@@ -1,4 +1,4 @@
-"""Rollouts of text in the trainer's process through transformers, in a precision of their own."""
+"""Rollouts of text in the trainer's process, through transformers, in a precision of their own."""
 
 from __future__ import annotations
 
@@ -18,8 +18,14 @@ from flowgrpo_rc.rollout.replica import Replica
 
 
 class TransformersEngine(RolloutEngine[TextRequest]):
-    """Samples with a copy of the LoRA-wrapped network in `dtype`, `chunk_size` responses at a
-    time.
+    """Samples with a copy of the LoRA-wrapped network.
+
+    Args:
+      model: the trainer's model with its tokenizer.
+      network: its network with the LoRA.
+      dtype: precision of the copy.
+      chunk_size: responses in one forward.
+      quantization: of the copy's frozen weights, a key of `quantizations`.
     """
 
     kind = "causal_lm"
@@ -40,22 +46,28 @@ class TransformersEngine(RolloutEngine[TextRequest]):
         self._chunk_size = chunk_size
 
     def generate(self, request: TextRequest) -> Iterator[RolloutChunk]:
+        """Yields chunks of `chunk_size` responses."""
         for start in range(0, len(request.seeds), self._chunk_size):
             yield self._chunk(
                 request, range(start, min(start + self._chunk_size, len(request.seeds)))
             )
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
+        """Copies the trainer's LoRA. ValueError if names or shapes differ."""
         self._replica.sync(state, version)
 
     def held_weights(self) -> Mapping[str, Tensor]:
+        """Returns the LoRA of the copy."""
         return self._replica.lora
 
     def close(self) -> None:
+        """Frees the copy."""
         del self._replica, self._policy
 
     def _chunk(self, request: TextRequest, rows: range) -> RolloutChunk:
-        spec, device, version = request.spec, self._model.device, self._replica.version
+        spec = request.spec
+        device = self._model.device
+        version = self._replica.version
         prompts = [request.prompt_of(row) for row in rows]
         seeds = [request.seeds[row] for row in rows]
         slots = [request.prompts.slots[row // request.samples_per_prompt] for row in rows]

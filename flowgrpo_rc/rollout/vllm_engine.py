@@ -1,6 +1,4 @@
-"""Rollouts of a language model by vLLM (https://docs.vllm.ai), on the trainer's GPU but in a
-process of its own.
-"""
+"""Rollouts of text by vLLM (https://docs.vllm.ai), on the trainer's GPU in a process of its own."""
 
 from __future__ import annotations
 
@@ -8,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -22,26 +21,37 @@ from flowgrpo_rc.rollout.engine import RolloutChunk, RolloutEngine, TextRequest
 from flowgrpo_rc.rollout.vllm_lora import VllmAdapter, max_lora_rank, module_of
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+MISSING = "rollout.name=vllm_engine needs vLLM: pip install 'flowgrpo_rc[vllm]'"
 PROBE = [0, 1, 2, 3]  # tokens of any vocabulary
 
 
 class VllmEngine(RolloutEngine[TextRequest]):
-    """Samples from the checkpoint that the model was loaded from, with the trainer's LoRA beside
-    it.
+    """Samples from the checkpoint that the model was loaded from, beside it the trainer's LoRA.
 
-    vLLM schedules all samples of a request together, so the chunks come once the last sample is
-    done. Each sample is drawn with its own seed, but from logits whose last bits depend on what
-    else was in the batch: rollouts are not reproducible bit for bit. The log-probabilities are
-    those of the distribution that was sampled from, after the temperature, in fp32
-    (`logprobs_mode=processed_logprobs`).
+    * vLLM schedules all samples of a request together, so chunks come after the last sample.
+    * Each sample has its own seed, but the last bits of its logits depend on what else was in the
+      batch. Rollouts are not reproducible bit for bit.
+    * The log-probabilities are those of the distribution that was sampled from, after the
+      temperature, in fp32 (`logprobs_mode=processed_logprobs`).
+    * Each `sync_weights` makes a new adapter, since vLLM caches adapters by their number and
+      prefixes by their name.
+    * vLLM silently ignores an adapter for modules that it does not find. The constructor therefore
+      checks that every kind of target module moves the log-probabilities.
 
-    Each `sync_weights` makes a new adapter, since vLLM keeps adapters by their number and prefixes
-    by their name. An adapter for modules that vLLM does not find has no effect and raises nothing,
-    so the constructor checks that every kind of target module moves the log-probabilities.
-
-    The options are vLLM's own. gpu_memory_utilization is a fraction of the whole GPU, which the
-    trainer shares; kv_cache_memory_bytes sets the cache alone. tensor_parallel_size above 1 is for
-    a trainer of one process.
+    Args:
+      model: the trainer's model with its tokenizer.
+      network: its network with the LoRA.
+      dtype: precision of vLLM's weights.
+      chunk_size: samples in a chunk.
+      gpu_memory_utilization: vLLM's share of the whole GPU, which the trainer uses as well.
+      kv_cache_memory_bytes: size of the cache alone; None lets vLLM decide.
+      tensor_parallel_size: GPUs of the engine; above 1 only for a trainer of one process.
+      max_model_len: as in vLLM, like all that follow.
+      max_num_seqs: as in vLLM.
+      max_num_batched_tokens: as in vLLM.
+      enable_prefix_caching: as in vLLM.
+      enforce_eager: as in vLLM.
+      quantization: as in vLLM.
     """
 
     kind = "causal_lm"
@@ -66,11 +76,11 @@ class VllmEngine(RolloutEngine[TextRequest]):
         try:
             import vllm
         except ImportError as error:
-            raise ImportError(
-                "rollout.name=vllm_engine needs vLLM: pip install 'flowgrpo_rc[vllm]'"
-            ) from error
+            raise ImportError(MISSING) from error
         self._vllm = vllm
-        self._model, self._dtype, self._chunk_size = model, dtype, chunk_size
+        self._model = model
+        self._dtype = dtype
+        self._chunk_size = chunk_size
         lora = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
         self._shapes = {name: tensor.shape for name, tensor in lora.items()}
         ((name, config),) = network.peft_config.items()
@@ -98,24 +108,38 @@ class VllmEngine(RolloutEngine[TextRequest]):
         self._check_binding()
         self.sync_weights(lora, 0)
 
+    @classmethod
+    def check(
+        cls,
+        pipeline_class: str,
+        absent: Sequence[str],
+        device: torch.device,
+        options: Mapping[str, Any],
+    ) -> None:
+        if find_spec("vllm") is None:
+            raise ImportError(MISSING)
+
     def generate(self, request: TextRequest) -> Iterator[RolloutChunk]:
-        spec, limit = request.spec, self._llm.model_config.max_model_len
+        """Samples all responses at once, then yields them in chunks."""
+        spec = request.spec
+        limit = self._llm.model_config.max_model_len
         if spec.prompt_length + spec.response_length > limit:
             raise ValueError(
                 f"rollout.prompt_length={spec.prompt_length}, "
-                f"rollout.response_length={spec.response_length}: the "
-                f"model and rollout.engine_kwargs.max_model_len allow {limit} tokens together"
+                f"rollout.response_length={spec.response_length}: the model and "
+                f"rollout.engine_kwargs.max_model_len allow {limit} tokens together"
             )
         batch = self._rollout(request)
         for start in range(0, len(batch), self._chunk_size):
-            part = batch.rows(start, start + self._chunk_size)
-            prompts = [request.prompt_of(start + row) for row in range(len(part))]
-            texts = self._model.decode(part.response_ids, part.response_mask)
+            chunk = batch.rows(start, start + self._chunk_size)
+            prompts = [request.prompt_of(start + row) for row in range(len(chunk))]
+            texts = self._model.decode(chunk.response_ids, chunk.response_mask)
             yield RolloutChunk(
-                batch=part, samples=texts, prompts=prompts, policy_version=self._version
+                batch=chunk, samples=texts, prompts=prompts, policy_version=self._version
             )
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
+        """Replaces the adapter. ValueError if names or shapes differ."""
         shapes = {name: tensor.shape for name, tensor in state.items()}
         if shapes != self._shapes:
             different = sorted({name for name, _ in shapes.items() ^ self._shapes.items()})[:3]
@@ -126,15 +150,17 @@ class VllmEngine(RolloutEngine[TextRequest]):
         self._version = version
 
     def held_weights(self) -> None:
-        return None
+        """Returns None: the weights are in vLLM's process."""
 
     def close(self) -> None:
+        """Ends vLLM's process."""
         self._adapter.drop()
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm
 
     def _rollout(self, request: TextRequest) -> TokenBatch:
-        spec, device = request.spec, self._model.device
+        spec = request.spec
+        device = self._model.device
         texts = [prompt.text for prompt in request.prompts.prompts]
         ids, mask = self._model.encode(texts, max_length=spec.prompt_length)
         prompts = [row[valid].tolist() for row, valid in zip(ids, mask, strict=True)]
@@ -148,7 +174,8 @@ class VllmEngine(RolloutEngine[TextRequest]):
             torch.tensor(completion.logprobs.logprobs, dtype=torch.float32)
             for completion in completions
         ]
-        if spec.temperature == 0:  # vLLM gives those at temperature 1
+        # At temperature 0 the likeliest token has probability 1; vLLM reports that at 1 instead.
+        if spec.temperature == 0:
             log_probs = [torch.zeros_like(values) for values in log_probs]
         valid = [torch.ones_like(response, dtype=torch.bool) for response in responses]
         index = torch.tensor(rows, device=device)
@@ -175,14 +202,15 @@ class VllmEngine(RolloutEngine[TextRequest]):
             seed=seed,
             max_tokens=spec.response_length,
             stop_token_ids=list(self._model.eos_ids),
-            ignore_eos=True,  # vLLM's own reading of the checkpoint; the line above has the trainer's
+            # The trainer's end tokens stand above; vLLM would read its own from the checkpoint.
+            ignore_eos=True,
             logprobs=0,  # of the sampled token alone
             flat_logprobs=True,
             detokenize=False,
         )
 
     def _complete(self, prompts: Sequence[list[int]], params: Sequence[Any]) -> list[Any]:
-        """vLLM's CompletionOutput for each prompt, in order; under the present adapter."""
+        """Returns vLLM's CompletionOutput for each prompt, in order, under the present adapter."""
         requests = [self._vllm.TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
         outputs = self._llm.generate(
             requests, params, use_tqdm=False, lora_request=self._adapter.request
@@ -190,8 +218,9 @@ class VllmEngine(RolloutEngine[TextRequest]):
         return [output.outputs[0] for output in outputs]
 
     def _check_binding(self) -> None:
-        """ValueError if vLLM ignores a kind of target module: random weights there must move the
-        log-probabilities.
+        """Raises ValueError if vLLM ignores a kind of target module.
+
+        Random weights in those modules must change the log-probability of a fixed prompt.
         """
         base = self._probe()
         for kind in sorted({module_of(name).rpartition(".")[2] for name in self._shapes}):
@@ -206,7 +235,7 @@ class VllmEngine(RolloutEngine[TextRequest]):
         self._adapter.drop()
 
     def _probe(self) -> tuple[int, float]:
-        """The likeliest token after a fixed prompt, and its log-probability."""
+        """Returns the likeliest token after a fixed prompt, and its log-probability."""
         spec = TokenSpec(
             dtype=self._dtype, temperature=0.0, prompt_length=len(PROBE), response_length=1
         )
@@ -216,8 +245,9 @@ class VllmEngine(RolloutEngine[TextRequest]):
 
 @contextmanager
 def _trainer_device_only(device: torch.device, tensor_parallel_size: int) -> Iterator[None]:
-    """vLLM's process takes the first GPU that it sees. Unless it is to use several, that must be
-    the trainer's.
+    """Shows vLLM the trainer's GPU alone, unless it is to use several.
+
+    vLLM's process takes the first GPU that it sees.
     """
     if device.type != "cuda" or tensor_parallel_size > 1:
         yield

@@ -1,4 +1,4 @@
-"""The trainer's LoRA as vLLM takes it: a folder in the layout of peft, named by a request."""
+"""The trainer's LoRA in the form that vLLM takes: a folder in peft's layout, named by a request."""
 
 from __future__ import annotations
 
@@ -17,11 +17,16 @@ MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the only ones that vL
 
 
 class VllmAdapter:
-    """The one adapter that a vLLM engine holds. `request` goes with everything that is sampled;
-    None: the base model.
+    """The one adapter that a vLLM engine holds.
 
-    engine: vLLM's LLMEngine; base: the checkpoint; name and config: the LoRA's in the trainer's
-    network, as in its `peft_config`.
+    Args:
+      engine: vLLM's LLMEngine.
+      base: path of the checkpoint.
+      name: the LoRA's name in the trainer's network.
+      config: its configuration, from the network's `peft_config`.
+
+    Attributes:
+      request: goes with all that is sampled; None for the base model.
     """
 
     def __init__(self, engine: Any, base: str, name: str, config: Any) -> None:
@@ -29,19 +34,23 @@ class VllmAdapter:
 
         self.request: Any = None
         self._make_request = LoRARequest
-        self._engine, self._base, self._name, self._config = engine, base, name, config
+        self._engine = engine
+        self._base = base
+        self._name = name
+        self._config = config
         self._count = 0
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Make these LoRA tensors, named as in the network, all or some of them, the adapter; the
-        former one goes.
+        """Makes LoRA tensors the adapter, in place of the former one.
 
-        Each is a new adapter to vLLM, which keeps the weights by the number and cached prefixes by
-        the name.
+        Each time it is a new adapter to vLLM, which caches weights by number and prefixes by name.
+
+        Args:
+          state: all or some of the LoRA's tensors, named as in the network.
         """
         self.drop()
         self._count += 1
-        # As long as the adapter is in use, vLLM may read it again.
+        # vLLM may read the folder again as long as the adapter is in use, so it stays until then.
         folder = Path(mkdtemp(prefix="flowgrpo_rc_lora_"))
         self._remove_folder = weakref.finalize(self, shutil.rmtree, folder)
         targets = sorted({module_of(key) for key in state})
@@ -58,12 +67,12 @@ class VllmAdapter:
         self.request = self._make_request(
             lora_name=f"policy_{self._count}", lora_int_id=self._count, lora_path=str(folder)
         )
-        if not self._engine.add_lora(self.request) or list(self._engine.list_loras()) != [
-            self._count
-        ]:
+        added = self._engine.add_lora(self.request)
+        if not added or list(self._engine.list_loras()) != [self._count]:
             raise RuntimeError(f"vLLM did not take over LoRA adapter {self._count}")
 
     def drop(self) -> None:
+        """Removes the adapter, if there is one, and its folder."""
         if self.request is not None:
             self._engine.remove_lora(self.request.lora_int_id)
             self._remove_folder()
@@ -71,15 +80,18 @@ class VllmAdapter:
 
 
 def module_of(key: str) -> str:
-    """`model.layers.0.self_attn.q_proj` of
-    `model.layers.0.self_attn.q_proj.lora_A.default.weight`.
+    """Returns the module that a LoRA tensor belongs to.
+
+    `model.layers.0.self_attn.q_proj.lora_A.default.weight` gives `model.layers.0.self_attn.q_proj`.
     """
     return key.split(".lora_")[0]
 
 
 def max_lora_rank(rank: int) -> int:
-    """The smallest rank that vLLM makes room for and that holds `rank`. ValueError where there is
-    none.
+    """Returns the smallest rank that vLLM makes room for and that holds `rank`.
+
+    Raises:
+      ValueError: vLLM has no room for such a rank.
     """
     fitting = [allowed for allowed in MAX_LORA_RANKS if allowed >= rank]
     if not fitting:

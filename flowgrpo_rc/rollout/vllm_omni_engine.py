@@ -1,5 +1,7 @@
-"""Rollouts of image models by vLLM-Omni (https://docs.vllm.ai/projects/vllm-omni), one process for
-each of the trainer's."""
+"""Rollouts of image models by vLLM-Omni (https://docs.vllm.ai/projects/vllm-omni).
+
+Each process of the trainer has an engine in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -25,35 +27,38 @@ PIPELINES = {
     "StableDiffusion3Pipeline": "RolloutStableDiffusion3",
     "QwenImagePipeline": "RolloutQwenImage",
 }
-ENCODERS = (
-    "text_encoder",
-    "text_encoder_2",
-    "text_encoder_3",
-)  # vLLM-Omni loads those of its pipeline in any case
-QUANTIZED = (
-    "QwenImagePipeline",
-)  # vLLM-Omni's SD3 transformer knows no quantization and would ignore it
+# vLLM-Omni loads all encoders of its pipeline, whether the checkpoint has them or not.
+ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+# vLLM-Omni's SD3 transformer would ignore a quantization without a word.
+QUANTIZED = ("QwenImagePipeline",)
 ATTENTION_BACKENDS = ("TORCH_SDPA", "FLASH_ATTN", "CUDNN_ATTN", "SAGE_ATTN", "FLASHINFER_ATTN")
 COMMAND = (sys.executable, "-m", "flowgrpo_rc.rollout.vllm_omni.child")
 
 
 class VllmOmniEngine(RolloutEngine[ImageRequest]):
-    """Samples from the checkpoint that the model was loaded from, with the trainer's LoRA beside
-    it.
+    """Samples from the checkpoint that the model was loaded from, beside it the trainer's LoRA.
 
-    The engine encodes the prompts and denoises, by the trainer's own schedule, noise and step; the
-    trainer decodes, so that rewards and evaluation see one VAE. Each sample is a request with its
-    seed; vLLM-Omni runs up to `chunk_size` of them in one forward.
+    The engine encodes the prompts and denoises, with the trainer's own schedule, noise and step.
+    The trainer decodes; rewards and evaluation see the same VAE. Each sample is a request
+    with its seed; vLLM-Omni runs up to `chunk_size` of them in one forward.
 
-    `sync_weights` pushes the LoRA and compares a fingerprint of what the engine's layers hold with
-    the trainer's tensors; so does the end of every rollout. Any failure, and silence for
-    `timeout_s` (the start: `start_timeout_s`), ends the engine and raises EngineError with the end
-    of its log.
+    `sync_weights` sends the LoRA and compares a fingerprint of what the engine's layers hold with
+    the trainer's tensors; the end of every rollout compares again. A failure or a long silence ends
+    the engine and raises EngineError with the end of its log.
 
-    tensor_parallel_size: GPUs of the engine; above 1 for a trainer of one process. quantization: a
-    method of vLLM-Omni's, fp8 for instance. attention_backend: null takes the one of the platform.
-    memory_fraction: of the GPU,
-    at most, for the engine. sleep: the engine's weights leave the GPU between rollouts.
+    Args:
+      model: the trainer's model.
+      network: its transformer with the LoRA.
+      dtype: precision of the engine's weights.
+      chunk_size: samples in one forward.
+      tensor_parallel_size: GPUs of the engine; above 1 only for a trainer of one process.
+      quantization: a method of vLLM-Omni, for instance fp8.
+      attention_backend: one of `ATTENTION_BACKENDS`; None takes the platform's.
+      memory_fraction: largest share of the GPU's memory for the engine.
+      sleep: the engine's weights leave the GPU between rollouts.
+      enforce_eager: as in vLLM-Omni.
+      timeout_s: the longest silence during a request, in seconds.
+      start_timeout_s: the longest silence during the start, in seconds.
     """
 
     kind = "diffusion"
@@ -75,11 +80,14 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         timeout_s: float = 600.0,
         start_timeout_s: float = 1800.0,
     ) -> None:
-        self._model, self._dtype, self._chunk_size = model, dtype, chunk_size
+        self._model = model
+        self._dtype = dtype
+        self._chunk_size = chunk_size
         ((self._adapter, self._lora_config),) = network.peft_config.items()
         state = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
         self._shapes = {name: tensor.shape for name, tensor in state.items()}
-        self._version, self._fingerprint = 0, ""
+        self._version = 0
+        self._fingerprint = ""
         environment = child_environment(os.environ, model.device, tensor_parallel_size)
         self._process = EngineProcess(COMMAND, environment, timeout_s=timeout_s)
         engine = {
@@ -110,9 +118,12 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         device: torch.device,
         options: Mapping[str, Any],
     ) -> None:
-        given = {
-            name: parameter.default for name, parameter in signature(cls).parameters.items()
-        } | dict(options)
+        """Raises ValueError for a model or options that vLLM-Omni cannot take.
+
+        Raises ImportError if vLLM-Omni is missing. See `RolloutEngine.check` for the parameters.
+        """
+        defaults = {name: each.default for name, each in signature(cls).parameters.items()}
+        given = defaults | dict(options)
         _check_model(pipeline_class, absent, given["quantization"])
         names = ("tensor_parallel_size", "attention_backend", "memory_fraction", "sleep")
         _check_options(device, *(given[name] for name in names))
@@ -123,12 +134,11 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
             )
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
+        """Yields chunks as the engine finishes them, then checks that it held the right LoRA."""
         replies = self._process.ask(*self._question(request))
-        encoded, prompts, device = (
-            next(replies).tensors,
-            request.prompts.prompts,
-            self._model.device,
-        )
+        encoded = next(replies).tensors
+        prompts = request.prompts.prompts
+        device = self._model.device
         conditioning = _conditioning(encoded, "", [prompt.text for prompt in prompts], device)
         negative = None
         if "negative_prompt_embeds" in encoded:
@@ -145,6 +155,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
             start += count
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
+        """Sends the LoRA and checks what the engine's layers hold afterwards."""
         shapes = {name: tensor.shape for name, tensor in state.items()}
         if shapes != self._shapes:
             different = sorted({name for name, _ in shapes.items() ^ self._shapes.items()})[:3]
@@ -155,33 +166,35 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         tensors = weights_to_bind(
             state, adapter=self._adapter, scale=scale, dtype=DTYPES[self._dtype]
         )
-        self._version, self._fingerprint = version, fingerprint(tensors)
+        self._version = version
+        self._fingerprint = fingerprint(tensors)
         (done,) = self._process.ask(
             "sync", {"version": version, "rank": self._lora_config.r}, tensors
         )
         self._check_held(done)
 
     def held_weights(self) -> None:
-        return None
+        """Returns None: the weights are in the engine's process, which sends their fingerprint."""
 
     def close(self) -> None:
+        """Ends the engine."""
         self._process.close()
 
     def _check_held(self, reply: Message) -> None:
-        """EngineError, and the end of the engine, unless its layers hold all the tensors that were
-        pushed last.
-        """
-        wanted, bound = len(self._shapes) // 2, reply.fields["modules"]
+        """Ends the engine and raises EngineError unless its layers hold all of the last LoRA."""
+        wanted = len(self._shapes) // 2
+        bound = reply.fields["modules"]
         if reply.fields["fingerprint"] != self._fingerprint:
             self._process.fail(
                 f"does not hold the LoRA of step {self._version}: it bound {bound} of {wanted} "
-                "modules, and their "
-                f"fingerprint is {reply.fields['fingerprint'][:12]}, the trainer's "
-                f"{self._fingerprint[:12]}"
+                f"modules, and their fingerprint is {reply.fields['fingerprint'][:12]}, the "
+                f"trainer's {self._fingerprint[:12]}"
             )
 
     def _question(self, request: ImageRequest) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-        spec, prompts = request.spec, request.prompts.prompts
+        """Returns kind, fields and tensors of the request; `Host.generate` describes them."""
+        spec = request.spec
+        prompts = request.prompts.prompts
         guided = self._model.cfg_scale(spec) > 1
         texts = list(dict.fromkeys(prompt.text for prompt in prompts))
         negatives = (
@@ -214,7 +227,8 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         conditioning: Conditioning,
         negative: Conditioning | None,
     ) -> RolloutChunk:
-        device, prompts = self._model.device, [request.prompt_of(row) for row in rows]
+        device = self._model.device
+        prompts = [request.prompt_of(row) for row in rows]
         tensors = {name: tensor.to(device) for name, tensor in reply.tensors.items()}
         prompt_index = torch.tensor(
             [row // request.samples_per_prompt for row in rows], device=device
@@ -250,7 +264,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
 def _conditioning(
     encoded: Mapping[str, Tensor], prefix: str, texts: Sequence[str], device: torch.device
 ) -> Conditioning:
-    """Of every text, from the distinct ones that the engine encoded, in order of appearance."""
+    """Returns the conditioning of each text. The engine encoded each distinct text once."""
     distinct = list(dict.fromkeys(texts))
     rows = torch.tensor([distinct.index(text) for text in texts])
     found = {
@@ -258,7 +272,8 @@ def _conditioning(
         for name, tensor in encoded.items()
         if name.startswith(prefix)
     }
-    pooled, mask = found.get("pooled_prompt_embeds"), found.get("prompt_embeds_mask")
+    pooled = found.get("pooled_prompt_embeds")
+    mask = found.get("prompt_embeds_mask")
     return Conditioning(
         embeds=found["prompt_embeds"][rows].to(device),
         pooled=None if pooled is None else pooled[rows].to(device),
@@ -270,15 +285,13 @@ def _check_model(pipeline_class: str, absent: Sequence[str], quantization: str |
     if pipeline_class not in PIPELINES:
         raise ValueError(
             f"rollout.name=vllm_omni samples from {', '.join(PIPELINES)}; model.path is a "
-            f"{pipeline_class}: set "
-            "rollout.name=diffusers"
+            f"{pipeline_class}: set rollout.name=diffusers"
         )
     missing = [name for name in absent if name in ENCODERS]
     if missing:
         raise ValueError(
             "rollout.name=vllm_omni needs every text encoder, and model.path has no "
-            f"{', '.join(missing)}: set "
-            "rollout.name=diffusers"
+            f"{', '.join(missing)}: set rollout.name=diffusers"
         )
     if quantization is not None and pipeline_class not in QUANTIZED:
         raise ValueError(
@@ -299,14 +312,13 @@ def _check_options(
     if tensor_parallel_size > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
             f"tensor_parallel_size={tensor_parallel_size}: each process of the trainer has an "
-            "engine on its own GPU; "
-            "an engine of several GPUs takes a trainer of one process"
+            "engine on its own GPU; an engine of several GPUs takes a trainer of one process"
         )
     if tensor_parallel_size > 1 and memory_fraction is not None:
         raise ValueError(
             f"memory_fraction={memory_fraction} has no effect with "
-            f"tensor_parallel_size={tensor_parallel_size}, whose "
-            "workers are processes of their own: drop it"
+            f"tensor_parallel_size={tensor_parallel_size}, whose workers are processes of their "
+            "own: drop it"
         )
     if attention_backend is not None and attention_backend not in ATTENTION_BACKENDS:
         raise ValueError(
@@ -320,8 +332,9 @@ def _check_options(
             "memory_fraction": memory_fraction is not None,
             "sleep": sleep,
         }
-        for name in (name for name, is_given in given.items() if is_given):
-            raise ValueError(f"{name} has no effect on {device.type}: it is for GPUs")
+        for name, is_given in given.items():
+            if is_given:
+                raise ValueError(f"{name} has no effect on {device.type}: it is for GPUs")
 
 
 def _check_timeouts(**seconds: float) -> None:

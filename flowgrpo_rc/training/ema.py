@@ -1,6 +1,4 @@
-"""Exponential moving average of the LoRA, by diffusers' EMAModel, and its use for evaluation and
-export.
-"""
+"""The exponential moving average of the LoRA, by diffusers' EMAModel."""
 
 from __future__ import annotations
 
@@ -26,6 +24,7 @@ class EMAConfig:
     update_interval: int = 8
 
     def validate(self) -> None:
+        """Raises ValueError for a wrong setting."""
         if not 0 <= self.decay < 1:
             raise ValueError(f"actor.ema.decay={self.decay}: give a number from 0 to below 1")
         if self.update_interval < 1:
@@ -34,9 +33,7 @@ class EMAConfig:
 
 @contextmanager
 def averaged_weights(ema: EMAModel | None, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """The parameters hold the average for the duration and get their own values back, bit for
-    bit.
-    """
+    """Puts the average into the parameters, and their own values back at the end, bit for bit."""
     if ema is None:
         yield
         return

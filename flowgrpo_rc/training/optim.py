@@ -1,16 +1,16 @@
-"""The optimizer of the LoRA, and its state as plain tensors by name."""
+"""The optimizer of the LoRA and its learning-rate schedule."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from diffusers.optimization import get_scheduler
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -47,6 +47,7 @@ class OptimConfig:
     max_nonfinite_updates: int = 5
 
     def validate(self) -> None:
+        """Raises ValueError for a wrong setting."""
         if self.name not in OPTIMIZERS:
             raise ValueError(f"actor.optim.name={self.name!r}: allowed are {', '.join(OPTIMIZERS)}")
         if self.name == "adamw_8bit" and find_spec("torchao") is None:
@@ -73,8 +74,22 @@ class OptimConfig:
             )
 
 
+def check_optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> None:
+    """Raises ValueError where moments of 8 bits would change nothing."""
+    if config.name != "adamw_8bit":
+        return
+    largest = max(parameter.numel() for parameter in parameters)
+    if largest < SMALLEST_8BIT:
+        raise ValueError(
+            f"actor.optim.name=adamw_8bit has no effect: the largest LoRA tensor has {largest} "
+            f"numbers, and moments of fewer than {SMALLEST_8BIT} stay in fp32. Raise "
+            "model.lora_rank or use actor.optim.name=adamw"
+        )
+
+
 def make_optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> Optimizer:
     """AdamW over `parameters`. ValueError where 8 bits would change nothing."""
+    check_optimizer(parameters, config)
     options: dict[str, Any] = {
         "lr": config.lr,
         "betas": (config.betas[0], config.betas[1]),
@@ -85,23 +100,15 @@ def make_optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> O
         return torch.optim.AdamW(parameters, **options)
     from torchao.optim import AdamW8bit
 
-    largest = max(parameter.numel() for parameter in parameters)
-    if largest < SMALLEST_8BIT:
-        raise ValueError(
-            f"actor.optim.name=adamw_8bit has no effect: the largest LoRA tensor has {largest} "
-            "numbers, and moments of "
-            f"fewer than {SMALLEST_8BIT} stay in fp32. Raise model.lora_rank or use "
-            "actor.optim.name=adamw"
-        )
     optimizer: Optimizer = AdamW8bit(parameters, **options)
     for group in optimizer.param_groups:
-        group["initial_lr"] = (
-            config.lr
-        )  # its own is a tensor, in whose fp32 the schedule would compute
+        # torchao sets an fp32 tensor, in whose precision the schedule would compute.
+        group["initial_lr"] = config.lr
     return optimizer
 
 
 def make_schedule(optimizer: Optimizer, config: OptimConfig, total_updates: int) -> LRScheduler:
+    """Makes the learning-rate schedule of a run with `total_updates` optimizer updates."""
     warm = config.lr_scheduler == "constant" and config.lr_warmup_steps > 0
     schedule: LRScheduler = get_scheduler(
         "constant_with_warmup" if warm else config.lr_scheduler,
@@ -110,68 +117,3 @@ def make_schedule(optimizer: Optimizer, config: OptimConfig, total_updates: int)
         num_training_steps=total_updates,
     )
     return schedule
-
-
-def schedule_state(schedule: LRScheduler) -> dict[str, Any]:
-    """JSON-able."""
-    return schedule.state_dict() | {"_last_lr": [float(rate) for rate in schedule.get_last_lr()]}
-
-
-def load_schedule(schedule: LRScheduler, state: Mapping[str, Any]) -> None:
-    """Go back to `state`, with the learning rate of the optimizer."""
-    schedule.load_state_dict(dict(state))
-    for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
-
-
-def optimizer_tensors(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The state as `parameter.key`; a moment of 8 bits as `parameter.key.part` for each of its
-    parts.
-    """
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in named.items():
-        for key, value in optimizer.state[parameter].items():
-            tensors |= {f"{name}.{key}{part}": tensor for part, tensor in _parts(value).items()}
-    return tensors
-
-
-def load_optimizer(
-    optimizer: Optimizer, named: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
-) -> None:
-    """The reverse of `optimizer_tensors`, bit for bit."""
-    for name, parameter in named.items():
-        stored = {
-            key.removeprefix(f"{name}."): value
-            for key, value in tensors.items()
-            if key.startswith(f"{name}.")
-        }
-        if stored:
-            optimizer.state[parameter] = {
-                key: _joined(key, stored, parameter)
-                for key in dict.fromkeys(key.partition(".")[0] for key in stored)
-            }
-
-
-def _parts(value: Tensor) -> dict[str, Tensor]:
-    """{"": value} for a plain tensor; {".codes", ".scale", ".qmap"} for torchao's state of 8
-    bits.
-    """
-    if not type(value).__module__.startswith("torchao."):
-        return {"": value}
-    from torchao.optim.subclass_8bit import OptimState8bit
-
-    return {f".{part}": vars(value)[part] for part in OptimState8bit.tensor_attrs}
-
-
-def _joined(key: str, stored: Mapping[str, Tensor], parameter: nn.Parameter) -> Tensor:
-    if key == "step":
-        return stored[key].clone()  # AdamW counts on the CPU
-    if key in stored:
-        return stored[key].to(parameter.device)
-    from torchao.optim.subclass_8bit import OptimState8bit
-
-    parts = [stored[f"{key}.{part}"].to(parameter.device) for part in OptimState8bit.tensor_attrs]
-    return OptimState8bit(*parts, signed=key == "exp_avg", dtype=parameter.dtype)

@@ -1,24 +1,25 @@
-"""Stopping early without losing anything: SIGTERM, SIGINT and a time limit end the run after the
-current step.
+"""Stopping early without losing anything.
+
+SIGTERM, SIGINT and a time limit end the run after the current step.
 """
 
 from __future__ import annotations
 
 import signal
 import time
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
+# Exit code of a run that stopped early with its state saved. It is EX_TEMPFAIL: the same command
+# goes on.
 EXIT_STOPPED = 75
-"""Exit code of a run that stopped early with its state saved (EX_TEMPFAIL: the same command goes on)."""
 
 
 class StopRequest:
-    """Context manager that turns the first SIGTERM or SIGINT into a request; a second one ends the
-    process at once.
-    """
+    """A context: the first SIGTERM or SIGINT is a request, a second one ends the process."""
 
     def __init__(self, max_time: float | None) -> None:
+        """Starts the clock; `max_time` is in seconds, None for no limit."""
         self._deadline = None if max_time is None else time.monotonic() + max_time
         self._signal: str | None = None
         self._previous: dict[signal.Signals, signal.Handlers | int | None] = {}
@@ -28,16 +29,11 @@ class StopRequest:
             self._previous[number] = signal.signal(number, self._receive)  # type: ignore[assignment]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._restore()
 
     def reason(self) -> str | None:
-        """Why the run should stop now, or None."""
+        """Returns why the run should stop now, or None."""
         if self._signal is not None:
             return self._signal
         if self._deadline is not None and time.monotonic() >= self._deadline:

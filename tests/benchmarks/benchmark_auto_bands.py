@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import DiffusionBatch, PromptBatch, concat
+from flowgrpo_rc.config.checks import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.core.reduce import identity
 from flowgrpo_rc.correction.auto_bands import MEMORY, AutoBands
@@ -47,7 +48,7 @@ def iterations(count: int) -> Iterator[Iteration]:
             parameter.data.copy_(0.01 * torch.randn(parameter.shape, generator=source))
     engine = DiffusersEngine(model, network, dtype="bf16", chunk_size=32)
     engine.sync_weights({name: parameter.detach() for name, parameter in lora.items()}, 0)
-    policy, sampler = FlowPolicy(model, network), config.read_prompts()[0]
+    policy, sampler = FlowPolicy(model, network), prompts_of(config)[0]
     steps = config.rollout.pipeline.num_inference_steps - 1
     for index in range(count):
         request = ImageRequest(

@@ -23,6 +23,7 @@ from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
 from flowgrpo_rc.build import assemble, make_processes
+from flowgrpo_rc.config.checks import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.training.trainer import Trainer
@@ -42,7 +43,7 @@ def make_trainer(folder: str, overrides: list[str], stack: ExitStack) -> Trainer
     composed.actor.ppo_mini_batch_size = composed.data.train_batch_size
     config = to_config(composed)
     parts = assemble(
-        config, RunFolder(Path(folder)), make_processes(config), config.read_prompts(), first_step=0
+        config, RunFolder(Path(folder)), make_processes(config), prompts_of(config), first_step=0
     )
     stack.callback(parts.rewards.close)
     stack.callback(parts.source.close)

@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.build import make_source, make_task
 from flowgrpo_rc.calibration.measure import Copy
+from flowgrpo_rc.config.checks import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.processes import Processes
@@ -89,9 +90,7 @@ def main() -> None:
             ImageTask(model, policy, config.rollout, seed=0),
             RewardManager(config.reward),
         )
-        engine = make_source(
-            config, task, config.read_prompts()[0], rewards, processes, first_step=0
-        )
+        engine = make_source(config, task, prompts_of(config)[0], rewards, processes, first_step=0)
         engine.sync_weights(
             {name: p.detach().clone() for name, p in lora_parameters(model.network).items()}, 0
         )

@@ -24,6 +24,7 @@ from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
 from flowgrpo_rc.build import assemble, make_processes
+from flowgrpo_rc.config.checks import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.training.trainer import Trainer
@@ -43,7 +44,7 @@ def step_seconds(staleness: int, steps: int, overrides: list[str]) -> list[float
         config = to_config(
             compose_config([*overrides, *(f"{key}={value}" for key, value in settings.items())])
         )
-        prompts, processes = config.read_prompts(), make_processes(config)
+        prompts, processes = prompts_of(config), make_processes(config)
         parts = assemble(config, RunFolder(Path(folder)), processes, prompts, first_step=0)
         trainer, ends = Trainer(parts, None), []
         for step in range(1, WARM_UP + steps + 1):

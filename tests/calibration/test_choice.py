@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from support.compositions import config_of
 from flowgrpo_rc.calibration.causes import Diagnosis
 from flowgrpo_rc.calibration.choice import Settings, bound_of, check_modes, choose, up
 from flowgrpo_rc.calibration.measure import Mismatch
+from flowgrpo_rc.config.check_settings import check_settings
+from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.core.transition import GaussianSteps
+from flowgrpo_rc.losses.base import DiffusionLoss, LossBound, PolicyLoss
 from flowgrpo_rc.policies.base import Measured
 
 
@@ -101,7 +105,7 @@ def test_an_unexplained_mismatch_is_not_treated_as_noise(
     cause: str | None, healthy: bool, doubted: bool
 ) -> None:
     found = [] if cause is None else [(cause, "it is off")]
-    numbers = {"mismatch": 1e-4, "floor": 1e-5, "as_recorded": 1e-4, "resolution": 1e-8}
+    numbers = {"mismatch": 1e-4, "copy_mismatch": 1e-5, "as_recorded": 1e-4, "resolution": 1e-8}
     diagnosis = Diagnosis(
         **numbers, trials=[], found=found, explanation=None, similar=None, healthy=healthy
     )
@@ -144,11 +148,55 @@ def test_the_threshold_of_flow_dppo_is_on_the_kl() -> None:
         )
 
 
+class Unbounded(DiffusionLoss):
+    """Names no bound."""
+
+    def __call__(self, *given: Any) -> PolicyLoss:
+        raise NotImplementedError
+
+
+class Wide(Unbounded):
+    """Bounds the mismatch by an option of its own."""
+
+    def __init__(self, *, width: float = 1e-3) -> None:
+        self.width = width
+
+    def bound(
+        self, mismatch: torch.Tensor, gaussian: GaussianSteps | None, *, convention: str
+    ) -> LossBound:
+        return LossBound("width", self.width, 1e-4, "it", mismatch)
+
+
+def own(cls: type) -> tuple[str, str]:
+    return loss_mode(f"{__name__}.{cls.__name__}"), f"{CLIP}=1e-4"
+
+
+def test_without_a_bound_only_mode_and_bands_are_set() -> None:
+    for mode, doubt in (("auto", None), ("bypass", "it is off"), ("decoupled", None)):
+        found = settings(mismatch(1e-4), *own(Unbounded), mode=mode, doubt=doubt)
+        assert found.bypass_mode is (mode == "bypass")
+        assert not any(key.startswith("actor.diffusion_loss") for key in found.values)
+        assert found.values[f"{KEY}.rollout_rs_threshold"] == "auto:4"
+        assert any("it is off" in note for note in found.notes) is (doubt is not None)
+        check_settings(found.applied(config_of(*own(Unbounded))))
+
+
+def test_the_bound_may_be_an_option_of_the_loss_itself(tmp_path: Path) -> None:
+    found = settings(mismatch(1e-4), *own(Wide))
+    width = pytest.approx(up(1.25 * Z99 * 1e-4))
+    assert found.values["actor.diffusion_loss.width"] == width
+    assert found.applied(config_of(*own(Wide))).actor.diffusion_loss.options == {"width": width}
+    (tmp_path / "calibration").mkdir()
+    (tmp_path / "calibration" / "wide.yaml").write_text(found.yaml([]))
+    composed = compose_config([*own(Wide), "+calibration=wide"], config_dir=str(tmp_path))
+    assert to_config(composed) == found.applied(config_of(*own(Wide)))
+
+
 def test_reinforce_has_its_mode_and_no_clip() -> None:
     for doubt in (None, "it is off"):
         found = settings(mismatch(1e-2), *REINFORCE, doubt=doubt)
         assert (found.bypass_mode, CLIP in found.values) == (True, False)
-        found.applied(config_of(*REINFORCE)).validate()
+        check_settings(found.applied(config_of(*REINFORCE)))
     with pytest.raises(ValueError, match="--mode decoupled"):
         check_modes(config_of(*REINFORCE), "decoupled")
 
@@ -181,13 +229,12 @@ def test_settings_that_the_chosen_mode_refuses_are_changed(
     given: list[str], mode: str, key: str, value: object
 ) -> None:
     config = config_of(*given)
-    config.validate()
     check_modes(config, "auto")
     found = settings(mismatch(1e-4), *given, mode=mode)
     assert key in found.values
     assert found.values[key] == value
     assert any(note.startswith(f"{key}=") and mode in note for note in found.notes)
-    found.applied(config).validate()
+    check_settings(found.applied(config))
     other = "decoupled" if mode == "bypass" else "bypass"
     assert (
         key not in settings(mismatch(1e-4), *given, mode=other).values

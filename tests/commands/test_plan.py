@@ -15,6 +15,7 @@ from flowgrpo_rc.commands.plan import Plan, make_plan
 from flowgrpo_rc.config.compose import config_folder
 from flowgrpo_rc.models.architecture import build_architecture
 from flowgrpo_rc.models.base import ModelConfig
+from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 
 ARCHITECTURES = config_folder() / "architectures"
 
@@ -142,6 +143,18 @@ def test_sharding_and_a_separate_engine() -> None:
     assert "average" not in sizes(sharded)
     assert "forwards, old policy" not in values(sharded)  # bypass mode
     assert values(sharded)["forwards, sampling"] == f"{128 * 10 * 2:,}"
+
+
+class OwnEngine(DiffusersEngine):
+    """An engine out of the tree that samples with a copy of the trainer's network."""
+
+
+def test_an_engine_says_whether_it_copies_the_network() -> None:
+    recipe = "+experiment=sd35_medium_ocr_1xh100"
+    own = plan_of(recipe, f"rollout.name={__name__}.OwnEngine")
+    assert sizes(own) == sizes(plan_of(recipe))
+    assert "rollout copy" in sizes(own)
+    assert "rollout engine" in sizes(plan_of(recipe, "rollout.name=vllm_omni"))
 
 
 def test_copies_in_another_precision_and_decoupled_mode() -> None:

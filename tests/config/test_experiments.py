@@ -99,7 +99,6 @@ def test_the_reference_recipe() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_it_takes_the_correction_that_the_studies_found_best(name: str) -> None:
     published, corrected = experiment(name), experiment(name, "+correction=recomputed")
-    corrected.validate()
     found = corrected.algorithm.rollout_correction
     assert (found.bypass_mode, found.rollout_is, found.rollout_rs) == (False, None, "token_k1")
     assert found.rollout_rs_threshold == "auto:4"

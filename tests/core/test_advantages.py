@@ -11,7 +11,6 @@ from support.oracles import mean, std
 from torch import Tensor
 
 from flowgrpo_rc.core.advantages import ESTIMATORS, group_decoupled, group_relative
-from flowgrpo_rc.training.trainer import wholly_rejected
 
 EPS = 1e-4
 OPTIONS = [
@@ -208,14 +207,14 @@ def test_a_sample_is_wholly_rejected_if_it_has_steps_and_keeps_none():
     kept = torch.tensor([[0, 0, 1], [0, 1, 1], [0, 0, 0], [0, 0, 0]], dtype=torch.bool)
     zero = torch.zeros(4, 3)
     text = token_batch(zero, mask, rejection_mask=kept)
-    assert wholly_rejected(text).tolist() == [True, False, False, True]
-    assert wholly_rejected(diffusion_batch(zero, rejection_mask=kept)).tolist() == [
+    assert text.wholly_rejected().tolist() == [True, False, False, True]
+    assert diffusion_batch(zero, rejection_mask=kept).wholly_rejected().tolist() == [
         False,
         False,
         True,
         True,
     ]
-    assert wholly_rejected(text.replace(rejection_mask=None)).tolist() == [False] * 4
+    assert text.replace(rejection_mask=None).wholly_rejected().tolist() == [False] * 4
 
 
 # --- GDPO

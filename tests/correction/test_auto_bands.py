@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from benchmark_correction import cost
 from support.builders import diffusion_batch, loss_config, on_shards
 from support.costs import Counting
 from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
+from support.modes import iterate, mode_of
 from support.oracles import estimate
 from torch import Tensor
 
@@ -28,9 +28,10 @@ from flowgrpo_rc.correction.auto_bands import FLOOR, WARM_UP, AutoBands, Gather,
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.thresholds import parse_bands
 from flowgrpo_rc.distributed.processes import Processes
-from flowgrpo_rc.losses.diffusion import diffusion_terms
+from flowgrpo_rc.losses.diffusion import DiffusionObjective
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.training.config import ActorConfig
+from flowgrpo_rc.training.modes import Mode
 from flowgrpo_rc.training.optim import OptimConfig
 from flowgrpo_rc.training.update import PolicyUpdate
 
@@ -278,7 +279,7 @@ def test_a_decision_costs_no_host_transfer() -> None:
 
 def bypass_update(
     model: FlowModel, epochs: int, history: float, lr: float = 1e-1
-) -> tuple[PolicyUpdate, Counting, DiffusionBatch]:
+) -> tuple[PolicyUpdate, Mode, Counting, DiffusionBatch]:
     """Makes an update of two mini-batches that moves the policy far.
 
     Its bands know a mismatch of scale `history`.
@@ -294,24 +295,22 @@ def bypass_update(
         bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold="auto:4"
     )
     policy = Counting(model, transformer)
+    mode = mode_of(correction, policy, micro_batch_size=2, auto_bands=bands)
     update = PolicyUpdate(
         policy,
         ActorConfig(ppo_epochs=epochs, ppo_micro_batch_size_per_gpu=2, optim=OptimConfig(lr=lr)),
-        partial(diffusion_terms, loss_config(correction)),
+        DiffusionObjective(loss_config(correction)).terms,
         Processes(Accelerator(cpu=True)),
+        mode,
         total_updates=10,
-        auto_bands=bands,
     )
-    return (
-        update,
-        policy,
-        batch.replace(old_log_probs=batch.rollout_log_probs, advantages=advantages),
-    )
+    batch = batch.replace(old_log_probs=batch.rollout_log_probs, advantages=advantages)
+    return update, mode, policy, batch
 
 
 def test_one_mini_batch_is_judged_by_its_own_forwards(model: FlowModel) -> None:
-    update, policy, batch = bypass_update(model, 1, history=1e-6)
-    found = update.run(batch, 4).compute()
+    update, mode, policy, batch = bypass_update(model, 1, history=1e-6)
+    found = iterate(update, mode, batch, 4)
     assert found["rollout_corr/rollout_rs_token_k1_auto_warm_fraction"] == 1
     assert policy.forwards == 4
 
@@ -321,8 +320,8 @@ def test_the_policy_s_own_movement_is_not_judged(model: FlowModel, epochs: int, 
     """The first update moves later ratios far outside a band of 4e-6, but they were judged
     before it. In one epoch, forwards of the first mini-batch serve for judging and training.
     """
-    update, policy, batch = bypass_update(model, epochs, history=1e-6)
-    found = update.run(batch, 2).compute()
+    update, mode, policy, batch = bypass_update(model, epochs, history=1e-6)
+    found = iterate(update, mode, batch, 2)
     assert found["rollout_corr/rollout_rs_token_k1_masked_fraction"] == 0
     assert found["rollout_corr/rollout_rs_masked_fraction"] == 0
     assert found["rollout_corr/logprob_abs_diff_max"] > 1e-4
@@ -331,13 +330,14 @@ def test_the_policy_s_own_movement_is_not_judged(model: FlowModel, epochs: int, 
 
 @pytest.mark.parametrize("sample_index", [0, 3])
 def test_a_planted_error_is_rejected_in_any_mini_batch(model: FlowModel, sample_index: int) -> None:
-    update, _, batch = bypass_update(model, 1, history=1e-5)
+    update, mode, _, batch = bypass_update(model, 1, history=1e-5)
     faulty = batch.rollout_log_probs.clone()
     faulty[sample_index, 1] += 1e-4
-    found = update.run(batch.replace(rollout_log_probs=faulty, old_log_probs=faulty), 2).compute()
+    batch = batch.replace(rollout_log_probs=faulty, old_log_probs=faulty)
+    found = iterate(update, mode, batch, 2)
     assert found["rollout_corr/rollout_rs_token_k1_masked_fraction"] == 1 / 8
     assert found["rollout_corr/rollout_rs_masked_fraction"] == 1 / 8
-    assert len(update._auto_bands._past["token_k1"]) == 2
+    assert len(mode.auto_bands._past["token_k1"]) == 2
 
 
 def test_an_earlier_decision_is_narrowed_and_counted() -> None:

@@ -11,9 +11,9 @@ from support.costs import transfers
 from flowgrpo_rc import compute_offpolicy_metrics, compute_rollout_correction_and_rejection_mask
 from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig
-from flowgrpo_rc.losses.diffusion import diffusion_terms
-from flowgrpo_rc.losses.token import token_terms
+from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig
+from flowgrpo_rc.losses.diffusion import DiffusionObjective
+from flowgrpo_rc.losses.token import TokenObjective
 
 INPUTS = make_inputs(6, 32)
 SETTINGS = [
@@ -48,8 +48,8 @@ def test_a_loss_makes_no_transfer(mode: dict[str, object]) -> None:
     filled = {"old_log_probs": rollout, "advantages": torch.ones_like(rollout)}
     config = loss_config(correction)
     steps, tokens = diffusion_batch(rollout, **filled), token_batch(rollout, mask.bool(), **filled)
-    assert transfers(lambda: diffusion_terms(config, now, steps)) == 0
-    assert transfers(lambda: token_terms(config, now, tokens)) == 0
+    assert transfers(lambda: DiffusionObjective(config).terms(now, steps)) == 0
+    assert transfers(lambda: TokenObjective(config).terms(now, tokens)) == 0
 
 
 @pytest.mark.parametrize("loss_mode", ["grpo_guard", "flow_dppo"])
@@ -63,7 +63,7 @@ def test_a_loss_with_means_makes_no_transfer(loss_mode: str) -> None:
         rollout_correction=correction, diffusion_loss=DiffusionLossConfig(loss_mode=loss_mode)
     )
     gaussian = GaussianSteps(torch.ones_like(now), -torch.ones_like(now), (now - rollout) ** 2)
-    assert transfers(lambda: diffusion_terms(config, now, batch, gaussian)) == 0
+    assert transfers(lambda: DiffusionObjective(config).terms(now, batch, gaussian)) == 0
 
 
 def test_the_count_sees_a_transfer() -> None:

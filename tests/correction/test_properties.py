@@ -23,7 +23,7 @@ from flowgrpo_rc import (
     apply_rollout_correction_to_batch,
     token_loss,
 )
-from flowgrpo_rc.losses.base import AGGREGATIONS
+from flowgrpo_rc.losses.config import AGGREGATIONS
 
 every = partial(hypothesis.settings, derandomize=True, deadline=None, database=None)
 

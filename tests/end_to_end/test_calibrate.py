@@ -30,6 +30,7 @@ from flowgrpo_rc.calibration.measure import (
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.commands import calibrate as command
 from flowgrpo_rc.commands.calibrate import compare, other_precisions, same_as_trainer, sample_all
+from flowgrpo_rc.config.checks import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.losses.diffusion import diffusion_loss
@@ -69,7 +70,7 @@ class Bench:
         self.task.policy = FlowPolicy(
             self.task.model, self.task.model.network
         )  # accelerate is reset after each test
-        self.prompts = self.config.read_prompts()[0].step(0)[:1]
+        self.prompts = prompts_of(self.config)[0].step(0)[:1]
         self.lora = Lora(*plant_movements(self.task.model.network, 0))
 
     def diagnose(self, name: str, dtype: str) -> Diagnosis:
@@ -121,7 +122,7 @@ def test_a_fault_is_named(bench: Bench, fault: str, dtype: str) -> None:
 def test_the_diffusers_engine_is_replayed_bit_for_bit(bench: Bench, dtype: str) -> None:
     found = bench.diagnose("diffusers", dtype)
     assert (found.cause, found.healthy, found.as_recorded) == (None, True, 0)
-    assert found.mismatch == found.floor
+    assert found.mismatch == found.copy_mismatch
     effects = [
         trial.residual
         for trial in found.trials
@@ -140,7 +141,7 @@ def test_other_kernels_are_no_fault(bench: Bench, engine: str, dtype: str) -> No
 def test_a_large_fault_shows_through_other_kernels(bench: Bench) -> None:
     found = bench.diagnose("support.faulty_engines.ShiftOfOtherKernels", "bf16")
     assert found.cause == "schedule", found
-    assert found.as_recorded > 3 * found.floor
+    assert found.as_recorded > 3 * found.copy_mismatch
 
 
 def test_another_precision_than_it_says(bench: Bench) -> None:
@@ -445,7 +446,7 @@ def test_guard_is_calibrated_under_the_guidance_of_the_reference() -> None:
     def sampled(prompt: Prompt) -> RecordedRollout:
         return sample(engine, ask(config, [prompt], 24, config.rollout.spec(), keep_means=True))
 
-    first, other = map(sampled, config.read_prompts()[0].step(0)[:2])
+    first, other = map(sampled, prompts_of(config)[0].step(0)[:2])
     found = policy.measure(first.batch, 24)
     bound = bound_of(config, against_engine(first, found.log_probs, 4.5).differences, found)
     settings = choose(config, bound, mode="auto", doubt=None)
@@ -476,7 +477,7 @@ def test_a_movement_of_ten_times_the_noise_is_clipped(calibrated: Path) -> None:
     bench = Bench(*QUICK, "+calibration=measured", config_dir=str(calibrated))
     config, policy, network = bench.config, bench.task.policy, bench.task.model.network
     engine = make_engine(config, bench.task)
-    prompts = config.read_prompts()[0].step(1)[:2]
+    prompts = prompts_of(config)[0].step(1)[:2]
     batch = sample(engine, ask(config, prompts, 16, config.rollout.spec())).batch
     batch = batch.replace(
         old_log_probs=batch.rollout_log_probs,

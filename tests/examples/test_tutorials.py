@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flowgrpo_rc.correction.api import apply_bypass_mode, apply_rollout_correction_to_batch
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig, TokenLossConfig
+from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig, TokenLossConfig
 from flowgrpo_rc.losses.diffusion import diffusion_loss
 from flowgrpo_rc.losses.token import token_loss
 

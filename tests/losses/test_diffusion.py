@@ -32,7 +32,7 @@ from flowgrpo_rc import (
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.losses.base import denominator
-from flowgrpo_rc.losses.diffusion import diffusion_terms
+from flowgrpo_rc.losses.diffusion import DiffusionObjective
 
 ADV_CLIP = 1.5
 CLIP = Clip(0.1, 0.1)
@@ -393,9 +393,8 @@ def summed(config: LossConfig, now: Tensor, batches: list[DiffusionBatch], reduc
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:
         for t in range(batch.num_steps):
-            terms = diffusion_terms(
-                config, leaf[start : start + len(batch), t : t + 1], batch.step(t)
-            )
+            rows = leaf[start : start + len(batch), t : t + 1]
+            terms = DiffusionObjective(config).terms(rows, batch.step(t))
             terms.total.backward()
             total, parts = total + terms.total.detach(), parts + terms.parts()
             bag.merge(terms.metrics)

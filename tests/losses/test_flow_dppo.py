@@ -20,7 +20,7 @@ from torch.distributions import Normal, kl_divergence
 
 from flowgrpo_rc import RolloutCorrectionConfig
 from flowgrpo_rc.core.transition import GaussianSteps
-from flowgrpo_rc.losses.diffusion import diffusion_terms
+from flowgrpo_rc.losses.diffusion import DiffusionObjective
 
 
 def parts(given: Steps, theta: Tensor, b: int, t: int) -> tuple[Tensor, float]:
@@ -70,8 +70,8 @@ def one_step(advantage: float, log_ratio: float, kl: float) -> Tensor:
     leaf = (batch.old_log_probs + log_ratio).requires_grad_()
     one = torch.ones(1, 1).double()
     gaussian = GaussianSteps(one, -one, kl * one)
-    diffusion_terms(
-        loss_config_of("flow_dppo", kl_threshold=1e-3), leaf, batch, gaussian
+    DiffusionObjective(loss_config_of("flow_dppo", kl_threshold=1e-3)).terms(
+        leaf, batch, gaussian
     ).total.backward()
     return leaf.grad
 
@@ -105,8 +105,8 @@ def test_no_gradient_flows_through_the_decision() -> None:
     log_probs, gaussian = given.now(theta)
     kl = gaussian.kl.detach().requires_grad_()
     leaf = log_probs.detach().requires_grad_()
-    diffusion_terms(
-        loss_config_of("flow_dppo"), leaf, given.batch, gaussian._replace(kl=kl)
+    DiffusionObjective(loss_config_of("flow_dppo")).terms(
+        leaf, given.batch, gaussian._replace(kl=kl)
     ).total.backward()
     assert kl.grad is None
     assert leaf.grad is not None
@@ -133,7 +133,7 @@ def test_the_default_loss_does_not_need_the_means() -> None:
     given = three_steps()
     log_probs, gaussian = given.now(movement())
     one, two = (
-        diffusion_terms(loss_config(BYPASS), log_probs, given.batch, g).total
+        DiffusionObjective(loss_config(BYPASS)).terms(log_probs, given.batch, g).total
         for g in (None, gaussian)
     )
     assert torch.equal(one, two)

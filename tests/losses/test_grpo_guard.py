@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from support.gaussian_losses import (
     value_and_gradient,
 )
 from support.image_rollouts import KINDS, WINDOWS, make_spec, sample_images, trained_lora
+from support.modes import mode_of
 from support.oracles import Clip, clipped
 from support.runs import Train
 from torch import Tensor
@@ -27,7 +27,7 @@ from flowgrpo_rc import RolloutCorrectionConfig, diffusion_loss
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.distributed.processes import Processes
-from flowgrpo_rc.losses.diffusion import diffusion_terms
+from flowgrpo_rc.losses.diffusion import DiffusionObjective
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.training.config import ActorConfig
@@ -127,7 +127,7 @@ def test_every_sample_and_step_has_a_ratio_of_its_own(steps_per_call: int) -> No
     part = slice(0, steps_per_call)
     batch = given.batch if steps_per_call == 3 else given.batch.step(0)
     cut = GaussianSteps(*(tensor[:, part] for tensor in gaussian))
-    terms = diffusion_terms(loss_config_of("grpo_guard"), log_probs[:, part], batch, cut)
+    terms = DiffusionObjective(loss_config_of("grpo_guard")).terms(log_probs[:, part], batch, cut)
     assert terms.share.shape == (6, steps_per_call)
     assert terms.number == 6 * steps_per_call
     assert terms.total.ndim == 0
@@ -200,10 +200,10 @@ def test_in_bypass_mode_the_anchor_is_the_rollout(model: FlowModel, level: str) 
     update = PolicyUpdate(
         policy,
         ActorConfig(ppo_micro_batch_size_per_gpu=4),
-        partial(diffusion_terms, settings),
+        DiffusionObjective(settings).terms,
         Processes(Accelerator(cpu=True)),
+        mode_of(settings.rollout_correction, policy),
         total_updates=1,
-        whole_windows=level == "window",
     )
     total = torch.zeros(())
     for t in range(4):

@@ -14,7 +14,6 @@ from flowgrpo_rc import diffusion_loss, token_loss
 from flowgrpo_rc.core.advantages import group_relative
 from flowgrpo_rc.correction.api import apply_rollout_correction_to_batch
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.training.trainer import wholly_rejected
 
 GOOD, STEPS = 4, 3
 FAR = 5.0  # a log-ratio outside the band, and one whose gradient would be large
@@ -132,7 +131,7 @@ def advantages_of(rewards: list[float], *, exclude: bool, **estimator: bool) -> 
     batch, _ = apply_rollout_correction_to_batch(batch, config({}, "kept"))
     valid = torch.ones(8, dtype=torch.bool)
     if exclude:
-        valid = valid & ~wholly_rejected(batch)
+        valid = valid & ~batch.wholly_rejected()
     group = torch.tensor([0] * 4 + [1] * 4)
     return group_relative(torch.tensor(rewards).double(), group, valid, eps=0.0, **estimator).values
 

@@ -31,8 +31,9 @@ from flowgrpo_rc import (
     token_loss,
 )
 from flowgrpo_rc.core.metrics import MetricBag
-from flowgrpo_rc.losses.base import AGGREGATIONS, denominator
-from flowgrpo_rc.losses.token import token_terms
+from flowgrpo_rc.losses.base import denominator
+from flowgrpo_rc.losses.config import AGGREGATIONS
+from flowgrpo_rc.losses.token import TokenObjective
 
 CLIP = Clip(0.15, 0.25, 1.5)
 SETTINGS = {"clip_ratio_low": 0.15, "clip_ratio_high": 0.25, "clip_ratio_c": 1.5}
@@ -332,7 +333,7 @@ def summed(
     )
     total = torch.zeros((), dtype=torch.float64)
     for piece in batches:
-        terms = token_terms(config, leaf[start : start + len(piece)], piece)
+        terms = TokenObjective(config).terms(leaf[start : start + len(piece)], piece)
         terms.total.backward()
         total, parts, start = (
             total + terms.total.detach(),
@@ -497,4 +498,5 @@ def test_the_defaults_are_verl_s():
         "clip_ratio_high": 0.2,
         "clip_ratio_c": 3.0,
         "loss_agg_mode": "token-mean",
+        "options": {},
     }

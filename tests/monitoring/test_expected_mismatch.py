@@ -64,13 +64,15 @@ def test_steps_of_another_window_get_their_expectation_at_once(
     expected = ExpectedMismatch(
         policy, Rounding(rounded=True), processes, size=1.0, least=4e-7, micro_batch_size=2
     )
-    floor = MismatchMonitor(policy, processes, bypass=False, expected=expected)
+    floor = MismatchMonitor(policy, processes, expected=expected)
     batch = diffusion_batch(torch.zeros(4, 2)).replace(sigmas=torch.linspace(1, 0, 6))
     for step in (1, 2, 3):
         here = batch.replace(step_indices=batch.step_indices + (0 if step == 1 else moved))
         floor.expect(here, step)
-        floor.before(here, torch.full((4, 2), 2e-4))
-        assert floor.finish().compute()["mismatch_over_expected"] == pytest.approx(2.0)
+        floor.before_update(here, torch.full((4, 2), 2e-4))
+        assert floor.finish(old_is_rollout=False).compute()[
+            "mismatch_over_expected"
+        ] == pytest.approx(2.0)
         if step == 2:
             assert policy.asked == asked
     assert policy.asked == asked + elsewhere

@@ -43,7 +43,7 @@ def test_histograms_are_those_of_all_processes_before_the_update() -> None:
     difference, weights = normal(6, 3), 1 + normal(6, 3, seed=1)
     valid, kept = torch.ones(6, 3, dtype=torch.bool), torch.ones(6, 3, dtype=torch.bool)
     valid[0, 2], kept[4, 1] = False, False
-    whole = {"valid": valid, "kept": kept & valid, "weights": weights}
+    whole = {"step_mask": valid, "keep_mask": kept & valid, "weights": weights}
     (alone,) = on_shards(
         1, lambda rank, reduce: histograms([observation(difference, **whole)], reduce["sum"])
     )

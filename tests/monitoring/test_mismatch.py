@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,14 @@ from accelerate import Accelerator
 from support.builders import diffusion_batch, loss_config, token_batch
 from support.costs import transfers
 from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
+from support.modes import mode_of
 from torch import Tensor
 
 from flowgrpo_rc.batch import Batch, DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.distributed.processes import Processes
-from flowgrpo_rc.losses.diffusion import diffusion_terms
+from flowgrpo_rc.losses.diffusion import DiffusionObjective
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.monitoring.mismatch import (
     MismatchMonitor,
@@ -62,7 +62,7 @@ class Others(Processes):
 def floor_of(
     policy: type[Any], processes: Processes | None = None, **options: Any
 ) -> MismatchMonitor:
-    settings = {"bypass": True, "clip_ratio": 1e-4} | options
+    settings = {"clip_ratio": 1e-4} | options
     return MismatchMonitor(
         policy(None, None), processes or Processes(Accelerator(cpu=True)), **settings
     )
@@ -93,9 +93,9 @@ def test_the_metrics_of_one_iteration() -> None:
     given = difference.clone()
     given[2, 1] = math.inf
     batch = diffusion_batch(rollout, old_log_probs=rollout)
-    floor.before(batch.rows(0, 2), given[:2])
-    floor.before(batch.rows(2, 6), given[2:])
-    found = floor.finish().compute()
+    floor.before_update(batch.rows(0, 2), given[:2])
+    floor.before_update(batch.rows(2, 6), given[2:])
+    found = floor.finish(old_is_rollout=True).compute()
     kept = np.delete(difference.numpy().flatten(), 2 * 3 + 1)
     sizes = np.abs(kept)
     wanted = {
@@ -115,9 +115,10 @@ def test_the_metrics_of_one_iteration() -> None:
 def test_another_iteration_starts_afresh() -> None:
     floor, batch = floor_of(FlowPolicy), diffusion_batch(torch.zeros(4, 2))
     for seed in (0, 1):
-        floor.before(batch, differences(4, 2, seed))
+        floor.before_update(batch, differences(4, 2, seed))
         assert (
-            floor.finish().compute()["logprob_abs_diff_max"] == differences(4, 2, seed).abs().max()
+            floor.finish(old_is_rollout=True).compute()["logprob_abs_diff_max"]
+            == differences(4, 2, seed).abs().max()
         )
 
 
@@ -131,8 +132,11 @@ def test_percentiles_are_those_of_all_processes() -> None:
         theirs.flatten(), torch.stack([torch.cat([sums, torch.zeros(2, 1)], 1), torch.zeros(2, 3)])
     )
     floor = floor_of(FlowPolicy, processes)
-    floor.before(diffusion_batch(torch.zeros(4, 2)), mine)
-    found, sizes = floor.finish().compute(), np.abs(torch.cat([mine, theirs]).numpy())
+    floor.before_update(diffusion_batch(torch.zeros(4, 2)), mine)
+    found, sizes = (
+        floor.finish(old_is_rollout=True).compute(),
+        np.abs(torch.cat([mine, theirs]).numpy()),
+    )
     assert found["logprob_abs_diff_p99"] == pytest.approx(np.quantile(sizes, 0.99), rel=1e-12)
     assert found["logprob_abs_diff_mean"] == pytest.approx(sizes.mean(), rel=1e-12)
     assert found["logprob_abs_diff/ts_667"] == pytest.approx(sizes[:, 1].mean(), rel=1e-12)
@@ -142,8 +146,8 @@ def test_tokens_have_no_timesteps_and_no_padding() -> None:
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
     difference = differences(2, 3)
     floor = floor_of(TokenPolicy)
-    floor.before(token_batch(torch.zeros(2, 3), mask), difference)
-    found = floor.finish().compute()
+    floor.before_update(token_batch(torch.zeros(2, 3), mask), difference)
+    found = floor.finish(old_is_rollout=True).compute()
     assert found["logprob_abs_diff_mean"] == pytest.approx(difference[mask].abs().mean().item())
     assert not any("/" in name for name in found)
 
@@ -151,16 +155,16 @@ def test_tokens_have_no_timesteps_and_no_padding() -> None:
 @pytest.mark.parametrize("names", ["slime", "both"])
 def test_slimes_names(names: str) -> None:
     floor = floor_of(FlowPolicy, metric_names=names)
-    floor.before(diffusion_batch(torch.zeros(2, 2)), differences(2, 2))
-    found = floor.finish().compute()
+    floor.before_update(diffusion_batch(torch.zeros(2, 2)), differences(2, 2))
+    found = floor.finish(old_is_rollout=True).compute()
     assert "train_rollout_logprob_abs_diff" in found
     assert ("logprob_abs_diff_mean" in found) == (names == "both")
 
 
 def test_nothing_finite_is_nothing_to_report() -> None:
     floor = floor_of(FlowPolicy)
-    floor.before(diffusion_batch(torch.zeros(2, 2)), torch.full((2, 2), math.nan))
-    assert floor.finish().compute() == {}
+    floor.before_update(diffusion_batch(torch.zeros(2, 2)), torch.full((2, 2), math.nan))
+    assert floor.finish(old_is_rollout=True).compute() == {}
 
 
 def test_without_a_clip_there_is_no_multiple_of_it() -> None:
@@ -174,9 +178,10 @@ def test_the_host_waits_only_for_the_names_of_the_timesteps() -> None:
     )
 
     def iteration() -> None:
-        floor.during(batch, differences(4, 2), MetricBag(), updated=False)
-        floor.during(batch, differences(4, 2), MetricBag(), updated=True)
-        floor.finish()
+        floor.before_update(batch, differences(4, 2))
+        floor.clipped(MetricBag())
+        floor.after_update(batch, differences(4, 2))
+        floor.finish(old_is_rollout=True)
 
     assert transfers(iteration) == 1
     assert transfers(iteration) == 0
@@ -222,19 +227,20 @@ def make(model: FlowModel) -> Make:
         )
         batch = batch.replace(old_log_probs=batch.rollout_log_probs if bypass else truth)
         policy, processes = FlowPolicy(model, network), Processes(Accelerator(cpu=True))
-        floor = MismatchMonitor(policy, processes, bypass=bypass, clip_ratio=1e-4)
-        config = loss_config(RolloutCorrectionConfig(bypass_mode=bypass), clip=1e-4)
+        correction = RolloutCorrectionConfig(bypass_mode=bypass)
+        mode = mode_of(correction, policy, micro_batch_size=2, clip_ratio=1e-4)
+        config = loss_config(correction, clip=1e-4)
         update = PolicyUpdate(
             policy,
             ActorConfig(
                 ppo_micro_batch_size_per_gpu=2, ppo_epochs=epochs, optim=OptimConfig(lr=lr)
             ),
-            partial(diffusion_terms, config),
+            DiffusionObjective(config).terms,
             processes,
+            mode,
             total_updates=10,
-            floor=floor,
         )
-        return update, floor, batch
+        return update, mode.monitor, batch
 
     return made
 
@@ -244,7 +250,7 @@ def test_bypass_reports_the_first_mini_batch_before_its_update(make: Make, epoch
     update, floor, batch = make(bypass=True, epochs=epochs)
     noise = differences(4, 4).float()[:2].numpy()
     update.run(batch, 2)
-    found = floor.finish().compute()
+    found = floor.finish(old_is_rollout=True).compute()
     assert found["logprob_abs_diff_mean"] == pytest.approx(np.abs(noise).mean(), rel=0.02)
     assert found["logprob_abs_diff_max"] == pytest.approx(np.abs(noise).max(), rel=0.02)
     assert found["pre_update_clip_fraction"] == np.mean(np.abs(np.expm1(noise)) > 1e-4)
@@ -255,17 +261,16 @@ def test_bypass_reports_the_first_mini_batch_before_its_update(make: Make, epoch
 def test_decoupled_mode_clips_no_noise_and_measures_drift_exactly(make: Make) -> None:
     update, floor, batch = make(bypass=False)
     seen: list[tuple[Batch, Tensor]] = []
-    during = floor.during
+    after_update = floor.after_update
 
-    def recording(part: Batch, log_probs: Tensor, metrics: MetricBag, *, updated: bool) -> None:
-        if updated:
-            seen.append((part, log_probs.detach()))
-        during(part, log_probs, metrics, updated=updated)
+    def recording(part: Batch, log_probs: Tensor) -> None:
+        seen.append((part, log_probs.detach()))
+        after_update(part, log_probs)
 
-    floor.during = recording  # type: ignore[method-assign]
-    floor.before(batch, batch.old_log_probs)
+    floor.after_update = recording  # type: ignore[method-assign]
+    floor.before_update(batch, batch.old_log_probs)
     update.run(batch, 2)
-    found = floor.finish().compute()
+    found = floor.finish(old_is_rollout=False).compute()
     assert found["pre_update_clip_fraction"] == 0
     assert found["mismatch_over_clip"] == pytest.approx(
         np.median(differences(4, 4).abs()) / 1e-4, rel=0.02
@@ -278,4 +283,4 @@ def test_decoupled_mode_clips_no_noise_and_measures_drift_exactly(make: Make) ->
 def test_a_single_update_has_no_drift_after_it(make: Make) -> None:
     update, floor, batch = make(bypass=True)
     update.run(batch, 4)
-    assert "policy_drift_abs_mean" not in floor.finish().compute()
+    assert "policy_drift_abs_mean" not in floor.finish(old_is_rollout=True).compute()

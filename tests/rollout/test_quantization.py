@@ -13,8 +13,8 @@ from support.torchao import needs_torchao
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from flowgrpo_rc import build as assemble
 from flowgrpo_rc.batch import Prompt, PromptBatch, concat
+from flowgrpo_rc.config import check_engine
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.base import FlowModel
@@ -185,9 +185,9 @@ def test_settings_without_effect_or_meaning(
 def test_a_missing_package_or_compiler_is_named(
     train: Train, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (assemble, optim):
+    for module in (check_engine, optim):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
-    monkeypatch.setattr(assemble.shutil, "which", lambda name: None)
+    monkeypatch.setattr(check_engine.shutil, "which", lambda name: None)
     for override, words in (
         (
             "rollout.quantization=fp8",
@@ -216,7 +216,7 @@ def test_an_engine_that_does_not_offer_a_precision(
     config.model.kind, config.rollout.name = kind, name
     vars(config.rollout).update(wrong)
     with pytest.raises(ValueError, match=rf"rollout\.{next(iter(wrong))}.*rollout\.name={name}"):
-        assemble.engine_of(config)
+        check_engine.engine_of(config)
 
 
 def test_int4_on_a_gpu_takes_bf16(checkpoint: Path) -> None:
@@ -226,5 +226,5 @@ def test_int4_on_a_gpu_takes_bf16(checkpoint: Path) -> None:
     with pytest.raises(
         ValueError, match=r"rollout\.quantization=int4 on a GPU needs rollout\.dtype=bf16, not fp16"
     ):
-        assemble.check_machine(config, torch.device("cuda"))
-    assemble.check_machine(config, torch.device("cpu"))
+        check_engine.check_machine(config, torch.device("cuda"))
+    check_engine.check_machine(config, torch.device("cpu"))

@@ -21,10 +21,10 @@ def observation(difference: Tensor, kept: Tensor | None = None, **fields: Any) -
     rows = len(difference)
     given = {
         "seed": torch.arange(rows),
-        "training": difference,
-        "rollout": torch.zeros_like(difference),
-        "valid": torch.ones_like(difference, dtype=torch.bool),
-        "kept": torch.ones_like(difference, dtype=torch.bool) if kept is None else kept,
+        "training_log_probs": difference,
+        "rollout_log_probs": torch.zeros_like(difference),
+        "step_mask": torch.ones_like(difference, dtype=torch.bool),
+        "keep_mask": torch.ones_like(difference, dtype=torch.bool) if kept is None else kept,
         "cells": torch.arange(difference.shape[1]).expand(rows, -1),
         "weights": None,
         "step_kl": None,

@@ -49,6 +49,11 @@ def blocks(*languages: str) -> list[Block]:
     ]
 
 
+def first_python(page: str) -> str:
+    """The code of the first Python block of a page, such as `add_a_loss.md`."""
+    return next(block.text for block in blocks("python") if block.page.name == page)
+
+
 def arguments(line: str) -> list[str] | None:
     """Returns what a command line hands to `flowgrpo-rc`; None for another command.
 

@@ -13,7 +13,7 @@ from flowgrpo_rc import RolloutCorrectionConfig, diffusion_loss
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.kl import gaussian_kl
 from flowgrpo_rc.core.transition import GaussianSteps, log_prob, transition
-from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig
+from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig
 
 SIGMAS = [0.9, 0.7, 0.4, 0.2]
 DECOUPLED, BYPASS = RolloutCorrectionConfig(), RolloutCorrectionConfig(bypass_mode=True)

@@ -17,6 +17,7 @@ from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.records.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from flowgrpo_rc.records.optimizer_state import optimizer_tensors
 from flowgrpo_rc.training import optim
 from flowgrpo_rc.training.config import ActorConfig
 from flowgrpo_rc.training.optim import OptimConfig, make_optimizer
@@ -54,7 +55,7 @@ def test_the_first_8_bit_step_is_that_of_adamw() -> None:
             optimizer.step()
         apart = (parameters[0] - parameters[1]).abs().max()
         assert apart < 1e-6 if step == 0 else 1e-6 < apart < 0.03
-    stored = optim.optimizer_tensors(optimizers[1], {"p": parameters[1]})
+    stored = optimizer_tensors(optimizers[1], {"p": parameters[1]})
     assert stored["p.exp_avg.codes"].dtype == torch.uint8
     assert stored["p.exp_avg.scale"].numel() == 64 * 128 // 256
 
@@ -75,7 +76,12 @@ def test_8_bit_state_survives_a_checkpoint_bit_for_bit(
     wanted, state = fingerprint(update.lora_state()), update.state()
     loaded, processes = load_checkpoint(path), Processes(Accelerator(cpu=True))
     fresh = PolicyUpdate(
-        FlowPolicy(bundled, bundled.transformer), actor, update._loss, processes, total_updates=10
+        FlowPolicy(bundled, bundled.transformer),
+        actor,
+        update._loss,
+        processes,
+        update._mode,
+        total_updates=10,
     )
     fresh.load(loaded.tensors, loaded.state["update"])
     fresh.run(batch, 4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from support.costs import Counting
 from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
+from support.modes import mode_of
 from support.runs import Train
 from support.text_rollouts import perturb, sample_texts
 from torch import Tensor
@@ -24,19 +24,18 @@ from flowgrpo_rc.core.reduce import identity
 from flowgrpo_rc.correction import auto_bands as auto_bands
 from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.reuse import why_recompute
 from flowgrpo_rc.distributed.processes import Processes
-from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig, TokenLossConfig
-from flowgrpo_rc.losses.diffusion import diffusion_terms
-from flowgrpo_rc.losses.token import token_terms
+from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig, TokenLossConfig
+from flowgrpo_rc.losses.diffusion import DiffusionObjective
+from flowgrpo_rc.losses.token import TokenObjective
 from flowgrpo_rc.models.base import ModelConfig, load_model
 from flowgrpo_rc.models.causal_lm import load_causal_lm
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
-from flowgrpo_rc.monitoring.mismatch import MismatchMonitor
 from flowgrpo_rc.policies.base import Policy
 from flowgrpo_rc.policies.flow import StepEvaluation
 from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.training.config import ActorConfig
-from flowgrpo_rc.training.old_policy import OldPolicy, why_recompute
 from flowgrpo_rc.training.optim import OptimConfig
 from flowgrpo_rc.training.update import Loss, PolicyUpdate
 
@@ -73,21 +72,23 @@ def iterate(
     start = {name: p.detach().clone() for name, p in lora_parameters(policy.network).items()}
     config = ActorConfig(ppo_micro_batch_size_per_gpu=2, optim=OptimConfig(lr=1e-2), **actor)
     processes = Processes(Accelerator(cpu=True))
-    floor = MismatchMonitor(policy, processes, bypass=False, metric_names=correction.metric_names)
     bands = copy.deepcopy(bands)
-    options: dict[str, Any] = {"reuses": reuses, "keep_means": keep_means, "auto_bands": bands}
-    old = OldPolicy(policy, correction, processes, floor, micro_batch_size=2, **options)
-    update = PolicyUpdate(
-        policy, config, loss, processes, total_updates=10, floor=floor, old_policy=old
+    mode = mode_of(
+        correction,
+        policy,
+        micro_batch_size=2,
+        auto_bands=bands,
+        reuses=reuses,
+        keep_means=keep_means,
     )
+    update = PolicyUpdate(policy, config, loss, processes, mode, total_updates=10)
     gradients: list[Tensor] = []
     hooks = [
         p.register_hook(lambda gradient: gradients.append(gradient.clone()))
         for p in update.parameters
     ]
-    bag = update.run(old.before_rewards(batch), mini)
-    bag.merge(old.finish(), "rollout_corr")
-    bag.replace(floor.finish(), "rollout_corr")
+    bag = update.run(mode.begin(batch, 1), mini)
+    mode.finish(bag)
     scales = (
         []
         if bands is None
@@ -193,7 +194,7 @@ def test_reused_forwards_are_the_recompute_bit_for_bit(
         seen = policy.measure(batch, 2)
         bands.judge(batch, 0.9 * seen.log_probs + 0.1 * batch.rollout_log_probs, 0.9 * seen.step_kl)
         bands.finish(identity)
-    loss = partial(diffusion_terms, config)
+    loss = DiffusionObjective(config).terms
     options = {"keep_means": config.diffusion_loss.needs_means, "bands": bands, **actor}
     runs, forwards = [], []
     for reuses in (True, False):
@@ -241,7 +242,7 @@ def test_reused_forwards_of_text_are_the_recompute_bit_for_bit(case: str) -> Non
     )
 
     def loss(log_probs: Tensor, piece: Any, gaussian: None) -> Any:
-        return token_terms(config, log_probs, piece)
+        return TokenObjective(config).terms(log_probs, piece)
 
     batch = batch.replace(advantages=advantages)
     runs = (
@@ -265,7 +266,7 @@ def test_the_first_ratio_is_exactly_1(policy: Counting) -> None:
     batch, _ = sample_images(policy.model, policy.network, make_spec("sde", 1.0), WINDOWS["first"])
     batch = batch.replace(advantages=torch.ones(4, 2))
     correction = RolloutCorrectionConfig(**TOKEN_IS)
-    loss = partial(diffusion_terms, LossConfig(rollout_correction=correction))
+    loss = DiffusionObjective(LossConfig(rollout_correction=correction)).terms
     for reuses in (True, False):
         found = iterate(noisy, batch, loss, correction, reuses=reuses, mini=4).metrics
         assert (found["ratio_mean"] == 1) == (found["ratio_std"] == 0) == reuses
@@ -277,12 +278,8 @@ def test_a_rollout_that_is_not_finite_leaves_the_baseline_at_once(
 ) -> None:
     batch, _ = sample_images(policy.model, policy.network, make_spec("sde", 1.0), WINDOWS["first"])
     batch.rollout_log_probs[0], batch.rollout_log_probs[1, 0] = math.nan, math.inf
-    processes = Processes(Accelerator(cpu=True))
-    floor = MismatchMonitor(policy, processes, bypass=False)
-    old = OldPolicy(
-        policy, RolloutCorrectionConfig(), processes, floor, micro_batch_size=2, reuses=reuses
-    )
-    found = old.before_rewards(batch).rejection_mask
+    mode = mode_of(RolloutCorrectionConfig(), policy, micro_batch_size=2, reuses=reuses)
+    found = mode.begin(batch, 1).rejection_mask
     assert found.tolist() == [[False, False], [False, True], [True, True], [True, True]]
 
 

@@ -81,6 +81,7 @@ def test_state_round_trip_is_bitwise(model: FlowModel, tmp_path: Path) -> None:
         actor,
         update._loss,
         Processes(Accelerator(cpu=True)),
+        update._mode,
         total_updates=10,
     )
     fresh.load(tensors, state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from accelerate import Accelerator
 from support.builders import loss_config
 from support.costs import Counting
 from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
+from support.modes import iterate, mode_of
 from torch import Tensor
 
 from flowgrpo_rc import diffusion_loss
@@ -20,8 +20,8 @@ from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.correct import Corrector
 from flowgrpo_rc.distributed.processes import Processes
-from flowgrpo_rc.losses.base import LossConfig
-from flowgrpo_rc.losses.diffusion import diffusion_terms
+from flowgrpo_rc.losses.config import LossConfig
+from flowgrpo_rc.losses.diffusion import DiffusionObjective
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.training.config import ActorConfig
 from flowgrpo_rc.training.optim import OptimConfig
@@ -54,14 +54,17 @@ class Setting:
         )
 
     def update(self, config: LossConfig, bands: AutoBands | None = None) -> PolicyUpdate:
+        micro = self.actor.ppo_micro_batch_size_per_gpu
+        self.mode = mode_of(
+            config.rollout_correction, self.policy, micro_batch_size=micro, auto_bands=bands
+        )
         return PolicyUpdate(
             self.policy,
             self.actor,
-            partial(diffusion_terms, config),
+            DiffusionObjective(config).terms,
             Processes(Accelerator(cpu=True)),
+            self.mode,
             total_updates=10,
-            whole_windows=config.rollout_correction.bypass_level == "window",
-            auto_bands=bands,
         )
 
     def gradient(self, config: LossConfig, micro: int = 4) -> tuple[list[Tensor], dict[str, float]]:
@@ -204,7 +207,8 @@ def test_bands_that_know_the_scale_judge_trajectories(model: FlowModel) -> None:
             step = rows.step(t).replace(rollout_log_probs=torch.zeros_like(past))
             bands.judge(step, past, None)
         bands.finish(lambda rows: rows)
-        found = setting.update(loss_config(correction), bands).run(setting.batch, 4).compute()
+        update = setting.update(loss_config(correction), bands)
+        found = iterate(update, setting.mode, setting.batch, 4)
         rejected[level] = found["rollout_corr/rollout_rs_masked_fraction"]
     assert rejected == {"step": 1 / 16, "window": 4 / 16}
 

@@ -1,6 +1,4 @@
-"""Keys and values of other systems, translated before the configuration is built; what was
-translated is reported.
-"""
+"""Translates keys and values of other systems before the configuration is built, and reports it."""
 
 from flowgrpo_rc.config.compat.correction import rollout_correction
 from flowgrpo_rc.config.compat.overrides import (

@@ -1,6 +1,4 @@
-"""Keys of other systems, translated before the configuration is built; what was translated is
-reported.
-"""
+"""Builds the rollout correction from layers of settings in any document's words."""
 
 from __future__ import annotations
 
@@ -26,12 +24,19 @@ Layer = Mapping[str, Any]
 
 
 def rollout_correction(layers: Sequence[Layer]) -> tuple[RolloutCorrectionConfig, list[str]]:
-    """The rollout correction from layers of settings (a file's, the command line's), and what was
-    translated.
+    """Builds the rollout correction, and checks it.
 
-    Inside a layer two keys that contradict each other are an error. A later layer overrides an
-    earlier one, refines its slime flags, and replaces it where it names a preset. The result is
-    validated.
+    A later layer overrides an earlier one and refines its slime flags; a layer that names a preset
+    replaces all earlier ones.
+
+    Args:
+      layers: settings of the files and of the command line, in this order.
+
+    Returns:
+      The correction, and notes on what was translated.
+
+    Raises:
+      ValueError: two keys of one layer contradict each other, or the result cannot work.
     """
     settings: dict[str, Any] = {}
     notes: list[str] = []
@@ -39,7 +44,8 @@ def rollout_correction(layers: Sequence[Layer]) -> tuple[RolloutCorrectionConfig
     for layer in layers:
         given, read = _with_file(layer)
         if given.get("preset") is not None:
-            settings, flags = {}, {}
+            settings = {}
+            flags = {}
         own = {key: value for key, value in given.items() if key in SLIME_KEYS}
         replaced = {key for pair in SLIME_PAIRS for key in pair if own.keys() & set(pair)}
         flags = {key: value for key, value in flags.items() if key not in replaced} | own
@@ -57,9 +63,7 @@ def rollout_correction(layers: Sequence[Layer]) -> tuple[RolloutCorrectionConfig
 
 
 def _with_file(layer: Layer) -> tuple[dict[str, Any], list[str]]:
-    """A layer with the keys of a slime configuration file (`custom_config_path`) beside its own,
-    and a note of it.
-    """
+    """Adds the keys of a slime file (`custom_config_path`) to a layer, and makes a note of them."""
     given = dict(layer)
     path = given.pop(FILE_KEY, None)
     if path is None:

@@ -1,6 +1,4 @@
-"""Overrides in another system's naming -> overrides in this project's, and a table of what became
-of them.
-"""
+"""Translates overrides in another system's naming, and makes a table of what became of them."""
 
 from __future__ import annotations
 
@@ -12,12 +10,21 @@ from flowgrpo_rc.config.compat.rules import Outcome, Rule, Setting, Written
 from flowgrpo_rc.config.compat.verl_omni import PREFIX, RULES, UNSAID, WHOLE
 
 REWARD = "reward.terms"
-TRANSLATED, NONE, STOPS, IGNORED = "translated", "no counterpart", "stops the run", "ignored"
+# What may become of a setting.
+TRANSLATED = "translated"
+NONE = "no counterpart"
+STOPS = "stops the run"
+IGNORED = "ignored"
 
 
 class Row(NamedTuple):
-    """A line of the table: what became of a setting, the setting as given, and what it is here or
-    why it is nothing.
+    """A line of the table.
+
+    Attributes:
+      kind: what became of the setting.
+      given: the setting as it was given.
+      here: what it is here, or why it is nothing.
+      key: of the setting.
     """
 
     kind: str
@@ -28,24 +35,34 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TranslatedOverrides:
-    """lines: overrides in this project's naming; rows: of the settings that had another one."""
+    """Overrides in this project's naming.
+
+    Attributes:
+      lines: the overrides.
+      rows: one for each setting that had another name or value.
+    """
 
     lines: Sequence[str]
     rows: Sequence[Row]
 
 
 def is_whole_command(keys: Collection[str]) -> bool:
-    """True for a command line of verl-omni, false for single overrides in its naming."""
+    """Returns whether these are the keys of a whole command line of verl-omni, not of a few."""
     return all(key in keys for key in WHOLE)
 
 
 def translate(
     settings: Sequence[Setting], known: Collection[str], *, whole: bool = False
 ) -> TranslatedOverrides:
-    """`known` are this project's keys; whole: what a command of verl-omni leaves unsaid is that
-    system's default. What belongs to neither side stays as it is, for the caller to refuse.
+    """Translates settings. A key that neither system has stays, for the caller to refuse.
 
-    Raises ValueError where two names set one key to different values.
+    Args:
+      settings: the overrides as given.
+      known: this project's keys.
+      whole: whether what is not given is verl-omni's default.
+
+    Raises:
+      ValueError: two names set one key to different values.
     """
     given = {setting.key: setting.value for setting in settings}
     lines: dict[str, tuple[str, Setting]] = {}
@@ -60,27 +77,26 @@ def translate(
             _add(lines, key, line, setting)
         if here == [setting.line]:
             continue
-        kind = STOPS if outcome.stops else TRANSLATED if here else NONE
-        rows.append(
-            Row(
-                kind,
-                setting.line,
-                "; ".join([*here, outcome.why] if outcome.why else here),
-                setting.key,
-            )
-        )
-    return TranslatedOverrides(
-        lines=[line for line, _ in lines.values()], rows=[*rows, *(_unsaid(given) if whole else [])]
-    )
+        told = [*here, outcome.why] if outcome.why else here
+        rows.append(Row(_kind(outcome), setting.line, "; ".join(told), setting.key))
+    if whole:
+        rows += _unsaid(given)
+    return TranslatedOverrides(lines=[line for line, _ in lines.values()], rows=rows)
+
+
+def _kind(outcome: Outcome) -> str:
+    if outcome.stops:
+        return STOPS
+    return TRANSLATED if outcome.settings else NONE
 
 
 def rows_of_notes(notes: Iterable[str]) -> list[Row]:
-    """Notes such as `use_tis -> rollout_is=token` as rows."""
+    """Returns notes such as `use_tis -> rollout_is=token` as rows."""
     return [Row(TRANSLATED, *note.partition(" -> ")[::2]) for note in notes]
 
 
 def resolved(rows: Iterable[Row], ignore: Sequence[str]) -> list[Row]:
-    """The rows after `compat.ignore`, which names keys without counterpart, or sections of them."""
+    """Marks the rows that `compat.ignore` names. It names keys without counterpart, or sections."""
     return [
         row._replace(kind=IGNORED)
         if row.kind == STOPS and any(_names(name, row.key) for name in ignore)
@@ -90,15 +106,15 @@ def resolved(rows: Iterable[Row], ignore: Sequence[str]) -> list[Row]:
 
 
 def check(rows: Sequence[Row], ignore: Sequence[str]) -> None:
-    """ValueError if a key would change what is trained, or if `compat.ignore` names one that does
-    not.
+    """Raises ValueError if a key without counterpart would change what is trained.
+
+    Also if `compat.ignore` names a key that would not.
     """
     for name in ignore:
         if not any(_names(name, row.key) for row in rows if row.kind in (IGNORED, STOPS)):
             raise ValueError(
                 f"compat.ignore names {name}, but no override of that name is without counterpart "
-                "and would change "
-                "what is trained: drop it"
+                "and would change what is trained: drop it"
             )
     left = [row for row in rows if row.kind == STOPS]
     if left:
@@ -106,13 +122,12 @@ def check(rows: Sequence[Row], ignore: Sequence[str]) -> None:
         keys = ",".join(dict.fromkeys(row.key.removeprefix(PREFIX) for row in left))
         raise ValueError(
             f"without a counterpart here, and would change what is trained: {reasons}. Set what "
-            "is named there, or "
-            f"go on without them by compat.ignore=[{keys}]"
+            f"is named there, or go on without them by compat.ignore=[{keys}]"
         )
 
 
 def table(rows: Sequence[Row]) -> str:
-    """All rows in three columns; empty without any."""
+    """Returns all rows in three columns; empty without any."""
     if not rows:
         return ""
     lines = [("", "given", "here"), *(row[:3] for row in rows)]
@@ -121,7 +136,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def write(value: Any) -> str:
-    """A value in the grammar of overrides."""
+    """Returns a value in the grammar of overrides."""
     if isinstance(value, Written):
         return str(value)
     if value is None or isinstance(value, bool):
@@ -132,7 +147,7 @@ def write(value: Any) -> str:
 
 
 def _unsaid(given: Mapping[str, Any]) -> list[Row]:
-    """What a whole command would train by not saying it, where there is no counterpart."""
+    """Returns a row for each default of verl-omni that has no counterpart and is not given."""
     rows = []
     if not any(key.startswith(REWARD) for key in given):
         rows.append(
@@ -152,7 +167,7 @@ def _unsaid(given: Mapping[str, Any]) -> list[Row]:
 
 
 def _outcome(setting: Setting, given: Mapping[str, Any], known: Collection[str]) -> Outcome | None:
-    """None for a setting that is not translated."""
+    """Returns what becomes of a setting; None if it is not translated."""
     rule = RULES.get(setting.key)
     if rule is not None:
         return rule(setting, given)
@@ -167,7 +182,7 @@ def _outcome(setting: Setting, given: Mapping[str, Any], known: Collection[str])
 
 
 def _rule_above(key: str) -> Rule | None:
-    """The rule of a key or of the nearest section above it."""
+    """Returns the rule of a key or of the nearest section above it."""
     while key:
         if key in RULES:
             return RULES[key]
@@ -176,7 +191,7 @@ def _rule_above(key: str) -> Rule | None:
 
 
 def _add(lines: dict[str, tuple[str, Setting]], key: str, line: str, setting: Setting) -> None:
-    """The same name twice: the later one counts, as with Hydra."""
+    """Adds a line for a key. Of two with the same name the later one counts, as with Hydra."""
     if key in lines:
         other_line, other = lines[key]
         if other.key != setting.key and line.partition("=")[2] != other_line.partition("=")[2]:

@@ -1,5 +1,6 @@
-"""What becomes of a key of another system: another name here, a value in other units, or no
-counterpart.
+"""Rules that say what becomes of another system's key here.
+
+It may have another name, a value in other units, or no counterpart.
 """
 
 from __future__ import annotations
@@ -9,8 +10,13 @@ from typing import Any, NamedTuple
 
 
 class Setting(NamedTuple):
-    """An override: line as it was given; key without `+`; value parsed; text of the value as it was
-    written.
+    """An override.
+
+    Attributes:
+      line: as it was given.
+      key: without `+`.
+      value: parsed.
+      text: the value as it was written.
     """
 
     line: str
@@ -20,9 +26,13 @@ class Setting(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """settings: key -> value here, empty without a counterpart; why: what the user should know.
+    """What a rule makes of a setting.
 
-    stops: there is no counterpart, and leaving the key out trains something else.
+    Attributes:
+      settings: key and value here; empty without a counterpart.
+      why: what the user should know.
+      stops: whether the run must stop: there is no counterpart, and without the key something else
+        is trained.
     """
 
     settings: Mapping[str, Any] = {}
@@ -30,20 +40,23 @@ class Outcome(NamedTuple):
     stops: bool = False
 
 
-# (setting, values of all settings by key) -> what becomes of it
+# Takes a setting and the values of all settings by key.
 Rule = Callable[[Setting, Mapping[str, Any]], Outcome]
 AS_HERE = "as here"
 
 
 class Written(str):
-    """A value that stands in the command line exactly as it is here, such as an interpolation."""
+    """A value that is passed on exactly as it is written, such as an interpolation."""
 
     __slots__ = ()
 
 
 def to(here: str, values: Mapping[Any, Any] | None = None) -> Rule:
-    """Another name; `values` are those with another spelling, all others stay as they are
-    written.
+    """Makes a rule that gives a key another name.
+
+    Args:
+      here: the name.
+      values: the values that have another spelling here; all others stay as they are written.
     """
 
     def rule(setting: Setting, given: Mapping[str, Any]) -> Outcome:
@@ -56,13 +69,16 @@ def to(here: str, values: Mapping[Any, Any] | None = None) -> Rule:
 
 
 def reported(why: str) -> Rule:
-    """No counterpart, and none is needed: the same is trained without it."""
+    """Makes a rule for a key that needs no counterpart: without it the same is trained."""
     return lambda setting, given: Outcome(why=why)
 
 
 def stops(why: str, *, unless: Iterable[Any] = ()) -> Rule:
-    """No counterpart, and without it something else is trained, `unless` the value means what is
-    done here anyway.
+    """Makes a rule for a key without counterpart, without which something else is trained.
+
+    Args:
+      why: what the user can do.
+      unless: values that mean what is done here anyway.
     """
 
     def rule(setting: Setting, given: Mapping[str, Any]) -> Outcome:
@@ -74,10 +90,10 @@ def stops(why: str, *, unless: Iterable[Any] = ()) -> Rule:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal, and not by True == 1."""
+    """Returns whether two values are equal; True and 1 are not."""
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 
 def each(section: str, names: str, rule: Rule) -> dict[str, Rule]:
-    """One rule for several keys of a section; `names` are separated by white space."""
+    """Gives several keys of a section one rule. White space separates the `names`."""
     return {f"{section}.{name}": rule for name in names.split()}

@@ -1,6 +1,4 @@
-"""What rewards with weights of their own share: where a checkpoint may be, on which device it goes,
-how it loads.
-"""
+"""Checkpoints of scoring models: where they may be, on which device they go, how they load."""
 
 from __future__ import annotations
 
@@ -14,8 +12,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def checkpoint_source(path: str, *, key: str) -> str:
-    """What transformers loads from: a folder, or what has the form of a hub id. ValueError, with
-    `key`, for neither.
+    """Returns what transformers loads from: the path of a folder, or a hub id.
+
+    Args:
+      path: a local folder, or text in the form of a hub id, `owner/name`.
+      key: name of the option that holds the path, for the error message.
+
+    Raises:
+      ValueError: `path` is neither.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -28,7 +32,7 @@ def checkpoint_source(path: str, *, key: str) -> str:
 
 
 def check_device(device: str) -> None:
-    """ValueError for a device that torch does not know or that is not there."""
+    """Raises ValueError for a device that torch does not know or this machine does not have."""
     if device == "auto":
         return
     try:
@@ -40,7 +44,7 @@ def check_device(device: str) -> None:
 
 
 def resolve_device(device: str) -> torch.device:
-    """`auto` is the card of this process, or the CPU where there is none."""
+    """Returns the torch device. `auto` is the GPU of this process, or the CPU if there is none."""
     if device != "auto":
         return torch.device(device)
     # The current device belongs to a thread, and rewards run in threads of their own.
@@ -52,8 +56,16 @@ def resolve_device(device: str) -> torch.device:
 
 
 def load_pretrained(cls: Any, path: str, *, device: str, dtype: str) -> Any:
-    """A model of class `cls` from safetensors, for inference. ValueError where the checkpoint lacks
-    weights of it.
+    """Loads a model from safetensors for inference.
+
+    Args:
+      cls: the model class of transformers.
+      path: a local folder or a hub id.
+      device: as in `resolve_device`.
+      dtype: a key of `DTYPES`.
+
+    Raises:
+      ValueError: the checkpoint lacks weights of the class.
     """
     model, report = cls.from_pretrained(
         path, dtype=DTYPES[dtype], use_safetensors=True, output_loading_info=True

@@ -1,6 +1,9 @@
-"""CLIP as several rewards use it: features of images and texts on one unit sphere.
+"""CLIP: features of images and texts as vectors of length 1.
 
-Reference: https://arxiv.org/abs/2103.00020.
+Shapes: N images or texts, H x W pixels, D features.
+
+Reference: "Learning Transferable Visual Models From Natural Language Supervision",
+https://arxiv.org/abs/2103.00020.
 """
 
 from __future__ import annotations
@@ -29,16 +32,18 @@ class _LoadedClip(NamedTuple):
 
 
 class Clip:
-    """A `CLIPModel` of transformers with its own image processor and tokenizer, loaded at its first
-    use.
+    """A `CLIPModel` of transformers with its image processor and tokenizer; loads at its first use.
 
-    path: a local folder or a hub id; safetensors only.
-    processor: where its image processor and tokenizer are, if not at `path`.
-    device: auto (the card of this process, or the CPU), cpu, cuda, cuda:1; dtype: fp32, bf16 or
-        fp16.
-    batch_size: images or texts in one forward.
+    Args:
+      path: a local folder or a hub id; weights are read from safetensors only.
+      processor: where the image processor and the tokenizer are, if not at `path`.
+      device: auto (the GPU of this process, or the CPU), cpu, cuda, cuda:1.
+      dtype: fp32, bf16 or fp16.
+      batch_size: images or texts in one forward.
 
-    Raises ValueError for a path that is none, an unknown device or dtype, or a batch_size below 1.
+    Raises:
+      ValueError: there is nothing to load at `path`, the device or dtype is unknown, or batch_size
+        is below 1.
     """
 
     def __init__(
@@ -63,20 +68,28 @@ class Clip:
             raise ValueError(f"dtype={dtype!r}: allowed are {', '.join(DTYPES)}")
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size!r} must be at least 1")
-        self.device, self.dtype, self.batch_size = device, dtype, batch_size
+        self.device = device
+        self.dtype = dtype
+        self.batch_size = batch_size
 
     def cosines(self, images: np.ndarray, texts: Sequence[str]) -> Tensor:
-        """Cosine of each of images [N, H, W, 3] uint8 with the text of its own: [N] fp32 on the
-        CPU.
+        """Computes the cosine of each image and the text at the same place.
+
+        Args:
+          images: uint8 RGB, [N, H, W, 3].
+          texts: N texts.
+
+        Returns:
+          fp32 on the CPU, [N].
         """
         return (self.image_features(images) * self.text_features(texts)).sum(1)
 
     def logit_scale(self) -> float:
-        """What the model multiplies a cosine by."""
+        """Returns the factor by which the model multiplies a cosine."""
         return float(self._loaded.model.logit_scale.float().exp())
 
     def image_features(self, images: np.ndarray) -> Tensor:
-        """Unit vectors [N, D] fp32 on the CPU of images [N, H, W, 3] uint8."""
+        """Computes unit vectors [N, D], fp32 on the CPU, of images [N, H, W, 3] uint8."""
 
         def forward(batch: Sequence[np.ndarray]) -> Any:
             pixels = self._loaded.images(
@@ -88,8 +101,9 @@ class Clip:
         return self._in_batches(forward, images)
 
     def text_features(self, texts: Sequence[str]) -> Tensor:
-        """Unit vectors [N, D] fp32 on the CPU; of a text that is too long, of its beginning."""
-        model, tokenizer = self._loaded.model, self._loaded.tokenizer
+        """Computes unit vectors [N, D], fp32 on the CPU, of texts; cuts a text that is too long."""
+        model = self._loaded.model
+        tokenizer = self._loaded.tokenizer
         longest = model.config.text_config.max_position_embeddings
 
         def forward(batch: Sequence[str]) -> Any:
@@ -98,17 +112,18 @@ class Clip:
             )
             return model.get_text_features(**tokens.to(model.device))
 
+        # The samples of a group share their prompt, so each text is encoded once.
         distinct = list(dict.fromkeys(texts))
         features = self._in_batches(forward, distinct)
         return features[[distinct.index(text) for text in texts]]
 
     @torch.inference_mode()
     def _in_batches(self, forward: Callable[[Any], Any], inputs: Any) -> Tensor:
-        parts = [
+        features = [
             forward(inputs[start : start + self.batch_size]).pooler_output.float()
             for start in range(0, len(inputs), self.batch_size)
         ]
-        return torch.nn.functional.normalize(torch.cat(parts), dim=1).cpu()
+        return torch.nn.functional.normalize(torch.cat(features), dim=1).cpu()
 
     @cached_property
     def _loaded(self) -> _LoadedClip:

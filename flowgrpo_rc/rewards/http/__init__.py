@@ -1,0 +1,1 @@
+"""Rewards behind HTTP: the client, the format of a request, and the server."""

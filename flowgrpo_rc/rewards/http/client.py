@@ -1,11 +1,12 @@
-"""JSON over HTTP to a server that is not trusted: it may hang, drip, lie or flood, and the run goes
-on.
+"""A JSON client for servers that are not trusted: they may hang, drip, lie or flood.
 
-Every call ends by its deadline. Failures in which the server surely did nothing, or asks to come
-again, are retried with jitter; no other one is. After several failures in a row the server is left
-alone for a while. Nothing is unpickled, redirects and compressed answers are refused, an answer is
-read up to a limit, and what a server says reaches a message only without the token. A token comes
-from an environment variable that the configuration names.
+* Every call ends by its deadline.
+* A failed request is sent again, after a random pause, only if the server surely did nothing or
+  asks for it. After several failures in a row the server gets no calls for a while.
+* Nothing is unpickled; redirects and compressed answers are refused; an answer is read up to a
+  limit.
+* The token comes from an environment variable that the configuration names. It is removed from
+  all that the server says before that reaches a message.
 """
 
 from __future__ import annotations
@@ -30,21 +31,18 @@ if TYPE_CHECKING:
     from tenacity import RetryCallState
 
 PACKAGES = ("httpx2", "tenacity")
-BUSY = (429, 502, 503, 504)  # the server, or what stands before it, asks to come again
+BUSY = (429, 502, 503, 504)  # the server, or a proxy before it, asks to come again
 _LONGEST_QUOTE = 200  # characters of what a server says
-_TOKEN = re.compile(
-    r"[\w.~+/-]+=*", re.ASCII
-)  # RFC 6750; JSON writes none of these characters in another way
+# The form of RFC 6750. JSON never escapes one of these characters, so a token can be found in it.
+_TOKEN = re.compile(r"[\w.~+/-]+=*", re.ASCII)
 
 
 class ServerError(RuntimeError):
-    """The server cannot be reached, failed, or answered something else than it should."""
+    """The server cannot be reached, failed, or gave an answer of the wrong form."""
 
 
 class _ComeAgain(ServerError):
-    """Nothing was done: the request may be sent again. after_s: what the server asks to wait, at
-    least.
-    """
+    """Nothing was done: the request may be sent again, at the earliest after `after_s` seconds."""
 
     def __init__(self, message: str, after_s: float = 0.0) -> None:
         super().__init__(message)
@@ -52,21 +50,25 @@ class _ComeAgain(ServerError):
 
 
 class JsonClient:
-    """Posts JSON objects and returns the JSON that comes back.
+    """Posts JSON objects and returns the JSON of the answers.
 
-    url: https, or http to this machine (localhost, 127.0.0.1, [::1]); without user, query and fragment.
-    token_env: name of the environment variable that holds the bearer token; null for none.
-    ca_file: certificates (PEM) to trust instead of the system's.
-    deadline_s: of one call, all of its requests, retries and pauses together.
-    max_attempts: how often one request is sent at most; pauses grow from half a second, with
-        jitter, to `max_pause_s`.
-    max_response_mb: an answer that is longer is cut off and refused.
-    max_failures: so many failed calls in a row, and calls fail at once for `cooldown_s`; then one
-        is tried again.
+    Args:
+      url: https, or http to this machine (localhost, 127.0.0.1, [::1]); without user, query and
+        fragment.
+      token_env: name of the environment variable that holds the bearer token; None for no token.
+      ca_file: certificates (PEM) to trust instead of the system's.
+      deadline_s: limit of one call, with all of its requests, retries and pauses, in seconds.
+      max_attempts: how often one request is sent at most.
+      max_pause_s: longest pause between two attempts, in seconds; pauses are random and their
+        range grows from half a second.
+      max_response_mb: an answer above this size, in MB, is cut off and refused.
+      max_failures: after so many failed calls in a row, calls fail at once for `cooldown_s`.
+      cooldown_s: length of that pause, in seconds; the next call after it is tried again.
 
-    Raises ValueError for an option that is out of range, an unset variable, and an address that
-    would show the token or the samples to others; ImportError without the packages of the extra
-    `remote`.
+    Raises:
+      ValueError: an option is out of range, the variable is unset, or the address would show token
+        or samples to others.
+      ImportError: the packages of the extra `remote` are missing.
     """
 
     def __init__(
@@ -98,22 +100,23 @@ class JsonClient:
         if max_attempts < 1 or max_failures < 1 or cooldown_s < 0:
             raise ValueError(
                 f"max_attempts={max_attempts} and max_failures={max_failures} must be at least 1, "
-                "and "
-                f"cooldown_s={cooldown_s} at least 0"
+                f"and cooldown_s={cooldown_s} at least 0"
             )
         _check_url(url)
-        self._url, self._deadline_s, self._max_attempts = url.rstrip("/"), deadline_s, max_attempts
-        self._max_pause_s, self._max_bytes = max_pause_s, int(max_response_mb * 1e6)
+        self._url = url.rstrip("/")
+        self._deadline_s = deadline_s
+        self._max_attempts = max_attempts
+        self._max_pause_s = max_pause_s
+        self._max_bytes = int(max_response_mb * 1e6)
         self._token = None if token_env is None else read_token(token_env)
         self._tls = None if ca_file is None else _trusting(ca_file)
         self._breaker = Breaker(max_failures, cooldown_s)
-        # At their lowest level they write headers down, which a server may have filled with the
-        # token.
+        # At their lowest level these loggers print headers, which a server may fill with the token.
         for name in ("httpx2", "httpcore2"):
             logging.getLogger(name).setLevel(logging.WARNING)
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """The answer to one request. ServerError if there is none by the deadline."""
+        """Returns the answer to one request. Raises ServerError without one by the deadline."""
         (answer,) = self.post_all(path, [body])
         if isinstance(answer, ServerError):
             raise answer
@@ -122,11 +125,17 @@ class JsonClient:
     def post_all(
         self, path: str, bodies: Sequence[Mapping[str, Any]], *, concurrency: int = 1
     ) -> list[Any | ServerError]:
-        """The answer to each request, in order, or why there is none; at most `concurrency` at a
-        time.
+        """Sends several requests; returns the answer to each in order, or why it has none.
 
-        The call counts as failed, for the pause, if none was answered. Raises ServerError during a
-        pause.
+        The call counts as failed if no request was answered.
+
+        Args:
+          path: is appended to the client's url.
+          bodies: the JSON object of each request.
+          concurrency: requests at the same time, at most.
+
+        Raises:
+          ServerError: the server is left alone for now, after too many failures.
         """
         self._breaker.check()
         answers = asyncio.run(self._post_all(path, bodies, concurrency))
@@ -139,7 +148,8 @@ class JsonClient:
     ) -> list[Any | ServerError]:
         import httpx2
 
-        turn, end = asyncio.Semaphore(concurrency), time.monotonic() + self._deadline_s
+        turn = asyncio.Semaphore(concurrency)
+        end = time.monotonic() + self._deadline_s
         asyncio.get_running_loop().set_default_executor(_Lookups())
 
         async def one(body: Mapping[str, Any]) -> Any | ServerError:
@@ -155,7 +165,8 @@ class JsonClient:
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token}"
         verify = True if self._tls is None else self._tls
-        # The environment's proxies and .netrc would see samples and change who is asked as whom.
+        # trust_env=False: a proxy of the environment would see the samples, and .netrc could send
+        # other credentials.
         async with httpx2.AsyncClient(
             headers=headers, verify=verify, timeout=None, follow_redirects=False, trust_env=False
         ) as client:
@@ -191,33 +202,34 @@ class JsonClient:
         try:
             async with client.stream("POST", f"{self._url}{path}", json=body) as response:
                 content = await self._content(response)
-        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:  # the token has not been sent
+        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+            # Nothing has been sent yet, so the text of the error cannot hold the token.
             raise _ComeAgain(
                 f"{self._url} cannot be reached ({type(error).__name__}: {error})"
             ) from None
-        except (httpx2.HTTPError, ssl.SSLError) as error:  # the text may hold what the server sent
+        except (httpx2.HTTPError, ssl.SSLError) as error:
+            # The text of the error may hold what the server sent, so only its type is named.
             raise ServerError(
                 f"{self._url} broke off or does not speak HTTP ({type(error).__name__})"
             ) from None
         return self._parsed(response, content)
 
     async def _content(self, response: httpx2.Response) -> bytes:
-        """The body, as it is on the wire, of an answer that is not refused by its size."""
-        parts, size = [], 0
-        async for part in response.aiter_raw():
-            parts.append(part)
-            size += len(part)
+        """Reads the body as it comes, without decompression, up to the size limit."""
+        chunks = []
+        size = 0
+        async for chunk in response.aiter_raw():
+            chunks.append(chunk)
+            size += len(chunk)
             if size > self._max_bytes:
                 raise ServerError(
                     f"{self._url} answered more than max_response_mb={self._max_bytes / 1e6:g}"
                 )
-        return b"".join(parts)
+        return b"".join(chunks)
 
     def _parsed(self, response: httpx2.Response, content: bytes) -> Any:
-        status, kind = (
-            response.status_code,
-            response.headers.get("content-type", "").split(";")[0].strip().lower(),
-        )
+        status = response.status_code
+        kind = response.headers.get("content-type", "").split(";")[0].strip().lower()
         if status in BUSY:
             raise _ComeAgain(
                 f"{self._url} answered {status}", _seconds(response.headers.get("retry-after", ""))
@@ -235,11 +247,10 @@ class JsonClient:
             ) from None
 
     def _quoted(self, content: bytes) -> str:
-        """What a server says about its refusal, printable, short and without the token."""
+        """Returns the server's reason for a refusal: printable, short and without the token."""
         try:
-            said = json.dumps(
-                json.loads(content), ensure_ascii=False
-            )  # without escapes that would hide the token
+            # ensure_ascii=False: an escape sequence could hide the token from the replacement.
+            said = json.dumps(json.loads(content), ensure_ascii=False)
         except (ValueError, RecursionError):
             return ""
         text = "".join(character for character in said if character.isprintable())
@@ -249,25 +260,28 @@ class JsonClient:
 
 
 class _Lookups(ThreadPoolExecutor):
-    """Where names are looked up. A look-up that hangs cannot be ended, and must not hold the call
-    that gave it up.
-    """
+    """Runs DNS look-ups. One that hangs cannot be stopped, so nobody waits for it at the end."""
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         super().shutdown(wait=False, cancel_futures=cancel_futures)
 
 
 class Breaker:
-    """Lets calls fail at once after `max_failures` in a row, for `cooldown_s`; then the next one
-    decides.
+    """Lets calls fail at once for a while after several failures in a row.
+
+    Args:
+      max_failures: failed calls in a row that start a pause.
+      cooldown_s: length of a pause, in seconds; the call after it decides anew.
     """
 
     def __init__(self, max_failures: int, cooldown_s: float) -> None:
-        self._max_failures, self._cooldown_s = max_failures, cooldown_s
-        self._failures, self._open_until = 0, 0.0
+        self._max_failures = max_failures
+        self._cooldown_s = cooldown_s
+        self._failures = 0
+        self._open_until = 0.0
 
     def check(self) -> None:
-        """Raise ServerError during a pause."""
+        """Raises ServerError during a pause."""
         left = self._open_until - time.monotonic()
         if left > 0:
             raise ServerError(
@@ -275,13 +289,14 @@ class Breaker:
             )
 
     def record(self, failed: bool) -> None:
+        """Counts a call that failed, or resets the count after one that did not."""
         self._failures = self._failures + 1 if failed else 0
         if self._failures >= self._max_failures:
             self._open_until = time.monotonic() + self._cooldown_s
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address is this machine's own."""
+    """Returns True if a host's name or address is this machine's own."""
     if host == "localhost":
         return True
     try:
@@ -291,29 +306,32 @@ def is_loopback(host: str) -> bool:
 
 
 def _check_url(url: str) -> None:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    address = urlsplit(url)
+    if address.scheme not in ("http", "https") or not address.hostname:
         raise ValueError("url must begin with https:// or, to this machine, http:// and a host")
     try:
-        _ = parts.port
+        _ = address.port  # urlsplit parses the port only here
     except ValueError:
         raise ValueError("url must have a port from 0 to 65535 after the host, or none") from None
-    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+    has_user = address.username is not None or address.password is not None
+    if has_user or address.query or address.fragment:
         raise ValueError(
             "url must have no user, query or fragment: put a token into an environment variable "
             "(token_env)"
         )
-    if parts.scheme == "http" and not is_loopback(parts.hostname):
+    if address.scheme == "http" and not is_loopback(address.hostname):
         raise ValueError(
             f"url={url!r} would send samples and token in the clear: use https, or a tunnel to "
-            "this machine such as "
-            "ssh -L 8000:localhost:8000"
+            "this machine such as ssh -L 8000:localhost:8000"
         )
 
 
 def read_token(name: str) -> str:
-    """The bearer token in the environment variable `name`. ValueError, which repeats neither, if
-    there is none.
+    """Returns the bearer token in the environment variable `name`.
+
+    Raises:
+      ValueError: there is none. The message repeats neither name nor token, in case a token was
+        given in place of a name.
     """
     if not (name.isidentifier() and name.isascii()):
         raise ValueError("token_env must be the name of an environment variable, not a token")
@@ -336,5 +354,5 @@ def _trusting(ca_file: str) -> ssl.SSLContext:
 
 
 def _seconds(text: str) -> float:
-    """Retry-After in seconds; its other form, a date, is not worth a clock."""
+    """Reads Retry-After in seconds; 0 for its other form, a date, which would need equal clocks."""
     return float(text) if text.isascii() and text.isdigit() and len(text) < 6 else 0.0

@@ -1,5 +1,6 @@
-"""A reward of the package behind HTTP, for `Remote`: a bearer token, a limit for the body, one call
-at a time.
+"""An HTTP server for a reward of the package, which the reward `remote` asks.
+
+It demands a bearer token, limits the size of a request and runs one call at a time.
 """
 
 import asyncio
@@ -14,18 +15,23 @@ from flowgrpo_rc.rewards.http.client import is_loopback, read_token
 from flowgrpo_rc.rewards.http.wire import PATH, decode, encode_scores
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from fastapi import FastAPI, Request
 
 PACKAGE = "flowgrpo_rc.rewards"
 PACKAGES = ("fastapi", "uvicorn")
 
 
 def make_app(reward: Reward, token: str, *, max_body_mb: float) -> "FastAPI":
-    """An application that scores requests of `rewards/wire.py`.
+    """Makes the application that scores requests in the format of `rewards/http/wire.py`.
 
-    It answers 401 without the token, 413 to a longer body, 415 to another type than JSON, 422 to
-    what is no request, or of a kind that the reward does not score, and 500 with the exception if
-    the reward fails.
+    It answers 401 without the token, 413 to a body that is too long, 415 to another type than JSON,
+    422 to a body that is no request or whose samples the reward does not score, and 500 with the
+    exception if the reward fails.
+
+    Args:
+      reward: scores the samples.
+      token: the bearer token that clients must send.
+      max_body_mb: longest body of a request, in MB.
     """
     from fastapi import Depends, FastAPI, HTTPException, Request
     from fastapi.concurrency import run_in_threadpool
@@ -40,19 +46,6 @@ def make_app(reward: Reward, token: str, *, max_body_mb: float) -> "FastAPI":
                 401, "wrong or missing bearer token", {"WWW-Authenticate": "Bearer"}
             )
 
-    async def body(request: Request) -> Any:
-        if request.headers.get("content-type", "").split(";")[0] != "application/json":
-            raise HTTPException(415, "send application/json")
-        content = bytearray()
-        async for part in request.stream():
-            content += part
-            if len(content) > max_body_mb * 1e6:
-                raise HTTPException(413, f"the body is longer than {max_body_mb:g} MB")
-        try:
-            return json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise HTTPException(422, f"the body is no JSON ({type(error).__name__})") from error
-
     @app.get("/v1/reward", dependencies=[Depends(authorize)])
     def about() -> dict[str, Any]:
         return {
@@ -64,7 +57,7 @@ def make_app(reward: Reward, token: str, *, max_body_mb: float) -> "FastAPI":
 
     @app.post(PATH, dependencies=[Depends(authorize)])
     async def score(request: Request) -> dict[str, Any]:
-        asked = await body(request)
+        asked = await _body(request, max_body_mb)
         try:
             samples, prompts = await run_in_threadpool(decode, asked)
             if reward.kind not in (asked["kind"], "any"):
@@ -76,12 +69,28 @@ def make_app(reward: Reward, token: str, *, max_body_mb: float) -> "FastAPI":
                 raise HTTPException(499, "the client is gone")
             try:
                 return encode_scores(await run_in_threadpool(reward, samples, prompts))
-            except (
-                Exception
-            ) as error:  # a reward is foreign code, and its failure is one of this request
+            # A reward is foreign code: any exception of it fails this request and no other.
+            except Exception as error:
                 raise HTTPException(500, f"{type(error).__name__}: {error}") from error
 
     return app
+
+
+async def _body(request: "Request", max_body_mb: float) -> Any:
+    """Reads the JSON in the body of a request, and refuses a long one before all of it is read."""
+    from fastapi import HTTPException
+
+    if request.headers.get("content-type", "").split(";")[0] != "application/json":
+        raise HTTPException(415, "send application/json")
+    content = bytearray()
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > max_body_mb * 1e6:
+            raise HTTPException(413, f"the body is longer than {max_body_mb:g} MB")
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(422, f"the body is no JSON ({type(error).__name__})") from error
 
 
 def serve(
@@ -95,13 +104,22 @@ def serve(
     key: str | None,
     max_body_mb: float,
 ) -> None:
-    """Serve a reward of the package, or of the full path of a class, until interrupted.
+    """Serves a reward until interrupted.
 
-    token_env: name of the environment variable with the token that clients must send.
+    Args:
+      name: a reward of the package, or the full path of a class.
+      options: keyword arguments of the reward.
+      token_env: name of the environment variable with the token that clients must send.
+      host: address to listen at.
+      port: port to listen at.
+      certificate: file with the TLS certificate; None for plain HTTP, on this machine only.
+      key: file with the key of the certificate.
+      max_body_mb: longest body of a request, in MB.
 
-    Raises ValueError for a reward or an option that does not exist, a token that is none, and an
-    address that other machines reach without TLS; ImportError without the packages of the extra
-    `serve`.
+    Raises:
+      ValueError: the reward or an option does not exist, there is no valid token, or other machines
+        would reach the address without TLS.
+      ImportError: the packages of the extra `serve` are missing.
     """
     if not all(find_spec(package) for package in PACKAGES):
         raise ImportError(
@@ -113,8 +131,8 @@ def serve(
     if certificate is None and not is_loopback(host):
         raise ValueError(
             f"--host {host} is reached from other machines, where samples and token would travel "
-            "in the clear: give "
-            "--certificate and --key, or keep 127.0.0.1 and let clients come through a tunnel"
+            "in the clear: give --certificate and --key, or keep 127.0.0.1 and let clients come "
+            "through a tunnel"
         )
     reward: Reward = build(load_class(PACKAGE, name, Reward), options, name)
     if reward.kind == "latent":

@@ -1,9 +1,11 @@
-"""How samples travel: JSON, with images as PNG files in base64. No pickle on either side.
+"""The format in which samples travel: JSON with images as PNG files in base64, never pickle.
 
-A request is {"kind": ..., "samples": [...], "prompts": [...]}: of kind image a PNG each, of kind
-video a list of PNGs, of kind text the text. A prompt has the fields of `Prompt`. An answer is
-{"values": [...], "parts": {name: [...]}} with one number for each sample, or null for one that
-could not be scored.
+A request is {"kind": ..., "samples": [...], "prompts": [...]}. A sample of kind image is a PNG, of
+kind video a list of PNGs, of kind text the text itself. A prompt has the fields of `Prompt`. An
+answer is {"values": [...], "parts": {name: [...]}} with one number for each sample, or null for
+one that could not be scored.
+
+Shapes: N samples, F frames of a video, H x W pixels.
 """
 
 from __future__ import annotations
@@ -25,29 +27,37 @@ from flowgrpo_rc.rewards.base import Scores, finite_numbers
 
 PATH = "/v1/score"
 KINDS = ("image", "video", "text")
-MAX_PIXELS = 2**26  # of all the images of a request, 64 of 1024 x 1024
+MAX_PIXELS = 2**26  # of all images of a request together: 64 images of 1024 x 1024
 _PROMPT_FIELDS = ("text", "index", "target", "negative_text", "metadata")
 
 
 def encode(samples: Any, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """The request that asks for scores of images [N, H, W, 3] or videos [N, F, H, W, 3] uint8, or
-    texts.
+    """Makes the request for the scores of samples.
+
+    Args:
+      samples: uint8 images [N, H, W, 3] or videos [N, F, H, W, 3], or N texts.
+      prompts: the prompt of each sample.
     """
     if not isinstance(samples, np.ndarray):
-        kind, encoded = "text", list(samples)
+        kind = "text"
+        encoded = list(samples)
     elif samples.ndim == 4:
-        kind, encoded = "image", [encode_png(image) for image in samples]
+        kind = "image"
+        encoded = [encode_png(image) for image in samples]
     else:
-        kind, encoded = "video", [[encode_png(frame) for frame in video] for video in samples]
+        kind = "video"
+        encoded = [[encode_png(frame) for frame in video] for video in samples]
     rows = [{**asdict(prompt), "metadata": dict(prompt.metadata)} for prompt in prompts]
     return {"kind": kind, "samples": encoded, "prompts": rows}
 
 
 def decode(request: Any) -> tuple[Any, list[Prompt]]:
-    """Samples and prompts of a request. ValueError for anything else."""
+    """Returns samples and prompts of a request. Raises ValueError if it is malformed."""
     if not isinstance(request, Mapping) or set(request) != {"kind", "samples", "prompts"}:
         raise ValueError("a request is an object with kind, samples and prompts")
-    kind, samples, prompts = request["kind"], request["samples"], request["prompts"]
+    kind = request["kind"]
+    samples = request["samples"]
+    prompts = request["prompts"]
     if kind not in KINDS or not isinstance(samples, list) or not isinstance(prompts, list):
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, samples and prompts lists")
     if not samples or len(samples) != len(prompts):
@@ -56,6 +66,8 @@ def decode(request: Any) -> tuple[Any, list[Prompt]]:
 
 
 def encode_scores(scores: Scores) -> dict[str, Any]:
+    """Makes the answer with the scores; NaN becomes null."""
+
     def column(values: Sequence[float]) -> list[float | None]:
         return [None if math.isnan(value) else value for value in finite_numbers(values)]
 
@@ -66,8 +78,15 @@ def encode_scores(scores: Scores) -> dict[str, Any]:
 
 
 def decode_scores(answer: Any, part_names: Sequence[str], count: int) -> Scores:
-    """The scores of `count` samples, NaN for null. ValueError for an answer that is none; other
-    parts are left out.
+    """Reads the scores in an answer; null becomes NaN.
+
+    Args:
+      answer: the JSON of the answer.
+      part_names: the parts to keep; others are ignored.
+      count: number of samples that were sent.
+
+    Raises:
+      ValueError: the answer is malformed or lacks a part.
     """
     if not isinstance(answer, Mapping) or not isinstance(answer.get("parts", {}), Mapping):
         raise ValueError("the answer is no object with values and parts")
@@ -82,15 +101,17 @@ def decode_scores(answer: Any, part_names: Sequence[str], count: int) -> Scores:
 
 
 def encode_png(image: np.ndarray) -> str:
-    """image [H, W, 3] uint8 as a PNG file in base64."""
+    """Returns an image [H, W, 3] uint8 as a PNG file in base64."""
     file = BytesIO()
     Image.fromarray(image).save(file, format="PNG", compress_level=1)
     return base64.b64encode(file.getvalue()).decode("ascii")
 
 
 def decode_png(text: Any, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """The image [H, W, 3] uint8. ValueError for what is no PNG file in base64, or has more
-    pixels.
+    """Returns the image [H, W, 3] uint8 of a PNG file in base64.
+
+    Raises:
+      ValueError: `text` is something else, or the image has more than `max_pixels` pixels.
     """
     if not isinstance(text, str):
         raise ValueError("an image must be a PNG file in base64")
@@ -129,7 +150,8 @@ def _decoded(kind: str, samples: list[Any]) -> Any:
 
 
 def _stack(encoded: list[Any]) -> np.ndarray:
-    images, left = [], MAX_PIXELS
+    images = []
+    left = MAX_PIXELS  # the pixels that the images to come may have
     for text in encoded:
         images.append(decode_png(text, left))
         left -= images[-1].shape[0] * images[-1].shape[1]

@@ -1,3 +1,5 @@
-"""vLLM-Omni in a process of its own: the trainer's side of it (channel, process, lora) and the
-child's (the rest).
+"""vLLM-Omni in a process of its own.
+
+The trainer's side is `channel`, `process` and `lora`. The engine's side is `child`, `host`,
+`worker` and `pipelines`; only the engine's process imports the last three.
 """

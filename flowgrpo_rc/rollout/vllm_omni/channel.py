@@ -1,5 +1,6 @@
-"""Messages between the trainer and its engine: a JSON object and tensors as safetensors. Nothing is
-unpickled.
+"""Messages between trainer and engine: a JSON object, and tensors as safetensors.
+
+Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from torch import Tensor
 
 
 class Message(NamedTuple):
-    """kind says what it is; fields are JSON-able."""
+    """One message.
+
+    Attributes:
+      kind: what kind of message it is.
+      fields: what JSON can hold.
+      tensors: by name.
+    """
 
     kind: str
     fields: Mapping[str, Any]
@@ -24,7 +31,14 @@ class Message(NamedTuple):
 def send(
     connection: Connection, kind: str, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Write one message. OSError if the other end is gone."""
+    """Writes one message. OSError if the other end is gone.
+
+    Args:
+      connection: this end of the pair of sockets.
+      kind: what kind of message it is.
+      fields: what JSON can hold.
+      tensors: by name, on any device.
+    """
     connection.send_bytes(json.dumps({"kind": kind, "fields": fields}).encode())
     connection.send_bytes(
         save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
@@ -32,6 +46,6 @@ def send(
 
 
 def receive(connection: Connection) -> Message:
-    """Wait for one message. EOFError or OSError if the other end is gone."""
+    """Waits for one message. EOFError or OSError if the other end is gone."""
     header = json.loads(connection.recv_bytes())
     return Message(header["kind"], header["fields"], load(connection.recv_bytes()))

@@ -1,8 +1,8 @@
-"""The engine's process: `python -m flowgrpo_rc.rollout.vllm_omni.child SOCKET`. Started by
-`EngineProcess`, never by hand.
+"""The engine's process: `python -m flowgrpo_rc.rollout.vllm_omni.child SOCKET`.
 
-One event loop serves one request after the other. A thread reads the socket, so that the end of the
-trainer ends this process at once, in the middle of a forward too.
+`EngineProcess` starts it; people never do. One event loop serves one request after the other. A
+thread reads the socket, so this process ends as soon as the trainer does, even in the middle of a
+forward.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """Answers requests. `start` brings up the host, which imports vLLM-Omni."""
+    """Answers requests. The request `start` makes the host, which imports vLLM-Omni."""
 
     def __init__(self) -> None:
         self._host: Host | None = None
 
     async def answer(self, request: Message) -> AsyncIterator[Message]:
+        """Yields the replies to a request, the last of which is `done`."""
         if request.kind == "start":
             from flowgrpo_rc.rollout.vllm_omni.host import Host
 
@@ -42,14 +43,13 @@ class Session:
             yield reply
 
     def close(self) -> None:
+        """Ends the host, if there is one."""
         if self._host is not None:
             self._host.close()
 
 
 async def serve(connection: Connection) -> None:
-    """Answer until asked to close. A request that fails is reported; the trainer decides what
-    follows.
-    """
+    """Answers until asked to close. Reports a request that fails; the trainer decides the rest."""
     inbox: asyncio.Queue[Message] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
@@ -58,9 +58,8 @@ async def serve(connection: Connection) -> None:
             while True:
                 loop.call_soon_threadsafe(inbox.put_nowait, receive(connection))
         except (EOFError, OSError):
-            os.killpg(
-                os.getpid(), signal.SIGKILL
-            )  # the trainer is gone: end with whatever was started here
+            # The trainer is gone: end this process and all that it started.
+            os.killpg(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=read, daemon=True).start()
     session = Session()

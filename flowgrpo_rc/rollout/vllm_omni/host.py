@@ -1,5 +1,6 @@
-"""vLLM-Omni's diffusion engine behind the requests of the trainer. Imported by the engine's process
-alone.
+"""vLLM-Omni's diffusion engine behind the trainer's requests.
+
+Only the engine's process imports this module.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ from flowgrpo_rc.rollout.vllm_omni.lora import fingerprint
 from flowgrpo_rc.rollout.vllm_omni.pipelines import EXTRA, RECORDED, Sample
 
 PACKAGE = "flowgrpo_rc.rollout.vllm_omni"
-BATCH_WAIT_MS = 50.0  # for the last, smaller forward of a request; a full one does not wait
+BATCH_WAIT_MS = 50.0  # the last, smaller forward of a request waits so long; a full one does not
 
 
 class Host:
-    """fields of `start`: pipeline (a class of `pipelines`), chunk_size, memory_fraction, sleep, and
-    the keywords of vLLM-Omni's configuration under `engine`."""
+    """Starts vLLM-Omni and answers the requests `sync` and `generate`.
+
+    Args:
+      fields: those of the request `start`: `pipeline` (a class of `pipelines`), `chunk_size`,
+        `memory_fraction`, `sleep`, and under `engine` the keywords of vLLM-Omni's configuration.
+    """
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         if fields["memory_fraction"] is not None:
@@ -52,18 +57,22 @@ class Host:
         )
         config.enrich_config()
         self._engine = DiffusionEngine.make_engine(config)
-        self._engine.post_process_func = (
-            None  # the trainer decodes; Qwen-Image's would take latents for a picture
-        )
-        self._chunk_size, self._sleeps, self._asleep = fields["chunk_size"], fields["sleep"], False
+        # The trainer decodes; the function of Qwen-Image would take latents for a picture.
+        self._engine.post_process_func = None
+        self._chunk_size = fields["chunk_size"]
+        self._sleeps = fields["sleep"]
+        self._asleep = False
         self._adapter: LoRARequest | None = None
         self._count = 0
 
     async def sync(
         self, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> AsyncIterator[Message]:
-        """Bind LoRA tensors of `version` and rank `rank`; answers with the fingerprint of what the
-        layers hold.
+        """Binds LoRA tensors and answers with the fingerprint of what the layers hold.
+
+        Args:
+          fields: `version` and `rank` of the LoRA.
+          tensors: its tensors, as `weights_to_bind` makes them.
         """
         await self._wake()
         self._adapter = LoRARequest(
@@ -78,8 +87,12 @@ class Host:
     async def generate(
         self, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]
     ) -> AsyncIterator[Message]:
-        """The conditioning of the distinct texts, then chunks of samples in order, then what the
-        layers hold.
+        """Answers with the texts' conditioning, then chunks of samples, then what the layers hold.
+
+        Args:
+          fields: `spec`, `shape` of a sample's latents, `seeds`, the distinct `texts` and
+            `negative_texts`, which of them belongs to each sample, and `keep_means`.
+          tensors: `window` [B, T], `sigmas` and `timesteps` of the schedule.
         """
         await self._wake()
         spec = SamplerSpec(**fields["spec"])
@@ -121,6 +134,7 @@ class Host:
         await self._sleep()
 
     def close(self) -> None:
+        """Ends vLLM-Omni."""
         self._engine.close()
 
     async def _encode(self, texts: Sequence[str], spec: SamplerSpec) -> dict[str, Tensor]:
@@ -134,9 +148,8 @@ class Host:
             width=spec.width,
             num_inference_steps=spec.num_inference_steps,
             guidance_scale=spec.guidance_scale,
-            true_cfg_scale=1.0
-            if spec.true_cfg_scale is None
-            else spec.true_cfg_scale,  # its own default is 4
+            # Always given, since vLLM-Omni's own default is 4.
+            true_cfg_scale=1.0 if spec.true_cfg_scale is None else spec.true_cfg_scale,
             max_sequence_length=spec.max_sequence_length,
             seed=sample.seed,
             output_type="latent",

@@ -12,11 +12,15 @@ from torch import Tensor
 def weights_to_bind(
     state: Mapping[str, Tensor], *, adapter: str, scale: float, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The tensors that the engine must end up with: in its precision, alpha / rank folded into
-    lora_B.
+    """Returns the tensors that the engine must hold: in its precision, alpha / rank in lora_B.
 
-    state: named as in the trainer's network, `blocks.0.attn.to_q.lora_A.default.weight`; here
-    without the adapter's name, as peft writes them to files.
+    Args:
+      state: name -> tensor in the trainer's network, such as
+        `blocks.0.attn.to_q.lora_A.default.weight`.
+      adapter: the adapter's name, `default` in that example; it is left out of the new names, as in
+        peft's files.
+      scale: alpha / rank.
+      dtype: the engine's precision.
     """
     return {
         name.replace(f".{adapter}.", "."): (tensor * scale if ".lora_B." in name else tensor).to(
@@ -27,7 +31,7 @@ def weights_to_bind(
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, types, shapes and bytes."""
+    """Computes SHA-256 over names, types, shapes and bytes of tensors."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

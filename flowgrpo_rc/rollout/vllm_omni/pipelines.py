@@ -1,10 +1,11 @@
-"""vLLM-Omni's own pipelines, whose denoising loop is the trainer's. Imported by the engine's
-process alone.
+"""vLLM-Omni's pipelines with the trainer's denoising loop.
 
-Text encoders, transformer, guidance and parallelism stay the engine's. Latents, sigmas, timesteps
-and the maths of a step are fp32, as in `policies.flow`; the transformer gets its own precision. The
-noise follows from each sample's seed as in the diffusers engine. Latents are decoded by the
-trainer.
+Only the engine's process imports this module. Text encoders, transformer, guidance and parallelism
+stay vLLM-Omni's. Latents, sigmas, timesteps and the maths of a step are fp32, as in
+`policies.flow`; the transformer gets its own precision. The noise follows from each sample's seed,
+as in the diffusers engine. The trainer decodes the latents.
+
+Shapes: T stochastic steps of a sample.
 """
 
 from __future__ import annotations
@@ -29,14 +30,21 @@ from flowgrpo_rc.models.base import Schedule
 from flowgrpo_rc.policies.flow import Trajectory, Velocity, sample_trajectory
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-EXTRA = "rollout"  # where a request carries its Sample, and an output its record
+EXTRA = "rollout"  # the key under which a request carries its Sample, and an output its record
 RECORDED = ("final", "window_latents", "log_probs", "means")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """What one request asks for beyond vLLM-Omni's own parameters. window [T] int64; shape of one
-    sample's latents.
+    """The part of a request that vLLM-Omni's own parameters cannot hold.
+
+    Attributes:
+      spec: the sampler's settings.
+      schedule: the trainer's sigmas and timesteps.
+      shape: shape of one sample's latents.
+      window: the stochastic steps, [T] int64.
+      seed: everything random about the sample follows from it.
+      keep_means: whether the means of the stochastic steps are sent back.
     """
 
     spec: SamplerSpec
@@ -48,10 +56,11 @@ class Sample:
 
 
 class Recorder:
-    """Mixed into a pipeline: runs `diffuse` on the requests' own noise and sends back what it
-    recorded.
+    """A mix-in for a pipeline: denoises with the requests' own noise and sends back the record.
 
-    renamed: the end of a module's name in diffusers -> in vLLM-Omni.
+    Attributes:
+      renamed: end of a module's name in diffusers -> in vLLM-Omni.
+      lora: the tensors to bind and their rank; set before vLLM-Omni asks for the adapter.
     """
 
     supports_request_batch = True
@@ -61,11 +70,14 @@ class Recorder:
     lora: tuple[Mapping[str, Tensor], int] | None = None
 
     def forward(self, req: DiffusionRequestBatch) -> list[DiffusionOutput]:
-        if req.is_dummy_run():  # of 512 x 512 pixels, which a small model has no positions for
+        """Runs the pipeline on a batch of requests; each output carries its sample's record."""
+        # vLLM-Omni warms up at 512 x 512 pixels, for which a small model has no positions.
+        if req.is_dummy_run():
             return [DiffusionOutput(output=torch.zeros(1)) for _ in req.requests]
         self._samples = [params.extra_args[EXTRA] for params in req.sampling_params_list]
         outputs: list[DiffusionOutput] = super().forward(req)  # type: ignore[misc]
-        record, spec = self._record, asdict(self._used(req.sampling_params_list[0]))
+        record = self._record
+        spec = asdict(self._used(req.sampling_params_list[0]))
         shared = {
             "sigmas": record.schedule.sigmas.cpu(),
             "timesteps": record.schedule.timesteps.cpu(),
@@ -78,14 +90,15 @@ class Recorder:
         return outputs
 
     def predict_noise(self, *args: Any, **named: Any) -> Tensor:
-        """In fp32 before guidance, which enlarges what bf16 rounds away."""
+        """Returns the prediction in fp32, before guidance enlarges what bf16 rounds away."""
         return super().predict_noise(*args, **named).float()  # type: ignore[misc]
 
     def _denoise(self, velocity: Velocity) -> Tensor:
-        """Walk the schedule; the record is kept, the final latents go back to the pipeline."""
-        samples, first = self._samples, self._samples[0]
+        """Walks the schedule, keeps the record, and returns the final latents to the pipeline."""
+        samples = self._samples
+        first = self._samples[0]
         seeds = [sample.seed for sample in samples]
-        schedule = Schedule(*(part.to(self.device) for part in first.schedule))
+        schedule = Schedule(*(tensor.to(self.device) for tensor in first.schedule))
         self._record: Trajectory = sample_trajectory(
             velocity,
             schedule,
@@ -98,8 +111,9 @@ class Recorder:
         return self._record.final
 
     def _used(self, params: OmniDiffusionSamplingParams) -> SamplerSpec:
-        """The settings that this pipeline sampled with: vLLM-Omni's parameters, its precision, the
-        trainer's step.
+        """Returns the settings that this pipeline really sampled with.
+
+        These are vLLM-Omni's parameters, its precision, and the trainer's stochastic step.
         """
         return replace(
             self._samples[0].spec,
@@ -114,8 +128,9 @@ class Recorder:
     def _load_diffusion_lora_adapter(
         self, *, lora_request: Any, lora_path: str, dtype: torch.dtype
     ) -> Any:
-        """The hook by which vLLM-Omni asks a pipeline for an adapter: from memory, in the tensors'
-        own precision.
+        """Hands vLLM-Omni its adapter, from memory and in the tensors' own precision.
+
+        vLLM-Omni calls this hook when it wants a pipeline to load an adapter.
         """
         assert self.lora is not None, "tensors are handed over before they are bound"
         tensors, rank = self.lora
@@ -135,7 +150,10 @@ class Recorder:
 
 
 class RolloutStableDiffusion3(Recorder, StableDiffusion3Pipeline):
+    """Stable Diffusion 3 with the trainer's denoising loop."""
+
     def encode(self, texts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
+        """Returns the conditioning of the texts, by the names of the pipeline's parameters."""
         embeds, pooled = self.encode_prompt(
             texts, None, None, max_sequence_length=max_sequence_length
         )
@@ -153,6 +171,8 @@ class RolloutStableDiffusion3(Recorder, StableDiffusion3Pipeline):
         guidance_scale: float,
         cfg_normalize: bool = False,
     ) -> Tensor:
+        """Denoises by the trainer's loop; replaces vLLM-Omni's, with its parameters."""
+
         def velocity(x: Tensor, at: Tensor) -> Tensor:
             both = {
                 "hidden_states": x.to(self.od_config.dtype),
@@ -179,6 +199,8 @@ class RolloutStableDiffusion3(Recorder, StableDiffusion3Pipeline):
 
 
 class RolloutQwenImage(Recorder, QwenImagePipeline):
+    """Qwen-Image with the trainer's denoising loop."""
+
     renamed: ClassVar[Mapping[str, str]] = {".to_out.0": ".to_out"}
 
     def _used(self, params: OmniDiffusionSamplingParams) -> SamplerSpec:
@@ -187,11 +209,10 @@ class RolloutQwenImage(Recorder, QwenImagePipeline):
         return used if self._guidance == asked else replace(used, true_cfg_scale=self._guidance)
 
     def encode(self, texts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
+        """Returns the conditioning of the texts, by the names of the pipeline's parameters."""
         embeds, mask = self.encode_prompt(texts, max_sequence_length=max_sequence_length)
-        return {
-            "prompt_embeds": embeds.to(self.od_config.dtype),
-            "prompt_embeds_mask": mask,
-        }  # its encoder has its own
+        # The encoder has a precision of its own.
+        return {"prompt_embeds": embeds.to(self.od_config.dtype), "prompt_embeds_mask": mask}
 
     def diffuse(
         self,
@@ -211,6 +232,7 @@ class RolloutQwenImage(Recorder, QwenImagePipeline):
         cfg_normalize: bool = True,
         additional_transformer_kwargs: Mapping[str, Any] | None = None,
     ) -> Tensor:
+        """Denoises by the trainer's loop; replaces vLLM-Omni's, with its parameters."""
         self.transformer.do_true_cfg = do_true_cfg
         self._guidance = true_cfg_scale if do_true_cfg else 1.0
 

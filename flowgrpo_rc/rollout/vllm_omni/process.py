@@ -21,32 +21,38 @@ from flowgrpo_rc.rollout.devices import visible_device
 from flowgrpo_rc.rollout.engine import EngineError
 from flowgrpo_rc.rollout.vllm_omni.channel import Message, receive, send
 
-# What torchrun, accelerate, MPI and Slurm tell a trainer about its process group, and secrets that
-# no engine needs.
+# Variables that the engine must not see: those by which torchrun, accelerate, MPI and Slurm tell a
+# trainer about its process group, and secrets that no engine needs.
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "NODE_RANK")
 LAUNCHER_PREFIXES = (
-    *(
-        "LOCAL_",
-        "GROUP_",
-        "ROLE_",
-        "MASTER_",
-        "TORCHELASTIC_",
-        "TORCH_NCCL_",
-        "ACCELERATE_",
-        "FSDP_",
-    ),
-    *("OMPI_", "PMI_", "PMIX_", "SLURM_", "WANDB_"),
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "TORCH_NCCL_",
+    "ACCELERATE_",
+    "FSDP_",
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "SLURM_",
+    "WANDB_",
 )
-LOG_LINES = 30
-POLL_S = 1.0
-CLOSE_S = 20.0
+LOG_LINES = 30  # of the log, in a message
+POLL_S = 1.0  # between two looks whether the child is alive
+CLOSE_S = 20.0  # for an orderly end
 
 
 def child_environment(
     parent: Mapping[str, str], device: torch.device, tensor_parallel_size: int
 ) -> dict[str, str]:
-    """The engine's environment: no launcher variables, and of the GPUs only the trainer's unless it
-    spans several.
+    """Returns the engine's environment: without the launcher's variables, with its GPUs.
+
+    Args:
+      parent: the trainer's environment.
+      device: the trainer's device, the only GPU that the engine sees unless it spans several.
+      tensor_parallel_size: GPUs of the engine.
     """
     kept = {"VLLM_LOGGING_LEVEL": "WARNING"} | {
         name: value
@@ -61,28 +67,35 @@ def child_environment(
 
 
 class EngineProcess:
-    """A child in a session of its own, so that Ctrl-C reaches the trainer alone, joined by one pair
-    of sockets.
+    """A child process, joined to the trainer by a pair of sockets.
 
-    The child ends when its socket does, whatever happened to the trainer. Its output goes to `log`,
-    which is removed after an orderly end and stays after a failure.
+    It has a session of its own, so Ctrl-C reaches the trainer alone. It ends when its socket
+    closes, even if the trainer was killed.
+
+    Attributes:
+      log: file with the child's output; removed after an orderly end, kept after a failure.
     """
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], *, timeout_s: float
     ) -> None:
-        """command: takes the number of its socket as a further argument. timeout_s: the longest
-        silence.
+        """Starts the child.
+
+        Args:
+          command: its command; the number of its socket is appended.
+          environment: its environment.
+          timeout_s: the longest silence that is not a failure, in seconds.
         """
-        self._timeout_s, self._failed = timeout_s, False
+        self._timeout_s = timeout_s
+        self._failed = False
         handle, name = tempfile.mkstemp(prefix="flowgrpo_rc_vllm_omni_", suffix=".log")
         self.log = Path(name)
         ours, theirs = socket.socketpair()
-        for direction in (
-            socket.SO_SNDTIMEO,
-            socket.SO_RCVTIMEO,
-        ):  # a child that stops within a message
-            ours.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", int(timeout_s) + 1, 0))
+        # A child may stop in the middle of a message, where polling does not help. The options take
+        # a C timeval: seconds and microseconds.
+        limit = struct.pack("ll", int(timeout_s) + 1, 0)
+        for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, direction, limit)
         with os.fdopen(handle, "wb") as log, theirs:
             self._child = subprocess.Popen(
                 [*command, str(theirs.fileno())],
@@ -97,6 +110,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
+        """The child's process id."""
         return self._child.pid
 
     def ask(
@@ -107,10 +121,17 @@ class EngineProcess:
         *,
         timeout_s: float | None = None,
     ) -> Iterator[Message]:
-        """Send a request and yield its replies, the last of which is `done`.
+        """Sends a request and yields its replies, the last of which is `done`.
 
-        Raises EngineError, with the end of the log, if the child reports one, ends, or is silent
-        for too long; it is gone then.
+        Args:
+          kind: what kind of request it is.
+          fields: what JSON can hold.
+          tensors: by name.
+          timeout_s: the longest silence for this request; None for the usual one.
+
+        Raises:
+          EngineError: the child reports an error, ends, or is silent for too long. It is gone then,
+            and the message holds the end of its log.
         """
         try:
             send(self._connection, kind, fields, tensors or {})
@@ -125,7 +146,7 @@ class EngineProcess:
                 return
 
     def close(self) -> None:
-        """End the child and wait for it; by force if it takes too long."""
+        """Ends the child and waits for it; by force if it takes too long."""
         if self._child.poll() is None:
             try:
                 send(self._connection, "close", {}, {})
@@ -137,8 +158,10 @@ class EngineProcess:
             self.log.unlink(missing_ok=True)
 
     def fail(self, what: str) -> NoReturn:
-        """End the child and raise EngineError: the engine `what`, how it ended, and the end of its
-        log.
+        """Ends the child and raises EngineError with what it did, how it ended, and its log's end.
+
+        Args:
+          what: what went wrong, in words that follow "the engine".
         """
         self._failed = True
         how = _ending(self._kill())
@@ -162,13 +185,13 @@ class EngineProcess:
             self.fail(f"broke off while it worked on {kind!r}")
 
     def _kill(self) -> int | None:
-        """Its exit status if it ended by itself, else None."""
+        """Ends the child and all that it started; returns its exit status if it had one before."""
         try:
             status = self._child.wait(POLL_S)
         except subprocess.TimeoutExpired:
             status = None
         try:
-            os.killpg(self.pid, signal.SIGKILL)  # with whatever it started
+            os.killpg(self.pid, signal.SIGKILL)  # with all that it started
         except ProcessLookupError:
             return status
         self._child.wait()
@@ -178,8 +201,6 @@ class EngineProcess:
 def _ending(status: int | None) -> str:
     if status is None:
         return "it was killed"
-    return (
-        f"signal {signal.Signals(-status).name} ended it"
-        if status < 0
-        else f"its exit status is {status}"
-    )
+    if status < 0:
+        return f"signal {signal.Signals(-status).name} ended it"
+    return f"its exit status is {status}"

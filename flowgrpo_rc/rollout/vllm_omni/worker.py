@@ -1,4 +1,7 @@
-"""What the engine's worker does for the trainer. Imported by the engine's process alone."""
+"""The trainer's methods of the engine's worker.
+
+Only the engine's process imports this module.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,29 @@ Pair = tuple[Tensor, Tensor]
 
 
 class RolloutWorker(CustomPipelineWorkerExtension):
-    """Mixed into vLLM-Omni's worker, whose methods the engine calls by name."""
+    """A mix-in for vLLM-Omni's worker; the engine calls its methods by name."""
 
     model_runner: Any
     lora_manager: Any
     od_config: Any
 
     def rollout_encode(self, texts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
+        """Returns the conditioning of the texts."""
         with torch.inference_mode():
             return self.model_runner.pipeline.encode(texts, max_sequence_length)
 
     def rollout_bind_lora(
         self, request: LoRARequest, tensors: Mapping[str, Tensor], rank: int
     ) -> dict[str, Tensor]:
-        """Replace the adapter; returns what the layers hold now. ValueError if some tensor has no
-        layer.
+        """Replaces the adapter and returns what the layers hold now.
+
+        Args:
+          request: the adapter's name and number.
+          tensors: name -> LoRA tensor.
+          rank: of the LoRA.
+
+        Raises:
+          ValueError: some tensor has no layer.
         """
         for adapter in self.lora_manager.list_adapters():
             self.lora_manager.remove_adapter(adapter)
@@ -37,13 +48,13 @@ class RolloutWorker(CustomPipelineWorkerExtension):
         return self.rollout_bound_lora()
 
     def rollout_bound_lora(self) -> dict[str, Tensor]:
-        """The adapter's tensors as the layers hold them, under the trainer's names; nothing where
-        it is off.
+        """Returns the adapter's tensors as the layers hold them, by the trainer's names.
 
-        With tensor parallelism a layer holds a part, and the whole tensors are read from the
-        manager instead, which binds all or raises.
+        Nothing if the adapter is off. With tensor parallelism a layer holds only a slice, so the
+        tensors come from the manager instead, which binds all of them or raises.
         """
-        manager, pipeline = self.lora_manager, self.model_runner.pipeline
+        manager = self.lora_manager
+        pipeline = self.model_runner.pipeline
         _, rank = pipeline.lora
         whole = self.od_config.parallel_config.tensor_parallel_size == 1
         bound = _in_layers(manager, rank) if whole else _in_manager(manager)
@@ -59,8 +70,10 @@ class RolloutWorker(CustomPipelineWorkerExtension):
 
 
 def _in_layers(manager: Any, rank: int) -> Iterator[tuple[str, Pair]]:
+    """Yields module name and LoRA pair of every layer whose adapter is on."""
     for path, layer in manager._lora_modules.items():
-        parent, _, leaf = path.partition(".")[2].rpartition(".")  # without `transformer.`
+        # The path begins with `transformer.`; a packed layer holds several of diffusers' layers.
+        parent, _, leaf = path.partition(".")[2].rpartition(".")
         slices = (
             manager._get_packed_sublayer_suffixes(leaf, layer.n_slices)
             if layer.n_slices > 1
@@ -68,11 +81,13 @@ def _in_layers(manager: Any, rank: int) -> Iterator[tuple[str, Pair]]:
         )
         for index, name in enumerate(slices):
             if layer._diffusion_lora_active_slices[index]:
-                a, b = layer.lora_a_stacked[index], layer.lora_b_stacked[index]
+                a = layer.lora_a_stacked[index]
+                b = layer.lora_b_stacked[index]
                 yield f"{parent}.{name}", (a[0, 0, :rank], b[0, 0, :, :rank])
 
 
 def _in_manager(manager: Any) -> Iterator[tuple[str, Pair]]:
+    """Yields module name and LoRA pair of every layer of the manager's active adapter."""
     adapter = manager._registered_adapters.get(manager._active_adapter_id)
     for name, weights in () if adapter is None else adapter.loras.items():
         yield name, (weights.lora_a, weights.lora_b)

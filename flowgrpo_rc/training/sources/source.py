@@ -1,6 +1,4 @@
-"""Where the trajectories of a step come from: an engine that samples them, or files that another
-run saved.
-"""
+"""Where the trajectories of a step come from: an engine, or files that another run saved."""
 
 from __future__ import annotations
 
@@ -16,8 +14,13 @@ from flowgrpo_rc.records.samples import Shown
 
 
 class Collected(NamedTuple):
-    """This process's part of a step; `rewards()` waits until they are known. dropped: batches that
-    were too old.
+    """This process's part of a step.
+
+    Attributes:
+      batch: the trajectories.
+      rewards: waits until the rewards are known, and returns them.
+      dropped: number of batches that were sampled again, since their weights were too old.
+      shown: prompts and thumbnails of the samples.
     """
 
     batch: Batch
@@ -26,28 +29,26 @@ class Collected(NamedTuple):
     shown: Shown = Shown()
 
     def versions(self) -> tuple[int, int]:
-        """The oldest and the newest weights that a sample was made with."""
+        """Returns the oldest and the newest version of the weights that made a sample."""
         oldest, newest = torch.stack(self.batch.policy_version.aminmax()).tolist()
         return oldest, newest
 
 
 class RolloutSource(ABC):
-    """Steps count from 1."""
+    """Gives the trainer its trajectories. Steps count from 1."""
 
     @abstractmethod
     def collect(self, step: int) -> Collected:
-        """The trajectories of a step."""
+        """Returns the trajectories of a step."""
 
     @abstractmethod
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        """The trainer's LoRA after `version` steps."""
+        """Takes the trainer's LoRA after `version` steps, tensors by name."""
 
     @abstractmethod
     def older_weights(self) -> Mapping[int, Mapping[str, Tensor]]:
-        """The trainer's LoRA after earlier steps, by step, that rollouts still to come depend
-        on.
-        """
+        """Returns earlier versions of the LoRA that rollouts still to come need, by version."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free what the source holds."""
+        """Frees what the source holds."""

@@ -1,6 +1,4 @@
-"""Images or videos of a flow model: SDE windows for training, ODE samples for evaluation, captioned
-grids.
-"""
+"""Images or videos of a flow model: SDE windows for training, ODE samples for evaluation."""
 
 from __future__ import annotations
 
@@ -17,10 +15,9 @@ from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.random import derive_seed, normal
 from flowgrpo_rc.core.schedule import draw_windows
-from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.correction.correct import require_rollout_log_probs
-from flowgrpo_rc.losses.base import LossConfig, LossTerms
-from flowgrpo_rc.losses.diffusion import diffusion_terms
+from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig
+from flowgrpo_rc.losses.diffusion import DiffusionObjective
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.policies.encode_prompts import encode_prompts
 from flowgrpo_rc.policies.flow import FlowPolicy
@@ -31,8 +28,11 @@ from flowgrpo_rc.training.tasks.task import HeldOut, Task
 
 
 class ImageTask(Task):
-    """Each held-out prompt has one sample, whose noise follows from (rollout.val_kwargs.seed,
-    position of the prompt): the samples of two evaluations differ by the weights alone."""
+    """The task of a flow model.
+
+    The noise of a held-out sample follows from rollout.val_kwargs.seed and the prompt's position,
+    so the samples of two evaluations differ by the weights alone.
+    """
 
     model: FlowModel
     policy: FlowPolicy
@@ -47,14 +47,29 @@ class ImageTask(Task):
         keep_means: bool = False,
         decode: bool = True,
     ) -> None:
-        self.model, self.policy = model, policy
-        self._config, self._seed, self._keep_means, self._decode = config, seed, keep_means, decode
+        """Takes the model and how it is sampled.
+
+        Args:
+          model: the pipeline.
+          policy: the trainer's own view of it.
+          config: settings of the rollout.
+          seed: the run's seed.
+          keep_means: whether the rollout has to record the means of its steps.
+          decode: whether samples are needed beside their latents.
+        """
+        self.model = model
+        self.policy = policy
+        self._config = config
+        self._seed = seed
+        self._keep_means = keep_means
+        self._decode = decode
         self._held_out = config.held_out_spec()
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """Every text can be drawn; text encoders cut what is too long, as in the stock pipeline."""
+        """Takes every text: encoders cut one that is too long, as in the stock pipeline."""
 
     def request(self, prompts: PromptBatch, seeds: Sequence[int]) -> ImageRequest:
+        """Asks for `rollout.n` samples of each prompt, with the windows that are drawn for them."""
         config = self._config
         size, first, last = config.window()
         window = draw_windows(
@@ -78,7 +93,7 @@ class ImageTask(Task):
         )
 
     def origin(self) -> dict[str, Any]:
-        """The latents' shape and where the SDE window may lie."""
+        """Returns the shape of the latents and where the SDE window may lie."""
         return {
             "latent_shape": list(self.model.latent_shape(self._config.spec())),
             "window": list(self._config.window()),
@@ -86,56 +101,36 @@ class ImageTask(Task):
         }
 
     def check_rollout(self, batch: DiffusionBatch) -> None:
+        """Raises ValueError unless the rollout has log-probs, our schedule and needed means."""
         require_rollout_log_probs(batch)
-        self._check_schedule(batch)
+        self.model.schedule(self._config.spec()).check(batch)
         if self._keep_means and batch.prev_sample_mean is None:
             raise ValueError(
                 "the loss or a criterion compares the means of the steps with those of the "
-                "rollout, which did not "
-                "record any (prev_sample_mean): use another engine or rollout, or do without "
-                "algorithm.rollout_correction.rollout_rs=step_kl and, in bypass mode, with "
-                "actor.diffusion_loss.loss_mode=flow_grpo"
+                "rollout, which did not record any (prev_sample_mean): use another engine or "
+                "rollout, or do without algorithm.rollout_correction.rollout_rs=step_kl and, in "
+                f"bypass mode, with actor.diffusion_loss.loss_mode={DiffusionLossConfig.loss_mode}"
             )
 
-    def _check_schedule(self, batch: DiffusionBatch) -> None:
-        """ValueError unless the rollout walked the model's own schedule: both sides read it from
-        the batch, so that another one, or timesteps in 16 bits, would show in no log-prob."""
-        schedule = self.model.schedule(self._config.spec())
-        for name, found, wanted in (
-            ("sigmas", batch.sigmas, schedule.sigmas),
-            ("all_timesteps", batch.all_timesteps, schedule.timesteps[batch.step_indices]),
-        ):
-            if found.shape != wanted.shape or not torch.allclose(
-                found, wanted.to(found), rtol=1e-5, atol=1e-6
-            ):
-                raise ValueError(
-                    f"the rollout walked another schedule than the model's: {name} are "
-                    f"{_first(found)}, and should be "
-                    f"{_first(wanted)}; check the scheduler (shift, dtype of the timesteps) of "
-                    "the engine"
-                )
-
-    def loss_terms(
-        self,
-        config: LossConfig,
-        log_probs: Tensor,
-        batch: DiffusionBatch,
-        gaussian: GaussianSteps | None,
-    ) -> LossTerms:
-        return diffusion_terms(config, log_probs, batch, gaussian)
+    def objective(self, config: LossConfig) -> DiffusionObjective:
+        """Builds the loss of denoising steps."""
+        return DiffusionObjective(config)
 
     def observe(self, batch: DiffusionBatch) -> MetricBag:
-        """The share of latents that 16 bits hold: all where an engine rounds what it stores, one in
-        thousands else.
+        """Measures the share of latents that 16 bits hold.
+
+        It is 1 if an engine rounds what it stores, and one in thousands if not.
         """
-        bag, stored = MetricBag(), batch.all_latents[:, -1]
-        bag.mean("rollout/latents_16bit_fraction", (stored == stored.half()).double())
-        return bag
+        stored = batch.all_latents[:, -1]
+        metrics = MetricBag()
+        metrics.mean("rollout/latents_16bit_fraction", (stored == stored.half()).double())
+        return metrics
 
     @torch.no_grad()
     def sample(self, prompts: Sequence[Prompt], *, decode: bool = True) -> HeldOut:
-        """Images [N, H, W, 3] or videos [N, F, H, W, 3] uint8, by the ODE."""
-        model, spec = self.model, self._held_out
+        """Samples images [N, H, W, 3] or videos [N, F, H, W, 3] uint8, by the ODE."""
+        model = self.model
+        spec = self._held_out
         latents = self._latents(prompts)
         conditioning, negative = encode_prompts(model, prompts, spec)
         trajectory = self.policy.rollout(
@@ -151,9 +146,7 @@ class ImageTask(Task):
     def save_samples(
         self, stem: Path, samples: Sequence[Any], prompts: Sequence[Prompt], scores: Sequence[float]
     ) -> Image.Image | None:
-        """A captioned grid, `stem`.png; of videos three frames each, and all of them in
-        `stem`.webp.
-        """
+        """Writes a captioned grid, `stem`.png; for videos three frames, and all in `stem`.webp."""
         captions = [
             f"{p.target or p.text} {score:.2f}" for p, score in zip(prompts, scores, strict=True)
         ]
@@ -170,8 +163,3 @@ class ImageTask(Task):
             for prompt in prompts
         ]
         return normal(shape, seeds, "latents").to(self.model.device)
-
-
-def _first(values: Tensor) -> str:
-    """The first numbers of a schedule, in words."""
-    return ", ".join(f"{value:g}" for value in values.flatten()[:4].tolist()) + ", ..."

@@ -14,75 +14,83 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Prompt, PromptBatch
 from flowgrpo_rc.core.metrics import MetricBag
-from flowgrpo_rc.core.transition import GaussianSteps
-from flowgrpo_rc.losses.base import LossConfig, LossTerms
+from flowgrpo_rc.losses.config import LossConfig
+from flowgrpo_rc.losses.policy import Objective
 from flowgrpo_rc.models.base import TrainableModel
 from flowgrpo_rc.policies.base import Policy
 from flowgrpo_rc.rollout.engine import RolloutRequest
 
 
 class HeldOut(NamedTuple):
-    """Samples, None where they were not decoded, and the latents of images [N, ...]."""
+    """Held-out samples.
+
+    Attributes:
+      samples: images, videos or texts; None if they were not decoded.
+      latents: latents of images, [N, ...]; None for texts.
+    """
 
     samples: Any
     latents: Tensor | None = None
 
     def first(self, count: int) -> HeldOut:
+        """Returns the first `count` samples."""
         return HeldOut(*(None if column is None else column[:count] for column in self))
 
 
 class Task(ABC):
-    """model: what is trained, with its LoRA on; policy: the trainer's own view of it."""
+    """What differs between training an image model and a language model.
+
+    Attributes:
+      model: what is trained, with its LoRA on.
+      policy: the trainer's own view of it.
+    """
 
     model: TrainableModel
     policy: Policy[Any, Any]
 
     @abstractmethod
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
-        """ValueError, before anything is sampled, for a prompt that the model cannot take."""
+        """Raises ValueError for a prompt that the model cannot take."""
 
     @abstractmethod
     def request(self, prompts: PromptBatch, seeds: Sequence[int]) -> RolloutRequest:
-        """What the engine is asked for: rollout.n samples of each prompt, prompt-major, one seed
-        each.
+        """Returns what the engine is asked for: `rollout.n` samples of each prompt, prompt-major.
+
+        Args:
+          prompts: this process's share of a step, [P].
+          seeds: the seed of each sample, [P * n].
         """
 
     @abstractmethod
     def origin(self) -> dict[str, Any]:
-        """What a saved rollout must have in common with the run that trains on it, besides the
-        spec; JSON-able.
+        """Returns what a saved rollout must share with a run that trains on it, beside the spec.
+
+        JSON can hold it.
         """
 
     @abstractmethod
     def check_rollout(self, batch: Any) -> None:
-        """ValueError unless a finished part of a rollout holds what training needs of it."""
+        """Raises ValueError unless a chunk of a rollout holds what training needs."""
 
     @abstractmethod
-    def loss_terms(
-        self, config: LossConfig, log_probs: Tensor, batch: Any, gaussian: GaussianSteps | None
-    ) -> LossTerms:
-        """The loss of the path for the current policy's log-probs [b, t] and, for images, Gaussians
-        of these steps.
-        """
+    def objective(self, config: LossConfig) -> Objective:
+        """Builds the loss of this kind of model, once for a run."""
 
     @abstractmethod
     def observe(self, batch: Any) -> MetricBag:
-        """Facts about a rollout that are worth a curve, such as the length of responses; full
-        names.
-        """
+        """Measures facts about a rollout, such as the length of responses; full names."""
 
     @abstractmethod
     def sample(self, prompts: Sequence[Prompt], *, decode: bool = True) -> HeldOut:
-        """One held-out sample for each prompt, whose randomness follows from the prompt's index
-        alone.
+        """Draws one held-out sample for each prompt.
 
-        decode: False where the latents of images are enough.
+        Args:
+          prompts: the prompts, [N]; their indices alone decide the randomness.
+          decode: False if the latents of images are enough.
         """
 
     @abstractmethod
     def save_samples(
         self, stem: Path, samples: Sequence[Any], prompts: Sequence[Prompt], scores: Sequence[float]
     ) -> Image.Image | None:
-        """Write held-out samples to `stem` plus an ending; returns a picture of them where there is
-        one.
-        """
+        """Writes held-out samples to `stem` plus an ending; returns a picture of them, or None."""

@@ -1,12 +1,12 @@
-"""Responses of a language model: sampled for training, likeliest (or at a temperature of their own)
-for evaluation.
+"""Responses of a language model: sampled for training, likeliest for evaluation.
+
+`rollout.val_kwargs.temperature` above 0 samples in evaluation, too.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,42 +14,47 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor
 
 from flowgrpo_rc.batch import Prompt, PromptBatch, TokenBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.random import derive_seed, uniform
-from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.correction.correct import require_rollout_log_probs
-from flowgrpo_rc.files import write_atomic
-from flowgrpo_rc.losses.base import LossConfig, LossTerms
-from flowgrpo_rc.losses.token import token_terms
+from flowgrpo_rc.losses.config import LossConfig
+from flowgrpo_rc.losses.token import TokenObjective
 from flowgrpo_rc.models.causal_lm import CausalLM
 from flowgrpo_rc.policies.token import TokenPolicy
+from flowgrpo_rc.records.samples import save_texts
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.engine import TextRequest
 from flowgrpo_rc.training.tasks.task import HeldOut, Task
 
 
 class TextTask(Task):
-    """Each held-out prompt has one response whose randomness, if `rollout.val_kwargs.temperature`
-    leaves any, follows from (rollout.val_kwargs.seed, position of the prompt)."""
+    """The task of a language model.
+
+    The randomness of a held-out response, if its temperature leaves any, follows from
+    rollout.val_kwargs.seed and the prompt's position.
+    """
 
     model: CausalLM
     policy: TokenPolicy
 
     def __init__(self, model: CausalLM, policy: TokenPolicy, config: RolloutConfig) -> None:
-        self.model, self.policy = model, policy
+        """Takes the model, the trainer's own view of it, and how it is sampled."""
+        self.model = model
+        self.policy = policy
         self._config = config
         self._held_out = replace(
             config.token_spec(), temperature=config.val_kwargs.temperature, dtype=""
         )
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Raises ValueError for a prompt without a token, or with too many."""
         for prompt in prompts:
             self.model.encode([prompt.text], max_length=self._config.prompt_length)
 
     def request(self, prompts: PromptBatch, seeds: Sequence[int]) -> TextRequest:
+        """Asks for `rollout.n` responses to each prompt."""
         return TextRequest(
             prompts=prompts,
             samples_per_prompt=self._config.n,
@@ -58,42 +63,37 @@ class TextTask(Task):
         )
 
     def origin(self) -> dict[str, Any]:
-        """The vocabulary: ids of another one mean other texts."""
+        """Returns the vocabulary's hash: the ids of another one mean other texts."""
         vocabulary = json.dumps(sorted(self.model.tokenizer.get_vocab().items())).encode()
         return {"vocabulary_sha256": hashlib.sha256(vocabulary).hexdigest()}
 
     def check_rollout(self, batch: TokenBatch) -> None:
+        """Raises ValueError unless the rollout has log-probs."""
         require_rollout_log_probs(batch)
 
-    def loss_terms(
-        self,
-        config: LossConfig,
-        log_probs: Tensor,
-        batch: TokenBatch,
-        gaussian: GaussianSteps | None,
-    ) -> LossTerms:
-        return token_terms(config, log_probs, batch)
+    def objective(self, config: LossConfig) -> TokenObjective:
+        """Builds the loss of tokens."""
+        return TokenObjective(config)
 
     def observe(self, batch: TokenBatch) -> MetricBag:
-        """Lengths in tokens, the end token included; fractions of responses cut at the limit and
-        without any text.
-        """
+        """Measures lengths in tokens, with the end token, and shares of cut and empty responses."""
         lengths = batch.response_mask.sum(1)
         ends = torch.isin(
             batch.response_ids, torch.tensor(self.model.eos_ids, device=lengths.device)
         )
         ended = (ends & batch.response_mask).any(1)
-        bag = MetricBag()
-        bag.mean("response/length_mean", lengths)
-        bag.max("response/length_max", lengths)
-        bag.min("response/length_min", lengths)
-        bag.mean("response/limit_fraction", ~ended & (lengths == batch.spec.response_length))
-        bag.mean("response/empty_fraction", lengths - ended.long() == 0)
-        return bag
+        metrics = MetricBag()
+        metrics.mean("response/length_mean", lengths)
+        metrics.max("response/length_max", lengths)
+        metrics.min("response/length_min", lengths)
+        metrics.mean("response/limit_fraction", ~ended & (lengths == batch.spec.response_length))
+        metrics.mean("response/empty_fraction", lengths - ended.long() == 0)
+        return metrics
 
     def sample(self, prompts: Sequence[Prompt], *, decode: bool = True) -> HeldOut:
-        """The response to each prompt, as text."""
-        spec, config = self._held_out, self._config.val_kwargs
+        """Draws the response to each prompt, as text."""
+        spec = self._held_out
+        config = self._config.val_kwargs
         ids, mask = self.model.encode(
             [prompt.text for prompt in prompts], max_length=spec.prompt_length
         )
@@ -106,21 +106,6 @@ class TextTask(Task):
     def save_samples(
         self, stem: Path, samples: Sequence[Any], prompts: Sequence[Prompt], scores: Sequence[float]
     ) -> Image.Image | None:
-        """One object a line, `stem`.jsonl: prompt, target, completion and score (null where a
-        reward failed).
-        """
-        lines = [
-            json.dumps(
-                {
-                    "prompt": prompt.text,
-                    "target": prompt.target,
-                    "completion": completion,
-                    "score": score if math.isfinite(score) else None,
-                },
-                ensure_ascii=False,
-            )
-            for prompt, completion, score in zip(prompts, samples, scores, strict=True)
-        ]
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(stem.with_suffix(".jsonl"), "".join(f"{line}\n" for line in lines).encode())
+        """Writes `stem`.jsonl, one object a line; there is no picture."""
+        save_texts(stem.with_suffix(".jsonl"), samples, prompts, scores)
         return None

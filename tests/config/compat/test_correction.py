@@ -347,7 +347,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str, str]] = [
     (
         {
             "custom_tis_function_path": "support.builders.drop_odd",
-            "custom_correction": "builders:only_a_mask",
+            "custom_correction": "support.builders:only_a_mask",
         },
         "custom_tis_function_path",
         "custom_correction",

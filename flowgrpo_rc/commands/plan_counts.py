@@ -1,0 +1,123 @@
+"""How much a planned run would sample, evaluate and update."""
+
+from __future__ import annotations
+
+import math
+
+from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.models.base import FlowModel
+
+Row = tuple[str, str, str]
+
+
+def counts(config: Config, model: FlowModel, num_processes: int) -> list[Row]:
+    """Returns what a run would do: name, number, formula.
+
+    Args:
+      config: the settings.
+      model: on the meta device.
+      num_processes: how many processes share a step.
+    """
+    return [
+        *_samples(config, model, num_processes),
+        *_forwards(config, model, num_processes),
+        *_updates(config, model, num_processes),
+    ]
+
+
+def _samples(config: Config, model: FlowModel, num_processes: int) -> list[Row]:
+    rollout = config.rollout
+    prompts = config.data.train_batch_size
+    images = prompts * rollout.n
+    per_rank = config.samples_per_step(num_processes)
+    size, first, last = rollout.window()
+    steps = rollout.pipeline.num_inference_steps
+    latents = math.prod(model.latent_shape(rollout.spec()))
+    return [
+        (
+            f"{model.makes}s per step",
+            f"{images:,}",
+            f"{prompts} prompts x {rollout.n}; {per_rank} on a rank",
+        ),
+        (
+            "groups per step",
+            f"{prompts:,}",
+            f"{rollout.n} samples each; {prompts // num_processes} on a rank",
+        ),
+        ("stochastic steps", str(size), f"{size} of the steps {first} to {last - 1}, of {steps}"),
+        ("latents of a sample", f"{latents:,}", _shape(config, model)),
+    ]
+
+
+def _forwards(config: Config, model: FlowModel, num_processes: int) -> list[Row]:
+    """Of one process in one step. With guidance a sample takes two forwards."""
+    actor = config.actor
+    rollout = config.rollout
+    guided = model.cfg_scale(rollout.spec()) > 1
+    each_sample = 2 if guided else 1
+    guidance = " x 2 (guidance)" if guided else ""
+    per_rank = config.samples_per_step(num_processes)
+    denoising = rollout.pipeline.num_inference_steps
+    size = rollout.window()[0]
+    trained = per_rank * size * each_sample
+    formula = f"{per_rank} samples x {size} stochastic steps{guidance}"
+    rows = [
+        (
+            "forwards, sampling",
+            f"{per_rank * denoising * each_sample:,}",
+            f"{per_rank} samples x {denoising} steps{guidance}",
+        )
+    ]
+    if not config.algorithm.rollout_correction.corrects_in_loss:
+        rows.append(_old_policy(config, trained))
+    if actor.ppo_epochs > 1:
+        formula += f" x {actor.ppo_epochs} epochs"
+    updated = f"{trained * actor.ppo_epochs:,}"
+    if actor.use_kl_loss:
+        rows.append(("forwards, reference", updated, f"{formula}, no gradient (KL)"))
+    rows.append(("forwards with backward", updated, formula))
+    return rows
+
+
+def _old_policy(config: Config, trained: int) -> Row:
+    """Of `trained` forwards, those of the first mini-batch may serve as its old policy."""
+    why = config.why_recompute()
+    if why is not None:
+        which = f"of every mini-batch: {why}"
+        return "forwards, old policy", f"{trained:,}", f"no gradient; {which}"
+    prompts = config.data.train_batch_size
+    recomputed = trained * (prompts - config.actor.ppo_mini_batch_size) // prompts
+    which = "of all mini-batches but the first, whose own forwards serve"
+    return "forwards, old policy", f"{recomputed:,}", f"no gradient; {which}"
+
+
+def _updates(config: Config, model: FlowModel, num_processes: int) -> list[Row]:
+    actor = config.actor
+    prompts = config.data.train_batch_size
+    images = prompts * config.rollout.n
+    mini = config.samples_per_mini_batch(num_processes)
+    micro = actor.ppo_micro_batch_size_per_gpu
+    size = config.rollout.window()[0]
+    updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
+    steps = config.trainer.total_training_steps
+    return [
+        (
+            "mini-batches per step",
+            str(updates),
+            f"{actor.ppo_mini_batch_size} prompts each, {mini} samples on a rank",
+        ),
+        (
+            "micro-batches each",
+            f"{mini // micro * size}",
+            f"{mini} / {micro} samples x {size} stochastic steps",
+        ),
+        ("steps", f"{steps:,}", f"{steps * images:,} {model.makes}s in all"),
+        ("updates", f"{steps * updates:,}", f"{updates} per step"),
+    ]
+
+
+def _shape(config: Config, model: FlowModel) -> str:
+    pipeline = config.rollout.pipeline
+    frames = "" if pipeline.num_frames is None else f", {pipeline.num_frames} frames"
+    shape = " x ".join(map(str, model.latent_shape(config.rollout.spec())))
+    return f"{shape} for {pipeline.height} x {pipeline.width} pixels{frames}"

@@ -1,0 +1,154 @@
+"""The memory that one process of a planned run would need, part by part."""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+
+from flowgrpo_rc.config.check_engine import engine_of
+from flowgrpo_rc.config.checks import num_trained
+from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.distributed.sharding import resolve_strategy
+from flowgrpo_rc.models.base import DTYPES, FlowModel
+from flowgrpo_rc.rollout.quantization import linear_layers, precision, repeated_blocks
+
+QUANTIZED_BITS = {"int8": 8, "int4": 4, "fp8": 8, "int8_dynamic": 8}
+Row = tuple[str, int, str]
+
+
+def parts_of(model: FlowModel) -> dict[str, nn.Module]:
+    """Returns the networks of a pipeline by name."""
+    components = model.pipeline.components.items()
+    return {name: part for name, part in components if isinstance(part, nn.Module)}
+
+
+def numbers_in(part: nn.Module) -> int:
+    """Returns how many frozen parameters a network has; those of a LoRA are not frozen."""
+    return sum(p.numel() for p in part.parameters() if not p.requires_grad)
+
+
+def strategy_of(config: Config, num_processes: int) -> str:
+    """Returns how the frozen weights are spread: `ddp` or `fsdp2`."""
+    return "ddp" if num_processes == 1 else resolve_strategy(config.trainer.strategy)
+
+
+def as_size(number: int) -> str:
+    """Returns a number of bytes as text."""
+    return f"{number / 2**30:.2f} GiB" if number >= 2**27 else f"{number / 2**20:.1f} MiB"
+
+
+def memory(config: Config, model: FlowModel, num_processes: int, num_nodes: int) -> list[Row]:
+    """Returns the memory of one process: part, bytes, formula.
+
+    Args:
+      config: the settings.
+      model: on the meta device, with its LoRA.
+      num_processes: how many processes share a step.
+      num_nodes: how many machines they are spread over, evenly.
+    """
+    frozen = {name: _num_bytes(part) for name, part in parts_of(model).items()}
+    trained = num_trained(model)
+    strategy = strategy_of(config, num_processes)
+    rows = [
+        _transformer(config, frozen["transformer"], strategy, num_processes, num_nodes),
+        _other_parts(config, sum(frozen.values()) - frozen["transformer"]),
+        ("LoRA", 4 * trained, "4 bytes x LoRA parameters"),
+        ("gradients", 4 * trained, "4 bytes x LoRA parameters"),
+    ]
+    moment = 1 if config.actor.optim.name == "adamw_8bit" else 4
+    rows.append(
+        ("optimizer", 2 * moment * trained, f"two moments of {moment} byte(s) x LoRA parameters")
+    )
+    if config.actor.ema.enable:
+        rows.append(("average", 4 * trained, "4 bytes x LoRA parameters"))
+    rows.append(_copy_that_samples(config, model, frozen, trained, strategy))
+    older = config.rollout.staleness
+    if older:
+        rows.append(
+            ("older LoRAs", 4 * trained * older, f"4 bytes x LoRA parameters x staleness {older}")
+        )
+    rows.append(_batch(config, model, config.samples_per_step(num_processes)))
+    return rows
+
+
+def _num_bytes(part: nn.Module) -> int:
+    """Returns the bytes of frozen parameters and buffers."""
+    parameters = [p for p in part.parameters() if not p.requires_grad]
+    return sum(tensor.numel() * tensor.itemsize for tensor in [*parameters, *part.buffers()])
+
+
+def _transformer(
+    config: Config, size: int, strategy: str, num_processes: int, num_nodes: int
+) -> Row:
+    """With fsdp2 each machine holds the weights once, or all machines together with one process
+    each.
+    """
+    shards = 1
+    if strategy == "fsdp2":
+        per_node = num_processes // num_nodes
+        shards = per_node if per_node > 1 else num_processes
+    spread = "whole on each rank"
+    if shards > 1:
+        spread = f"/ {shards} (fsdp2; {as_size(size)} while loading)"
+    return "transformer", size // shards, f"{config.model.dtype} weights and buffers, {spread}"
+
+
+def _other_parts(config: Config, size: int) -> Row:
+    if config.model.offload_idle:
+        return "text encoders, VAE", 0, f"on the CPU; {as_size(size)} while at work"
+    return "text encoders, VAE", size, f"{config.model.dtype} encoders, fp32 VAE"
+
+
+def _copy_that_samples(
+    config: Config, model: FlowModel, frozen: dict[str, int], trained: int, strategy: str
+) -> Row:
+    """Returns the copy in the trainer's process, or an engine with a pipeline of its own."""
+    if not engine_of(config).copies_network:
+        return _engine(config, frozen)
+    rollout = config.rollout.dtype
+    size = int(_scale(config) * frozen["transformer"])
+    lora = DTYPES[rollout].itemsize * trained
+    if config.rollout.quantization is not None:
+        bits = QUANTIZED_BITS[config.rollout.quantization]
+        linear = _numbers_in_blocks(model)
+        size += linear * bits // 8 - linear * DTYPES[rollout].itemsize
+        name = precision(rollout, config.rollout.quantization)
+        formula = f"{name}: {linear:,} weights of {bits} bits and their scales"
+        return "rollout copy", size + lora, formula
+    if rollout != config.model.dtype:
+        return "rollout copy", size + lora, f"{rollout} transformer and LoRA"
+    if strategy == "fsdp2":
+        formula = f"{rollout} transformer, whole, and fp32 LoRA"
+        return "rollout copy", frozen["transformer"] + 4 * trained, formula
+    return "rollout copy", 4 * trained, "shares the frozen weights; fp32 LoRA of its own"
+
+
+def _engine(config: Config, frozen: dict[str, int]) -> Row:
+    rollout = config.rollout.dtype
+    vae = frozen["vae"]
+    size = int(_scale(config) * (sum(frozen.values()) - vae)) + vae // 4 * DTYPES[rollout].itemsize
+    when = "while sampling" if config.rollout.engine_kwargs.get("sleep") else "always"
+    formula = f"{config.rollout.name} on the same card: a {rollout} pipeline, {when}"
+    return "rollout engine", size, formula
+
+
+def _scale(config: Config) -> float:
+    """Returns the bytes of a rollout weight over the bytes of a trained model's weight."""
+    return DTYPES[config.rollout.dtype].itemsize / DTYPES[config.model.dtype].itemsize
+
+
+def _numbers_in_blocks(model: FlowModel) -> int:
+    """Returns how many weights are quantized: those of the blocks' linear layers."""
+    return sum(
+        layer.weight.numel()
+        for block in repeated_blocks(model.transformer)
+        for layer in linear_layers(block)
+    )
+
+
+def _batch(config: Config, model: FlowModel, samples: int) -> Row:
+    steps = config.rollout.window()[0]
+    elements = math.prod(model.latent_shape(config.rollout.spec()))
+    formula = f"4 bytes x {samples} samples x ({steps} + 1) states x {elements} latents"
+    return "batch", 4 * samples * (steps + 1) * elements, formula

@@ -1,0 +1,141 @@
+"""Checks of the rollout engine and of the machine: class, options, packages, kernels, compilers.
+
+Nothing is loaded. `engine_of` and `engine_options` also serve whoever builds the engine.
+"""
+
+from __future__ import annotations
+
+import shutil
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.distributed.sharding import resolve_strategy
+from flowgrpo_rc.models.base import absent_components, adapter_of
+from flowgrpo_rc.plugins import check_options, load_class
+from flowgrpo_rc.rollout.engine import RolloutEngine
+from flowgrpo_rc.rollout.quantization import check_device
+
+ROLLOUT_PACKAGE = "flowgrpo_rc.rollout"
+ENGINE_KWARGS = "rollout.engine_kwargs"
+COMPILERS = ("g++", "clang++")
+
+
+def chunk_size(config: Config) -> int:
+    """Returns the samples of one forward while sampling."""
+    return config.rollout.micro_batch_size_per_gpu or config.actor.ppo_micro_batch_size_per_gpu
+
+
+def engine_of(config: Config) -> type[RolloutEngine[Any]]:
+    """Returns the class of the rollout engine.
+
+    Raises:
+      ValueError: there is no such engine, it samples from another kind of model, or it does not
+        offer what the settings ask for.
+    """
+    engine: type[RolloutEngine[Any]] = load_class(
+        ROLLOUT_PACKAGE, config.rollout.name, RolloutEngine
+    )
+    if engine.kind != config.model.kind:
+        raise ValueError(
+            f"rollout.name={config.rollout.name} samples from models of model.kind={engine.kind}, "
+            f"not from model.kind={config.model.kind}"
+        )
+    quantization = config.rollout.quantization
+    if quantization is not None and quantization not in engine.quantizations:
+        raise ValueError(
+            f"rollout.quantization={quantization!r}: rollout.name={config.rollout.name} offers "
+            f"{', '.join(engine.quantizations) or 'none (see rollout.engine_kwargs)'}"
+        )
+    if config.rollout.compile and not engine.compiles:
+        raise ValueError(
+            f"rollout.compile=true has no effect with rollout.name={config.rollout.name}: drop it"
+        )
+    if config.actor.replay == "aligned" and not engine.aligns:
+        raise ValueError(
+            f"actor.replay=aligned: rollout.name={config.rollout.name} forms batches of its own; "
+            "set rollout.name=diffusers, or drop it"
+        )
+    return engine
+
+
+def engine_options(config: Config) -> dict[str, Any]:
+    """Returns what the engine is built with, besides the model and its network."""
+    rollout = config.rollout
+    options: dict[str, Any] = {"dtype": rollout.dtype, "chunk_size": chunk_size(config)}
+    # Only an engine that offers these has options of these names.
+    if rollout.quantization:
+        options["quantization"] = rollout.quantization
+    if rollout.compile:
+        options["compile"] = rollout.compile
+    return options | rollout.engine_kwargs
+
+
+def check_engine(config: Config) -> None:
+    """Raises ValueError if there is no such engine, or if it does not know one of its options."""
+    engine = engine_of(config)
+    if config.data.replay_dir is None:
+        built_with = engine_options(config) | {"model": None, "network": None}
+        check_options(engine, built_with, ENGINE_KWARGS)
+
+
+def check_machine(config: Config, device: torch.device) -> None:
+    """Checks that this machine, and `device` in it, can do what the settings ask for.
+
+    Raises:
+      ValueError: a setting that the machine cannot follow.
+      ImportError: the engine's package is not installed.
+    """
+    if config.model.offload_idle and device.type == "cpu":
+        raise ValueError(
+            "model.offload_idle=true has no effect on the CPU, where everything stays anyway: "
+            "drop it"
+        )
+    check_device(config.rollout.dtype, config.rollout.quantization, device)
+    if config.data.replay_dir is None:
+        _check_installed(config)
+        _check_options_on(config, device)
+    _check_compiler(config, device)
+    resolve_strategy(config.trainer.strategy)
+
+
+def _check_installed(config: Config) -> None:
+    quantization = config.rollout.quantization
+    if quantization is None:
+        return
+    package = engine_of(config).quantizations[quantization]
+    if find_spec(package) is None:
+        raise ValueError(
+            f"rollout.quantization={quantization} needs {package}: pip install "
+            "'flowgrpo-rc[quantization]'"
+        )
+
+
+def _check_options_on(config: Config, device: torch.device) -> None:
+    """Lets the engine check the values of its options, the model and the device."""
+    pipeline_class = ""
+    absent: list[str] = []
+    if config.model.kind == "diffusion":
+        pipeline_class = adapter_of(config.model).pipeline_class
+        absent = absent_components(config.model)
+    try:
+        engine_of(config).check(pipeline_class, absent, device, engine_options(config))
+    except ValueError as error:
+        raise ValueError(f"{ENGINE_KWARGS}: {error}") from error
+
+
+def _check_compiler(config: Config, device: torch.device) -> None:
+    """On the CPU, torch compiles through a C++ compiler."""
+    if device.type != "cpu" or any(map(shutil.which, COMPILERS)):
+        return
+    for key, compiles in (
+        ("rollout.compile=true", config.rollout.compile),
+        ("actor.optim.name=adamw_8bit", config.actor.optim.name == "adamw_8bit"),
+    ):
+        if compiles:
+            raise ValueError(
+                f"{key} on the CPU needs a C++ compiler, {' or '.join(COMPILERS)}: install one, "
+                "or drop it"
+            )

@@ -1,0 +1,274 @@
+"""Checks of settings against each other: of one section against another, with no look at any file.
+
+Each section checks itself, in its `validate`. What needs two sections is here. A setting that would
+have no effect is an error.
+"""
+
+from __future__ import annotations
+
+import os
+
+from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig
+from flowgrpo_rc.rewards.manager import check_kind, validate_rewards
+from flowgrpo_rc.rollout.config import EvaluationConfig, PipelineConfig
+
+# What a reward may score, by the kind of the model.
+SCORED = {"diffusion": ("image", "video", "latent"), "causal_lm": ("text",)}
+
+
+def launched_processes() -> int:
+    """Returns how many processes the launcher has announced; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_settings(config: Config, num_processes: int = 1) -> None:
+    """Checks all settings by themselves and against each other, without reading a file.
+
+    Args:
+      config: the settings of a run.
+      num_processes: how many processes will share a step.
+
+    Raises:
+      ValueError: names the key, the value and what is allowed.
+    """
+    config.model.validate()
+    config.rollout.validate()
+    config.actor.validate()
+    config.algorithm.validate()
+    config.trainer.validate()
+    for name in ("train_files", "val_files"):
+        if not getattr(config.data, name):
+            raise ValueError(
+                f"data.{name} is empty: give a prompt file (.txt, .jsonl, .parquet) or a list of "
+                "them"
+            )
+    validate_rewards(config.reward)
+    check_kind(config.reward, *SCORED[config.model.kind])
+    _check_sizes(config, num_processes)
+    if config.actor.replay == "aligned":
+        _check_alignment(config)
+    _check_other_kind(config)
+    _check_fp64(config)
+    _check_correction(config)
+    _check_guidance(config)
+    _check_replayed(config)
+    _check_average(config)
+
+
+def _check_sizes(config: Config, num_processes: int) -> None:
+    """A step is whole mini-batches, and a process's share of one is whole micro-batches."""
+    prompts = config.data.train_batch_size
+    mini = config.actor.ppo_mini_batch_size
+    if prompts < 1 or prompts % mini:
+        raise ValueError(
+            f"data.train_batch_size={prompts} prompts are no whole number of mini-batches of "
+            f"actor.ppo_mini_batch_size={mini} prompts"
+        )
+    if mini % num_processes:
+        raise ValueError(
+            f"actor.ppo_mini_batch_size={mini} prompts cannot be shared evenly by {num_processes} "
+            "processes (a group of samples stays on one)"
+        )
+    samples = config.samples_per_mini_batch(num_processes)
+    micro = config.actor.ppo_micro_batch_size_per_gpu
+    if samples % micro:
+        raise ValueError(
+            f"actor.ppo_micro_batch_size_per_gpu={micro} does not divide the {samples} samples of "
+            f"a mini-batch on one process (actor.ppo_mini_batch_size={mini} x "
+            f"rollout.n={config.rollout.n} / {num_processes})"
+        )
+    chunk = config.rollout.micro_batch_size_per_gpu
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"rollout.micro_batch_size_per_gpu={chunk}: give at least 1, or null")
+
+
+def _check_alignment(config: Config) -> None:
+    """A micro-batch has to be a batch of the rollout; `_check_sizes` has seen the mini-batch."""
+    if config.model.kind == "causal_lm":
+        raise ValueError(
+            "actor.replay=aligned is for images: text is sampled one token after the other and "
+            "evaluated at once (model.kind=causal_lm); drop it"
+        )
+    if config.data.replay_dir is not None:
+        raise ValueError(
+            "actor.replay=aligned: a saved rollout (data.replay_dir) does not tell which samples "
+            "were evaluated together; drop one of them"
+        )
+    chunk = config.rollout.micro_batch_size_per_gpu
+    micro = config.actor.ppo_micro_batch_size_per_gpu
+    if chunk not in (None, micro):
+        raise ValueError(
+            "actor.replay=aligned evaluates together what the rollout did, but "
+            f"rollout.micro_batch_size_per_gpu={chunk} and "
+            f"actor.ppo_micro_batch_size_per_gpu={micro}: make them equal (or the former null); "
+            "they have to divide the samples of a mini-batch on one process"
+        )
+
+
+def _check_other_kind(config: Config) -> None:
+    """Refuses settings of images where text is made, and settings of text where images are."""
+    default = Config()
+    rollout = config.rollout
+    unset = default.rollout
+    held_out = rollout.val_kwargs
+    held_out_unset = unset.val_kwargs
+    # key, the kind of model that it is for, its value, its default
+    settings = (
+        ("rollout.pipeline", "diffusion", rollout.pipeline, unset.pipeline),
+        ("rollout.algo", "diffusion", rollout.algo, unset.algo),
+        (
+            "actor.diffusion_loss",
+            "diffusion",
+            config.actor.diffusion_loss,
+            default.actor.diffusion_loss,
+        ),
+        *(
+            (
+                f"rollout.val_kwargs.{name}",
+                kind,
+                getattr(held_out, name),
+                getattr(held_out_unset, name),
+            )
+            for name, kind in (
+                ("num_inference_steps", "diffusion"),
+                ("guidance_scale", "diffusion"),
+                ("true_cfg_scale", "diffusion"),
+                ("temperature", "causal_lm"),
+            )
+        ),
+        (
+            "data.negative_prompt",
+            "diffusion",
+            config.data.negative_prompt,
+            default.data.negative_prompt,
+        ),
+        ("actor.token_loss", "causal_lm", config.actor.token_loss, default.actor.token_loss),
+        *(
+            (f"rollout.{name}", "causal_lm", getattr(rollout, name), getattr(unset, name))
+            for name in ("temperature", "prompt_length", "response_length")
+        ),
+    )
+    for key, kind, value, unset_value in settings:
+        if kind != config.model.kind and value != unset_value:
+            raise ValueError(
+                f"{key} is set but has no effect with model.kind={config.model.kind}: drop it"
+            )
+
+
+def _check_fp64(config: Config) -> None:
+    wanted = "fp64" in (config.model.dtype, config.rollout.dtype)
+    if wanted and (config.trainer.device, config.trainer.mixed_precision) != ("cpu", "no"):
+        raise ValueError(
+            f"model.dtype={config.model.dtype} and rollout.dtype={config.rollout.dtype}: fp64 is "
+            "for exact comparisons on a CPU; set trainer.device=cpu and trainer.mixed_precision=no"
+        )
+
+
+def _check_correction(config: Config) -> None:
+    """Refuses what the rollout correction cannot do with the loss and the sampler."""
+    correction, actor = config.algorithm.rollout_correction, config.actor
+    if correction.bypass_mode and actor.old_log_probs != "auto":
+        raise ValueError(
+            f"actor.old_log_probs={actor.old_log_probs} has no effect with "
+            "algorithm.rollout_correction.bypass_mode=true, where the old log-probs are the "
+            "rollout's: drop it, or set bypass_mode=false"
+        )
+    if config.model.kind == "causal_lm":
+        _check_correction_of_text(config)
+    for key, mode, own in (
+        ("token_loss", actor.token_loss.loss_mode, TokenLossConfig.loss_mode),
+        ("diffusion_loss", actor.diffusion_loss.loss_mode, DiffusionLossConfig.loss_mode),
+    ):
+        if correction.loss_type == "reinforce" and mode != own:
+            raise ValueError(
+                f"actor.{key}.loss_mode={mode} has no effect with "
+                "algorithm.rollout_correction.loss_type=reinforce: drop one of them"
+            )
+    if config.rollout.algo.log_prob_convention == "peers":
+        gaussian = (
+            "set rollout.algo.log_prob_convention=gaussian, since that of the peers is no density"
+        )
+        if actor.diffusion_loss.loss().needs_density:
+            raise ValueError(
+                f"actor.diffusion_loss.loss_mode={actor.diffusion_loss.loss_mode} adds a KL to the "
+                f"log-ratio: {gaussian}"
+            )
+        if correction.log_prob_scale == "sum":
+            raise ValueError(
+                f"algorithm.rollout_correction.log_prob_scale=sum makes a density: {gaussian}"
+            )
+    if actor.use_kl_loss and correction.bypass_mode and correction.rollout_is_batch_normalize:
+        raise ValueError(
+            "actor.use_kl_loss=true and "
+            "algorithm.rollout_correction.rollout_is_batch_normalize=true cannot be combined in "
+            "bypass mode, where the normalisation scales the whole gradient: drop one of them"
+        )
+
+
+def _check_correction_of_text(config: Config) -> None:
+    """Refuses what only images have: a schedule, Gaussian steps, log-probs that are means."""
+    correction = config.algorithm.rollout_correction
+    rules = correction.rules()
+    refused = (
+        (
+            correction.bypass_level != "step",
+            f"bypass_level={correction.bypass_level} has no effect: whole responses are "
+            "corrected; drop it",
+        ),
+        (
+            correction.log_prob_scale != "mean",
+            f"log_prob_scale={correction.log_prob_scale} has no effect: a token's log-prob is no "
+            "mean; drop it",
+        ),
+        (
+            rules.needs_means,
+            "rollout_rs=step_kl compares Gaussian steps, and tokens are none: take token_k3, the "
+            "estimate of the same KL from log-probs",
+        ),
+        (
+            bool(rules.auto),
+            "rollout_rs_threshold=auto:k follows the mismatch of each denoising step, and that of "
+            "a token depends on its probability and not on its position: give a number",
+        ),
+    )
+    for holds, message in refused:
+        if holds:
+            raise ValueError(f"algorithm.rollout_correction.{message} (model.kind=causal_lm)")
+
+
+def _check_guidance(config: Config) -> None:
+    """A negative prompt needs guidance; `check_model` knows which of the scales the model uses."""
+    largest = max(_scale(config.rollout.pipeline), _scale(config.rollout.val_kwargs))
+    if config.data.negative_prompt and largest <= 1:
+        raise ValueError(
+            f"data.negative_prompt={config.data.negative_prompt!r} has no effect without "
+            "guidance: set rollout.pipeline.guidance_scale (or true_cfg_scale, where the model "
+            "has it) above 1, or drop it"
+        )
+
+
+def _scale(given: PipelineConfig | EvaluationConfig) -> float:
+    """Returns the larger of the two scales of guidance."""
+    return max(given.guidance_scale, given.true_cfg_scale or 1.0)
+
+
+def _check_replayed(config: Config) -> None:
+    """Where saved trajectories are trained on, nothing is sampled for training."""
+    for name in ("staleness", "quantization", "compile"):
+        value = getattr(config.rollout, name)
+        if value and config.data.replay_dir is not None:
+            raise ValueError(
+                f"rollout.{name}={value} has no effect with data.replay_dir: drop one of them"
+            )
+
+
+def _check_average(config: Config) -> None:
+    ema = config.actor.ema
+    updates = config.total_updates()
+    if ema.enable and ema.update_interval > updates:
+        raise ValueError(
+            f"actor.ema.update_interval={ema.update_interval} exceeds the {updates} updates of "
+            "this run, so the average would stay where it starts: lower it, or set "
+            "actor.ema.enable=false"
+        )

@@ -1,0 +1,204 @@
+"""The one check: everything that is wrong with a run and can be found without loading a model.
+
+A training, its dry run, a calibration and an evaluation call `check_run`; a plan, which is made for
+another machine, calls `check_plan`. So a dry run refuses what a run refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.config.check_engine import check_engine, check_machine
+from flowgrpo_rc.config.check_folder import check_output, checkpoint_to_resume
+from flowgrpo_rc.config.check_settings import check_settings
+from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.data.prompts import PromptSampler, read_prompts
+from flowgrpo_rc.models.architecture import META, build_architecture
+from flowgrpo_rc.models.base import FlowModel, adapter_of
+from flowgrpo_rc.models.causal_lm import load_tokenizer, token_rows
+from flowgrpo_rc.models.lora import add_lora, lora_parameters
+from flowgrpo_rc.records.checkpoint import Checkpoint
+from flowgrpo_rc.records.rollout_files import check_headers, replay_files
+from flowgrpo_rc.rewards.manager import check_kind, requires_target
+from flowgrpo_rc.rollout.quantization import check_layers
+from flowgrpo_rc.training.optim import check_optimizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunInputs:
+    """What a run starts from, read while it was checked.
+
+    Attributes:
+      sampler: says which training prompts belong to which step.
+      held_out: the prompts of evaluation.
+      resumed: the checkpoint to go on from; None for a new run.
+    """
+
+    sampler: PromptSampler
+    held_out: Sequence[Prompt]
+    resumed: Checkpoint | None
+
+
+def device_of(config: Config) -> torch.device:
+    """Returns the kind of device that a run would use: the GPU, or the CPU if there is no CUDA or
+    `trainer.device=cpu` asks for it.
+
+    Other accelerators are left alone: Apple's has no float64, which the metrics need.
+    """
+    on_cpu = config.trainer.device == "cpu" or not torch.cuda.is_available()
+    return torch.device("cpu" if on_cpu else "cuda")
+
+
+def check_run(
+    config: Config,
+    device: torch.device,
+    *,
+    num_processes: int = 1,
+    samples: bool = True,
+    trains: bool = True,
+) -> RunInputs:
+    """Checks everything that can be checked without loading a model.
+
+    What needs only this machine comes first, then the small files of the model, which may have to
+    be fetched from the hub.
+
+    Args:
+      config: the settings.
+      device: what the run would use, `device_of(config)`.
+      num_processes: how many processes share a step.
+      samples: whether the rollout engine is used; False for an evaluation.
+      trains: whether something is trained, into `trainer.output_dir`; False for a calibration and
+        an evaluation.
+
+    Returns:
+      The prompts and, if a run goes on, its checkpoint.
+
+    Raises:
+      ValueError: names the key, the value and what is allowed.
+      ImportError: the engine's package is not installed.
+      CheckpointError: the checkpoint to go on from is damaged.
+    """
+    check_settings(config, num_processes)
+    if samples:
+        check_engine(config)
+    if trains:
+        check_output(config)
+    sampler, held_out = prompts_of(config)
+    resumed = checkpoint_to_resume(config) if trains else None
+    if trains:
+        _check_replay(config, num_processes)
+    model = _check_model(config)
+    if samples:
+        check_machine(config, device)
+    if config.model.kind == "causal_lm":
+        _check_lengths(config, [*sampler.prompts, *held_out])
+    if trains and model is not None:
+        check_output(config, num_trained(model))
+    return RunInputs(sampler=sampler, held_out=held_out, resumed=resumed)
+
+
+def check_plan(config: Config, num_processes: int) -> FlowModel | None:
+    """Checks what holds on every machine: the settings, the engine's options and the model.
+
+    Args:
+      config: the settings.
+      num_processes: how many processes share a step.
+
+    Returns:
+      The model on the meta device, with its LoRA; None for a language model.
+
+    Raises:
+      ValueError: names the key, the value and what is allowed.
+    """
+    check_settings(config, num_processes)
+    check_engine(config)
+    return _check_model(config)
+
+
+def prompts_of(config: Config) -> tuple[PromptSampler, list[Prompt]]:
+    """Reads the prompt files.
+
+    Returns:
+      The sampler of training prompts, and the held-out prompts.
+
+    Raises:
+      ValueError: a file is missing, empty or malformed, or has too few prompts.
+    """
+    data = config.data
+    target = requires_target(config.reward)
+    train = read_prompts(
+        data.train_files,
+        require_target=target,
+        negative_text=data.negative_prompt,
+        key="data.train_files",
+    )
+    held_out = read_prompts(
+        data.val_files,
+        require_target=target,
+        negative_text=data.negative_prompt,
+        key="data.val_files",
+    )
+    return PromptSampler(train, data.train_batch_size, config.trainer.seed), held_out
+
+
+def num_trained(model: FlowModel) -> int:
+    """Returns how many numbers the LoRA on a model holds."""
+    return sum(parameter.numel() for parameter in lora_parameters(model.network).values())
+
+
+def _check_model(config: Config) -> FlowModel | None:
+    """Checks settings and rewards against the model at `model.path`, none of whose weights is read.
+
+    Returns the model on the meta device, with its LoRA; None for a language model.
+    """
+    if config.model.kind != "diffusion":
+        return None
+    adapter = adapter_of(config.model)
+    config.rollout.check_model(adapter)
+    check_kind(config.reward, adapter.makes, "latent")
+    specs = {
+        "rollout.pipeline": config.rollout.spec(),
+        "rollout.val_kwargs": config.rollout.held_out_spec(),
+    }
+    guided = any(adapter.cfg_scale(spec) > 1 for spec in specs.values())
+    if config.data.negative_prompt and not guided:
+        raise ValueError(
+            f"data.negative_prompt={config.data.negative_prompt!r} has no effect without "
+            f"guidance: set rollout.pipeline.{adapter.cfg_key} above 1, or drop it"
+        )
+    model = _architecture(config)
+    for key, spec in specs.items():
+        model.check(spec, key)
+    with META:
+        network = add_lora(model, config.model, config.trainer.seed)
+    check_optimizer(list(lora_parameters(network).values()), config.actor.optim)
+    if config.rollout.quantization is not None:
+        check_layers(network, config.rollout.quantization)
+    return model
+
+
+def _architecture(config: Config) -> FlowModel:
+    folder = Path(config.model.path).expanduser()
+    path = str(folder) if folder.exists() else config.model.path
+    return build_architecture(replace(config.model, path=path))
+
+
+def _check_lengths(config: Config, prompts: Sequence[Prompt]) -> None:
+    """A language model takes whole prompts; its tokenizer says how long they are."""
+    texts = [prompt.text for prompt in prompts]
+    token_rows(load_tokenizer(config.model), texts, max_length=config.rollout.prompt_length)
+
+
+def _check_replay(config: Config, num_processes: int) -> None:
+    """Saved trajectories are complete, and sampled as the settings say."""
+    if config.data.replay_dir is None:
+        return
+    folder = Path(config.data.replay_dir).expanduser()
+    text = config.model.kind == "causal_lm"
+    spec = config.rollout.token_spec() if text else config.rollout.spec()
+    check_headers(replay_files(folder, 0, num_processes), spec, {})

@@ -1,0 +1,174 @@
+"""Settings of the policy losses, `actor.diffusion_loss` and `actor.token_loss`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.losses.base import (
+    DIFFUSION_KEY,
+    REFERENCE_CLIP,
+    REFERENCE_KL_THRESHOLD,
+    TOKEN_KEY,
+    DiffusionLoss,
+    TokenLoss,
+)
+from flowgrpo_rc.losses.find import (
+    check_effects,
+    diffusion_function,
+    find_function,
+    is_function,
+    make_loss,
+    option_names,
+    token_function,
+)
+
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+# Keys of the sections that belong to some losses; the others are read outside of the loss.
+DIFFUSION_OPTIONS = ("clip_ratio", "kl_threshold")
+TOKEN_OPTIONS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
+
+
+@dataclass(kw_only=True)
+class DiffusionLossConfig:
+    """The loss of images, under `loss_type=ppo_clip`.
+
+    loss_mode: PPO's clip on the mean-pooled ratio, GRPO-Guard's on its own, or Flow-DPPO's bound on
+        the divergence; or a class (`DiffusionLoss`) or function (`CustomLoss`) of your own.
+    clip_ratio: half-width of the PPO band of flow_grpo (on the mean-pooled ratio) and grpo_guard
+        (on its own); a loss of your own may have it, too.
+    adv_clip_max: advantages are clipped to +- this.
+    kl_threshold: up to this KL of a step, mean over D, flow_dppo lets every update pass.
+    options: options that only one loss has; write each as `actor.diffusion_loss.NAME`.
+    """
+
+    loss_mode: str = "flow_grpo"
+    clip_ratio: float = REFERENCE_CLIP["gaussian"]
+    adv_clip_max: float = 5.0
+    kl_threshold: float = REFERENCE_KL_THRESHOLD
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def needs_means(self) -> bool:
+        """Whether the loss compares the means of the current steps with those of the old policy."""
+        return self.loss().needs_means
+
+    def loss(self) -> DiffusionLoss:
+        """Returns the loss that `loss_mode` names, with its options.
+
+        Raises:
+          ValueError: for an unknown loss, and for an option that the loss does not have or refuses.
+        """
+        if is_function(self.loss_mode):
+            return diffusion_function(find_function(DIFFUSION_KEY, self), self)
+        loss: DiffusionLoss = make_loss(DIFFUSION_KEY, self, DiffusionLoss, DIFFUSION_OPTIONS)
+        return loss
+
+    def validate(self) -> None:
+        """Raises ValueError for a wrong setting, or for one without effect, naming its key."""
+        if not 0 < self.kl_threshold < math.inf:
+            raise ValueError(
+                f"{DIFFUSION_KEY}.kl_threshold={self.kl_threshold}: give a number above 0"
+            )
+        if not 0 < self.clip_ratio < 1:
+            raise ValueError(
+                f"{DIFFUSION_KEY}.clip_ratio={self.clip_ratio}: give a number between 0 and 1"
+            )
+        if not self.adv_clip_max > 0:
+            raise ValueError(
+                f"{DIFFUSION_KEY}.adv_clip_max={self.adv_clip_max}: give a number above 0"
+            )
+        loss = self.loss()
+        read = ["clip_ratio"] if is_function(self.loss_mode) else option_names(type(loss))
+        check_effects(DIFFUSION_KEY, self, DiffusionLoss, DIFFUSION_OPTIONS, read)
+
+
+@dataclass(kw_only=True)
+class TokenLossConfig:
+    """The loss of text, under `loss_type=ppo_clip`.
+
+    loss_mode: `ppo_clip`, `gspo` (one ratio for the sequence), or a class (`TokenLoss`) or function
+        (`CustomLoss`) of your own.
+    clip_ratio_low: the ratio stays above 1 - this.
+    clip_ratio_high: the ratio stays below 1 + this.
+    clip_ratio_c: dual clip, an upper bound above 1 on the ratio where the advantage is negative;
+        null for none.
+    loss_agg_mode: `token-mean`, `seq-mean-token-sum` (Dr.GRPO's, up to a constant) or
+        `seq-mean-token-mean` (GRPO's).
+    options: options that only one loss has; write each as `actor.token_loss.NAME`.
+    """
+
+    loss_mode: str = "ppo_clip"
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
+    clip_ratio_c: float | None = 3.0
+    loss_agg_mode: str = "token-mean"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def loss(self) -> TokenLoss:
+        """Returns the loss that `loss_mode` names, with its options.
+
+        Raises:
+          ValueError: for an unknown loss, and for an option that the loss does not have or refuses.
+        """
+        if is_function(self.loss_mode):
+            return token_function(find_function(TOKEN_KEY, self), self)
+        loss: TokenLoss = make_loss(TOKEN_KEY, self, TokenLoss, TOKEN_OPTIONS)
+        return loss
+
+    def validate(self) -> None:
+        """Raises ValueError for a wrong setting, or for one without effect, naming its key."""
+        if self.loss_agg_mode not in AGGREGATIONS:
+            raise ValueError(
+                f"{TOKEN_KEY}.loss_agg_mode={self.loss_agg_mode!r}: allowed are "
+                f"{', '.join(AGGREGATIONS)}"
+            )
+        if not 0 < self.clip_ratio_low < 1 or not self.clip_ratio_high > 0:
+            raise ValueError(
+                f"{TOKEN_KEY}.clip_ratio_low={self.clip_ratio_low}, {TOKEN_KEY}.clip_ratio_high="
+                f"{self.clip_ratio_high}: give numbers above 0, the lower one below 1"
+            )
+        if self.clip_ratio_c is not None and not self.clip_ratio_c > 1 + self.clip_ratio_high:
+            raise ValueError(
+                f"{TOKEN_KEY}.clip_ratio_c={self.clip_ratio_c}: give more than 1 + "
+                "clip_ratio_high, or null for none"
+            )
+        loss = self.loss()
+        read = TOKEN_OPTIONS if is_function(self.loss_mode) else option_names(type(loss))
+        check_effects(TOKEN_KEY, self, TokenLoss, TOKEN_OPTIONS, read)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossConfig:
+    """Everything that a loss is built from.
+
+    Attributes:
+      rollout_correction: the one rollout correction of the run.
+      diffusion_loss: settings of the loss of images.
+      token_loss: settings of the loss of text.
+    """
+
+    rollout_correction: RolloutCorrectionConfig
+    diffusion_loss: DiffusionLossConfig = field(default_factory=DiffusionLossConfig)
+    token_loss: TokenLossConfig = field(default_factory=TokenLossConfig)
+
+
+def with_options(section: Mapping[str, Any], config: type) -> dict[str, Any]:
+    """Moves the keys of a section that are no fields of `config` into its `options`.
+
+    Args:
+      section: the section as a user writes it, such as {"loss_mode": "my.Loss", "width": 0.1}.
+      config: DiffusionLossConfig or TokenLossConfig.
+
+    Returns:
+      The section in the form of `config`, {"loss_mode": "my.Loss", "options": {"width": 0.1}}.
+    """
+    known = {item.name for item in fields(config)}
+    found = {name: value for name, value in section.items() if name in known}
+    own = {name: value for name, value in section.items() if name not in known}
+    if own:
+        found["options"] = {**found.get("options", {}), **own}
+    return found

@@ -1,0 +1,46 @@
+"""FlowGRPO: the PPO clip on the ratio of a denoising step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flowgrpo_rc.core.transition import GaussianSteps
+from flowgrpo_rc.losses.base import DiffusionLoss, PolicyLoss
+from flowgrpo_rc.losses.ppo_clip import ppo_clip
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowGRPO(DiffusionLoss):
+    """`ppo_clip` on the mean-pooled ratio exp(log_prob - old_log_prob) of each step.
+
+    Attributes:
+      clip_ratio: half-width of the band.
+
+    See "Flow-GRPO: Training Flow Matching Models via Online RL", https://arxiv.org/abs/2505.05470.
+    """
+
+    clip_ratio: float
+
+    @property
+    def clip_band(self) -> float:
+        """Half-width of the band."""
+        return self.clip_ratio
+
+    def __call__(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        keep_mask: Tensor,
+        gaussian: GaussianSteps | None,
+    ) -> PolicyLoss:
+        """Computes the loss of each step; see `DiffusionLoss`."""
+        return ppo_clip(
+            log_probs - old_log_probs,
+            advantages,
+            keep_mask,
+            clip_low=self.clip_ratio,
+            clip_high=self.clip_ratio,
+        )

@@ -1,0 +1,89 @@
+"""Settings of the run itself: how long it is, what it leaves, when and where."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from flowgrpo_rc.distributed.sharding import STRATEGIES
+from flowgrpo_rc.records.trackers import validate_loggers
+
+RESUME_MODES = ("auto", "disable")
+PRECISIONS = ("no", "bf16")
+DEVICES = ("auto", "cpu")
+
+
+@dataclass(kw_only=True)
+class TrainerConfig:
+    """The run itself.
+
+    total_training_steps: a step is one batch of samples.
+    save_freq: steps between checkpoints; 0: only at the end.
+    test_freq: steps between evaluations; 0: only at the start and the end.
+    max_checkpoints_to_keep: the oldest go first.
+    output_dir: the run's folder; the same command goes on where it stopped.
+    project_name: for trackers.
+    experiment_name: for trackers and the report.
+    logger: where numbers go besides metrics.jsonl: any of console, wandb, tensorboard.
+    seed: of everything random.
+    resume_mode: `auto` goes on from the newest checkpoint; `disable` refuses a folder that holds a
+        run.
+    max_time: seconds of this command, then the run stops after the step with its state saved; null:
+        no limit.
+    device: `auto` takes the GPU where there is one.
+    mixed_precision: autocast of the training forward.
+    save_rollouts: keep every step's trajectories in rollouts/, for `data.replay_dir` of another
+        run.
+    strategy: several processes hold a whole network each (`ddp`) or share the frozen weights
+        (`fsdp2`); `auto` does what accelerate's configuration says.
+    timeout_s: how long a process waits for another one before the run fails.
+    """
+
+    total_training_steps: int = 100
+    save_freq: int = 20
+    test_freq: int = 20
+    max_checkpoints_to_keep: int = 2
+    output_dir: str = "outputs/run"
+    project_name: str = "flowgrpo_rc"
+    experiment_name: str = "run"
+    logger: list[str] = field(default_factory=lambda: ["console"])
+    seed: int = 42
+    resume_mode: str = "auto"
+    max_time: float | None = None
+    device: str = "auto"
+    mixed_precision: str = "no"
+    save_rollouts: bool = False
+    strategy: str = "auto"
+    timeout_s: float = 1800.0
+
+    def validate(self) -> None:
+        """Raises ValueError for a wrong setting."""
+        named = {
+            "resume_mode": RESUME_MODES,
+            "mixed_precision": PRECISIONS,
+            "device": DEVICES,
+            "strategy": STRATEGIES,
+        }
+        for name, allowed in named.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"trainer.{name}={getattr(self, name)!r}: allowed are {', '.join(allowed)}"
+                )
+        smallest = {
+            "total_training_steps": 1,
+            "save_freq": 0,
+            "test_freq": 0,
+            "max_checkpoints_to_keep": 1,
+        }
+        for name, least in smallest.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"trainer.{name}={getattr(self, name)}: give at least {least}")
+        if self.max_time is not None and not self.max_time > 0:
+            raise ValueError(
+                f"trainer.max_time={self.max_time}: give a number of seconds above 0, or null"
+            )
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(
+                f"trainer.timeout_s={self.timeout_s}: give a number of seconds above 0"
+            )
+        validate_loggers(self.logger)

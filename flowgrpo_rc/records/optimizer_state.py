@@ -1,0 +1,76 @@
+"""The optimizer's state as plain tensors by name, as a checkpoint holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+
+def schedule_state(schedule: LRScheduler) -> dict[str, Any]:
+    """Returns the state of a schedule; JSON can hold it."""
+    return schedule.state_dict() | {"_last_lr": [float(rate) for rate in schedule.get_last_lr()]}
+
+
+def load_schedule(schedule: LRScheduler, state: Mapping[str, Any]) -> None:
+    """Goes back to `state`, with the learning rate of the optimizer."""
+    schedule.load_state_dict(dict(state))
+    for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr(), strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def optimizer_tensors(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Returns the state as plain tensors.
+
+    A tensor is named `parameter.key`; a moment of 8 bits is several, `parameter.key.component`.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in named.items():
+        for key, value in optimizer.state[parameter].items():
+            tensors |= {f"{name}.{key}{part}": tensor for part, tensor in _parts(value).items()}
+    return tensors
+
+
+def load_optimizer(
+    optimizer: Optimizer, named: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
+) -> None:
+    """Goes back to what `optimizer_tensors` returned, bit for bit."""
+    for name, parameter in named.items():
+        stored = {
+            key.removeprefix(f"{name}."): value
+            for key, value in tensors.items()
+            if key.startswith(f"{name}.")
+        }
+        if stored:
+            optimizer.state[parameter] = {
+                key: _joined(key, stored, parameter)
+                for key in dict.fromkeys(key.partition(".")[0] for key in stored)
+            }
+
+
+def _parts(value: Tensor) -> dict[str, Tensor]:
+    """{"": value} for a plain tensor; {".codes", ".scale", ".qmap"} for torchao's state of 8
+    bits.
+    """
+    if not type(value).__module__.startswith("torchao."):
+        return {"": value}
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    return {f".{part}": vars(value)[part] for part in OptimState8bit.tensor_attrs}
+
+
+def _joined(key: str, stored: Mapping[str, Tensor], parameter: nn.Parameter) -> Tensor:
+    if key == "step":
+        return stored[key].clone()  # AdamW counts on the CPU
+    if key in stored:
+        return stored[key].to(parameter.device)
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    parts = [stored[f"{key}.{part}"].to(parameter.device) for part in OptimState8bit.tensor_attrs]
+    return OptimState8bit(*parts, signed=key == "exp_avg", dtype=parameter.dtype)

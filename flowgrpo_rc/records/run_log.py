@@ -1,0 +1,61 @@
+"""Where the numbers of a step go: the files of the run's folder, the console and the trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from PIL import Image
+
+from flowgrpo_rc.monitoring.histograms import Counts
+from flowgrpo_rc.records.console import Console
+from flowgrpo_rc.records.metrics_file import MetricsFile
+from flowgrpo_rc.records.run_folder import RunFolder
+from flowgrpo_rc.records.trackers import Trackers
+
+
+class RunLog:
+    """Writes what a step reports to every place that shall have it.
+
+    Attributes:
+      console: tells the user.
+      trackers: tell wandb and tensorboard.
+    """
+
+    def __init__(self, folder: RunFolder, console: Console, trackers: Trackers) -> None:
+        """Opens the files of a run's folder."""
+        self.console = console
+        self.trackers = trackers
+        self._rows = MetricsFile(folder.metrics)
+        self._histograms = MetricsFile(folder.histograms)
+        self._health = MetricsFile(folder.health)
+
+    def write(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        histograms: Mapping[str, Counts],
+        warnings: Sequence[str],
+    ) -> None:
+        """Writes a step down, on the main process.
+
+        Args:
+          step: the step; 0 is the evaluation before the first one.
+          metrics: numbers by name.
+          histograms: counts by name, empty if no sample was trained on.
+          warnings: what the health check says of the step.
+        """
+        self._rows.append(step, metrics)
+        if histograms:
+            self._histograms.append(step, histograms)
+            self.trackers.log_histograms(step, histograms)
+        self.trackers.log(step, metrics)
+        self.console.step(step, metrics)
+        for warning in warnings:
+            self._health.append(step, {"message": warning})
+            self.console.warning(warning)
+            self.trackers.alert(step, warning)
+
+    def image(self, step: int, name: str, image: Image.Image | None) -> None:
+        """Gives the trackers a picture, if there is one."""
+        if image is not None:
+            self.trackers.log_image(step, name, image)

@@ -1,0 +1,58 @@
+"""The rewards of a batch that several processes share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flowgrpo_rc.batch import Rewards
+from flowgrpo_rc.core.metrics import MetricBag, std_from_moments
+from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.rewards.manager import RewardHandle, RewardManager
+
+
+def collect_rewards(
+    manager: RewardManager, handles: Sequence[RewardHandle], processes: Processes
+) -> Rewards:
+    """Waits for the rewards of this process's samples.
+
+    A process without samples takes part with empty columns, so names and reductions agree.
+
+    Args:
+      manager: scores the samples.
+      handles: what `RewardManager.submit` returned, in the order of the samples.
+      processes: the processes of the run.
+
+    Raises:
+      RewardError: on all processes, if too many samples have no reward.
+    """
+    nothing = torch.zeros(0, dtype=torch.float64)
+    rewards = Rewards(
+        total=nothing, valid=nothing.bool(), parts=dict.fromkeys(manager.part_keys, nothing)
+    )
+    if handles:
+        rewards = manager.collect(handles)
+    failed = torch.tensor(
+        [*manager.count_failed(rewards).values(), len(rewards.total)], device=processes.device
+    )
+    *counts, total = processes.sum(failed).tolist()
+    manager.check_failed_fraction(dict(zip(manager.names, counts, strict=True)), total)
+    return rewards
+
+
+def record_rewards(metrics: MetricBag, rewards: Rewards, *, prefix: str, total: str) -> None:
+    """Adds the mean and standard deviation of the weighted sum, each reward, and `failed_fraction`.
+
+    Args:
+      metrics: takes the metrics, under `prefix/`.
+      rewards: rewards of a batch; a mean is over the samples that have the reward.
+      prefix: prefix of the names, without the slash.
+      total: name of the weighted sum.
+    """
+    metrics.mean(f"{prefix}/{total}", rewards.total, rewards.valid)
+    metrics.mean(f"{prefix}/_square", rewards.total**2, rewards.valid)
+    metrics.derive(f"{prefix}/std", (f"{prefix}/{total}", f"{prefix}/_square"), std_from_moments)
+    metrics.mean(f"{prefix}/failed_fraction", (~rewards.valid).double())
+    for name, values in rewards.parts.items():
+        metrics.mean(f"{prefix}/{name}", values, ~values.isnan())

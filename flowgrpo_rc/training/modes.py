@@ -1,0 +1,321 @@
+"""The two modes of rollout correction: what the old policy is, and where the correction comes in.
+
+Bypass: the old policy is the rollout's, as recorded. The correction, current / rollout, is part of
+the loss. Decoupled: the old policy is the training graph before the first update of an iteration.
+The correction, old / rollout, is computed once for each batch.
+
+A mode also owns what follows from that: `auto` bands, the record of decisions, the mismatch, and
+the prefix of the metrics. No other file asks which mode it is in.
+
+Legend: b rows of a micro-batch, t steps that one forward evaluates, B and T those of a whole batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.batch import Batch, DiffusionBatch
+from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.core.transition import GaussianSteps
+from flowgrpo_rc.correction.api import apply_bypass_mode
+from flowgrpo_rc.correction.auto_bands import AutoBands
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.correct import Corrector, require_rollout_log_probs
+from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.losses.base import LossTerms
+from flowgrpo_rc.monitoring.decisions import Decisions
+from flowgrpo_rc.monitoring.health import BYPASS_PREFIX, DECOUPLED_PREFIX
+from flowgrpo_rc.monitoring.mismatch import MismatchMonitor
+from flowgrpo_rc.policies.base import Evaluation, Measured, Policy
+
+# Names in a checkpoint.
+_AUTO_BANDS = "auto_bands"
+_MISMATCH = "noise_floor"
+
+
+class Seen(NamedTuple):
+    """What a loss was computed from.
+
+    Attributes:
+      piece: the samples.
+      log_probs: of the current policy, [b, t].
+      gaussian: the Gaussians of the steps, [b, t]; None for tokens.
+      terms: the terms of the loss.
+    """
+
+    piece: Batch
+    log_probs: Tensor
+    gaussian: GaussianSteps | None
+    terms: LossTerms
+
+
+@dataclass(kw_only=True, eq=False)
+class Mode(ABC):
+    """What differs between bypass and decoupled mode during an iteration.
+
+    The calls of one iteration, in order: `begin` with the whole batch; `before_update` with its
+    mini-batches; for each forward of the update, `enter` before the loss and `observe` after it;
+    `leave` after the last forward of a mini-batch that had no old policy; `finish` at the end.
+
+    Attributes:
+      policy: the training graph.
+      processes: the processes of the run.
+      monitor: measures the mismatch.
+      micro_batch_size: samples of a forward, the same as in the update.
+      auto_bands: criteria with an `auto` threshold; None if there are none.
+      whole_windows: whether the loss sees all steps of a sample at once.
+      keep_means: whether `leave` needs the means of the steps.
+      decisions: what the correction decided in this iteration, sample by sample.
+      prefix: prefix of the correction's metrics.
+      old_is_rollout: whether the old policy's log-probs are those of the rollout.
+    """
+
+    prefix: ClassVar[str]
+    old_is_rollout: ClassVar[bool]
+    policy: Policy[Any, Any]
+    processes: Processes
+    monitor: MismatchMonitor
+    micro_batch_size: int
+    auto_bands: AutoBands | None = None
+    whole_windows: bool = False
+    keep_means: bool = False
+    decisions: Decisions = field(default_factory=Decisions)
+    _metrics: MetricBag = field(default_factory=MetricBag, init=False)
+
+    @abstractmethod
+    def begin(self, batch: Batch, step: int) -> Batch:
+        """Returns the batch with its old policy, or without one if the update's forwards will tell.
+
+        Args:
+          batch: the samples of this process.
+          step: the iteration, from 1.
+        """
+
+    @abstractmethod
+    def before_update(self, minis: Sequence[Batch], *, again: bool) -> list[Batch]:
+        """Returns the mini-batches with all that must be known before the first update.
+
+        Args:
+          minis: the mini-batches, in the order of the updates.
+          again: whether the first one is trained on more than once.
+        """
+
+    @abstractmethod
+    def enter(self, piece: Batch, now: Evaluation) -> tuple[Batch, GaussianSteps | None]:
+        """Returns a piece as the loss takes it, and the Gaussians of its steps.
+
+        Args:
+          piece: what one forward evaluated, [b, t].
+          now: what that forward says of the current policy.
+        """
+
+    def leave(self, batch: Batch, old: Measured) -> Batch:
+        """Returns the batch with forwards from before any update as its old policy."""
+        raise NotImplementedError(
+            f"{type(self).__name__} fills in the old policy before the update"
+        )
+
+    def observe(self, seen: Seen, *, updated: bool) -> None:
+        """Notes what a loss was computed from; `updated`: after an update of this iteration."""
+        if updated:
+            self.monitor.after_update(seen.piece, seen.log_probs)
+        else:
+            self.monitor.clipped(seen.terms.metrics)
+
+    def finish(self, metrics: MetricBag) -> None:
+        """Ends the iteration: adds the metrics of correction and mismatch, under full names."""
+        if self.auto_bands is not None:
+            self.auto_bands.finish(self.processes.gather)
+        metrics.merge(self._metrics, self.prefix)
+        mismatch = self.monitor.finish(old_is_rollout=self.old_is_rollout)
+        metrics.replace(mismatch, self.prefix)
+        self._metrics = MetricBag()
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Returns what a checkpoint holds of the mode, by part."""
+        found = {}
+        if self.auto_bands is not None:
+            found[_AUTO_BANDS] = self.auto_bands.tensors()
+        if monitor := self.monitor.tensors():
+            found[_MISMATCH] = monitor
+        return found
+
+    def load(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Goes back to what `tensors` recorded."""
+        if self.auto_bands is not None:
+            self.auto_bands.load(tensors[_AUTO_BANDS])
+        self.monitor.load(tensors.get(_MISMATCH, {}))
+
+
+@dataclass(kw_only=True, eq=False)
+class Bypass(Mode):
+    """Takes the rollout's log-probs for the old policy's; the loss corrects current / rollout.
+
+    The `auto` bands judge each sample once, before the first update.
+    """
+
+    prefix = BYPASS_PREFIX.removesuffix("/")
+    old_is_rollout = True
+
+    def begin(self, batch: Batch, step: int) -> Batch:
+        """Returns the batch with old := rollout. Raises ValueError if the rollout recorded none."""
+        self.monitor.expect(batch, step)
+        return apply_bypass_mode(batch)
+
+    def before_update(self, minis: Sequence[Batch], *, again: bool) -> list[Batch]:
+        """Lets the `auto` bands judge, by forwards of their own, all but the first mini-batch.
+
+        The update's own forwards judge the first one, unless it comes again, since the policy has
+        moved by then.
+        """
+        minis = list(minis)
+        if self.auto_bands is None:
+            return minis
+        own = 0 if again else 1
+        return [*minis[:own], *(self._judged(mini) for mini in minis[own:])]
+
+    def enter(self, piece: Batch, now: Evaluation) -> tuple[Batch, GaussianSteps | None]:
+        """Returns the piece with the decision of the `auto` bands, if it has none yet."""
+        return self._decide(piece, now), now.gaussian
+
+    def observe(self, seen: Seen, *, updated: bool) -> None:
+        """Notes the loss, its decisions and, before any update, the mismatch."""
+        super().observe(seen, updated=updated)
+        if not updated:
+            self.monitor.before_update(seen.piece, seen.log_probs)
+        self.decisions.add(
+            seen.piece,
+            seen.log_probs,
+            self.policy.cells(seen.piece),
+            seen.terms.keep_mask,
+            seen.terms.weights,
+            None if seen.gaussian is None else seen.gaussian.kl,
+            updated=updated,
+        )
+
+    @torch.no_grad()
+    def _judged(self, mini: Batch) -> Batch:
+        rows = []
+        for start in range(0, len(mini), self.micro_batch_size):
+            micro = mini.rows(start, start + self.micro_batch_size)
+            pieces = [micro] if self.whole_windows else self.policy.pieces(micro)
+            decided = [
+                self._decide(piece, self.policy.measure(piece, self.micro_batch_size))
+                for piece in pieces
+            ]
+            rows.append(torch.cat([piece.rejection_mask for piece in decided], 1))
+        return mini.replace(rejection_mask=torch.cat(rows))
+
+    def _decide(self, piece: Any, now: Evaluation) -> Any:
+        if self.auto_bands is None or piece.rejection_mask is not None:
+            return piece
+        step_kl = None if now.gaussian is None else now.gaussian.kl
+        judged, metrics = self.auto_bands.judge(piece, now.log_probs, step_kl)
+        self._metrics.merge(metrics)
+        return judged
+
+
+@dataclass(kw_only=True, eq=False)
+class Decoupled(Mode):
+    """Recomputes the old policy with the training graph, and corrects old / rollout once a batch.
+
+    Attributes:
+      corrector: computes the correction.
+      reuses: whether the old policy of the first mini-batch is its own forward, detached: nothing
+        has been updated by then. `correction.reuse.why_recompute` says where that may be.
+    """
+
+    prefix = DECOUPLED_PREFIX.removesuffix("/")
+    old_is_rollout = False
+    corrector: Corrector
+    reuses: bool = False
+
+    def begin(self, batch: Batch, step: int) -> Batch:
+        """Returns the batch with its old policy and correction.
+
+        If the update's forwards will tell them, only steps that are not finite are rejected now.
+        """
+        self.monitor.expect(batch, step)
+        if not self.reuses:
+            return self._recomputed(batch)
+        return batch.replace(rejection_mask=torch.isfinite(require_rollout_log_probs(batch)))
+
+    def before_update(self, minis: Sequence[Batch], *, again: bool) -> list[Batch]:
+        """Recomputes the old policy of all mini-batches but the first, where they have none."""
+        minis = list(minis)
+        if not minis or minis[0].old_log_probs is not None:
+            return minis
+        return [minis[0], *(self._recomputed(mini) for mini in minis[1:])]
+
+    def enter(self, piece: Batch, now: Evaluation) -> tuple[Batch, GaussianSteps | None]:
+        """Returns a piece without an old policy with its own forward as one.
+
+        The ratio is then exactly 1, and the KL of the steps from themselves is 0.
+        """
+        gaussian = now.gaussian
+        if piece.old_log_probs is not None:
+            return piece, gaussian
+        step_kl = None if gaussian is None else gaussian.kl
+        if self.auto_bands is not None:
+            piece, _ = self._judge(piece, now.log_probs, step_kl, remember=False)
+        piece = piece.with_old(now.log_probs.detach(), None)
+        piece, _ = self.corrector.batch(piece, step_kl=step_kl)
+        if gaussian is not None:
+            gaussian = gaussian._replace(kl=torch.zeros_like(gaussian.std))
+        return piece, gaussian
+
+    def leave(self, batch: Batch, old: Measured) -> Batch:
+        """Returns the batch with its old policy and the correction that follows from it."""
+        if self.auto_bands is not None:
+            batch, judged = self._judge(batch, old.log_probs, old.step_kl, remember=True)
+            self._metrics.merge(judged)
+        batch = batch.with_old(old.log_probs, old.means)
+        batch, metrics = self.corrector.batch(
+            batch, step_kl=old.step_kl, all_reduce=self.processes.sum
+        )
+        self.monitor.before_update(batch, old.log_probs)
+        self._metrics.merge(metrics)
+        assert batch.rejection_mask is not None
+        self.decisions.add(
+            batch,
+            old.log_probs,
+            self.policy.cells(batch),
+            batch.rejection_mask,
+            batch.rollout_is_weights,
+            old.step_kl,
+        )
+        return batch
+
+    def _recomputed(self, batch: Batch) -> Batch:
+        old = self.policy.measure(batch, self.micro_batch_size, keep_means=self.keep_means)
+        return self.leave(batch, old)
+
+    def _judge(
+        self, batch: Batch, log_probs: Tensor, step_kl: Tensor | None, *, remember: bool
+    ) -> tuple[Batch, MetricBag]:
+        assert self.auto_bands is not None
+        assert isinstance(batch, DiffusionBatch)  # the configuration allows them for nothing else
+        return self.auto_bands.judge(batch, log_probs, step_kl, remember=remember)
+
+
+def make_mode(
+    correction: RolloutCorrectionConfig, *, reuses: bool, keep_means: bool, **shared: Any
+) -> Mode:
+    """Makes the mode that the settings ask for.
+
+    Args:
+      correction: settings of the correction.
+      reuses: decoupled mode takes the first mini-batch's own forwards for its old policy.
+      keep_means: decoupled mode keeps the means of the old policy's steps for the loss.
+      **shared: the attributes that both modes have.
+    """
+    if correction.bypass_mode:
+        return Bypass(whole_windows=correction.bypass_level == "window", **shared)
+    corrector = Corrector(correction)
+    return Decoupled(corrector=corrector, reuses=reuses, keep_means=keep_means, **shared)

@@ -1,0 +1,41 @@
+"""The command line parses before it imports anything heavy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "diffusers", "transformers", "hydra", "omegaconf", "numpy", "accelerate", "rich")
+PROGRAM = f"""
+import sys
+from flowgrpo_rc.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as stopped:
+    print(stopped.code, [name for name in {HEAVY!r} if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--help"], 0),
+        (["train", "--help"], 0),
+        (["serve-reward", "--help"], 0),
+        ([], 2),
+        (["trian"], 2),
+        (["plan", "--processes", "many"], 2),
+        (["export", "folder"], 2),
+    ],
+    ids=["help", "train", "serve-reward", "nothing", "typo", "no_number", "no_folder"],
+)
+def test_help_and_usage_errors_import_nothing_heavy(words: list[str], code: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROGRAM, *words],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == f"{code} []"

@@ -1,0 +1,390 @@
+"""A dry run refuses what a run refuses, with the same words and exit code, and nothing is loaded.
+
+Each refusal that can be had without weights stands once in a table below. What only loaded weights
+or the other processes of a run can tell is not in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from flowgrpo_rc.cli import main
+from flowgrpo_rc.config import check_engine
+from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.models import base
+from flowgrpo_rc.records.metrics_file import MetricsFile
+from flowgrpo_rc.records.run_folder import RunFolder
+from flowgrpo_rc.training import optim
+
+RC = "algorithm.rollout_correction"
+TEXT = ("--config-name", "token_grpo", "trainer.device=cpu")
+MODELS = {
+    "flux": "FluxPipeline",
+    "qwen": "QwenImagePipeline",
+    "schnell": "flux_schnell",
+    "wan": "WanPipeline",
+}
+
+# Overrides of the small run, and words of the message.
+IMAGES = [
+    # Not a setting, or not a value of it.
+    ("actor.optim.learning_rate=1", "actor.optim.learning_rate"),
+    ("+new.key=1", "unknown key new.key"),
+    ("actor.optim.lr=fast", "fast"),
+    ("rollout.n=many", "many"),
+    ("data.shuffle=False", "compat.ignore=[data.shuffle]"),
+    # Out of range.
+    ("rollout.n=1", "rollout.n=1"),
+    ("rollout.dtype=int3", "rollout.dtype='int3'"),
+    ("rollout.staleness=-1", "rollout.staleness=-1"),
+    ("rollout.calculate_log_probs=false", "rollout.calculate_log_probs"),
+    ("rollout.algo.sde_type=ode", "rollout.algo.sde_type='ode'"),
+    ("rollout.algo.noise_level=0", "rollout.algo.noise_level"),
+    ("rollout.algo.log_prob_convention=peers", "log_prob_convention=peers"),
+    ("rollout.algo.sde_window_range=[0,9]", "sde_window_range"),
+    ("rollout.algo.sde_window_size=4", "sde_window_size=4"),
+    ("rollout.pipeline.true_cfg_scale=0.5", "true_cfg_scale=0.5"),
+    ("rollout.pipeline.num_frames=0", "num_frames=0"),
+    ("rollout.val_kwargs.n=0", "rollout.val_kwargs.n=0"),
+    ("rollout.micro_batch_size_per_gpu=0", "rollout.micro_batch_size_per_gpu=0"),
+    ("model.dtype=int8", "model.dtype='int8'"),
+    ("model.lora_rank=0", "model.lora_rank=0"),
+    ("model.path=/does/not/exist", "model.path=/does/not/exist"),
+    ("model.lora_path=/does/not/exist", "model.lora_path=/does/not/exist"),
+    ("actor.optim.lr=-1", "actor.optim.lr=-1"),
+    ("actor.optim.name=sgd", "actor.optim.name='sgd'"),
+    ("actor.diffusion_loss.clip_ratio=2", "clip_ratio=2"),
+    ("actor.old_log_probs=never", "actor.old_log_probs='never'"),
+    ("actor.replay=same", "actor.replay='same'"),
+    ("algorithm.adv_estimator=gae", "algorithm.adv_estimator='gae'"),
+    ("trainer.max_time=0", "trainer.max_time"),
+    ("trainer.timeout_s=0", "trainer.timeout_s=0"),
+    ("trainer.strategy=fsdp", "trainer.strategy='fsdp'"),
+    ("trainer.logger=[console,paper]", "paper"),
+    # Sizes that do not go together.
+    ("actor.ppo_mini_batch_size=3", "data.train_batch_size=4"),
+    ("actor.ppo_micro_batch_size_per_gpu=3", "4 samples"),
+    ("actor.replay=aligned rollout.micro_batch_size_per_gpu=4", "make them equal"),
+    ("actor.ema.update_interval=99", "4 updates"),
+    ("data.train_batch_size=64", "data.train_batch_size=64"),
+    # Without effect.
+    ("data.negative_prompt=blurry", "data.negative_prompt='blurry'"),
+    ("actor.token_loss.clip_ratio_low=0.1", "actor.token_loss is set"),
+    ("rollout.temperature=0.5", "rollout.temperature is set"),
+    ("model.dtype=fp64 trainer.device=auto", "trainer.device=cpu"),
+    ("model.offload_idle=true", "model.offload_idle=true"),
+    ("algorithm.global_std=true algorithm.norm_adv_by_std_in_grpo=false", "global_std"),
+    ("algorithm.adv_estimator=gdpo algorithm.global_std=false", "algorithm.adv_estimator=gdpo"),
+    ("rollout.staleness=1 data.replay_dir=x", "rollout.staleness=1"),
+    ("rollout.quantization=int8 data.replay_dir=x", "rollout.quantization=int8"),
+    ("rollout.compile=true data.replay_dir=x", "rollout.compile=True"),
+    ("actor.replay=aligned data.replay_dir=x", "data.replay_dir"),
+    # The rollout correction.
+    (f"{RC}.rollout_iss=token", "did you mean rollout_is?"),
+    (f"{RC}=pgis", "did you mean pg_is?"),
+    (f"{RC}.rollout_rs=seq_mean_k9", "seq_mean_k9"),
+    (f"{RC}.rollout_is=always", "rollout_is='always'"),
+    (f"{RC}.rollout_rs=seq_mean_k1 {RC}.rollout_rs_threshold=0.5_2", "quote"),
+    (f"{RC}.rollout_rs_threshold=null", "needs"),
+    (f"{RC}.loss_type=reinforce", "bypass_mode=true"),
+    (f"{RC}.bypass_mode=true {RC}.exclude_rejected=true", "exclude_rejected"),
+    (f"{RC}.bypass_mode=true actor.old_log_probs=recompute", "actor.old_log_probs=recompute"),
+    (f"{RC}.custom_correction=nowhere:f", "custom_correction='nowhere:f'"),
+    # Prompts and rewards.
+    ("data.train_files=/does/not/exist.txt", "/does/not/exist.txt"),
+    ("data.val_files=null", "data.val_files"),
+    ("reward.terms.ocrr.weight=1", "ocrr"),
+    ("reward.terms.jpeg.objctive=x", "objctive"),
+    ("reward.terms.jpeg=null reward.terms.exact_match.weight=1", "exact_match scores texts"),
+    # The engine.
+    ("rollout.name=no_such_engine", "no plug-in 'no_such_engine'"),
+    ("rollout.name=transformers_engine", "model.kind=causal_lm"),
+    ("rollout.engine_kwargs.foo=1", "rollout.engine_kwargs.foo: unknown option"),
+    ("rollout.quantization=int3", "rollout.quantization='int3'"),
+    ("rollout.name=vllm_omni rollout.compile=true", "rollout.compile=true has no effect"),
+    ("rollout.name=vllm_omni rollout.quantization=int8", "offers none"),
+    ("rollout.name=vllm_omni actor.replay=aligned", "forms batches of its own"),
+    ("rollout.name=vllm_omni rollout.engine_kwargs.timeout=3", "did you mean 'timeout_s'?"),
+    ("rollout.name=vllm_omni rollout.engine_kwargs.tensor_parallel_size=0", "at least 1"),
+    ("rollout.name=vllm_omni rollout.engine_kwargs.sleep=true", "it is for GPUs"),
+    ("rollout.name=vllm_omni rollout.engine_kwargs.quantization=fp8", "does not quantize"),
+    # The model.
+    ("rollout.pipeline.num_frames=9", "makes images"),
+    ("rollout.pipeline.true_cfg_scale=4", "rollout.pipeline.true_cfg_scale=4"),
+    ("rollout.val_kwargs.true_cfg_scale=4", "rollout.val_kwargs.true_cfg_scale=4"),
+    ("rollout.pipeline.max_sequence_length=513", "0 to 512"),
+    ("rollout.pipeline.height=33", "rollout.pipeline.height=33"),
+    ("model.target_modules=[to_nothing]", "to_nothing"),
+    ("model.path={flux} rollout.pipeline.height=20", "multiples of 8"),
+    ("model.path={flux} rollout.name=vllm_omni", "model.path is a FluxPipeline"),
+    ("model.path={schnell} rollout.val_kwargs.guidance_scale=2", "guidance_scale=2.0"),
+    ("model.path={qwen}", "rollout.pipeline.true_cfg_scale is not set"),
+    ("model.path={wan} rollout.pipeline.num_frames=5", "reward.terms.jpeg scores images"),
+    ("model.path={tmp}", "model_index.json"),
+    ("model.path={other}", "PixArtAlphaPipeline"),
+    # The folder.
+    ("trainer.output_dir=/proc/nothing", "trainer.output_dir=/proc/nothing"),
+    ("data.replay_dir={tmp}", "trainer.save_rollouts"),
+]
+TEXTS = [
+    ("model.kind=diffusion", "model.path"),
+    ("rollout.name=diffusers_engine", "model.kind=diffusion"),
+    ("reward.terms.jpeg.weight=1", "reward.terms.jpeg scores images"),
+    ("rollout.algo.noise_level=0.5", "rollout.algo is set"),
+    ("actor.diffusion_loss.clip_ratio=1e-3", "actor.diffusion_loss is set"),
+    ("rollout.prompt_length=3", "rollout.prompt_length=3"),
+    ("rollout.temperature=0", "rollout.temperature"),
+    ("actor.replay=aligned", "actor.replay=aligned is for images"),
+    ("actor.token_loss.loss_agg_mode=mean", "loss_agg_mode"),
+    (f"{RC}=pg_is actor.token_loss.loss_mode=gspo", "loss_mode=gspo"),
+    (f"{RC}=bypass_ppo_clip {RC}.bypass_level=window", "whole responses"),
+    (f"{RC}.log_prob_scale=sum", "no mean"),
+    (f"{RC}.rollout_rs=step_kl {RC}.rollout_rs_threshold=1", "token_k3"),
+    (f"{RC}.rollout_rs=token_k1 {RC}.rollout_rs_threshold=auto:4", "give a number"),
+    ("rollout.compile=true", "rollout.compile=true has no effect"),
+    ("rollout.engine_kwargs.speed=2", "rollout.engine_kwargs.speed"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading weights ends the test."""
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(base.DiffusionPipeline, "from_pretrained", fail)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+
+
+class Answer(NamedTuple):
+    """What a command said to a user."""
+
+    code: int
+    error: str
+
+
+Ask = Callable[..., Answer]
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
+    """Runs a command in this process."""
+
+    def answer(*words: str) -> Answer:
+        capsys.readouterr()
+        return Answer(main(words), capsys.readouterr().err)
+
+    return answer
+
+
+def refused(ask: Ask, given: list[str], words: str, *, code: int = 2) -> None:
+    """A dry run and a run say the same, and it holds the words."""
+    dry = ask("train", "--dry-run", *given)
+    assert dry == ask("train", *given)
+    assert dry.code == code, dry.error
+    assert dry.error.splitlines()[-1].startswith("error: ")
+    assert words in dry.error
+
+
+@pytest.mark.parametrize(("further", "words"), IMAGES, ids=[further for further, _ in IMAGES])
+def test_images(
+    ask: Ask,
+    overrides: list[str],
+    saved: Callable[[str], Path],
+    tmp_path: Path,
+    further: str,
+    words: str,
+) -> None:
+    places = {name: saved(kind) for name, kind in MODELS.items() if f"{{{name}}}" in further}
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "model_index.json").write_text('{"_class_name": "PixArtAlphaPipeline"}')
+    for name, place in (places | {"tmp": tmp_path, "other": other}).items():
+        further = further.replace(f"{{{name}}}", str(place))
+    refused(ask, [*overrides, *further.split(" ")], words)
+
+
+@pytest.mark.parametrize(("further", "words"), TEXTS, ids=[further for further, _ in TEXTS])
+def test_texts(ask: Ask, tmp_path: Path, further: str, words: str) -> None:
+    output = f"trainer.output_dir={tmp_path / 'run'}"
+    refused(ask, [*TEXT, output, *further.split(" ")], words)
+
+
+# What is installed, and the launcher
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("further", "words"),
+    [
+        ("rollout.quantization=fp8", "needs torchao"),
+        ("actor.optim.name=adamw_8bit", "needs torchao"),
+        ("rollout.compile=true", "C++ compiler"),
+    ],
+)
+def test_what_is_not_installed(
+    ask: Ask, overrides: list[str], monkeypatch: pytest.MonkeyPatch, further: str, words: str
+) -> None:
+    for module in (check_engine, optim):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(check_engine.shutil, "which", lambda name: None)
+    refused(ask, [*overrides, further], words)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("vllm_omni", "images"), ("vllm", "texts")], ids=["vllm_omni", "vllm"]
+)
+def test_an_engine_that_is_not_installed(
+    ask: Ask, overrides: list[str], monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
+    from flowgrpo_rc.rollout import vllm_engine, vllm_omni_engine
+
+    for module in (vllm_engine, vllm_omni_engine):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    given = overrides if kind == "images" else [*TEXT, overrides[-1]]
+    refused(ask, [*given, f"rollout.name={name}"], "pip install 'flowgrpo_rc[vllm", code=1)
+
+
+def test_shapes_that_low_precision_does_not_allow(ask: Ask, overrides: list[str]) -> None:
+    pytest.importorskip("torchao", exc_type=ImportError)
+    refused(ask, [*overrides, "actor.optim.name=adamw_8bit"], "adamw_8bit has no effect")
+
+
+@pytest.mark.parametrize(
+    ("variables", "further", "words"),
+    [
+        ({"WORLD_SIZE": "2"}, "actor.ppo_mini_batch_size=1", "2 processes"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "rollout.n=2", "fsdp_version=1"),
+    ],
+)
+def test_the_launcher(
+    ask: Ask,
+    overrides: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    further: str,
+    words: str,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    refused(ask, [*overrides, further], words)
+
+
+# The output folder, and saved rollouts
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(overrides: list[str], tmp_path: Path) -> RunFolder:
+    """The folder of a run with these overrides; its checkpoint has no files."""
+    made = RunFolder(tmp_path / "run")
+    config = to_config(compose_config(overrides))
+    made.create(dataclasses.asdict(config), torch.device("cpu"), 1)
+    MetricsFile(made.metrics).append(0, {"val/reward": 0.5})
+    (made.checkpoints / "step_1").mkdir(parents=True)
+    return made
+
+
+def test_a_folder_that_holds_a_run(ask: Ask, overrides: list[str], folder: RunFolder) -> None:
+    refused(ask, [*overrides, "trainer.resume_mode=disable"], "holds a run already")
+    refused(ask, [*overrides, "actor.optim.lr=2e-3"], "actor.optim.lr: 0.001 there, 0.002 now")
+    refused(ask, overrides, "manifest.json is missing or damaged", code=1)
+    with folder.locked():
+        refused(ask, overrides, "is in use by a run that is still going on")
+
+
+def test_too_little_room(ask: Ask, overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The LoRA's size is known before it is loaded."""
+    from flowgrpo_rc.records import run_folder
+
+    class Usage(NamedTuple):
+        free: int
+
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: Usage(80 * 2**20))
+    refused(ask, [*overrides, "model.lora_rank=512"], "80 MiB free, a run needs at least")
+
+
+def test_saved_rollouts(ask: Ask, overrides: list[str], tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    spec = dataclasses.asdict(to_config(compose_config(overrides)).rollout.spec())
+    header = {"kind": "diffusion", "spec": spec | {"guidance_scale": 7.0}, "origin": {}}
+    file = saved / "step_000001_process_0_of_1.safetensors"
+    save_file({"group": torch.zeros(1)}, file, metadata={"rollout": json.dumps(header)})
+    replay = [*overrides, f"data.replay_dir={saved}"]
+    refused(ask, replay, "guidance_scale: 7.0 there")
+    file.write_bytes(file.read_bytes()[:20])
+    refused(ask, replay, "is not a saved rollout, or it is damaged")
+    file.rename(saved / "step_000002_process_0_of_1.safetensors")
+    refused(ask, replay, "must hold steps 1 to 2")
+
+
+# The other commands
+# --------------------------------------------------------------------------------------------------
+
+
+def test_the_small_runs_are_sound(ask: Ask, overrides: list[str], tmp_path: Path) -> None:
+    """So each refusal above is that of its own override; and a dry run leaves nothing."""
+    assert ask("train", "--dry-run", *overrides).code == 0
+    assert ask("train", "--dry-run", *TEXT, f"trainer.output_dir={tmp_path / 'run'}").code == 0
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "further",
+    [
+        "rollout.name=no_such_engine",
+        "rollout.engine_kwargs.foo=1",
+        "rollout.pipeline.num_frames=9",
+        "rollout.name=vllm_omni rollout.compile=true",
+        "rollout.pipeline.height=33",
+        "reward.terms.jpeg.objctive=x",
+        "actor.ppo_mini_batch_size=3",
+    ],
+)
+def test_a_plan_and_a_calibration_refuse_it_too(
+    ask: Ask, overrides: list[str], tmp_path: Path, further: str
+) -> None:
+    given = [*overrides, *further.split(" ")]
+    dry = ask("train", "--dry-run", *given)
+    assert dry.code == 2
+    assert ask("plan", *given) == dry
+    assert ask("calibrate", "--out", str(tmp_path / "out"), *given) == dry
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_calibration_needs_a_machine_and_a_plan_does_not(
+    ask: Ask, overrides: list[str], tmp_path: Path
+) -> None:
+    given = [*overrides, "model.offload_idle=true", "data.train_files=/on/the/other/machine.txt"]
+    assert ask("plan", *given).code == 0
+    found = ask("calibrate", "--out", str(tmp_path / "out"), *given)
+    assert (found.code, "/on/the/other/machine.txt" in found.error) == (2, True)
+    found = ask("calibrate", "--out", str(tmp_path / "out"), *given[:-1])
+    assert (found.code, "model.offload_idle=true" in found.error) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("further", "words"),
+    [
+        ("rollout.val_kwargs.n=0", "rollout.val_kwargs.n=0"),
+        ("data.val_files=/does/not/exist.txt", "/does/not/exist.txt"),
+        ("rollout.pipeline.num_frames=9", "makes images"),
+        ("reward.terms.jpeg.objctive=x", "objctive"),
+        ("rollout.pipeline.height=33", "rollout.pipeline.height=33"),
+    ],
+)
+def test_an_evaluation_is_checked(ask: Ask, folder: RunFolder, further: str, words: str) -> None:
+    folder.lora.mkdir()
+    found = ask("eval", str(folder.root), further)
+    assert (found.code, words in found.error) == (2, True), found.error

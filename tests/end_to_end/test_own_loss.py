@@ -1,0 +1,65 @@
+"""A run and a calibration with the loss of docs/add_a_loss.md, named on the command line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from support.documented import first_python
+from support.runs import Train, read_rows, without_timings
+
+from flowgrpo_rc.cli import main
+
+LOSS = "actor.diffusion_loss"
+
+
+@pytest.fixture(autouse=True)
+def my_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's first block as the reader's file."""
+    (tmp_path / "my_guard.py").write_text(first_python("add_a_loss.md"))
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("my_guard", None)
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+def test_a_run_is_the_built_in_s(train: Train, tmp_path: Path, bypass: bool) -> None:
+    """Two steps whose rollout is bf16: metrics and LoRA are equal, bit for bit."""
+    runs = {}
+    for name, mode in (("own", "my_guard.MyGuard"), ("built_in", "grpo_guard")):
+        folder = tmp_path / name
+        options = [f"{LOSS}.loss_mode={mode}", "rollout.dtype=bf16"]
+        options += [f"algorithm.rollout_correction.bypass_mode={bypass}"]
+        assert train(*options, f"trainer.output_dir={folder}") == 0
+        (lora,) = (folder / "lora").glob("*.safetensors")
+        runs[name] = (without_timings(read_rows(folder)), load_file(lora))
+    assert runs["own"][0] == runs["built_in"][0]
+    assert runs["own"][0][-1]["actor/step_kl_max"] > 0
+    assert all(torch.equal(runs["own"][1][key], runs["built_in"][1][key]) for key in runs["own"][1])
+
+
+def test_its_option_is_checked_before_anything_is_loaded(
+    train: Train, capsys: pytest.CaptureFixture
+) -> None:
+    mode = f"{LOSS}.loss_mode=my_guard.MyGuard"
+    assert train(mode, f"{LOSS}.highr=2", "--dry-run") == 2
+    assert "did you mean 'higher'" in capsys.readouterr().err
+    assert train(mode, f"{LOSS}.higher=-1", "--dry-run") == 2
+    assert "higher=-1: give a number above 0" in capsys.readouterr().err
+    assert train(mode, f"{LOSS}.higher=2", "--dry-run") == 0
+
+
+def test_a_calibration_sets_its_bound(overrides: list[str], tmp_path: Path) -> None:
+    """On its own log-ratio and in bypass mode, as the class says."""
+    out = tmp_path / "calibrated"
+    given = [f"{LOSS}.loss_mode=my_guard.MyGuard", "rollout.dtype=bf16"]
+    options = ["--prompts", "1", "--out", str(out), "--name", "own"]
+    assert main(["calibrate", *options, *overrides, *given]) == 0
+    text = (out / "calibration" / "own.yaml").read_text()
+    assert "my log-ratio" in text
+    tree = yaml.safe_load(text)
+    assert tree["actor"]["diffusion_loss"]["clip_ratio"] >= 2e-6
+    assert tree["algorithm"]["rollout_correction"]["bypass_mode"] is True

@@ -1,0 +1,298 @@
+"""Proves that a refactor changed nothing: trains small cases in two checkouts, compares every bit.
+
+    python tests/support/compare_commits.py run CHECKOUT OUT [--cases a,b] [--jobs 2]
+    python tests/support/compare_commits.py compare BEFORE_OUT AFTER_OUT [--cases a,b]
+    python tests/support/compare_commits.py commits BEFORE AFTER [--cases a,b] [--jobs 2]
+
+`run` trains each case in OUT/<case> with the package of CHECKOUT and skips cases that are finished.
+`compare` compares all files that the cases leave and exits with 1 if anything differs. `commits`
+does both for two git revisions.
+
+There is no tolerance. Numbers are compared as JSON text, tensors and pixels by their bytes, other
+files by line. A file that only one side has is a difference. Left out is
+
+* what differs between two runs of the same code: in metrics.jsonl seconds, speed and memory
+  (`timing_s/`, `perf/`), in report.html the section and three tiles that show them;
+* the path of the checkout, wherever a file names it;
+* what repeats other files: the hashes in manifest.json, and the encoding of a PNG;
+* what is printed. It is kept in log.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+RENAMED: dict[str, str] = {}  # metrics that have another name now: old name -> new name
+
+MOST_SHOWN = 5  # differences of a file
+FINISHED, LOG = "finished.json", "log.txt"  # beside the folders of runs
+UNSTABLE_METRICS = ("timing_s/", "perf/")
+UNSTABLE_TILES = "training samples per second|peak memory, GiB|measured time"
+UNSTABLE_IN_REPORT = re.compile(
+    r'<section id="timing">.*?</section>'
+    rf"|<div><b>[^<]*</b><small>(?:{UNSTABLE_TILES})</small></div>",
+    re.DOTALL,
+)
+
+# A step has two mini-batches of two micro-batches, and its 96 images warm an `auto` band up. Large
+# updates and tight bounds make clips, weights and rejection act.
+COMMON = """trainer.total_training_steps=3 trainer.save_freq=1 trainer.max_checkpoints_to_keep=3
+    trainer.test_freq=2 trainer.device=cpu rollout.val_kwargs.n=8 actor.ema.enable=true
+    actor.ema.update_interval=1 actor.optim.lr=1e-2 actor.ppo_mini_batch_size=4
+    trainer.output_dir=run"""
+IMAGES = "loss.clip_ratio=1e-4"
+TEXT = """--config-name=token_grpo data.train_batch_size=8 actor.ppo_micro_batch_size_per_gpu=16
+    actor.token_loss.clip_ratio_low=0.02 actor.token_loss.clip_ratio_high=0.02
+    actor.token_loss.clip_ratio_c=1.04 rc.rollout_is_threshold=1.01"""
+SECTIONS = {"rc": "algorithm.rollout_correction", "loss": "actor.diffusion_loss"}
+DECOUPLED = "rc.bypass_mode=false"
+UNJUDGED = f"{DECOUPLED} rc.rollout_rs=null rc.rollout_rs_threshold=null"
+TIGHT = "rc.rollout_rs=[token_k1,token_k3,step_kl] rc.rollout_rs_threshold=auto:2"
+REUSE = f"{DECOUPLED} rc.exclude_rejected=false rc.rollout_is=token rc.rollout_is_threshold=1.0001"
+STALE = f"{DECOUPLED} {TIGHT} rollout.staleness=1"
+STOP = "trainer.max_time=0.001"  # stops after the first step, with exit code 75
+RECORD = "trainer.save_rollouts=true trainer.output_dir=recorded"
+# Overrides of each case, with the short names of SECTIONS. THEN is between two commands.
+CASES = {
+    "bypass_auto": "",
+    "bypass_auto_tight": f"{TIGHT} actor.ppo_epochs=2",
+    "bypass_window": f"{TIGHT} rc.bypass_level=window rc.rollout_rs=[seq_sum_k1,step_kl]",
+    "bypass_reinforce": "rc.preset=bypass_pg_geo_rs_seq_tis rc.rollout_is_threshold=1.0001 "
+    "rc.rollout_rs_threshold=0.9998_1.0002",
+    "decoupled_seq_is_rs": "rc.preset=decoupled_seq_is_rs rc.rollout_is_threshold=1.0001 "
+    "rc.rollout_rs_threshold=0.9995_1.0005",
+    "decoupled_auto": f"{DECOUPLED} {TIGHT}",
+    "decoupled_auto_reuse": f"{REUSE} {TIGHT}",
+    "decoupled_normalize": f"{UNJUDGED} rc.rollout_is=token rc.rollout_is_threshold=1.0001 "
+    "rc.rollout_is_batch_normalize=true",
+    "decoupled_mask": f"{DECOUPLED} rc.rollout_rs=token_k1 rc.rollout_rs_threshold=0.9997_1.0003 "
+    "rc.rollout_is=token rc.rollout_is_mode=mask rc.rollout_is_threshold=0.9998_1.0002 "
+    "rc.rollout_token_veto_threshold=0.9996 rc.metric_names=both",
+    "decoupled_sum": f"{UNJUDGED} rc.log_prob_scale=sum rc.rollout_is=sequence",
+    "guard_bypass": "loss.loss_mode=grpo_guard",
+    "guard_decoupled": f"{REUSE} loss.loss_mode=grpo_guard",
+    "flow_dppo": "loss.loss_mode=flow_dppo",
+    "custom_loss": "loss.loss_mode=my_loss:cispo",
+    "kl_loss": "actor.use_kl_loss=true actor.kl_loss_coef=10",
+    "guidance": "rollout.pipeline.guidance_scale=2 rollout.algo.window_sharing=sample "
+    "model.gradient_checkpointing=true",
+    "cps_peers": "rollout.algo.sde_type=cps rollout.algo.log_prob_convention=peers",
+    "gdpo": "algorithm.adv_estimator=gdpo reward.terms.jpeg.weight=1.0",
+    "fp32_aligned": "rollout.dtype=fp32 rollout.micro_batch_size_per_gpu=null actor.replay=aligned",
+    "mixed_precision": "trainer.mixed_precision=bf16",
+    "int4": "rollout.quantization=int4",
+    "staleness": "rollout.staleness=1",
+    "resume": f"{STOP} THEN ",
+    "resume_staleness": f"{STALE} {STOP} THEN {STALE}",
+    "replay": f"{RECORD} THEN data.replay_dir=recorded",
+    "token_ppo": "rc.loss_type=ppo_clip",
+    "token_reinforce": "rc.loss_type=reinforce rc.bypass_mode=true",
+    "token_gspo": "actor.token_loss.loss_mode=gspo rc.rollout_rs=seq_mean_k1 "
+    "rc.rollout_rs_threshold=0.98_1.02 rc.rollout_token_veto_threshold=0.9",
+    "two_processes": "",
+    "two_processes_sharded": f"{REUSE} {TIGHT} trainer.strategy=fsdp2",
+}
+
+
+def run_cases(checkout: Path, out: Path, names: Sequence[str], jobs: int) -> bool:
+    """Runs cases with the package of a checkout; returns whether all of them are finished."""
+    with ThreadPoolExecutor(jobs) as pool:
+        return all(list(pool.map(partial(run_case, checkout.resolve(), out.resolve()), names)))
+
+
+def run_case(checkout: Path, out: Path, name: str) -> bool:
+    """Runs one case in `out/name` unless it is finished; returns whether it is now."""
+    folder, start = out / name, time.monotonic()
+    if (folder / FINISHED).is_file():
+        print(f"{name}: was finished before", flush=True)
+        return True
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    kind = TEXT if name.startswith("token_") else IMAGES
+    processes = 2 if name.startswith("two_") else 1
+    for overrides in CASES[name].split("THEN"):
+        code = run_command(checkout, folder, f"{kind} {COMMON} {overrides}", processes)
+        if code != (75 if STOP in overrides else 0):
+            lines = (folder / LOG).read_text().splitlines()[-20:]
+            print(f"{name}: FAILED with exit code {code}", *lines, sep="\n    ", flush=True)
+            return False
+    for path in folder.glob("*/environment.json"):
+        program = json.loads(path.read_text())["command"]
+        assert program.startswith(f"{checkout}/"), f"the package of {program} was used"
+    seconds = round(time.monotonic() - start)
+    (folder / FINISHED).write_text(json.dumps({"seconds": seconds, "checkout": str(checkout)}))
+    print(f"{name}: finished in {seconds} s", flush=True)
+    return True
+
+
+def run_command(checkout: Path, folder: Path, overrides: str, processes: int) -> int:
+    """Runs one training command, logs what it prints and returns its exit code."""
+    launcher = [sys.executable]
+    if processes > 1:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        launcher += ["-m", "torch.distributed.run", f"--nproc_per_node={processes}"]
+        launcher += ["--master_addr=127.0.0.1", f"--master_port={port}"]
+    arguments = overrides.split()
+    for short, section in SECTIONS.items():
+        arguments = [re.sub(rf"^{short}(?=[.=])", section, argument) for argument in arguments]
+    # The examples hold the loss of the case `custom_loss`, written for the package beside them.
+    path = os.pathsep.join([str(checkout), str(checkout / "examples")])
+    with (folder / LOG).open("a") as log:
+        return subprocess.call(
+            [*launcher, "-m", "flowgrpo_rc.train", *arguments],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def compare_outputs(before: Path, after: Path, names: Sequence[str]) -> bool:
+    """Compares cases and prints a line for each, then its differences; returns whether none."""
+    equal = True
+    for name in names:
+        found = list(differences(before / name, after / name))
+        verdict = "DIFFERENT" if found else f"equal, {len(files_of(before / name))} files"
+        print(f"{name}: {verdict}", *found, sep="\n    ", flush=True)
+        equal = equal and not found
+    return equal
+
+
+def differences(before: Path, after: Path) -> Iterator[str]:
+    """Yields the differences between the folders of a case."""
+    for folder in (before, after):
+        if not (folder / FINISHED).is_file():
+            yield f"{folder} is not finished"
+            return
+    roots = [json.loads((folder / FINISHED).read_text())["checkout"] for folder in (before, after)]
+    olds, news = files_of(before), files_of(after)
+    yield from (f"{path}: only before" for path in sorted(olds - news))
+    yield from (f"{path}: only after" for path in sorted(news - olds))
+    for path in sorted(olds & news):
+        old, new = read(before / path, roots[0], RENAMED), read(after / path, roots[1], {})
+        found = [(key, difference(old.get(key), new.get(key))) for key in old | new]
+        words = [f"{path}, {key}: {text}" for key, text in found if text is not None]
+        yield from words[:MOST_SHOWN]
+        if len(words) > MOST_SHOWN:
+            yield f"{path}: and {len(words) - MOST_SHOWN} more"
+
+
+def files_of(folder: Path) -> set[str]:
+    """Returns the relative paths of all files that are compared."""
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    return files - {FINISHED, LOG}
+
+
+def read(path: Path, checkout: str, renamed: Mapping[str, str]) -> dict[str, Any]:
+    """Returns what is compared of a file, by name: JSON texts, lines, tensors."""
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            texts = (file.metadata() or {}).items()
+            return {k: v.replace(checkout, "CHECKOUT") for k, v in texts} | load_file(path)
+    if path.suffix == ".png":
+        with Image.open(path) as image:
+            return {"mode": image.mode, "pixels": torch.from_numpy(np.array(image))}
+    content = path.read_text(encoding="utf-8").replace(checkout, "CHECKOUT")
+    if path.suffix == ".jsonl":
+        rows = [json.loads(line) for line in content.split("\n") if line]
+        cells = [(i, name, value) for i, row in enumerate(rows, 1) for name, value in row.items()]
+        return {
+            f"row {i}, {renamed.get(name, name)}": json.dumps(value)
+            for i, name, value in cells
+            if not name.startswith(UNSTABLE_METRICS)
+        }
+    if path.name == "report.html":
+        content = UNSTABLE_IN_REPORT.sub("", content).replace("<", "\n<")
+    if path.name == "manifest.json":
+        content = "\n".join(sorted(json.loads(content)))
+    elif path.suffix == ".json":
+        content = json.dumps(json.loads(content), indent=1, sort_keys=True)
+    return {f"line {i}": line for i, line in enumerate(content.splitlines(), 1)}
+
+
+def difference(old: Any, new: Any) -> str | None:
+    """Returns two values in words, None if they are equal; tensors bit for bit."""
+    one, other = worded(old), worded(new)
+    if type(old) is not type(new) or one != other:
+        start = len(os.path.commonprefix([one, other]))  # noqa: RUF071 (letters are meant)
+        cut = slice(max(0, start - 40), start + 100)  # long lines hold pictures
+        return f"{one[cut]} before, {other[cut]} after"
+    if not isinstance(old, Tensor) or torch.equal(bytes_of(old), bytes_of(new)):
+        return None
+    changed = (bytes_of(old) != bytes_of(new)).any(1).nonzero()[:, 0]
+    index = tuple(int(axis) for axis in np.unravel_index(int(changed[0]), old.shape))
+    values = f"{old[index].item()!r} before, {new[index].item()!r} after"
+    return f"{len(changed)} of {old.numel()} elements, first at {list(index)}: {values}"
+
+
+def worded(value: Any) -> str:
+    """Returns the type and shape of a tensor, and a text as it is."""
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else str(value)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Returns the bytes of each element, [N, element size] uint8."""
+    return tensor.reshape(-1, 1).contiguous().view(torch.uint8)
+
+
+def compare_commits(before: str, after: str, names: Sequence[str], jobs: int) -> bool:
+    """Runs two git revisions of this repository in worktrees of their own and compares them."""
+    worktree = ["git", "-C", str(Path(__file__).resolve().parents[2]), "worktree"]
+    with tempfile.TemporaryDirectory() as folder:
+        for side, revision in (("before", before), ("after", after)):
+            print(f"{side}: {revision}", flush=True)
+            checkout, out = f"{folder}/{side}", Path(folder, f"{side}_results")
+            subprocess.run([*worktree, "add", "--detach", checkout, revision], check=True)
+            try:
+                run_cases(Path(checkout), out, names, jobs)
+            finally:
+                subprocess.run([*worktree, "remove", "--force", checkout], check=True)
+        return compare_outputs(Path(folder, "before_results"), Path(folder, "after_results"), names)
+
+
+def main() -> int:
+    """Runs the command line; returns 0, or 1 if a case failed or differs."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("command", choices=("run", "compare", "commits"))
+    parser.add_argument("first", help="the checkout, the results before, the revision before")
+    parser.add_argument("second", help="the folder of results, the results or revision after")
+    parser.add_argument("--cases", default=",".join(CASES), help="names with commas (all)")
+    parser.add_argument("--jobs", type=int, default=2, help="cases at once (2)")
+    arguments = parser.parse_args()
+    names, first, second = arguments.cases.split(","), arguments.first, arguments.second
+    if not set(names) <= set(CASES):
+        parser.error(f"--cases {arguments.cases}: there are {', '.join(CASES)}")
+    if arguments.command == "run":
+        good = run_cases(Path(first), Path(second), names, arguments.jobs)
+    elif arguments.command == "compare":
+        good = compare_outputs(Path(first), Path(second), names)
+    else:
+        good = compare_commits(first, second, names, arguments.jobs)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""The mode of a correction, with a monitor of its own, for tests of the update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import Accelerator
+
+from flowgrpo_rc.batch import Batch
+from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.correction.auto_bands import AutoBands
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.monitoring.mismatch import MismatchMonitor
+from flowgrpo_rc.policies.base import Policy
+from flowgrpo_rc.training.modes import Mode, make_mode
+from flowgrpo_rc.training.update import PolicyUpdate
+
+
+def mode_of(
+    correction: RolloutCorrectionConfig,
+    policy: Policy[Any, Any],
+    *,
+    micro_batch_size: int = 4,
+    auto_bands: AutoBands | None = None,
+    reuses: bool = False,
+    keep_means: bool = False,
+    clip_ratio: float | None = None,
+) -> Mode:
+    """Makes the mode that `correction` asks for, in one process."""
+    processes = Processes(Accelerator(cpu=True))
+    names = correction.metric_names
+    return make_mode(
+        correction,
+        reuses=reuses,
+        keep_means=keep_means,
+        policy=policy,
+        processes=processes,
+        monitor=MismatchMonitor(policy, processes, clip_ratio=clip_ratio, metric_names=names),
+        micro_batch_size=micro_batch_size,
+        auto_bands=auto_bands,
+    )
+
+
+def iterate(update: PolicyUpdate, mode: Mode, batch: Batch, mini: int) -> dict[str, float]:
+    """Runs one iteration; returns the metrics of the mode and of the update, without `actor/`."""
+    updated = update.run(batch, mini)
+    metrics = MetricBag()
+    mode.finish(metrics)
+    found = {name.removeprefix("actor/"): value for name, value in metrics.compute().items()}
+    return found | updated.compute()
