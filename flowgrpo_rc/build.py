@@ -75,17 +75,13 @@ def assemble(
     task.check_prompts([*sampler.prompts, *held_out])
     check_output(config, sum(p.numel() for p in lora_parameters(network).values()))
     rewards = RewardManager(config.reward)
-    strategy = resolve_strategy(config.trainer.strategy)
-    sharded = processes.count > 1 and strategy == "fsdp2"
-    timeout = timedelta(seconds=config.trainer.timeout_s)
-    shard = partial(shard_frozen_weights, network, processes.device, timeout)
     # An engine that copies the network has to see it whole, before it is sharded.
     copied = config.data.replay_dir is None and engine_of(config).copies_network
-    if sharded and not copied:
-        shard()
+    if not copied:
+        shard(config, network, processes)
     source = make_source(config, task, sampler, rewards, processes, first_step=first_step)
-    if sharded and copied:
-        shard()
+    if copied:
+        shard(config, network, processes)
     correction = config.algorithm.rollout_correction
     mode = make_mode(
         correction,
@@ -124,6 +120,14 @@ def assemble(
         ),
         log=make_log(config, folder, processes, first_step=first_step),
     )
+
+
+def shard(config: Config, network: Any, processes: Processes) -> None:
+    """Spreads the frozen weights over the processes, if `trainer.strategy` asks for it."""
+    strategy = resolve_strategy(config.trainer.strategy)
+    if processes.count > 1 and strategy == "fsdp2":
+        timeout = timedelta(seconds=config.trainer.timeout_s)
+        shard_frozen_weights(network, processes.device, timeout)
 
 
 def make_log(config: Config, folder: RunFolder, processes: Processes, *, first_step: int) -> RunLog:

@@ -185,3 +185,68 @@ def test_a_file_is_one_sitting():
         if (lines := len(file.read_text().splitlines())) > 500
     }
     assert long == {}
+
+
+# A mode is an object. Its setting is read where it is declared, checked, chosen and made into one.
+ASKS_THE_MODE = {
+    "correction/config.py",
+    "config/check_settings.py",
+    "calibration/choice.py",
+    "training/modes.py",
+}
+
+
+def test_nothing_else_asks_which_mode_it_is_in():
+    asking = {
+        str(file.relative_to(ROOT))
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "bypass_mode"
+    }
+    assert asking == ASKS_THE_MODE
+
+
+def test_every_public_name_has_a_docstring():
+    lacking = [
+        f"{file.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for file in FILES
+        for node in public_names(ast.parse(file.read_text()))
+        if ast.get_docstring(node) is None
+    ]
+    assert lacking == []
+
+
+def public_names(tree: ast.Module) -> Iterator[ast.ClassDef | ast.FunctionDef]:
+    """Yields public classes and functions, and the public methods of public classes."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+            yield node
+            if isinstance(node, ast.ClassDef):
+                yield from (
+                    method
+                    for method in node.body
+                    if isinstance(method, ast.FunctionDef) and not method.name.startswith("_")
+                )
+
+
+def test_a_function_fits_a_screen():
+    long = {
+        f"{file.relative_to(ROOT)}:{node.lineno} {node.name}": lines
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        and (lines := node.end_lineno - node.lineno + 1 - docstring_lines(node)) > 60
+    }
+    assert long == {}
+
+
+def docstring_lines(node: ast.FunctionDef) -> int:
+    """Returns how many lines the docstring of a function has."""
+    first = node.body[0]
+    has_one = ast.get_docstring(node) is not None
+    return first.end_lineno - first.lineno + 1 if has_one else 0
+
+
+def test_the_training_room_is_one_sitting_a_file_and_one_evening():
+    lines = [len(file.read_text().splitlines()) for file in (ROOT / "training").rglob("*.py")]
+    assert sum(lines) <= 2000

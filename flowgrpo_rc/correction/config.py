@@ -52,6 +52,7 @@ class Rules(NamedTuple):
 
     @property
     def needs_step_kl(self) -> bool:
+        """Whether a criterion with a fixed threshold reads the exact KL of a step."""
         return any(band.name == STEP_KL for band in self.bands)
 
     @property
@@ -119,6 +120,7 @@ class RolloutCorrectionConfig(Presets):
 
     @property
     def excludes_rejected(self) -> bool:
+        """Whether a sample without kept steps leaves the baseline of its group."""
         return not self.bypass_mode if self.exclude_rejected is None else self.exclude_rejected
 
     @property

@@ -22,27 +22,32 @@ class Presets:
 
     @classmethod
     def disabled(cls) -> Self:
-        """Metrics only: nothing is weighted, and only what is not finite is rejected."""
+        """Reports metrics only: nothing is weighted, and only what is not finite is rejected."""
         return cls()
 
     @classmethod
     def decoupled_token_is(cls, threshold: Threshold = 2.0) -> Self:
+        """Weighs each step, cut at `threshold`: truncated importance sampling."""
         return cls._make(rollout_is="token", rollout_is_threshold=threshold)
 
     @classmethod
     def token_is(cls, threshold: Threshold = 2.0) -> Self:
+        """Is `decoupled_token_is` under its older name."""
         return cls.decoupled_token_is(threshold)
 
     @classmethod
     def decoupled_seq_is(cls, threshold: Threshold = 2.0) -> Self:
+        """Weighs whole sequences by the product of their ratios, cut at `threshold`."""
         return cls._make(rollout_is="sequence", rollout_is_threshold=threshold)
 
     @classmethod
     def seq_is(cls, threshold: Threshold = 2.0) -> Self:
+        """Is `decoupled_seq_is` under its older name."""
         return cls.decoupled_seq_is(threshold)
 
     @classmethod
     def decoupled_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5) -> Self:
+        """Weighs each step; a weight outside the two thresholds becomes 0."""
         return cls._make(rollout_is="token", rollout_is_threshold=f"{threshold_lower}_{threshold}")
 
     @classmethod
@@ -52,6 +57,7 @@ class Presets:
         rs_threshold: Threshold = "0.5_2.0",
         rs_threshold_lower: float | None = None,
     ) -> Self:
+        """Weighs whole sequences, and rejects those whose product lies outside a band."""
         return cls._make(
             rollout_is="sequence",
             rollout_is_threshold=is_threshold,
@@ -67,11 +73,12 @@ class Presets:
         rs_threshold: Threshold = "0.5_2.0",
         rs_threshold_lower: float | None = None,
     ) -> Self:
+        """Is `decoupled_seq_is_rs` under its older name."""
         return cls.decoupled_seq_is_rs(is_threshold, rs_threshold, rs_threshold_lower)
 
     @classmethod
     def seq_mis(cls, threshold: float = 2.0) -> Self:
-        """As `seq_is_rs` with one threshold and an open lower side."""
+        """Is `seq_is_rs` with one threshold and no lower bound."""
         return cls.decoupled_seq_is_rs(threshold, threshold, 0.0)
 
     @classmethod
@@ -81,8 +88,9 @@ class Presets:
         rs_threshold_lower: float | None = None,
         veto_threshold: float | None = 1e-4,
     ) -> Self:
-        """With the veto that the mathematics document has; current verl has none
-        (veto_threshold=None).
+        """Rejects sequences by the geometric mean of the ratios, with a veto on single steps.
+
+        The veto is that of the mathematics document; current verl has none (veto_threshold=None).
         """
         return cls._make(
             **_geometric(rs_threshold, rs_threshold_lower),
@@ -96,12 +104,14 @@ class Presets:
         rs_threshold_lower: float | None = None,
         veto_threshold: float | None = 1e-4,
     ) -> Self:
+        """Is `decoupled_geo_rs` under its older name."""
         return cls.decoupled_geo_rs(rs_threshold, rs_threshold_lower, veto_threshold)
 
     @classmethod
     def decoupled_geo_rs_seq_tis(
         cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = GEOMETRIC_BAND
     ) -> Self:
+        """Rejects by the geometric mean of the ratios, and weighs whole sequences."""
         return cls._make(
             rollout_is="sequence", rollout_is_threshold=is_threshold, **_geometric(rs_threshold)
         )
@@ -110,18 +120,21 @@ class Presets:
     def decoupled_geo_rs_token_tis(
         cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = GEOMETRIC_BAND
     ) -> Self:
+        """Rejects by the geometric mean of the ratios, and weighs each step."""
         return cls._make(
             rollout_is="token", rollout_is_threshold=is_threshold, **_geometric(rs_threshold)
         )
 
     @classmethod
     def decoupled_k3_rs(cls, rs_threshold: float = 0.01) -> Self:
+        """Rejects sequences by the mean of k3, an estimate of the KL."""
         return cls._make(**_k3(rs_threshold))
 
     @classmethod
     def decoupled_k3_rs_seq_tis(
         cls, is_threshold: Threshold = 2.0, rs_threshold: float = 0.01
     ) -> Self:
+        """Rejects by the mean of k3, and weighs whole sequences."""
         return cls._make(
             rollout_is="sequence", rollout_is_threshold=is_threshold, **_k3(rs_threshold)
         )
@@ -130,12 +143,14 @@ class Presets:
     def decoupled_k3_rs_token_tis(
         cls, is_threshold: Threshold = 2.0, rs_threshold: float = 0.01
     ) -> Self:
+        """Rejects by the mean of k3, and weighs each step."""
         return cls._make(rollout_is="token", rollout_is_threshold=is_threshold, **_k3(rs_threshold))
 
     # Bypass mode with the PPO clip: the ratio current / rollout is the weight.
 
     @classmethod
     def bypass_ppo_clip(cls) -> Self:
+        """Takes the rollout for the old policy, with PPO's clip and no rejection."""
         return cls._make(bypass_mode=True)
 
     @classmethod
@@ -145,24 +160,29 @@ class Presets:
 
     @classmethod
     def bypass_ppo_clip_geo_rs(cls, rs_threshold: Threshold = GEOMETRIC_BAND) -> Self:
+        """Is `bypass_ppo_clip` with rejection by the geometric mean of the ratios."""
         return cls._make(bypass_mode=True, **_geometric(rs_threshold))
 
     @classmethod
     def bypass_ppo_clip_k3_rs(cls, rs_threshold: float = 0.01) -> Self:
+        """Is `bypass_ppo_clip` with rejection by the mean of k3."""
         return cls._make(bypass_mode=True, **_k3(rs_threshold))
 
     # Bypass mode without a clip: off-policy REINFORCE.
 
     @classmethod
     def bypass_pg_is(cls, threshold: Threshold = 2.0) -> Self:
+        """Uses REINFORCE with weights of whole sequences, without a clip."""
         return cls._pg(rollout_is="sequence", rollout_is_threshold=threshold)
 
     @classmethod
     def pg_is(cls, threshold: Threshold = 2.0) -> Self:
+        """Is `bypass_pg_is` under its older name."""
         return cls.bypass_pg_is(threshold)
 
     @classmethod
     def pure_is(cls, threshold: Threshold = 2.0) -> Self:
+        """Is `bypass_pg_is` under another older name."""
         return cls.bypass_pg_is(threshold)
 
     @classmethod
@@ -172,6 +192,7 @@ class Presets:
         rs_threshold_lower: float | None = None,
         veto_threshold: float | None = 1e-4,
     ) -> Self:
+        """Uses REINFORCE with rejection by the geometric mean of the ratios, and a veto."""
         return cls._pg(
             **_geometric(rs_threshold, rs_threshold_lower),
             rollout_token_veto_threshold=veto_threshold,
@@ -179,16 +200,19 @@ class Presets:
 
     @classmethod
     def bypass_pg_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5) -> Self:
+        """Uses REINFORCE with weights of steps; one outside its bounds becomes 0."""
         return cls._pg(rollout_is="token", rollout_is_threshold=f"{threshold_lower}_{threshold}")
 
     @classmethod
     def bypass_pg_geo_rs(cls, rs_threshold: Threshold = GEOMETRIC_BAND) -> Self:
+        """Uses REINFORCE with rejection by the geometric mean of the ratios."""
         return cls._pg(**_geometric(rs_threshold))
 
     @classmethod
     def bypass_pg_geo_rs_seq_tis(
         cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = GEOMETRIC_BAND
     ) -> Self:
+        """Uses REINFORCE, rejects by the geometric mean, and weighs whole sequences."""
         return cls._pg(
             rollout_is="sequence", rollout_is_threshold=is_threshold, **_geometric(rs_threshold)
         )
@@ -197,6 +221,7 @@ class Presets:
     def bypass_pg_geo_rs_token_tis(
         cls, is_threshold: Threshold = 2.0, rs_threshold: Threshold = GEOMETRIC_BAND
     ) -> Self:
+        """Uses REINFORCE, rejects by the geometric mean, and weighs each step."""
         return cls._pg(
             rollout_is="token", rollout_is_threshold=is_threshold, **_geometric(rs_threshold)
         )
@@ -205,12 +230,12 @@ class Presets:
 
     @classmethod
     def slime_tis(cls, upper: float = 2.0) -> Self:
-        """Truncated token weights."""
+        """Weighs each step, cut at `upper`."""
         return cls._make(rollout_is="token", rollout_is_threshold=upper)
 
     @classmethod
     def slime_mis(cls, lower: float = 0.5, upper: float = 2.0) -> Self:
-        """Token weights whose outliers leave the mask."""
+        """Weighs each step; steps whose weight lies outside the bounds leave the mask."""
         return cls._make(
             rollout_is="token", rollout_is_mode="mask", rollout_is_threshold=f"{lower}_{upper}"
         )
@@ -219,6 +244,7 @@ class Presets:
     def slime_mis_veto(
         cls, lower: float = 0.5, upper: float = 2.0, veto_threshold: float = 1e-4
     ) -> Self:
+        """Is `slime_mis` with a veto on single steps."""
         return cls._make(
             rollout_is="token",
             rollout_is_mode="mask",

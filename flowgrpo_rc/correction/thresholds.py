@@ -43,6 +43,7 @@ class Band(NamedTuple):
 
     @property
     def name(self) -> str:
+        """The criterion's name, such as seq_mean_k1."""
         return f"{self.level}_{self.estimator}"
 
     @property

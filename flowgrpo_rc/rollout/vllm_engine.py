@@ -116,6 +116,7 @@ class VllmEngine(RolloutEngine[TextRequest]):
         device: torch.device,
         options: Mapping[str, Any],
     ) -> None:
+        """Raises ImportError if vLLM is not installed."""
         if find_spec("vllm") is None:
             raise ImportError(MISSING)
 

@@ -16,8 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 OPTIMIZERS = ("adamw", "adamw_8bit")
 LR_SCHEDULERS = ("constant", "linear", "cosine", "polynomial")
-SMALLEST_8BIT = 4096
-"""torchao keeps the moments of smaller tensors in fp32."""
+SMALLEST_8BIT = 4096  # torchao keeps the moments of smaller tensors in fp32
 
 
 @dataclass(kw_only=True)
@@ -75,7 +74,7 @@ class OptimConfig:
 
 
 def check_optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> None:
-    """Raises ValueError where moments of 8 bits would change nothing."""
+    """Raises ValueError if moments of 8 bits would change nothing."""
     if config.name != "adamw_8bit":
         return
     largest = max(parameter.numel() for parameter in parameters)
@@ -88,7 +87,7 @@ def check_optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> 
 
 
 def make_optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> Optimizer:
-    """AdamW over `parameters`. ValueError where 8 bits would change nothing."""
+    """Makes AdamW over `parameters`. Raises ValueError if 8 bits would change nothing."""
     check_optimizer(parameters, config)
     options: dict[str, Any] = {
         "lr": config.lr,

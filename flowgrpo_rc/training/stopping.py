@@ -1,7 +1,4 @@
-"""Stopping early without losing anything.
-
-SIGTERM, SIGINT and a time limit end the run after the current step.
-"""
+"""Stopping early, after the current step: SIGTERM, SIGINT and a time limit lose nothing."""
 
 from __future__ import annotations
 
@@ -10,9 +7,7 @@ import time
 from types import FrameType
 from typing import Self
 
-# Exit code of a run that stopped early with its state saved. It is EX_TEMPFAIL: the same command
-# goes on.
-EXIT_STOPPED = 75
+EXIT_STOPPED = 75  # EX_TEMPFAIL: the state is saved, and the same command goes on
 
 
 class StopRequest:

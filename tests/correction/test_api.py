@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from support.builders import (
     token_batch,
 )
 from support.oracles import CRITERIA, LEVELS, Rule
+from torch import Tensor
 
 from flowgrpo_rc import (
+    DiffusionBatch,
     RolloutCorrectionConfig,
     apply_bypass_mode,
     apply_bypass_mode_to_diffusion_batch,
@@ -237,3 +240,55 @@ def test_in_single_steps_all_levels_are_the_same():
         assert all(torch.equal(other, masks[0]) for other in masks)
     first, *others = [run(training, rollout, mask, Rule(level)).weights for level in LEVELS]
     assert all(torch.equal(other, first) for other in others)
+
+
+# --- What the public functions check
+
+
+def narrow(batch: DiffusionBatch) -> DiffusionBatch:
+    """Returns the batch with rollout log-probs of one step in place of all."""
+    assert batch.rollout_log_probs is not None
+    return batch.replace(rollout_log_probs=batch.rollout_log_probs[:, :1])
+
+
+WRONG_SHAPES: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {
+    "weights_and_mask": lambda old, rollout, mask: compute_rollout_correction_and_rejection_mask(
+        old, rollout[:, :1], mask, rollout_is="token"
+    ),
+    "metrics": lambda old, rollout, mask: compute_offpolicy_metrics(old, rollout[:, :1], mask),
+    "metrics_of_one": lambda old, rollout, mask: compute_offpolicy_metrics(old, None, mask[:, :1]),
+    "weights": lambda old, rollout, mask: compute_rollout_correction_weights(
+        old - rollout, mask[:, :1], rollout_is="token"
+    ),
+    "mask": lambda old, rollout, mask: compute_rollout_rejection_mask(
+        old - rollout, mask[:, :1], rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0"
+    ),
+    "batch": lambda old, rollout, mask: apply_rollout_correction_to_batch(
+        narrow(diffusion_batch(rollout, old_log_probs=old)), RolloutCorrectionConfig()
+    ),
+    "bypass": lambda old, rollout, mask: apply_bypass_mode(narrow(diffusion_batch(rollout))),
+}
+
+
+@pytest.mark.parametrize("function", WRONG_SHAPES)
+def test_one_column_is_not_broadcast_against_many(function: str) -> None:
+    old, rollout = log_probs()
+    with pytest.raises(ValueError, match=r"must all be \[B, T\]; got .*\(6, 4\)"):
+        WRONG_SHAPES[function](old, rollout, mask_of("full"))
+
+
+def test_integers_are_no_log_probs() -> None:
+    numbers = torch.ones(6, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="old_log_prob must hold floating-point numbers"):
+        compute_offpolicy_metrics(numbers, numbers, mask_of("full"))
+
+
+def test_metrics_of_the_training_policy_alone_need_no_rollout() -> None:
+    old, rollout = log_probs()
+    mask = mask_of("right")
+    alone = compute_offpolicy_metrics(old, None, mask)
+    both = compute_offpolicy_metrics(old, rollout, mask)
+    assert alone == {name: both[name] for name in ("training_ppl", "training_log_ppl")}
+    log_ppl = -(old * mask).sum(1) / mask.sum(1)
+    assert alone["training_log_ppl"] == pytest.approx(log_ppl.mean().item(), rel=1e-12)
+    assert alone["training_ppl"] == pytest.approx(log_ppl.exp().mean().item(), rel=1e-12)
