@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from accelerate.state import AcceleratorState
-from diffusers.utils import logging as diffusers_logging
 from support.runs import WORDS, Train
-from support.subjects import Subject, make_subject, with_own_network
-from support.text_rollouts import perturb
-from support.tiny_language_model import save_language_model
-from support.tiny_models import TINY, VARIANTS, stable_diffusion_3
-from transformers.utils import logging as transformers_logging
 
-from flowgrpo_rc import assets
-from flowgrpo_rc.cli import main
-from flowgrpo_rc.models.base import FlowModel, ModelConfig, adapters_by_pipeline, load_model
-from flowgrpo_rc.models.causal_lm import CausalLM, load_causal_lm
-from flowgrpo_rc.models.lora import add_lora
+# Fixtures import what is heavy: tests of pure maths start without diffusers and transformers.
+if TYPE_CHECKING:
+    from flowgrpo_rc.models.base import FlowModel, ModelConfig
+    from flowgrpo_rc.models.causal_lm import CausalLM
 
-diffusers_logging.disable_progress_bar()
-transformers_logging.disable_progress_bar()
+# A progress bar would stand in the captured output.
+os.environ["TQDM_DISABLE"] = "1"
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a StableDiffusion3Pipeline with random weights."""
+    import torch
+    from support.tiny_models import stable_diffusion_3
+
     folder = tmp_path_factory.mktemp("checkpoint") / "sd3"
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -41,6 +37,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Returns the folder of a random checkpoint by its name in `tiny_models`; made once."""
+    from support.tiny_models import TINY, VARIANTS
+
     root = tmp_path_factory.mktemp("tiny")
 
     def folder(name: str) -> Path:
@@ -49,12 +47,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return root / name
 
     return folder
-
-
-@pytest.fixture(params=sorted(adapters_by_pipeline()))
-def subject(request: pytest.FixtureRequest, saved: Callable[[str], Path]) -> Subject:
-    """Each pipeline that has an adapter, with a random checkpoint."""
-    return make_subject(request.param, saved)
 
 
 @pytest.fixture(scope="session")
@@ -66,18 +58,26 @@ def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def loaded(checkpoint: Path) -> FlowModel:
+    import torch
+
+    from flowgrpo_rc.models.base import ModelConfig, load_model
+
     return load_model(ModelConfig(path=str(checkpoint)), torch.device("cpu"))
 
 
 @pytest.fixture
 def model(loaded: FlowModel) -> FlowModel:
     """The random checkpoint as a model whose network a test may change."""
+    from support.subjects import with_own_network
+
     return with_own_network(loaded)
 
 
 @pytest.fixture(scope="session")
 def tiny_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a random language model."""
+    from support.tiny_language_model import save_language_model
+
     folder = tmp_path_factory.mktemp("lm") / "tiny"
     save_language_model(folder)
     return folder
@@ -85,17 +85,27 @@ def tiny_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def lm_config(tiny_lm: Path) -> ModelConfig:
+    from flowgrpo_rc.models.base import ModelConfig
+
     return ModelConfig(kind="causal_lm", path=str(tiny_lm), lora_rank=4, lora_alpha=6)
 
 
 @pytest.fixture
 def lm(lm_config: ModelConfig) -> CausalLM:
+    import torch
+
+    from flowgrpo_rc.models.causal_lm import load_causal_lm
+
     return load_causal_lm(lm_config, torch.device("cpu"))
 
 
 @pytest.fixture
 def trained_lm(lm: CausalLM, lm_config: ModelConfig) -> CausalLM:
     """A language model with a LoRA whose B is not zero, so that it takes part."""
+    from support.text_rollouts import perturb
+
+    from flowgrpo_rc.models.lora import add_lora
+
     perturb(add_lora(lm, lm_config, seed=0))
     return lm
 
@@ -103,12 +113,19 @@ def trained_lm(lm: CausalLM, lm_config: ModelConfig) -> CausalLM:
 @pytest.fixture
 def bundled() -> FlowModel:
     """The bundled model, whose layers are wide enough for groups of 32 and tensors of 8 bits."""
+    import torch
+
+    from flowgrpo_rc import assets
+    from flowgrpo_rc.models.base import ModelConfig, load_model
+
     return load_model(ModelConfig(path=str(assets.path("tiny_glyph_sd3"))), torch.device("cpu"))
 
 
 @pytest.fixture
 def without_compiler() -> Iterator[None]:
     """Keeps torchao from compiling its optimizer's step, which computes the same either way."""
+    import torch
+
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -165,12 +182,15 @@ def overrides(checkpoint: Path, prompt_file: Path, tmp_path: Path) -> list[str]:
 def _fresh_accelerate() -> Iterator[None]:
     """Resets what accelerate keeps for the whole process: a run has a process of its own."""
     yield
-    AcceleratorState._reset_state(reset_partial_state=True)
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture
 def train(overrides: list[str]) -> Train:
     """Runs the training command with `overrides` and further ones; returns the exit code."""
+    from flowgrpo_rc.cli import main
 
     def run(*further: str) -> int:
         return main(["train", *overrides, *further])

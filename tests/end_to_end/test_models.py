@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 from support.runs import Train, read_rows
-from support.subjects import Subject
+from support.subjects import Subject, make_subject
+
+from flowgrpo_rc.models.base import adapters_by_pipeline
+
+
+@pytest.fixture(params=sorted(adapters_by_pipeline()))
+def subject(request: pytest.FixtureRequest, saved: Callable[[str], Path]) -> Subject:
+    """Each pipeline that has an adapter, with a random checkpoint."""
+    return make_subject(request.param, saved)
 
 
 def test_two_steps_of_training_from_the_command_line(

@@ -38,6 +38,12 @@ GUIDANCE = ("unguided", "guided")
 BF16_BOUND = 2e-3
 
 
+@pytest.fixture(params=sorted(adapters_by_pipeline()))
+def subject(request: pytest.FixtureRequest, saved: Callable[[str], Path]) -> Subject:
+    """Each pipeline that has an adapter, with a random checkpoint."""
+    return make_subject(request.param, saved)
+
+
 @pytest.fixture(params=sorted({*adapters_by_pipeline(), *VARIANTS}))
 def any_subject(request: pytest.FixtureRequest, saved: Callable[[str], Path]) -> Subject:
     return make_subject(request.param, saved)
