@@ -27,7 +27,7 @@ from flowgrpo_rc.core.advantages import group_relative
 from flowgrpo_rc.core.reduce import identity
 from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.correction.auto_bands import ROBUST, AutoBands
-from flowgrpo_rc.correction.log_ratios import prepare
+from flowgrpo_rc.correction.log_ratios import compute_log_ratios
 from flowgrpo_rc.correction.rejection import statistic
 from flowgrpo_rc.correction.thresholds import parse_bands
 
@@ -130,7 +130,7 @@ def calibrate(pairs: Sequence[Pair]) -> Calibration:
     kl, std = (
         torch.cat([getattr(found.gaussian, name) for _, found in pairs]) for name in ("kl", "std")
     )
-    steps = prepare(training, rollout, torch.ones_like(training, dtype=torch.bool), kl)
+    steps = compute_log_ratios(training, rollout, torch.ones_like(training, dtype=torch.bool), kl)
     ratio, magnitude = steps.log_ratio, steps.log_ratio.abs()
     guard = torch.expm1((ratio + kl) * std).abs()
     return Calibration(

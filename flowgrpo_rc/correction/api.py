@@ -1,9 +1,14 @@
-"""The public functions of rollout correction, under the names of the documents."""
+"""The public functions of rollout correction, under the names of the documents.
+
+Shapes and dtypes are checked here, once; what is below trusts them.
+
+Legend: B rows, T steps (SDE steps or tokens).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,22 +16,27 @@ from torch import Tensor
 from flowgrpo_rc.batch import Batch, DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import AllReduce, identity
+from flowgrpo_rc.core.row_metrics import RowMetrics
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.correction.correct import (
-    Corrector,
-    _blocks,
-    correct,
-    measure,
-    require_rollout_log_probs,
-)
-from flowgrpo_rc.correction.diagnostics import gap_rows, offpolicy_metrics
-from flowgrpo_rc.correction.log_ratios import join, prepare
+from flowgrpo_rc.correction.correct import Corrector, require_rollout_log_probs, row_blocks
+from flowgrpo_rc.correction.diagnostics import put_gap
+from flowgrpo_rc.correction.log_ratios import compute_log_ratios
+from flowgrpo_rc.correction.thresholds import RS_KEY, STEP_KL
 
 B = TypeVar("B", bound=Batch)
+# What can be said about the training policy alone.
+_TRAINING_METRICS = ("training_log_ppl", "training_ppl")
 
 
 class CorrectionResult(NamedTuple):
-    """As `Correction`, with the metrics on the host."""
+    """Weights, mask and metrics of a correction.
+
+    Attributes:
+      weights: importance weights without gradient, 0 where there is no step, [B, T]; None without
+        `rollout_is`.
+      mask: the part of the response mask that is kept, in its dtype, [B, T].
+      metrics: name -> number, names under `rollout_corr/`.
+    """
 
     weights: Tensor | None
     mask: Tensor
@@ -49,24 +59,31 @@ def compute_rollout_correction_and_rejection_mask(
     normalize: str | None = None,
     step_kl: Tensor | None = None,
 ) -> CorrectionResult:
-    """Importance weights, rejection mask and metrics (named `rollout_corr/...`) for log-probs [B,
-    T].
+    """Computes importance weights, rejection mask and metrics from log-probs.
 
-    `old_log_prob` is the training graph's, `response_mask` marks the steps that exist, `step_kl` is
-    the exact KL [B, T] between rollout's and training graph's steps, for `rollout_rs=step_kl`.
-    Settings mean what they mean in `RolloutCorrectionConfig`. Raises ValueError for wrong settings
-    or shapes that differ.
+    Args:
+      old_log_prob: log-probs of the training graph, [B, T].
+      rollout_log_prob: log-probs of the policy that sampled, [B, T].
+      response_mask: the steps that exist, bool or numbers, [B, T].
+      rollout_is: as in `RolloutCorrectionConfig`, like all settings down to `normalize`.
+      step_kl: exact KL between rollout's and training graph's steps, [B, T], for
+        `rollout_rs=step_kl`.
+
+    Returns:
+      Weights, mask and metrics.
+
+    Raises:
+      ValueError: for wrong settings, for shapes that differ, and for log-probs that are no
+        floating-point numbers.
     """
-    given = {
-        "old_log_prob": old_log_prob,
-        "rollout_log_prob": rollout_log_prob,
-        "response_mask": response_mask,
-    }
-    given |= {} if step_kl is None else {"step_kl": step_kl}
-    shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
-    if len(set(shapes.values())) != 1 or old_log_prob.ndim != 2:
-        raise ValueError(f"log-probs, mask and step_kl must all be [B, T]; got {shapes}")
-    config = RolloutCorrectionConfig(
+    _check_tensors(
+        old_log_prob=old_log_prob,
+        rollout_log_prob=rollout_log_prob,
+        response_mask=response_mask,
+        step_kl=step_kl,
+    )
+    corrector = _corrector(
+        step_kl,
         rollout_is=rollout_is,
         rollout_is_threshold=rollout_is_threshold,
         rollout_is_mode=rollout_is_mode,
@@ -77,13 +94,10 @@ def compute_rollout_correction_and_rejection_mask(
         rollout_token_veto_threshold=rollout_token_veto_threshold,
         normalize=normalize,
     )
-    config.validate()
-    found = correct(
-        old_log_prob, rollout_log_prob, response_mask.bool(), config.rules(), step_kl=step_kl
-    )
-    bag = MetricBag()
-    bag.merge(found.metrics, "rollout_corr")
-    return CorrectionResult(found.weights, found.mask.to(response_mask.dtype), bag.compute())
+    found = corrector(old_log_prob, rollout_log_prob, response_mask.bool(), step_kl=step_kl)
+    metrics = MetricBag()
+    metrics.merge(found.metrics, "rollout_corr")
+    return CorrectionResult(found.weights, found.mask.to(response_mask.dtype), metrics.compute())
 
 
 def compute_rollout_correction_weights(
@@ -95,22 +109,29 @@ def compute_rollout_correction_weights(
     rollout_is_mode: str | None = None,
     rollout_is_batch_normalize: bool = False,
 ) -> Tensor:
-    """Weights [B, T] for log-ratios training - rollout [B, T]; no gradient, 0 where there is no
-    step.
+    """Computes importance weights from log-ratios.
 
-    Steps whose log-ratio is not finite do not exist. Raises ValueError for an unknown level or
-    mode.
+    Args:
+      log_ratio: training minus rollout log-probs, [B, T]. A step whose log-ratio is not finite does
+        not exist.
+      response_mask: the steps that exist, bool or numbers, [B, T].
+      rollout_is: as in `RolloutCorrectionConfig`, like all settings below.
+
+    Returns:
+      The weights, [B, T], without gradient, 0 where there is no step.
+
+    Raises:
+      ValueError: for wrong settings, for shapes that differ, and for log-ratios that are no
+        floating-point numbers.
     """
-    config = RolloutCorrectionConfig(
+    _check_tensors(log_ratio=log_ratio, response_mask=response_mask)
+    corrector = _corrector(
         rollout_is=rollout_is,
         rollout_is_threshold=rollout_is_threshold,
         rollout_is_mode=rollout_is_mode,
         rollout_is_batch_normalize=rollout_is_batch_normalize,
     )
-    config.validate()
-    weights = correct(
-        log_ratio, torch.zeros_like(log_ratio), response_mask.bool(), config.rules()
-    ).weights
+    weights = corrector(log_ratio, torch.zeros_like(log_ratio), response_mask.bool()).weights
     assert weights is not None
     return weights
 
@@ -124,42 +145,87 @@ def compute_rollout_rejection_mask(
     rollout_rs_threshold_lower: float | Sequence[float] | None = None,
     step_kl: Tensor | None = None,
 ) -> Tensor:
-    """The part of `response_mask` [B, T] that the criteria keep, for log-ratios training - rollout
-    [B, T] and, with `step_kl` among them, the exact KL [B, T]."""
-    config = RolloutCorrectionConfig(
+    """Computes the part of a mask that rejection criteria keep.
+
+    Args:
+      log_ratio: training minus rollout log-probs, [B, T].
+      response_mask: the steps that exist, bool or numbers, [B, T].
+      rollout_rs: as in `RolloutCorrectionConfig`, like the thresholds below.
+      step_kl: exact KL between rollout's and training graph's steps, [B, T], for
+        `rollout_rs=step_kl`.
+
+    Returns:
+      The mask that is left, [B, T], in the dtype of `response_mask`.
+
+    Raises:
+      ValueError: for wrong settings, for shapes that differ, and for log-ratios that are no
+        floating-point numbers.
+    """
+    _check_tensors(log_ratio=log_ratio, response_mask=response_mask, step_kl=step_kl)
+    corrector = _corrector(
+        step_kl,
         rollout_rs=rollout_rs,
         rollout_rs_threshold=rollout_rs_threshold,
         rollout_rs_threshold_lower=rollout_rs_threshold_lower,
     )
-    config.validate()
-    rules, rollout = config.rules(), torch.zeros_like(log_ratio)
-    found = measure(log_ratio, rollout, response_mask.bool(), rules, step_kl=step_kl)
+    rollout_log_probs = torch.zeros_like(log_ratio)
+    found = corrector(log_ratio, rollout_log_probs, response_mask.bool(), step_kl=step_kl)
     return found.mask.to(response_mask.dtype)
 
 
 def compute_offpolicy_metrics(
-    old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor
+    old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor
 ) -> Mapping[str, float]:
-    """Diagnostics of log-probs [B, T], without prefix: perplexities, KL, k3, chi-squared,
-    |difference|.
+    """Computes perplexities, KL, k3, chi-squared and |difference| of two policies.
 
-    Steps whose difference is not finite take no part.
+    Args:
+      old_log_prob: log-probs of the training graph, [B, T].
+      rollout_log_prob: log-probs of the policy that sampled, [B, T]; None for the metrics of the
+        training policy alone, `training_ppl` and `training_log_ppl`.
+      response_mask: the steps that exist, bool or numbers, [B, T]. Steps whose difference is not
+        finite take no part.
+
+    Returns:
+      Name -> number, names without prefix.
+
+    Raises:
+      ValueError: for shapes that differ, and for log-probs that are no floating-point numbers.
     """
-    mask = response_mask.bool()
-    gaps = [
-        gap_rows(prepare(old_log_prob[rows], rollout_log_prob[rows], mask[rows]))
-        for rows in _blocks(mask)
-    ]
-    return offpolicy_metrics(join(gaps)).compute()
+    _check_tensors(
+        old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob, response_mask=response_mask
+    )
+    # Beside itself, a policy has the metrics of one policy.
+    other_log_prob = old_log_prob if rollout_log_prob is None else rollout_log_prob
+    step_mask = response_mask.bool()
+    metrics = RowMetrics()
+    for rows in row_blocks(step_mask):
+        ratios = compute_log_ratios(old_log_prob[rows], other_log_prob[rows], step_mask[rows])
+        put_gap(metrics, ratios)
+    bag = metrics.bag()
+    if rollout_log_prob is None:
+        bag = bag.pick({name: name for name in _TRAINING_METRICS})
+    return bag.compute()
 
 
 def apply_bypass_mode(batch: B) -> B:
-    """old_log_probs := rollout_log_probs. ValueError if the rollout recorded none."""
-    return batch.replace(old_log_probs=require_rollout_log_probs(batch))
+    """Takes the rollout's log-probs for the old policy's: old := rollout.
+
+    Args:
+      batch: samples with rollout log-probs.
+
+    Returns:
+      The batch with `old_log_probs`.
+
+    Raises:
+      ValueError: if the rollout recorded no log-probs, or in another shape than [B, T].
+    """
+    rollout_log_probs = require_rollout_log_probs(batch)
+    _check_tensors(rollout_log_probs=rollout_log_probs, step_mask=batch.valid)
+    return batch.replace(old_log_probs=rollout_log_probs)
 
 
 def apply_bypass_mode_to_diffusion_batch(batch: DiffusionBatch) -> DiffusionBatch:
-    """`apply_bypass_mode` under the diffusion document's name."""
+    """Does what `apply_bypass_mode` does, under the diffusion document's name."""
     return apply_bypass_mode(batch)
 
 
@@ -170,13 +236,30 @@ def apply_rollout_correction_to_batch(
     step_kl: Tensor | None = None,
     all_reduce: AllReduce = identity,
 ) -> tuple[B, MetricBag]:
-    """Decoupled correction, once per global batch: old / rollout -> weights and mask on the batch.
+    """Corrects a batch in decoupled mode, old / rollout, once per global batch.
 
-    step_kl [B, T]: exact KL between rollout's and old policy's steps, where a criterion needs it.
-    Returns the batch with `rollout_is_weights` (None without `rollout_is`) and `rejection_mask`
-    (that of the batch narrowed further), and the metrics under their names without prefix.
-    ValueError if old or rollout log-probs, or that KL, are missing.
+    Args:
+      batch: samples with rollout and old log-probs.
+      config: the settings.
+      step_kl: exact KL between rollout's and old policy's steps, [B, T], where a criterion needs
+        it.
+      all_reduce: adds up a tensor over processes.
+
+    Returns:
+      The batch with `rollout_is_weights` (None without `rollout_is`) and `rejection_mask` (that of
+      the batch, narrowed further), and metrics, names without prefix.
+
+    Raises:
+      ValueError: if old or rollout log-probs, or a KL that a criterion needs, are missing; for
+        shapes that differ, and for masks that are not bool.
     """
+    _check_tensors(
+        old_log_probs=batch.old_log_probs,
+        rollout_log_probs=batch.rollout_log_probs,
+        step_mask=batch.valid,
+        rejection_mask=batch.rejection_mask,
+        step_kl=step_kl,
+    )
     return Corrector(config).batch(batch, step_kl=step_kl, all_reduce=all_reduce)
 
 
@@ -187,5 +270,33 @@ def apply_rollout_correction_to_diffusion_batch(
     step_kl: Tensor | None = None,
     all_reduce: AllReduce = identity,
 ) -> tuple[DiffusionBatch, MetricBag]:
-    """`apply_rollout_correction_to_batch` under the diffusion document's name."""
+    """Does what `apply_rollout_correction_to_batch` does, under the diffusion document's name."""
     return apply_rollout_correction_to_batch(batch, config, step_kl=step_kl, all_reduce=all_reduce)
+
+
+def _corrector(step_kl: Tensor | None = None, **settings: Any) -> Corrector:
+    """Makes a corrector of a user's settings, after they were checked."""
+    config = RolloutCorrectionConfig(**settings)
+    config.validate()
+    corrector = Corrector(config)
+    if step_kl is not None and not corrector.rules.needs_step_kl:
+        raise ValueError(f"step_kl has no effect without {RS_KEY}={STEP_KL}: drop it, or set that")
+    return corrector
+
+
+def _check_tensors(**tensors: Tensor | None) -> None:
+    """Raises ValueError unless all tensors that are given are [B, T], of a dtype that fits.
+
+    Log-probs, log-ratios and KL are floating-point numbers. Masks of a batch are bool; only the
+    documents' `response_mask` may hold numbers.
+    """
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
+    if len(set(shapes.values())) > 1 or any(len(shape) != 2 for shape in shapes.values()):
+        raise ValueError(f"log-probs, mask and step_kl must all be [B, T]; got {shapes}")
+    for name, tensor in given.items():
+        if name in ("step_mask", "rejection_mask"):
+            if tensor.dtype != torch.bool:
+                raise ValueError(f"{name} must be bool; got {tensor.dtype}")
+        elif name != "response_mask" and not tensor.is_floating_point():
+            raise ValueError(f"{name} must hold floating-point numbers; got {tensor.dtype}")

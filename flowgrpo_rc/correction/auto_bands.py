@@ -19,8 +19,9 @@ from torch import Tensor
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import select
-from flowgrpo_rc.correction.log_ratios import Steps, prepare
-from flowgrpo_rc.correction.rejection import band_metrics, judge, statistic
+from flowgrpo_rc.core.row_metrics import RowMetrics
+from flowgrpo_rc.correction.log_ratios import LogRatios, compute_log_ratios
+from flowgrpo_rc.correction.rejection import judge, statistic
 from flowgrpo_rc.correction.thresholds import Band
 
 WARM_UP = (
@@ -92,18 +93,18 @@ class AutoBands:
         is warm.
         """
         assert batch.rollout_log_probs is not None
-        steps = prepare(training, batch.rollout_log_probs, batch.valid, step_kl)
-        kept, metrics = steps.valid, MetricBag()
+        ratios = compute_log_ratios(training, batch.rollout_log_probs, batch.valid, step_kl)
+        kept, metrics = ratios.finite_mask, MetricBag()
         for band in self._bands:
-            value, scale = observed(steps, band), self._scales[band.name]
-            units, index = steps.units(value), batch.step_indices[:, : value.shape[1]]
+            value, scale = observed(ratios, band), self._scales[band.name]
+            units, index = ratios.unit_mask(value), batch.step_indices[:, : value.shape[1]]
             if remember:
                 seen = torch.where(units, value, torch.nan)
                 self._seen[band.name].append(Iteration(index.flatten(), seen.flatten()))
             centre, spread = scale.centre[index], scale.spread[index]
-            inside, rows = judge(steps, band, select((value - centre) / spread, units))
-            kept = kept & inside
-            metrics.merge(band_metrics(rows, steps.count_B, band))
+            found = RowMetrics()
+            kept = kept & judge(found, ratios, band, select((value - centre) / spread, units))
+            metrics.merge(found.bag())
             warm, name = spread < torch.inf, f"rollout_rs_{band.name}"
             metrics.mean(f"{name}_auto_spread", spread, units & warm)
             metrics.mean(f"{name}_auto_warm_fraction", warm.double(), units)
@@ -161,11 +162,11 @@ class AutoBands:
         return Scale(*(torch.stack(column) for column in zip(*rows, strict=True)))
 
 
-def observed(steps: Steps, band: Band) -> Tensor:
+def observed(ratios: LogRatios, band: Band) -> Tensor:
     """A criterion's statistic on the scale of log-ratios: k1 itself, the roots of what is a
     square.
     """
-    value = statistic(steps, band)
+    value = statistic(ratios, band)
     return value if band.estimator == "k1" else torch.sqrt(2 * value)
 
 

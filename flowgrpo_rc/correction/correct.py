@@ -1,8 +1,16 @@
-"""The one entry of rollout correction: log-probs [B, T] in, weights and mask out.
+"""The correction itself: log-probs [B, T] in, weights, mask and metrics out.
 
-It sees only [B, T] and a mask of the steps that exist: SDE steps or tokens. References: rollout
-correction in verl, verl-omni and slime; decoupled PPO, arXiv 2110.00641; truncated importance
-sampling and rejection as described there.
+It sees log-probs and a mask of the steps that exist, whether they are SDE steps or tokens. From two
+log-probs to a mask it is three calls, and everything below them is a formula:
+
+    Corrector.__call__      the settings, parsed once; rows in blocks; batch normalisation
+      correct_block         one block of rows: log-ratios, weights, criteria, veto, metrics
+        judge               one criterion: which statistics lie inside its band
+
+References: rollout correction in verl, verl-omni and slime; decoupled PPO,
+https://arxiv.org/abs/2110.00641. Truncated importance sampling and rejection are described there.
+
+Legend: B rows, b rows of a block, T steps.
 """
 
 from __future__ import annotations
@@ -16,123 +24,101 @@ from torch import Tensor
 from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import AllReduce, identity, select
-from flowgrpo_rc.correction.block import (
-    correct_block,
-    join_summaries,
-    mean_parts,
-    summarise,
-    summary_metrics,
-)
+from flowgrpo_rc.core.row_metrics import RowMetrics
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig, Rules
-from flowgrpo_rc.correction.log_ratios import prepare
+from flowgrpo_rc.correction.diagnostics import put_gap, put_weights
+from flowgrpo_rc.correction.log_ratios import compute_log_ratios
 from flowgrpo_rc.correction.metric_names import apply_names
+from flowgrpo_rc.correction.rejection import count_catastrophic, judge, put_decisions, statistic
 from flowgrpo_rc.correction.thresholds import RS_KEY, STEP_KL, THRESHOLD_KEY, WeightBounds
-from flowgrpo_rc.correction.weights import weigh
+from flowgrpo_rc.correction.weights import mean_weight_terms, outside, weigh
 
 B = TypeVar("B", bound=Batch)
-# Rows are corrected in blocks of about so many elements: float64 temporaries stay in the cache and
-# the memory small.
+# A block has about so many elements: its float64 temporaries stay in the cache, and the memory
+# small.
 _BLOCK = {"cpu": 2**16, "cuda": 2**22}
+_UNBOUNDED = WeightBounds("truncate", 0.0, torch.inf)
+
+
+class Block(NamedTuple):
+    """What the rules make of a block of rows.
+
+    Attributes:
+      weights: importance weights, float64, before batch normalisation; 0 where there is no step,
+        [b, T]. Those of the token level if the rules have none.
+      keep_mask: bool, the steps that stay in the loss, [b, T].
+      weight_terms: sum and number of the weights whose mean is normalised, float64 [2]; they add
+        up over blocks.
+    """
+
+    weights: Tensor
+    keep_mask: Tensor
+    weight_terms: Tensor
 
 
 class Correction(NamedTuple):
-    """weights [B, T] or None, without gradient and 0 where there is no step; mask [B, T] bool, True
-    where kept.
+    """What a correction makes of log-probs.
 
-    weight_total and weight_count: the sum and number whose quotient is the mean weight of batch
-    normalisation, not yet divided by; None without weights.
+    Attributes:
+      weights: importance weights without gradient, 0 where there is no step, [B, T]; None if the
+        settings ask for none.
+      mask: bool, the steps that stay in the loss, [B, T].
+      metrics: names without prefix.
+      weight_terms: sum and number of the weights whose mean is normalised, float64 [2]; None
+        without weights.
     """
 
     weights: Tensor | None
     mask: Tensor
     metrics: MetricBag
-    weight_total: Tensor | None = None
-    weight_count: Tensor | None = None
+    weight_terms: Tensor | None = None
+
+    @property
+    def weight_total(self) -> Tensor | None:
+        """The sum of the weights whose mean is normalised, scalar; None without weights."""
+        return None if self.weight_terms is None else self.weight_terms[0]
+
+    @property
+    def weight_count(self) -> Tensor | None:
+        """The number of the weights whose mean is normalised, scalar; None without weights."""
+        return None if self.weight_terms is None else self.weight_terms[1]
+
+    def put(self, rows: slice, block: Block) -> None:
+        """Takes in a block of rows, in place."""
+        self.mask[rows] = block.keep_mask
+        if self.weights is not None:
+            assert self.weight_terms is not None
+            self.weights[rows] = block.weights
+            self.weight_terms.add_(block.weight_terms)
 
 
 class CustomCorrection(Protocol):
-    """What `custom_correction` names: weights [B, T] or None and the kept steps [B, T] bool, from
-    log-probs [B, T] of the training graph and of the rollout and the mask of the steps that exist.
-    No gradient flows through it."""
+    """A user's function in place of the built-in weights and mask (`custom_correction`)."""
 
     def __call__(
-        self, training: Tensor, rollout: Tensor, mask: Tensor, config: RolloutCorrectionConfig
-    ) -> tuple[Tensor | None, Tensor]: ...
+        self,
+        training_log_probs: Tensor,
+        rollout_log_probs: Tensor,
+        step_mask: Tensor,
+        config: RolloutCorrectionConfig,
+        /,
+    ) -> tuple[Tensor | None, Tensor]:
+        """Computes weights and mask. No gradient flows through it.
 
+        Args:
+          training_log_probs: log-probs of the training graph, [B, T].
+          rollout_log_probs: log-probs of the policy that sampled, [B, T].
+          step_mask: bool, the steps that exist, [B, T].
+          config: all settings of the rollout correction.
 
-def measure(
-    training_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    mask: Tensor,
-    rules: Rules,
-    *,
-    allowed: Tensor | None = None,
-    step_kl: Tensor | None = None,
-) -> Correction:
-    """Weights before batch normalisation, mask and diagnostics for log-probs [B, T].
-
-    A step whose difference is not finite is rejected, whatever is configured, and counted in
-    `rollout_rs_nonfinite_fraction`; it takes no part in weights or in any other metric. A sequence
-    criterion sees it and rejects the sequence. Without a level the weight metrics are those of the
-    token level.
-
-    allowed [B, T] bool: what an earlier decision keeps, which the rules narrow further. step_kl [B,
-    T] is for the criterion of that name. ValueError where one of them is there without the other,
-    or `auto` bands without a decision.
-    """
-    _check_step_kl(rules, step_kl)
-    if rules.auto and allowed is None:
-        raise ValueError(
-            f"{THRESHOLD_KEY}=auto:k needs the mismatch of the iterations before, which a run of "
-            "the trainer has: put "
-            "the decision of `correction.auto.AutoBands` into the batch's rejection_mask, or give "
-            "a number"
-        )
-    weights = None if rules.level is None else torch.empty_like(training_log_probs)
-    kept, summaries = torch.empty_like(mask), []
-    for rows in _blocks(mask):
-        given = {"allowed": allowed, "step_kl": step_kl}
-        own = {name: None if values is None else values[rows] for name, values in given.items()}
-        block = correct_block(
-            training_log_probs[rows], rollout_log_probs[rows], mask[rows], rules, **own
-        )
-        summaries.append(block.summary)
-        kept[rows] = block.kept
-        if weights is not None:
-            weights[rows] = block.weights
-    summary = join_summaries(summaries)
-    metrics = summary_metrics(summary, rules)
-    if weights is None:
-        return Correction(None, kept, metrics)
-    return Correction(weights, kept, metrics, *mean_parts(summary, rules))
-
-
-def correct(
-    training_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    mask: Tensor,
-    rules: Rules,
-    *,
-    step_kl: Tensor | None = None,
-    all_reduce: AllReduce = identity,
-) -> Correction:
-    """`measure`, with the weights divided by their mean over the batch of all processes where the
-    rules say so.
-    """
-    found = measure(training_log_probs, rollout_log_probs, mask, rules, step_kl=step_kl)
-    return _normalised(found, all_reduce) if rules.batch_normalize else found
-
-
-def normalisation(total: Tensor, count: Tensor) -> Tensor:
-    """The mean weight that batch normalisation divides by; 1 where all weights are 0, as in
-    verl.
-    """
-    mean = total / count.clamp(min=1)
-    return torch.where(mean > 1e-8, mean, torch.ones_like(mean))
+        Returns:
+          The weights, [B, T], or None for none, and the steps that stay, bool [B, T].
+        """
+        ...
 
 
 class Corrector:
-    """Corrects log-probs as one rollout correction says; the settings are parsed once, when it is made.
+    """Corrects log-probs as one rollout correction says. Its settings are parsed once, here.
 
     Args:
       config: settings that `RolloutCorrectionConfig.validate` has passed.
@@ -141,13 +127,13 @@ class Corrector:
     def __init__(self, config: RolloutCorrectionConfig) -> None:
         self.config = config
         self.rules = config.rules()
-        self._custom = config.load_custom()
+        self._custom: CustomCorrection | None = config.load_custom()
 
     def __call__(
         self,
         training_log_probs: Tensor,
         rollout_log_probs: Tensor,
-        mask: Tensor,
+        step_mask: Tensor,
         *,
         allowed: Tensor | None = None,
         step_kl: Tensor | None = None,
@@ -157,42 +143,50 @@ class Corrector:
     ) -> Correction:
         """Computes weights, mask and metrics, under the names that the settings ask for.
 
+        A step whose difference is not finite is rejected, whatever is configured, and only
+        `rollout_rs_nonfinite_fraction` counts it. A criterion of sequences rejects its sequence.
+
         Args:
           training_log_probs: log-probs of the training graph, [B, T].
           rollout_log_probs: log-probs of the policy that sampled, [B, T].
-          mask: bool, the steps that exist, [B, T].
-          allowed: bool, what an earlier decision keeps, [B, T]; None for everything.
-          step_kl: exact KL between rollout's and training graph's steps, [B, T]; left alone unless a
-            criterion asks for it.
+          step_mask: bool, the steps that exist, [B, T].
+          allowed: bool, the steps that an earlier decision keeps, [B, T]; None for everything.
+          step_kl: exact KL between rollout's and training graph's steps, [B, T]; left alone unless
+            a criterion asks for it.
           num_elements: number of elements that a log-prob is the mean of, for `log_prob_scale=sum`.
           normalise: False leaves batch normalisation to the caller, who knows the whole batch.
           all_reduce: adds up a tensor over processes.
 
         Returns:
           The correction, with weights in the dtype of the training log-probs.
+
+        Raises:
+          ValueError: if a criterion needs `step_kl` or, for `auto:k`, an earlier decision, and
+            there is none; if a custom correction returns tensors of another shape.
         """
-        dtype, rules = training_log_probs.dtype, self.rules
+        dtype = training_log_probs.dtype
         if self.config.log_prob_scale == "sum":
             training_log_probs = training_log_probs.detach().double() * num_elements
             rollout_log_probs = rollout_log_probs.detach().double() * num_elements
-        if self._custom is None:
-            step_kl = step_kl if rules.needs_step_kl else None
-            found = measure(
-                training_log_probs, rollout_log_probs, mask, rules, allowed=allowed, step_kl=step_kl
+        if self._custom is not None:
+            found = self._apply_custom(training_log_probs, rollout_log_probs, step_mask)
+            return self._finished(found, dtype, normalise, all_reduce)
+        _check_given(self.rules, allowed, step_kl)
+        found = _empty(training_log_probs, step_mask, self.rules)
+        metrics = RowMetrics()
+        for rows in row_blocks(step_mask):
+            block = correct_block(
+                training_log_probs[rows],
+                rollout_log_probs[rows],
+                step_mask[rows],
+                self.rules,
+                metrics,
+                allowed=None if allowed is None else allowed[rows],
+                step_kl=None if step_kl is None else step_kl[rows],
             )
-        else:
-            found = _custom(self._custom, training_log_probs, rollout_log_probs, mask, self.config)
-        if rules.batch_normalize and normalise:
-            found = _normalised(found, all_reduce)
-        elif rules.batch_normalize and found.weight_total is not None:
-            assert found.weight_count is not None
-            found.metrics.ratio(
-                "rollout_is_batch_norm_factor", found.weight_total, found.weight_count
-            )
-        apply_names(found.metrics, self.config.metric_names, rules.bounds.mode)
-        if found.weights is None:
-            return found
-        return found._replace(weights=found.weights.to(dtype))
+            found.put(rows, block)
+        found = found._replace(metrics=metrics.bag())
+        return self._finished(found, dtype, normalise, all_reduce)
 
     def batch(
         self, batch: B, *, step_kl: Tensor | None = None, all_reduce: AllReduce = identity
@@ -205,20 +199,22 @@ class Corrector:
           all_reduce: adds up a tensor over processes.
 
         Returns:
-          The batch with `rollout_is_weights` (None without `rollout_is`) and `rejection_mask` (that of
-          the batch, narrowed further), and metrics, names without prefix.
+          The batch with `rollout_is_weights` (None without `rollout_is`) and `rejection_mask` (that
+          of the batch, narrowed further), and metrics, names without prefix.
 
         Raises:
-          ValueError: if the batch lacks old or rollout log-probs, or `step_kl` is needed and missing.
+          ValueError: if the batch lacks old or rollout log-probs, or `step_kl` is needed and
+            missing.
         """
-        rollout = require_rollout_log_probs(batch)
+        rollout_log_probs = require_rollout_log_probs(batch)
         if batch.old_log_probs is None:
             raise ValueError(
-                "decoupled correction needs old_log_probs: recompute them with the training graph first"
+                "decoupled correction needs old_log_probs: recompute them with the training graph "
+                "first"
             )
         found = self(
             batch.old_log_probs,
-            rollout,
+            rollout_log_probs,
             batch.valid,
             allowed=batch.rejection_mask,
             step_kl=step_kl,
@@ -228,21 +224,122 @@ class Corrector:
         corrected = batch.replace(rollout_is_weights=found.weights, rejection_mask=found.mask)
         return corrected, found.metrics
 
+    def _apply_custom(
+        self, training_log_probs: Tensor, rollout_log_probs: Tensor, step_mask: Tensor
+    ) -> Correction:
+        """The weights and mask of a user's function, measured like the built-in ones."""
+        assert self._custom is not None
+        config = self.config
+        with torch.no_grad():
+            given, keep_mask = self._custom(
+                training_log_probs.detach(), rollout_log_probs, step_mask, config
+            )
+        shape = step_mask.shape
+        if keep_mask.shape != shape or (given is not None and given.shape != shape):
+            raise ValueError(
+                f"custom_correction={config.custom_correction}: weights and mask must be "
+                f"{tuple(shape)}"
+            )
+        ratios = compute_log_ratios(training_log_probs, rollout_log_probs, step_mask)
+        keep_mask = keep_mask.bool() & ratios.finite_mask
+        weights = weigh(ratios, "token", _UNBOUNDED)
+        if given is not None:
+            given = select(given.detach(), ratios.finite_mask)
+            weights = weights._replace(used=given.double())
+        metrics = RowMetrics()
+        put_gap(metrics, ratios)
+        put_weights(metrics, ratios, weights, _UNBOUNDED)
+        put_decisions(metrics, ratios, keep_mask, torch.zeros_like(ratios.num_finite_B))
+        if given is None:
+            return Correction(None, keep_mask, metrics.bag())
+        terms = mean_weight_terms(ratios, weights, keep_mask if self.rules.over_kept else None)
+        return Correction(given, keep_mask, metrics.bag(), terms)
 
-def _check_step_kl(rules: Rules, step_kl: Tensor | None) -> None:
-    if rules.needs_step_kl and step_kl is None:
-        raise ValueError(
-            f"{RS_KEY}={STEP_KL} needs step_kl [B, T], the exact KL between rollout's and "
-            "training graph's steps. It "
-            "follows from the step means that a rollout of images keeps (prev_sample_mean); "
-            "tokens have none"
-        )
-    if step_kl is not None and not rules.needs_step_kl:
-        raise ValueError(f"step_kl has no effect without {RS_KEY}={STEP_KL}: drop it, or set that")
+    def _finished(
+        self, found: Correction, dtype: torch.dtype, normalise: bool, all_reduce: AllReduce
+    ) -> Correction:
+        """The correction with normalised weights in `dtype`, and metrics under their names."""
+        weights = found.weights
+        factor_name = "rollout_is_batch_norm_factor"
+        if self.rules.batch_normalize and weights is not None:
+            assert found.weight_terms is not None
+            if normalise:
+                factor = normalisation(*all_reduce(found.weight_terms))
+                found.metrics.max(factor_name, factor)
+                weights = (weights / factor).to(weights.dtype)
+            else:
+                found.metrics.ratio(factor_name, *found.weight_terms)
+        apply_names(found.metrics, self.config.metric_names, self.rules.bounds.mode)
+        return found._replace(weights=None if weights is None else weights.to(dtype))
+
+
+def correct_block(
+    training_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    step_mask: Tensor,
+    rules: Rules,
+    metrics: RowMetrics,
+    *,
+    allowed: Tensor | None = None,
+    step_kl: Tensor | None = None,
+) -> Block:
+    """Computes weights, mask and metrics of a block of rows, before batch normalisation.
+
+    Args:
+      training_log_probs: log-probs of the training graph, [b, T].
+      rollout_log_probs: log-probs of the policy that sampled, [b, T].
+      step_mask: bool, the steps that exist, [b, T].
+      rules: what to apply. Without a level the weight metrics are those of the token level.
+      metrics: takes in the metrics of these rows, names without prefix.
+      allowed: bool, the steps that an earlier decision keeps, [b, T]; None for everything.
+      step_kl: exact KL between rollout's and training graph's steps, [b, T]; left alone unless a
+        criterion asks for it.
+
+    Returns:
+      Weights, mask and the terms of the mean weight.
+    """
+    if not rules.needs_step_kl:
+        step_kl = None
+    ratios = compute_log_ratios(training_log_probs, rollout_log_probs, step_mask, step_kl)
+    weights = weigh(ratios, rules.level or "token", rules.bounds)
+    put_gap(metrics, ratios)
+    put_weights(metrics, ratios, weights, rules.bounds)
+    keep_mask = ratios.finite_mask
+    if allowed is not None:
+        keep_mask = keep_mask & allowed
+    for band in rules.bands:
+        keep_mask = keep_mask & judge(metrics, ratios, band, statistic(ratios, band))
+    if rules.level is not None and rules.bounds.mode == "mask":
+        keep_mask = keep_mask & ~outside(weights.raw, rules.bounds)
+    num_catastrophic_B = torch.zeros_like(ratios.num_finite_B)
+    if rules.log_veto is not None:
+        num_catastrophic_B = count_catastrophic(ratios, rules.log_veto)
+        keep_mask = keep_mask & (num_catastrophic_B == 0).unsqueeze(1)
+    put_decisions(metrics, ratios, keep_mask, num_catastrophic_B)
+    terms = mean_weight_terms(ratios, weights, keep_mask if rules.over_kept else None)
+    return Block(weights.of_steps(ratios.finite_mask), keep_mask, terms)
+
+
+def normalisation(total: Tensor, count: Tensor) -> Tensor:
+    """Computes the mean weight that batch normalisation divides by.
+
+    Args:
+      total: sum of the weights, float64 scalar.
+      count: number of the weights, float64 scalar.
+
+    Returns:
+      total / count, float64 scalar; 1 where all weights are 0, as in verl.
+    """
+    mean = total / count.clamp(min=1)
+    return torch.where(mean > 1e-8, mean, torch.ones_like(mean))
 
 
 def require_rollout_log_probs(batch: Batch) -> Tensor:
-    """The batch's rollout log-probs [B, T], or a ValueError that says how to get them."""
+    """Returns the rollout log-probs of a batch, [B, T].
+
+    Raises:
+      ValueError: if the rollout recorded none; it says how to get them.
+    """
     if batch.rollout_log_probs is None:
         raise ValueError(
             "rollout correction needs rollout_log_probs, which this rollout did not record: set "
@@ -251,48 +348,35 @@ def require_rollout_log_probs(batch: Batch) -> Tensor:
     return batch.rollout_log_probs
 
 
-def _normalised(found: Correction, all_reduce: AllReduce) -> Correction:
-    if found.weights is None:
-        return found
-    assert found.weight_total is not None
-    assert found.weight_count is not None
-    factor = normalisation(*all_reduce(torch.stack([found.weight_total, found.weight_count])))
-    found.metrics.max("rollout_is_batch_norm_factor", factor)
-    return found._replace(weights=(found.weights / factor).to(found.weights.dtype))
+def row_blocks(step_mask: Tensor) -> Iterator[slice]:
+    """Yields the rows of each block of a mask [B, T]; one empty block where there is no row, so
+    that the names of the metrics stay.
+    """
+    num_rows, num_steps = step_mask.shape
+    size = max(1, _BLOCK.get(step_mask.device.type, 2**20) // max(num_steps, 1))
+    for start in range(0, max(num_rows, 1), size):
+        yield slice(start, start + size)
 
 
-def _blocks(mask: Tensor) -> Iterator[slice]:
-    rows, columns = mask.shape
-    size = max(1, _BLOCK.get(mask.device.type, 2**20) // max(columns, 1))
-    return (
-        slice(start, start + size) for start in range(0, max(rows, 1), size)
-    )  # without rows the names stay
+def _empty(training_log_probs: Tensor, step_mask: Tensor, rules: Rules) -> Correction:
+    """A correction to put blocks into."""
+    keep_mask = torch.empty_like(step_mask)
+    if rules.level is None:
+        return Correction(None, keep_mask, MetricBag())
+    terms = torch.zeros(2, dtype=torch.float64, device=step_mask.device)
+    return Correction(torch.empty_like(training_log_probs), keep_mask, MetricBag(), terms)
 
 
-def _custom(
-    function: CustomCorrection,
-    training: Tensor,
-    rollout: Tensor,
-    mask: Tensor,
-    config: RolloutCorrectionConfig,
-) -> Correction:
-    """The weights and mask of a user's function, measured like the built-in ones."""
-    with torch.no_grad():
-        weights, kept = function(training.detach(), rollout, mask, config)
-    if kept.shape != mask.shape or (weights is not None and weights.shape != mask.shape):
+def _check_given(rules: Rules, allowed: Tensor | None, step_kl: Tensor | None) -> None:
+    if rules.needs_step_kl and step_kl is None:
         raise ValueError(
-            f"custom_correction={config.custom_correction}: weights and mask must be "
-            f"{tuple(mask.shape)}"
+            f"{RS_KEY}={STEP_KL} needs step_kl [B, T], the exact KL between rollout's and "
+            "training graph's steps. It follows from the step means that a rollout of images keeps "
+            "(prev_sample_mean); tokens have none"
         )
-    over_kept = config.normalize == "kept"
-    rules = Rules("token", WeightBounds("truncate", 0.0, torch.inf), False, over_kept, (), None)
-    steps = prepare(training, rollout, mask)
-    kept, found = kept.bool() & steps.valid, weigh(steps, "token", rules.bounds)
-    used = None if weights is None else select(weights.detach(), steps.valid)
-    if used is not None:
-        found = found._replace(used=used.double())
-    summary = summarise(steps, found, kept, rules, (), torch.zeros_like(steps.count_B))
-    metrics = summary_metrics(summary, rules)
-    if used is None:
-        return Correction(None, kept, metrics)
-    return Correction(used, kept, metrics, *mean_parts(summary, rules))
+    if rules.auto and allowed is None:
+        raise ValueError(
+            f"{THRESHOLD_KEY}=auto:k needs the mismatch of the iterations before, which a run of "
+            "the trainer has: put the decision of `correction.auto_bands.AutoBands` into the "
+            "batch's rejection_mask, or give a number"
+        )

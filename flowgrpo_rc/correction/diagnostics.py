@@ -1,167 +1,226 @@
-"""Diagnostics of the gap between the rollout policy and the training graph, under the documents'
-names.
+"""Metrics of the gap between rollout policy and training graph, and of the importance weights.
 
-Blocks of rows [b, T] become sums and extrema of each row; the metrics follow once, from those of
-all rows [B]. Sequences without a valid step take no part.
+The names are those of the documents. A block of rows [b, T] puts one number of each row into
+`RowMetrics`; the metrics are functions of these columns, [B]. Sequences without a finite step take
+no part.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
 
 from torch import Tensor
 
 from flowgrpo_rc.core.metrics import MetricBag, sample_std_from_moments, std_from_moments
 from flowgrpo_rc.core.reduce import row_max, select_
-from flowgrpo_rc.correction.log_ratios import HIGHEST_WEIGHT, LOWEST_WEIGHT, Steps, safe_expm1
+from flowgrpo_rc.core.row_metrics import RowMetrics
+from flowgrpo_rc.correction.log_ratios import (
+    HIGHEST_WEIGHT,
+    LOWEST_WEIGHT,
+    LogRatios,
+    safe_expm1,
+)
 from flowgrpo_rc.correction.thresholds import WeightBounds
 from flowgrpo_rc.correction.weights import Weights
 
 
-class GapRows(NamedTuple):
-    """Of each row: number of valid steps; sums over them of log-probs, log-ratio, k3, ratio^2 - 1
-    and |log-ratio|; the largest |log-ratio|."""
+def put_gap(metrics: RowMetrics, ratios: LogRatios) -> None:
+    """Puts what `gap_metrics` needs of a block of rows.
 
-    valid: Tensor
-    training: Tensor
-    rollout: Tensor
-    log_ratio: Tensor
-    k3: Tensor
-    chi2: Tensor
-    absolute: Tensor
-    highest_absolute: Tensor
-
-
-class WeightRows(NamedTuple):
-    """Of each row: sums over valid steps of the raw and of the used weight w, of w^2, w - 1 and (w
-    - 1)^2; extrema; and how many weights lie above and below the bounds."""
-
-    raw: Tensor
-    used: Tensor
-    square: Tensor
-    deviation: Tensor
-    deviation_square: Tensor
-    highest: Tensor
-    lowest: Tensor
-    high: Tensor
-    low: Tensor
-
-
-def gap_rows(steps: Steps) -> GapRows:
-    absolute = steps.log_ratio.abs()
-    return GapRows(
-        valid=steps.count_B,
-        training=steps.training_B,
-        rollout=steps.rollout_B,
-        log_ratio=steps.total_B,
-        k3=steps.k3.sum(1),
-        chi2=_chi2(steps.ratio_minus_one).sum(1),
-        absolute=absolute.sum(1),
-        highest_absolute=row_max(absolute),
-    )
-
-
-def weight_rows(steps: Steps, weights: Weights, bounds: WeightBounds) -> WeightRows:
-    """The extrema are those after the bounds at token level, and of the unbounded ratio at sequence
-    level, as in verl. A lone upper bound has its reciprocal beside it."""
-    raw, used, deviation = (
-        weights.raw,
-        weights.used,
-        select_(weights.used - 1, steps.units(weights.used)),
-    )
-    extreme = used if weights.per_step else weights.unbounded
-    return WeightRows(
-        raw=steps.sum_B(raw),
-        used=steps.sum_B(used),
-        square=steps.sum_B(used**2),
-        deviation=steps.sum_B(deviation),
-        deviation_square=steps.sum_B(deviation**2),
-        highest=steps.highest_B(extreme),
-        lowest=steps.lowest_B(extreme),
-        high=steps.number_B(raw > bounds.upper),
-        low=steps.number_B(raw < _lower(bounds)),
-    )
-
-
-def offpolicy_metrics(gap: GapRows) -> MetricBag:
-    """Perplexities, KL estimates, chi-squared and |difference|.
-
-    log_ppl_diff is log(training perplexity / rollout perplexity), the mean of -log-ratio of a
-    sequence.
+    Args:
+      metrics: takes in the columns.
+      ratios: log-ratios of the block.
     """
-    bag = MetricBag()
-    present_B, counted, lengths = gap.valid > 0, gap.valid.sum(), gap.valid.clamp(min=1)
-    for name, log_probs_B in (("training", gap.training), ("rollout", gap.rollout)):
-        log_ppl_B = -log_probs_B / lengths
-        bag.mean(f"{name}_log_ppl", log_ppl_B, present_B)
-        bag.mean(f"{name}_ppl", safe_expm1(log_ppl_B) + 1, present_B)
-    diff_B = -gap.log_ratio / lengths
-    bag.mean("log_ppl_diff", diff_B, present_B)
-    bag.mean("log_ppl_abs_diff", diff_B.abs(), present_B)
-    bag.max("log_ppl_diff_max", diff_B, present_B)
-    bag.min("log_ppl_diff_min", diff_B, present_B)
-    bag.mean("ppl_ratio", safe_expm1(diff_B) + 1, present_B)
-    bag.ratio("kl", -gap.log_ratio.sum(), counted)
-    bag.ratio("k3_kl", gap.k3.sum(), counted)
-    bag.ratio("chi2_token", gap.chi2.sum(), counted)
-    bag.mean("chi2_seq", _chi2(safe_expm1(gap.log_ratio)), present_B)
-    bag.ratio("logprob_abs_diff_mean", gap.absolute.sum(), counted)
-    bag.max("logprob_abs_diff_max", gap.highest_absolute, present_B)
-    return bag
+    absolute = ratios.log_ratio.abs()
+    metrics.put(
+        "gap",
+        gap_metrics,
+        num_finite_B=ratios.num_finite_B,
+        training_sum_B=ratios.training_sum_B,
+        rollout_sum_B=ratios.rollout_sum_B,
+        log_ratio_sum_B=ratios.log_ratio_sum_B,
+        k3_sum_B=ratios.k3.sum(1),
+        chi2_sum_B=_chi2(ratios.ratio_minus_one).sum(1),
+        absolute_sum_B=absolute.sum(1),
+        highest_absolute_B=row_max(absolute),
+    )
+
+
+def gap_metrics(
+    num_finite_B: Tensor,
+    training_sum_B: Tensor,
+    rollout_sum_B: Tensor,
+    log_ratio_sum_B: Tensor,
+    k3_sum_B: Tensor,
+    chi2_sum_B: Tensor,
+    absolute_sum_B: Tensor,
+    highest_absolute_B: Tensor,
+) -> MetricBag:
+    """Computes perplexities, KL estimates, chi-squared and the size of the differences.
+
+        log_ppl_diff = log(training perplexity / rollout perplexity) = mean_t(-log r_t)
+
+    of each sequence, with the ratio r_t = training / rollout of step t. `kl` is the mean of
+    -log r_t over all steps, `chi2_token` that of r_t^2 - 1.
+
+    Args:
+      num_finite_B: number of finite steps of each row, [B].
+      training_sum_B: sum of the training log-probs over these steps, [B].
+      rollout_sum_B: sum of the rollout log-probs, [B].
+      log_ratio_sum_B: sum of log r_t, [B].
+      k3_sum_B: sum of r_t - 1 - log r_t, [B].
+      chi2_sum_B: sum of r_t^2 - 1, [B].
+      absolute_sum_B: sum of |log r_t|, [B].
+      highest_absolute_B: maximum of |log r_t|, [B].
+
+    Returns:
+      The metrics, names without prefix.
+    """
+    metrics = MetricBag()
+    present_B = num_finite_B > 0
+    length_B = num_finite_B.clamp(min=1)
+    for name, log_prob_sum_B in (("training", training_sum_B), ("rollout", rollout_sum_B)):
+        log_ppl_B = -log_prob_sum_B / length_B
+        metrics.mean(f"{name}_log_ppl", log_ppl_B, present_B)
+        metrics.mean(f"{name}_ppl", safe_expm1(log_ppl_B) + 1, present_B)
+    log_ppl_diff_B = -log_ratio_sum_B / length_B
+    metrics.mean("log_ppl_diff", log_ppl_diff_B, present_B)
+    metrics.mean("log_ppl_abs_diff", log_ppl_diff_B.abs(), present_B)
+    metrics.max("log_ppl_diff_max", log_ppl_diff_B, present_B)
+    metrics.min("log_ppl_diff_min", log_ppl_diff_B, present_B)
+    metrics.mean("ppl_ratio", safe_expm1(log_ppl_diff_B) + 1, present_B)
+    num_finite = num_finite_B.sum()
+    metrics.ratio("kl", -log_ratio_sum_B.sum(), num_finite)
+    metrics.ratio("k3_kl", k3_sum_B.sum(), num_finite)
+    metrics.ratio("chi2_token", chi2_sum_B.sum(), num_finite)
+    metrics.mean("chi2_seq", _chi2(safe_expm1(log_ratio_sum_B)), present_B)
+    metrics.ratio("logprob_abs_diff_mean", absolute_sum_B.sum(), num_finite)
+    metrics.max("logprob_abs_diff_max", highest_absolute_B, present_B)
+    return metrics
+
+
+def put_weights(
+    metrics: RowMetrics, ratios: LogRatios, weights: Weights, bounds: WeightBounds
+) -> None:
+    """Puts what `weight_metrics` needs of a block of rows.
+
+    Args:
+      metrics: takes in the columns.
+      ratios: log-ratios of the block.
+      weights: their weights.
+      bounds: the bounds of the weights.
+    """
+    deviation = select_(weights.used - 1, ratios.unit_mask(weights.used))
+    # As in verl, the extrema are those after the bounds for steps, and before for sequences.
+    extreme = weights.used if weights.per_step else weights.unbounded
+    metrics.put(
+        "weights",
+        partial(weight_metrics, bounds, weights.per_step),
+        num_finite_B=ratios.num_finite_B,
+        raw_sum_B=ratios.row_sum(weights.raw),
+        used_sum_B=ratios.row_sum(weights.used),
+        square_sum_B=ratios.row_sum(weights.used**2),
+        deviation_sum_B=ratios.row_sum(deviation),
+        deviation_square_sum_B=ratios.row_sum(deviation.square_()),
+        highest_B=ratios.row_highest(extreme),
+        lowest_B=ratios.row_lowest(extreme),
+        num_high_B=ratios.row_count(weights.raw > bounds.upper),
+        num_low_B=ratios.row_count(weights.raw < _lower(bounds)),
+    )
 
 
 def weight_metrics(
-    rows: WeightRows, count_B: Tensor, bounds: WeightBounds, *, per_step: bool
+    bounds: WeightBounds,
+    per_step: bool,
+    num_finite_B: Tensor,
+    raw_sum_B: Tensor,
+    used_sum_B: Tensor,
+    square_sum_B: Tensor,
+    deviation_sum_B: Tensor,
+    deviation_square_sum_B: Tensor,
+    highest_B: Tensor,
+    lowest_B: Tensor,
+    num_high_B: Tensor,
+    num_low_B: Tensor,
 ) -> MetricBag:
-    """Statistics of the weights; count_B: valid steps of each row.
+    """Computes statistics of the weights w after their bounds, before batch normalisation.
 
-    mean, std and effective sample size are those after the bounds, before batch normalisation, over
-    valid steps. Fractions beyond the bounds count what the level weighs. Standard deviations are
-    built from moments about 1, which keep their digits where weights are 1 + 1e-8.
+        effective sample size = mean(w)^2 / mean(w^2)
+
+    Mean, standard deviation and effective sample size are over finite steps. Standard deviations
+    are built from moments about 1, which keep their digits where weights are 1 + 1e-8.
+
+    Args:
+      bounds: the bounds of the weights.
+      per_step: whether steps are weighed, and not sequences. Fractions beyond the bounds count
+        these.
+      num_finite_B: number of finite steps of each row, [B].
+      raw_sum_B: sum over these steps of the weights before their bounds, [B].
+      used_sum_B: sum of w, [B].
+      square_sum_B: sum of w^2, [B].
+      deviation_sum_B: sum of w - 1, [B].
+      deviation_square_sum_B: sum of (w - 1)^2, [B].
+      highest_B: largest weight, -inf without any, [B].
+      lowest_B: smallest weight, inf without any, [B].
+      num_high_B: number of weights above the upper bound, [B].
+      num_low_B: number of weights below the lower bound, [B].
+
+    Returns:
+      The metrics, names without prefix.
     """
-    bag, counted, present_B = MetricBag(), count_B.sum(), count_B > 0
-    bag.ratio("rollout_is_mean", rows.used.sum(), counted)
-    bag.ratio("rollout_is_raw_mean", rows.raw.sum(), counted)
-    bag.ratio("_weight_deviation", rows.deviation.sum(), counted)
-    bag.ratio("_weight_deviation_square", rows.deviation_square.sum(), counted)
+    metrics = MetricBag()
+    num_finite = num_finite_B.sum()
+    metrics.ratio("rollout_is_mean", used_sum_B.sum(), num_finite)
+    metrics.ratio("rollout_is_raw_mean", raw_sum_B.sum(), num_finite)
+    metrics.ratio("_weight_deviation", deviation_sum_B.sum(), num_finite)
+    metrics.ratio("_weight_deviation_square", deviation_square_sum_B.sum(), num_finite)
     moments = ("_weight_deviation", "_weight_deviation_square")
-    bag.derive("rollout_is_std", moments, std_from_moments)
-    bag.ratio("_weight_square", rows.square.sum(), counted)
-    bag.derive(
-        "rollout_is_eff_sample_size", ("rollout_is_mean", "_weight_square"), _effective_sample_size
-    )
-    bag.max("rollout_is_max", rows.highest)
-    bag.min("rollout_is_min", rows.lowest)
-    units = counted if per_step else present_B.sum()
-    bag.ratio("rollout_is_ratio_fraction_high", rows.high.sum(), units)
-    bag.ratio("rollout_is_ratio_fraction_low", rows.low.sum(), units)
+    metrics.derive("rollout_is_std", moments, std_from_moments)
+    metrics.ratio("_weight_square", square_sum_B.sum(), num_finite)
+    square = ("rollout_is_mean", "_weight_square")
+    metrics.derive("rollout_is_eff_sample_size", square, _effective_sample_size)
+    metrics.max("rollout_is_max", highest_B)
+    metrics.min("rollout_is_min", lowest_B)
+    num_units = num_finite if per_step else (num_finite_B > 0).sum()
+    metrics.ratio("rollout_is_ratio_fraction_high", num_high_B.sum(), num_units)
+    metrics.ratio("rollout_is_ratio_fraction_low", num_low_B.sum(), num_units)
     if bounds.mode != "truncate":
-        outside_B = rows.high + rows.low
-        bag.ratio(
-            "rollout_is_oob_ratio", (outside_B if per_step else outside_B * count_B).sum(), counted
-        )
-    used_B, raw_B = (total_B / count_B.clamp(min=1) for total_B in (rows.used, rows.raw))
-    bag.merge(_sequence_metrics(used_B, present_B))
-    bag.mean("rollout_is_seq_fraction_high", (raw_B > bounds.upper).double(), present_B)
-    bag.mean("rollout_is_seq_fraction_low", (raw_B < _lower(bounds)).double(), present_B)
-    return bag
+        num_outside_B = num_high_B + num_low_B
+        if not per_step:
+            num_outside_B = num_outside_B * num_finite_B
+        metrics.ratio("rollout_is_oob_ratio", num_outside_B.sum(), num_finite)
+    metrics.merge(_sequence_metrics(bounds, num_finite_B, raw_sum_B, used_sum_B))
+    return metrics
 
 
-def _sequence_metrics(used_B: Tensor, present_B: Tensor) -> MetricBag:
-    bag = MetricBag()
-    bag.mean("rollout_is_seq_mean", used_B, present_B)
-    bag.mean("_seq_deviation", used_B - 1, present_B)
-    bag.mean("_seq_deviation_square", (used_B - 1) ** 2, present_B)
-    bag.sum("_seq_count", present_B)
+def _sequence_metrics(
+    bounds: WeightBounds, num_finite_B: Tensor, raw_sum_B: Tensor, used_sum_B: Tensor
+) -> MetricBag:
+    """Computes statistics of the mean weight of each sequence that has a finite step."""
+    metrics = MetricBag()
+    present_B = num_finite_B > 0
+    length_B = num_finite_B.clamp(min=1)
+    raw_mean_B = raw_sum_B / length_B
+    high_B = (raw_mean_B > bounds.upper).double()
+    low_B = (raw_mean_B < _lower(bounds)).double()
+    metrics.mean("rollout_is_seq_fraction_high", high_B, present_B)
+    metrics.mean("rollout_is_seq_fraction_low", low_B, present_B)
+    mean_B = used_sum_B / length_B
+    deviation_B = mean_B - 1
+    metrics.mean("rollout_is_seq_mean", mean_B, present_B)
+    metrics.mean("_seq_deviation", deviation_B, present_B)
+    metrics.mean("_seq_deviation_square", deviation_B**2, present_B)
+    metrics.sum("_seq_count", present_B)
     moments = ("_seq_deviation", "_seq_deviation_square", "_seq_count")
-    bag.derive("rollout_is_seq_std", moments, sample_std_from_moments)
-    bag.max("rollout_is_seq_max", used_B, present_B)
-    bag.min("rollout_is_seq_min", used_B, present_B)
-    bag.max("rollout_is_seq_max_deviation", (used_B - 1).abs(), present_B)
-    return bag
+    metrics.derive("rollout_is_seq_std", moments, sample_std_from_moments)
+    metrics.max("rollout_is_seq_max", mean_B, present_B)
+    metrics.min("rollout_is_seq_min", mean_B, present_B)
+    metrics.max("rollout_is_seq_max_deviation", deviation_B.abs(), present_B)
+    return metrics
 
 
 def _lower(bounds: WeightBounds) -> float:
+    """The lower bound of the metrics: beside a lone upper bound its reciprocal."""
     return 1 / bounds.upper if bounds.mode == "truncate" else bounds.lower
 
 
@@ -173,6 +232,6 @@ def _effective_sample_size(mean: float, mean_square: float) -> float:
 
 
 def _chi2(ratio_minus_one: Tensor) -> Tensor:
-    """ratio^2 - 1 with the ratio bounded to exp(+-20)."""
+    """Computes ratio^2 - 1 with the ratio bounded to exp(+-20)."""
     bounded = ratio_minus_one.clamp(LOWEST_WEIGHT - 1, HIGHEST_WEIGHT - 1)
     return (bounded + 2).mul_(bounded)

@@ -1,15 +1,15 @@
-"""What every part of the correction reads: the log-ratios of a block of rows, prepared once, in
-float64.
+"""Log-ratios of a block of rows, prepared once for weights, criteria and metrics.
 
-Log-ratios of mean-pooled log-probabilities are of the order of 1e-4, where fp32 makes k3 negative
-and variances zero.
+Log-ratios of mean-pooled log-probabilities are of the order of 1e-4, where float32 makes k3
+negative and variances zero. Everything here is therefore float64.
+
+Legend: b rows of a block, T steps. A name that ends in `_B` holds one number for each row, [b].
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,111 +17,149 @@ from torch import Tensor
 from flowgrpo_rc.core.reduce import row_counts, select
 
 SAFETY_BOUND = 20.0
-LOWEST_WEIGHT, HIGHEST_WEIGHT = math.exp(-SAFETY_BOUND), math.exp(SAFETY_BOUND)
+LOWEST_WEIGHT = math.exp(-SAFETY_BOUND)
+HIGHEST_WEIGHT = math.exp(SAFETY_BOUND)
 # Above it float64's exp is inf; a diverged policy must show in the metrics without an overflow.
 _LARGEST_EXPONENT = 600.0
 
 
-class Steps(NamedTuple):
-    """Rows [b, T] float64 of log-probs; everything is 0 where not `valid`.
+class LogRatios(NamedTuple):
+    """Log-ratios training / rollout of a block of rows, and what follows from them.
 
-    difference: training - rollout as it came, possibly not finite; mask: the steps that exist;
-    valid: those of them whose difference (and exact KL, if any) is finite; log_ratio: the
-    difference where valid; ratio_minus_one: expm1 of it; k3: their difference; existing_B, count_B:
-    numbers of steps and of valid steps in a row; training_B, rollout_B,
-    total_B: sums of the log-probs and of the log-ratio over valid steps; step_kl: the exact KL,
-        None without Gaussians.
+    All values but `difference` are 0 outside `finite_mask`.
+
+    Attributes:
+      difference: training minus rollout log-prob as it came, possibly not finite, [b, T].
+      step_mask: bool, the steps that exist, [b, T].
+      finite_mask: bool, the existing steps whose difference, and exact KL if there is one, are
+        finite, [b, T].
+      log_ratio: `difference` inside `finite_mask`, [b, T].
+      ratio_minus_one: exp(log_ratio) - 1, [b, T].
+      k3: exp(log_ratio) - 1 - log_ratio, [b, T].
+      num_steps_B: number of existing steps of each row, [b].
+      num_finite_B: number of finite steps of each row, [b].
+      training_sum_B: sum of the training log-probs over finite steps, [b].
+      rollout_sum_B: sum of the rollout log-probs over finite steps, [b].
+      log_ratio_sum_B: sum of the log-ratios over finite steps, [b].
+      step_kl: exact KL between the Gaussians of each step, [b, T]; None without Gaussians.
     """
 
     difference: Tensor
-    mask: Tensor
-    valid: Tensor
+    step_mask: Tensor
+    finite_mask: Tensor
     log_ratio: Tensor
     ratio_minus_one: Tensor
     k3: Tensor
-    existing_B: Tensor
-    count_B: Tensor
-    training_B: Tensor
-    rollout_B: Tensor
-    total_B: Tensor
+    num_steps_B: Tensor
+    num_finite_B: Tensor
+    training_sum_B: Tensor
+    rollout_sum_B: Tensor
+    log_ratio_sum_B: Tensor
     step_kl: Tensor | None
 
     @property
-    def mean_B(self) -> Tensor:
-        """The mean log-ratio of a row."""
-        return self.total_B / self.count_B.clamp(min=1)
+    def log_ratio_mean_B(self) -> Tensor:
+        """The mean log-ratio of each row, [b]."""
+        return self.log_ratio_sum_B / self.num_finite_B.clamp(min=1)
 
-    def units(self, values: Tensor) -> Tensor:
-        """What `values` are of: the valid steps where they are [b, T], the rows that have one where
-        they are [b, 1].
+    def unit_mask(self, values: Tensor) -> Tensor:
+        """Returns where `values` stand for something.
+
+        Args:
+          values: values of steps, [b, T], or of whole rows, [b, 1].
+
+        Returns:
+          The finite steps, bool [b, T], or the rows that have a finite step, bool [b, 1].
         """
-        return self.valid if values.shape == self.valid.shape else self.count_B.unsqueeze(1) > 0
+        if values.shape == self.finite_mask.shape:
+            return self.finite_mask
+        return self.num_finite_B.unsqueeze(1) > 0
 
-    def sum_B(self, values: Tensor) -> Tensor:
-        """Sum over the valid steps of each row of `values` [b, T], 0 elsewhere, or [b, 1], the same
-        at each step.
+    def row_sum(self, values: Tensor) -> Tensor:
+        """Computes the sum over the finite steps of each row, [b].
+
+        Args:
+          values: values of steps, [b, T], 0 where not finite; or of whole rows, [b, 1], which count
+            once for each finite step.
         """
-        return values.squeeze(1) * self.count_B if values.shape[1] == 1 else values.sum(1)
+        if values.shape[1] == 1:
+            return values.squeeze(1) * self.num_finite_B
+        return values.sum(1)
 
-    def number_B(self, condition: Tensor) -> Tensor:
-        """In how many units of each row `condition` holds."""
-        return row_counts(condition & self.units(condition))
+    def row_count(self, condition: Tensor) -> Tensor:
+        """Counts the units of each row where `condition`, bool [b, T] or [b, 1], holds: [b]."""
+        return row_counts(condition & self.unit_mask(condition))
 
-    def highest_B(self, values: Tensor) -> Tensor:
-        """Maximum over the units of each row; -inf where there is none."""
+    def row_highest(self, values: Tensor) -> Tensor:
+        """Returns the maximum over the units of each row of `values`; -inf without any: [b]."""
         if values.shape[1] == 0:
-            return torch.full_like(self.count_B, -torch.inf)
-        return torch.where(self.units(values), values, -torch.inf).amax(1)
+            return torch.full_like(self.num_finite_B, -torch.inf)
+        return torch.where(self.unit_mask(values), values, -torch.inf).amax(1)
 
-    def lowest_B(self, values: Tensor) -> Tensor:
-        """Minimum over the units of each row; inf where there is none."""
+    def row_lowest(self, values: Tensor) -> Tensor:
+        """Returns the minimum over the units of each row of `values`; inf without any: [b]."""
         if values.shape[1] == 0:
-            return torch.full_like(self.count_B, torch.inf)
-        return torch.where(self.units(values), values, torch.inf).amin(1)
+            return torch.full_like(self.num_finite_B, torch.inf)
+        return torch.where(self.unit_mask(values), values, torch.inf).amin(1)
 
 
-Rows = TypeVar("Rows", bound=tuple[Tensor, ...])
+def compute_log_ratios(
+    training_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    step_mask: Tensor,
+    step_kl: Tensor | None = None,
+) -> LogRatios:
+    """Computes the log-ratios of a block of rows, without gradient.
 
+    Args:
+      training_log_probs: log-probs of the training graph, of any floating dtype, [b, T].
+      rollout_log_probs: log-probs of the policy that sampled, [b, T].
+      step_mask: bool, the steps that exist, [b, T].
+      step_kl: exact KL between rollout's and training graph's steps, [b, T]; None without
+        Gaussians.
 
-def join(parts: Sequence[Rows]) -> Rows:
-    """Named tuples of [b] tensors, one for each block of rows -> one of [B] tensors."""
-    return type(parts[0])(*(torch.cat(column) for column in zip(*parts, strict=True)))
-
-
-def prepare(
-    training: Tensor, rollout: Tensor, mask: Tensor, step_kl: Tensor | None = None
-) -> Steps:
-    """`Steps` of log-probs and exact KL [b, T] of any floating dtype and a bool mask."""
-    training, rollout = training.detach().double(), rollout.detach().double()
-    difference = training - rollout
-    valid = mask & (difference.abs() < torch.inf)  # four times as fast as isfinite
+    Returns:
+      The log-ratios and what follows from them, float64.
+    """
+    training_log_probs = training_log_probs.detach().double()
+    rollout_log_probs = rollout_log_probs.detach().double()
+    difference = training_log_probs - rollout_log_probs
+    # Four times as fast as isfinite; false for nan, too.
+    finite_mask = step_mask & (difference.abs() < torch.inf)
     if step_kl is not None:
         step_kl = step_kl.detach().double()
-        valid = valid & (step_kl.abs() < torch.inf)
-        step_kl = select(step_kl, valid)
-    log_ratio = select(difference, valid)
+        finite_mask = finite_mask & (step_kl.abs() < torch.inf)
+        step_kl = select(step_kl, finite_mask)
+    log_ratio = select(difference, finite_mask)
     ratio_minus_one = safe_expm1(log_ratio)
-    return Steps(
+    return LogRatios(
         difference=difference,
-        mask=mask,
-        valid=valid,
+        step_mask=step_mask,
+        finite_mask=finite_mask,
         log_ratio=log_ratio,
         ratio_minus_one=ratio_minus_one,
         k3=(ratio_minus_one - log_ratio).clamp_(min=0),  # `core.kl.k3` has the formula
-        existing_B=row_counts(mask),
-        count_B=row_counts(valid),
-        training_B=select(training, valid).sum(1),
-        rollout_B=select(rollout, valid).sum(1),
-        total_B=log_ratio.sum(1),
+        num_steps_B=row_counts(step_mask),
+        num_finite_B=row_counts(finite_mask),
+        training_sum_B=select(training_log_probs, finite_mask).sum(1),
+        rollout_sum_B=select(rollout_log_probs, finite_mask).sum(1),
+        log_ratio_sum_B=log_ratio.sum(1),
         step_kl=step_kl,
     )
 
 
 def safe_expm1(log_ratio: Tensor) -> Tensor:
-    """ratio - 1, exact for ratios near 1; the exponent is bounded so that float64 stays finite."""
+    """Computes exp(log_ratio) - 1, exact for ratios near 1.
+
+    Args:
+      log_ratio: log-ratios, float64. Exponents above 600 count as 600, which keeps it finite.
+
+    Returns:
+      A new tensor of the same shape.
+    """
     return log_ratio.clamp(max=_LARGEST_EXPONENT).expm1_()
 
 
 def safe_weight(ratio_minus_one: Tensor) -> Tensor:
-    """The ratio, bounded to exp(+-20)."""
+    """Computes the ratio, bounded to exp(+-20), from `safe_expm1` of its logarithm."""
     return (ratio_minus_one + 1).clamp_(LOWEST_WEIGHT, HIGHEST_WEIGHT)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.correction.config import Rules
-from flowgrpo_rc.correction.log_ratios import Steps, prepare
+from flowgrpo_rc.correction.log_ratios import LogRatios, compute_log_ratios
 from flowgrpo_rc.correction.rejection import statistic
 from flowgrpo_rc.correction.thresholds import Band
 from flowgrpo_rc.correction.weights import outside, weigh
@@ -39,35 +39,39 @@ def reasons(
     rejection: where they stood when they judged is not known here.
     """
     exact = None if step_kl is None else step_kl.unsqueeze(0)
-    steps = prepare(training.unsqueeze(0), rollout.unsqueeze(0), mask.unsqueeze(0), exact)
-    return list(_fixed(steps, rules)) or [
-        Reason(band.name, _shown(band, _worst(steps, band))) for band in rules.auto
+    ratios = compute_log_ratios(
+        training.unsqueeze(0), rollout.unsqueeze(0), mask.unsqueeze(0), exact
+    )
+    return list(_fixed(ratios, rules)) or [
+        Reason(band.name, _shown(band, _worst(ratios, band))) for band in rules.auto
     ]
 
 
-def _fixed(steps: Steps, rules: Rules) -> Iterator[Reason]:
-    broken = steps.mask & ~steps.valid
+def _fixed(ratios: LogRatios, rules: Rules) -> Iterator[Reason]:
+    broken = ratios.step_mask & ~ratios.finite_mask
     if broken.any():
-        yield Reason("not finite", float(steps.difference[broken][0]))
+        yield Reason("not finite", float(ratios.difference[broken][0]))
     for band in rules.bands:
-        value = _worst(steps, band)
+        value = _worst(ratios, band)
         if not band.lower <= value <= band.upper:
             lower, upper = sorted((_shown(band, band.lower), _shown(band, band.upper)))
             yield Reason(band.name, _shown(band, value), lower if lower > 0 else None, upper)
     if rules.level is not None and rules.bounds.mode == "mask":
-        weights = weigh(steps, rules.level, rules.bounds).raw
-        for value in weights[outside(weights, rules.bounds) & steps.units(weights)][:1].tolist():
+        weights = weigh(ratios, rules.level, rules.bounds).raw
+        for value in weights[outside(weights, rules.bounds) & ratios.unit_mask(weights)][
+            :1
+        ].tolist():
             yield Reason("rollout_is", value, rules.bounds.lower, rules.bounds.upper)
     if rules.log_veto is not None:
-        lowest = float(torch.where(steps.mask, steps.difference, math.inf).min())
+        lowest = float(torch.where(ratios.step_mask, ratios.difference, math.inf).min())
         if lowest < rules.log_veto:
             yield Reason("veto", math.exp(lowest), math.exp(rules.log_veto))
 
 
-def _worst(steps: Steps, band: Band) -> float:
+def _worst(ratios: LogRatios, band: Band) -> float:
     """The statistic that is farthest beyond the band, or nearest to its edge."""
-    values = statistic(steps, band)
-    values = values[steps.units(values)]
+    values = statistic(ratios, band)
+    values = values[ratios.unit_mask(values)]
     if not len(values):
         return 0.0
     beyond = values.abs() if band.auto else torch.maximum(values - band.upper, band.lower - values)

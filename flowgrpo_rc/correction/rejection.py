@@ -1,150 +1,236 @@
-"""Rejection sampling: which steps stay in the loss, and the statistics that decide it.
-
-Blocks of rows [b, T] become sums and extrema of each row; the metrics follow once, from those of
-all rows [B].
-"""
+"""Rejection: which steps stay in the loss, the statistics that decide it, and their metrics."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
 
 from torch import Tensor
 
 from flowgrpo_rc.core.kl import k1, k2
 from flowgrpo_rc.core.metrics import MetricBag, sample_std_from_moments, std_from_moments
 from flowgrpo_rc.core.reduce import row_counts, row_max, select_
-from flowgrpo_rc.correction.log_ratios import Steps
+from flowgrpo_rc.core.row_metrics import RowMetrics
+from flowgrpo_rc.correction.log_ratios import LogRatios
 from flowgrpo_rc.correction.thresholds import Band
 
 
-class BandRows(NamedTuple):
-    """A criterion in each row: sum of its statistic over valid steps and mean, sums of the
-    statistic clamped to the band and of its square, extrema, how many statistics lie above and
-    below the band, how many steps it rejects."""
+def statistic(ratios: LogRatios, band: Band) -> Tensor:
+    """Computes the statistic that a criterion compares with its band.
 
-    total: Tensor
-    mean: Tensor
-    clamped: Tensor
-    clamped_square: Tensor
-    highest: Tensor
-    lowest: Tensor
-    high: Tensor
-    low: Tensor
-    rejected: Tensor
+        k1 = -log r,   k2 = (log r)^2 / 2,   k3 = r - 1 - log r,   kl: the exact KL of a step
 
+    with the ratio r = training / rollout of a step, and over a sequence their sum, mean or maximum.
 
-class DecisionRows(NamedTuple):
-    """Numbers of steps in each row: those that exist, are valid, are kept, and have a ratio below
-    the veto.
+    Args:
+      ratios: log-ratios of a block of rows; with `step_kl` where the criterion is that.
+      band: the criterion.
+
+    Returns:
+      The statistic of each step, [b, T], 0 where not finite; or of each sequence, [b, 1].
+
+    See "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html, for k1 to k3.
     """
-
-    existing: Tensor
-    valid: Tensor
-    kept: Tensor
-    catastrophic: Tensor
-
-
-def judge(steps: Steps, band: Band, value: Tensor) -> tuple[Tensor, BandRows]:
-    """What a band keeps of statistics [b, T] or [b, 1]. A sequence with a step that is not finite
-    fails every sequence band."""
-    units, high, low = steps.units(value), value > band.upper, value < band.lower
-    inside = ~(high | low)
-    if not band.per_step:
-        inside = inside & (steps.count_B == steps.existing_B).unsqueeze(1)
-    high_B, low_B = steps.number_B(high), steps.number_B(low)
-    total_B, clamped = steps.sum_B(value), select_(value.clamp(band.lower, band.upper), units)
-    rows = BandRows(
-        total=total_B,
-        mean=total_B / steps.count_B.clamp(min=1) if band.per_step else value.squeeze(1),
-        clamped=steps.sum_B(clamped),
-        clamped_square=steps.sum_B(clamped**2),
-        highest=steps.highest_B(value),
-        lowest=steps.lowest_B(value),
-        high=high_B,
-        low=low_B,
-        rejected=high_B + low_B if band.per_step else steps.sum_B(~inside & units),
-    )
-    return inside, rows
-
-
-def statistic(steps: Steps, band: Band) -> Tensor:
-    """The criterion's statistic: of each step [b, T], or of each sequence [b, 1]."""
     if band.estimator == "kl":
-        assert steps.step_kl is not None
-        return steps.step_kl
+        assert ratios.step_kl is not None
+        return ratios.step_kl
     if band.estimator == "k3":
-        estimate = steps.k3
+        estimate = ratios.k3
     else:
-        estimate = k1(steps.log_ratio) if band.estimator == "k1" else k2(steps.log_ratio)
+        estimate = k1(ratios.log_ratio) if band.estimator == "k1" else k2(ratios.log_ratio)
     if band.per_step:
         return estimate
     if band.level == "seq_max":
         return row_max(estimate).unsqueeze(1)  # k2 and k3 are never negative
     total = estimate.sum(1, keepdim=True)
-    return total if band.level == "seq_sum" else total / steps.count_B.clamp(min=1).unsqueeze(1)
+    if band.level == "seq_sum":
+        return total
+    return total / ratios.num_finite_B.clamp(min=1).unsqueeze(1)
 
 
-def count_catastrophic(steps: Steps, log_threshold: float) -> Tensor:
-    """How many steps of each row have a ratio below exp(log_threshold); no bound is applied to the
-    ratio.
+def judge(metrics: RowMetrics, ratios: LogRatios, band: Band, value: Tensor) -> Tensor:
+    """Decides which statistics lie inside a band: lower <= value <= upper.
+
+    A sequence with a step that is not finite fails every band of sequences.
+
+    Args:
+      metrics: takes in the metrics of the criterion.
+      ratios: log-ratios of a block of rows.
+      band: the criterion.
+      value: its statistic, of steps, [b, T], or of sequences, [b, 1]; 0 where there is none.
+
+    Returns:
+      Where the statistic is inside, bool of its shape.
     """
-    return row_counts(steps.mask & (steps.difference < log_threshold))
-
-
-def rejection_metrics(rows: DecisionRows) -> MetricBag:
-    """Fractions of steps and of sequences (any step) that are rejected, under all documents' names,
-    and of those below the veto (0 without one)."""
-    bag, sequences = MetricBag(), (rows.existing > 0).sum()
-    count, rejected_B = rows.existing.sum(), rows.existing - rows.kept
-    for prefix in ("rollout_rs", "rollout_is"):
-        bag.ratio(f"{prefix}_masked_fraction", rejected_B.sum(), count)
-        bag.ratio(f"{prefix}_seq_masked_fraction", (rejected_B > 0).sum(), sequences)
-    bag.ratio("rejected_ratio", (rejected_B > 0).sum(), sequences)
-    bag.ratio("rollout_rs_nonfinite_fraction", (rows.existing - rows.valid).sum(), count)
-    bag.ratio("rollout_is_catastrophic_token_fraction", rows.catastrophic.sum(), count)
-    bag.ratio("rollout_is_veto_fraction", (rows.catastrophic > 0).sum(), sequences)
-    return bag
-
-
-def band_metrics(rows: BandRows, count_B: Tensor, band: Band) -> MetricBag:
-    """Statistics of one criterion under the suffixes that verl 0.9.1 has; count_B: valid steps of
-    each row.
-
-    mean and std (of the statistic clamped to the band) weigh a sequence by its steps. Extrema and
-    fractions count sequences where the criterion judges sequences. seq_* are those of each
-    sequence's mean.
-    """
-    bag, counted, present_B, name = (
-        MetricBag(),
-        count_B.sum(),
-        count_B > 0,
-        f"rollout_rs_{band.name}",
+    units = ratios.unit_mask(value)
+    high = value > band.upper
+    low = value < band.lower
+    inside = ~(high | low)
+    num_high_B = row_counts(high & units)
+    num_low_B = row_counts(low & units)
+    sum_B = ratios.row_sum(value)
+    if band.per_step:
+        mean_B = sum_B / ratios.num_finite_B.clamp(min=1)
+        num_rejected_B = num_high_B + num_low_B
+    else:
+        inside = inside & (ratios.num_finite_B == ratios.num_steps_B).unsqueeze(1)
+        mean_B = value.squeeze(1)
+        num_rejected_B = ratios.row_sum(~inside & units)
+    clamped = value.clamp(band.lower, band.upper)
+    if not band.lower <= 0 <= band.upper:
+        # Clamping has moved the zeros of steps that do not exist.
+        clamped = select_(clamped, units)
+    metrics.put(
+        band.name,
+        partial(band_metrics, band),
+        num_finite_B=ratios.num_finite_B,
+        sum_B=sum_B,
+        mean_B=mean_B,
+        clamped_sum_B=ratios.row_sum(clamped),
+        clamped_square_sum_B=ratios.row_sum(clamped.square_()),
+        highest_B=ratios.row_highest(value),
+        lowest_B=ratios.row_lowest(value),
+        num_high_B=num_high_B,
+        num_low_B=num_low_B,
+        num_rejected_B=num_rejected_B,
     )
-    bag.ratio(f"{name}_mean", rows.total.sum(), counted)
-    bag.ratio(f"_{name}_clamped", rows.clamped.sum(), counted)
-    bag.ratio(f"_{name}_clamped_square", rows.clamped_square.sum(), counted)
-    bag.derive(f"{name}_std", (f"_{name}_clamped", f"_{name}_clamped_square"), std_from_moments)
-    bag.max(f"{name}_max", rows.highest)
-    bag.min(f"{name}_min", rows.lowest)
-    units = counted if band.per_step else present_B.sum()
-    bag.ratio(f"{name}_fraction_high", rows.high.sum(), units)
-    bag.ratio(f"{name}_fraction_low", rows.low.sum(), units)
-    bag.ratio(f"{name}_masked_fraction", rows.rejected.sum(), counted)
-    bag.ratio(f"{name}_seq_masked_fraction", (rows.rejected > 0).sum(), present_B.sum())
-    bag.merge(_sequence_metrics(rows.mean, present_B, band, name))
-    return bag
+    return inside
 
 
-def _sequence_metrics(mean_B: Tensor, present_B: Tensor, band: Band, name: str) -> MetricBag:
-    bag = MetricBag()
-    bag.mean(f"{name}_seq_mean", mean_B, present_B)
-    bag.mean(f"_{name}_seq_square", mean_B**2, present_B)
-    bag.sum(f"_{name}_seq_count", present_B)
+def count_catastrophic(ratios: LogRatios, log_threshold: float) -> Tensor:
+    """Counts the existing steps of each row with a ratio below a threshold.
+
+    Args:
+      ratios: log-ratios of a block of rows; no bound is applied to them.
+      log_threshold: logarithm of the threshold.
+
+    Returns:
+      The number of each row, [b].
+    """
+    return row_counts(ratios.step_mask & (ratios.difference < log_threshold))
+
+
+def put_decisions(
+    metrics: RowMetrics, ratios: LogRatios, keep_mask: Tensor, num_catastrophic_B: Tensor
+) -> None:
+    """Puts what `decision_metrics` needs of a block of rows.
+
+    Args:
+      metrics: takes in the columns.
+      ratios: log-ratios of the block.
+      keep_mask: bool, the steps that stay, [b, T].
+      num_catastrophic_B: number of steps below the veto of each row, [b]; zeros without a veto.
+    """
+    metrics.put(
+        "decisions",
+        decision_metrics,
+        num_steps_B=ratios.num_steps_B,
+        num_finite_B=ratios.num_finite_B,
+        num_kept_B=row_counts(keep_mask),
+        num_catastrophic_B=num_catastrophic_B,
+    )
+
+
+def decision_metrics(
+    num_steps_B: Tensor, num_finite_B: Tensor, num_kept_B: Tensor, num_catastrophic_B: Tensor
+) -> MetricBag:
+    """Computes the fractions of steps, and of sequences with any step, that are rejected.
+
+    Args:
+      num_steps_B: number of steps of each row that exist, [B].
+      num_finite_B: number of these that are finite, [B].
+      num_kept_B: number of steps that stay, [B].
+      num_catastrophic_B: number of steps below the veto, [B].
+
+    Returns:
+      The fractions under the names of all documents, without prefix.
+    """
+    metrics = MetricBag()
+    num_steps = num_steps_B.sum()
+    num_sequences = (num_steps_B > 0).sum()
+    num_rejected_B = num_steps_B - num_kept_B
+    num_rejected = num_rejected_B.sum()
+    num_rejected_sequences = (num_rejected_B > 0).sum()
+    for prefix in ("rollout_rs", "rollout_is"):
+        metrics.ratio(f"{prefix}_masked_fraction", num_rejected, num_steps)
+        metrics.ratio(f"{prefix}_seq_masked_fraction", num_rejected_sequences, num_sequences)
+    metrics.ratio("rejected_ratio", num_rejected_sequences, num_sequences)
+    num_broken = (num_steps_B - num_finite_B).sum()
+    metrics.ratio("rollout_rs_nonfinite_fraction", num_broken, num_steps)
+    num_catastrophic = num_catastrophic_B.sum()
+    metrics.ratio("rollout_is_catastrophic_token_fraction", num_catastrophic, num_steps)
+    num_vetoed = (num_catastrophic_B > 0).sum()
+    metrics.ratio("rollout_is_veto_fraction", num_vetoed, num_sequences)
+    return metrics
+
+
+def band_metrics(
+    band: Band,
+    num_finite_B: Tensor,
+    sum_B: Tensor,
+    mean_B: Tensor,
+    clamped_sum_B: Tensor,
+    clamped_square_sum_B: Tensor,
+    highest_B: Tensor,
+    lowest_B: Tensor,
+    num_high_B: Tensor,
+    num_low_B: Tensor,
+    num_rejected_B: Tensor,
+) -> MetricBag:
+    """Computes statistics of a criterion under the suffixes of verl 0.9.1.
+
+    mean and std weigh a sequence by its steps; extrema and fractions count steps or sequences,
+    whichever the criterion judges; seq_* are about each sequence's mean.
+
+    Args:
+      band: the criterion.
+      num_finite_B: number of finite steps of each row, [B].
+      sum_B: sum of the statistic over these steps, [B].
+      mean_B: mean of the statistic over these steps, [B].
+      clamped_sum_B: sum of the statistic clamped to the band, [B].
+      clamped_square_sum_B: sum of the square of that, [B].
+      highest_B: largest statistic, -inf without any, [B].
+      lowest_B: smallest statistic, inf without any, [B].
+      num_high_B: number of statistics above the band, [B].
+      num_low_B: number of statistics below the band, [B].
+      num_rejected_B: number of steps outside the band, [B].
+
+    Returns:
+      The metrics, names without prefix.
+    """
+    metrics = MetricBag()
+    name = f"rollout_rs_{band.name}"
+    present_B = num_finite_B > 0
+    num_finite = num_finite_B.sum()
+    num_sequences = present_B.sum()
+    num_units = num_finite if band.per_step else num_sequences
+    metrics.ratio(f"{name}_mean", sum_B.sum(), num_finite)
+    metrics.ratio(f"_{name}_clamped", clamped_sum_B.sum(), num_finite)
+    metrics.ratio(f"_{name}_clamped_square", clamped_square_sum_B.sum(), num_finite)
+    moments = (f"_{name}_clamped", f"_{name}_clamped_square")
+    metrics.derive(f"{name}_std", moments, std_from_moments)
+    metrics.max(f"{name}_max", highest_B)
+    metrics.min(f"{name}_min", lowest_B)
+    metrics.ratio(f"{name}_fraction_high", num_high_B.sum(), num_units)
+    metrics.ratio(f"{name}_fraction_low", num_low_B.sum(), num_units)
+    metrics.ratio(f"{name}_masked_fraction", num_rejected_B.sum(), num_finite)
+    num_rejected_sequences = (num_rejected_B > 0).sum()
+    metrics.ratio(f"{name}_seq_masked_fraction", num_rejected_sequences, num_sequences)
+    metrics.merge(_sequence_metrics(band, mean_B, present_B))
+    return metrics
+
+
+def _sequence_metrics(band: Band, mean_B: Tensor, present_B: Tensor) -> MetricBag:
+    """Computes statistics of the means of sequences, [B], where there is a step, bool [B]."""
+    metrics = MetricBag()
+    name = f"rollout_rs_{band.name}"
+    metrics.mean(f"{name}_seq_mean", mean_B, present_B)
+    metrics.mean(f"_{name}_seq_square", mean_B**2, present_B)
+    metrics.sum(f"_{name}_seq_count", present_B)
     moments = (f"{name}_seq_mean", f"_{name}_seq_square", f"_{name}_seq_count")
-    bag.derive(f"{name}_seq_std", moments, sample_std_from_moments)
-    bag.max(f"{name}_seq_max", mean_B, present_B)
-    bag.min(f"{name}_seq_min", mean_B, present_B)
-    bag.max(f"{name}_seq_max_deviation", mean_B.abs(), present_B)
-    bag.mean(f"{name}_seq_fraction_high", (mean_B > band.upper).double(), present_B)
-    bag.mean(f"{name}_seq_fraction_low", (mean_B < band.lower).double(), present_B)
-    return bag
+    metrics.derive(f"{name}_seq_std", moments, sample_std_from_moments)
+    metrics.max(f"{name}_seq_max", mean_B, present_B)
+    metrics.min(f"{name}_seq_min", mean_B, present_B)
+    metrics.max(f"{name}_seq_max_deviation", mean_B.abs(), present_B)
+    metrics.mean(f"{name}_seq_fraction_high", (mean_B > band.upper).double(), present_B)
+    metrics.mean(f"{name}_seq_fraction_low", (mean_B < band.lower).double(), present_B)
+    return metrics

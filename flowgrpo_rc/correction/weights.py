@@ -1,4 +1,4 @@
-"""Importance weights from log-ratios training - rollout."""
+"""Importance weights from log-ratios training / rollout."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.core.reduce import select_
-from flowgrpo_rc.correction.log_ratios import SAFETY_BOUND, Steps, safe_expm1, safe_weight
+from flowgrpo_rc.core.reduce import masked_sum, row_counts, select, select_
+from flowgrpo_rc.correction.log_ratios import SAFETY_BOUND, LogRatios, safe_expm1, safe_weight
 from flowgrpo_rc.correction.thresholds import WeightBounds
 
 IS_LEVELS = ("token", "sequence", "geometric")
 
 
 class Weights(NamedTuple):
-    """Weights of steps [b, T], 0 where not valid, or of whole sequences [b, 1] where not
-    `per_step`.
+    """Importance weights of a block of rows.
 
-    raw: the ratio bounded to exp(+-20); used: after the bounds of the mode; unbounded: the ratio
-    with only its upper safety bound, for sequences.
+    Attributes:
+      raw: the ratio bounded to exp(+-20): of steps, [b, T], 0 where not finite, or of sequences,
+        [b, 1].
+      used: the weight after the bounds of the mode, of the same shape.
+      unbounded: of sequences, the ratio with its upper safety bound only; of steps, `raw`.
+      per_step: whether steps are weighed, and not sequences.
     """
 
     raw: Tensor
@@ -27,29 +30,57 @@ class Weights(NamedTuple):
     unbounded: Tensor
     per_step: bool
 
+    def of_steps(self, finite_mask: Tensor) -> Tensor:
+        """Returns the weight used for each step, [b, T], 0 outside `finite_mask` (bool [b, T])."""
+        if self.per_step:
+            return self.used
+        return select(self.used.expand_as(finite_mask), finite_mask)
 
-def weigh(steps: Steps, level: str, bounds: WeightBounds) -> Weights:
-    """Weights at a level: token (each step), sequence (product over valid steps), geometric (its
-    length-th root).
+
+def weigh(ratios: LogRatios, level: str, bounds: WeightBounds) -> Weights:
+    """Computes the importance weights at a level.
+
+        token: w_t = r_t,   sequence: w = prod_t r_t,   geometric: w = (prod_t r_t)^(1 / n)
+
+    with the ratio r_t = training / rollout of step t and n finite steps. Weights are bounded to
+    exp(+-20), then by the mode.
+
+    Args:
+      ratios: log-ratios of a block of rows.
+      level: one of `IS_LEVELS`.
+      bounds: what happens to a weight that leaves its bounds.
+
+    Returns:
+      Weights of steps (token) or of sequences, without gradient.
+
+    See "Decoupled PPO", https://arxiv.org/abs/2110.00641, for the weight of the old policy against
+    the one that sampled.
     """
     if level == "token":
-        raw = select_(safe_weight(steps.ratio_minus_one), steps.valid)
+        raw = select_(safe_weight(ratios.ratio_minus_one), ratios.finite_mask)
         used = bound(raw, bounds)
-        return Weights(
-            raw, select_(used, steps.valid) if bounds.mode == "clip" else used, raw, per_step=True
-        )
-    log_weight = (steps.total_B if level == "sequence" else steps.mean_B).unsqueeze(1)
+        if bounds.mode == "clip":
+            # The lower bound has raised the zeros of missing steps.
+            used = select_(used, ratios.finite_mask)
+        return Weights(raw, used, raw, per_step=True)
+    log_weight = ratios.log_ratio_sum_B if level == "sequence" else ratios.log_ratio_mean_B
+    log_weight = log_weight.unsqueeze(1)
     raw = safe_weight(safe_expm1(log_weight))
     unbounded = torch.exp(log_weight.clamp(max=SAFETY_BOUND))
     return Weights(raw, bound(raw, bounds), unbounded, per_step=False)
 
 
 def bound(weights: Tensor, bounds: WeightBounds) -> Tensor:
-    """What a mode makes of weights outside [lower, upper].
+    """Applies a mode to the weights outside [lower, upper].
 
-    truncate: above `upper` they become `upper` (truncated importance sampling); clip: they move to
-        the nearer bound;
-    icepop: they become 0; mask: they stay, and `outside` takes their steps out of the mask.
+    Args:
+      weights: weights of any shape.
+      bounds: the mode, lower and upper bound. `truncate` lowers larger weights to `upper`; `clip`
+        moves weights to the nearer bound; `icepop` sets them to 0; `mask` leaves them as they are,
+        and `outside` takes their steps out of the mask.
+
+    Returns:
+      The weights after the bounds, of the same shape.
     """
     if bounds.mode == "truncate":
         return weights.clamp(max=bounds.upper)
@@ -61,5 +92,29 @@ def bound(weights: Tensor, bounds: WeightBounds) -> Tensor:
 
 
 def outside(weights: Tensor, bounds: WeightBounds) -> Tensor:
-    """Where unbounded weights leave [lower, upper]."""
+    """Returns where raw weights are below the lower or above the upper bound, bool."""
     return (weights < bounds.lower) | (weights > bounds.upper)
+
+
+def mean_weight_terms(ratios: LogRatios, weights: Weights, keep_mask: Tensor | None) -> Tensor:
+    """Computes the sum and the number whose quotient is the mean weight of batch normalisation.
+
+    Args:
+      ratios: log-ratios of a block of rows.
+      weights: their weights.
+      keep_mask: bool, [b, T]: the steps that count; None for all finite ones.
+
+    Returns:
+      Sum and number of the weights of steps, or of sequences that have a step that counts, float64
+      [2]; they add up over blocks and processes.
+    """
+    if keep_mask is None:
+        total_B = ratios.row_sum(weights.used)
+        number_B = ratios.num_finite_B
+    else:
+        total_B = masked_sum(weights.used.expand_as(keep_mask), keep_mask, 1)
+        number_B = row_counts(keep_mask)
+    if not weights.per_step:
+        total_B = total_B / number_B.clamp(min=1)
+        number_B = (number_B > 0).double()
+    return torch.stack([total_B.sum(), number_B.sum()])

@@ -25,7 +25,7 @@ from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.transition import GaussianSteps, transition
 from flowgrpo_rc.correction.api import apply_rollout_correction_to_batch
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.correction.correct import correct, measure
+from flowgrpo_rc.correction.correct import Corrector
 from flowgrpo_rc.correction.thresholds import parse_bands
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.policies.flow import FlowPolicy
@@ -177,8 +177,8 @@ def test_it_stands_beside_other_criteria() -> None:
 def test_a_kl_that_is_not_finite_rejects_its_step(value: float) -> None:
     kl = KL.clone()
     kl[1, 2] = value
-    rules = RolloutCorrectionConfig(rollout_is="sequence", **CONFIG).rules()
-    found = correct(TRAINING, ROLLOUT, MASK, rules, step_kl=kl)
+    corrector = Corrector(RolloutCorrectionConfig(rollout_is="sequence", **CONFIG))
+    found = corrector(TRAINING, ROLLOUT, MASK, step_kl=kl)
     assert not found.mask[1, 2]
     assert all(math.isfinite(x) for x in found.metrics.compute().values())
     assert found.metrics.compute()["rollout_rs_nonfinite_fraction"] == 1 / 24
@@ -231,9 +231,9 @@ def test_it_takes_one_upper_bound(spec: object) -> None:
 
 
 def test_the_criterion_and_its_tensor_come_together() -> None:
-    rules = RolloutCorrectionConfig(**CONFIG).rules()
+    corrector = Corrector(RolloutCorrectionConfig(**CONFIG))
     with pytest.raises(ValueError, match="prev_sample_mean"):
-        measure(TRAINING, ROLLOUT, MASK, rules)
+        corrector(TRAINING, ROLLOUT, MASK)
     with pytest.raises(ValueError, match="no effect"):
         compute_rollout_correction_and_rejection_mask(TRAINING, ROLLOUT, MASK, step_kl=KL)
     with pytest.raises(ValueError, match=r"step_kl.*\(6, 3\)"):
@@ -284,10 +284,9 @@ def test_a_replay_without_means_is_refused_before_training(
 
 
 def test_metrics_of_micro_batches_are_those_of_the_batch() -> None:
-    rules = RolloutCorrectionConfig(**CONFIG).rules()
-    whole, bag = measure(TRAINING, ROLLOUT, MASK, rules, step_kl=KL), MetricBag()
+    corrector = Corrector(RolloutCorrectionConfig(**CONFIG))
+    whole, bag = corrector(TRAINING, ROLLOUT, MASK, step_kl=KL), MetricBag()
     for rows in (slice(0, 2), slice(2, 6)):
-        bag.merge(
-            measure(TRAINING[rows], ROLLOUT[rows], MASK[rows], rules, step_kl=KL[rows]).metrics
-        )
+        part = corrector(TRAINING[rows], ROLLOUT[rows], MASK[rows], step_kl=KL[rows])
+        bag.merge(part.metrics)
     assert bag.compute() == pytest.approx(whole.metrics.compute(), rel=1e-12, abs=1e-15)

@@ -22,7 +22,7 @@ from flowgrpo_rc.batch import (
 )
 from flowgrpo_rc.core.reduce import AllReduce
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.correction.correct import Correction, correct
+from flowgrpo_rc.correction.correct import Correction, Corrector
 from flowgrpo_rc.losses.base import DiffusionLossConfig, LossConfig, TokenLossConfig
 
 MASKS = {
@@ -75,7 +75,7 @@ def run(
 ) -> Correction:
     config = RolloutCorrectionConfig(**settings(rule))
     config.validate()
-    return correct(training, rollout, mask, config.rules(), **options)
+    return Corrector(config)(training, rollout, mask, **options)
 
 
 def expected(training: Tensor, rollout: Tensor, mask: Tensor, rule: Rule) -> Expected:
