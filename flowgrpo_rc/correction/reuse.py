@@ -9,8 +9,8 @@ from flowgrpo_rc.correction.thresholds import KEY
 def why_recompute(correction: RolloutCorrectionConfig, *, sees_rows: bool) -> str | None:
     """Says why decoupled mode cannot take the first mini-batch's own forwards for its old policy.
 
-    Those forwards come one after the other and after the advantages, so the correction of each piece
-    has to follow from that piece alone.
+    Those forwards come one after the other and after the advantages, so the correction of each
+    piece has to follow from that piece alone.
 
     Args:
       correction: settings of the correction.
