@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.core.metrics import MetricBag, std_from_moments
-from flowgrpo_rc.core.reduce import AllReduce, identity, masked_mean
+from flowgrpo_rc.core.reduce import AllReduce, identity, masked_mean, select
 
 # estimator -> its defaults for (norm_by_std, global_std)
 ESTIMATORS = {
@@ -80,28 +80,29 @@ def group_relative(
     See "DeepSeekMath", https://arxiv.org/abs/2402.03300, section 4.1, and "Flow-GRPO",
     https://arxiv.org/abs/2505.05470.
     """
-    rewards = torch.where(valid, rewards, torch.zeros_like(rewards)).double()
+    rewards = select(rewards, valid).double()
     _, index = torch.unique(group, return_inverse=True)
     num_groups = int(index.max()) + 1
     in_group_GB = torch.nn.functional.one_hot(index, num_groups).bool().T & valid
     rewards_GB = rewards.expand(num_groups, -1)
     mean_G = masked_mean(rewards_GB, in_group_GB, 1)
-    zero_std = _all_equal(rewards_GB, in_group_GB)
+    zero_std_G = _all_equal(rewards_GB, in_group_GB)
 
-    centred = torch.where(valid, rewards - mean_G[index], torch.zeros_like(rewards))
-    centred = torch.where(zero_std[index], torch.zeros_like(centred), centred)
-
-    size = in_group_GB.sum(1)[index].double()
-    factor = size / (size - 1).clamp(min=1) if leave_one_out else torch.ones_like(centred)
+    centred = select(rewards - mean_G[index], valid & ~zero_std_G[index])
+    advantages = centred
+    if leave_one_out:
+        size = in_group_GB.sum(1)[index].double()
+        advantages = centred * (size / (size - 1).clamp(min=1))
     if not norm_by_std:
-        return Advantages(centred * factor, zero_std)
+        return Advantages(advantages, zero_std_G)
+
     if global_std:
         mean = masked_mean(rewards, valid, all_reduce=all_reduce)
         std = masked_mean((rewards - mean) ** 2, valid, all_reduce=all_reduce).sqrt()
     else:
         centred_GB = centred.expand(num_groups, -1)
         std = masked_mean(centred_GB**2, in_group_GB, 1).sqrt()[index]
-    return Advantages(centred * factor / (std + eps), zero_std)
+    return Advantages(advantages / (std + eps), zero_std_G)
 
 
 def group_decoupled(
@@ -195,7 +196,7 @@ def advantage_metrics(advantages: Advantages, valid: Tensor) -> MetricBag:
 
 
 def _all_equal(rewards_GB: Tensor, in_group_GB: Tensor) -> Tensor:
-    """Whether the rewards of each group are all equal, [G]; True for a group without any.
+    """Returns whether the rewards of each group are all equal, [G]; True for a group without any.
 
     The mean of equal rewards may be off by a rounding error, which a tiny standard deviation would
     turn into an advantage. So they are found by comparison, not by subtraction.

@@ -124,6 +124,7 @@ def _sde(
     noise_level: float,
     sigma_max: float | Tensor,
 ) -> Transition:
+    """Computes the step of FlowGRPO's SDE; sigma and sigma_next are [B, 1, ...] here and below."""
     dt = sigma_next - sigma
     largest = torch.as_tensor(sigma_max, dtype=sigma.dtype, device=sigma.device)
     below_one = torch.where(sigma == 1, largest, sigma)
@@ -137,13 +138,16 @@ def _sde(
 def _dance_sde(
     x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, noise_level: float
 ) -> Transition:
+    """Computes the step of DanceGRPO's SDE."""
     dt = sigma_next - sigma
     x0 = x - sigma * v
     score_term = 0.5 * noise_level**2 * (x - x0 * (1 - sigma)) / sigma**2
-    return Transition(x + v * dt + score_term * dt, noise_level * torch.sqrt(-dt))
+    mean = x + v * dt + score_term * dt
+    return Transition(mean, noise_level * torch.sqrt(-dt))
 
 
 def _cps(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, noise_level: float) -> Transition:
+    """Computes the step that preserves the coefficients of image and noise."""
     std = sigma_next * math.sin(noise_level * math.pi / 2)
     x0 = x - sigma * v
     x1 = x + (1 - sigma) * v

@@ -1,9 +1,9 @@
-"""`auto:k`: bands that follow the scale of the mismatch, k robust standard deviations about its
-running median.
+"""`auto:k`: bands that follow the mismatch, k robust standard deviations about its running median.
 
-A band judges differences between rollout and training graph before the first update of an
-iteration, never the policy's
-own movement. Legend: b rows, T steps of the SDE window, S steps of the schedule.
+A band judges the difference between rollout and training graph before the first update of an
+iteration. It never judges how far the updates have moved the policy.
+
+Legend: b rows, T steps of the SDE window, S steps of the schedule, N observations of an iteration.
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ from flowgrpo_rc.correction.log_ratios import LogRatios, compute_log_ratios
 from flowgrpo_rc.correction.rejection import judge, statistic
 from flowgrpo_rc.correction.thresholds import Band
 
-WARM_UP = (
-    64  # observations of a step before its band rejects: the deviation is then known to about 15%
-)
-MEMORY = (8, 4096)  # the newest iterations that a band follows: so many, and so many observations
-FLOOR = 1e-6  # the least standard deviation; fp32 sums in another order differ by 1e-8
-ROBUST = (
-    1.4826  # the standard deviation of a normal distribution over its median absolute deviation
-)
+# Observations of a step before its band rejects. The deviation is then known to about 15%.
+WARM_UP = 64
+# A band follows the newest 8 iterations, or as many more as it takes to hold 4096 observations.
+MEMORY = (8, 4096)
+# The least standard deviation. fp32 sums in another order differ by 1e-8.
+FLOOR = 1e-6
+# The standard deviation of a normal distribution, divided by its median absolute deviation.
+ROBUST = 1.4826
 
 Gather = Callable[[Tensor], Tensor]
 
 
 class Scale(NamedTuple):
-    """Of each step of the schedule [S] float64: median and robust standard deviation; inf until it
-    is warm.
+    """Where a band lies and how wide it is, at each step of the schedule.
+
+    Attributes:
+      centre: median of the observations, float64, [S]; 0 until the step is warm.
+      spread: their robust standard deviation, float64, [S]; inf until the step is warm.
     """
 
     centre: Tensor
@@ -46,8 +49,11 @@ class Scale(NamedTuple):
 
 
 class Iteration(NamedTuple):
-    """The observations [N] of one iteration and the steps [N] int64 that they are of; nan where
-    there was none.
+    """The observations of a criterion in one iteration.
+
+    Attributes:
+      steps: the step of the schedule that each observation belongs to, int64, [N].
+      values: the observations, float64, [N]; nan where there was none.
     """
 
     steps: Tensor
@@ -55,25 +61,36 @@ class Iteration(NamedTuple):
 
 
 class AutoBands:
-    """The running statistics of each `auto` criterion.
+    """Follows the mismatch with the band of each `auto` criterion.
 
-    k1 and its deviation are those of the log-ratio, on both sides of the median: 1.4826 times the
-    median absolute deviation. k2, k3 and step_kl, which are squares, are judged from above by their
-    roots, sqrt(2 x), which are again of the order of the log-ratio; since roots are skewed, their
-    deviation is that of the upper half, 1.4826 times the distance of the upper quartile from the
-    median. A sequence belongs to the first step of its window.
+    k1 is the log-ratio with its sign, so its band has two sides. The spread is 1.4826 times the
+    median absolute deviation.
 
-    What is rejected stays in the statistics, so that a band follows a mismatch that really grew.
+    k2, k3 and step_kl are squares, and their bands have an upper side only. They are observed as
+    their roots, sqrt(2 x), which have the size of the log-ratio. Roots are skewed, so the spread is
+    that of the upper half: 1.4826 times the upper quartile less the median.
+
+    A statistic of a sequence belongs to the first step of its window. What is rejected stays in the
+    statistics, so that a band follows a mismatch that really grew.
     """
 
     def __init__(self, bands: Sequence[Band], num_steps: int, device: torch.device) -> None:
-        self._bands, self._num_steps, self._device = bands, num_steps, device
+        """Starts with no observation, so that nothing is rejected.
+
+        Args:
+          bands: the `auto` criteria; their bounds are in units of the spread.
+          num_steps: number of steps of the schedule, S.
+          device: where the observations are kept.
+        """
+        self._bands = bands
+        self._num_steps = num_steps
+        self._device = device
         self._seen: dict[str, list[Iteration]] = {band.name: [] for band in bands}
         self._past: dict[str, deque[Iteration]] = {band.name: deque() for band in bands}
         self._scales = {band.name: self._scale(band) for band in bands}
 
     def scale(self, name: str) -> Scale:
-        """What the criterion `name` goes by now."""
+        """Returns the scale that the criterion `name` is judged by in this iteration."""
         return self._scales[name]
 
     def judge(
@@ -84,106 +101,133 @@ class AutoBands:
         *,
         remember: bool = True,
     ) -> tuple[DiffusionBatch, MetricBag]:
-        """The batch with a `rejection_mask` of the steps that all bands keep, by log-probs [b, T]
-        of the training graph before its first update. It follows from earlier iterations, so that
-        it does not matter what comes together.
+        """Decides which steps all bands keep.
 
-        What they find is remembered for the iterations after `finish`, unless `remember` is false.
-        The metrics of a criterion are in robust standard deviations from its median, and 0 until it
-        is warm.
+        The bands come from earlier iterations only. So the decision on a sample does not depend on
+        which samples are judged together with it.
+
+        Args:
+          batch: samples with rollout log-probs, [b, T].
+          training: log-probs of the training graph before its first update, [b, T].
+          step_kl: exact KL between rollout's and training graph's steps, [b, T]; None unless a
+            criterion needs it.
+          remember: add the observations to those that the next iterations are judged by.
+
+        Returns:
+          The batch with the decision as its `rejection_mask`, and metrics. Those of a criterion are
+          in units of its spread from its centre, and 0 until its step is warm.
         """
         assert batch.rollout_log_probs is not None
+        metrics = MetricBag()
         ratios = compute_log_ratios(training, batch.rollout_log_probs, batch.step_mask, step_kl)
-        kept, metrics = ratios.finite_mask, MetricBag()
+        keep_mask = ratios.finite_mask
         for band in self._bands:
-            value, scale = observed(ratios, band), self._scales[band.name]
-            units, index = ratios.unit_mask(value), batch.step_indices[:, : value.shape[1]]
+            value = observed(ratios, band)
+            units = ratios.unit_mask(value)
+            # A sequence has one value, [b, 1], which belongs to the first step of its window.
+            steps = batch.step_indices[:, : value.shape[1]]
             if remember:
                 seen = torch.where(units, value, torch.nan)
-                self._seen[band.name].append(Iteration(index.flatten(), seen.flatten()))
-            centre, spread = scale.centre[index], scale.spread[index]
-            found = RowMetrics()
-            kept = kept & judge(found, ratios, band, select((value - centre) / spread, units))
-            metrics.merge(found.bag())
-            warm, name = spread < torch.inf, f"rollout_rs_{band.name}"
+                self._seen[band.name].append(Iteration(steps.flatten(), seen.flatten()))
+
+            scale = self._scales[band.name]
+            spread = scale.spread[steps]
+            standardised = select((value - scale.centre[steps]) / spread, units)
+            band_metrics = RowMetrics()
+            keep_mask = keep_mask & judge(band_metrics, ratios, band, standardised)
+
+            metrics.merge(band_metrics.bag())
+            warm = spread < torch.inf
+            name = f"rollout_rs_{band.name}"
             metrics.mean(f"{name}_auto_spread", spread, units & warm)
             metrics.mean(f"{name}_auto_warm_fraction", warm.double(), units)
-        return batch.replace(rejection_mask=kept), metrics
+        return batch.replace(rejection_mask=keep_mask), metrics
 
     def finish(self, gather: Gather) -> None:
-        """The end of an iteration: take in what all processes have seen. `gather` joins their
-        rows.
+        """Ends an iteration: the bands take in what all processes have seen.
+
+        Args:
+          gather: joins the rows of all processes.
         """
+        newest, enough = MEMORY
         for band in self._bands:
-            seen, past = self._seen[band.name], self._past[band.name]
-            past.append(
-                Iteration(*(gather(torch.cat(column)) for column in zip(*seen, strict=True)))
-            )
+            seen = self._seen[band.name]
+            steps = gather(torch.cat([one.steps for one in seen]))
+            values = gather(torch.cat([one.values for one in seen]))
+            past = self._past[band.name]
+            past.append(Iteration(steps, values))
             held = sum(len(iteration.values) for iteration in past)
-            while len(past) > MEMORY[0] and held - len(past[0].values) >= MEMORY[1]:
+            while len(past) > newest and held - len(past[0].values) >= enough:
                 held -= len(past.popleft().values)
             self._seen[band.name] = []
             self._scales[band.name] = self._scale(band)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The observations that the bands follow, for a checkpoint."""
+        """Returns the observations that the bands follow, for a checkpoint."""
         none = torch.zeros(0, dtype=torch.float64, device=self._device)
-        found = {}
+        tensors = {}
         for name, past in self._past.items():
-            found[f"{name}.sizes"] = torch.tensor(
-                [len(iteration.values) for iteration in past], dtype=torch.int64
-            )
-            found[f"{name}.steps"] = torch.cat([*(one.steps for one in past), none.long()])
-            found[f"{name}.values"] = torch.cat([*(one.values for one in past), none])
-        return found
+            sizes = [len(iteration.values) for iteration in past]
+            tensors[f"{name}.sizes"] = torch.tensor(sizes, dtype=torch.int64)
+            tensors[f"{name}.steps"] = torch.cat([*(one.steps for one in past), none.long()])
+            tensors[f"{name}.values"] = torch.cat([*(one.values for one in past), none])
+        return tensors
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go back to what `tensors` recorded."""
+        """Goes back to the observations that `tensors` recorded."""
         for band in self._bands:
             sizes = tensors[f"{band.name}.sizes"].tolist()
-            columns = (
-                tensors[f"{band.name}.{part}"].to(self._device).split(sizes)
-                for part in ("steps", "values")
-            )
-            self._past[band.name] = deque(Iteration(*pair) for pair in zip(*columns, strict=True))
+            steps = tensors[f"{band.name}.steps"].to(self._device).split(sizes)
+            values = tensors[f"{band.name}.values"].to(self._device).split(sizes)
+            self._past[band.name] = deque(map(Iteration, steps, values))
             self._scales[band.name] = self._scale(band)
 
     def _scale(self, band: Band) -> Scale:
+        """Computes the scale of a criterion at each step from the iterations it follows."""
         past = self._past[band.name]
-        rows = []
+        # `nanquantile` needs an element, even before the first iteration.
+        none = torch.full((1,), torch.nan, device=self._device).double()
+        scales = []
         for step in range(self._num_steps):
             here = [torch.where(one.steps == step, one.values, torch.nan) for one in past]
-            rows.append(
-                robust(
-                    torch.cat([*here, torch.full((1,), torch.nan, device=self._device).double()]),
-                    band,
-                )
-            )
-        return Scale(*(torch.stack(column) for column in zip(*rows, strict=True)))
+            scales.append(robust(torch.cat([*here, none]), band))
+        centre = torch.stack([scale.centre for scale in scales])
+        spread = torch.stack([scale.spread for scale in scales])
+        return Scale(centre, spread)
 
 
 def observed(ratios: LogRatios, band: Band) -> Tensor:
-    """A criterion's statistic on the scale of log-ratios: k1 itself, the roots of what is a
-    square.
+    """Computes the statistic of a criterion with the size of a log-ratio.
+
+    Args:
+      ratios: log-ratios of a block of rows.
+      band: the criterion.
+
+    Returns:
+      k1 as it is, or sqrt(2 x) of a statistic x that is a square: of steps, [b, T], or of
+      sequences, [b, 1].
     """
     value = statistic(ratios, band)
     return value if band.estimator == "k1" else torch.sqrt(2 * value)
 
 
 def robust(values: Tensor, band: Band) -> Scale:
-    """Median and robust standard deviation of `values` [N], nan aside; (0, inf) for fewer than
-    `WARM_UP`.
+    """Computes the median and the robust standard deviation of observations.
+
+    Args:
+      values: the observations, float64, [N]; nan is left out.
+      band: the criterion. `AutoBands` says which deviation it has.
+
+    Returns:
+      Two scalars; (0, inf) for fewer than `WARM_UP` observations.
     """
-    median, upper = torch.nanquantile(
-        values, torch.tensor([0.5, 0.75], dtype=torch.float64, device=values.device)
-    )
-    deviation = (
-        torch.nanquantile((values - median).abs(), 0.5)
-        if band.estimator == "k1"
-        else upper - median
-    )
+    quartiles = torch.tensor([0.5, 0.75], dtype=torch.float64, device=values.device)
+    median, upper_quartile = torch.nanquantile(values, quartiles)
+    if band.estimator == "k1":
+        deviation = torch.nanquantile((values - median).abs(), 0.5)
+    else:
+        deviation = upper_quartile - median
     warm = torch.isfinite(values).sum() >= WARM_UP
-    return Scale(
-        torch.where(warm, median, 0.0),
-        torch.where(warm, (ROBUST * deviation).clamp(min=FLOOR), math.inf),
-    )
+    centre = torch.where(warm, median, 0.0)
+    spread = torch.where(warm, (ROBUST * deviation).clamp(min=FLOOR), math.inf)
+    return Scale(centre, spread)

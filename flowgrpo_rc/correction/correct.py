@@ -169,10 +169,11 @@ class Corrector:
             training_log_probs = training_log_probs.detach().double() * num_elements
             rollout_log_probs = rollout_log_probs.detach().double() * num_elements
         if self._custom is not None:
-            found = self._apply_custom(training_log_probs, rollout_log_probs, step_mask)
-            return self._finished(found, dtype, normalise, all_reduce)
+            correction = self._apply_custom(training_log_probs, rollout_log_probs, step_mask)
+            return self._finished(correction, dtype, normalise, all_reduce)
+
         _check_given(self.rules, allowed, step_kl)
-        found = _empty(training_log_probs, step_mask, self.rules)
+        correction = _empty(training_log_probs, step_mask, self.rules)
         metrics = RowMetrics()
         for rows in row_blocks(step_mask):
             block = correct_block(
@@ -184,9 +185,9 @@ class Corrector:
                 allowed=None if allowed is None else allowed[rows],
                 step_kl=None if step_kl is None else step_kl[rows],
             )
-            found.put(rows, block)
-        found = found._replace(metrics=metrics.bag())
-        return self._finished(found, dtype, normalise, all_reduce)
+            correction.put(rows, block)
+        correction = correction._replace(metrics=metrics.bag())
+        return self._finished(correction, dtype, normalise, all_reduce)
 
     def batch(
         self, batch: B, *, step_kl: Tensor | None = None, all_reduce: AllReduce = identity
@@ -227,7 +228,7 @@ class Corrector:
     def _apply_custom(
         self, training_log_probs: Tensor, rollout_log_probs: Tensor, step_mask: Tensor
     ) -> Correction:
-        """The weights and mask of a user's function, measured like the built-in ones."""
+        """Calls the user's function, and measures its weights and mask like the built-in ones."""
         assert self._custom is not None
         config = self.config
         with torch.no_grad():
@@ -258,7 +259,7 @@ class Corrector:
     def _finished(
         self, found: Correction, dtype: torch.dtype, normalise: bool, all_reduce: AllReduce
     ) -> Correction:
-        """The correction with normalised weights in `dtype`, and metrics under their names."""
+        """Returns the correction with normalised weights in `dtype`, and renames its metrics."""
         weights = found.weights
         factor_name = "rollout_is_batch_norm_factor"
         if self.rules.batch_normalize and weights is not None:
@@ -304,6 +305,7 @@ def correct_block(
     weights = weigh(ratios, rules.level or "token", rules.bounds)
     put_gap(metrics, ratios)
     put_weights(metrics, ratios, weights, rules.bounds)
+
     keep_mask = ratios.finite_mask
     if allowed is not None:
         keep_mask = keep_mask & allowed
@@ -313,9 +315,11 @@ def correct_block(
         keep_mask = keep_mask & ~outside(weights.raw, rules.bounds)
     num_catastrophic_B = torch.zeros_like(ratios.num_finite_B)
     if rules.log_veto is not None:
+        # A single catastrophic step rejects its whole row.
         num_catastrophic_B = count_catastrophic(ratios, rules.log_veto)
         keep_mask = keep_mask & (num_catastrophic_B == 0).unsqueeze(1)
     put_decisions(metrics, ratios, keep_mask, num_catastrophic_B)
+
     terms = mean_weight_terms(ratios, weights, keep_mask if rules.over_kept else None)
     return Block(weights.of_steps(ratios.finite_mask), keep_mask, terms)
 
@@ -349,8 +353,9 @@ def require_rollout_log_probs(batch: Batch) -> Tensor:
 
 
 def row_blocks(step_mask: Tensor) -> Iterator[slice]:
-    """Yields the rows of each block of a mask [B, T]; one empty block where there is no row, so
-    that the names of the metrics stay.
+    """Yields the rows of each block of a mask, [B, T].
+
+    Without any row it yields one empty block, so that the names of the metrics stay.
     """
     num_rows, num_steps = step_mask.shape
     size = max(1, _BLOCK.get(step_mask.device.type, 2**20) // max(num_steps, 1))
@@ -359,7 +364,7 @@ def row_blocks(step_mask: Tensor) -> Iterator[slice]:
 
 
 def _empty(training_log_probs: Tensor, step_mask: Tensor, rules: Rules) -> Correction:
-    """A correction to put blocks into."""
+    """Returns a correction of all rows whose values `put` fills in, block by block."""
     keep_mask = torch.empty_like(step_mask)
     if rules.level is None:
         return Correction(None, keep_mask, MetricBag())
@@ -368,6 +373,7 @@ def _empty(training_log_probs: Tensor, step_mask: Tensor, rules: Rules) -> Corre
 
 
 def _check_given(rules: Rules, allowed: Tensor | None, step_kl: Tensor | None) -> None:
+    """Raises ValueError if a criterion needs what was not given."""
     if rules.needs_step_kl and step_kl is None:
         raise ValueError(
             f"{RS_KEY}={STEP_KL} needs step_kl [B, T], the exact KL between rollout's and training "

@@ -170,6 +170,8 @@ def weight_metrics(
     """
     metrics = MetricBag()
     num_finite = num_finite_B.sum()
+
+    # Means over steps, and what follows from them.
     metrics.ratio("rollout_is_mean", used_sum_B.sum(), num_finite)
     metrics.ratio("rollout_is_raw_mean", raw_sum_B.sum(), num_finite)
     metrics.ratio("_weight_deviation", deviation_sum_B.sum(), num_finite)
@@ -179,6 +181,8 @@ def weight_metrics(
     metrics.ratio("_weight_square", square_sum_B.sum(), num_finite)
     square = ("rollout_is_mean", "_weight_square")
     metrics.derive("rollout_is_eff_sample_size", square, _effective_sample_size)
+
+    # Extrema and fractions beyond the bounds, of steps or of sequences.
     metrics.max("rollout_is_max", highest_B)
     metrics.min("rollout_is_min", lowest_B)
     num_units = num_finite if per_step else (num_finite_B > 0).sum()
@@ -187,8 +191,10 @@ def weight_metrics(
     if bounds.mode != "truncate":
         num_outside_B = num_high_B + num_low_B
         if not per_step:
+            # A sequence outside the bounds takes all its steps with it.
             num_outside_B = num_outside_B * num_finite_B
         metrics.ratio("rollout_is_oob_ratio", num_outside_B.sum(), num_finite)
+
     metrics.merge(_sequence_metrics(bounds, num_finite_B, raw_sum_B, used_sum_B))
     return metrics
 
@@ -220,14 +226,12 @@ def _sequence_metrics(
 
 
 def _lower(bounds: WeightBounds) -> float:
-    """The lower bound of the metrics: beside a lone upper bound its reciprocal."""
+    """Returns the lower bound of the metrics; for a mode without one, 1 / the upper bound."""
     return 1 / bounds.upper if bounds.mode == "truncate" else bounds.lower
 
 
 def _effective_sample_size(mean: float, mean_square: float) -> float:
-    """1 / mean(w^2) for weights normalised to mean 1: a fraction of the batch; 0 where all weights
-    are 0.
-    """
+    """Computes mean(w)^2 / mean(w^2), a fraction of the batch; 0 where all weights are 0."""
     return mean * mean / mean_square if mean_square > 0 else 0.0
 
 

@@ -65,6 +65,11 @@ def judge(metrics: RowMetrics, ratios: LogRatios, band: Band, value: Tensor) -> 
     high = value > band.upper
     low = value < band.lower
     inside = ~(high | low)
+    if not band.per_step:
+        all_finite_B = ratios.num_finite_B == ratios.num_steps_B
+        inside = inside & all_finite_B.unsqueeze(1)
+
+    # From here on only the metrics of the decision, columns of one number for each row.
     num_high_B = row_counts(high & units)
     num_low_B = row_counts(low & units)
     sum_B = ratios.row_sum(value)
@@ -72,7 +77,6 @@ def judge(metrics: RowMetrics, ratios: LogRatios, band: Band, value: Tensor) -> 
         mean_B = sum_B / ratios.num_finite_B.clamp(min=1)
         num_rejected_B = num_high_B + num_low_B
     else:
-        inside = inside & (ratios.num_finite_B == ratios.num_steps_B).unsqueeze(1)
         mean_B = value.squeeze(1)
         num_rejected_B = ratios.row_sum(~inside & units)
     clamped = value.clamp(band.lower, band.upper)

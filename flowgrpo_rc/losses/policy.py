@@ -133,12 +133,14 @@ def loss_terms(
     corrected = _correct(correction, log_probs, batch, step_kl)
     keep_mask = corrected.keep_mask
     metrics = corrected.metrics
-    function = reinforce if correction.reinforce else step_loss
+
+    policy_loss = reinforce if correction.reinforce else step_loss
     advantages = batch.advantages.to(log_probs.dtype)
-    policy = function(log_probs, batch.old_log_probs, advantages, keep_mask)
+    policy = policy_loss(log_probs, batch.old_log_probs, advantages, keep_mask)
     if correction.metric_names != "verl" and correction.corrector is None:
         policy.metrics.rename({"ratio_mean": "ois"}, keep=correction.metric_names == "both")
     metrics.merge(policy.metrics)
+
     values = policy.values
     if corrected.weights is not None:
         values = select(values * corrected.weights, keep_mask)
@@ -146,19 +148,31 @@ def loss_terms(
     counted = keep_mask if counts_kept else batch.step_mask
     share, number = shares(counted, aggregation, log_probs.dtype)
     total = (values * share).sum()
+
     if corrected.mean_weight is None:
-        zero = torch.zeros((), dtype=torch.float64, device=log_probs.device)
-        mean_weight = (zero, zero)
+        weight_total = torch.zeros((), dtype=torch.float64, device=log_probs.device)
+        weight_count = weight_total
         metrics.ratio("pg_loss", total, number)
     else:
-        mean_weight = corrected.mean_weight
+        weight_total, weight_count = corrected.mean_weight
+        # `_correct` has defined pg_loss as this, divided by the mean weight of all processes.
         metrics.ratio("_pg_loss", total, number)
-    return LossTerms(total, share, number, *mean_weight, metrics, keep_mask, corrected.weights)
+    return LossTerms(
+        total=total,
+        share=share,
+        number=number,
+        weight_total=weight_total,
+        weight_count=weight_count,
+        metrics=metrics,
+        keep_mask=keep_mask,
+        weights=corrected.weights,
+    )
 
 
 def _correct(
     correction: LossCorrection, log_probs: Tensor, batch: Batch, step_kl: Tensor | None
 ) -> _Corrected:
+    """Corrects current / rollout inside the loss, or takes the correction that the batch brings."""
     metrics = MetricBag()
     valid = batch.step_mask
     keep_mask = valid if batch.rejection_mask is None else valid & batch.rejection_mask

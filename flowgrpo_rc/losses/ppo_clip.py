@@ -52,18 +52,14 @@ def ppo_clip(
     ratio = torch.exp(log_ratio)
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     values = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
-    deviation = torch.expm1(log_ratio.detach().double())
-    higher = deviation > clip_high
-    lower = deviation < -clip_low
+
     metrics = ratio_metrics(log_ratio, keep_mask)
     if dual_clip is not None:
         bounded = torch.minimum(values, -advantages * dual_clip)
         binds = (advantages < 0) & (bounded < values)
         metrics.mean("dual_clip_fraction", binds.double(), keep_mask)
         values = torch.where(advantages < 0, bounded, values)
-    metrics.mean("clip_fraction", (higher | lower).double(), keep_mask)
-    metrics.mean("clip_fraction_higher", higher.double(), keep_mask)
-    metrics.mean("clip_fraction_lower", lower.double(), keep_mask)
+    metrics.merge(_clip_metrics(log_ratio, keep_mask, clip_low, clip_high))
     return PolicyLoss(select(values, keep_mask), metrics)
 
 
@@ -86,6 +82,20 @@ def ratio_metrics(log_ratio: Tensor, keep_mask: Tensor) -> MetricBag:
     metrics.mean("_deviation_square", deviation**2, keep_mask)
     metrics.derive("ratio_mean", ("_deviation",), lambda mean: 1 + mean)
     metrics.derive("ratio_std", ("_deviation", "_deviation_square"), std_from_moments)
+    return metrics
+
+
+def _clip_metrics(
+    log_ratio: Tensor, keep_mask: Tensor, clip_low: float, clip_high: float
+) -> MetricBag:
+    """Computes the fractions of the kept steps whose ratio is above or below the band."""
+    metrics = MetricBag()
+    deviation = torch.expm1(log_ratio.detach().double())
+    higher = deviation > clip_high
+    lower = deviation < -clip_low
+    metrics.mean("clip_fraction", (higher | lower).double(), keep_mask)
+    metrics.mean("clip_fraction_higher", higher.double(), keep_mask)
+    metrics.mean("clip_fraction_lower", lower.double(), keep_mask)
     return metrics
 
 

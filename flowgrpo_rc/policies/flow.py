@@ -248,7 +248,7 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         negative: Conditioning | None,
         spec: SamplerSpec,
     ) -> Tensor:
-        """The velocity [B, ...] of this policy's transformer, in fp32."""
+        """Returns the velocity of this policy's transformer, [B, ...], in fp32."""
         with self._autocast():
             v = self.model.velocity(self.network, latents, timesteps, conditioning, negative, spec)
         return v.float()
@@ -307,34 +307,39 @@ def sample_trajectory(
     See "Flow-GRPO", https://arxiv.org/abs/2505.05470, section 4; for the window, "MixGRPO",
     https://arxiv.org/abs/2507.21802.
     """
-    batch, length = window.shape
-    states = latents.new_zeros((batch, length + 1, *latents.shape[1:]))
-    log_probs = latents.new_zeros((batch, length))
-    means = latents.new_zeros((batch, length, *latents.shape[1:])) if keep_means else None
-    rows = torch.arange(batch, device=latents.device)
+    num_samples, length = window.shape
+    states = latents.new_zeros((num_samples, length + 1, *latents.shape[1:]))
+    log_probs = latents.new_zeros((num_samples, length))
+    means = None
+    if keep_means:
+        means = latents.new_zeros((num_samples, length, *latents.shape[1:]))
+    rows = torch.arange(num_samples, device=latents.device)
     one_per_sample = (-1,) + (1,) * (latents.ndim - 1)
     # Read once to the host, so that the loop does not wait for the device at every step.
     stochastic = set(window.flatten().tolist())
+
     x = latents
     for index in range(spec.num_inference_steps):
-        steps = torch.full((batch,), index, device=x.device)
+        steps = torch.full((num_samples,), index, device=x.device)
         v = velocity(x, schedule.timesteps[steps])
+        # Without noise the mean of the step is the step of the ODE.
         x_next = _transition(x, v, schedule.sigmas, steps, spec, noise_level=0.0).mean
         if index in stochastic:
             # Windows may start at different steps: only some samples take this step as an SDE.
-            position = index - window[:, 0]
-            inside = (position >= 0) & (position < length)
+            position_B = index - window[:, 0]
+            inside_B = (position_B >= 0) & (position_B < length)
             step = _transition(x, v, schedule.sigmas, steps, spec)
-            drawn = sample(step, noise(index))
-            x_next = torch.where(inside.reshape(one_per_sample), drawn, x_next)
+            x_drawn = sample(step, noise(index))
+            x_next = torch.where(inside_B.reshape(one_per_sample), x_drawn, x_next)
             log_prob_B = log_prob(step, x_next, convention=spec.log_prob_convention)
-            picked = rows[inside]
-            at = position[inside]
-            states[picked, at] = x[inside]
-            states[picked, at + 1] = x_next[inside]
-            log_probs[picked, at] = log_prob_B[inside]
+
+            row = rows[inside_B]
+            position = position_B[inside_B]
+            states[row, position] = x[inside_B]
+            states[row, position + 1] = x_next[inside_B]
+            log_probs[row, position] = log_prob_B[inside_B]
             if means is not None:
-                means[picked, at] = step.mean[inside]
+                means[row, position] = step.mean[inside_B]
         x = x_next
     return Trajectory(x, states, log_probs, schedule, means)
 
@@ -348,6 +353,6 @@ def _transition(
     *,
     noise_level: float | None = None,
 ) -> Transition:
-    """The step of `spec`, or that of another noise level."""
+    """Computes the Gaussian of a step as `spec` says, or with another noise level."""
     level = spec.noise_level if noise_level is None else noise_level
     return step_transition(x, v, sigmas, steps, sde_type=spec.sde_type, noise_level=level)

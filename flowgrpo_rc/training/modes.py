@@ -177,8 +177,8 @@ class Bypass(Mode):
         minis = list(minis)
         if self.auto_bands is None:
             return minis
-        own = 0 if again else 1
-        return [*minis[:own], *(self._judged(mini) for mini in minis[own:])]
+        first = 0 if again else 1
+        return [*minis[:first], *(self._judged(mini) for mini in minis[first:])]
 
     def enter(self, piece: Batch, now: Evaluation) -> tuple[Batch, GaussianSteps | None]:
         """Returns the piece with the decision of the `auto` bands, if it has none yet."""
@@ -201,6 +201,7 @@ class Bypass(Mode):
 
     @torch.no_grad()
     def _judged(self, mini: Batch) -> Batch:
+        """Returns a mini-batch with the decision of the `auto` bands, by forwards of its own."""
         rows = []
         for start in range(0, len(mini), self.micro_batch_size):
             micro = mini.rows(start, start + self.micro_batch_size)
@@ -213,6 +214,7 @@ class Bypass(Mode):
         return mini.replace(rejection_mask=torch.cat(rows))
 
     def _decide(self, piece: Any, now: Evaluation) -> Any:
+        """Returns a piece with the decision of the `auto` bands, if it has none yet."""
         if self.auto_bands is None or piece.rejection_mask is not None:
             return piece
         step_kl = None if now.gaussian is None else now.gaussian.kl
@@ -254,9 +256,11 @@ class Decoupled(Mode):
         return [minis[0], *(self._recomputed(mini) for mini in minis[1:])]
 
     def enter(self, piece: Batch, now: Evaluation) -> tuple[Batch, GaussianSteps | None]:
-        """Returns a piece without an old policy with its own forward as one.
+        """Fills in the old policy and the correction of a piece that has none.
 
-        The ratio is then exactly 1, and the KL of the steps from themselves is 0.
+        No update has come before, so the old policy is this forward, detached. The ratio is exactly
+        1, and the KL of the steps from themselves is 0. `leave` does the same for the whole
+        mini-batch and keeps its metrics.
         """
         gaussian = now.gaussian
         if piece.old_log_probs is not None:
@@ -293,12 +297,14 @@ class Decoupled(Mode):
         return batch
 
     def _recomputed(self, batch: Batch) -> Batch:
+        """Returns the batch with its old policy, by forwards of its own, and its correction."""
         old = self.policy.measure(batch, self.micro_batch_size, keep_means=self.keep_means)
         return self.leave(batch, old)
 
     def _judge(
         self, batch: Batch, log_probs: Tensor, step_kl: Tensor | None, *, remember: bool
     ) -> tuple[Batch, MetricBag]:
+        """Returns the batch with the decision of the `auto` bands, and their metrics."""
         assert self.auto_bands is not None
         assert isinstance(batch, DiffusionBatch)  # the configuration allows them for nothing else
         return self.auto_bands.judge(batch, log_probs, step_kl, remember=remember)

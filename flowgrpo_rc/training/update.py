@@ -113,35 +113,52 @@ class PolicyUpdate:
     def _mini_batch(self, mini: Batch, metrics: MetricBag) -> Batch:
         """Takes one optimizer step; returns the mini-batch with its old policy.
 
-        The gradients of the pieces are summed, then divided by what the whole mini-batch of all
-        processes counts.
+        The gradient is that of one loss over the mini-batch of all processes, however it is cut
+        into micro-batches.
         """
         size = self._config.ppo_micro_batch_size_per_gpu
-        counted = torch.zeros(3, dtype=torch.float64, device=mini.group.device)
-        seen = []
+        parts = torch.zeros(3, dtype=torch.float64, device=mini.group.device)
+        measured_rows = []
         for start in range(0, len(mini), size):
             micro = mini.rows(start, start + size)
             if self._mode.whole_windows and micro.num_steps > 1:
-                counted = counted + self._accumulate_window(micro, metrics)
+                parts = parts + self._accumulate_window(micro, metrics)
                 continue
-            pieces = []
+            measured_steps = []
             for piece in self._policy.pieces(micro):
-                here, now = self._accumulate(piece, metrics)
-                counted = counted + here
-                pieces.append(now)
-            seen.append(join(pieces, dim=1))
+                piece_parts, measured = self._accumulate(piece, metrics)
+                parts = parts + piece_parts
+                measured_steps.append(measured)
+            measured_rows.append(join(measured_steps, dim=1))
         if mini.old_log_probs is None:
-            mini = self._mode.leave(mini, join(seen, dim=0))
-        self._processes.sum_gradients(self._parameters)
-        scale = 1 / denominator(counted, self._processes.sum)
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
+            # No update came before these forwards, so they are those of the old policy.
+            mini = self._mode.leave(mini, join(measured_rows, dim=0))
+        self._divide_gradients(parts)
         self._step(metrics)
         return mini
 
+    def _divide_gradients(self, parts: Tensor) -> None:
+        """Sums the gradients over processes and divides them by what the loss counts.
+
+        Args:
+          parts: sum of `LossTerms.parts` over the micro-batches of this process, [3].
+        """
+        self._processes.sum_gradients(self._parameters)
+        scale = 1 / denominator(parts, self._processes.sum)
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+
     def _accumulate(self, piece: Batch, metrics: MetricBag) -> tuple[Tensor, Measured]:
-        """Adds the gradient of one forward; returns what the denominator needs, and the forward."""
+        """Adds the gradient of one forward.
+
+        Args:
+          piece: what one forward evaluates, [b, t].
+          metrics: takes in the metrics of the loss.
+
+        Returns:
+          What the denominator needs, [3], and the forward without its gradient.
+        """
         now = self._policy.evaluate(piece)
         keep_means = self._mode.keep_means and piece.old_log_probs is None
         piece, gaussian = self._mode.enter(piece, now)
@@ -158,8 +175,20 @@ class PolicyUpdate:
     def _accumulate_window(self, micro: Batch, metrics: MetricBag) -> Tensor:
         """Adds the gradient of a loss of all steps of a sample, with the memory of one step.
 
-        The log-probs are first measured without graphs. The slope of the loss at each of them is
-        then handed on, by the chain rule, to a forward with a graph, one step after the other.
+        By the chain rule, in two passes:
+
+            d loss / d weights = sum_t (d loss / d log_prob_t) (d log_prob_t / d weights)
+
+        The first evaluates all steps without graphs and differentiates the loss by their log-probs.
+        The second evaluates one step at a time with a graph, and multiplies. An exact KL of the
+        steps, if the loss reads one, is treated like the log-probs.
+
+        Args:
+          micro: samples with all steps of their windows, [b, T].
+          metrics: takes in the metrics of the loss.
+
+        Returns:
+          What the denominator needs, [3].
         """
         measured = self._policy.measure(micro, len(micro))
         micro, gaussian = self._mode.enter(micro, measured)
