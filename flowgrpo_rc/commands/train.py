@@ -19,6 +19,7 @@ from flowgrpo_rc.config.checks import RunInputs, check_run, device_of
 from flowgrpo_rc.config.compose import as_yaml, unchecked_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.distributed.stopping import EXIT_STOPPED, StopRequest
 from flowgrpo_rc.export.lora import export_lora
 from flowgrpo_rc.export.model_card import write_model_card
 from flowgrpo_rc.models.lora_files import EXPORT_NAMES
@@ -27,7 +28,6 @@ from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.rejected import drop_rejected_after
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.report.run import write_report
-from flowgrpo_rc.training.stopping import EXIT_STOPPED, StopRequest
 from flowgrpo_rc.training.trainer import Components, Trainer
 
 

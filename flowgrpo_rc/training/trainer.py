@@ -17,6 +17,7 @@ from flowgrpo_rc.batch import Batch, Rewards
 from flowgrpo_rc.core.advantages import advantage_metrics, estimate
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.distributed.processes import Processes, peak_memory_gib
+from flowgrpo_rc.distributed.stopping import StopRequest
 from flowgrpo_rc.monitoring.health import HealthMonitor
 from flowgrpo_rc.monitoring.histograms import Counts, histograms
 from flowgrpo_rc.monitoring.staleness import staleness
@@ -33,7 +34,6 @@ from flowgrpo_rc.training.ema import averaged_weights
 from flowgrpo_rc.training.evaluation import Evaluator
 from flowgrpo_rc.training.modes import Mode
 from flowgrpo_rc.training.sources.source import Collected, RolloutSource
-from flowgrpo_rc.training.stopping import StopRequest
 from flowgrpo_rc.training.tasks.task import Task
 from flowgrpo_rc.training.update import PolicyUpdate
 
