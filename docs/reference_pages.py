@@ -66,8 +66,8 @@ def metrics() -> str:
         )
     rows = "\n".join(f"| `{theirs}` | `{ours}` |" for theirs, ours in SLIME)
     about = (
-        "With `metric_names=slime` these take the place of the names above, with `both` they "
-        "stand beside them."
+        "With `metric_names=slime` these take the place of the names above, with `both` they stand "
+        "beside them."
     )
     parts.append(f"## slime's names\n\n{about}\n\n| slime | here |\n|---|---|\n{rows}\n")
     return "\n".join(parts)

@@ -16,7 +16,7 @@ _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Reads Markdown inside of <details>, and leaves the names of links to code without their links.
+    """Reads Markdown inside of <details>, and turns links to code into plain names.
 
     The code is beside the pages in the repository, but not on the site.
     """

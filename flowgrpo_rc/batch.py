@@ -231,10 +231,10 @@ class Batch:
     @property
     def num_steps(self) -> int:
         """Returns T."""
-        return self.valid.shape[1]
+        return self.step_mask.shape[1]
 
     @property
-    def valid(self) -> Tensor:
+    def step_mask(self) -> Tensor:
         """Returns which steps exist, bool, [B, T]; False at the padding of responses."""
         raise NotImplementedError
 
@@ -262,7 +262,7 @@ class Batch:
         """
         if self.rejection_mask is None:
             return torch.zeros_like(self.group, dtype=torch.bool)
-        return self.valid.any(1) & ~(self.valid & self.rejection_mask).any(1)
+        return self.step_mask.any(1) & ~(self.step_mask & self.rejection_mask).any(1)
 
     def replace(self, **changes: Any) -> Self:
         """Returns the batch with other values in some fields.
@@ -338,7 +338,7 @@ class DiffusionBatch(Batch):
     prev_sample_mean: Tensor | None = None
 
     @property
-    def valid(self) -> Tensor:
+    def step_mask(self) -> Tensor:
         """Returns True for every step, bool, [B, T], since all windows have T steps."""
         return torch.ones_like(self.step_indices, dtype=torch.bool)
 
@@ -399,7 +399,7 @@ class TokenBatch(Batch):
     response_mask: Tensor
 
     @property
-    def valid(self) -> Tensor:
+    def step_mask(self) -> Tensor:
         """Returns the mask of the responses, bool, [B, T]."""
         return self.response_mask
 

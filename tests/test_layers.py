@@ -169,8 +169,8 @@ def test_heavy_optional_libraries_are_imported_where_they_are_set_up():
 
 def test_importing_the_package_is_light():
     code = (
-        f"import sys, flowgrpo_rc; print([name for name in {(*HEAVY, 'hydra', 'diffusers')!r} "
-        "if name in sys.modules])"
+        f"import sys, flowgrpo_rc; print([name for name in {(*HEAVY, 'hydra', 'diffusers')!r} if "
+        "name in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False

@@ -98,8 +98,8 @@ class Diagnosis:
             )
             if self.similar is not None:
                 clauses.append(
-                    f"it is as large as that of {self.similar}: see whether the engine computes "
-                    "in it"
+                    f"it is as large as that of {self.similar}: see whether the engine computes in "
+                    "it"
                 )
         elif not self.found:
             clauses.append(

@@ -273,8 +273,8 @@ def _settings(
                 values[key] = instead
                 resets.append(
                     f"{key}={_scalar(refused)} does not go with {mode} mode: the file sets "
-                    f"{_scalar(instead)}; drop "
-                    "yours from the command line, which wins over the file."
+                    f"{_scalar(instead)}; drop yours from the command line, which wins over the "
+                    "file."
                 )
     return Settings(values=values, reason=reason, notes=[*notes, *resets])
 

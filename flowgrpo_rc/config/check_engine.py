@@ -90,8 +90,8 @@ def check_machine(config: Config, device: torch.device) -> None:
     """
     if config.model.offload_idle and device.type == "cpu":
         raise ValueError(
-            "model.offload_idle=true has no effect on the CPU, where everything stays anyway: "
-            "drop it"
+            "model.offload_idle=true has no effect on the CPU, where everything stays anyway: drop "
+            "it"
         )
     check_device(config.rollout.dtype, config.rollout.quantization, device)
     if config.data.replay_dir is None:
@@ -136,6 +136,6 @@ def _check_compiler(config: Config, device: torch.device) -> None:
     ):
         if compiles:
             raise ValueError(
-                f"{key} on the CPU needs a C++ compiler, {' or '.join(COMPILERS)}: install one, "
-                "or drop it"
+                f"{key} on the CPU needs a C++ compiler, {' or '.join(COMPILERS)}: install one, or "
+                "drop it"
             )

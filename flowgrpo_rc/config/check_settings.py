@@ -213,8 +213,8 @@ def _check_correction_of_text(config: Config) -> None:
     refused = (
         (
             correction.bypass_level != "step",
-            f"bypass_level={correction.bypass_level} has no effect: whole responses are "
-            "corrected; drop it",
+            f"bypass_level={correction.bypass_level} has no effect: whole responses are corrected; "
+            "drop it",
         ),
         (
             correction.log_prob_scale != "mean",
@@ -242,9 +242,9 @@ def _check_guidance(config: Config) -> None:
     largest = max(_scale(config.rollout.pipeline), _scale(config.rollout.val_kwargs))
     if config.data.negative_prompt and largest <= 1:
         raise ValueError(
-            f"data.negative_prompt={config.data.negative_prompt!r} has no effect without "
-            "guidance: set rollout.pipeline.guidance_scale (or true_cfg_scale, where the model "
-            "has it) above 1, or drop it"
+            f"data.negative_prompt={config.data.negative_prompt!r} has no effect without guidance: "
+            "set rollout.pipeline.guidance_scale (or true_cfg_scale, where the model has it) "
+            "above 1, or drop it"
         )
 
 

@@ -168,8 +168,8 @@ def _check_model(config: Config) -> FlowModel | None:
     guided = any(adapter.cfg_scale(spec) > 1 for spec in specs.values())
     if config.data.negative_prompt and not guided:
         raise ValueError(
-            f"data.negative_prompt={config.data.negative_prompt!r} has no effect without "
-            f"guidance: set rollout.pipeline.{adapter.cfg_key} above 1, or drop it"
+            f"data.negative_prompt={config.data.negative_prompt!r} has no effect without guidance: "
+            f"set rollout.pipeline.{adapter.cfg_key} above 1, or drop it"
         )
     model = _architecture(config)
     for key, spec in specs.items():

@@ -50,9 +50,8 @@ def window_bounds(
         )
     if sde_type == "cps" and last == num_steps:
         raise ValueError(
-            f"rollout.algo.sde_window_range=[{first}, {last}] includes the last step, which has "
-            "no noise and so no density with sde_type=cps: end the range at "
-            f"{num_steps - 1}"
+            f"rollout.algo.sde_window_range=[{first}, {last}] includes the last step, which has no "
+            f"noise and so no density with sde_type=cps: end the range at {num_steps - 1}"
         )
     length = last - first if size is None else size
     if not 1 <= length <= last - first:

@@ -220,7 +220,7 @@ def apply_bypass_mode(batch: B) -> B:
       ValueError: if the rollout recorded no log-probs, or in another shape than [B, T].
     """
     rollout_log_probs = require_rollout_log_probs(batch)
-    _check_tensors(rollout_log_probs=rollout_log_probs, step_mask=batch.valid)
+    _check_tensors(rollout_log_probs=rollout_log_probs, step_mask=batch.step_mask)
     return batch.replace(old_log_probs=rollout_log_probs)
 
 
@@ -256,7 +256,7 @@ def apply_rollout_correction_to_batch(
     _check_tensors(
         old_log_probs=batch.old_log_probs,
         rollout_log_probs=batch.rollout_log_probs,
-        step_mask=batch.valid,
+        step_mask=batch.step_mask,
         rejection_mask=batch.rejection_mask,
         step_kl=step_kl,
     )

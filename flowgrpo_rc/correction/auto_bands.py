@@ -119,7 +119,7 @@ class AutoBands:
         """
         assert batch.rollout_log_probs is not None
         metrics = MetricBag()
-        ratios = compute_log_ratios(training, batch.rollout_log_probs, batch.valid, step_kl)
+        ratios = compute_log_ratios(training, batch.rollout_log_probs, batch.step_mask, step_kl)
         keep_mask = ratios.finite_mask
         for band in self._bands:
             value = observed(ratios, band)

@@ -220,41 +220,37 @@ class RolloutCorrectionConfig(Presets):
         if self.bypass_level != "step" and not self.bypass_mode:
             raise ValueError(
                 f"{KEY}.bypass_level={self.bypass_level} has no effect with "
-                f"{KEY}.bypass_mode=false, where the whole "
-                "window is corrected: drop it, or set bypass_mode=true"
+                f"{KEY}.bypass_mode=false, where the whole window is corrected: drop it, or set "
+                "bypass_mode=true"
             )
         if self.bypass_mode and self.exclude_rejected:
             raise ValueError(
                 f"{KEY}.exclude_rejected=true needs the rejection before the advantages, but with "
-                f"{KEY}.bypass_mode="
-                "true it comes with the loss: set bypass_mode=false, or exclude_rejected=null"
+                f"{KEY}.bypass_mode=true it comes with the loss: set bypass_mode=false, or "
+                "exclude_rejected=null"
             )
         if self.log_prob_scale != "mean" and not self._scales_something():
             raise ValueError(
                 f"{KEY}.log_prob_scale={self.log_prob_scale} has nothing to act on: it scales "
-                f"weights ({KEY}.rollout_is"
-                "), thresholds of k1 to k3 that are numbers, and the veto, but neither step_kl "
-                "nor auto:k; set one of "
-                "these, or drop it"
+                f"weights ({KEY}.rollout_is), thresholds of k1 to k3 that are numbers, and the "
+                "veto, but neither step_kl nor auto:k; set one of these, or drop it"
             )
         if self.rollout_is is None:
             for name, off in (("rollout_is_mode", None), ("rollout_is_batch_normalize", False)):
                 if vars(self)[name] != off:
                     raise ValueError(
                         f"{KEY}.{name}={vars(self)[name]} has no weights to act on: set "
-                        f"{KEY}.rollout_is to one of "
-                        f"{', '.join(IS_LEVELS)}, or drop it"
+                        f"{KEY}.rollout_is to one of {', '.join(IS_LEVELS)}, or drop it"
                     )
         if self.weights_are_metrics and self.rollout_is_batch_normalize:
             raise ValueError(
                 f"{KEY}.rollout_is_batch_normalize=true has no effect with {KEY}.bypass_mode=true "
-                "and "
-                f"{KEY}.loss_type=ppo_clip, whose ratio is the weight: set loss_type=reinforce, "
-                "or drop it"
+                f"and {KEY}.loss_type=ppo_clip, whose ratio is the weight: set "
+                "loss_type=reinforce, or drop it"
             )
         if self.weights_are_metrics and self.rollout_is_mode == "mask":
             raise ValueError(
                 f"{KEY}.rollout_is_mode=mask has no effect with {KEY}.bypass_mode=true and "
-                f"{KEY}.loss_type=ppo_clip, "
-                f"where rollout_is only adds metrics: reject with {KEY}.rollout_rs instead"
+                f"{KEY}.loss_type=ppo_clip, where rollout_is only adds metrics: reject with "
+                f"{KEY}.rollout_rs instead"
             )

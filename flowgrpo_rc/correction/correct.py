@@ -216,7 +216,7 @@ class Corrector:
         found = self(
             batch.old_log_probs,
             rollout_log_probs,
-            batch.valid,
+            batch.step_mask,
             allowed=batch.rejection_mask,
             step_kl=step_kl,
             num_elements=batch.num_elements,
@@ -376,8 +376,8 @@ def _check_given(rules: Rules, allowed: Tensor | None, step_kl: Tensor | None) -
     """Raises ValueError if a criterion needs what was not given."""
     if rules.needs_step_kl and step_kl is None:
         raise ValueError(
-            f"{RS_KEY}={STEP_KL} needs step_kl [B, T], the exact KL between rollout's and "
-            "training graph's steps. It follows from the step means that a rollout of images keeps "
+            f"{RS_KEY}={STEP_KL} needs step_kl [B, T], the exact KL between rollout's and training "
+            "graph's steps. It follows from the step means that a rollout of images keeps "
             "(prev_sample_mean); tokens have none"
         )
     if rules.auto and allowed is None:

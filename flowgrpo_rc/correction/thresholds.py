@@ -118,9 +118,8 @@ def parse_weight_bounds(threshold: Any, mode: str | None) -> WeightBounds:
         if not 1 <= upper < math.inf:
             raise ValueError(
                 f"{IS_KEY}={threshold!r}: one number is the upper bound and must be 1 or more (a "
-                "lower one would "
-                "shrink the weights of samples that need no correction); an unquoted 0.5_2 is "
-                "read as the number 0.52: "
+                "lower one would shrink the weights of samples that need no correction); an "
+                "unquoted 0.5_2 is read as the number 0.52: "
                 'quote the pair, "0.5_2.0"'
             )
         return WeightBounds(
@@ -132,8 +131,7 @@ def parse_weight_bounds(threshold: Any, mode: str | None) -> WeightBounds:
     if mode == "truncate":
         raise ValueError(
             f"{IS_KEY}={threshold!r} has a lower bound, which {MODE_KEY}=truncate does not use: "
-            "give one number, or "
-            "another mode"
+            "give one number, or another mode"
         )
     return WeightBounds(mode or "icepop", lower, upper)
 
@@ -185,9 +183,9 @@ def _band(name: str, spec: Any, lower_spec: Any) -> Band:
         upper = numbers[0]
         if not 1 < upper < math.inf:
             raise ValueError(
-                f"{THRESHOLD_KEY}={spec!r} for {name}: a single number is the upper bound u of "
-                "the band 1/u to u "
-                "and must exceed 1. An unquoted 0.5_2 is read as the number 0.52: quote the band, "
+                f"{THRESHOLD_KEY}={spec!r} for {name}: a single number is the upper bound u of the "
+                "band 1/u to u and must exceed 1. An unquoted 0.5_2 is read as the number 0.52: "
+                "quote the band, "
                 '"0.5_2.0"'
             )
         numbers = [1 / upper, upper]

@@ -97,8 +97,8 @@ class _Settings:
     def put(self, key: str, value: Any, source: str) -> None:
         if key in self.values and self.values[key] != value:
             raise ValueError(
-                f"{KEY}.{source} means {key}={value!r}, but {KEY}.{self._source[key]} says {key}="
-                f"{self.values[key]!r}: drop one of them"
+                f"{KEY}.{source} means {key}={value!r}, but {KEY}.{self._source[key]} says "
+                f"{key}={self.values[key]!r}: drop one of them"
             )
         self.values[key], self._source[key] = value, self._source.get(key, source)
         if source != key:
@@ -137,9 +137,8 @@ def _preset(name: Any, found: _Settings) -> None:
     for key in _FIXED_BY_PRESET:
         if found.values.get(key, chosen[key]) != chosen[key]:
             raise ValueError(
-                f"{KEY}.preset={name} has {key}={chosen[key]}, but "
-                f"{KEY}.{key}={found.values[key]} is given: choose "
-                "another preset, or drop one of them"
+                f"{KEY}.preset={name} has {key}={chosen[key]}, but {KEY}.{key}={found.values[key]} "
+                "is given: choose another preset, or drop one of them"
             )
     changed = {
         key: value for key, value in chosen.items() if value != vars(RolloutCorrectionConfig())[key]

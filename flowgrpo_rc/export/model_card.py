@@ -265,7 +265,7 @@ def _correction(config: Config, rows: Sequence[Row], warnings: Sequence[Mapping[
     correction = config.algorithm.rollout_correction
     mode = (
         "bypass mode: the old policy is the rollout's"
-        if correction.bypass_mode
+        if correction.corrects_in_loss
         else "decoupled mode: the old policy is the training graph's before each update"
     )
     set_here = {

@@ -145,7 +145,7 @@ def loss_terms(
     if corrected.weights is not None:
         values = select(values * corrected.weights, keep_mask)
     counts_kept = (correction.normalize or normalize) == "kept"
-    counted = keep_mask if counts_kept else batch.valid
+    counted = keep_mask if counts_kept else batch.step_mask
     share, number = shares(counted, aggregation, log_probs.dtype)
     total = (values * share).sum()
 
@@ -174,7 +174,7 @@ def _correct(
 ) -> _Corrected:
     """Corrects current / rollout inside the loss, or takes the correction that the batch brings."""
     metrics = MetricBag()
-    valid = batch.valid
+    valid = batch.step_mask
     keep_mask = valid if batch.rejection_mask is None else valid & batch.rejection_mask
     if correction.corrector is None:
         return _Corrected(keep_mask, batch.rollout_is_weights, None, metrics)

@@ -102,8 +102,8 @@ class ModelConfig:
         if folder.exists():
             if not (folder / INDEX_FILES[self.kind]).is_file():
                 raise ValueError(
-                    f"model.path={self.path}: no {INDEX_FILES[self.kind]} there, so it is no "
-                    f"model of model.kind={self.kind}"
+                    f"model.path={self.path}: no {INDEX_FILES[self.kind]} there, so it is no model "
+                    f"of model.kind={self.kind}"
                 )
         elif self.path.startswith((".", "/", "~")) or self.path.count("/") != 1:
             raise ValueError(
@@ -362,8 +362,8 @@ def adapter_of(config: ModelConfig) -> type[FlowModel]:
     adapter = adapters.get(index["_class_name"])
     if adapter is None:
         raise ValueError(
-            f"model.path={config.path} is a {index['_class_name']}; {known} "
-            f"for {', '.join(sorted(adapters))}"
+            f"model.path={config.path} is a {index['_class_name']}; {known} for "
+            f"{', '.join(sorted(adapters))}"
         )
     for name, reason in adapter.unsupported_components.items():
         if index.get(name, _ABSENT) != _ABSENT:

@@ -130,8 +130,7 @@ def token_rows(tokenizer: Any, prompts: Sequence[str], *, max_length: int) -> li
         if len(row) > max_length:
             raise ValueError(
                 f"rollout.prompt_length={max_length}, but the prompt {prompt[:60]!r} has "
-                f"{len(row)} tokens: raise "
-                "it or shorten the prompt"
+                f"{len(row)} tokens: raise it or shorten the prompt"
             )
     return rows
 

@@ -88,7 +88,7 @@ class Decisions:
                 seed=batch.seed,
                 training_log_probs=training_log_probs.detach(),
                 rollout_log_probs=batch.rollout_log_probs,
-                step_mask=batch.valid,
+                step_mask=batch.step_mask,
                 keep_mask=keep_mask,
                 cells=cells,
                 weights=weights,

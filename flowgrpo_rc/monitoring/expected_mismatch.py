@@ -99,7 +99,7 @@ class ExpectedMismatch:
         """
         if self._size == 0 or self._measured is None or step % EVERY == 1:
             return self._size > 0
-        unknown = torch.isnan(self._measured)[self._policies[0].cells(batch)] & batch.valid
+        unknown = torch.isnan(self._measured)[self._policies[0].cells(batch)] & batch.step_mask
         return self._processes.any(bool(unknown.any()))
 
     def measure(self, batch: Batch, num_cells: int) -> None:
@@ -112,7 +112,7 @@ class ExpectedMismatch:
         policy, other = self._policies
         log_probs = policy.log_probs(batch, self._micro_batch_size).double()
         difference = log_probs - other.log_probs(batch, self._micro_batch_size).double()
-        known = batch.valid & torch.isfinite(difference)
+        known = batch.step_mask & torch.isfinite(difference)
         total, count = self._processes.sum(
             by_cell(difference, known, policy.cells(batch), num_cells)
         )

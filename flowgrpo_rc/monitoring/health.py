@@ -1,10 +1,8 @@
-"""Is the correction still healthy? Thresholds on a step's metrics, and a monitor that warns once
-per onset.
+"""Judges whether the correction is healthy: thresholds on a step's metrics, and what to do then.
 
 The thresholds are those of the rollout-correction documents:
 https://verl.readthedocs.io/en/latest/algo/rollout_corr.html and its diffusion counterpart. A rule
-whose metric is absent is skipped. A metric is absent, for example, when no importance weights are
-computed.
+whose metric is absent is skipped: without importance weights, for example, there is no largest one.
 """
 
 from __future__ import annotations
@@ -13,8 +11,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.metric_names import other_names
 from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
 from flowgrpo_rc.monitoring.mismatch import advised_clip_ratio
@@ -25,104 +24,104 @@ BYPASS_PREFIX = "actor/rollout_corr/"
 _KEY = "algorithm.rollout_correction"
 
 
-class CorrectionSettings(Protocol):
-    """What the rules read of a RolloutCorrectionConfig."""
+class _Setup(NamedTuple):
+    """What the rules know of a rollout correction; its settings are parsed once.
 
-    @property
-    def bypass_mode(self) -> bool: ...
+    Attributes:
+      recompute: the setting that takes old log-probs from the training graph; None if they are.
+      weight_bound: upper bound of the importance weights; None without weights.
+      criteria: the rejection criteria as the user wrote them; empty for none.
+      keeps_rejected: whether rejected steps stay in the denominator.
+    """
 
-    @property
-    def rollout_is(self) -> str | None: ...
+    recompute: str | None
+    weight_bound: float | None
+    criteria: str
+    keeps_rejected: bool
 
-    @property
-    def rollout_is_threshold(self) -> Any: ...
-
-    @property
-    def rollout_rs(self) -> Any: ...
-
-    @property
-    def normalize(self) -> str | None: ...
+    @classmethod
+    def of(cls, config: RolloutCorrectionConfig) -> _Setup:
+        rules = config.rules()
+        return cls(
+            recompute=f"{_KEY}.bypass_mode=False" if config.corrects_in_loss else None,
+            weight_bound=None if rules.level is None else rules.bounds.upper,
+            criteria=str(config.rollout_rs) if config.rollout_rs else "",
+            keeps_rejected=config.normalize != "kept",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rule:
-    """`judge` returns the threshold that was crossed, in words, or None. `advice` is the rest of
-    the sentence.
-    immediate: one step is enough, since the metric cannot waver."""
+    """A threshold on a metric.
+
+    Attributes:
+      name: the rule.
+      metric: the metric, without prefix.
+      judge: returns the threshold that was crossed, in words, or None.
+      advice: returns the rest of the sentence.
+      immediate: whether one step is enough, since the metric cannot waver.
+    """
 
     name: str
     metric: str
-    judge: Callable[[float, CorrectionSettings], str | None]
-    advice: Callable[[CorrectionSettings], str]
+    judge: Callable[[float, _Setup], str | None]
+    advice: Callable[[_Setup], str]
     immediate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
-    """One rule applied to one step: `message` is None where the rule does not hold."""
+    """One rule applied to one step; `message` is None if the rule does not hold."""
 
     rule: str
     message: str | None
     immediate: bool
 
 
-def _above(bound: float) -> Callable[[float, CorrectionSettings], str | None]:
+def _above(bound: float) -> Callable[[float, _Setup], str | None]:
     return lambda value, _: f"above {bound:g}" if value > bound else None
 
 
-def _below(bound: float) -> Callable[[float, CorrectionSettings], str | None]:
+def _below(bound: float) -> Callable[[float, _Setup], str | None]:
     return lambda value, _: f"below {bound:g}" if value < bound else None
 
 
-def _outside(lower: float, upper: float) -> Callable[[float, CorrectionSettings], str | None]:
+def _outside(lower: float, upper: float) -> Callable[[float, _Setup], str | None]:
     return lambda value, _: None if lower <= value <= upper else f"outside [{lower:g}, {upper:g}]"
 
 
-def _pinned_at_bound(value: float, config: CorrectionSettings) -> str | None:
-    bound = _upper_weight_bound(config)
+def _pinned_at_bound(value: float, setup: _Setup) -> str | None:
+    bound = setup.weight_bound
     # A weight that was clamped in fp32 may come back a rounding error below the bound.
-    return (
-        f"at or above its bound {bound:g}"
-        if bound is not None and value >= bound * (1 - 1e-6)
-        else None
-    )
-
-
-def _upper_weight_bound(config: CorrectionSettings) -> float | None:
-    """None without importance weights or where the bound is found while running; "lower_upper"
-    gives upper.
-    """
-    threshold = str(config.rollout_is_threshold)
-    if config.rollout_is is None or threshold.startswith("auto"):
+    if bound is None or value < bound * (1 - 1e-6):
         return None
-    return float(threshold.split("_")[-1])
+    return f"at or above its bound {bound:g}"
 
 
-def _narrow_the_gap(config: CorrectionSettings) -> str:
+def _narrow_the_gap(setup: _Setup) -> str:
     precision = "raise the precision of the rollout (rollout.dtype)"
-    return f"{precision} or set {_KEY}.bypass_mode=False" if config.bypass_mode else precision
+    return f"{precision} or set {setup.recompute}" if setup.recompute else precision
 
 
-def _drift(config: CorrectionSettings) -> str:
+def _drift(setup: _Setup) -> str:
     return (
-        f"the rollout drifts away from the training graph; {_narrow_the_gap(config)}, or "
-        f"tighten {_band(config)}"
+        f"the rollout drifts away from the training graph; {_narrow_the_gap(setup)}, or tighten "
+        f"{_band(setup)}"
     )
 
 
-def _diluted(value: float, config: CorrectionSettings) -> str | None:
-    """Only where rejected steps stay in the denominator."""
-    return None if config.normalize == "kept" else _above(0.10)(value, config)
+def _diluted(value: float, setup: _Setup) -> str | None:
+    return _above(0.10)(value, setup) if setup.keeps_rejected else None
 
 
-def _dilution(config: CorrectionSettings) -> str:
-    widen = f"widen {_band(config)}, or set {_KEY}.normalize=kept"
+def _dilution(setup: _Setup) -> str:
+    widen = f"widen {_band(setup)}, or set {_KEY}.normalize=kept"
     return f"rejected samples stay in the mean and dilute the gradient; {widen}"
 
 
-def _band(config: CorrectionSettings) -> str:
-    criterion = f" of {config.rollout_rs}" if config.rollout_rs else ""
-    return f"{_KEY}.rollout_rs_threshold{criterion}"
+def _band(setup: _Setup) -> str:
+    criteria = f" of {setup.criteria}" if setup.criteria else ""
+    return f"{_KEY}.rollout_rs_threshold{criteria}"
 
 
 _SPREAD = (
@@ -131,14 +130,17 @@ _SPREAD = (
 )
 
 
-def _clipping(reason: str) -> Callable[[CorrectionSettings], str]:
+def _clipping(reason: str) -> Callable[[_Setup], str]:
     widen = (
         "raise actor.diffusion_loss.clip_ratio (for text actor.token_loss.clip_ratio_low and "
         "clip_ratio_high)"
     )
-    return lambda config: (
-        f"{reason}; {f'set {_KEY}.bypass_mode=False or ' if config.bypass_mode else ''}{widen}"
-    )
+
+    def advise(setup: _Setup) -> str:
+        recompute = f"set {setup.recompute} or " if setup.recompute else ""
+        return f"{reason}; {recompute}{widen}"
+
+    return advise
 
 
 _RULES = (
@@ -150,35 +152,33 @@ _RULES = (
         name="log_ppl",
         metric="log_ppl_abs_diff",
         judge=_above(1.0),
-        advice=lambda config: (
-            f"rollout and training disagree about the same samples; {_narrow_the_gap(config)}"
+        advice=lambda setup: (
+            f"rollout and training disagree about the same samples; {_narrow_the_gap(setup)}"
         ),
     ),
     _Rule(
         name="is_max",
         metric="rollout_is_max",
         judge=_pinned_at_bound,
-        advice=lambda config: (
-            f"weights are cut there; {_narrow_the_gap(config)}, or raise "
-            f"{_KEY}.rollout_is_threshold"
+        advice=lambda setup: (
+            f"weights are cut there; {_narrow_the_gap(setup)}, or raise {_KEY}.rollout_is_threshold"
         ),
     ),
     _Rule(
         name="is_mean",
         metric="rollout_is_mean",
         judge=_outside(0.5, 2.0),
-        advice=lambda config: (
+        advice=lambda setup: (
             "the shift is systematic; check that rollout.calculate_log_probs=True and the "
-            "sampler's settings "
-            f"agree on both sides, and {_narrow_the_gap(config)}"
+            f"sampler's settings agree on both sides, and {_narrow_the_gap(setup)}"
         ),
     ),
     _Rule(
         name="veto",
         metric="rollout_is_veto_fraction",
         judge=_above(0.1),
-        advice=lambda config: (
-            f"single steps are far off; {_narrow_the_gap(config)}, or lower "
+        advice=lambda setup: (
+            f"single steps are far off; {_narrow_the_gap(setup)}, or lower "
             f"{_KEY}.rollout_token_veto_threshold"
         ),
     ),
@@ -190,15 +190,15 @@ _RULES = (
         name="kl",
         metric="kl",
         judge=_outside(-0.1, 0.1),
-        advice=lambda config: (
-            f"the policies are far apart; {_narrow_the_gap(config)}, or lower actor.optim.lr"
+        advice=lambda setup: (
+            f"the policies are far apart; {_narrow_the_gap(setup)}, or lower actor.optim.lr"
         ),
     ),
     _Rule(
         name="chi2",
         metric="chi2_token",
         judge=_above(1.0),
-        advice=lambda config: f"the weights' variance is unusable; {_narrow_the_gap(config)}",
+        advice=lambda setup: f"the weights' variance is unusable; {_narrow_the_gap(setup)}",
     ),
     _Rule(
         name="clipping",
@@ -226,15 +226,18 @@ class _Samples(NamedTuple):
     fresh: bool
 
 
-# Of the differences outside the clip band; the size of a fault, in multiples of what the precisions
-# explain.
-MOST_CLIPPED, FAULT = 0.3, 2.0
+MOST_CLIPPED = 0.3  # share of the differences that may lie outside the clip band
+FAULT = 2.0  # mismatch over what the precisions explain, from which on it is a fault
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """True if healthy. warnings: one sentence per rule that holds, with the measured value, its
-    threshold and the key to change."""
+    """What the rules say of a step; true if healthy.
+
+    Attributes:
+      warnings: one sentence for each rule that holds, with the measured value, its threshold and
+        the key to change.
+    """
 
     warnings: tuple[str, ...]
 
@@ -244,25 +247,36 @@ class Health:
 
 def check_rollout_correction_health(
     metrics: Mapping[str, float | None],
-    config: CorrectionSettings,
+    config: RolloutCorrectionConfig,
     *,
     text: bool = False,
     fresh: bool = True,
 ) -> Health:
-    """Whether a step's correction metrics look healthy.
+    """Judges whether a step's correction metrics look healthy.
 
-    metrics: of one step, under `rollout_corr/` (decoupled) or `actor/rollout_corr/` (bypass). None
-        stands for a value that was not finite, as in metrics.jsonl.
-    text: a language model is trained; fresh: on samples of the weights that are trained, not of
-        older ones.
+    Args:
+      metrics: metrics of one step, under `rollout_corr/` (decoupled) or `actor/rollout_corr/`
+        (bypass). None stands for a value that was not finite, as in metrics.jsonl.
+      config: settings of the correction.
+      text: whether a language model is trained.
+      fresh: whether the weights that are trained made the samples, and not older ones.
+
+    Returns:
+      True if healthy; its `warnings` say what is not.
     """
-    found = _findings(metrics, config, _Samples(text, fresh))
+    found = _findings(metrics, _Setup.of(config), _Samples(text, fresh))
     return Health(tuple(finding.message for finding in found if finding.message is not None))
 
 
 def correction_metric_name(metrics: Mapping[str, Any], name: str) -> str | None:
-    """The full name under which `metrics` holds the correction metric `name`, verl's or slime's, or
-    None.
+    """Finds the full name of a correction metric.
+
+    Args:
+      metrics: metrics of a step.
+      name: verl's name of the metric, without prefix.
+
+    Returns:
+      The name under which `metrics` holds it, verl's or slime's; None if it does not.
     """
     candidates = [
         prefix + known
@@ -273,12 +287,12 @@ def correction_metric_name(metrics: Mapping[str, Any], name: str) -> str | None:
 
 
 def _findings(
-    metrics: Mapping[str, float | None], config: CorrectionSettings, samples: _Samples
+    metrics: Mapping[str, float | None], setup: _Setup, samples: _Samples
 ) -> Iterator[_Finding]:
-    yield _Finding("non_finite", _non_finite(metrics, config), immediate=True)
+    yield _Finding("non_finite", _non_finite(metrics, setup), immediate=True)
     fault = _fault(metrics)
     # What a fault makes the clip do is no noise, and a wider band is not the answer.
-    noise = None if fault else _noise(metrics, config, samples)
+    noise = None if fault else _noise(metrics, setup, samples)
     for kind, sentence, immediate in (("noise", noise, False), ("fault", fault, True)):
         if sentence is not None:
             yield _Finding(kind, sentence or None, immediate)
@@ -290,19 +304,17 @@ def _findings(
         )
         value = None if name is None else metrics[name]
         if value is not None and math.isfinite(value):
-            crossed = rule.judge(value, config)
+            crossed = rule.judge(value, setup)
             message = (
                 None
                 if crossed is None
-                else f"{name} is {value:.4g}, {crossed}: {rule.advice(config)}."
+                else f"{name} is {value:.4g}, {crossed}: {rule.advice(setup)}."
             )
             yield _Finding(rule.name, message, rule.immediate)
 
 
-def _non_finite(metrics: Mapping[str, float | None], config: CorrectionSettings) -> str | None:
-    """Judges what training computes (`actor/`, `rollout_corr/`): a reward or a timing cannot ruin
-    the weights.
-    """
+def _non_finite(metrics: Mapping[str, float | None], setup: _Setup) -> str | None:
+    """Judges what training computes; a reward or a timing cannot ruin the weights."""
     names = [
         name
         for name, value in sorted(metrics.items())
@@ -316,16 +328,12 @@ def _non_finite(metrics: Mapping[str, float | None], config: CorrectionSettings)
     shown = "" if measured is None else f" but {measured}"
     return (
         f"{names[0]}{others} is not finite{shown}: lower actor.optim.lr, or "
-        f"{_narrow_the_gap(config)}."
+        f"{_narrow_the_gap(setup)}."
     )
 
 
-def _noise(
-    metrics: Mapping[str, float | None], config: CorrectionSettings, samples: _Samples
-) -> str | None:
-    """Whether the clip acts before any update: a sentence, empty if it does not, None where it
-    cannot be told.
-    """
+def _noise(metrics: Mapping[str, float | None], setup: _Setup, samples: _Samples) -> str | None:
+    """Says whether the clip acts before any update; "" if it does not, None if nobody can tell."""
     name = correction_metric_name(metrics, "pre_update_clip_fraction")
     clipped = _finite(metrics, "pre_update_clip_fraction")
     if clipped is None or clipped <= MOST_CLIPPED:
@@ -344,7 +352,7 @@ def _noise(
             else f"{DIFFUSION_KEY}.clip_ratio"
         )
         widen = f"{key} >= {advised_clip_ratio(p99):g} (99% differ by less than {p99:.2g})"
-    ways = [f"set {_KEY}.bypass_mode=False"] if config.bypass_mode else []
+    ways = [f"set {setup.recompute}"] if setup.recompute else []
     ways.append(f"or take {widen}")
     if samples.fresh:
         latents = "" if samples.text else ", fp32 latents in the engine"
@@ -352,27 +360,23 @@ def _noise(
     cause = "noise" if samples.fresh else "the age of their policy"
     return (
         f"{name} is {clipped:.4g}, above {MOST_CLIPPED:g}: so many samples are clipped by {cause} "
-        "before any "
-        f"update{size}; {', '.join(ways).removeprefix('or ')}."
+        f"before any update{size}; {', '.join(ways).removeprefix('or ')}."
     )
 
 
 def _fault(metrics: Mapping[str, float | None]) -> str | None:
-    """Whether the mismatch is more than noise; as `_noise`."""
-    name, over = (
-        correction_metric_name(metrics, "mismatch_over_expected"),
-        _finite(metrics, "mismatch_over_expected"),
-    )
+    """Says whether the mismatch is more than noise; "" if not, None if nobody can tell."""
+    name = correction_metric_name(metrics, "mismatch_over_expected")
+    over = _finite(metrics, "mismatch_over_expected")
     if over is None or over <= FAULT:
         return None if over is None else ""
     mean = _finite(metrics, "logprob_abs_diff_mean")
     size = "" if mean is None else f" ({mean:.2g} on average)"
     return (
         f"{name} is {over:.4g}, above {FAULT:g}: before any update, rollout and training graph "
-        "differ by more than "
-        f"their precisions explain{size}. The engine samples with other settings, roundings or "
-        "weights than it "
-        "should; flowgrpo-rc calibrate with the same settings looks for the cause."
+        f"differ by more than their precisions explain{size}. The engine samples with other "
+        "settings, roundings or weights than it should; flowgrpo-rc calibrate with the same "
+        "settings looks for the cause."
     )
 
 
@@ -386,29 +390,41 @@ class HealthMonitor:
     """Warns when a rule starts to hold, once, and again only after a whole window without it.
 
     A rule has to hold in a majority of the last `window` steps that report its metric; a value that
-    is not finite is reported at once. The state goes into the checkpoint, so that a resumed run
-    warns like an uninterrupted one.
-
-    text, fresh: as in `check_rollout_correction_health`.
+    is not finite is reported at once. The state goes into the checkpoint, so a resumed run warns
+    like an uninterrupted one.
     """
 
     def __init__(
-        self, config: CorrectionSettings, window: int = 5, *, text: bool = False, fresh: bool = True
+        self,
+        config: RolloutCorrectionConfig,
+        window: int = 5,
+        *,
+        text: bool = False,
+        fresh: bool = True,
     ) -> None:
+        """Parses the settings of the correction.
+
+        Args:
+          config: settings of the correction.
+          window: number of steps that a majority is taken of.
+          text: whether a language model is trained.
+          fresh: whether the weights that are trained made the samples.
+        """
         if window < 1:
             raise ValueError(f"HealthMonitor: window is {window}, and must be at least 1")
-        self._config, self._samples = config, _Samples(text, fresh)
+        self._setup = _Setup.of(config)
+        self._samples = _Samples(text, fresh)
         self._window = window
         self._history: dict[str, deque[bool]] = {}
         self._active: set[str] = set()
         self._step = -1
 
     def update(self, step: int, metrics: Mapping[str, float | None]) -> list[str]:
-        """The warnings that begin with this step. A step that was already judged is ignored."""
+        """Returns the warnings that begin with this step; one that was judged before has none."""
         if step <= self._step:
             return []
         self._step = step
-        found = _findings(metrics, self._config, self._samples)
+        found = _findings(metrics, self._setup, self._samples)
         return [sentence for finding in found if (sentence := self._onset(finding)) is not None]
 
     def _onset(self, finding: _Finding) -> str | None:
@@ -425,12 +441,14 @@ class HealthMonitor:
         return f"{finding.message[:-1]} ({sum(history)} of the last {len(history)} steps)."
 
     def state_dict(self) -> dict[str, Any]:
+        """Returns the state; JSON can hold it."""
         history = {
             rule: [int(held) for held in steps] for rule, steps in sorted(self._history.items())
         }
         return {"step": self._step, "history": history, "active": sorted(self._active)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes back to what `state_dict` returned."""
         self._step = int(state["step"])
         self._active = set(state["active"])
         self._history = {

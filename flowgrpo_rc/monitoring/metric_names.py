@@ -58,8 +58,8 @@ def _section(title: str, about: str, table: str) -> Section:
 
 _REWARDS = _section(
     "Rewards",
-    "`reward/*` is what training samples got, in every step; `val/*` is what held-out ones got, "
-    "in steps with an evaluation.",
+    "`reward/*` is what training samples got, in every step; `val/*` is what held-out ones got, in "
+    "steps with an evaluation.",
     """
     reward/mean | reward | Weighted sum of the rewards, over the samples that have one.
     reward/std | reward | Its standard deviation.

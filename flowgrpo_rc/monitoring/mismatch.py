@@ -76,7 +76,7 @@ class MismatchMonitor:
     def before_update(self, batch: Batch, log_probs: Tensor) -> None:
         """Takes log-probs [b, t] of the training graph before any update of this iteration."""
         difference = log_probs.detach().double() - require_rollout_log_probs(batch)
-        known = batch.valid & torch.isfinite(difference)
+        known = batch.step_mask & torch.isfinite(difference)
         self._differences.append(torch.where(known, difference, math.nan).flatten())
         self._before.append(self._by_cell(difference, known, batch))
 
@@ -88,7 +88,7 @@ class MismatchMonitor:
         """Takes log-probs [b, t] of the current policy after an update of this iteration."""
         assert batch.old_log_probs is not None
         difference = log_probs.detach().double() - batch.old_log_probs
-        known = batch.valid & torch.isfinite(difference)
+        known = batch.step_mask & torch.isfinite(difference)
         self._after.append(self._by_cell(difference, known, batch))
 
     def finish(self, *, old_is_rollout: bool) -> MetricBag:

@@ -167,9 +167,8 @@ def replay_files(folder: Path, rank: int, count: int) -> list[Path]:
     if found != wanted:
         first = min(found ^ wanted)
         raise ValueError(
-            f"data.replay_dir={folder} must hold steps 1 to {last} of {count} process(es), as "
-            "many as train now, and "
-            f"nothing else; {first} is "
+            f"data.replay_dir={folder} must hold steps 1 to {last} of {count} process(es), as many "
+            f"as train now, and nothing else; {first} is "
             f"{'missing' if first in wanted else 'of another number of processes'}"
         )
     return [rollout_path(folder, step, rank, count) for step in range(1, last + 1)]
@@ -231,6 +230,5 @@ def check_contents(
     if len(batch) != samples or sizes != {group_size}:
         raise ValueError(
             f"data.replay_dir: {path} has {len(batch)} samples in groups of {sorted(sizes)}; "
-            f"data.train_batch_size and rollout.n ask for {samples} in groups of "
-            f"{group_size}"
+            f"data.train_batch_size and rollout.n ask for {samples} in groups of {group_size}"
         )

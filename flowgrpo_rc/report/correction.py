@@ -90,8 +90,8 @@ def curves(rows: Sequence[Row]) -> str:
     if differences := correction_series(rows, _MISMATCH):
         words, band = clip_band(rows)
         note = (
-            "log-probability difference before the first update, and the policy's own "
-            f"movement after it{words}"
+            "log-probability difference before the first update, and the policy's own movement "
+            f"after it{words}"
         )
         charts.append(
             line_chart("Noise floor", differences, note=note, log_y=True, thresholds=band)

@@ -112,8 +112,8 @@ def check_kind(config: RewardConfig, *kinds: str) -> None:
         if term.reward.kind not in (*kinds, "any"):
             made = " or ".join(f"{kind}s" for kind in kinds)
             raise ValueError(
-                f"reward.terms.{name} scores {term.reward.kind}s, and the model makes {made}: "
-                f"drop it with reward.terms.{name}=null and give a reward whose kind is "
+                f"reward.terms.{name} scores {term.reward.kind}s, and the model makes {made}: drop "
+                f"it with reward.terms.{name}=null and give a reward whose kind is "
                 f"{' or '.join((*kinds, 'any'))}, such as function"
             )
 
@@ -323,8 +323,8 @@ def _build_terms(config: RewardConfig) -> dict[str, _Term]:
         )
     if not 1 <= config.num_workers <= len(terms):
         raise ValueError(
-            f"reward.num_workers={config.num_workers} must be between 1 and the number of "
-            f"rewards, {len(terms)}: each reward scores one chunk at a time"
+            f"reward.num_workers={config.num_workers} must be between 1 and the number of rewards, "
+            f"{len(terms)}: each reward scores one chunk at a time"
         )
     if not 0.0 <= config.max_failed_fraction <= 1.0:
         raise ValueError(

@@ -229,8 +229,8 @@ class RolloutConfig:
         held_out = self.val_kwargs
         if held_out.batch_size < 1 or (held_out.n is not None and held_out.n < 1):
             raise ValueError(
-                f"rollout.val_kwargs.batch_size={held_out.batch_size} and rollout.val_kwargs.n="
-                f"{held_out.n}: give at least 1 (n: or null for all prompts)"
+                f"rollout.val_kwargs.batch_size={held_out.batch_size} and "
+                f"rollout.val_kwargs.n={held_out.n}: give at least 1 (n: or null for all prompts)"
             )
         self._check_steps()
         if not self.calculate_log_probs:
@@ -243,9 +243,9 @@ class RolloutConfig:
     def _check_text(self) -> None:
         if not 0 < self.temperature < math.inf or not 0 <= self.val_kwargs.temperature < math.inf:
             raise ValueError(
-                f"rollout.temperature={self.temperature}, rollout.val_kwargs.temperature="
-                f"{self.val_kwargs.temperature}: give a number above 0; held-out text may take 0, "
-                "the likeliest token"
+                f"rollout.temperature={self.temperature}, "
+                f"rollout.val_kwargs.temperature={self.val_kwargs.temperature}: give a number "
+                "above 0; held-out text may take 0, the likeliest token"
             )
         if self.prompt_length < 1 or self.response_length < 1:
             raise ValueError(

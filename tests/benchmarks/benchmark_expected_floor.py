@@ -64,7 +64,7 @@ def ratios(
         part = batch.rows(start, start + 8)
         sums = by_cell(
             difference[start : start + 8],
-            part.valid,
+            part.step_mask,
             policy.cells(part),
             len(policy.cell_names(part)),
         )

@@ -239,7 +239,5 @@ def test_metrics_of_micro_batches_are_those_of_the_batch() -> None:
     corrector = Corrector(RolloutCorrectionConfig(**CONFIG))
     whole, bag = corrector(TRAINING, ROLLOUT, MASK, step_kl=KL), MetricBag()
     for rows in (slice(0, 2), slice(2, 6)):
-        bag.merge(
-            corrector(TRAINING[rows], ROLLOUT[rows], MASK[rows], step_kl=KL[rows]).metrics
-        )
+        bag.merge(corrector(TRAINING[rows], ROLLOUT[rows], MASK[rows], step_kl=KL[rows]).metrics)
     assert bag.compute() == pytest.approx(whole.metrics.compute(), rel=1e-12, abs=1e-15)

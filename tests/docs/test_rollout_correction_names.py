@@ -582,8 +582,8 @@ def test_every_function_of_the_documents_runs(tmp_path: Path) -> None:
         flowgrpo_rc.plot_rollout_correction([metrics], tmp_path / "metrics.png").stat().st_size > 0
     )
     used = (
-        "apply_rollout_correction_to_batch apply_rollout_correction_to_diffusion_batch "
-        "token_loss diffusion_loss"
+        "apply_rollout_correction_to_batch apply_rollout_correction_to_diffusion_batch token_loss "
+        "diffusion_loss"
     )
     used += " apply_bypass_mode apply_bypass_mode_to_diffusion_batch RolloutCorrectionConfig"
     used += " compute_rollout_correction_weights compute_rollout_correction_and_rejection_mask"

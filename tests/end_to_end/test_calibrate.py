@@ -456,7 +456,7 @@ def test_guard_is_calibrated_under_the_guidance_of_the_reference() -> None:
     batch = other.batch.replace(
         old_log_probs=other.recorded,
         advantages=torch.ones_like(other.recorded),
-        rejection_mask=other.batch.valid,  # what the bands decide before an update
+        rejection_mask=other.batch.step_mask,  # what the bands decide before an update
     )
 
     def clipped(clip_ratio: float) -> float:
@@ -482,7 +482,7 @@ def test_a_movement_of_ten_times_the_noise_is_clipped(calibrated: Path) -> None:
     batch = batch.replace(
         old_log_probs=batch.rollout_log_probs,
         advantages=torch.ones_like(batch.rollout_log_probs),
-        rejection_mask=batch.valid,  # what the bands decide before an update
+        rejection_mask=batch.step_mask,  # what the bands decide before an update
     )
     start, parameters = policy.log_probs(batch, 32), lora_parameters(network)
     aim, moved = 10 * measured["mismatch"][0]["floor"], start

@@ -331,8 +331,7 @@ def test_bf16_rollout_has_a_mismatch_of_the_expected_scale(
             by_step = ", ".join(f"{value:.1e}" for value in apart.mean(0).tolist())
             print(
                 f"\nbf16 mismatch {type(model).__name__} {guidance}: mean {apart.mean():.1e}, max "
-                f"{apart.max():.1e}, "
-                f"by step {by_step}"
+                f"{apart.max():.1e}, by step {by_step}"
             )
         assert 1e-7 < apart.mean() < BF16_BOUND
 

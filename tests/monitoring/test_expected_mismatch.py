@@ -129,5 +129,5 @@ def test_moving_the_embeddings_of_text_shows_its_rounding() -> None:
     )
     expected.measure(batch, 1)
     assert torch.equal(policy.log_probs(batch, 4), before)
-    mismatch = (before - batch.rollout_log_probs)[batch.valid].abs().mean().item()
+    mismatch = (before - batch.rollout_log_probs)[batch.step_mask].abs().mean().item()
     assert 0.4 < mismatch / expected.values(torch.zeros(2, 1)).item() < 1.8

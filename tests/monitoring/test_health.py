@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from flowgrpo_rc.build import make_health
 from flowgrpo_rc.config.tree import Config, DataConfig
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.monitoring.health import HealthMonitor, check_rollout_correction_health
 from flowgrpo_rc.rollout.config import RolloutConfig
@@ -18,13 +19,15 @@ from flowgrpo_rc.rollout.config import RolloutConfig
 PREFIXES = ("rollout_corr/", "actor/rollout_corr/")
 
 
-@dataclass(frozen=True)
-class Settings:
-    bypass_mode: bool = True
-    rollout_is: str | None = "sequence"
-    rollout_is_threshold: float | str = 2.0
-    rollout_rs: str | None = "seq_mean_k1"
-    normalize: str | None = None
+def settings_of(**changes: Any) -> RolloutCorrectionConfig:
+    """Returns settings with weights and a criterion, in bypass mode."""
+    given = {
+        "bypass_mode": True,
+        "rollout_is": "sequence",
+        "rollout_rs": "seq_mean_k1",
+        "rollout_rs_threshold": "0.5_2.0",
+    }
+    return RolloutCorrectionConfig(**given | changes)
 
 
 HEALTHY = {
@@ -64,9 +67,11 @@ def named(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
 def test_rule_flips_at_its_threshold(
     prefix: str, metric: str, healthy: float, ill: float, key: str
 ) -> None:
-    assert check_rollout_correction_health(named(prefix, HEALTHY | {metric: healthy}), Settings())
+    assert check_rollout_correction_health(
+        named(prefix, HEALTHY | {metric: healthy}), settings_of()
+    )
     warnings = check_rollout_correction_health(
-        named(prefix, HEALTHY | {metric: ill}), Settings()
+        named(prefix, HEALTHY | {metric: ill}), settings_of()
     ).warnings
     assert len(warnings) == 1
     assert warnings[0].startswith(f"{prefix}{metric} is {ill:.4g}, ")
@@ -77,7 +82,7 @@ def test_rule_flips_at_its_threshold(
 def test_rejection_above_ten_percent_also_dilutes() -> None:
     at, above = (
         check_rollout_correction_health(
-            {"rollout_corr/rollout_rs_seq_masked_fraction": value}, Settings()
+            {"rollout_corr/rollout_rs_seq_masked_fraction": value}, settings_of()
         ).warnings
         for value in (0.10, 0.11)
     )
@@ -86,7 +91,7 @@ def test_rejection_above_ten_percent_also_dilutes() -> None:
     assert "above 0.1:" in above[1]
     assert "dilute" in above[1]
     assert "rollout_rs_threshold of seq_mean_k1" in above[1]
-    kept = Settings(normalize="kept")
+    kept = settings_of(normalize="kept")
     found = check_rollout_correction_health(
         {"rollout_corr/rollout_rs_seq_masked_fraction": 0.5}, kept
     )
@@ -94,38 +99,39 @@ def test_rejection_above_ten_percent_also_dilutes() -> None:
 
 
 def test_slime_names_are_judged_too() -> None:
-    found = check_rollout_correction_health({"rollout_corr/mismatch_kl": 0.2}, Settings())
+    found = check_rollout_correction_health({"rollout_corr/mismatch_kl": 0.2}, settings_of())
     assert "mismatch_kl is 0.2" in found.warnings[0]
 
 
 def test_clipping_of_more_than_half_the_steps() -> None:
-    assert check_rollout_correction_health({"actor/clip_fraction": 0.5}, Settings())
-    (warning,) = check_rollout_correction_health({"actor/clip_fraction": 0.51}, Settings()).warnings
+    assert check_rollout_correction_health({"actor/clip_fraction": 0.5}, settings_of())
+    (warning,) = check_rollout_correction_health(
+        {"actor/clip_fraction": 0.51}, settings_of()
+    ).warnings
     assert "bypass_mode=False or raise actor.diffusion_loss.clip_ratio" in warning
     (warning,) = check_rollout_correction_health(
-        {"actor/clip_fraction": 0.51}, Settings(bypass_mode=False)
+        {"actor/clip_fraction": 0.51}, settings_of(bypass_mode=False)
     ).warnings
     assert "bypass_mode" not in warning
 
 
 def test_decoupled_mode_is_not_told_to_become_decoupled() -> None:
     ill = {f"rollout_corr/{metric}": value for metric, _, value, _ in EDGES}
-    found = check_rollout_correction_health(ill, Settings(bypass_mode=False))
+    found = check_rollout_correction_health(ill, settings_of(bypass_mode=False))
     assert not any("bypass_mode" in text for text in found.warnings)
 
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (Settings(rollout_is_threshold=5.0), 0),
-        (Settings(rollout_is_threshold=3.0), 1),
-        (Settings(rollout_is_threshold="0.5_3.0"), 1),
-        (Settings(rollout_is_threshold="0.5_3.1"), 0),
-        (Settings(rollout_is_threshold="auto:4"), 0),
-        (Settings(rollout_is=None), 0),
+        (settings_of(rollout_is_threshold=5.0), 0),
+        (settings_of(rollout_is_threshold=3.0), 1),
+        (settings_of(rollout_is_threshold="0.5_3.0"), 1),
+        (settings_of(rollout_is_threshold="0.5_3.1"), 0),
+        (settings_of(rollout_is=None), 0),
     ],
 )
-def test_pinned_weight_knows_its_bound(settings: Settings, expected: int) -> None:
+def test_pinned_weight_knows_its_bound(settings: RolloutCorrectionConfig, expected: int) -> None:
     assert (
         len(
             check_rollout_correction_health({"rollout_corr/rollout_is_max": 3.0}, settings).warnings
@@ -135,16 +141,16 @@ def test_pinned_weight_knows_its_bound(settings: Settings, expected: int) -> Non
 
 
 def test_absent_metrics_are_no_error() -> None:
-    assert check_rollout_correction_health({}, Settings())
+    assert check_rollout_correction_health({}, settings_of())
     assert check_rollout_correction_health(
-        {"reward/mean": math.nan, "timing_s/update": 3.0}, Settings()
+        {"reward/mean": math.nan, "timing_s/update": 3.0}, settings_of()
     )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None])
 def test_non_finite_value_is_one_warning(value: float | None) -> None:
     metrics = {"actor/pg_loss": value, "actor/rollout_corr/kl": value, "actor/lr": 1e-4}
-    (warning,) = check_rollout_correction_health(metrics, Settings()).warnings
+    (warning,) = check_rollout_correction_health(metrics, settings_of()).warnings
     assert "actor/pg_loss (and 1 more) is not finite" in warning
 
 
@@ -158,9 +164,9 @@ FLOOR = {
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_clipping_by_noise_says_how_wide_a_band_would_do(prefix: str) -> None:
     assert check_rollout_correction_health(
-        named(prefix, FLOOR | {"pre_update_clip_fraction": 0.3}), Settings()
+        named(prefix, FLOOR | {"pre_update_clip_fraction": 0.3}), settings_of()
     )
-    (warning,) = check_rollout_correction_health(named(prefix, FLOOR), Settings()).warnings
+    (warning,) = check_rollout_correction_health(named(prefix, FLOOR), settings_of()).warnings
     assert warning.startswith(f"{prefix}pre_update_clip_fraction is 0.62, above 0.3: ")
     assert "half of them differ by 1.8 times the clip band or more" in warning
     assert (
@@ -169,14 +175,14 @@ def test_clipping_by_noise_says_how_wide_a_band_would_do(prefix: str) -> None:
     )
     assert "fp32 latents in the engine" in warning
     (warning,) = check_rollout_correction_health(
-        named(prefix, FLOOR), Settings(bypass_mode=False)
+        named(prefix, FLOOR), settings_of(bypass_mode=False)
     ).warnings
     assert "bypass_mode" not in warning
 
 
 def test_clipping_by_noise_without_a_band_of_single_steps() -> None:
     (warning,) = check_rollout_correction_health(
-        {"actor/rollout_corr/pre_update_clip_fraction": 0.4}, Settings()
+        {"actor/rollout_corr/pre_update_clip_fraction": 0.4}, settings_of()
     ).warnings
     assert "clip_ratio" not in warning
     assert "wider clip band" in warning
@@ -184,7 +190,7 @@ def test_clipping_by_noise_without_a_band_of_single_steps() -> None:
 
 def test_the_band_of_text_has_other_keys() -> None:
     (warning,) = check_rollout_correction_health(
-        named(PREFIXES[1], FLOOR), Settings(), text=True
+        named(PREFIXES[1], FLOOR), settings_of(), text=True
     ).warnings
     assert "actor.token_loss.clip_ratio_low and clip_ratio_high >= 0.0004" in warning
     assert "diffusion_loss" not in warning
@@ -193,7 +199,7 @@ def test_the_band_of_text_has_other_keys() -> None:
 
 def test_samples_of_an_older_policy_are_not_noisy() -> None:
     (warning,) = check_rollout_correction_health(
-        named(PREFIXES[1], FLOOR), Settings(), fresh=False
+        named(PREFIXES[1], FLOOR), settings_of(), fresh=False
     ).warnings
     assert "clipped by the age of their policy" in warning
     assert "bypass_mode=False, or take actor.diffusion_loss.clip_ratio >= 0.0004" in warning
@@ -219,7 +225,7 @@ def test_a_run_knows_what_it_trains_on(changed: Config, word: str) -> None:
 
 
 def test_a_fault_is_not_answered_with_a_wider_band() -> None:
-    monitor, fault = HealthMonitor(Settings()), {"mismatch_over_expected": 3.0}
+    monitor, fault = HealthMonitor(settings_of()), {"mismatch_over_expected": 3.0}
     row = named(PREFIXES[1], FLOOR | fault) | {"actor/clip_fraction": 0.62}
     warned = [monitor.update(step, row) for step in range(1, 6)]
     assert [len(texts) for texts in warned] == [1, 0, 0, 0, 0]
@@ -230,7 +236,7 @@ def test_a_fault_is_not_answered_with_a_wider_band() -> None:
 
 
 def test_more_than_the_precisions_explain_is_a_fault_at_once_and_once() -> None:
-    monitor, name = HealthMonitor(Settings()), "rollout_corr/mismatch_over_expected"
+    monitor, name = HealthMonitor(settings_of()), "rollout_corr/mismatch_over_expected"
     values = [1.0, 2.0, 2.1, 9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0]
     warned = {
         step: monitor.update(step, {name: value}) for step, value in enumerate(values, start=1)
@@ -242,8 +248,8 @@ def test_more_than_the_precisions_explain_is_a_fault_at_once_and_once() -> None:
 
 
 def test_rounded_latents_are_reported_at_once() -> None:
-    assert HealthMonitor(Settings()).update(1, {"rollout/latents_16bit_fraction": 0.001}) == []
-    (warning,) = HealthMonitor(Settings()).update(1, {"rollout/latents_16bit_fraction": 1.0})
+    assert HealthMonitor(settings_of()).update(1, {"rollout/latents_16bit_fraction": 0.001}) == []
+    (warning,) = HealthMonitor(settings_of()).update(1, {"rollout/latents_16bit_fraction": 1.0})
     assert "16 bits" in warning
 
 
@@ -258,22 +264,22 @@ def run(monitor: HealthMonitor, values: list[float], first: int = 1) -> list[int
 
 
 def test_one_bad_step_is_no_onset() -> None:
-    assert run(HealthMonitor(Settings()), [0.9, 0.1, 0.9, 0.9, 0.1, 0.9, 0.9, 0.9, 0.1]) == []
+    assert run(HealthMonitor(settings_of()), [0.9, 0.1, 0.9, 0.9, 0.1, 0.9, 0.9, 0.9, 0.1]) == []
 
 
 def test_majority_of_the_window_warns_once_per_onset() -> None:
     ill, healthy = 0.1, 0.9
-    assert run(HealthMonitor(Settings()), [ill] * 20) == [3]
-    assert run(HealthMonitor(Settings()), [healthy, ill, healthy, ill, healthy, ill, ill]) == [6]
+    assert run(HealthMonitor(settings_of()), [ill] * 20) == [3]
+    assert run(HealthMonitor(settings_of()), [healthy, ill, healthy, ill, healthy, ill, ill]) == [6]
     # Wavering around a majority is one onset; a clean window ends it.
     assert run(
-        HealthMonitor(Settings()), [ill, ill, ill, healthy, healthy, healthy, ill, ill, ill]
+        HealthMonitor(settings_of()), [ill, ill, ill, healthy, healthy, healthy, ill, ill, ill]
     ) == [3]
-    assert run(HealthMonitor(Settings()), [ill] * 3 + [healthy] * 5 + [ill] * 3) == [3, 11]
+    assert run(HealthMonitor(settings_of()), [ill] * 3 + [healthy] * 5 + [ill] * 3) == [3, 11]
 
 
 def test_onset_says_how_often() -> None:
-    monitor = HealthMonitor(Settings())
+    monitor = HealthMonitor(settings_of())
     for step in (1, 2):
         assert monitor.update(step, {"rollout_corr/kl": 0.5}) == []
     (warning,) = monitor.update(3, {"rollout_corr/kl": 0.5})
@@ -281,7 +287,7 @@ def test_onset_says_how_often() -> None:
 
 
 def test_steps_without_the_metric_do_not_count() -> None:
-    monitor = HealthMonitor(Settings())
+    monitor = HealthMonitor(settings_of())
     found = [
         bool(monitor.update(step, {"rollout_corr/kl": 0.5} if step % 2 else {}))
         for step in range(1, 8)
@@ -290,7 +296,7 @@ def test_steps_without_the_metric_do_not_count() -> None:
 
 
 def test_non_finite_is_reported_at_once_and_once() -> None:
-    monitor = HealthMonitor(Settings())
+    monitor = HealthMonitor(settings_of())
     values = [1.0, math.nan, math.nan, 1.0, 1.0, 1.0, 1.0, 1.0, math.nan]
     assert [
         step for step, loss in enumerate(values) if monitor.update(step, {"actor/pg_loss": loss})
@@ -300,9 +306,9 @@ def test_non_finite_is_reported_at_once_and_once() -> None:
 @pytest.mark.parametrize("cut", range(1, 14))
 def test_resumed_monitor_warns_like_an_uninterrupted_one(cut: int) -> None:
     values = [0.1, 0.9, 0.1, 0.1, 0.9, 0.9, 0.9, 0.9, 0.9, 0.1, 0.1, 0.1, 0.1, 0.1]
-    whole = HealthMonitor(Settings())
+    whole = HealthMonitor(settings_of())
     expected = run(whole, values)
-    first, second = HealthMonitor(Settings()), HealthMonitor(Settings())
+    first, second = HealthMonitor(settings_of()), HealthMonitor(settings_of())
     warned = run(first, values[:cut])
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert warned + run(second, values[cut:], first=cut + 1) == expected == [4, 12]
@@ -311,4 +317,4 @@ def test_resumed_monitor_warns_like_an_uninterrupted_one(cut: int) -> None:
 
 def test_window_must_be_positive() -> None:
     with pytest.raises(ValueError, match="window is 0"):
-        HealthMonitor(Settings(), window=0)
+        HealthMonitor(settings_of(), window=0)

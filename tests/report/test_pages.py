@@ -85,12 +85,11 @@ def test_pages_open_in_a_browser_without_errors_and_fit_a_narrow_window(
     wrapper = tmp_path / "wrapper.html"
     wrapper.write_text(
         f'<iframe id="f" src="{pages[name].as_uri()}" width="360" height="800"></iframe><script>'
-        "f.onload = () => { const d = f.contentDocument; document.title = JSON.stringify({"
-        "wide: d.documentElement.scrollWidth, fetched: "
-        "f.contentWindow.performance.getEntriesByType('resource')"
-        ".filter(e => !e.name.startsWith('data:')).length,"
-        "broken: [...d.images].filter(i => !i.naturalWidth).length, images: d.images.length}); "
-        "}</script>"
+        "f.onload = () => { const d = f.contentDocument; document.title = JSON.stringify({wide: "
+        "d.documentElement.scrollWidth, fetched: "
+        "f.contentWindow.performance.getEntriesByType('resource').filter(e => "
+        "!e.name.startsWith('data:')).length,broken: [...d.images].filter(i => "
+        "!i.naturalWidth).length, images: d.images.length}); }</script>"
     )
     options = (
         *(

@@ -44,6 +44,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 RENAMED: dict[str, str] = {}  # metrics that have another name now: old name -> new name
+# Lines of a text that only the commit after has: settings that are new, at values without effect.
+ADDED = ("    options: {}",)
+# The package's own version, in reports and environment.json.
+VERSION = re.compile(r"(flowgrpo[-_]rc\"?[ :=\"]+)\d+\.\d+\.\d+")
 
 MOST_SHOWN = 5  # differences of a file
 FINISHED, LOG = "finished.json", "log.txt"  # beside the folders of runs
@@ -216,6 +220,7 @@ def read(path: Path, checkout: str, renamed: Mapping[str, str]) -> dict[str, Any
         with Image.open(path) as image:
             return {"mode": image.mode, "pixels": torch.from_numpy(np.array(image))}
     content = path.read_text(encoding="utf-8").replace(checkout, "CHECKOUT")
+    content = VERSION.sub(r"\1VERSION", content)
     if path.suffix == ".jsonl":
         rows = [json.loads(line) for line in content.split("\n") if line]
         cells = [(i, name, value) for i, row in enumerate(rows, 1) for name, value in row.items()]
@@ -230,7 +235,8 @@ def read(path: Path, checkout: str, renamed: Mapping[str, str]) -> dict[str, Any
         content = "\n".join(sorted(json.loads(content)))
     elif path.suffix == ".json":
         content = json.dumps(json.loads(content), indent=1, sort_keys=True)
-    return {f"line {i}": line for i, line in enumerate(content.splitlines(), 1)}
+    lines = [line for line in content.splitlines() if line not in ADDED]
+    return {f"line {i}": line for i, line in enumerate(lines, 1)}
 
 
 def difference(old: Any, new: Any) -> str | None:

@@ -118,9 +118,9 @@ def make_run(folder: Path, steps: int = 60) -> Path:
             columns=4,
         )
     (folder / "config.yaml").write_text(
-        "trainer:\n  experiment_name: ocr <b>bypass</b>\n  total_training_steps: 60\n"
-        "model:\n  path: bundled\nreward:\n  remote:\n    api_key: hunter2\n    url: http://user:hunter3@host/score\n"
-        "data:\n  train_files: words.txt\n"
+        "trainer:\n  experiment_name: ocr <b>bypass</b>\n  total_training_steps: 60\nmodel:\n  "
+        "path: bundled\nreward:\n  remote:\n    api_key: hunter2\n    url: "
+        "http://user:hunter3@host/score\ndata:\n  train_files: words.txt\n"
     )
     environment = {
         "python": "3.11",

@@ -84,7 +84,7 @@ def by_autograd(setting: Setting, config: LossConfig, batch: DiffusionBatch) -> 
     loss, _ = diffusion_loss(config, log_probs, batch)
     parameters = setting.update(config).parameters
     return [
-        g * batch.valid.sum()
+        g * batch.step_mask.sum()
         for g in torch.autograd.grad(loss, parameters, allow_unused=True)
         if g is not None
     ]
@@ -145,7 +145,7 @@ def test_the_metrics_are_those_of_whole_trajectories(model: FlowModel) -> None:
     found = setting.gradient(loss_config(correction))[1]
     old = setting.policy.log_probs(setting.batch, 4)
     expect = Corrector(correction)(
-        old, setting.batch.rollout_log_probs, setting.batch.valid
+        old, setting.batch.rollout_log_probs, setting.batch.step_mask
     ).metrics.compute()
     assert {name: found[f"rollout_corr/{name}"] for name in expect} == pytest.approx(
         expect, rel=1e-12, abs=1e-15

@@ -284,8 +284,8 @@ def test_bf16_shows_its_gap(bf16: Case) -> None:
         )
         gap = mismatch(bf16, batch)
         print(
-            f"{bf16.model.pipeline_class} bf16 {guidance}: |difference| mean {gap.mean():.1e}, "
-            f"max {gap.max():.1e}"
+            f"{bf16.model.pipeline_class} bf16 {guidance}: |difference| mean {gap.mean():.1e}, max "
+            f"{gap.max():.1e}"
         )
         assert batch.spec.dtype == "bf16"
         assert batch.all_latents.dtype == torch.float32

@@ -121,8 +121,8 @@ def check(rows: Sequence[Row], ignore: Sequence[str]) -> None:
         reasons = "; ".join(f"{row.given} ({row.here})" for row in left)
         keys = ",".join(dict.fromkeys(row.key.removeprefix(PREFIX) for row in left))
         raise ValueError(
-            f"without a counterpart here, and would change what is trained: {reasons}. Set what "
-            f"is named there, or go on without them by compat.ignore=[{keys}]"
+            f"without a counterpart here, and would change what is trained: {reasons}. Set what is "
+            f"named there, or go on without them by compat.ignore=[{keys}]"
         )
 
 

@@ -100,8 +100,8 @@ def certified(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("tls")
     key, certificate = folder / "key.pem", folder / "certificate.pem"
     command = (
-        f"openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=here -keyout {key} "
-        f"-out {certificate}"
+        f"openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=here -keyout {key} -out "
+        f"{certificate}"
     )
     subprocess.run(
         [*command.split(), "-addext", "subjectAltName=DNS:localhost"],

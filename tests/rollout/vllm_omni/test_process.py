@@ -98,9 +98,8 @@ def test_a_child_that_reads_nothing_does_not_block_the_trainer(script):
 
 def test_what_the_child_started_ends_with_it(script, tmp_path):
     code = (
-        "import subprocess, sys, time; "
-        f"p = subprocess.Popen(['sleep', '60']); open({str(tmp_path / 'pid')!r}, "
-        "'w').write(str(p.pid)); time.sleep(60)"
+        "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']); "
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid)); time.sleep(60)"
     )
     child = EngineProcess(script(code), os.environ, timeout_s=3)
     with pytest.raises(EngineError, match="has not answered"):

@@ -98,8 +98,8 @@ TRAINER_RULES: dict[str, Rule] = {
     ),
     **each(
         "trainer",
-        "log_val_generations rollout_data_dir validation_data_dir video_fps "
-        "rollout_data_save_freq rollout_data_max_samples validation_data_max_samples",
+        "log_val_generations rollout_data_dir validation_data_dir video_fps rollout_data_save_freq "
+        "rollout_data_max_samples validation_data_max_samples",
         LOGGING,
     ),
     **each("trainer", "esi_redundant_time", reported("trainer.max_time ends a run in time")),
