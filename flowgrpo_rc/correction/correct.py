@@ -261,15 +261,14 @@ class Corrector:
     ) -> Correction:
         """Returns the correction with normalised weights in `dtype`, and renames its metrics."""
         weights = found.weights
-        factor_name = "rollout_is_batch_norm_factor"
         if self.rules.batch_normalize and weights is not None:
             assert found.weight_terms is not None
             if normalise:
                 factor = normalisation(*all_reduce(found.weight_terms))
-                found.metrics.max(factor_name, factor)
+                found.metrics.max("rollout_is_batch_norm_factor", factor)
                 weights = (weights / factor).to(weights.dtype)
             else:
-                found.metrics.ratio(factor_name, *found.weight_terms)
+                found.metrics.ratio("rollout_is_batch_norm_factor", *found.weight_terms)
         apply_names(found.metrics, self.config.metric_names, self.rules.bounds.mode)
         return found._replace(weights=None if weights is None else weights.to(dtype))
 
