@@ -12,7 +12,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     {
         "batch": "data between rooms",
         "core": "[B, T] tensor maths",
-        "distributed": "processes, sharding, stopping",
+        "distributed": "processes, shards, signals",
         "plugins": "finds plug-ins",
         "files": "atomic writes",
     },
