@@ -118,7 +118,8 @@ def test_the_picture_of_the_rooms_is_up_to_date():
 def test_no_import_points_up():
     wrong = []
     for found in ALL:
-        own, names = part_of(found.file), found.module.split(".")
+        own = part_of(found.file)
+        names = found.module.split(".")
         if own == "__init__" or names[0] != "flowgrpo_rc":
             continue
         if names[1] != own and FLOOR[names[1]] >= FLOOR[own]:

@@ -31,7 +31,9 @@ from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest
 
 CRITERIA = "token_k1,token_k2,token_k3,seq_mean_k1,seq_sum_k2,seq_max_k3,step_kl"
-PROMPTS, SAMPLES, PLANTED = 8, 16, 10.0
+PROMPTS = 8
+SAMPLES = 16
+PLANTED = 10.0
 CPU = torch.device("cpu")
 
 Iteration = tuple[DiffusionBatch, Tensor, Tensor]
@@ -42,13 +44,15 @@ def iterations(count: int) -> Iterator[Iteration]:
     config = to_config(compose_config([]))
     model = load_model(config.model, CPU)
     network = add_lora(model, config.model, config.trainer.seed)
-    lora, source = lora_parameters(network), torch.Generator().manual_seed(1)
+    lora = lora_parameters(network)
+    source = torch.Generator().manual_seed(1)
     for name, parameter in lora.items():
         if "lora_B" in name:
             parameter.data.copy_(0.01 * torch.randn(parameter.shape, generator=source))
     engine = DiffusersEngine(model, network, dtype="bf16", chunk_size=32)
     engine.sync_weights({name: parameter.detach() for name, parameter in lora.items()}, 0)
-    policy, sampler = FlowPolicy(model, network), prompts_of(config)[0]
+    policy = FlowPolicy(model, network)
+    sampler = prompts_of(config)[0]
     steps = config.rollout.pipeline.num_inference_steps - 1
     for index in range(count):
         request = ImageRequest(
@@ -96,7 +100,8 @@ def main() -> None:
     count = parser.parse_args().iterations
     if count <= MEMORY[0]:
         raise SystemExit(f"--iterations={count}: the first {MEMORY[0]} are not reported; give more")
-    bands, rows = AutoBands(parse_bands(CRITERIA, "auto:4"), 10, CPU), []
+    bands = AutoBands(parse_bands(CRITERIA, "auto:4"), 10, CPU)
+    rows = []
     for index, given in enumerate(iterations(count)):
         if index >= MEMORY[0]:
             apart = AutoBands(parse_bands(CRITERIA, "auto:4"), 10, CPU)

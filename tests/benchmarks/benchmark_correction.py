@@ -47,7 +47,8 @@ from flowgrpo_rc import compute_rollout_correction_and_rejection_mask as ours
 sys.path.insert(0, str(Path(__file__).parents[1] / "correction" / "parity"))
 from make_vectors import install
 
-VERSION, WARM_UP = "0.9.1", 3
+VERSION = "0.9.1"
+WARM_UP = 3
 SETTINGS = {
     "rollout_is": "token",
     "rollout_is_threshold": 2.0,
@@ -132,8 +133,10 @@ def seconds(correct: Correct, inputs: Inputs) -> float:
 def agreement(theirs: Correct, inputs: Inputs) -> str:
     """Returns how far the weights of both are apart, and in how many steps their masks differ."""
     proto, mask, _ = theirs(*inputs, **SETTINGS)
-    found, weights = ours(*inputs, **SETTINGS), proto.batch["rollout_is_weights"]
-    apart, different = (found.weights - weights).abs().max(), (found.mask != mask).sum()
+    found = ours(*inputs, **SETTINGS)
+    weights = proto.batch["rollout_is_weights"]
+    apart = (found.weights - weights).abs().max()
+    different = (found.mask != mask).sum()
     return (
         f"weights agree to {apart:.0e}; masks differ in {different} of {mask.numel()} steps, "
         f"{mask.sum()} are kept"

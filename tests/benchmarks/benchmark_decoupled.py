@@ -52,7 +52,8 @@ def make_trainer(folder: str, overrides: list[str], stack: ExitStack) -> Trainer
 
 def step_seconds(trainer: Trainer, step: int) -> tuple[float, float]:
     """Returns the seconds of one training step: by the clock, and on the cores."""
-    clock, cores = time.perf_counter(), time.process_time()
+    clock = time.perf_counter()
+    cores = time.process_time()
     trainer.train_step(step)
     return time.perf_counter() - clock, time.process_time() - cores
 

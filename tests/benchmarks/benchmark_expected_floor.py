@@ -86,10 +86,8 @@ def main() -> None:
     copies["other kernels"] = exact.under(partial(torch.autocast, "cpu", torch.bfloat16)), 12
     for guidance in (1.0, 4.5):
         config = configure(guidance)
-        task, rewards = (
-            ImageTask(model, policy, config.rollout, seed=0),
-            RewardManager(config.reward),
-        )
+        task = ImageTask(model, policy, config.rollout, seed=0)
+        rewards = RewardManager(config.reward)
         engine = make_source(config, task, prompts_of(config)[0], rewards, processes, first_step=0)
         engine.sync_weights(
             {name: p.detach().clone() for name, p in lora_parameters(model.network).items()}, 0

@@ -44,9 +44,11 @@ def step_seconds(staleness: int, steps: int, overrides: list[str]) -> list[float
         config = to_config(
             compose_config([*overrides, *(f"{key}={value}" for key, value in settings.items())])
         )
-        prompts, processes = prompts_of(config), make_processes(config)
+        prompts = prompts_of(config)
+        processes = make_processes(config)
         parts = assemble(config, RunFolder(Path(folder)), processes, prompts, first_step=0)
-        trainer, ends = Trainer(parts, None), []
+        trainer = Trainer(parts, None)
+        ends = []
         for step in range(1, WARM_UP + steps + 1):
             trainer.train_step(step)
             ends.append(time.perf_counter())

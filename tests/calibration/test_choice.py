@@ -32,21 +32,26 @@ def mismatch(*scales: float) -> Mismatch:
 
 
 KEY = "algorithm.rollout_correction"
-CLIP, THRESHOLD = "actor.diffusion_loss.clip_ratio", "actor.diffusion_loss.kl_threshold"
+CLIP = "actor.diffusion_loss.clip_ratio"
+THRESHOLD = "actor.diffusion_loss.kl_threshold"
 REINFORCE = [f"{KEY}.loss_type=reinforce", f"{KEY}.bypass_mode=true"]
 PEERS = [
     "rollout.algo.sde_type=cps",
     "rollout.algo.log_prob_convention=peers",
     "rollout.algo.noise_level=0.8",
 ]
-STD, KL = 0.5, 3e-6  # of the steps
+# Standard deviation and KL of the steps.
+STD = 0.5
+KL = 3e-6
 
 
 def settings(
     found: Mismatch, *overrides: str, mode: str = "auto", doubt: str | None = None
 ) -> Settings:
-    config, differences = config_of(*overrides), found.differences
-    std, kl = torch.full_like(differences, STD), torch.full_like(differences, KL)
+    config = config_of(*overrides)
+    differences = found.differences
+    std = torch.full_like(differences, STD)
+    kl = torch.full_like(differences, KL)
     measured = Measured(differences, GaussianSteps(std, -std, kl), None)
     return choose(config, bound_of(config, differences, measured), mode=mode, doubt=doubt)
 
@@ -75,9 +80,8 @@ def test_mode_and_band_follow_the_rule(
     found = settings(mismatch(*scales))
     assert (found.bypass_mode, found.values[CLIP]) == (bypass, pytest.approx(clip, rel=1e-6))
     assert found.reason.startswith("Bypass mode" if bypass else "Decoupled mode")
-    assert (
-        any("loss_mode=grpo_guard" in note for note in found.notes) is not bypass
-    )  # which needs no small mismatch
+    # GRPO-Guard needs no small mismatch.
+    assert any("loss_mode=grpo_guard" in note for note in found.notes) is not bypass
 
 
 def test_a_mode_can_be_asked_for_and_a_fault_widens_no_band() -> None:
@@ -137,7 +141,8 @@ def test_the_threshold_of_flow_dppo_is_on_the_kl() -> None:
     overrides = (loss_mode("flow_dppo"), "actor.diffusion_loss.clip_ratio=1e-4")
     found = settings(mismatch(1e-4), *overrides)
     assert (found.bypass_mode, found.values[THRESHOLD], CLIP in found.values) == (True, 1e-5, False)
-    config, differences = config_of(*overrides), mismatch(1e-4).differences
+    config = config_of(*overrides)
+    differences = mismatch(1e-4).differences
     for kl, bypass, threshold in ((4e-5, True, 5e-5), (1e-4, False, 1e-5)):
         gaussian = GaussianSteps(torch.ones(1), torch.ones(1), torch.full_like(differences, kl))
         bound = bound_of(config, differences, Measured(differences, gaussian, None))
@@ -201,7 +206,8 @@ def test_reinforce_has_its_mode_and_no_clip() -> None:
         check_modes(config_of(*REINFORCE), "decoupled")
 
 
-BYPASS, DECOUPLED = f"{KEY}.bypass_mode=true", f"{KEY}.bypass_mode=false"
+BYPASS = f"{KEY}.bypass_mode=true"
+DECOUPLED = f"{KEY}.bypass_mode=false"
 WEIGHTS = f"{KEY}.rollout_is=token"
 
 
@@ -236,9 +242,8 @@ def test_settings_that_the_chosen_mode_refuses_are_changed(
     assert any(note.startswith(f"{key}=") and mode in note for note in found.notes)
     check_settings(found.applied(config))
     other = "decoupled" if mode == "bypass" else "bypass"
-    assert (
-        key not in settings(mismatch(1e-4), *given, mode=other).values
-    )  # that which it is configured for
+    # The configuration is in the other mode already.
+    assert key not in settings(mismatch(1e-4), *given, mode=other).values
 
 
 def test_the_file_says_what_is_applied(tmp_path: Path) -> None:

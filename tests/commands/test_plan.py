@@ -110,9 +110,8 @@ def test_the_reference_recipe_by_hand() -> None:
         "batch": 4 * 144 * 10 * 16 * 64 * 64,
     }
     encoders = 2 * (123_650_304 + 694_659_840 + 4_762_310_656) + 4 * 83_819_683
-    assert sizes(plan)["text encoders, VAE"] == pytest.approx(
-        encoders, rel=1e-3
-    )  # and small buffers
+    # The encoders also have small buffers.
+    assert sizes(plan)["text encoders, VAE"] == pytest.approx(encoders, rel=1e-3)
     assert values(plan) == {
         "images per step": "1,152",
         "groups per step": "48",
@@ -132,9 +131,9 @@ def test_sharding() -> None:
     """Frozen weights are split over the ranks of a node, and over no more."""
     recipe = "+experiment=sd35_medium_ocr_8xh100"
     whole = sizes(plan_of(recipe, processes=8))["transformer"]
-    for processes, nodes in ((8, 1), (16, 2)):
-        sharded = plan_of(recipe, "trainer.strategy=fsdp2", processes=processes, nodes=nodes)
-        assert sizes(sharded)["transformer"] == whole // 8
+    for nodes in (1, 2):
+        sharded = plan_of(recipe, "trainer.strategy=fsdp2", processes=8, nodes=nodes)
+        assert sizes(sharded)["transformer"] == whole // (8 // nodes)
 
 
 def test_a_separate_engine() -> None:
@@ -172,9 +171,8 @@ def test_copies_in_another_precision_and_decoupled_mode() -> None:
     assert sizes(changed)["transformer"] == 2 * sizes(base)["transformer"]
     assert sizes(changed)["rollout copy"] == sizes(base)["transformer"] + 2 * trained
     assert values(base)["forwards with backward"] == f"{64 * 9 * 2:,}"
-    assert (
-        values(changed)["forwards, old policy"] == f"{64 * 9:,}"
-    )  # of the second of two mini-batches
+    # Only the second of two mini-batches is recomputed.
+    assert values(changed)["forwards, old policy"] == f"{64 * 9:,}"
     assert values(changed)["forwards with backward"] == f"{64 * 9 * 2 * 2:,}"
     assert values(changed)["updates"] == "4,000"
 
@@ -206,7 +204,9 @@ def test_settings_that_save_memory() -> None:
     # Per block: 8 projections of attention, the same of the second attention in the first 13, two
     # feed-forwards, two modulations; the last block has one modulation of its context that is
     # smaller, and neither its output nor its feed-forward.
-    width, blocks, dual = 1536, 24, 13
+    width = 1536
+    blocks = 24
+    dual = 13
     joint = 8 + 2 * 8 + 2 * 6
     linear = width**2 * (blocks * joint + dual * (4 + 3) - (1 + 8 + 4))
     assert (

@@ -57,12 +57,10 @@ def test_the_models_and_variants_that_users_look_for() -> None:
 
 def test_the_reference_recipe() -> None:
     config = experiment("sd35_medium_ocr_8xh100")
-    pipeline, algo, actor, optim = (
-        config.rollout.pipeline,
-        config.rollout.algo,
-        config.actor,
-        config.actor.optim,
-    )
+    pipeline = config.rollout.pipeline
+    algo = config.rollout.algo
+    actor = config.actor
+    optim = config.actor.optim
     assert (pipeline.height, pipeline.width, pipeline.num_inference_steps) == (512, 512, 10)
     assert (pipeline.guidance_scale, pipeline.max_sequence_length) == (4.5, 128)
     assert (
@@ -98,7 +96,8 @@ def test_the_reference_recipe() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_takes_the_correction_that_the_studies_found_best(name: str) -> None:
-    published, corrected = experiment(name), experiment(name, "+correction=recomputed")
+    published = experiment(name)
+    corrected = experiment(name, "+correction=recomputed")
     found = corrected.algorithm.rollout_correction
     assert (found.bypass_mode, found.rollout_is, found.rollout_rs) == (False, None, "token_k1")
     assert found.rollout_rs_threshold == "auto:4"
@@ -135,7 +134,8 @@ def changes(name: str, base: str) -> dict[str, object]:
         walk(tree, "")
         return found
 
-    there, here = flat(base), flat(name)
+    there = flat(base)
+    here = flat(name)
     named = ("trainer.output_dir", "trainer.experiment_name")
     return {
         key: value for key, value in here.items() if there.get(key) != value and key not in named

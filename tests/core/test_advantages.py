@@ -58,7 +58,8 @@ def oracle(
 def test_by_hand():
     """Groups (0, 1) and (2, 4, 6): means 0.5 and 4, standard deviations 0.5 and sqrt(8/3)."""
     found = group_relative(*tensors([0, 1, 2, 4, 6], [7, 7, 3, 3, 3]))
-    own, other = 0.5 / (0.5 + EPS), 2 / (math.sqrt(8 / 3) + EPS)
+    own = 0.5 / (0.5 + EPS)
+    other = 2 / (math.sqrt(8 / 3) + EPS)
     assert found.values.tolist() == pytest.approx([-own, own, -other, 0, other], abs=1e-15)
     assert found.values.dtype == torch.float64
     assert found.zero_std.tolist() == [False, False]
@@ -107,7 +108,8 @@ def test_every_estimator(estimator, failed):
         12, generator=torch.Generator().manual_seed(7), dtype=torch.float64
     ).tolist()
     group = [5, -2, 5, 9, 9, 9, 9, 9, -2, 5, -2, 5]
-    valid, others = [index not in failed for index in range(12)], estimator == "rloo"
+    valid = [index not in failed for index in range(12)]
+    others = estimator == "rloo"
     options = {"norm_by_std": by_std, "global_std": global_std, "leave_one_out": others}
     found = group_relative(*tensors(rewards, group, valid), **options)
     expect = oracle(rewards, group, valid, by_std=by_std, global_std=global_std, others=others)
@@ -164,7 +166,8 @@ def test_a_group_without_valid_samples_and_a_group_of_one(options):
 @pytest.mark.parametrize("members", [1, 2, 5])
 def test_a_group_left_with_one_valid_member_gets_zero(options, members):
     """Neither its own reward nor nobody's would be a baseline."""
-    rewards, group = [5.0] * members + [0.0, 1.0], [0] * members + [1, 1]
+    rewards = [5.0] * members + [0.0, 1.0]
+    group = [0] * members + [1, 1]
     valid = [index == 0 for index in range(members)] + [True, True]
     found = group_relative(*tensors(rewards, group, valid), **options)
     assert found.values[:members].tolist() == [0.0] * members
@@ -256,8 +259,10 @@ def test_gdpo_does_not_depend_on_the_scale_of_a_reward():
     """GRPO of the sum cannot tell apart two samples that differ in both rewards, and a large
     reward drowns a small one.
     """
-    group, valid = torch.tensor([0, 0, 0, 0]), torch.ones(4, dtype=torch.bool)
-    small, large = torch.tensor([0.0, 1.0, 0.0, 1.0]), torch.tensor([300.0, 100.0, 100.0, 300.0])
+    group = torch.tensor([0, 0, 0, 0])
+    valid = torch.ones(4, dtype=torch.bool)
+    small = torch.tensor([0.0, 1.0, 0.0, 1.0])
+    large = torch.tensor([300.0, 100.0, 100.0, 300.0])
     values = [
         group_decoupled([small, scale * large], [1.0, 1.0], group, valid, eps=1e-12).values
         for scale in (1e-3, 1, 1e3)
@@ -268,7 +273,8 @@ def test_gdpo_does_not_depend_on_the_scale_of_a_reward():
 
 
 def test_gdpo_of_equal_rewards_is_zero_and_invalid_samples_are_too():
-    group, valid = torch.tensor([0, 0, 1, 1]), torch.tensor([True, True, True, False])
+    group = torch.tensor([0, 0, 1, 1])
+    valid = torch.tensor([True, True, True, False])
     found = group_decoupled([torch.tensor([1.0, 1.0, 5.0, torch.nan])], [1.0], group, valid)
     assert found.values.tolist() == [0, 0, 0, 0]
     assert found.zero_std.all()
@@ -276,7 +282,8 @@ def test_gdpo_of_equal_rewards_is_zero_and_invalid_samples_are_too():
 
 def test_gdpo_is_the_same_on_any_number_of_processes():
     rewards = [torch.tensor(reward, dtype=torch.float64) for reward in GDPO["rewards"]]
-    group, valid = torch.tensor(GDPO["group"]), torch.tensor(GDPO["valid"])
+    group = torch.tensor(GDPO["group"])
+    valid = torch.tensor(GDPO["valid"])
     rows = [slice(0, 3), slice(3, 7)]
     parts = on_shards(
         2,

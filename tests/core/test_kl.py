@@ -28,10 +28,8 @@ def test_kl_estimators(scale):
 def test_gaussian_kl_is_the_kl_of_the_two_gaussians(kind: str) -> None:
     source = torch.Generator().manual_seed(0)
     x, v, other = (torch.randn(3, 2, 4, 4, generator=source, dtype=torch.float64) for _ in range(3))
-    sigma, sigma_next = (
-        torch.tensor([1.0, 0.8, 0.3]).double(),
-        torch.tensor([0.9, 0.6, 0.1]).double(),
-    )
+    sigma = torch.tensor([1.0, 0.8, 0.3]).double()
+    sigma_next = torch.tensor([0.9, 0.6, 0.1]).double()
     settings = {"kind": kind, "noise_level": 0.7, "sigma_max": 0.9}
     one, two = (transition(x, velocity, sigma, sigma_next, **settings) for velocity in (v, other))
     exact = kl_divergence(Normal(one.mean, one.std), Normal(two.mean, two.std)).flatten(1).mean(1)

@@ -70,7 +70,8 @@ def test_merge_with_a_prefix_keeps_derived_metrics_apart():
 
 
 def test_merge_leaves_the_other_bag_alone():
-    other, bag = filled(VALUES), MetricBag()
+    other = filled(VALUES)
+    bag = MetricBag()
     bag.merge(other)
     bag.merge(other)
     bag.mean("mean", torch.tensor([50.0]))
@@ -138,7 +139,8 @@ def test_a_renamed_metric_keeps_its_value_and_its_derived_metrics(keep):
         },
         keep=keep,
     )
-    found, old = bag.compute(), filled(VALUES).compute()
+    found = bag.compute()
+    old = filled(VALUES).compute()
     new = {"average": "mean", "top": "max", "bottom": "min", "total": "sum", "spread": "std"}
     assert found == {name: old[was] for name, was in new.items()} | (old if keep else {})
     bag.merge(bag)
@@ -206,7 +208,8 @@ def test_metrics_under_other_names() -> None:
 
 def test_replacing_metrics_does_not_add_them_up() -> None:
     """The kinds of the old and the new metric may differ."""
-    bag, other = MetricBag(), MetricBag()
+    bag = MetricBag()
+    other = MetricBag()
     bag.mean("p/a", torch.tensor([1.0, 3.0]))
     bag.max("p/b", torch.tensor([5.0]))
     other.max("a", torch.tensor([7.0]))

@@ -32,7 +32,8 @@ def test_token_log_probs_gradient_is_the_indicator_minus_the_probability() -> No
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 def test_sampled_frequencies_are_the_probabilities(temperature: float) -> None:
     """Chi-squared over 9 tokens, 8 degrees of freedom: it exceeds 26 once in a thousand times."""
-    logits, count = torch.randn(9, generator=torch.Generator().manual_seed(3)), 20_000
+    logits = torch.randn(9, generator=torch.Generator().manual_seed(3))
+    count = 20_000
     uniforms = uniform((count,), [1], "test")[0]
     ids = sample_tokens(logits.expand(count, -1), uniforms, temperature)
     wanted = count * (logits / temperature).softmax(-1).double()

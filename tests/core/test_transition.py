@@ -38,7 +38,8 @@ def step(
     sigmas: tuple[float, ...] = SIGMAS,
 ) -> Transition:
     schedule = torch.tensor(sigmas, dtype=torch.promote_types(x.dtype, torch.float32))
-    sigma, following = schedule[rows], schedule[[row + 1 for row in rows]]
+    sigma = schedule[rows]
+    following = schedule[[row + 1 for row in rows]]
     return transition(x, v, sigma, following, kind=kind, noise_level=noise, sigma_max=schedule[1])
 
 
@@ -51,7 +52,8 @@ def expected(
     *,
     sigmas: tuple[float, ...] = SIGMAS,
 ) -> tuple[Tensor, Tensor]:
-    means, stds = [], []
+    means = []
+    stds = []
     for position, row in enumerate(rows):
         pairs = zip(x[position].flatten().tolist(), v[position].flatten().tolist(), strict=True)
         out = [
@@ -70,7 +72,8 @@ def expected(
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.float64, 1e-13)])
 def test_mean_and_std_follow_the_formula_for_a_sigma_per_row(kind, noise, dtype, tolerance):
     rows = [0, 1, 2, 3, 4]
-    x, v = drawn(5, 2, 3, 4, seed=1, dtype=dtype), drawn(5, 2, 3, 4, seed=2, dtype=dtype)
+    x = drawn(5, 2, 3, 4, seed=1, dtype=dtype)
+    v = drawn(5, 2, 3, 4, seed=2, dtype=dtype)
     found = step(kind, noise, x, v, rows)
     mean, std = expected(kind, noise, x, v, rows)
     assert found.mean.dtype == found.std.dtype == dtype
@@ -82,7 +85,8 @@ def test_mean_and_std_follow_the_formula_for_a_sigma_per_row(kind, noise, dtype,
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_do_not_know_their_neighbours(kind):
-    x, v = drawn(4, 3, 5, seed=1), drawn(4, 3, 5, seed=2)
+    x = drawn(4, 3, 5, seed=1)
+    v = drawn(4, 3, 5, seed=2)
     together = step(kind, 0.7, x, v, [3, 0, 2, 4])
     for position, row in enumerate([3, 0, 2, 4]):
         alone = step(kind, 0.7, x[position : position + 1], v[position : position + 1], [row])
@@ -93,7 +97,9 @@ def test_rows_do_not_know_their_neighbours(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("row", range(5))
 def test_log_prob_is_the_mean_of_the_normal_log_density(kind, row):
-    x, v, noise = drawn(2, 3, 4, seed=1), drawn(2, 3, 4, seed=2), drawn(2, 3, 4, seed=3)
+    x = drawn(2, 3, 4, seed=1)
+    v = drawn(2, 3, 4, seed=2)
+    noise = drawn(2, 3, 4, seed=3)
     found = step(kind, 0.7, x, v, [row, row])
     after = sample(found, noise)
     density = torch.distributions.Normal(found.mean.double(), found.std.double()).log_prob(
@@ -116,7 +122,9 @@ def test_log_prob_is_exact_in_float64_and_has_one_value_per_row(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sample_is_mean_plus_std_times_noise(kind):
-    x, v, noise = drawn(2, 3, seed=1), drawn(2, 3, seed=2), drawn(2, 3, seed=3)
+    x = drawn(2, 3, seed=1)
+    v = drawn(2, 3, seed=2)
+    noise = drawn(2, 3, seed=3)
     found = step(kind, 0.7, x, v, [1, 3])
     mean, std = expected(kind, 0.7, x, v, [1, 3])
     expect = mean + std[:, None] * noise.double()
@@ -125,15 +133,18 @@ def test_a_sample_is_mean_plus_std_times_noise(kind):
 
 @pytest.mark.parametrize("kind", ["sde", "dance_sde"])
 def test_without_noise_the_step_is_eulers_bit_for_bit(kind):
-    x, v = drawn(5, 4, 8, 8, seed=1), drawn(5, 4, 8, 8, seed=2)
-    sigma, following = torch.tensor(SIGMAS[:-1]), torch.tensor(SIGMAS[1:])
+    x = drawn(5, 4, 8, 8, seed=1)
+    v = drawn(5, 4, 8, 8, seed=2)
+    sigma = torch.tensor(SIGMAS[:-1])
+    following = torch.tensor(SIGMAS[1:])
     found = step(kind, 0.0, x, v, [0, 1, 2, 3, 4])
     assert torch.equal(found.mean, x + v * (following - sigma).reshape(-1, 1, 1, 1))
     assert torch.count_nonzero(found.std) == 0
 
 
 def test_without_noise_cps_is_the_same_ode_step():
-    x, v = drawn(5, 4, 8, 8, seed=1), drawn(5, 4, 8, 8, seed=2)
+    x = drawn(5, 4, 8, 8, seed=1)
+    v = drawn(5, 4, 8, 8, seed=2)
     euler = x + v * (torch.tensor(SIGMAS[1:]) - torch.tensor(SIGMAS[:-1])).reshape(-1, 1, 1, 1)
     found = step("cps", 0.0, x, v, [0, 1, 2, 3, 4])
     assert (found.mean - euler).abs().max() < 1e-5
@@ -141,7 +152,8 @@ def test_without_noise_cps_is_the_same_ode_step():
 
 
 def test_the_first_sde_step_uses_the_second_sigma_and_only_there():
-    x, v = drawn(2, 3, seed=1, dtype=torch.float64), drawn(2, 3, seed=2, dtype=torch.float64)
+    x = drawn(2, 3, seed=1, dtype=torch.float64)
+    v = drawn(2, 3, seed=2, dtype=torch.float64)
     other = (1.0, 0.6, *SIGMAS[2:])
     first = step("sde", 0.7, x, v, [0, 0])
     assert math.isclose(
@@ -155,7 +167,8 @@ def test_the_first_sde_step_uses_the_second_sigma_and_only_there():
 
 
 def test_a_sigma_just_below_one_is_its_own():
-    x, v = drawn(1, 4, seed=1, dtype=torch.float64), drawn(1, 4, seed=2, dtype=torch.float64)
+    x = drawn(1, 4, seed=1, dtype=torch.float64)
+    v = drawn(1, 4, seed=2, dtype=torch.float64)
     shifted = (1 - 2**-24, 0.6, *SIGMAS[2:])
     mean, std = expected("sde", 0.7, x, v, [0], sigmas=shifted)
     found = step("sde", 0.7, x, v, [0], sigmas=shifted)
@@ -166,7 +179,9 @@ def test_a_sigma_just_below_one_is_its_own():
 
 @pytest.mark.parametrize("kind", ["sde", "dance_sde"])
 def test_the_last_step_to_sigma_zero_still_has_a_density(kind):
-    x, v, noise = drawn(1, 16, seed=1), drawn(1, 16, seed=2), drawn(1, 16, seed=3)
+    x = drawn(1, 16, seed=1)
+    v = drawn(1, 16, seed=2)
+    noise = drawn(1, 16, seed=3)
     found = step(kind, 0.7, x, v, [4], sigmas=(1.0, 0.9, 0.75, 0.5, 0.3, 0.0))
     assert torch.isfinite(log_prob(found, sample(found, noise))).all()
 
@@ -176,7 +191,8 @@ def test_cps_preserves_the_coefficients(noise):
     """For x = (1 - sigma) data + sigma e, the next state has 1 - sigma' data and noise power
     sigma'^2.
     """
-    data, e = drawn(1, 64, seed=1, dtype=torch.float64), drawn(1, 64, seed=2, dtype=torch.float64)
+    data = drawn(1, 64, seed=1, dtype=torch.float64)
+    e = drawn(1, 64, seed=2, dtype=torch.float64)
     found = step("cps", noise, 0.25 * data + 0.75 * e, e - data, [2])
     from_noise = (found.mean - 0.5 * data) / e
     torch.testing.assert_close(
@@ -186,7 +202,8 @@ def test_cps_preserves_the_coefficients(noise):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_deterministic_step_has_no_finite_log_prob(kind):
-    x, v = drawn(2, 3, seed=1), drawn(2, 3, seed=2)
+    x = drawn(2, 3, seed=1)
+    v = drawn(2, 3, seed=2)
     found = step(kind, 0.0, x, v, [1, 2])
     for after in (found.mean, found.mean + 0.1):
         assert not torch.isfinite(log_prob(found, after)).any()
@@ -194,8 +211,10 @@ def test_a_deterministic_step_has_no_finite_log_prob(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_peers_log_ratio_is_two_variances_times_the_gaussian_one(kind):
-    x, noise = drawn(3, 32, seed=1, dtype=torch.float64), drawn(3, 32, seed=3, dtype=torch.float64)
-    v, w = drawn(3, 32, seed=2, dtype=torch.float64), drawn(3, 32, seed=4, dtype=torch.float64)
+    x = drawn(3, 32, seed=1, dtype=torch.float64)
+    noise = drawn(3, 32, seed=3, dtype=torch.float64)
+    v = drawn(3, 32, seed=2, dtype=torch.float64)
+    w = drawn(3, 32, seed=4, dtype=torch.float64)
     here, there = (step(kind, 0.7, x, velocity, [1, 2, 3]) for velocity in (v, v + 1e-2 * w))
     after = sample(here, noise)
     gaussian = log_prob(there, after) - log_prob(here, after)
@@ -210,7 +229,8 @@ def test_the_peers_log_ratio_is_two_variances_times_the_gaussian_one(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gradient_of_log_prob_in_the_velocity_is_the_closed_form(kind):
     """d log p / d v = (x' - mean) / std^2 * (d mean / d v) / D, and the mean is linear in v."""
-    x, noise = drawn(2, 8, seed=1, dtype=torch.float64), drawn(2, 8, seed=3, dtype=torch.float64)
+    x = drawn(2, 8, seed=1, dtype=torch.float64)
+    noise = drawn(2, 8, seed=3, dtype=torch.float64)
     v = drawn(2, 8, seed=2, dtype=torch.float64).requires_grad_()
     found = step(kind, 0.7, x, v, [0, 3])
     after = sample(found, noise).detach()
@@ -230,10 +250,8 @@ def test_the_gradient_of_log_prob_in_the_velocity_is_the_closed_form(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("row", [0, 1, 4])
 def test_reference_kl_follows_the_formula_and_is_differentiable(kind, row):
-    x, v = (
-        drawn(2, 3, 4, seed=1, dtype=torch.float64),
-        drawn(2, 3, 4, seed=2, dtype=torch.float64).requires_grad_(),
-    )
+    x = drawn(2, 3, 4, seed=1, dtype=torch.float64)
+    v = drawn(2, 3, 4, seed=2, dtype=torch.float64).requires_grad_()
     sigma = torch.full((2,), SIGMAS[row], dtype=torch.float64)
     following = torch.full((2,), SIGMAS[row + 1], dtype=torch.float64)
     found = step(kind, 0.7, x, v, [row, row])
@@ -251,9 +269,11 @@ def test_reference_kl_follows_the_formula_and_is_differentiable(kind, row):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_reference_kl_of_equal_means_is_zero_with_zero_gradient(kind):
-    x, v = drawn(2, 3, seed=1), drawn(2, 3, seed=2).requires_grad_()
+    x = drawn(2, 3, seed=1)
+    v = drawn(2, 3, seed=2).requires_grad_()
     found = step(kind, 0.7, x, v, [1, 2])
-    sigma, following = torch.tensor(SIGMAS)[[1, 2]], torch.tensor(SIGMAS)[[2, 3]]
+    sigma = torch.tensor(SIGMAS)[[1, 2]]
+    following = torch.tensor(SIGMAS)[[2, 3]]
     penalty = reference_kl(found, found.mean.detach(), sigma, following, kind=kind)
     penalty.sum().backward()
     assert torch.count_nonzero(penalty) == 0
@@ -262,11 +282,10 @@ def test_reference_kl_of_equal_means_is_zero_with_zero_gradient(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_half_precision_states_are_computed_in_fp32(kind):
-    x, v = (
-        drawn(2, 3, 4, seed=1, dtype=torch.bfloat16),
-        drawn(2, 3, 4, seed=2, dtype=torch.bfloat16),
-    )
-    low, full = step(kind, 0.7, x, v, [0, 3]), step(kind, 0.7, x.float(), v.float(), [0, 3])
+    x = drawn(2, 3, 4, seed=1, dtype=torch.bfloat16)
+    v = drawn(2, 3, 4, seed=2, dtype=torch.bfloat16)
+    low = step(kind, 0.7, x, v, [0, 3])
+    full = step(kind, 0.7, x.float(), v.float(), [0, 3])
     assert low.mean.dtype == torch.float32
     assert torch.equal(low.mean, full.mean)
 

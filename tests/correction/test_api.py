@@ -38,8 +38,10 @@ from flowgrpo_rc import (
 @pytest.mark.parametrize(("training_value", "rollout_value"), NOT_FINITE)
 def test_the_public_functions_reject_what_is_not_finite(training_value, rollout_value):
     training, rollout = log_probs(shape=(4, 1))
-    training[1], rollout[1] = training_value, rollout_value
-    mask, others = torch.ones(4, 1), [0, 2, 3]
+    training[1] = training_value
+    rollout[1] = rollout_value
+    mask = torch.ones(4, 1)
+    others = [0, 2, 3]
     values = compute_offpolicy_metrics(training, rollout, mask)
     assert values == compute_offpolicy_metrics(training[others], rollout[others], mask[others])
     difference = training - rollout

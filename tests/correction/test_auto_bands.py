@@ -175,12 +175,12 @@ def test_nothing_is_rejected_before_a_band_has_seen_enough() -> None:
 
 
 def test_what_is_not_finite_is_rejected_and_not_observed() -> None:
-    bands, (batch, training, kl) = auto_bands("token_k1,seq_mean_k1"), mismatch(0)
+    bands = auto_bands("token_k1,seq_mean_k1")
+    (batch, training, kl) = mismatch(0)
     training[0, 1] = math.nan
     judged, metrics = bands.judge(batch, training, kl)
-    assert (
-        judged.rejection_mask[0].tolist() == [False] * 4
-    )  # the sequence has a step that cannot be judged
+    # The sequence has a step that cannot be judged.
+    assert judged.rejection_mask[0].tolist() == [False] * 4
     assert judged.rejection_mask[1:].all()
     assert all(math.isfinite(value) for value in metrics.compute().values())
     bands.finish(identity)
@@ -199,7 +199,8 @@ def test_rounding_of_equal_precisions_is_not_rejected() -> None:
 
     The least width leaves room for sums in another order.
     """
-    bands, (batch, training, _) = auto_bands("token_k1", "auto:4"), mismatch(0)
+    bands = auto_bands("token_k1", "auto:4")
+    (batch, training, _) = mismatch(0)
     bands.judge(batch, 0 * training, None)
     bands.finish(identity)
     ones = torch.ones_like(training)
@@ -225,7 +226,8 @@ def test_a_band_follows_the_newest_iterations(monkeypatch: pytest.MonkeyPatch) -
 
 def test_processes_share_their_bands() -> None:
     """Three processes with a third of the samples each have the bands of one process with all."""
-    iterations, given = [mismatch(seed, 66) for seed in range(4)], mismatch(99, 66, planted=3.0)
+    iterations = [mismatch(seed, 66) for seed in range(4)]
+    given = mismatch(99, 66, planted=3.0)
 
     def history(rows: slice, gather: Gather) -> AutoBands:
         bands = auto_bands()
@@ -258,7 +260,8 @@ def test_processes_share_their_bands() -> None:
 
 
 def test_a_checkpoint_holds_the_past_mismatch() -> None:
-    bands, fresh = warmed(auto_bands(), 3), auto_bands()
+    bands = warmed(auto_bands(), 3)
+    fresh = auto_bands()
     fresh.load(bands.tensors())
     for one, two in zip(
         warmed(bands, 8).tensors().items(), warmed(fresh, 8).tensors().items(), strict=True
@@ -270,7 +273,8 @@ def test_a_checkpoint_holds_the_past_mismatch() -> None:
 
 
 def test_a_decision_costs_no_host_transfer() -> None:
-    bands, given = warmed(auto_bands()), mismatch(99)
+    bands = warmed(auto_bands())
+    given = mismatch(99)
     assert cost(lambda: bands.judge(*given)).transfers == 0
 
 
@@ -346,7 +350,8 @@ def test_an_earlier_decision_is_narrowed_and_counted() -> None:
     """
     batch, training, _ = mismatch(0, 6)
     before = torch.ones(6, 4, dtype=torch.bool)
-    before[0], before[1, 2] = False, False
+    before[0] = False
+    before[1, 2] = False
     config = RolloutCorrectionConfig(
         rollout_is="token",
         rollout_is_batch_normalize=True,

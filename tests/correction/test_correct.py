@@ -41,7 +41,8 @@ WIDE = 1e30  # a bound that truncates nothing
 @pytest.mark.parametrize("upper", [1.2, 100.0])
 def test_weights(level, masking, upper):
     training, rollout = log_probs()
-    mask, rule = mask_of(masking), Rule(level, upper=upper)
+    mask = mask_of(masking)
+    rule = Rule(level, upper=upper)
     found = run(training, rollout, mask, rule)
     expect = tensor(expected(training, rollout, mask, rule).weights)
     torch.testing.assert_close(found.weights, expect, rtol=1e-13, atol=0)
@@ -54,10 +55,8 @@ def test_weights(level, masking, upper):
     ("drift", "bound"), [(30.0, 20.0), (-30.0, -20.0), (1000.0, 20.0), (-1000.0, -20.0)]
 )
 def test_weights_stay_inside_the_safety_bound(level, drift, bound):
-    training, mask = (
-        torch.full((2, 3), drift, dtype=torch.float64),
-        torch.ones(2, 3, dtype=torch.bool),
-    )
+    training = torch.full((2, 3), drift, dtype=torch.float64)
+    mask = torch.ones(2, 3, dtype=torch.bool)
     found = run(training, torch.zeros_like(training), mask, Rule(level, upper=WIDE))
     torch.testing.assert_close(
         found.weights, torch.full_like(training, math.exp(bound)), rtol=1e-13, atol=0
@@ -133,7 +132,8 @@ def test_batch_normalisation_divides_bounded_weights_by_their_mean(level, maskin
     training, rollout = log_probs()
     mask = mask_of(masking)
     rule = Rule(level, upper=1.3, normalise=True)
-    found, expect = run(training, rollout, mask, rule), expected(training, rollout, mask, rule)
+    found = run(training, rollout, mask, rule)
+    expect = expected(training, rollout, mask, rule)
     torch.testing.assert_close(found.weights, tensor(expect.weights), rtol=1e-13, atol=0)
     values = found.metrics.compute()
     factor = expect.metrics["rollout_is_batch_norm_factor"]
@@ -188,7 +188,8 @@ def test_a_row_that_is_not_finite_is_rejected_and_counted_nowhere_else(
     training_value, rollout_value, rule, criterion
 ):
     training, rollout = log_probs(shape=(6, 1))
-    training[2], rollout[2] = training_value, rollout_value
+    training[2] = training_value
+    rollout[2] = rollout_value
     mask = torch.ones(6, 1, dtype=torch.bool)
     rule = rule._replace(bands=() if criterion is None else ((criterion, 0.6, 1.8),))
     others = torch.tensor([0, 1, 3, 4, 5])
@@ -199,7 +200,8 @@ def test_a_row_that_is_not_finite_is_rejected_and_counted_nowhere_else(
     if rule.level is not None:
         assert found.weights[2].item() == 0
         torch.testing.assert_close(found.weights[others], clean.weights, rtol=1e-14, atol=0)
-    values, expect = found.metrics.compute(), clean.metrics.compute()
+    values = found.metrics.compute()
+    expect = clean.metrics.compute()
     assert all(math.isfinite(value) for value in values.values())
     totals = [
         f"rollout_{kind}_{unit}masked_fraction" for kind in ("is", "rs") for unit in ("", "seq_")
@@ -215,7 +217,8 @@ def test_a_row_that_is_not_finite_is_rejected_and_counted_nowhere_else(
 @pytest.mark.parametrize("criterion", CRITERIA)
 def test_one_bad_step_rejects_itself_and_under_a_sequence_criterion_its_sequence(bad, criterion):
     difference = tensor([[0.1, bad, 0.0], [0.1, 0.2, 0.0]])
-    zero, mask = torch.zeros_like(difference), torch.ones(2, 3, dtype=torch.bool)
+    zero = torch.zeros_like(difference)
+    mask = torch.ones(2, 3, dtype=torch.bool)
     spec = "0.5_2.0" if criterion.endswith("k1") else "2.0"
     expect = [[criterion.startswith("token"), False, criterion.startswith("token")], [True] * 3]
     rule = Rule("sequence", bands=((criterion, 0.5, 2.0),))
@@ -306,13 +309,15 @@ def test_the_borders_of_blocks_change_nothing(monkeypatch, level, elements, mask
 def test_copies_of_a_batch_in_several_blocks_have_its_weights_and_means():
     """Weights and mask repeat, and the means are those of the 6 rows."""
     training, rollout = log_probs()
-    mask, rule = mask_of("right"), Rule("sequence", bands=(("seq_mean_k1", 0.7, 1.5),))
+    mask = mask_of("right")
+    rule = Rule("sequence", bands=(("seq_mean_k1", 0.7, 1.5),))
     copies = module._BLOCK["cpu"] // mask.numel() + 100
     small = run(training, rollout, mask, rule)
     large = run(*(x.repeat(copies, 1) for x in (training, rollout, mask)), rule)
     assert torch.equal(large.mask, small.mask.repeat(copies, 1))
     assert torch.equal(large.weights, small.weights.repeat(copies, 1))
-    values, expect = large.metrics.compute(), small.metrics.compute()
+    values = large.metrics.compute()
+    expect = small.metrics.compute()
     assert values.keys() == expect.keys()
     same = {name for name in expect if not name.endswith("seq_std")}
     assert {n: values[n] for n in same} == pytest.approx(

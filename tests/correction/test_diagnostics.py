@@ -146,7 +146,8 @@ def test_metrics_hold_at_the_scale_of_diffusion_log_ratios(level, scale):
     """
     source = torch.Generator().manual_seed(1)
     difference = scale * torch.randn(40, 3, generator=source, dtype=torch.float64)
-    mask, zero = torch.ones(40, 3, dtype=torch.bool), torch.zeros_like(difference)
+    mask = torch.ones(40, 3, dtype=torch.bool)
+    zero = torch.zeros_like(difference)
     rule = Rule(
         level, bands=(("token_k3", 0.0, scale), ("seq_mean_k1", math.exp(-scale), math.exp(scale)))
     )
@@ -177,7 +178,8 @@ def test_extremes_are_those_after_the_bounds_for_tokens_and_before_them_for_sequ
     level, highest, lowest
 ):
     ratio = torch.tensor([[3.0, 3.0], [0.2, 0.2], [1.1, 1.1], [2.5, 2.5]], dtype=torch.float64)
-    training, mask = ratio.log(), torch.ones(4, 2, dtype=torch.bool)
+    training = ratio.log()
+    mask = torch.ones(4, 2, dtype=torch.bool)
     values = run(training, torch.zeros_like(training), mask, Rule(level)).metrics.compute()
     assert values["rollout_is_ratio_fraction_high"] == values["rollout_is_seq_fraction_high"] == 0.5
     assert values["rollout_is_ratio_fraction_low"] == values["rollout_is_seq_fraction_low"] == 0.25

@@ -47,7 +47,8 @@ def test_a_loss_makes_no_transfer(mode: dict[str, object]) -> None:
     )
     filled = {"old_log_probs": rollout, "advantages": torch.ones_like(rollout)}
     config = loss_config(correction)
-    steps, tokens = diffusion_batch(rollout, **filled), token_batch(rollout, mask.bool(), **filled)
+    steps = diffusion_batch(rollout, **filled)
+    tokens = token_batch(rollout, mask.bool(), **filled)
     assert transfers(lambda: DiffusionObjective(config).terms(now, steps)) == 0
     assert transfers(lambda: TokenObjective(config).terms(now, tokens)) == 0
 

@@ -40,7 +40,8 @@ def test_slime_names(mode, metric_names):
         "mis_catastrophic_seq_fraction": "rollout_is_veto_fraction",
         "mis_batch_norm_factor": "rollout_is_batch_norm_factor",
     }
-    high, low = "rollout_is_ratio_fraction_high", "rollout_is_ratio_fraction_low"
+    high = "rollout_is_ratio_fraction_high"
+    low = "rollout_is_ratio_fraction_low"
     documented |= {
         "truncate": {"mis_truncate_fraction": high},
         "clip": {"mis_clip_fraction_low": low, "mis_clip_fraction_high": high},

@@ -57,7 +57,8 @@ def ours(case: dict[str, Any], **changes: Any) -> Any:
             settings = {
                 name: value for name, value in settings.items() if not name.startswith(f"{switch}_")
             }
-    old, rollout = case["old_log_prob"].double(), case["rollout_log_prob"].double()
+    old = case["old_log_prob"].double()
+    rollout = case["rollout_log_prob"].double()
     return compute_rollout_correction_and_rejection_mask(
         old, rollout, case["response_mask"], **settings
     )
@@ -87,7 +88,8 @@ def compare(found: Any, case: dict[str, Any], names: Any, *, rel: float = 1e-4) 
     Differences of squares leave about 1e-6.
     """
     for name in names:
-        mine, theirs = found.metrics[f"rollout_corr/{name}"], case["metrics_float64"][name]
+        mine = found.metrics[f"rollout_corr/{name}"]
+        theirs = case["metrics_float64"][name]
         assert mine == pytest.approx(theirs, rel=rel, abs=2e-6), name
 
 
@@ -121,9 +123,8 @@ def test_weights_and_masks_of_three_hundred_cases(version: str) -> None:
             and case["flags"]["empty_rows"]
             and version == "0.6.1"
         ):
-            ratio = (
-                found.weights[expect > 0] / expect[expect > 0]
-            )  # its mean counts rows without tokens as 0
+            # verl's mean counts rows without tokens as 0.
+            ratio = found.weights[expect > 0] / expect[expect > 0]
             torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), rtol=2e-6, atol=0)
         else:
             # A float32 sum of log-ratios of 20 and more is itself uncertain by 1e-6.
@@ -142,9 +143,8 @@ def test_every_metric_of_the_newer_wheel() -> None:
         )
         names = set(case["metrics_float64"])
         if case["metrics"].get("rollout_is_mean", 1) < 1e-3:
-            names -= {
-                "rollout_is_eff_sample_size"
-            }  # 1e-8 in their denominator makes it larger than 1 there
+            # 1e-8 in verl's denominator makes it larger than 1 there.
+            names -= {"rollout_is_eff_sample_size"}
         if case["flags"]["empty_rows"]:
             names = {name for name in names if not over_rows(name)}
         found = ours(case, **changes)

@@ -13,7 +13,8 @@ from flowgrpo_rc.correction.correct import Corrector
 from flowgrpo_rc.correction.presets import PRESETS
 from flowgrpo_rc.correction.thresholds import parse_bands
 
-BYPASS, REINFORCE = {"bypass_mode": True}, {"bypass_mode": True, "loss_type": "reinforce"}
+BYPASS = {"bypass_mode": True}
+REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}
 VETO = {"rollout_token_veto_threshold": 1e-4}
 
 
@@ -33,7 +34,8 @@ def rejects(criterion, threshold, lower=None):
     }
 
 
-GEO, K3 = rejects("seq_mean_k1", "0.999_1.001"), rejects("seq_mean_k3", 0.01)
+GEO = rejects("seq_mean_k1", "0.999_1.001")
+K3 = rejects("seq_mean_k3", 0.01)
 SUM = rejects("seq_sum_k1", "0.5_2.0")
 MIS = {**token("0.5_2.0"), "rollout_is_mode": "mask"}
 

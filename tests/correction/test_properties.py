@@ -46,7 +46,9 @@ def cases(draw, values, dtypes=DTYPES) -> Case:
     """Draws log-probs [B, T] with B up to 4 and T up to 5; some rows or all of them may be
     empty.
     """
-    rows, columns, dtype = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(dtypes)
+    rows = draw(st.integers(1, 4))
+    columns = draw(st.integers(1, 5))
+    dtype = draw(dtypes)
 
     def table(entries):
         listed = draw(st.lists(entries, min_size=rows * columns, max_size=rows * columns))
@@ -121,7 +123,8 @@ def test_weights_masks_and_metrics_are_always_sound(case, rule):
 @every(max_examples=60)
 @hypothesis.given(cases(ORDINARY, st.just(torch.float64)), rules())
 def test_weights_masks_and_metrics_are_those_of_the_formulas(case, rule):
-    found, expect = run(*case, rule), expected(*case, rule)
+    found = run(*case, rule)
+    expect = expected(*case, rule)
     assert found.mask.tolist() == expect.kept
     assert found.metrics.compute() == pytest.approx(expect.metrics, rel=1e-7, abs=1e-7)
     if found.weights is not None:
@@ -148,7 +151,8 @@ def loss_of(
     return loss, now.grad, metrics.compute()
 
 
-BYPASS, REINFORCE = {"bypass_mode": True}, {"bypass_mode": True, "loss_type": "reinforce"}
+BYPASS = {"bypass_mode": True}
+REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}
 
 
 @every(max_examples=60)
@@ -176,7 +180,8 @@ def test_loss_and_gradient_are_always_finite(case, rule, mode, aggregation, norm
 def test_the_order_of_rows_changes_nothing(case, rule, source):
     order = list(range(len(case.mask)))
     source.shuffle(order)
-    found, other = run(*case, rule), run(*(x[order] for x in case), rule)
+    found = run(*case, rule)
+    other = run(*(x[order] for x in case), rule)
     assert torch.equal(other.mask, found.mask[order])
     assert other.metrics.compute() == pytest.approx(found.metrics.compute(), rel=1e-9, abs=1e-6)
     if found.weights is not None:
@@ -194,7 +199,8 @@ def test_the_order_of_rows_changes_nothing(case, rule, source):
 def test_padding_changes_nothing(case, rule, left, right, rubbish):
     pad = torch.nn.functional.pad
     wide = [pad(x, (left, right), value=rubbish) for x in case[:2]]
-    found, other = run(*case, rule), run(*wide, pad(case.mask, (left, right)), rule)
+    found = run(*case, rule)
+    other = run(*wide, pad(case.mask, (left, right)), rule)
     inside = slice(left, left + case.mask.shape[1])
     assert torch.equal(other.mask, pad(found.mask, (left, right)))
     assert other.metrics.compute() == pytest.approx(found.metrics.compute(), rel=1e-9, abs=1e-6)

@@ -14,7 +14,9 @@ from flowgrpo_rc.correction.api import apply_rollout_correction_to_batch
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.reasons import Reason, reasons
 
-RATIO, MEAN, LOWEST = math.exp(0.02), math.exp(0.005), math.exp(-0.005)
+RATIO = math.exp(0.02)
+MEAN = math.exp(0.005)
+LOWEST = math.exp(-0.005)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,8 @@ def test_rows_that_are_kept_have_no_reason_and_broken_ones_say_so() -> None:
 def test_exactly_the_rejected_rows_have_reasons(
     settings: dict[str, Any],
 ) -> None:
-    config, training = RolloutCorrectionConfig(**settings), normal(40, 3, scale=0.08)
+    config = RolloutCorrectionConfig(**settings)
+    training = normal(40, 3, scale=0.08)
     training[11, 1] = math.nan
     batch = diffusion_batch(torch.zeros(40, 3), old_log_probs=training)
     corrected, _ = apply_rollout_correction_to_batch(batch, config)

@@ -32,7 +32,8 @@ def band(criterion, difference, valid):
     cut = [
         (a + b) / 2 for a, b in itertools.pairwise(sorted({value for row in rows for value in row}))
     ]
-    low, high = cut[int(0.25 * len(cut))], cut[int(0.7 * len(cut))]
+    low = cut[int(0.25 * len(cut))]
+    high = cut[int(0.7 * len(cut))]
     return (
         (criterion, math.exp(-high), math.exp(-low))
         if criterion.endswith("k1")
@@ -47,7 +48,8 @@ def test_every_criterion_at_every_level_and_padding(criterion, level, masking):
     training, rollout = log_probs(seed=3)
     mask = mask_of(masking)
     rule = Rule(level, bands=(band(criterion, (training - rollout).tolist(), mask.tolist()),))
-    found, expect = run(training, rollout, mask, rule), expected(training, rollout, mask, rule)
+    found = run(training, rollout, mask, rule)
+    expect = expected(training, rollout, mask, rule)
     assert found.mask.tolist() == expect.kept
     assert 0 < found.mask.sum() < mask.sum()
     assert found.metrics.compute() == pytest.approx(expect.metrics, rel=1e-10, abs=1e-12)
@@ -70,12 +72,14 @@ def test_an_asymmetric_band_is_on_training_over_rollout(criterion, ratio, keeps)
 def test_several_criteria_keep_what_all_of_them_keep():
     training, rollout = log_probs(seed=3)
     mask = mask_of("right")
-    difference, valid = (training - rollout).tolist(), mask.tolist()
+    difference = (training - rollout).tolist()
+    valid = mask.tolist()
     bands = tuple(
         band(name, difference, valid) for name in ("token_k2", "seq_mean_k1", "seq_max_k3")
     )
     rule = Rule("geometric", bands=bands)
-    found, expect = run(training, rollout, mask, rule), expected(training, rollout, mask, rule)
+    found = run(training, rollout, mask, rule)
+    expect = expected(training, rollout, mask, rule)
     parts = [torch.tensor(oracles.kept(*one, difference, valid)) for one in bands]
     assert torch.equal(found.mask, parts[0] & parts[1] & parts[2])
     assert not any(torch.equal(found.mask, part) for part in parts)
@@ -87,7 +91,9 @@ def test_a_step_under_the_padding_rejects_nothing(criterion):
     training, rollout = log_probs(scale=1e-3)
     mask = mask_of("right")
     wild = torch.where(mask, training, training - 50)
-    wild[1, 3], wild[2, 2], wild[2, 3] = math.nan, math.inf, -math.inf
+    wild[1, 3] = math.nan
+    wild[2, 2] = math.inf
+    wild[2, 3] = -math.inf
     rule = Rule("sequence", bands=((criterion, 1 / 1.5, 1.5),), veto=1e-3)
     found, quiet = (run(x, rollout, mask, rule) for x in (wild, training))
     assert torch.equal(found.mask, mask)
@@ -108,7 +114,8 @@ def test_a_veto_rejects_the_sequence_of_any_step_below_it(level, masking, criter
     )
     lowest = sorted((training - rollout)[mask].tolist())
     rule = Rule(level, bands=bands, veto=math.exp((lowest[1] + lowest[2]) / 2))
-    found, expect = run(training, rollout, mask, rule), expected(training, rollout, mask, rule)
+    found = run(training, rollout, mask, rule)
+    expect = expected(training, rollout, mask, rule)
     assert found.mask.tolist() == expect.kept
     values = found.metrics.compute()
     assert values == pytest.approx(expect.metrics, rel=1e-10, abs=1e-12)
@@ -145,11 +152,10 @@ def test_a_veto_reads_the_ratio_without_the_safety_bound(ratio, threshold, vetoe
 def test_a_step_that_the_training_policy_cannot_take_is_catastrophic(
     training_value, rollout_value, vetoed
 ):
-    training, rollout = (
-        torch.zeros(3, 2, dtype=torch.float64),
-        torch.zeros(3, 2, dtype=torch.float64),
-    )
-    training[1, 1], rollout[1, 1] = training_value, rollout_value
+    training = torch.zeros(3, 2, dtype=torch.float64)
+    rollout = torch.zeros(3, 2, dtype=torch.float64)
+    training[1, 1] = training_value
+    rollout[1, 1] = rollout_value
     found = run(training, rollout, torch.ones(3, 2, dtype=torch.bool), Rule("token", veto=1e-4))
     assert found.mask.tolist() == [[True, True], [not vetoed, False], [True, True]]
     assert found.metrics.compute()["rollout_is_veto_fraction"] == pytest.approx(vetoed / 3)

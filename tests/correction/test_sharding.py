@@ -32,7 +32,8 @@ def test_micro_batches_change_neither_weights_mask_nor_metrics(rule, scale, cuts
     training, rollout = log_probs(scale)
     mask = mask_of("empty")
     whole = run(training, rollout, mask, rule)
-    bag, parts = MetricBag(), []
+    bag = MetricBag()
+    parts = []
     for start, stop in zip([0, *cuts], [*cuts, 6], strict=True):
         parts.append(run(training[start:stop], rollout[start:stop], mask[start:stop], rule))
         bag.merge(parts[-1].metrics)
@@ -105,7 +106,8 @@ def test_the_maximum_is_the_one_of_the_global_batch():
     rollout = torch.zeros(4, 1, dtype=torch.float64)
     training = torch.tensor([[0.1], [0.2], [-0.6], [0.3]], dtype=torch.float64)
     mask = torch.ones(4, 1, dtype=torch.bool)
-    bag, rule = MetricBag(), Rule(bands=(("token_k1", 0.5, 2.0),))
+    bag = MetricBag()
+    rule = Rule(bands=(("token_k1", 0.5, 2.0),))
     for row in range(4):
         bag.merge(
             run(training[row : row + 1], rollout[row : row + 1], mask[row : row + 1], rule).metrics,

@@ -92,7 +92,8 @@ def test_step_kl_ranks_planted_errors_without_an_inversion(model: FlowModel, kin
     the noise of the sample.
     """
     transformer = trained_lora(model)
-    policy, faulty = FlowPolicy(model, transformer), Faulty(model, transformer)
+    policy = FlowPolicy(model, transformer)
+    faulty = Faulty(model, transformer)
     faulty.amplitudes = torch.linspace(1e-4, 1e-3, 32)
     shape = model.latent_shape(make_spec(kind, 1.0))
     source = torch.Generator().manual_seed(7)
@@ -176,7 +177,8 @@ def test_rows_on_other_processes_change_nothing() -> None:
     )
     batch = diffusion_batch(ROLLOUT, old_log_probs=TRAINING)
     whole, bag = apply_rollout_correction_to_batch(batch, config, step_kl=KL)
-    shares, cuts = pieces(batch, [1, 4]), [slice(0, 1), slice(1, 4), slice(4, 6)]
+    shares = pieces(batch, [1, 4])
+    cuts = [slice(0, 1), slice(1, 4), slice(4, 6)]
 
     def work(rank, reduce):
         found = apply_rollout_correction_to_batch(
@@ -237,7 +239,8 @@ def test_the_criterion_and_its_tensor_need_each_other() -> None:
 
 def test_metrics_of_micro_batches_are_those_of_the_batch() -> None:
     corrector = Corrector(RolloutCorrectionConfig(**CONFIG))
-    whole, bag = corrector(TRAINING, ROLLOUT, MASK, step_kl=KL), MetricBag()
+    whole = corrector(TRAINING, ROLLOUT, MASK, step_kl=KL)
+    bag = MetricBag()
     for rows in (slice(0, 2), slice(2, 6)):
         bag.merge(corrector(TRAINING[rows], ROLLOUT[rows], MASK[rows], step_kl=KL[rows]).metrics)
     assert bag.compute() == pytest.approx(whole.metrics.compute(), rel=1e-12, abs=1e-15)

@@ -10,7 +10,9 @@ from support.oracles import CRITERIA as DOCUMENTED
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.thresholds import CRITERIA, parse_bands, parse_weight_bounds
 
-RS, THRESHOLD, LOWER = "rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower"
+RS = "rollout_rs"
+THRESHOLD = "rollout_rs_threshold"
+LOWER = "rollout_rs_threshold_lower"
 
 
 def bounds(criteria, thresholds, lower=None, **options):

@@ -37,8 +37,10 @@ def test_the_modes_are_the_documented_ones():
 )
 def test_every_mode_at_every_level(level, mode, masking, more):
     training, rollout = log_probs(seed=5)
-    mask, rule = mask_of(masking), rule_of(level, mode, bands=(("token_k2", 0.0, 0.4),), **more)
-    found, expect = run(training, rollout, mask, rule), expected(training, rollout, mask, rule)
+    mask = mask_of(masking)
+    rule = rule_of(level, mode, bands=(("token_k2", 0.0, 0.4),), **more)
+    found = run(training, rollout, mask, rule)
+    expect = expected(training, rollout, mask, rule)
     weights = torch.tensor(expect.weights, dtype=torch.float64)
     torch.testing.assert_close(found.weights, weights, rtol=1e-12, atol=0)
     assert found.mask.tolist() == expect.kept
@@ -129,10 +131,8 @@ def test_the_level_decides_what_is_an_outlier_of_the_mask_mode(level, kept):
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_mask_mode_judges_the_weight_inside_the_safety_bound(level):
     """exp(-40) counts as exp(-20), which is above the lower bound of 1e-10."""
-    training, mask = (
-        torch.tensor([[-40.0]], dtype=torch.float64),
-        torch.ones(1, 1, dtype=torch.bool),
-    )
+    training = torch.tensor([[-40.0]], dtype=torch.float64)
+    mask = torch.ones(1, 1, dtype=torch.bool)
     for lower, kept in ((1e-10, True), (1e-8, False)):
         found = run(training, torch.zeros_like(training), mask, Rule(level, "mask", lower, 2.0))
         assert found.mask.item() is kept

@@ -62,7 +62,8 @@ def _forked(program: Callable[[], object], folder: Path) -> None:
         with log.open("w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
         warnings.resetwarnings()
         warnings.simplefilter("ignore")
         code = 1

@@ -32,7 +32,8 @@ def config(correction: RolloutCorrectionConfig, mode: str, **options: float) -> 
 def test_values_gradients_and_metrics_are_the_built_in_s(
     correction: RolloutCorrectionConfig,
 ) -> None:
-    given, theta = three_steps(), movement()
+    given = three_steps()
+    theta = movement()
     mask = torch.ones(6, 3, dtype=torch.bool)
     mask[2, 1] = False
     batch = given.batch.replace(rejection_mask=mask)
@@ -45,7 +46,8 @@ def test_values_gradients_and_metrics_are_the_built_in_s(
 
 
 def test_its_option_widens_the_upper_edge() -> None:
-    given, theta = three_steps(), movement(0.3)
+    given = three_steps()
+    theta = movement(0.3)
     narrow, wide = (
         value_and_gradient(
             config(DECOUPLED, "my_guard.MyGuard", higher=higher), given, theta, given.batch

@@ -214,7 +214,8 @@ class Row(NamedTuple):
 
 
 def rows() -> Iterator[Row]:
-    section, inside = "", False
+    section = ""
+    inside = False
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
             section = line.removeprefix("## ")

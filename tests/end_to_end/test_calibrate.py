@@ -38,7 +38,8 @@ from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.policies.flow import FlowPolicy
 
 KEY = "algorithm.rollout_correction"
-CLIP, BYPASS = "actor.diffusion_loss.clip_ratio", f"{KEY}.bypass_mode=true"
+CLIP = "actor.diffusion_loss.clip_ratio"
+BYPASS = f"{KEY}.bypass_mode=true"
 GUARD = "actor.diffusion_loss.loss_mode=grpo_guard"
 FAULTS = {
     "Bf16Latents": "latents",
@@ -67,14 +68,14 @@ class Bench:
     def __init__(self, *overrides: str, config_dir: str | None = None) -> None:
         self.config = to_config(compose_config(list(overrides), config_dir=config_dir))
         self.task = make_task(self.config, make_processes(self.config))
-        self.task.policy = FlowPolicy(
-            self.task.model, self.task.model.network
-        )  # accelerate is reset after each test
+        # The task's own policy holds accelerate's state, which is reset after each test.
+        self.task.policy = FlowPolicy(self.task.model, self.task.model.network)
         self.prompts = prompts_of(self.config)[0].step(0)[:1]
         self.lora = Lora(*plant_movements(self.task.model.network, 0))
 
     def diagnose(self, name: str, dtype: str) -> Diagnosis:
-        self.config.rollout.name, self.config.rollout.dtype = name, dtype
+        self.config.rollout.name = name
+        self.config.rollout.dtype = dtype
         engine = make_engine(self.config, self.task)
         rollouts = sample_all(self.config, self.task.model, engine, self.lora, self.prompts)
         return compare(self.config, self.task, rollouts, self.lora).diagnosis
@@ -108,10 +109,8 @@ def small_bench(model_path: Path, prompt_file: Path) -> Bench:
 
 @pytest.mark.parametrize(("fault", "dtype"), BOTH)
 def test_a_fault_is_named(bench: Bench, fault: str, dtype: str) -> None:
-    found, cause = (
-        bench.diagnose(f"support.faulty_engines.{fault}", dtype),
-        (FAULTS | VARIANTS)[fault],
-    )
+    found = bench.diagnose(f"support.faulty_engines.{fault}", dtype)
+    cause = (FAULTS | VARIANTS)[fault]
     assert found.cause == cause, found
     assert found.explanation is not None  # by replay, whatever the record admits
     assert found.explanation.residual <= found.as_recorded / 10
@@ -185,11 +184,12 @@ def test_copies_come_one_after_the_other(bench: Bench, monkeypatch: pytest.Monke
     ("given", "others", "same"),
     [
         (["model.dtype=fp32", "rollout.dtype=bf16"], ["fp16"], "fp32"),
+        # A copy in fp32 would be twice as large.
         (
             ["model.dtype=bf16", "rollout.dtype=bf16"],
             ["fp16"],
             "bf16",
-        ),  # fp32 would be twice as large
+        ),
         (
             ["model.dtype=fp32", "rollout.dtype=bf16", "trainer.mixed_precision=bf16"],
             ["fp32", "fp16"],
@@ -224,8 +224,10 @@ RECORDS = {
 
 def test_a_record_that_admits_a_fault(bench: Bench) -> None:
     """It counts even if its log-probs agree with the fault."""
-    bench.config.rollout.name, bench.config.rollout.dtype = "diffusers", "fp32"
-    engine, model = make_engine(bench.config, bench.task), bench.task.model
+    bench.config.rollout.name = "diffusers"
+    bench.config.rollout.dtype = "fp32"
+    engine = make_engine(bench.config, bench.task)
+    model = bench.task.model
     rollout = sample_all(bench.config, model, engine, bench.lora, bench.prompts).few
     assert check_record(rollout, model, version=2, other_tensors=0) == []
     assert check_record(rollout, model, version=2, other_tensors=3)[0][0] == "weights"
@@ -238,7 +240,8 @@ def test_a_record_that_admits_a_fault(bench: Bench) -> None:
 
 def test_the_planted_movements_have_their_size(bench: Bench) -> None:
     """The two movements are measured by the product of the matrices."""
-    network, states = bench.task.model.network, bench.lora
+    network = bench.task.model.network
+    states = bench.lora
     names = [name for name in states.current if ".lora_B." in name]
     assert all(
         torch.equal(states.start[name], torch.zeros_like(states.start[name])) for name in names
@@ -281,10 +284,11 @@ def test_the_folder_of_a_result(
     assert written["diagnosis"]["verdict"] in shown
     assert (out / "mismatch.png").read_bytes().startswith(b"\x89PNG")
     by_timestep = written["mismatch"][0]["by_timestep"]
+    # The first copy is fp32 in the same batch shape.
     assert (len(by_timestep), set(by_timestep.values())) == (
         3,
         {0.0},
-    )  # fp32 in the same batch shape
+    )
     assert {
         (one["sampler"][:6], one["precision"], one["guidance"]) for one in written["mismatch"]
     } == {
@@ -320,7 +324,8 @@ def test_the_file_of_another_loss(
         calibrate("rollout.dtype=bf16", "rollout.n=8", GUARD, f"{KEY}.exclude_rejected=true") == 0
     )
     written = json.loads((tmp_path / "out" / "calibration.json").read_text())
-    shown, chosen = capsys.readouterr().out, written["settings"]
+    shown = capsys.readouterr().out
+    chosen = written["settings"]
     composed = compose_config(["+calibration=measured"], config_dir=str(tmp_path / "out"))
     assert (
         composed.algorithm.rollout_correction.bypass_mode,
@@ -440,7 +445,8 @@ def test_noise_is_not_clipped_under_the_guidance_of_the_reference(tmp_path: Path
 def test_guard_is_calibrated_under_the_guidance_of_the_reference() -> None:
     """The result holds in bypass mode, and on samples of another prompt."""
     bench = Bench(*QUICK, GUIDED, GUARD)
-    config, policy = bench.config, bench.task.policy
+    config = bench.config
+    policy = bench.task.policy
     engine = make_engine(config, bench.task)
 
     def sampled(prompt: Prompt) -> RecordedRollout:
@@ -475,7 +481,9 @@ def test_a_movement_of_ten_times_the_noise_is_clipped(calibrated: Path) -> None:
     """
     measured = json.loads((calibrated / "calibration.json").read_text())
     bench = Bench(*QUICK, "+calibration=measured", config_dir=str(calibrated))
-    config, policy, network = bench.config, bench.task.policy, bench.task.model.network
+    config = bench.config
+    policy = bench.task.policy
+    network = bench.task.model.network
     engine = make_engine(config, bench.task)
     prompts = prompts_of(config)[0].step(1)[:2]
     batch = sample(engine, ask(config, prompts, 16, config.rollout.spec())).batch
@@ -484,8 +492,10 @@ def test_a_movement_of_ten_times_the_noise_is_clipped(calibrated: Path) -> None:
         advantages=torch.ones_like(batch.rollout_log_probs),
         rejection_mask=batch.step_mask,  # what the bands decide before an update
     )
-    start, parameters = policy.log_probs(batch, 32), lora_parameters(network)
-    aim, moved = 10 * measured["mismatch"][0]["floor"], start
+    start = policy.log_probs(batch, 32)
+    parameters = lora_parameters(network)
+    aim = 10 * measured["mismatch"][0]["floor"]
+    moved = start
     for factor in (0.02, 1.0):  # the second time as far as the first one asks for
         if moved is not start:
             factor = 0.02 * aim / (moved - start).abs().mean().item()

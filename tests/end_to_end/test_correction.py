@@ -173,6 +173,7 @@ def test_a_run_in_bf16_expects_its_rounding_or_says_that_it_cannot(
         train("model.dtype=bf16", f"rollout.dtype={rollout}", f"{RC}.bypass_mode=true", *one_step)
         == 0
     )
-    row, said = read_rows(tmp_path / "run")[-1], capsys.readouterr().out
+    row = read_rows(tmp_path / "run")[-1]
+    said = capsys.readouterr().out
     assert ("actor/rollout_corr/mismatch_over_expected" in row) == (rollout == "bf16")
     assert ("no fault of the engine is reported" in said) == (rollout == "fp32")

@@ -215,7 +215,8 @@ def test_two_processes_train_a_language_model_as_one_does(workplace: Path) -> No
         "trainer.total_training_steps=3",
     ]
     common = ["--config-name", "token_grpo", *FP64, *small]
-    one, two = workplace / "text_one", workplace / "text_two"
+    one = workplace / "text_one"
+    two = workplace / "text_two"
     assert main(["train", *common, f"trainer.output_dir={one}"]) == 0
     options = ("trainer.strategy=fsdp2", f"trainer.output_dir={two}")
     done = launch(2, "-m", "flowgrpo_rc.train", *common, *options)
@@ -313,10 +314,11 @@ def test_a_process_that_dies_takes_the_others_down(
     failing: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str, strategy: str
 ) -> None:
     monkeypatch.setenv("FAILURE", failure)
+    # The timeout is far beyond what `launch` waits.
     options = (
         f"trainer.strategy={strategy}",
         "trainer.timeout_s=3600",
-    )  # far beyond what `launch` waits
+    )
     done = launch(2, "-m", "flowgrpo_rc.train", *failing, *options, python_path=tmp_path)
     assert done.returncode != 0
     assert "error: process 0 of 2 cannot reach another one" in done.stderr

@@ -41,9 +41,8 @@ def test_images_get_bluer(mode: str, tmp_path: Path) -> None:
     assert grid.is_file()
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing`:FutureWarning"
-)  # peft reads it of transformers
+# peft reads this attribute of transformers.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("mode", MODES)
 def test_sums_get_right(mode: str) -> None:
     before, after = minimal_token_grpo.main(["--mode", mode, "--steps", "8"])
@@ -63,9 +62,8 @@ def test_the_example_of_a_user_s_loss_trains_images(train: Train, tmp_path: Path
 # --- A model of one's own
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`FluxPosEmbed` is deprecated:FutureWarning"
-)  # diffusers' own Chroma
+# diffusers' own Chroma uses it.
+@pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
 def test_the_example_of_a_user_s_model_is_its_stock_pipeline_and_trains(tmp_path: Path) -> None:
     import my_model
 

@@ -30,7 +30,8 @@ def test_a_run_leaves_histograms_rejected_samples_and_a_card_that_works(
     # 8 samples of 2 steps; bypass mode sees the first of two mini-batches before its update.
     assert {sum(row["log_ratio"].values()) for row in found} == {8 if mode == "bypass" else 16}
     assert all(("log_weight" in row) == (mode == "decoupled") for row in found)
-    rows, fraction = read_rejected(run / "rejected"), "rollout_corr/rollout_rs_masked_fraction"
+    rows = read_rejected(run / "rejected")
+    fraction = "rollout_corr/rollout_rs_masked_fraction"
     name = fraction if mode == "decoupled" else f"actor/{fraction}"
     assert read_rows(run)[1][name] > 0.5
     assert [row["step"] for row in rows] == [1] * 4 + [2] * 4

@@ -132,10 +132,8 @@ class Bench:
         """
         processes = Processes(Accelerator(cpu=True))
         policy = FlowPolicy(self.model, self.model.network, autocast=processes.autocast)
-        task, rewards = (
-            ImageTask(self.model, policy, config.rollout, seed=0),
-            RewardManager(config.reward),
-        )
+        task = ImageTask(self.model, policy, config.rollout, seed=0)
+        rewards = RewardManager(config.reward)
         source = make_source(config, task, prompts_of(config)[0], rewards, processes, first_step=0)
         try:
             source.sync_weights(self.earlier, 0)

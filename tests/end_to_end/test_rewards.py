@@ -80,9 +80,8 @@ def test_single_failures_leave_the_baseline_and_are_counted(
     assert train(*chosen) == 0
     rows = read_rows(tmp_path / "run")
     assert any(row.get("reward/failed_fraction", 0) > 0 for row in rows)
-    assert all(
-        row["reward/mean"] >= 1 for row in rows[1:]
-    )  # prompt 0, had it been scored 0, would lower it
+    # A score of 0 for prompt 0 would lower the mean.
+    assert all(row["reward/mean"] >= 1 for row in rows[1:])
 
 
 def test_a_run_goes_on_beside_a_hostile_server_and_writes_no_token(train, tmp_path, caplog, capfd):

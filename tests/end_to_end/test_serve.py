@@ -18,7 +18,8 @@ TOKEN = "tok-of-the-server"
 
 def test_the_command_serves_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLOWGRPO_REWARD_TOKEN", TOKEN)
-    images, prompts = random_images(5), numbered_prompts(5)
+    images = random_images(5)
+    prompts = numbered_prompts(5)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     code = "import sys; from flowgrpo_rc.cli import main; sys.exit(main())"

@@ -124,7 +124,8 @@ def test_settings_train(tmp_path: Path, further: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("mode", ["seq_is", "pg_is"])
 def test_a_resumed_run_is_bit_equal(tmp_path: Path, mode: str) -> None:
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole = tmp_path / "whole"
+    cut = tmp_path / "cut"
     assert train(whole, f"{RC}={mode}", "trainer.total_training_steps=4") == 0
     assert train(cut, f"{RC}={mode}", "trainer.total_training_steps=2") == 0
     assert train(cut, f"{RC}={mode}", "trainer.total_training_steps=4") == 0
@@ -135,7 +136,8 @@ def test_a_resumed_run_is_bit_equal(tmp_path: Path, mode: str) -> None:
 def test_saved_rollouts_train_another_run_with_their_own_log_probs(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    source, replayed = tmp_path / "source", tmp_path / "replayed"
+    source = tmp_path / "source"
+    replayed = tmp_path / "replayed"
     assert train(source, "trainer.save_rollouts=true") == 0
     files = sorted((source / "rollouts").iterdir())
     assert [path.name for path in files] == [
@@ -143,7 +145,8 @@ def test_saved_rollouts_train_another_run_with_their_own_log_probs(
     ]
     replay = (f"data.replay_dir={source}", "actor.optim.lr=3e-3", "trainer.total_training_steps=4")
     assert train(replayed, *replay) == 0
-    there, here = read_rows(source), read_rows(replayed)
+    there = read_rows(source)
+    here = read_rows(replayed)
     assert here[1]["reward/mean"] == there[1]["reward/mean"]
     # The first step is the same policy on the same data; the third sees data of a policy that is
     # two steps old.

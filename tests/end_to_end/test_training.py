@@ -302,7 +302,8 @@ def test_sigkill_and_the_same_command_give_an_uninterrupted_runs_result(
         "actor.optim.lr_scheduler=linear",
         "actor.ema.update_interval=3",
     ]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
     assert main(["train", *settings, f"trainer.output_dir={whole}"]) == 0
     generator = torch.Generator().manual_seed(derive_seed("kill"))
     for _ in range(3):

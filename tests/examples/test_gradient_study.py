@@ -23,7 +23,8 @@ def problem() -> flow.Problem:
 
 
 def test_gradients_of_steps_are_those_of_autograd(problem: flow.Problem) -> None:
-    network, names = problem.network, list(problem.lora())
+    network = problem.network
+    names = list(problem.lora())
     rounding = flow.Sampler(network=network, rounds=True)
     batch = problem.rollout(rounding, 0, "test")[0].rows(0, 24)
     coefficients = torch.randn(
@@ -35,10 +36,8 @@ def test_gradients_of_steps_are_those_of_autograd(problem: flow.Problem) -> None
     v = flow.Sampler(network=network).velocity(
         x, batch.all_timesteps.flatten(), flow.step_classes(batch)
     )
-    sigma, following = (
-        batch.sigmas[batch.step_indices.flatten()],
-        batch.sigmas[batch.step_indices.flatten() + 1],
-    )
+    sigma = batch.sigmas[batch.step_indices.flatten()]
+    following = batch.sigmas[batch.step_indices.flatten() + 1]
     std = (0.7 * (sigma / (1 - torch.where(sigma == 1, batch.sigmas[1], sigma))).sqrt()).unsqueeze(
         1
     )
@@ -84,7 +83,9 @@ def test_without_mismatch_every_estimator_is_the_truth(problem: flow.Problem) ->
 def test_the_statistics_find_known_lengths_and_angles() -> None:
     source = torch.Generator().manual_seed(0)
     truth, bias, pull = torch.zeros(3, 200, dtype=torch.float64)
-    truth[0], bias[:2], pull[1:3] = 1.0, torch.tensor([-0.5, 1.0]), 1.0
+    truth[0] = 1.0
+    bias[:2] = torch.tensor([-0.5, 1.0])
+    pull[1:3] = 1.0
     noise, own = (
         torch.randn(size, 200, generator=source, dtype=torch.float64) for size in (3000, 1000)
     )

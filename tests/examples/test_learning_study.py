@@ -26,7 +26,8 @@ def test_every_cell_is_a_valid_run(cell: tuple[str, str], tmp_path: Path) -> Non
 def test_an_interruption_leaves_balanced_data():
     runs = learning.plan(CELLS, 5)
     assert len({run.name for run in runs}) == len(runs) == 5 * len(CELLS)
-    matter, further = runs[: 5 * len(learning.MATTER)], runs[5 * len(learning.MATTER) :]
+    matter = runs[: 5 * len(learning.MATTER)]
+    further = runs[5 * len(learning.MATTER) :]
     assert {run[:2] for run in matter} == set(learning.MATTER)
     for group in (matter, further):
         assert [run.seed for run in group] == sorted(run.seed for run in group)

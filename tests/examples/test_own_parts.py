@@ -25,18 +25,22 @@ def test_the_example_of_a_user_s_loss_has_the_gradient_of_its_formula(kind: str)
     correction = RolloutCorrectionConfig()
     if kind == "images":
         own = DiffusionLossConfig(loss_mode="my_loss:cispo", clip_ratio=0.3)
-        config, low, high = LossConfig(rollout_correction=correction, diffusion_loss=own), 0.3, 0.3
-        batch, loss, number = diffusion_batch(rollout, **fields), diffusion_loss, kept.numel()
+        config = LossConfig(rollout_correction=correction, diffusion_loss=own)
+        low = 0.3
+        high = 0.3
+        batch = diffusion_batch(rollout, **fields)
+        loss = diffusion_loss
+        number = kept.numel()
     else:
         own = TokenLossConfig(
             loss_mode="my_loss:cispo_tokens", clip_ratio_low=0.2, clip_ratio_high=0.4
         )
-        config, low, high = LossConfig(rollout_correction=correction, token_loss=own), 0.2, 0.4
-        batch, loss, number = (
-            token_batch(rollout, torch.ones_like(kept), **fields),
-            token_loss,
-            kept.sum(),
-        )
+        config = LossConfig(rollout_correction=correction, token_loss=own)
+        low = 0.2
+        high = 0.4
+        batch = token_batch(rollout, torch.ones_like(kept), **fields)
+        loss = token_loss
+        number = kept.sum()
     own.validate()
     _, found = gradient_of(lambda leaf: loss(config, leaf, batch)[0], now)
     expected = -advantages * (now - old).exp().clamp(1 - low, 1 + high) / number

@@ -49,7 +49,10 @@ def test_open_clip_weights_in_transformers(converter):
     transformers.
     """
     torch.manual_seed(0)
-    width, heads, patch, size = 8, 2, 5, 10
+    width = 8
+    heads = 2
+    patch = 5
+    size = 10
     block = nn.ModuleDict(
         {
             "ln_1": nn.LayerNorm(width),

@@ -53,7 +53,8 @@ def test_a_tutorial_is_one_sitting_and_takes_only_the_core(name: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_loss_of_images_is_that_of_the_package(mode: str) -> None:
-    bypass, tutorial = mode == "bypass", minimal_flow_grpo
+    bypass = mode == "bypass"
+    tutorial = minimal_flow_grpo
     rollout, old, now, advantages = drawn_log_probs(0.02)  # some steps are clipped, some rejected
     correction = RolloutCorrectionConfig(
         bypass_mode=bypass,
@@ -90,7 +91,8 @@ def test_the_loss_of_images_is_that_of_the_package(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_loss_of_text_is_that_of_the_package(mode: str) -> None:
-    bypass, tutorial = mode == "bypass", minimal_token_grpo
+    bypass = mode == "bypass"
+    tutorial = minimal_token_grpo
     rollout, old, now, advantages = drawn_log_probs(0.5)
     mask = torch.tensor(
         [[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 1]]

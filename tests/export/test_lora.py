@@ -20,9 +20,8 @@ from flowgrpo_rc.models.lora_files import EXPORT_NAMES
 from flowgrpo_rc.policies.token import TokenPolicy
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
-)  # peft asks for it
+# peft asks for this attribute.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("targets", [None, ["q_proj", "layers.1.mlp.up_proj"]])
 def test_stock_peft_gives_the_trained_log_probs_bit_for_bit(
     tiny_lm: Path, tmp_path: Path, targets: list[str] | None

@@ -68,7 +68,8 @@ def test_a_local_model_is_named_without_its_path(tmp_path: Path, config: Config)
 def test_other_kinds_of_models(
     tmp_path: Path, config: Config, kind: str, frames: int | None, wanted: tuple[str, str]
 ) -> None:
-    config.model.kind, config.rollout.pipeline.num_frames = kind, frames
+    config.model.kind = kind
+    config.rollout.pipeline.num_frames = frames
     found = card(tmp_path, config)
     assert (found.data.to_dict()["library_name"], found.data.to_dict()["pipeline_tag"]) == wanted
     assert ("num_frames=17" in found.text) == (frames is not None)

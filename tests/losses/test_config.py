@@ -32,7 +32,8 @@ from flowgrpo_rc.losses.flow_grpo import FlowGRPO
 from flowgrpo_rc.records.run_folder import RunFolder
 
 HERE = __name__
-LOSS, TOKENS = "actor.diffusion_loss", "actor.token_loss"
+LOSS = "actor.diffusion_loss"
+TOKENS = "actor.token_loss"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,8 @@ def plain(
     return PolicyLoss(-settings.clip_ratio * advantages * log_probs, MetricBag())
 
 
-OWN, DEMANDING = f"{HERE}.Scaled", f"{HERE}.Demanding"
+OWN = f"{HERE}.Scaled"
+DEMANDING = f"{HERE}.Demanding"
 
 
 def composed(*overrides: str, **options: str) -> Config:
@@ -197,7 +199,8 @@ def test_the_loss_is_built_once() -> None:
     config = LossConfig(rollout_correction=correction, diffusion_loss=section)
     objective = DiffusionObjective(config)
     before = objective.terms(rollout + 0.1, batch).total
-    section.loss_mode, section.clip_ratio = "my_lost.Loss", 0.01
+    section.loss_mode = "my_lost.Loss"
+    section.clip_ratio = 0.01
     correction.rollout_rs_threshold = "0.5_1.01"
     assert objective.terms(rollout + 0.1, batch).total == before
     with pytest.raises(ValueError, match=r"loss_mode: my_lost\.Loss"):

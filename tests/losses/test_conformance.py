@@ -65,7 +65,8 @@ def test_a_step_that_is_not_kept_has_neither_value_nor_gradient(kind: str, name:
     keep_mask = torch.ones(5, 3, dtype=torch.bool)
     keep_mask[1, 2] = keep_mask[4, 0] = False
     broken = now.clone()
-    broken[1, 2], broken[4, 0] = math.inf, math.nan
+    broken[1, 2] = math.inf
+    broken[4, 0] = math.nan
     results = []
     for log_probs in (now, broken):
         leaf = log_probs.requires_grad_()

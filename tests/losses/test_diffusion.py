@@ -278,7 +278,8 @@ def test_a_row_that_is_not_finite_leaves_everything_else_as_it_was(
     correction, dtype, current, rolled
 ):
     rollout, _, now, advantages = (x.to(dtype) for x in drawn(shape=(6, 1)))
-    rollout[2], now[2] = rolled, current
+    rollout[2] = rolled
+    now[2] = current
     others = torch.tensor([0, 1, 3, 4, 5])
     config = loss_config(correction)
     found = value_and_gradient(config, now, bypass(rollout, advantages))
@@ -294,7 +295,8 @@ def test_a_row_that_is_not_finite_leaves_everything_else_as_it_was(
 @pytest.mark.parametrize("level", [None, *LEVELS])
 def test_decoupled_selects_rows_out_too(level):
     rollout, old, now, advantages = drawn(shape=(6, 1))
-    rollout[1], old[3] = -math.inf, math.nan
+    rollout[1] = -math.inf
+    old[3] = math.nan
     now[3] = math.inf
     correction = RolloutCorrectionConfig(rollout_is=level)
     full = diffusion_batch(rollout, old_log_probs=old, advantages=advantages)
@@ -315,7 +317,8 @@ def test_a_huge_but_finite_log_ratio_poisons_nothing(advantage, move, correction
     > 0).
     """
     rollout, _, now, advantages = (x.float() for x in drawn(shape=(4, 1)))
-    now[1], advantages[1] = rollout[1] + move, advantage
+    now[1] = rollout[1] + move
+    advantages[1] = advantage
     value, gradient, metrics = value_and_gradient(
         loss_config(correction), now, bypass(rollout, advantages)
     )
@@ -344,7 +347,8 @@ def test_everything_rejected_is_a_loss_of_zero():
 def test_a_mask_on_the_batch_also_holds_in_bypass():
     rollout, _, now, advantages = drawn()
     mask = torch.ones(8, 3, dtype=torch.bool)
-    mask[0], mask[3, 1] = False, False
+    mask[0] = False
+    mask[3, 1] = False
     batch = bypass(rollout, advantages).replace(rejection_mask=mask)
     expect = gradient_of(lambda x: ppo(x, rollout, advantages, CLIP)[mask].sum() / 24, now)
     config = loss_config(RolloutCorrectionConfig(bypass_mode=True))
@@ -384,12 +388,10 @@ SPLIT = [
 
 def summed(config: LossConfig, now: Tensor, batches: list[DiffusionBatch], reduce=None):
     """Sums as the update does: each SDE step of each micro-batch alone, then one division."""
-    leaf, bag, parts, start = (
-        now.detach().clone().requires_grad_(),
-        MetricBag(),
-        torch.zeros(3).double(),
-        0,
-    )
+    leaf = now.detach().clone().requires_grad_()
+    bag = MetricBag()
+    parts = torch.zeros(3).double()
+    start = 0
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:
         for t in range(batch.num_steps):
@@ -428,7 +430,8 @@ def test_micro_batches_and_steps_add_up(rule, mode, normalize, cuts):
     batch = filled(config)
     *found, bag = summed(config, now, pieces(batch, cuts))
     assert_same(found, reference(config, rule, now, rollout, old, advantages))
-    values, expect = bag.compute(), diffusion_loss(config, now, batch)[1].compute()
+    values = bag.compute()
+    expect = diffusion_loss(config, now, batch)[1].compute()
     spans_the_window = {
         name for name in expect if "ppl" in name or "seq" in name or name.endswith("rejected_ratio")
     }
@@ -476,7 +479,8 @@ def test_advantages_beyond_the_clip_count_as_the_clip(dtype):
 
 def test_missing_columns_are_errors():
     rollout, _, now, advantages = drawn()
-    decoupled, bypassed = RolloutCorrectionConfig(), RolloutCorrectionConfig(bypass_mode=True)
+    decoupled = RolloutCorrectionConfig()
+    bypassed = RolloutCorrectionConfig(bypass_mode=True)
     with pytest.raises(ValueError, match="advantages"):
         diffusion_loss(loss_config(decoupled), now, diffusion_batch(rollout, old_log_probs=rollout))
     with pytest.raises(ValueError, match="old_log_probs"):

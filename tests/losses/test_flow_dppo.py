@@ -26,7 +26,8 @@ from flowgrpo_rc.losses.diffusion import DiffusionObjective
 def parts(given: Steps, theta: Tensor, b: int, t: int) -> tuple[Tensor, float]:
     """Returns the ratio of the mean-pooled density and the exact KL(old | now), mean over D."""
     std = given.std[b, t]
-    old, now = Normal(given.old_mean[b, t], std), Normal(given.mean(theta)[b, t], std)
+    old = Normal(given.old_mean[b, t], std)
+    now = Normal(given.mean(theta)[b, t], std)
     following = given.following[b, t]
     ratio = torch.exp((now.log_prob(following) - old.log_prob(following)).mean())
     return ratio, kl_divergence(old, now).mean().item()
@@ -37,13 +38,16 @@ def parts(given: Steps, theta: Tensor, b: int, t: int) -> tuple[Tensor, float]:
 def test_loss_and_gradient_are_those_of_the_definition(
     kind: str, correction: RolloutCorrectionConfig
 ) -> None:
-    given, theta = three_steps(kind), movement(0.2)
-    leaf, total = theta.clone().requires_grad_(), torch.zeros((), dtype=torch.float64)
+    given = three_steps(kind)
+    theta = movement(0.2)
+    leaf = theta.clone().requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
     threshold = sorted(parts(given, theta, b, t)[1] for b in range(6) for t in range(3))[6]
     masked = above = 0
     for b in range(6):
         for t in range(3):
-            (ratio, kl), a = parts(given, leaf, b, t), given.batch.advantages[b, t].item()
+            (ratio, kl) = parts(given, leaf, b, t)
+            a = given.batch.advantages[b, t].item()
             further_away = (a > 0 and ratio > 1) or (a < 0 and ratio < 1)
             above += kl > threshold
             if kl > threshold and further_away:
@@ -101,7 +105,8 @@ def test_the_ratio_is_not_clipped() -> None:
 
 
 def test_no_gradient_flows_through_the_decision() -> None:
-    given, theta = three_steps(), movement()
+    given = three_steps()
+    theta = movement()
     log_probs, gaussian = given.now(theta)
     kl = gaussian.kl.detach().requires_grad_()
     leaf = log_probs.detach().requires_grad_()
@@ -114,7 +119,8 @@ def test_no_gradient_flows_through_the_decision() -> None:
 
 def test_the_threshold_and_the_bound_of_a_criterion_are_two_things() -> None:
     """`step_kl` rejects a step with any advantage; the loss masks only steps that move away."""
-    given, theta = three_steps(), movement(0.5)
+    given = three_steps()
+    theta = movement(0.5)
     correction = RolloutCorrectionConfig(
         bypass_mode=True, rollout_rs="step_kl", rollout_rs_threshold=0.02
     )

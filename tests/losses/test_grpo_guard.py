@@ -52,14 +52,18 @@ def guard_ratio(given: Steps, theta: Tensor, b: int, t: int) -> Tensor:
 def test_loss_and_gradient_are_those_of_the_closed_form(
     kind: str, correction: RolloutCorrectionConfig
 ) -> None:
-    given, theta = three_steps(kind), movement()
+    given = three_steps(kind)
+    theta = movement()
     value, gradient, metrics = value_and_gradient(
         loss_config_of("grpo_guard", correction), given, theta
     )
-    leaf, total, held = theta.clone().requires_grad_(), torch.zeros((), dtype=torch.float64), 0
+    leaf = theta.clone().requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    held = 0
     for b in range(6):
         for t in range(3):
-            ratio, a = guard_ratio(given, leaf, b, t), given.batch.advantages[b, t].item()
+            ratio = guard_ratio(given, leaf, b, t)
+            a = given.batch.advantages[b, t].item()
             held += abs(ratio.item() - 1) > 0.01
             total = total + clipped(ratio, a, Clip(0.01, 0.01)) / -given.dt[b, t] / 18
     (expect,) = torch.autograd.grad(total, leaf)
@@ -83,7 +87,8 @@ def test_the_log_ratio_has_no_bias_and_flow_grpo_s_has() -> None:
     """Averaged over noise and its opposite, Guard's log-ratios cancel; plain ones leave minus
     the KL.
     """
-    given, theta = three_steps(), movement(0.5)
+    given = three_steps()
+    theta = movement(0.5)
     opposite = given._replace(following=2 * given.old_mean - given.following)
     logs = []
     for one in (given, opposite):
@@ -104,7 +109,8 @@ def test_the_correction_of_a_sample_is_its_own() -> None:
     """A sample far off its old mean changes nothing for the others, and samples one by one add
     up to the loss.
     """
-    given, theta = three_steps(), movement()
+    given = three_steps()
+    theta = movement()
     far = theta.clone()
     far[0] = 30.0
     one, two = (
@@ -134,9 +140,11 @@ def test_every_sample_and_step_has_a_ratio_of_its_own(steps_per_call: int) -> No
 
 
 def test_rejected_steps_are_selected_out() -> None:
-    given, theta = three_steps(), movement(0.01)
+    given = three_steps()
+    theta = movement(0.01)
     mask = torch.ones(6, 3, dtype=torch.bool)
-    mask[2], mask[4, 1] = False, False
+    mask[2] = False
+    mask[4, 1] = False
     batch = given.batch.replace(
         rejection_mask=mask, rollout_is_weights=torch.full((6, 3), 2.0).double()
     )
@@ -207,8 +215,10 @@ def test_in_bypass_mode_the_anchor_is_the_rollout(model: FlowModel, level: str) 
     )
     total = torch.zeros(())
     for t in range(4):
-        step, old = policy.evaluate(batch.step(t)), batch.prev_sample_mean[:, t]
-        std, dt = step.transition.std, batch.sigmas[t + 1] - batch.sigmas[t]
+        step = policy.evaluate(batch.step(t))
+        old = batch.prev_sample_mean[:, t]
+        std = step.transition.std
+        dt = batch.sigmas[t + 1] - batch.sigmas[t]
         log_ratio = (
             ((step.transition.mean - old) * (batch.all_latents[:, t + 1] - old) / std)
             .flatten(1)

@@ -15,7 +15,8 @@ from flowgrpo_rc.core.advantages import group_relative
 from flowgrpo_rc.correction.api import apply_rollout_correction_to_batch
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 
-GOOD, STEPS = 4, 3
+GOOD = 4
+STEPS = 3
 FAR = 5.0  # a log-ratio outside the band, and one whose gradient would be large
 
 
@@ -66,10 +67,8 @@ def gradient(mode: str, normalize: str, count: int, *, text: bool) -> Tensor:
     batch = token_batch(rollout, mask, **fields) if text else diffusion_batch(rollout, **fields)
     if not correction.bypass_mode:
         batch, _ = apply_rollout_correction_to_batch(batch, correction)
-    loss, settings = (
-        (token_loss if text else diffusion_loss),
-        loss_config(correction, adv_clip=100.0),
-    )
+    loss = token_loss if text else diffusion_loss
+    settings = loss_config(correction, adv_clip=100.0)
     found = gradient_of(lambda x: loss(settings, x, batch)[0], now)[1]
     assert torch.count_nonzero(found[GOOD:]) == 0
     return found[:GOOD]

@@ -149,9 +149,12 @@ def test_under_the_ppo_clip_of_bypass_mode_the_weights_are_metrics(mode):
         with pytest.raises(ValueError, match="rollout_is_mode"):
             config_of(rule, {"bypass_mode": True})
         return
-    config, plain = config_of(rule, {"bypass_mode": True}), config_of(Rule(), {"bypass_mode": True})
-    batch, now = filled(config, "right"), drawn()[2]
-    found, expect = found_for(config, batch, now), found_for(plain, batch, now)
+    config = config_of(rule, {"bypass_mode": True})
+    plain = config_of(Rule(), {"bypass_mode": True})
+    batch = filled(config, "right")
+    now = drawn()[2]
+    found = found_for(config, batch, now)
+    expect = found_for(plain, batch, now)
     assert found[0] == expect[0]
     assert torch.equal(found[1], expect[1])
 
@@ -201,7 +204,8 @@ def test_a_rejected_token_leaves_the_denominator_unless_all_count(aggregation, n
 def test_a_response_that_is_wholly_rejected_is_no_sequence_of_the_mean(
     aggregation, normalize, sequences
 ):
-    rollout, mask = torch.zeros(2, 2, dtype=torch.float64), torch.ones(2, 2, dtype=torch.bool)
+    rollout = torch.zeros(2, 2, dtype=torch.float64)
+    mask = torch.ones(2, 2, dtype=torch.bool)
     kept = torch.tensor([[True, True], [False, False]])
     batch = apply_bypass_mode(
         token_batch(rollout, mask, advantages=torch.ones_like(rollout), rejection_mask=kept)
@@ -232,7 +236,8 @@ def test_the_clip_has_two_widths_and_a_bound_for_negative_advantages(advantage, 
     """`counted` is the ratio in the loss if there is no gradient; None if it is the ratio
     itself.
     """
-    rollout, one = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
+    rollout = torch.zeros(1, 1, dtype=torch.float64)
+    one = torch.ones(1, 1, dtype=torch.float64)
     batch = apply_bypass_mode(token_batch(rollout, one.bool(), advantages=advantage * one))
     config = config_of(Rule(), {"bypass_mode": True})
     found = found_for(config, batch, math.log(ratio) * one)
@@ -245,7 +250,8 @@ def test_the_clip_has_two_widths_and_a_bound_for_negative_advantages(advantage, 
 
 
 def test_without_a_dual_clip_a_negative_advantage_has_no_bound():
-    rollout, one = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
+    rollout = torch.zeros(1, 1, dtype=torch.float64)
+    one = torch.ones(1, 1, dtype=torch.float64)
     batch = apply_bypass_mode(token_batch(rollout, one.bool(), advantages=-one))
     config = loss_config(RolloutCorrectionConfig(bypass_mode=True), clip_ratio_c=None)
     found = found_for(config, batch, math.log(100) * one)
@@ -272,7 +278,8 @@ def test_gspo_is_the_clipped_loss_of_one_ratio_for_a_sequence(masking, bypass, c
     batch = corrected(config, filled(config, masking))
     mask = mask_of(masking).tolist()
     kept = oracles.correction((now if bypass else old).tolist(), rollout.tolist(), mask, rule).kept
-    anchor, per_row = rollout if bypass else old, advantages[:, 0].tolist()
+    anchor = rollout if bypass else old
+    per_row = advantages[:, 0].tolist()
     expect = gradient_of(lambda x: oracles.gspo(x, anchor, per_row, kept, Clip(0.05, 0.1)), now)
     found = found_for(config, batch, now)
     assert_same(found, expect)
@@ -325,12 +332,10 @@ def summed(
     """Sums as the update does: gradients of the totals, then one division by the summed
     denominator.
     """
-    leaf, bag, parts, start = (
-        now.detach().clone().requires_grad_(),
-        MetricBag(),
-        torch.zeros(3).double(),
-        0,
-    )
+    leaf = now.detach().clone().requires_grad_()
+    bag = MetricBag()
+    parts = torch.zeros(3).double()
+    start = 0
     total = torch.zeros((), dtype=torch.float64)
     for piece in batches:
         terms = TokenObjective(config).terms(leaf[start : start + len(piece)], piece)
@@ -351,7 +356,8 @@ def summed(
 @pytest.mark.parametrize("normalize", ["all", "kept"])
 def test_micro_batches_add_up(rule, mode, aggregation, normalize):
     config = config_of(rule, mode, aggregation, normalize)
-    batch, now = corrected(config, filled(config, "empty")), drawn()[2]
+    batch = corrected(config, filled(config, "empty"))
+    now = drawn()[2]
     expect = reference(config, rule, "empty")
     whole = token_loss(config, now, batch)[1].compute()
     for cuts in ([3], [1, 2, 4]):
@@ -369,7 +375,8 @@ def test_processes_add_up(rule, mode, aggregation, cuts, normalize):
     With the cuts 1 and 2 it is a process of its own, which has nothing to add.
     """
     config = config_of(rule, mode, aggregation, normalize)
-    shards, expect = pieces(filled(config, "empty"), cuts), reference(config, rule, "empty")
+    shards = pieces(filled(config, "empty"), cuts)
+    expect = reference(config, rule, "empty")
     now = list(drawn()[2].split([len(shard) for shard in shards]))
 
     def work(rank, reduce):
@@ -388,7 +395,8 @@ def test_processes_add_up(rule, mode, aggregation, cuts, normalize):
 def test_gspo_adds_up_too():
     correction = RolloutCorrectionConfig(bypass_mode=True)
     config = loss_config(correction, loss_mode="gspo", loss_agg_mode="seq-mean-token-mean")
-    batch, now = filled(config, "empty"), drawn()[2]
+    batch = filled(config, "empty")
+    now = drawn()[2]
     assert_same(summed(config, now, pieces(batch, [1, 2, 4]))[:2], found_for(config, batch, now))
 
 
@@ -399,7 +407,9 @@ def test_gspo_adds_up_too():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_values_under_the_padding_are_never_read(rule, mode, bad):
     config = config_of(rule, mode)
-    batch, now, mask = filled(config, "right"), drawn()[2], mask_of("right")
+    batch = filled(config, "right")
+    now = drawn()[2]
+    mask = mask_of("right")
     names = ("rollout_log_probs", "old_log_probs", "advantages")
     dirty = batch.replace(**{name: torch.where(mask, getattr(batch, name), bad) for name in names})
     expect = found_for(config, corrected(config, batch), now)
@@ -412,7 +422,8 @@ def test_values_under_the_padding_are_never_read(rule, mode, bad):
 @pytest.mark.parametrize("mode", [{"bypass_mode": True}, REINFORCE])
 def test_everything_rejected_is_a_loss_of_zero(aggregation, mode):
     config = config_of(Rule("token", bands=(("token_k1", 50.0, 60.0),)), mode, aggregation)
-    batch, now = filled(config, "right"), drawn()[2]
+    batch = filled(config, "right")
+    now = drawn()[2]
     value, gradient = found_for(config, batch, now)
     assert value == 0
     assert torch.count_nonzero(gradient) == 0
@@ -423,7 +434,8 @@ def test_everything_rejected_is_a_loss_of_zero(aggregation, mode):
 
 def test_advantages_of_tokens_are_not_clipped():
     """`adv_clip_max` is a setting of images."""
-    rollout, one = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
+    rollout = torch.zeros(1, 1, dtype=torch.float64)
+    one = torch.ones(1, 1, dtype=torch.float64)
     batch = apply_bypass_mode(token_batch(rollout, one.bool(), advantages=100 * one))
     assert (
         token_loss(loss_config(RolloutCorrectionConfig(bypass_mode=True)), rollout, batch)[0].item()

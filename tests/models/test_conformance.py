@@ -139,7 +139,8 @@ def test_the_schedule_goes_from_exactly_one_to_zero(any_subject: Subject) -> Non
 @pytest.mark.parametrize("guidance", GUIDANCE)
 @pytest.mark.parametrize("kind", KINDS)
 def test_fp32_replay_is_bitwise_exact(any_subject: Subject, kind: str, guidance: str) -> None:
-    model, tiny = any_subject.load(), any_subject.tiny
+    model = any_subject.load()
+    tiny = any_subject.tiny
     network = trained_lora(model)
     batch, samples = roll(model, network, tiny.spec(kind, vars(tiny)[guidance]))
     assert (batch.negative is not None) == (guidance == "guided")
@@ -158,7 +159,9 @@ def test_fp32_replay_is_bitwise_exact(any_subject: Subject, kind: str, guidance:
 def test_noise_zero_gives_the_stock_pipelines_output(
     any_subject: Subject, kind: str, guidance: str
 ) -> None:
-    model, stock, tiny = any_subject.load(), any_subject.stock(), any_subject.tiny
+    model = any_subject.load()
+    stock = any_subject.stock()
+    tiny = any_subject.tiny
     spec = tiny.spec(kind, vars(tiny)[guidance], noise_level=0.0)
     latents = drawn(model, spec)
     found = deterministic(model, model.transformer, spec, latents)
@@ -176,7 +179,8 @@ def test_noise_zero_gives_the_stock_pipelines_output(
 
 def test_guidance_makes_a_difference(any_subject: Subject) -> None:
     """This holds for each of the guidance keys and for the negative prompt."""
-    model, tiny = any_subject.load(), any_subject.tiny
+    model = any_subject.load()
+    tiny = any_subject.tiny
     spec = tiny.spec("sde", tiny.guided)
     latents = drawn(model, spec)
     timesteps = torch.tensor([900.0, 300.0])
@@ -196,7 +200,8 @@ def test_guidance_makes_a_difference(any_subject: Subject) -> None:
 
 
 def test_lora_at_initialisation_and_switched_off_is_the_base(subject: Subject) -> None:
-    model, tiny = subject.load(), subject.tiny
+    model = subject.load()
+    tiny = subject.tiny
     spec = tiny.spec("sde", tiny.guided, noise_level=0.0)
     latents = drawn(model, spec)
     base = deterministic(model, model.transformer, spec, latents)
@@ -214,7 +219,9 @@ def test_lora_at_initialisation_and_switched_off_is_the_base(subject: Subject) -
 def test_an_export_gives_the_same_pictures_in_the_stock_pipeline(
     subject: Subject, tmp_path: Path, alpha: int
 ) -> None:
-    model, stock, tiny = subject.load(), subject.stock(), subject.tiny
+    model = subject.load()
+    stock = subject.stock()
+    tiny = subject.tiny
     config = subject.config(lora_alpha=alpha)
     network = add_lora(model, config, seed=0)
     source = torch.Generator().manual_seed(1)
@@ -248,7 +255,8 @@ def gradients(
 
 
 def test_gradients_reach_the_lora_alone_and_checkpointing_changes_nothing(subject: Subject) -> None:
-    model, tiny = subject.load(), subject.tiny
+    model = subject.load()
+    tiny = subject.tiny
     network = trained_lora(model)
     batch, _ = roll(model, network, tiny.spec("sde", tiny.guided))
     value, plain = gradients(model, network, batch)
@@ -274,7 +282,8 @@ def test_prompts_of_different_length_do_not_touch_each_other(
     subject: Subject, guidance: str
 ) -> None:
     """A prompt gives in a batch, encoded together or apart, what it gives alone."""
-    model, tiny = subject.load(), subject.tiny
+    model = subject.load()
+    tiny = subject.tiny
     spec = tiny.spec("sde", vars(tiny)[guidance])
     latents = normal(model.latent_shape(spec), [1, 2, 3], "latents")
     timesteps = torch.tensor([900.0, 500.0, 300.0])
@@ -307,7 +316,8 @@ def test_chunks_with_a_conditioning_of_their_own_can_be_joined(subject: Subject)
 
     The joined batch replays like one that was sampled at once.
     """
-    model, tiny = subject.load(), subject.tiny
+    model = subject.load()
+    tiny = subject.tiny
     network = trained_lora(model)
     spec = tiny.spec("sde", tiny.guided)
     whole, _ = roll(model, network, spec)
@@ -328,7 +338,8 @@ def test_chunks_with_a_conditioning_of_their_own_can_be_joined(subject: Subject)
 def test_bf16_rollout_has_a_mismatch_of_the_expected_scale(
     subject: Subject, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model, tiny = subject.load(), subject.tiny
+    model = subject.load()
+    tiny = subject.tiny
     network = trained_lora(model)
     for guidance in GUIDANCE:
         batch, _ = roll(model, network, tiny.spec("sde", vars(tiny)[guidance], dtype="bf16"))
@@ -345,7 +356,8 @@ def test_bf16_rollout_has_a_mismatch_of_the_expected_scale(
 @pytest.mark.parametrize("guidance", GUIDANCE)
 def test_bf16_on_both_sides_replays_bitwise(subject: Subject, guidance: str) -> None:
     """Layers that a model's class keeps in fp32 stay in fp32 in the rollout's copy."""
-    model, tiny = subject.load(dtype="bf16"), subject.tiny
+    model = subject.load(dtype="bf16")
+    tiny = subject.tiny
     network = trained_lora(model)
     batch, _ = roll(model, network, tiny.spec("sde", vars(tiny)[guidance], dtype="bf16"))
     assert torch.equal(difference(model, network, batch), torch.zeros(4, 3))

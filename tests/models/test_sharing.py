@@ -56,7 +56,9 @@ def test_without_offloading_parts_stay_on_the_device() -> None:
 
 def test_one_call_at_a_time() -> None:
     """Two threads that would meet inside do not."""
-    barrier, broken, shared = threading.Barrier(2), [], Shared([], GPU, offload=False)
+    barrier = threading.Barrier(2)
+    broken = []
+    shared = Shared([], GPU, offload=False)
 
     def meet() -> None:
         with shared.at_work():
@@ -98,7 +100,8 @@ def test_a_models_encoders_and_its_vae_travel(
     ]
     assert torch.equal(conditioning.embeds, model.encode(["A"], max_sequence_length=16).embeds)
     journeys.clear()
-    latents, spec = normal((8, 8, 16), [1]), RolloutConfig().spec()
+    latents = normal((8, 8, 16), [1])
+    spec = RolloutConfig().spec()
     assert np.array_equal(offloaded.decode(latents, spec), model.decode(latents, spec))
     assert {name for name, _ in journeys} == {"AutoencoderKL"}
 

@@ -12,11 +12,10 @@ from flowgrpo_rc.monitoring.decisions import worst_rejected
 
 
 def test_the_worst_rejected_samples_come_first_and_once() -> None:
-    difference, kept = (
-        normal(20, 4),
-        torch.rand(20, 4, generator=torch.Generator().manual_seed(3)) > 0.3,
-    )
-    difference[7, 2], kept[7, 2] = math.nan, False
+    difference = normal(20, 4)
+    kept = torch.rand(20, 4, generator=torch.Generator().manual_seed(3)) > 0.3
+    difference[7, 2] = math.nan
+    kept[7, 2] = False
     kept[3] = True
     difference[3, 0] = 1.0  # large, but kept
     # One step at a time, as bypass mode has it.

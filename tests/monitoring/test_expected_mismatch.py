@@ -60,7 +60,8 @@ def test_steps_of_another_window_get_their_expectation_at_once(
     moved: int, elsewhere: bool, asked: int
 ) -> None:
     """The mismatch is always twice the expectation, wherever the window of an iteration lies."""
-    policy, processes = Rounding(rounded=False), WithAnother(elsewhere)
+    policy = Rounding(rounded=False)
+    processes = WithAnother(elsewhere)
     expected = ExpectedMismatch(
         policy, Rounding(rounded=True), processes, size=1.0, least=4e-7, micro_batch_size=2
     )

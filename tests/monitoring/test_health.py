@@ -225,7 +225,8 @@ def test_a_run_knows_what_it_trains_on(changed: Config, word: str) -> None:
 
 
 def test_a_fault_is_not_answered_with_a_wider_band() -> None:
-    monitor, fault = HealthMonitor(settings_of()), {"mismatch_over_expected": 3.0}
+    monitor = HealthMonitor(settings_of())
+    fault = {"mismatch_over_expected": 3.0}
     row = named(PREFIXES[1], FLOOR | fault) | {"actor/clip_fraction": 0.62}
     warned = [monitor.update(step, row) for step in range(1, 6)]
     assert [len(texts) for texts in warned] == [1, 0, 0, 0, 0]
@@ -236,7 +237,8 @@ def test_a_fault_is_not_answered_with_a_wider_band() -> None:
 
 
 def test_more_than_the_precisions_explain_is_a_fault_at_once_and_once() -> None:
-    monitor, name = HealthMonitor(settings_of()), "rollout_corr/mismatch_over_expected"
+    monitor = HealthMonitor(settings_of())
+    name = "rollout_corr/mismatch_over_expected"
     values = [1.0, 2.0, 2.1, 9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0]
     warned = {
         step: monitor.update(step, {name: value}) for step, value in enumerate(values, start=1)
@@ -268,7 +270,8 @@ def test_one_bad_step_is_no_onset() -> None:
 
 
 def test_majority_of_the_window_warns_once_per_onset() -> None:
-    ill, healthy = 0.1, 0.9
+    ill = 0.1
+    healthy = 0.9
     assert run(HealthMonitor(settings_of()), [ill] * 20) == [3]
     assert run(HealthMonitor(settings_of()), [healthy, ill, healthy, ill, healthy, ill, ill]) == [6]
     # Wavering around a majority is one onset; a clean window ends it.
@@ -308,7 +311,8 @@ def test_resumed_monitor_warns_like_an_uninterrupted_one(cut: int) -> None:
     values = [0.1, 0.9, 0.1, 0.1, 0.9, 0.9, 0.9, 0.9, 0.9, 0.1, 0.1, 0.1, 0.1, 0.1]
     whole = HealthMonitor(settings_of())
     expected = run(whole, values)
-    first, second = HealthMonitor(settings_of()), HealthMonitor(settings_of())
+    first = HealthMonitor(settings_of())
+    second = HealthMonitor(settings_of())
     warned = run(first, values[:cut])
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert warned + run(second, values[cut:], first=cut + 1) == expected == [4, 12]

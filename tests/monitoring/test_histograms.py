@@ -40,9 +40,12 @@ def test_infinite_values_are_in_the_outermost_bins_and_nan_in_none() -> None:
 
 
 def test_histograms_are_those_of_all_processes_before_the_update() -> None:
-    difference, weights = normal(6, 3), 1 + normal(6, 3, seed=1)
-    valid, kept = torch.ones(6, 3, dtype=torch.bool), torch.ones(6, 3, dtype=torch.bool)
-    valid[0, 2], kept[4, 1] = False, False
+    difference = normal(6, 3)
+    weights = 1 + normal(6, 3, seed=1)
+    valid = torch.ones(6, 3, dtype=torch.bool)
+    kept = torch.ones(6, 3, dtype=torch.bool)
+    valid[0, 2] = False
+    kept[4, 1] = False
     whole = {"step_mask": valid, "keep_mask": kept & valid, "weights": weights}
     (alone,) = on_shards(
         1, lambda rank, reduce: histograms([observation(difference, **whole)], reduce["sum"])

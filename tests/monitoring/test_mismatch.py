@@ -50,7 +50,8 @@ class Others(Processes):
 
     def __init__(self, values: Tensor, sums: Tensor) -> None:
         super().__init__(Accelerator(cpu=True))
-        self._values, self._sums = values, sums
+        self._values = values
+        self._sums = sums
 
     def gather_ragged(self, values: Tensor) -> Tensor:
         return torch.cat([values, self._values])
@@ -113,7 +114,8 @@ def test_the_metrics_of_one_iteration() -> None:
 
 
 def test_another_iteration_starts_afresh() -> None:
-    floor, batch = floor_of(FlowPolicy), diffusion_batch(torch.zeros(4, 2))
+    floor = floor_of(FlowPolicy)
+    batch = diffusion_batch(torch.zeros(4, 2))
     for seed in (0, 1):
         floor.before_update(batch, differences(4, 2, seed))
         assert (
@@ -126,17 +128,16 @@ def test_percentiles_are_those_of_all_processes() -> None:
     """They are not means of the processes' own, and a process may have more numbers than
     another.
     """
-    mine, theirs = differences(4, 2), 10 * differences(7, 2, seed=1)
+    mine = differences(4, 2)
+    theirs = 10 * differences(7, 2, seed=1)
     sums = torch.stack([theirs.abs().sum(0), torch.full((2,), 7.0)])
     processes = Others(
         theirs.flatten(), torch.stack([torch.cat([sums, torch.zeros(2, 1)], 1), torch.zeros(2, 3)])
     )
     floor = floor_of(FlowPolicy, processes)
     floor.before_update(diffusion_batch(torch.zeros(4, 2)), mine)
-    found, sizes = (
-        floor.finish(old_is_rollout=True).compute(),
-        np.abs(torch.cat([mine, theirs]).numpy()),
-    )
+    found = floor.finish(old_is_rollout=True).compute()
+    sizes = np.abs(torch.cat([mine, theirs]).numpy())
     assert found["logprob_abs_diff_p99"] == pytest.approx(np.quantile(sizes, 0.99), rel=1e-12)
     assert found["logprob_abs_diff_mean"] == pytest.approx(sizes.mean(), rel=1e-12)
     assert found["logprob_abs_diff/ts_667"] == pytest.approx(sizes[:, 1].mean(), rel=1e-12)
@@ -172,10 +173,8 @@ def test_without_a_clip_there_is_no_multiple_of_it() -> None:
 
 
 def test_the_host_waits_only_for_the_names_of_the_timesteps() -> None:
-    floor, batch = (
-        floor_of(FlowPolicy),
-        diffusion_batch(torch.zeros(4, 2), old_log_probs=torch.zeros(4, 2)),
-    )
+    floor = floor_of(FlowPolicy)
+    batch = diffusion_batch(torch.zeros(4, 2), old_log_probs=torch.zeros(4, 2))
 
     def iteration() -> None:
         floor.before_update(batch, differences(4, 2))
@@ -193,7 +192,8 @@ def test_drift_is_measured_without_the_mismatch(moved: float) -> None:
 
     A cell that was not seen before the update takes no part.
     """
-    source, count = torch.Generator().manual_seed(0), 20_000
+    source = torch.Generator().manual_seed(0)
+    count = 20_000
     scales = torch.tensor([1e-5, 1e-4, 1e-3], dtype=torch.float64)
     noise = [
         scales * torch.randn(count, 3, generator=source, dtype=torch.float64) for _ in range(2)
@@ -226,7 +226,8 @@ def make(model: FlowModel) -> Make:
             rollout_log_probs=truth - noise, advantages=advantages, **batch_fields
         )
         batch = batch.replace(old_log_probs=batch.rollout_log_probs if bypass else truth)
-        policy, processes = FlowPolicy(model, network), Processes(Accelerator(cpu=True))
+        policy = FlowPolicy(model, network)
+        processes = Processes(Accelerator(cpu=True))
         correction = RolloutCorrectionConfig(bypass_mode=bypass)
         mode = mode_of(correction, policy, micro_batch_size=2, clip_ratio=1e-4)
         config = loss_config(correction, clip=1e-4)

@@ -53,7 +53,8 @@ def test_log_probs_do_not_depend_on_padding(
     # One row at a time, cut to its own tokens: nothing of the other rows is in a row's log-probs.
     for row in range(len(batch)):
         alone = batch.rows(row, row + 1)
-        prompt, response = int(alone.prompt_mask.sum()), int(alone.response_mask.sum())
+        prompt = int(alone.prompt_mask.sum())
+        response = int(alone.response_mask.sum())
         alone = alone.replace(
             prompt_ids=alone.prompt_ids[:, -prompt:],
             prompt_mask=alone.prompt_mask[:, -prompt:],

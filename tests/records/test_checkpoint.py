@@ -17,7 +17,8 @@ from flowgrpo_rc.records.checkpoint import (
 
 
 def make(step: int) -> Checkpoint:
-    weights, count = torch.arange(6.0).reshape(2, 3) + step, torch.tensor(float(step))
+    weights = torch.arange(6.0).reshape(2, 3) + step
+    count = torch.tensor(float(step))
     tensors = {"lora": {"a": weights}, "optimizer": {"a.step": count}}
     return Checkpoint(step=step, tensors=tensors, state={"update": {"updates": step}, "ratio": 0.1})
 

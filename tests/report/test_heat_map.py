@@ -44,9 +44,8 @@ def test_the_mismatch_of_each_step_and_timestep_has_its_colour(tmp_path: Path) -
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = write_report(tmp_path).read_text()
     found = shades(page, "Difference by step and timestep")
-    wanted = np.array(
-        [[0.0, np.nan, 0.5], [1.0, np.nan, np.nan]]
-    )  # the earliest timestep, 900, is on top
+    # The earliest timestep, 900, is on top.
+    wanted = np.array([[0.0, np.nan, 0.5], [1.0, np.nan, np.nan]])
     np.testing.assert_allclose(found, wanted, atol=0.01)
     assert "mean |difference|: <span>1e-06" in page
     assert re.findall(r'class="y"[^>]*>(\d+)<', page) == ["500", "900"]

@@ -186,7 +186,8 @@ def test_options_are_keywords(name):
 @pytest.mark.parametrize("name", CASES)
 def test_one_finite_number_for_each_sample_in_any_batch(name, options):
     reward = make(name, options)
-    samples, asked = samples_of(reward, 7), prompts(7)
+    samples = samples_of(reward, 7)
+    asked = prompts(7)
     before = samples.copy()
     scores = reward(samples, asked)
     assert np.array_equal(samples, before), "samples are read only"
@@ -267,7 +268,8 @@ def test_a_device_that_is_not_there(options):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", WITH_WEIGHTS)
 def test_another_device_gives_the_same_scores(name, options):
-    reward, other = make(name, options), make(name, options, device="cuda:0")
+    reward = make(name, options)
+    other = make(name, options, device="cuda:0")
     samples = samples_of(reward, 5)
     assert other(samples, prompts(5)).values == pytest.approx(
         reward(samples, prompts(5)).values, abs=1e-3
@@ -276,7 +278,8 @@ def test_another_device_gives_the_same_scores(name, options):
 
 @pytest.mark.parametrize("name", WITH_WEIGHTS)
 def test_half_precision_is_near(name, options):
-    reward, other = make(name, options), make(name, options, dtype="bf16")
+    reward = make(name, options)
+    other = make(name, options, dtype="bf16")
     samples = samples_of(reward, 5)
     found, wanted = (np.asarray(r(samples, prompts(5)).values) for r in (other, reward))
     assert np.abs(found - wanted).max() < 0.1 * max(1.0, np.abs(wanted).max())
@@ -288,7 +291,8 @@ def test_a_processor_elsewhere(options, monkeypatch):
 
     A processor that is nowhere is refused before anything is loaded.
     """
-    home, name = Path(options["clip"]["path"]).parent, Path(options["clip"]["path"]).name
+    home = Path(options["clip"]["path"]).parent
+    name = Path(options["clip"]["path"]).name
     monkeypatch.setenv("HOME", str(home))
     reward = make("pickscore", options, path=f"~/{name}", processor=f"~/{name}")
     samples = samples_of(reward, 2)

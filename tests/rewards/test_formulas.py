@@ -32,10 +32,8 @@ from flowgrpo_rc.rewards.video_clip import VideoClip
 TEXTS = ["a red dog", "the cat", "two"]
 PROMPTS = [Prompt(text=text, index=index) for index, text in enumerate(TEXTS)]
 IMAGES = np.random.default_rng(0).integers(0, 256, (3, 30, 46, 3), dtype=np.uint8)
-MEAN, STD = (
-    np.array([0.48145466, 0.4578275, 0.40821073]),
-    np.array([0.26862954, 0.26130258, 0.27577711]),
-)
+MEAN = np.array([0.48145466, 0.4578275, 0.40821073])
+STD = np.array([0.26862954, 0.26130258, 0.27577711])
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +52,8 @@ def pixels(images: np.ndarray, size: int) -> torch.Tensor:
         resized = Image.fromarray(image).resize(
             (int(width * scale), int(height * scale)), Image.Resampling.BICUBIC
         )
-        left, top = (resized.width - size) // 2, (resized.height - size) // 2
+        left = (resized.width - size) // 2
+        top = (resized.height - size) // 2
         rows.append(
             (np.asarray(resized.crop((left, top, left + size, top + size))) / 255 - MEAN) / STD
         )
@@ -63,7 +62,8 @@ def pixels(images: np.ndarray, size: int) -> torch.Tensor:
 
 def logits(clip: Path, images: np.ndarray, texts: list[str]) -> tuple[np.ndarray, float]:
     """Returns the diagonal of the model's own logits, and its scale."""
-    model, tokenizer = CLIPModel.from_pretrained(clip), AutoTokenizer.from_pretrained(clip)
+    model = CLIPModel.from_pretrained(clip)
+    tokenizer = AutoTokenizer.from_pretrained(clip)
     tokens = tokenizer(texts, padding=True, return_tensors="pt")
     with torch.no_grad():
         out = model(**tokens, pixel_values=pixels(images, 20)).logits_per_image

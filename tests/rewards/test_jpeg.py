@@ -12,7 +12,8 @@ from flowgrpo_rc.rewards.jpeg import Jpeg
 
 
 def test_jpeg_sizes():
-    noise, flat = random_images(1, 64)[0], np.full((64, 64, 3), 128, np.uint8)
+    noise = random_images(1, 64)[0]
+    flat = np.full((64, 64, 3), 128, np.uint8)
     file = BytesIO()
     Image.fromarray(noise).save(file, "JPEG", quality=95)
     batch = np.stack([noise, flat])

@@ -207,9 +207,8 @@ def test_a_kind_of_failure_is_logged_once_but_counted_always(caplog):
 
 def test_too_many_failures_raise():
     manager, rewards = run(RewardConfig(terms={"x": returns("nan")}, max_failed_fraction=0.2))
-    manager.check_failed_fraction(
-        manager.count_failed(rewards), len(rewards.total)
-    )  # 1 of 5 is just allowed
+    # One failure of 5 is just allowed.
+    manager.check_failed_fraction(manager.count_failed(rewards), len(rewards.total))
     with pytest.raises(
         RewardError,
         match=r"'x' failed for 2 of 5 samples \(40%\).*max_failed_fraction=0\.2.*prompt 2",

@@ -42,6 +42,7 @@ def prompt(target: str | None, index: int = 0) -> Prompt:
         ("THECAFE", "CAFE", 1.0, 0.25, 1.0, 0.0),  # three insertions, but the word is there
         ("XXCAFEXX", "CAFE", 1.0, 0.0, 1.0, 0.0),
         ("", "CAFE", 0.0, 0.0, 0.0, 0.0),
+        # The distance is cut at the target's length.
         (
             "somethingquiteelse",
             "abc",
@@ -49,7 +50,7 @@ def prompt(target: str | None, index: int = 0) -> Prompt:
             0.0,
             0.0,
             0.0,
-        ),  # the distance is cut at the target's length
+        ),
         ("kitten", "sitting", 4 / 7, 4 / 7, 0.0, 0.0),  # the textbook distance, 3
     ],
 )

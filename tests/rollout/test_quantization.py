@@ -133,7 +133,8 @@ def test_a_layer_that_int4_cannot_take() -> None:
 
 
 def test_a_compiled_replica_computes_the_same(model: FlowModel) -> None:
-    network, counter = trained_lora(model), CompileCounter()
+    network = trained_lora(model)
+    counter = CompileCounter()
     replicas = [Replica(network, "fp32", backend=backend).network for backend in (None, counter)]
     inputs = (
         normal((8, 8, 16), [1, 2]),
@@ -213,7 +214,8 @@ def test_an_engine_that_does_not_offer_a_precision(
     name: str, kind: str, wrong: dict[str, object]
 ) -> None:
     config = Config()
-    config.model.kind, config.rollout.name = kind, name
+    config.model.kind = kind
+    config.rollout.name = name
     vars(config.rollout).update(wrong)
     with pytest.raises(ValueError, match=rf"rollout\.{next(iter(wrong))}.*rollout\.name={name}"):
         check_engine.engine_of(config)
@@ -222,7 +224,8 @@ def test_an_engine_that_does_not_offer_a_precision(
 def test_int4_on_a_gpu_takes_bf16(checkpoint: Path) -> None:
     config = Config()
     config.model.path = str(checkpoint)
-    config.rollout.quantization, config.rollout.dtype = "int4", "fp16"
+    config.rollout.quantization = "int4"
+    config.rollout.dtype = "fp16"
     with pytest.raises(
         ValueError, match=r"rollout\.quantization=int4 on a GPU needs rollout\.dtype=bf16, not fp16"
     ):

@@ -16,5 +16,6 @@ def test_a_copy_in_bf16_keeps_the_rotary_frequencies(trained_lm: CausalLM) -> No
         assert buffers[name].dtype == torch.float32
         assert torch.equal(buffers[name], tensor)
     shared = Replica(trained_lm.network, "fp32").network
-    ours, theirs = dict(trained_lm.network.named_parameters()), dict(shared.named_parameters())
+    ours = dict(trained_lm.network.named_parameters())
+    theirs = dict(shared.named_parameters())
     assert all((ours[n].data_ptr() == theirs[n].data_ptr()) == ("lora_" not in n) for n in ours)

@@ -75,7 +75,8 @@ class FakeLLM:
     """
 
     def __init__(self, vllm: FakeVllm, arguments: dict[str, Any]) -> None:
-        self.vllm, self.arguments = vllm, arguments
+        self.vllm = vllm
+        self.arguments = arguments
         self.devices = os.environ.get("CUDA_VISIBLE_DEVICES")
         self.llm_engine = FakeEngine(vllm)
         self.model_config = SimpleNamespace(max_model_len=arguments["max_model_len"] or 64)
@@ -177,7 +178,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, tokenizer = tmp_path_factory.mktemp("lm"), build_tokenizer()
+    folder = tmp_path_factory.mktemp("lm")
+    tokenizer = build_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=16,
@@ -267,7 +269,8 @@ def test_each_sample_is_a_request_with_its_own_seed(vllm: FakeVllm, model: Causa
     call = vllm.llms[0].calls[-1]
     assert [params.seed for params in call["sampling_params"]] == [5, 2**63 - 1, 7, 8]
     # One token per character after the three special ones.
-    one, three = [4, 13, 4, 14], [6, 10, 13, 8, 11, 14]
+    one = [4, 13, 4, 14]
+    three = [6, 10, 13, 8, 11, 14]
     assert [prompt["prompt_token_ids"] for prompt in call["prompts"]] == [one, one, three, three]
     params = call["sampling_params"][0]
     assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.7, 1.0, 0, 4)
@@ -324,7 +327,8 @@ def test_sync_writes_what_peft_would_and_replaces_the_adapter(
 ) -> None:
     engine = make(model)
     fake = vllm.llms[0].llm_engine
-    numbers, folders = set(fake.adapters), []
+    numbers = set(fake.adapters)
+    folders = []
     for version in (0, 0, 3):
         engine.sync_weights(state_of(model, version + 0.5), version)
         (number,) = fake.adapters
@@ -344,9 +348,8 @@ def test_sync_writes_what_peft_would_and_replaces_the_adapter(
     assert all(bool((tensor == 3.5).all()) for tensor in adapter["tensors"].values())
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
-)  # by peft itself
+# The warning is peft's own.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_peft_loads_the_adapter(vllm: FakeVllm, model: CausalLM, checkpoint: Path) -> None:
     """PEFT is the oracle of the file's names and scale."""
     from peft import PeftModel
@@ -372,7 +375,8 @@ def test_peft_loads_the_adapter(vllm: FakeVllm, model: CausalLM, checkpoint: Pat
 
 @pytest.mark.parametrize("change", ["missing", "renamed", "shape"])
 def test_other_tensors_are_refused(vllm: FakeVllm, model: CausalLM, change: str) -> None:
-    engine, state = make(model), state_of(model)
+    engine = make(model)
+    state = state_of(model)
     before = vllm.llms[0].llm_engine.list_loras()
     name = sorted(state)[0]
     tensor = state.pop(name)

@@ -188,10 +188,8 @@ def reference_loss(
     gradient.
     """
     correction_settings = config.rollout_correction
-    bypass, reinforces = (
-        correction_settings.bypass_mode,
-        correction_settings.loss_type == "reinforce",
-    )
+    bypass = correction_settings.bypass_mode
+    reinforces = correction_settings.loss_type == "reinforce"
 
     def total(now: Tensor) -> Tensor:
         found = expected(now.detach() if bypass else old, rollout, mask, rule)

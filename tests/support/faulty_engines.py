@@ -46,7 +46,8 @@ class LateLogProbs(Recorded):
 class NanLogProbs(Recorded):
     """One step overflows."""
 
-    step, value = 1, float("nan")
+    step = 1
+    value = float("nan")
 
     def record(self, batch: Any) -> Any:
         log_probs = batch.rollout_log_probs.clone()
@@ -55,7 +56,8 @@ class NanLogProbs(Recorded):
 
 
 class InfLogProbs(NanLogProbs):
-    step, value = 2, float("-inf")
+    step = 2
+    value = float("-inf")
 
 
 class OtherSettings(DiffusersEngine):
@@ -63,7 +65,8 @@ class OtherSettings(DiffusersEngine):
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
         honest = self._model.schedule(request.spec)
-        window, start = request.window, 0
+        window = request.window
+        start = 0
         for chunk in super().generate(self.changed(request)):
             batch = chunk.batch
             steps = window[start : start + len(batch)]

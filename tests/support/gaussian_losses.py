@@ -16,7 +16,8 @@ from flowgrpo_rc.core.transition import GaussianSteps, log_prob, transition
 from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig
 
 SIGMAS = [0.9, 0.7, 0.4, 0.2]
-DECOUPLED, BYPASS = RolloutCorrectionConfig(), RolloutCorrectionConfig(bypass_mode=True)
+DECOUPLED = RolloutCorrectionConfig()
+BYPASS = RolloutCorrectionConfig(bypass_mode=True)
 
 
 class Steps(NamedTuple):
@@ -60,7 +61,8 @@ def transition_of(mean: Tensor, std: Tensor) -> Any:
 def three_steps(kind: str = "sde", seed: int = 0) -> Steps:
     source = torch.Generator().manual_seed(seed)
     x, v, direction, noise = torch.randn(4, 6, 3, 2, 5, generator=source, dtype=torch.float64)
-    means, stds = [], []
+    means = []
+    stds = []
     for t in range(3):
         sigma, sigma_next = (torch.full((6,), SIGMAS[t + i]).double() for i in (0, 1))
         step = transition(
@@ -68,7 +70,8 @@ def three_steps(kind: str = "sde", seed: int = 0) -> Steps:
         )
         means.append(step.mean)
         stds.append(step.std.flatten(1).expand(6, 1))
-    mean, std = torch.stack(means, 1), torch.cat(stds, 1)
+    mean = torch.stack(means, 1)
+    std = torch.cat(stds, 1)
     following = mean + std[:, :, None, None] * noise
     old = Normal(mean, std[:, :, None, None]).log_prob(following).flatten(2).mean(2)
     advantages = torch.tensor([1.0, -1.0, 2.0, -0.5, 0.3, -2.0]).double().unsqueeze(1).expand(6, 3)

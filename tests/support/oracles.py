@@ -118,7 +118,8 @@ def std(values: Sequence[float], lost: int = 0) -> float:
     """Returns the deviation of the population, or of a sample with lost=1 (0 for a single
     value).
     """
-    centre, count = mean(values), len(values) - lost
+    centre = mean(values)
+    count = len(values) - lost
     return math.sqrt(math.fsum((value - centre) ** 2 for value in values) / count) if count else 0.0
 
 
@@ -215,7 +216,8 @@ def correction(training: Rows, rollout: Rows, mask: Valid, rule: Rule) -> Expect
     values |= rejection_metrics(mask, valid, keep, below)
     if rule.level is None:
         return Expected(None, keep, values)
-    weights, factor = spread(used, valid), 1.0
+    weights = spread(used, valid)
+    factor = 1.0
     if rule.normalise:
         factor = normaliser(rule.level, weights, keep if rule.over_kept else valid)
         values["rollout_is_batch_norm_factor"] = factor
@@ -293,7 +295,8 @@ def weight_metrics(rule: Rule, logs: Rows, raw: Rows, used: Rows) -> dict[str, f
     unbounded = [min(ratio(row[0]), math.exp(SAFETY)) for row in logs]
     judged, extremes = (flat_raw, flat_used) if per_step else ([row[0] for row in raw], unbounded)
     lower = 1 / rule.upper if rule.mode == "truncate" else rule.lower
-    seq_used, seq_raw = [mean(row) for row in used], [mean(row) for row in raw]
+    seq_used = [mean(row) for row in used]
+    seq_raw = [mean(row) for row in raw]
     centre = mean(flat_used)
     values = {
         "rollout_is_mean": centre,
@@ -369,10 +372,8 @@ def rejection_metrics(mask: Valid, valid: Valid, keep: Valid, below: Valid) -> d
             below,
         )
     )
-    of_steps, of_sequences = (
-        mean([x for row in rejected for x in row]),
-        mean([any(row) for row in rejected]),
-    )
+    of_steps = mean([x for row in rejected for x in row])
+    of_sequences = mean([any(row) for row in rejected])
     return {
         "rollout_is_masked_fraction": of_steps,
         "rollout_is_seq_masked_fraction": of_sequences,

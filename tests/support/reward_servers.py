@@ -35,7 +35,9 @@ class Scripted(socketserver.ThreadingTCPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         if tls is not None:
             self.socket = tls.wrap_socket(self.socket, server_side=True)
-        self.behaviour, self.stopped, self.received = behaviour, threading.Event(), list[Received]()
+        self.behaviour = behaviour
+        self.stopped = threading.Event()
+        self.received = list[Received]()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, *_: Any) -> None:

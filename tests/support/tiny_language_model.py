@@ -9,7 +9,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 CHARACTERS = "0123456789+="
-PAD, EOS = 0, 1
+PAD = 0
+EOS = 1
 
 
 def save_language_model(folder: Path) -> None:

@@ -91,8 +91,10 @@ def stable_diffusion_3(
 
 
 def flux(*, guidance_embeds: bool) -> FluxPipeline:
-    clip, t5 = tiny_sd3.clip_tokenizer(), tiny_sd3.t5_tokenizer()
-    pooled, tokens = tiny_sd3.clip_encoder(clip).config, tiny_sd3.t5_encoder(t5)
+    clip = tiny_sd3.clip_tokenizer()
+    t5 = tiny_sd3.t5_tokenizer()
+    pooled = tiny_sd3.clip_encoder(clip).config
+    tokens = tiny_sd3.t5_encoder(t5)
     vae = tiny_sd3.autoencoder()
     vae.register_to_config(scaling_factor=0.4, shift_factor=0.1)
     return FluxPipeline(

@@ -25,6 +25,7 @@ def test_average_and_its_reversal(model: FlowModel) -> None:
     with averaged_weights(update.ema, update.parameters):
         for name, average in update.lora_state().items():
             # The first average takes the value, the second moves by 1 - 2 / 11.
-            first, second = values[1][name], values[3][name]
+            first = values[1][name]
+            second = values[3][name]
             torch.testing.assert_close(average, first + (1 - 2 / 11) * (second - first))
     assert all(torch.equal(kept[name], tensor) for name, tensor in update.lora_state().items())

@@ -196,7 +196,8 @@ def test_reused_forwards_are_the_recompute_bit_for_bit(
         bands.finish(identity)
     loss = DiffusionObjective(config).terms
     options = {"keep_means": config.diffusion_loss.needs_means, "bands": bands, **actor}
-    runs, forwards = [], []
+    runs = []
+    forwards = []
     for reuses in (True, False):
         policy.forwards = 0
         runs.append(iterate(policy, batch, loss, correction, reuses=reuses, mini=mini, **options))
@@ -277,7 +278,8 @@ def test_a_rollout_that_is_not_finite_leaves_the_baseline_at_once(
     policy: Counting, reuses: bool
 ) -> None:
     batch, _ = sample_images(policy.model, policy.network, make_spec("sde", 1.0), WINDOWS["first"])
-    batch.rollout_log_probs[0], batch.rollout_log_probs[1, 0] = math.nan, math.inf
+    batch.rollout_log_probs[0] = math.nan
+    batch.rollout_log_probs[1, 0] = math.inf
     mode = mode_of(RolloutCorrectionConfig(), policy, micro_batch_size=2, reuses=reuses)
     found = mode.begin(batch, 1).rejection_mask
     assert found.tolist() == [[False, False], [False, True], [True, True], [True, True]]

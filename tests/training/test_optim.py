@@ -73,8 +73,10 @@ def test_8_bit_state_survives_a_checkpoint_bit_for_bit(
     checkpoint = Checkpoint(step=1, tensors=update.tensors(), state={"update": update.state()})
     path = save_checkpoint(tmp_path, checkpoint, keep=1)
     update.run(batch, 4)
-    wanted, state = fingerprint(update.lora_state()), update.state()
-    loaded, processes = load_checkpoint(path), Processes(Accelerator(cpu=True))
+    wanted = fingerprint(update.lora_state())
+    state = update.state()
+    loaded = load_checkpoint(path)
+    processes = Processes(Accelerator(cpu=True))
     fresh = PolicyUpdate(
         FlowPolicy(bundled, bundled.transformer),
         actor,

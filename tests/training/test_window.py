@@ -28,7 +28,9 @@ from flowgrpo_rc.training.optim import OptimConfig
 from flowgrpo_rc.training.update import PolicyUpdate
 
 # One sample is off at one step by 3e-4, so that its window is off by 1e-4 on average.
-FAULT, ROW, STEP = 3e-4, 2, 1
+FAULT = 3e-4
+ROW = 2
+STEP = 1
 MEAN_BAND = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.99995_1.00005"}
 
 
@@ -71,7 +73,8 @@ class Setting:
         """Returns what the update accumulates before its division, with micro-batches of
         `micro`.
         """
-        update, bag = self.update(config), MetricBag()
+        update = self.update(config)
+        bag = MetricBag()
         for start in range(0, 4, micro):
             update._accumulate_window(self.batch.rows(start, start + micro), bag)
         return [p.grad.clone() for p in update.parameters if p.grad is not None], bag.compute()
@@ -155,7 +158,8 @@ def test_the_metrics_are_those_of_whole_trajectories(model: FlowModel) -> None:
 
 def test_without_sequences_both_levels_are_the_same_update(model: FlowModel) -> None:
     """The update includes the reference KL."""
-    weights, setting = {}, Setting(model, actor={"use_kl_loss": True, "kl_loss_coef": 10.0})
+    weights = {}
+    setting = Setting(model, actor={"use_kl_loss": True, "kl_loss_coef": 10.0})
     for level in ("step", "window"):
         correction = RolloutCorrectionConfig(
             bypass_mode=True,
@@ -191,7 +195,8 @@ def test_bands_that_know_the_scale_judge_trajectories(model: FlowModel) -> None:
 
     By step, the fault is ten deviations.
     """
-    setting, rules = Setting(model), {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "auto:4"}
+    setting = Setting(model)
+    rules = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "auto:4"}
     spread = FAULT / 4 / 10
     past = (
         torch.distributions.Normal(0.0, spread)

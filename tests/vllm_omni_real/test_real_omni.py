@@ -176,7 +176,8 @@ def test_a_batch_is_that_of_the_diffusers_engine(case: Case, kind: str, guidance
         [len(chunk.batch) for chunk in chunks] == [len(chunk.batch) for chunk in others] == [4, 2]
     )
     for field in dataclasses.fields(DiffusionBatch):
-        mine, theirs = getattr(found, field.name), getattr(expected, field.name)
+        mine = getattr(found, field.name)
+        theirs = getattr(expected, field.name)
         if field.name == "prev_sample_mean":
             mean = mine
         elif isinstance(theirs, Tensor):
@@ -188,7 +189,8 @@ def test_a_batch_is_that_of_the_diffusers_engine(case: Case, kind: str, guidance
             ), field.name
         elif field.name in ("conditioning", "negative") and theirs is not None:
             for name in ("embeds", "pooled", "mask"):
-                mine_part, their_part = getattr(mine, name), getattr(theirs, name)
+                mine_part = getattr(mine, name)
+                their_part = getattr(theirs, name)
                 assert (mine_part is None) == (their_part is None), (field.name, name)
                 assert (
                     their_part is None
@@ -219,7 +221,8 @@ def test_log_probs_are_those_of_the_trainer(case: Case, kind: str, guidance: str
 
 
 def test_a_sample_follows_its_seed_and_not_its_batch(case: Case) -> None:
-    spec, text = case.tiny.spec("sde", case.tiny.unguided), TEXTS[:1]
+    spec = case.tiny.spec("sde", case.tiny.unguided)
+    text = TEXTS[:1]
     together, _ = sample(case.engine, request_of(spec, SEEDS[:4], WINDOW, text))
     again, _ = sample(case.engine, request_of(spec, SEEDS[:4], WINDOW, text))
     backwards, _ = sample(case.engine, request_of(spec, SEEDS[:4][::-1], WINDOW, text))
@@ -390,7 +393,8 @@ def test_decoupled_training_survives_the_death_of_its_engine(
     assert trainer.returncode == 1
     assert "error: the vLLM-Omni engine" in errors
     assert "signal SIGKILL ended it" in errors
-    rows, expected = train(folder, *DECOUPLED), read_rows(diffusers_run)
+    rows = train(folder, *DECOUPLED)
+    expected = read_rows(diffusers_run)
     assert [row["step"] for row in rows] == list(range(11))
     assert [set(row) for row in without_timings(rows)] == [
         set(row) for row in without_timings(expected)
@@ -402,7 +406,8 @@ def test_decoupled_training_survives_the_death_of_its_engine(
         for name in ("reward/mean", "val/reward", "advantages/std"):
             assert row.get(name) == pytest.approx(other.get(name), abs=0.02), (row["step"], name)
     assert (folder / "report.html").stat().st_size > 10_000
-    mine, theirs = exported(folder), exported(diffusers_run)
+    mine = exported(folder)
+    theirs = exported(diffusers_run)
     assert mine.keys() == theirs.keys()
     distance = max((mine[name] - theirs[name]).abs().max().item() for name in mine)
     print(f"LoRA after ten steps: {distance:.1e} from that of the diffusers engine")

@@ -153,7 +153,9 @@ def test_responses_end_with_the_end_token_or_at_the_limit(
 
 def test_a_sample_follows_its_seed(engine: VllmEngine, model: CausalLM) -> None:
     put_lora(engine, model, 1)
-    first, again, other = sample(engine, seed=1), sample(engine, seed=1), sample(engine, seed=2)
+    first = sample(engine, seed=1)
+    again = sample(engine, seed=1)
+    other = sample(engine, seed=2)
     assert torch.equal(first.response_ids, again.response_ids)
     assert first.response_ids.tolist() != other.response_ids.tolist()
     assert len({tuple(row) for row in first.response_ids[:8].tolist()}) > 1

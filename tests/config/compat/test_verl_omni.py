@@ -62,10 +62,11 @@ def test_the_qwen_image_command() -> None:
     )
     assert (config.actor.optim.lr, config.actor.optim.weight_decay) == (3e-4, 1e-4)
     assert config.rollout.pipeline.true_cfg_scale == 4.0
+    # The command does not give these.
     assert (config.rollout.pipeline.height, config.rollout.pipeline.num_inference_steps) == (
         512,
         10,
-    )  # not given
+    )
     assert (config.rollout.algo.noise_level, config.rollout.algo.sde_window_range) == (1.2, [0, 5])
     assert config.rollout.val_kwargs.num_inference_steps == 50
     assert config.algorithm.rollout_correction.bypass_mode
@@ -361,10 +362,11 @@ def test_a_window_range_without_a_size_has_no_effect_in_verl_omni() -> None:
     assert whole.config.rollout.algo.sde_window_range is None
     sized = compose_all([*WHOLE, window, f"{OTHER}rollout.algo.sde_window_size=2"])
     assert sized.config.rollout.algo.sde_window_range == [0, 3]
+    # The size is that of the file.
     assert compose_config([window]).rollout.algo.sde_window_range == [
         0,
         3,
-    ]  # the size is the file's
+    ]
 
 
 def test_ignoring_nothing_is_an_error() -> None:

@@ -36,7 +36,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 FOLDER = Path(__file__).parent
-CASES, MARGIN = 300, 1e-5
+CASES = 300
+MARGIN = 1e-5
 REQUIREMENTS = """
     tensordict==0.10.0 pyvers==0.2.3 cloudpickle==3.1.2 orjson==3.13.0 codetiming==1.4.0
     ray==2.60.0 msgpack==1.2.4 jsonschema==4.26.0 jsonschema-specifications==2025.9.1
@@ -65,10 +66,8 @@ LEVELS = (
     ("sequence", "seq_sum_k1"),
     ("geometric", "seq_mean_k1"),
 )
-TRUNCATION, ICEPOP = (
-    (1.05, 1.5, 2.0, 5.0, 10.0),
-    ("0.5_2.0", "0.8_1.25", "0.5_5.0", "0.98_1.02", "0.1_3.0"),
-)
+TRUNCATION = (1.05, 1.5, 2.0, 5.0, 10.0)
+ICEPOP = ("0.5_2.0", "0.8_1.25", "0.5_5.0", "0.98_1.02", "0.1_3.0")
 TENSORS = (
     "old_log_prob",
     "rollout_log_prob",
@@ -86,10 +85,12 @@ def load_vectors(version: str, part: str = "cases") -> list[Case]:
     It needs no verl.
     """
     stem = f"{FOLDER}/verl_{version.replace('.', '_')}"
-    index, flat = json.loads(Path(f"{stem}.json").read_text()), load_file(f"{stem}.safetensors")
+    index = json.loads(Path(f"{stem}.json").read_text())
+    flat = load_file(f"{stem}.safetensors")
     start = dict.fromkeys(flat, 0)
     for case in index["cases"] + index["exceptions"]:
-        shape, ids = case.pop("shape"), case.pop("metric_ids")
+        shape = case.pop("shape")
+        ids = case.pop("metric_ids")
         for name in TENSORS if case["weights"] else TENSORS[:-1]:
             size = [len(ids)] if name == "metrics_float64" else shape
             case[name] = flat[name][start[name] :][: math.prod(size)].reshape(size)
@@ -103,7 +104,8 @@ def load_vectors(version: str, part: str = "cases") -> list[Case]:
 
 def draw_mask(rng: random.Random, empty: bool) -> Tensor:
     mask = torch.ones(rng.randint(1 + empty, 8), rng.randint(1, 24), dtype=torch.int64)
-    kind, columns = rng.choice(("full", "right", "left", "holes")), range(mask.shape[1])
+    kind = rng.choice(("full", "right", "left", "holes"))
+    columns = range(mask.shape[1])
     for row in mask:
         gone = rng.randrange(len(columns))
         places = {"full": (), "right": columns[len(columns) - gone :], "left": columns[:gone]}
@@ -224,7 +226,8 @@ def verl(case: Case, old: Tensor, rollout: Tensor) -> Case:
 
 
 def finish(case: Case) -> Case:
-    old, rollout = case["old_log_prob"], case["rollout_log_prob"]
+    old = case["old_log_prob"]
+    rollout = case["rollout_log_prob"]
     try:
         double = torch.tensor(
             list(verl(case, old.double(), rollout.double())["metrics"].values()),
@@ -254,15 +257,15 @@ def is_on_edge(case: Case) -> bool:
 
 
 def draw_case(version: str, index: int) -> Case:
-    rng, scale = random.Random(f"{version} {index}"), SCALES[index % len(SCALES)]
+    rng = random.Random(f"{version} {index}")
+    scale = SCALES[index % len(SCALES)]
     while True:
         empty = rng.random() < 0.12
         mask = draw_mask(rng, empty)
         log_ratio = draw_log_ratio(rng, scale, mask)
         settings = (draw_0_9_1 if version == "0.9.1" else draw_0_6_1)(rng, index, log_ratio, mask)
-        keep = rng.choice(
-            (torch.ones_like(mask), mask)
-        )  # arbitrary numbers at padded positions, or zeros
+        # Arbitrary numbers at padded positions, or zeros.
+        keep = rng.choice((torch.ones_like(mask), mask))
         inputs = {name: value * keep for name, value in log_probs(rng, log_ratio).items()}
         bands = [
             part.split("_")
@@ -314,10 +317,8 @@ def exceptions() -> Iterator[Case]:
         )
     # The row without a valid token counts as perplexity 1, log-ratio sum 0 and mean weight 0 in
     # averages over rows.
-    rows, valid = (
-        [[0.5, 0.4, 0.3], [0.2, -0.1, 0.6], [1.0, 1.0, 1.0]],
-        [[1, 1, 1], [1, 1, 0], [0, 0, 0]],
-    )
+    rows = [[0.5, 0.4, 0.3], [0.2, -0.1, 0.6], [1.0, 1.0, 1.0]]
+    valid = [[1, 1, 1], [1, 1, 0], [0, 0, 0]]
     for level, criterion in (("token", "token_k1"), ("sequence", "seq_sum_k1")):
         settings: Case = {
             "rollout_is": level,

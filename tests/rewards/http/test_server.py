@@ -98,7 +98,8 @@ def certified(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     if shutil.which("openssl") is None:
         pytest.skip("makes a certificate by openssl")
     folder = tmp_path_factory.mktemp("tls")
-    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    key = folder / "key.pem"
+    certificate = folder / "certificate.pem"
     command = (
         f"openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=here -keyout {key} -out "
         f"{certificate}"
@@ -178,7 +179,9 @@ class Slow(Reward):
     kind = "text"
 
     def __init__(self) -> None:
-        self.begun, self.go, self.scored = threading.Event(), threading.Event(), []
+        self.begun = threading.Event()
+        self.go = threading.Event()
+        self.scored = []
 
     def __call__(self, samples, prompts):
         self.begun.set()
