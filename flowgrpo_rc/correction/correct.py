@@ -47,8 +47,7 @@ class Block(NamedTuple):
       weights: importance weights, float64, before batch normalisation; 0 where there is no step,
         [b, T]. Those of the token level if the rules have none.
       keep_mask: bool, the steps that stay in the loss, [b, T].
-      weight_terms: sum and number of the weights whose mean is normalised, float64 [2]; they add
-        up over blocks.
+      weight_terms: terms of the mean weight, [2, b]; see `mean_weight_terms`.
     """
 
     weights: Tensor
@@ -64,8 +63,8 @@ class Correction(NamedTuple):
         settings ask for none.
       mask: bool, the steps that stay in the loss, [B, T].
       metrics: names without prefix.
-      weight_terms: sum and number of the weights whose mean is normalised, float64 [2]; None
-        without weights.
+      weight_terms: terms of the mean weight that batch normalisation divides by, [2, B]; see
+        `mean_weight_terms`. None without weights.
     """
 
     weights: Tensor | None
@@ -76,12 +75,12 @@ class Correction(NamedTuple):
     @property
     def weight_total(self) -> Tensor | None:
         """The sum of the weights whose mean is normalised, scalar; None without weights."""
-        return None if self.weight_terms is None else self.weight_terms[0]
+        return None if self.weight_terms is None else self.weight_terms[0].sum()
 
     @property
     def weight_count(self) -> Tensor | None:
         """The number of the weights whose mean is normalised, scalar; None without weights."""
-        return None if self.weight_terms is None else self.weight_terms[1]
+        return None if self.weight_terms is None else self.weight_terms[1].sum()
 
     def put(self, rows: slice, block: Block) -> None:
         """Takes in a block of rows, in place."""
@@ -89,7 +88,7 @@ class Correction(NamedTuple):
         if self.weights is not None:
             assert self.weight_terms is not None
             self.weights[rows] = block.weights
-            self.weight_terms.add_(block.weight_terms)
+            self.weight_terms[:, rows] = block.weight_terms
 
 
 class CustomCorrection(Protocol):
@@ -263,12 +262,13 @@ class Corrector:
         weights = found.weights
         if self.rules.batch_normalize and weights is not None:
             assert found.weight_terms is not None
+            terms = found.weight_terms.sum(1)
             if normalise:
-                factor = normalisation(*all_reduce(found.weight_terms))
+                factor = normalisation(*all_reduce(terms))
                 found.metrics.max("rollout_is_batch_norm_factor", factor)
                 weights = (weights / factor).to(weights.dtype)
             else:
-                found.metrics.ratio("rollout_is_batch_norm_factor", *found.weight_terms)
+                found.metrics.ratio("rollout_is_batch_norm_factor", *terms)
         apply_names(found.metrics, self.config.metric_names, self.rules.bounds.mode)
         return found._replace(weights=None if weights is None else weights.to(dtype))
 
@@ -367,7 +367,7 @@ def _empty(training_log_probs: Tensor, step_mask: Tensor, rules: Rules) -> Corre
     keep_mask = torch.empty_like(step_mask)
     if rules.level is None:
         return Correction(None, keep_mask, MetricBag())
-    terms = torch.zeros(2, dtype=torch.float64, device=step_mask.device)
+    terms = torch.empty(2, len(step_mask), dtype=torch.float64, device=step_mask.device)
     return Correction(torch.empty_like(training_log_probs), keep_mask, MetricBag(), terms)
 
 

@@ -97,7 +97,9 @@ def outside(weights: Tensor, bounds: WeightBounds) -> Tensor:
 
 
 def mean_weight_terms(ratios: LogRatios, weights: Weights, keep_mask: Tensor | None) -> Tensor:
-    """Computes the sum and the number whose quotient is the mean weight of batch normalisation.
+    """Computes the terms of the mean weight that batch normalisation divides by.
+
+        mean weight = sum of the totals / sum of the numbers, over all rows
 
     Args:
       ratios: log-ratios of a block of rows.
@@ -105,8 +107,8 @@ def mean_weight_terms(ratios: LogRatios, weights: Weights, keep_mask: Tensor | N
       keep_mask: bool, [b, T]: the steps that count; None for all finite ones.
 
     Returns:
-      Sum and number of the weights of steps, or of sequences that have a step that counts, float64
-      [2]; they add up over blocks and processes.
+      Total and number of the weights of each row, float64 [2, b]: of its steps, or of the sequence
+      if it has a step that counts.
     """
     if keep_mask is None:
         total_B = ratios.row_sum(weights.used)
@@ -117,4 +119,4 @@ def mean_weight_terms(ratios: LogRatios, weights: Weights, keep_mask: Tensor | N
     if not weights.per_step:
         total_B = total_B / number_B.clamp(min=1)
         number_B = (number_B > 0).double()
-    return torch.stack([total_B.sum(), number_B.sum()])
+    return torch.stack([total_B, number_B])
