@@ -1,3 +1,4 @@
-"""Rollout correction: importance weights, rejection, diagnostics. Only [B, T] tensors cross its
-entry.
+"""Rollout correction: importance weights, rejection and diagnostics of log-probs [B, T].
+
+`api` holds the public functions, `correct` the correction itself.
 """

@@ -28,11 +28,16 @@ METRIC_NAMES = ("verl", "slime", "both")
 
 
 class Rules(NamedTuple):
-    """What the core applies: the settings, parsed.
+    """The settings, parsed: what the maths applies.
 
-    level: of the weights, None without any; batch_normalize: divide them by their mean, `over_kept`
-        of what is kept;
-    log_veto: None without a veto; auto: the bands that `correction.auto` resolves and applies.
+    Attributes:
+      level: level of the weights, one of `IS_LEVELS`; None without weights.
+      bounds: what happens to a weight outside its bounds.
+      batch_normalize: whether weights are divided by their mean over the batch.
+      over_kept: whether that mean is over the kept steps only.
+      bands: the criteria whose bounds are numbers.
+      log_veto: logarithm of the ratio below which a step rejects its sequence; None without a veto.
+      auto: the criteria whose bounds follow the run (`auto_bands.AutoBands`).
     """
 
     level: str | None
@@ -45,8 +50,8 @@ class Rules(NamedTuple):
 
     @property
     def per_step(self) -> bool:
-        """Whether steps are weighed, and not sequences; without a level the metrics are those of
-        the token level.
+        """Whether steps are weighed, and not sequences. Without weights the metrics are those of
+        steps.
         """
         return self.level in (None, "token")
 
@@ -64,8 +69,7 @@ class Rules(NamedTuple):
 @dataclass(kw_only=True)
 class RolloutCorrectionConfig(Presets):
     """What to do about the difference between the rollout policy and the training graph. The ratio
-    below is training /
-    rollout: old / rollout in decoupled mode, current / rollout in bypass mode.
+    below is training / rollout: old / rollout in decoupled mode, current / rollout in bypass mode.
 
     bypass_mode: True takes old := rollout and corrects inside the loss. False (decoupled)
         recomputes old with the training graph and corrects once per batch.
@@ -87,15 +91,15 @@ class RolloutCorrectionConfig(Presets):
     rollout_rs_threshold_lower: lower bound of k1 bands whose threshold is one number.
     rollout_token_veto_threshold: reject a sequence if the ratio of any of its steps is below this.
     normalize: the loss is the mean over `all` steps, or over those that are `kept`. Null: all for
-        images, kept for text. Batch normalisation is over all valid steps, and over kept ones only
-        where `kept` is given.
+        images, kept for text. Batch normalisation is over all finite steps, and over kept ones only
+        if `kept` is given.
     exclude_rejected: a sample whose steps are all rejected leaves the baseline of its group; null:
         in decoupled mode.
     bypass_level: what the correction of images sees in bypass mode: each `step` alone, or the
         sample's whole `window` (one more forward), so that criteria and weights of sequences mean
         the trajectory.
-    log_prob_scale: for study, images: correct by the `sum` of the log-density over latent elements,
-        whose ratio is that of the densities, in place of the `mean` that the loss has.
+    log_prob_scale: for study, images only: `sum` corrects by the sum of the log-density over latent
+        elements, whose ratio is that of the densities; `mean` by their mean, as the loss does.
     metric_names: `verl`, `slime` or `both`.
     custom_correction: "module:function" in place of the built-in weights and mask; see
         `correct.CustomCorrection`.
@@ -130,11 +134,18 @@ class RolloutCorrectionConfig(Presets):
 
     @property
     def weights_are_metrics(self) -> bool:
-        """In bypass mode the PPO ratio is the weight, so that `rollout_is` only reports."""
+        """Whether `rollout_is` only reports: in bypass mode the PPO ratio is the weight."""
         return self.bypass_mode and self.loss_type == "ppo_clip"
 
     def rules(self) -> Rules:
-        """The settings parsed. ValueError as in `validate` where they cannot be."""
+        """Parses the settings.
+
+        Returns:
+          What the maths applies.
+
+        Raises:
+          ValueError: if a threshold cannot be parsed, as in `validate`.
+        """
         veto = self.rollout_token_veto_threshold
         bands = parse_bands(
             self.rollout_rs,
@@ -153,8 +164,10 @@ class RolloutCorrectionConfig(Presets):
         )
 
     def validate(self) -> None:
-        """Raise ValueError for a wrong or contradictory setting, naming the key and what is
-        allowed.
+        """Checks all settings.
+
+        Raises:
+          ValueError: for a wrong or contradictory setting, naming the key and what is allowed.
         """
         self._validate_values()
         self._validate_contradictions()
@@ -168,7 +181,14 @@ class RolloutCorrectionConfig(Presets):
         return scaled or rules.level is not None or self.custom_correction is not None
 
     def load_custom(self) -> Callable[..., Any] | None:
-        """The function that `custom_correction` names. ValueError if there is none."""
+        """Finds the function that `custom_correction` names.
+
+        Returns:
+          The function; None if the setting is null.
+
+        Raises:
+          ValueError: if there is no such function.
+        """
         if self.custom_correction is None:
             return None
         module, _, name = str(self.custom_correction).partition(":")

@@ -47,12 +47,13 @@ class Block(NamedTuple):
       weights: importance weights, float64, before batch normalisation; 0 where there is no step,
         [b, T]. Those of the token level if the rules have none.
       keep_mask: bool, the steps that stay in the loss, [b, T].
-      weight_terms: terms of the mean weight, [2, b]; see `mean_weight_terms`.
+      weight_terms: terms of the mean weight, [2, b]; see `mean_weight_terms`. None without batch
+        normalisation.
     """
 
     weights: Tensor
     keep_mask: Tensor
-    weight_terms: Tensor
+    weight_terms: Tensor | None
 
 
 class Correction(NamedTuple):
@@ -63,8 +64,8 @@ class Correction(NamedTuple):
         settings ask for none.
       mask: bool, the steps that stay in the loss, [B, T].
       metrics: names without prefix.
-      weight_terms: terms of the mean weight that batch normalisation divides by, [2, B]; see
-        `mean_weight_terms`. None without weights.
+      weight_terms: terms of the mean weight, [2, B]; see `mean_weight_terms`. None without batch
+        normalisation.
     """
 
     weights: Tensor | None
@@ -74,20 +75,20 @@ class Correction(NamedTuple):
 
     @property
     def weight_total(self) -> Tensor | None:
-        """The sum of the weights whose mean is normalised, scalar; None without weights."""
+        """The sum of the weights whose mean is normalised, scalar; None if none is."""
         return None if self.weight_terms is None else self.weight_terms[0].sum()
 
     @property
     def weight_count(self) -> Tensor | None:
-        """The number of the weights whose mean is normalised, scalar; None without weights."""
+        """The number of the weights whose mean is normalised, scalar; None if none is."""
         return None if self.weight_terms is None else self.weight_terms[1].sum()
 
     def put(self, rows: slice, block: Block) -> None:
         """Takes in a block of rows, in place."""
         self.mask[rows] = block.keep_mask
         if self.weights is not None:
-            assert self.weight_terms is not None
             self.weights[rows] = block.weights
+        if self.weight_terms is not None and block.weight_terms is not None:
             self.weight_terms[:, rows] = block.weight_terms
 
 
@@ -250,9 +251,9 @@ class Corrector:
         put_gap(metrics, ratios)
         put_weights(metrics, ratios, weights, _UNBOUNDED)
         put_decisions(metrics, ratios, keep_mask, torch.zeros_like(ratios.num_finite_B))
-        if given is None:
-            return Correction(None, keep_mask, metrics.bag())
-        terms = mean_weight_terms(ratios, weights, keep_mask if self.rules.over_kept else None)
+        terms = None
+        if given is not None and self.rules.batch_normalize:
+            terms = mean_weight_terms(ratios, weights, keep_mask if self.rules.over_kept else None)
         return Correction(given, keep_mask, metrics.bag(), terms)
 
     def _finished(
@@ -260,8 +261,7 @@ class Corrector:
     ) -> Correction:
         """Returns the correction with normalised weights in `dtype`, and renames its metrics."""
         weights = found.weights
-        if self.rules.batch_normalize and weights is not None:
-            assert found.weight_terms is not None
+        if weights is not None and found.weight_terms is not None:
             terms = found.weight_terms.sum(1)
             if normalise:
                 factor = normalisation(*all_reduce(terms))
@@ -319,7 +319,9 @@ def correct_block(
         keep_mask = keep_mask & (num_catastrophic_B == 0).unsqueeze(1)
     put_decisions(metrics, ratios, keep_mask, num_catastrophic_B)
 
-    terms = mean_weight_terms(ratios, weights, keep_mask if rules.over_kept else None)
+    terms = None
+    if rules.batch_normalize:
+        terms = mean_weight_terms(ratios, weights, keep_mask if rules.over_kept else None)
     return Block(weights.of_steps(ratios.finite_mask), keep_mask, terms)
 
 
@@ -367,7 +369,9 @@ def _empty(training_log_probs: Tensor, step_mask: Tensor, rules: Rules) -> Corre
     keep_mask = torch.empty_like(step_mask)
     if rules.level is None:
         return Correction(None, keep_mask, MetricBag())
-    terms = torch.empty(2, len(step_mask), dtype=torch.float64, device=step_mask.device)
+    terms = None
+    if rules.batch_normalize:
+        terms = torch.empty(2, len(step_mask), dtype=torch.float64, device=step_mask.device)
     return Correction(torch.empty_like(training_log_probs), keep_mask, MetricBag(), terms)
 
 

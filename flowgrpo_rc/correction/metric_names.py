@@ -1,4 +1,4 @@
-"""slime's metric names beside verl's: which is which."""
+"""slime's names of verl's metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SLIME_NAMES = {
     "rollout_is_veto_fraction": "mis_catastrophic_seq_fraction",
     "rollout_is_batch_norm_factor": "mis_batch_norm_factor",
 }
-# The fractions beyond the bounds are named for what the mode does there.
+# slime names the fractions beyond the bounds after what the mode does there.
 SLIME_FRACTIONS = {
     "truncate": {"rollout_is_ratio_fraction_high": "mis_truncate_fraction"},
     "clip": {
@@ -37,14 +37,23 @@ SLIME_FRACTIONS = {
 
 
 def apply_names(metrics: MetricBag, metric_names: str, mode: str) -> None:
-    """Rename in place: `verl` keeps the names, `slime` replaces those that slime has, `both` adds
-    slime's.
+    """Renames metrics in place.
+
+    Args:
+      metrics: metrics under verl's names, without prefix.
+      metric_names: `verl` keeps the names, `slime` replaces those that slime has, `both` adds
+        slime's.
+      mode: what happens to weights outside their bounds, one of `thresholds.IS_MODES`.
     """
     if metric_names != "verl":
         metrics.rename(SLIME_NAMES | SLIME_FRACTIONS[mode], keep=metric_names == "both")
 
 
 def other_names(name: str) -> tuple[str, ...]:
-    """The names under which a metric may be reported, verl's first."""
+    """Returns the names under which a metric may be reported, verl's first.
+
+    Args:
+      name: verl's name, without prefix.
+    """
     tables = (SLIME_NAMES, *SLIME_FRACTIONS.values())
     return (name, *(table[name] for table in tables if name in table))

@@ -1,6 +1,4 @@
-"""Why a row was rejected, in the words of the settings: for people, on a few rows after the
-fact.
-"""
+"""Reasons for a rejection, in the words of the settings: for people, on a few rows."""
 
 from __future__ import annotations
 
@@ -19,9 +17,14 @@ from flowgrpo_rc.correction.weights import outside, weigh
 
 
 class Reason(NamedTuple):
-    """A criterion that does not keep a row. value: its statistic, the ratio training / rollout for
-    k1; lower, upper: what is kept, None where there is no such bound or where it follows the run
-    (`auto`)."""
+    """A criterion that does not keep a row.
+
+    Attributes:
+      criterion: its name.
+      value: its statistic; for k1 the ratio training / rollout.
+      lower: the least value that is kept; None without a lower bound, and for `auto`.
+      upper: the largest value that is kept; None without an upper bound, and for `auto`.
+    """
 
     criterion: str
     value: float
@@ -30,24 +33,41 @@ class Reason(NamedTuple):
 
 
 def reasons(
-    training: Tensor, rollout: Tensor, mask: Tensor, rules: Rules, *, step_kl: Tensor | None = None
+    training_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    step_mask: Tensor,
+    rules: Rules,
+    *,
+    step_kl: Tensor | None = None,
 ) -> list[Reason]:
-    """All that reject a row, for its log-probs, steps that exist and exact KL [T]; [] where nothing
-    here does.
+    """Finds all that rejects a row.
 
-    A step that is not finite comes first. `auto` bands are named where nothing else explains the
-    rejection: where they stood when they judged is not known here.
+    Args:
+      training_log_probs: log-probs of the training graph, [T].
+      rollout_log_probs: log-probs of the policy that sampled, [T].
+      step_mask: bool, the steps that exist, [T].
+      rules: what was applied.
+      step_kl: exact KL between rollout's and training graph's steps, [T]; None without Gaussians.
+
+    Returns:
+      The reasons; a step that is not finite comes first. `auto` criteria are named only if nothing
+      else explains the rejection, because their bounds at that time are not known here. Empty if
+      nothing here rejects the row.
     """
-    exact = None if step_kl is None else step_kl.unsqueeze(0)
     ratios = compute_log_ratios(
-        training.unsqueeze(0), rollout.unsqueeze(0), mask.unsqueeze(0), exact
+        training_log_probs.unsqueeze(0),
+        rollout_log_probs.unsqueeze(0),
+        step_mask.unsqueeze(0),
+        None if step_kl is None else step_kl.unsqueeze(0),
     )
-    return list(_fixed(ratios, rules)) or [
-        Reason(band.name, _shown(band, _worst(ratios, band))) for band in rules.auto
-    ]
+    found = list(_fixed(ratios, rules))
+    if found:
+        return found
+    return [Reason(band.name, _shown(band, _worst(ratios, band))) for band in rules.auto]
 
 
 def _fixed(ratios: LogRatios, rules: Rules) -> Iterator[Reason]:
+    """Yields the reasons whose bounds are numbers."""
     broken = ratios.step_mask & ~ratios.finite_mask
     if broken.any():
         yield Reason("not finite", float(ratios.difference[broken][0]))
@@ -58,10 +78,9 @@ def _fixed(ratios: LogRatios, rules: Rules) -> Iterator[Reason]:
             yield Reason(band.name, _shown(band, value), lower if lower > 0 else None, upper)
     if rules.level is not None and rules.bounds.mode == "mask":
         weights = weigh(ratios, rules.level, rules.bounds).raw
-        for value in weights[outside(weights, rules.bounds) & ratios.unit_mask(weights)][
-            :1
-        ].tolist():
-            yield Reason("rollout_is", value, rules.bounds.lower, rules.bounds.upper)
+        outliers = weights[outside(weights, rules.bounds) & ratios.unit_mask(weights)]
+        if len(outliers):
+            yield Reason("rollout_is", float(outliers[0]), rules.bounds.lower, rules.bounds.upper)
     if rules.log_veto is not None:
         lowest = float(torch.where(ratios.step_mask, ratios.difference, math.inf).min())
         if lowest < rules.log_veto:
@@ -69,7 +88,7 @@ def _fixed(ratios: LogRatios, rules: Rules) -> Iterator[Reason]:
 
 
 def _worst(ratios: LogRatios, band: Band) -> float:
-    """The statistic that is farthest beyond the band, or nearest to its edge."""
+    """Returns the statistic that is farthest beyond the band, or nearest to its edge."""
     values = statistic(ratios, band)
     values = values[ratios.unit_mask(values)]
     if not len(values):
@@ -79,5 +98,5 @@ def _worst(ratios: LogRatios, band: Band) -> float:
 
 
 def _shown(band: Band, value: float) -> float:
-    """k1, which is -log(ratio), as the ratio; anything else as it is."""
+    """Returns k1, which is -log(ratio), as the ratio, and anything else as it is."""
     return math.exp(-value) if band.estimator == "k1" else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 KEY = "algorithm.rollout_correction"
@@ -14,11 +15,9 @@ LOWER_KEY = f"{KEY}.rollout_rs_threshold_lower"
 IS_KEY = f"{KEY}.rollout_is_threshold"
 MODE_KEY = f"{KEY}.rollout_is_mode"
 LEVELS = ("token", "seq_sum", "seq_mean", "seq_max")
+ESTIMATORS = ("k1", "k2", "k3")
 CRITERIA = tuple(
-    f"{level}_{k}"
-    for level in LEVELS
-    for k in ("k1", "k2", "k3")
-    if (level, k) != ("seq_max", "k1")
+    "_".join(pair) for pair in product(LEVELS, ESTIMATORS) if pair != ("seq_max", "k1")
 )
 STEP_KL = "step_kl"  # the one criterion that is not a function of log-ratios
 OLDER_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
@@ -26,13 +25,17 @@ IS_MODES = ("truncate", "clip", "mask", "icepop")
 
 
 class Band(NamedTuple):
-    """One criterion: keep where lower <= statistic <= upper.
+    """One criterion: it keeps what has lower <= statistic <= upper.
 
-    level: token (a step), seq_sum, seq_mean or seq_max over the valid steps; estimator: k1, k2 or
-    k3 of `core.kl`. k1 is -log(ratio), so its bounds are the negated logarithms of the ratio's; k2
-    and k3 have only an upper bound.
-    `step_kl` has level step and estimator kl: the exact KL of each step, with an upper bound.
-    auto: the bounds are in robust standard deviations from a running median (`correction.auto`).
+    Attributes:
+      level: token (a step), seq_sum, seq_mean or seq_max over the finite steps, or step for the
+        exact KL.
+      estimator: k1, k2 or k3 of `core.kl`, or kl for the exact KL of a step.
+      lower: lower bound. k1 is -log(ratio), so its bounds are the negated logarithms of those of
+        the ratio; the other estimators have -inf.
+      upper: upper bound.
+      auto: whether the bounds are robust standard deviations from a running median
+        (`auto_bands.AutoBands`).
     """
 
     level: str
@@ -53,8 +56,12 @@ class Band(NamedTuple):
 
 
 class WeightBounds(NamedTuple):
-    """What happens to a weight outside [lower, upper]; `IS_MODES` explains the modes in
-    `importance.bound`.
+    """What happens to an importance weight outside its bounds.
+
+    Attributes:
+      mode: one of `IS_MODES`; `weights.bound` says what they do.
+      lower: lower bound, 0 for none.
+      upper: upper bound.
     """
 
     mode: str
@@ -65,12 +72,20 @@ class WeightBounds(NamedTuple):
 def parse_bands(
     criteria: Any, thresholds: Any, thresholds_lower: Any = None, *, fallback: Any = None
 ) -> tuple[Band, ...]:
-    """Criteria and thresholds as a user writes them (strings with commas, lists, numbers) -> bands.
+    """Parses criteria and their thresholds as a user writes them.
 
-    thresholds_lower: lower bounds of the k1 criteria where `thresholds` holds the upper ones alone;
-    fallback: the threshold of the older names (`OLDER_NAMES`) where `thresholds` is null. Raises
-    ValueError for an unknown criterion (naming the nearest), a missing or malformed threshold, a
-    reversed band, and a number of thresholds that is neither 1 nor that of the criteria.
+    Args:
+      criteria: names of criteria, a list or a string with commas; None for none.
+      thresholds: one threshold for all criteria or one for each; numbers or strings.
+      thresholds_lower: lower bounds of the k1 criteria whose threshold is the upper bound alone.
+      fallback: threshold of the older names (`OLDER_NAMES`) if `thresholds` is null.
+
+    Returns:
+      One band for each criterion.
+
+    Raises:
+      ValueError: for an unknown criterion (naming the nearest), a missing or malformed threshold, a
+        reversed band, and a number of thresholds that is neither 1 nor that of the criteria.
     """
     given = [str(item).strip() for item in _listed(criteria)]
     if not given:
@@ -105,11 +120,19 @@ def parse_bands(
 
 
 def parse_weight_bounds(threshold: Any, mode: str | None) -> WeightBounds:
-    """The bounds of the weights from `rollout_is_threshold` and `rollout_is_mode`.
+    """Parses the bounds of the importance weights as a user writes them.
 
-    A number is the upper bound, with its reciprocal as the lower one where the mode has one;
-    "lower_upper" gives both. Without a mode, a number means truncate and two numbers mean icepop,
-    as in verl.
+    Args:
+      threshold: the upper bound, whose reciprocal is the lower one if the mode has one, or
+        "lower_upper".
+      mode: one of `IS_MODES`; None means truncate for one number and icepop for two, as in verl.
+
+    Returns:
+      The bounds.
+
+    Raises:
+      ValueError: for an unknown mode, a malformed threshold, and a lower bound that the mode does
+        not use.
     """
     if mode is not None and mode not in IS_MODES:
         raise ValueError(f"{MODE_KEY}={mode!r}: allowed are null, {', '.join(IS_MODES)}")
@@ -120,8 +143,7 @@ def parse_weight_bounds(threshold: Any, mode: str | None) -> WeightBounds:
             raise ValueError(
                 f"{IS_KEY}={threshold!r}: one number is the upper bound and must be 1 or more (a "
                 "lower one would shrink the weights of samples that need no correction); an "
-                "unquoted 0.5_2 is read as the number 0.52: "
-                'quote the pair, "0.5_2.0"'
+                'unquoted 0.5_2 is read as the number 0.52: quote the pair, "0.5_2.0"'
             )
         return WeightBounds(
             mode or "truncate", 0.0 if mode in (None, "truncate") else 1 / upper, upper
@@ -138,7 +160,7 @@ def parse_weight_bounds(threshold: Any, mode: str | None) -> WeightBounds:
 
 
 def _listed(value: Any) -> list[Any]:
-    """None, a scalar, a string with commas or a sequence -> a list."""
+    """Makes a list of None, a scalar, a string with commas or a sequence."""
     if value is None:
         return []
     if isinstance(value, str):
@@ -186,8 +208,7 @@ def _band(name: str, spec: Any, lower_spec: Any) -> Band:
             raise ValueError(
                 f"{THRESHOLD_KEY}={spec!r} for {name}: a single number is the upper bound u of the "
                 "band 1/u to u and must exceed 1. An unquoted 0.5_2 is read as the number 0.52: "
-                "quote the band, "
-                '"0.5_2.0"'
+                'quote the band, "0.5_2.0"'
             )
         numbers = [1 / upper, upper]
     elif len(numbers) == 1:
@@ -207,7 +228,7 @@ def _band(name: str, spec: Any, lower_spec: Any) -> Band:
 
 
 def _deviations(spec: str) -> float:
-    """The k of "auto:k"."""
+    """Parses the k of "auto:k"."""
     try:
         (deviations,) = (float(part) for part in spec.removeprefix("auto:").split("_"))
     except ValueError:
@@ -221,7 +242,7 @@ def _deviations(spec: str) -> float:
 
 
 def _numbers(spec: Any, key: str) -> list[float]:
-    """One number or a pair "lower_upper"."""
+    """Parses one number, or a pair "lower_upper"."""
     try:
         numbers = [float(part) for part in str(spec).strip().split("_")]
     except ValueError:

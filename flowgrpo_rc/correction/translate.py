@@ -1,5 +1,4 @@
-"""Settings as verl (older and newer), verl-omni or slime write them -> `RolloutCorrectionConfig`,
-and what changed.
+"""Translates settings of verl (older and newer), verl-omni or slime into ours.
 
 A key that is set twice with different values is an error that names both. Nothing is dropped
 without a note.
@@ -30,10 +29,13 @@ SLIME_SWITCHES = (
     "use_rs",
 )
 SLIME_TIS = ("level", "mode", "lower_bound", "upper_bound", "batch_normalize")
+SLIME_REJECTION = ("level", "lower_bound", "upper_bound")
 SLIME_KEYS = (
     *SLIME_SWITCHES,
     *(f"{prefix}_{name}" for prefix in ("tis", "mis") for name in SLIME_TIS),
-    *("rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold", "mis_veto_threshold"),
+    *(f"rs_{name}" for name in SLIME_REJECTION),
+    "rs_veto_threshold",
+    "mis_veto_threshold",
     "custom_tis_function_path",
 )
 # Two spellings of one setting.
@@ -50,8 +52,11 @@ _FIXED_BY_PRESET = ("bypass_mode", "loss_type")
 
 
 class Translation(NamedTuple):
-    """settings: keyword arguments of `RolloutCorrectionConfig`; notes: a line for every key with
-    another name here.
+    """Translated settings.
+
+    Attributes:
+      settings: keyword arguments of `RolloutCorrectionConfig`.
+      notes: a line for every key that has another name here, or is not used.
     """
 
     settings: dict[str, Any]
@@ -59,11 +64,18 @@ class Translation(NamedTuple):
 
 
 def translate(settings: Mapping[str, Any]) -> Translation:
-    """Settings of this project from those of any of the documents;
-    `RolloutCorrectionConfig.validate` judges them.
+    """Translates settings in the words of any of the documents.
 
-    Raises ValueError for an unknown key (naming the nearest), an unknown preset and a contradiction
-    (naming both keys).
+    Args:
+      settings: key -> value, as the user gives them.
+
+    Returns:
+      Settings of this project, which `RolloutCorrectionConfig.validate` has still to check, and
+      notes.
+
+    Raises:
+      ValueError: for an unknown key (naming the nearest), an unknown preset and a contradiction
+        (naming both keys).
     """
     given = {str(key): value for key, value in settings.items()}
     for key in given:
@@ -100,7 +112,8 @@ class _Settings:
                 f"{KEY}.{source} means {key}={value!r}, but {KEY}.{self._source[key]} says "
                 f"{key}={self.values[key]!r}: drop one of them"
             )
-        self.values[key], self._source[key] = value, self._source.get(key, source)
+        self.values[key] = value
+        self._source.setdefault(key, source)
         if source != key:
             self.note(f"{source} -> {key}={value}")
 
@@ -109,13 +122,19 @@ class _Settings:
 
 
 def without_dependents(settings: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings` less what depends on a switch that `over` sets to null."""
-    gone = {
-        name
-        for switch, names in _DEPENDENTS.items()
-        if over.get(switch, 0) is None
-        for name in names
-    }
+    """Drops the settings that depend on a switch which other settings turn off.
+
+    Args:
+      settings: settings of this project.
+      over: settings that take precedence, where null turns a switch off.
+
+    Returns:
+      The settings that are left.
+    """
+    gone: set[str] = set()
+    for switch, names in _DEPENDENTS.items():
+        if over.get(switch, 0) is None:
+            gone.update(names)
     return {key: value for key, value in settings.items() if key not in gone}
 
 
@@ -126,7 +145,7 @@ _DEPENDENTS = {
 
 
 def _preset(name: Any, found: _Settings) -> None:
-    """The preset's settings below what was given; its mode and loss cannot be given differently."""
+    """Puts the preset's settings below those that are given; its mode and loss are fixed."""
     if name is None:
         return
     if name not in PRESETS:
@@ -149,7 +168,7 @@ def _preset(name: Any, found: _Settings) -> None:
 
 
 def _older(given: Mapping[str, Any], found: _Settings) -> None:
-    """verl's keys before `bypass_mode` and `loss_type`, and its names of rejection levels."""
+    """Puts verl's keys before `bypass_mode` and `loss_type`, and its names of rejection levels."""
     key = "bypass_old_logprob_for_rollout"
     if given.get(key) is not None:
         found.put("bypass_mode", _flag(given[key], key), key)
@@ -162,7 +181,7 @@ def _older(given: Mapping[str, Any], found: _Settings) -> None:
 
 
 def _slime(given: Mapping[str, Any], found: _Settings) -> None:
-    """slime's flags. What its switches leave unused is said and left out, as slime does."""
+    """Puts slime's flags. What its switches leave unused is left out with a note, as slime does."""
     if "use_rollout_logprobs" in given:
         key = "use_rollout_logprobs"
         found.put("bypass_mode", _flag(given[key], key), key)
@@ -171,33 +190,31 @@ def _slime(given: Mapping[str, Any], found: _Settings) -> None:
             "get_mismatch_metrics: the metrics are always reported, and change nothing in the loss"
         )
     if "custom_tis_function_path" in given:
-        module, _, function = (
-            str(given["custom_tis_function_path"]).replace(":", ".").rpartition(".")
-        )
+        path = str(given["custom_tis_function_path"]).replace(":", ".")
+        module, _, function = path.rpartition(".")
         found.put("custom_correction", f"{module}:{function}", "custom_tis_function_path")
     for key in ("rs_veto_threshold", "mis_veto_threshold"):
         if key in given:
             found.put("rollout_token_veto_threshold", _number(given[key], key), key)
     tis = {name: _same(given, f"tis_{name}", f"mis_{name}") for name in SLIME_TIS}
-    names = ("level", "lower_bound", "upper_bound")
-    rejection = {name: _Given(f"rs_{name}", given.get(f"rs_{name}")) for name in names}
-    weigh, reject = (
-        _same(given, "use_tis", "use_rollout_correction"),
-        _Given("use_rs", given.get("use_rs")),
-    )
-    used = _slime_weights(weigh.key, tis, found) if _on(weigh) else _off(weigh, _NO_WEIGHTS, found)
-    used |= (
-        _slime_rejection(reject.key, rejection, tis, found)
-        if _on(reject)
-        else _off(reject, _NO_REJECTION, found)
-    )
+    rejection = {name: _Given(f"rs_{name}", given.get(f"rs_{name}")) for name in SLIME_REJECTION}
+    weigh = _same(given, "use_tis", "use_rollout_correction")
+    reject = _Given("use_rs", given.get("use_rs"))
+    used: set[str] = set()
+    if _on(weigh):
+        used |= _slime_weights(weigh.key, tis, found)
+    else:
+        _off(weigh, _NO_WEIGHTS, found)
+    if _on(reject):
+        used |= _slime_rejection(reject.key, rejection, tis, found)
+    else:
+        _off(reject, _NO_REJECTION, found)
     for one in (*tis.values(), *rejection.values()):
-        if one.value is not None and one.key not in used:
-            switch = reject if one.key.startswith("rs_") else weigh
-            why = (
-                "tis_mode=truncate has no lower bound" if _on(switch) else f"{switch.key} is not on"
-            )
-            found.note(f"{one.key}={one.value} is not used: {why}")
+        if one.value is None or one.key in used:
+            continue
+        switch = reject if one.key.startswith("rs_") else weigh
+        why = "tis_mode=truncate has no lower bound" if _on(switch) else f"{switch.key} is not on"
+        found.note(f"{one.key}={one.value} is not used: {why}")
 
 
 class _Given(NamedTuple):
@@ -220,78 +237,66 @@ _NO_REJECTION = {
 
 
 def _slime_weights(switch: str, tis: Mapping[str, _Given], found: _Settings) -> set[str]:
-    """Put the weight settings of slime; returns the keys that took part."""
-    used = [tis["level"], tis["mode"], tis["upper_bound"], tis["batch_normalize"]]
-    found.put("rollout_is", tis["level"].value or "token", tis["level"].source(switch))
-    if tis["mode"].value is not None:
-        found.put("rollout_is_mode", tis["mode"].value, tis["mode"].key)
-    upper = (
-        2.0
-        if tis["upper_bound"].value is None
-        else _number(tis["upper_bound"].value, tis["upper_bound"].key)
-    )
-    if tis["mode"].value in (None, "truncate"):
-        found.put("rollout_is_threshold", upper, tis["upper_bound"].source(switch))
+    """Puts slime's settings of the weights. Returns the keys that took part."""
+    level, mode = tis["level"], tis["mode"]
+    lower, upper = tis["lower_bound"], tis["upper_bound"]
+    normalize = tis["batch_normalize"]
+    used = {level.key, mode.key, upper.key, normalize.key}
+    found.put("rollout_is", level.value or "token", level.source(switch))
+    if mode.value is not None:
+        found.put("rollout_is_mode", mode.value, mode.key)
+    highest = 2.0 if upper.value is None else _number(upper.value, upper.key)
+    if mode.value in (None, "truncate"):
+        found.put("rollout_is_threshold", highest, upper.source(switch))
     else:
-        used.append(tis["lower_bound"])
-        lower = 1 / upper if tis["lower_bound"].value is None else tis["lower_bound"].value
-        pair = f"{_number(lower, tis['lower_bound'].key)}_{upper}"
-        found.put(
-            "rollout_is_threshold",
-            pair,
-            tis["upper_bound"].source(tis["lower_bound"].source(switch)),
-        )
-        if tis["lower_bound"].value is not None:
-            found.note(f"{tis['lower_bound'].key} -> the lower bound in rollout_is_threshold")
-    if tis["batch_normalize"].value is not None:
-        normalize = tis["batch_normalize"]
-        found.put(
-            "rollout_is_batch_normalize", _flag(normalize.value, normalize.key), normalize.key
-        )
-    return {one.key for one in used}
+        used.add(lower.key)
+        lowest = _number(1 / highest if lower.value is None else lower.value, lower.key)
+        pair = f"{lowest}_{highest}"
+        found.put("rollout_is_threshold", pair, upper.source(lower.source(switch)))
+        if lower.value is not None:
+            found.note(f"{lower.key} -> the lower bound in rollout_is_threshold")
+    if normalize.value is not None:
+        flag = _flag(normalize.value, normalize.key)
+        found.put("rollout_is_batch_normalize", flag, normalize.key)
+    return used
 
 
 def _slime_rejection(
     switch: str, rejection: Mapping[str, _Given], tis: Mapping[str, _Given], found: _Settings
 ) -> set[str]:
-    """Put the rejection settings of slime, whose bounds fall back to those of the weights; returns
-    the keys used.
+    """Puts slime's settings of the rejection. Returns the keys that took part.
+
+    Bounds that are not given fall back to those of the weights.
     """
-    level = rejection["level"].value or "token"
-    upper = (
-        rejection["upper_bound"]
-        if rejection["upper_bound"].value is not None
-        else tis["upper_bound"]
-    )
-    lower = (
-        rejection["lower_bound"]
-        if rejection["lower_bound"].value is not None
-        else tis["lower_bound"]
-    )
-    found.put("rollout_rs", OLDER_NAMES.get(level, level), rejection["level"].source(switch))
+    level = rejection["level"]
+    upper = rejection["upper_bound"]
+    if upper.value is None:
+        upper = tis["upper_bound"]
+    lower = rejection["lower_bound"]
+    if lower.value is None:
+        lower = tis["lower_bound"]
+    name = level.value or "token"
+    found.put("rollout_rs", OLDER_NAMES.get(name, name), level.source(switch))
     bound = 2.0 if upper.value is None else _number(upper.value, upper.key)
     found.put("rollout_rs_threshold", bound, upper.source(switch))
     if lower.value is not None:
         found.put("rollout_rs_threshold_lower", _number(lower.value, lower.key), lower.key)
-    return {rejection["level"].key, upper.key, lower.key}
+    return {level.key, upper.key, lower.key}
 
 
 def _on(switch: _Given) -> bool:
     return switch.value is not None and _flag(switch.value, switch.key)
 
 
-def _off(switch: _Given, settings: Mapping[str, Any], found: _Settings) -> set[str]:
-    """A switch that is given as false switches off; one that is not given leaves the rest of the
-    settings alone.
-    """
+def _off(switch: _Given, settings: Mapping[str, Any], found: _Settings) -> None:
+    """Switches off if the switch is given, as false; one that is not given changes nothing."""
     if switch.value is not None:
         for key, value in settings.items():
             found.put(key, value, switch.key)
-    return set()
 
 
 def _same(given: Mapping[str, Any], one: str, other: str) -> _Given:
-    """A setting with two names; ValueError if they are given with different values."""
+    """Reads a setting with two names. ValueError if they are given with different values."""
     if one in given and other in given and given[one] != given[other]:
         raise ValueError(
             f"{KEY}.{one}={given[one]!r} and {KEY}.{other}={given[other]!r} contradict: drop one "

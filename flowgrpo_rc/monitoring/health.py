@@ -220,7 +220,12 @@ _RULES = (
 
 
 class _Samples(NamedTuple):
-    """Of a language model; of the weights that are trained."""
+    """What the samples of a step are.
+
+    Attributes:
+      text: whether they are responses of a language model, and not images.
+      fresh: whether the weights that are trained made them, and not older ones.
+    """
 
     text: bool
     fresh: bool
@@ -299,18 +304,17 @@ def _findings(
     for rule in _RULES:
         if fault and rule.name == "clipping":
             continue
-        name = (
-            rule.metric if rule.metric in metrics else correction_metric_name(metrics, rule.metric)
-        )
+        name: str | None = rule.metric
+        if rule.metric not in metrics:
+            name = correction_metric_name(metrics, rule.metric)
         value = None if name is None else metrics[name]
-        if value is not None and math.isfinite(value):
-            crossed = rule.judge(value, setup)
-            message = (
-                None
-                if crossed is None
-                else f"{name} is {value:.4g}, {crossed}: {rule.advice(setup)}."
-            )
-            yield _Finding(rule.name, message, rule.immediate)
+        if value is None or not math.isfinite(value):
+            continue
+        message = None
+        crossed = rule.judge(value, setup)
+        if crossed is not None:
+            message = f"{name} is {value:.4g}, {crossed}: {rule.advice(setup)}."
+        yield _Finding(rule.name, message, rule.immediate)
 
 
 def _non_finite(metrics: Mapping[str, float | None], setup: _Setup) -> str | None:
@@ -336,21 +340,20 @@ def _noise(metrics: Mapping[str, float | None], setup: _Setup, samples: _Samples
     """Says whether the clip acts before any update; "" if it does not, None if nobody can tell."""
     name = correction_metric_name(metrics, "pre_update_clip_fraction")
     clipped = _finite(metrics, "pre_update_clip_fraction")
-    if clipped is None or clipped <= MOST_CLIPPED:
-        return None if clipped is None else ""
-    over, p99 = _finite(metrics, "mismatch_over_clip"), _finite(metrics, "logprob_abs_diff_p99")
-    size = (
-        ""
-        if over is None
-        else f", and half of them differ by {over:.2g} times the clip band or more"
-    )
+    if clipped is None:
+        return None
+    if clipped <= MOST_CLIPPED:
+        return ""
+    over = _finite(metrics, "mismatch_over_clip")
+    p99 = _finite(metrics, "logprob_abs_diff_p99")
+    size = ""
+    if over is not None:
+        size = f", and half of them differ by {over:.2g} times the clip band or more"
     widen = "a wider clip band"
     if over is not None and p99 is not None:
-        key = (
-            f"{TOKEN_KEY}.clip_ratio_low and clip_ratio_high"
-            if samples.text
-            else f"{DIFFUSION_KEY}.clip_ratio"
-        )
+        key = f"{DIFFUSION_KEY}.clip_ratio"
+        if samples.text:
+            key = f"{TOKEN_KEY}.clip_ratio_low and clip_ratio_high"
         widen = f"{key} >= {advised_clip_ratio(p99):g} (99% differ by less than {p99:.2g})"
     ways = [f"set {setup.recompute}"] if setup.recompute else []
     ways.append(f"or take {widen}")
@@ -368,8 +371,10 @@ def _fault(metrics: Mapping[str, float | None]) -> str | None:
     """Says whether the mismatch is more than noise; "" if not, None if nobody can tell."""
     name = correction_metric_name(metrics, "mismatch_over_expected")
     over = _finite(metrics, "mismatch_over_expected")
-    if over is None or over <= FAULT:
-        return None if over is None else ""
+    if over is None:
+        return None
+    if over <= FAULT:
+        return ""
     mean = _finite(metrics, "logprob_abs_diff_mean")
     size = "" if mean is None else f" ({mean:.2g} on average)"
     return (

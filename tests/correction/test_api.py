@@ -285,6 +285,13 @@ def test_integers_are_no_log_probs() -> None:
         compute_offpolicy_metrics(numbers, numbers, mask_of("full"))
 
 
+def test_the_masks_of_a_batch_are_bool() -> None:
+    old, rollout = log_probs()
+    batch = diffusion_batch(rollout, old_log_probs=old, rejection_mask=mask_of("full").long())
+    with pytest.raises(ValueError, match=r"rejection_mask must be bool; got torch\.int64"):
+        apply_rollout_correction_to_batch(batch, RolloutCorrectionConfig())
+
+
 def test_metrics_of_the_training_policy_alone_need_no_rollout() -> None:
     old, rollout = log_probs()
     mask = mask_of("right")
