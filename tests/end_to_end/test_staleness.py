@@ -170,7 +170,7 @@ def test_a_step_is_trained_while_the_next_is_sampled(
 
     threads: list[threading.Thread] = []
     monkeypatch.setattr(PolicyUpdate, "run", meet)
-    assert train("rollout.staleness=1", "rollout.name=test_staleness.Meeting") == 0
+    assert train("rollout.staleness=1", f"rollout.name={__name__}.Meeting") == 0
     assert threads == [threading.main_thread()]
 
 
@@ -191,7 +191,7 @@ def test_a_failure_of_the_thread_ends_the_run_with_its_traceback(
     with pytest.raises(MemoryError, match="no room for step 3") as error:
         train(
             "rollout.staleness=1",
-            "rollout.name=test_staleness.Failing",
+            f"rollout.name={__name__}.Failing",
             "trainer.total_training_steps=9",
         )
     assert "run_out_of_memory" in [
@@ -218,7 +218,7 @@ def test_batches_that_are_too_old_are_dropped_and_counted(
     settings = ("rollout.staleness=1", "trainer.total_training_steps=3")
     assert train(*settings, f"trainer.output_dir={tmp_path / 'prompt'}") == 0
     monkeypatch.setattr(Lagging, "lag", 2)
-    assert train(*settings, "rollout.name=test_staleness.Lagging") == 0
+    assert train(*settings, f"rollout.name={__name__}.Lagging") == 0
     rows, wanted = (without_timings(read_rows(tmp_path / name)) for name in ("run", "prompt"))
     assert [row["rollout/dropped_batches"] for row in rows[1:]] == [0, 0, 2]
     rows[3]["rollout/dropped_batches"] = 0.0
@@ -230,7 +230,7 @@ def test_batches_that_are_too_old_are_dropped_and_counted(
     ):
         train(
             *settings,
-            "rollout.name=test_staleness.Lagging",
+            f"rollout.name={__name__}.Lagging",
             f"trainer.output_dir={tmp_path / 'late'}",
         )
 
@@ -253,7 +253,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(
 ) -> None:
     settings = (
         "rollout.staleness=1",
-        "rollout.name=test_staleness.Interrupted",
+        f"rollout.name={__name__}.Interrupted",
         "trainer.total_training_steps=6",
     )
     assert train(*settings, f"trainer.output_dir={tmp_path / 'whole'}") == 0
@@ -279,7 +279,7 @@ def test_a_stop_does_not_wait_for_what_is_being_sampled(train: Train, tmp_path: 
     start = time.monotonic()
     settings = (
         "rollout.staleness=1",
-        "rollout.name=test_staleness.Slow",
+        f"rollout.name={__name__}.Slow",
         "trainer.total_training_steps=9",
     )
     assert train(*settings, "trainer.max_time=0.001") == 75
