@@ -84,8 +84,11 @@ def test_single_failures_leave_the_baseline_and_are_counted(
     assert all(row["reward/mean"] >= 1 for row in rows[1:])
 
 
-def test_a_run_goes_on_beside_a_hostile_server_and_writes_no_token(train, tmp_path, caplog, capfd):
+def test_a_run_goes_on_beside_a_hostile_server_and_writes_no_token(
+    train, tmp_path, caplog, capfd, monkeypatch
+):
     """The reward comes from one server. Another one, of weight 0, fails and repeats the token."""
+    monkeypatch.setenv("REWARD_TOKEN", TOKEN)
     caplog.set_level(logging.DEBUG)
     with scripted(answering(jpeg)) as good, scripted(HOSTILE["echoes the token"]) as bad:
         remote = "_target_: remote, token_env: REWARD_TOKEN, deadline_s: 60"
@@ -119,6 +122,10 @@ GDPO = "algorithm.adv_estimator=gdpo"
 
 def left(image, prompt):
     return float(image[:, :4].mean())
+
+
+def mean(sample, prompt):
+    return float(sample.mean())
 
 
 def test_two_rewards_of_any_scale_train_and_saved_ones_must_be_there(train, tmp_path, capsys):
