@@ -243,12 +243,15 @@ class Batch:
         """Returns the number of elements, D, that the log-probability of a step is a mean over."""
         raise NotImplementedError
 
-    def with_old(self, log_probs: Tensor, means: Tensor | None) -> Self:
+    def with_old(
+        self, log_probs: Tensor, means: Tensor | None = None, centered: Tensor | None = None
+    ) -> Self:
         """Returns the batch with another old policy than the rollout's.
 
         Args:
           log_probs: of the old policy, [B, T].
           means: of its steps, [B, T, ...]; None if steps have none or nobody needs them.
+          centered: its centered log-ratio to the rollout, [B, T]; None if nobody needs it.
 
         Returns:
           A new batch.
@@ -321,9 +324,14 @@ class DiffusionBatch(Batch):
       conditioning: the encoded prompts, [P].
       prompt_index: int64, [B]; the row of `conditioning` that belongs to each sample.
       negative: the encoded negative prompts, [P]; None without guidance.
-      prev_sample_mean: [B, T, ...]; mean of each step under the policy that others are compared
-        with, which is the rollout's and, once recomputed, the old one. None unless a loss or a
-        criterion needs it.
+      prev_sample_mean: [B, T, ...]; mean of each step under the policy that sampled. None unless
+        the correction, a loss or a criterion needs it.
+      old_means: [B, T, ...]; mean of each step under the old policy. None if that is the rollout's,
+        or if no loss needs them.
+      old_centered: [B, T]; centered log-ratio of the old policy to the rollout. None if the old
+        policy is the rollout's, whose is 0, or if the loss is not centered.
+      loss_bound: [B, T]; the bound of the loss at each step, where it follows the mismatch
+        (`clip_ratio=auto:k`). None if it is a number.
     """
 
     shared: ClassVar[tuple[str, ...]] = ("spec", "sigmas", "conditioning", "negative")
@@ -336,6 +344,9 @@ class DiffusionBatch(Batch):
     prompt_index: Tensor
     negative: Conditioning | None = None
     prev_sample_mean: Tensor | None = None
+    old_means: Tensor | None = None
+    old_centered: Tensor | None = None
+    loss_bound: Tensor | None = None
 
     @property
     def step_mask(self) -> Tensor:
@@ -347,9 +358,19 @@ class DiffusionBatch(Batch):
         """Returns the number of elements of one sample's latents, D."""
         return self.all_latents.shape[2:].numel()
 
-    def with_old(self, log_probs: Tensor, means: Tensor | None) -> Self:
-        """Returns the batch with another old policy, as `Batch.with_old` says."""
-        return self.replace(old_log_probs=log_probs, prev_sample_mean=means)
+    def with_old(
+        self, log_probs: Tensor, means: Tensor | None = None, centered: Tensor | None = None
+    ) -> Self:
+        """Returns the batch with another old policy, as `Batch.with_old` says.
+
+        The means of the rollout stay if the log-ratio is centered, and are dropped otherwise.
+        """
+        return self.replace(
+            old_log_probs=log_probs,
+            old_means=means,
+            old_centered=centered,
+            prev_sample_mean=None if centered is None else self.prev_sample_mean,
+        )
 
     def step(self, t: int) -> DiffusionBatch:
         """Returns one SDE step of each sample.
@@ -371,6 +392,9 @@ _STEP_COLUMNS = (
     "all_timesteps",
     "step_indices",
     "prev_sample_mean",
+    "old_means",
+    "old_centered",
+    "loss_bound",
     "rollout_log_probs",
     "old_log_probs",
     "rollout_is_weights",
@@ -408,8 +432,10 @@ class TokenBatch(Batch):
         """Returns 1: a token is one element."""
         return 1
 
-    def with_old(self, log_probs: Tensor, means: Tensor | None) -> Self:
-        """Returns the batch with another old policy; `means` is ignored, since tokens have none."""
+    def with_old(
+        self, log_probs: Tensor, means: Tensor | None = None, centered: Tensor | None = None
+    ) -> Self:
+        """Returns the batch with another old policy; tokens have neither means nor centering."""
         return self.replace(old_log_probs=log_probs)
 
 

@@ -23,6 +23,7 @@ from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.data.prompts import PromptSampler
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.distributed.sharding import resolve_strategy, shard_frozen_weights
+from flowgrpo_rc.losses.auto_clip import AutoClip
 from flowgrpo_rc.models.base import load_model
 from flowgrpo_rc.models.causal_lm import load_causal_lm
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
@@ -92,6 +93,7 @@ def assemble(
         monitor=make_monitor(config, task, processes),
         micro_batch_size=config.actor.ppo_micro_batch_size_per_gpu,
         auto_bands=make_auto_bands(config, processes),
+        auto_clip=make_auto_clip(config, processes),
     )
     update = PolicyUpdate(
         task.policy,
@@ -198,6 +200,22 @@ def make_auto_bands(config: Config, processes: Processes) -> AutoBands | None:
     if not bands:
         return None
     return AutoBands(bands, config.rollout.pipeline.num_inference_steps, processes.device)
+
+
+def make_auto_clip(config: Config, processes: Processes) -> AutoClip | None:
+    """Makes the bound of a loss that follows the mismatch; None if the bound is a number."""
+    section = config.actor.diffusion_loss
+    if not section.auto:
+        return None
+    (deviations,) = section.auto.values()
+    return AutoClip(
+        section.loss(),
+        deviations,
+        section.auto_floor,
+        centered=config.algorithm.rollout_correction.centered,
+        num_steps=config.rollout.pipeline.num_inference_steps,
+        device=processes.device,
+    )
 
 
 def make_monitor(config: Config, task: Task, processes: Processes) -> MismatchMonitor:

@@ -25,7 +25,8 @@ from flowgrpo_rc import (
 from flowgrpo_rc.core.advantages import group_relative
 from flowgrpo_rc.core.reduce import identity
 from flowgrpo_rc.core.transition import GaussianSteps
-from flowgrpo_rc.correction.auto_bands import ROBUST, AutoBands
+from flowgrpo_rc.correction.auto_bands import AutoBands
+from flowgrpo_rc.correction.history import ROBUST
 from flowgrpo_rc.correction.log_ratios import compute_log_ratios
 from flowgrpo_rc.correction.rejection import statistic
 from flowgrpo_rc.correction.thresholds import parse_bands

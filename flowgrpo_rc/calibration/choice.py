@@ -104,6 +104,7 @@ def bound_of(config: Config, differences: Tensor, measured: Measured) -> Bound |
         widest = MOVEMENT * robust(found.values)
     if not loss.tolerates_mismatch:
         widest = min(WIDEST * found.reference, widest)
+    assert not isinstance(found.value, Tensor)  # only a run knows the bound of each step
     return Bound(
         key=found.option,
         configured=found.value,

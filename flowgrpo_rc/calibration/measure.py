@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch, SamplerSpec, concat
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.random import derive_seed, generator
-from flowgrpo_rc.correction.auto_bands import ROBUST
+from flowgrpo_rc.correction.history import ROBUST
 from flowgrpo_rc.losses.config import DiffusionLossConfig
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.models.lora import lora_parameters

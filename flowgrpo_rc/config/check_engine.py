@@ -53,6 +53,11 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
         raise ValueError(
             f"rollout.compile=true has no effect with rollout.name={config.rollout.name}: drop it"
         )
+    if config.data.replay_dir is None and config.keep_means() and not engine.records_means:
+        raise ValueError(
+            f"rollout.name={config.rollout.name} does not record the means of its steps, which "
+            f"{' and '.join(config.compares_means())} needs: use another engine, or do without"
+        )
     if config.actor.replay == "aligned" and not engine.aligns:
         raise ValueError(
             f"actor.replay=aligned: rollout.name={config.rollout.name} forms batches of its own; "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.losses.base import DiffusionLoss
 from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig
 from flowgrpo_rc.rewards.manager import check_kind, validate_rewards
 from flowgrpo_rc.rollout.config import EvaluationConfig, PipelineConfig
@@ -185,6 +186,7 @@ def _check_correction(config: Config) -> None:
                 f"actor.{key}.loss_mode={mode} has no effect with "
                 "algorithm.rollout_correction.loss_type=reinforce: drop one of them"
             )
+    _check_auto_bound(config)
     if config.rollout.algo.log_prob_convention == "peers":
         gaussian = (
             "set rollout.algo.log_prob_convention=gaussian, since that of the peers is no density"
@@ -206,6 +208,30 @@ def _check_correction(config: Config) -> None:
         )
 
 
+def _check_auto_bound(config: Config) -> None:
+    """Refuses a bound of the loss that follows the mismatch where there is none to follow."""
+    section = config.actor.diffusion_loss
+    correction = config.algorithm.rollout_correction
+    for name in section.auto:
+        setting = f"actor.diffusion_loss.{name}={vars(section)[name]}"
+        if not correction.bypass_mode:
+            raise ValueError(
+                f"{setting} follows the mismatch between rollout and training graph, which is not "
+                "in the ratio with algorithm.rollout_correction.bypass_mode=false: give a number, "
+                "or set bypass_mode=true"
+            )
+        if correction.loss_type == "reinforce":
+            raise ValueError(
+                f"{setting} has no effect with algorithm.rollout_correction.loss_type=reinforce, "
+                "which bounds nothing: drop it"
+            )
+        if type(section.loss()).bound is DiffusionLoss.bound and not section.loss().clip_band:
+            raise ValueError(
+                f"{setting}: loss_mode={section.loss_mode} does not say what it bounds "
+                "(`DiffusionLoss.bound`): give a number"
+            )
+
+
 def _check_correction_of_text(config: Config) -> None:
     """Refuses what only images have: a schedule, Gaussian steps, log-probs that are means."""
     correction = config.algorithm.rollout_correction
@@ -215,6 +241,10 @@ def _check_correction_of_text(config: Config) -> None:
             correction.bypass_level != "step",
             f"bypass_level={correction.bypass_level} has no effect: whole responses are corrected; "
             "drop it",
+        ),
+        (
+            correction.centered,
+            "centered=true compares the means of Gaussian steps, and tokens are none: drop it",
         ),
         (
             correction.log_prob_scale != "mean",

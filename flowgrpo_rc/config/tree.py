@@ -11,9 +11,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor
 
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.reuse import why_recompute
+from flowgrpo_rc.correction.thresholds import KEY
+from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.losses.config import LossConfig
 from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.monitoring.expected_mismatch import relative_size
@@ -79,19 +82,36 @@ class Config:
         own = "kept" if self.model.kind == "causal_lm" else "all"
         return replace(correction, normalize=correction.normalize or own)
 
+    def compares_means(self) -> list[str]:
+        """Returns the settings that compare steps with the means that the rollout records."""
+        correction = self.algorithm.rollout_correction
+        loss = self.actor.diffusion_loss
+        settings = {
+            f"{KEY}.centered=true": correction.centered,
+            f"{KEY}.rollout_rs=step_kl": correction.rules().needs_means,
+            f"{DIFFUSION_KEY}.loss_mode={loss.loss_mode} (in bypass mode)": (
+                correction.corrects_in_loss and loss.needs_means
+            ),
+        }
+        return [setting for setting, compares in settings.items() if compares]
+
     def keep_means(self) -> bool:
         """Returns whether rollouts have to record the means of their steps."""
-        correction = self.algorithm.rollout_correction
-        by_loss = correction.corrects_in_loss and self.actor.diffusion_loss.needs_means
-        return by_loss or correction.rules().needs_means
+        return bool(self.compares_means())
 
     def clip_ratio(self) -> float | None:
-        """Returns the narrower half-width of the PPO band on a step's own ratio; None for none."""
+        """Returns the narrower half-width of the PPO band on a step's own ratio; None for none, and
+        for a band that follows the mismatch.
+        """
         if self.algorithm.rollout_correction.loss_type == "reinforce":
             return None
         if self.model.kind == "causal_lm":
             return self.actor.token_loss.loss().clip_band
-        return self.actor.diffusion_loss.loss().clip_band
+        if self.actor.diffusion_loss.auto:
+            return None
+        band = self.actor.diffusion_loss.loss().clip_band
+        assert not isinstance(band, Tensor)  # it is a number unless it follows the mismatch
+        return band
 
     def fresh(self) -> bool:
         """Returns whether the weights that are trained made the samples, not older ones."""

@@ -48,13 +48,23 @@ class GaussianSteps(NamedTuple):
     Attributes:
       std: standard deviation of each step, dt included.
       dt: sigma_next - sigma of each step, below 0.
-      kl: exact KL of each step, mean over D, between the policy whose means the batch holds and
-        this policy; differentiable in this policy. None if the batch holds no means.
+      kl: exact KL of each step, mean over D, between the old policy and this policy;
+        differentiable in this policy. The old policy is the rollout's if the batch holds the means
+        of no other. None if the batch holds no means.
+      centered: `centered_log_ratio` of this policy to the rollout; differentiable in this policy.
+        None if the batch does not hold the means of the rollout.
     """
 
     std: Tensor
     dt: Tensor
     kl: Tensor | None
+    centered: Tensor | None = None
+
+    def detached(self) -> GaussianSteps:
+        """Returns the same facts without gradient."""
+        kl = None if self.kl is None else self.kl.detach()
+        centered = None if self.centered is None else self.centered.detach()
+        return self._replace(kl=kl, centered=centered)
 
 
 def transition(
@@ -198,6 +208,43 @@ def log_prob(step: Transition, x_next: Tensor, *, convention: str = "gaussian") 
         return -error.flatten(1).mean(1)
     density = -error / (2 * step.std**2) - torch.log(step.std) - 0.5 * math.log(2 * math.pi)
     return density.flatten(1).mean(1)
+
+
+def centered_log_ratio(
+    step: Transition, rollout_mean: Tensor, x_next: Tensor, *, convention: str = "gaussian"
+) -> Tensor:
+    """Computes the log-ratio to the rollout that credits the noise which the rollout drew.
+
+    With the rollout's step x_next = rollout_mean + std e and d = mean - rollout_mean:
+
+        gaussian  mean_D[e d] / std
+        peers     2 mean_D[std e d]
+
+    It is the difference of the log-probs plus what the difference loses in expectation over e:
+
+        gaussian  log_prob - rollout_log_prob = mean_D[e d] / std - mean_D[d^2] / (2 std^2)
+        peers     log_prob - rollout_log_prob = 2 mean_D[std e d] - mean_D[d^2]
+
+    So its expectation over the rollout's noise is 0, however far the two means are apart. Its
+    gradient, e / std times that of the mean, is the score at the rollout's mean. The difference of
+    log-probs has e - d / std in place of e: the noise that would have led to x_next from our mean.
+
+    It is computed as an inner product, and so has the relative precision of d. A difference of
+    log-probs has the absolute precision of the log-probs.
+
+    Args:
+      step: the Gaussian of the current policy.
+      rollout_mean: mean of the same step under the policy that drew x_next, [B, ...].
+      x_next: the next state, as the rollout drew it, [B, ...].
+      convention: of the log-probs, `gaussian` or `peers`.
+
+    Returns:
+      The centered log-ratio per element, [B]; differentiable in step.mean. 0 where the means agree.
+    """
+    product = (x_next - rollout_mean) * (step.mean - rollout_mean)
+    if convention == "peers":
+        return 2 * product.flatten(1).mean(1)
+    return (product / step.std**2).flatten(1).mean(1)
 
 
 def reference_kl(

@@ -3,14 +3,13 @@
 A band judges the difference between rollout and training graph before the first update of an
 iteration. It never judges how far the updates have moved the policy.
 
-Legend: b rows, T steps of the SDE window, S steps of the schedule, N observations of an iteration.
+Legend: b rows, T steps of the SDE window, S steps of the schedule, N observations.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,20 +19,13 @@ from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import select
 from flowgrpo_rc.core.row_metrics import RowMetrics
+from flowgrpo_rc.correction.history import ROBUST, WARM_UP, Gather, History
 from flowgrpo_rc.correction.log_ratios import LogRatios, compute_log_ratios
 from flowgrpo_rc.correction.rejection import judge, statistic
 from flowgrpo_rc.correction.thresholds import Band
 
-# Observations of a step before its band rejects. The deviation is then known to about 15%.
-WARM_UP = 64
-# A band follows the newest 8 iterations, or as many more as it takes to hold 4096 observations.
-MEMORY = (8, 4096)
 # The least standard deviation. fp32 sums in another order differ by 1e-8.
 FLOOR = 1e-6
-# The standard deviation of a normal distribution, divided by its median absolute deviation.
-ROBUST = 1.4826
-
-Gather = Callable[[Tensor], Tensor]
 
 
 class Scale(NamedTuple):
@@ -46,18 +38,6 @@ class Scale(NamedTuple):
 
     centre: Tensor
     spread: Tensor
-
-
-class Iteration(NamedTuple):
-    """The observations of a criterion in one iteration.
-
-    Attributes:
-      steps: the step of the schedule that each observation belongs to, int64, [N].
-      values: the observations, float64, [N]; nan where there was none.
-    """
-
-    steps: Tensor
-    values: Tensor
 
 
 class AutoBands:
@@ -84,9 +64,7 @@ class AutoBands:
         """
         self._bands = bands
         self._num_steps = num_steps
-        self._device = device
-        self._seen: dict[str, list[Iteration]] = {band.name: [] for band in bands}
-        self._past: dict[str, deque[Iteration]] = {band.name: deque() for band in bands}
+        self._histories = {band.name: History(device) for band in bands}
         self._scales = {band.name: self._scale(band) for band in bands}
 
     def scale(self, name: str) -> Scale:
@@ -127,8 +105,7 @@ class AutoBands:
             # A sequence has one value, [b, 1], which belongs to the first step of its window.
             steps = batch.step_indices[:, : value.shape[1]]
             if remember:
-                seen = torch.where(units, value, torch.nan)
-                self._seen[band.name].append(Iteration(steps.flatten(), seen.flatten()))
+                self._histories[band.name].add(steps, torch.where(units, value, torch.nan))
 
             scale = self._scales[band.name]
             spread = scale.spread[steps]
@@ -149,48 +126,27 @@ class AutoBands:
         Args:
           gather: joins the rows of all processes.
         """
-        newest, enough = MEMORY
         for band in self._bands:
-            seen = self._seen[band.name]
-            steps = gather(torch.cat([one.steps for one in seen]))
-            values = gather(torch.cat([one.values for one in seen]))
-            past = self._past[band.name]
-            past.append(Iteration(steps, values))
-            held = sum(len(iteration.values) for iteration in past)
-            while len(past) > newest and held - len(past[0].values) >= enough:
-                held -= len(past.popleft().values)
-            self._seen[band.name] = []
+            self._histories[band.name].finish(gather)
             self._scales[band.name] = self._scale(band)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the observations that the bands follow, for a checkpoint."""
-        none = torch.zeros(0, dtype=torch.float64, device=self._device)
-        tensors = {}
-        for name, past in self._past.items():
-            sizes = [len(iteration.values) for iteration in past]
-            tensors[f"{name}.sizes"] = torch.tensor(sizes, dtype=torch.int64)
-            tensors[f"{name}.steps"] = torch.cat([*(one.steps for one in past), none.long()])
-            tensors[f"{name}.values"] = torch.cat([*(one.values for one in past), none])
+        tensors: dict[str, Tensor] = {}
+        for name, history in self._histories.items():
+            tensors |= history.tensors(name)
         return tensors
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Goes back to the observations that `tensors` recorded."""
         for band in self._bands:
-            sizes = tensors[f"{band.name}.sizes"].tolist()
-            steps = tensors[f"{band.name}.steps"].to(self._device).split(sizes)
-            values = tensors[f"{band.name}.values"].to(self._device).split(sizes)
-            self._past[band.name] = deque(map(Iteration, steps, values))
+            self._histories[band.name].load(tensors, band.name)
             self._scales[band.name] = self._scale(band)
 
     def _scale(self, band: Band) -> Scale:
         """Computes the scale of a criterion at each step from the iterations it follows."""
-        past = self._past[band.name]
-        # `nanquantile` needs an element, even before the first iteration.
-        none = torch.full((1,), torch.nan, device=self._device).double()
-        scales = []
-        for step in range(self._num_steps):
-            here = [torch.where(one.steps == step, one.values, torch.nan) for one in past]
-            scales.append(robust(torch.cat([*here, none]), band))
+        history = self._histories[band.name]
+        scales = [robust(history.of_step(step), band) for step in range(self._num_steps)]
         centre = torch.stack([scale.centre for scale in scales])
         spread = torch.stack([scale.spread for scale in scales])
         return Scale(centre, spread)

@@ -249,7 +249,7 @@ def _settings(config: Config, step: int) -> list[tuple[str, str]]:
         *rows,
         (
             "loss",
-            f"{actor.diffusion_loss.loss_mode}, clip_ratio {actor.diffusion_loss.clip_ratio:g}",
+            f"{actor.diffusion_loss.loss_mode}, clip_ratio {actor.diffusion_loss.clip_ratio}",
         ),
         ("size", f"{pipeline.width} x {pipeline.height}"),
         (

@@ -49,7 +49,7 @@ class LossBound(NamedTuple):
 
     Attributes:
       option: name of the option, such as clip_ratio.
-      value: the option's configured value.
+      value: the option's configured value; of each step, [B, T], if it follows the mismatch.
       reference: the option's value in the published recipe.
       what: the quantity in words, such as "the mismatch".
       values: [B, T] float64; a log-ratio, whose |exp(log_ratio) - 1| the option bounds, or a KL,
@@ -58,7 +58,7 @@ class LossBound(NamedTuple):
     """
 
     option: str
-    value: float
+    value: float | Tensor
     reference: float
     what: str
     values: Tensor
@@ -69,8 +69,8 @@ class DiffusionLoss(ABC):
     """The policy loss of denoising steps.
 
     The keyword parameters of the constructor are the options under `actor.diffusion_loss`. Those
-    called `clip_ratio` and `kl_threshold` get the values of these keys; all others are the loss's
-    own, with their defaults in the class.
+    called `clip_ratio` and `kl_threshold` get the values of these keys, which are tensors, [B, T],
+    if they are `auto:k`; all others are the loss's own, with their defaults in the class.
 
     Attributes:
       needs_means: whether the loss compares the means of the current policy's steps with those of
@@ -86,7 +86,7 @@ class DiffusionLoss(ABC):
     tolerates_mismatch: ClassVar[bool] = False
 
     @property
-    def clip_band(self) -> float | None:
+    def clip_band(self) -> float | Tensor | None:
         """Half-width of the PPO band on a step's own ratio, exp(log_prob - old_log_prob); None if
         the loss has no such band.
         """
@@ -108,15 +108,16 @@ class DiffusionLoss(ABC):
 
         Args:
           log_probs: log-probs of the current policy, mean over latent elements, [B, T];
-            differentiable.
-          old_log_probs: log-probs of the old policy, [B, T].
+            differentiable. If the correction is centered: its centered log-ratio to the rollout.
+          old_log_probs: log-probs, or centered log-ratio, of the old policy, [B, T].
           advantages: advantage of the sample that each step belongs to, clipped to
             +- `adv_clip_max`, [B, T].
           keep_mask: bool, [B, T]; False where a step was rejected or does not exist. Log-probs may
             be infinite there, so such steps must be selected out (`core.reduce.select`) and not
             multiplied by 0.
           gaussian: standard deviations, step sizes and KLs of the steps, [B, T]; with a KL if
-            `needs_means`, else possibly None.
+            `needs_means`, else possibly None. Its `centered` is None unless the correction is
+            centered.
 
         Returns:
           The loss of each step, [B, T], and metrics.
@@ -131,8 +132,8 @@ class DiffusionLoss(ABC):
         it.
 
         Args:
-          mismatch: log-prob of the training graph minus that of the rollout, before any update,
-            [B, T] float64.
+          mismatch: log-ratio of the training graph to the rollout before any update, centered or
+            not, [B, T] float64.
           gaussian: the steps, as in a call of the loss.
           convention: of the log-probs, `gaussian` or `peers`.
 
@@ -195,7 +196,7 @@ class CustomLoss(Protocol):
     ) -> PolicyLoss: ...
 
 
-def clip_bound(clip_ratio: float, mismatch: Tensor, convention: str) -> LossBound:
+def clip_bound(clip_ratio: float | Tensor, mismatch: Tensor, convention: str) -> LossBound:
     """Returns the bound of a loss that clips a step's own ratio by `clip_ratio`.
 
     Args:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from torch import Tensor
+
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.losses.auto_clip import parse_auto
 from flowgrpo_rc.losses.base import (
     DIFFUSION_KEY,
     REFERENCE_CLIP,
@@ -39,16 +42,20 @@ class DiffusionLossConfig:
     loss_mode: PPO's clip on the mean-pooled ratio, GRPO-Guard's on its own, or Flow-DPPO's bound on
         the divergence; or a class (`DiffusionLoss`) or function (`CustomLoss`) of your own.
     clip_ratio: half-width of the PPO band of flow_grpo (on the mean-pooled ratio) and grpo_guard
-        (on its own); a loss of your own may have it, too.
+        (on its own); a loss of your own may have it, too. "auto:k", in bypass mode: k robust
+        standard deviations of the ratio before an update, at each step of the schedule.
     adv_clip_max: advantages are clipped to +- this.
-    kl_threshold: up to this KL of a step, mean over D, flow_dppo lets every update pass.
+    kl_threshold: up to this KL of a step, mean over D, flow_dppo lets every update pass. "auto:k",
+        in bypass mode: k^2 times the median KL before an update.
+    auto_floor: the least bound of "auto:k"; null: the bound of the published recipe.
     options: options that only one loss has; write each as `actor.diffusion_loss.NAME`.
     """
 
     loss_mode: str = "flow_grpo"
-    clip_ratio: float = REFERENCE_CLIP["gaussian"]
+    clip_ratio: Any = REFERENCE_CLIP["gaussian"]
     adv_clip_max: float = 5.0
-    kl_threshold: float = REFERENCE_KL_THRESHOLD
+    kl_threshold: Any = REFERENCE_KL_THRESHOLD
+    auto_floor: float | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -56,24 +63,43 @@ class DiffusionLossConfig:
         """Whether the loss compares the means of the current steps with those of the old policy."""
         return self.loss().needs_means
 
-    def loss(self) -> DiffusionLoss:
+    @property
+    def auto(self) -> dict[str, float]:
+        """Option -> k, for each option that is "auto:k"; ValueError for one that is no number."""
+        parsed = {name: parse_auto(name, vars(self)[name]) for name in DIFFUSION_OPTIONS}
+        return {name: deviations for name, deviations in parsed.items() if deviations is not None}
+
+    def loss(self, bound: Tensor | float = math.inf) -> DiffusionLoss:
         """Returns the loss that `loss_mode` names, with its options.
+
+        Args:
+          bound: takes the place of "auto:k", [B, T]; inf bounds nothing.
 
         Raises:
           ValueError: for an unknown loss, and for an option that the loss does not have or refuses.
         """
+        given: dict[str, Any] = dict.fromkeys(self.auto, bound)
+        section = replace(self, **given)
         if is_function(self.loss_mode):
-            return diffusion_function(find_function(DIFFUSION_KEY, self), self)
-        loss: DiffusionLoss = make_loss(DIFFUSION_KEY, self, DiffusionLoss, DIFFUSION_OPTIONS)
+            return diffusion_function(find_function(DIFFUSION_KEY, section), section)
+        loss: DiffusionLoss = make_loss(DIFFUSION_KEY, section, DiffusionLoss, DIFFUSION_OPTIONS)
         return loss
 
     def validate(self) -> None:
         """Raises ValueError for a wrong setting, or for one without effect, naming its key."""
-        if not 0 < self.kl_threshold < math.inf:
+        auto = self.auto
+        if "kl_threshold" not in auto and not 0 < self.kl_threshold < math.inf:
             raise ValueError(
                 f"{DIFFUSION_KEY}.kl_threshold={self.kl_threshold}: give a number above 0"
             )
-        if not 0 < self.clip_ratio < 1:
+        if self.auto_floor is not None and not auto:
+            raise ValueError(
+                f"{DIFFUSION_KEY}.auto_floor={self.auto_floor} has no effect without a bound that "
+                "is auto:k: drop it"
+            )
+        if self.auto_floor is not None and not 0 < self.auto_floor < math.inf:
+            raise ValueError(f"{DIFFUSION_KEY}.auto_floor={self.auto_floor}: give a number above 0")
+        if "clip_ratio" not in auto and not 0 < self.clip_ratio < 1:
             raise ValueError(
                 f"{DIFFUSION_KEY}.clip_ratio={self.clip_ratio}: give a number between 0 and 1"
             )

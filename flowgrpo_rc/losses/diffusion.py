@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.transition import GaussianSteps
-from flowgrpo_rc.losses.base import DIFFUSION_KEY, LossTerms, PolicyLoss, denominator
+from flowgrpo_rc.correction.thresholds import KEY
+from flowgrpo_rc.losses.base import (
+    DIFFUSION_KEY,
+    DiffusionLoss,
+    LossTerms,
+    PolicyLoss,
+    denominator,
+)
 from flowgrpo_rc.losses.config import LossConfig
-from flowgrpo_rc.losses.policy import LossCorrection, Objective, loss_terms
+from flowgrpo_rc.losses.policy import Credited, LossCorrection, Objective, loss_terms
 
 
 class DiffusionObjective(Objective):
@@ -23,6 +31,7 @@ class DiffusionObjective(Objective):
     """
 
     def __init__(self, config: LossConfig) -> None:
+        self._section = config.diffusion_loss
         self._loss = config.diffusion_loss.loss()
         self._loss_mode = config.diffusion_loss.loss_mode
         self._adv_clip_max = config.diffusion_loss.adv_clip_max
@@ -36,8 +45,8 @@ class DiffusionObjective(Objective):
         Args:
           log_probs: log-probs of the current policy, [B, T]; differentiable.
           batch: samples with advantages and old log-probs.
-          gaussian: the current policy's steps, [B, T]; for losses that compare means, and for
-            `rollout_rs=step_kl`.
+          gaussian: the current policy's steps, [B, T]; for a centered log-ratio, for losses that
+            compare means, and for `rollout_rs=step_kl`.
 
         Returns:
           Terms that add up over micro-batches and processes.
@@ -46,6 +55,12 @@ class DiffusionObjective(Objective):
           ValueError: if the batch lacks what the loss or the correction needs.
         """
         kl = None if gaussian is None else gaussian.kl
+        credited = None
+        if self._correction.centered:
+            credited = _centered(batch, gaussian)
+        elif gaussian is not None:
+            # A loss that centers by itself reads from this that the log-probs are not centered.
+            gaussian = gaussian._replace(centered=None)
 
         def step_loss(
             log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, keep_mask: Tensor
@@ -55,7 +70,12 @@ class DiffusionObjective(Objective):
                     f"{DIFFUSION_KEY}.loss_mode={self._loss_mode} compares the means of the steps "
                     "with those of the old policy, which the batch does not hold (prev_sample_mean)"
                 )
-            policy = self._loss(log_probs, old_log_probs, advantages, keep_mask, gaussian)
+            loss = self._bounded(batch.loss_bound, log_probs.dtype)
+            policy = loss(log_probs, old_log_probs, advantages, keep_mask, gaussian)
+            if batch.loss_bound is not None:
+                warm = batch.loss_bound.isfinite()
+                policy.metrics.mean("auto_bound_mean", batch.loss_bound, keep_mask & warm)
+                policy.metrics.mean("auto_bound_warm_fraction", warm.double(), keep_mask)
             if self._loss.needs_means and kl is not None:
                 policy.metrics.mean("step_kl_mean", kl, keep_mask)
                 policy.metrics.max("step_kl_max", kl, keep_mask)
@@ -72,7 +92,34 @@ class DiffusionObjective(Objective):
             aggregation="token-mean",
             normalize="all",
             step_kl=kl,
+            credited=credited,
         )
+
+    def _bounded(self, bound: Tensor | None, dtype: torch.dtype) -> DiffusionLoss:
+        """Returns the loss with the bound that it has at each step, if that is not a number."""
+        if not self._section.auto:
+            return self._loss
+        if bound is None:
+            raise ValueError(
+                f"{DIFFUSION_KEY}: a bound that is auto:k needs the mismatch of the iterations "
+                "before, which a run of the trainer has: put the bounds of "
+                "`losses.auto_clip.AutoClip` into the batch's loss_bound, or give a number"
+            )
+        return self._section.loss(bound.to(dtype))
+
+
+def _centered(batch: DiffusionBatch, gaussian: GaussianSteps | None) -> Credited:
+    """Returns the centered log-ratios to the rollout of the current and the old policy."""
+    if gaussian is None or gaussian.centered is None:
+        raise ValueError(
+            f"{KEY}.centered=true compares the means of the steps with those of the rollout, which "
+            "the batch does not hold (prev_sample_mean)"
+        )
+    old = batch.old_centered
+    if old is None:
+        # The old policy is the rollout's.
+        old = torch.zeros_like(gaussian.centered)
+    return Credited(gaussian.centered, old)
 
 
 def diffusion_loss(
@@ -89,8 +136,8 @@ def diffusion_loss(
       config: settings of the loss and the rollout correction.
       log_probs: log-probs of the current policy, [B, T]; differentiable.
       batch: samples with advantages and old log-probs.
-      gaussian: the current policy's steps, [B, T]; for losses that compare means, and for
-        `rollout_rs=step_kl`.
+      gaussian: the current policy's steps, [B, T]; for a centered log-ratio, for losses that
+        compare means, and for `rollout_rs=step_kl`.
 
     Returns:
       The loss, scalar, and metrics, names without prefix.

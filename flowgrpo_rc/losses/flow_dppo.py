@@ -26,14 +26,15 @@ class FlowDPPO(DiffusionLoss):
     decision. An update that leads a step back towards the old policy is never masked.
 
     Attributes:
-      kl_threshold: up to this KL every update passes.
+      kl_threshold: up to this KL every update passes; of each step, [B, T], if it follows the
+        mismatch.
 
     See "Flow-DPPO", https://arxiv.org/abs/2606.11025.
     """
 
     needs_means = True
 
-    kl_threshold: float
+    kl_threshold: float | Tensor
 
     def __call__(
         self,

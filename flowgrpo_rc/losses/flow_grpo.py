@@ -16,15 +16,15 @@ class FlowGRPO(DiffusionLoss):
     """`ppo_clip` on the mean-pooled ratio exp(log_prob - old_log_prob) of each step.
 
     Attributes:
-      clip_ratio: half-width of the band.
+      clip_ratio: half-width of the band; of each step, [B, T], if it follows the mismatch.
 
     See "Flow-GRPO: Training Flow Matching Models via Online RL", https://arxiv.org/abs/2505.05470.
     """
 
-    clip_ratio: float
+    clip_ratio: float | Tensor
 
     @property
-    def clip_band(self) -> float:
+    def clip_band(self) -> float | Tensor:
         """Half-width of the band."""
         return self.clip_ratio
 

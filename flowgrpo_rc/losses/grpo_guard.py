@@ -24,8 +24,12 @@ class GRPOGuard(DiffusionLoss):
     each sample alone; gradients flow through it. The expectation of this log-ratio over x' is 0.
     Without the KL it is -KL, so that positive advantages would be clipped later than negative ones.
 
+    Log-probs that are centered already (`gaussian.centered`) need no KL. Theirs is then the noise
+    that the rollout drew, (x' - rollout_mean) / std, in decoupled mode too.
+
     Attributes:
-      clip_ratio: half-width of the band on this ratio.
+      clip_ratio: half-width of the band on this ratio; of each step, [B, T], if it follows the
+        mismatch.
 
     See "GRPO-Guard: Mitigating Implicit Over-Optimization in Flow Matching via Regulated Clipping",
     https://arxiv.org/abs/2510.22319.
@@ -35,7 +39,7 @@ class GRPOGuard(DiffusionLoss):
     needs_density = True
     tolerates_mismatch = True
 
-    clip_ratio: float
+    clip_ratio: float | Tensor
 
     def __call__(
         self,
@@ -48,8 +52,10 @@ class GRPOGuard(DiffusionLoss):
         """Computes the loss of each step; see `DiffusionLoss`."""
         assert gaussian is not None
         assert gaussian.kl is not None
-        difference = select(log_probs - old_log_probs, keep_mask)
-        log_ratio = (difference + select(gaussian.kl, keep_mask)) * gaussian.std
+        log_ratio = select(log_probs - old_log_probs, keep_mask)
+        if gaussian.centered is None:
+            log_ratio = log_ratio + select(gaussian.kl, keep_mask)
+        log_ratio = log_ratio * gaussian.std
         policy = ppo_clip(
             log_ratio, advantages, keep_mask, clip_low=self.clip_ratio, clip_high=self.clip_ratio
         )
@@ -61,7 +67,10 @@ class GRPOGuard(DiffusionLoss):
         """Returns the bound on the log-ratio above; see `DiffusionLoss.bound`."""
         assert gaussian is not None
         assert gaussian.kl is not None
-        log_ratio = (mismatch + gaussian.kl.double()) * gaussian.std.double()
+        log_ratio = mismatch
+        if gaussian.centered is None:
+            log_ratio = log_ratio + gaussian.kl.double()
+        log_ratio = log_ratio * gaussian.std.double()
         return LossBound(
             "clip_ratio", self.clip_ratio, REFERENCE_GUARD_CLIP, "Guard's log-ratio", log_ratio
         )

@@ -53,6 +53,7 @@ class LossCorrection:
       weights_are_metrics: the corrector's weights are only reported, since the PPO ratio is the
         weight already.
       batch_normalize: the corrector's weights are to be divided by their mean over the whole batch.
+      centered: the log-ratio of the policy loss is centered (`core.transition.centered_log_ratio`).
       reinforce: REINFORCE is the policy loss, in place of the configured one.
       normalize: steps that the denominator counts, `all` or `kept`; None: the default of the path.
       metric_names: `verl`, `slime` or `both`.
@@ -61,6 +62,7 @@ class LossCorrection:
     corrector: Corrector | None
     weights_are_metrics: bool
     batch_normalize: bool
+    centered: bool
     reinforce: bool
     normalize: str | None
     metric_names: str
@@ -72,6 +74,7 @@ class LossCorrection:
             corrector=Corrector(config) if config.corrects_in_loss else None,
             weights_are_metrics=config.weights_are_metrics,
             batch_normalize=config.rollout_is_batch_normalize,
+            centered=config.centered,
             reinforce=config.loss_type == "reinforce",
             normalize=config.normalize,
             metric_names=config.metric_names,
@@ -95,6 +98,18 @@ class _Corrected(NamedTuple):
     metrics: MetricBag
 
 
+class Credited(NamedTuple):
+    """Two numbers for each step whose difference is the log-ratio of the policy loss.
+
+    Attributes:
+      current: of the current policy, [B, T]; differentiable.
+      old: of the old policy, [B, T].
+    """
+
+    current: Tensor
+    old: Tensor
+
+
 def loss_terms(
     correction: LossCorrection,
     step_loss: StepLoss,
@@ -104,6 +119,7 @@ def loss_terms(
     aggregation: str,
     normalize: str,
     step_kl: Tensor | None = None,
+    credited: Credited | None = None,
 ) -> LossTerms:
     """Computes the terms of the loss on a batch.
 
@@ -121,6 +137,7 @@ def loss_terms(
       normalize: steps that the denominator counts, `all` or `kept`, if the correction does not say.
       step_kl: exact KL between the rollout's steps and the current policy's, [B, T], for the
         criterion of that name.
+      credited: what the policy loss takes in place of the log-probs; None for the log-probs.
 
     Returns:
       Terms that add up over micro-batches and processes.
@@ -136,7 +153,9 @@ def loss_terms(
 
     policy_loss = reinforce if correction.reinforce else step_loss
     advantages = batch.advantages.to(log_probs.dtype)
-    policy = policy_loss(log_probs, batch.old_log_probs, advantages, keep_mask)
+    if credited is None:
+        credited = Credited(log_probs, batch.old_log_probs)
+    policy = policy_loss(credited.current, credited.old, advantages, keep_mask)
     if correction.metric_names != "verl" and correction.corrector is None:
         policy.metrics.rename({"ratio_mean": "ois"}, keep=correction.metric_names == "both")
     metrics.merge(policy.metrics)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ def ppo_clip(
     advantages: Tensor,
     keep_mask: Tensor,
     *,
-    clip_low: float,
-    clip_high: float,
+    clip_low: float | Tensor,
+    clip_high: float | Tensor,
     dual_clip: float | None = None,
 ) -> PolicyLoss:
     """Computes the clipped surrogate loss of each step.
@@ -34,8 +35,8 @@ def ppo_clip(
       advantages: advantage of the sample that each step belongs to, [B, T].
       keep_mask: bool, [B, T]; steps outside it have loss 0 and no gradient, even where their
         log-ratio is infinite.
-      clip_low: the ratio is clipped at 1 - clip_low.
-      clip_high: the ratio is clipped at 1 + clip_high.
+      clip_low: the ratio is clipped at 1 - clip_low; a number, or one for each step, [B, T].
+      clip_high: the ratio is clipped at 1 + clip_high; likewise.
       dual_clip: upper bound on the ratio where the advantage is negative, above 1 + clip_high; None
         for none.
 
@@ -50,7 +51,9 @@ def ppo_clip(
     # Selected before the exponential: 0 * inf in its gradient would be nan.
     log_ratio = select(log_ratio, keep_mask).clamp(-SAFETY_BOUND, SAFETY_BOUND)
     ratio = torch.exp(log_ratio)
-    clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
+    lowest: Any = 1 - clip_low  # a number or a tensor, as torch.clamp takes them
+    highest: Any = 1 + clip_high
+    clipped_ratio = ratio.clamp(lowest, highest)
     values = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
 
     metrics = ratio_metrics(log_ratio, keep_mask)
@@ -86,7 +89,7 @@ def ratio_metrics(log_ratio: Tensor, keep_mask: Tensor) -> MetricBag:
 
 
 def _clip_metrics(
-    log_ratio: Tensor, keep_mask: Tensor, clip_low: float, clip_high: float
+    log_ratio: Tensor, keep_mask: Tensor, clip_low: float | Tensor, clip_high: float | Tensor
 ) -> MetricBag:
     """Computes the fractions of the kept steps whose ratio is above or below the band."""
     metrics = MetricBag()

@@ -18,8 +18,8 @@ from torch import Tensor
 from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import select
-from flowgrpo_rc.correction.auto_bands import ROBUST
 from flowgrpo_rc.correction.correct import require_rollout_log_probs
+from flowgrpo_rc.correction.history import ROBUST
 from flowgrpo_rc.correction.metric_names import apply_names
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.monitoring.expected_mismatch import ExpectedMismatch, by_cell

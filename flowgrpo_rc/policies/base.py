@@ -66,19 +66,26 @@ class Measured(NamedTuple):
         Returns:
           The same numbers, detached.
         """
-        gaussian = now.gaussian
-        if gaussian is not None and gaussian.kl is not None:
-            gaussian = gaussian._replace(kl=gaussian.kl.detach())
+        gaussian = None if now.gaussian is None else now.gaussian.detached()
         means = now.means if keep_means else None
         return cls(now.log_probs.detach(), gaussian, None if means is None else means.detach())
 
     @property
     def step_kl(self) -> Tensor | None:
-        """Returns the exact KL of each step from the means that the batch holds, [B, T], in nats.
+        """Returns the exact KL of each step from the old policy, [B, T], in nats.
 
-        None if the batch holds no means.
+        The old policy is the rollout's if the batch holds the means of no other. None if the batch
+        holds no means.
         """
         return None if self.gaussian is None else self.gaussian.kl
+
+    @property
+    def centered(self) -> Tensor | None:
+        """Returns the centered log-ratio of each step to the rollout, [B, T].
+
+        None if the batch does not hold the means of the rollout.
+        """
+        return None if self.gaussian is None else self.gaussian.centered
 
 
 B = TypeVar("B", bound=Batch)

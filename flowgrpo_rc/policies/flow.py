@@ -18,7 +18,14 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec
 from flowgrpo_rc.core.kl import gaussian_kl
-from flowgrpo_rc.core.transition import GaussianSteps, Transition, log_prob, reference_kl, sample
+from flowgrpo_rc.core.transition import (
+    GaussianSteps,
+    Transition,
+    centered_log_ratio,
+    log_prob,
+    reference_kl,
+    sample,
+)
 from flowgrpo_rc.models.base import FlowModel, Schedule
 from flowgrpo_rc.policies.base import Policy, nudge
 from flowgrpo_rc.policies.scheduler import step_transition
@@ -53,8 +60,8 @@ class StepEvaluation(NamedTuple):
       transition: the Gaussian of the step.
       sigma: noise level before the step, [B].
       sigma_next: noise level after the step, [B].
-      kl: exact KL from the means that the batch holds, [B], in nats per element; None if it holds
-        none.
+      kl: exact KL from the old policy, [B], in nats per element; None if the batch holds no means.
+      centered: centered log-ratio to the rollout, [B]; None if the batch does not hold its means.
     """
 
     log_prob: Tensor
@@ -62,6 +69,7 @@ class StepEvaluation(NamedTuple):
     sigma: Tensor
     sigma_next: Tensor
     kl: Tensor | None
+    centered: Tensor | None
 
     @property
     def log_probs(self) -> Tensor:
@@ -74,7 +82,8 @@ class StepEvaluation(NamedTuple):
         std = self.transition.std.flatten(1)[:, :1]
         dt = (self.sigma_next - self.sigma).unsqueeze(1)
         kl = None if self.kl is None else self.kl.unsqueeze(1)
-        return GaussianSteps(std, dt, kl)
+        centered = None if self.centered is None else self.centered.unsqueeze(1)
+        return GaussianSteps(std, dt, kl, centered)
 
     @property
     def means(self) -> Tensor:
@@ -155,11 +164,19 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         negative = None if piece.negative is None else piece.negative[piece.prompt_index]
         v = self._velocity(x, piece.all_timesteps[:, 0], conditioning, negative, piece.spec)
         step = _transition(x, v, piece.sigmas, steps, piece.spec)
-        value = log_prob(step, x_next, convention=piece.spec.log_prob_convention)
+        convention = piece.spec.log_prob_convention
+        value = log_prob(step, x_next, convention=convention)
         kl = None
+        old_means = piece.prev_sample_mean if piece.old_means is None else piece.old_means
+        if old_means is not None:
+            kl = gaussian_kl(step.mean, old_means[:, 0], step.std)
+        centered = None
         if piece.prev_sample_mean is not None:
-            kl = gaussian_kl(step.mean, piece.prev_sample_mean[:, 0], step.std)
-        return StepEvaluation(value, step, piece.sigmas[steps], piece.sigmas[steps + 1], kl)
+            rollout_mean = piece.prev_sample_mean[:, 0]
+            centered = centered_log_ratio(step, rollout_mean, x_next, convention=convention)
+        sigma = piece.sigmas[steps]
+        sigma_next = piece.sigmas[steps + 1]
+        return StepEvaluation(value, step, sigma, sigma_next, kl, centered)
 
     def pieces(self, micro: DiffusionBatch) -> Iterator[DiffusionBatch]:
         """Cuts a micro-batch into its SDE steps: a forward sees one timestep of each sample.

@@ -33,6 +33,7 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
     kind = "diffusion"
     quantizations = PACKAGES
     compiles = True
+    records_means = True
     aligns = True
 
     def __init__(

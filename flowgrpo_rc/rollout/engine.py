@@ -113,6 +113,7 @@ class RolloutEngine(ABC, Generic[R]):
       quantizations: the values of `rollout.quantization` that it offers, each with the package that
         it needs.
       compiles: True if it offers `rollout.compile`.
+      records_means: True if it records the means of the steps when a request asks for them.
       copies_network: False if it loads the frozen weights itself; the trainer may then shard its
         own first.
       aligns: True if each chunk of `chunk_size` samples is one batch of the network, run by the
@@ -122,6 +123,7 @@ class RolloutEngine(ABC, Generic[R]):
     kind: ClassVar[str]
     quantizations: ClassVar[Mapping[str, str]] = {}
     compiles: ClassVar[bool] = False
+    records_means: ClassVar[bool] = False
     copies_network: ClassVar[bool] = True
     aligns: ClassVar[bool] = False
 

@@ -62,6 +62,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
     """
 
     kind = "diffusion"
+    records_means = True
     copies_network = False
 
     def __init__(

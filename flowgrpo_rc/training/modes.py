@@ -28,6 +28,7 @@ from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.correct import Corrector, require_rollout_log_probs
 from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.losses.auto_clip import AutoClip
 from flowgrpo_rc.losses.base import LossTerms
 from flowgrpo_rc.monitoring.decisions import Decisions
 from flowgrpo_rc.monitoring.health import BYPASS_PREFIX, DECOUPLED_PREFIX
@@ -36,6 +37,7 @@ from flowgrpo_rc.policies.base import Evaluation, Measured, Policy
 
 # Names in a checkpoint.
 _AUTO_BANDS = "auto_bands"
+_AUTO_CLIP = "auto_clip"
 _MISMATCH = "noise_floor"
 
 
@@ -71,6 +73,7 @@ class Mode(ABC):
       auto_bands: criteria with an `auto` threshold; None if there are none.
       whole_windows: whether the loss sees all steps of a sample at once.
       keep_means: whether `leave` needs the means of the steps.
+      centered: whether the loss takes centered log-ratios to the rollout.
       decisions: what the correction decided in this iteration, sample by sample.
       prefix: prefix of the correction's metrics.
       old_is_rollout: whether the old policy's log-probs are those of the rollout.
@@ -85,6 +88,7 @@ class Mode(ABC):
     auto_bands: AutoBands | None = None
     whole_windows: bool = False
     keep_means: bool = False
+    centered: bool = False
     decisions: Decisions = field(default_factory=Decisions)
     _metrics: MetricBag = field(default_factory=MetricBag, init=False)
 
@@ -158,10 +162,14 @@ class Bypass(Mode):
     """Takes the rollout's log-probs for the old policy's; the loss corrects current / rollout.
 
     The `auto` bands judge each sample once, before the first update.
+
+    Attributes:
+      auto_clip: the bound of a loss that follows the mismatch; None if it is a number.
     """
 
     prefix = BYPASS_PREFIX.removesuffix("/")
     old_is_rollout = True
+    auto_clip: AutoClip | None = None
 
     def begin(self, batch: Batch, step: int) -> Batch:
         """Returns the batch with old := rollout. Raises ValueError if the rollout recorded none."""
@@ -181,14 +189,23 @@ class Bypass(Mode):
         return [*minis[:first], *(self._judged(mini) for mini in minis[first:])]
 
     def enter(self, piece: Batch, now: Evaluation) -> tuple[Batch, GaussianSteps | None]:
-        """Returns the piece with the decision of the `auto` bands, if it has none yet."""
-        return self._decide(piece, now), now.gaussian
+        """Returns the piece with the decision of the `auto` bands, if it has none yet, and with
+        the bound of the loss, if that follows the mismatch.
+        """
+        piece = self._decide(piece, now)
+        if self.auto_clip is not None:
+            assert isinstance(piece, DiffusionBatch)  # the configuration allows it for nothing else
+            piece = piece.replace(loss_bound=self.auto_clip.bounds(piece.step_indices))
+        return piece, now.gaussian
 
     def observe(self, seen: Seen, *, updated: bool) -> None:
         """Notes the loss, its decisions and, before any update, the mismatch."""
         super().observe(seen, updated=updated)
         if not updated:
             self.monitor.before_update(seen.piece, seen.log_probs)
+            if self.auto_clip is not None:
+                assert isinstance(seen.piece, DiffusionBatch)
+                self.auto_clip.observe(seen.piece, seen.log_probs, seen.gaussian)
         self.decisions.add(
             seen.piece,
             seen.log_probs,
@@ -198,6 +215,25 @@ class Bypass(Mode):
             None if seen.gaussian is None else seen.gaussian.kl,
             updated=updated,
         )
+
+    def finish(self, metrics: MetricBag) -> None:
+        """Ends the iteration, and lets the bound of the loss follow it."""
+        super().finish(metrics)
+        if self.auto_clip is not None:
+            self.auto_clip.finish(self.processes.gather)
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Returns what a checkpoint holds of the mode, by part."""
+        found = super().tensors()
+        if self.auto_clip is not None:
+            found[_AUTO_CLIP] = self.auto_clip.tensors()
+        return found
+
+    def load(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Goes back to what `tensors` recorded."""
+        super().load(tensors)
+        if self.auto_clip is not None:
+            self.auto_clip.load(tensors[_AUTO_CLIP])
 
     @torch.no_grad()
     def _judged(self, mini: Batch) -> Batch:
@@ -265,10 +301,11 @@ class Decoupled(Mode):
         gaussian = now.gaussian
         if piece.old_log_probs is not None:
             return piece, gaussian
-        step_kl = None if gaussian is None else gaussian.kl
+        found = Measured.of(now)
+        step_kl = found.step_kl
         if self.auto_bands is not None:
             piece, _ = self._judge(piece, now.log_probs, step_kl, remember=False)
-        piece = piece.with_old(now.log_probs.detach(), None)
+        piece = piece.with_old(found.log_probs, centered=self._kept(found))
         piece, _ = self.corrector.batch(piece, step_kl=step_kl)
         if gaussian is not None:
             gaussian = gaussian._replace(kl=torch.zeros_like(gaussian.std))
@@ -279,7 +316,7 @@ class Decoupled(Mode):
         if self.auto_bands is not None:
             batch, judged = self._judge(batch, old.log_probs, old.step_kl, remember=True)
             self._metrics.merge(judged)
-        batch = batch.with_old(old.log_probs, old.means)
+        batch = batch.with_old(old.log_probs, old.means, self._kept(old))
         batch, metrics = self.corrector.batch(
             batch, step_kl=old.step_kl, all_reduce=self.processes.sum
         )
@@ -296,6 +333,10 @@ class Decoupled(Mode):
         )
         return batch
 
+    def _kept(self, old: Measured) -> Tensor | None:
+        """Returns the centered log-ratio of the old policy to the rollout if the loss takes it."""
+        return old.centered if self.centered else None
+
     def _recomputed(self, batch: Batch) -> Batch:
         """Returns the batch with its old policy, by forwards of its own, and its correction."""
         old = self.policy.measure(batch, self.micro_batch_size, keep_means=self.keep_means)
@@ -311,7 +352,12 @@ class Decoupled(Mode):
 
 
 def make_mode(
-    correction: RolloutCorrectionConfig, *, reuses: bool, keep_means: bool, **shared: Any
+    correction: RolloutCorrectionConfig,
+    *,
+    reuses: bool,
+    keep_means: bool,
+    auto_clip: AutoClip | None = None,
+    **shared: Any,
 ) -> Mode:
     """Makes the mode that the settings ask for.
 
@@ -319,9 +365,12 @@ def make_mode(
       correction: settings of the correction.
       reuses: decoupled mode takes the first mini-batch's own forwards for its old policy.
       keep_means: decoupled mode keeps the means of the old policy's steps for the loss.
+      auto_clip: bypass mode sets the bound of the loss by it; None if the bound is a number.
       **shared: the attributes that both modes have.
     """
+    shared["centered"] = correction.centered
     if correction.bypass_mode:
-        return Bypass(whole_windows=correction.bypass_level == "window", **shared)
+        whole_windows = correction.bypass_level == "window"
+        return Bypass(whole_windows=whole_windows, auto_clip=auto_clip, **shared)
     corrector = Corrector(correction)
     return Decoupled(corrector=corrector, reuses=reuses, keep_means=keep_means, **shared)

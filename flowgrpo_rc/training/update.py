@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import select
+from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.base import LossTerms, denominator
 from flowgrpo_rc.models.lora import lora_parameters, reference_policy
@@ -180,8 +181,8 @@ class PolicyUpdate:
             d loss / d weights = sum_t (d loss / d log_prob_t) (d log_prob_t / d weights)
 
         The first evaluates all steps without graphs and differentiates the loss by their log-probs.
-        The second evaluates one step at a time with a graph, and multiplies. An exact KL of the
-        steps, if the loss reads one, is treated like the log-probs.
+        The second evaluates one step at a time with a graph, and multiplies. The exact KL and the
+        centered log-ratio of the steps, if the loss reads them, are treated like the log-probs.
 
         Args:
           micro: samples with all steps of their windows, [b, T].
@@ -193,9 +194,8 @@ class PolicyUpdate:
         measured = self._policy.measure(micro, len(micro))
         micro, gaussian = self._mode.enter(micro, measured)
         log_probs = measured.log_probs.requires_grad_()
-        kl = None
-        if gaussian is not None and gaussian.kl is not None:
-            kl = gaussian.kl.requires_grad_()
+        for leaf in _leaves(gaussian):
+            leaf.requires_grad_()
         terms = self._loss(log_probs, micro, gaussian)
         terms.total.backward()
         start = 0
@@ -203,8 +203,8 @@ class PolicyUpdate:
             now = self._policy.evaluate(piece)
             here = slice(start, start + piece.num_steps)
             total = (now.log_probs * _slope(log_probs)[:, here]).sum()
-            if kl is not None and now.gaussian is not None and now.gaussian.kl is not None:
-                total = total + (now.gaussian.kl * _slope(kl)[:, here]).sum()
+            for leaf, value in zip(_leaves(gaussian), _leaves(now.gaussian), strict=True):
+                total = total + (value * _slope(leaf)[:, here]).sum()
             if self._config.use_kl_loss:
                 total = total + self._penalty(now, piece, terms.share[:, here], metrics)
             total.backward()
@@ -280,6 +280,17 @@ class PolicyUpdate:
         self._nonfinite_updates = state["nonfinite_updates"]
         self._nonfinite_in_a_row = state["nonfinite_in_a_row"]
         load_schedule(self._schedule, state["lr_schedule"])
+
+
+def _leaves(gaussian: GaussianSteps | None) -> list[Tensor]:
+    """Returns what a loss may differentiate besides log-probs: the KL and the centered log-ratio.
+
+    Args:
+      gaussian: Gaussians of the steps, [b, t]; None if steps are no Gaussians.
+    """
+    if gaussian is None:
+        return []
+    return [fact for fact in (gaussian.kl, gaussian.centered) if fact is not None]
 
 
 def _slope(leaf: Tensor) -> Tensor:

@@ -22,7 +22,8 @@ from flowgrpo_rc.batch import DiffusionBatch, PromptBatch, concat
 from flowgrpo_rc.config.checks import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.core.reduce import identity
-from flowgrpo_rc.correction.auto_bands import MEMORY, AutoBands
+from flowgrpo_rc.correction.auto_bands import AutoBands
+from flowgrpo_rc.correction.history import MEMORY
 from flowgrpo_rc.correction.thresholds import parse_bands
 from flowgrpo_rc.models.base import load_model
 from flowgrpo_rc.models.lora import add_lora, lora_parameters

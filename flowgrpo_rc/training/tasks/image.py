@@ -16,6 +16,8 @@ from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.random import derive_seed, normal
 from flowgrpo_rc.core.schedule import draw_windows
 from flowgrpo_rc.correction.correct import require_rollout_log_probs
+from flowgrpo_rc.correction.thresholds import KEY
+from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig
 from flowgrpo_rc.losses.diffusion import DiffusionObjective
 from flowgrpo_rc.models.base import FlowModel
@@ -106,10 +108,11 @@ class ImageTask(Task):
         self.model.schedule(self._config.spec()).check(batch)
         if self._keep_means and batch.prev_sample_mean is None:
             raise ValueError(
-                "the loss or a criterion compares the means of the steps with those of the "
-                "rollout, which did not record any (prev_sample_mean): use another engine or "
-                "rollout, or do without algorithm.rollout_correction.rollout_rs=step_kl and, in "
-                f"bypass mode, with actor.diffusion_loss.loss_mode={DiffusionLossConfig.loss_mode}"
+                "the correction, the loss or a criterion compares the means of the steps with "
+                "those of the rollout, which did not record any (prev_sample_mean): use another "
+                f"engine or rollout, or set {KEY}.centered=false and do without "
+                f"{KEY}.rollout_rs=step_kl and, in bypass mode, with "
+                f"{DIFFUSION_KEY}.loss_mode={DiffusionLossConfig.loss_mode}"
             )
 
     def objective(self, config: LossConfig) -> DiffusionObjective:

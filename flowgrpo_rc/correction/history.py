@@ -1,0 +1,98 @@
+"""Observations of the newest iterations, which bands and clips of `auto:k` follow.
+
+Legend: N observations of an iteration, S steps of the schedule.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Observations of a step before something follows them. The deviation is then known to about 15%.
+WARM_UP = 64
+# The newest 8 iterations are held, or as many more as it takes to hold 4096 observations.
+MEMORY = (8, 4096)
+# The standard deviation of a normal distribution, divided by its median absolute deviation.
+ROBUST = 1.4826
+
+Gather = Callable[[Tensor], Tensor]
+
+
+class Iteration(NamedTuple):
+    """The observations of one iteration.
+
+    Attributes:
+      steps: the step of the schedule that each observation belongs to, int64, [N].
+      values: the observations, float64, [N]; nan where there was none.
+    """
+
+    steps: Tensor
+    values: Tensor
+
+
+class History:
+    """The observations of one quantity over the newest iterations, the same on all processes."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Starts without observations.
+
+        Args:
+          device: where the observations are kept.
+        """
+        self._none = torch.zeros(0, dtype=torch.float64, device=device)
+        self._seen: list[Iteration] = []
+        self._past: deque[Iteration] = deque()
+
+    def add(self, steps: Tensor, values: Tensor) -> None:
+        """Notes observations of this process in this iteration.
+
+        Args:
+          steps: the step of the schedule that each belongs to, int64, [b, t].
+          values: the observations, float64, [b, t]; nan where there is none.
+        """
+        self._seen.append(Iteration(steps.flatten(), values.flatten()))
+
+    def finish(self, gather: Gather) -> None:
+        """Ends an iteration: takes in what all processes have seen, and forgets what is too old.
+
+        Args:
+          gather: joins the rows of all processes.
+        """
+        newest, enough = MEMORY
+        steps = gather(torch.cat([one.steps for one in self._seen]))
+        values = gather(torch.cat([one.values for one in self._seen]))
+        self._past.append(Iteration(steps, values))
+        held = sum(len(iteration.values) for iteration in self._past)
+        while len(self._past) > newest and held - len(self._past[0].values) >= enough:
+            held -= len(self._past.popleft().values)
+        self._seen = []
+
+    def of_step(self, step: int) -> Tensor:
+        """Returns a value for every observation held, float64, [N + 1].
+
+        It is nan for an observation of another step, and the last one always is: `nanquantile`
+        needs an element.
+        """
+        here = [torch.where(one.steps == step, one.values, torch.nan) for one in self._past]
+        return torch.cat([*here, self._none.new_full((1,), torch.nan)])
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Returns the observations for a checkpoint, under names that begin with `name`."""
+        sizes = [len(iteration.values) for iteration in self._past]
+        return {
+            f"{name}.sizes": torch.tensor(sizes, dtype=torch.int64),
+            f"{name}.steps": torch.cat([*(one.steps for one in self._past), self._none.long()]),
+            f"{name}.values": torch.cat([*(one.values for one in self._past), self._none]),
+        }
+
+    def load(self, tensors: Mapping[str, Tensor], name: str) -> None:
+        """Goes back to the observations that `tensors` recorded."""
+        device = self._none.device
+        sizes = tensors[f"{name}.sizes"].tolist()
+        steps = tensors[f"{name}.steps"].to(device).split(sizes)
+        values = tensors[f"{name}.values"].to(device).split(sizes)
+        self._past = deque(map(Iteration, steps, values))

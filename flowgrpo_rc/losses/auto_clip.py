@@ -1,0 +1,158 @@
+"""`clip_ratio: auto:k`: a bound of the loss that follows the mismatch before an update.
+
+A bound below the mismatch pulls the policy towards the rollout's: it holds back the steps whose
+noise leads away from the rollout and lets those pass that lead back to it. A bound of k robust
+standard deviations lets nearly all noise pass, and still holds back what moves further.
+
+Legend: b rows, t steps that one forward evaluates, S steps of the schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.batch import DiffusionBatch
+from flowgrpo_rc.core.transition import GaussianSteps
+from flowgrpo_rc.correction.correct import require_rollout_log_probs
+from flowgrpo_rc.correction.history import ROBUST, WARM_UP, Gather, History
+from flowgrpo_rc.losses.base import DIFFUSION_KEY, DiffusionLoss
+
+AUTO = "auto:"
+_NAME = "bound"
+
+
+def parse_auto(key: str, value: object) -> float | None:
+    """Parses the k of "auto:k".
+
+    Args:
+      key: name of the option, for messages.
+      value: its value.
+
+    Returns:
+      k; None if the value is a number.
+
+    Raises:
+      ValueError: if the value is neither.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return None
+    text = str(value).strip()
+    try:
+        deviations = float(text.removeprefix(AUTO)) if text.startswith(AUTO) else math.nan
+    except ValueError:
+        deviations = math.nan
+    if not 0 < deviations < math.inf:
+        raise ValueError(
+            f"{DIFFUSION_KEY}.{key}={value!r}: give a number, or auto:k with the robust standard "
+            'deviations k of the mismatch, such as "auto:4"'
+        )
+    return deviations
+
+
+class AutoClip:
+    """Follows what a loss bounds, before any update, at each step of the schedule.
+
+    With the values v of the newest iterations at a step of the schedule:
+
+        a ratio  bound = k 1.4826 median(|exp(v) - 1|)
+        a KL     bound = k^2 median(v)
+
+    The deviation is about 0 and not about the median, since a ratio is clipped about 1. A KL grows
+    with the square of a movement, so its root is what k counts. A bound is never below the floor,
+    and inf, so that nothing is held back, until its step has `WARM_UP` observations.
+    """
+
+    def __init__(
+        self,
+        loss: DiffusionLoss,
+        deviations: float,
+        floor: float | None,
+        *,
+        centered: bool,
+        num_steps: int,
+        device: torch.device,
+    ) -> None:
+        """Starts without observations.
+
+        Args:
+          loss: says what it bounds.
+          deviations: k.
+          floor: the least bound; None for the bound of the published recipe.
+          centered: whether the loss takes centered log-ratios.
+          num_steps: number of steps of the schedule, S.
+          device: where the observations are kept.
+        """
+        self._loss = loss
+        self._centered = centered
+        self._deviations = deviations
+        self._floor = floor
+        self._is_kl = False
+        self._history = History(device)
+        self._bounds = torch.full((num_steps,), math.inf, dtype=torch.float64, device=device)
+
+    def bounds(self, steps: Tensor) -> Tensor:
+        """Returns the bound of each step, float64, [b, t].
+
+        Args:
+          steps: positions in the schedule, int64, [b, t].
+        """
+        return self._bounds[steps]
+
+    def observe(
+        self, batch: DiffusionBatch, log_probs: Tensor, gaussian: GaussianSteps | None
+    ) -> None:
+        """Notes what the loss compared with its bound before any update.
+
+        Args:
+          batch: samples with rollout log-probs, [b, t].
+          log_probs: of the training graph, [b, t].
+          gaussian: the training graph's steps, [b, t]; None if the loss does not read them.
+        """
+        log_ratio = log_probs.detach().double() - require_rollout_log_probs(batch)
+        if gaussian is not None:
+            gaussian = gaussian.detached()
+            if self._centered:
+                assert gaussian.centered is not None
+                log_ratio = gaussian.centered.double()
+            else:
+                gaussian = gaussian._replace(centered=None)
+        found = self._loss.bound(log_ratio, gaussian, convention=batch.spec.log_prob_convention)
+        assert found is not None
+        self._is_kl = found.is_kl
+        if self._floor is None:
+            self._floor = found.reference
+        sizes = found.values if found.is_kl else torch.expm1(found.values).abs()
+        self._history.add(batch.step_indices, torch.where(sizes.isfinite(), sizes, torch.nan))
+
+    def finish(self, gather: Gather) -> None:
+        """Ends an iteration: the bounds take in what all processes have seen.
+
+        Args:
+          gather: joins the rows of all processes.
+        """
+        self._history.finish(gather)
+        self._follow()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the observations that the bounds follow, for a checkpoint."""
+        return self._history.tensors(_NAME) | {f"{_NAME}.bounds": self._bounds}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Goes back to the observations and bounds that `tensors` recorded."""
+        self._history.load(tensors, _NAME)
+        self._bounds = tensors[f"{_NAME}.bounds"].to(self._bounds)
+
+    def _follow(self) -> None:
+        """Computes the bound of each step from the observations."""
+        scale = self._deviations**2 if self._is_kl else self._deviations * ROBUST
+        bounds = []
+        for step in range(len(self._bounds)):
+            sizes = self._history.of_step(step)
+            warm = torch.isfinite(sizes).sum() >= WARM_UP
+            bound = (scale * torch.nanquantile(sizes, 0.5)).clamp(min=self._floor)
+            bounds.append(torch.where(warm, bound, math.inf))
+        self._bounds = torch.stack(bounds)

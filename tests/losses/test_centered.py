@@ -1,0 +1,335 @@
+"""The centered log-ratio: against float64 formulas, in both modes, with every loss and kind of step."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from support.gaussian_losses import movement, three_steps, transition_of
+from support.image_rollouts import KINDS, WINDOWS, make_spec, sample_images, trained_lora
+from support.modes import iterate, mode_of
+from support.oracles import Clip, clipped
+from support.subjects import with_own_network
+from torch import Tensor
+
+from flowgrpo_rc import RolloutCorrectionConfig, diffusion_loss
+from flowgrpo_rc.batch import DiffusionBatch
+from flowgrpo_rc.core.kl import gaussian_kl
+from flowgrpo_rc.core.transition import GaussianSteps, Transition, centered_log_ratio, log_prob
+from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig
+from flowgrpo_rc.losses.diffusion import DiffusionObjective
+from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.models.lora import lora_parameters
+from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.training.config import ActorConfig, EMAConfig, OptimConfig
+from flowgrpo_rc.training.update import PolicyUpdate
+
+CLIP = {"flow_grpo": 0.01, "grpo_guard": 0.002}
+KL_THRESHOLD = 2e-3
+LOSSES = ("flow_grpo", "grpo_guard", "flow_dppo")
+
+
+class Case(NamedTuple):
+    """Six samples of three steps. The rollout, the old and the current policy have means of their
+    own, the first two by far; all float64.
+    """
+
+    noise: Tensor
+    std: Tensor
+    dt: Tensor
+    rollout_mean: Tensor
+    old_mean: Tensor
+    following: Tensor
+    direction: Tensor
+    batch: DiffusionBatch
+
+    def mean(self, theta: Tensor) -> Tensor:
+        return self.old_mean + theta[:, :, None, None] * self.direction
+
+    def now(self, mean: Tensor, anchor: Tensor) -> tuple[Tensor, GaussianSteps]:
+        """Computes log-probs and steps [B, T] of a policy of this mean, as the policy does."""
+        rows = []
+        for t in range(3):
+            step = transition_of(mean[:, t], self.std[:, t])
+            rollout = self.rollout_mean[:, t]
+            following = self.following[:, t]
+            value = log_prob(step, following)
+            kl = gaussian_kl(step.mean, anchor[:, t], step.std)
+            rows.append((value, kl, centered_log_ratio(step, rollout, following)))
+        log_probs, kl, centered = (torch.stack(column, 1) for column in zip(*rows, strict=True))
+        return log_probs, GaussianSteps(self.std, self.dt, kl, centered)
+
+
+def make_case(kind: str, *, bypass: bool, gap: float = 0.3) -> Case:
+    given = three_steps(kind)
+    source = torch.Generator().manual_seed(7)
+    shape = given.old_mean.shape
+    shift, direction = gap * torch.randn(2, *shape, generator=source, dtype=torch.float64)
+    rollout_mean = given.old_mean
+    std = given.std[:, :, None, None]
+    old_mean = rollout_mean if bypass else rollout_mean + std * shift
+    noise = (given.following - rollout_mean) / std
+    case = Case(
+        noise=noise,
+        std=given.std,
+        dt=given.dt,
+        rollout_mean=rollout_mean,
+        old_mean=old_mean,
+        following=given.following,
+        direction=std * direction,
+        batch=given.batch,
+    )
+    old, facts = case.now(old_mean, old_mean)
+    batch = given.batch
+    if bypass:
+        batch = batch.replace(old_log_probs=batch.rollout_log_probs)
+    else:
+        batch = batch.with_old(old, old_mean, facts.centered)
+    return case._replace(batch=batch)
+
+
+def settings(loss_mode: str, **correction: object) -> LossConfig:
+    section = {"loss_mode": loss_mode}
+    section |= (
+        {"kl_threshold": KL_THRESHOLD}
+        if loss_mode == "flow_dppo"
+        else {"clip_ratio": CLIP[loss_mode]}
+    )
+    return LossConfig(
+        rollout_correction=RolloutCorrectionConfig(centered=True, **correction),
+        diffusion_loss=DiffusionLossConfig(**section),
+    )
+
+
+def clip_of(loss_mode: str) -> Clip:
+    return Clip(CLIP[loss_mode], CLIP[loss_mode])
+
+
+def step_loss(case: Case, loss_mode: str, mean: Tensor, b: int, t: int, advantage: float) -> Tensor:
+    """The loss of one step, by the noise that was drawn and the distance from the old policy."""
+    std = case.std[b, t]
+    distance = mean[b, t] - case.old_mean[b, t]
+    log_ratio = (case.noise[b, t] * distance).sum() / distance.numel() / std
+    if loss_mode == "grpo_guard":
+        ratio = torch.exp(log_ratio * std)
+        return clipped(ratio, advantage, clip_of(loss_mode)) / -case.dt[b, t]
+    if loss_mode == "flow_grpo":
+        return clipped(torch.exp(log_ratio), advantage, clip_of(loss_mode))
+    far = (distance**2).mean() / (2 * std**2) > KL_THRESHOLD
+    if far and advantage * log_ratio > 0:
+        return 0 * log_ratio
+    return -advantage * torch.exp(log_ratio)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bypass", [True, False], ids=["bypass", "decoupled"])
+@pytest.mark.parametrize("loss_mode", LOSSES)
+def test_value_and_gradient_are_those_of_the_formula(
+    kind: str, bypass: bool, loss_mode: str
+) -> None:
+    case = make_case(kind, bypass=bypass)
+    found = movement(0.2).requires_grad_()
+    log_probs, gaussian = case.now(case.mean(found), case.old_mean)
+    value, metrics = diffusion_loss(
+        settings(loss_mode, bypass_mode=bypass), log_probs, case.batch, gaussian
+    )
+    value.backward()
+
+    expect = movement(0.2).requires_grad_()
+    advantages = case.batch.advantages
+    assert advantages is not None
+    mean = case.mean(expect)
+    terms = [
+        step_loss(case, loss_mode, mean, b, t, advantages[b, t].item())
+        for b in range(6)
+        for t in range(3)
+    ]
+    total = torch.stack(terms).mean()
+    total.backward()
+    assert value.item() == pytest.approx(total.item(), rel=1e-10)
+    assert torch.allclose(found.grad, expect.grad, rtol=1e-9, atol=1e-14)
+    # Some steps are held back and some are not.
+    assert 0 < metrics.compute()["clip_fraction"] < 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reinforce_weighs_the_score_of_the_drawn_noise(kind: str) -> None:
+    case = make_case(kind, bypass=True, gap=0.05)
+    theta = movement(0.05).requires_grad_()
+    log_probs, gaussian = case.now(case.mean(theta), case.old_mean)
+    reinforced = settings("flow_grpo", bypass_mode=True, loss_type="reinforce", rollout_is="token")
+    # REINFORCE has no clip; its default is not given twice.
+    reinforced.diffusion_loss.clip_ratio = DiffusionLossConfig.clip_ratio
+    value, _ = diffusion_loss(reinforced, log_probs, case.batch, gaussian)
+    value.backward()
+    assert case.batch.rollout_log_probs is not None
+    weights = torch.exp(log_probs.detach() - case.batch.rollout_log_probs)
+    drawn = (case.noise * case.direction).flatten(2).mean(2) / case.std
+    expect = -case.batch.advantages * weights * drawn / 18
+    assert torch.allclose(theta.grad, expect, rtol=1e-10, atol=1e-16)
+
+
+def random_step(dtype: torch.dtype, gap: float) -> tuple[Transition, Tensor, Tensor]:
+    source = torch.Generator().manual_seed(0)
+    rollout, shift, noise = torch.randn(3, 8, 4096, generator=source, dtype=torch.float64)
+    mean = rollout + gap * shift
+    std = torch.full((8, 1), 0.3, dtype=torch.float64)
+    following = rollout + std * noise
+    step = Transition(mean.to(dtype), std.to(dtype))
+    return step, rollout.to(dtype), following.to(dtype)
+
+
+@pytest.mark.parametrize(("convention", "scale"), [("gaussian", 1 / (2 * 0.3**2)), ("peers", 1.0)])
+def test_it_is_the_plain_log_ratio_plus_what_that_loses(convention: str, scale: float) -> None:
+    step, rollout, following = random_step(torch.float64, 0.1)
+    plain = log_prob(step, following, convention=convention)
+    plain = plain - log_prob(Transition(rollout, step.std), following, convention=convention)
+    lost = scale * ((step.mean - rollout) ** 2).mean(1)
+    centered = centered_log_ratio(step, rollout, following, convention=convention)
+    assert torch.allclose(centered, plain + lost, rtol=1e-10, atol=1e-15)
+    assert (lost > 100 * (centered - plain - lost).abs()).all()
+
+
+def test_in_fp32_it_is_more_precise_than_a_difference_of_log_probs() -> None:
+    """The means differ as those of a bf16 rollout do."""
+    gap = 1e-4
+    exact = centered_log_ratio(*random_step(torch.float64, gap))
+    step, rollout, following = random_step(torch.float32, gap)
+    # The same fp32 inputs, so that only the computation differs.
+    inputs = (Transition(step.mean.double(), step.std.double()), rollout.double())
+    reference = centered_log_ratio(*inputs, following.double())
+    difference = log_prob(step, following) - log_prob(Transition(rollout, step.std), following)
+    plain = difference + gaussian_kl(step.mean, rollout, step.std)
+    centered_error = (centered_log_ratio(step, rollout, following) - reference).abs().mean()
+    plain_error = (plain - reference).abs().mean()
+    assert centered_error < plain_error / 100
+    assert centered_error < 1e-6 * exact.abs().mean()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_policy_the_gradient_is_that_of_the_plain_log_ratio_bit_for_bit(
+    model: FlowModel, kind: str
+) -> None:
+    network = trained_lora(model)
+    spec = make_spec(kind, 1.0)
+    batch, _ = sample_images(model, network, spec, WINDOWS["all"], keep_means=True)
+    batch = batch.replace(old_log_probs=batch.rollout_log_probs)
+    policy = FlowPolicy(model, network)
+    gradients = []
+    for centered in (False, True):
+        piece = batch.step(1)
+        now = policy.evaluate(piece)
+        assert (now.gaussian.centered == 0).all()
+        value = now.gaussian.centered if centered else now.log_probs
+        network.zero_grad(set_to_none=True)
+        value.sum().backward()
+        gradients.append([p.grad.clone() for p in lora_parameters(network).values()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    assert any(gradient.abs().max() > 0 for gradient in gradients[0])
+
+
+@pytest.mark.parametrize("bypass", [True, False], ids=["bypass", "decoupled"])
+@pytest.mark.parametrize("loss_mode", LOSSES)
+def test_a_rejected_step_is_selected_out_even_if_it_is_infinite(
+    bypass: bool, loss_mode: str
+) -> None:
+    case = make_case("sde", bypass=bypass)
+    keep_mask = torch.ones(6, 3, dtype=torch.bool)
+    keep_mask[2, 1] = False
+    batch = case.batch.replace(rejection_mask=keep_mask)
+    results = []
+    for broken in (False, True):
+        theta = movement(0.2).requires_grad_()
+        log_probs, gaussian = case.now(case.mean(theta), case.old_mean)
+        if broken:
+            hole = torch.where(keep_mask, 0.0, math.inf)
+            log_probs = log_probs + hole
+            gaussian = gaussian._replace(centered=gaussian.centered + hole)
+        value, _ = diffusion_loss(
+            settings(loss_mode, bypass_mode=bypass), log_probs, batch, gaussian
+        )
+        value.backward()
+        results.append((value.item(), theta.grad))
+    assert results[0][0] == results[1][0]
+    assert torch.equal(results[0][1], results[1][1])
+    assert results[0][1][2, 1] == 0
+    assert results[0][1].count_nonzero() > 3
+
+
+def test_metrics_of_the_correction_keep_the_log_probs() -> None:
+    case = make_case("sde", bypass=True)
+    log_probs, gaussian = case.now(case.mean(movement(0.2)), case.old_mean)
+    found = []
+    for centered in (False, True):
+        config = settings("flow_grpo", bypass_mode=True, rollout_is="token")
+        config.rollout_correction.centered = centered
+        _, metrics = diffusion_loss(config, log_probs, case.batch, gaussian)
+        found.append({k: v for k, v in metrics.compute().items() if k.startswith("rollout_corr/")})
+    assert found[0] == found[1]
+    assert len(found[0]) > 10
+
+
+def test_a_batch_without_means_is_refused() -> None:
+    case = make_case("sde", bypass=True)
+    log_probs, gaussian = case.now(case.mean(movement()), case.old_mean)
+    for given in (None, gaussian._replace(centered=None)):
+        with pytest.raises(ValueError, match=r"centered=true.*prev_sample_mean"):
+            diffusion_loss(settings("flow_grpo", bypass_mode=True), log_probs, case.batch, given)
+
+
+def update_of(
+    model: FlowModel, correction: RolloutCorrectionConfig, loss_mode: str, *, reuses: bool
+) -> dict[str, float]:
+    """Runs an iteration of two mini-batches; returns its metrics and the LoRA's sum of squares."""
+    model = with_own_network(model)
+    network = trained_lora(model)
+    policy = FlowPolicy(model, network)
+    spec = make_spec("sde", 1.0, dtype="bf16")
+    batch, _ = sample_images(model, network, spec, WINDOWS["all"], keep_means=True)
+    advantages = torch.tensor([1.0, -1.0, 2.0, -0.5]).unsqueeze(1).expand(4, batch.num_steps)
+    config = LossConfig(
+        rollout_correction=correction, diffusion_loss=DiffusionLossConfig(loss_mode=loss_mode)
+    )
+    mode = mode_of(
+        correction,
+        policy,
+        micro_batch_size=2,
+        reuses=reuses,
+        keep_means=config.diffusion_loss.needs_means,
+    )
+    actor = ActorConfig(
+        ppo_micro_batch_size_per_gpu=2, optim=OptimConfig(lr=1e-3), ema=EMAConfig(enable=False)
+    )
+    terms = DiffusionObjective(config).terms
+    update = PolicyUpdate(policy, actor, terms, mode.processes, mode, total_updates=4)
+    batch = mode.begin(batch.replace(advantages=advantages), step=1)
+    found = iterate(update, mode, batch, 2)
+    state = update.lora_state().values()
+    return found | {"lora": sum(p.double().square().sum().item() for p in state)}
+
+
+@pytest.mark.parametrize("loss_mode", LOSSES)
+def test_reused_and_recomputed_old_policies_train_alike(model: FlowModel, loss_mode: str) -> None:
+    correction = RolloutCorrectionConfig(centered=True)
+    reused, recomputed = (
+        update_of(model, correction, loss_mode, reuses=reuses) for reuses in (True, False)
+    )
+    assert reused == pytest.approx(recomputed, rel=1e-9, abs=1e-13)
+
+
+@pytest.mark.parametrize("loss_mode", LOSSES)
+def test_whole_windows_have_the_gradient_of_single_steps(model: FlowModel, loss_mode: str) -> None:
+    found = [
+        update_of(
+            model,
+            RolloutCorrectionConfig(centered=True, bypass_mode=True, bypass_level=level),
+            loss_mode,
+            reuses=False,
+        )
+        for level in ("step", "window")
+    ]
+    same = ("lora", "grad_norm", "ratio_mean")
+    for name in same:
+        assert found[0][name] == pytest.approx(found[1][name], rel=1e-6)
