@@ -20,8 +20,7 @@ from flowgrpo_rc.calibration.measure import robust
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.correction.thresholds import KEY
-from flowgrpo_rc.losses.base import DIFFUSION_KEY, DiffusionLoss
-from flowgrpo_rc.losses.find import package_losses
+from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.policies.base import Measured
 
 MODES = ("auto", "bypass", "decoupled")
@@ -83,7 +82,8 @@ def bound_of(config: Config, differences: Tensor, measured: Measured) -> Bound |
     Args:
       config: the configuration.
       differences: the mismatch, [B, T] float64.
-      measured: the trainer's steps; with a KL if the loss compares means.
+      measured: the trainer's steps; with a KL if the loss compares means, and with the centered
+        log-ratio to the engine if the correction is centered.
 
     Returns:
       The bound; None for `reinforce`, which clips nothing, and for a loss that names no bound.
@@ -92,7 +92,13 @@ def bound_of(config: Config, differences: Tensor, measured: Measured) -> Bound |
         return None
     loss = config.actor.diffusion_loss.loss()
     convention = config.rollout.algo.log_prob_convention
-    found = loss.bound(differences, measured.gaussian, convention=convention)
+    gaussian = measured.gaussian
+    if config.algorithm.rollout_correction.centered:
+        assert measured.centered is not None
+        differences = measured.centered.double()
+    elif gaussian is not None:
+        gaussian = gaussian._replace(centered=None)
+    found = loss.bound(differences, gaussian, convention=convention)
     if found is None:
         return None
     if found.is_kl:
@@ -102,7 +108,7 @@ def bound_of(config: Config, differences: Tensor, measured: Measured) -> Bound |
     else:
         sizes = torch.expm1(found.values).abs()
         widest = MOVEMENT * robust(found.values)
-    if not loss.tolerates_mismatch:
+    if not tolerates_mismatch(config):
         widest = min(WIDEST * found.reference, widest)
     assert not isinstance(found.value, Tensor)  # only a run knows the bound of each step
     return Bound(
@@ -114,6 +120,12 @@ def bound_of(config: Config, differences: Tensor, measured: Measured) -> Bound |
         widest=widest,
         on_mismatch=loss.clip_band is not None,
     )
+
+
+def tolerates_mismatch(config: Config) -> bool:
+    """Returns whether the gradient in bypass mode is nearly right however large the mismatch is."""
+    centered = config.algorithm.rollout_correction.centered
+    return centered or config.actor.diffusion_loss.loss().tolerates_mismatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,8 +190,9 @@ def choose(config: Config, bound: Bound | None, *, mode: str, doubt: str | None)
 
     The mode is bypass if a bound above 99% of the sizes, with a margin, is sensible: at most
     `WIDEST` times the recipe's and at most `MOVEMENT` times the floor. Otherwise it is decoupled,
-    whose ratio has no mismatch in it, with the recipe's bound. A loss that tolerates the mismatch
-    is in bypass mode however wide its bound is, since recomputed means take its correction away.
+    whose ratio has no mismatch in it, with the recipe's bound. A centered log-ratio, and a loss
+    that tolerates the mismatch, are in bypass mode however wide the bound is: the direction of
+    their gradient is nearly right there, at no cost.
 
     Args:
       config: the configuration that was measured.
@@ -192,7 +205,7 @@ def choose(config: Config, bound: Bound | None, *, mode: str, doubt: str | None)
     """
     if bound is None:
         return _without_bound(config, mode, doubt)
-    tolerant = config.actor.diffusion_loss.loss().tolerates_mismatch
+    tolerant = tolerates_mismatch(config)
     needed = up(MARGIN * bound.within)
     fits = needed <= max(bound.reference, bound.widest)
     possible = needed < 1
@@ -238,20 +251,20 @@ def _without_bound(config: Config, mode: str, doubt: str | None) -> Settings:
 
 def _advice(config: Config, *, fits: bool) -> list[str]:
     """What decoupled mode leaves open."""
+    if config.algorithm.rollout_correction.centered:
+        return []
     loss = config.actor.diffusion_loss
     if loss.loss().tolerates_mismatch:
         return [
             f"Recomputed means take the correction away that loss_mode={loss.loss_mode} has in "
-            "bypass mode (docs/evidence.md)."
+            f"bypass mode; {KEY}.centered=true keeps it (docs/evidence.md)."
         ]
-    if fits or config.rollout.algo.log_prob_convention == "peers":
+    if fits:
         return []
     return [
         "Recomputed log-probs end the pull of the clip, but the gradient stays biased where the "
-        f"mismatch is large; that of {DIFFUSION_KEY}.loss_mode={name}, calibrated for bypass mode, "
+        f"mismatch is large; with {KEY}.centered=true, calibrated for bypass mode, its direction "
         "is nearly right (docs/evidence.md)."
-        for name, other in package_losses(DiffusionLoss).items()
-        if other.tolerates_mismatch
     ]
 
 
@@ -262,10 +275,13 @@ def _settings(
     values = {
         **bound,
         f"{KEY}.bypass_mode": bypass_mode,
+        f"{KEY}.centered": config.algorithm.rollout_correction.centered,
         f"{KEY}.rollout_rs": CRITERION,
         f"{KEY}.rollout_rs_threshold": BAND,
         f"{KEY}.rollout_rs_threshold_lower": None,
     }
+    if config.actor.diffusion_loss.auto_floor is not None:
+        values[f"{DIFFUSION_KEY}.auto_floor"] = None  # it belongs to auto:k
     mode = "bypass" if bypass_mode else "decoupled"
     resets = []
     if bypass_mode != config.algorithm.rollout_correction.bypass_mode:

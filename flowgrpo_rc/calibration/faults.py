@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.batch import DiffusionBatch, concat
+from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.calibration.measure import Copy, RecordedRollout, with_guidance
+from flowgrpo_rc.concat import concat
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.core.transition import log_prob
 from flowgrpo_rc.core.transition import sample as draw

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch, SamplerSpec, concat
+from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch, SamplerSpec
+from flowgrpo_rc.concat import concat
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.random import derive_seed, generator
 from flowgrpo_rc.correction.history import ROBUST

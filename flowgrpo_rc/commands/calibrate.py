@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,7 +156,7 @@ def _clipped(bound: Bound, chosen: float) -> dict[float, float]:
     The bounds are those of the reference, of the settings and of the result.
     """
     values = {bound.reference, bound.configured, chosen}
-    return {value: bound.exceeded(value) for value in sorted(values)}
+    return {value: bound.exceeded(value) for value in sorted(values) if value < math.inf}
 
 
 class Rollouts(NamedTuple):
@@ -195,7 +196,8 @@ def sample_all(
     spec = config.rollout.spec()
     held = engine.held_weights()
     few = prompts[: FEW[0]]
-    keep_means = config.actor.diffusion_loss.needs_means
+    centered = config.algorithm.rollout_correction.centered
+    keep_means = centered or config.actor.diffusion_loss.needs_means
     return Rollouts(
         many=sample(engine, ask(config, prompts, config.rollout.n, spec, keep_means=keep_means)),
         few=sample(engine, ask(config, few, FEW[1], spec)),

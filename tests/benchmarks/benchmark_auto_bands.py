@@ -18,7 +18,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.batch import DiffusionBatch, PromptBatch, concat
+from flowgrpo_rc.batch import DiffusionBatch, PromptBatch
+from flowgrpo_rc.concat import concat
 from flowgrpo_rc.config.checks import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.core.reduce import identity

@@ -52,7 +52,7 @@ def settings(
     differences = found.differences
     std = torch.full_like(differences, STD)
     kl = torch.full_like(differences, KL)
-    measured = Measured(differences, GaussianSteps(std, -std, kl), None)
+    measured = Measured(differences, GaussianSteps(std, -std, kl, differences + kl), None)
     return choose(config, bound_of(config, differences, measured), mode=mode, doubt=doubt)
 
 
@@ -80,8 +80,9 @@ def test_mode_and_band_follow_the_rule(
     found = settings(mismatch(*scales))
     assert (found.bypass_mode, found.values[CLIP]) == (bypass, pytest.approx(clip, rel=1e-6))
     assert found.reason.startswith("Bypass mode" if bypass else "Decoupled mode")
-    # GRPO-Guard needs no small mismatch.
-    assert any("loss_mode=grpo_guard" in note for note in found.notes) is not bypass
+    # A centered log-ratio needs no small mismatch.
+    assert any("centered=true" in note for note in found.notes) is not bypass
+    assert found.values[f"{KEY}.centered"] is False
 
 
 def test_a_mode_can_be_asked_for_and_a_fault_widens_no_band() -> None:
@@ -135,6 +136,28 @@ def test_guard_is_in_bypass_mode_with_a_clip_on_its_own_ratio() -> None:
     recomputed = settings(mismatch(1e-4), guard, mode="decoupled")
     assert (recomputed.bypass_mode, recomputed.values[CLIP]) == (False, 2e-6)
     assert "docs/evidence.md" in recomputed.notes[0]
+
+
+def test_centered_is_in_bypass_mode_with_a_clip_on_the_centered_log_ratio() -> None:
+    """However large the mismatch is; Guard then adds no KL of its own."""
+    centered = f"{KEY}.centered=true"
+    for mode, std in (("flow_grpo", 1.0), ("grpo_guard", STD)):
+        found = settings(mismatch(1e-2, 1e-2), centered, loss_mode(mode))
+        assert found.bypass_mode
+        assert found.values[f"{KEY}.centered"] is True
+        # The median is the KL, far below the deviation.
+        assert found.values[CLIP] == pytest.approx(up(1.25 * std * Z99 * 1e-2), rel=1e-2)
+        assert found.notes == []
+    doubted = settings(mismatch(1e-2), centered, doubt="the guidance is wrong")
+    assert not doubted.bypass_mode
+    assert doubted.values[f"{KEY}.centered"] is True
+
+
+def test_a_clip_that_follows_the_mismatch_gives_way_to_a_number() -> None:
+    auto = (f"{CLIP}=auto:4", "actor.diffusion_loss.auto_floor=2e-4", f"{KEY}.bypass_mode=true")
+    found = settings(mismatch(1e-4), *auto)
+    assert found.values[CLIP] == pytest.approx(up(1.25 * Z99 * 1e-4))
+    assert found.values["actor.diffusion_loss.auto_floor"] is None
 
 
 def test_the_threshold_of_flow_dppo_is_on_the_kl() -> None:

@@ -22,7 +22,7 @@ from flowgrpo_rc import compute_rollout_correction_and_rejection_mask
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import AllReduce, identity
-from flowgrpo_rc.correction import auto_bands as module
+from flowgrpo_rc.correction import history
 from flowgrpo_rc.correction.api import apply_rollout_correction_to_batch
 from flowgrpo_rc.correction.auto_bands import FLOOR, WARM_UP, AutoBands, Gather, robust
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
@@ -209,7 +209,7 @@ def test_rounding_of_equal_precisions_is_not_rejected() -> None:
 
 
 def test_a_band_follows_the_newest_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MEMORY", (3, 3 * 4 * 64))
+    monkeypatch.setattr(history, "MEMORY", (3, 3 * 4 * 64))
     bands = auto_bands("token_k1")
     for seed in range(4):
         batch, training, kl = mismatch(seed)

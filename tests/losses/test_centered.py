@@ -1,4 +1,4 @@
-"""The centered log-ratio: against float64 formulas, in both modes, with every loss and kind of step."""
+"""The centered log-ratio against float64 formulas: both modes, every loss, every kind of step."""
 
 from __future__ import annotations
 

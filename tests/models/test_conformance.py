@@ -17,7 +17,8 @@ from support.image_rollouts import trained_lora
 from support.subjects import Subject, make_subject
 from support.tiny_models import VARIANTS, Tiny
 
-from flowgrpo_rc.batch import Conditioning, DiffusionBatch, Prompt, PromptBatch, SamplerSpec, concat
+from flowgrpo_rc.batch import Conditioning, DiffusionBatch, Prompt, PromptBatch, SamplerSpec
+from flowgrpo_rc.concat import concat
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.export.lora import export_lora
 from flowgrpo_rc.models.base import FlowModel, adapters_by_pipeline

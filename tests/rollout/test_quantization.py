@@ -13,7 +13,8 @@ from support.torchao import needs_torchao
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from flowgrpo_rc.batch import Prompt, PromptBatch, concat
+from flowgrpo_rc.batch import Prompt, PromptBatch
+from flowgrpo_rc.concat import concat
 from flowgrpo_rc.config import check_engine
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.random import normal

@@ -23,7 +23,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flowgrpo_rc.assets.build_tiny_adder_lm import build_tokenizer
-from flowgrpo_rc.batch import Prompt, PromptBatch, TokenSpec, concat
+from flowgrpo_rc.batch import Prompt, PromptBatch, TokenSpec
+from flowgrpo_rc.concat import concat
 from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.models.causal_lm import CausalLM, load_causal_lm
 from flowgrpo_rc.models.lora import add_lora, lora_parameters

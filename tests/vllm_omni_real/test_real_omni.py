@@ -25,7 +25,8 @@ from support.runs import read_rows, without_timings
 from support.tiny_models import TINY, Tiny
 from torch import Tensor
 
-from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch, SamplerSpec, concat
+from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch, SamplerSpec
+from flowgrpo_rc.concat import concat
 from flowgrpo_rc.core.random import derive_seed, normal
 from flowgrpo_rc.models.base import FlowModel, ModelConfig, load_model
 from flowgrpo_rc.models.lora import add_lora, lora_parameters

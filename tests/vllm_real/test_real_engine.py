@@ -23,7 +23,8 @@ from torch import Tensor
 from vllm_real.read_interface import VERSION, interface
 
 from flowgrpo_rc.assets.build_tiny_adder_lm import build_tokenizer
-from flowgrpo_rc.batch import Prompt, PromptBatch, TokenBatch, TokenSpec, concat
+from flowgrpo_rc.batch import Prompt, PromptBatch, TokenBatch, TokenSpec
+from flowgrpo_rc.concat import concat
 from flowgrpo_rc.core.random import derive_seed, normal
 from flowgrpo_rc.export.lora import export_lora
 from flowgrpo_rc.models.base import ModelConfig

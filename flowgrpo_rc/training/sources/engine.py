@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from flowgrpo_rc.batch import Prompt, PromptBatch, concat
+from flowgrpo_rc.batch import Prompt, PromptBatch
+from flowgrpo_rc.concat import concat
 from flowgrpo_rc.core.random import derive_seed
 from flowgrpo_rc.data.prompts import PromptSampler, shard
 from flowgrpo_rc.distributed.processes import Processes

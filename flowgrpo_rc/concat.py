@@ -1,0 +1,80 @@
+"""Joins the batches of one rollout, such as the chunks that an engine yields."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.batch import Batch, Conditioning, DiffusionBatch
+
+B = TypeVar("B", bound=Batch)
+
+
+def concat(batches: Sequence[B]) -> B:
+    """Joins several batches of one rollout into one with the rows of all, in order.
+
+    Responses and prompts of different lengths are padded to the longest. Batches that have the
+    conditioning of their own prompts get one conditioning of all prompts.
+
+    Args:
+      batches: at least one, all with the same fields filled in.
+
+    Returns:
+      One batch.
+
+    Raises:
+      ValueError: the batches differ in a field that their samples share.
+    """
+    batches = _with_one_conditioning(batches)
+    first = batches[0]
+    for name in first.shared:
+        if not all(_same(getattr(first, name), getattr(batch, name)) for batch in batches):
+            raise ValueError(
+                f"only batches of one rollout can be joined: their {name} is not the same"
+            )
+    columns = [batch.per_sample() for batch in batches]
+    return first.replace(
+        **{name: _stack(name, [column[name] for column in columns]) for name in columns[0]}
+    )
+
+
+def _with_one_conditioning(batches: Sequence[B]) -> Sequence[B]:
+    """Gives all batches of images one conditioning, with the prompts of all; leaves text alone."""
+    images = [batch for batch in batches if isinstance(batch, DiffusionBatch)]
+    if all(batch.conditioning is images[0].conditioning for batch in images):
+        return batches
+    conditioning = Conditioning.join([batch.conditioning for batch in images])
+    given = [batch.negative for batch in images if batch.negative is not None]
+    negative = Conditioning.join(given) if given else None
+    # The prompts of a batch come after those of the batches before it.
+    starts = [sum(len(batch.conditioning) for batch in images[:i]) for i in range(len(images))]
+    return [
+        batch.replace(
+            conditioning=conditioning, negative=negative, prompt_index=batch.prompt_index + start
+        )
+        for batch, start in zip(images, starts, strict=True)
+    ]
+
+
+def _same(one: object, other: object) -> bool:
+    """Compares two shared fields; conditionings are the same only if they are one object."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return one is other or (not isinstance(one, Conditioning) and one == other)
+
+
+def _stack(name: str, parts: Sequence[Tensor]) -> Tensor:
+    """The rows of all parts of one field, padded in the second dimension to the longest."""
+    if parts[0].ndim < 2 or len({part.shape[1] for part in parts}) == 1:
+        return torch.cat(list(parts))
+    length = max(part.shape[1] for part in parts)
+    on_the_left = name.startswith("prompt_")  # a response has to follow its prompt at once
+    padded = []
+    for part in parts:
+        missing = length - part.shape[1]
+        sides = (missing, 0) if on_the_left else (0, missing)
+        padded.append(torch.nn.functional.pad(part, sides))
+    return torch.cat(padded)
