@@ -18,11 +18,11 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.calibration.measure import Copy, RecordedRollout, with_guidance
-from flowgrpo_rc.concat import concat
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.core.transition import log_prob
 from flowgrpo_rc.core.transition import sample as draw
 from flowgrpo_rc.policies.encode_prompts import encode_unique
+from flowgrpo_rc.rollout.concat import concat
 
 # Turns a recorded step into the step with a fault; returns None if there is no such step.
 Change = Callable[[DiffusionBatch], DiffusionBatch | None]

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch, SamplerSpec
-from flowgrpo_rc.concat import concat
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.random import derive_seed, generator
 from flowgrpo_rc.correction.history import ROBUST
@@ -22,6 +21,7 @@ from flowgrpo_rc.losses.config import DiffusionLossConfig
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.rollout.config import PipelineConfig
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutEngine
 from flowgrpo_rc.rollout.replica import Replica

@@ -71,6 +71,7 @@ class Mode(ABC):
       monitor: measures the mismatch.
       micro_batch_size: samples of a forward, the same as in the update.
       auto_bands: criteria with an `auto` threshold; None if there are none.
+      auto_clip: the bound of a loss that follows the mismatch, in bypass mode; None for a number.
       whole_windows: whether the loss sees all steps of a sample at once.
       keep_means: whether `leave` needs the means of the steps.
       centered: whether the loss takes centered log-ratios to the rollout.
@@ -86,6 +87,7 @@ class Mode(ABC):
     monitor: MismatchMonitor
     micro_batch_size: int
     auto_bands: AutoBands | None = None
+    auto_clip: AutoClip | None = None
     whole_windows: bool = False
     keep_means: bool = False
     centered: bool = False
@@ -134,8 +136,8 @@ class Mode(ABC):
 
     def finish(self, metrics: MetricBag) -> None:
         """Ends the iteration: adds the metrics of correction and mismatch, under full names."""
-        if self.auto_bands is not None:
-            self.auto_bands.finish(self.processes.gather)
+        for follower in self._followers().values():
+            follower.finish(self.processes.gather)
         metrics.merge(self._metrics, self.prefix)
         mismatch = self.monitor.finish(old_is_rollout=self.old_is_rollout)
         metrics.replace(mismatch, self.prefix)
@@ -143,18 +145,21 @@ class Mode(ABC):
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Returns what a checkpoint holds of the mode, by part."""
-        found = {}
-        if self.auto_bands is not None:
-            found[_AUTO_BANDS] = self.auto_bands.tensors()
+        found = {name: follower.tensors() for name, follower in self._followers().items()}
         if monitor := self.monitor.tensors():
             found[_MISMATCH] = monitor
         return found
 
     def load(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Goes back to what `tensors` recorded."""
-        if self.auto_bands is not None:
-            self.auto_bands.load(tensors[_AUTO_BANDS])
+        for name, follower in self._followers().items():
+            follower.load(tensors[name])
         self.monitor.load(tensors.get(_MISMATCH, {}))
+
+    def _followers(self) -> dict[str, AutoBands | AutoClip]:
+        """Returns what follows the mismatch from iteration to iteration, by name."""
+        found = {_AUTO_BANDS: self.auto_bands, _AUTO_CLIP: self.auto_clip}
+        return {name: follower for name, follower in found.items() if follower is not None}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -162,14 +167,10 @@ class Bypass(Mode):
     """Takes the rollout's log-probs for the old policy's; the loss corrects current / rollout.
 
     The `auto` bands judge each sample once, before the first update.
-
-    Attributes:
-      auto_clip: the bound of a loss that follows the mismatch; None if it is a number.
     """
 
     prefix = BYPASS_PREFIX.removesuffix("/")
     old_is_rollout = True
-    auto_clip: AutoClip | None = None
 
     def begin(self, batch: Batch, step: int) -> Batch:
         """Returns the batch with old := rollout. Raises ValueError if the rollout recorded none."""
@@ -215,25 +216,6 @@ class Bypass(Mode):
             None if seen.gaussian is None else seen.gaussian.kl,
             updated=updated,
         )
-
-    def finish(self, metrics: MetricBag) -> None:
-        """Ends the iteration, and lets the bound of the loss follow it."""
-        super().finish(metrics)
-        if self.auto_clip is not None:
-            self.auto_clip.finish(self.processes.gather)
-
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Returns what a checkpoint holds of the mode, by part."""
-        found = super().tensors()
-        if self.auto_clip is not None:
-            found[_AUTO_CLIP] = self.auto_clip.tensors()
-        return found
-
-    def load(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Goes back to what `tensors` recorded."""
-        super().load(tensors)
-        if self.auto_clip is not None:
-            self.auto_clip.load(tensors[_AUTO_CLIP])
 
     @torch.no_grad()
     def _judged(self, mini: Batch) -> Batch:
@@ -352,12 +334,7 @@ class Decoupled(Mode):
 
 
 def make_mode(
-    correction: RolloutCorrectionConfig,
-    *,
-    reuses: bool,
-    keep_means: bool,
-    auto_clip: AutoClip | None = None,
-    **shared: Any,
+    correction: RolloutCorrectionConfig, *, reuses: bool, keep_means: bool, **shared: Any
 ) -> Mode:
     """Makes the mode that the settings ask for.
 
@@ -365,12 +342,10 @@ def make_mode(
       correction: settings of the correction.
       reuses: decoupled mode takes the first mini-batch's own forwards for its old policy.
       keep_means: decoupled mode keeps the means of the old policy's steps for the loss.
-      auto_clip: bypass mode sets the bound of the loss by it; None if the bound is a number.
       **shared: the attributes that both modes have.
     """
     shared["centered"] = correction.centered
     if correction.bypass_mode:
-        whole_windows = correction.bypass_level == "window"
-        return Bypass(whole_windows=whole_windows, auto_clip=auto_clip, **shared)
+        return Bypass(whole_windows=correction.bypass_level == "window", **shared)
     corrector = Corrector(correction)
     return Decoupled(corrector=corrector, reuses=reuses, keep_means=keep_means, **shared)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import DiffusionBatch, PromptBatch
-from flowgrpo_rc.concat import concat
 from flowgrpo_rc.config.checks import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.core.reduce import identity
@@ -29,6 +28,7 @@ from flowgrpo_rc.correction.thresholds import parse_bands
 from flowgrpo_rc.models.base import load_model
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
 from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest
 

@@ -192,20 +192,31 @@ def test_it_is_the_plain_log_ratio_plus_what_that_loses(convention: str, scale: 
     assert (lost > 100 * (centered - plain - lost).abs()).all()
 
 
-def test_in_fp32_it_is_more_precise_than_a_difference_of_log_probs() -> None:
-    """The means differ as those of a bf16 rollout do."""
+@pytest.mark.parametrize("bypass", [True, False], ids=["bypass", "decoupled"])
+def test_in_fp32_it_is_more_precise_than_a_difference_of_log_probs(bypass: bool) -> None:
+    """The means differ as those of a bf16 rollout do.
+
+    In decoupled mode the old policy is as far from the rollout, and the current one half as far.
+    """
     gap = 1e-4
-    exact = centered_log_ratio(*random_step(torch.float64, gap))
     step, rollout, following = random_step(torch.float32, gap)
+    old = rollout if bypass else (rollout + step.mean) / 2
+
+    def centered(dtype: torch.dtype) -> Tensor:
+        now, before = (Transition(mean.to(dtype), step.std.to(dtype)) for mean in (step.mean, old))
+        given = (rollout.to(dtype), following.to(dtype))
+        return centered_log_ratio(now, *given) - centered_log_ratio(before, *given)
+
     # The same fp32 inputs, so that only the computation differs.
-    inputs = (Transition(step.mean.double(), step.std.double()), rollout.double())
-    reference = centered_log_ratio(*inputs, following.double())
-    difference = log_prob(step, following) - log_prob(Transition(rollout, step.std), following)
-    plain = difference + gaussian_kl(step.mean, rollout, step.std)
-    centered_error = (centered_log_ratio(step, rollout, following) - reference).abs().mean()
-    plain_error = (plain - reference).abs().mean()
-    assert centered_error < plain_error / 100
-    assert centered_error < 1e-6 * exact.abs().mean()
+    reference = centered(torch.float64)
+    now, before = (Transition(mean, step.std) for mean in (step.mean, old))
+    plain = log_prob(now, following) - log_prob(before, following)
+    in_fp64 = [Transition(mean.double(), step.std.double()) for mean in (step.mean, old)]
+    exact, exact_old = (log_prob(each, following.double()) for each in in_fp64)
+    error = (centered(torch.float32) - reference).abs().mean()
+    plain_error = (plain - (exact - exact_old)).abs().mean()
+    assert error < plain_error / 100
+    assert error < 1e-6 * reference.abs().mean()
 
 
 @pytest.mark.parametrize("kind", KINDS)

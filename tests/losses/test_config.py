@@ -211,11 +211,12 @@ def test_the_loss_is_built_once() -> None:
 
 
 def test_the_file_of_an_older_run_is_that_of_the_same_run(tmp_path: Path) -> None:
-    """It holds the four keys for every loss, and no options."""
+    """It holds the four keys for every loss, no options, and no floor of auto:k."""
     config = composed(f"{LOSS}.loss_mode=flow_dppo", f"{LOSS}.clip_ratio=1e-4")
     tree = dataclasses.asdict(config)
     for name in ("diffusion_loss", "token_loss"):
         assert tree["actor"][name].pop("options") == {}
+    assert tree["actor"]["diffusion_loss"].pop("auto_floor") is None
     assert set(tree["actor"]["diffusion_loss"]) == {
         *("loss_mode", "clip_ratio", "adv_clip_max", "kl_threshold")
     }

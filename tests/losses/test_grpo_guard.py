@@ -132,7 +132,7 @@ def test_every_sample_and_step_has_a_ratio_of_its_own(steps_per_call: int) -> No
     log_probs, gaussian = given.now(movement())
     part = slice(0, steps_per_call)
     batch = given.batch if steps_per_call == 3 else given.batch.step(0)
-    cut = GaussianSteps(*(tensor[:, part] for tensor in gaussian))
+    cut = GaussianSteps(*(tensor[:, part] for tensor in gaussian[:3]))
     terms = DiffusionObjective(loss_config_of("grpo_guard")).terms(log_probs[:, part], batch, cut)
     assert terms.share.shape == (6, steps_per_call)
     assert terms.number == 6 * steps_per_call

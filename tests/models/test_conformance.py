@@ -18,13 +18,13 @@ from support.subjects import Subject, make_subject
 from support.tiny_models import VARIANTS, Tiny
 
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch, Prompt, PromptBatch, SamplerSpec
-from flowgrpo_rc.concat import concat
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.export.lora import export_lora
 from flowgrpo_rc.models.base import FlowModel, adapters_by_pipeline
 from flowgrpo_rc.models.lora import add_lora, lora_parameters, reference_policy
 from flowgrpo_rc.policies.encode_prompts import encode_prompts
 from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest
 

@@ -14,13 +14,13 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from flowgrpo_rc.batch import Prompt, PromptBatch
-from flowgrpo_rc.concat import concat
 from flowgrpo_rc.config import check_engine
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest
 from flowgrpo_rc.rollout.quantization import INT4_GROUP, PACKAGES, quantize, repeated_blocks

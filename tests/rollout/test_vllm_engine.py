@@ -24,11 +24,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from flowgrpo_rc.assets.build_tiny_adder_lm import build_tokenizer
 from flowgrpo_rc.batch import Prompt, PromptBatch, TokenSpec
-from flowgrpo_rc.concat import concat
 from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.models.causal_lm import CausalLM, load_causal_lm
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
 from flowgrpo_rc.plugins import build, load_class
+from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.rollout.engine import RolloutEngine, TextRequest
 from flowgrpo_rc.rollout.vllm_engine import DTYPES, VllmEngine
 from flowgrpo_rc.rollout.vllm_lora import MAX_LORA_RANKS, max_lora_rank

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch, SamplerSpec
-from flowgrpo_rc.concat import concat
 from flowgrpo_rc.models.base import FlowModel, ModelConfig
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
+from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Prompt, PromptBatch, TokenBatch, TokenSpec
-from flowgrpo_rc.concat import concat
 from flowgrpo_rc.models.causal_lm import CausalLM
 from flowgrpo_rc.models.lora import lora_parameters
+from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.rollout.engine import RolloutChunk, TextRequest
 from flowgrpo_rc.rollout.transformers_engine import TransformersEngine
 

@@ -26,11 +26,11 @@ from support.tiny_models import TINY, Tiny
 from torch import Tensor
 
 from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch, SamplerSpec
-from flowgrpo_rc.concat import concat
 from flowgrpo_rc.core.random import derive_seed, normal
 from flowgrpo_rc.models.base import FlowModel, ModelConfig, load_model
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
 from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import EngineError, ImageRequest, RolloutChunk, RolloutEngine
 from flowgrpo_rc.rollout.vllm_omni.lora import fingerprint, weights_to_bind

@@ -24,7 +24,6 @@ from vllm_real.read_interface import VERSION, interface
 
 from flowgrpo_rc.assets.build_tiny_adder_lm import build_tokenizer
 from flowgrpo_rc.batch import Prompt, PromptBatch, TokenBatch, TokenSpec
-from flowgrpo_rc.concat import concat
 from flowgrpo_rc.core.random import derive_seed, normal
 from flowgrpo_rc.export.lora import export_lora
 from flowgrpo_rc.models.base import ModelConfig
@@ -32,6 +31,7 @@ from flowgrpo_rc.models.causal_lm import CausalLM, load_causal_lm
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
 from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.rollout import vllm_lora
+from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.rollout.engine import TextRequest
 from flowgrpo_rc.rollout.vllm_engine import VllmEngine
 

@@ -12,13 +12,13 @@ import numpy as np
 from torch import Tensor
 
 from flowgrpo_rc.batch import Prompt, PromptBatch
-from flowgrpo_rc.concat import concat
 from flowgrpo_rc.core.random import derive_seed
 from flowgrpo_rc.data.prompts import PromptSampler, shard
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.records.samples import Shown, thumbnails
 from flowgrpo_rc.rewards.collect import collect_rewards
 from flowgrpo_rc.rewards.manager import RewardManager
+from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.engine import RolloutEngine
 from flowgrpo_rc.training.sources.source import Collected, RolloutSource
