@@ -104,6 +104,18 @@ def test_it_takes_the_correction_that_the_studies_found_best(name: str) -> None:
     assert corrected.actor == published.actor
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_it_takes_centering(name: str) -> None:
+    published = experiment(name)
+    assert not published.algorithm.rollout_correction.centered
+    centered = experiment(name, "+correction=centered")
+    found = centered.algorithm.rollout_correction
+    assert (found.bypass_mode, found.centered, found.rollout_is) == (True, True, None)
+    assert (found.rollout_rs, found.rollout_rs_threshold) == ("token_k1", "auto:4")
+    assert centered.actor.diffusion_loss.clip_ratio == "auto:4"
+    assert centered.keep_means()
+
+
 def test_it_takes_a_calibration_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "calibration").mkdir()
     settings = "# @package _global_\nactor: {diffusion_loss: {clip_ratio: 7.0e-4}}\n"
