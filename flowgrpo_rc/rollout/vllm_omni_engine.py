@@ -63,6 +63,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
 
     kind = "diffusion"
     copies_network = False
+    draws_seed_noise = True
 
     def __init__(
         self,
