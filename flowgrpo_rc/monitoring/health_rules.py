@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 
+# Relative difference of a token's embeddings above which the token, or the encoder, is another one.
+OTHER_PROMPT = 0.5
+
 _KEY = "algorithm.rollout_correction"
 
 
@@ -234,7 +237,7 @@ RULES = (
     Rule(
         name="conditioning",
         metric="rollout/conditioning_error_max",
-        judge=_above(0.5),
+        judge=_above(OTHER_PROMPT),
         advice=lambda _: (
             "the engine encodes other prompts than it is given (stripped, whitespace collapsed, "
             "cut) or has another text encoder; flowgrpo-rc calibrate with the same settings looks "

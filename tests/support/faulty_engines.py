@@ -461,3 +461,10 @@ class PlainWeightsOfOtherKernels(HiddenPlainWeights):
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
         with torch.autocast("cpu", torch.bfloat16):
             yield from super().generate(request)
+
+
+class QuantizedOfOtherKernels(DiffusersEngine):
+    """Has no fault, and computes one sample at a time."""
+
+    def __init__(self, model: Any, network: torch.nn.Module, **options: Any) -> None:
+        super().__init__(model, network, **options | {"chunk_size": 1})
