@@ -15,7 +15,6 @@ Legend:
     B, T  samples, and steps of the window
     D     elements of a latent
     K     elements that are looked at, at most D
-    R     steps of all samples that are looked at, at most B T
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.core.transition import transition
 
 ELEMENTS = 1024  # K: a correlation of independent noise is 0 +- 0.03
-STEPS = 512  # R: two samples of a batch that share noise share it early
+STEPS = 512  # looked at: samples that share noise are near each other in a batch
 # Below this many elements the chance that independent noise has a correlation of 0.5 counts.
 FEWEST_ELEMENTS = 256
 # The standard error of a mean square of that many elements is below a hundredth: with the band of
@@ -45,8 +44,8 @@ MOSTLY_NOISE = 2 / 3
 def observe_noise(batch: DiffusionBatch, *, seeded: bool) -> MetricBag:
     """Measures the noise of a recorded batch; full names.
 
-    It looks at K elements of R steps. Only the comparison with the seeds' noise waits for the
-    device, once.
+    It looks at K elements of some hundred steps. Only the comparison with the noise of the seeds,
+    which is made for two steps, waits for the device.
 
     Args:
       batch: the rollout, as the engine recorded it.
@@ -59,9 +58,9 @@ def observe_noise(batch: DiffusionBatch, *, seeded: bool) -> MetricBag:
     if batch.num_elements < FEWEST_ELEMENTS:
         return metrics
     y, excess = rollout_noise(batch, ELEMENTS)
-    y, excess = y.flatten(0, 1)[:STEPS], excess.flatten()[:STEPS]
-    if len(y) > 1:
-        found = shared_noise(y, excess)
+    if batch.step_indices.numel() > 1:
+        few = max(1, STEPS // batch.num_steps)
+        found = shared_noise(y[:few], excess[:few])
         metrics.max("rollout/noise_shared_max", found, torch.isfinite(found))
     if seeded:
         # The first step of the first sample, and the last step of the last.
@@ -138,27 +137,34 @@ def mean_squares(batch: DiffusionBatch) -> Tensor:
 
 
 def shared_noise(y: Tensor, excess: Tensor) -> Tensor:
-    """Computes the largest covariance of the noise of two steps that the velocity cannot explain.
+    """Computes the largest covariance of the noise of two steps that velocities cannot explain.
 
-        max_ij |mean_K[y_i y_j]| - sqrt(excess_i excess_j),   i != j
+        max_ij |mean_K[y_i y_j]| - sqrt(excess_i excess_j) - [same sample] sqrt(excess_later)
 
-    The velocities add at most sqrt(excess_i excess_j) to the covariance of y (Cauchy-Schwarz). So
-    it is 0 +- 1 / sqrt(K), or below, for independent noise, and 1 for two steps with the same noise
-    whose means are known. Steps where the noise is less than 2/3 of the variance are left out.
+    By Cauchy-Schwarz the velocities of the two steps add at most sqrt(excess_i excess_j) to the
+    covariance of y. The velocity of a later step of the same sample also depends on the noise of
+    the earlier one, which adds at most sqrt(excess_later). So it is 0 +- 1 / sqrt(K), or below, for
+    independent noise, and 1 for two steps with the same noise whose means are known. Steps where
+    the noise is less than 2/3 of the variance are left out.
 
     Args:
-      y: noise of R steps, [R, K].
-      excess: variance of each that is none of the noise's, [R].
+      y: noise of the steps, [B, T, K].
+      excess: variance of each that is none of the noise's, [B, T].
 
     Returns:
       A scalar; -inf if fewer than two steps can be looked at.
     """
+    num_samples, num_steps, num_elements = y.shape
+    sample = torch.arange(num_samples, device=y.device).repeat_interleave(num_steps)
+    y, excess = y.flatten(0, 1), excess.flatten()
     clear = 1 / (1 + excess) > MOSTLY_NOISE
-    covariance = (y @ y.T) / y.shape[1]
-    bound = (excess.unsqueeze(0) * excess.unsqueeze(1)).sqrt()
-    pairs = clear.unsqueeze(0) & clear.unsqueeze(1)
-    pairs = pairs.triu(1)
-    return torch.where(pairs, covariance.abs() - bound, -math.inf).amax()
+    root = excess.sqrt()
+    # Only pairs above the diagonal count, and there the column is the later step.
+    by_velocity = root.unsqueeze(1) * root
+    by_velocity = by_velocity + torch.where(sample.unsqueeze(1) == sample, root, 0.0)
+    unexplained = ((y @ y.T) / num_elements).abs() - by_velocity
+    pairs = (clear.unsqueeze(1) & clear).triu(1)
+    return torch.where(pairs, unexplained, -math.inf).amax()
 
 
 def follows_seed(batch: DiffusionBatch) -> Tensor:

@@ -40,8 +40,12 @@ def record(
     noise=drawn,
     means: bool = True,
     image: float = 0.0,
+    echo: float = 0.0,
 ) -> DiffusionBatch:
-    """Walks some steps with velocities of size 1; `image` is what all of them have in common."""
+    """Walks some steps with velocities of size 1.
+
+    They have `image` in common, and `echo` with the noise of the step before.
+    """
     spec = SamplerSpec(
         height=32,
         width=32,
@@ -62,6 +66,7 @@ def record(
     for index in WINDOW:
         steps = torch.full((SAMPLES,), index)
         v = common + normal(SHAPE, SEEDS, "velocity", index)
+        v = v + echo * (noise(SEEDS, index - 1) if index > WINDOW[0] else 0)
         gaussian = step_transition(x, v, sigmas, steps, sde_type=kind, noise_level=0.7)
         x = sample(gaussian, noise(SEEDS, index))
         states.append(x)
@@ -118,38 +123,36 @@ def test_without_means_the_velocity_is_the_excess(kind: str, convention: str) ->
 
 def shared(batch: DiffusionBatch) -> float:
     noise, excess = rollout_noise(batch)
-    return shared_noise(noise.flatten(0, 1), excess.flatten()).item()
+    return shared_noise(noise, excess).item()
 
 
 @pytest.mark.parametrize("means", [True, False])
-@pytest.mark.parametrize("image", [0.0, 0.5])
-def test_independent_noise_is_not_shared(means: bool, image: float) -> None:
-    """However much the velocities of the samples have in common."""
-    assert shared(record(means=means, image=image)) < 6 / math.sqrt(4096)
+@pytest.mark.parametrize(("image", "echo"), [(0.0, 0.0), (0.5, 0.0), (0.0, 0.7), (0.0, -0.7)])
+def test_independent_noise_is_not_shared(means: bool, image: float, echo: float) -> None:
+    """However much velocities have in common with one another, or with earlier noise."""
+    assert shared(record(means=means, image=image, echo=echo)) < 6 / math.sqrt(4096)
 
 
-@pytest.mark.parametrize("means", [True, False])
-@pytest.mark.parametrize(
-    "noise",
-    [
-        lambda seeds, step: drawn(seeds[:1] * SAMPLES, step),
-        lambda seeds, step: drawn(seeds[:3] * 2, step),
-        lambda seeds, step: drawn(seeds, 0),
-        lambda seeds, step: drawn([seed + step for seed in seeds], 0),
-        lambda seeds, step: (-1) ** step * drawn(seeds, 0),
-    ],
-    ids=["samples", "chunks", "steps", "samples at other steps", "opposite"],
-)
-def test_shared_noise_is_seen(noise, means: bool) -> None:
-    found = shared(record(noise=noise, means=means))
-    assert found > 0.5
-    if means:
-        assert found == pytest.approx(1, abs=0.1)
+SHARING = {
+    "samples": lambda seeds, step: drawn(seeds[:1] * SAMPLES, step),
+    "chunks": lambda seeds, step: drawn(seeds[:3] * 2, step),
+    "samples at another step": lambda seeds, step: drawn([seed + step for seed in seeds], 0),
+    "steps": lambda seeds, step: drawn(seeds, 0),
+    "opposite steps": lambda seeds, step: (-1) ** step * drawn(seeds, 0),
+}
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_shared_noise_is_seen(name: str) -> None:
+    """Without means the steps of one sample may hide it: velocities depend on earlier noise."""
+    assert shared(record(noise=SHARING[name])) == pytest.approx(1, abs=0.1)
+    without = shared(record(noise=SHARING[name], means=False))
+    assert without > 0.5 or name.endswith("steps")
 
 
 def test_steps_of_little_noise_are_left_out() -> None:
-    y = torch.randn(4, 4096, generator=torch.Generator().manual_seed(0))
-    assert shared_noise(y, torch.full((4,), 0.6)).item() == -math.inf
+    y = torch.randn(2, 2, 4096, generator=torch.Generator().manual_seed(0))
+    assert shared_noise(y, torch.full((2, 2), 0.6)).item() == -math.inf
 
 
 @pytest.mark.parametrize("means", [True, False])
