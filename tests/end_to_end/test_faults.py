@@ -7,6 +7,7 @@ mismatch monitor and health rules. There is no update.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -58,7 +59,7 @@ from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rewards.manager import RewardManager
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
-from flowgrpo_rc.training.sources.source import Collected
+from flowgrpo_rc.training.sources.source import Collected, RolloutSource
 from flowgrpo_rc.training.tasks.image import ImageTask
 
 SETTINGS = [
@@ -167,11 +168,11 @@ class Bench:
             self.now[name] = self.earlier[name] + step
             parameter.data.copy_(self.now[name])
 
-    def parts(self, config: Config) -> tuple[ImageTask, MismatchMonitor, Collected]:
-        """Returns the task, the mismatch monitor and the samples of step 2.
-
-        The engine got the earlier weights, then those of the training graph.
-        """
+    @contextmanager
+    def assembled(
+        self, config: Config
+    ) -> Iterator[tuple[ImageTask, MismatchMonitor, RolloutSource]]:
+        """Makes the task, the mismatch monitor and the source of a run."""
         processes = Processes(Accelerator(cpu=True))
         policy = FlowPolicy(self.model, self.model.network, autocast=processes.autocast)
         task = ImageTask(
@@ -185,12 +186,20 @@ class Bench:
         rewards = RewardManager(config.reward)
         source = make_source(config, task, prompts_of(config)[0], rewards, processes, first_step=0)
         try:
-            source.sync_weights(self.earlier, 0)
-            source.sync_weights(self.now, 1)
-            return task, make_monitor(config, task, processes), source.collect(2)
+            yield task, make_monitor(config, task, processes), source
         finally:
             rewards.close()
             source.close()
+
+    def parts(self, config: Config) -> tuple[ImageTask, MismatchMonitor, Collected]:
+        """Returns the task, the mismatch monitor and the samples of step 2.
+
+        The engine got the earlier weights, then those of the training graph.
+        """
+        with self.assembled(config) as (task, monitor, source):
+            source.sync_weights(self.earlier, 0)
+            source.sync_weights(self.now, 1)
+            return task, monitor, source.collect(2)
 
 
 @pytest.fixture(scope="module")
@@ -216,22 +225,29 @@ class Seen:
 
 def iterate(bench: Bench, *further: str) -> Seen:
     config = configure(*bench.settings, *further)
-    task, floor, collected = bench.parts(config)
-    batch = collected.batch
-    bag = MetricBag()
+    task, monitor, collected = bench.parts(config)
     # As in the first step, in which prompts are encoded again.
-    bag.merge(task.observe(batch, collected.shown.prompts, 1))
-    floor.expect(batch, 2)
-    floor.before_update(batch, task.policy.log_probs(batch, 12))
-    bag.merge(floor.finish(old_is_rollout=False), "rollout_corr")
-    row = bag.compute()
-    alarms = make_health(config).update(2, row)
+    row = measured(task, monitor, collected, 1)
     return Seen(
         row["rollout_corr/logprob_abs_diff_mean"],
         row["rollout_corr/mismatch_over_expected"],
-        alarms,
+        make_health(config).update(2, row),
         {name: value for name, value in row.items() if name.startswith("rollout/")},
     )
+
+
+def measured(
+    task: ImageTask, monitor: MismatchMonitor, collected: Collected, step: int
+) -> dict[str, float]:
+    """Returns the metrics of an iteration without an update."""
+    batch = collected.batch
+    assert isinstance(batch, DiffusionBatch)
+    bag = MetricBag()
+    bag.merge(task.observe(batch, collected.shown.prompts, step))
+    monitor.expect(batch, step)
+    monitor.before_update(batch, task.policy.log_probs(batch, 12))
+    bag.merge(monitor.finish(old_is_rollout=False), "rollout_corr")
+    return bag.compute()
 
 
 @pytest.fixture(scope="module")
@@ -259,6 +275,17 @@ def test_a_clean_engine_raises_no_alarm(bench: Bench, pair: str) -> None:
     seen = iterate(bench, *CLEAN[pair])
     assert seen.alarms == []
     assert seen.over < (0.5 if pair in ("fp32", "other_shape") else 1.8)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_clean_iterations_raise_no_alarm(bench: Bench, dtype: str) -> None:
+    """`benchmarks/benchmark_monitor.py` takes fifty of them, and updates the weights."""
+    config = configure(f"rollout.dtype={dtype}")
+    health = make_health(config)
+    with bench.assembled(config) as (task, monitor, source):
+        for step in range(1, 6):
+            source.sync_weights(bench.now, step - 1)
+            assert health.update(step, measured(task, monitor, source.collect(step), step)) == []
 
 
 @pytest.mark.parametrize("cls", FAULTS)
