@@ -237,10 +237,11 @@ def _of_prompts(whitespace: Replay, allowed: float, resolution: float) -> list[t
       resolution: rounding of fp32 log-probs.
     """
     as_recorded = whitespace.as_recorded
-    trials = list(whitespace.prompt_trials())
-    best = min(trials, key=lambda trial: trial.residual)
+    if as_recorded <= resolution:
+        return []
+    best = min(whitespace.prompt_trials(), key=lambda trial: trial.residual)
     # Not `>`, which would be False for nan.
-    if as_recorded <= resolution or not best.residual <= _enough(as_recorded, allowed, resolution):
+    if not best.residual <= _enough(as_recorded, allowed, resolution):
         return []
     return [
         (

@@ -206,8 +206,8 @@ RULES = (
     ),
     Rule(
         name="noise_variance",
-        metric="rollout/noise_variance",
-        judge=_outside(0.9, 1.1),
+        metric="rollout/noise_variance_off",
+        judge=_above(0.05),
         advice=lambda _: (
             "the engine draws noise of another size than rollout.algo.noise_level says; draw "
             "standard normal noise"

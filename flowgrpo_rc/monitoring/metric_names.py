@@ -122,8 +122,9 @@ _ROLLOUT = _section(
         rounds them.
     rollout/noise_variance | - | Mean square of the noise of the stochastic steps; 1 for standard
         normal noise.
+    rollout/noise_variance_off | - | How far it is from 1, beyond 8 statistical errors.
     rollout/noise_shared_max | - | The largest covariance of the noise of two steps, of one sample
-        or two; 1 if they share it.
+        or two of a group; 1 if they share it.
     rollout/noise_of_seed_min | - | How much of the noise is what the sample's seed gives: 1 or 0;
         for engines that say that they draw it.
     rollout/conditioning_error_max | ratio | The largest relative difference between a token's

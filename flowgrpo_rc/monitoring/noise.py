@@ -31,44 +31,55 @@ from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.core.transition import transition
 
 ELEMENTS = 1024  # K: a correlation of independent noise is 0 +- 0.03
-STEPS = 512  # looked at: samples that share noise are near each other in a batch
 # Below this many elements the chance that independent noise has a correlation of 0.5 counts.
 FEWEST_ELEMENTS = 256
-# The standard error of a mean square of that many elements is below a hundredth: with the band of
-# `health` that is 8 standard errors or more.
-FEWEST_SQUARES = 12_800
 # Without means: the noise has to be this share of the variance of y.
 MOSTLY_NOISE = 2 / 3
+# A mean square is off by what it differs from 1 beyond so many statistical errors.
+SIGMAS = 8.0
 
 
 def observe_noise(batch: DiffusionBatch, *, seeded: bool) -> MetricBag:
     """Measures the noise of a recorded batch; full names.
 
-    It looks at K elements of some hundred steps. Only the comparison with the noise of the seeds,
-    which is made for two steps, waits for the device.
+    It looks at K elements. The results do not depend on how groups are spread over processes.
 
     Args:
-      batch: the rollout, as the engine recorded it.
+      batch: the rollout, as the engine recorded it: whole groups, one after the other.
       seeded: whether the engine says that it draws `seed_noise`.
     """
     metrics = MetricBag()
-    num_squares = batch.step_indices.numel() * batch.num_elements
-    if num_squares >= FEWEST_SQUARES:
-        metrics.mean("rollout/noise_variance", mean_squares(batch))
     if batch.num_elements < FEWEST_ELEMENTS:
         return metrics
-    y, excess = rollout_noise(batch, ELEMENTS)
-    if batch.step_indices.numel() > 1:
-        few = max(1, STEPS // batch.num_steps)
-        found = shared_noise(y[:few], excess[:few])
+    metrics.mean("rollout/noise_variance", mean_squares(batch))
+    num_squares = torch.tensor(batch.step_indices.numel() * batch.num_elements)
+    metrics.sum("rollout/_noise_squares", num_squares)
+    needs = ("rollout/noise_variance", "rollout/_noise_squares")
+    metrics.derive("rollout/noise_variance_off", needs, variance_off)
+    # This waits for the device, as does the comparison with the seeds below.
+    group_size = int((batch.group == batch.group[0]).sum())
+    if group_size * batch.num_steps > 1:
+        y, excess = rollout_noise(batch, ELEMENTS)
+        found = shared_noise(y, excess, group_size)
         metrics.max("rollout/noise_shared_max", found, torch.isfinite(found))
     if seeded:
-        # The first step of the first sample, and the last step of the last.
-        last = batch.rows(len(batch) - 1, len(batch))
-        ends = [batch.rows(0, 1).step(0), last.step(last.num_steps - 1)]
-        found = torch.cat([follows_seed(end) for end in ends])
+        # Noise that a group or the steps share is not that of the last sample and step.
+        last = torch.arange(group_size - 1, len(batch), group_size, device=batch.group.device)
+        found = follows_seed(batch.select(last).step(batch.num_steps - 1))
         metrics.min("rollout/noise_of_seed_min", found, torch.isfinite(found))
     return metrics
+
+
+def variance_off(mean_square: float, count: float) -> float:
+    """Computes how far a mean square is from 1, beyond 8 statistical errors.
+
+        max(|mean_square - 1| - 8 sqrt(2 / count), 0)
+
+    Args:
+      mean_square: of standard normal numbers, as they should be.
+      count: how many.
+    """
+    return max(abs(mean_square - 1) - SIGMAS * math.sqrt(2 / count), 0.0)
 
 
 def rollout_noise(batch: DiffusionBatch, num_elements: int | None = None) -> tuple[Tensor, Tensor]:
@@ -136,34 +147,37 @@ def mean_squares(batch: DiffusionBatch) -> Tensor:
     return -2 * log_probs - 2 * std.log() - math.log(2 * math.pi)
 
 
-def shared_noise(y: Tensor, excess: Tensor) -> Tensor:
+def shared_noise(y: Tensor, excess: Tensor, group_size: int) -> Tensor:
     """Computes the largest covariance of the noise of two steps that velocities cannot explain.
 
         max_ij |mean_K[y_i y_j]| - sqrt(excess_i excess_j) - [same sample] sqrt(excess_later)
 
-    By Cauchy-Schwarz the velocities of the two steps add at most sqrt(excess_i excess_j) to the
-    covariance of y. The velocity of a later step of the same sample also depends on the noise of
-    the earlier one, which adds at most sqrt(excess_later). So it is 0 +- 1 / sqrt(K), or below, for
-    independent noise, and 1 for two steps with the same noise whose means are known. Steps where
-    the noise is less than 2/3 of the variance are left out.
+    Pairs are those of the steps of a group. By Cauchy-Schwarz the velocities of two steps add at
+    most sqrt(excess_i excess_j) to the covariance of y. The velocity of a later step of the same
+    sample also depends on the noise of the earlier one, which adds at most sqrt(excess_later). So
+    it is 0 +- 1 / sqrt(K), or below, for independent noise, and 1 for two steps with the same noise
+    whose means are known. Steps where the noise is less than 2/3 of the variance are left out.
 
     Args:
       y: noise of the steps, [B, T, K].
       excess: variance of each that is none of the noise's, [B, T].
+      group_size: number of samples of a group; they are next to each other.
 
     Returns:
-      A scalar; -inf if fewer than two steps can be looked at.
+      A scalar; -inf if no two steps of a group can be looked at.
     """
-    num_samples, num_steps, num_elements = y.shape
-    sample = torch.arange(num_samples, device=y.device).repeat_interleave(num_steps)
-    y, excess = y.flatten(0, 1), excess.flatten()
+    num_steps = y.shape[1]
+    y = y.unflatten(0, (-1, group_size)).flatten(1, 2)
+    excess = excess.unflatten(0, (-1, group_size)).flatten(1, 2)
+    sample = torch.arange(group_size, device=y.device).repeat_interleave(num_steps)
     clear = 1 / (1 + excess) > MOSTLY_NOISE
     root = excess.sqrt()
     # Only pairs above the diagonal count, and there the column is the later step.
-    by_velocity = root.unsqueeze(1) * root
-    by_velocity = by_velocity + torch.where(sample.unsqueeze(1) == sample, root, 0.0)
-    unexplained = ((y @ y.T) / num_elements).abs() - by_velocity
-    pairs = (clear.unsqueeze(1) & clear).triu(1)
+    by_velocity = root.unsqueeze(2) * root.unsqueeze(1)
+    same_sample = sample.unsqueeze(1) == sample
+    by_velocity = by_velocity + torch.where(same_sample, root.unsqueeze(1), 0.0)
+    unexplained = ((y @ y.mT) / y.shape[2]).abs() - by_velocity
+    pairs = (clear.unsqueeze(2) & clear.unsqueeze(1)).triu(1)
     return torch.where(pairs, unexplained, -math.inf).amax()
 
 

@@ -258,8 +258,7 @@ def test_rounded_latents_are_reported_at_once() -> None:
 @pytest.mark.parametrize(
     ("metric", "healthy", "ill", "words"),
     [
-        ("noise_variance", 0.9, 0.89, "noise of another size"),
-        ("noise_variance", 1.1, 1.11, "rollout.algo.noise_level"),
+        ("noise_variance_off", 0.05, 0.051, "noise of another size"),
         ("noise_shared_max", 0.5, 0.51, "the same noise for several samples or steps"),
         ("noise_of_seed_min", 0.5, 0.49, "draws other noise"),
         ("conditioning_error_max", 0.5, 0.51, "encodes other prompts than it is given"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec
+from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.core.transition import log_prob, sample
 from flowgrpo_rc.monitoring.noise import (
@@ -19,6 +20,7 @@ from flowgrpo_rc.monitoring.noise import (
     rollout_noise,
     seed_noise,
     shared_noise,
+    variance_off,
 )
 from flowgrpo_rc.policies.scheduler import step_transition
 
@@ -123,7 +125,7 @@ def test_without_means_the_velocity_is_the_excess(kind: str, convention: str) ->
 
 def shared(batch: DiffusionBatch) -> float:
     noise, excess = rollout_noise(batch)
-    return shared_noise(noise, excess).item()
+    return shared_noise(noise, excess, 3).item()
 
 
 @pytest.mark.parametrize("means", [True, False])
@@ -135,7 +137,7 @@ def test_independent_noise_is_not_shared(means: bool, image: float, echo: float)
 
 SHARING = {
     "samples": lambda seeds, step: drawn(seeds[:1] * SAMPLES, step),
-    "chunks": lambda seeds, step: drawn(seeds[:3] * 2, step),
+    "chunks": lambda seeds, step: drawn(seeds[:2] * 3, step),
     "samples at another step": lambda seeds, step: drawn([seed + step for seed in seeds], 0),
     "steps": lambda seeds, step: drawn(seeds, 0),
     "opposite steps": lambda seeds, step: (-1) ** step * drawn(seeds, 0),
@@ -152,7 +154,7 @@ def test_shared_noise_is_seen(name: str) -> None:
 
 def test_steps_of_little_noise_are_left_out() -> None:
     y = torch.randn(2, 2, 4096, generator=torch.Generator().manual_seed(0))
-    assert shared_noise(y, torch.full((2, 2), 0.6)).item() == -math.inf
+    assert shared_noise(y, torch.full((2, 2), 0.6), 2).item() == -math.inf
 
 
 @pytest.mark.parametrize("means", [True, False])
@@ -172,7 +174,9 @@ def test_what_is_reported() -> None:
         "rollout/noise_variance",
         "rollout/noise_shared_max",
         "rollout/noise_of_seed_min",
+        "rollout/noise_variance_off",
     ]
+    assert found["rollout/noise_variance_off"] == 0
     assert found["rollout/noise_variance"] == pytest.approx(mean_squares(batch).mean().item())
     assert found["rollout/noise_of_seed_min"] == pytest.approx(1, abs=0.1)
     assert "rollout/noise_of_seed_min" not in observe_noise(batch, seeded=False).compute()
@@ -189,4 +193,18 @@ def test_too_few_elements_tell_nothing() -> None:
     small = batch.replace(all_latents=batch.all_latents[..., :4, :4], prev_sample_mean=None)
     assert observe_noise(small, seeded=True).compute() == {}
     single = observe_noise(batch.rows(0, 1).step(0), seeded=False).compute()
-    assert single == {}
+    assert "rollout/noise_shared_max" not in single
+
+
+def test_processes_with_some_of_the_groups_say_the_same() -> None:
+    batch = record(means=False)
+    apart = MetricBag()
+    for start in (0, 3):
+        apart.merge(observe_noise(batch.rows(start, start + 3), seeded=True))
+    assert apart.compute() == pytest.approx(observe_noise(batch, seeded=True).compute(), rel=1e-12)
+
+
+def test_a_mean_square_is_off_beyond_its_statistical_error() -> None:
+    assert variance_off(1.07, 12_800) == 0
+    assert variance_off(1.21, 12_800) == pytest.approx(0.11)
+    assert variance_off(0.79, 12_800) == pytest.approx(0.11)
