@@ -27,7 +27,7 @@ from flowgrpo_rc.losses.auto_clip import AutoClip
 from flowgrpo_rc.models.base import load_model
 from flowgrpo_rc.models.causal_lm import load_causal_lm
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
-from flowgrpo_rc.monitoring.expected_mismatch import LEAST, ExpectedMismatch
+from flowgrpo_rc.monitoring.expected_mismatch import LEAST, ExpectedMismatch, unquantized_share
 from flowgrpo_rc.monitoring.health import HealthMonitor
 from flowgrpo_rc.monitoring.mismatch import MismatchMonitor
 from flowgrpo_rc.plugins import build
@@ -189,7 +189,13 @@ def make_task(config: Config, processes: Processes) -> Task:
     policy = FlowPolicy(model, network, autocast=processes.autocast)
     decode = needs_samples(config.reward)
     return ImageTask(
-        model, policy, config.rollout, seed, keep_means=config.keep_means(), decode=decode
+        model,
+        policy,
+        config.rollout,
+        seed,
+        keep_means=config.keep_means(),
+        decode=decode,
+        seeded=config.data.replay_dir is None and engine_of(config).draws_seed_noise,
     )
 
 
@@ -246,7 +252,12 @@ def make_monitor(config: Config, task: Task, processes: Processes) -> MismatchMo
 def make_health(config: Config) -> HealthMonitor:
     """Makes what watches the metrics and warns."""
     is_text = config.model.kind == "causal_lm"
-    return HealthMonitor(config.effective_correction(), text=is_text, fresh=config.fresh())
+    unquantized = unquantized_share(
+        config.rollout.spec().dtype, config.model.dtype, config.trainer.mixed_precision
+    )
+    return HealthMonitor(
+        config.effective_correction(), text=is_text, fresh=config.fresh(), unquantized=unquantized
+    )
 
 
 def make_source(

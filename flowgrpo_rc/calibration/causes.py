@@ -1,7 +1,6 @@
-"""The fault, if any, that explains the mismatch.
+"""The fault, if any, that explains the mismatch: a replay that has it comes closer to the record.
 
-The record itself shows some faults; others show when a replay that has them comes closer to the
-record.
+`record` finds what a record shows by itself.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from flowgrpo_rc.calibration.faults import HALF, Replay, Trial, distance
+from flowgrpo_rc.calibration.faults import Replay, Trial
 from flowgrpo_rc.calibration.measure import Mismatch, RecordedRollout
-from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.calibration.noise import NoiseReport
 
 # A replay explains a mismatch that it makes this many times smaller.
 CLEAR = 10.0
@@ -22,6 +21,8 @@ CLEAR = 10.0
 BEYOND = 3.0
 # A replay whose residual is below this multiple of it is as near as the precision allows.
 AS_NEAR = 1.5
+# An engine whose mismatch is so many times nearer to that of plain weights has no quantized ones.
+NEARER = 2.0
 # Relative difference of fp32 log-probs whose sums are taken in another order.
 RESOLUTION = 8 * torch.finfo(torch.float32).eps
 
@@ -33,6 +34,9 @@ REMEDIES = {
     "window": "compare the indices of the recorded steps with those that were stochastic",
     "lora": "see whether the engine binds every LoRA tensor, with alpha / rank folded in",
     "weights": "see that the engine takes over the weights of every sync before it samples",
+    "prompt": "hand every prompt to the text encoder as it is, whitespace included",
+    "noise": "draw standard normal noise, independent for every sample and step",
+    "quantization": "see whether the engine really loads quantized weights",
     "precision": "see in which precision the engine really computes (autocast, loading)",
     "settings": "the engine must sample with the settings that it is asked for",
 }
@@ -50,10 +54,11 @@ class Diagnosis:
       as_recorded: between that copy and the engine: what the precision leaves unexplained.
       resolution: rounding of fp32 log-probs.
       trials: replays with a fault each.
-      found: what the record itself shows, (cause, sentence).
+      found: what record, engine and noise themselves show, (cause, sentence).
       explanation: the trial that explains the mismatch; None if none does.
       similar: a precision in which a copy differs as much as the engine; None if there is none.
       healthy: True if there is nothing to explain.
+      notes: what is no fault and still worth knowing.
     """
 
     mismatch: float
@@ -65,6 +70,7 @@ class Diagnosis:
     explanation: Trial | None
     similar: str | None
     healthy: bool
+    notes: Sequence[str] = ()
 
     @property
     def cause(self) -> str | None:
@@ -108,7 +114,7 @@ class Diagnosis:
             )
         if self.cause is not None:
             clauses.append(REMEDIES[self.cause])
-        return "; ".join(clauses)
+        return "; ".join([*clauses, *self.notes])
 
 
 def diagnose(
@@ -117,6 +123,8 @@ def diagnose(
     engine: Mismatch,
     copies: Sequence[Mismatch],
     found: Sequence[tuple[str, str]],
+    noise: NoiseReport,
+    whitespace: Replay,
 ) -> Diagnosis:
     """Explains the mismatch of a few recorded steps.
 
@@ -126,25 +134,20 @@ def diagnose(
       engine: the mismatch of trainer and engine.
       copies: the mismatch of the trainer and its copies in several precisions; the copy in the
         engine's precision comes first.
-      found: from `check_record`.
+      found: what `record` found.
+      noise: from `check_noise`.
+      whitespace: replays the samples of a prompt with whitespace planted in it.
     """
     recorded = rollout.recorded
     mismatch = size(engine)
     copy_mismatch = size(copies[0])
-    as_recorded = distance(replay.log_probs, recorded)
+    as_recorded = replay.as_recorded
     resolution = RESOLUTION * recorded.abs().mean().item()
     allowed = max(copy_mismatch, resolution)
-    # A fault explains the mismatch if its replay leaves at most this much of it.
-    enough = max(as_recorded / CLEAR, resolution)
-    if as_recorded > BEYOND * allowed:
-        enough = max(enough, AS_NEAR * allowed)
-    trials = [Trial(cause="precision", fault="computed as the trainer does", residual=mismatch)]
-    for copy in copies[1:]:
-        residual = (engine.differences - copy.differences).abs().mean().item()
-        trials.append(
-            Trial(cause="precision", fault=f"computed in {copy.precision}", residual=residual)
-        )
-    trials += replay.trials()
+    enough = _enough(as_recorded, allowed, resolution)
+    quantized = "+" in engine.precision
+    plain = _precisions(engine, copies[1:], mismatch)
+    trials = [*plain, *replay.trials()]
     # Not `>`, which would be False for nan.
     open_question = not as_recorded <= resolution
     trials += replay.sized_trials(
@@ -154,6 +157,14 @@ def diagnose(
         trials, key=lambda trial: trial.residual if math.isfinite(trial.residual) else math.inf
     )
     explained = open_question and best.residual <= enough
+    healthy = not explained and as_recorded <= BEYOND * allowed
+    found = list(found)
+    if not explained:
+        found += _of_prompts(whitespace, allowed, resolution)
+        wrong = [*noise.shared, *noise.seeds, *(noise.moments if healthy else ())]
+        found += [("noise", sentence) for sentence in wrong]
+        if quantized:
+            found += _nearer_to_plain(plain, as_recorded)
     similar = (
         copy.precision for copy in copies if 0.5 < mismatch / max(size(copy), resolution) < 2
     )
@@ -166,59 +177,81 @@ def diagnose(
         found=found,
         explanation=best if explained else None,
         similar=next(similar, None),
-        healthy=not explained and as_recorded <= BEYOND * allowed,
+        healthy=healthy,
+        notes=noise.notes,
     )
+
+
+def _enough(as_recorded: float, allowed: float, resolution: float) -> float:
+    """Returns how much of a mismatch a replay may leave to explain it.
+
+    Args:
+      as_recorded: the mismatch of a replay without any fault.
+      allowed: what the precision explains.
+      resolution: rounding of fp32 log-probs.
+    """
+    enough = max(as_recorded / CLEAR, resolution)
+    return max(enough, AS_NEAR * allowed) if as_recorded > BEYOND * allowed else enough
+
+
+def _precisions(engine: Mismatch, copies: Sequence[Mismatch], mismatch: float) -> list[Trial]:
+    """Compares the engine with the trainer, and with copies in other precisions than it says."""
+    _, _, quantization = engine.precision.partition("+")
+    cause = "quantization" if quantization else "precision"
+    prefix = f"{quantization} not applied: " if quantization else ""
+    trials = [Trial(cause=cause, fault=f"{prefix}computed as the trainer does", residual=mismatch)]
+    for copy in copies:
+        residual = (engine.differences - copy.differences).abs().mean().item()
+        fault = f"{prefix}computed in {copy.precision}"
+        trials.append(Trial(cause=cause, fault=fault, residual=residual))
+    return trials
+
+
+def _nearer_to_plain(plain: Sequence[Trial], as_recorded: float) -> list[tuple[str, str]]:
+    """Says whether the engine is nearer to plain weights than to quantized ones.
+
+    Its kernels may be other ones than the copies', so that no copy is near.
+
+    Args:
+      plain: from `_precisions`.
+      as_recorded: distance from the copy with quantized weights.
+    """
+    best = min(plain, key=lambda trial: trial.residual)
+    if not best.residual < as_recorded / NEARER:
+        return []
+    return [
+        (
+            "quantization",
+            f"{best.fault}: so the engine differs by {best.residual:.1e}, and by {as_recorded:.1e} "
+            "from quantized weights",
+        )
+    ]
+
+
+def _of_prompts(whitespace: Replay, allowed: float, resolution: float) -> list[tuple[str, str]]:
+    """Says what was done to the prompt with planted whitespace, as (cause, sentence).
+
+    Args:
+      whitespace: replays its samples.
+      allowed: what the precision explains.
+      resolution: rounding of fp32 log-probs.
+    """
+    as_recorded = whitespace.as_recorded
+    if as_recorded <= resolution:
+        return []
+    best = min(whitespace.prompt_trials(), key=lambda trial: trial.residual)
+    # Not `>`, which would be False for nan.
+    if not best.residual <= _enough(as_recorded, allowed, resolution):
+        return []
+    return [
+        (
+            "prompt",
+            f"{best.fault}, which shows in a prompt with planted whitespace: replayed so, its "
+            f"mismatch falls from {as_recorded:.1e} to {best.residual:.1g}",
+        )
+    ]
 
 
 def size(mismatch: Mismatch) -> float:
     """Returns the mean |difference|."""
     return mismatch.differences.abs().mean().item()
-
-
-def check_record(
-    rollout: RecordedRollout, model: FlowModel, *, version: int, other_tensors: int
-) -> list[tuple[str, str]]:
-    """Checks a record apart from its log-probs.
-
-    Args:
-      rollout: the record.
-      model: the trainer's model.
-      version: version of the weights that the engine was given last.
-      other_tensors: number of tensors in the engine's LoRA that are not those it was given.
-
-    Returns:
-      Each fault as (cause, sentence).
-    """
-    batch = rollout.batch
-    request = rollout.request
-    found = []
-    schedule = model.schedule(request.spec)
-    steps = batch.step_indices
-    different = request.spec.differences(batch.spec)
-    if different:
-        found.append(
-            ("settings", f"the engine sampled with other settings: {'; '.join(different)}")
-        )
-    # torch.equal is also False for tensors of different shapes.
-    if not torch.equal(batch.sigmas, schedule.sigmas):
-        found.append(
-            ("schedule", "the engine recorded other sigmas than the model's scheduler has")
-        )
-    elif not torch.equal(steps, request.window.to(steps)):
-        found.append(("window", "the recorded steps are not those that were asked for"))
-    elif not torch.equal(batch.all_timesteps, schedule.timesteps[steps]):
-        found.append(("timestep", "the recorded timesteps are not those of the schedule"))
-    results = batch.all_latents[:, 1:]
-    for name, dtype in HALF.items():
-        if torch.equal(results, results.to(dtype).float()):
-            found.append(("latents", f"every recorded latent is a number of {name}"))
-            break
-    versions = sorted(set(batch.policy_version.tolist()))
-    if versions != [version]:
-        found.append(
-            ("weights", f"the engine sampled with the weights of version {versions}, not {version}")
-        )
-    elif other_tensors:
-        sentence = f"{other_tensors} tensors of the engine's LoRA are not those that it was given"
-        found.append(("weights", sentence))
-    return found

@@ -7,20 +7,23 @@ Shapes: B samples, T steps, S denoising steps of the schedule.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.batch import DiffusionBatch
+from flowgrpo_rc.batch import DiffusionBatch, Prompt, SamplerSpec
 from flowgrpo_rc.calibration.measure import Copy, RecordedRollout, with_guidance
+from flowgrpo_rc.calibration.prompts import CHANGES, changed, sampled_prompts
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.core.transition import log_prob
 from flowgrpo_rc.core.transition import sample as draw
+from flowgrpo_rc.models.base import FlowModel, Schedule
 from flowgrpo_rc.policies.encode_prompts import encode_unique
 from flowgrpo_rc.rollout.concat import concat
 
@@ -80,6 +83,7 @@ class Replay:
     Attributes:
       model: the trainer's model.
       log_probs: of a replay without any fault, [B, T].
+      as_recorded: mean |difference| between it and the engine.
     """
 
     def __init__(self, copy: Copy, rollout: RecordedRollout, lora: Lora, lora_scale: float) -> None:
@@ -92,13 +96,25 @@ class Replay:
         self._spec = rollout.batch.spec
         self._timesteps = self.model.schedule(self._spec).timesteps
         self.log_probs = self._changed(lambda piece: piece)
+        self.as_recorded = distance(self.log_probs, rollout.recorded)
 
     def trials(self) -> Iterator[Trial]:
         """Tries every fault that has no size."""
+        yield from self._dropped()
         yield from self._rounded_timesteps()
         yield from self._rounded_latents()
         yield from self._window()
         yield from self._weights()
+        yield from self.prompt_trials()
+
+    def prompt_trials(self) -> Iterator[Trial]:
+        """Tries texts that were changed before they were encoded, where a change has an effect."""
+        prompts = sampled_prompts(self._rollout)
+        for name, change in CHANGES.items():
+            others = changed(prompts, change)
+            if others is not None:
+                residual = self._residual(self._encoded(others))
+                yield Trial(cause="prompt", fault=f"prompts {name}", residual=residual)
 
     def sized_trials(self, *, fitted: bool) -> Iterator[Trial]:
         """Tries every fault that has a size.
@@ -110,6 +126,30 @@ class Replay:
         yield self._guidance(self.model.cfg_key, fitted)
         if self.model.embeds_guidance:
             yield self._guidance("guidance_scale", fitted)
+
+    def _dropped(self) -> Iterator[Trial]:
+        """Tries no guidance, and no shift of the schedule."""
+        key, asked = self.model.cfg_key, self.model.cfg_scale(self._spec)
+        if asked > 1:
+            spec = with_guidance(self._spec, key, 1.0)
+            residual = self._residual(lambda piece: piece.replace(spec=spec, negative=None))
+            yield Trial(cause="guidance", fault=dropped(key, asked), residual=residual)
+        plain = unshifted(self.model, self._spec)
+        if not torch.equal(plain.timesteps, self._timesteps):
+            residual = self._residual(partial(take_schedule, schedule=plain))
+            fault = "shift dropped: the schedule is that of shift 1"
+            yield Trial(cause="schedule", fault=fault, residual=residual)
+
+    def _encoded(self, prompts: Sequence[Prompt]) -> Change:
+        """Returns the change to the conditioning of other prompts, one for each sample."""
+        texts = [prompt.text for prompt in prompts]
+        conditioning = encode_unique(self.model, texts, self._spec.max_sequence_length)
+        rows = torch.arange(len(texts), device=self._batch.prompt_index.device)
+        return lambda piece: piece.replace(
+            conditioning=conditioning,
+            prompt_index=rows,
+            negative=None if piece.negative is None else piece.negative[piece.prompt_index],
+        )
 
     def _schedule(self, fitted: bool) -> Trial:
         def residual(shift: float) -> float:
@@ -165,7 +205,10 @@ class Replay:
 
         usual = () if classifier_free else (TYPICAL_SCALE, *(scale / asked for scale in EMBEDDED))
         factor = fit(residual, sorted({*SCALES, *usual})) if fitted else TYPICAL_SCALE
-        fault = f"{key} {asked * factor:.4g} in place of {asked:g}"
+        scale = asked * factor
+        fault = f"{key} {scale:.4g} in place of {asked:g}"
+        if math.isclose(scale, 1.0, rel_tol=1e-3) and asked > 1:
+            fault = dropped(key, asked)
         return Trial(cause="guidance", fault=fault, residual=residual(factor))
 
     def _window(self) -> Iterator[Trial]:
@@ -261,6 +304,49 @@ def noise(batch: DiffusionBatch, step: int) -> Tensor:
     return normal(batch.all_latents.shape[2:], batch.seed.tolist(), "step", step).to(
         batch.all_latents.device
     )
+
+
+def dropped(key: str, asked: float) -> str:
+    """Returns the fault of an engine that takes no account of the guidance, in words."""
+    return f"guidance dropped: {key} 1 in place of {asked:g}"
+
+
+class _Rescheduled:
+    """A pipeline with another scheduler.
+
+    Args:
+      pipeline: what everything else is taken from.
+      scheduler: the scheduler.
+    """
+
+    def __init__(self, pipeline: Any, scheduler: Any) -> None:
+        self._pipeline = pipeline
+        self.scheduler = scheduler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pipeline, name)
+
+
+def unshifted(model: FlowModel, spec: SamplerSpec) -> Schedule:
+    """Returns the schedule that the model's scheduler has without any shift.
+
+    Args:
+      model: the trainer's model.
+      spec: how to sample.
+    """
+    scheduler = model.scheduler
+    none = {"shift": 1.0, "flow_shift": 1.0, "use_dynamic_shifting": False}
+    known = {name: value for name, value in none.items() if name in scheduler.config}
+    other = copy.copy(model)
+    plain = type(scheduler).from_config(scheduler.config, **known)
+    other.pipeline = _Rescheduled(model.pipeline, plain)
+    return other.schedule(spec)
+
+
+def take_schedule(piece: DiffusionBatch, schedule: Schedule) -> DiffusionBatch:
+    """Moves a step to the same place of another schedule."""
+    timesteps = schedule.timesteps[piece.step_indices]
+    return piece.replace(sigmas=schedule.sigmas, all_timesteps=timesteps)
 
 
 def shift_schedule(piece: DiffusionBatch, timesteps: Tensor, shift: float) -> DiffusionBatch:

@@ -188,8 +188,15 @@ def ask(
     )
 
 
-def sample(engine: RolloutEngine[ImageRequest], request: ImageRequest) -> RecordedRollout:
+def sample(
+    engine: RolloutEngine[ImageRequest], request: ImageRequest, *, needs_means: bool = False
+) -> RecordedRollout:
     """Samples with the engine.
+
+    Args:
+      engine: the engine.
+      request: what to sample.
+      needs_means: whether to refuse a record without means.
 
     Raises:
       ValueError: log-probs are not finite, or means are missing.
@@ -197,7 +204,7 @@ def sample(engine: RolloutEngine[ImageRequest], request: ImageRequest) -> Record
     batch = concat([chunk.batch for chunk in engine.generate(request)])
     assert isinstance(batch, DiffusionBatch)
     rollout = RecordedRollout(request=request, batch=batch)
-    if request.keep_means and batch.prev_sample_mean is None:
+    if needs_means and batch.prev_sample_mean is None:
         raise ValueError(
             "actor.diffusion_loss.loss_mode compares means, and the engine recorded none "
             "(prev_sample_mean): use another rollout.name, or "

@@ -63,6 +63,7 @@ class Calibration:
             "diagnosis": {
                 "cause": diagnosis.cause,
                 "verdict": diagnosis.sentence(),
+                "notes": list(diagnosis.notes),
                 "mismatch": finite(diagnosis.mismatch),
                 "floor": finite(diagnosis.copy_mismatch),
                 "as_recorded": finite(diagnosis.as_recorded),

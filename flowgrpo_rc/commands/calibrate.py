@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.batch import DiffusionBatch, Prompt
 from flowgrpo_rc.build import make_engine, make_processes, make_task
-from flowgrpo_rc.calibration.causes import Diagnosis, check_record, diagnose
+from flowgrpo_rc.calibration.causes import Diagnosis, diagnose
 from flowgrpo_rc.calibration.choice import Bound, bound_of, check_modes, choose
 from flowgrpo_rc.calibration.faults import Lora, Replay
 from flowgrpo_rc.calibration.measure import (
@@ -25,6 +25,9 @@ from flowgrpo_rc.calibration.measure import (
     require_finite,
     sample,
 )
+from flowgrpo_rc.calibration.noise import check_noise
+from flowgrpo_rc.calibration.prompts import planted
+from flowgrpo_rc.calibration.record import check_engine, check_prompts, check_record
 from flowgrpo_rc.calibration.result import Calibration, Folder, show
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.commands.composing import composed
@@ -35,8 +38,8 @@ from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.data.prompts import PromptSampler
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.models.base import DTYPES, FlowModel
-from flowgrpo_rc.models.lora import other_tensors
 from flowgrpo_rc.policies.base import Measured
+from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.engine import RolloutEngine
 from flowgrpo_rc.training.tasks.image import ImageTask
 
@@ -166,13 +169,17 @@ class Rollouts(NamedTuple):
       many: many samples at the configured guidance.
       few: a few samples at the configured guidance.
       other: a few samples at another guidance.
-      other_tensors: how many LoRA tensors of the engine are not those that it was given.
+      whitespace: a few samples of a prompt with whitespace planted in it.
+      read_back: from `check_engine`.
+      says_seeds: whether the engine says that it draws the noise of the seeds.
     """
 
     many: RecordedRollout
     few: RecordedRollout
     other: RecordedRollout
-    other_tensors: int
+    whitespace: RecordedRollout
+    read_back: Sequence[tuple[str, str]]
+    says_seeds: bool
 
 
 def sample_all(
@@ -194,15 +201,18 @@ def sample_all(
     for version, state in ((1, lora.before), (2, lora.current)):
         engine.sync_weights(state, version)
     spec = config.rollout.spec()
-    held = engine.held_weights()
+    read_back = check_engine(engine, lora.current, spec)
     few = prompts[: FEW[0]]
+    all_prompts = ask(config, prompts, config.rollout.n, spec, keep_means=True)
     centered = config.algorithm.rollout_correction.centered
-    keep_means = centered or config.actor.diffusion_loss.needs_means
+    needs_means = centered or config.actor.diffusion_loss.needs_means
     return Rollouts(
-        many=sample(engine, ask(config, prompts, config.rollout.n, spec, keep_means=keep_means)),
+        many=sample(engine, all_prompts, needs_means=needs_means),
         few=sample(engine, ask(config, few, FEW[1], spec)),
         other=sample(engine, ask(config, few, FEW[1], other_guidance(model, spec))),
-        other_tensors=0 if held is None else other_tensors(held, lora.current),
+        whitespace=sample(engine, ask(config, [planted(prompts[0])], FEW[1], spec)),
+        read_back=read_back,
+        says_seeds=engine.draws_seed_noise,
     )
 
 
@@ -231,10 +241,11 @@ def compare(config: Config, task: ImageTask, rollouts: Rollouts, lora: Lora) -> 
       lora: the LoRA that the engine was given.
     """
     model = task.model
+    micro = config.actor.ppo_micro_batch_size_per_gpu
     few = (rollouts.few, rollouts.other)
 
     def trainer(rollout: RecordedRollout) -> Measured:
-        measured = task.policy.measure(rollout.batch, config.actor.ppo_micro_batch_size_per_gpu)
+        measured = task.policy.measure(rollout.batch, micro)
         require_finite(
             rollout, measured.log_probs, "trainer", "model.dtype and trainer.mixed_precision"
         )
@@ -256,13 +267,45 @@ def compare(config: Config, task: ImageTask, rollouts: Rollouts, lora: Lora) -> 
     others = [differ(copied(name, None)) for name in other_precisions(config)]
     own = copied(config.rollout.dtype, config.rollout.quantization)
     copies = [differ(own), *others]
-    replay = Replay(own, rollouts.few, lora, config.model.lora_alpha / config.model.lora_rank)
-    found = check_record(rollouts.few, model, version=2, other_tensors=rollouts.other_tensors)
-    diagnosis = diagnose(rollouts.few, replay, engine, [copy[0] for copy in copies], found)
+    lora_scale = config.model.lora_alpha / config.model.lora_rank
+    replay, whitespace = (
+        Replay(own, rollout, lora, lora_scale) for rollout in (rollouts.few, rollouts.whitespace)
+    )
+    found = [
+        *check_record(rollouts.few, model, version=2),
+        *rollouts.read_back,
+        *check_prompts(rollouts.whitespace, model),
+    ]
+    diagnosis = diagnose(
+        rollouts.few,
+        replay,
+        engine,
+        [copy[0] for copy in copies],
+        found,
+        check_noise(with_means(rollouts.many, task.policy, micro), says_seeds=rollouts.says_seeds),
+        whitespace,
+    )
     shown = [each for copy in copies for each in copy if each.precision != same_as_trainer(config)]
     return Comparison(
         [whole, engine_other, *shown], bound_of(config, whole.differences, many), diagnosis
     )
+
+
+def with_means(
+    rollout: RecordedRollout, policy: FlowPolicy, micro_batch_size: int
+) -> DiffusionBatch:
+    """Returns recorded samples with the means of their steps: the engine's, or else the trainer's.
+
+    Args:
+      rollout: the record.
+      policy: the trainer's.
+      micro_batch_size: samples of one forward.
+    """
+    batch = rollout.batch
+    if batch.prev_sample_mean is not None:
+        return batch
+    means = policy.measure(batch, micro_batch_size, keep_means=True).means
+    return batch.replace(prev_sample_mean=means)
 
 
 def same_as_trainer(config: Config) -> str | None:

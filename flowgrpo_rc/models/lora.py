@@ -100,9 +100,14 @@ def _ends_a_name(target: str, names: Sequence[str]) -> bool:
 def other_tensors(held: Mapping[str, Tensor], pushed: Mapping[str, Tensor]) -> int:
     """Counts the LoRA tensors that are not those that were pushed, apart from rounding.
 
+    A tensor that only one of the two has counts as well.
+
     Args:
       held: what an engine holds, by name, in its precision.
       pushed: what it was given, by name.
     """
-    differ = [(tensor != pushed[name].to(tensor)).any() for name, tensor in held.items()]
-    return int(torch.stack(differ).sum())
+    one_sided = held.keys() ^ pushed.keys()
+    differ = [
+        (tensor != pushed[name].to(tensor)).any() for name, tensor in held.items() if name in pushed
+    ]
+    return len(one_sided) + (int(torch.stack(differ).sum()) if differ else 0)

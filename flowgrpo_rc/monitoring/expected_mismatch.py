@@ -56,6 +56,22 @@ def relative_size(rollout: str, dtype: str, mixed_precision: str) -> float | Non
     return size if dtype == "fp32" or size == 0 else None
 
 
+def unquantized_share(rollout: str, dtype: str, mixed_precision: str) -> float | None:
+    """Returns what is left of the expected mismatch if a quantization is not applied.
+
+    None if the rollout is not quantized, or if nothing can be measured.
+
+    Args:
+      rollout: precision of the rollout as in specs, `bf16+int8`.
+      dtype: precision of the training weights.
+      mixed_precision: autocast of the training graph; "no" for none.
+    """
+    sampled, _, quantization = rollout.partition("+")
+    size = relative_size(rollout, dtype, mixed_precision)
+    plain = relative_size(sampled, dtype, mixed_precision)
+    return plain / size if quantization and size and plain is not None else None
+
+
 class ExpectedMismatch:
     """The mean |difference| of each cell that the precisions explain.
 

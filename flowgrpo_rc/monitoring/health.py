@@ -1,72 +1,25 @@
-"""Judges whether the correction is healthy: thresholds on a step's metrics, and what to do then.
+"""Judges whether the correction is healthy: what the rules say of a step, and when that is told.
 
-The thresholds are those of the rollout-correction documents:
-https://verl.readthedocs.io/en/latest/algo/rollout_corr.html and its diffusion counterpart. A rule
-whose metric is absent is skipped: without importance weights, for example, there is no largest one.
+A rule whose metric is absent is skipped: without importance weights, for example, there is no
+largest one.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.metric_names import other_names
 from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
+from flowgrpo_rc.monitoring.health_rules import RULES, Setup, narrow_the_gap
 from flowgrpo_rc.monitoring.mismatch import advised_clip_ratio
 
 DECOUPLED_PREFIX = "rollout_corr/"
 BYPASS_PREFIX = "actor/rollout_corr/"
-
-_KEY = "algorithm.rollout_correction"
-
-
-class _Setup(NamedTuple):
-    """What the rules know of a rollout correction; its settings are parsed once.
-
-    Attributes:
-      recompute: the setting that takes old log-probs from the training graph; None if they are.
-      weight_bound: upper bound of the importance weights; None without weights.
-      criteria: the rejection criteria as the user wrote them; empty for none.
-      keeps_rejected: whether rejected steps stay in the denominator.
-    """
-
-    recompute: str | None
-    weight_bound: float | None
-    criteria: str
-    keeps_rejected: bool
-
-    @classmethod
-    def of(cls, config: RolloutCorrectionConfig) -> _Setup:
-        rules = config.rules()
-        return cls(
-            recompute=f"{_KEY}.bypass_mode=False" if config.corrects_in_loss else None,
-            weight_bound=None if rules.level is None else rules.bounds.upper,
-            criteria=str(config.rollout_rs) if config.rollout_rs else "",
-            keeps_rejected=config.normalize != "kept",
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Rule:
-    """A threshold on a metric.
-
-    Attributes:
-      name: the rule.
-      metric: the metric, without prefix.
-      judge: returns the threshold that was crossed, in words, or None.
-      advice: returns the rest of the sentence.
-      immediate: whether one step is enough, since the metric cannot waver.
-    """
-
-    name: str
-    metric: str
-    judge: Callable[[float, _Setup], str | None]
-    advice: Callable[[_Setup], str]
-    immediate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,161 +31,27 @@ class _Finding:
     immediate: bool
 
 
-def _above(bound: float) -> Callable[[float, _Setup], str | None]:
-    return lambda value, _: f"above {bound:g}" if value > bound else None
-
-
-def _below(bound: float) -> Callable[[float, _Setup], str | None]:
-    return lambda value, _: f"below {bound:g}" if value < bound else None
-
-
-def _outside(lower: float, upper: float) -> Callable[[float, _Setup], str | None]:
-    return lambda value, _: None if lower <= value <= upper else f"outside [{lower:g}, {upper:g}]"
-
-
-def _pinned_at_bound(value: float, setup: _Setup) -> str | None:
-    bound = setup.weight_bound
-    # A weight that was clamped in fp32 may come back a rounding error below the bound.
-    if bound is None or value < bound * (1 - 1e-6):
-        return None
-    return f"at or above its bound {bound:g}"
-
-
-def _narrow_the_gap(setup: _Setup) -> str:
-    precision = "raise the precision of the rollout (rollout.dtype)"
-    return f"{precision} or set {setup.recompute}" if setup.recompute else precision
-
-
-def _drift(setup: _Setup) -> str:
-    return (
-        f"the rollout drifts away from the training graph; {_narrow_the_gap(setup)}, or tighten "
-        f"{_band(setup)}"
-    )
-
-
-def _diluted(value: float, setup: _Setup) -> str | None:
-    return _above(0.10)(value, setup) if setup.keeps_rejected else None
-
-
-def _dilution(setup: _Setup) -> str:
-    widen = f"widen {_band(setup)}, or set {_KEY}.normalize=kept"
-    return f"rejected samples stay in the mean and dilute the gradient; {widen}"
-
-
-def _band(setup: _Setup) -> str:
-    criteria = f" of {setup.criteria}" if setup.criteria else ""
-    return f"{_KEY}.rollout_rs_threshold{criteria}"
-
-
-_SPREAD = (
-    f"few samples carry the gradient; lower {_KEY}.rollout_is_threshold or set "
-    f"{_KEY}.rollout_is=token"
-)
-
-
-def _clipping(reason: str) -> Callable[[_Setup], str]:
-    widen = (
-        "raise actor.diffusion_loss.clip_ratio (for text actor.token_loss.clip_ratio_low and "
-        "clip_ratio_high)"
-    )
-
-    def advise(setup: _Setup) -> str:
-        recompute = f"set {setup.recompute} or " if setup.recompute else ""
-        return f"{reason}; {recompute}{widen}"
-
-    return advise
-
-
-_RULES = (
-    _Rule(name="drift", metric="rollout_rs_seq_masked_fraction", judge=_above(0.05), advice=_drift),
-    _Rule(
-        name="dilution", metric="rollout_rs_seq_masked_fraction", judge=_diluted, advice=_dilution
-    ),
-    _Rule(
-        name="log_ppl",
-        metric="log_ppl_abs_diff",
-        judge=_above(1.0),
-        advice=lambda setup: (
-            f"rollout and training disagree about the same samples; {_narrow_the_gap(setup)}"
-        ),
-    ),
-    _Rule(
-        name="is_max",
-        metric="rollout_is_max",
-        judge=_pinned_at_bound,
-        advice=lambda setup: (
-            f"weights are cut there; {_narrow_the_gap(setup)}, or raise {_KEY}.rollout_is_threshold"
-        ),
-    ),
-    _Rule(
-        name="is_mean",
-        metric="rollout_is_mean",
-        judge=_outside(0.5, 2.0),
-        advice=lambda setup: (
-            "the shift is systematic; check that rollout.calculate_log_probs=True and the "
-            f"sampler's settings agree on both sides, and {_narrow_the_gap(setup)}"
-        ),
-    ),
-    _Rule(
-        name="veto",
-        metric="rollout_is_veto_fraction",
-        judge=_above(0.1),
-        advice=lambda setup: (
-            f"single steps are far off; {_narrow_the_gap(setup)}, or lower "
-            f"{_KEY}.rollout_token_veto_threshold"
-        ),
-    ),
-    _Rule(
-        name="ess", metric="rollout_is_eff_sample_size", judge=_below(0.3), advice=lambda _: _SPREAD
-    ),
-    _Rule(name="is_std", metric="rollout_is_std", judge=_above(1.0), advice=lambda _: _SPREAD),
-    _Rule(
-        name="kl",
-        metric="kl",
-        judge=_outside(-0.1, 0.1),
-        advice=lambda setup: (
-            f"the policies are far apart; {_narrow_the_gap(setup)}, or lower actor.optim.lr"
-        ),
-    ),
-    _Rule(
-        name="chi2",
-        metric="chi2_token",
-        judge=_above(1.0),
-        advice=lambda setup: f"the weights' variance is unusable; {_narrow_the_gap(setup)}",
-    ),
-    _Rule(
-        name="clipping",
-        metric="actor/clip_fraction",
-        judge=_above(0.5),
-        advice=_clipping("more than half of the steps are clipped and teach nothing"),
-    ),
-    _Rule(
-        name="rounded_latents",
-        metric="rollout/latents_16bit_fraction",
-        judge=_above(0.5),
-        advice=lambda _: (
-            "the engine stores latents in 16 bits, so that log-probs are those of other states; "
-            "keep fp32"
-        ),
-        immediate=True,
-    ),
-)
-
-
 class _Samples(NamedTuple):
     """What the samples of a step are.
 
     Attributes:
       text: whether they are responses of a language model, and not images.
       fresh: whether the weights that are trained made them, and not older ones.
+      unquantized: `unquantized_share` of the rollout; None without a quantization.
     """
 
     text: bool
     fresh: bool
+    unquantized: float | None = None
 
 
 MOST_CLIPPED = 0.3  # share of the differences that may lie outside the clip band
 FAULT = 2.0  # mismatch over what the precisions explain, from which on it is a fault
+# Below this multiple of what is left without a quantization, the quantization is not applied; only
+# a quantization that makes the mismatch so much larger can be judged by it.
+UNQUANTIZED = 2.0
+LARGEST_SHARE = 0.25
+LEAST_BOUND = 0.1  # where nothing is left without it
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +88,7 @@ def check_rollout_correction_health(
     Returns:
       True if healthy; its `warnings` say what is not.
     """
-    found = _findings(metrics, _Setup.of(config), _Samples(text, fresh))
+    found = _findings(metrics, Setup.of(config), _Samples(text, fresh))
     return Health(tuple(finding.message for finding in found if finding.message is not None))
 
 
@@ -292,16 +111,21 @@ def correction_metric_name(metrics: Mapping[str, Any], name: str) -> str | None:
 
 
 def _findings(
-    metrics: Mapping[str, float | None], setup: _Setup, samples: _Samples
+    metrics: Mapping[str, float | None], setup: Setup, samples: _Samples
 ) -> Iterator[_Finding]:
     yield _Finding("non_finite", _non_finite(metrics, setup), immediate=True)
     fault = _fault(metrics)
     # What a fault makes the clip do is no noise, and a wider band is not the answer.
     noise = None if fault else _noise(metrics, setup, samples)
-    for kind, sentence, immediate in (("noise", noise, False), ("fault", fault, True)):
+    unquantized = _unquantized(metrics, samples)
+    for kind, sentence, immediate in (
+        ("noise", noise, False),
+        ("fault", fault, True),
+        ("unquantized", unquantized, True),
+    ):
         if sentence is not None:
             yield _Finding(kind, sentence or None, immediate)
-    for rule in _RULES:
+    for rule in RULES:
         if fault and rule.name == "clipping":
             continue
         name: str | None = rule.metric
@@ -317,7 +141,7 @@ def _findings(
         yield _Finding(rule.name, message, rule.immediate)
 
 
-def _non_finite(metrics: Mapping[str, float | None], setup: _Setup) -> str | None:
+def _non_finite(metrics: Mapping[str, float | None], setup: Setup) -> str | None:
     """Judges what training computes; a reward or a timing cannot ruin the weights."""
     names = [
         name
@@ -332,11 +156,11 @@ def _non_finite(metrics: Mapping[str, float | None], setup: _Setup) -> str | Non
     shown = "" if measured is None else f" but {measured}"
     return (
         f"{names[0]}{others} is not finite{shown}: lower actor.optim.lr, or "
-        f"{_narrow_the_gap(setup)}."
+        f"{narrow_the_gap(setup)}."
     )
 
 
-def _noise(metrics: Mapping[str, float | None], setup: _Setup, samples: _Samples) -> str | None:
+def _noise(metrics: Mapping[str, float | None], setup: Setup, samples: _Samples) -> str | None:
     """Says whether the clip acts before any update; "" if it does not, None if nobody can tell."""
     name = correction_metric_name(metrics, "pre_update_clip_fraction")
     clipped = _finite(metrics, "pre_update_clip_fraction")
@@ -385,6 +209,22 @@ def _fault(metrics: Mapping[str, float | None]) -> str | None:
     )
 
 
+def _unquantized(metrics: Mapping[str, float | None], samples: _Samples) -> str | None:
+    """Says whether a quantization is missing; "" if not, None if nobody can tell."""
+    name = correction_metric_name(metrics, "mismatch_over_expected")
+    over = _finite(metrics, "mismatch_over_expected")
+    if over is None or samples.unquantized is None or samples.unquantized > LARGEST_SHARE:
+        return None
+    bound = max(UNQUANTIZED * samples.unquantized, LEAST_BOUND)
+    if over >= bound:
+        return ""
+    return (
+        f"{name} is {over:.4g}, below {bound:.2g}: rollout and training graph differ by less than "
+        "rollout.quantization makes them differ. The engine seems to sample with plain weights; "
+        "see whether it applies the quantization."
+    )
+
+
 def _finite(metrics: Mapping[str, float | None], name: str) -> float | None:
     full = correction_metric_name(metrics, name)
     value = None if full is None else metrics[full]
@@ -406,6 +246,7 @@ class HealthMonitor:
         *,
         text: bool = False,
         fresh: bool = True,
+        unquantized: float | None = None,
     ) -> None:
         """Parses the settings of the correction.
 
@@ -414,11 +255,12 @@ class HealthMonitor:
           window: number of steps that a majority is taken of.
           text: whether a language model is trained.
           fresh: whether the weights that are trained made the samples.
+          unquantized: `unquantized_share` of the rollout; None without a quantization.
         """
         if window < 1:
             raise ValueError(f"HealthMonitor: window is {window}, and must be at least 1")
-        self._setup = _Setup.of(config)
-        self._samples = _Samples(text, fresh)
+        self._setup = Setup.of(config)
+        self._samples = _Samples(text, fresh, unquantized)
         self._window = window
         self._history: dict[str, deque[bool]] = {}
         self._active: set[str] = set()

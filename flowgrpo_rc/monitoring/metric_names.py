@@ -120,6 +120,15 @@ _ROLLOUT = _section(
     """
     rollout/latents_16bit_fraction | fraction | Latents that 16 bits hold exactly; near 1, an engine
         rounds them.
+    rollout/noise_variance | - | Mean square of the noise of the stochastic steps; 1 for standard
+        normal noise.
+    rollout/noise_variance_off | - | How far it is from 1, beyond 8 statistical errors.
+    rollout/noise_shared_max | - | The largest covariance of the noise of two steps, of one sample
+        or two of a group; 1 if they share it.
+    rollout/noise_of_seed_min | - | How much of the noise is what the sample's seed gives: 1 or 0;
+        for engines that say that they draw it.
+    rollout/conditioning_error_max | ratio | The largest relative difference between a token's
+        embedding in the rollout and the trainer's; in step 1 and every 100 steps.
     rollout/staleness_mean | steps | How far the sampling weights were behind those before the
         update.
     rollout/staleness_max | steps | The largest.

@@ -14,7 +14,7 @@ from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.policies.encode_prompts import encode_prompts
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk, RolloutEngine
-from flowgrpo_rc.rollout.quantization import PACKAGES
+from flowgrpo_rc.rollout.quantization import PACKAGES, plain_layers
 from flowgrpo_rc.rollout.replica import Replica
 
 
@@ -35,6 +35,7 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
     compiles = True
     records_means = True
     aligns = True
+    draws_seed_noise = True
 
     def __init__(
         self,
@@ -69,6 +70,10 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
     def held_weights(self) -> Mapping[str, Tensor]:
         """Returns the LoRA of the copy."""
         return self._replica.lora
+
+    def plain_layers(self) -> int:
+        """Returns how many linear layers of the copy's blocks hold plain weights."""
+        return plain_layers(self._replica.network)
 
     def close(self) -> None:
         """Frees the copy."""

@@ -116,6 +116,9 @@ class RolloutEngine(ABC, Generic[R]):
       records_means: True if it records the means of the steps when a request asks for them.
       copies_network: False if it loads the frozen weights itself; the trainer may then shard its
         own first.
+      draws_seed_noise: True if the noise of a step is `core.random.normal(shape, seeds, "step",
+        step)` with the seeds of the request. False says nothing wrong: noise of its own is as good,
+        if it is standard normal and independent.
       aligns: True if each chunk of `chunk_size` samples is one batch of the network, run by the
         trainer's own code (`actor.replay=aligned`).
     """
@@ -126,6 +129,7 @@ class RolloutEngine(ABC, Generic[R]):
     records_means: ClassVar[bool] = False
     copies_network: ClassVar[bool] = True
     aligns: ClassVar[bool] = False
+    draws_seed_noise: ClassVar[bool] = False
 
     @classmethod
     def check(
@@ -188,7 +192,28 @@ class RolloutEngine(ABC, Generic[R]):
         if held is not None and number:
             raise RuntimeError(
                 f"the rollout engine does not hold the trainer's LoRA of step {version}: {number} "
-                f"of {len(held)} tensors are others"
+                f"of {len(pushed)} tensors are missing or others"
+            )
+
+    def plain_layers(self) -> int | None:
+        """Returns how many layers hold plain weights that `rollout.quantization` should change.
+
+        None if the weights are out of the trainer's reach; an engine that offers quantizations and
+        lives in its process says it.
+        """
+        return None
+
+    def check_quantization(self, spec: Spec) -> None:
+        """Raises RuntimeError if weights are plain and the settings promise quantized ones.
+
+        Args:
+          spec: the settings that the trainer asks for.
+        """
+        plain = self.plain_layers()
+        if "+" in spec.dtype and plain:
+            raise RuntimeError(
+                f"the rollout engine does not quantize: rollout.dtype and rollout.quantization are "
+                f"{spec.dtype}, and {plain} linear layers of its blocks hold plain weights"
             )
 
     @abstractmethod

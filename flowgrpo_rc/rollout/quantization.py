@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 # The values of `rollout.quantization` that a replica offers, each with the package that it needs.
 # int8 and fp8 (e4m3) have one scale for each row of a weight, int4 one for 32 weights of a row.
@@ -54,6 +54,20 @@ def quantize(network: nn.Module, name: str) -> None:
     check_layers(network, name)
     for layer in _quantized_layers(network):
         quantize_(layer, _torchao_config(name, layer.weight.device))
+
+
+def plain_layers(network: nn.Module) -> int:
+    """Counts the linear layers of the blocks whose weights are plain floating-point tensors.
+
+    torchao puts tensors of its own classes in the place of what it quantizes.
+
+    Args:
+      network: a transformer, quantized or not.
+    """
+    weights = [layer.weight for layer in _quantized_layers(network)]
+    return sum(
+        type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point() for weight in weights
+    )
 
 
 def check_layers(network: nn.Module, name: str) -> None:

@@ -13,7 +13,7 @@ from flowgrpo_rc.core.random import uniform
 from flowgrpo_rc.models.causal_lm import CausalLM
 from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.rollout.engine import RolloutChunk, RolloutEngine, TextRequest
-from flowgrpo_rc.rollout.quantization import PACKAGES
+from flowgrpo_rc.rollout.quantization import PACKAGES, plain_layers
 from flowgrpo_rc.rollout.replica import Replica
 
 
@@ -59,6 +59,10 @@ class TransformersEngine(RolloutEngine[TextRequest]):
     def held_weights(self) -> Mapping[str, Tensor]:
         """Returns the LoRA of the copy."""
         return self._replica.lora
+
+    def plain_layers(self) -> int:
+        """Returns how many linear layers of the copy's blocks hold plain weights."""
+        return plain_layers(self._replica.network)
 
     def close(self) -> None:
         """Frees the copy."""

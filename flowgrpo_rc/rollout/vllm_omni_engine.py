@@ -64,6 +64,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
     kind = "diffusion"
     records_means = True
     copies_network = False
+    draws_seed_noise = True
 
     def __init__(
         self,

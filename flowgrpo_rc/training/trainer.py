@@ -121,7 +121,8 @@ class Trainer:
         with self._timed("step"):
             with self._timed("rollout"):
                 collected = components.source.collect(step)
-            self._metrics.merge(components.task.observe(collected.batch))
+            observed = components.task.observe(collected.batch, collected.shown.prompts, step)
+            self._metrics.merge(observed)
             if components.staleness > 0:
                 old = staleness(collected.batch.policy_version, step, collected.dropped)
                 self._metrics.merge(old)

@@ -12,7 +12,7 @@ from support.documented import PAGES, ROOT, Block, arguments, blocks
 
 from flowgrpo_rc.cli import _parser
 from flowgrpo_rc.config.compose import compose_all, compose_config, to_config
-from flowgrpo_rc.monitoring.health import _RULES
+from flowgrpo_rc.monitoring.health_rules import RULES
 
 LANGUAGES = {"bash", "python", "yaml", "json", "text"}
 COMMANDS = [
@@ -87,7 +87,7 @@ def test_the_quickstart_is_short() -> None:
 
 def test_every_warning_is_explained() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    watched = {rule.metric for rule in _RULES} | {
+    watched = {rule.metric for rule in RULES} | {
         "pre_update_clip_fraction",
         "mismatch_over_expected",
     }

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.faulty_engines import SharedNoise
 from support.runs import read_rows
+from support.torchao import needs_torchao
 
+from flowgrpo_rc import assets
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.build import make_engine, make_processes, make_task
-from flowgrpo_rc.calibration.causes import Diagnosis, check_record
+from flowgrpo_rc.calibration.causes import Diagnosis
 from flowgrpo_rc.calibration.choice import bound_of, choose
 from flowgrpo_rc.calibration.faults import Lora
 from flowgrpo_rc.calibration.measure import (
@@ -27,6 +30,7 @@ from flowgrpo_rc.calibration.measure import (
     plant_movements,
     sample,
 )
+from flowgrpo_rc.calibration.record import check_engine, check_record
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.commands import calibrate as command
 from flowgrpo_rc.commands.calibrate import compare, other_precisions, same_as_trainer, sample_all
@@ -36,6 +40,7 @@ from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.losses.diffusion import diffusion_loss
 from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
 
 KEY = "algorithm.rollout_correction"
 CLIP = "actor.diffusion_loss.clip_ratio"
@@ -47,6 +52,7 @@ FAULTS = {
     "Guidance": "guidance",
     "Shift": "schedule",
     "LateWindow": "window",
+    "NoGuidance": "guidance",
     "NoLora": "lora",
     "StaleWeights": "weights",
 }
@@ -54,6 +60,7 @@ VARIANTS = {
     "Bf16Input": "latents",
     "Bf16Steps": "latents",
     "LateLogProbs": "window",
+    "UnboundLora": "lora",
     "WeakLora": "lora",
 }
 BOTH = [
@@ -90,7 +97,7 @@ def configured(*overrides: str) -> Config:
     return to_config(compose_config(list(overrides)))
 
 
-def small_bench(model_path: Path, prompt_file: Path) -> Bench:
+def small_bench(model_path: Path, prompt_file: Path, *further: str) -> Bench:
     return Bench(
         f"model.path={model_path}",
         "model.lora_rank=4",
@@ -104,6 +111,7 @@ def small_bench(model_path: Path, prompt_file: Path) -> Bench:
         "rollout.algo.sde_window_range=[0,2]",
         "actor.ppo_micro_batch_size_per_gpu=4",
         "trainer.device=cpu",
+        *further,
     )
 
 
@@ -219,6 +227,7 @@ RECORDS = {
     "timestep": lambda batch: batch.replace(all_timesteps=batch.all_timesteps.bfloat16().float()),
     "latents": lambda batch: batch.replace(all_latents=batch.all_latents.half().float()),
     "weights": lambda batch: batch.replace(policy_version=batch.policy_version - 1),
+    "guidance": lambda batch: batch.replace(negative=None),
 }
 
 
@@ -229,13 +238,148 @@ def test_a_record_that_admits_a_fault(bench: Bench) -> None:
     engine = make_engine(bench.config, bench.task)
     model = bench.task.model
     rollout = sample_all(bench.config, model, engine, bench.lora, bench.prompts).few
-    assert check_record(rollout, model, version=2, other_tensors=0) == []
-    assert check_record(rollout, model, version=2, other_tensors=3)[0][0] == "weights"
+    assert check_record(rollout, model, version=2) == []
     for cause, change in RECORDS.items():
         changed = replace(rollout, batch=change(rollout.batch))
-        assert [found for found, _ in check_record(changed, model, version=2, other_tensors=0)] == [
-            cause
-        ]
+        assert [found for found, _ in check_record(changed, model, version=2)] == [cause]
+
+
+# --- Faults that make no mismatch, or none that is too large
+
+NOISE = {
+    "SharedNoise": "samples share the noise of a step",
+    "NeighboursNoise": "samples share noise at different steps",
+    "SameNoise": "the steps of a sample share their noise",
+    "LoudNoise": "the variance of the noise is 1.2",
+    "UniformNoise": "the kurtosis of the noise is 1.8",
+    "NotTheSeeds": "do not have the noise of their sample's seed, which the engine says",
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "dtype"), [*((fault, "fp32") for fault in NOISE), ("SharedNoise", "bf16")]
+)
+def test_wrong_noise_is_named(bench: Bench, fault: str, dtype: str) -> None:
+    found = bench.diagnose(f"support.faulty_engines.{fault}", dtype)
+    assert (found.cause, found.explanation, found.as_recorded) == ("noise", None, 0), found
+    assert NOISE[fault] in found.sentence()
+    assert found.doubt is not None
+
+
+class WithoutMeans(SharedNoise):
+    """Keeps no means, whatever it is asked for."""
+
+    def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
+        yield from super().generate(replace(request, keep_means=False))
+
+
+def test_noise_is_judged_by_the_trainers_means_if_the_engine_records_none(bench: Bench) -> None:
+    found = bench.diagnose(f"{__name__}.WithoutMeans", "bf16")
+    assert found.cause == "noise"
+    assert NOISE["SharedNoise"] in found.sentence()
+
+
+def test_noise_of_its_own_is_told_and_is_no_fault(bench: Bench) -> None:
+    found = bench.diagnose("support.faulty_engines.OwnNoise", "fp32")
+    assert (found.cause, found.healthy, found.doubt) == (None, True, None), found
+    assert "the engine draws noise of its own, which is no fault" in found.sentence()
+    assert bench.diagnose("diffusers", "fp32").notes == []
+
+
+def test_a_lora_that_is_bound_nowhere_or_in_part_is_named(bench: Bench) -> None:
+    """A part of it is named by what the engine shows, and by no replay."""
+    sentence = bench.diagnose("support.faulty_engines.UnboundLora", "fp32").sentence()
+    assert "the LoRA is bound to no module" in sentence
+    found = bench.diagnose("support.faulty_engines.HalfLora", "fp32")
+    assert (found.cause, found.explanation) == ("lora", None)
+    assert "tensors are bound nowhere" in found.sentence()
+
+
+@pytest.fixture(scope="module")
+def qwen(saved: Callable[[str], Path], prompt_file: Path) -> Bench:
+    """A model whose tokenizer sees whitespace and whose schedule is shifted."""
+    return small_bench(
+        saved("QwenImagePipeline"), prompt_file, "rollout.pipeline.true_cfg_scale=4.0"
+    )
+
+
+PROMPTS = {
+    "Collapsed": "prompts whitespace collapsed, which shows in a prompt with planted whitespace",
+    "Stripped": "prompts stripped, which shows",
+    "OneLine": "prompts newlines turned to spaces, which shows",
+    "TellsCollapsed": "the engine recorded prompts whitespace collapsed",
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "dtype"), [*((fault, "fp32") for fault in PROMPTS), ("Collapsed", "bf16")]
+)
+def test_changed_whitespace_is_named(qwen: Bench, fault: str, dtype: str) -> None:
+    """The prompts of the run have no whitespace that could be changed."""
+    found = qwen.diagnose(f"support.faulty_engines.{fault}", dtype)
+    assert found.cause == "prompt", found
+    assert PROMPTS[fault] in found.sentence()
+
+
+def test_the_engine_of_a_model_that_sees_whitespace_has_no_fault(qwen: Bench) -> None:
+    assert qwen.diagnose("diffusers", "bf16").cause is None
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_what_is_dropped_is_named(bench: Bench, qwen: Bench, dtype: str) -> None:
+    found = bench.diagnose("support.faulty_engines.NoGuidance", dtype)
+    assert "guidance dropped: guidance_scale 1 in place of 4.5" in found.sentence()
+    found = bench.diagnose("support.faulty_engines.NoNegative", dtype)
+    assert (found.cause, found.mismatch) == ("guidance", found.copy_mismatch)
+    assert "no negative prompt is recorded" in found.sentence()
+    found = qwen.diagnose("support.faulty_engines.NoShift", dtype)
+    assert found.cause == "schedule", found
+    assert "shift dropped: the schedule is that of shift 1" in found.sentence()
+
+
+@pytest.fixture(scope="module")
+def wide(prompt_file: Path) -> Bench:
+    """The bundled model, whose layers are wide enough for groups of 32."""
+    return small_bench(assets.path("tiny_glyph_sd3"), prompt_file, "rollout.quantization=int4")
+
+
+@needs_torchao
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_quantization_that_is_not_applied_is_named(wide: Bench, dtype: str) -> None:
+    clean = wide.diagnose("diffusers", dtype)
+    assert (clean.cause, clean.healthy) == (None, True)
+    read = wide.diagnose("support.faulty_engines.PlainWeights", dtype)
+    assert read.cause == "quantization"
+    assert "int4 is not applied: " in read.sentence()
+    assert "layers hold plain weights" in read.sentence()
+    measured = wide.diagnose("support.faulty_engines.HiddenPlainWeights", dtype)
+    assert measured.explanation is not None
+    where = {"fp32": "as the trainer does", "bf16": "in bf16"}[dtype]
+    assert f"quantization: int4 not applied: computed {where}" in measured.sentence()
+
+
+@needs_torchao
+def test_other_kernels_without_the_quantization_are_nearer_to_plain_weights(wide: Bench) -> None:
+    """The error of fp8 is not large enough for a replay to explain it."""
+    engine = "support.faulty_engines.PlainWeightsOfOtherKernels"
+    assert wide.diagnose(engine, "bf16").cause == "quantization"
+    wide.config.rollout.quantization = "fp8"
+    found = wide.diagnose(engine, "bf16")
+    assert (found.cause, found.explanation) == ("quantization", None), found
+    assert "fp8 not applied: computed in bf16: so the engine differs by" in found.sentence()
+    for clean in ("diffusers", "support.faulty_engines.QuantizedOfOtherKernels"):
+        assert wide.diagnose(clean, "bf16").cause is None
+
+
+def test_an_engine_that_shows_nothing_is_not_judged_by_it(bench: Bench) -> None:
+    bench.config.rollout.name = "diffusers"
+    engine = make_engine(bench.config, bench.task)
+    spec = bench.config.rollout.spec()
+    engine.sync_weights(bench.lora.current, 1)
+    assert check_engine(engine, bench.lora.current, spec) == []
+    ((cause, sentence),) = check_engine(engine, bench.lora.before, spec)
+    assert cause == "weights"
+    assert "are not those that it was given" in sentence
 
 
 def test_the_planted_movements_have_their_size(bench: Bench) -> None:

@@ -6,8 +6,10 @@ mismatch monitor and health rules. There is no update.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,29 +17,49 @@ from accelerate import Accelerator
 from support.faulty_engines import (
     Bf16Latents,
     Bf16Timestep,
+    Collapsed,
     Guidance,
+    HalfLora,
+    HiddenPlainWeights,
+    LoudNoise,
+    NeighboursNoise,
+    NoGuidance,
+    NoiseOfChunks,
     NoLora,
+    NoNegative,
+    NoShift,
+    NotTheSeeds,
+    OneLine,
     OtherKernels,
+    OwnNoise,
+    PlainWeights,
     Recorded,
+    SameNoise,
+    SharedNoise,
     Shift,
     StaleWeights,
+    Stripped,
+    TellsCollapsed,
+    UnboundLora,
 )
+from support.torchao import needs_torchao
 from torch import Tensor
 
 from flowgrpo_rc.batch import DiffusionBatch
-from flowgrpo_rc.build import make_monitor, make_source, make_task
+from flowgrpo_rc.build import make_health, make_monitor, make_source, make_task
+from flowgrpo_rc.config.check_engine import engine_of
 from flowgrpo_rc.config.checks import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.models.lora import lora_parameters
-from flowgrpo_rc.monitoring.health import HealthMonitor
 from flowgrpo_rc.monitoring.mismatch import MismatchMonitor
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rewards.manager import RewardManager
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
+from flowgrpo_rc.training.sources.source import Collected, RolloutSource
 from flowgrpo_rc.training.tasks.image import ImageTask
 
 SETTINGS = [
@@ -65,6 +87,16 @@ class SilentStale(StaleWeights):
 
 
 class SilentNoLora(NoLora):
+    def held_weights(self) -> None:  # type: ignore[override]
+        return None
+
+
+class SilentUnboundLora(UnboundLora):
+    def held_weights(self) -> None:  # type: ignore[override]
+        return None
+
+
+class SilentHalfLora(HalfLora):
     def held_weights(self) -> None:  # type: ignore[override]
         return None
 
@@ -101,7 +133,17 @@ class TellsShift(Shift):
         return DiffusersEngine.generate(self, request)
 
 
-FAULTS = (Bf16Latents, Bf16Timestep, Guidance, Shift, SilentNoLora, SilentStale)
+FAULTS = (
+    Bf16Latents,
+    Bf16Timestep,
+    Guidance,
+    NoGuidance,
+    Shift,
+    SilentHalfLora,
+    SilentNoLora,
+    SilentStale,
+    SilentUnboundLora,
+)
 
 
 def engine(cls: type[DiffusersEngine]) -> str:
@@ -112,6 +154,7 @@ class Bench:
     """The bundled model with a LoRA that takes part, and its values before and after an update."""
 
     def __init__(self, *settings: str) -> None:
+        self.settings = settings
         task = make_task(configure(*settings), Processes(Accelerator(cpu=True)))
         assert isinstance(task, ImageTask)
         self.model = task.model
@@ -125,23 +168,38 @@ class Bench:
             self.now[name] = self.earlier[name] + step
             parameter.data.copy_(self.now[name])
 
-    def parts(self, config: Config) -> tuple[ImageTask, MismatchMonitor, DiffusionBatch]:
-        """Returns the task, the mismatch monitor and the batch of step 2.
-
-        The engine got the earlier weights, then those of the training graph.
-        """
+    @contextmanager
+    def assembled(
+        self, config: Config
+    ) -> Iterator[tuple[ImageTask, MismatchMonitor, RolloutSource]]:
+        """Makes the task, the mismatch monitor and the source of a run."""
         processes = Processes(Accelerator(cpu=True))
         policy = FlowPolicy(self.model, self.model.network, autocast=processes.autocast)
-        task = ImageTask(self.model, policy, config.rollout, seed=0)
+        task = ImageTask(
+            self.model,
+            policy,
+            config.rollout,
+            seed=0,
+            keep_means=config.keep_means(),
+            seeded=engine_of(config).draws_seed_noise,
+        )
         rewards = RewardManager(config.reward)
         source = make_source(config, task, prompts_of(config)[0], rewards, processes, first_step=0)
         try:
-            source.sync_weights(self.earlier, 0)
-            source.sync_weights(self.now, 1)
-            return task, make_monitor(config, task, processes), source.collect(2).batch
+            yield task, make_monitor(config, task, processes), source
         finally:
             rewards.close()
             source.close()
+
+    def parts(self, config: Config) -> tuple[ImageTask, MismatchMonitor, Collected]:
+        """Returns the task, the mismatch monitor and the samples of step 2.
+
+        The engine got the earlier weights, then those of the training graph.
+        """
+        with self.assembled(config) as (task, monitor, source):
+            source.sync_weights(self.earlier, 0)
+            source.sync_weights(self.now, 1)
+            return task, monitor, source.collect(2)
 
 
 @pytest.fixture(scope="module")
@@ -156,29 +214,40 @@ def configure(*further: str) -> Config:
 @dataclass(frozen=True)
 class Seen:
     """What an iteration said: the size of the mismatch, in log-probs and relative to the
-    expectation, and the alarms.
+    expectation, the alarms, and the metrics of the rollout.
     """
 
     size: float
     over: float
     alarms: list[str]
+    rollout: dict[str, float]
 
 
 def iterate(bench: Bench, *further: str) -> Seen:
-    config = configure(*further)
-    task, floor, batch = bench.parts(config)
-    bag = MetricBag()
-    bag.merge(task.observe(batch))
-    floor.expect(batch, 2)
-    floor.before_update(batch, task.policy.log_probs(batch, 12))
-    bag.merge(floor.finish(old_is_rollout=False), "rollout_corr")
-    row = bag.compute()
-    alarms = HealthMonitor(config.effective_correction()).update(2, row)
+    config = configure(*bench.settings, *further)
+    task, monitor, collected = bench.parts(config)
+    # As in the first step, in which prompts are encoded again.
+    row = measured(task, monitor, collected, 1)
     return Seen(
         row["rollout_corr/logprob_abs_diff_mean"],
         row["rollout_corr/mismatch_over_expected"],
-        alarms,
+        make_health(config).update(2, row),
+        {name: value for name, value in row.items() if name.startswith("rollout/")},
     )
+
+
+def measured(
+    task: ImageTask, monitor: MismatchMonitor, collected: Collected, step: int
+) -> dict[str, float]:
+    """Returns the metrics of an iteration without an update."""
+    batch = collected.batch
+    assert isinstance(batch, DiffusionBatch)
+    bag = MetricBag()
+    bag.merge(task.observe(batch, collected.shown.prompts, step))
+    monitor.expect(batch, step)
+    monitor.before_update(batch, task.policy.log_probs(batch, 12))
+    bag.merge(monitor.finish(old_is_rollout=False), "rollout_corr")
+    return bag.compute()
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +275,17 @@ def test_a_clean_engine_raises_no_alarm(bench: Bench, pair: str) -> None:
     seen = iterate(bench, *CLEAN[pair])
     assert seen.alarms == []
     assert seen.over < (0.5 if pair in ("fp32", "other_shape") else 1.8)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_clean_iterations_raise_no_alarm(bench: Bench, dtype: str) -> None:
+    """`benchmarks/benchmark_monitor.py` takes fifty of them, and updates the weights."""
+    config = configure(f"rollout.dtype={dtype}")
+    health = make_health(config)
+    with bench.assembled(config) as (task, monitor, source):
+        for step in range(1, 6):
+            source.sync_weights(bench.now, step - 1)
+            assert health.update(step, measured(task, monitor, source.collect(step), step)) == []
 
 
 @pytest.mark.parametrize("cls", FAULTS)
@@ -277,9 +357,12 @@ def test_latents_in_16_bits_are_noticed_below_the_floor(bench: Bench) -> None:
     ("cls", "words"),
     [
         (TellsGuidance, "guidance_scale: 4.5 here, 4.545"),
+        (NoNegative, "recorded no negative prompts"),
         (TellsShift, "another schedule than the model's: sigmas"),
         (StaleWeights, "does not hold the trainer's LoRA of step 1"),
         (NoLora, "does not hold the trainer's LoRA of step 1"),
+        (UnboundLora, "62 of 62 tensors are missing or others"),
+        (HalfLora, "tensors are missing or others"),
     ],
 )
 def test_what_an_engine_tells_is_compared(
@@ -293,10 +376,114 @@ def test_what_an_engine_tells_is_compared(
     assert words in str(error.value)
 
 
+# --- Noise, with and without the rollout's means
+
+MEANS = {
+    "without_means": [],
+    "with_means": [
+        "algorithm.rollout_correction.rollout_rs=step_kl",
+        "algorithm.rollout_correction.rollout_rs_threshold=auto:4",
+    ],
+}
+SHARING = "same noise for several samples or steps"
+NOISES = {
+    SharedNoise: SHARING,
+    NoiseOfChunks: SHARING,
+    SameNoise: SHARING,
+    NeighboursNoise: SHARING,
+    LoudNoise: "noise of another size",
+    NotTheSeeds: "says that it draws the noise of the samples' seeds",
+}
+
+
+@pytest.mark.parametrize("means", MEANS)
+@pytest.mark.parametrize("cls", NOISES)
+def test_wrong_noise_is_noticed(bench: Bench, cls: type[DiffusersEngine], means: str) -> None:
+    """It makes no mismatch: each log-prob is that of the state that was drawn."""
+    seen = iterate(
+        bench,
+        "rollout.dtype=fp32",
+        "rollout.micro_batch_size_per_gpu=2",
+        engine(cls),
+        *MEANS[means],
+    )
+    assert any(NOISES[cls] in alarm for alarm in seen.alarms)
+    assert not any(ALARM in alarm for alarm in seen.alarms)
+
+
+@pytest.mark.parametrize("means", MEANS)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_independent_noise_of_other_seeds_is_no_fault(bench: Bench, dtype: str, means: str) -> None:
+    seen = iterate(bench, f"rollout.dtype={dtype}", engine(OwnNoise), *MEANS[means])
+    assert seen.alarms == []
+    assert seen.rollout["rollout/noise_variance_off"] == 0
+    assert seen.rollout["rollout/noise_shared_max"] < 0.25
+
+
+# --- Prompts
+
+ODD = "  a\\n tall   cat "  # as JSON has it
+
+
+@pytest.fixture(scope="module")
+def odd(saved: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """A model whose tokenizer sees whitespace, and prompts with much of it."""
+    prompts = tmp_path_factory.mktemp("odd") / "train.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "{ODD}{n}\\\\n"}}\n' for n in range(8)))
+    return Bench(
+        f"model.path={saved('QwenImagePipeline')}",
+        "model.lora_rank=4",
+        "model.lora_alpha=8",
+        f"data.train_files={prompts}",
+        f"data.val_files={prompts}",
+        "rollout.pipeline.guidance_scale=1.0",
+        "rollout.pipeline.true_cfg_scale=4.0",
+        "rollout.dtype=fp32",
+    )
+
+
+def test_prompts_with_odd_whitespace_raise_no_alarm(odd: Bench) -> None:
+    seen = iterate(odd)
+    assert (seen.alarms, seen.rollout["rollout/conditioning_error_max"]) == ([], 0)
+
+
+@pytest.mark.parametrize("cls", [Collapsed, NoShift, OneLine, Stripped])
+def test_changed_whitespace_or_a_dropped_shift_is_noticed(
+    odd: Bench, cls: type[DiffusersEngine]
+) -> None:
+    assert any(ALARM in alarm for alarm in iterate(odd, engine(cls)).alarms)
+
+
+def test_changed_whitespace_that_the_record_tells_is_noticed(odd: Bench) -> None:
+    """The training graph is given what the engine encoded, so that there is no mismatch."""
+    seen = iterate(odd, engine(TellsCollapsed))
+    assert seen.over < 0.5
+    (alarm,) = seen.alarms
+    assert "encodes other prompts than it is given" in alarm
+
+
+# --- Quantization
+
+INT4 = "rollout.quantization=int4"
+
+
+@needs_torchao
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_quantization_that_is_not_applied_is_noticed(bench: Bench, dtype: str) -> None:
+    clean = iterate(bench, f"rollout.dtype={dtype}", INT4)
+    assert clean.alarms == []
+    assert 0.5 < clean.over < 1.8
+    (alarm,) = iterate(bench, f"rollout.dtype={dtype}", INT4, engine(HiddenPlainWeights)).alarms
+    assert "The engine seems to sample with plain weights" in alarm
+    with pytest.raises(RuntimeError, match="does not quantize"):
+        iterate(bench, f"rollout.dtype={dtype}", INT4, engine(PlainWeights))
+
+
 def test_a_resumed_run_expects_the_same(bench: Bench) -> None:
     """It measures again only when an uninterrupted run does."""
     config = configure("rollout.dtype=bf16")
-    task, first, batch = bench.parts(config)
+    task, first, collected = bench.parts(config)
+    batch = collected.batch
     first.expect(batch, 1)
     second = make_monitor(config, task, Processes(Accelerator(cpu=True)))
     second.load(first.tensors())

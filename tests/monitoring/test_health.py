@@ -255,6 +255,56 @@ def test_rounded_latents_are_reported_at_once() -> None:
     assert "16 bits" in warning
 
 
+@pytest.mark.parametrize(
+    ("metric", "healthy", "ill", "words"),
+    [
+        ("noise_variance_off", 0.05, 0.051, "noise of another size"),
+        ("noise_shared_max", 0.5, 0.51, "the same noise for several samples or steps"),
+        ("noise_of_seed_min", 0.5, 0.49, "draws other noise"),
+        ("conditioning_error_max", 0.5, 0.51, "encodes other prompts than it is given"),
+    ],
+)
+def test_what_a_rollout_must_be_is_reported_at_once(
+    metric: str, healthy: float, ill: float, words: str
+) -> None:
+    name = f"rollout/{metric}"
+    monitor = HealthMonitor(settings_of())
+    assert monitor.update(1, {name: healthy}) == []
+    (warning,) = monitor.update(2, {name: ill})
+    assert warning.startswith(f"{name} is {ill:.4g}, ")
+    assert words in warning
+
+
+@pytest.mark.parametrize(
+    ("share", "healthy", "ill"),
+    [
+        (None, 0.0, None),
+        (0.0, 0.1, 0.099),  # fp32 with any quantization
+        (0.083, 0.166, 0.165),  # bf16 with int4
+        (0.25, 0.5, 0.49),
+        (0.28, 0.0, None),  # bf16 with fp8: rounding is too large a part of it
+    ],
+)
+def test_a_mismatch_without_the_quantization_is_reported_at_once(
+    share: float | None, healthy: float, ill: float | None
+) -> None:
+    name = "actor/rollout_corr/mismatch_over_expected"
+    monitor = HealthMonitor(settings_of(), unquantized=share)
+    assert monitor.update(1, {name: healthy}) == []
+    if ill is not None:
+        (warning,) = monitor.update(2, {name: ill})
+        assert warning.startswith(f"{name} is {ill:.4g}, below ")
+        assert "rollout.quantization" in warning
+
+
+def test_a_run_knows_what_its_quantization_explains() -> None:
+    def quantized(quantization: str | None) -> list[str]:
+        monitor = make_health(Config(rollout=RolloutConfig(quantization=quantization)))
+        return monitor.update(1, {"rollout_corr/mismatch_over_expected": 0.08})
+
+    assert [bool(quantized(name)) for name in (None, "int8", "int4")] == [False, False, True]
+
+
 def run(monitor: HealthMonitor, values: list[float], first: int = 1) -> list[int]:
     """Returns the steps at which the monitor warned of the effective sample size."""
     name = "rollout_corr/rollout_is_eff_sample_size"

@@ -7,17 +7,22 @@ by path, `rollout.name=support.faulty_engines.StaleWeights`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.core.random import normal, uniform
 from flowgrpo_rc.models.base import Schedule
 from flowgrpo_rc.policies import flow
+from flowgrpo_rc.policies.encode_prompts import encode_prompts
+from flowgrpo_rc.rollout import diffusers_engine
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
+from flowgrpo_rc.rollout.quantization import precision
 
 
 class Recorded(DiffusersEngine):
@@ -92,6 +97,23 @@ class Guidance(OtherSettings):
         )
 
 
+class NoNegative(OtherSettings):
+    """Drops the guidance, and with it the record of the negative prompts."""
+
+    def changed(self, request: ImageRequest) -> ImageRequest:
+        return replace(request, spec=replace(request.spec, guidance_scale=1.0))
+
+
+class NoGuidance(NoNegative):
+    """Drops the guidance."""
+
+    def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
+        _, negative = encode_prompts(self._model, request.prompts.prompts, request.spec)
+        for chunk in super().generate(request):
+            batch: Any = chunk.batch
+            yield replace(chunk, batch=batch.replace(negative=negative))
+
+
 class LateWindow(OtherSettings):
     def changed(self, request: ImageRequest) -> ImageRequest:
         return replace(request, window=request.window + 1)
@@ -114,6 +136,26 @@ class Shift(OtherSchedule):
     def moved(self, schedule: Schedule) -> Schedule:
         sigmas = 3 * schedule.sigmas / (1 + 2 * schedule.sigmas)
         return Schedule(sigmas, 1000 * sigmas[:-1])
+
+
+class NoShift(OtherSchedule):
+    """Drops the shift of the scheduler's settings."""
+
+    def __init__(self, model: Any, network: torch.nn.Module, **options: Any) -> None:
+        super().__init__(model, network, **options)
+        scheduler = type(model.scheduler).from_config(
+            model.scheduler.config, shift=1.0, use_dynamic_shifting=False
+        )
+        steps = {}
+
+        def schedule(spec: Any) -> Schedule:
+            if spec.num_inference_steps not in steps:
+                scheduler.set_timesteps(spec.num_inference_steps)
+                found = Schedule(scheduler.sigmas.clone(), scheduler.timesteps.clone())
+                steps[spec.num_inference_steps] = found
+            return steps[spec.num_inference_steps]
+
+        self._policy.model.schedule = schedule
 
 
 class Bf16Timestep(OtherSchedule):
@@ -170,6 +212,35 @@ class NoLora(DiffusersEngine):
         super().sync_weights(off, version)
 
 
+class UnboundLora(DiffusersEngine):
+    """Takes the LoRA under other names, and leaves out without a word what it does not know."""
+
+    def __init__(self, model: Any, network: torch.nn.Module, **options: Any) -> None:
+        super().__init__(model, network, **options)
+        for name, tensor in self._replica.lora.items():
+            if ".lora_B." in name:
+                tensor.zero_()
+
+    def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
+        named = {self.renamed(name): tensor for name, tensor in state.items()}
+        known = {name: tensor for name, tensor in named.items() if name in self._replica.lora}
+        self._bound = list(known)
+        super().sync_weights(dict(self._replica.lora) | known, version)
+
+    def renamed(self, name: str) -> str:
+        return f"base_model.model.{name}"
+
+    def held_weights(self) -> Mapping[str, Tensor]:
+        return {name: self._replica.lora[name] for name in self._bound}
+
+
+class HalfLora(UnboundLora):
+    """Knows the projections of the image alone."""
+
+    def renamed(self, name: str) -> str:
+        return name.replace("add_", "added_")
+
+
 class WeakLora(DiffusersEngine):
     """Leaves out alpha / rank, which is 2 in the tests."""
 
@@ -221,6 +292,179 @@ class ShiftOfOtherKernels(OtherKernels, Shift):
 
 class OneByOne(DiffusersEngine):
     """Samples one image in a forward, so sums have another order."""
+
+    def __init__(self, model: Any, network: torch.nn.Module, **options: Any) -> None:
+        super().__init__(model, network, **options | {"chunk_size": 1})
+
+
+# --- Noise
+
+
+class OtherNoise(DiffusersEngine):
+    """Draws other noise for its steps; the initial latents are those of the seeds."""
+
+    def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
+        self.request = request
+        original = diffusers_engine.normal
+
+        def drawn(shape: Sequence[int], seeds: Sequence[int], *purpose: Any) -> Tensor:
+            if purpose[0] == "latents":
+                return original(shape, seeds, *purpose)
+            return self.noise(shape, seeds, purpose[1])
+
+        diffusers_engine.normal = drawn
+        try:
+            yield from super().generate(request)
+        finally:
+            diffusers_engine.normal = original
+
+    def noise(self, shape: Sequence[int], seeds: Sequence[int], step: int) -> Tensor:
+        raise NotImplementedError
+
+
+class SharedNoise(OtherNoise):
+    """All samples of a prompt take the noise of the first one."""
+
+    def noise(self, shape: Sequence[int], seeds: Sequence[int], step: int) -> Tensor:
+        every = self.request.samples_per_prompt
+        rows = [self.request.seeds.index(seed) for seed in seeds]
+        first = [self.request.seeds[row - row % every] for row in rows]
+        return normal(shape, first, "step", step)
+
+
+class NoiseOfChunks(OtherNoise):
+    """Starts its generator anew for every chunk."""
+
+    def noise(self, shape: Sequence[int], seeds: Sequence[int], step: int) -> Tensor:
+        return normal(shape, range(len(seeds)), "chunk", step)
+
+
+class SameNoise(OtherNoise):
+    """Every step of a sample takes the same noise."""
+
+    def noise(self, shape: Sequence[int], seeds: Sequence[int], step: int) -> Tensor:
+        return normal(shape, seeds, "step", 0)
+
+
+class NeighboursNoise(OtherNoise):
+    """Seeds of steps count on from the sample's: two samples meet at different steps."""
+
+    def noise(self, shape: Sequence[int], seeds: Sequence[int], step: int) -> Tensor:
+        rows = [self.request.seeds.index(seed) for seed in seeds]
+        return normal(shape, [row + step for row in rows], "step")
+
+
+class LoudNoise(OtherNoise):
+    """The noise is a tenth too large."""
+
+    def noise(self, shape: Sequence[int], seeds: Sequence[int], step: int) -> Tensor:
+        return 1.1 * normal(shape, seeds, "step", step)
+
+
+class UniformNoise(OtherNoise):
+    """Has variance 1 and is not normal."""
+
+    draws_seed_noise = False
+
+    def noise(self, shape: Sequence[int], seeds: Sequence[int], step: int) -> Tensor:
+        return (uniform(shape, seeds, "step", step).float() - 0.5) * 12**0.5
+
+
+class OwnNoise(OtherNoise):
+    """Follows seeds of its own, which is no fault."""
+
+    draws_seed_noise = False
+
+    def noise(self, shape: Sequence[int], seeds: Sequence[int], step: int) -> Tensor:
+        return normal(shape, seeds, "own", step)
+
+
+class NotTheSeeds(OwnNoise):
+    """Says that it follows the seeds of the request."""
+
+    draws_seed_noise = True
+
+
+# --- Prompts
+
+
+class Collapsed(DiffusersEngine):
+    """Samples from texts whose whitespace is collapsed, and records what the given texts encode."""
+
+    def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
+        prompts = request.prompts
+        changed = replace(prompts, prompts=[self.reached(prompt) for prompt in prompts.prompts])
+        conditioning, negative = encode_prompts(self._model, prompts.prompts, request.spec)
+        start = 0
+        for chunk in super().generate(replace(request, prompts=changed)):
+            rows = range(start, start + len(chunk.batch))
+            start += len(chunk.batch)
+            batch: Any = chunk.batch
+            if not self.tells:
+                batch = batch.replace(conditioning=conditioning, negative=negative)
+            yield replace(chunk, batch=batch, prompts=[request.prompt_of(row) for row in rows])
+
+    tells = False
+
+    def reached(self, prompt: Prompt) -> Prompt:
+        return replace(prompt, text=self.changed(prompt.text))
+
+    def changed(self, text: str) -> str:
+        return " ".join(text.split())
+
+
+class Stripped(Collapsed):
+    def changed(self, text: str) -> str:
+        return text.strip()
+
+
+class OneLine(Collapsed):
+    """Turns newlines to spaces."""
+
+    def changed(self, text: str) -> str:
+        return text.replace("\n", " ")
+
+
+class TellsCollapsed(Collapsed):
+    """Records what it encoded."""
+
+    tells = True
+
+
+# --- Quantization
+
+
+class PlainWeights(DiffusersEngine):
+    """Says that its weights are quantized, and loads plain ones."""
+
+    def __init__(
+        self, model: Any, network: torch.nn.Module, *, quantization: str | None, **options: Any
+    ) -> None:
+        super().__init__(model, network, **options)
+        self._replica.precision = precision(options["dtype"], quantization)
+
+
+class HiddenPlainWeights(PlainWeights):
+    """Its weights are out of the trainer's reach, as in a process of its own."""
+
+    def plain_layers(self) -> None:  # type: ignore[override]
+        return None
+
+
+class PlainWeightsOfOtherKernels(HiddenPlainWeights):
+    """Products are those of bf16 autocast, one sample at a time."""
+
+    def __init__(self, model: Any, network: torch.nn.Module, **options: Any) -> None:
+        super().__init__(model, network, **options | {"dtype": "fp32", "chunk_size": 1})
+        self._replica.precision = precision(options["dtype"], options["quantization"])
+
+    def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
+        with torch.autocast("cpu", torch.bfloat16):
+            yield from super().generate(request)
+
+
+class QuantizedOfOtherKernels(DiffusersEngine):
+    """Has no fault, and computes one sample at a time."""
 
     def __init__(self, model: Any, network: torch.nn.Module, **options: Any) -> None:
         super().__init__(model, network, **options | {"chunk_size": 1})

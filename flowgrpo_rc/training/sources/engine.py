@@ -104,6 +104,7 @@ class EngineSource(RolloutSource):
             shown += thumbnails(chunk.samples, len(chunk.prompts))
         rewards = partial(collect_rewards, self._rewards, handles, self._processes)
         collected = Collected(concat(batches), rewards, shown=Shown(prompted, shown))
+        self.engine.check_quantization(request.spec)
         if self._pushed is not None and self._pushed[1] in collected.versions():
             self.engine.check_weights(*self._pushed)
         return collected

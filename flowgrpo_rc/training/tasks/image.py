@@ -21,6 +21,7 @@ from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig
 from flowgrpo_rc.losses.diffusion import DiffusionObjective
 from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.monitoring.images import observe_images
 from flowgrpo_rc.policies.encode_prompts import encode_prompts
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.records.samples import film_strips, save_animation, save_grid
@@ -48,6 +49,7 @@ class ImageTask(Task):
         *,
         keep_means: bool = False,
         decode: bool = True,
+        seeded: bool = False,
     ) -> None:
         """Takes the model and how it is sampled.
 
@@ -58,6 +60,7 @@ class ImageTask(Task):
           seed: the run's seed.
           keep_means: whether the rollout has to record the means of its steps.
           decode: whether samples are needed beside their latents.
+          seeded: whether the engine says that it draws the noise of the samples' seeds.
         """
         self.model = model
         self.policy = policy
@@ -65,6 +68,7 @@ class ImageTask(Task):
         self._seed = seed
         self._keep_means = keep_means
         self._decode = decode
+        self._seeded = seeded
         self._held_out = config.held_out_spec()
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
@@ -106,6 +110,11 @@ class ImageTask(Task):
         """Raises ValueError unless the rollout has log-probs, our schedule and needed means."""
         require_rollout_log_probs(batch)
         self.model.schedule(self._config.spec()).check(batch)
+        if batch.negative is None and self.model.cfg_scale(batch.spec) > 1:
+            raise ValueError(
+                "the rollout recorded no negative prompts, without which training would drop the "
+                f"guidance too (rollout.pipeline.{self.model.cfg_key}): use another engine"
+            )
         if self._keep_means and batch.prev_sample_mean is None:
             raise ValueError(
                 "the correction, the loss or a criterion compares the means of the steps with "
@@ -119,15 +128,9 @@ class ImageTask(Task):
         """Builds the loss of denoising steps."""
         return DiffusionObjective(config)
 
-    def observe(self, batch: DiffusionBatch) -> MetricBag:
-        """Measures the share of latents that 16 bits hold.
-
-        It is 1 if an engine rounds what it stores, and one in thousands if not.
-        """
-        stored = batch.all_latents[:, -1]
-        metrics = MetricBag()
-        metrics.mean("rollout/latents_16bit_fraction", (stored == stored.half()).double())
-        return metrics
+    def observe(self, batch: DiffusionBatch, prompts: Sequence[Prompt], step: int) -> MetricBag:
+        """Measures latents, noise and prompts, with `observe_images`."""
+        return observe_images(self.model, batch, prompts, step, seeded=self._seeded)
 
     @torch.no_grad()
     def sample(self, prompts: Sequence[Prompt], *, decode: bool = True) -> HeldOut:

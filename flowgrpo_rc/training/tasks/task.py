@@ -77,8 +77,14 @@ class Task(ABC):
         """Builds the loss of this kind of model, once for a run."""
 
     @abstractmethod
-    def observe(self, batch: Any) -> MetricBag:
-        """Measures facts about a rollout, such as the length of responses; full names."""
+    def observe(self, batch: Any, prompts: Sequence[Prompt], step: int) -> MetricBag:
+        """Measures facts about a rollout, such as the length of responses; full names.
+
+        Args:
+          batch: the samples, [B].
+          prompts: the prompt of each of them, [B]; empty for samples that come from files.
+          step: the step that they are for; the first is 1.
+        """
 
     @abstractmethod
     def sample(self, prompts: Sequence[Prompt], *, decode: bool = True) -> HeldOut:

@@ -75,7 +75,7 @@ class TextTask(Task):
         """Builds the loss of tokens."""
         return TokenObjective(config)
 
-    def observe(self, batch: TokenBatch) -> MetricBag:
+    def observe(self, batch: TokenBatch, prompts: Sequence[Prompt], step: int) -> MetricBag:
         """Measures lengths in tokens, with the end token, and shares of cut and empty responses."""
         lengths = batch.response_mask.sum(1)
         ends = torch.isin(

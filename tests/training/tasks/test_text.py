@@ -72,7 +72,7 @@ def test_what_is_observed(trained_lm: CausalLM) -> None:
         seed=torch.arange(5),
         policy_version=torch.zeros(5, dtype=torch.int64),
     )
-    assert task(trained_lm).observe(batch).compute() == {
+    assert task(trained_lm).observe(batch, [], 1).compute() == {
         "response/length_mean": 16 / 5,
         "response/length_max": 4.0,
         "response/length_min": 1.0,

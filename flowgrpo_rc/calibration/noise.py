@@ -1,0 +1,138 @@
+"""Whether the noise of recorded steps is standard normal, independent, and that of the seeds.
+
+Legend: B samples, T steps, D elements of a latent, K elements that are looked at, R = B T.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.batch import DiffusionBatch
+from flowgrpo_rc.monitoring.noise import follows_seed, rollout_noise
+
+ELEMENTS = 16384  # K
+SIGMAS = 6.0  # statistical errors beyond which a moment is wrong
+PAIR_SIGMAS = 8.0  # the same for a correlation, of which there are many
+# What is more significant than that and smaller than this is rounding.
+LEAST = {"mean": 0.01, "variance": 0.02, "kurtosis": 0.1}
+
+
+class NoiseReport(NamedTuple):
+    """What is wrong with the noise; a list of sentences each, empty if nothing is.
+
+    Attributes:
+      shared: about noise that steps have in common.
+      moments: about noise that is not standard normal. Means and standard deviations of the steps
+        have to be right for it.
+      seeds: about noise that is not the seeds', though the engine says so.
+      notes: what is no fault.
+    """
+
+    shared: Sequence[str] = ()
+    moments: Sequence[str] = ()
+    seeds: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+
+def check_noise(batch: DiffusionBatch, *, says_seeds: bool) -> NoiseReport:
+    """Checks the noise of recorded steps.
+
+    Args:
+      batch: the steps, with their means.
+      says_seeds: whether the engine says that it draws the seeds' noise.
+    """
+    noise, _ = rollout_noise(batch, ELEMENTS)
+    shared = check_sharing(noise)
+    seeds: list[str] = []
+    notes: list[str] = []
+    if not shared:
+        seeds, notes = check_seeds(batch, says_seeds=says_seeds)
+    return NoiseReport(shared, check_moments(noise), seeds, notes)
+
+
+def check_sharing(noise: Tensor) -> list[str]:
+    """Looks for correlated noise among all pairs of steps.
+
+    A correlation r of K independent elements is 0 with atanh(r) = 0 +- 1 / sqrt(K - 3).
+
+    Args:
+      noise: [B, T, K].
+
+    Returns:
+      A sentence for each kind of pair that is correlated.
+    """
+    num_samples, num_steps, num_elements = noise.shape
+    rows = noise.flatten(0, 1)
+    rows = rows / rows.square().mean(1, keepdim=True).sqrt()
+    correlation = ((rows @ rows.T) / num_elements).abs().clamp(max=1 - 1e-6)
+    high = (torch.atanh(correlation) * math.sqrt(num_elements - 3) > PAIR_SIGMAS).triu(1)
+    sample = torch.arange(num_samples, device=rows.device).repeat_interleave(num_steps)
+    step = torch.arange(num_steps, device=rows.device).repeat(num_samples)
+    same_sample = sample.unsqueeze(1) == sample
+    same_step = step.unsqueeze(1) == step
+    kinds = {
+        "samples share the noise of a step": ~same_sample & same_step,
+        "the steps of a sample share their noise": same_sample & ~same_step,
+        "samples share noise at different steps": ~same_sample & ~same_step,
+    }
+    sentences = []
+    for words, kind in kinds.items():
+        found = high & kind
+        if found.any():
+            largest = correlation[found].max().item()
+            number, all_pairs = int(found.sum()), int(kind.triu(1).sum())
+            sentences.append(
+                f"{words}: {number} of {all_pairs} pairs are correlated, by up to {largest:.2f}"
+            )
+    return sentences
+
+
+def check_moments(noise: Tensor) -> list[str]:
+    """Compares mean, variance and kurtosis with those of a standard normal distribution.
+
+    Of N elements they are 0 +- sqrt(1 / N), 1 +- sqrt(2 / N) and 3 +- sqrt(24 / N).
+
+    Args:
+      noise: [B, T, K].
+
+    Returns:
+      A sentence for each moment that is off.
+    """
+    values = noise.double().flatten()
+    square = values.square().mean()
+    found = {
+        "mean": (values.mean().item(), 0.0, 1.0),
+        "variance": (square.item(), 1.0, 2.0),
+        "kurtosis": ((values**4).mean().item() / square.item() ** 2, 3.0, 24.0),
+    }
+    sentences = []
+    for name, (value, wanted, variance) in found.items():
+        error = SIGMAS * math.sqrt(variance / len(values))
+        if abs(value - wanted) > max(error, LEAST[name]):
+            sentences.append(f"the {name} of the noise is {value:.3g}, not {wanted:g}")
+    return sentences
+
+
+def check_seeds(batch: DiffusionBatch, *, says_seeds: bool) -> tuple[list[str], list[str]]:
+    """Compares the noise with that of the seeds.
+
+    Args:
+      batch: the steps, with their means.
+      says_seeds: whether the engine says that it draws the seeds' noise.
+
+    Returns:
+      What is wrong, and what is only worth knowing.
+    """
+    shares = torch.cat([follows_seed(batch.step(t)) for t in range(batch.num_steps)])
+    others = int((shares < 0.5).sum())
+    if not others:
+        return [], []
+    sentence = f"{others} of {len(shares)} steps do not have the noise of their sample's seed"
+    if says_seeds:
+        return [f"{sentence}, which the engine says that it draws (draws_seed_noise)"], []
+    return [], [f"{sentence}: the engine draws noise of its own, which is no fault"]

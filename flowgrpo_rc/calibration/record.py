@@ -1,0 +1,112 @@
+"""Faults that a record, or the engine itself, shows without a replay; each as (cause, sentence)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.batch import Spec
+from flowgrpo_rc.calibration.faults import HALF, dropped
+from flowgrpo_rc.calibration.measure import RecordedRollout
+from flowgrpo_rc.calibration.prompts import check_conditioning
+from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.models.lora import other_tensors
+from flowgrpo_rc.rollout.engine import RolloutEngine
+
+
+def check_record(
+    rollout: RecordedRollout, model: FlowModel, *, version: int
+) -> list[tuple[str, str]]:
+    """Checks a record apart from its log-probs.
+
+    Args:
+      rollout: the record.
+      model: the trainer's model.
+      version: version of the weights that the engine was given last.
+
+    Returns:
+      Each fault as (cause, sentence).
+    """
+    batch = rollout.batch
+    request = rollout.request
+    found = []
+    schedule = model.schedule(request.spec)
+    steps = batch.step_indices
+    different = request.spec.differences(batch.spec)
+    if different:
+        found.append(
+            ("settings", f"the engine sampled with other settings: {'; '.join(different)}")
+        )
+    scale = model.cfg_scale(request.spec)
+    if batch.negative is None and scale > 1:
+        sentence = f"{dropped(model.cfg_key, scale)}, since no negative prompt is recorded"
+        found.append(("guidance", sentence))
+    # torch.equal is also False for tensors of different shapes.
+    if not torch.equal(batch.sigmas, schedule.sigmas):
+        found.append(
+            ("schedule", "the engine recorded other sigmas than the model's scheduler has")
+        )
+    elif not torch.equal(steps, request.window.to(steps)):
+        found.append(("window", "the recorded steps are not those that were asked for"))
+    elif not torch.equal(batch.all_timesteps, schedule.timesteps[steps]):
+        found.append(("timestep", "the recorded timesteps are not those of the schedule"))
+    results = batch.all_latents[:, 1:]
+    for name, dtype in HALF.items():
+        if torch.equal(results, results.to(dtype).float()):
+            found.append(("latents", f"every recorded latent is a number of {name}"))
+            break
+    versions = sorted(set(batch.policy_version.tolist()))
+    if versions != [version]:
+        found.append(
+            ("weights", f"the engine sampled with the weights of version {versions}, not {version}")
+        )
+    return found
+
+
+def check_prompts(rollout: RecordedRollout, model: FlowModel) -> list[tuple[str, str]]:
+    """Checks the recorded conditioning, as (cause, sentence).
+
+    Args:
+      rollout: the record of a prompt with whitespace planted in it.
+      model: the trainer's model.
+    """
+    found = check_conditioning(rollout, model)
+    return [] if found is None else [("prompt", f"the engine recorded prompts {found}")]
+
+
+def check_engine(
+    engine: RolloutEngine[Any], pushed: Mapping[str, Tensor], spec: Spec
+) -> list[tuple[str, str]]:
+    """Reads back what an engine holds, as (cause, sentence).
+
+    Args:
+      engine: the engine; what it does not show is not judged.
+      pushed: the LoRA that it was given last, by name.
+      spec: the settings that it is asked for.
+    """
+    found = []
+    plain = engine.plain_layers()
+    _, _, quantization = spec.dtype.partition("+")
+    if quantization and plain:
+        sentence = f"{quantization} is not applied: {plain} layers hold plain weights"
+        found.append(("quantization", sentence))
+    held = engine.held_weights()
+    if held is None:
+        return found
+    bound = held.keys() & pushed.keys()
+    if not bound:
+        sentence = f"the LoRA is bound to no module: none of its {len(pushed)} tensors is held"
+        return [*found, ("lora", sentence)]
+    if len(bound) < len(pushed):
+        number = len(pushed) - len(bound)
+        found.append(("lora", f"{number} of the LoRA's {len(pushed)} tensors are bound nowhere"))
+    others = other_tensors(
+        {name: held[name] for name in bound}, {name: pushed[name] for name in bound}
+    )
+    if others:
+        sentence = f"{others} tensors of the engine's LoRA are not those that it was given"
+        found.append(("weights", sentence))
+    return found

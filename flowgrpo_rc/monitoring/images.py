@@ -1,0 +1,34 @@
+"""Facts about a rollout of images or videos that its log-probs do not show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flowgrpo_rc.batch import DiffusionBatch, Prompt
+from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.monitoring.conditioning import EVERY, conditioning_error
+from flowgrpo_rc.monitoring.noise import observe_noise
+
+
+def observe_images(
+    model: FlowModel, batch: DiffusionBatch, prompts: Sequence[Prompt], step: int, *, seeded: bool
+) -> MetricBag:
+    """Measures what an engine stores, draws and encodes; full names.
+
+    The share of latents that 16 bits hold is 1 if an engine rounds what it stores, and one in
+    thousands if not. Prompts are encoded again in step 1 and every `EVERY` steps.
+
+    Args:
+      model: the trainer's model.
+      batch: the samples, [B].
+      prompts: the prompt of each of them, [B]; empty for samples that come from files.
+      step: the step that they are for; the first is 1.
+      seeded: whether the engine says that it draws the noise of the samples' seeds.
+    """
+    metrics = observe_noise(batch, seeded=seeded)
+    stored = batch.all_latents[:, -1]
+    metrics.mean("rollout/latents_16bit_fraction", (stored == stored.half()).double())
+    if prompts and step % EVERY == 1:
+        metrics.max("rollout/conditioning_error_max", conditioning_error(model, batch, prompts))
+    return metrics
