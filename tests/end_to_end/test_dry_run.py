@@ -26,6 +26,8 @@ from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.training import optim
 
 RC = "algorithm.rollout_correction"
+NO_MEANS = "rollout.name=support.faulty_engines.NoMeans"
+GUARD = "actor.diffusion_loss.loss_mode=grpo_guard"
 TEXT = ("--config-name", "token_grpo", "trainer.device=cpu")
 MODELS = {
     "flux": "FluxPipeline",
@@ -99,6 +101,9 @@ IMAGES = [
     (f"{RC}.bypass_mode=true {RC}.exclude_rejected=true", "exclude_rejected"),
     (f"{RC}.bypass_mode=true actor.old_log_probs=recompute", "actor.old_log_probs=recompute"),
     (f"{RC}.custom_correction=nowhere:f", "custom_correction='nowhere:f'"),
+    (f"{RC}.centered=maybe", "maybe"),
+    ("actor.diffusion_loss.clip_ratio=auto:4", "set bypass_mode=true"),
+    (f"actor.diffusion_loss.clip_ratio=auto {RC}.bypass_mode=true", "or auto:k"),
     # Prompts and rewards.
     ("data.train_files=/does/not/exist.txt", "/does/not/exist.txt"),
     ("data.val_files=null", "data.val_files"),
@@ -108,6 +113,9 @@ IMAGES = [
     # The engine.
     ("rollout.name=no_such_engine", "no plug-in 'no_such_engine'"),
     ("rollout.name=transformers_engine", "model.kind=causal_lm"),
+    (f"{NO_MEANS} {RC}.centered=true", "does not record the means"),
+    (f"{NO_MEANS} {RC}.rollout_rs=step_kl {RC}.rollout_rs_threshold=1", "rollout_rs=step_kl needs"),
+    (f"{NO_MEANS} {RC}.bypass_mode=true {GUARD}", "loss_mode=grpo_guard (in bypass mode) needs"),
     ("rollout.engine_kwargs.foo=1", "rollout.engine_kwargs.foo: unknown option"),
     ("rollout.quantization=int3", "rollout.quantization='int3'"),
     ("rollout.name=vllm_omni rollout.compile=true", "rollout.compile=true has no effect"),
@@ -148,6 +156,7 @@ TEXTS = [
     (f"{RC}=pg_is actor.token_loss.loss_mode=gspo", "loss_mode=gspo"),
     (f"{RC}=bypass_ppo_clip {RC}.bypass_level=window", "whole responses"),
     (f"{RC}.log_prob_scale=sum", "no mean"),
+    (f"{RC}.centered=true", "means of Gaussian steps"),
     (f"{RC}.rollout_rs=step_kl {RC}.rollout_rs_threshold=1", "token_k3"),
     (f"{RC}.rollout_rs=token_k1 {RC}.rollout_rs_threshold=auto:4", "give a number"),
     ("rollout.compile=true", "rollout.compile=true has no effect"),

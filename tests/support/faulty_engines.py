@@ -65,6 +65,12 @@ class InfLogProbs(NanLogProbs):
     value = float("-inf")
 
 
+class NoMeans(DiffusersEngine):
+    """Says that it records no means."""
+
+    records_means = False
+
+
 class OtherSettings(DiffusersEngine):
     """Samples with changed settings, and records the ones asked for."""
 
