@@ -28,9 +28,9 @@ def test_noise_passes_the_clip_of_a_run(
         "actor.diffusion_loss.auto_floor=1e-6",
         "actor.optim.lr=1e-9",
         "actor.ema.enable=false",
-        "data.train_batch_size=4",
-        "actor.ppo_mini_batch_size=4",
-        "trainer.total_training_steps=6",
+        "data.train_batch_size=2",
+        "actor.ppo_mini_batch_size=2",
+        "trainer.total_training_steps=5",
         "trainer.test_freq=0",
         "trainer.save_freq=0",
         "trainer.logger=[]",
@@ -42,7 +42,7 @@ def test_noise_passes_the_clip_of_a_run(
     assert rows[0]["actor/auto_bound_warm_fraction"] == 0
     assert rows[0]["actor/rollout_corr/pre_update_clip_fraction"] == 0
     warm = [row for row in rows if row["actor/auto_bound_warm_fraction"] == 1]
-    assert len(warm) >= 3
+    assert len(warm) >= 2
     clipped = [row["actor/rollout_corr/pre_update_clip_fraction"] for row in warm]
     assert sum(clipped) / len(clipped) < 0.02
     # The bound is that of this rollout: a few times the mismatch.
