@@ -20,7 +20,7 @@ from flowgrpo_rc.calibration.measure import robust
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.correction.thresholds import KEY
-from flowgrpo_rc.losses.base import DIFFUSION_KEY
+from flowgrpo_rc.losses.base import DIFFUSION_KEY, steps_of
 from flowgrpo_rc.policies.base import Measured
 
 MODES = ("auto", "bypass", "decoupled")
@@ -92,13 +92,12 @@ def bound_of(config: Config, differences: Tensor, measured: Measured) -> Bound |
         return None
     loss = config.actor.diffusion_loss.loss()
     convention = config.rollout.algo.log_prob_convention
-    gaussian = measured.gaussian
-    if config.algorithm.rollout_correction.centered:
+    centered = config.algorithm.rollout_correction.centered
+    if centered:
         assert measured.centered is not None
         differences = measured.centered.double()
-    elif gaussian is not None:
-        gaussian = gaussian._replace(centered=None)
-    found = loss.bound(differences, gaussian, convention=convention)
+    steps = steps_of(loss, measured.gaussian, centered=centered)
+    found = loss.bound(differences, steps, convention=convention)
     if found is None:
         return None
     if found.is_kl:
@@ -118,7 +117,7 @@ def bound_of(config: Config, differences: Tensor, measured: Measured) -> Bound |
         what=found.what,
         sizes=sizes,
         widest=widest,
-        on_mismatch=loss.clip_band is not None,
+        on_mismatch=loss.clip_band is not None and not centered,
     )
 
 
@@ -272,7 +271,11 @@ def _settings(
     config: Config, bypass_mode: bool, bound: dict[str, float], reason: str, notes: Sequence[str]
 ) -> Settings:
     """The settings of a mode; keys whose value the mode refuses are set back."""
+    loss = config.actor.diffusion_loss
+    # What follows the mismatch in a run is a number here.
+    numbers = {f"{DIFFUSION_KEY}.{name}": vars(type(loss))[name] for name in loss.auto}
     values = {
+        **numbers,
         **bound,
         f"{KEY}.bypass_mode": bypass_mode,
         f"{KEY}.centered": config.algorithm.rollout_correction.centered,

@@ -206,9 +206,10 @@ def sample(
     rollout = RecordedRollout(request=request, batch=batch)
     if needs_means and batch.prev_sample_mean is None:
         raise ValueError(
-            "actor.diffusion_loss.loss_mode compares means, and the engine recorded none "
+            "the loss or the correction compares means, and the engine recorded none "
             "(prev_sample_mean): use another rollout.name, or "
-            f"loss_mode={DiffusionLossConfig.loss_mode}"
+            "algorithm.rollout_correction.centered=false and "
+            f"actor.diffusion_loss.loss_mode={DiffusionLossConfig.loss_mode}"
         )
     require_finite(rollout, rollout.recorded, "engine", "rollout.dtype")
     return rollout

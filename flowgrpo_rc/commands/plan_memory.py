@@ -150,5 +150,10 @@ def _numbers_in_blocks(model: FlowModel) -> int:
 def _batch(config: Config, model: FlowModel, samples: int) -> Row:
     steps = config.rollout.window()[0]
     elements = math.prod(model.latent_shape(config.rollout.spec()))
-    formula = f"4 bytes x {samples} samples x ({steps} + 1) states x {elements} latents"
-    return "batch", 4 * samples * (steps + 1) * elements, formula
+    states = f"{steps} + 1"
+    count = steps + 1
+    if config.keep_means():
+        states += f" + {steps} means"
+        count += steps
+    formula = f"4 bytes x {samples} samples x ({states}) states x {elements} latents"
+    return "batch", 4 * samples * count * elements, formula

@@ -56,7 +56,8 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
     if config.data.replay_dir is None and config.keep_means() and not engine.records_means:
         raise ValueError(
             f"rollout.name={config.rollout.name} does not record the means of its steps, which "
-            f"{' and '.join(config.compares_means())} needs: use another engine, or do without"
+            f"{' and '.join(config.compares_means())} reads: use another engine, or do without. "
+            "An engine that does record them says so (`RolloutEngine.records_means`)"
         )
     if config.actor.replay == "aligned" and not engine.aligns:
         raise ValueError(

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 
+import torch
+
 from flowgrpo_rc.config.tree import Config
-from flowgrpo_rc.losses.base import DiffusionLoss
+from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig
 from flowgrpo_rc.rewards.manager import check_kind, validate_rewards
 from flowgrpo_rc.rollout.config import EvaluationConfig, PipelineConfig
@@ -225,11 +227,35 @@ def _check_auto_bound(config: Config) -> None:
                 f"{setting} has no effect with algorithm.rollout_correction.loss_type=reinforce, "
                 "which bounds nothing: drop it"
             )
-        if type(section.loss()).bound is DiffusionLoss.bound and not section.loss().clip_band:
+        if config.data.replay_dir is not None:
             raise ValueError(
-                f"{setting}: loss_mode={section.loss_mode} does not say what it bounds "
-                "(`DiffusionLoss.bound`): give a number"
+                f"{setting} follows the mismatch, which grows with every update where saved "
+                "samples are trained on (data.replay_dir): give a number"
             )
+        _check_follows(config, name, setting)
+
+
+def _check_follows(config: Config, name: str, setting: str) -> None:
+    """Refuses "auto:k" for an option whose quantity the loss does not tell."""
+    section = config.actor.diffusion_loss
+    if len(section.auto) > 1:
+        raise ValueError(f"{setting}: only one option can follow the mismatch; give a number")
+    loss = section.loss()
+    one = torch.ones(1, 1, dtype=torch.float64)
+    steps = GaussianSteps(one, -one, one if loss.needs_means else None)
+    found = loss.bound(0 * one, steps, convention=config.rollout.algo.log_prob_convention)
+    if found is None or found.option != name:
+        raise ValueError(
+            f"{setting}: loss_mode={section.loss_mode} does not say what {name} bounds "
+            "(`DiffusionLoss.bound`): give a number"
+        )
+    try:
+        section.loss(one)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"{setting}: loss_mode={section.loss_mode} takes a number and no bound for each step, "
+            f"[B, T] ({error}): give a number"
+        ) from error
 
 
 def _check_correction_of_text(config: Config) -> None:

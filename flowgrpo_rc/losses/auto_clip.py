@@ -19,7 +19,7 @@ from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.correction.correct import require_rollout_log_probs
 from flowgrpo_rc.correction.history import ROBUST, WARM_UP, Gather, History
-from flowgrpo_rc.losses.base import DIFFUSION_KEY, DiffusionLoss
+from flowgrpo_rc.losses.base import DIFFUSION_KEY, DiffusionLoss, steps_of
 
 AUTO = "auto:"
 _NAME = "bound"
@@ -51,6 +51,14 @@ def parse_auto(key: str, value: object) -> float | None:
             'deviations k of the mismatch, such as "auto:4"'
         )
     return deviations
+
+
+def number(value: object) -> object:
+    """Returns a number that is written as text as a number, and anything else as it is."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 class AutoClip:
@@ -118,9 +126,8 @@ class AutoClip:
             if self._centered:
                 assert gaussian.centered is not None
                 log_ratio = gaussian.centered.double()
-            else:
-                gaussian = gaussian._replace(centered=None)
-        found = self._loss.bound(log_ratio, gaussian, convention=batch.spec.log_prob_convention)
+        steps = steps_of(self._loss, gaussian, centered=self._centered)
+        found = self._loss.bound(log_ratio, steps, convention=batch.spec.log_prob_convention)
         assert found is not None
         self._is_kl = found.is_kl
         if self._floor is None:

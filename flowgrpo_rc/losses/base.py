@@ -70,7 +70,8 @@ class DiffusionLoss(ABC):
 
     The keyword parameters of the constructor are the options under `actor.diffusion_loss`. Those
     called `clip_ratio` and `kl_threshold` get the values of these keys, which are tensors, [B, T],
-    if they are `auto:k`; all others are the loss's own, with their defaults in the class.
+    if they are `auto:k`, with a loss of its own for every forward; all others are the loss's own,
+    with their defaults in the class.
 
     Attributes:
       needs_means: whether the loss compares the means of the current policy's steps with those of
@@ -116,8 +117,7 @@ class DiffusionLoss(ABC):
             be infinite there, so such steps must be selected out (`core.reduce.select`) and not
             multiplied by 0.
           gaussian: standard deviations, step sizes and KLs of the steps, [B, T]; with a KL if
-            `needs_means`, else possibly None. Its `centered` is None unless the correction is
-            centered.
+            `needs_means`, else possibly None. `steps_of` says which KL.
 
         Returns:
           The loss of each step, [B, T], and metrics.
@@ -143,6 +143,30 @@ class DiffusionLoss(ABC):
         if self.clip_band is None:
             return None
         return clip_bound(self.clip_band, mismatch, convention)
+
+
+def steps_of(
+    loss: DiffusionLoss, gaussian: GaussianSteps | None, *, centered: bool
+) -> GaussianSteps | None:
+    """Returns the steps as a loss takes them.
+
+    A loss that compares means gets the KL from the old policy. It is 0 for a loss that adds it to
+    log-probs (`needs_density`) in order to center them, if they are centered already.
+
+    Args:
+      loss: the loss.
+      gaussian: the policy's steps, [B, T]; None if nobody knows them.
+      centered: whether the loss takes centered log-ratios.
+
+    Returns:
+      The steps, [B, T], with a KL only if the loss compares means.
+    """
+    if gaussian is None:
+        return None
+    kl = gaussian.kl if loss.needs_means else None
+    if kl is not None and loss.needs_density and centered:
+        kl = torch.zeros_like(kl)
+    return GaussianSteps(gaussian.std, gaussian.dt, kl)
 
 
 class TokenLoss(ABC):

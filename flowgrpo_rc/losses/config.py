@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.losses.auto_clip import parse_auto
+from flowgrpo_rc.losses.auto_clip import number, parse_auto
 from flowgrpo_rc.losses.base import (
     DIFFUSION_KEY,
     REFERENCE_CLIP,
@@ -58,6 +58,11 @@ class DiffusionLossConfig:
     auto_floor: float | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Takes a number that is written as text for a number, as for a key that is a float."""
+        for name in DIFFUSION_OPTIONS:
+            setattr(self, name, number(vars(self)[name]))
+
     @property
     def needs_means(self) -> bool:
         """Whether the loss compares the means of the current steps with those of the old policy."""
@@ -69,17 +74,20 @@ class DiffusionLossConfig:
         parsed = {name: parse_auto(name, vars(self)[name]) for name in DIFFUSION_OPTIONS}
         return {name: deviations for name, deviations in parsed.items() if deviations is not None}
 
-    def loss(self, bound: Tensor | float = math.inf) -> DiffusionLoss:
+    def loss(self, bound: Tensor | None = None) -> DiffusionLoss:
         """Returns the loss that `loss_mode` names, with its options.
 
         Args:
-          bound: takes the place of "auto:k", [B, T]; inf bounds nothing.
+          bound: takes the place of "auto:k", [B, T]; None for the option's default.
 
         Raises:
           ValueError: for an unknown loss, and for an option that the loss does not have or refuses.
         """
-        given: dict[str, Any] = dict.fromkeys(self.auto, bound)
-        section = replace(self, **given)
+        section = self
+        for name in self.auto:
+            default = vars(type(self))[name]
+            value: dict[str, Any] = {name: default if bound is None else bound}
+            section = replace(section, **value)
         if is_function(self.loss_mode):
             return diffusion_function(find_function(DIFFUSION_KEY, section), section)
         loss: DiffusionLoss = make_loss(DIFFUSION_KEY, section, DiffusionLoss, DIFFUSION_OPTIONS)

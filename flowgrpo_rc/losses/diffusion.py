@@ -15,6 +15,7 @@ from flowgrpo_rc.losses.base import (
     LossTerms,
     PolicyLoss,
     denominator,
+    steps_of,
 )
 from flowgrpo_rc.losses.config import LossConfig
 from flowgrpo_rc.losses.policy import Credited, LossCorrection, Objective, loss_terms
@@ -55,12 +56,9 @@ class DiffusionObjective(Objective):
           ValueError: if the batch lacks what the loss or the correction needs.
         """
         kl = None if gaussian is None else gaussian.kl
-        credited = None
-        if self._correction.centered:
-            credited = _centered(batch, gaussian)
-        elif gaussian is not None:
-            # A loss that centers by itself reads from this that the log-probs are not centered.
-            gaussian = gaussian._replace(centered=None)
+        centered = self._correction.centered
+        credited = _centered(batch, gaussian, self._correction) if centered else None
+        steps = steps_of(self._loss, gaussian, centered=centered)
 
         def step_loss(
             log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, keep_mask: Tensor
@@ -71,7 +69,7 @@ class DiffusionObjective(Objective):
                     "with those of the old policy, which the batch does not hold (prev_sample_mean)"
                 )
             loss = self._bounded(batch.loss_bound, log_probs.dtype)
-            policy = loss(log_probs, old_log_probs, advantages, keep_mask, gaussian)
+            policy = loss(log_probs, old_log_probs, advantages, keep_mask, steps)
             if batch.loss_bound is not None:
                 warm = batch.loss_bound.isfinite()
                 policy.metrics.mean("auto_bound_mean", batch.loss_bound, keep_mask & warm)
@@ -108,7 +106,9 @@ class DiffusionObjective(Objective):
         return self._section.loss(bound.to(dtype))
 
 
-def _centered(batch: DiffusionBatch, gaussian: GaussianSteps | None) -> Credited:
+def _centered(
+    batch: DiffusionBatch, gaussian: GaussianSteps | None, correction: LossCorrection
+) -> Credited:
     """Returns the centered log-ratios to the rollout of the current and the old policy."""
     if gaussian is None or gaussian.centered is None:
         raise ValueError(
@@ -116,8 +116,14 @@ def _centered(batch: DiffusionBatch, gaussian: GaussianSteps | None) -> Credited
             "the batch does not hold (prev_sample_mean)"
         )
     old = batch.old_centered
+    if old is None and correction.corrector is None:
+        raise ValueError(
+            f"{KEY}.centered=true with bypass_mode=false needs the centered log-ratio of the old "
+            "policy, which the batch does not hold (old_centered): fill it in with "
+            "`DiffusionBatch.with_old`"
+        )
     if old is None:
-        # The old policy is the rollout's.
+        # In bypass mode the old policy is the rollout's.
         old = torch.zeros_like(gaussian.centered)
     return Credited(gaussian.centered, old)
 

@@ -24,8 +24,8 @@ class GRPOGuard(DiffusionLoss):
     each sample alone; gradients flow through it. The expectation of this log-ratio over x' is 0.
     Without the KL it is -KL, so that positive advantages would be clipped later than negative ones.
 
-    Log-probs that are centered already (`gaussian.centered`) need no KL. Theirs is then the noise
-    that the rollout drew, (x' - rollout_mean) / std, in decoupled mode too.
+    With a centered correction the log-ratio is centered already, and the KL that a loss with
+    `needs_density` gets is 0. The noise is then the one that the rollout drew, in both modes.
 
     Attributes:
       clip_ratio: half-width of the band on this ratio; of each step, [B, T], if it follows the
@@ -52,10 +52,8 @@ class GRPOGuard(DiffusionLoss):
         """Computes the loss of each step; see `DiffusionLoss`."""
         assert gaussian is not None
         assert gaussian.kl is not None
-        log_ratio = select(log_probs - old_log_probs, keep_mask)
-        if gaussian.centered is None:
-            log_ratio = log_ratio + select(gaussian.kl, keep_mask)
-        log_ratio = log_ratio * gaussian.std
+        difference = select(log_probs - old_log_probs, keep_mask)
+        log_ratio = (difference + select(gaussian.kl, keep_mask)) * gaussian.std
         policy = ppo_clip(
             log_ratio, advantages, keep_mask, clip_low=self.clip_ratio, clip_high=self.clip_ratio
         )
@@ -67,10 +65,7 @@ class GRPOGuard(DiffusionLoss):
         """Returns the bound on the log-ratio above; see `DiffusionLoss.bound`."""
         assert gaussian is not None
         assert gaussian.kl is not None
-        log_ratio = mismatch
-        if gaussian.centered is None:
-            log_ratio = log_ratio + gaussian.kl.double()
-        log_ratio = log_ratio * gaussian.std.double()
+        log_ratio = (mismatch + gaussian.kl.double()) * gaussian.std.double()
         return LossBound(
             "clip_ratio", self.clip_ratio, REFERENCE_GUARD_CLIP, "Guard's log-ratio", log_ratio
         )

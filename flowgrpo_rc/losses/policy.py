@@ -155,6 +155,9 @@ def loss_terms(
     advantages = batch.advantages.to(log_probs.dtype)
     if credited is None:
         credited = Credited(log_probs, batch.old_log_probs)
+    else:
+        # `_correct` has looked at the log-probs alone.
+        keep_mask = keep_mask & torch.isfinite(credited.current.detach() - credited.old)
     policy = policy_loss(credited.current, credited.old, advantages, keep_mask)
     if correction.metric_names != "verl" and correction.corrector is None:
         policy.metrics.rename({"ratio_mean": "ois"}, keep=correction.metric_names == "both")

@@ -120,8 +120,8 @@ _SPREAD = (
 
 def _clipping(reason: str) -> Callable[[Setup], str]:
     widen = (
-        "raise actor.diffusion_loss.clip_ratio (for text actor.token_loss.clip_ratio_low and "
-        "clip_ratio_high)"
+        "raise actor.diffusion_loss.clip_ratio, or the k of auto:k (for text "
+        "actor.token_loss.clip_ratio_low and clip_ratio_high)"
     )
 
     def advise(setup: Setup) -> str:

@@ -96,8 +96,8 @@ _UPDATE = _section(
         masks.
     actor/clip_fraction_higher | fraction | Steps above the band.
     actor/clip_fraction_lower | fraction | Steps below the band.
-    actor/auto_bound_mean | - | The bound that `clip_ratio=auto:k` or `kl_threshold=auto:k` set, over
-        the steps that have one.
+    actor/auto_bound_mean | - | The bound that `clip_ratio=auto:k` or `kl_threshold=auto:k` set,
+        over the steps that have one.
     actor/auto_bound_warm_fraction | fraction | Steps that have one: enough was observed there.
     actor/dual_clip_fraction | fraction | Tokens that the dual clip bounds; text with
         `clip_ratio_c`.

@@ -158,6 +158,11 @@ def test_a_clip_that_follows_the_mismatch_gives_way_to_a_number() -> None:
     found = settings(mismatch(1e-4), *auto)
     assert found.values[CLIP] == pytest.approx(up(1.25 * Z99 * 1e-4))
     assert found.values["actor.diffusion_loss.auto_floor"] is None
+    for mode in ("auto", "bypass", "decoupled"):
+        check_modes(config_of(*auto), mode)
+    group = config_of("+correction=centered")
+    assert group.actor.diffusion_loss.auto
+    check_modes(group, "auto")
 
 
 def test_the_threshold_of_flow_dppo_is_on_the_kl() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -18,11 +19,38 @@ from flowgrpo_rc.core.reduce import identity
 from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.correction.history import MEMORY, WARM_UP
 from flowgrpo_rc.losses.auto_clip import AutoClip
+from flowgrpo_rc.losses.flow_grpo import FlowGRPO
 
 # The mismatch of int4 grows along the trajectory.
 FLOORS = torch.tensor([1e-4, 3e-4, 1e-3, 5e-3]).double()
 STD = 0.5
 CLIP = "actor.diffusion_loss.clip_ratio"
+
+
+MODE = f"actor.diffusion_loss.loss_mode={__name__}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strict(FlowGRPO):
+    """Checks its option as a number."""
+
+    def __post_init__(self) -> None:
+        if not (self.clip_ratio > 0) or isinstance(self.clip_ratio, Tensor):
+            raise ValueError("clip_ratio must be a number above 0")
+
+
+class Silent(FlowGRPO):
+    """Does not say what it bounds."""
+
+    def bound(self, *_: object, **__: object) -> None:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Both(FlowGRPO):
+    """Reads both bounds, and says what one of them is about."""
+
+    kl_threshold: float | Tensor
 
 
 def auto_clip(
@@ -201,9 +229,22 @@ def test_the_loss_clips_each_step_at_its_own_bound() -> None:
         (["actor.diffusion_loss.auto_floor=1e-4"], "has no effect without a bound"),
         ([f"{CLIP}=auto:4", "actor.diffusion_loss.auto_floor=-1"], "give a number above 0"),
         (["actor.diffusion_loss.kl_threshold=auto:4"], "has no effect with"),
+        ([f"{CLIP}=auto:4", "data.replay_dir=/saved"], "grows with every update"),
+        ([f"{CLIP}=auto:4", f"{MODE}.Strict"], "takes a number and no bound for each step"),
+        ([f"{CLIP}=auto:4", f"{MODE}.Silent"], "does not say what clip_ratio bounds"),
+        (["actor.diffusion_loss.kl_threshold=auto:4", f"{MODE}.Both"], "what kl_threshold bounds"),
+        (
+            [f"{CLIP}=auto:4", "actor.diffusion_loss.kl_threshold=auto:4", f"{MODE}.Both"],
+            "only one option",
+        ),
     ],
 )
 def test_wrong_settings_are_refused(overrides: list[str], message: str) -> None:
     bypass = ["algorithm.rollout_correction.bypass_mode=true"]
     with pytest.raises(ValueError, match=message):
         check_settings(config_of(*bypass, *overrides))
+
+
+def test_a_number_may_be_written_as_text() -> None:
+    """As an environment variable gives it."""
+    assert DiffusionLossConfig(clip_ratio="1e-3").clip_ratio == 1e-3
