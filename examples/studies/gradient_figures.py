@@ -18,7 +18,8 @@ matplotlib.use("svg")
 
 import matplotlib.pyplot as plt
 from cells import load
-from estimators import REFERENCE_CLIP, SWEEP
+from estimators import REFERENCE_CLIP
+from gradient_corrections import SWEEP
 from gradient_tables import MISMATCHES, NAMES, STUDY, Cells, cell
 from tables import PAGE
 
