@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import estimators
 import flow
@@ -11,7 +10,6 @@ import gradient_batches
 import gradient_corrections
 import gradient_problem
 import gradient_regions
-import gradient_study
 import moments
 import pytest
 import torch
@@ -125,12 +123,6 @@ def test_the_weight_error_of_int4_is_stretched(study: gradient_batches.Study) ->
     once, thrice = (network.blocks[0].up.base_layer.weight - own for network in networks)
     assert once.abs().max() > 1e-3
     torch.testing.assert_close(thrice, 3 * once)
-
-
-def test_a_quick_study_measures_a_cell_of_each_part(tmp_path: Path) -> None:
-    gradient_study.main(["--quick", "--output", str(tmp_path)])
-    found = {path.stem for path in (tmp_path / "gradient").iterdir()}
-    assert {"regions_int4_16_0", "regions_int4x2_16_0", "bf16_16"} < found
 
 
 def test_the_statistics_find_known_lengths_and_angles() -> None:

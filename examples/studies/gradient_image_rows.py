@@ -1,0 +1,71 @@
+"""The table of docs/evidence.md about the bundled Stable Diffusion 3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import fmean
+
+from gradient_region_rows import SWEPT, Value
+from gradient_rows import Cells
+from tables import markdown
+
+ROLLOUTS = {"bf16": "bf16", "int4": "int4", "bits2": "2 bits", "stale_8": "8 old"}
+EXACT = "bypass_plain_none"
+
+
+def slopes(cells: Cells, rollout: str, estimator: str, reach: str = "slopes") -> list[float]:
+    """Returns the slope of the reward along an estimator's direction, for each block.
+
+    Args:
+      cells: the cells of the study.
+      rollout: name of the rollout.
+      estimator: name of the estimator.
+      reach: `slopes` for the short move, `further` for the long one.
+    """
+    found: list[float] = cells[f"image_{rollout}"][reach][estimator]
+    return found
+
+
+def relative(cells: Cells, rollout: str, estimator: str, reach: str = "slopes") -> Value:
+    """Returns the mean slope over that of the exact rollout, and its error by the jackknife.
+
+    Guard is compared with Guard. Arguments as in `slopes`.
+    """
+    base = estimator if estimator.startswith("guard") else EXACT
+    return ratio(slopes(cells, rollout, estimator, reach), slopes(cells, "exact", base, reach))
+
+
+def ratio(values: Sequence[float], references: Sequence[float]) -> Value:
+    """Returns sum(values) / sum(references) and its standard error, leaving out each pair once."""
+    pairs = list(zip(values, references, strict=True))
+    left_out = []
+    for index in range(len(pairs)):
+        kept = pairs[:index] + pairs[index + 1 :]
+        left_out.append(sum(a for a, _ in kept) / sum(b for _, b in kept))
+    centre = fmean(left_out)
+    count = len(pairs)
+    error = (sum((one - centre) ** 2 for one in left_out) * (count - 1) / count) ** 0.5
+    return Value(sum(values) / sum(references), error)
+
+
+def absolute(cells: Cells, estimator: str) -> Value:
+    """Returns the mean slope of the exact rollout and its standard error."""
+    values = slopes(cells, "exact", estimator)
+    return ratio(values, [1.0] * len(values))
+
+
+def table(reach: str, cells: Cells) -> str:
+    """Makes the table of relative slopes; `reach` as in `slopes`."""
+    rows = [
+        [text, *(relative(cells, rollout, name, reach).text for rollout in ROLLOUTS)]
+        for name, text in SWEPT.items()
+    ]
+    return markdown(["slope over that of exact rollouts", *ROLLOUTS.values()], rows)
+
+
+ENTRIES: dict[str, Callable[[Cells], str]] = {
+    "gradient_image": lambda cells: table("slopes", cells),
+    "gradient_image_further": lambda cells: table("further", cells),
+    "gradient_image_exact": lambda cells: absolute(cells, EXACT).text,
+}
+CLAIMS: dict[str, Callable[[Cells], bool]] = {}
