@@ -73,10 +73,10 @@ class Value(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Returns the value with the error of its last digit, as 0.97(2)."""
+        """Returns the value with the error of its last digits, as 0.97(2) or 0.970(14)."""
         if math.isnan(self.value):
             return "-"
-        digits = next((d for d in range(3) if round(self.error * 10**d) >= 1), 3)
+        digits = next((d for d in range(3) if round(self.error * 10**d) >= 2), 3)
         return f"{self.value:.{digits}f}({self.error * 10**digits:.0f})"
 
 
@@ -289,4 +289,3 @@ ENTRIES: dict[str, Callable[[Cells], str]] = {
         least(c, "second", UNCLIPPED, tuple(COLUMNS))
     ),
 }
-CLAIMS: dict[str, Callable[[Cells], bool]] = {}

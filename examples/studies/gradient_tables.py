@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 import gradient_image_rows
+import gradient_region_claims
 import gradient_region_rows
 from gradient_claims import CLAIMS as CORRECTION_CLAIMS
 from gradient_rows import (
@@ -149,6 +150,6 @@ ENTRIES: dict[str, Callable[[Cells], str]] = {
 }
 CLAIMS: dict[str, Callable[[Cells], bool]] = {
     **CORRECTION_CLAIMS,
-    **gradient_region_rows.CLAIMS,
+    **gradient_region_claims.CLAIMS,
     **gradient_image_rows.CLAIMS,
 }

@@ -1,0 +1,127 @@
+"""The conclusions of docs/evidence.md about modes, log-ratios and trust regions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gradient_region_rows import (
+    BY_NAME,
+    COLUMNS,
+    ENOUGH,
+    FACTORS,
+    UNCLIPPED,
+    fitting,
+    mean,
+    problems,
+    rollouts_own,
+    short,
+)
+from gradient_regions import CHOICES, GUARD_REGIONS
+from gradient_rows import Cells
+
+UPDATES = ("first", "second")
+COARSE = ("int4", "stale_1", "stale_8")
+PLAIN = ("bypass_plain_none", "decoupled_plain_none")
+# Rollouts whose mismatch is of the size of an update, or smaller.
+NEAR = ("bf16", "int8", "guidance", "stale_1")
+
+
+def never_clearly_below(cells: Cells, names: list[str], update: str) -> bool:
+    """Tells whether no cosine is below `ENOUGH` by more than two standard errors, nor any mean.
+
+    Args:
+      cells: the cells of the study.
+      names: of the estimators.
+      update: `first` or `second`.
+    """
+    return all(
+        short(cells, update, BY_NAME[name]).clearly == 0
+        and all(mean(cells, m, name, update).value >= ENOUGH for m in COLUMNS)
+        for name in names
+    )
+
+
+def same(cells: Cells, one: str, other: str) -> bool:
+    """Tells whether two estimators have the same cosine everywhere."""
+    return all(
+        problems(cells, m, one, update) == problems(cells, m, other, update)
+        for m in COLUMNS
+        for update in UPDATES
+    )
+
+
+def apart(cells: Cells, one: str, other: str, update: str) -> float:
+    """Returns the largest difference of the mean cosines of two estimators."""
+    return max(
+        abs(mean(cells, m, one, update).value - mean(cells, m, other, update).value)
+        for m in COLUMNS
+    )
+
+
+def highest(cells: Cells, name: str, update: str, quantity: str = "cosine") -> float:
+    """Returns the highest mean of a quantity over mismatches."""
+    return max(mean(cells, m, name, update, quantity).value for m in COLUMNS)
+
+
+CLAIMS: dict[str, Callable[[Cells], bool]] = {
+    "gradient_centered_is_right": lambda c: never_clearly_below(
+        c, [choice.name for choice in UNCLIPPED], "first"
+    ),
+    "gradient_plain_is_wrong": lambda c: all(
+        mean(c, m, name, "first").value < 0.9 for m in COARSE for name in PLAIN
+    ),
+    "gradient_centered_modes_agree": lambda c: (
+        apart(c, "bypass_centered_none", "decoupled_centered_none", "first") < 0.02
+    ),
+    "gradient_guard_centers_itself": lambda c: all(
+        same(c, f"guard_bypass_plain_{region}", f"guard_bypass_centered_{region}")
+        for region in GUARD_REGIONS["bypass"]
+    ),
+    # A published bound lets the centered log-ratio pull as it does the plain one.
+    "gradient_published_turns_centered": lambda c: (
+        highest(c, "bypass_centered_published", "first") < 0.9
+        and highest(c, "bypass_centered_dppo", "first") < 0.9
+    ),
+    "gradient_published_turns_second": lambda c: all(
+        highest(c, choice.name, "second") < 0
+        for choice in CHOICES
+        if choice.mode == "decoupled" and choice.region in ("published", "dppo")
+    ),
+    "gradient_fitting_holds_back": lambda c: all(
+        mean(c, m, "bypass_centered_auto", "second").value
+        < mean(c, m, "bypass_centered_none", "second").value - 0.05
+        for m in ("guidance", "stale_1")
+    ),
+    "gradient_unclipped_second": lambda c: all(
+        mean(c, m, choice.name, "second").value > 0.93 for m in COLUMNS for choice in UNCLIPPED
+    ),
+    "gradient_plain_second": lambda c: all(
+        mean(c, m, name, "second").value < mean(c, m, name, "first").value - 0.05
+        for m in NEAR
+        for name in PLAIN
+    ),
+    "gradient_random_is_silent": lambda c: all(
+        mean(c, m, choice.name, "first", "chance").value < 0.15
+        for m in COLUMNS
+        for choice in UNCLIPPED
+    ),
+    "gradient_random_published": lambda c: all(
+        mean(c, m, "bypass_centered_published", "first", "chance").value > 0.5 for m in COLUMNS
+    ),
+    # The centered gradient follows the rollout's own gradient away from ours.
+    "gradient_sweep_turns": lambda c: (
+        mean(c, "int4x8", "bypass_centered_none", "first").value < ENOUGH
+        and rollouts_own(c, "int4x8").value < ENOUGH
+    ),
+    "gradient_sweep_holds": lambda c: all(
+        mean(c, m, choice.name, "first").value >= ENOUGH
+        for m in list(FACTORS)[:2]
+        for choice in UNCLIPPED
+    ),
+    "gradient_sweep_plain": lambda c: all(
+        mean(c, m, name, "first").value < 0.5 for m in FACTORS for name in PLAIN
+    ),
+    "gradient_short_is_old_or_int4": lambda c: all(
+        set(short(c, "first", choice).below) <= set(COARSE) for choice in fitting()
+    ),
+}
