@@ -143,8 +143,11 @@ class Study:
     def sampler(self, mismatch: str) -> Sampler:
         """Makes the sampler that takes the policy's place under a mismatch, given by its name.
 
-        `int4x3` has three times the rounding error of int4 in its weights, and no other error.
+        `int4x3` has three times the rounding error of int4 in its weights, and no other error;
+        `exact` is the policy itself.
         """
+        if mismatch == "exact":
+            return self.policy
         if mismatch.startswith("stale"):
             return self._at(self.versions[-1 - int(mismatch.removeprefix("stale_"))])
         self.problem.load(self.versions[-1])

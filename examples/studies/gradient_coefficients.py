@@ -92,7 +92,6 @@ def _shown(
         ess = (weights.mean() ** 2 / (weights**2).mean()).item()
     return {
         "gated": gated.mean().item(),
-        "gated_by_step": gated.tolist(),
         "clip_fraction": measured.get("clip_fraction", 0.0),
         "rejected": measured.get("rollout_corr/rollout_rs_masked_fraction", 1 - kept),
         "effective_samples": ess,

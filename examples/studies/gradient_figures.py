@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -89,7 +90,7 @@ def clip_sweep(cells: Cells) -> Any:
 
 
 def directions(cells: Cells) -> Any:
-    """Draws the cosine with the true gradient on every problem, before an update and after it."""
+    """Draws the mean cosine with the true gradient, and its range, before and after an update."""
     chosen = {
         "bypass_plain_published": "bypass\nclip 1e-4",
         "bypass_plain_none": "bypass",
@@ -107,14 +108,14 @@ def directions(cells: Cells) -> Any:
             for place, name in enumerate(chosen):
                 found = [one.value for one in problems(cells, mismatch, name, update)]
                 centre = place + 0.12 * (offset - (len(COLUMNS) - 1) / 2)
+                axis.vlines(centre, min(found), max(found), color=colour, linewidth=3, alpha=0.4)
                 axis.plot(
-                    [centre] * len(found),
-                    found,
+                    centre,
+                    fmean(found),
                     color=colour,
                     marker="o",
                     markersize=4,
-                    alpha=0.6,
-                    linewidth=1,
+                    linestyle="none",
                     label=text if place == 0 else None,
                 )
         axis.set_xticks(range(len(chosen)), chosen.values(), fontsize=8)

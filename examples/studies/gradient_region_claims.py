@@ -12,6 +12,7 @@ from gradient_region_rows import (
     UNCLIPPED,
     fitting,
     mean,
+    of_size,
     problems,
     rollouts_own,
     short,
@@ -20,9 +21,11 @@ from gradient_regions import CHOICES, GUARD_REGIONS
 from gradient_rows import Cells
 
 UPDATES = ("first", "second")
-COARSE = ("int4", "stale_1", "stale_8")
+COARSE = {"int4", "stale_1", "stale_8"}
+AUTO = "bypass_centered_auto"
 PLAIN = ("bypass_plain_none", "decoupled_plain_none")
 # Rollouts whose mismatch is of the size of an update, or smaller.
+PRECISE = ("bf16", "int8", "guidance")
 NEAR = ("bf16", "int8", "guidance", "stale_1")
 
 
@@ -63,12 +66,36 @@ def highest(cells: Cells, name: str, update: str, quantity: str = "cosine") -> f
     return max(mean(cells, m, name, update, quantity).value for m in COLUMNS)
 
 
+def size_gap(cells: Cells, size: int) -> float:
+    """Returns how much bypass mode is below decoupled mode for int4 and one size of the flow."""
+    bypass, decoupled = (
+        mean(of_size(cells, size), "int4", f"{mode}_centered_none", "first").value
+        for mode in ("bypass", "decoupled")
+    )
+    return decoupled - bypass
+
+
 CLAIMS: dict[str, Callable[[Cells], bool]] = {
     "gradient_centered_is_right": lambda c: never_clearly_below(
         c, [choice.name for choice in UNCLIPPED], "first"
     ),
     "gradient_plain_is_wrong": lambda c: all(
-        mean(c, m, name, "first").value < 0.9 for m in COARSE for name in PLAIN
+        mean(c, m, name, "first").value < 0.7 for m in ("int4", "stale_8") for name in PLAIN
+    ),
+    "gradient_plain_is_near": lambda c: all(
+        mean(c, m, name, "first").value > 0.9 for m in PRECISE for name in PLAIN
+    ),
+    "gradient_auto_fails_for_old": lambda c: (
+        all(mean(c, m, "bypass_centered_auto", "first").value > ENOUGH for m in (*PRECISE, "int4"))
+        and mean(c, "stale_8", "bypass_centered_auto", "first").value < 0.9
+    ),
+    "gradient_exact_second": lambda c: all(
+        mean(c, "exact", f"{mode}_plain_none", "second").value < 0.95
+        and mean(c, "exact", f"{mode}_centered_none", "second").value > 0.99
+        for mode in ("bypass", "decoupled")
+    ),
+    "gradient_short_unclipped_second": lambda c: all(
+        set(short(c, "second", choice).below) <= {"int4", "stale_8"} for choice in UNCLIPPED
     ),
     "gradient_centered_modes_agree": lambda c: (
         apart(c, "bypass_centered_none", "decoupled_centered_none", "first") < 0.02
@@ -101,27 +128,41 @@ CLAIMS: dict[str, Callable[[Cells], bool]] = {
         for name in PLAIN
     ),
     "gradient_random_is_silent": lambda c: all(
-        mean(c, m, choice.name, "first", "chance").value < 0.15
+        mean(c, m, choice.name, "first", "chance").value < 0.06
         for m in COLUMNS
         for choice in UNCLIPPED
+    ),
+    "gradient_random_plain_is_silent": lambda c: all(
+        mean(c, m, name, "first", "chance").value < 0.1 for m in COLUMNS for name in PLAIN
     ),
     "gradient_random_published": lambda c: all(
         mean(c, m, "bypass_centered_published", "first", "chance").value > 0.5 for m in COLUMNS
     ),
-    # The centered gradient follows the rollout's own gradient away from ours.
-    "gradient_sweep_turns": lambda c: (
-        mean(c, "int4x8", "bypass_centered_none", "first").value < ENOUGH
-        and rollouts_own(c, "int4x8").value < ENOUGH
+    "gradient_centered_is_between": lambda c: all(
+        mean(c, m, "bypass_centered_none", "first").value > rollouts_own(c, m).value
+        for m in ("stale_8", "int4x8")
+    ),
+    "gradient_sweep_turns": lambda c: all(
+        mean(c, m, choice.name, "first").value < ENOUGH and rollouts_own(c, m).value < ENOUGH
+        for m in ("int4x4", "int4x8")
+        for choice in UNCLIPPED
     ),
     "gradient_sweep_holds": lambda c: all(
         mean(c, m, choice.name, "first").value >= ENOUGH
-        for m in list(FACTORS)[:2]
+        for m in ("int4x0.5", "int4x1", "int4x2")
         for choice in UNCLIPPED
     ),
     "gradient_sweep_plain": lambda c: all(
-        mean(c, m, name, "first").value < 0.5 for m in FACTORS for name in PLAIN
+        mean(c, m, name, "first").value < 0.6 for m in FACTORS for name in PLAIN
     ),
-    "gradient_short_is_old_or_int4": lambda c: all(
-        set(short(c, "first", choice).below) <= set(COARSE) for choice in fitting()
+    "gradient_short_not_decoupled": lambda c: all(
+        not short(c, "first", choice).below for choice in fitting() if choice.mode == "decoupled"
+    ),
+    "gradient_short_is_old": lambda c: (
+        all(set(short(c, "first", choice).below) <= COARSE for choice in fitting())
+        and all(mean(c, m, AUTO, "first").value < 0.95 for m in ("stale_1", "stale_8"))
+    ),
+    "gradient_ratio_adds_little": lambda c: (
+        size_gap(c, 16) > 0.01 and size_gap(c, 16) > size_gap(c, 64) and size_gap(c, 256) < 0.005
     ),
 }

@@ -7,13 +7,12 @@ one after it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import NamedTuple
 
 from gradient_regions import CHOICES, Choice
-from gradient_rows import Cells, fixed
+from gradient_rows import Cells
 from tables import markdown
 
 COLUMNS = {
@@ -73,9 +72,14 @@ class Value(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Returns the value with the error of its last digits, as 0.97(2) or 0.970(14)."""
+        """Returns the value with the error of its last digits, as 0.97(2) or 0.970(14).
+
+        0 is a value that the noise hides.
+        """
         if math.isnan(self.value):
             return "-"
+        if self.value == 0:
+            return "0"
         digits = next((d for d in range(3) if round(self.error * 10**d) >= 2), 3)
         return f"{self.value:.{digits}f}({self.error * 10**digits:.0f})"
 
@@ -208,17 +212,22 @@ def shortfalls(update: str, cells: Cells) -> str:
     return markdown(["", "below 0.97", "clearly", "lowest", "where (problems)"], rows)
 
 
+def of_size(cells: Cells, size: int) -> Cells:
+    """Returns the cells of one size of the flow."""
+    return {name: cell for name, cell in cells.items() if f"_{size}_" in name}
+
+
 def by_elements(cells: Cells) -> str:
     """Makes the table of the mean cosine over seeds for each size of the flow."""
     rows = []
     for mismatch in ("int4", "stale_8"):
         for size in ELEMENTS:
-            own = {
-                name: cell
-                for name, cell in cells.items()
-                if name.startswith(f"regions_{mismatch}_{size}_")
-            }
-            floor = fmean(cell["calibration"]["floor"] for cell in own.values())
+            own = of_size(cells, size)
+            floor = fmean(
+                cell["calibration"]["floor"]
+                for name, cell in own.items()
+                if name.startswith(f"regions_{mismatch}_")
+            )
             values = [mean(own, mismatch, name, "first").text for name in SWEPT]
             rows.append([COLUMNS[mismatch], size, f"{floor:.2g}", *values])
     return markdown(["rollout", "elements", "floor", *SWEPT.values()], rows)
@@ -250,42 +259,4 @@ def targets(mismatches: Mapping[str, str], corner: str, cells: Cells) -> str:
     return markdown([corner, *mismatches.values()], rows)
 
 
-def least(cells: Cells, update: str, choices: Sequence[Choice], among: Sequence[str]) -> float:
-    """Returns the lowest cosine of several estimators under several mismatches."""
-    return min(lowest(cells, m, choice.name, update).value for m in among for choice in choices)
-
-
-def count_problems(cells: Cells) -> str:
-    """Formats the number of problems."""
-    return str(len([name for name in cells if name.startswith("regions_int4_")]))
-
-
-def total_short(update: str, cells: Cells) -> str:
-    """Formats how many cosines of the right estimators are below `ENOUGH`, of how many."""
-    found = [short(cells, update, choice) for choice in fitting()]
-    below = sum(sum(one.below.values()) for one in found)
-    return f"{below} of {sum(one.total for one in found)}"
-
-
 UNCLIPPED = [choice for choice in fitting() if choice.region == "none"]
-
-ENTRIES: dict[str, Callable[[Cells], str]] = {
-    "gradient_first": partial(cosines, "first", HEADLINE),
-    "gradient_second": partial(cosines, "second", AFTER),
-    "gradient_first_all": partial(means, "first", "cosine"),
-    "gradient_second_all": partial(means, "second", "cosine"),
-    "gradient_random": partial(means, "first", "chance"),
-    "gradient_random_second": partial(means, "second", "chance"),
-    "gradient_short_first": partial(shortfalls, "first"),
-    "gradient_short_second": partial(shortfalls, "second"),
-    "gradient_by_elements": by_elements,
-    "gradient_targets": partial(targets, COLUMNS, "cosine"),
-    "gradient_sweep": partial(targets, FACTORS, "weight error of int4, times"),
-    "gradient_problems": count_problems,
-    "gradient_short_first_total": partial(total_short, "first"),
-    "gradient_short_second_total": partial(total_short, "second"),
-    "gradient_unclipped_least": lambda c: fixed(least(c, "first", UNCLIPPED, tuple(COLUMNS))),
-    "gradient_unclipped_least_second": lambda c: fixed(
-        least(c, "second", UNCLIPPED, tuple(COLUMNS))
-    ),
-}

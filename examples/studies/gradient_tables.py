@@ -7,7 +7,7 @@ from functools import partial
 
 import gradient_image_rows
 import gradient_region_claims
-import gradient_region_rows
+import gradient_region_entries
 from gradient_claims import CLAIMS as CORRECTION_CLAIMS
 from gradient_rows import (
     LOW_PRECISION,
@@ -145,7 +145,8 @@ ENTRIES: dict[str, Callable[[Cells], str]] = {
         f"{highest(cells, 'bypass_auto_k1', 'rejected', STALE):.1%}"
     ),
     "gradient_sum_variance_int4": lambda cells: f"{one(cells, 'int4', UNBOUNDED, 'variance'):.0f}",
-    **gradient_region_rows.ENTRIES,
+    "gradient_along_stale_8": lambda cells: f"{one(cells, 'stale_8', 'recomputed', 'along'):.1f}",
+    **gradient_region_entries.ENTRIES,
     **gradient_image_rows.ENTRIES,
 }
 CLAIMS: dict[str, Callable[[Cells], bool]] = {
