@@ -10,6 +10,8 @@ from gradient_region_rows import (
     ENOUGH,
     FACTORS,
     UNCLIPPED,
+    WIDE_MISMATCHES,
+    WIDE_PROBLEMS,
     fitting,
     mean,
     of_size,
@@ -64,6 +66,12 @@ def apart(cells: Cells, one: str, other: str, update: str) -> float:
 def highest(cells: Cells, name: str, update: str, quantity: str = "cosine") -> float:
     """Returns the highest mean of a quantity over mismatches."""
     return max(mean(cells, m, name, update, quantity).value for m in COLUMNS)
+
+
+def width(cells: Cells, problem: str, mismatch: str, estimator: str, update: str) -> float:
+    """Returns the cosine of an estimator of the study of widths."""
+    found: float = cells[f"widths_{mismatch}_{problem}"][update][estimator][0]
+    return found
 
 
 def size_gap(cells: Cells, size: int) -> float:
@@ -161,6 +169,23 @@ CLAIMS: dict[str, Callable[[Cells], bool]] = {
     "gradient_short_is_old": lambda c: (
         all(set(short(c, "first", choice).below) <= COARSE for choice in fitting())
         and all(mean(c, m, AUTO, "first").value < 0.95 for m in ("stale_1", "stale_8"))
+    ),
+    # A clip of 16 robust deviations lets old weights pass; of 32, an update as well.
+    "gradient_widths_before": lambda c: all(
+        width(c, problem, m, "bypass_auto_16", "first") >= 0.95
+        for problem in WIDE_PROBLEMS
+        for m in WIDE_MISMATCHES
+    ),
+    "gradient_widths_after": lambda c: all(
+        width(c, problem, m, name, "second") >= 0.93
+        for problem in WIDE_PROBLEMS
+        for m in WIDE_MISMATCHES
+        for name in ("bypass_auto_32", "decoupled_0.01")
+    ),
+    "gradient_widths_narrow": lambda c: all(
+        width(c, problem, m, "decoupled_0.001", "second") < 0.5
+        for problem in WIDE_PROBLEMS
+        for m in WIDE_MISMATCHES
     ),
     "gradient_ratio_adds_little": lambda c: (
         size_gap(c, 16) > 0.01 and size_gap(c, 16) > size_gap(c, 64) and size_gap(c, 256) < 0.005

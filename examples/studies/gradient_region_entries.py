@@ -22,6 +22,7 @@ from gradient_region_rows import (
     short,
     shortfalls,
     targets,
+    width_table,
 )
 from gradient_rows import Cells
 
@@ -78,6 +79,7 @@ ENTRIES: dict[str, Callable[[Cells], str]] = {
     "gradient_random_second": partial(means, "second", "chance"),
     "gradient_short_first": partial(shortfalls, "first"),
     "gradient_short_second": partial(shortfalls, "second"),
+    "gradient_widths": width_table,
     "gradient_by_elements": by_elements,
     "gradient_targets": partial(targets, COLUMNS, "cosine"),
     "gradient_sweep": partial(targets, FACTORS, "weight error of int4, times"),

@@ -61,6 +61,9 @@ SWEPT = {
     "decoupled_centered_none": "recomputed, centered",
     "guard_bypass_plain_none": "Guard, bypass",
 }
+# The problems and mismatches on which the width of the clip varies.
+WIDE_PROBLEMS = ("256_2", "64_0")
+WIDE_MISMATCHES = {"guidance": "guidance", "stale_1": "1 old", "stale_8": "8 old"}
 BY_NAME = {choice.name: choice for choice in CHOICES}
 
 
@@ -231,6 +234,31 @@ def by_elements(cells: Cells) -> str:
             values = [mean(own, mismatch, name, "first").text for name in SWEPT]
             rows.append([COLUMNS[mismatch], size, f"{floor:.2g}", *values])
     return markdown(["rollout", "elements", "floor", *SWEPT.values()], rows)
+
+
+def width_table(cells: Cells) -> str:
+    """Makes the table of cosines by the width of the clip, before an update and after it."""
+    rows = []
+    for problem in WIDE_PROBLEMS:
+        found = {m: cells[f"widths_{m}_{problem}"] for m in WIDE_MISMATCHES}
+        size, seed = problem.split("_")
+        for name in found["stale_1"]["first"]:
+            values = [
+                Value(*found[m][update][name][:2]).text
+                for m in WIDE_MISMATCHES
+                for update in ("first", "second")
+            ]
+            mode, _, width = name.replace("auto_", "auto:").partition("_")
+            text = (
+                f"recomputed, {float(width):.0e}".replace("e-0", "e-")
+                if mode == "decoupled"
+                else f"bypass, `{width}`"
+            )
+            rows.append([f"{size} elements, seed {seed}", text, *values])
+    header = [
+        f"{text}, {when}" for text in WIDE_MISMATCHES.values() for when in ("before", "after")
+    ]
+    return markdown(["problem", "clip", *header], rows)
 
 
 def rollouts_own(cells: Cells, mismatch: str) -> Value:

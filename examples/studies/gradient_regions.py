@@ -38,6 +38,10 @@ GUARD_REGIONS = {
 }
 
 
+DEVIATIONS = (4, 8, 16, 32)  # of `auto:k`, where its width is varied
+CLIPS = (1e-4, 1e-3, 1e-2)  # of decoupled mode, there
+
+
 class Choice(NamedTuple):
     """What an estimator of this file is made of.
 
@@ -89,6 +93,25 @@ def regions(
         calibrated = seen.centered_clip if choice.ratio == "centered" else seen.clip
         estimator = _make(choice, calibrated)
         found[choice.name] = follow(estimator, pairs) if estimator.loss.auto else estimator
+    return checked(found)
+
+
+def widths(pairs: Sequence[Pair]) -> dict[str, Estimator]:
+    """Makes centered estimators that differ in the width of their clip alone.
+
+    Args:
+      pairs: the calibrating batches, each with the policy on it.
+
+    Returns:
+      `bypass_auto_K` and `decoupled_CLIP` -> estimator.
+    """
+    found = {
+        f"bypass_auto_{deviations}": follow(
+            ppo(f"auto:{deviations}", bypass_mode=True, centered=True), pairs
+        )
+        for deviations in DEVIATIONS
+    }
+    found |= {f"decoupled_{clip:g}": ppo(clip, centered=True) for clip in CLIPS}
     return checked(found)
 
 

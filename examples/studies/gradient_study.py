@@ -13,6 +13,7 @@ The parts, each with cells (files in results/gradient) of its own:
 
     regions      modes, log-ratios and trust regions; three sizes of the flow, three seeds; before
                  an update and after it; for one size, also multiples of the weight error of int4
+    widths       the width of the clip of centered estimators, on two of these problems
     corrections  weights, rejection and the width of the clip; before an update
 
 Cells that are there are not repeated. The study takes about 40 minutes on one core; `--quick
@@ -33,7 +34,7 @@ from estimators import Estimator, calibrate
 from gradient_batches import Gradients, Study
 from gradient_corrections import corrections
 from gradient_problem import PROMPTS, SAMPLES
-from gradient_regions import CHOICES, SWEPT, Choice, regions
+from gradient_regions import CHOICES, SWEPT, Choice, regions, widths
 from moments import Rows, estimate, inner, length, spread
 
 STUDY = "gradient"
@@ -57,7 +58,7 @@ class Job(NamedTuple):
     """The cells of one problem.
 
     Attributes:
-      part: `regions` or `corrections`.
+      part: `regions`, `widths` or `corrections`.
       elements: size of the flow.
       seed: of the problem.
       mismatches: names of the mismatches.
@@ -91,6 +92,9 @@ FULL = (
         for seed in (1, 2)
         for elements in (64, 16, 256)
     ),
+    # The problem on which `auto:4` is furthest from the truth, and the one with most batches.
+    Job("widths", 256, 2, ("stale_1", "stale_8", "guidance"), 8, 40),
+    Job("widths", 64, 0, ("stale_1", "stale_8", "guidance"), 12, 48),
     Job("corrections", 64, 0, ("bf16", "int8", "int4", "rounding", "guidance", *STALE), 48, 384),
     Job("corrections", 16, 0, ("bf16", "int4"), 48, 384),
     Job("corrections", 256, 0, ("bf16", "int4"), 48, 384),
@@ -162,7 +166,8 @@ class Runner:
         sampler = self._study.sampler(mismatch)
         pairs = self._study.calibration_pairs(sampler)
         seen = calibrate(pairs)
-        given = regions(seen, pairs, choices)
+        varies = self._job.part == "widths"
+        given = widths(pairs) if varies else regions(seen, pairs, choices)
         before, after, own = self._study.gradients_of_both(sampler, given, self._job.batches)
         own_gradient = Rows(
             own.reward["flow_grpo"],
