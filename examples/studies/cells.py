@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,10 @@ def save(study: str, name: str, cell: Cell, folder: Path = RESULTS) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     stored = rounded({"package": flowgrpo_rc.__version__, **cell})
     draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(stored, indent=1, allow_nan=False) + "\n")
+    text = json.dumps(stored, indent=1, allow_nan=False)
+    # A list of numbers stands on one line.
+    text = re.sub(r"\[([^][{}\"]*)\]", lambda found: f"[{' '.join(found[1].split())}]", text)
+    draft.write_text(text + "\n")
     os.replace(draft, path)
 
 

@@ -1,4 +1,4 @@
-"""The estimators that the gradient study compares, as settings of this package; their calibration.
+"""An estimator of the gradient study, as settings of this package; the calibration of a mismatch.
 
 Legend: B samples, T steps of the SDE window.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from flow import STEPS, Evaluation
+from gradient_problem import STEPS, Evaluation
 from torch import Tensor
 
 from flowgrpo_rc import (
@@ -24,12 +24,12 @@ from flowgrpo_rc import (
 )
 from flowgrpo_rc.core.advantages import group_relative
 from flowgrpo_rc.core.reduce import identity
-from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.history import ROBUST
 from flowgrpo_rc.correction.log_ratios import compute_log_ratios
 from flowgrpo_rc.correction.rejection import statistic
 from flowgrpo_rc.correction.thresholds import parse_bands
+from flowgrpo_rc.losses.auto_clip import AutoClip
 
 REFERENCE_CLIP = 1e-4
 REFERENCE_GUARD_CLIP = 2e-6
@@ -49,9 +49,6 @@ CRITERIA = (
     "seq_max_k3",
     "step_kl",
 )
-SWEEP = (0.1, 0.3, 1.0, 2.0, 4.0, 10.0)  # clip_ratio over the floor
-LEVELS = ("token", "sequence", "geometric")
-WINDOW = {"bypass_mode": True, "bypass_level": "window"}
 
 Pair = tuple[DiffusionBatch, Evaluation]
 
@@ -62,12 +59,14 @@ class Estimator(NamedTuple):
     Attributes:
       correction: settings of the rollout correction.
       loss: settings of the loss.
-      auto: for `auto` bands, the bands that followed the calibrating batches; None for the others.
+      bands: for `auto` bands, those that followed the calibrating batches; None for the others.
+      clip: for a bound of `auto:k`, the one that followed them; None for the others.
     """
 
     correction: RolloutCorrectionConfig
     loss: DiffusionLossConfig
-    auto: AutoBands | None = None
+    bands: AutoBands | None = None
+    clip: AutoClip | None = None
 
     @property
     def estimand(self) -> str:
@@ -82,49 +81,53 @@ class Estimator(NamedTuple):
 
         Args:
           batch: a batch as sampled.
-          found: the training graph on it.
+          found: the policy before any update on it.
 
         Returns:
           The batch with its old policy and, in decoupled mode, weights and rejection.
         """
         kl = found.gaussian.kl
-        if self.auto is not None:
-            batch, _ = self.auto.judge(batch, found.log_probs, kl)
+        if self.bands is not None:
+            batch, _ = self.bands.judge(batch, found.log_probs, kl)
+        if self.clip is not None:
+            batch = batch.replace(loss_bound=self.clip.bounds(batch.step_indices))
         if self.correction.bypass_mode:
             return apply_bypass_mode_to_diffusion_batch(batch)
-        batch = batch.with_old(found.log_probs, found.means)
+        centered = found.gaussian.centered if self.correction.centered else None
+        batch = batch.with_old(found.log_probs, found.means, centered)
         return apply_rollout_correction_to_diffusion_batch(batch, self.correction, step_kl=kl)[0]
 
-    def slopes(
-        self, batch: DiffusionBatch, rewards: Tensor, found: Evaluation
-    ) -> tuple[Tensor, Tensor, dict[str, float]]:
-        """Computes the slope of the loss at every log-prob and at every KL, before an update.
+    def coefficients(
+        self, batch: DiffusionBatch, rewards: Tensor, now: Evaluation
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Computes the slopes of the loss at the quantities of `Evaluation.slopes`.
 
         Args:
           batch: a settled batch.
           rewards: reward of each sample, [B].
-          found: the training graph on the batch.
+          now: the policy that is updated, on the batch.
 
         Returns:
-          The slope at the log-probs, [B, T]; the slope at the KLs, [B, T]; metrics of the loss.
+          The slopes, [3, B, T]; metrics of the loss.
         """
         valid = torch.ones_like(rewards, dtype=torch.bool)
         if self.correction.excludes_rejected and batch.rejection_mask is not None:
             valid = batch.rejection_mask.any(1)
         advantages = group_relative(rewards, batch.group, valid, global_std=True).values
         batch = batch.replace(advantages=advantages.unsqueeze(1).expand(-1, batch.num_steps))
-        # In decoupled mode the old policy is the current one, and their KL has neither value nor
-        # slope yet.
-        kl = found.gaussian.kl if self.correction.bypass_mode else torch.zeros_like(found.log_probs)
-        log_probs, kl = (one.clone().requires_grad_() for one in (found.log_probs, kl))
+        kl = now.gaussian.kl if self.correction.bypass_mode else now.old_kl
+        leaves = [now.log_probs, kl, now.gaussian.centered]
+        log_probs, kl, centered = (one.clone().requires_grad_() for one in leaves)
         config = LossConfig(rollout_correction=self.correction, diffusion_loss=self.loss)
-        loss, metrics = diffusion_loss(
-            config, log_probs, batch, GaussianSteps(found.gaussian.std, found.gaussian.dt, kl)
+        gaussian = now.gaussian._replace(kl=kl, centered=centered)
+        loss, metrics = diffusion_loss(config, log_probs, batch, gaussian)
+        by_log_prob, by_kl, by_centered = torch.autograd.grad(
+            loss, [log_probs, kl, centered], materialize_grads=True
         )
-        loss.backward()
-        unused = kl.grad is None or not self.correction.bypass_mode
-        kl_slope = torch.zeros_like(kl) if unused else kl.grad
-        return log_probs.grad, kl_slope, metrics.compute()
+        # The centered log-ratio has the slope of the log-prob plus that of the KL from the rollout.
+        found = torch.stack([by_log_prob + by_centered, by_centered, torch.zeros_like(by_kl)])
+        found[1 if self.correction.bypass_mode else 2] += by_kl
+        return found, metrics.compute()
 
 
 class Calibration(NamedTuple):
@@ -136,6 +139,7 @@ class Calibration(NamedTuple):
       absolute: mean, median and 99th percentile of |log-ratio|.
       clip: calibrated clip of FlowGRPO.
       guard_clip: calibrated clip of Guard.
+      centered_clip: calibrated clip of FlowGRPO with the centered log-ratio.
       bands: criterion -> the threshold that rejects the fraction `REJECTED`.
       kl: calibrated threshold of Flow-DPPO.
       mean_kl: mean KL of the steps.
@@ -146,22 +150,24 @@ class Calibration(NamedTuple):
     absolute: dict[str, float]
     clip: float
     guard_clip: float
+    centered_clip: float
     bands: dict[str, str | float]
     kl: float
     mean_kl: float
 
 
 def calibrate(pairs: Sequence[Pair]) -> Calibration:
-    """Measures a mismatch on batches, each with the training graph on it."""
+    """Measures a mismatch on batches, each with the policy on it."""
     training = torch.cat([found.log_probs for _, found in pairs])
     rollout = torch.cat([batch.rollout_log_probs for batch, _ in pairs])
-    kl, std = (
-        torch.cat([getattr(found.gaussian, name) for _, found in pairs]) for name in ("kl", "std")
+    kl, std, centered = (
+        torch.cat([getattr(found.gaussian, name) for _, found in pairs])
+        for name in ("kl", "std", "centered")
     )
     steps = compute_log_ratios(training, rollout, torch.ones_like(training, dtype=torch.bool), kl)
     ratio = steps.log_ratio
     magnitude = ratio.abs()
-    guard = torch.expm1((ratio + kl) * std).abs()
+    guard = torch.expm1(centered * std).abs()
     return Calibration(
         floor=_robust(ratio.flatten()),
         by_step=[_robust(column) for column in ratio.T],
@@ -171,6 +177,7 @@ def calibrate(pairs: Sequence[Pair]) -> Calibration:
             "p99": _quantile(magnitude, 0.99),
         },
         clip=MARGIN * _quantile(torch.expm1(ratio).abs(), WITHIN),
+        centered_clip=MARGIN * _quantile(torch.expm1(centered).abs(), WITHIN),
         guard_clip=MARGIN * _quantile(guard, WITHIN),
         bands={name: _threshold(statistic(steps, _band(name)), name) for name in CRITERIA},
         kl=MARGIN * _quantile(kl, WITHIN),
@@ -204,111 +211,63 @@ def auto_bands(criterion: str, pairs: Sequence[Pair]) -> AutoBands:
     return bands
 
 
-def estimators(seen: Calibration, pairs: Sequence[Pair]) -> dict[str, Estimator]:
-    """Makes every estimator that the study compares.
+def follow(estimator: Estimator, pairs: Sequence[Pair]) -> Estimator:
+    """Gives a bound of `auto:k` the calibrating batches to follow, each as one iteration.
 
     Args:
-      seen: the calibration of the mismatch.
-      pairs: the calibrating batches, each with the training graph on it.
-
-    Returns:
-      The name under which results are stored -> estimator.
+      estimator: its clip_ratio or kl_threshold is `auto:k`.
+      pairs: the calibrating batches, each with the policy on it.
     """
-    found = {
-        **_bypass(seen, pairs),
-        **_decoupled(seen, pairs),
-        **_reinforce(),
-        **_other_losses(seen),
-    }
-    for estimator in found.values():
-        estimator.correction.validate()
-        estimator.loss.validate()
-    return found
+    (deviations,) = estimator.loss.auto.values()
+    clip = AutoClip(
+        estimator.loss.loss(),
+        deviations,
+        None,
+        centered=estimator.correction.centered,
+        num_steps=STEPS,
+        device=torch.device("cpu"),
+    )
+    for batch, found in pairs:
+        clip.observe(batch, found.log_probs, found.gaussian)
+        clip.finish(identity)
+    return estimator._replace(clip=clip)
 
 
-def _ppo(clip: float, mode: str = "flow_grpo", **correction: Any) -> Estimator:
+def ppo(clip: float | str, mode: str = "flow_grpo", **correction: Any) -> Estimator:
+    """Makes an estimator with a clip.
+
+    Args:
+      clip: clip_ratio.
+      mode: loss_mode.
+      **correction: settings of the rollout correction.
+    """
     loss = DiffusionLossConfig(loss_mode=mode, clip_ratio=clip)
     return Estimator(RolloutCorrectionConfig(**correction), loss)
 
 
-def _auto(clip: float, criterion: str, pairs: Sequence[Pair], **correction: Any) -> Estimator:
-    given = {"rollout_rs": criterion, "rollout_rs_threshold": "auto:4", **correction}
-    return _ppo(clip, **given)._replace(auto=auto_bands(criterion, pairs))
+def dppo(threshold: float | str, **correction: Any) -> Estimator:
+    """Makes an estimator with Flow-DPPO's mask.
+
+    Args:
+      threshold: kl_threshold.
+      **correction: settings of the rollout correction.
+    """
+    loss = DiffusionLossConfig(loss_mode="flow_dppo", kl_threshold=threshold)
+    return Estimator(RolloutCorrectionConfig(**correction), loss)
 
 
-def _bypass(seen: Calibration, pairs: Sequence[Pair]) -> dict[str, Estimator]:
-    """FlowGRPO in bypass mode, with several clips and criteria of rejection."""
-    found = {
-        "bypass": _ppo(REFERENCE_CLIP, bypass_mode=True),
-        "bypass_calibrated": _ppo(seen.clip, bypass_mode=True),
-        "bypass_band_of_tokens": _ppo(
-            seen.clip, bypass_mode=True, rollout_rs="seq_mean_k1", rollout_rs_threshold="0.5_2.0"
-        ),
-    }
-    for multiple in SWEEP:
-        clip = min(multiple * seen.floor, 0.99)
-        found[f"bypass_clip_{multiple:g}"] = _ppo(clip, bypass_mode=True)
-    for name, threshold in seen.bands.items():
-        found[f"bypass_{name}"] = _ppo(
-            seen.clip, rollout_rs=name, rollout_rs_threshold=threshold, **WINDOW
-        )
-    found["bypass_auto_k1"] = _auto(seen.clip, "token_k1", pairs, bypass_mode=True)
-    found["bypass_auto_step_kl"] = _auto(seen.clip, "step_kl", pairs, bypass_mode=True)
-    return found
+def checked(given: dict[str, Estimator]) -> dict[str, Estimator]:
+    """Returns estimators by name as they are; ValueError for a wrong setting."""
+    for estimator in given.values():
+        estimator.correction.validate()
+        estimator.loss.validate()
+    return given
 
 
-def _decoupled(seen: Calibration, pairs: Sequence[Pair]) -> dict[str, Estimator]:
-    """FlowGRPO in decoupled mode: recomputed old log-probs, with weights, rejection, or neither."""
-    found = {"recomputed": _ppo(REFERENCE_CLIP)}
-    for level in LEVELS:
-        for scale in ("mean", "sum"):
-            found[f"decoupled_{level}_{scale}"] = _ppo(
-                REFERENCE_CLIP, rollout_is=level, log_prob_scale=scale
-            )
-    found["decoupled_sequence_sum_unbounded"] = _ppo(
-        REFERENCE_CLIP, rollout_is="sequence", log_prob_scale="sum", rollout_is_threshold=1e8
-    )
-    rejecting = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": seen.bands["seq_mean_k1"]}
-    found["recomputed_seq_mean_k1"] = _ppo(REFERENCE_CLIP, **rejecting)
-    found["decoupled_sequence_seq_mean_k1"] = _ppo(
-        REFERENCE_CLIP, rollout_is="sequence", **rejecting
-    )
-    found["recomputed_auto_k1"] = _auto(seen.clip, "token_k1", pairs)
-    return found
+def estimands(*, centered: bool = False) -> dict[str, Estimator]:
+    """Makes the two estimators of the truth, which see rollouts of the policy itself.
 
-
-def _reinforce() -> dict[str, Estimator]:
-    """Policy gradients without a clip, with several weights."""
-    free = {"loss_type": "reinforce", **WINDOW}
-    found = {"reinforce": _ppo(REFERENCE_CLIP, **free)}
-    for level in LEVELS:
-        found[f"reinforce_{level}"] = _ppo(REFERENCE_CLIP, rollout_is=level, **free)
-    found["reinforce_sequence_sum"] = _ppo(
-        REFERENCE_CLIP, rollout_is="sequence", log_prob_scale="sum", **free
-    )
-    return found
-
-
-def _other_losses(seen: Calibration) -> dict[str, Estimator]:
-    """Guard and Flow-DPPO."""
-
-    def dppo(threshold: float) -> Estimator:
-        loss = DiffusionLossConfig(loss_mode="flow_dppo", kl_threshold=threshold)
-        return Estimator(RolloutCorrectionConfig(bypass_mode=True), loss)
-
-    return {
-        "guard": _ppo(REFERENCE_GUARD_CLIP, "grpo_guard", bypass_mode=True),
-        "guard_calibrated": _ppo(seen.guard_clip, "grpo_guard", bypass_mode=True),
-        "guard_recomputed": _ppo(REFERENCE_GUARD_CLIP, "grpo_guard"),
-        "dppo": dppo(DiffusionLossConfig.kl_threshold),
-        "dppo_calibrated": dppo(seen.kl),
-    }
-
-
-def estimands() -> dict[str, Estimator]:
-    """Makes the two estimators of the truth, which see rollouts of the policy itself."""
-    decoupled = RolloutCorrectionConfig()
-    return {
-        name: Estimator(decoupled, DiffusionLossConfig(loss_mode=name))
-        for name in ("flow_grpo", "grpo_guard")
-    }
+    Args:
+      centered: credit the recorded noise, for a policy that does not sample in its own precision.
+    """
+    return {mode: ppo(0.99, mode, centered=centered) for mode in ("flow_grpo", "grpo_guard")}

@@ -1,6 +1,6 @@
 """Draws docs/figures/gradient_*.svg from the gradient study's results.
 
-    python examples/studies/gradient_figures.py [--output FOLDER]
+    python examples/studies/gradient_figures.py [--output FOLDER] [--format svg]
 
 The background is transparent and the ink a middle grey, to be legible on light and dark pages.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -18,19 +19,25 @@ matplotlib.use("svg")
 
 import matplotlib.pyplot as plt
 from cells import load
-from estimators import REFERENCE_CLIP, SWEEP
-from gradient_tables import MISMATCHES, NAMES, STUDY, Cells, cell
+from estimators import REFERENCE_CLIP
+from gradient_corrections import SWEEP
+from gradient_image_rows import ROLLOUTS, relative
+from gradient_region_rows import COLUMNS, FACTORS, SWEPT, mean, problems, rollouts_own
+from gradient_rows import MISMATCHES, Cells, cell
+from gradient_study import STUDY
 from tables import PAGE
 
 INK = "#7d8590"
 COLOURS = {
     "bf16": "#2f81f7",
+    "int8": "#39a0a8",
     "int4": "#e5534b",
     "rounding": "#57a85a",
     "guidance": "#b083f0",
     "stale_1": "#c9a227",
     "stale_8": "#b5622b",
 }
+SHOWN = ("bf16", "int4", "rounding", "guidance", "stale_1", "stale_8")  # of the sweep of clips
 STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "gradient",
@@ -60,7 +67,7 @@ def clip_sweep(cells: Cells) -> Any:
     )
     figure, axes = plt.subplots(1, 3, figsize=(9, 3.1), layout="constrained")
     for axis, (quantity, title) in zip(axes, panels, strict=True):
-        for name in COLOURS:
+        for name in SHOWN:
             found = cell(cells, name)["estimators"]
             values = [_value(found[f"bypass_clip_{multiple:g}"][quantity]) for multiple in SWEEP]
             axis.plot(
@@ -77,50 +84,109 @@ def clip_sweep(cells: Cells) -> Any:
         axis.set(xscale="log", xlabel="clip_ratio over the floor", title=title, ylim=(0, None))
         axis.grid(visible=True)
     figure.legend(
-        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS)
+        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(SHOWN)
     )
     return figure
 
 
 def directions(cells: Cells) -> Any:
-    """Draws the cosine with the true gradient of the estimators that differ."""
-    chosen = (
-        "bypass",
-        "bypass_calibrated",
-        "bypass_auto_k1",
-        "recomputed",
-        "decoupled_token_mean",
-        "decoupled_sequence_sum",
-        "reinforce_sequence",
-        "guard",
-        "guard_calibrated",
+    """Draws the mean cosine with the true gradient, and its range, before and after an update."""
+    chosen = {
+        "bypass_plain_published": "bypass\nclip 1e-4",
+        "bypass_plain_none": "bypass",
+        "decoupled_plain_none": "recomputed",
+        "bypass_centered_none": "centered\nbypass",
+        "decoupled_centered_none": "centered\nrecomputed",
+        "bypass_centered_auto": "centered\nbypass, auto:4",
+        "guard_bypass_plain_none": "Guard\nbypass",
+    }
+    figure, axes = plt.subplots(2, 1, figsize=(9, 5.2), layout="constrained", sharex=True)
+    titles = {"first": "before an update", "second": "after one update"}
+    for axis, (update, title) in zip(axes, titles.items(), strict=True):
+        for offset, (mismatch, text) in enumerate(COLUMNS.items()):
+            colour = COLOURS[mismatch]
+            for place, name in enumerate(chosen):
+                found = [one.value for one in problems(cells, mismatch, name, update)]
+                centre = place + 0.12 * (offset - (len(COLUMNS) - 1) / 2)
+                axis.vlines(centre, min(found), max(found), color=colour, linewidth=3, alpha=0.4)
+                axis.plot(
+                    centre,
+                    fmean(found),
+                    color=colour,
+                    marker="o",
+                    markersize=4,
+                    linestyle="none",
+                    label=text if place == 0 else None,
+                )
+        axis.set_xticks(range(len(chosen)), chosen.values(), fontsize=8)
+        axis.set(ylabel="cosine with the truth", title=title, ylim=(-1, 1.05))
+        axis.grid(visible=True, axis="y")
+        axis.axhline(0, color=INK, linewidth=0.8)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COLUMNS)
     )
-    figure, axis = plt.subplots(figsize=(9, 3.4), layout="constrained")
-    for name, offset in zip(COLOURS, range(len(COLOURS)), strict=True):
-        found = [cell(cells, name)["estimators"][key]["cosine"] for key in chosen]
-        places = [place + 0.12 * (offset - (len(COLOURS) - 1) / 2) for place in range(len(chosen))]
-        values, errors = zip(
-            *((float("nan"), 0.0) if one is None else one for one in found), strict=True
-        )
+    return figure
+
+
+def sweep(cells: Cells) -> Any:
+    """Draws the cosine with either policy's gradient against the size of the weight error."""
+    colours = dict(zip(SWEPT, list(COLOURS.values()), strict=False))
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained", sharey=True)
+    panels = {"cosine": "our policy's gradient", "rollout_cosine": "the rollout's own gradient"}
+    factors = [float(factor) for factor in FACTORS.values()]
+    for axis, (quantity, title) in zip(axes, panels.items(), strict=True):
+        for name, text in SWEPT.items():
+            found = [mean(cells, m, name, "first", quantity) for m in FACTORS]
+            dashes = "--" if name.startswith("decoupled") else "-"
+            axis.errorbar(
+                factors,
+                [one.value for one in found],
+                [one.error for one in found],
+                color=colours[name],
+                linestyle=dashes,
+                marker="o",
+                markersize=3,
+                linewidth=1,
+                label=text,
+            )
+        axis.set(xscale="log", xlabel="weight error, times that of int4", title=title)
+        axis.set_xticks(factors, FACTORS.values())
+        axis.minorticks_off()
+        axis.grid(visible=True)
+    both = [rollouts_own(cells, m) for m in FACTORS]
+    axes[0].plot(
+        factors,
+        [one.value for one in both],
+        color=INK,
+        linestyle=":",
+        label="the rollout's own gradient",
+    )
+    axes[0].set_ylabel("cosine")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure
+
+
+def images(cells: Cells) -> Any:
+    """Draws the slope of the reward of the bundled model, over that of exact rollouts."""
+    figure, axis = plt.subplots(figsize=(9, 3), layout="constrained")
+    colours = {"bf16": "bf16", "int4": "int4", "bits2": "stale_8", "stale_8": "guidance"}
+    for offset, (rollout, text) in enumerate(ROLLOUTS.items()):
+        found = [relative(cells, rollout, name) for name in SWEPT]
         axis.errorbar(
-            places,
-            values,
-            errors,
-            color=COLOURS[name],
+            [place + 0.12 * (offset - (len(ROLLOUTS) - 1) / 2) for place in range(len(SWEPT))],
+            [one.value for one in found],
+            [one.error for one in found],
+            color=COLOURS[colours[rollout]],
             fmt="o",
             markersize=4,
             linewidth=1,
-            label=MISMATCHES[name],
+            label=text,
         )
-    labels = [
-        NAMES[key].replace("` `", ", ").replace("`", "").replace(", ", "\n") for key in chosen
-    ]
-    axis.set_xticks(range(len(chosen)), labels, fontsize=8)
-    axis.set(ylabel="cosine with the truth")
-    axis.grid(visible=True, axis="y")
+    axis.set_xticks(range(len(SWEPT)), [text.replace(", ", "\n") for text in SWEPT.values()])
+    axis.set(ylabel="slope of the reward over\nthat of exact rollouts")
     axis.axhline(1, color=INK, linewidth=0.8)
-    axis.axhline(0, color=INK, linewidth=0.8)
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS))
+    axis.grid(visible=True, axis="y")
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
 
@@ -130,7 +196,12 @@ def _value(found: Any) -> float:
     return found[0] if isinstance(found, list) else found
 
 
-FIGURES = {"gradient_clip": clip_sweep, "gradient_directions": directions}
+FIGURES = {
+    "gradient_clip": clip_sweep,
+    "gradient_directions": directions,
+    "gradient_sweep": sweep,
+    "gradient_image": images,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -139,12 +210,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, default=PAGE.parent / "figures")
-    output = parser.parse_args(arguments).output
+    parser.add_argument("--format", default="svg", help="such as png, to look at them")
+    options = parser.parse_args(arguments)
     cells = load(STUDY)
     with plt.rc_context(STYLE):
         for name, draw in FIGURES.items():
             figure = draw(cells)
-            figure.savefig(output / f"{name}.svg", metadata={"Date": None})
+            metadata = {"Date": None} if options.format == "svg" else None
+            path = options.output / f"{name}.{options.format}"
+            figure.savefig(path, metadata=metadata)
             plt.close(figure)
 
 

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import gradient_image
 import gradient_study
 import learning
 import pytest
@@ -16,7 +17,15 @@ def test_the_gradient_study_runs_and_goes_on_where_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gradient_study.main(["--quick", "--output", str(tmp_path)])
-    assert capsys.readouterr().out.split() == ["truth_16", "bf16_16"]
+    names = [f"regions_{name}_16_0" for name in ("truth", "int4", "int4x2")]
+    assert capsys.readouterr().out.split() == [*names, "truth_16", "bf16_16"]
+    cell = json.loads((tmp_path / "gradient" / "regions_int4_16_0.json").read_text())
+    lost = {name: row[cell["columns"].index("lost")] for name, row in cell["first"].items()}
+    assert lost["bypass_centered_none"] == lost["decoupled_centered_published"] == 0
+    assert lost["bypass_centered_auto"] < 0.02
+    assert lost["bypass_centered_published"] > 0.3
+    row = cell["second"]["decoupled_centered_published"]
+    assert row[cell["columns"].index("lost")] > 0.3
     cell = json.loads((tmp_path / "gradient" / "bf16_16.json").read_text())
     assert cell["estimators"]["recomputed"]["gated"] == 0
     assert cell["estimators"]["bypass"]["gated"] > 0.3
@@ -24,6 +33,22 @@ def test_the_gradient_study_runs_and_goes_on_where_it_was(
     (tmp_path / "gradient" / "truth_16.json").unlink()
     gradient_study.main(["--quick", "--output", str(tmp_path)])
     assert capsys.readouterr().out.split() == ["truth_16"]
+
+
+def test_directions_are_judged_on_the_bundled_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gradient_image.main(["--quick", "--output", str(tmp_path)])
+    assert capsys.readouterr().out.split() == ["image_exact"]
+    cell = json.loads((tmp_path / "gradient" / "image_exact.json").read_text())
+    for reach in ("slopes", "further"):
+        found = dict(cell[reach])
+        guard = found.pop("guard_bypass_plain_none")
+        # On exact rollouts all log-ratios are the same, and the direction raises the reward.
+        assert len({tuple(slopes) for slopes in found.values()}) == 1
+        assert found["bypass_plain_none"][0] > 0
+        assert guard[0] > 0
+        assert guard != found["bypass_plain_none"]
 
 
 def test_the_learning_study_runs_and_goes_on_where_it_was(

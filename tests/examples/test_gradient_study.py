@@ -2,82 +2,129 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import estimators
 import flow
-import gradient_study
+import gradient_batches
+import gradient_corrections
+import gradient_problem
+import gradient_regions
 import moments
 import pytest
 import torch
+from gradient_problem import evaluate
+from torch import Tensor
 
 
 @pytest.fixture(scope="module")
-def problem() -> flow.Problem:
-    problem = flow.Problem(8, seed=3)
-    problem.fit(5, 32)
-    source = torch.Generator().manual_seed(0)
-    lora = problem.lora()
-    for name in (name for name in lora if "lora_B" in name):
-        lora[name] = 0.1 * torch.randn(lora[name].shape, generator=source, dtype=torch.float64)
-    problem.load(lora)
-    return problem
+def study() -> gradient_batches.Study:
+    """A problem of eight elements whose LoRA takes part."""
+    return gradient_batches.Study(8, 3, fit=5, moves=2)
 
 
-def test_gradients_of_steps_are_those_of_autograd(problem: flow.Problem) -> None:
-    network = problem.network
-    names = list(problem.lora())
-    rounding = flow.Sampler(network=network, rounds=True)
-    batch = problem.rollout(rounding, 0, "test")[0].rows(0, 24)
+def calibrated(
+    study: gradient_batches.Study, sampler: flow.Sampler
+) -> dict[str, estimators.Estimator]:
+    """Returns every estimator of both parts of the study, calibrated on a sampler."""
+    pairs = study.calibration_pairs(sampler)
+    seen = estimators.calibrate(pairs)
+    return {
+        **gradient_corrections.corrections(seen, pairs),
+        **gradient_regions.regions(seen, pairs),
+    }
+
+
+def pushes(
+    given: dict[str, estimators.Estimator], study: gradient_batches.Study, sampler: flow.Sampler
+) -> Tensor:
+    """Returns what each estimator sends back into the velocities of a batch, [2E, B, T, D]."""
+    batch, rewards = study.problem.rollout(sampler, 0, "test")
+    found = evaluate(study.policy, batch)
+    coefficients, _ = gradient_batches.all_coefficients(given, batch, rewards, 0, found, found)
+    return torch.einsum("kebt,kbtd->ebtd", coefficients, found.slopes)
+
+
+def test_gradients_of_steps_are_those_of_autograd(study: gradient_batches.Study) -> None:
+    network = study.moved.network
+    names = list(study.moved.lora())
+    rounding = flow.Sampler(network=study.policy.network, rounds=True)
+    batch = study.problem.rollout(rounding, 0, "test")[0].rows(0, 24)
+    old_means = evaluate(study.policy, batch).means
+    found = evaluate(study.moved, batch, old_means)
     coefficients = torch.randn(
-        3, 24, batch.num_steps, generator=torch.Generator().manual_seed(1)
+        3, 2, 24, batch.num_steps, generator=torch.Generator().manual_seed(1)
     ).double()
-    found = problem.evaluate(batch)
     parameters = [network.get_parameter(name).requires_grad_() for name in names]
     x = batch.all_latents[:, :-1].flatten(0, 1)
-    v = flow.Sampler(network=network).velocity(
-        x, batch.all_timesteps.flatten(), flow.step_classes(batch)
-    )
-    sigma = batch.sigmas[batch.step_indices.flatten()]
-    following = batch.sigmas[batch.step_indices.flatten() + 1]
-    std = (0.7 * (sigma / (1 - torch.where(sigma == 1, batch.sigmas[1], sigma))).sqrt()).unsqueeze(
-        1
-    )
-    dt = (following - sigma).unsqueeze(1)
-    drift = std**2 / (2 * sigma.unsqueeze(1))
-    mean = x * (1 + drift * dt) + v * (1 + drift * (1 - sigma.unsqueeze(1))) * dt
+    following = batch.all_latents[:, 1:].flatten(0, 1)
+    v = study.moved.velocity(x, batch.all_timesteps.flatten(), flow.step_classes(batch))
+    steps = batch.step_indices.flatten()
+    sigma = batch.sigmas[steps].unsqueeze(1)
+    dt = batch.sigmas[steps + 1].unsqueeze(1) - sigma
+    std = 0.7 * (sigma / (1 - torch.where(sigma == 1, batch.sigmas[1], sigma))).sqrt()
+    drift = std**2 / (2 * sigma)
+    mean = x * (1 + drift * dt) + v * (1 + drift * (1 - sigma)) * dt
     scale = std * (-dt).sqrt()
-    log_probs = (
-        torch.distributions.Normal(mean, scale)
-        .log_prob(batch.all_latents[:, 1:].flatten(0, 1))
-        .mean(1)
-    )
-    kl = ((mean - batch.prev_sample_mean.flatten(0, 1)) ** 2 / (2 * scale**2)).mean(1)
-    torch.testing.assert_close(found.log_probs.flatten(), log_probs.detach())
-    torch.testing.assert_close(found.gaussian.kl.flatten(), kl.detach())
-    for values, slope in ((log_probs, found.log_prob_slope), (kl, found.kl_slope)):
-        got = problem.pull_back(batch, slope, coefficients)
-        for row, own in zip(got, coefficients.flatten(1), strict=True):
-            expected = torch.autograd.grad((values * own).sum(), parameters, retain_graph=True)
-            torch.testing.assert_close(
-                row, torch.cat([gradient.flatten() for gradient in expected])
-            )
+    rollout = batch.prev_sample_mean.flatten(0, 1)
+    log_probs = torch.distributions.Normal(mean, scale).log_prob(following).mean(1)
+    kl = ((mean - rollout) ** 2 / (2 * scale**2)).mean(1)
+    old_kl = ((mean - old_means.flatten(0, 1)) ** 2 / (2 * scale**2)).mean(1)
+    centered = ((following - rollout) / scale * (mean - rollout) / scale).mean(1)
+    for got, wanted in (
+        (found.log_probs, log_probs),
+        (found.gaussian.kl, kl),
+        (found.old_kl, old_kl),
+        (found.gaussian.centered, centered),
+    ):
+        torch.testing.assert_close(got.flatten(), wanted.detach())
+    got = flow.weighted_gradients(study.moved, batch, found.slopes, coefficients)
+    values = torch.stack([log_probs, kl, old_kl])
+    for row, own in zip(got, coefficients.flatten(2).transpose(0, 1), strict=True):
+        parts = torch.autograd.grad((values * own).sum(), parameters, retain_graph=True)
+        expected = torch.cat([part.flatten() for part in parts])
+        assert (row - expected).norm() < 1e-5 * expected.norm()
+    # The slope of the centered log-ratio is the sum of the first two.
+    both = torch.autograd.grad(centered.sum(), v, retain_graph=True)[0]
+    torch.testing.assert_close(found.slopes[:2].sum(0).flatten(0, 1), both)
 
 
-def test_without_mismatch_every_estimator_is_the_truth(problem: flow.Problem) -> None:
-    pairs = gradient_study.calibration_pairs(
-        problem, flow.Sampler(network=problem.network, rounds=True), 1
-    )
-    given = estimators.estimators(estimators.calibrate(pairs), pairs)
-    batch, rewards = problem.rollout(flow.Sampler(network=problem.network), 0, "test")
-    found = problem.evaluate(batch)
-    slopes = gradient_study.all_slopes(given, batch, found, rewards, 0).at_log_prob.unflatten(
-        0, (-1, 2)
-    )
-    truth = gradient_study.all_slopes(
-        estimators.estimands(), batch, found, rewards, 0
-    ).at_log_prob.unflatten(0, (-1, 2))
+def test_without_mismatch_every_estimator_is_the_truth(study: gradient_batches.Study) -> None:
+    given = calibrated(study, replace(study.policy, rounds=True))
+    found = pushes(given, study, study.policy).unflatten(0, (-1, 2))
+    truth = pushes(estimators.estimands(), study, study.policy).unflatten(0, (-1, 2))
     expected = dict(zip(estimators.estimands(), truth, strict=True))
-    for estimator, slope in zip(given.values(), slopes, strict=True):
-        torch.testing.assert_close(slope, expected[estimator.estimand], rtol=1e-9, atol=1e-15)
+    assert len(given) > 60
+    for estimator, push in zip(given.values(), found, strict=True):
+        torch.testing.assert_close(push, expected[estimator.estimand], rtol=1e-9, atol=1e-15)
+
+
+def test_a_centered_estimator_credits_the_noise_of_the_rollout(
+    study: gradient_batches.Study,
+) -> None:
+    """Before an update and without a clip: A e / std, whatever the policy's mean is."""
+    sampler = study.sampler("stale_1")
+    given = {"centered": estimators.ppo(0.9, centered=True), "plain": estimators.ppo(0.9)}
+    centered, plain = pushes(given, study, sampler)[::2]
+    batch, rewards = study.problem.rollout(sampler, 0, "test")
+    groups = rewards.view(-1, gradient_problem.SAMPLES)
+    advantages = (groups - groups.mean(1, keepdim=True)).flatten() / (
+        rewards.std(correction=0) + 1e-4
+    )
+    found = evaluate(study.policy, batch)
+    by_velocity = found.slopes[0] / (batch.all_latents[:, 1:] - found.means)
+    noise = batch.all_latents[:, 1:] - batch.prev_sample_mean
+    expected = -advantages.view(-1, 1, 1) * by_velocity * noise / found.log_probs.numel()
+    assert (centered - expected).norm() < 1e-9 * expected.norm()
+    assert (plain - expected).norm() > 5e-3 * expected.norm()
+
+
+def test_the_weight_error_of_int4_is_stretched(study: gradient_batches.Study) -> None:
+    networks = [study.sampler(f"int4x{factor}").network for factor in (1, 3)]
+    own = study.policy.network.blocks[0].up.base_layer.weight
+    once, thrice = (network.blocks[0].up.base_layer.weight - own for network in networks)
+    assert once.abs().max() > 1e-3
+    torch.testing.assert_close(thrice, 3 * once)
 
 
 def test_the_statistics_find_known_lengths_and_angles() -> None:
