@@ -1,4 +1,4 @@
-"""The conclusions of docs/evidence.md about weights, rejection and the width of the clip."""
+"""The conclusions of docs/gradient_study.md about weights, rejection and the width of the clip."""
 
 from __future__ import annotations
 

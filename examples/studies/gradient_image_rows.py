@@ -1,4 +1,4 @@
-"""The table of docs/evidence.md about the bundled Stable Diffusion 3."""
+"""The table of docs/gradient_study.md about the bundled Stable Diffusion 3."""
 
 from __future__ import annotations
 

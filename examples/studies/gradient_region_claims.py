@@ -1,4 +1,4 @@
-"""The conclusions of docs/evidence.md about modes, log-ratios and trust regions."""
+"""The conclusions of docs/gradient_study.md about modes, log-ratios and trust regions."""
 
 from __future__ import annotations
 

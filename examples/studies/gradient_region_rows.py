@@ -1,4 +1,4 @@
-"""The tables and conclusions of docs/evidence.md about modes, log-ratios and trust regions.
+"""The tables and conclusions of docs/gradient_study.md about modes, log-ratios and trust regions.
 
 A problem is a size of the flow with a seed. `first` is the gradient before an update, `second` the
 one after it.

@@ -1,4 +1,4 @@
-"""The tables, numbers and conclusions of docs/evidence.md that come from the gradient study."""
+"""The tables, numbers and conclusions of docs/gradient_study.md, from the gradient study."""
 
 from __future__ import annotations
 

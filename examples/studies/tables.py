@@ -1,4 +1,4 @@
-"""Writes the numbers of docs/evidence.md from the studies' JSON files, or checks them.
+"""Writes the numbers of the evidence pages from the studies' JSON files, or checks them.
 
     python examples/studies/tables.py [--check]
 
@@ -9,7 +9,7 @@ Every module `*_tables.py` in this folder describes one study:
               inside a sentence
     CLAIMS    name -> function that says whether a conclusion holds for the cells
 
-and the page holds their markers, which Markdown does not show:
+and the pages, `PAGES`, hold their markers, which Markdown does not show:
 
     <!-- table: NAME -->            written between the markers, on lines of its own
     <!-- /table -->
@@ -29,7 +29,8 @@ from typing import Any, NamedTuple
 from cells import RESULTS, Cell, load
 
 FOLDER = Path(__file__).parent
-PAGE = FOLDER.parents[1] / "docs" / "evidence.md"
+DOCS = FOLDER.parents[1] / "docs"
+PAGES = tuple(DOCS / f"{name}.md" for name in ("evidence", "gradient_study", "gradient_estimators"))
 MARKED = re.compile(r"(<!-- (table|value): (\w+) -->)(.*?)(<!-- /\2 -->)", re.DOTALL)
 CLAIM = re.compile(r"<!-- claim: (\w+) -->")
 
@@ -104,8 +105,8 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join("| " + " | ".join(str(item) for item in line) + " |" for line in lines)
 
 
-def main(arguments: Sequence[str] | None = None, page: Path = PAGE) -> None:
-    """Parses the command line and writes or checks a page."""
+def main(arguments: Sequence[str] | None = None, pages: Sequence[Path] = PAGES) -> None:
+    """Parses the command line and writes or checks pages."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -114,15 +115,18 @@ def main(arguments: Sequence[str] | None = None, page: Path = PAGE) -> None:
     )
     check = parser.parse_args(arguments).check
     found = studies()
-    text = page.read_text()
-    new = fill(text, found)
-    if check and new != text:
-        raise SystemExit(
-            f"{page.name} does not show the data: run python examples/studies/tables.py"
-        )
-    page.write_text(new)
-    if broken := broken_claims(text, found):
-        raise SystemExit(f"{page.name} concludes what the data contradicts: {', '.join(broken)}")
+    for page in pages:
+        text = page.read_text()
+        new = fill(text, found)
+        if check and new != text:
+            raise SystemExit(
+                f"{page.name} does not show the data: run python examples/studies/tables.py"
+            )
+        page.write_text(new)
+        if broken := broken_claims(text, found):
+            raise SystemExit(
+                f"{page.name} concludes what the data contradicts: {', '.join(broken)}"
+            )
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def test_it_takes_centering(name: str) -> None:
     found = centered.algorithm.rollout_correction
     assert (found.bypass_mode, found.centered, found.rollout_is) == (True, True, None)
     assert (found.rollout_rs, found.rollout_rs_threshold) == ("token_k1", "auto:4")
-    assert centered.actor.diffusion_loss.clip_ratio == "auto:4"
+    assert centered.actor.diffusion_loss.clip_ratio == "auto:16"
     assert centered.keep_means()
 
 

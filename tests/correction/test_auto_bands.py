@@ -221,7 +221,7 @@ def test_a_band_follows_the_newest_iterations(monkeypatch: pytest.MonkeyPatch) -
         only_new.judge(batch, 100 * training, kl)
         only_new.finish(identity)
     assert torch.equal(bands.scale("token_k1").spread, only_new.scale("token_k1").spread)
-    assert len(bands._past["token_k1"]) == 3
+    assert len(bands._histories["token_k1"]._past) == 3
 
 
 def test_processes_share_their_bands() -> None:
@@ -341,7 +341,7 @@ def test_a_planted_error_is_rejected_in_any_mini_batch(model: FlowModel, sample_
     found = iterate(update, mode, batch, 2)
     assert found["rollout_corr/rollout_rs_token_k1_masked_fraction"] == 1 / 8
     assert found["rollout_corr/rollout_rs_masked_fraction"] == 1 / 8
-    assert len(mode.auto_bands._past["token_k1"]) == 2
+    assert len(mode.auto_bands._histories["token_k1"]._past) == 2
 
 
 def test_an_earlier_decision_is_narrowed_and_counted() -> None:

@@ -177,5 +177,5 @@ def test_the_fields_of_the_configuration_are_these():
             "metric_names",
             "custom_correction",
         ),
-        *("bypass_level", "log_prob_scale"),
+        *("bypass_level", "centered", "log_prob_scale"),
     }
