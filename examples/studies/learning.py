@@ -12,13 +12,14 @@ The cells that matter most run first: all of them with their first seed, then al
 so a study that is stopped is balanced. --full adds further cells after them; --quick is two short
 runs, to see that the study works.
 
---ladder asks how cheap a rollout may be: rollouts that are each cheaper or worse than the last
-(`LADDER`), with six arms (`CLIMBERS`). The rule, written down before its first run:
+--ladder, into FOLDER/ladder, asks how cheap a rollout may be: rollouts that are each cheaper or
+worse than the last (`LADDER`), with six arms (`CLIMBERS`). The rule, written down before its first
+run:
 
 * The result of a cell is the reward on 256 held-out words after 40 iterations, averaged over five
   seeds, with its standard error.
 * One arm beats another on a rollout if their means differ by more than two standard errors of the
-  difference, taken seed by seed. Otherwise they are told apart by nothing.
+  difference, taken seed by seed. Otherwise they are level.
 * A rollout is good enough for an arm if the arm is not beaten by exact rollouts (fp32, bypass).
 * The default is the arm that is good enough on most rollouts; of two arms that are level, the one
   that costs less CPU time.
@@ -44,6 +45,7 @@ from typing import Any, NamedTuple
 from cells import RESULTS, save
 
 STUDY = "learning"
+LADDER_STUDY = "ladder"
 RC = "algorithm.rollout_correction"
 CLIP = "actor.diffusion_loss.clip_ratio"
 
@@ -234,12 +236,13 @@ def plan(cells: Sequence[tuple[str, str]], num_seeds: int) -> list[Run]:
     return runs
 
 
-def measure(run: Run, budget: Sequence[str], results: Path) -> None:
+def measure(run: Run, budget: Sequence[str], study: str, results: Path) -> None:
     """Trains once, keeps the numbers that the study needs, and deletes the run's folder.
 
     Args:
       run: the run.
       budget: overrides that all runs share.
+      study: the folder of its file in `results`.
       results: the folder of all studies.
 
     Raises:
@@ -260,7 +263,7 @@ def measure(run: Run, budget: Sequence[str], results: Path) -> None:
                 said.seek(0)
                 raise RuntimeError(f"{run.name} failed:\n{said.read()}")
         rows = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
-    save(STUDY, run.name, summary(run, rows, usage), results)
+    save(study, run.name, summary(run, rows, usage), results)
 
 
 def summary(
@@ -309,6 +312,7 @@ def main() -> None:
     if given.quick and given.results == RESULTS:
         parser.error("--quick needs a folder of its own: give --results")
     budget = QUICK if given.quick else WHOLE
+    study = LADDER_STUDY if given.ladder else STUDY
     cells = MATTER + FURTHER if given.full else MATTER
     if given.ladder:
         cells = tuple((rollout, arm) for rollout in LADDER for arm in CLIMBERS)
@@ -316,8 +320,10 @@ def main() -> None:
         cells = QUICK_CELLS
 
     def work(run: Run) -> None:
-        if not (given.results / STUDY / f"{run.name}.json").is_file():
-            measure(run, budget, given.results)
+        # The ladder shares some runs with the study of five seeds.
+        files = (given.results / name / f"{run.name}.json" for name in {study, STUDY})
+        if not any(file.is_file() for file in files):
+            measure(run, budget, study, given.results)
             print(run.name, flush=True)
 
     executor = ThreadPoolExecutor(given.workers)
