@@ -30,6 +30,7 @@ REMEDIES = {
     "schedule": "compare the scheduler's shift and the number of steps of the two sides",
     "timestep": "hand the transformer fp32 timesteps",
     "latents": "keep and record the latents in fp32 between the steps",
+    "means": "record the means that the steps were drawn about, in fp32",
     "guidance": "compare the guidance scale and its formula on the two sides",
     "window": "compare the indices of the recorded steps with those that were stochastic",
     "lora": "see whether the engine binds every LoRA tensor, with alpha / rank folded in",

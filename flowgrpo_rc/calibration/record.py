@@ -8,13 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.batch import Spec
+from flowgrpo_rc.batch import DiffusionBatch, Spec
 from flowgrpo_rc.calibration.faults import HALF, dropped
 from flowgrpo_rc.calibration.measure import RecordedRollout
 from flowgrpo_rc.calibration.prompts import check_conditioning
+from flowgrpo_rc.core.transition import log_prob
+from flowgrpo_rc.correction.correct import require_rollout_log_probs
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.models.lora import other_tensors
+from flowgrpo_rc.policies.scheduler import step_transition
 from flowgrpo_rc.rollout.engine import RolloutEngine
+
+# Log-probs are sums of fp32 numbers of size 1, in some order.
+MEANS_APART = 1e-5
 
 
 def check_record(
@@ -64,6 +70,39 @@ def check_record(
             ("weights", f"the engine sampled with the weights of version {versions}, not {version}")
         )
     return found
+
+
+def check_means(batch: DiffusionBatch) -> list[tuple[str, str]]:
+    """Checks that the recorded means belong to the recorded log-probs, as (cause, sentence).
+
+    A centered log-ratio rests on them, and log-probs that agree do not show that they are wrong.
+
+    Args:
+      batch: a record, with or without means.
+    """
+    if batch.prev_sample_mean is None:
+        return []
+    recorded = require_rollout_log_probs(batch)
+    found = []
+    for t in range(batch.num_steps):
+        x = batch.all_latents[:, t]
+        # The standard deviation of a step does not depend on the velocity.
+        step = step_transition(
+            x,
+            torch.zeros_like(x),
+            batch.sigmas,
+            batch.step_indices[:, t],
+            sde_type=batch.spec.sde_type,
+            noise_level=batch.spec.noise_level,
+        )._replace(mean=batch.prev_sample_mean[:, t])
+        found.append(
+            log_prob(step, batch.all_latents[:, t + 1], convention=batch.spec.log_prob_convention)
+        )
+    apart = (torch.stack(found, 1) - recorded).abs().max().item()
+    if apart <= MEANS_APART:
+        return []
+    sentence = f"log-probs about the recorded means differ by {apart:.1e} from the recorded ones"
+    return [("means", sentence)]
 
 
 def check_prompts(rollout: RecordedRollout, model: FlowModel) -> list[tuple[str, str]]:

@@ -27,7 +27,12 @@ from flowgrpo_rc.calibration.measure import (
 )
 from flowgrpo_rc.calibration.noise import check_noise
 from flowgrpo_rc.calibration.prompts import planted
-from flowgrpo_rc.calibration.record import check_engine, check_prompts, check_record
+from flowgrpo_rc.calibration.record import (
+    check_engine,
+    check_means,
+    check_prompts,
+    check_record,
+)
 from flowgrpo_rc.calibration.result import Calibration, Folder, show
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.commands.composing import composed
@@ -273,6 +278,7 @@ def compare(config: Config, task: ImageTask, rollouts: Rollouts, lora: Lora) -> 
     )
     found = [
         *check_record(rollouts.few, model, version=2),
+        *check_means(rollouts.many.batch),
         *rollouts.read_back,
         *check_prompts(rollouts.whitespace, model),
     ]

@@ -30,7 +30,7 @@ from flowgrpo_rc.calibration.measure import (
     plant_movements,
     sample,
 )
-from flowgrpo_rc.calibration.record import check_engine, check_record
+from flowgrpo_rc.calibration.record import check_engine, check_means, check_record
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.commands import calibrate as command
 from flowgrpo_rc.commands.calibrate import compare, other_precisions, same_as_trainer, sample_all
@@ -242,6 +242,22 @@ def test_a_record_that_admits_a_fault(bench: Bench) -> None:
     for cause, change in RECORDS.items():
         changed = replace(rollout, batch=change(rollout.batch))
         assert [found for found, _ in check_record(changed, model, version=2)] == [cause]
+
+
+def test_means_that_are_not_those_of_the_log_probs(bench: Bench) -> None:
+    bench.config.rollout.name = "diffusers"
+    for dtype in ("fp32", "bf16"):
+        bench.config.rollout.dtype = dtype
+        engine = make_engine(bench.config, bench.task)
+        batch = sample_all(
+            bench.config, bench.task.model, engine, bench.lora, bench.prompts
+        ).many.batch
+        means = batch.prev_sample_mean
+        assert check_means(batch) == []
+        assert check_means(batch.replace(prev_sample_mean=None)) == []
+        for wrong in (means.bfloat16().float(), means.roll(1, 0), 1.001 * means):
+            ((cause, _),) = check_means(batch.replace(prev_sample_mean=wrong))
+            assert cause == "means"
 
 
 # --- Faults that make no mismatch, or none that is too large
