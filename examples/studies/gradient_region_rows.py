@@ -190,7 +190,7 @@ def short(cells: Cells, update: str, choice: Choice) -> Short:
 
 
 def is_bypass_guard(choice: Choice) -> bool:
-    """Whether an estimator centers its log-ratio by itself, as Guard does in bypass mode."""
+    """Returns whether an estimator centers by itself, as Guard does in bypass mode."""
     return choice.guard and choice.mode == "bypass"
 
 

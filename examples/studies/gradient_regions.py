@@ -43,7 +43,7 @@ CLIPS = (1e-4, 1e-3, 1e-2)  # of decoupled mode, there
 
 
 class Choice(NamedTuple):
-    """What an estimator of this file is made of.
+    """Holds what an estimator of this file is made of.
 
     Attributes:
       mode: `bypass` or `decoupled`.

@@ -1,4 +1,4 @@
-"""Whether the noise of recorded steps is standard normal, independent, and that of the seeds.
+"""Checks that noise of recorded steps is standard normal, independent, and that of the seeds.
 
 Legend: B samples, T steps, D elements of a latent, K elements that are looked at, R = B T.
 """
@@ -23,7 +23,7 @@ LEAST = {"mean": 0.01, "variance": 0.02, "kurtosis": 0.1}
 
 
 class NoiseReport(NamedTuple):
-    """What is wrong with the noise; a list of sentences each, empty if nothing is.
+    """Says what is wrong with the noise; a list of sentences each, empty if nothing is.
 
     Attributes:
       shared: about noise that steps have in common.

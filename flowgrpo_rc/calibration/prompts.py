@@ -1,4 +1,4 @@
-"""Whether the engine conditions on the prompts as they are, whitespace included.
+"""Checks whether the engine conditions on the prompts as they are, whitespace included.
 
 Training prompts need not have whitespace that an engine could change, so one prompt is sampled with
 whitespace planted in it.

@@ -56,7 +56,7 @@ class Band(NamedTuple):
 
 
 class WeightBounds(NamedTuple):
-    """What happens to an importance weight outside its bounds.
+    """Says what happens to an importance weight outside its bounds.
 
     Attributes:
       mode: one of `IS_MODES`; `weights.bound` says what they do.

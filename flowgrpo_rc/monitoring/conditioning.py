@@ -1,4 +1,4 @@
-"""Whether an engine conditions on the prompts that it was given.
+"""Checks whether an engine conditions on the prompts that it was given.
 
 An engine that encodes prompts itself records what it encoded, and the training graph takes it from
 there. So a text that was changed on its way (stripped, whitespace collapsed, cut) makes no

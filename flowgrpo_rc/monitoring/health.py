@@ -32,7 +32,7 @@ class _Finding:
 
 
 class _Samples(NamedTuple):
-    """What the samples of a step are.
+    """Says what the samples of a step are.
 
     Attributes:
       text: whether they are responses of a language model, and not images.

@@ -20,7 +20,7 @@ _KEY = "algorithm.rollout_correction"
 
 
 class Setup(NamedTuple):
-    """What the rules know of a rollout correction; its settings are parsed once.
+    """Holds what the rules know of a rollout correction; its settings are parsed once.
 
     Attributes:
       recompute: the setting that takes old log-probs from the training graph; None if they are.

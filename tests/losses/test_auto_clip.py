@@ -246,5 +246,5 @@ def test_wrong_settings_are_refused(overrides: list[str], message: str) -> None:
 
 
 def test_a_number_may_be_written_as_text() -> None:
-    """As an environment variable gives it."""
+    """An environment variable gives text."""
     assert DiffusionLossConfig(clip_ratio="1e-3").clip_ratio == 1e-3
