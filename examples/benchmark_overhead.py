@@ -46,7 +46,7 @@ def bare_step(config: Config, parts: Components) -> None:
     conditioning = encode_unique(model, [p.text for p in prompts], spec.max_sequence_length)
     x = normal(model.latent_shape(spec), range(len(prompts)))
     everyone = torch.arange(len(prompts))
-    schedule = model.schedule(spec)
+    schedule = model.walked_schedule(spec)
     window, _, _ = config.rollout.window()
     # Samples of the first mini-batch, whose own forwards give its old log-probs.
     own = 0 if config.why_recompute() else config.samples_per_mini_batch(parts.processes.count)
@@ -57,7 +57,7 @@ def bare_step(config: Config, parts: Components) -> None:
 
     with torch.no_grad():
         for rows in everyone.split(config.rollout.micro_batch_size_per_gpu or micro_batch_size):
-            for t in range(spec.num_inference_steps):
+            for t in range(len(schedule.timesteps)):
                 velocity(parts.source.engine.transformer, rows, t)
             images = model.decode(x[rows], spec)
             scored = parts.rewards.submit(images, [prompts[row] for row in rows.tolist()])

@@ -164,6 +164,10 @@ class SamplerSpec(Spec):
       true_cfg_scale: scale of guidance on a negative prompt, for models that have both kinds; None
         for the others.
       num_frames: frames of a video; None for images.
+      tail: solver of the ODE steps from `tail_start` on, one of `core.schedule.TAILS`.
+      tail_start: the first step that lies behind every window; None: no step does.
+      tail_steps: evaluations from there to the end; None: as the schedule has them.
+      shared_prefix: whether the samples of a prompt start from the same noise.
     """
 
     height: int
@@ -176,6 +180,10 @@ class SamplerSpec(Spec):
     max_sequence_length: int
     true_cfg_scale: float | None = None
     num_frames: int | None = None
+    tail: str = "euler"
+    tail_start: int | None = None
+    tail_steps: int | None = None
+    shared_prefix: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

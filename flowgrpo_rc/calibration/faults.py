@@ -94,7 +94,7 @@ class Replay:
         self.model = copy.model
         self._batch = rollout.batch
         self._spec = rollout.batch.spec
-        self._timesteps = self.model.schedule(self._spec).timesteps
+        self._timesteps = self.model.walked_schedule(self._spec).timesteps
         self.log_probs = self._changed(lambda piece: piece)
         self.as_recorded = distance(self.log_probs, rollout.recorded)
 
@@ -258,8 +258,10 @@ class Replay:
     def _sampled_again(self) -> DiffusionBatch:
         """Returns what the copy samples from the same seeds."""
         batches = []
+        first = 0
         for rows in self._rows():
-            seeds = rows.seed.tolist()
+            seeds = self._rollout.request.latent_seeds[first : first + len(rows)]
+            first += len(rows)
             shape = rows.all_latents.shape[2:]
             trajectory = self._copy.policy.rollout(
                 normal(shape, seeds, "latents").to(rows.all_latents.device),
@@ -340,7 +342,7 @@ def unshifted(model: FlowModel, spec: SamplerSpec) -> Schedule:
     other = copy.copy(model)
     plain = type(scheduler).from_config(scheduler.config, **known)
     other.pipeline = _Rescheduled(model.pipeline, plain)
-    return other.schedule(spec)
+    return other.walked_schedule(spec)
 
 
 def take_schedule(piece: DiffusionBatch, schedule: Schedule) -> DiffusionBatch:

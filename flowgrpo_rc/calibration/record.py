@@ -39,7 +39,7 @@ def check_record(
     batch = rollout.batch
     request = rollout.request
     found = []
-    schedule = model.schedule(request.spec)
+    schedule = model.walked_schedule(request.spec)
     steps = batch.step_indices
     different = request.spec.differences(batch.spec)
     if different:

@@ -57,7 +57,7 @@ def _forwards(config: Config, model: FlowModel, num_processes: int) -> list[Row]
     each_sample = 2 if guided else 1
     guidance = " x 2 (guidance)" if guided else ""
     per_rank = config.samples_per_step(num_processes)
-    denoising = rollout.pipeline.num_inference_steps
+    denoising = rollout.evaluations()
     size = rollout.window()[0]
     trained = per_rank * size * each_sample
     formula = f"{per_rank} samples x {size} stochastic steps{guidance}"

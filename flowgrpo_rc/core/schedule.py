@@ -13,6 +13,7 @@ from torch import Tensor
 from flowgrpo_rc.core.random import generator
 
 SHARING = ("batch", "group", "sample")
+TAILS = ("euler", "ab2")
 
 
 def window_bounds(
@@ -60,6 +61,27 @@ def window_bounds(
             f"rollout.algo.sde_window_range=[{first}, {last}]: give 1 to {last - first}"
         )
     return length, first, last
+
+
+def kept_steps(num_steps: int, tail_start: int | None, tail_steps: int | None) -> list[int]:
+    """Chooses the steps of a schedule that are evaluated when the tail has fewer of them.
+
+    The last step is left out first: most schedules end next to sigma 0, where it does nothing. The
+    others keep about equal distances.
+
+    Args:
+      num_steps: denoising steps of the schedule, S.
+      tail_start: the first step of the tail; None for no tail.
+      tail_steps: evaluations in the tail, 1 to S - tail_start; None for all.
+
+    Returns:
+      Indices of the steps, increasing.
+    """
+    if tail_start is None or tail_steps is None or tail_start + tail_steps == num_steps:
+        return list(range(num_steps))
+    length = num_steps - 1 - tail_start
+    tail = [tail_start + round(step * length / tail_steps) for step in range(tail_steps)]
+    return [*range(tail_start), *tail]
 
 
 def draw_windows(

@@ -23,6 +23,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec
+from flowgrpo_rc.core.schedule import kept_steps
 from flowgrpo_rc.models.sharing import Shared
 from flowgrpo_rc.plugins import load_class
 
@@ -298,6 +299,20 @@ class FlowModel(ABC):
         Returns:
           The shape, without the batch dimension.
         """
+
+    def walked_schedule(self, spec: SamplerSpec) -> Schedule:
+        """Returns the part of the schedule that a rollout walks.
+
+        Args:
+          spec: how to sample; `tail_steps` may leave out steps of the tail.
+
+        Returns:
+          The schedule on the device. With a shorter tail its S counts the steps that are left.
+        """
+        schedule = self.schedule(spec)
+        num_steps = len(schedule.timesteps)
+        kept = kept_steps(num_steps, spec.tail_start, spec.tail_steps)
+        return Schedule(schedule.sigmas[[*kept, num_steps]], schedule.timesteps[kept])
 
     @abstractmethod
     def schedule(self, spec: SamplerSpec) -> Schedule:

@@ -123,6 +123,7 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         window: Tensor,
         noise: NoiseSource,
         *,
+        group: Tensor | None = None,
         keep_means: bool = False,
     ) -> Trajectory:
         """Samples trajectories with `sample_trajectory`, on the schedule of the model.
@@ -134,15 +135,16 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
           spec: how to sample.
           window: step indices that are stochastic and recorded, int64, [B, T], consecutive.
           noise: returns standard normal noise, [B, ...], for a step index.
+          group: number of each sample's prompt, [B]; needed with `spec.shared_prefix`.
           keep_means: record the means of the window's steps too.
 
         Returns:
           The final latents and the record of the window.
         """
-        schedule = self.model.schedule(spec)
+        schedule = self.model.walked_schedule(spec)
 
         def velocity(x: Tensor, timesteps: Tensor) -> Tensor:
-            return self._velocity(x, timesteps, conditioning, negative, spec)
+            return self._velocity(x, timesteps, conditioning, negative, spec, group)
 
         return sample_trajectory(
             velocity, schedule, latents, spec, window, noise, keep_means=keep_means
@@ -162,7 +164,10 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         steps = piece.step_indices[:, 0]
         conditioning = piece.conditioning[piece.prompt_index]
         negative = None if piece.negative is None else piece.negative[piece.prompt_index]
-        v = self._velocity(x, piece.all_timesteps[:, 0], conditioning, negative, piece.spec)
+        # Samples of a group may have this state in common only at the same step.
+        group = piece.group * len(piece.sigmas) + steps
+        timesteps = piece.all_timesteps[:, 0]
+        v = self._velocity(x, timesteps, conditioning, negative, piece.spec, group)
         step = _transition(x, v, piece.sigmas, steps, piece.spec)
         convention = piece.spec.log_prob_convention
         value = log_prob(step, x_next, convention=convention)
@@ -264,11 +269,20 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         conditioning: Conditioning,
         negative: Conditioning | None,
         spec: SamplerSpec,
+        group: Tensor | None = None,
     ) -> Tensor:
-        """Returns the velocity of this policy's transformer, [B, ...], in fp32."""
+        """Returns the velocity of this policy's transformer, [B, ...], in fp32.
+
+        With `spec.shared_prefix` a state that samples of a group have in common is evaluated once.
+        """
+        place = None
+        if spec.shared_prefix and group is not None:
+            rows, place = distinct_rows(latents, group)
+            latents, timesteps, conditioning = latents[rows], timesteps[rows], conditioning[rows]
+            negative = None if negative is None else negative[rows]
         with self._autocast():
             v = self.model.velocity(self.network, latents, timesteps, conditioning, negative, spec)
-        return v.float()
+        return v.float() if place is None else v.float()[place]
 
 
 class _NudgedFlowPolicy(FlowPolicy):
@@ -281,16 +295,34 @@ class _NudgedFlowPolicy(FlowPolicy):
         conditioning: Conditioning,
         negative: Conditioning | None,
         spec: SamplerSpec,
+        group: Tensor | None = None,
     ) -> Tensor:
         conditioning = self._moved(conditioning)
         negative = None if negative is None else self._moved(negative)
-        return super()._velocity(latents, timesteps, conditioning, negative, spec)
+        return super()._velocity(latents, timesteps, conditioning, negative, spec, group)
 
     def _moved(self, conditioning: Conditioning) -> Conditioning:
         dtype = self.network.dtype
         embeds = nudge(conditioning.embeds, dtype)
         pooled = None if conditioning.pooled is None else nudge(conditioning.pooled, dtype)
         return replace(conditioning, embeds=embeds, pooled=pooled)
+
+
+def distinct_rows(states: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+    """Finds rows that have the state of the first row of their group.
+
+    Args:
+      states: [B, ...].
+      group: number of each row's group, int64, [B].
+
+    Returns:
+      The rows that are left when those are dropped, [R], and for each row the position of its
+      state among them, [B].
+    """
+    first = (group.unsqueeze(1) == group).int().argmax(1)
+    same = (states == states[first]).flatten(1).all(1)
+    own = torch.arange(len(group), device=group.device)
+    return torch.where(same, first, own).unique(return_inverse=True)
 
 
 @torch.no_grad()
@@ -306,7 +338,8 @@ def sample_trajectory(
 ) -> Trajectory:
     """Samples by denoising, and records the stochastic steps.
 
-    The steps of a sample's window follow the SDE, all others the deterministic ODE.
+    The steps of a sample's window follow the SDE, all others the deterministic ODE. With
+    `spec.tail=ab2` the ODE steps from `spec.tail_start` on are of second order.
 
     Args:
       velocity: returns the velocity [B, ...] at a state x [B, ...] and timesteps [B], in fp32.
@@ -336,11 +369,17 @@ def sample_trajectory(
     stochastic = set(window.flatten().tolist())
 
     x = latents
-    for index in range(spec.num_inference_steps):
+    v_before = None
+    for index in range(len(schedule.timesteps)):
         steps = torch.full((num_samples,), index, device=x.device)
         v = velocity(x, schedule.timesteps[steps])
         # Without noise the mean of the step is the step of the ODE.
         x_next = _transition(x, v, schedule.sigmas, steps, spec, noise_level=0.0).mean
+        if v_before is not None and spec.tail == "ab2" and index >= (spec.tail_start or 0):
+            # Noise in between would have moved the state to where the velocity is another one.
+            smooth_B = window[:, -1] < index - 1
+            curve = second_order(v, v_before, schedule.sigmas, index)
+            x_next = x_next + torch.where(smooth_B.reshape(one_per_sample), curve, 0.0)
         if index in stochastic:
             # Windows may start at different steps: only some samples take this step as an SDE.
             position_B = index - window[:, 0]
@@ -357,8 +396,29 @@ def sample_trajectory(
             log_probs[row, position] = log_prob_B[inside_B]
             if means is not None:
                 means[row, position] = step.mean[inside_B]
-        x = x_next
+        x, v_before = x_next, v
     return Trajectory(x, states, log_probs, schedule, means)
+
+
+def second_order(v: Tensor, v_before: Tensor, sigmas: Tensor, index: int) -> Tensor:
+    """Computes what a step of the Adams-Bashforth method of order 2 adds to an Euler step.
+
+        dt^2 / (2 dt_before) (v - v_before)
+
+    Args:
+      v: the velocity at the step, [B, ...].
+      v_before: the velocity at the step before, [B, ...].
+      sigmas: the schedule, [S+1].
+      index: index of the step, at least 1.
+
+    Returns:
+      The term to add to the next state, [B, ...].
+
+    See Hairer, Norsett and Wanner, "Solving Ordinary Differential Equations I", section III.5, for
+    steps of different lengths.
+    """
+    dt_before, dt = sigmas[index - 1 : index + 2].diff()
+    return dt * dt / (2 * dt_before) * (v - v_before)
 
 
 def _transition(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flowgrpo_rc.batch import SamplerSpec, TokenSpec
-from flowgrpo_rc.core.schedule import SHARING, window_bounds
+from flowgrpo_rc.core.schedule import SHARING, TAILS, kept_steps, window_bounds
 from flowgrpo_rc.core.transition import CONVENTIONS, KINDS
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.rollout.engine import ROLLOUT_DTYPES
@@ -50,6 +50,11 @@ class AlgoConfig:
     sde_window_range: [first, last) of the steps that the window is drawn from; null: all but the
         last step.
     window_sharing: who has the same window: all samples of a step, those of a prompt, or nobody.
+    tail: solver of the ODE steps behind `sde_window_range`: `euler` as in the stock pipeline, or
+        `ab2`, Adams-Bashforth of order 2.
+    tail_steps: evaluations behind `sde_window_range`; null: all that the schedule has there.
+    shared_prefix: the samples of a prompt start from the same noise, and differ by the noise of
+        their SDE windows alone. What they have in common is evaluated once.
     """
 
     noise_level: float = 0.7
@@ -58,6 +63,9 @@ class AlgoConfig:
     sde_window_size: int | None = None
     sde_window_range: list[int] | None = None
     window_sharing: str = "group"
+    tail: str = "euler"
+    tail_steps: int | None = None
+    shared_prefix: bool = False
 
 
 @dataclass(kw_only=True)
@@ -137,6 +145,10 @@ class RolloutConfig:
             true_cfg_scale=self.pipeline.true_cfg_scale,
             num_frames=self.pipeline.num_frames,
             dtype=precision(self.dtype, self.quantization),
+            tail=self.algo.tail,
+            tail_start=self.tail_start(),
+            tail_steps=self.algo.tail_steps,
+            shared_prefix=self.algo.shared_prefix,
         )
 
     def held_out_spec(self) -> SamplerSpec:
@@ -154,6 +166,10 @@ class RolloutConfig:
             sde_type="sde",
             log_prob_convention="gaussian",
             dtype="",
+            tail="euler",
+            tail_start=None,
+            tail_steps=None,
+            shared_prefix=False,
         )
 
     def check_model(self, model: type[FlowModel]) -> None:
@@ -205,6 +221,17 @@ class RolloutConfig:
         steps = self.pipeline.num_inference_steps
         return window_bounds(steps, algo.sde_window_size, algo.sde_window_range, algo.sde_type)
 
+    def tail_start(self) -> int | None:
+        """Returns the first step behind every window if the tail differs from the stock one."""
+        algo = self.algo
+        stock = algo.tail == "euler" and algo.tail_steps is None
+        return None if stock else self.window()[2]
+
+    def evaluations(self) -> int:
+        """Returns how many denoising steps of a training sample are evaluated."""
+        steps = self.pipeline.num_inference_steps
+        return len(kept_steps(steps, self.tail_start(), self.algo.tail_steps))
+
     def validate(self) -> None:
         """Raises ValueError, naming key, value and what is allowed, for a setting out of range."""
         _one_of("rollout.dtype", self.dtype, ROLLOUT_DTYPES)
@@ -239,6 +266,28 @@ class RolloutConfig:
                 "not even an old policy: set it to true"
             )
         self.window()
+        self._check_tail()
+
+    def _check_tail(self) -> None:
+        algo = self.algo
+        _one_of("rollout.algo.tail", algo.tail, TAILS)
+        length = self.pipeline.num_inference_steps - self.window()[2]
+        if algo.tail != "euler" and length == 0:
+            raise ValueError(
+                f"rollout.algo.tail={algo.tail} has no effect: no step lies behind "
+                "rollout.algo.sde_window_range; end the range earlier"
+            )
+        if algo.tail_steps is not None and not 1 <= algo.tail_steps <= length:
+            raise ValueError(
+                f"rollout.algo.tail_steps={algo.tail_steps}: {length} steps of "
+                "rollout.pipeline.num_inference_steps lie behind rollout.algo.sde_window_range; "
+                f"give 1 to {length}, or null"
+            )
+        if algo.shared_prefix and algo.window_sharing == "sample":
+            raise ValueError(
+                "rollout.algo.shared_prefix=true needs samples of a prompt with the same window: "
+                "set rollout.algo.window_sharing to group or batch"
+            )
 
     def _check_text(self) -> None:
         if not 0 < self.temperature < math.inf or not 0 <= self.val_kwargs.temperature < math.inf:

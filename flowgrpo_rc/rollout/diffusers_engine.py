@@ -89,20 +89,22 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
         spec = request.spec
         device = self._model.device
         version = self._replica.version
-        seeds = request.seeds[start : start + self._chunk_size]
+        end = start + self._chunk_size
+        seeds = request.seeds[start:end]
         rows = range(start, start + len(seeds))
         prompt_index = torch.tensor(
             [row // request.samples_per_prompt for row in rows], device=device
         )
-        window = request.window[start : start + len(seeds)].to(device)
+        window = request.window[start:end].to(device)
         shape = self._model.latent_shape(spec)
         trajectory = self._policy.rollout(
-            normal(shape, seeds, "latents").to(device),
+            normal(shape, request.latent_seeds[start:end], "latents").to(device),
             conditioning[prompt_index],
             None if negative is None else negative[prompt_index],
             spec,
             window,
             lambda step: normal(shape, seeds, "step", step).to(device),
+            group=prompt_index,
             keep_means=request.keep_means,
         )
         schedule = trajectory.schedule

@@ -62,6 +62,17 @@ class ImageRequest(RolloutRequest):
     keep_means: bool = False
     decode: bool = True
 
+    @property
+    def latent_seeds(self) -> Sequence[int]:
+        """Returns the seed of each sample's initial noise, [B].
+
+        With a shared prefix it is that of the prompt's first sample.
+        """
+        if not self.spec.shared_prefix:
+            return self.seeds
+        n = self.samples_per_prompt
+        return [self.seeds[row // n * n] for row in range(len(self.seeds))]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextRequest(RolloutRequest):

@@ -203,11 +203,12 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
             list(dict.fromkeys(prompt.negative_text for prompt in prompts)) if guided else []
         )
         rows = [request.prompt_of(row) for row in range(len(request.seeds))]
-        schedule = self._model.schedule(spec)
+        schedule = self._model.walked_schedule(spec)
         fields = {
             "spec": asdict(replace(spec, dtype=self._dtype)),
             "shape": self._model.latent_shape(spec),
             "seeds": list(request.seeds),
+            "latent_seeds": list(request.latent_seeds),
             "texts": texts,
             "text_of": [texts.index(prompt.text) for prompt in rows],
             "negative_texts": negatives,

@@ -90,7 +90,7 @@ class Host:
         """Answers with the texts' conditioning, then chunks of samples, then what the layers hold.
 
         Args:
-          fields: `spec`, `shape` of a sample's latents, `seeds`, the distinct `texts` and
+          fields: `spec`, `shape` of a sample's latents, `seeds` and `latent_seeds`, the distinct `texts` and
             `negative_texts`, which of them belongs to each sample, and `keep_means`.
           tensors: `window` [B, T], `sigmas` and `timesteps` of the schedule.
         """
@@ -117,9 +117,12 @@ class Host:
                 shape=fields["shape"],
                 window=window,
                 seed=seed,
+                latent_seed=latent_seed,
                 keep_means=fields["keep_means"],
             )
-            for window, seed in zip(tensors["window"], fields["seeds"], strict=True)
+            for window, seed, latent_seed in zip(
+                tensors["window"], fields["seeds"], fields["latent_seeds"], strict=True
+            )
         ]
         tasks = [
             asyncio.create_task(self._sample(*pair)) for pair in zip(prompts, samples, strict=True)

@@ -43,7 +43,8 @@ class Sample:
       schedule: the trainer's sigmas and timesteps.
       shape: shape of one sample's latents.
       window: the stochastic steps, [T] int64.
-      seed: everything random about the sample follows from it.
+      seed: everything random about the sample's steps follows from it.
+      latent_seed: seed of the initial noise, which samples may share.
       keep_means: whether the means of the stochastic steps are sent back.
     """
 
@@ -52,6 +53,7 @@ class Sample:
     shape: Sequence[int]
     window: Tensor
     seed: int
+    latent_seed: int
     keep_means: bool
 
 
@@ -102,7 +104,9 @@ class Recorder:
         self._record: Trajectory = sample_trajectory(
             velocity,
             schedule,
-            normal(first.shape, seeds, "latents").to(self.device),
+            normal(first.shape, [sample.latent_seed for sample in samples], "latents").to(
+                self.device
+            ),
             first.spec,
             torch.stack([sample.window for sample in samples]).to(self.device),
             lambda step: normal(first.shape, seeds, "step", step).to(self.device),
@@ -119,7 +123,7 @@ class Recorder:
             self._samples[0].spec,
             height=params.height,
             width=params.width,
-            num_inference_steps=len(self._record.schedule.timesteps),
+            num_inference_steps=params.num_inference_steps,
             guidance_scale=params.guidance_scale,
             max_sequence_length=params.max_sequence_length,
             dtype=DTYPES[self.od_config.dtype],

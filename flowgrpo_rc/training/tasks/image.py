@@ -109,7 +109,7 @@ class ImageTask(Task):
     def check_rollout(self, batch: DiffusionBatch) -> None:
         """Raises ValueError unless the rollout has log-probs, our schedule and needed means."""
         require_rollout_log_probs(batch)
-        self.model.schedule(self._config.spec()).check(batch)
+        self.model.walked_schedule(self._config.spec()).check(batch)
         if batch.negative is None and self.model.cfg_scale(batch.spec) > 1:
             raise ValueError(
                 "the rollout recorded no negative prompts, without which training would drop the "
