@@ -37,7 +37,7 @@ from flowgrpo_rc.calibration.result import Calibration, Folder, show
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.commands.composing import composed
 from flowgrpo_rc.config.check_engine import chunk_size
-from flowgrpo_rc.config.checks import check_run, device_of
+from flowgrpo_rc.config.checks import check_run, device_of, settled
 from flowgrpo_rc.config.compose import unchecked_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.data.prompts import PromptSampler
@@ -56,7 +56,7 @@ def main(arguments: argparse.Namespace) -> int:
     composition = composed(arguments)
     composition.check()
     calibrate(
-        unchecked_config(composition.config),
+        settled(unchecked_config(composition.config)),
         out=arguments.out,
         name=arguments.name,
         num_prompts=arguments.prompts,

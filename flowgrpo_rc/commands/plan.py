@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.commands.composing import composed
 from flowgrpo_rc.commands.plan_counts import counts
 from flowgrpo_rc.commands.plan_memory import as_size, memory, numbers_in, parts_of, strategy_of
-from flowgrpo_rc.config.checks import check_plan, num_trained
+from flowgrpo_rc.config.checks import check_plan, num_trained, settled
 from flowgrpo_rc.config.compose import config_folder, to_config
 from flowgrpo_rc.config.tree import Config
 
@@ -30,7 +32,8 @@ def main(arguments: argparse.Namespace) -> int:
             f"--processes {arguments.processes} are not spread evenly over --nodes "
             f"{arguments.nodes}"
         )
-    config = to_config(composition.config, num_processes=arguments.processes)
+    given = to_config(composition.config, num_processes=arguments.processes)
+    config = settled(given, torch.device("cuda"))
     architectures = config_folder() / "architectures"
     print(make_plan(config, arguments.processes, architectures, num_nodes=arguments.nodes))
     return EXIT_OK

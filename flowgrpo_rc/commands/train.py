@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from flowgrpo_rc.build import assemble, make_processes
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.commands.composing import composed
 from flowgrpo_rc.config.check_settings import launched_processes
-from flowgrpo_rc.config.checks import RunInputs, check_run, device_of
+from flowgrpo_rc.config.checks import RunInputs, check_run, device_of, settled
 from flowgrpo_rc.config.compose import as_yaml, unchecked_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.processes import Processes
@@ -28,6 +29,7 @@ from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.rejected import drop_rejected_after
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.report.run import write_report
+from flowgrpo_rc.rollout.faster_dtype import AUTO
 from flowgrpo_rc.training.trainer import Components, Trainer
 
 
@@ -40,6 +42,7 @@ def main(arguments: argparse.Namespace) -> int:
     composition.check()
     config = unchecked_config(composition.config)
     if arguments.dry_run:
+        config = settled(config)
         inputs = check_run(config, device_of(config), num_processes=launched_processes())
         print(
             f"ok: {len(inputs.sampler.prompts)} training prompts, {len(inputs.held_out)} held-out "
@@ -63,12 +66,24 @@ def run(config: Config) -> str | None:
       CheckpointError: the checkpoint to go on from is damaged.
     """
     with StopRequest(config.trainer.max_time) as stop:
-        inputs = check_run(config, device_of(config), num_processes=launched_processes())
-        processes = make_processes(config)
+        found = settled(config)
+        inputs = check_run(found, device_of(config), num_processes=launched_processes())
+        processes = make_processes(found)
         with processes.noticing_losses():
-            reason = _run(config, processes, inputs, stop)
+            if config.rollout.dtype == AUTO and inputs.resumed is None:
+                found = _agreed(found, processes)
+            reason = _run(found, processes, inputs, stop)
         processes.close()
         return reason
+
+
+def _agreed(config: Config, processes: Processes) -> Config:
+    """Returns the settings with the first process's precision of the rollout, and says which."""
+    in_bf16 = processes.any(processes.is_main and config.rollout.dtype == "bf16")
+    dtype = "bf16" if in_bf16 else "fp32"
+    if processes.is_main:
+        print(f"note: rollout.dtype=auto: this run samples in {dtype}")
+    return replace(config, rollout=replace(config.rollout, dtype=dtype))
 
 
 def _run(config: Config, processes: Processes, inputs: RunInputs, stop: StopRequest) -> str | None:

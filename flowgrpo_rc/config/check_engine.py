@@ -53,6 +53,8 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
         raise ValueError(
             f"rollout.compile=true has no effect with rollout.name={config.rollout.name}: drop it"
         )
+    if config.rollout.merge_lora:
+        _check_merging(config, engine)
     if config.data.replay_dir is None and config.keep_means() and not engine.records_means:
         raise ValueError(
             f"rollout.name={config.rollout.name} does not record the means of its steps, which "
@@ -67,6 +69,18 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
     return engine
 
 
+def _check_merging(config: Config, engine: type[RolloutEngine[Any]]) -> None:
+    """Raises ValueError where the LoRA cannot be added to the sampling weights."""
+    name = config.rollout.name
+    if not engine.merges_lora:
+        raise ValueError(f"rollout.merge_lora=true has no effect with rollout.name={name}: drop it")
+    if config.rollout.quantization is not None:
+        raise ValueError(
+            f"rollout.merge_lora=true: a LoRA cannot be added to quantized weights; drop it or "
+            f"rollout.quantization={config.rollout.quantization}"
+        )
+
+
 def engine_options(config: Config) -> dict[str, Any]:
     """Returns what the engine is built with, besides the model and its network."""
     rollout = config.rollout
@@ -76,6 +90,8 @@ def engine_options(config: Config) -> dict[str, Any]:
         options["quantization"] = rollout.quantization
     if rollout.compile:
         options["compile"] = rollout.compile
+    if rollout.merge_lora:
+        options["merge_lora"] = rollout.merge_lora
     return options | rollout.engine_kwargs
 
 
@@ -104,7 +120,12 @@ def check_machine(config: Config, device: torch.device) -> None:
         _check_installed(config)
         _check_options_on(config, device)
     _check_compiler(config, device)
-    resolve_strategy(config.trainer.strategy)
+    strategy = resolve_strategy(config.trainer.strategy)
+    if config.rollout.merge_lora and strategy == "fsdp2":
+        raise ValueError(
+            "rollout.merge_lora=true needs the trainer's whole weights on each process, and "
+            "trainer.strategy=fsdp2 shards them: drop one of them"
+        )
 
 
 def _check_installed(config: Config) -> None:

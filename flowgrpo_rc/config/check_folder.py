@@ -33,6 +33,13 @@ def check_output(config: Config, num_parameters: int = 0) -> None:
     check_writable(Path(config.trainer.output_dir), needed_bytes=FIRST_NEED + checkpoints)
 
 
+def dtype_of_run(config: Config) -> str | None:
+    """Returns the `rollout.dtype` of the run in the output folder that would go on, if any."""
+    folder = RunFolder(Path(config.trainer.output_dir))
+    goes_on = config.trainer.resume_mode != "disable" and list_checkpoints(folder.checkpoints)
+    return stored_config(folder.config).rollout.dtype if goes_on else None
+
+
 def checkpoint_to_resume(config: Config) -> Checkpoint | None:
     """Returns the newest checkpoint of the output folder, verified; None for a new run.
 

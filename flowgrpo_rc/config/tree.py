@@ -127,6 +127,8 @@ class Config:
         rollout = self.rollout
         if not self.fresh() or rollout.engine_kwargs.get("quantization"):
             return None
+        if rollout.merge_lora and self.model.dtype == "bf16":
+            return None  # the sum rounds weights that were exact
         return relative_size(rollout.spec().dtype, self.model.dtype, self.trainer.mixed_precision)
 
     def why_recompute(self) -> str | None:

@@ -12,6 +12,7 @@ from flowgrpo_rc.core.schedule import SHARING, TAILS, kept_steps, window_bounds
 from flowgrpo_rc.core.transition import CONVENTIONS, KINDS
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.rollout.engine import ROLLOUT_DTYPES
+from flowgrpo_rc.rollout.faster_dtype import AUTO
 from flowgrpo_rc.rollout.quantization import precision
 
 
@@ -99,10 +100,13 @@ class RolloutConfig:
     name: the engine: a module of flowgrpo_rc.rollout, with or without the ending `_engine`, or the
         path of a class.
     n: samples of a prompt, its group.
-    dtype: precision of the sampling weights.
+    dtype: precision of the sampling weights; auto: fp32 or bf16, whichever multiplies faster on
+        this machine. A run that goes on keeps the one it began with.
     quantization: of the frozen weights of the blocks, where the engine offers it: int8, int4, fp8,
         or int8_dynamic (inputs of layers, too).
     compile: torch.compile for the blocks, where the engine offers it.
+    merge_lora: add the LoRA to the sampling weights, where the engine offers it: faster forwards,
+        and weights that are rounded once more.
     staleness: sample up to this many steps ahead of training, with weights that are as many steps
         older.
     micro_batch_size_per_gpu: samples per forward of one process; null: as the actor's, which keeps
@@ -120,6 +124,7 @@ class RolloutConfig:
     dtype: str = "bf16"
     quantization: str | None = None
     compile: bool = False
+    merge_lora: bool = False
     staleness: int = 0
     micro_batch_size_per_gpu: int | None = None
     calculate_log_probs: bool = True
@@ -234,7 +239,7 @@ class RolloutConfig:
 
     def validate(self) -> None:
         """Raises ValueError, naming key, value and what is allowed, for a setting out of range."""
-        _one_of("rollout.dtype", self.dtype, ROLLOUT_DTYPES)
+        _one_of("rollout.dtype", self.dtype, (*ROLLOUT_DTYPES, AUTO))
         if self.staleness < 0:
             raise ValueError(f"rollout.staleness={self.staleness}: give 0 or more steps")
         self._check_text()

@@ -28,11 +28,13 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
       chunk_size: samples in one forward.
       quantization: of the copy's frozen weights, a key of `quantizations`.
       compile: compile the copy's blocks.
+      merge_lora: add the LoRA to the copy's weights.
     """
 
     kind = "diffusion"
     quantizations = PACKAGES
     compiles = True
+    merges_lora = True
     records_means = True
     aligns = True
     draws_seed_noise = True
@@ -46,10 +48,10 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
         chunk_size: int,
         quantization: str | None = None,
         compile: bool = False,
+        merge_lora: bool = False,
     ) -> None:
-        self._replica = Replica(
-            network, dtype, quantization, backend="inductor" if compile else None
-        )
+        backend = "inductor" if compile else None
+        self._replica = Replica(network, dtype, quantization, backend, merge_lora)
         self.transformer = self._replica.network
         self._policy = FlowPolicy(model, self.transformer)
         self._model = model

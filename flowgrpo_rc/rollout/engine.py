@@ -116,14 +116,15 @@ class RolloutEngine(ABC, Generic[R]):
     """Samples with its own copy of the weights.
 
     An engine is constructed with the keywords `model`, `network`, `dtype` and `chunk_size` and with
-    the options of `rollout.engine_kwargs`; also with `quantization` and `compile` if the user sets
-    them.
+    the options of `rollout.engine_kwargs`; also with `quantization`, `compile` and `merge_lora` if
+    the user sets them.
 
     Attributes:
       kind: the `model.kind` that it samples from.
       quantizations: the values of `rollout.quantization` that it offers, each with the package that
         it needs.
       compiles: True if it offers `rollout.compile`.
+      merges_lora: True if it offers `rollout.merge_lora`.
       records_means: True if it records the means of the steps when a request asks for them.
       copies_network: False if it loads the frozen weights itself; the trainer may then shard its
         own first.
@@ -137,6 +138,7 @@ class RolloutEngine(ABC, Generic[R]):
     kind: ClassVar[str]
     quantizations: ClassVar[Mapping[str, str]] = {}
     compiles: ClassVar[bool] = False
+    merges_lora: ClassVar[bool] = False
     records_means: ClassVar[bool] = False
     copies_network: ClassVar[bool] = True
     aligns: ClassVar[bool] = False

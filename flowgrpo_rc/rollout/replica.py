@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from flowgrpo_rc.models.base import DTYPES
+from flowgrpo_rc.models.lora_files import ADAPTER
 from flowgrpo_rc.rollout.quantization import precision, quantize, repeated_blocks
 
 
@@ -17,8 +19,8 @@ class Replica:
     """A copy of a LoRA-wrapped network in another precision, which follows the trainer's LoRA.
 
     * In the training weights' own precision the copy shares their frozen tensors.
-    * The LoRA is always a copy and stays separate. Merged into bf16 weights, small updates would be
-      rounded away.
+    * The LoRA is always a copy. It stays separate unless `merge_lora` adds it to the weights, which
+      saves its own layers at every forward. Sums in bf16 then round a small update away, or up.
     * Buffers that a checkpoint does not hold keep their precision, as they do when a model is
       loaded in `dtype`. Rotary frequencies in bf16 would stand for other positions.
 
@@ -27,6 +29,9 @@ class Replica:
       dtype: precision of the copy.
       quantization: of its frozen weights, a key of `quantization.PACKAGES`; None for none.
       backend: the backend of torch.compile for the repeated blocks; None for no compilation.
+      merge_lora: add the LoRA to the weights at each `sync`. The sum is made of the trainer's
+        weights each time, so that its rounding does not add up. Needs a second copy of the layers
+        with a LoRA.
 
     Attributes:
       network: the copy.
@@ -41,6 +46,7 @@ class Replica:
         dtype: str,
         quantization: str | None = None,
         backend: Any = None,
+        merge_lora: bool = False,
     ) -> None:
         frozen = [tensor for tensor in _stored(network) if not tensor.requires_grad]
         if all(tensor.dtype == DTYPES[dtype] for tensor in frozen):
@@ -53,6 +59,7 @@ class Replica:
         self.lora = {name: p for name, p in replica.named_parameters() if p.requires_grad}
         self.network: Any = replica.requires_grad_(False).eval()
         self.precision = precision(dtype, quantization)
+        self._merged = _prepare_merging(network, replica) if merge_lora else []
         if quantization is not None:
             quantize(replica, quantization)
         if backend is not None:
@@ -75,7 +82,33 @@ class Replica:
                 )
         for name, parameter in self.lora.items():
             parameter.copy_(state[name])
+        for layer, original in self._merged:
+            merged = original + layer.get_delta_weight(ADAPTER).to(original.dtype)
+            layer.get_base_layer().weight.copy_(merged)
         self.version = version
+
+
+def _prepare_merging(
+    network: torch.nn.Module, replica: torch.nn.Module
+) -> list[tuple[Any, Tensor]]:
+    """Gives each layer with a LoRA a weight of its own, to which the LoRA is then added.
+
+    Args:
+      network: the trainer's network.
+      replica: its copy, changed.
+
+    Returns:
+      Each layer of the copy with the trainer's frozen weight of that layer.
+    """
+    pairs = []
+    for name, layer in replica.named_modules():
+        if isinstance(layer, LoraLayer):
+            trained: Any = network.get_submodule(name)
+            base = layer.get_base_layer()
+            base.weight = torch.nn.Parameter(base.weight.detach().clone(), requires_grad=False)
+            layer.merged_adapters = [ADAPTER]  # from now on peft's forward leaves the LoRA out
+            pairs.append((layer, trained.get_base_layer().weight.detach()))
+    return pairs
 
 
 def _stored(module: Any) -> list[Tensor]:

@@ -26,10 +26,12 @@ class TransformersEngine(RolloutEngine[TextRequest]):
       dtype: precision of the copy.
       chunk_size: responses in one forward.
       quantization: of the copy's frozen weights, a key of `quantizations`.
+      merge_lora: add the LoRA to the copy's weights.
     """
 
     kind = "causal_lm"
     quantizations = PACKAGES
+    merges_lora = True
 
     def __init__(
         self,
@@ -39,8 +41,9 @@ class TransformersEngine(RolloutEngine[TextRequest]):
         dtype: str,
         chunk_size: int,
         quantization: str | None = None,
+        merge_lora: bool = False,
     ) -> None:
-        self._replica = Replica(network, dtype, quantization)
+        self._replica = Replica(network, dtype, quantization, merge_lora=merge_lora)
         self._policy = TokenPolicy(model, self._replica.network)
         self._model = model
         self._chunk_size = chunk_size

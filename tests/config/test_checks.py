@@ -43,6 +43,9 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         ("rollout.algo.noise_level=0", ["rollout.algo.noise_level", "above 0"]),
         ("rollout.algo.sde_window_range=[0,9]", ["sde_window_range", "4 steps"]),
         ("rollout.algo.sde_window_range=[3]", ["sde_window_range=[3]", "two step indices"]),
+        ("rollout.algo.tail=heun", ["rollout.algo.tail", "euler, ab2"]),
+        ("rollout.algo.tail_steps=0", ["rollout.algo.tail_steps=0", "give 1 to"]),
+        ("rollout.algo.tail_steps=9", ["rollout.algo.tail_steps=9", "give 1 to"]),
         ("rollout.val_kwargs.n=0", ["rollout.val_kwargs.n=0", "at least 1"]),
         ("rollout.val_kwargs.batch_size=0", ["rollout.val_kwargs.batch_size=0"]),
         ("data.negative_prompt=blurry", ["data.negative_prompt", "guidance_scale"]),
@@ -154,3 +157,27 @@ def test_bad_settings_of_precision_and_processes(
     assert main(["train", *overrides, *further]) == 2
     error = capsys.readouterr().err
     assert all(word in error for word in words), error
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollout.merge_lora=true", "rollout.quantization=int8"], ["merge_lora", "int8"]),
+        (
+            ["rollout.algo.shared_prefix=true", "rollout.algo.window_sharing=sample"],
+            ["shared_prefix", "window_sharing"],
+        ),
+        (
+            ["rollout.algo.tail=ab2", "rollout.algo.sde_window_range=[1,4]"],
+            ["rollout.algo.tail=ab2 has no effect"],
+        ),
+    ],
+)
+def test_two_settings_that_exclude_each_other(
+    train: Train, capsys: pytest.CaptureFixture, overrides: list[str], words: list[str]
+) -> None:
+    assert train(*overrides) == 2
+    error = capsys.readouterr().err
+    for word in words:
+        assert word in error

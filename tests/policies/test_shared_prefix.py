@@ -23,7 +23,8 @@ def shared(kind: str = "sde", guidance: float = 4.5, **changes: object):
 def test_samples_of_a_prompt_differ_from_the_first_step_of_their_window(model: FlowModel):
     batch, _ = sample_images(model, trained_lora(model), shared(), WINDOWS)
     first = batch.all_latents[:, 0]
-    assert torch.equal(first[0], first[1]) and torch.equal(first[2], first[3])
+    assert torch.equal(first[0], first[1])
+    assert torch.equal(first[2], first[3])
     assert not torch.equal(first[0], first[2])
     after = batch.all_latents[:, 1]
     assert not torch.equal(after[0], after[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -38,7 +39,7 @@ def exact(state: Tensor, sigma: float) -> Tensor:
 
 def euler(state: Tensor, sigmas: Tensor) -> Tensor:
     """Returns what Euler steps make of a state."""
-    for sigma, following in zip(sigmas[:-1], sigmas[1:], strict=True):
+    for sigma, following in itertools.pairwise(sigmas):
         state = state + (following - sigma) * (2 + 3 * sigma)
     return state
 
@@ -86,7 +87,8 @@ def test_a_tail_of_any_length_has_different_steps(num_steps):
     for start in range(num_steps):
         for count in range(1, num_steps - start + 1):
             kept = kept_steps(num_steps, start, count)
-            assert kept == sorted(set(kept)) and len(kept) == start + count
+            assert kept == sorted(set(kept))
+            assert len(kept) == start + count
 
 
 def test_the_log_probs_of_the_window_do_not_depend_on_the_tail(model: FlowModel):
@@ -99,5 +101,6 @@ def test_the_log_probs_of_the_window_do_not_depend_on_the_tail(model: FlowModel)
     assert torch.equal(one.all_latents, other.all_latents)
     assert torch.equal(one.rollout_log_probs, other.rollout_log_probs)
     assert (images != other_images).any()
-    assert len(other.sigmas) == 5 and len(one.sigmas) == 6
+    assert len(other.sigmas) == 5
+    assert len(one.sigmas) == 6
     assert torch.equal(FlowPolicy(model, transformer).log_probs(other, 4), other.rollout_log_probs)

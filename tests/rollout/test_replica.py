@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from flowgrpo_rc.models.causal_lm import CausalLM
+from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.rollout.replica import Replica
 
 
@@ -19,3 +21,43 @@ def test_a_copy_in_bf16_keeps_the_rotary_frequencies(trained_lm: CausalLM) -> No
     ours = dict(trained_lm.network.named_parameters())
     theirs = dict(shared.named_parameters())
     assert all((ours[n].data_ptr() == theirs[n].data_ptr()) == ("lora_" not in n) for n in ours)
+
+
+def updated(model: CausalLM) -> dict[str, torch.Tensor]:
+    """Returns a LoRA that moves every output."""
+    source = torch.Generator().manual_seed(3)
+    lora = lora_parameters(model.network)
+    return {name: 0.1 * torch.randn(p.shape, generator=source) for name, p in lora.items()}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 0.2)])
+def test_a_merged_lora_gives_the_outputs_of_a_separate_one(
+    trained_lm: CausalLM, dtype: str, tolerance: float
+) -> None:
+    tokens = torch.arange(1, 9).reshape(2, 4)
+    state = updated(trained_lm)
+    outputs = []
+    for merge in (False, True):
+        replica = Replica(trained_lm.network, dtype, merge_lora=merge)
+        before = replica.network(tokens).logits
+        replica.sync(state, 1)
+        outputs.append(replica.network(tokens).logits.float())
+        assert (outputs[-1] - before).abs().max() > 2 * tolerance
+    torch.testing.assert_close(*outputs, rtol=0, atol=tolerance)
+
+
+def test_merging_leaves_the_trainers_weights_alone_and_adds_nothing_up(
+    trained_lm: CausalLM,
+) -> None:
+    before = {name: p.clone() for name, p in trained_lm.network.named_parameters()}
+    replica = Replica(trained_lm.network, "fp32", merge_lora=True)
+    tokens = torch.arange(1, 9).reshape(2, 4)
+    state = updated(trained_lm)
+    replica.sync(state, 1)
+    once = replica.network(tokens).logits
+    for version in range(2, 5):
+        replica.sync({name: torch.zeros_like(p) for name, p in state.items()}, version)
+        replica.sync(state, version)
+    assert torch.equal(replica.network(tokens).logits, once)
+    after = dict(trained_lm.network.named_parameters())
+    assert all(torch.equal(after[name], p) for name, p in before.items())

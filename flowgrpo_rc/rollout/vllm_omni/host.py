@@ -90,8 +90,8 @@ class Host:
         """Answers with the texts' conditioning, then chunks of samples, then what the layers hold.
 
         Args:
-          fields: `spec`, `shape` of a sample's latents, `seeds` and `latent_seeds`, the distinct `texts` and
-            `negative_texts`, which of them belongs to each sample, and `keep_means`.
+          fields: `spec`, `shape` of a sample's latents, `seeds` and `latent_seeds`, the distinct
+            `texts` and `negative_texts`, which of them belongs to each sample, and `keep_means`.
           tensors: `window` [B, T], `sigmas` and `timesteps` of the schedule.
         """
         await self._wake()
