@@ -161,7 +161,7 @@ def test_bad_settings_of_precision_and_processes(
 
 @pytest.mark.usefixtures("nothing_is_loaded")
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("settings", "words"),
     [
         (["rollout.merge_lora=true", "rollout.quantization=int8"], ["merge_lora", "int8"]),
         (
@@ -175,9 +175,9 @@ def test_bad_settings_of_precision_and_processes(
     ],
 )
 def test_two_settings_that_exclude_each_other(
-    train: Train, capsys: pytest.CaptureFixture, overrides: list[str], words: list[str]
+    train: Train, capsys: pytest.CaptureFixture, settings: list[str], words: list[str]
 ) -> None:
-    assert train(*overrides) == 2
+    assert train(*settings) == 2
     error = capsys.readouterr().err
     for word in words:
         assert word in error
