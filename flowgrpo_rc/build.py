@@ -86,7 +86,7 @@ def assemble(
     correction = config.algorithm.rollout_correction
     mode = make_mode(
         correction,
-        reuses=config.why_recompute() is None,
+        own_forwards=config.why_recompute() is None,
         keep_means=config.actor.diffusion_loss.needs_means,
         policy=task.policy,
         processes=processes,

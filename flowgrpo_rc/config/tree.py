@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.correction.reuse import why_recompute
+from flowgrpo_rc.correction.recompute import why_recompute
 from flowgrpo_rc.correction.thresholds import KEY
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.losses.config import LossConfig

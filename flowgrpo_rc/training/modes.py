@@ -247,14 +247,15 @@ class Decoupled(Mode):
 
     Attributes:
       corrector: computes the correction.
-      reuses: whether the old policy of the first mini-batch is its own forward, detached: nothing
-        has been updated by then. `correction.reuse.why_recompute` says where that may be.
+      own_forwards: whether the old policy of the first mini-batch is its own forward, detached:
+        nothing has been updated by then. `correction.recompute.why_recompute` says where that may
+        be.
     """
 
     prefix = DECOUPLED_PREFIX.removesuffix("/")
     old_is_rollout = False
     corrector: Corrector
-    reuses: bool = False
+    own_forwards: bool = False
 
     def begin(self, batch: Batch, step: int) -> Batch:
         """Returns the batch with its old policy and correction.
@@ -262,7 +263,7 @@ class Decoupled(Mode):
         If the update's forwards will tell them, only steps that are not finite are rejected now.
         """
         self.monitor.expect(batch, step)
-        if not self.reuses:
+        if not self.own_forwards:
             return self._recomputed(batch)
         return batch.replace(rejection_mask=torch.isfinite(require_rollout_log_probs(batch)))
 
@@ -334,13 +335,13 @@ class Decoupled(Mode):
 
 
 def make_mode(
-    correction: RolloutCorrectionConfig, *, reuses: bool, keep_means: bool, **shared: Any
+    correction: RolloutCorrectionConfig, *, own_forwards: bool, keep_means: bool, **shared: Any
 ) -> Mode:
     """Makes the mode that the settings ask for.
 
     Args:
       correction: settings of the correction.
-      reuses: decoupled mode takes the first mini-batch's own forwards for its old policy.
+      own_forwards: decoupled mode takes the first mini-batch's own forwards for its old policy.
       keep_means: decoupled mode keeps the means of the old policy's steps for the loss.
       **shared: the attributes that both modes have.
     """
@@ -348,4 +349,6 @@ def make_mode(
     if correction.bypass_mode:
         return Bypass(whole_windows=correction.bypass_level == "window", **shared)
     corrector = Corrector(correction)
-    return Decoupled(corrector=corrector, reuses=reuses, keep_means=keep_means, **shared)
+    return Decoupled(
+        corrector=corrector, own_forwards=own_forwards, keep_means=keep_means, **shared
+    )
