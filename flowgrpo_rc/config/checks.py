@@ -83,8 +83,7 @@ def check_run(
     Raises:
       ValueError: names the key, the value and what is allowed.
       ImportError: the engine's package is not installed.
-      CheckpointError: the checkpoint to go on from is damaged, or of another number of processes
-        where that matters.
+      CheckpointError: the checkpoint to go on from is damaged.
     """
     check_settings(config, num_processes)
     if samples:

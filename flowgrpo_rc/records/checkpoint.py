@@ -90,6 +90,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
             shutil.rmtree(final)
         partial.rename(final)
         _fsync(folder)
+        shutil.rmtree(folder / STAGING, ignore_errors=True)
     # Every exception, since safetensors has a type of its own for a full disk.
     except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)

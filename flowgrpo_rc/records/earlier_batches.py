@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flowgrpo_rc.batch import Batch
-from flowgrpo_rc.records.checkpoint import OF_PROCESS, CheckpointError, cannot_write
+from flowgrpo_rc.records.checkpoint import OF_PROCESS, cannot_write
 from flowgrpo_rc.records.packed_batch import PackedBatch, pack, unpack
 
 _HEADERS = "headers"
@@ -115,10 +115,10 @@ def check_processes(files: Sequence[Path], count: int) -> None:
       count: number of processes.
 
     Raises:
-      CheckpointError: names both numbers.
+      ValueError: names both numbers.
     """
     if files and len(files) != count:
-        raise CheckpointError(
+        raise ValueError(
             f"{files[0].parent} holds the earlier batches (rollout.reuse) of {len(files)} "
             f"process(es), and {count} would go on: start as many as before"
         )
