@@ -300,6 +300,10 @@ class Batch:
             self, **{name: value[start:stop] for name, value in self.per_sample().items()}
         )
 
+    def split(self, size: int) -> list[Self]:
+        """Cuts the batch into batches of `size` consecutive samples, the last one of the rest."""
+        return [self.rows(start, start + size) for start in range(0, len(self), size)]
+
     def select(self, index: Tensor) -> Self:
         """Returns some of the samples, in any order and number.
 

@@ -34,6 +34,7 @@ from flowgrpo_rc.plugins import build
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.records.console import Console
+from flowgrpo_rc.records.earlier_batches import EarlierBatches
 from flowgrpo_rc.records.rejected import RejectedSamples
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.run_log import RunLog
@@ -86,7 +87,7 @@ def assemble(
     correction = config.algorithm.rollout_correction
     mode = make_mode(
         correction,
-        reuses=config.why_recompute() is None,
+        own_forwards=config.why_recompute() is None,
         keep_means=config.actor.diffusion_loss.needs_means,
         policy=task.policy,
         processes=processes,
@@ -114,6 +115,7 @@ def assemble(
         source=source,
         rewards=rewards,
         mode=mode,
+        earlier=EarlierBatches(config.rollout.reuse),
         update=update,
         evaluator=Evaluator(task, held_out, config.rollout.val_kwargs, rewards),
         health=make_health(config),

@@ -70,9 +70,12 @@ def _forwards(config: Config, model: FlowModel, num_processes: int) -> list[Row]
     ]
     if not config.algorithm.rollout_correction.corrects_in_loss:
         rows.append(_old_policy(config, trained))
+    batches = 1 + rollout.reuse
+    if rollout.reuse:
+        formula += f" x {batches} batches (reuse)"
     if actor.ppo_epochs > 1:
         formula += f" x {actor.ppo_epochs} epochs"
-    updated = f"{trained * actor.ppo_epochs:,}"
+    updated = f"{trained * batches * actor.ppo_epochs:,}"
     if actor.use_kl_loss:
         rows.append(("forwards, reference", updated, f"{formula}, no gradient (KL)"))
     rows.append(("forwards with backward", updated, formula))
@@ -80,14 +83,18 @@ def _forwards(config: Config, model: FlowModel, num_processes: int) -> list[Row]
 
 
 def _old_policy(config: Config, trained: int) -> Row:
-    """Of `trained` forwards, those of the first mini-batch may serve as its old policy."""
+    """Of `trained` forwards, those of the first mini-batch may serve as its old policy.
+
+    Batches that are used again need a recompute of their own.
+    """
     why = config.why_recompute()
+    recomputed = trained * (1 + config.rollout.reuse)
     if why is not None:
         which = f"of every mini-batch: {why}"
-        return "forwards, old policy", f"{trained:,}", f"no gradient; {which}"
-    prompts = config.data.train_batch_size
-    recomputed = trained * (prompts - config.actor.ppo_mini_batch_size) // prompts
-    which = "of all mini-batches but the first, whose own forwards serve"
+    else:
+        prompts = config.data.train_batch_size
+        recomputed -= trained * config.actor.ppo_mini_batch_size // prompts
+        which = "of all mini-batches but the first, whose own forwards serve"
     return "forwards, old policy", f"{recomputed:,}", f"no gradient; {which}"
 
 
@@ -98,8 +105,10 @@ def _updates(config: Config, model: FlowModel, num_processes: int) -> list[Row]:
     mini = config.samples_per_mini_batch(num_processes)
     micro = actor.ppo_micro_batch_size_per_gpu
     size = config.rollout.window()[0]
-    updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
+    batches = 1 + config.rollout.reuse
+    updates = prompts // actor.ppo_mini_batch_size * batches * actor.ppo_epochs
     steps = config.trainer.total_training_steps
+    fewer = ", fewer in the first steps" if batches > 1 else ""
     return [
         (
             "mini-batches per step",
@@ -112,7 +121,7 @@ def _updates(config: Config, model: FlowModel, num_processes: int) -> list[Row]:
             f"{mini} / {micro} samples x {size} stochastic steps",
         ),
         ("steps", f"{steps:,}", f"{steps * images:,} {model.makes}s in all"),
-        ("updates", f"{steps * updates:,}", f"{updates} per step"),
+        ("updates", f"{config.total_updates():,}", f"{updates} per step{fewer}"),
     ]
 
 

@@ -7,7 +7,7 @@ import math
 from torch import nn
 
 from flowgrpo_rc.config.check_engine import engine_of
-from flowgrpo_rc.config.checks import num_trained
+from flowgrpo_rc.config.checks import batch_bytes, num_trained
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.sharding import resolve_strategy
 from flowgrpo_rc.models.base import DTYPES, FlowModel
@@ -68,8 +68,7 @@ def memory(config: Config, model: FlowModel, num_processes: int, num_nodes: int)
         rows.append(
             ("older LoRAs", 4 * trained * older, f"4 bytes x LoRA parameters x staleness {older}")
         )
-    rows.append(_batch(config, model, config.samples_per_step(num_processes)))
-    return rows
+    return [*rows, *_batches(config, model, num_processes)]
 
 
 def _num_bytes(part: nn.Module) -> int:
@@ -147,13 +146,17 @@ def _numbers_in_blocks(model: FlowModel) -> int:
     )
 
 
-def _batch(config: Config, model: FlowModel, samples: int) -> Row:
+def _batches(config: Config, model: FlowModel, num_processes: int) -> list[Row]:
     steps = config.rollout.window()[0]
     elements = math.prod(model.latent_shape(config.rollout.spec()))
     states = f"{steps} + 1"
-    count = steps + 1
     if config.keep_means():
         states += f" + {steps} means"
-        count += steps
+    samples = config.samples_per_step(num_processes)
     formula = f"4 bytes x {samples} samples x ({states}) states x {elements} latents"
-    return "batch", 4 * samples * count * elements, formula
+    size = batch_bytes(config, model, num_processes)
+    rows = [("batch", size, formula)]
+    reuse = config.rollout.reuse
+    if reuse:
+        rows.append(("earlier batches", reuse * size, f"batch x reuse {reuse}"))
+    return rows

@@ -13,15 +13,17 @@ from flowgrpo_rc.records.run_folder import RunFolder, check_writable
 FIRST_NEED = 64 * 2**20  # bytes of metrics, samples and a report
 
 
-def check_output(config: Config, num_parameters: int = 0) -> None:
+def check_output(config: Config, num_parameters: int = 0, num_bytes: int = 0) -> None:
     """Checks that the output folder can be written and that its disk has room for the checkpoints.
 
     A checkpoint holds each number of the LoRA four times in fp32 (weight, two moments, average),
-    and once more for each step of `rollout.staleness`.
+    and once more for each step of `rollout.staleness`. It also holds the batches of `rollout.reuse`
+    earlier steps.
 
     Args:
       config: the settings of the run.
       num_parameters: how many numbers the LoRA holds; 0 where that is not known yet.
+      num_bytes: the size of a batch; 0 likewise.
 
     Raises:
       ValueError: the folder cannot be written, or there is too little room.
@@ -29,7 +31,7 @@ def check_output(config: Config, num_parameters: int = 0) -> None:
     copies = 4 + config.rollout.staleness
     # A new checkpoint is written before the oldest one goes.
     num_checkpoints = config.trainer.max_checkpoints_to_keep + 1
-    checkpoints = num_checkpoints * num_parameters * 4 * copies
+    checkpoints = num_checkpoints * (num_parameters * 4 * copies + config.rollout.reuse * num_bytes)
     check_writable(Path(config.trainer.output_dir), needed_bytes=FIRST_NEED + checkpoints)
 
 

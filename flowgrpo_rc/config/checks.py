@@ -6,6 +6,7 @@ another machine, calls `check_plan`. So a dry run refuses what a run refuses.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from flowgrpo_rc.models.base import FlowModel, adapter_of
 from flowgrpo_rc.models.causal_lm import load_tokenizer, token_rows
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
 from flowgrpo_rc.records.checkpoint import Checkpoint
+from flowgrpo_rc.records.earlier_batches import check_processes
 from flowgrpo_rc.records.rollout_files import check_headers, replay_files
 from flowgrpo_rc.rewards.manager import check_kind, requires_target
 from flowgrpo_rc.rollout.faster_dtype import AUTO, faster_dtype
@@ -107,6 +109,8 @@ def check_run(
         check_output(config)
     sampler, held_out = prompts_of(config)
     resumed = checkpoint_to_resume(config) if trains else None
+    if resumed is not None:
+        check_processes(resumed.files, num_processes)
     if trains:
         _check_replay(config, num_processes)
     model = _check_model(config)
@@ -115,7 +119,7 @@ def check_run(
     if config.model.kind == "causal_lm":
         _check_lengths(config, [*sampler.prompts, *held_out])
     if trains and model is not None:
-        check_output(config, num_trained(model))
+        check_output(config, num_trained(model), batch_bytes(config, model, num_processes=1))
     return RunInputs(sampler=sampler, held_out=held_out, resumed=resumed)
 
 
@@ -166,6 +170,18 @@ def prompts_of(config: Config) -> tuple[PromptSampler, list[Prompt]]:
 def num_trained(model: FlowModel) -> int:
     """Returns how many numbers the LoRA on a model holds."""
     return sum(parameter.numel() for parameter in lora_parameters(model.network).values())
+
+
+def batch_bytes(config: Config, model: FlowModel, num_processes: int) -> int:
+    """Returns the size of the latents of a step on one process, with their means if they are kept.
+
+    Args:
+      config: the settings.
+      model: may be on the meta device.
+      num_processes: how many processes share a step.
+    """
+    elements = math.prod(model.latent_shape(config.rollout.spec()))
+    return 4 * config.samples_per_step(num_processes) * config.states_per_sample() * elements
 
 
 def _check_model(config: Config) -> FlowModel | None:

@@ -27,7 +27,7 @@ from flowgrpo_rc.config.compat import Row, Setting, rollout_correction, rows_of_
 from flowgrpo_rc.config.compat.overrides import TRANSLATED, check, is_whole_command, resolved
 from flowgrpo_rc.config.compat.verl_omni import PREFIX, RULES
 from flowgrpo_rc.config.names import DEFAULT_CONFIG, EXPERIMENT, OTHER_CONFIG
-from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.config.tree import Config, updates_of_steps
 from flowgrpo_rc.files import redact
 from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
 from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig, with_options
@@ -201,19 +201,15 @@ def _register_resolvers() -> None:
     """
     OmegaConf.register_new_resolver("asset", lambda name: str(assets.path(name)), replace=True)
     OmegaConf.register_new_resolver(
-        "updates_of_steps", lambda steps, _root_: steps * _updates_per_step(_root_), replace=True
+        "updates_of_steps", lambda steps, _root_: updates_of_steps(_root_, steps), replace=True
     )
     OmegaConf.register_new_resolver(
         "updates_of_ratio",
-        lambda ratio, _root_: (
-            round(ratio * _root_.trainer.total_training_steps) * _updates_per_step(_root_)
+        lambda ratio, _root_: updates_of_steps(
+            _root_, round(ratio * _root_.trainer.total_training_steps)
         ),
         replace=True,
     )
-
-
-def _updates_per_step(root: Any) -> int:
-    return int(root.data.train_batch_size // root.actor.ppo_mini_batch_size * root.actor.ppo_epochs)
 
 
 def _translated(

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.correction.reuse import why_recompute
+from flowgrpo_rc.correction.recompute import why_recompute
 from flowgrpo_rc.correction.thresholds import KEY
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.losses.config import LossConfig
@@ -99,6 +99,11 @@ class Config:
         """Returns whether rollouts have to record the means of their steps."""
         return bool(self.compares_means())
 
+    def states_per_sample(self) -> int:
+        """Returns how many states of a sample a batch holds: its latents, and means if kept."""
+        steps = self.rollout.window()[0]
+        return 2 * steps + 1 if self.keep_means() else steps + 1
+
     def clip_ratio(self) -> float | None:
         """Returns the narrower half-width of the PPO band on a step's own ratio; None for none, for
         a band that follows the mismatch, and for one on a centered ratio.
@@ -153,10 +158,20 @@ class Config:
 
     def total_updates(self) -> int:
         """Returns the optimizer updates of the whole run."""
-        per_step = (
-            self.data.train_batch_size // self.actor.ppo_mini_batch_size * self.actor.ppo_epochs
-        )
-        return self.trainer.total_training_steps * per_step
+        return updates_of_steps(self, self.trainer.total_training_steps)
+
+
+def updates_of_steps(config: Any, steps: int) -> int:
+    """Returns the optimizer updates of the first steps of a run.
+
+    Args:
+      config: the settings, as a `Config` or as composed.
+      steps: how many steps. A step trains on its own batch and on those of the `rollout.reuse`
+        steps before it, as far as there are any.
+    """
+    mini_batches = config.data.train_batch_size // config.actor.ppo_mini_batch_size
+    batches = sum(1 + min(step, config.rollout.reuse) for step in range(steps))
+    return int(batches * mini_batches * config.actor.ppo_epochs)
 
 
 def stored_config(path: Path, overrides: Sequence[str] = ()) -> Config:

@@ -146,7 +146,7 @@ def _non_finite(metrics: Mapping[str, float | None], setup: Setup) -> str | None
     names = [
         name
         for name, value in sorted(metrics.items())
-        if name.startswith((DECOUPLED_PREFIX, "actor/"))
+        if name.startswith((DECOUPLED_PREFIX, "actor/", "reuse/"))
         and (value is None or not math.isfinite(value))
     ]
     if not names:

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from torch import Tensor
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
 OLDER = "lora_step_"  # stem of the LoRA of an earlier step
+OF_PROCESS = "earlier_batches_process_"  # how files that belong to a single process start
+STAGING = ".staging"  # where processes leave them for the next checkpoint, beside the checkpoints
 _NAME = re.compile(r"step_(\d+)")
 
 
@@ -38,11 +40,14 @@ class Checkpoint:
       step: the last step that is in it.
       tensors: stem of a file (`lora`, `optimizer`, `ema`, ...) -> name -> tensor.
       state: further values, which JSON can hold.
+      files: those of single processes, whose names start with `OF_PROCESS`. They are moved into the
+        checkpoint that is saved. Of one that is loaded, each process reads its own.
     """
 
     step: int
     tensors: Mapping[str, Mapping[str, Tensor]]
     state: Mapping[str, Any]
+    files: Sequence[Path] = ()
 
     def older_weights(self) -> dict[int, Mapping[str, Tensor]]:
         """Returns the LoRAs of earlier steps that rollouts still to come need, by step."""
@@ -73,6 +78,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
                 name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()
             }
             save_file(contiguous, partial / f"{stem}.safetensors")
+        for path in checkpoint.files:
+            path.replace(partial / path.name)
         _write_json(partial / _STATE, {"step": checkpoint.step, **checkpoint.state})
         _write_json(
             partial / _MANIFEST, {path.name: _sha256(path) for path in sorted(partial.iterdir())}
@@ -83,16 +90,22 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
             shutil.rmtree(final)
         partial.rename(final)
         _fsync(folder)
+        shutil.rmtree(folder / STAGING, ignore_errors=True)
     # Every exception, since safetensors has a type of its own for a full disk.
     except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(
-            f"cannot write the checkpoint {final}: {error}. Older checkpoints are untouched; free "
-            "some space or choose another trainer.output_dir, then run the same command to go on"
-        ) from error
+        raise cannot_write(final, error) from error
     for old in list_checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
     return final
+
+
+def cannot_write(path: Path, error: Exception) -> CheckpointError:
+    """Returns the error about a checkpoint, or a part of one, that the disk refuses."""
+    return CheckpointError(
+        f"cannot write the checkpoint {path}: {error}. Older checkpoints are untouched; free some "
+        "space or choose another trainer.output_dir, then run the same command to go on"
+    )
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -125,9 +138,14 @@ def load_checkpoint(path: Path) -> Checkpoint:
                 f"{file} is damaged: its SHA-256 is not the one in {_MANIFEST}; {remedy}"
             )
     state = json.loads((path / _STATE).read_text())
+    files = [path / name for name in manifest if name.startswith(OF_PROCESS)]
     stems = [Path(name).stem for name in manifest if name.endswith(".safetensors")]
-    tensors = {stem: load_file(path / f"{stem}.safetensors") for stem in stems}
-    return Checkpoint(step=state.pop("step"), tensors=tensors, state=state)
+    tensors = {
+        stem: load_file(path / f"{stem}.safetensors")
+        for stem in stems
+        if not stem.startswith(OF_PROCESS)
+    }
+    return Checkpoint(step=state.pop("step"), tensors=tensors, state=state, files=files)
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -9,31 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
 
-from flowgrpo_rc.batch import (
-    Batch,
-    Conditioning,
-    DiffusionBatch,
-    Rewards,
-    SamplerSpec,
-    Spec,
-    TokenBatch,
-    TokenSpec,
-)
+from flowgrpo_rc.batch import Batch, Rewards, Spec
 from flowgrpo_rc.files import write_atomic
+from flowgrpo_rc.records.packed_batch import PackedBatch, pack, unpack
 
-KINDS: dict[str, tuple[type[Batch], type[Any]]] = {
-    "diffusion": (DiffusionBatch, SamplerSpec),
-    "causal_lm": (TokenBatch, TokenSpec),
-}
 _REWARD = "reward."
 _HEADER = "rollout"  # a single entry: safetensors writes several in no fixed order
 
@@ -66,15 +53,13 @@ def rollout_path(folder: Path, step: int, rank: int, count: int) -> Path:
 
 def save_rollout(path: Path, rollout: SavedRollout) -> None:
     """Writes a rollout, whole or not at all."""
-    batch = rollout.batch
-    kind = next(name for name, (cls, _) in KINDS.items() if isinstance(batch, cls))
-    names = [field.name for field in dataclasses.fields(batch) if field.name != "spec"]
-    tensors = dict(_flatten({name: getattr(batch, name) for name in names}))
+    packed = pack(rollout.batch)
+    tensors = dict(packed.tensors)
     tensors |= {f"{_REWARD}total": rollout.rewards.total, f"{_REWARD}valid": rollout.rewards.valid}
     tensors |= {f"{_REWARD}parts/{name}": values for name, values in rollout.rewards.parts.items()}
     content = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    header = {"kind": kind, "spec": dataclasses.asdict(batch.spec), "origin": dict(rollout.origin)}
+    header = {**packed.header, "origin": dict(rollout.origin)}
     write_atomic(path, save(content, metadata={_HEADER: json.dumps(header, sort_keys=True)}))
 
 
@@ -100,8 +85,6 @@ def load_rollout(path: Path, device: torch.device) -> SavedRollout:
         with safe_open(path, framework="pt") as file:
             names = file.keys()  # the file is no mapping, so it cannot be iterated itself
             tensors = {name: file.get_tensor(name) for name in names}
-        cls, spec_class = KINDS[header["kind"]]
-        spec = spec_class(**header["spec"])
         columns = {
             name: value.to(device)
             for name, value in tensors.items()
@@ -116,34 +99,12 @@ def load_rollout(path: Path, device: torch.device) -> SavedRollout:
         rewards = Rewards(
             total=tensors[f"{_REWARD}total"], valid=tensors[f"{_REWARD}valid"], parts=parts
         )
-        return SavedRollout(cls(spec=spec, **_unflatten(columns)), rewards, header["origin"])
+        batch = unpack(PackedBatch(header, columns))
+        return SavedRollout(batch, rewards, header["origin"])
     except (SafetensorError, KeyError, TypeError) as error:
         raise ValueError(
             f"data.replay_dir: {path} is not a saved rollout, or it is damaged: {error}"
         ) from error
-
-
-def _flatten(fields: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yields tensors by name; those of a conditioning as `name.field`."""
-    for name, value in fields.items():
-        if isinstance(value, Conditioning):
-            yield from _flatten(
-                {f"{name}.{f.name}": getattr(value, f.name) for f in dataclasses.fields(value)}
-            )
-        elif value is not None:
-            yield name, value
-
-
-def _unflatten(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    fields: dict[str, Any] = {name: value for name, value in tensors.items() if "." not in name}
-    for owner in {name.split(".")[0] for name in tensors if "." in name}:
-        own = {
-            name.removeprefix(f"{owner}."): value
-            for name, value in tensors.items()
-            if name.startswith(f"{owner}.")
-        }
-        fields[owner] = Conditioning(**own)
-    return fields
 
 
 def replay_files(folder: Path, rank: int, count: int) -> list[Path]:

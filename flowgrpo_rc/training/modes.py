@@ -62,8 +62,9 @@ class Mode(ABC):
     """What differs between bypass and decoupled mode during an iteration.
 
     The calls of one iteration, in order: `begin` with the whole batch; `before_update` with its
-    mini-batches; for each forward of the update, `enter` before the loss and `observe` after it;
-    `leave` after the last forward of a mini-batch that had no old policy; `finish` at the end.
+    mini-batches; `reuse` with each earlier batch that is trained on again; for each forward of the
+    update, `enter` before the loss and, for the new batch, `observe` after it; `leave` after the
+    last forward of a mini-batch that had no old policy; `finish` at the end.
 
     Attributes:
       policy: the training graph.
@@ -109,7 +110,7 @@ class Mode(ABC):
 
         Args:
           minis: the mini-batches, in the order of the updates.
-          again: whether the first one is trained on more than once.
+          again: whether the first one is trained on more than once, in this iteration or a later.
         """
 
     @abstractmethod
@@ -126,6 +127,17 @@ class Mode(ABC):
         raise NotImplementedError(
             f"{type(self).__name__} fills in the old policy before the update"
         )
+
+    @abstractmethod
+    def reuse(self, batch: Batch) -> tuple[Batch, MetricBag]:
+        """Returns a batch of an earlier iteration with its old policy, and metrics.
+
+        It is called before the first update. Neither the mismatch, nor what follows it, nor the
+        record of decisions takes the batch in: they are about new samples.
+
+        Args:
+          batch: as it was when it was new, with its advantages and rejection mask.
+        """
 
     def observe(self, seen: Seen, *, updated: bool) -> None:
         """Notes what a loss was computed from; `updated`: after an update of this iteration."""
@@ -199,6 +211,10 @@ class Bypass(Mode):
             piece = piece.replace(loss_bound=self.auto_clip.bounds(piece.step_indices))
         return piece, now.gaussian
 
+    def reuse(self, batch: Batch) -> tuple[Batch, MetricBag]:
+        """Returns the batch with old := rollout. The loss corrects it by the present policy."""
+        return apply_bypass_mode(batch), MetricBag()
+
     def observe(self, seen: Seen, *, updated: bool) -> None:
         """Notes the loss, its decisions and, before any update, the mismatch."""
         super().observe(seen, updated=updated)
@@ -247,14 +263,15 @@ class Decoupled(Mode):
 
     Attributes:
       corrector: computes the correction.
-      reuses: whether the old policy of the first mini-batch is its own forward, detached: nothing
-        has been updated by then. `correction.reuse.why_recompute` says where that may be.
+      own_forwards: whether the old policy of the first mini-batch is its own forward, detached:
+        nothing has been updated by then. `correction.recompute.why_recompute` says where that may
+        be.
     """
 
     prefix = DECOUPLED_PREFIX.removesuffix("/")
     old_is_rollout = False
     corrector: Corrector
-    reuses: bool = False
+    own_forwards: bool = False
 
     def begin(self, batch: Batch, step: int) -> Batch:
         """Returns the batch with its old policy and correction.
@@ -262,7 +279,7 @@ class Decoupled(Mode):
         If the update's forwards will tell them, only steps that are not finite are rejected now.
         """
         self.monitor.expect(batch, step)
-        if not self.reuses:
+        if not self.own_forwards:
             return self._recomputed(batch)
         return batch.replace(rejection_mask=torch.isfinite(require_rollout_log_probs(batch)))
 
@@ -298,10 +315,7 @@ class Decoupled(Mode):
         if self.auto_bands is not None:
             batch, judged = self._judge(batch, old.log_probs, old.step_kl, remember=True)
             self._metrics.merge(judged)
-        batch = batch.with_old(old.log_probs, old.means, self._kept(old))
-        batch, metrics = self.corrector.batch(
-            batch, step_kl=old.step_kl, all_reduce=self.processes.sum
-        )
+        batch, metrics = self._corrected(batch, old)
         self.monitor.before_update(batch, old.log_probs)
         self._metrics.merge(metrics)
         assert batch.rejection_mask is not None
@@ -315,14 +329,28 @@ class Decoupled(Mode):
         )
         return batch
 
+    def reuse(self, batch: Batch) -> tuple[Batch, MetricBag]:
+        """Returns the batch with its old policy, recomputed, and the correction that follows.
+
+        What was rejected when the batch was new stays so.
+        """
+        return self._corrected(batch, self._measured(batch))
+
     def _kept(self, old: Measured) -> Tensor | None:
         """Returns the centered log-ratio of the old policy to the rollout if the loss takes it."""
         return old.centered if self.centered else None
 
     def _recomputed(self, batch: Batch) -> Batch:
         """Returns the batch with its old policy, by forwards of its own, and its correction."""
-        old = self.policy.measure(batch, self.micro_batch_size, keep_means=self.keep_means)
-        return self.leave(batch, old)
+        return self.leave(batch, self._measured(batch))
+
+    def _measured(self, batch: Batch) -> Measured:
+        return self.policy.measure(batch, self.micro_batch_size, keep_means=self.keep_means)
+
+    def _corrected(self, batch: Batch, old: Measured) -> tuple[Batch, MetricBag]:
+        """Returns the batch with an old policy and the correction, and the correction's metrics."""
+        batch = batch.with_old(old.log_probs, old.means, self._kept(old))
+        return self.corrector.batch(batch, step_kl=old.step_kl, all_reduce=self.processes.sum)
 
     def _judge(
         self, batch: Batch, log_probs: Tensor, step_kl: Tensor | None, *, remember: bool
@@ -334,13 +362,13 @@ class Decoupled(Mode):
 
 
 def make_mode(
-    correction: RolloutCorrectionConfig, *, reuses: bool, keep_means: bool, **shared: Any
+    correction: RolloutCorrectionConfig, *, own_forwards: bool, keep_means: bool, **shared: Any
 ) -> Mode:
     """Makes the mode that the settings ask for.
 
     Args:
       correction: settings of the correction.
-      reuses: decoupled mode takes the first mini-batch's own forwards for its old policy.
+      own_forwards: decoupled mode takes the first mini-batch's own forwards for its old policy.
       keep_means: decoupled mode keeps the means of the old policy's steps for the loss.
       **shared: the attributes that both modes have.
     """
@@ -348,4 +376,6 @@ def make_mode(
     if correction.bypass_mode:
         return Bypass(whole_windows=correction.bypass_level == "window", **shared)
     corrector = Corrector(correction)
-    return Decoupled(corrector=corrector, reuses=reuses, keep_means=keep_means, **shared)
+    return Decoupled(
+        corrector=corrector, own_forwards=own_forwards, keep_means=keep_means, **shared
+    )

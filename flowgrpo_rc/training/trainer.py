@@ -20,9 +20,10 @@ from flowgrpo_rc.distributed.processes import Processes, peak_memory_gib
 from flowgrpo_rc.distributed.stopping import StopRequest
 from flowgrpo_rc.monitoring.health import HealthMonitor
 from flowgrpo_rc.monitoring.histograms import Counts, histograms
-from flowgrpo_rc.monitoring.staleness import staleness
-from flowgrpo_rc.records.checkpoint import OLDER, Checkpoint, save_checkpoint
+from flowgrpo_rc.monitoring.staleness import reuse_age, staleness
+from flowgrpo_rc.records.checkpoint import OLDER, STAGING, Checkpoint, save_checkpoint
 from flowgrpo_rc.records.config import TrainerConfig
+from flowgrpo_rc.records.earlier_batches import EarlierBatches
 from flowgrpo_rc.records.rejected import RejectedSamples
 from flowgrpo_rc.records.rollout_files import SavedRollout, rollout_path, save_rollout
 from flowgrpo_rc.records.run_folder import RunFolder
@@ -48,6 +49,7 @@ class Components:
       samples_per_mini_batch: samples of a mini-batch on one process.
       staleness: how many steps the weights that sample may be behind.
       mode: bypass or decoupled mode.
+      earlier: the batches of earlier steps that are trained on again.
     """
 
     trainer: TrainerConfig
@@ -60,6 +62,7 @@ class Components:
     source: RolloutSource
     rewards: RewardManager
     mode: Mode
+    earlier: EarlierBatches
     update: PolicyUpdate
     evaluator: Evaluator
     health: HealthMonitor
@@ -86,6 +89,8 @@ class Trainer:
             components.update.load(resumed.tensors, resumed.state["update"])
             components.health.load_state_dict(resumed.state["health"])
             components.mode.load(resumed.tensors)
+            processes = components.processes
+            components.earlier.load(resumed.files, processes.rank, processes.device)
             for version, weights in sorted(resumed.older_weights().items()):
                 components.source.sync_weights(weights, version)
         components.source.sync_weights(components.update.lora_state(), self._step)
@@ -135,9 +140,9 @@ class Trainer:
                 self._save_rollout(collected.batch, rewards)
             batch = self._with_advantages(batch, rewards)
             with self._timed("update"):
-                updated = components.update.run(batch, components.samples_per_mini_batch)
-            self._metrics.merge(updated, "actor")
+                batch = self._update(batch)
             components.mode.finish(self._metrics)
+            components.earlier.add(collected.batch, batch.advantages, batch.rejection_mask)
             with self._timed("sync_weights"):
                 components.source.sync_weights(components.update.lora_state(), step)
             self._note_decisions(collected, rewards)
@@ -175,6 +180,17 @@ class Trainer:
         self._metrics.merge(advantage_metrics(found, valid))
         advantages = found.values.float().unsqueeze(1).expand(-1, batch.num_steps)
         return batch.replace(advantages=advantages)
+
+    def _update(self, batch: Batch) -> Batch:
+        """Trains on the batch and on earlier ones; returns it with the decision on its steps."""
+        components = self._components
+        earlier = components.earlier.newest_first()
+        size = components.samples_per_mini_batch
+        updated = components.update.run(batch, size, earlier, again=components.earlier.limit > 0)
+        self._metrics.merge(updated.metrics, "actor")
+        self._metrics.merge(updated.reused, "reuse")
+        self._metrics.merge(reuse_age(earlier, self._step))
+        return batch.replace(rejection_mask=updated.rejection_mask)
 
     def _note_decisions(self, collected: Collected, rewards: Rewards) -> None:
         """Counts the histograms of all processes, and writes the rejected samples of this one."""
@@ -220,8 +236,12 @@ class Trainer:
     def _save(self) -> None:
         """Writes a checkpoint; its seconds stand in the next row."""
         components = self._components
+        processes = components.processes
+        folder = components.folder.checkpoints
         with self._timed("checkpoint"):
-            if components.processes.is_main:
+            files = components.earlier.save(folder / STAGING, processes.rank, processes.count)
+            processes.wait()
+            if processes.is_main:
                 state: Mapping[str, Any] = {
                     "update": components.update.state(),
                     "health": components.health.state_dict(),
@@ -232,10 +252,10 @@ class Trainer:
                     **{f"{OLDER}{step}": weights for step, weights in older.items()},
                     **components.mode.tensors(),
                 }
-                checkpoint = Checkpoint(step=self._step, tensors=tensors, state=state)
+                checkpoint = Checkpoint(step=self._step, tensors=tensors, state=state, files=files)
                 keep = components.trainer.max_checkpoints_to_keep
-                save_checkpoint(components.folder.checkpoints, checkpoint, keep=keep)
-            components.processes.wait()
+                save_checkpoint(folder, checkpoint, keep=keep)
+            processes.wait()
 
     def _due(self, frequency: int) -> bool:
         """Returns whether this is the last step or one of every `frequency` (0: none of them)."""

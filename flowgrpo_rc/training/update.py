@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from diffusers.training_utils import EMAModel
@@ -38,6 +38,21 @@ class NonFiniteGradient(RuntimeError):
 
 # (log-probs [b, t], batch, Gaussians of the steps or None) -> the terms of the loss.
 Loss = Callable[[Tensor, Any, Any], LossTerms]
+
+
+class Updated(NamedTuple):
+    """What the updates of an iteration leave.
+
+    Attributes:
+      metrics: of the new batch, names without prefix.
+      reused: the same of the earlier batches.
+      rejection_mask: the decision on the new batch that was made before its first update, [B, T];
+        None if there was none.
+    """
+
+    metrics: MetricBag
+    reused: MetricBag
+    rejection_mask: Tensor | None
 
 
 class PolicyUpdate:
@@ -77,6 +92,7 @@ class PolicyUpdate:
             self.ema = EMAModel(self._parameters, decay=config.ema.decay)
         self._updates = 0
         self._updated = False
+        self._on_new = True
         self._nonfinite_updates = 0
         self._nonfinite_in_a_row = 0
 
@@ -89,27 +105,48 @@ class PolicyUpdate:
         """Returns the LoRA tensors by name (detached views)."""
         return {name: parameter.detach() for name, parameter in self._named.items()}
 
-    def run(self, batch: Batch, samples_per_mini_batch: int) -> MetricBag:
-        """Takes all optimizer steps of an iteration.
+    def run(
+        self,
+        batch: Batch,
+        samples_per_mini_batch: int,
+        earlier: Sequence[Batch] = (),
+        *,
+        again: bool = False,
+    ) -> Updated:
+        """Takes all optimizer steps of an iteration: on its new batch, then on earlier ones.
 
         Args:
           batch: this process's part of the global batch.
           samples_per_mini_batch: how many consecutive samples make a mini-batch here.
+          earlier: batches of earlier iterations, as they were when they were new, in the order of
+            the updates.
+          again: whether later iterations will train on the batch.
 
         Returns:
-          The metrics, names without prefix.
+          The metrics, and the decision on the batch.
         """
         metrics = MetricBag()
+        reused = MetricBag()
         self._updated = False
-        starts = range(0, len(batch), samples_per_mini_batch)
-        minis = [batch.rows(start, start + samples_per_mini_batch) for start in starts]
-        minis = self._mode.before_update(minis, again=self._config.ppo_epochs > 1)
+        again = again or self._config.ppo_epochs > 1
+        minis = self._mode.before_update(batch.split(samples_per_mini_batch), again=again)
+        older = []
+        for whole in earlier:
+            ready, found = self._mode.reuse(whole)
+            reused.merge(found, "rollout_corr")
+            older += ready.split(samples_per_mini_batch)
         for _ in range(self._config.ppo_epochs):
+            self._on_new = True
             for index, mini in enumerate(minis):
                 minis[index] = self._mini_batch(mini, metrics)
                 self._updated = True
+            self._on_new = False
+            for mini in older:
+                self._mini_batch(mini, reused)
         metrics.max("nonfinite_updates", torch.tensor(float(self._nonfinite_updates)))
-        return metrics
+        decided = [mini.rejection_mask for mini in minis if mini.rejection_mask is not None]
+        complete = len(decided) == len(minis)
+        return Updated(metrics, reused, torch.cat(decided) if complete else None)
 
     def _mini_batch(self, mini: Batch, metrics: MetricBag) -> Batch:
         """Takes one optimizer step; returns the mini-batch with its old policy.
@@ -169,8 +206,7 @@ class PolicyUpdate:
             total = total + self._penalty(now, piece, terms.share, metrics)
         total.backward()
         metrics.merge(terms.metrics)
-        seen = Seen(piece, now.log_probs, gaussian, terms)
-        self._mode.observe(seen, updated=self._updated)
+        self._observe(Seen(piece, now.log_probs, gaussian, terms))
         return terms.parts(), Measured.of(now, keep_means=keep_means)
 
     def _accumulate_window(self, micro: Batch, metrics: MetricBag) -> Tensor:
@@ -210,8 +246,12 @@ class PolicyUpdate:
             total.backward()
             start = here.stop
         metrics.merge(terms.metrics)
-        self._mode.observe(Seen(micro, log_probs, gaussian, terms), updated=self._updated)
+        self._observe(Seen(micro, log_probs, gaussian, terms))
         return terms.parts()
+
+    def _observe(self, seen: Seen) -> None:
+        if self._on_new:
+            self._mode.observe(seen, updated=self._updated)
 
     def _penalty(self, now: Evaluation, piece: Batch, share: Tensor, metrics: MetricBag) -> Tensor:
         """Returns kl_loss_coef times the KL to the base model; steps count with their share."""

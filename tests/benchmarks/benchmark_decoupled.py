@@ -32,7 +32,7 @@ CORRECTION = "algorithm.rollout_correction"
 ARMS = {
     "bypass": [f"{CORRECTION}=bypass_ppo_clip"],
     "recomputed": [f"{CORRECTION}=decoupled_token_is", "actor.old_log_probs=recompute"],
-    "reused": [f"{CORRECTION}=decoupled_token_is"],
+    "own": [f"{CORRECTION}=decoupled_token_is"],
 }
 
 

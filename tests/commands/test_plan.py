@@ -177,6 +177,20 @@ def test_copies_in_another_precision_and_decoupled_mode() -> None:
     assert values(changed)["updates"] == "4,000"
 
 
+def test_training_again_on_earlier_batches() -> None:
+    """Step 1 trains on one batch, step 2 on two and all others on three."""
+    again = plan_of(
+        "+experiment=sd35_medium_ocr_1xh100",
+        "algorithm.rollout_correction.bypass_mode=false",
+        "rollout.reuse=2",
+    )
+    found = values(again)
+    assert found["forwards, old policy"] == f"{64 * 9 * (1 + 2 * 2):,}"
+    assert found["forwards with backward"] == f"{64 * 9 * 2 * 3:,}"
+    assert found["mini-batches per step"] == "6"
+    assert found["updates"] == f"{2 * (1 + 2 + 3 * 998):,}"
+
+
 def test_why_decoupled_mode_recomputes_everything() -> None:
     decoupled = "algorithm.rollout_correction=decoupled_seq_is"
     ((count, why),) = [
@@ -214,6 +228,7 @@ def test_settings_that_save_memory() -> None:
     )
     ahead = sizes(plan_of(recipe, "rollout.staleness=2"))
     assert ahead["older LoRAs"] == 2 * base["LoRA"]
+    assert sizes(plan_of(recipe, "rollout.reuse=2"))["earlier batches"] == 2 * base["batch"]
 
 
 def test_the_command(capsys: pytest.CaptureFixture) -> None:

@@ -25,7 +25,7 @@ def test_the_benchmark_of_decoupled_mode_prints_its_ratios(
     monkeypatch.setattr(sys, "argv", ["benchmark_decoupled.py", "--rounds", "1", *given])
     benchmark_decoupled.main()
     found = re.findall(r"(\w+): (\d\.\d+) of bypass by the clock", capsys.readouterr().out)
-    assert [arm for arm, _ in found] == ["bypass", "recomputed", "reused"]
+    assert [arm for arm, _ in found] == ["bypass", "recomputed", "own"]
     assert found[0][1] == "1.000"
 
 

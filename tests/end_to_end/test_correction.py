@@ -131,8 +131,8 @@ def test_a_run_says_why_it_recomputes_and_has_the_same_metrics(
         assert ("old log-probs are recomputed" in said) == ("actor.old_log_probs=recompute" in said)
         assert ("old log-probs are recomputed" in said) == (how == "recompute")
         rows.append(without_timings(read_rows(folder)))
-    for reused, recomputed in zip(*rows, strict=True):
-        assert reused == pytest.approx(recomputed, rel=1e-9, abs=1e-13)
+    for own, recomputed in zip(*rows, strict=True):
+        assert own == pytest.approx(recomputed, rel=1e-9, abs=1e-13)
 
 
 @pytest.mark.parametrize("mode", ["bypass", "decoupled"])

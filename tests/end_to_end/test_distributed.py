@@ -55,6 +55,13 @@ MODES = {
         f"{RC}.bypass_level=window",
         "actor.diffusion_loss.loss_mode=grpo_guard",
     ),
+    # Earlier batches, which each process keeps for itself, with a mean weight of all of them.
+    "reuse": (
+        f"{RC}.bypass_mode=false",
+        f"{RC}.rollout_is=token",
+        f"{RC}.rollout_is_batch_normalize=true",
+        "rollout.reuse=2",
+    ),
 }
 FP64 = ("model.dtype=fp64", "rollout.dtype=fp64", "trainer.device=cpu")
 
@@ -140,7 +147,8 @@ def assert_same_training(one: Path, other: Path, *, rows_from: int = 0) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "mode"), [("ddp", "decoupled"), ("fsdp2", "bypass"), ("ddp", "window")]
+    ("strategy", "mode"),
+    [("ddp", "decoupled"), ("fsdp2", "bypass"), ("ddp", "window"), ("fsdp2", "reuse")],
 )
 def test_two_processes_train_what_one_does(workplace: Path, strategy: str, mode: str) -> None:
     run = workplace / f"{strategy}_{mode}"
@@ -196,6 +204,19 @@ def test_a_run_goes_on_with_two_processes_and_with_one_again(workplace: Path) ->
     assert done.returncode == 0, done.stderr[-3000:]
     assert main(["train", *command]) == 0
     assert_same_training(trained_alone(workplace, "decoupled"), run, rows_from=3)
+
+
+def test_earlier_batches_go_on_with_as_many_processes_alone(
+    workplace: Path, capsys: pytest.CaptureFixture
+) -> None:
+    run = workplace / "resumed_reuse"
+    command = [*settings(workplace, "reuse"), f"trainer.output_dir={run}"]
+    assert launch(2, "-m", "flowgrpo_rc.train", *command, "trainer.max_time=0.001").returncode
+    assert main(["train", *command]) == 2
+    assert "(rollout.reuse) of 2 process(es), and 1 would go on" in capsys.readouterr().err
+    done = launch(2, "-m", "flowgrpo_rc.train", *command)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_same_training(trained_alone(workplace, "reuse"), run)
 
 
 def test_two_processes_train_a_language_model_as_one_does(workplace: Path) -> None:

@@ -27,7 +27,11 @@ def test_the_page_explains_every_metric_of_a_run_in_bypass_mode(
         "rollout_rs=[token_k1,step_kl]",
     )
     assert (
-        train(*(f"{correction}.{s}" for s in settings), f"{correction}.rollout_rs_threshold=auto:4")
+        train(
+            *(f"{correction}.{s}" for s in settings),
+            f"{correction}.rollout_rs_threshold=auto:4",
+            "rollout.reuse=1",
+        )
         == 0
     )
     assert unknown_metrics(tmp_path / "run") == []

@@ -46,9 +46,9 @@ def trained_on(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
     batches: list[Batch] = []
     run = PolicyUpdate.run
 
-    def recording(self: PolicyUpdate, batch: Batch, samples: int) -> Any:
+    def recording(self: PolicyUpdate, batch: Batch, *rest: Any, **options: Any) -> Any:
         batches.append(batch)
-        return run(self, batch, samples)
+        return run(self, batch, *rest, **options)
 
     monkeypatch.setattr(PolicyUpdate, "run", recording)
     return batches
@@ -162,11 +162,11 @@ def test_a_step_is_trained_while_the_next_is_sampled(
 ) -> None:
     run = PolicyUpdate.run
 
-    def meet(self: PolicyUpdate, batch: Batch, samples: int) -> Any:
+    def meet(self: PolicyUpdate, *given: Any, **options: Any) -> Any:
         if not threads:
             threads.append(threading.current_thread())
             Meeting.barrier.wait(timeout=60)
-        return run(self, batch, samples)
+        return run(self, *given, **options)
 
     threads: list[threading.Thread] = []
     monkeypatch.setattr(PolicyUpdate, "run", meet)

@@ -357,7 +357,7 @@ def test_a_loss_that_centers_by_itself_is_not_centered_twice(bypass: bool) -> No
 
 
 def update_of(
-    model: FlowModel, correction: RolloutCorrectionConfig, loss_mode: str, *, reuses: bool
+    model: FlowModel, correction: RolloutCorrectionConfig, loss_mode: str, *, own_forwards: bool
 ) -> dict[str, Any]:
     """Runs an iteration of two mini-batches; returns its metrics and the LoRA's numbers."""
     model = with_own_network(model)
@@ -373,7 +373,7 @@ def update_of(
         correction,
         policy,
         micro_batch_size=2,
-        reuses=reuses,
+        own_forwards=own_forwards,
         keep_means=config.diffusion_loss.needs_means,
     )
     actor = ActorConfig(
@@ -388,13 +388,14 @@ def update_of(
 
 
 @pytest.mark.parametrize("loss_mode", LOSSES)
-def test_reused_and_recomputed_old_policies_train_alike(model: FlowModel, loss_mode: str) -> None:
+def test_own_and_recomputed_old_policies_train_alike(model: FlowModel, loss_mode: str) -> None:
     correction = RolloutCorrectionConfig(centered=True)
-    reused, recomputed = (
-        update_of(model, correction, loss_mode, reuses=reuses) for reuses in (True, False)
+    own, recomputed = (
+        update_of(model, correction, loss_mode, own_forwards=own_forwards)
+        for own_forwards in (True, False)
     )
-    assert torch.equal(reused.pop("lora"), recomputed.pop("lora"))
-    assert reused == pytest.approx(recomputed, rel=1e-9, abs=1e-13)
+    assert torch.equal(own.pop("lora"), recomputed.pop("lora"))
+    assert own == pytest.approx(recomputed, rel=1e-9, abs=1e-13)
 
 
 @pytest.mark.parametrize("loss_mode", LOSSES)
@@ -404,7 +405,7 @@ def test_whole_windows_have_the_gradient_of_single_steps(model: FlowModel, loss_
             model,
             RolloutCorrectionConfig(centered=True, bypass_mode=True, bypass_level=level),
             loss_mode,
-            reuses=False,
+            own_forwards=False,
         )
         for level in ("step", "window")
     ]

@@ -73,7 +73,7 @@ SECTIONS = {"rc": "algorithm.rollout_correction", "loss": "actor.diffusion_loss"
 DECOUPLED = "rc.bypass_mode=false"
 UNJUDGED = f"{DECOUPLED} rc.rollout_rs=null rc.rollout_rs_threshold=null"
 TIGHT = "rc.rollout_rs=[token_k1,token_k3,step_kl] rc.rollout_rs_threshold=auto:2"
-REUSE = f"{DECOUPLED} rc.exclude_rejected=false rc.rollout_is=token rc.rollout_is_threshold=1.0001"
+OWN = f"{DECOUPLED} rc.exclude_rejected=false rc.rollout_is=token rc.rollout_is_threshold=1.0001"
 STALE = f"{DECOUPLED} {TIGHT} rollout.staleness=1"
 STOP = "trainer.max_time=0.001"  # stops after the first step, with exit code 75
 RECORD = "trainer.save_rollouts=true trainer.output_dir=recorded"
@@ -87,7 +87,7 @@ CASES = {
     "decoupled_seq_is_rs": "rc.preset=decoupled_seq_is_rs rc.rollout_is_threshold=1.0001 "
     "rc.rollout_rs_threshold=0.9995_1.0005",
     "decoupled_auto": f"{DECOUPLED} {TIGHT}",
-    "decoupled_auto_reuse": f"{REUSE} {TIGHT}",
+    "decoupled_auto_own": f"{OWN} {TIGHT}",
     "decoupled_normalize": f"{UNJUDGED} rc.rollout_is=token rc.rollout_is_threshold=1.0001 "
     "rc.rollout_is_batch_normalize=true",
     "decoupled_mask": f"{DECOUPLED} rc.rollout_rs=token_k1 rc.rollout_rs_threshold=0.9997_1.0003 "
@@ -95,7 +95,7 @@ CASES = {
     "rc.rollout_token_veto_threshold=0.9996 rc.metric_names=both",
     "decoupled_sum": f"{UNJUDGED} rc.log_prob_scale=sum rc.rollout_is=sequence",
     "guard_bypass": "loss.loss_mode=grpo_guard",
-    "guard_decoupled": f"{REUSE} loss.loss_mode=grpo_guard",
+    "guard_decoupled": f"{OWN} loss.loss_mode=grpo_guard",
     "flow_dppo": "loss.loss_mode=flow_dppo",
     "custom_loss": "loss.loss_mode=my_loss:cispo",
     "kl_loss": "actor.use_kl_loss=true actor.kl_loss_coef=10",
@@ -115,7 +115,7 @@ CASES = {
     "token_gspo": "actor.token_loss.loss_mode=gspo rc.rollout_rs=seq_mean_k1 "
     "rc.rollout_rs_threshold=0.98_1.02 rc.rollout_token_veto_threshold=0.9",
     "two_processes": "",
-    "two_processes_sharded": f"{REUSE} {TIGHT} trainer.strategy=fsdp2",
+    "two_processes_sharded": f"{OWN} {TIGHT} trainer.strategy=fsdp2",
 }
 
 

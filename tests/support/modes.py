@@ -23,7 +23,7 @@ def mode_of(
     *,
     micro_batch_size: int = 4,
     auto_bands: AutoBands | None = None,
-    reuses: bool = False,
+    own_forwards: bool = False,
     keep_means: bool = False,
     clip_ratio: float | None = None,
 ) -> Mode:
@@ -32,7 +32,7 @@ def mode_of(
     names = correction.metric_names
     return make_mode(
         correction,
-        reuses=reuses,
+        own_forwards=own_forwards,
         keep_means=keep_means,
         policy=policy,
         processes=processes,
@@ -44,7 +44,7 @@ def mode_of(
 
 def iterate(update: PolicyUpdate, mode: Mode, batch: Batch, mini: int) -> dict[str, float]:
     """Runs one iteration; returns the metrics of the mode and of the update, without `actor/`."""
-    updated = update.run(batch, mini)
+    updated = update.run(batch, mini).metrics
     metrics = MetricBag()
     mode.finish(metrics)
     found = {name.removeprefix("actor/"): value for name, value in metrics.compute().items()}

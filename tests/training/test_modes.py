@@ -24,7 +24,7 @@ from flowgrpo_rc.core.reduce import identity
 from flowgrpo_rc.correction import auto_bands as auto_bands
 from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.correction.reuse import why_recompute
+from flowgrpo_rc.correction.recompute import why_recompute
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig, TokenLossConfig
 from flowgrpo_rc.losses.diffusion import DiffusionObjective
@@ -59,7 +59,7 @@ def iterate(
     loss: Loss,
     correction: RolloutCorrectionConfig,
     *,
-    reuses: bool,
+    own_forwards: bool,
     mini: int,
     keep_means: bool = False,
     bands: AutoBands | None = None,
@@ -78,7 +78,7 @@ def iterate(
         policy,
         micro_batch_size=2,
         auto_bands=bands,
-        reuses=reuses,
+        own_forwards=own_forwards,
         keep_means=keep_means,
     )
     update = PolicyUpdate(policy, config, loss, processes, mode, total_updates=10)
@@ -87,7 +87,7 @@ def iterate(
         p.register_hook(lambda gradient: gradients.append(gradient.clone()))
         for p in update.parameters
     ]
-    bag = update.run(mode.begin(batch, 1), mini)
+    bag = update.run(mode.begin(batch, 1), mini).metrics
     mode.finish(bag)
     scales = (
         []
@@ -107,21 +107,21 @@ def iterate(
     return found
 
 
-def assert_same(reused: Run, recomputed: Run, *, rejects: bool) -> None:
+def assert_same(own: Run, recomputed: Run, *, rejects: bool) -> None:
     """Gradients and weights are bitwise the same.
 
     Metrics agree to rounding: their sums have another order.
     """
-    assert len(reused.gradients) == len(recomputed.gradients) > 0
+    assert len(own.gradients) == len(recomputed.gradients) > 0
     assert all(
         torch.equal(one, other)
-        for one, other in zip(reused.gradients, recomputed.gradients, strict=True)
+        for one, other in zip(own.gradients, recomputed.gradients, strict=True)
     )
-    assert all(torch.equal(reused.lora[name], tensor) for name, tensor in recomputed.lora.items())
+    assert all(torch.equal(own.lora[name], tensor) for name, tensor in recomputed.lora.items())
     assert all(
-        torch.equal(one, other) for one, other in zip(reused.scales, recomputed.scales, strict=True)
+        torch.equal(one, other) for one, other in zip(own.scales, recomputed.scales, strict=True)
     )
-    assert reused.metrics == pytest.approx(recomputed.metrics, rel=1e-9, abs=1e-13)
+    assert own.metrics == pytest.approx(recomputed.metrics, rel=1e-9, abs=1e-13)
     measured = {
         name.removeprefix("rollout_corr/"): value for name, value in recomputed.metrics.items()
     }
@@ -165,7 +165,7 @@ def policy(checkpoint: Path) -> Counting:
 
 
 @pytest.mark.parametrize(("case", "mini"), [*((case, 2) for case in IMAGES), ("weights", 4)])
-def test_reused_forwards_are_the_recompute_bit_for_bit(
+def test_own_forwards_are_the_recompute_bit_for_bit(
     policy: Counting, monkeypatch: pytest.MonkeyPatch, case: str, mini: int
 ) -> None:
     """The rollout is bf16 and the training fp32, so there is something to correct; one or two
@@ -198,9 +198,13 @@ def test_reused_forwards_are_the_recompute_bit_for_bit(
     options = {"keep_means": config.diffusion_loss.needs_means, "bands": bands, **actor}
     runs = []
     forwards = []
-    for reuses in (True, False):
+    for own_forwards in (True, False):
         policy.forwards = 0
-        runs.append(iterate(policy, batch, loss, correction, reuses=reuses, mini=mini, **options))
+        runs.append(
+            iterate(
+                policy, batch, loss, correction, own_forwards=own_forwards, mini=mini, **options
+            )
+        )
         forwards.append(policy.forwards)
     assert_same(*runs, rejects=correction.rollout_rs is not None)
     assert forwards[1] - forwards[0] == mini // 2 * batch.num_steps  # those of the first mini-batch
@@ -223,7 +227,7 @@ TEXT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", TEXT)
-def test_reused_forwards_of_text_are_the_recompute_bit_for_bit(case: str) -> None:
+def test_own_forwards_of_text_are_the_recompute_bit_for_bit(case: str) -> None:
     """A forward sees whole responses, so it can judge sequences as well."""
     correction = RolloutCorrectionConfig(**TEXT[case])
     assert why_recompute(correction, sees_rows=True) is None
@@ -247,8 +251,8 @@ def test_reused_forwards_of_text_are_the_recompute_bit_for_bit(case: str) -> Non
 
     batch = batch.replace(advantages=advantages)
     runs = (
-        iterate(policy, batch, loss, correction, reuses=r, mini=4, ppo_epochs=2)
-        for r in (True, False)
+        iterate(policy, batch, loss, correction, own_forwards=own, mini=4, ppo_epochs=2)
+        for own in (True, False)
     )
     assert_same(*runs, rejects=case != "weights")
 
@@ -268,19 +272,19 @@ def test_the_first_ratio_is_exactly_1(policy: Counting) -> None:
     batch = batch.replace(advantages=torch.ones(4, 2))
     correction = RolloutCorrectionConfig(**TOKEN_IS)
     loss = DiffusionObjective(LossConfig(rollout_correction=correction)).terms
-    for reuses in (True, False):
-        found = iterate(noisy, batch, loss, correction, reuses=reuses, mini=4).metrics
-        assert (found["ratio_mean"] == 1) == (found["ratio_std"] == 0) == reuses
+    for own_forwards in (True, False):
+        found = iterate(noisy, batch, loss, correction, own_forwards=own_forwards, mini=4).metrics
+        assert (found["ratio_mean"] == 1) == (found["ratio_std"] == 0) == own_forwards
 
 
-@pytest.mark.parametrize("reuses", [True, False])
+@pytest.mark.parametrize("own_forwards", [True, False])
 def test_a_rollout_that_is_not_finite_leaves_the_baseline_at_once(
-    policy: Counting, reuses: bool
+    policy: Counting, own_forwards: bool
 ) -> None:
     batch, _ = sample_images(policy.model, policy.network, make_spec("sde", 1.0), WINDOWS["first"])
     batch.rollout_log_probs[0] = math.nan
     batch.rollout_log_probs[1, 0] = math.inf
-    mode = mode_of(RolloutCorrectionConfig(), policy, micro_batch_size=2, reuses=reuses)
+    mode = mode_of(RolloutCorrectionConfig(), policy, micro_batch_size=2, own_forwards=own_forwards)
     found = mode.begin(batch, 1).rejection_mask
     assert found.tolist() == [[False, False], [False, True], [True, True], [True, True]]
 
