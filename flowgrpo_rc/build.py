@@ -207,7 +207,12 @@ def make_auto_bands(config: Config, processes: Processes) -> AutoBands | None:
     bands = () if correction.custom_correction else correction.rules().auto
     if not bands:
         return None
-    return AutoBands(bands, config.rollout.pipeline.num_inference_steps, processes.device)
+    return AutoBands(
+        bands,
+        config.rollout.pipeline.num_inference_steps,
+        processes.device,
+        num_mini_batches=config.data.train_batch_size // config.actor.ppo_mini_batch_size,
+    )
 
 
 def make_auto_clip(config: Config, processes: Processes) -> AutoClip | None:

@@ -1,9 +1,12 @@
 """`auto:k`: bands that follow the mismatch, k robust standard deviations about its running median.
 
-A band judges the difference between rollout and training graph before the first update of an
-iteration. It never judges how far the updates have moved the policy.
+A band judges the difference between rollout and training graph by forwards that the update takes
+anyway. Those of later mini-batches come after updates, which move the policy, too. So samples are
+compared with samples that came as late in an iteration: a band is wide enough for what the updates
+usually move, and finds a step that is farther off.
 
-Legend: b rows, T steps of the SDE window, S steps of the schedule, N observations.
+Legend: b rows, T steps of the SDE window, S steps of the schedule, N observations, U stages of an
+iteration.
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ class Scale(NamedTuple):
     """Where a band lies and how wide it is, at each step of the schedule.
 
     Attributes:
-      centre: median of the observations, float64, [S]; 0 until the step is warm.
-      spread: their robust standard deviation, float64, [S]; inf until the step is warm.
+      centre: median of the observations, float64, [U * S]; 0 until the step is warm.
+      spread: their robust standard deviation, float64, [U * S]; inf until the step is warm.
     """
 
     centre: Tensor
@@ -52,18 +55,30 @@ class AutoBands:
 
     A statistic of a sequence belongs to the first step of its window. What is rejected stays in the
     statistics, so that a band follows a mismatch that really grew.
+
+    Each stage of an iteration has bands of its own: before the first update; after 1 update; after
+    2 or 3; after 4 to 7; and so on.
     """
 
-    def __init__(self, bands: Sequence[Band], num_steps: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        bands: Sequence[Band],
+        num_steps: int,
+        device: torch.device,
+        *,
+        num_mini_batches: int = 1,
+    ) -> None:
         """Starts with no observation, so that nothing is rejected.
 
         Args:
           bands: the `auto` criteria; their bounds are in units of the spread.
           num_steps: number of steps of the schedule, S.
           device: where the observations are kept.
+          num_mini_batches: of an iteration, each with an update.
         """
         self._bands = bands
         self._num_steps = num_steps
+        self._num_cells = num_steps * (1 + stage_of(num_mini_batches - 1))
         self._histories = {band.name: History(device) for band in bands}
         self._scales = {band.name: self._scale(band) for band in bands}
 
@@ -77,6 +92,7 @@ class AutoBands:
         training: Tensor,
         step_kl: Tensor | None,
         *,
+        updates: int = 0,
         remember: bool = True,
     ) -> tuple[DiffusionBatch, MetricBag]:
         """Decides which steps all bands keep.
@@ -86,9 +102,10 @@ class AutoBands:
 
         Args:
           batch: samples with rollout log-probs, [b, T].
-          training: log-probs of the training graph before its first update, [b, T].
+          training: log-probs of the training graph, [b, T].
           step_kl: exact KL between rollout's and training graph's steps, [b, T]; None unless a
             criterion needs it.
+          updates: how many updates of the iteration came before.
           remember: add the observations to those that the next iterations are judged by.
 
         Returns:
@@ -104,12 +121,13 @@ class AutoBands:
             units = ratios.unit_mask(value)
             # A sequence has one value, [b, 1], which belongs to the first step of its window.
             steps = batch.step_indices[:, : value.shape[1]]
+            cells = steps + stage_of(updates) * self._num_steps
             if remember:
-                self._histories[band.name].add(steps, torch.where(units, value, torch.nan))
+                self._histories[band.name].add(cells, torch.where(units, value, torch.nan))
 
             scale = self._scales[band.name]
-            spread = scale.spread[steps]
-            standardised = select((value - scale.centre[steps]) / spread, units)
+            spread = scale.spread[cells]
+            standardised = select((value - scale.centre[cells]) / spread, units)
             band_metrics = RowMetrics()
             keep_mask = keep_mask & judge(band_metrics, ratios, band, standardised)
 
@@ -144,12 +162,17 @@ class AutoBands:
             self._scales[band.name] = self._scale(band)
 
     def _scale(self, band: Band) -> Scale:
-        """Computes the scale of a criterion at each step from the iterations it follows."""
+        """Computes the scale of a criterion in each cell from the iterations it follows."""
         history = self._histories[band.name]
-        scales = [robust(history.of_step(step), band) for step in range(self._num_steps)]
+        scales = [robust(history.of_step(cell), band) for cell in range(self._num_cells)]
         centre = torch.stack([scale.centre for scale in scales])
         spread = torch.stack([scale.spread for scale in scales])
         return Scale(centre, spread)
+
+
+def stage_of(updates: int) -> int:
+    """Returns the stage of an iteration after some of its updates: 0, 1, 2 to 3, 4 to 7, ..."""
+    return updates.bit_length()
 
 
 def observed(ratios: LogRatios, band: Band) -> Tensor:

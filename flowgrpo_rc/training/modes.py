@@ -105,21 +105,23 @@ class Mode(ABC):
         """
 
     @abstractmethod
-    def before_update(self, minis: Sequence[Batch], *, again: bool) -> list[Batch]:
+    def before_update(self, minis: Sequence[Batch]) -> list[Batch]:
         """Returns the mini-batches with all that must be known before the first update.
 
         Args:
           minis: the mini-batches, in the order of the updates.
-          again: whether the first one is trained on more than once, in this iteration or a later.
         """
 
     @abstractmethod
-    def enter(self, piece: Batch, now: Evaluation) -> tuple[Batch, GaussianSteps | None]:
+    def enter(
+        self, piece: Batch, now: Evaluation, *, updates: int
+    ) -> tuple[Batch, GaussianSteps | None]:
         """Returns a piece as the loss takes it, and the Gaussians of its steps.
 
         Args:
           piece: what one forward evaluated, [b, t].
           now: what that forward says of the current policy.
+          updates: how many updates of the iteration came before.
         """
 
     def leave(self, batch: Batch, old: Measured) -> Batch:
@@ -178,7 +180,7 @@ class Mode(ABC):
 class Bypass(Mode):
     """Takes the rollout's log-probs for the old policy's; the loss corrects current / rollout.
 
-    The `auto` bands judge each sample once, before the first update.
+    The `auto` bands judge each sample once, by the first forward of the update that it is in.
     """
 
     prefix = BYPASS_PREFIX.removesuffix("/")
@@ -189,23 +191,17 @@ class Bypass(Mode):
         self.monitor.expect(batch, step)
         return apply_bypass_mode(batch)
 
-    def before_update(self, minis: Sequence[Batch], *, again: bool) -> list[Batch]:
-        """Lets the `auto` bands judge, by forwards of their own, all but the first mini-batch.
+    def before_update(self, minis: Sequence[Batch]) -> list[Batch]:
+        """Returns the mini-batches as they are: the update's own forwards judge them."""
+        return list(minis)
 
-        The update's own forwards judge the first one, unless it comes again, since the policy has
-        moved by then.
-        """
-        minis = list(minis)
-        if self.auto_bands is None:
-            return minis
-        first = 0 if again else 1
-        return [*minis[:first], *(self._judged(mini) for mini in minis[first:])]
-
-    def enter(self, piece: Batch, now: Evaluation) -> tuple[Batch, GaussianSteps | None]:
+    def enter(
+        self, piece: Batch, now: Evaluation, *, updates: int
+    ) -> tuple[Batch, GaussianSteps | None]:
         """Returns the piece with the decision of the `auto` bands, if it has none yet, and with
         the bound of the loss, if that follows the mismatch.
         """
-        piece = self._decide(piece, now)
+        piece = self._decide(piece, now, updates)
         if self.auto_clip is not None:
             assert isinstance(piece, DiffusionBatch)  # the configuration allows it for nothing else
             piece = piece.replace(loss_bound=self.auto_clip.bounds(piece.step_indices))
@@ -233,26 +229,14 @@ class Bypass(Mode):
             updated=updated,
         )
 
-    @torch.no_grad()
-    def _judged(self, mini: Batch) -> Batch:
-        """Returns a mini-batch with the decision of the `auto` bands, by forwards of its own."""
-        rows = []
-        for start in range(0, len(mini), self.micro_batch_size):
-            micro = mini.rows(start, start + self.micro_batch_size)
-            pieces = [micro] if self.whole_windows else self.policy.pieces(micro)
-            decided = [
-                self._decide(piece, self.policy.measure(piece, self.micro_batch_size))
-                for piece in pieces
-            ]
-            rows.append(torch.cat([piece.rejection_mask for piece in decided], 1))
-        return mini.replace(rejection_mask=torch.cat(rows))
-
-    def _decide(self, piece: Any, now: Evaluation) -> Any:
+    def _decide(self, piece: Any, now: Evaluation, updates: int) -> Any:
         """Returns a piece with the decision of the `auto` bands, if it has none yet."""
         if self.auto_bands is None or piece.rejection_mask is not None:
             return piece
         step_kl = None if now.gaussian is None else now.gaussian.kl
-        judged, metrics = self.auto_bands.judge(piece, now.log_probs, step_kl)
+        judged, metrics = self.auto_bands.judge(
+            piece, now.log_probs.detach(), step_kl, updates=updates
+        )
         self._metrics.merge(metrics)
         return judged
 
@@ -283,14 +267,16 @@ class Decoupled(Mode):
             return self._recomputed(batch)
         return batch.replace(rejection_mask=torch.isfinite(require_rollout_log_probs(batch)))
 
-    def before_update(self, minis: Sequence[Batch], *, again: bool) -> list[Batch]:
+    def before_update(self, minis: Sequence[Batch]) -> list[Batch]:
         """Recomputes the old policy of all mini-batches but the first, where they have none."""
         minis = list(minis)
         if not minis or minis[0].old_log_probs is not None:
             return minis
         return [minis[0], *(self._recomputed(mini) for mini in minis[1:])]
 
-    def enter(self, piece: Batch, now: Evaluation) -> tuple[Batch, GaussianSteps | None]:
+    def enter(
+        self, piece: Batch, now: Evaluation, *, updates: int
+    ) -> tuple[Batch, GaussianSteps | None]:
         """Fills in the old policy and the correction of a piece that has none.
 
         No update has come before, so the old policy is this forward, detached. The ratio is exactly

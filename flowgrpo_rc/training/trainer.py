@@ -186,7 +186,7 @@ class Trainer:
         components = self._components
         earlier = components.earlier.newest_first()
         size = components.samples_per_mini_batch
-        updated = components.update.run(batch, size, earlier, again=components.earlier.limit > 0)
+        updated = components.update.run(batch, size, earlier)
         self._metrics.merge(updated.metrics, "actor")
         self._metrics.merge(updated.reused, "reuse")
         self._metrics.merge(reuse_age(earlier, self._step))

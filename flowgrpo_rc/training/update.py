@@ -91,7 +91,7 @@ class PolicyUpdate:
         if config.ema.enable:
             self.ema = EMAModel(self._parameters, decay=config.ema.decay)
         self._updates = 0
-        self._updated = False
+        self._updates_here = 0
         self._on_new = True
         self._nonfinite_updates = 0
         self._nonfinite_in_a_row = 0
@@ -110,8 +110,6 @@ class PolicyUpdate:
         batch: Batch,
         samples_per_mini_batch: int,
         earlier: Sequence[Batch] = (),
-        *,
-        again: bool = False,
     ) -> Updated:
         """Takes all optimizer steps of an iteration: on its new batch, then on earlier ones.
 
@@ -120,16 +118,14 @@ class PolicyUpdate:
           samples_per_mini_batch: how many consecutive samples make a mini-batch here.
           earlier: batches of earlier iterations, as they were when they were new, in the order of
             the updates.
-          again: whether later iterations will train on the batch.
 
         Returns:
           The metrics, and the decision on the batch.
         """
         metrics = MetricBag()
         reused = MetricBag()
-        self._updated = False
-        again = again or self._config.ppo_epochs > 1
-        minis = self._mode.before_update(batch.split(samples_per_mini_batch), again=again)
+        self._updates_here = 0
+        minis = self._mode.before_update(batch.split(samples_per_mini_batch))
         older = []
         for whole in earlier:
             ready, found = self._mode.reuse(whole)
@@ -139,7 +135,7 @@ class PolicyUpdate:
             self._on_new = True
             for index, mini in enumerate(minis):
                 minis[index] = self._mini_batch(mini, metrics)
-                self._updated = True
+                self._updates_here += 1
             self._on_new = False
             for mini in older:
                 self._mini_batch(mini, reused)
@@ -157,20 +153,23 @@ class PolicyUpdate:
         size = self._config.ppo_micro_batch_size_per_gpu
         parts = torch.zeros(3, dtype=torch.float64, device=mini.group.device)
         measured_rows = []
+        decided_rows = []
         for start in range(0, len(mini), size):
             micro = mini.rows(start, start + size)
             if self._mode.whole_windows and micro.num_steps > 1:
-                parts = parts + self._accumulate_window(micro, metrics)
+                micro_parts, decision = self._accumulate_window(micro, metrics)
+                parts = parts + micro_parts
+                decided_rows.append(decision)
                 continue
-            measured_steps = []
-            for piece in self._policy.pieces(micro):
-                piece_parts, measured = self._accumulate(piece, metrics)
-                parts = parts + piece_parts
-                measured_steps.append(measured)
-            measured_rows.append(join(measured_steps, dim=1))
+            found = [self._accumulate(piece, metrics) for piece in self._policy.pieces(micro)]
+            parts = parts + sum(piece_parts for piece_parts, _, _ in found)
+            measured_rows.append(join([measured for _, measured, _ in found], dim=1))
+            decided_rows.append(join([decision for _, _, decision in found], dim=1))
         if mini.old_log_probs is None:
             # No update came before these forwards, so they are those of the old policy.
             mini = self._mode.leave(mini, join(measured_rows, dim=0))
+        elif mini.rejection_mask is None:
+            mini = mini.replace(rejection_mask=join(decided_rows, dim=0))
         self._divide_gradients(parts)
         self._step(metrics)
         return mini
@@ -187,7 +186,9 @@ class PolicyUpdate:
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
 
-    def _accumulate(self, piece: Batch, metrics: MetricBag) -> tuple[Tensor, Measured]:
+    def _accumulate(
+        self, piece: Batch, metrics: MetricBag
+    ) -> tuple[Tensor, Measured, Tensor | None]:
         """Adds the gradient of one forward.
 
         Args:
@@ -195,11 +196,12 @@ class PolicyUpdate:
           metrics: takes in the metrics of the loss.
 
         Returns:
-          What the denominator needs, [3], and the forward without its gradient.
+          What the denominator needs, [3], the forward without its gradient, and the steps that are
+          kept, [b, t], if that was decided before the loss.
         """
         now = self._policy.evaluate(piece)
         keep_means = self._mode.keep_means and piece.old_log_probs is None
-        piece, gaussian = self._mode.enter(piece, now)
+        piece, gaussian = self._mode.enter(piece, now, updates=self._updates_here)
         terms = self._loss(now.log_probs, piece, gaussian)
         total = terms.total
         if self._config.use_kl_loss:
@@ -207,9 +209,9 @@ class PolicyUpdate:
         total.backward()
         metrics.merge(terms.metrics)
         self._observe(Seen(piece, now.log_probs, gaussian, terms))
-        return terms.parts(), Measured.of(now, keep_means=keep_means)
+        return terms.parts(), Measured.of(now, keep_means=keep_means), piece.rejection_mask
 
-    def _accumulate_window(self, micro: Batch, metrics: MetricBag) -> Tensor:
+    def _accumulate_window(self, micro: Batch, metrics: MetricBag) -> tuple[Tensor, Tensor | None]:
         """Adds the gradient of a loss of all steps of a sample, with the memory of one step.
 
         By the chain rule, in two passes:
@@ -225,10 +227,11 @@ class PolicyUpdate:
           metrics: takes in the metrics of the loss.
 
         Returns:
-          What the denominator needs, [3].
+          What the denominator needs, [3], and the steps that are kept, [b, T], if that was decided
+          before the loss.
         """
         measured = self._policy.measure(micro, len(micro))
-        micro, gaussian = self._mode.enter(micro, measured)
+        micro, gaussian = self._mode.enter(micro, measured, updates=self._updates_here)
         log_probs = measured.log_probs.requires_grad_()
         for leaf in _leaves(gaussian):
             leaf.requires_grad_()
@@ -247,11 +250,11 @@ class PolicyUpdate:
             start = here.stop
         metrics.merge(terms.metrics)
         self._observe(Seen(micro, log_probs, gaussian, terms))
-        return terms.parts()
+        return terms.parts(), micro.rejection_mask
 
     def _observe(self, seen: Seen) -> None:
         if self._on_new:
-            self._mode.observe(seen, updated=self._updated)
+            self._mode.observe(seen, updated=self._updates_here > 0)
 
     def _penalty(self, now: Evaluation, piece: Batch, share: Tensor, metrics: MetricBag) -> Tensor:
         """Returns kl_loss_coef times the KL to the base model; steps count with their share."""

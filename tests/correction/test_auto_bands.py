@@ -1,4 +1,4 @@
-"""`auto:k`: bands around the running median of the mismatch, for each step, before an update."""
+"""`auto:k`: bands around the running median of the mismatch, for each step and stage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,14 @@ from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import AllReduce, identity
 from flowgrpo_rc.correction import history
 from flowgrpo_rc.correction.api import apply_rollout_correction_to_batch
-from flowgrpo_rc.correction.auto_bands import FLOOR, WARM_UP, AutoBands, Gather, robust
+from flowgrpo_rc.correction.auto_bands import (
+    FLOOR,
+    WARM_UP,
+    AutoBands,
+    Gather,
+    robust,
+    stage_of,
+)
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.thresholds import parse_bands
 from flowgrpo_rc.distributed.processes import Processes
@@ -40,8 +47,10 @@ NAMES = ("token_k1", "token_k2", "token_k3", "seq_mean_k1", "seq_sum_k2", "seq_m
 STEPS = torch.tensor([1e-5, 3e-5, 1e-4, 5e-4]).double()  # the mismatch grows along the trajectory
 
 
-def auto_bands(names: str = ",".join(NAMES), spec: str = "auto:4", num_steps: int = 6) -> AutoBands:
-    return AutoBands(parse_bands(names, spec), num_steps, CPU)
+def auto_bands(
+    names: str = ",".join(NAMES), spec: str = "auto:4", num_steps: int = 6, mini_batches: int = 1
+) -> AutoBands:
+    return AutoBands(parse_bands(names, spec), num_steps, CPU, num_mini_batches=mini_batches)
 
 
 def mismatch(
@@ -278,22 +287,23 @@ def test_a_decision_costs_no_host_transfer() -> None:
     assert cost(lambda: bands.judge(*given)).transfers == 0
 
 
-# --- Before the update
+# --- In the update
 
 
 def bypass_update(
-    model: FlowModel, epochs: int, history: float, lr: float = 1e-1
+    model: FlowModel, epochs: int, history: float, later: float, lr: float = 1e-1
 ) -> tuple[PolicyUpdate, Mode, Counting, DiffusionBatch]:
     """Makes an update of two mini-batches that moves the policy far.
 
-    Its bands know a mismatch of scale `history`.
+    Its bands know differences of scale `history` in the first one, and `later` in the second.
     """
     transformer = trained_lora(model)
     batch, _ = sample_images(model, transformer, make_spec("sde", 1.0), WINDOWS["first"])
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0]).unsqueeze(1).expand(4, 2)
-    bands = auto_bands("token_k1", num_steps=5)
+    bands = auto_bands("token_k1", num_steps=5, mini_batches=2)
     past, values, _ = mismatch(0, 1000)
     bands.judge(past, history * values / STEPS, None)
+    bands.judge(past, later * values / STEPS, None, updates=1)
     bands.finish(identity)
     correction = RolloutCorrectionConfig(
         bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold="auto:4"
@@ -312,29 +322,38 @@ def bypass_update(
     return update, mode, policy, batch
 
 
-def test_one_mini_batch_is_judged_by_its_own_forwards(model: FlowModel) -> None:
-    update, mode, policy, batch = bypass_update(model, 1, history=1e-6)
-    found = iterate(update, mode, batch, 4)
+def test_the_updates_own_forwards_judge(model: FlowModel) -> None:
+    update, mode, policy, batch = bypass_update(model, 1, history=1e-6, later=1.0)
+    found = iterate(update, mode, batch, 2)
     assert found["rollout_corr/rollout_rs_token_k1_auto_warm_fraction"] == 1
     assert policy.forwards == 4
 
 
-@pytest.mark.parametrize(("epochs", "extra"), [(1, 2), (2, 4)])
-def test_the_policy_s_own_movement_is_not_judged(model: FlowModel, epochs: int, extra: int) -> None:
-    """The first update moves later ratios far outside a band of 4e-6, but they were judged
-    before it. In one epoch, forwards of the first mini-batch serve for judging and training.
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_what_updates_usually_move_is_not_rejected(model: FlowModel, epochs: int) -> None:
+    """The first update moves later ratios far outside a band of 4e-6, but not outside that of the
+    second mini-batch. The second epoch keeps the decision of the first.
     """
-    update, mode, policy, batch = bypass_update(model, epochs, history=1e-6)
+    update, mode, policy, batch = bypass_update(model, epochs, history=1e-6, later=1.0)
     found = iterate(update, mode, batch, 2)
     assert found["rollout_corr/rollout_rs_token_k1_masked_fraction"] == 0
     assert found["rollout_corr/rollout_rs_masked_fraction"] == 0
     assert found["rollout_corr/logprob_abs_diff_max"] > 1e-4
-    assert policy.forwards == 4 * epochs + extra
+    assert policy.forwards == 4 * epochs
+
+
+def test_what_no_update_moved_before_is_rejected(model: FlowModel) -> None:
+    update, mode, _, batch = bypass_update(model, 1, history=1e-6, later=1e-6)
+    found = iterate(update, mode, batch, 2)
+    assert found["rollout_corr/rollout_rs_token_k1_masked_fraction"] > 0
 
 
 @pytest.mark.parametrize("sample_index", [0, 3])
-def test_a_planted_error_is_rejected_in_any_mini_batch(model: FlowModel, sample_index: int) -> None:
-    update, mode, _, batch = bypass_update(model, 1, history=1e-5)
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_planted_error_is_rejected_in_any_mini_batch(
+    model: FlowModel, sample_index: int, epochs: int
+) -> None:
+    update, mode, _, batch = bypass_update(model, epochs, history=1e-5, later=1e-5, lr=1e-6)
     faulty = batch.rollout_log_probs.clone()
     faulty[sample_index, 1] += 1e-4
     batch = batch.replace(rollout_log_probs=faulty, old_log_probs=faulty)
@@ -342,6 +361,12 @@ def test_a_planted_error_is_rejected_in_any_mini_batch(model: FlowModel, sample_
     assert found["rollout_corr/rollout_rs_token_k1_masked_fraction"] == 1 / 8
     assert found["rollout_corr/rollout_rs_masked_fraction"] == 1 / 8
     assert len(mode.auto_bands._histories["token_k1"]._past) == 2
+
+
+def test_stages_double_in_length() -> None:
+    assert [stage_of(updates) for updates in (0, 1, 2, 3, 4, 7, 8)] == [0, 1, 2, 2, 3, 3, 4]
+    bands = auto_bands("token_k1", num_steps=2, mini_batches=5)
+    assert bands.scale("token_k1").spread.shape == (2 * 4,)
 
 
 def test_an_earlier_decision_is_narrowed_and_counted() -> None:

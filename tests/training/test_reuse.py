@@ -122,7 +122,7 @@ def test_each_gradient_is_that_of_a_loss_by_hand(policy: FlowPolicy, kind: str, 
         )
 
     update._optimizer.register_step_pre_hook(note)
-    update.run(mode.begin(new, 1), 4, [earlier], again=True)
+    update.run(mode.begin(new, 1), 4, [earlier])
 
     assert len(taken) == 2
     for (weights, gradients), batch in zip(taken, (new, earlier), strict=True):
@@ -158,16 +158,18 @@ def test_the_decision_of_the_bands_stays(
     correction = RolloutCorrectionConfig(
         bypass_mode=bypass, rollout_rs="token_k1", rollout_rs_threshold="auto:1"
     )
-    bands = AutoBands(correction.rules().auto, 5, torch.device("cpu"))
+    bands = AutoBands(correction.rules().auto, 5, torch.device("cpu"), num_mini_batches=2)
     new = sampled(policy, "sde", [1.0, -1.0, 0.5, -0.5])
     log_probs = policy.log_probs(new, 4)
     spread = torch.tensor([[-3e-4], [-1e-4], [1e-4], [3e-4]], dtype=torch.float64)
-    bands.judge(new.replace(rollout_log_probs=log_probs + spread), log_probs, None)
+    for updates in range(2):
+        past = new.replace(rollout_log_probs=log_probs + spread)
+        bands.judge(past, log_probs, None, updates=updates)
     bands.finish(lambda rows: rows)
     new = new.replace(rollout_log_probs=log_probs + 2 * spread)
 
     update, mode = update_of(policy, correction, bands)
-    updated = update.run(mode.begin(new, 1), 2, again=True)
+    updated = update.run(mode.begin(new, 1), 2)
     mask = updated.rejection_mask
     assert 0 < mask.sum() < mask.numel()
     mode.finish(updated.metrics)
@@ -191,7 +193,7 @@ def test_nothing_that_watches_the_mismatch_sees_an_earlier_batch(policy: FlowPol
         for parameter, value in zip(lora_parameters(policy.network).values(), start, strict=True):
             parameter.data.copy_(value)
         update, mode = update_of(policy, correction)
-        updated = update.run(mode.begin(new, 1), 2, batches, again=True)
+        updated = update.run(mode.begin(new, 1), 2, batches)
         seeds = {int(seed) for decision in mode.decisions.take() for seed in decision.seed}
         assert seeds == {11, 12, 13, 14}
         mode.finish(updated.metrics)
@@ -214,7 +216,7 @@ def test_every_epoch_goes_over_the_new_batch_and_then_the_earlier_ones(
     new = sampled(policy, "sde", [1.0, -1.0, 0.25, -2.0])
     earlier = [new.replace(seed=new.seed + 100), new.replace(seed=new.seed + 200)]
     update, mode = update_of(policy, RolloutCorrectionConfig(bypass_mode=True), ppo_epochs=2)
-    update.run(mode.begin(new, 1), 2, earlier, again=True)
+    update.run(mode.begin(new, 1), 2, earlier)
     halves = [[11, 12], [13, 14]]
     epoch = [[seed + age for seed in half] for age in (0, 100, 200) for half in halves]
     assert seeds == epoch * 2
