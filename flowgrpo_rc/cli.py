@@ -148,6 +148,11 @@ def _calibrate_options(parser: argparse.ArgumentParser) -> None:
         "--mode", default="auto", help="auto (the rule decides), bypass or decoupled"
     )
     parser.add_argument(
+        "--tail",
+        action="store_true",
+        help="also try shorter rollouts, and choose the shortest whose advantages agree",
+    )
+    parser.add_argument(
         "--overwrite", action="store_true", help="replace the result that is in the folder"
     )
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from flowgrpo_rc.calibration.causes import Diagnosis
 from flowgrpo_rc.calibration.choice import Bound, Settings
 from flowgrpo_rc.calibration.measure import Mismatch, finite
+from flowgrpo_rc.calibration.tails import TailTrial
 from flowgrpo_rc.files import write_atomic
 
 GROUP = "calibration"
@@ -32,6 +33,7 @@ class Calibration:
       clipped: value of the bound -> share of steps outside it before any update.
       diagnosis: what explains the mismatch.
       settings: the chosen settings.
+      tails: shorter tails of a rollout; empty unless they were tried.
     """
 
     subject: dict[str, Any]
@@ -40,6 +42,7 @@ class Calibration:
     clipped: dict[float, float]
     diagnosis: Diagnosis
     settings: Settings
+    tails: Sequence[TailTrial] = ()
 
     def json(self) -> dict[str, Any]:
         """Returns the content of calibration.json."""
@@ -72,6 +75,9 @@ class Calibration:
                     for trial in diagnosis.trials
                 ],
             },
+            "tails": [
+                asdict(trial) | {"agreement": finite(trial.agreement)} for trial in self.tails
+            ],
             "settings": self.settings.values,
             "reason": self.settings.reason,
             "notes": list(self.settings.notes),
@@ -177,6 +183,8 @@ def show(found: Calibration, folder: Folder) -> None:
     console.width = max(console.width, WIDTH)
     console.print(mismatch_table(found.mismatches))
     console.print(trial_table(found.diagnosis))
+    if found.tails:
+        console.print(tail_table(found.tails))
     lines = [] if found.bound is None else [clipped(found.bound, found.clipped)]
     lines += [
         found.diagnosis.sentence(),
@@ -231,6 +239,17 @@ def trial_table(diagnosis: Diagnosis) -> Table:
     for trial in diagnosis.trials:
         style = "bold" if trial is diagnosis.explanation else ""
         table.add_row(trial.cause, trial.fault, number(trial.residual), style=style)
+    return table
+
+
+def tail_table(tails: Sequence[TailTrial]) -> Table:
+    """Makes a table of shorter tails and what their advantages have in common with the full one."""
+    table = Table(title="samples with a shorter tail, from the same noise", title_justify="left")
+    for name in ("evaluations", "tail_steps", "tail", "correlation of advantages"):
+        table.add_column(name, justify="left" if name == "tail" else "right")
+    for trial in tails:
+        numbers = (str(trial.evaluations), str(trial.tail_steps))
+        table.add_row(*numbers, trial.tail, f"{trial.agreement:.3f}")
     return table
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flowgrpo_rc.batch import DiffusionBatch, Prompt
+from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch
 from flowgrpo_rc.build import make_engine, make_processes, make_task
 from flowgrpo_rc.calibration.causes import Diagnosis, diagnose
 from flowgrpo_rc.calibration.choice import Bound, bound_of, check_modes, choose
@@ -34,6 +34,7 @@ from flowgrpo_rc.calibration.record import (
     check_record,
 )
 from flowgrpo_rc.calibration.result import Calibration, Folder, show
+from flowgrpo_rc.calibration.tails import TailTrial, try_tails, with_tail
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.commands.composing import composed
 from flowgrpo_rc.config.check_engine import chunk_size
@@ -62,6 +63,7 @@ def main(arguments: argparse.Namespace) -> int:
         num_prompts=arguments.prompts,
         mode=arguments.mode,
         overwrite=arguments.overwrite,
+        tail=arguments.tail,
     )
     return EXIT_OK
 
@@ -74,6 +76,7 @@ def calibrate(
     num_prompts: int,
     mode: str = "auto",
     overwrite: bool = False,
+    tail: bool = False,
 ) -> Calibration:
     """Measures, prints and writes a calibration; nothing is trained.
 
@@ -84,6 +87,7 @@ def calibrate(
       num_prompts: how many training prompts are sampled from.
       mode: `auto`, `bypass` or `decoupled`.
       overwrite: replace a result that is in the folder.
+      tail: also measure how few evaluations do behind the window.
 
     Returns:
       The calibration.
@@ -96,19 +100,22 @@ def calibrate(
     folder = Folder(Path(out), name)
     folder.check(overwrite=overwrite)
     prompts = _checked_prompts(config, num_prompts, mode)
-    found = measure(config, prompts, mode=mode)
+    found = measure(config, prompts, mode=mode, tail=tail)
     folder.write(found)
     show(found, folder)
     return found
 
 
-def measure(config: Config, prompts: Sequence[Prompt], *, mode: str) -> Calibration:
+def measure(
+    config: Config, prompts: Sequence[Prompt], *, mode: str, tail: bool = False
+) -> Calibration:
     """Measures a calibration of checked settings in one process.
 
     Args:
       config: the settings.
       prompts: what to sample from.
       mode: `auto`, `bypass` or `decoupled`.
+      tail: also measure how few evaluations do behind the window.
 
     Raises:
       ValueError: there are several processes, or log-probs are no numbers.
@@ -122,6 +129,10 @@ def measure(config: Config, prompts: Sequence[Prompt], *, mode: str) -> Calibrat
     task = make_task(config, processes)
     assert isinstance(task, ImageTask)
     engine = make_engine(config, task)
+    tails: list[TailTrial] = []
+    if tail:
+        batch = PromptBatch(step=0, prompts=prompts, slots=range(len(prompts)))
+        tails = try_tails(config, task, engine, batch)
     lora = Lora(*plant_movements(task.model.network, config.trainer.seed))
     try:
         rollouts = sample_all(config, task.model, engine, lora, prompts)
@@ -129,6 +140,8 @@ def measure(config: Config, prompts: Sequence[Prompt], *, mode: str) -> Calibrat
         engine.close()
     mismatches, bound, diagnosis = compare(config, task, rollouts, lora)
     settings = choose(config, bound, mode=mode, doubt=diagnosis.doubt)
+    if tails:
+        settings = with_tail(settings, tails)
     clipped: dict[float, float] = {}
     if bound is not None:
         clipped = _clipped(bound, settings.values[f"{DIFFUSION_KEY}.{bound.key}"])
@@ -139,6 +152,7 @@ def measure(config: Config, prompts: Sequence[Prompt], *, mode: str) -> Calibrat
         clipped=clipped,
         diagnosis=diagnosis,
         settings=settings,
+        tails=tails,
     )
 
 

@@ -1,0 +1,151 @@
+"""How few evaluations a rollout needs behind its window: the same samples with shorter tails.
+
+Rewards see the final image. A shorter tail makes another one, and what training takes from it is
+its advantage. So tails are compared by the correlation of their advantages with those of the
+schedule's own tail, from the same noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.batch import PromptBatch
+from flowgrpo_rc.calibration.choice import Settings
+from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.core.advantages import estimate
+from flowgrpo_rc.core.random import derive_seed
+from flowgrpo_rc.core.schedule import TAILS
+from flowgrpo_rc.rewards.manager import RewardManager
+from flowgrpo_rc.rollout.engine import ImageRequest, RolloutEngine
+from flowgrpo_rc.training.tasks.image import ImageTask
+
+AGREEMENT = 0.95  # the least correlation of a tail that is recommended
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TailTrial:
+    """A tail, and what its samples are worth.
+
+    Attributes:
+      tail: one of `core.schedule.TAILS`.
+      tail_steps: evaluations behind the window.
+      evaluations: of a whole sample.
+      agreement: correlation of its advantages with those of the schedule's own tail; nan if one of
+        them has none.
+    """
+
+    tail: str
+    tail_steps: int
+    evaluations: int
+    agreement: float
+
+
+def try_tails(
+    config: Config,
+    task: ImageTask,
+    engine: RolloutEngine[ImageRequest],
+    prompts: PromptBatch,
+) -> list[TailTrial]:
+    """Samples the prompts once with the schedule's own tail and once with each shorter one.
+
+    Args:
+      config: the settings.
+      task: says what is asked of the engine.
+      engine: the rollout engine, which has weights.
+      prompts: what to sample from, `rollout.n` times each.
+
+    Returns:
+      The tails, those with the fewest evaluations first.
+
+    Raises:
+      ValueError: no step lies behind the window.
+    """
+    steps, start = config.rollout.pipeline.num_inference_steps, config.rollout.window()[2]
+    if start == steps:
+        raise ValueError(
+            "--tail: no step lies behind rollout.algo.sde_window_range, so there is no tail to "
+            "shorten; end the range earlier"
+        )
+    seeds = [
+        derive_seed(config.trainer.seed, "tails", slot, sample)
+        for slot in prompts.slots
+        for sample in range(config.rollout.n)
+    ]
+    request = task.request(prompts, seeds)
+    manager = RewardManager(config.reward)
+
+    def advantages(tail: str, tail_steps: int | None) -> Tensor:
+        spec = replace(request.spec, tail=tail, tail_start=start, tail_steps=tail_steps)
+        return _advantages(config, manager, engine, replace(request, spec=spec))
+
+    try:
+        own = advantages("euler", None)
+        return [
+            TailTrial(
+                tail=tail,
+                tail_steps=count,
+                evaluations=start + count,
+                agreement=correlation(own, advantages(tail, count)),
+            )
+            for count in range(1, steps - start + 1)
+            for tail in TAILS
+            if (tail, count) != ("euler", steps - start)
+        ]
+    finally:
+        manager.close()
+
+
+def cheapest(trials: Sequence[TailTrial]) -> TailTrial | None:
+    """Returns the tail with the fewest evaluations that agrees; of two such, the better one.
+
+    None if no tail has a correlation of `AGREEMENT`.
+    """
+    good = [trial for trial in trials if trial.agreement >= AGREEMENT]
+    return min(good, key=lambda trial: (trial.evaluations, -trial.agreement), default=None)
+
+
+def with_tail(settings: Settings, trials: Sequence[TailTrial]) -> Settings:
+    """Returns the settings with the tail that `cheapest` finds, and a sentence about it."""
+    found = cheapest(trials)
+    if found is None:
+        note = f"No shorter tail has a correlation of {AGREEMENT} with the advantages of the full."
+        return replace(settings, notes=[*settings.notes, note])
+    chosen = {"rollout.algo.tail": found.tail, "rollout.algo.tail_steps": found.tail_steps}
+    note = (
+        f"{found.evaluations} evaluations of a sample do: with tail={found.tail} the advantages "
+        f"have a correlation of {found.agreement:.3f} with those of the full schedule."
+    )
+    return replace(settings, values=settings.values | chosen, notes=[*settings.notes, note])
+
+
+def correlation(left: Tensor, right: Tensor) -> float:
+    """Returns Pearson's correlation of two rows of numbers, [B]; nan if one of them is constant."""
+    return torch.corrcoef(torch.stack([left, right]).double())[0, 1].item()
+
+
+def _advantages(
+    config: Config,
+    manager: RewardManager,
+    engine: RolloutEngine[ImageRequest],
+    request: ImageRequest,
+) -> Tensor:
+    """Samples and scores; returns the advantages as training would compute them, [B]."""
+    chunks = list(engine.generate(request))
+    handles = [manager.submit(chunk.samples, chunk.prompts, chunk.latents) for chunk in chunks]
+    rewards = manager.collect(handles)
+    algorithm = config.algorithm
+    found = estimate(
+        algorithm.adv_estimator,
+        rewards.total,
+        [rewards.parts[name] for name in manager.weights],
+        list(manager.weights.values()),
+        torch.cat([chunk.batch.group.cpu() for chunk in chunks]),
+        rewards.valid,
+        norm_by_std=algorithm.norm_by_std,
+        global_std=algorithm.norm_by_global_std,
+    )
+    return found.values
