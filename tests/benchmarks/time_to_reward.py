@@ -4,9 +4,9 @@
         [--seeds 3] [--steps N] [--workers 1] [--peer flow_grpo=CHECKOUT] [--quick]
         [--results FOLDER]
 
-An arm is a list of overrides of the bundled job, configs/tiny_ocr.yaml (`ARMS`). With --peer, the
-training scripts of another project run on the same model, words, reward and batch (`PEER_ARMS`);
-time_to_reward_peer.py says how.
+An arm is a list of overrides of the bundled job, configs/tiny_ocr.yaml. The arms are in
+examples/studies/time_to_reward_arms.py. With --peer, the training scripts of another project run on
+the same model, words, reward and batch; time_to_reward_peer.py says how.
 
 * A run is a process of its own with one thread, and it evaluates nothing. It leaves a snapshot of
   its averaged LoRA every ten iterations; the same evaluation then scores all snapshots of all arms:
@@ -37,62 +37,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cells import RESULTS, save
+from time_to_reward_arms import ARMS, PEER_ARMS, STUDY, TARGETS, settings
 from time_to_reward_watch import Watched, watch
 
 from flowgrpo_rc.config.compose import compose_config
 
-STUDY = "time_to_reward"
 HERE = Path(__file__).parent
-RC = "algorithm.rollout_correction"
-CLIP = "actor.diffusion_loss.clip_ratio"
-
-# What flow_grpo does in its fast script: its sampling batch is its training batch, everything is
-# fp32, nothing is rejected, and the learning rate is constant.
-FLOW_GRPO = (
-    "rollout.dtype=fp32",
-    "rollout.micro_batch_size_per_gpu=24",
-    f"{RC}=bypass_ppo_clip",
-    "actor.optim.lr_scheduler=constant",
-)
-# Its other script samples the whole trajectory by the SDE, trains all steps but the last, and adds
-# the KL to the base model.
-WHOLE_TRAJECTORY = (
-    "rollout.algo.sde_window_size=null",
-    "rollout.algo.sde_window_range=null",
-    "actor.use_kl_loss=true",
-    "actor.kl_loss_coef=0.04",
-)
-ARMS: Mapping[str, Sequence[str]] = {
-    "shipped": (),
-    "flow_grpo_fast": FLOW_GRPO,
-    "flow_grpo_fast_tight": (*FLOW_GRPO, f"{CLIP}=1e-5"),
-    "flow_grpo_default": (*FLOW_GRPO, *WHOLE_TRAJECTORY),
-}
-
-
-class PeerArm(NamedTuple):
-    """A training script of another project.
-
-    Attributes:
-      project: its name in --peer.
-      script: the script, in the project's checkout.
-      settings: changes of its configuration, `key=value`, beyond those that every arm has.
-    """
-
-    project: str
-    script: str
-    settings: Sequence[str] = ()
-
-
-FAST = "scripts/train_sd3_fast.py"
-DEFAULT = "scripts/train_sd3.py"
-PEER_ARMS: Mapping[str, PeerArm] = {
-    "peer_flow_grpo_fast": PeerArm("flow_grpo", FAST),
-    "peer_flow_grpo_fast_tight": PeerArm("flow_grpo", FAST, ("train.clip_range=1e-5",)),
-    "peer_flow_grpo_default": PeerArm("flow_grpo", DEFAULT, ("train.beta=0.04",)),
-}
-
-TARGETS = (0.60, 0.65)
 EVERY = 10  # iterations between two snapshots
 HELD_OUT = 256
 # Overrides of every run: it measures nothing itself, and keeps all its snapshots.
@@ -158,22 +108,9 @@ class Run(NamedTuple):
         if self.arm in ARMS:
             return [sys.executable, "-m", "flowgrpo_rc.train", *self.overrides(plan, folder)]
         peer = PEER_ARMS[self.arm]
-        settings = [f"--set={setting}" for setting in peer.settings]
         program = [str(HERE / "time_to_reward_peer.py"), str(plan.checkouts[peer.project])]
-        return [
-            sys.executable,
-            *program,
-            peer.script,
-            *settings,
-            *self.overrides(plan, folder),
-        ]
-
-    @property
-    def settings(self) -> list[str]:
-        """Lists what sets the arm apart, for a reader."""
-        if self.arm in ARMS:
-            return list(ARMS[self.arm])
-        return [PEER_ARMS[self.arm].script, *PEER_ARMS[self.arm].settings]
+        changes = [f"--set={setting}" for setting in peer.settings]
+        return [sys.executable, *program, peer.script, *changes, *self.overrides(plan, folder)]
 
 
 def measure(run: Run, plan: Plan) -> None:
@@ -204,7 +141,7 @@ def measure(run: Run, plan: Plan) -> None:
     if done.returncode != 0:
         raise RuntimeError(f"the scores of {run.name} failed:\n{done.stderr}")
     scored = {int(step): row for step, row in json.loads(done.stdout.splitlines()[-1]).items()}
-    about = {**run._asdict(), "settings": run.settings, "iterations": plan.steps}
+    about = {**run._asdict(), "settings": settings(run.arm), "iterations": plan.steps}
     save(STUDY, run.name, about | summary(watched, scored), plan.results)
 
 
@@ -240,7 +177,7 @@ def summary(watched: Watched, scored: Mapping[int, Mapping[str, float]]) -> dict
             getattr(after, clock) - getattr(before, clock) for before, after in pairs
         )
         found[f"{clock}_seconds_to"] = {
-            f"{target:.2f}": reached(seconds, rewards, target) for target in TARGETS
+            target: reached(seconds, rewards, float(target)) for target in TARGETS
         }
     return found
 

@@ -8,13 +8,17 @@ from pathlib import Path
 
 import pytest
 import time_to_reward
+import time_to_reward_figures
+import time_to_reward_tables
+from cells import Cell, load
 from time_to_reward import Plan, Run, reached, summary
+from time_to_reward_arms import ARMS, PEER_ARMS, REFERENCE, STUDY, TARGETS
 from time_to_reward_watch import Reading, Watched, watch
 
 from flowgrpo_rc.config.compose import compose_config, to_config
 
 
-@pytest.mark.parametrize("arm", time_to_reward.ARMS)
+@pytest.mark.parametrize("arm", ARMS)
 @pytest.mark.parametrize("further", [(), time_to_reward.QUICK], ids=["whole", "quick"])
 def test_every_arm_is_a_valid_run(arm: str, further: tuple[str, ...], tmp_path: Path) -> None:
     plan = Plan(150, time_to_reward.EVERY, 256, further, {}, tmp_path)
@@ -70,3 +74,39 @@ def test_a_program_that_fails_shows_what_it_said(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "raise SystemExit('no such thing')"]
     with pytest.raises(RuntimeError, match="no such thing"):
         watch(command, tmp_path / "rows.jsonl", os.environ)
+
+
+def run(arm: str, seed: int, seconds: float | None, memory: float = 1.0) -> Cell:
+    to = dict.fromkeys(TARGETS, seconds)
+    clocks = {f"{clock}_seconds_to": to for clock in ("cpu", "wall")}
+    curve = {"steps": [0, 10], "cpu_seconds": [0.0, 9.0], "reward": [0.5, 0.6 + seed / 100]}
+    own = {"arm": arm, "seed": seed, "iterations": 10, "iteration_cpu_seconds": seed + 1.0}
+    return {**own, **clocks, **curve, "peak_memory_gib": memory}
+
+
+def test_the_table_compares_medians_and_takes_partial_data(tmp_path: Path) -> None:
+    runs = [run(REFERENCE, seed, seconds) for seed, seconds in ((1, 10.0), (2, 20.0), (3, 90.0))]
+    runs += [run("shipped", 1, 5.0, memory=0.5), run("flow_grpo_fast", 1, None)]
+    cells = {str(number): cell for number, cell in enumerate(runs)}
+    found = time_to_reward_tables.ratios(cells).splitlines()
+    rows = {row[0].strip("| `"): row[1:] for row in (line.split(" | ") for line in found[2:])}
+    assert list(rows) == [*ARMS, *PEER_ARMS]
+    assert rows["shipped"] == ["1", "0.67", *["0.25"] * 4, "0.50", "0.610 |"]
+    assert rows["flow_grpo_fast"] == ["1", "0.67", *["not reached"] * 4, "1.00", "0.610 |"]
+    assert rows[REFERENCE] == ["3", *["1.00"] * 6, "0.620 |"]
+    assert rows["flow_grpo_default"] == ["0", *["-"] * 6, "- |"]
+    time_to_reward_figures.draw(cells, tmp_path / "figure.svg")
+    assert ">shipped<" in (tmp_path / "figure.svg").read_text()
+
+
+def test_without_the_reference_there_is_no_ratio():
+    table = time_to_reward_tables.ratios({"a": run("shipped", 1, 5.0)})
+    assert "| `shipped` | 1 | - | - | - | - | - | - | 0.610 |" in table
+
+
+def test_files_are_of_known_arms_and_of_one_length():
+    cells = load(STUDY)
+    for name, cell in cells.items():
+        assert name == time_to_reward.Run(cell["arm"], cell["seed"]).name
+        assert cell["settings"] == time_to_reward.settings(cell["arm"])
+    assert len({cell["iterations"] for cell in cells.values()}) <= 1
