@@ -108,9 +108,9 @@ class Run(NamedTuple):
         if self.arm in ARMS:
             return [sys.executable, "-m", "flowgrpo_rc.train", *self.overrides(plan, folder)]
         peer = PEER_ARMS[self.arm]
-        program = [str(HERE / "time_to_reward_peer.py"), str(plan.checkouts[peer.project])]
-        changes = [f"--set={setting}" for setting in peer.settings]
-        return [sys.executable, *program, peer.script, *changes, *self.overrides(plan, folder)]
+        program = [str(HERE / "time_to_reward_peer.py"), *(f"--set={s}" for s in peer.settings)]
+        given = [str(plan.checkouts[peer.project]), peer.script, *self.overrides(plan, folder)]
+        return [sys.executable, *program, *given]
 
 
 def measure(run: Run, plan: Plan) -> None:
