@@ -19,8 +19,8 @@ FAST = (
     f"{RC}=bypass_ppo_clip",
     "actor.optim.lr_scheduler=constant",
 )
-# Its other script samples the whole trajectory by the SDE, trains all steps but the last, and adds
-# the KL to the base model.
+# Its other script trains all steps but the last, and adds the KL to the base model. (There the last
+# step is stochastic too, here it is not.)
 WHOLE_TRAJECTORY = (
     "rollout.algo.sde_window_size=null",
     "rollout.algo.sde_window_range=null",

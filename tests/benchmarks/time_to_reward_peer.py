@@ -40,6 +40,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from flowgrpo_rc.config.checks import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config
@@ -189,6 +191,11 @@ def scorer(config: Config) -> Any:
     sampler, _ = prompts_of(config)
     prompts = {prompt.text: prompt for prompt in sampler.prompts}
     ocr = OCR()
+    # The first image loads the model, which is no part of an iteration: a run of this package loads
+    # it for the evaluation before training.
+    ocr.read(
+        np.zeros((1, config.rollout.pipeline.height, config.rollout.pipeline.width, 3), np.uint8)
+    )
 
     def score(images: Any, texts: Sequence[str], *_: Any, **__: Any) -> tuple[dict, dict]:
         pictures = to_uint8(images.permute(0, 2, 3, 1).numpy())
