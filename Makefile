@@ -22,7 +22,7 @@ $(OMNI_VENV)/.ready: pyproject.toml $(wildcard tests/support/*.sh tests/vllm_omn
 	PYTHON=$(PYTHON) bash tests/vllm_omni_real/install.sh $(OMNI_VENV)
 	touch $@
 
-.PHONY: install demo test test-fast docs reference test-docs vllm-omni test-vllm-omni lint check benchmark benchmark-correction benchmark-decoupled benchmark-staleness
+.PHONY: install demo test test-fast docs reference test-docs vllm-omni test-vllm-omni lint check benchmark benchmark-correction benchmark-decoupled benchmark-staleness benchmark-time-to-reward
 install: $(VENV)/.ready  ## everything into .venv
 
 demo: $(VENV)/.ready  ## train the bundled model on the OCR reward
@@ -64,3 +64,6 @@ benchmark-decoupled: $(VENV)/.ready  ## time of a step in decoupled mode over th
 
 benchmark-staleness: $(VENV)/.ready  ## time of a step that samples ahead over one that samples and trains by turns
 	$(BIN)/python tests/benchmarks/benchmark_staleness.py $(ARGS)
+
+benchmark-time-to-reward: $(VENV)/.ready  ## seconds of training to a held-out reward, for the arms of docs/performance.md; takes hours
+	PYTHONPATH=examples/studies $(BIN)/python tests/benchmarks/time_to_reward.py $(ARGS)

@@ -25,7 +25,7 @@ from gradient_image_rows import ROLLOUTS, relative
 from gradient_region_rows import COLUMNS, FACTORS, SWEPT, mean, problems, rollouts_own
 from gradient_rows import MISMATCHES, Cells, cell
 from gradient_study import STUDY
-from tables import PAGE
+from tables import DOCS
 
 INK = "#7d8590"
 COLOURS = {
@@ -209,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, default=PAGE.parent / "figures")
+    parser.add_argument("--output", type=Path, default=DOCS / "figures")
     parser.add_argument("--format", default="svg", help="such as png, to look at them")
     options = parser.parse_args(arguments)
     cells = load(STUDY)

@@ -18,7 +18,7 @@ from cells import Cell, load
 from learning_tables import REFERENCE, STUDY, Runs, after, by_cell
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from tables import PAGE
+from tables import DOCS
 
 INK = "#7d8590"
 COLOURS = {
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, default=PAGE.parent / "figures")
+    parser.add_argument("--output", type=Path, default=DOCS / "figures")
     draw(load(STUDY), parser.parse_args(arguments).output / "learning.svg")
 
 

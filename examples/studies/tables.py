@@ -30,7 +30,8 @@ from cells import RESULTS, Cell, load
 
 FOLDER = Path(__file__).parent
 DOCS = FOLDER.parents[1] / "docs"
-PAGES = tuple(DOCS / f"{name}.md" for name in ("evidence", "gradient_study", "gradient_estimators"))
+NAMES = ("evidence", "gradient_study", "gradient_estimators", "performance")
+PAGES = tuple(DOCS / f"{name}.md" for name in NAMES)
 MARKED = re.compile(r"(<!-- (table|value): (\w+) -->)(.*?)(<!-- /\2 -->)", re.DOTALL)
 CLAIM = re.compile(r"<!-- claim: (\w+) -->")
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import benchmark_decoupled
 import benchmark_staleness
 import pytest
+import time_to_reward
+from cells import load
 from support.documented import ROOT
 from support.launching import run_shell
 
@@ -50,3 +52,19 @@ def test_the_benchmark_says_how_to_install_verl() -> None:
     script = ROOT / "tests" / "benchmarks" / "benchmark_correction.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
     assert "--install" in done.stdout
+
+
+def test_the_time_to_reward_is_measured_and_goes_on_where_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--quick", "--arms", "flow_grpo_fast", "--results", str(tmp_path)]
+    time_to_reward.main(command)
+    assert capsys.readouterr().out.split() == ["flow_grpo_fast_seed1"]
+    cell = load(time_to_reward.STUDY, tmp_path)["flow_grpo_fast_seed1"]
+    assert cell["steps"] == [0, 1, 2]
+    for clock in ("cpu", "wall"):
+        seconds = cell[f"{clock}_seconds"]
+        assert seconds[0] == 0 < seconds[1] < seconds[2]
+    assert cell["setup_cpu_seconds"] > 0
+    time_to_reward.main(command)
+    assert capsys.readouterr().out == ""

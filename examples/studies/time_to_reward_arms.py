@@ -1,0 +1,68 @@
+"""The arms of the time to reward, tests/benchmarks/time_to_reward.py: a line for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+STUDY = "time_to_reward"
+REFERENCE = "peer_flow_grpo_fast"  # what all seconds are divided by
+TARGETS = ("0.60", "0.65")  # held-out rewards
+
+RC = "algorithm.rollout_correction"
+CLIP = "actor.diffusion_loss.clip_ratio"
+# The fast script of flow_grpo: its sampling batch is its training batch, everything is fp32,
+# nothing is rejected, and the learning rate is constant.
+FAST = (
+    "rollout.dtype=fp32",
+    "rollout.micro_batch_size_per_gpu=24",
+    f"{RC}=bypass_ppo_clip",
+    "actor.optim.lr_scheduler=constant",
+)
+# Its other script trains all steps but the last, and adds the KL to the base model. (There the last
+# step is stochastic too, here it is not.)
+WHOLE_TRAJECTORY = (
+    "rollout.algo.sde_window_size=null",
+    "rollout.algo.sde_window_range=null",
+    "actor.use_kl_loss=true",
+    "actor.kl_loss_coef=0.04",
+)
+
+# Overrides of the bundled job, configs/tiny_ocr.yaml.
+ARMS: Mapping[str, Sequence[str]] = {
+    "shipped": (),
+    "flow_grpo_fast": FAST,
+    "flow_grpo_fast_tight": (*FAST, f"{CLIP}=1e-5"),
+    "flow_grpo_default": (*FAST, *WHOLE_TRAJECTORY),
+}
+
+
+class PeerArm(NamedTuple):
+    """A training script of another project, with the settings of the bundled job.
+
+    Attributes:
+      project: its name in --peer.
+      script: the script, in the project's checkout.
+      settings: further changes of its configuration, `key=value`.
+    """
+
+    project: str
+    script: str
+    settings: Sequence[str] = ()
+
+
+PEER_ARMS: Mapping[str, PeerArm] = {
+    "peer_flow_grpo_fast": PeerArm("flow_grpo", "scripts/train_sd3_fast.py"),
+    "peer_flow_grpo_fast_tight": PeerArm(
+        "flow_grpo", "scripts/train_sd3_fast.py", ("train.clip_range=1e-5",)
+    ),
+    "peer_flow_grpo_default": PeerArm("flow_grpo", "scripts/train_sd3.py", ("train.beta=0.04",)),
+}
+
+
+def settings(arm: str) -> list[str]:
+    """Lists what sets an arm apart, for a reader."""
+    if arm in ARMS:
+        return list(ARMS[arm])
+    peer = PEER_ARMS[arm]
+    return [peer.script, *peer.settings]

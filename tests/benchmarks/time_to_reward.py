@@ -1,0 +1,263 @@
+"""Time to reward: how many seconds of training a configuration needs for a held-out reward.
+
+    PYTHONPATH=examples/studies python tests/benchmarks/time_to_reward.py [--arms shipped ...]
+        [--seeds 3] [--steps N] [--workers 1] [--peer flow_grpo=CHECKOUT] [--quick]
+        [--results FOLDER]
+
+An arm is a list of overrides of the bundled job, configs/tiny_ocr.yaml. The arms are in
+examples/studies/time_to_reward_arms.py. With --peer, the training scripts of another project run on
+the same model, words, reward and batch; time_to_reward_peer.py says how.
+
+* A run is a process of its own with one thread, and it evaluates nothing. It leaves a snapshot of
+  its averaged LoRA every ten iterations; the same evaluation then scores all snapshots of all arms:
+  256 held-out words, the ODE in fp32, the same noise.
+* CPU seconds are those of the process and of its descendants, from the start of the first iteration
+  to the end of the one before the snapshot. Loading the model is `setup_cpu_seconds`. Wall seconds
+  are of the same interval. Both hold what a run writes, its checkpoints included.
+* The time to a reward is where the line through the scores of the snapshots first reaches it.
+
+All arms run with their first seed before any runs with its second. Each run leaves one file in
+FOLDER/time_to_reward. Runs that have their file are skipped, so the same command goes on after an
+interruption. --steps changes the length of every run; a learning rate that falls to the end of the
+run then falls faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cells import RESULTS, save
+from time_to_reward_arms import ARMS, PEER_ARMS, STUDY, TARGETS, settings
+from time_to_reward_watch import Watched, watch
+
+from flowgrpo_rc.config.compose import compose_config
+
+HERE = Path(__file__).parent
+EVERY = 10  # iterations between two snapshots
+HELD_OUT = 256
+# Overrides of every run: it measures nothing itself, and keeps all its snapshots.
+BUDGET = (
+    "trainer.test_freq=0",
+    "trainer.max_checkpoints_to_keep=1000",
+    "trainer.logger=[]",
+    "rollout.val_kwargs.n=1",
+)
+QUICK_STEPS = 2
+QUICK = (
+    "data.train_batch_size=4",
+    "rollout.n=4",
+    "rollout.micro_batch_size_per_gpu=8",
+    "actor.ppo_micro_batch_size_per_gpu=8",
+)
+
+
+class Plan(NamedTuple):
+    """What all runs of a command share.
+
+    Attributes:
+      steps: iterations of a run.
+      every: iterations between two snapshots.
+      held_out: words of the evaluation.
+      overrides: further overrides of the bundled job.
+      checkouts: name of a peer -> its checkout.
+      results: the folder of all studies.
+    """
+
+    steps: int
+    every: int
+    held_out: int
+    overrides: Sequence[str]
+    checkouts: Mapping[str, Path]
+    results: Path
+
+
+class Run(NamedTuple):
+    """One arm with one seed."""
+
+    arm: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Returns the name of the run's file."""
+        return f"{self.arm}_seed{self.seed}"
+
+    def overrides(self, plan: Plan, folder: Path) -> list[str]:
+        """Lists the overrides of the bundled job for this run."""
+        own = (
+            f"trainer.total_training_steps={plan.steps}",
+            f"trainer.save_freq={plan.every}",
+            f"trainer.seed={self.seed}",
+            f"trainer.output_dir={folder}",
+        )
+        # Those of the plan come last: a quick run is small in every arm.
+        return [*BUDGET, *ARMS.get(self.arm, ()), *plan.overrides, *own]
+
+    def command(self, plan: Plan, folder: Path) -> list[str]:
+        """Returns the program that trains."""
+        if self.arm in ARMS:
+            return [sys.executable, "-m", "flowgrpo_rc.train", *self.overrides(plan, folder)]
+        peer = PEER_ARMS[self.arm]
+        program = [str(HERE / "time_to_reward_peer.py"), *(f"--set={s}" for s in peer.settings)]
+        given = [str(plan.checkouts[peer.project]), peer.script, *self.overrides(plan, folder)]
+        return [sys.executable, *program, *given]
+
+
+def measure(run: Run, plan: Plan) -> None:
+    """Trains once, scores the snapshots, keeps the numbers, and deletes the run's folder.
+
+    Args:
+      run: the run.
+      plan: what all runs share.
+
+    Raises:
+      RuntimeError: the training or the evaluation failed; the message holds its output.
+    """
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "run"
+        watched = watch(run.command(plan, root), root / "metrics.jsonl", environment)
+        # The LoRA of the arm, and everything else as in the bundled job.
+        lora = [one for one in ARMS.get(run.arm, ()) if one.startswith("model.lora_")]
+        evaluation = [*lora, f"rollout.val_kwargs.n={plan.held_out}", "trainer.logger=[]"]
+        program = [str(HERE / "time_to_reward_scores.py"), str(root / "checkpoints")]
+        done = subprocess.run(
+            [sys.executable, *program, *evaluation],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if done.returncode != 0:
+        raise RuntimeError(f"the scores of {run.name} failed:\n{done.stderr}")
+    scored = {int(step): row for step, row in json.loads(done.stdout.splitlines()[-1]).items()}
+    about = {**run._asdict(), "settings": settings(run.arm), "iterations": plan.steps}
+    save(STUDY, run.name, about | summary(watched, scored), plan.results)
+
+
+def summary(watched: Watched, scored: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
+    """Makes the numbers of a run's file.
+
+    Args:
+      watched: the clocks of the run.
+      scored: step -> metric -> value, for step 0 and every snapshot.
+
+    Returns:
+      The curve by snapshot, the seconds to each target, and the seconds of an iteration.
+    """
+    first = watched.readings[0]
+    since = {
+        reading.step: (reading.cpu - first.cpu, reading.wall - first.wall)
+        for reading in watched.readings
+    }
+    steps = sorted(scored)
+    rewards = [scored[step]["reward"] for step in steps]
+    pairs = list(zip(watched.readings, watched.readings[1:], strict=False))
+    found: dict[str, Any] = {
+        "setup_cpu_seconds": first.cpu,
+        "peak_memory_gib": watched.peak_memory_gib,
+        "steps": steps,
+        "reward": rewards,
+        "exact": [scored[step]["exact"] for step in steps],
+    }
+    for index, clock in enumerate(("cpu", "wall")):
+        seconds = [since[step][index] for step in steps]
+        found[f"{clock}_seconds"] = seconds
+        found[f"iteration_{clock}_seconds"] = statistics.median(
+            getattr(after, clock) - getattr(before, clock) for before, after in pairs
+        )
+        found[f"{clock}_seconds_to"] = {
+            target: reached(seconds, rewards, float(target)) for target in TARGETS
+        }
+    return found
+
+
+def reached(seconds: Sequence[float], rewards: Sequence[float], target: float) -> float | None:
+    """Returns when a reward is first reached, by linear interpolation; None if it never is.
+
+    Args:
+      seconds: the time of each score, rising.
+      rewards: the scores.
+      target: the reward.
+    """
+    if rewards[0] >= target:
+        return seconds[0]
+    for i in range(1, len(rewards)):
+        if rewards[i] >= target:
+            share = (target - rewards[i - 1]) / (rewards[i] - rewards[i - 1])
+            return seconds[i - 1] + share * (seconds[i] - seconds[i - 1])
+    return None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and makes the runs that are missing."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--arms", nargs="+", choices=(*ARMS, *PEER_ARMS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="the bundled job's own, if not given")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=CHECKOUT")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    given = parser.parse_args(arguments)
+    if given.quick and given.results == RESULTS:
+        parser.error("--quick needs a folder of its own: give --results")
+    checkouts = {name: Path(path) for name, _, path in (one.partition("=") for one in given.peer)}
+    possible = [*ARMS, *(arm for arm, peer in PEER_ARMS.items() if peer.project in checkouts)]
+    arms = given.arms or possible
+    if missing := [arm for arm in arms if arm not in possible]:
+        parser.error(f"{', '.join(missing)} needs --peer {PEER_ARMS[missing[0]].project}=CHECKOUT")
+    steps = given.steps or compose_config([]).trainer.total_training_steps
+    plan = Plan(
+        steps=QUICK_STEPS if given.quick else steps,
+        every=1 if given.quick else EVERY,
+        held_out=8 if given.quick else HELD_OUT,
+        overrides=QUICK if given.quick else (),
+        checkouts=checkouts,
+        results=given.results,
+    )
+    seeds = range(1, 1 + (1 if given.quick else given.seeds))
+    run_all([Run(arm, seed) for seed in seeds for arm in arms], plan, given.workers)
+
+
+def run_all(runs: Sequence[Run], plan: Plan, workers: int) -> None:
+    """Makes the runs that have no file, in their order.
+
+    Args:
+      runs: the runs.
+      plan: what they share.
+      workers: runs at a time.
+
+    Raises:
+      RuntimeError: a run failed. The others have been made.
+    """
+
+    def work(run: Run) -> None:
+        if not (plan.results / STUDY / f"{run.name}.json").is_file():
+            measure(run, plan)
+            print(run.name, flush=True)
+
+    executor = ThreadPoolExecutor(workers)
+    futures = [executor.submit(work, run) for run in runs]
+    try:
+        wait(futures)
+    finally:
+        executor.shutdown(cancel_futures=True)
+    for future in futures:
+        future.result()
+
+
+if __name__ == "__main__":
+    main()
