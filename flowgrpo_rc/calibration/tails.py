@@ -44,6 +44,15 @@ class TailTrial:
     agreement: float
 
 
+def check_tail(config: Config) -> None:
+    """Raises ValueError if no step lies behind the window."""
+    if config.rollout.window()[2] == config.rollout.pipeline.num_inference_steps:
+        raise ValueError(
+            "--tail: no step lies behind rollout.algo.sde_window_range, so there is no tail to "
+            "shorten; end the range earlier"
+        )
+
+
 def try_tails(
     config: Config,
     task: ImageTask,
@@ -60,16 +69,8 @@ def try_tails(
 
     Returns:
       The tails, those with the fewest evaluations first.
-
-    Raises:
-      ValueError: no step lies behind the window.
     """
     steps, start = config.rollout.pipeline.num_inference_steps, config.rollout.window()[2]
-    if start == steps:
-        raise ValueError(
-            "--tail: no step lies behind rollout.algo.sde_window_range, so there is no tail to "
-            "shorten; end the range earlier"
-        )
     seeds = [
         derive_seed(config.trainer.seed, "tails", slot, sample)
         for slot in prompts.slots

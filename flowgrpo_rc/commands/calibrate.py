@@ -34,7 +34,7 @@ from flowgrpo_rc.calibration.record import (
     check_record,
 )
 from flowgrpo_rc.calibration.result import Calibration, Folder, show
-from flowgrpo_rc.calibration.tails import TailTrial, try_tails, with_tail
+from flowgrpo_rc.calibration.tails import TailTrial, check_tail, try_tails, with_tail
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.commands.composing import composed
 from flowgrpo_rc.config.check_engine import chunk_size
@@ -100,6 +100,8 @@ def calibrate(
     folder = Folder(Path(out), name)
     folder.check(overwrite=overwrite)
     prompts = _checked_prompts(config, num_prompts, mode)
+    if tail:
+        check_tail(config)
     found = measure(config, prompts, mode=mode, tail=tail)
     folder.write(found)
     show(found, folder)

@@ -505,9 +505,35 @@ def test_the_file_of_a_loss_without_clip(calibrate: Callable[..., int], tmp_path
     assert "actor" not in (tmp_path / "out" / "calibration" / "measured.yaml").read_text()
 
 
+def test_the_shortest_tail_whose_advantages_agree_is_written(
+    calibrate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    window = ["rollout.algo.sde_window_size=1", "rollout.algo.sde_window_range=[0,1]"]
+    assert calibrate("--tail", *window, "rollout.n=4", "rollout.algo.shared_prefix=true") == 0
+    written = json.loads((tmp_path / "out" / "calibration.json").read_text())
+    tails = [(one["tail"], one["tail_steps"], one["evaluations"]) for one in written["tails"]]
+    assert tails == [
+        ("euler", 1, 2),
+        ("ab2", 1, 2),
+        ("euler", 2, 3),
+        ("ab2", 2, 3),
+        ("ab2", 3, 4),
+    ]
+    good = [one for one in written["tails"] if (one["agreement"] or 0) >= 0.95]
+    chosen = written["settings"]
+    if good:
+        assert chosen["rollout.algo.tail_steps"] == min(one["tail_steps"] for one in good)
+    else:
+        assert "rollout.algo.tail" not in chosen
+    shown = capsys.readouterr().out
+    assert "correlation of advantages" in shown
+    assert all(note in shown for note in written["notes"])
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        (["--tail", "rollout.algo.sde_window_range=[1,4]"], "--tail: no step lies behind"),
         (["--mode", "both"], "--mode both: allowed are auto, bypass, decoupled"),
         (["--prompts", "0"], "--prompts 0: give at least 1"),
         (["--name", "a/b"], "--name a/b"),

@@ -1,0 +1,53 @@
+"""Which tail is recommended, and what that writes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from flowgrpo_rc.calibration.choice import Settings
+from flowgrpo_rc.calibration.tails import TailTrial, cheapest, correlation, with_tail
+
+
+def trial(tail_steps: int, agreement: float, tail: str = "euler") -> TailTrial:
+    return TailTrial(
+        tail=tail, tail_steps=tail_steps, evaluations=5 + tail_steps, agreement=agreement
+    )
+
+
+@pytest.mark.parametrize(
+    ("trials", "chosen"),
+    [
+        ([trial(1, 0.9), trial(2, 0.96), trial(3, 0.99)], 1),
+        ([trial(1, 0.94), trial(1, 0.951, "ab2"), trial(2, 0.99)], 1),
+        ([trial(2, 0.96), trial(2, 0.97, "ab2")], 1),
+        ([trial(1, math.nan), trial(2, 0.95)], 1),
+        ([trial(1, 0.5), trial(2, math.nan)], None),
+    ],
+)
+def test_the_fewest_evaluations_that_agree_and_then_the_best(trials, chosen):
+    assert cheapest(trials) == (None if chosen is None else trials[chosen])
+
+
+def test_the_chosen_tail_is_written():
+    found = with_tail(
+        Settings(values={"a.b": 1}, reason="why", notes=["before"]), [trial(2, 0.97, "ab2")]
+    )
+    assert found.values == {"a.b": 1, "rollout.algo.tail": "ab2", "rollout.algo.tail_steps": 2}
+    assert found.notes[0] == "before"
+    assert "7 evaluations" in found.notes[1]
+
+
+def test_no_tail_is_written_if_none_agrees():
+    found = with_tail(Settings(values={"a.b": 1}, reason="why", notes=[]), [trial(2, 0.5)])
+    assert found.values == {"a.b": 1}
+    assert len(found.notes) == 1
+
+
+def test_a_correlation_is_pearsons():
+    left = torch.tensor([1.0, 2.0, 4.0, -1.0])
+    assert correlation(left, 3 * left + 1) == pytest.approx(1)
+    assert correlation(left, -left) == pytest.approx(-1)
+    assert math.isnan(correlation(left, torch.zeros(4)))
