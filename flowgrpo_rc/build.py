@@ -84,9 +84,8 @@ def assemble(
     source = make_source(config, task, sampler, rewards, processes, first_step=first_step)
     if copied:
         shard(config, network, processes)
-    correction = config.algorithm.rollout_correction
     mode = make_mode(
-        correction,
+        config.algorithm.rollout_correction,
         own_forwards=config.why_recompute() is None,
         keep_means=config.actor.diffusion_loss.needs_means,
         policy=task.policy,
@@ -119,9 +118,7 @@ def assemble(
         update=update,
         evaluator=Evaluator(task, held_out, config.rollout.val_kwargs, rewards),
         health=make_health(config),
-        rejected=RejectedSamples(
-            folder.rejected, correction, rank=processes.rank, count=processes.count
-        ),
+        rejected=make_rejected(config, folder, processes),
         log=make_log(config, folder, processes, first_step=first_step),
     )
 
@@ -132,6 +129,12 @@ def shard(config: Config, network: Any, processes: Processes) -> None:
     if processes.count > 1 and strategy == "fsdp2":
         timeout = timedelta(seconds=config.trainer.timeout_s)
         shard_frozen_weights(network, processes.device, timeout)
+
+
+def make_rejected(config: Config, folder: RunFolder, processes: Processes) -> RejectedSamples:
+    """Makes what writes rejected samples down."""
+    correction = config.algorithm.rollout_correction
+    return RejectedSamples(folder.rejected, correction, rank=processes.rank, count=processes.count)
 
 
 def make_log(config: Config, folder: RunFolder, processes: Processes, *, first_step: int) -> RunLog:

@@ -62,6 +62,15 @@ MODES = {
         f"{RC}.rollout_is_batch_normalize=true",
         "rollout.reuse=2",
     ),
+    # A group of samples that start from one state, with fewer evaluations each.
+    "fast": (
+        "rollout.merge_lora=true",
+        "rollout.algo.sde_window_range=[0,2]",
+        "rollout.algo.tail=ab2",
+        "rollout.algo.tail_steps=1",
+        "rollout.algo.shared_prefix=true",
+        f"{RC}.bypass_mode=true",
+    ),
 }
 FP64 = ("model.dtype=fp64", "rollout.dtype=fp64", "trainer.device=cpu")
 
@@ -148,7 +157,13 @@ def assert_same_training(one: Path, other: Path, *, rows_from: int = 0) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "mode"),
-    [("ddp", "decoupled"), ("fsdp2", "bypass"), ("ddp", "window"), ("fsdp2", "reuse")],
+    [
+        ("ddp", "decoupled"),
+        ("fsdp2", "bypass"),
+        ("ddp", "window"),
+        ("fsdp2", "reuse"),
+        ("ddp", "fast"),
+    ],
 )
 def test_two_processes_train_what_one_does(workplace: Path, strategy: str, mode: str) -> None:
     run = workplace / f"{strategy}_{mode}"

@@ -45,7 +45,7 @@ from torch import Tensor
 
 RENAMED: dict[str, str] = {}  # metrics that have another name now: old name -> new name
 # Lines of a text that only the commit after has: settings that are new, at values without effect.
-ADDED = ("    options: {}",)
+ADDED = ("    options: {}", "  reuse: 0")
 # The package's own version, in reports and environment.json.
 VERSION = re.compile(r"(flowgrpo[-_]rc\"?[ :=\"]+)\d+\.\d+\.\d+")
 
