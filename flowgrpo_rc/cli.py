@@ -125,13 +125,11 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
     _config_options(parser)
-    default = int(os.environ.get("WORLD_SIZE", "1"))
     parser.add_argument(
         "--processes",
         type=int,
-        default=default,
         metavar="N",
-        help=f"number of processes ({default})",
+        help="number of processes (trainer.num_processes; 1 if that is auto)",
     )
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of machines (1)")
 

@@ -63,8 +63,7 @@ def launch(command: Sequence[str], num_processes: int) -> int:
             return _watch(children, stop)
         finally:
             for child in children:
-                child.process.kill()
-                child.process.wait()
+                child.close()
 
 
 class _Child:
@@ -91,6 +90,12 @@ class _Child:
             return self._channel.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT).decode(errors="replace")
         except BlockingIOError:  # a program that the child has started holds the socket, too
             return ""
+
+    def close(self) -> None:
+        """Ends the child, if it has not ended."""
+        self.process.kill()
+        self.process.wait()
+        self._channel.close()
 
 
 def _watch(children: Sequence[_Child], stop: StopRequest) -> int:

@@ -6,6 +6,8 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from support.documented import ROOT
@@ -55,3 +57,11 @@ def run_shell(command: str, folder: Path) -> subprocess.CompletedProcess:
         timeout=900,
         check=False,
     )
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 120) -> None:
+    """Waits until the condition holds; fails after `timeout_s` seconds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
