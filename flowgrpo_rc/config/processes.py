@@ -32,11 +32,17 @@ def num_processes(config: Config, device: torch.device) -> int:
         return processes_here(config)
     check_settings(config)
     asked = config.trainer.num_processes
+    num_gpus = torch.cuda.device_count() if device.type == "cuda" else None
     if isinstance(asked, int):
+        if num_gpus is not None and asked > num_gpus:
+            raise ValueError(
+                f"{KEY}={asked}: one process drives one GPU, and {num_gpus} are visible; give at "
+                f"most {num_gpus}, or {AUTO}"
+            )
         return asked
     if config.data.replay_dir is not None:
         return recorded_processes(Path(config.data.replay_dir).expanduser())
-    most = torch.cuda.device_count() if device.type == "cuda" else usable_cores()
+    most = usable_cores() if num_gpus is None else num_gpus
     return max(number for number in range(1, most + 1) if config.shares_evenly(number))
 
 

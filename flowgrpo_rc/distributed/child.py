@@ -50,5 +50,7 @@ def _channel() -> int | None:
 
 
 def _end_with_parent(channel: int) -> None:
-    os.read(channel, 1)  # the parent never writes, so this returns when the parent's end closes
-    os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        os.read(channel, 1)  # the parent never writes: this waits until its end closes
+    finally:  # it fails if the parent has not read a message
+        os.kill(os.getpid(), signal.SIGKILL)

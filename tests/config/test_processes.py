@@ -53,6 +53,14 @@ def test_auto_is_the_largest_number_that_shares_evenly(
     assert num_processes(config, torch.device("cuda")) == expected
 
 
+def test_one_process_drives_one_gpu(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    config = config_of("trainer.num_processes=4", *sizes(12, 1))
+    assert num_processes(config, CPU) == 4
+    with pytest.raises(ValueError, match=r"trainer\.num_processes=4: .* 2 are visible"):
+        num_processes(config, torch.device("cuda"))
+
+
 def test_shares_are_even_exactly_where_the_check_passes(alone: None) -> None:
     config = config_of(*sizes(12, 6))
     for number in range(1, 30):
