@@ -14,6 +14,7 @@ from importlib import import_module
 
 from flowgrpo_rc.commands import EXIT_BAD_INPUT, EXIT_FAILED
 from flowgrpo_rc.config.names import DEFAULT_CONFIG, OTHER_CONFIG
+from flowgrpo_rc.distributed.child import follow_parent, say_error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit code: 0 when complete, 1 after a failure, 2 for bad input, 75 when stopped early.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    arguments = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = _parser().parse_args(words, argparse.Namespace(words=words))
+    follow_parent()
     if "" not in sys.path and os.getcwd() not in sys.path:
         # Rewards and functions of the user's own, as under `python -m`.
         sys.path.append(os.getcwd())
@@ -41,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = import_module(f"flowgrpo_rc.commands.{arguments.command}")
         return int(command.main(arguments))
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(f"error: {error}")
         return EXIT_BAD_INPUT
     except (
         RewardError,
@@ -52,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         OSError,
         ImportError,
     ) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_error(f"error: {error}")
         return EXIT_FAILED
 
 
@@ -122,13 +125,11 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
     _config_options(parser)
-    default = int(os.environ.get("WORLD_SIZE", "1"))
     parser.add_argument(
         "--processes",
         type=int,
-        default=default,
         metavar="N",
-        help=f"number of processes ({default})",
+        help="number of processes (trainer.num_processes; 1 if that is auto)",
     )
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of machines (1)")
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from flowgrpo_rc.models.base import FlowModel, ModelConfig
     from flowgrpo_rc.models.causal_lm import CausalLM
 
+# As a launcher would announce: trainings have one process, whatever trainer.num_processes=auto is.
+os.environ.setdefault("WORLD_SIZE", "1")
 # A progress bar would stand in the captured output.
 os.environ["TQDM_DISABLE"] = "1"
 

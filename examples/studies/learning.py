@@ -152,13 +152,19 @@ CLIMBERS = (
 # The differences of every run from configs/tiny_ocr.yaml: a quarter of its iterations, all of them
 # at the full learning rate.
 BUDGET = (
+    "trainer.num_processes=1",
     "actor.optim.lr_scheduler=constant",
     "trainer.test_freq=0",
     "trainer.save_freq=0",
     "trainer.logger=[]",
 )
 ITERATIONS = 40
-WHOLE = (*BUDGET, f"trainer.total_training_steps={ITERATIONS}", "rollout.val_kwargs.n=256")
+WHOLE = (
+    *BUDGET,
+    f"trainer.total_training_steps={ITERATIONS}",
+    "rollout.val_kwargs.n=256",
+    "actor.ppo_micro_batch_size_per_gpu=24",
+)
 QUICK = (
     *BUDGET,
     "trainer.total_training_steps=2",

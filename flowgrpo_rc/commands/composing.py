@@ -7,6 +7,7 @@ import sys
 
 from flowgrpo_rc.config.compat import table
 from flowgrpo_rc.config.compose import Composition, compose_all
+from flowgrpo_rc.distributed.child import is_child
 
 
 def composed(arguments: argparse.Namespace) -> Composition:
@@ -21,6 +22,6 @@ def composed(arguments: argparse.Namespace) -> Composition:
     found = compose_all(
         arguments.overrides, config_name=arguments.config_name, config_dir=arguments.config_dir
     )
-    if found.rows:
+    if found.rows and not is_child():
         print(table(found.rows), file=sys.stderr)
     return found

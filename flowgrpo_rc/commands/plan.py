@@ -27,15 +27,16 @@ def main(arguments: argparse.Namespace) -> int:
     """Prints the plan of the configuration that the command line asks for."""
     composition = composed(arguments)
     composition.check()
-    if arguments.nodes < 1 or arguments.processes % arguments.nodes:
+    asked = composition.config.trainer.num_processes
+    processes = arguments.processes or (asked if isinstance(asked, int) else 1)
+    if arguments.nodes < 1 or processes % arguments.nodes:
         raise ValueError(
-            f"--processes {arguments.processes} are not spread evenly over --nodes "
-            f"{arguments.nodes}"
+            f"--processes {processes} are not spread evenly over --nodes {arguments.nodes}"
         )
-    given = to_config(composition.config, num_processes=arguments.processes)
+    given = to_config(composition.config, num_processes=processes)
     config = settled(given, torch.device("cuda"))
     architectures = config_folder() / "architectures"
-    print(make_plan(config, arguments.processes, architectures, num_nodes=arguments.nodes))
+    print(make_plan(config, processes, architectures, num_nodes=arguments.nodes))
     return EXIT_OK
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,10 +16,12 @@ import torch
 from flowgrpo_rc.build import assemble, make_processes
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.commands.composing import composed
-from flowgrpo_rc.config.check_settings import launched_processes
 from flowgrpo_rc.config.checks import RunInputs, check_run, device_of, settled
 from flowgrpo_rc.config.compose import as_yaml, unchecked_config
+from flowgrpo_rc.config.processes import num_processes, processes_here
 from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.distributed.child import launched_processes
+from flowgrpo_rc.distributed.launch import launch
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.distributed.stopping import EXIT_STOPPED, StopRequest
 from flowgrpo_rc.export.lora import export_lora
@@ -41,19 +44,23 @@ def main(arguments: argparse.Namespace) -> int:
         return EXIT_OK
     composition.check()
     config = unchecked_config(composition.config)
+    device = device_of(config)
+    number = num_processes(config, device)
     if arguments.dry_run:
-        config = settled(config)
-        inputs = check_run(config, device_of(config), num_processes=launched_processes())
+        inputs = check_run(settled(config), device, num_processes=number)
         print(
             f"ok: {len(inputs.sampler.prompts)} training prompts, {len(inputs.held_out)} held-out "
             "prompts, nothing was loaded"
         )
         return EXIT_OK
+    if number > 1 and launched_processes() is None:
+        check_run(settled(config), device, num_processes=number)
+        return launch([sys.executable, "-m", "flowgrpo_rc.train", *arguments.words[1:]], number)
     return EXIT_OK if run(config) is None else EXIT_STOPPED
 
 
 def run(config: Config) -> str | None:
-    """Checks the settings and trains as they say.
+    """Checks the settings and trains as they say, in this process or as one that was launched.
 
     Args:
       config: the settings; a signal or `trainer.max_time` ends the run after the present step.
@@ -67,7 +74,7 @@ def run(config: Config) -> str | None:
     """
     with StopRequest(config.trainer.max_time) as stop:
         found = settled(config)
-        inputs = check_run(found, device_of(config), num_processes=launched_processes())
+        inputs = check_run(found, device_of(config), num_processes=processes_here(config))
         processes = make_processes(found)
         with processes.noticing_losses():
             if config.rollout.dtype == AUTO and inputs.resumed is None:

@@ -6,8 +6,6 @@ have no effect is an error.
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from flowgrpo_rc.config.tree import Config
@@ -18,11 +16,6 @@ from flowgrpo_rc.rollout.config import EvaluationConfig, PipelineConfig
 
 # What a reward may score, by the kind of the model.
 SCORED = {"diffusion": ("image", "video", "latent"), "causal_lm": ("text",)}
-
-
-def launched_processes() -> int:
-    """Returns how many processes the launcher has announced; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def check_settings(config: Config, num_processes: int = 1) -> None:

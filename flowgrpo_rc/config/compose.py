@@ -22,12 +22,13 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from flowgrpo_rc import assets
-from flowgrpo_rc.config.check_settings import check_settings, launched_processes
+from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.compat import Row, Setting, rollout_correction, rows_of_notes, translate
 from flowgrpo_rc.config.compat.overrides import TRANSLATED, check, is_whole_command, resolved
 from flowgrpo_rc.config.compat.verl_omni import PREFIX, RULES
 from flowgrpo_rc.config.names import DEFAULT_CONFIG, EXPERIMENT, OTHER_CONFIG
 from flowgrpo_rc.config.tree import Config, updates_of_steps
+from flowgrpo_rc.distributed.child import launched_processes
 from flowgrpo_rc.files import redact
 from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
 from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig, with_options
@@ -335,7 +336,7 @@ def to_config(composed: DictConfig, *, num_processes: int | None = None) -> Conf
       ValueError: names the key, the value and what is allowed.
     """
     config = unchecked_config(composed)
-    check_settings(config, launched_processes() if num_processes is None else num_processes)
+    check_settings(config, num_processes or launched_processes() or 1)
     return config
 
 

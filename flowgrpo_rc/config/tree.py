@@ -156,6 +156,16 @@ class Config:
         """Returns the samples of a mini-batch on one process."""
         return self.actor.ppo_mini_batch_size * self.rollout.n // num_processes
 
+    def shares_evenly(self, num_processes: int) -> bool:
+        """Returns whether so many processes can share a mini-batch of valid size.
+
+        The share of each is whole groups of samples, and whole micro-batches.
+        """
+        if self.actor.ppo_mini_batch_size % num_processes:
+            return False
+        samples = self.samples_per_mini_batch(num_processes)
+        return samples % self.actor.ppo_micro_batch_size_per_gpu == 0
+
     def total_updates(self) -> int:
         """Returns the optimizer updates of the whole run."""
         return updates_of_steps(self, self.trainer.total_training_steps)

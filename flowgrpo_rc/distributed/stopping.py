@@ -7,6 +7,7 @@ import time
 from types import FrameType
 from typing import Self
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 EXIT_STOPPED = 75  # EX_TEMPFAIL: the state is saved, and the same command goes on
 
 
@@ -20,8 +21,9 @@ class StopRequest:
         self._previous: dict[signal.Signals, signal.Handlers | int | None] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in SIGNALS:
             self._previous[number] = signal.signal(number, self._receive)  # type: ignore[assignment]
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a launcher may have blocked them
         return self
 
     def __exit__(self, *error: object) -> None:

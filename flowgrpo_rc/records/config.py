@@ -11,6 +11,7 @@ from flowgrpo_rc.records.trackers import validate_loggers
 RESUME_MODES = ("auto", "disable")
 PRECISIONS = ("no", "bf16")
 DEVICES = ("auto", "cpu")
+AUTO = "auto"
 
 
 @dataclass(kw_only=True)
@@ -31,6 +32,9 @@ class TrainerConfig:
     max_time: seconds of this command, then the run stops after the step with its state saved; null:
         no limit.
     device: `auto` takes the GPU where there is one.
+    num_processes: processes that `flowgrpo-rc train` starts on this machine; 1 starts none. `auto`:
+        one for each core or GPU, as far as they share a mini-batch evenly; under a launcher, as
+        many as it has started.
     mixed_precision: autocast of the training forward.
     save_rollouts: keep every step's trajectories in rollouts/, for `data.replay_dir` of another
         run.
@@ -51,6 +55,7 @@ class TrainerConfig:
     resume_mode: str = "auto"
     max_time: float | None = None
     device: str = "auto"
+    num_processes: int | str = 1
     mixed_precision: str = "no"
     save_rollouts: bool = False
     strategy: str = "auto"
@@ -69,6 +74,11 @@ class TrainerConfig:
                 raise ValueError(
                     f"trainer.{name}={getattr(self, name)!r}: allowed are {', '.join(allowed)}"
                 )
+        number = self.num_processes
+        if number != AUTO and not (isinstance(number, int) and number >= 1):
+            raise ValueError(
+                f"trainer.num_processes={number!r}: give {AUTO}, or a number of at least 1"
+            )
         smallest = {
             "total_training_steps": 1,
             "save_freq": 0,

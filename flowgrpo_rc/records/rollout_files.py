@@ -135,6 +135,14 @@ def replay_files(folder: Path, rank: int, count: int) -> list[Path]:
     return [rollout_path(folder, step, rank, count) for step in range(1, last + 1)]
 
 
+def recorded_processes(folder: Path) -> int:
+    """Returns how many processes saved the rollouts of a run's folder, or its rollouts/; 1 if there
+    are none.
+    """
+    names = [path.stem for path in folder.glob("**/step_*_process_*_of_*.safetensors")]
+    return int(names[0].rpartition("_")[2]) if names else 1
+
+
 def check_headers(paths: Sequence[Path], spec: Spec, origin: Mapping[str, Any]) -> None:
     """Raises ValueError for a file that was sampled with other settings, their precision aside.
 

@@ -39,6 +39,7 @@ _FREE = (
     "trainer.experiment_name",
     "trainer.project_name",
     "trainer.save_rollouts",
+    "trainer.num_processes",
     "trainer.strategy",
     "trainer.timeout_s",
     "actor.ppo_micro_batch_size_per_gpu",

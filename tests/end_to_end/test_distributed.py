@@ -5,6 +5,7 @@ A process that dies or hangs ends the run.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -20,10 +21,19 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from support.documented import ROOT
-from support.launching import free_port, launch, launch_environment
-from support.runs import WORDS, read_rows, without_timings
+from support.launching import (
+    alone,
+    free_port,
+    launch,
+    launch_environment,
+    no_process_of,
+    train_command,
+    wait_for,
+)
+from support.runs import WORDS, fingerprint, read_rows, without_timings
 
 from flowgrpo_rc.cli import main
+from flowgrpo_rc.commands import train
 from flowgrpo_rc.records.checkpoint import load_checkpoint
 
 RC = "algorithm.rollout_correction"
@@ -155,6 +165,16 @@ def assert_same_training(one: Path, other: Path, *, rows_from: int = 0) -> None:
         assert sample.read_bytes() == (other / "samples" / sample.name).read_bytes()
 
 
+def trained_by_torchrun(workplace: Path, strategy: str, mode: str) -> Path:
+    """Returns the folder of the run that torchrun started with two processes, made once."""
+    run = workplace / f"{strategy}_{mode}"
+    if not run.exists():
+        options = (f"trainer.strategy={strategy}", f"trainer.output_dir={run}")
+        done = launch(2, "-m", "flowgrpo_rc.train", *settings(workplace, mode), *options)
+        assert done.returncode == 0, done.stderr[-3000:]
+    return run
+
+
 @pytest.mark.parametrize(
     ("strategy", "mode"),
     [
@@ -166,11 +186,23 @@ def assert_same_training(one: Path, other: Path, *, rows_from: int = 0) -> None:
     ],
 )
 def test_two_processes_train_what_one_does(workplace: Path, strategy: str, mode: str) -> None:
-    run = workplace / f"{strategy}_{mode}"
-    options = (f"trainer.strategy={strategy}", f"trainer.output_dir={run}")
-    done = launch(2, "-m", "flowgrpo_rc.train", *settings(workplace, mode), *options)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run = trained_by_torchrun(workplace, strategy, mode)
     assert_same_training(trained_alone(workplace, mode), run)
+
+
+def test_two_own_processes_train_what_torchrun_s_do(workplace: Path) -> None:
+    run = workplace / "own"
+    options = ("trainer.num_processes=2", f"trainer.output_dir={run}")
+    done = train_command(*settings(workplace, "decoupled"), *options)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("step 3/3") == 1
+    other = trained_by_torchrun(workplace, "ddp", "decoupled")
+    states = [load_checkpoint(folder / "checkpoints" / "step_3") for folder in (run, other)]
+    prints = [{stem: fingerprint(t) for stem, t in state.tensors.items()} for state in states]
+    assert prints[0] == prints[1]
+    assert without_timings(read_rows(run)) == without_timings(read_rows(other))
+    assert_same_training(trained_alone(workplace, "decoupled"), run)
+    assert json.loads((run / "environment.json").read_text())["processes"] == 2
 
 
 def test_two_nodes_of_a_slurm_job_train_what_one_process_does(workplace: Path) -> None:
@@ -359,6 +391,64 @@ def test_a_process_that_dies_takes_the_others_down(
     assert done.returncode != 0
     assert "error: process 0 of 2 cannot reach another one" in done.stderr
     assert ("this process fails alone" in done.stderr) == (failure == "raises")
+
+
+@pytest.mark.parametrize("failure", ["killed", "raises"])
+def test_an_own_process_that_dies_takes_the_others_down(
+    failing: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    monkeypatch.setenv("FAILURE", failure)
+    options = ("trainer.num_processes=2", "trainer.timeout_s=3600")
+    done = train_command(*failing, *options, python_path=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("error: process 0 of 2 cannot reach another one") == 1
+    own = {"killed": "error: process 1 of 2 was ended by SIGKILL", "raises": "fails alone\n"}
+    assert done.stderr.count(own[failure]) == 1
+    assert "elastic" not in done.stderr
+
+
+def test_a_signal_to_own_processes_saves_and_the_same_command_goes_on(
+    overrides: list[str], tmp_path: Path
+) -> None:
+    """It goes to the group, as Ctrl-C does."""
+    run = tmp_path / "run"
+    settings = [*overrides, "trainer.num_processes=2", "actor.optim.lr_scheduler=constant"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flowgrpo_rc.train", *settings, "trainer.total_training_steps=500"],
+        env=alone(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        wait_for(lambda: (run / "metrics.jsonl").exists() and len(read_rows(run)) >= 2)
+        os.killpg(process.pid, signal.SIGINT)
+        said, errors = process.communicate(timeout=600)
+    finally:
+        process.kill()
+    assert (process.returncode, errors) == (75, "")
+    assert said.count("stopped early (SIGINT)") == 1
+    newest = read_rows(run)[-1]["step"]
+    assert (run / "checkpoints" / f"step_{newest}").is_dir()
+    assert no_process_of(run)
+    longer = [*overrides, "actor.optim.lr_scheduler=constant"]
+    assert main(["train", *longer, f"trainer.total_training_steps={newest + 1}"]) == 0
+    assert read_rows(run)[-1]["step"] == newest + 1
+
+
+def test_bad_input_is_said_once_before_anything_is_started(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setattr(train, "launch", lambda command, count: pytest.fail("started"))
+    assert main(["train", *overrides, "trainer.num_processes=3"]) == 2
+    assert main(["train", *overrides, "trainer.num_processes=2", "model.path=nowhere"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "actor.ppo_mini_batch_size=2" in first
+    assert "nowhere" in second
+    assert main(["train", *overrides, "trainer.num_processes=2", "--dry-run"]) == 0
+    assert main(["train", *overrides, "trainer.num_processes=2", "--cfg", "job"]) == 0
 
 
 def test_a_process_that_hangs_is_noticed_in_time(failing: list[str], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import load_file
+from support.launching import wait_for
 from support.runs import Train, fingerprint, read_rows, without_timings
 
 from flowgrpo_rc.cli import main
@@ -317,7 +318,7 @@ def test_sigkill_and_the_same_command_give_an_uninterrupted_runs_result(
             if (killed / "metrics.jsonl").exists()
             else 0
         )
-        _wait_for(
+        wait_for(
             lambda seen=seen, process=process: (
                 _num_rows(killed) > seen or process.poll() is not None
             )
@@ -335,13 +336,6 @@ def _num_rows(run: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def _wait_for(condition, timeout: float = 120) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_finishes_the_step_saves_and_exits_with_75(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture, number: signal.Signals
@@ -349,7 +343,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_75(
     run = tmp_path / "run"
 
     def send() -> None:
-        _wait_for(lambda: _num_rows(run) >= 2)
+        wait_for(lambda: _num_rows(run) >= 2)
         os.kill(os.getpid(), number)
 
     sender = threading.Thread(target=send)

@@ -168,7 +168,7 @@ def run_command(checkout: Path, folder: Path, overrides: str, processes: int) ->
         return subprocess.call(
             [*launcher, "-m", "flowgrpo_rc.train", *arguments],
             cwd=folder,
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "1"},
             stdout=log,
             stderr=subprocess.STDOUT,
         )

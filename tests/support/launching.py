@@ -6,6 +6,8 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from support.documented import ROOT
@@ -36,6 +38,24 @@ def launch_environment(*folders: Path | None) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
+def train_command(*overrides: str, python_path: Path | None = None) -> subprocess.CompletedProcess:
+    """Runs the training command, which no launcher has started."""
+    return subprocess.run(
+        [sys.executable, "-m", "flowgrpo_rc.train", *overrides],
+        env=alone(python_path),
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+
+
+def alone(*folders: Path | None) -> dict[str, str]:
+    """Returns an environment without a launcher."""
+    environment = launch_environment(*folders)
+    return {name: value for name, value in environment.items() if name != "WORLD_SIZE"}
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -55,3 +75,17 @@ def run_shell(command: str, folder: Path) -> subprocess.CompletedProcess:
         timeout=900,
         check=False,
     )
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 120) -> None:
+    """Waits until the condition holds; fails after `timeout_s` seconds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
+
+
+def no_process_of(run: Path) -> bool:
+    """Returns whether no process of this machine has the run's folder on its command line."""
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    return not any(str(run).encode() in command for command in commands)

@@ -1,0 +1,76 @@
+"""How many processes share a run: as many as a launcher has started, or as the settings ask for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from flowgrpo_rc.config.check_settings import check_settings
+from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.distributed.child import launched_processes
+from flowgrpo_rc.records.config import AUTO
+from flowgrpo_rc.records.rollout_files import recorded_processes
+
+KEY = "trainer.num_processes"
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds in a period, the period
+
+
+def num_processes(config: Config, device: torch.device) -> int:
+    """Returns how many processes share a step of the training command.
+
+    Args:
+      config: the settings; `check_run` says whether a number that they give can be had.
+      device: what the run would use.
+
+    Raises:
+      ValueError: a setting is wrong, or contradicts the launcher.
+    """
+    if launched_processes() is not None:
+        return processes_here(config)
+    check_settings(config)
+    asked = config.trainer.num_processes
+    num_gpus = torch.cuda.device_count() if device.type == "cuda" else None
+    if isinstance(asked, int):
+        if num_gpus is not None and asked > num_gpus:
+            raise ValueError(
+                f"{KEY}={asked}: one process drives one GPU, and {num_gpus} are visible; give at "
+                f"most {num_gpus}, or {AUTO}"
+            )
+        return asked
+    if config.data.replay_dir is not None:
+        return recorded_processes(Path(config.data.replay_dir).expanduser())
+    most = usable_cores() if num_gpus is None else num_gpus
+    return max(number for number in range(1, most + 1) if config.shares_evenly(number))
+
+
+def processes_here(config: Config) -> int:
+    """Returns how many processes share a step of a run in this process.
+
+    Raises:
+      ValueError: the settings ask for another number than the launcher has started.
+    """
+    asked, launched = config.trainer.num_processes, launched_processes()
+    if asked in (AUTO, 1, launched):
+        return launched or 1
+    if launched is None:
+        raise ValueError(
+            f"{KEY}={asked}: only the command `flowgrpo-rc train` starts processes; set it to 1"
+        )
+    raise ValueError(
+        f"{KEY}={asked}, but the launcher has started {launched} (WORLD_SIZE): drop one of the two"
+    )
+
+
+def usable_cores() -> int:
+    """Returns how many processes of OMP_NUM_THREADS threads the cores of this process can serve."""
+    every = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else every
+    if CPU_QUOTA.is_file():
+        quota, period = CPU_QUOTA.read_text().split()
+        if quota != "max":
+            cores = min(cores, int(quota) // int(period))
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, cores // max(1, int(threads))) if threads.isdigit() else max(1, cores)

@@ -1,0 +1,127 @@
+"""How many processes a run has: the settings, the machine and the launcher together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.compositions import config_of
+
+from flowgrpo_rc.config import processes
+from flowgrpo_rc.config.check_settings import check_settings
+from flowgrpo_rc.config.processes import num_processes, processes_here, usable_cores
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launcher has started this process."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+def sizes(mini: int, micro: int) -> list[str]:
+    return [
+        f"data.train_batch_size={mini}",
+        "rollout.n=12",
+        f"actor.ppo_mini_batch_size={mini}",
+        f"actor.ppo_micro_batch_size_per_gpu={micro}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mini", "micro", "most", "expected"),
+    [
+        (2, 12, 1, 1),
+        (2, 12, 2, 2),
+        (2, 12, 64, 2),
+        (2, 24, 64, 1),  # the share of each of two would be half a micro-batch
+        (12, 12, 8, 6),
+        (12, 24, 64, 6),
+        (5, 12, 4, 1),
+    ],
+)
+def test_auto_is_the_largest_number_that_shares_evenly(
+    alone: None, monkeypatch: pytest.MonkeyPatch, mini: int, micro: int, most: int, expected: int
+) -> None:
+    monkeypatch.setattr(processes, "usable_cores", lambda: most)
+    config = config_of("trainer.num_processes=auto", *sizes(mini, micro))
+    assert num_processes(config, CPU) == expected
+    check_settings(config, expected)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: most)
+    assert num_processes(config, torch.device("cuda")) == expected
+
+
+def test_one_process_drives_one_gpu(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    config = config_of("trainer.num_processes=4", *sizes(12, 1))
+    assert num_processes(config, CPU) == 4
+    with pytest.raises(ValueError, match=r"trainer\.num_processes=4: .* 2 are visible"):
+        num_processes(config, torch.device("cuda"))
+
+
+def test_shares_are_even_exactly_where_the_check_passes(alone: None) -> None:
+    config = config_of(*sizes(12, 6))
+    for number in range(1, 30):
+        if config.shares_evenly(number):
+            check_settings(config, number)
+        else:
+            with pytest.raises(ValueError, match=r"ppo_mi\w+_batch_size"):
+                check_settings(config, number)
+
+
+def test_replay_takes_as_many_processes_as_were_recorded(alone: None, tmp_path: Path) -> None:
+    config = config_of("trainer.num_processes=auto", f"data.replay_dir={tmp_path}", *sizes(12, 1))
+    assert num_processes(config, CPU) == 1
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "step_000001_process_0_of_3.safetensors").touch()
+    assert num_processes(config, CPU) == 3
+
+
+@pytest.mark.parametrize("asked", ["auto", "1", "2"])
+def test_a_launcher_has_decided(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = config_of(f"trainer.num_processes={asked}")
+    assert num_processes(config, CPU) == processes_here(config) == 2
+
+
+def test_another_number_than_the_launcher_s_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = config_of("trainer.num_processes=4")
+    with pytest.raises(ValueError, match=r"trainer\.num_processes=4, .* has started 2"):
+        num_processes(config, CPU)
+
+
+def test_a_run_inside_a_program_starts_none(alone: None) -> None:
+    assert processes_here(config_of("trainer.num_processes=auto")) == 1
+    with pytest.raises(ValueError, match=r"trainer\.num_processes=2: only the command"):
+        processes_here(config_of("trainer.num_processes=2"))
+
+
+@pytest.mark.parametrize("asked", ["0", "-1", "many", "true", "null", "1.5"])
+def test_wrong_numbers_are_refused(asked: str) -> None:
+    with pytest.raises(ValueError, match=r"trainer\.num_processes"):
+        config_of(f"trainer.num_processes={asked}")
+
+
+@pytest.mark.parametrize(
+    ("quota", "threads", "expected"),
+    [
+        ("max 100000", "", 8),
+        ("250000 100000", "", 2),
+        ("50000 100000", "", 1),
+        ("max 100000", "1", 8),
+        ("max 100000", "3", 2),
+        ("max 100000", "16", 1),
+        ("max 100000", "4,2", 8),
+    ],
+)
+def test_cores_are_those_that_this_process_may_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quota: str, threads: str, expected: int
+) -> None:
+    (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    monkeypatch.setattr(processes, "CPU_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(processes.os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    assert usable_cores() == expected

@@ -1,0 +1,182 @@
+"""Processes that `launch` starts: exit codes, messages, signals, and the end of the launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.launching import launch_environment, wait_for
+
+from flowgrpo_rc.distributed import launch as module
+from flowgrpo_rc.distributed.child import launched_processes
+from flowgrpo_rc.distributed.launch import launch
+
+Script = Callable[[str], tuple[str, ...]]
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [((0, 0), 0), ((75, 75), 75), ((0, 75), 75), ((2, 2), 2), ((1, 0), 1), ((75, 3), 3)],
+)
+def test_exit_codes_come_through(script: Script, codes: tuple[int, int], expected: int) -> None:
+    code = f"import os, sys; sys.exit({codes}[int(os.environ['RANK'])])"
+    assert launch(script(code), 2) == expected
+
+
+ENVIRONMENT = """
+import os, sys
+expected = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+assert {name: os.environ[name] for name in expected} == expected
+assert os.environ["MASTER_ADDR"] == "127.0.0.1"
+assert os.getsid(0) == os.getpid()
+sys.exit(10 + int(os.environ["OMP_NUM_THREADS"]))
+"""
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(None, 11), ("3", 13)])
+def test_children_know_their_place(
+    script: Script, monkeypatch: pytest.MonkeyPatch, threads: str | None, expected: int
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if threads is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    assert launch(script(ENVIRONMENT), 1) == expected
+
+
+TALKING = """
+import os, subprocess, sys
+from flowgrpo_rc.distributed.child import is_child, say_error
+assert is_child()
+subprocess.check_call([sys.executable, "-c", "import sys; from flowgrpo_rc.distributed.child "
+    "import is_child, say_error; say_error('a grandchild speaks'); sys.exit(is_child())"])
+say_error("error: both say this")
+sys.exit(2)
+"""
+
+
+def test_what_several_children_say_is_printed_once(
+    script: Script, capfd: pytest.CaptureFixture
+) -> None:
+    assert launch(script(TALKING), 2) == 2
+    assert sorted(capfd.readouterr().err.splitlines()) == [
+        "a grandchild speaks",
+        "a grandchild speaks",
+        "error: both say this",
+    ]
+
+
+DYING = """
+import os, signal, time
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(300)
+"""
+
+
+def test_a_child_that_dies_ends_the_others(
+    script: Script, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "NOTICE_S", 0.2)
+    assert launch(script(DYING), 2) == 1
+    said = capfd.readouterr().err
+    assert said.startswith("error: process 1 of 2 was ended by SIGKILL\n")
+
+
+# A child that is slow to start; its exit code says whether it got one signal, and which.
+STOPPING = """
+import os, signal, sys, time
+from pathlib import Path
+Path(f"started_{os.environ['RANK']}").touch()
+time.sleep(0.5)
+received = []
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda number, frame: received.append(number))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
+while not received:
+    time.sleep(0.01)
+time.sleep(0.5)
+sys.exit(75 if received == [int(sys.argv[1])] else 9)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_each_child_once_however_early(
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def send() -> None:
+        wait_for(lambda: all(Path(f"started_{rank}").exists() for rank in range(2)))
+        os.kill(os.getpid(), number)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    assert launch((*script(STOPPING), str(int(number))), 2) == 75
+    sender.join()
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+
+
+LAUNCHING = """
+import sys
+from flowgrpo_rc.distributed.launch import launch
+sys.exit(launch([sys.executable, *sys.argv[1:]], 2))
+"""
+STUBBORN = """
+import os, signal, time
+from pathlib import Path
+from flowgrpo_rc.distributed.child import follow_parent
+follow_parent()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
+Path(f"new_{os.environ['RANK']}").write_text(str(os.getpid()))
+Path(f"new_{os.environ['RANK']}").rename(f"pid_{os.environ['RANK']}")
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize(
+    "signals", [(signal.SIGKILL,), (signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGINT)]
+)
+def test_children_do_not_outlive_their_launcher(
+    script: Script, tmp_path: Path, signals: tuple[signal.Signals, ...]
+) -> None:
+    """It is killed, or gets a second signal; the signals go to its group, as Ctrl-C does."""
+    _, child = script(STUBBORN)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHING, child],
+        cwd=tmp_path,
+        env=launch_environment(),
+        start_new_session=True,
+        stderr=subprocess.DEVNULL,
+    )
+    files = [tmp_path / f"pid_{rank}" for rank in range(2)]
+    wait_for(lambda: all(path.exists() for path in files))
+    for number in signals:
+        os.killpg(launcher.pid, number)
+        time.sleep(0.5)  # the second signal is not merged with the first
+    assert launcher.wait(timeout=60) != 0
+    wait_for(lambda: not any(is_running(int(path.read_text())) for path in files))
+
+
+def is_running(pid: int) -> bool:
+    """Returns whether there is such a process, and not only what its parent has to collect."""
+    status = Path(f"/proc/{pid}/stat")
+    try:
+        return status.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_launcher_is_told_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert launched_processes() == 4
+    monkeypatch.delenv("WORLD_SIZE")
+    assert launched_processes() is None
