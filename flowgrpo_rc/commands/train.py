@@ -18,7 +18,7 @@ from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.commands.composing import composed
 from flowgrpo_rc.config.checks import RunInputs, check_run, device_of, settled
 from flowgrpo_rc.config.compose import as_yaml, unchecked_config
-from flowgrpo_rc.config.processes import num_processes, processes_here
+from flowgrpo_rc.config.processes import num_processes, processes_here, usable_cores
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.child import launched_processes
 from flowgrpo_rc.distributed.launch import launch
@@ -55,7 +55,8 @@ def main(arguments: argparse.Namespace) -> int:
         return EXIT_OK
     if number > 1 and launched_processes() is None:
         check_run(settled(config), device, num_processes=number)
-        return launch([sys.executable, "-m", "flowgrpo_rc.train", *arguments.words[1:]], number)
+        command = [sys.executable, "-m", "flowgrpo_rc.train", *arguments.words[1:]]
+        return launch(command, number, max(1, usable_cores() // number))
     return EXIT_OK if run(config) is None else EXIT_STOPPED
 
 

@@ -23,8 +23,8 @@ NOTICE_S = 30.0  # for the other children to notice that one has failed
 ADDRESS = "127.0.0.1"
 
 
-def launch(command: Sequence[str], num_processes: int) -> int:
-    """Runs a command in several processes of one thread each, unless OMP_NUM_THREADS is set.
+def launch(command: Sequence[str], num_processes: int, num_threads: int = 1) -> int:
+    """Runs a command in several processes on this machine.
 
     The first SIGTERM or SIGINT is passed on to each child once, and they have as long as they need.
     A second one ends this process, and when this process ends, so do its children.
@@ -32,6 +32,7 @@ def launch(command: Sequence[str], num_processes: int) -> int:
     Args:
       command: calls `follow_parent` first, and `say_error` in place of printing an error.
       num_processes: how many processes.
+      num_threads: threads of each on the CPU, unless OMP_NUM_THREADS is set.
 
     Returns:
       0 if all processes are complete, 75 if they have stopped early, otherwise the exit code of the
@@ -39,7 +40,7 @@ def launch(command: Sequence[str], num_processes: int) -> int:
     """
     store = _store()
     environment = {
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": str(num_threads),
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         **os.environ,
         "PYTHONPATH": os.pathsep.join(sys.path),
