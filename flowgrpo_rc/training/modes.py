@@ -13,7 +13,7 @@ Legend: b rows of a micro-batch, t steps that one forward evaluates, B and T tho
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -62,7 +62,7 @@ class Mode(ABC):
     """What differs between bypass and decoupled mode during an iteration.
 
     The calls of one iteration, in order: `begin` with the whole batch; `before_update` with its
-    mini-batches; for each forward of the update, `enter` before the loss and `observe` after it;
+    mini-batches; for each forward of the update, `enter` before a loss and `observe` after it;
     `leave` after the last forward of a mini-batch that had no old policy; `finish` at the end.
 
     Attributes:
@@ -117,9 +117,18 @@ class Mode(ABC):
         """Returns a piece as the loss takes it, and the Gaussians of its steps.
 
         Args:
+          piece: what one call of the loss sees, [b, t].
+          now: what a forward says of the current policy on it.
+        """
+
+    def seen_at_once(self, piece: Batch, now: Evaluation) -> Iterable[tuple[Batch, Any]]:
+        """Cuts an evaluated piece into what one call of the loss sees, with what was found on it.
+
+        Args:
           piece: what one forward evaluated, [b, t].
           now: what that forward says of the current policy.
         """
+        return [(piece, now)] if self.whole_windows else self.policy.steps(piece, now)
 
     def leave(self, batch: Batch, old: Measured) -> Batch:
         """Returns the batch with forwards from before any update as its old policy."""
@@ -223,10 +232,9 @@ class Bypass(Mode):
         rows = []
         for start in range(0, len(mini), self.micro_batch_size):
             micro = mini.rows(start, start + self.micro_batch_size)
-            pieces = [micro] if self.whole_windows else self.policy.pieces(micro)
+            measured = self.policy.measure(micro, self.micro_batch_size)
             decided = [
-                self._decide(piece, self.policy.measure(piece, self.micro_batch_size))
-                for piece in pieces
+                self._decide(piece, now) for piece, now in self.seen_at_once(micro, measured)
             ]
             rows.append(torch.cat([piece.rejection_mask for piece in decided], 1))
         return mini.replace(rejection_mask=torch.cat(rows))

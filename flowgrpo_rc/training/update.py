@@ -1,6 +1,6 @@
 """The update: a batch of trajectories becomes optimizer steps on the LoRA.
 
-Legend: b rows of a micro-batch, t steps that one forward evaluates.
+Legend: b rows of a micro-batch, t steps that one forward evaluates or one loss sees.
 """
 
 from __future__ import annotations
@@ -122,11 +122,12 @@ class PolicyUpdate:
         measured_rows = []
         for start in range(0, len(mini), size):
             micro = mini.rows(start, start + size)
-            if self._mode.whole_windows and micro.num_steps > 1:
+            pieces = list(self._policy.pieces(micro))
+            if self._mode.whole_windows and len(pieces) > 1:
                 parts = parts + self._accumulate_window(micro, metrics)
                 continue
             measured_steps = []
-            for piece in self._policy.pieces(micro):
+            for piece in pieces:
                 piece_parts, measured = self._accumulate(piece, metrics)
                 parts = parts + piece_parts
                 measured_steps.append(measured)
@@ -162,27 +163,34 @@ class PolicyUpdate:
         """
         now = self._policy.evaluate(piece)
         keep_means = self._mode.keep_means and piece.old_log_probs is None
+        seen = [self._seen(*part) for part in self._mode.seen_at_once(piece, now)]
+        total = torch.stack([one.terms.total for one in seen]).sum()
+        if self._config.use_kl_loss:
+            share = torch.cat([one.terms.share for one in seen], 1)
+            total = total + self._penalty(now, piece, share, metrics)
+        total.backward()
+        for one in seen:
+            metrics.merge(one.terms.metrics)
+            self._mode.observe(one, updated=self._updated)
+        parts = torch.stack([one.terms.parts() for one in seen]).sum(0)
+        return parts, Measured.of(now, keep_means=keep_means)
+
+    def _seen(self, piece: Batch, now: Evaluation) -> Seen:
+        """Computes the loss of what it sees at once, [b, t]."""
         piece, gaussian = self._mode.enter(piece, now)
         terms = self._loss(now.log_probs, piece, gaussian)
-        total = terms.total
-        if self._config.use_kl_loss:
-            total = total + self._penalty(now, piece, terms.share, metrics)
-        total.backward()
-        metrics.merge(terms.metrics)
-        seen = Seen(piece, now.log_probs, gaussian, terms)
-        self._mode.observe(seen, updated=self._updated)
-        return terms.parts(), Measured.of(now, keep_means=keep_means)
+        return Seen(piece, now.log_probs, gaussian, terms)
 
     def _accumulate_window(self, micro: Batch, metrics: MetricBag) -> Tensor:
-        """Adds the gradient of a loss of all steps of a sample, with the memory of one step.
+        """Adds the gradient of a loss of all steps of a sample, with the memory of one forward.
 
         By the chain rule, in two passes:
 
             d loss / d weights = sum_t (d loss / d log_prob_t) (d log_prob_t / d weights)
 
         The first evaluates all steps without graphs and differentiates the loss by their log-probs.
-        The second evaluates one step at a time with a graph, and multiplies. The exact KL and the
-        centered log-ratio of the steps, if the loss reads them, are treated like the log-probs.
+        The second evaluates the steps of one forward with a graph, and multiplies. The exact KL and
+        the centered log-ratio of the steps, if the loss reads them, are treated like the log-probs.
 
         Args:
           micro: samples with all steps of their windows, [b, T].

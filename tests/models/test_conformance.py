@@ -150,7 +150,7 @@ def test_fp32_replay_is_bitwise_exact(any_subject: Subject, kind: str, guidance:
     assert torch.isfinite(batch.rollout_log_probs).all()
     assert torch.equal(difference(model, network, batch), torch.zeros(4, 3))
     policy = FlowPolicy(model, network)
-    with_gradient = torch.stack([policy.evaluate(batch.step(t)).log_prob for t in range(3)], 1)
+    with_gradient = torch.cat([policy.evaluate(batch.step(t)).log_probs for t in range(3)], 1)
     assert with_gradient.requires_grad
     assert torch.equal(with_gradient.detach(), batch.rollout_log_probs)
 
@@ -247,7 +247,7 @@ def test_an_export_gives_the_same_pictures_in_the_stock_pipeline(
 def gradients(
     model: FlowModel, network: Any, batch: DiffusionBatch
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    value = FlowPolicy(model, network).evaluate(batch.step(1)).log_prob
+    value = FlowPolicy(model, network).evaluate(batch.step(1)).log_probs
     network.zero_grad()
     value.sum().backward()
     return value.detach(), {
