@@ -393,11 +393,23 @@ class DiffusionBatch(Batch):
         Returns:
           A batch with T = 1.
         """
+        return self.steps(t, t + 1)
+
+    def steps(self, start: int, stop: int) -> DiffusionBatch:
+        """Returns a range of the SDE steps of each sample.
+
+        Args:
+          start: position of the first step in the window.
+          stop: one past the last step; it may exceed T.
+
+        Returns:
+          A batch of these steps with views of the tensors.
+        """
         columns = self.per_sample()
         per_step: dict[str, Any] = {
-            name: columns[name][:, t : t + 1] for name in _STEP_COLUMNS if name in columns
+            name: columns[name][:, start:stop] for name in _STEP_COLUMNS if name in columns
         }
-        return replace(self, all_latents=self.all_latents[:, t : t + 2], **per_step)
+        return replace(self, all_latents=self.all_latents[:, start : stop + 1], **per_step)
 
 
 _STEP_COLUMNS = (

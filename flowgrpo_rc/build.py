@@ -191,7 +191,12 @@ def make_task(config: Config, processes: Processes) -> Task:
     network = add_lora(model, config.model, seed)
     if checkpointing:
         model.transformer.enable_gradient_checkpointing()
-    policy = FlowPolicy(model, network, autocast=processes.autocast)
+    policy = FlowPolicy(
+        model,
+        network,
+        autocast=processes.autocast,
+        steps_per_forward=config.actor.steps_per_forward,
+    )
     decode = needs_samples(config.reward)
     return ImageTask(
         model,

@@ -179,9 +179,9 @@ class Images:
         total = torch.zeros(len(given), sum(p.numel() for p in parameters))
         for t, piece in enumerate(self.policy.pieces(batch)):
             now = self.policy.evaluate(piece)
-            assert now.kl is not None
+            assert now.gaussian.kl is not None
             for row, slope in zip(total, slopes[..., t], strict=True):
-                value = (slope[0] * now.log_prob + slope[1] * now.kl).sum()
+                value = (slope[0] * now.log_probs[:, 0] + slope[1] * now.gaussian.kl[:, 0]).sum()
                 parts = torch.autograd.grad(value, parameters, retain_graph=True)
                 row += torch.cat([part.flatten() for part in parts])
         return total

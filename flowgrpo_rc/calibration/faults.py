@@ -285,7 +285,7 @@ class Replay:
             states = [rows.all_latents[:, 0]]
             log_probs = []
             for t in range(rows.num_steps):
-                step = self._copy.policy.evaluate(rows.step(t)).transition
+                step = self._copy.policy.transition(rows.step(t))
                 states.append(draw(step, noise(rows, int(rows.step_indices[0, t]))))
                 log_probs.append(log_prob(step, states[-1], convention=convention))
             batches.append(

@@ -105,6 +105,8 @@ def _updates(config: Config, model: FlowModel, num_processes: int) -> list[Row]:
     mini = config.samples_per_mini_batch(num_processes)
     micro = actor.ppo_micro_batch_size_per_gpu
     size = config.rollout.window()[0]
+    together = actor.steps_per_forward or size
+    guidance = 2 if model.cfg_scale(config.rollout.spec()) > 1 else 1
     batches = 1 + config.rollout.reuse
     updates = prompts // actor.ppo_mini_batch_size * batches * actor.ppo_epochs
     steps = config.trainer.total_training_steps
@@ -117,8 +119,14 @@ def _updates(config: Config, model: FlowModel, num_processes: int) -> list[Row]:
         ),
         (
             "micro-batches each",
-            f"{mini // micro * size}",
-            f"{mini} / {micro} samples x {size} stochastic steps",
+            f"{mini // micro * math.ceil(size / together)}",
+            f"{mini} / {micro} samples x {size} stochastic steps, {together} at once",
+        ),
+        (
+            "rows of a micro-batch",
+            f"{micro * together * guidance}",
+            f"{micro} samples x {together} steps at once"
+            f"{' x 2 (guidance)' if guidance == 2 else ''}; its activations grow with them",
         ),
         ("steps", f"{steps:,}", f"{steps * images:,} {model.makes}s in all"),
         ("updates", f"{config.total_updates():,}", f"{updates} per step{fewer}"),

@@ -75,6 +75,12 @@ def _check_sizes(config: Config, num_processes: int) -> None:
             f"a mini-batch on one process (actor.ppo_mini_batch_size={mini} x "
             f"rollout.n={config.rollout.n} / {num_processes})"
         )
+    steps = config.actor.steps_per_forward
+    if config.model.kind == "diffusion" and (steps or 1) > config.rollout.window()[0]:
+        raise ValueError(
+            f"actor.steps_per_forward={steps}: a window has {config.rollout.window()[0]} SDE steps "
+            "(rollout.algo.sde_window_size); give at most that, or null for all of them"
+        )
     chunk = config.rollout.micro_batch_size_per_gpu
     if chunk is not None and chunk < 1:
         raise ValueError(f"rollout.micro_batch_size_per_gpu={chunk}: give at least 1, or null")
@@ -91,6 +97,12 @@ def _check_alignment(config: Config) -> None:
         raise ValueError(
             "actor.replay=aligned: a saved rollout (data.replay_dir) does not tell which samples "
             "were evaluated together; drop one of them"
+        )
+    if config.actor.steps_per_forward != 1:
+        raise ValueError(
+            "actor.replay=aligned evaluates together what the rollout did, one step of each "
+            f"sample, but actor.steps_per_forward={config.actor.steps_per_forward}: set it to 1, "
+            "or drop actor.replay"
         )
     chunk = config.rollout.micro_batch_size_per_gpu
     micro = config.actor.ppo_micro_batch_size_per_gpu
@@ -119,6 +131,12 @@ def _check_other_kind(config: Config) -> None:
             "diffusion",
             config.actor.diffusion_loss,
             default.actor.diffusion_loss,
+        ),
+        (
+            "actor.steps_per_forward",
+            "diffusion",
+            config.actor.steps_per_forward,
+            default.actor.steps_per_forward,
         ),
         *(
             (

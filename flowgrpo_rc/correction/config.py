@@ -98,8 +98,8 @@ class RolloutCorrectionConfig(Presets):
     exclude_rejected: a sample whose steps are all rejected leaves the baseline of its group; null:
         in decoupled mode.
     bypass_level: what the correction of images sees in bypass mode: each `step` alone, or the
-        sample's whole `window` (one more forward), so that criteria and weights of sequences mean
-        the trajectory.
+        sample's whole `window`, so that criteria and weights of sequences mean the trajectory. That
+        takes one more forward of each step, unless `actor.steps_per_forward` covers the window.
     log_prob_scale: for study, images only: `sum` corrects by the sum of the log-density over latent
         elements, whose ratio is that of the densities; `mean` by their mean, as the loss does.
     metric_names: `verl`, `slime` or `both`.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.models.base import FlowModel, Schedule
-from flowgrpo_rc.models.layout import check_size, linear_schedule, to_uint8, unpack
+from flowgrpo_rc.models.layout import check_size, input_dtype, linear_schedule, to_uint8, unpack
 
 
 class Flux(FlowModel):
@@ -84,14 +84,16 @@ class Flux(FlowModel):
         positions = torch.cartesian_prod(*axes).to(latents.dtype)
         guidance = latents.new_full((len(latents),), spec.guidance_scale)
 
+        dtype = input_dtype(transformer)
+
         def predict(text: Conditioning) -> Tensor:
             assert text.pooled is not None, "FLUX conditioning has a pooled embedding"
             predicted: Tensor = transformer(
-                hidden_states=latents.to(transformer.dtype),
+                hidden_states=latents.to(dtype),
                 timestep=timesteps / 1000,
                 guidance=guidance if transformer.config.guidance_embeds else None,
-                pooled_projections=text.pooled.to(transformer.dtype),
-                encoder_hidden_states=text.embeds.to(transformer.dtype),
+                pooled_projections=text.pooled.to(dtype),
+                encoder_hidden_states=text.embeds.to(dtype),
                 txt_ids=positions.new_zeros(text.embeds.shape[1], 3),
                 img_ids=positions,
                 return_dict=False,

@@ -15,6 +15,23 @@ from flowgrpo_rc.batch import SamplerSpec
 from flowgrpo_rc.models.base import Schedule
 
 
+def input_dtype(transformer: Any) -> torch.dtype:
+    """Returns the precision of the inputs that a transformer takes, as its `dtype` does.
+
+    `ModelMixin.dtype` walks through all modules in search of a hook, at every call. Only the first
+    parameter is needed here.
+
+    Args:
+      transformer: a model of diffusers.
+    """
+    kept = transformer._keep_in_fp32_modules or ()
+    return next(
+        parameter.dtype
+        for name, parameter in transformer.named_parameters()
+        if parameter.is_floating_point() and not any(part in name for part in kept)
+    )
+
+
 def check_size(spec: SamplerSpec, *, multiple: int, largest: int | None = None) -> None:
     """Checks height and width of a picture.
 

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.models.base import FlowModel, Schedule
-from flowgrpo_rc.models.layout import check_size, linear_schedule, to_uint8, unpack, unscaled
+from flowgrpo_rc.models.layout import (
+    check_size,
+    input_dtype,
+    linear_schedule,
+    to_uint8,
+    unpack,
+    unscaled,
+)
 
 
 class QwenImage(FlowModel):
@@ -74,11 +81,13 @@ class QwenImage(FlowModel):
     ) -> Tensor:
         """Predicts the velocity. A guided one keeps the length that it has without guidance."""
 
+        dtype = input_dtype(transformer)
+
         def predict(text: Conditioning) -> Tensor:
             predicted: Tensor = transformer(
-                hidden_states=latents.to(transformer.dtype),
+                hidden_states=latents.to(dtype),
                 timestep=timesteps / 1000,
-                encoder_hidden_states=text.embeds.to(transformer.dtype),
+                encoder_hidden_states=text.embeds.to(dtype),
                 encoder_hidden_states_mask=text.mask,
                 img_shapes=[[(1, *self._patches(spec))]] * len(latents),
                 return_dict=False,

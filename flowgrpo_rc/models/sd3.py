@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.models.base import FlowModel, Schedule
-from flowgrpo_rc.models.layout import check_size, dynamic_shift, to_uint8
+from flowgrpo_rc.models.layout import check_size, dynamic_shift, input_dtype, to_uint8
 
 
 class StableDiffusion3(FlowModel):
@@ -87,7 +87,7 @@ class StableDiffusion3(FlowModel):
             timesteps = torch.cat([timesteps] * 2)
             embeds = torch.cat([negative.embeds, embeds])
             pooled = torch.cat([_pooled(negative), pooled])
-        dtype = transformer.dtype
+        dtype = input_dtype(transformer)
         predicted = transformer(
             hidden_states=latents.to(dtype),
             timestep=timesteps,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.models.base import FlowModel, Schedule
-from flowgrpo_rc.models.layout import check_size, to_uint8, unscaled
+from flowgrpo_rc.models.layout import check_size, input_dtype, to_uint8, unscaled
 
 
 class Wan(FlowModel):
@@ -104,11 +104,13 @@ class Wan(FlowModel):
             # The transformer of Wan 2.2 TI2V takes a timestep for each token.
             timesteps = timesteps.unsqueeze(1).expand(-1, self._num_tokens(latents))
 
+        dtype = input_dtype(transformer)
+
         def predict(text: Conditioning) -> Tensor:
             predicted: Tensor = transformer(
-                hidden_states=latents.to(transformer.dtype),
+                hidden_states=latents.to(dtype),
                 timestep=timesteps,
-                encoder_hidden_states=text.embeds.to(transformer.dtype),
+                encoder_hidden_states=text.embeds.to(dtype),
                 return_dict=False,
             )[0]
             return predicted.float()

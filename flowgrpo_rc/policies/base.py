@@ -5,7 +5,8 @@ Legend:
     b, t  samples of a micro-batch, and steps that one forward evaluates
 
 A micro-batch is a few rows of a batch. One forward may evaluate only some of its steps, so the
-policy cuts it into pieces: a flow policy one per step, a token policy one with all tokens.
+policy cuts it into pieces: a flow policy into one or several steps each, a token policy not at all.
+A loss may have to see less at once than a forward evaluates, which `steps` is for.
 """
 
 from __future__ import annotations
@@ -125,6 +126,21 @@ class Policy(ABC, Generic[B, E]):
         """
 
     @abstractmethod
+    def steps(self, piece: B, now: Any) -> Iterator[tuple[B, Any]]:
+        """Cuts an evaluated piece into what a loss sees at once.
+
+        So a loss of single steps gives the same however many of them one forward evaluates.
+
+        Args:
+          piece: the recorded steps, [b, t].
+          now: what was found on them, [b, t]: an `Evaluation`.
+
+        Returns:
+          Pairs of both, in the order of the steps: a flow policy's of one step each, [b, 1], a
+          token policy's of all tokens.
+        """
+
+    @abstractmethod
     def divergence(self, now: E, reference: E, piece: B) -> Tensor:
         """Estimates KL(now | reference) at each step.
 
@@ -234,6 +250,21 @@ def nudge(values: Tensor, dtype: torch.dtype) -> Tensor:
     signs = (2 * torch.randint(2, values.shape, generator=source) - 1).to(values.device)
     # In fp32, since the factor has one digit more than `dtype` holds.
     return (values.to(dtype).float() * (1 + signs * torch.finfo(dtype).eps / 2)).to(dtype)
+
+
+def cut(whole: Any, step: int) -> Any:
+    """Returns one step of what was found on several steps, the inverse of `join` along `dim=1`.
+
+    Args:
+      whole: a NamedTuple whose fields are [b, t, ...], None, or such tuples again.
+      step: which of the steps.
+
+    Returns:
+      The same with fields [b, 1, ...].
+    """
+    if isinstance(whole, tuple):
+        return type(whole)(*(cut(column, step) for column in whole))
+    return None if whole is None else whole[:, step : step + 1]
 
 
 def join(parts: Sequence[Any], dim: int) -> Any:

@@ -1,6 +1,7 @@
 """A flow model as a stochastic policy: sampling and re-evaluation through the same transition code.
 
-Legend: B samples, T steps of the SDE window, S denoising steps of the schedule.
+Legend: B samples, T steps of the SDE window, S denoising steps of the schedule; b samples and t
+steps of one forward of the update, which sees them as b t rows.
 
 All maths outside the transformer is in fp32, on the stored fp32 latents. Sigmas are taken by index
 from one schedule. So a replay in fp32 and in the same batch shape has a log-ratio of exactly 0.
@@ -27,7 +28,7 @@ from flowgrpo_rc.core.transition import (
     sample,
 )
 from flowgrpo_rc.models.base import FlowModel, Schedule
-from flowgrpo_rc.policies.base import Policy, nudge
+from flowgrpo_rc.policies.base import Policy, cut, nudge
 from flowgrpo_rc.policies.scheduler import step_transition
 
 NoiseSource = Callable[[int], Tensor]  # step index -> standard normal noise [B, ...]
@@ -53,42 +54,17 @@ class Trajectory(NamedTuple):
 
 
 class StepEvaluation(NamedTuple):
-    """A flow policy on one recorded step of each sample.
+    """A flow policy on recorded steps; differentiable in the weights.
 
     Attributes:
-      log_prob: log-probability of the step, [B], in nats per element.
-      transition: the Gaussian of the step.
-      sigma: noise level before the step, [B].
-      sigma_next: noise level after the step, [B].
-      kl: exact KL from the old policy, [B], in nats per element; None if the batch holds no means.
-      centered: centered log-ratio to the rollout, [B]; None if the batch does not hold its means.
+      log_probs: log-probability of each step, [b, t], in nats per element.
+      gaussian: the Gaussians of the steps, [b, t].
+      means: their means, [b, t, ...].
     """
 
-    log_prob: Tensor
-    transition: Transition
-    sigma: Tensor
-    sigma_next: Tensor
-    kl: Tensor | None
-    centered: Tensor | None
-
-    @property
-    def log_probs(self) -> Tensor:
-        """Returns the log-probability of the step, [B, 1]."""
-        return self.log_prob.unsqueeze(1)
-
-    @property
-    def gaussian(self) -> GaussianSteps:
-        """Returns the Gaussian of the step, [B, 1]."""
-        std = self.transition.std.flatten(1)[:, :1]
-        dt = (self.sigma_next - self.sigma).unsqueeze(1)
-        kl = None if self.kl is None else self.kl.unsqueeze(1)
-        centered = None if self.centered is None else self.centered.unsqueeze(1)
-        return GaussianSteps(std, dt, kl, centered)
-
-    @property
-    def means(self) -> Tensor:
-        """Returns the mean of the step, [B, 1, ...]."""
-        return self.transition.mean.unsqueeze(1)
+    log_probs: Tensor
+    gaussian: GaussianSteps
+    means: Tensor
 
 
 class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
@@ -100,6 +76,8 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
       model: encodes, decodes and predicts velocities.
       network: the transformer of this policy.
       autocast: makes the context in which the transformer runs.
+      steps_per_forward: SDE steps of a sample that one forward of the update evaluates; None for
+        all of its window.
     """
 
     def __init__(
@@ -108,10 +86,12 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         network: Any,
         *,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        steps_per_forward: int | None = 1,
     ) -> None:
         self.model = model
         self.network = network
         self._autocast = autocast
+        self._steps_per_forward = steps_per_forward
 
     @torch.no_grad()
     def rollout(
@@ -150,49 +130,84 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
             velocity, schedule, latents, spec, window, noise, keep_means=keep_means
         )
 
-    def evaluate(self, piece: DiffusionBatch) -> StepEvaluation:
-        """Evaluates this policy on one recorded step of each sample.
+    def transition(self, piece: DiffusionBatch) -> Transition:
+        """Computes the Gaussians of recorded steps, all in one forward.
 
         Args:
-          piece: a batch with T = 1.
+          piece: the recorded steps, [b, t].
 
         Returns:
-          Log-probability and Gaussian of the step, differentiable in the weights.
+          The Gaussian of each step in a row of its own, [b t, ...]: the steps of a sample follow
+          each other. Differentiable in the weights.
         """
-        x = piece.all_latents[:, 0]
-        x_next = piece.all_latents[:, 1]
-        steps = piece.step_indices[:, 0]
-        conditioning = piece.conditioning[piece.prompt_index]
-        negative = None if piece.negative is None else piece.negative[piece.prompt_index]
-        # Samples of a group may have this state in common only at the same step.
-        group = piece.group * len(piece.sigmas) + steps
-        timesteps = piece.all_timesteps[:, 0]
+        x = piece.all_latents[:, :-1].flatten(0, 1)
+        prompts = piece.prompt_index.repeat_interleave(piece.num_steps)
+        negative = None if piece.negative is None else piece.negative[prompts]
+        timesteps = piece.all_timesteps.flatten()
+        steps = piece.step_indices.flatten()
+        # Samples of a group may have a state in common only at the same step.
+        group = piece.group.repeat_interleave(piece.num_steps) * len(piece.sigmas) + steps
+        conditioning = piece.conditioning[prompts]
         v = self._velocity(x, timesteps, conditioning, negative, piece.spec, group)
-        step = _transition(x, v, piece.sigmas, steps, piece.spec)
+        return _transition(x, v, piece.sigmas, steps, piece.spec)
+
+    def evaluate(self, piece: DiffusionBatch) -> StepEvaluation:
+        """Evaluates this policy on recorded steps, all in one forward.
+
+        Args:
+          piece: the recorded steps, [b, t].
+
+        Returns:
+          Log-probabilities and Gaussians of the steps, differentiable in the weights.
+        """
+
+        def unfolded(rows: Tensor) -> Tensor:
+            return rows.unflatten(0, (len(piece), piece.num_steps))
+
+        step = self.transition(piece)
+        x_next = piece.all_latents[:, 1:].flatten(0, 1)
         convention = piece.spec.log_prob_convention
-        value = log_prob(step, x_next, convention=convention)
         kl = None
         old_means = piece.prev_sample_mean if piece.old_means is None else piece.old_means
         if old_means is not None:
-            kl = gaussian_kl(step.mean, old_means[:, 0], step.std)
+            kl = unfolded(gaussian_kl(step.mean, old_means.flatten(0, 1), step.std))
         centered = None
         if piece.prev_sample_mean is not None:
-            rollout_mean = piece.prev_sample_mean[:, 0]
-            centered = centered_log_ratio(step, rollout_mean, x_next, convention=convention)
-        sigma = piece.sigmas[steps]
-        sigma_next = piece.sigmas[steps + 1]
-        return StepEvaluation(value, step, sigma, sigma_next, kl, centered)
+            rollout_mean = piece.prev_sample_mean.flatten(0, 1)
+            centered = unfolded(
+                centered_log_ratio(step, rollout_mean, x_next, convention=convention)
+            )
+        std = unfolded(step.std.flatten(1)[:, 0])
+        dt = piece.sigmas[piece.step_indices + 1] - piece.sigmas[piece.step_indices]
+        return StepEvaluation(
+            log_probs=unfolded(log_prob(step, x_next, convention=convention)),
+            gaussian=GaussianSteps(std, dt, kl, centered),
+            means=unfolded(step.mean),
+        )
 
     def pieces(self, micro: DiffusionBatch) -> Iterator[DiffusionBatch]:
-        """Cuts a micro-batch into its SDE steps: a forward sees one timestep of each sample.
+        """Cuts a micro-batch into the SDE steps of each forward.
 
         Args:
           micro: the micro-batch, [b, T].
 
         Returns:
-          T batches with one step each, in order.
+          Batches of `steps_per_forward` steps each, in order; the last one may have fewer.
         """
-        return (micro.step(t) for t in range(micro.num_steps))
+        size = self._steps_per_forward or micro.num_steps
+        return (micro.steps(start, start + size) for start in range(0, micro.num_steps, size))
+
+    def steps(self, piece: DiffusionBatch, now: Any) -> Iterator[tuple[DiffusionBatch, Any]]:
+        """Cuts an evaluated piece into its SDE steps.
+
+        Args:
+          piece: the recorded steps, [b, t].
+          now: what was found on them, [b, t].
+
+        Returns:
+          t pairs of both, of one step each.
+        """
+        return ((piece.step(t), cut(now, t)) for t in range(piece.num_steps))
 
     def divergence(
         self, now: StepEvaluation, reference: StepEvaluation, piece: DiffusionBatch
@@ -202,21 +217,23 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         Args:
           now: the current policy on the piece.
           reference: the reference policy on the piece.
-          piece: the recorded steps, [B, 1].
+          piece: the recorded steps, [b, t].
 
         Returns:
-          The divergence, [B, 1], in nats per element; differentiable in `now`.
+          The divergence, [b, t], in nats per element; differentiable in `now`.
 
         See "Flow-GRPO", https://arxiv.org/abs/2505.05470, section 4.2.
         """
+        mean = now.means.flatten(0, 1)
+        steps = piece.step_indices.flatten()
         kl = reference_kl(
-            now.transition,
-            reference.transition.mean,
-            now.sigma,
-            now.sigma_next,
+            Transition(mean, now.gaussian.std.reshape(-1, *[1] * (mean.ndim - 1))),
+            reference.means.flatten(0, 1),
+            piece.sigmas[steps],
+            piece.sigmas[steps + 1],
             kind=piece.spec.sde_type,
         )
-        return kl.unsqueeze(1)
+        return kl.view_as(now.log_probs)
 
     def cells(self, batch: DiffusionBatch) -> Tensor:
         """Returns the position of each step in the schedule, since the mismatch depends on it.
@@ -252,7 +269,12 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         Returns:
           A policy that shares the transformer.
         """
-        return FlowPolicy(self.model, self.network, autocast=autocast)
+        return FlowPolicy(
+            self.model,
+            self.network,
+            autocast=autocast,
+            steps_per_forward=self._steps_per_forward,
+        )
 
     def nudged(self) -> FlowPolicy:
         """Returns this policy with the text embeddings moved by `nudge`.
@@ -260,7 +282,12 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         Returns:
           A policy that shares the transformer.
         """
-        return _NudgedFlowPolicy(self.model, self.network, autocast=self._autocast)
+        return _NudgedFlowPolicy(
+            self.model,
+            self.network,
+            autocast=self._autocast,
+            steps_per_forward=self._steps_per_forward,
+        )
 
     def _velocity(
         self,

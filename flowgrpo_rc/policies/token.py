@@ -157,6 +157,18 @@ class TokenPolicy(Policy[TokenBatch, TokenEvaluation]):
         """
         yield micro
 
+    def steps(self, piece: TokenBatch, now: Any) -> Iterator[tuple[TokenBatch, Any]]:
+        """Returns the whole piece: a loss sees all tokens.
+
+        Args:
+          piece: recorded responses, [b, T].
+          now: what was found on them, [b, T].
+
+        Returns:
+          One pair of both.
+        """
+        yield piece, now
+
     def divergence(
         self, now: TokenEvaluation, reference: TokenEvaluation, piece: TokenBatch
     ) -> Tensor:

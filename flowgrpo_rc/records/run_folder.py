@@ -43,6 +43,7 @@ _FREE = (
     "trainer.strategy",
     "trainer.timeout_s",
     "actor.ppo_micro_batch_size_per_gpu",
+    "actor.steps_per_forward",
     "rollout.micro_batch_size_per_gpu",
 )
 

@@ -75,6 +75,8 @@ class ActorConfig:
     ppo_mini_batch_size: prompts of one optimizer step, of all processes together.
     ppo_micro_batch_size_per_gpu: samples per forward and backward of one process; changes no
         result.
+    steps_per_forward: SDE steps of a sample per forward and backward of the update; null: all of
+        its window. More is faster where memory allows; changes no result.
     ppo_epochs: passes over a step's samples.
     use_kl_loss: add the KL to the base model (the adapter switched off) to the loss.
     kl_loss_coef: what that KL is multiplied by.
@@ -87,6 +89,7 @@ class ActorConfig:
 
     ppo_mini_batch_size: int = 24
     ppo_micro_batch_size_per_gpu: int = 8
+    steps_per_forward: int | None = 1
     ppo_epochs: int = 1
     use_kl_loss: bool = False
     kl_loss_coef: float = 0.04
@@ -102,6 +105,11 @@ class ActorConfig:
         for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"actor.{name}={getattr(self, name)}: give at least 1")
+        if self.steps_per_forward is not None and self.steps_per_forward < 1:
+            raise ValueError(
+                f"actor.steps_per_forward={self.steps_per_forward}: give at least 1, or null for "
+                "all steps of the window"
+            )
         if self.use_kl_loss and not self.kl_loss_coef > 0:
             raise ValueError(
                 f"actor.kl_loss_coef={self.kl_loss_coef} with actor.use_kl_loss=true: give more "

@@ -13,7 +13,7 @@ Legend: b rows of a micro-batch, t steps that one forward evaluates, B and T tho
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -119,10 +119,19 @@ class Mode(ABC):
         """Returns a piece as the loss takes it, and the Gaussians of its steps.
 
         Args:
-          piece: what one forward evaluated, [b, t].
-          now: what that forward says of the current policy.
+          piece: what one call of the loss sees, [b, t].
+          now: what a forward says of the current policy on it.
           updates: how many updates of the iteration came before.
         """
+
+    def seen_at_once(self, piece: Batch, now: Evaluation) -> Iterable[tuple[Batch, Any]]:
+        """Cuts an evaluated piece into what one call of the loss sees, with what was found on it.
+
+        Args:
+          piece: what one forward evaluated, [b, t].
+          now: what that forward says of the current policy.
+        """
+        return [(piece, now)] if self.whole_windows else self.policy.steps(piece, now)
 
     def leave(self, batch: Batch, old: Measured) -> Batch:
         """Returns the batch with forwards from before any update as its old policy."""

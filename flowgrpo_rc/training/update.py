@@ -1,6 +1,6 @@
 """The update: a batch of trajectories becomes optimizer steps on the LoRA.
 
-Legend: b rows of a micro-batch, t steps that one forward evaluates.
+Legend: b rows of a micro-batch, t steps that one forward evaluates or one loss sees.
 """
 
 from __future__ import annotations
@@ -156,12 +156,13 @@ class PolicyUpdate:
         decided_rows = []
         for start in range(0, len(mini), size):
             micro = mini.rows(start, start + size)
-            if self._mode.whole_windows and micro.num_steps > 1:
+            pieces = list(self._policy.pieces(micro))
+            if self._mode.whole_windows and len(pieces) > 1:
                 micro_parts, decision = self._accumulate_window(micro, metrics)
                 parts = parts + micro_parts
                 decided_rows.append(decision)
                 continue
-            found = [self._accumulate(piece, metrics) for piece in self._policy.pieces(micro)]
+            found = [self._accumulate(piece, metrics) for piece in pieces]
             parts = parts + sum(piece_parts for piece_parts, _, _ in found)
             measured_rows.append(join([measured for _, measured, _ in found], dim=1))
             decided_rows.append(join([decision for _, _, decision in found], dim=1))
@@ -201,26 +202,35 @@ class PolicyUpdate:
         """
         now = self._policy.evaluate(piece)
         keep_means = self._mode.keep_means and piece.old_log_probs is None
+        seen = [self._seen(*part) for part in self._mode.seen_at_once(piece, now)]
+        total = torch.stack([one.terms.total for one in seen]).sum()
+        if self._config.use_kl_loss:
+            share = torch.cat([one.terms.share for one in seen], 1)
+            total = total + self._penalty(now, piece, share, metrics)
+        total.backward()
+        for one in seen:
+            metrics.merge(one.terms.metrics)
+            self._observe(one)
+        parts = torch.stack([one.terms.parts() for one in seen]).sum(0)
+        decision = join([one.piece.rejection_mask for one in seen], dim=1)
+        return parts, Measured.of(now, keep_means=keep_means), decision
+
+    def _seen(self, piece: Batch, now: Evaluation) -> Seen:
+        """Computes the loss of what it sees at once, [b, t]."""
         piece, gaussian = self._mode.enter(piece, now, updates=self._updates_here)
         terms = self._loss(now.log_probs, piece, gaussian)
-        total = terms.total
-        if self._config.use_kl_loss:
-            total = total + self._penalty(now, piece, terms.share, metrics)
-        total.backward()
-        metrics.merge(terms.metrics)
-        self._observe(Seen(piece, now.log_probs, gaussian, terms))
-        return terms.parts(), Measured.of(now, keep_means=keep_means), piece.rejection_mask
+        return Seen(piece, now.log_probs, gaussian, terms)
 
     def _accumulate_window(self, micro: Batch, metrics: MetricBag) -> tuple[Tensor, Tensor | None]:
-        """Adds the gradient of a loss of all steps of a sample, with the memory of one step.
+        """Adds the gradient of a loss of all steps of a sample, with the memory of one forward.
 
         By the chain rule, in two passes:
 
             d loss / d weights = sum_t (d loss / d log_prob_t) (d log_prob_t / d weights)
 
         The first evaluates all steps without graphs and differentiates the loss by their log-probs.
-        The second evaluates one step at a time with a graph, and multiplies. The exact KL and the
-        centered log-ratio of the steps, if the loss reads them, are treated like the log-probs.
+        The second evaluates the steps of one forward with a graph, and multiplies. The exact KL and
+        the centered log-ratio of the steps, if the loss reads them, are treated like the log-probs.
 
         Args:
           micro: samples with all steps of their windows, [b, T].

@@ -122,6 +122,7 @@ def test_the_reference_recipe_by_hand() -> None:
         "forwards with backward": "2,592",
         "mini-batches per step": "2",
         "micro-batches each": "72",
+        "rows of a micro-batch": "18",
         "steps": "1,000",
         "updates": "2,000",
     }

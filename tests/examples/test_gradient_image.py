@@ -27,7 +27,7 @@ def test_a_centered_gradient_credits_the_noise_of_the_rollout() -> None:
     parameters = list(lora_parameters(images.network).values())
     total = torch.zeros(len(plain))
     for t, piece in enumerate(images.policy.pieces(batch)):
-        step = images.policy.evaluate(piece).transition
+        step = images.policy.transition(piece)
         noise = (batch.all_latents[:, t + 1] - batch.prev_sample_mean[:, t]) / step.std
         credit = (noise * step.mean / step.std).flatten(1).mean(1)
         value = -(advantages * credit).sum() / advantages.numel() / batch.num_steps

@@ -215,14 +215,12 @@ def test_in_bypass_mode_the_anchor_is_the_rollout(model: FlowModel, level: str) 
     )
     total = torch.zeros(())
     for t in range(4):
-        step = policy.evaluate(batch.step(t))
+        step = policy.transition(batch.step(t))
         old = batch.prev_sample_mean[:, t]
-        std = step.transition.std
+        std = step.std
         dt = batch.sigmas[t + 1] - batch.sigmas[t]
         log_ratio = (
-            ((step.transition.mean - old) * (batch.all_latents[:, t + 1] - old) / std)
-            .flatten(1)
-            .mean(1)
+            ((step.mean - old) * (batch.all_latents[:, t + 1] - old) / std).flatten(1).mean(1)
         )
         total = total + (-advantages[:, t] * log_ratio.exp()).sum() / -dt
     expect = torch.autograd.grad(total, update.parameters, allow_unused=True)

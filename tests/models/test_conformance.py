@@ -20,7 +20,8 @@ from support.tiny_models import VARIANTS, Tiny
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch, Prompt, PromptBatch, SamplerSpec
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.export.lora import export_lora
-from flowgrpo_rc.models.base import FlowModel, adapters_by_pipeline
+from flowgrpo_rc.models.base import DTYPES, FlowModel, adapters_by_pipeline
+from flowgrpo_rc.models.layout import input_dtype
 from flowgrpo_rc.models.lora import add_lora, lora_parameters, reference_policy
 from flowgrpo_rc.policies.encode_prompts import encode_prompts
 from flowgrpo_rc.policies.flow import FlowPolicy
@@ -124,6 +125,13 @@ def test_the_checkpoint_is_wrapped_by_its_adapter(any_subject: Subject) -> None:
         model.check(any_subject.tiny.spec("sde", any_subject.tiny.guided), key)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_precision_of_the_inputs_is_that_of_diffusers(any_subject: Subject, dtype: str) -> None:
+    model = any_subject.load(dtype)
+    network = add_lora(model, any_subject.config(dtype=dtype), seed=0)
+    assert input_dtype(network) == network.dtype == DTYPES[dtype]
+
+
 def test_the_schedule_goes_from_exactly_one_to_zero(any_subject: Subject) -> None:
     """With a first sigma slightly below 1 the first `sde` step would have a thousand times the
     noise.
@@ -150,9 +158,11 @@ def test_fp32_replay_is_bitwise_exact(any_subject: Subject, kind: str, guidance:
     assert torch.isfinite(batch.rollout_log_probs).all()
     assert torch.equal(difference(model, network, batch), torch.zeros(4, 3))
     policy = FlowPolicy(model, network)
-    with_gradient = torch.stack([policy.evaluate(batch.step(t)).log_prob for t in range(3)], 1)
+    with_gradient = torch.cat([policy.evaluate(batch.step(t)).log_probs for t in range(3)], 1)
     assert with_gradient.requires_grad
     assert torch.equal(with_gradient.detach(), batch.rollout_log_probs)
+    together = FlowPolicy(model, network, steps_per_forward=None).log_probs(batch, 4)
+    torch.testing.assert_close(together, batch.rollout_log_probs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("guidance", GUIDANCE)
@@ -247,7 +257,7 @@ def test_an_export_gives_the_same_pictures_in_the_stock_pipeline(
 def gradients(
     model: FlowModel, network: Any, batch: DiffusionBatch
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    value = FlowPolicy(model, network).evaluate(batch.step(1)).log_prob
+    value = FlowPolicy(model, network).evaluate(batch.step(1)).log_probs
     network.zero_grad()
     value.sum().backward()
     return value.detach(), {

@@ -28,8 +28,8 @@ def test_fp32_replay_is_bitwise_exact(
     replayed = policy.log_probs(batch, 4)
     assert torch.isfinite(replayed).all()
     assert torch.equal(replayed, batch.rollout_log_probs)
-    with_gradient = torch.stack(
-        [policy.evaluate(batch.step(t)).log_prob for t in range(batch.num_steps)], 1
+    with_gradient = torch.cat(
+        [policy.evaluate(batch.step(t)).log_probs for t in range(batch.num_steps)], 1
     )
     assert with_gradient.requires_grad
     assert torch.equal(with_gradient.detach(), batch.rollout_log_probs)

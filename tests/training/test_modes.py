@@ -262,7 +262,7 @@ class Noisy(Counting):
 
     def evaluate(self, batch: DiffusionBatch) -> StepEvaluation:
         found = super().evaluate(batch)
-        return found._replace(log_prob=found.log_prob + 1e-5 * self.forwards)
+        return found._replace(log_probs=found.log_probs + 1e-5 * self.forwards)
 
 
 def test_the_first_ratio_is_exactly_1(policy: Counting) -> None:

@@ -50,9 +50,9 @@ def test_gradient_equals_one_big_batch(model: FlowModel) -> None:
     policy = FlowPolicy(model, model.transformer)
     total = 0.0
     for t in range(2):
-        step = policy.evaluate(batch.step(t))
+        step = policy.transition(batch.step(t))
         x_next = batch.all_latents[:, t + 1]
-        ratio = torch.exp(log_prob(step.transition, x_next) - batch.rollout_log_probs[:, t])
+        ratio = torch.exp(log_prob(step, x_next) - batch.rollout_log_probs[:, t])
         total = total - (batch.advantages[:, t] * ratio).sum() / 8
     wanted = torch.autograd.grad(total, update.parameters, allow_unused=True)
     norm = torch.sqrt(

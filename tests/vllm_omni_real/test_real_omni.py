@@ -200,7 +200,7 @@ def test_a_batch_is_that_of_the_diffusers_engine(case: Case, kind: str, guidance
         else:
             assert mine == theirs, field.name
     policy = FlowPolicy(case.model, case.model.network)
-    assert (policy.evaluate(found.step(1)).transition.mean - mean[:, 1]).abs().max() < 1e-5
+    assert (policy.transition(found.step(1)).mean - mean[:, 1]).abs().max() < 1e-5
     for chunk, other in zip(chunks, others, strict=True):
         assert abs(chunk.samples.astype(int) - other.samples).max() <= 1
         assert chunk.prompts == other.prompts

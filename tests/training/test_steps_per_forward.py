@@ -1,0 +1,260 @@
+"""`actor.steps_per_forward`: several SDE steps in one forward change nothing but the time."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from accelerate import Accelerator
+from support.builders import loss_config
+from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
+from support.modes import mode_of
+from support.runs import Train
+from support.subjects import with_own_network
+from torch import Tensor
+
+from flowgrpo_rc.batch import DiffusionBatch
+from flowgrpo_rc.cli import main
+from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.correction.auto_bands import AutoBands
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig
+from flowgrpo_rc.losses.diffusion import DiffusionObjective
+from flowgrpo_rc.models.base import FlowModel, ModelConfig, load_model
+from flowgrpo_rc.models.lora import lora_parameters
+from flowgrpo_rc.policies.flow import FlowPolicy, StepEvaluation
+from flowgrpo_rc.training.config import ActorConfig
+from flowgrpo_rc.training.optim import OptimConfig
+from flowgrpo_rc.training.update import PolicyUpdate
+
+# Forwards of 4 steps in pieces of 1, of 3 and 1, and of all.
+SIZES = {1: 4, 3: 2, None: 1}
+BYPASS = {"bypass_mode": True}
+WINDOW = {"bypass_mode": True, "bypass_level": "window"}
+BAND = {"rollout_rs_threshold": "0.9999_1.0001"}
+CASES: dict[str, dict[str, Any]] = {
+    "bypass": BYPASS | BAND | {"rollout_rs": "token_k1", "rollout_is": "token"},
+    "bypass sequence": BYPASS | BAND | {"rollout_rs": "seq_mean_k1"},
+    "bypass auto": BYPASS | {"rollout_rs": "token_k1", "rollout_rs_threshold": "auto:4"},
+    "bypass centered": BYPASS | {"centered": True},
+    "bypass normalized": BYPASS
+    | {"loss_type": "reinforce", "rollout_is": "sequence", "rollout_is_batch_normalize": True},
+    "window": WINDOW | BAND | {"rollout_rs": "seq_mean_k1"},
+    "window auto": WINDOW | {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "auto:4"},
+    "window reinforce": WINDOW | {"loss_type": "reinforce", "rollout_is": "sequence"},
+    "decoupled": BAND | {"rollout_rs": "seq_mean_k1", "rollout_is": "sequence"},
+    "decoupled reused": BAND | {"rollout_rs": "token_k1", "rollout_is": "token"},
+    "decoupled centered": {"centered": True},
+}
+KL = {"use_kl_loss": True, "kl_loss_coef": 10.0}
+
+
+class Counted(FlowPolicy):
+    """Counts the forwards that are differentiated."""
+
+    count = 0
+
+    def evaluate(self, piece: DiffusionBatch) -> StepEvaluation:
+        self.count += torch.is_grad_enabled()
+        return super().evaluate(piece)
+
+
+class Result(NamedTuple):
+    """What an iteration did."""
+
+    gradients: list[Tensor]
+    metrics: dict[str, float]
+    decisions: list[Any]
+    forwards: int
+
+
+@pytest.fixture(scope="session")
+def fp64(checkpoint: Path) -> FlowModel:
+    return load_model(ModelConfig(path=str(checkpoint), dtype="fp64"), torch.device("cpu"))
+
+
+def sampled(model: FlowModel, window: str = "per_sample") -> DiffusionBatch:
+    """Samples with a LoRA in bf16; the batch is in the precision of the model."""
+    network = trained_lora(model)
+    for parameter in lora_parameters(network).values():
+        parameter.data = parameter.data.to(network.dtype)
+    spec = make_spec("sde", 4.5, dtype="bf16")
+    batch, _ = sample_images(model, network, spec, WINDOWS[window], keep_means=True)
+    advantages = torch.tensor([1.0, -1.0, 2.0, -0.5]).unsqueeze(1).expand(4, batch.num_steps)
+    return batch.replace(
+        advantages=advantages,
+        **{
+            name: getattr(batch, name).to(network.dtype)
+            for name in ("all_latents", "sigmas", "rollout_log_probs", "prev_sample_mean")
+        },
+    )
+
+
+def iterate(
+    model: FlowModel,
+    batch: DiffusionBatch,
+    size: int | None,
+    config: LossConfig,
+    actor: dict[str, Any],
+    *,
+    reuses: bool = False,
+) -> Result:
+    """Runs an iteration of two updates from the same weights."""
+    policy = Counted(model, model.transformer, steps_per_forward=size)
+    start = {name: p.detach().clone() for name, p in lora_parameters(policy.network).items()}
+    correction = config.rollout_correction
+    auto = correction.rules().auto
+    mode = mode_of(
+        correction,
+        policy,
+        micro_batch_size=2,
+        auto_bands=warm(AutoBands(auto, 5, torch.device("cpu")), batch) if auto else None,
+        own_forwards=reuses,
+        keep_means=config.diffusion_loss.needs_means,
+    )
+    update = PolicyUpdate(
+        policy,
+        ActorConfig(ppo_micro_batch_size_per_gpu=2, optim=OptimConfig(lr=1e-4), **actor),
+        DiffusionObjective(config).terms,
+        Processes(Accelerator(cpu=True)),
+        mode,
+        total_updates=10,
+    )
+    gradients: list[Tensor] = []
+    update._optimizer.register_step_pre_hook(
+        lambda *_: gradients.extend(copy.deepcopy([p.grad for p in update.parameters]))
+    )
+    metrics = update.run(mode.begin(batch, 1), 2)
+    mode.finish(metrics)
+    for name, parameter in lora_parameters(policy.network).items():
+        parameter.data.copy_(start[name])
+    return Result(gradients, metrics.compute(), mode.decisions.take(), policy.count)
+
+
+def warm(bands: AutoBands, batch: DiffusionBatch) -> AutoBands:
+    """Lets the bands see mismatches of about 1e-4."""
+    past = torch.linspace(-1e-4, 1e-4, 64).unsqueeze(1)
+    rows = batch.select(torch.zeros(64, dtype=torch.int64))
+    for t in range(5):
+        step = rows.step(0).replace(
+            step_indices=torch.full((64, 1), t), rollout_log_probs=torch.zeros_like(past)
+        )
+        bands.judge(step, past, None)
+    bands.finish(lambda rows: rows)
+    return bands
+
+
+def assert_equal(found: Result, expect: Result, *, tolerance: float) -> None:
+    assert found.metrics == pytest.approx(expect.metrics, rel=tolerance, abs=tolerance)
+    largest = max(gradient.abs().max().item() for gradient in expect.gradients)
+    assert len(found.gradients) == len(expect.gradients) > 0
+    assert largest > 0
+    for one, other in zip(found.gradients, expect.gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * largest)
+    assert len(found.decisions) == len(expect.decisions) > 0
+    for one, other in zip(found.decisions, expect.decisions, strict=True):
+        assert torch.equal(one.seed, other.seed)
+        assert torch.equal(one.cells, other.cells)
+        assert torch.equal(one.keep_mask, other.keep_mask)
+        assert (one.weights is None) == (other.weights is None)
+        if one.weights is not None:
+            torch.testing.assert_close(one.weights, other.weights, rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_correction_is_the_same(fp64: FlowModel, case: str) -> None:
+    model = with_own_network(fp64)
+    batch = sampled(model, "all")
+    correction = RolloutCorrectionConfig(**CASES[case])
+    correction.validate()
+    found = {
+        size: iterate(
+            model,
+            batch,
+            size,
+            loss_config(correction, clip=1e-4),
+            {},
+            own_forwards=case == "decoupled reused",
+        )
+        for size in SIZES
+    }
+    for size, forwards in SIZES.items():
+        assert found[size].forwards == 2 * forwards
+        assert_equal(found[size], found[1], tolerance=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("loss", "actor"),
+    [("flow_grpo", KL), ("flow_grpo", {"ppo_epochs": 2}), ("grpo_guard", {}), ("flow_dppo", KL)],
+)
+@pytest.mark.parametrize("mode", ["bypass", "window", "decoupled reused"])
+def test_every_loss_is_the_same(
+    fp64: FlowModel, mode: str, loss: str, actor: dict[str, Any]
+) -> None:
+    """Windows start at different steps, so one forward has several timesteps in any case."""
+    model = with_own_network(fp64)
+    batch = sampled(model)
+    settings = DiffusionLossConfig(loss_mode=loss)
+    config = LossConfig(
+        diffusion_loss=settings, rollout_correction=RolloutCorrectionConfig(**CASES[mode])
+    )
+    one, together = (
+        iterate(model, batch, size, config, actor, own_forwards=mode == "decoupled reused")
+        for size in (1, None)
+    )
+    assert_equal(together, one, tolerance=1e-12)
+
+
+def test_fp32_and_checkpointed_gradients_are_close(model: FlowModel) -> None:
+    batch = sampled(model, "all")
+    correction = RolloutCorrectionConfig(bypass_mode=True)
+    results = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.transformer.enable_gradient_checkpointing()
+        results += [
+            iterate(model, batch, size, loss_config(correction, clip=1e-4), {})
+            for size in (1, None)
+        ]
+    one, together, checkpointed, both = results
+    assert_equal(checkpointed, one, tolerance=0)
+    assert_equal(both, together, tolerance=0)
+    for gradient, other in zip(together.gradients, one.gradients, strict=True):
+        assert (gradient - other).norm() <= 1e-3 * torch.cat(
+            [g.flatten() for g in one.gradients]
+        ).norm()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["actor.steps_per_forward=0"], ["actor.steps_per_forward=0", "null"]),
+        (["actor.steps_per_forward=9"], ["actor.steps_per_forward=9", "SDE steps"]),
+        (
+            ["actor.steps_per_forward=null", "actor.replay=aligned"],
+            ["actor.replay=aligned", "actor.steps_per_forward=None"],
+        ),
+    ],
+)
+def test_settings_that_are_refused(
+    train: Train, options: list[str], words: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    assert train(*options) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in words), error
+
+
+@pytest.mark.parametrize("size", ["2", "null"])
+def test_text_has_no_such_steps(size: str, capsys: pytest.CaptureFixture) -> None:
+    options = [f"actor.steps_per_forward={size}", "trainer.device=cpu"]
+    assert main(["train", "--config-name", "token_grpo", *options]) == 2
+    assert "actor.steps_per_forward is set but has no effect" in capsys.readouterr().err
+
+
+def test_the_word_for_all_steps_is_null() -> None:
+    config = to_config(compose_config(["actor.steps_per_forward=null"], config_name="tiny_ocr"))
+    assert config.actor.steps_per_forward is None
