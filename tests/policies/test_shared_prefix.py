@@ -43,7 +43,7 @@ def gradients(model: FlowModel, transformer: torch.nn.Module, batch: DiffusionBa
     policy = FlowPolicy(model, transformer)
     weights = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
     for t in range(batch.num_steps):
-        (policy.evaluate(batch.step(t)).log_prob * weights).sum().backward()
+        (policy.evaluate(batch.step(t)).log_probs[:, 0] * weights).sum().backward()
     parameters = lora_parameters(transformer)
     found = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
     transformer.zero_grad()

@@ -85,7 +85,7 @@ def credited(policy: FlowPolicy, batch: DiffusionBatch, *, centered: bool) -> Te
     """Log-probs of the present policy, or its centered log-ratio to the rollout, by its formula."""
     columns = []
     for t in range(batch.num_steps):
-        step = policy.evaluate(batch.step(t)).transition
+        step = policy.transition(batch.step(t))
         drawn = batch.all_latents[:, t + 1]
         if centered:
             mean = batch.prev_sample_mean[:, t]

@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "window auto": WINDOW | {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "auto:4"},
     "window reinforce": WINDOW | {"loss_type": "reinforce", "rollout_is": "sequence"},
     "decoupled": BAND | {"rollout_rs": "seq_mean_k1", "rollout_is": "sequence"},
-    "decoupled reused": BAND | {"rollout_rs": "token_k1", "rollout_is": "token"},
+    "decoupled own": BAND | {"rollout_rs": "token_k1", "rollout_is": "token"},
     "decoupled centered": {"centered": True},
 }
 KL = {"use_kl_loss": True, "kl_loss_coef": 10.0}
@@ -101,7 +101,7 @@ def iterate(
     config: LossConfig,
     actor: dict[str, Any],
     *,
-    reuses: bool = False,
+    own_forwards: bool = False,
 ) -> Result:
     """Runs an iteration of two updates from the same weights."""
     policy = Counted(model, model.transformer, steps_per_forward=size)
@@ -113,7 +113,7 @@ def iterate(
         policy,
         micro_batch_size=2,
         auto_bands=warm(AutoBands(auto, 5, torch.device("cpu")), batch) if auto else None,
-        own_forwards=reuses,
+        own_forwards=own_forwards,
         keep_means=config.diffusion_loss.needs_means,
     )
     update = PolicyUpdate(
@@ -178,7 +178,7 @@ def test_every_correction_is_the_same(fp64: FlowModel, case: str) -> None:
             size,
             loss_config(correction, clip=1e-4),
             {},
-            own_forwards=case == "decoupled reused",
+            own_forwards=case == "decoupled own",
         )
         for size in SIZES
     }
@@ -191,7 +191,7 @@ def test_every_correction_is_the_same(fp64: FlowModel, case: str) -> None:
     ("loss", "actor"),
     [("flow_grpo", KL), ("flow_grpo", {"ppo_epochs": 2}), ("grpo_guard", {}), ("flow_dppo", KL)],
 )
-@pytest.mark.parametrize("mode", ["bypass", "window", "decoupled reused"])
+@pytest.mark.parametrize("mode", ["bypass", "window", "decoupled own"])
 def test_every_loss_is_the_same(
     fp64: FlowModel, mode: str, loss: str, actor: dict[str, Any]
 ) -> None:
@@ -203,7 +203,7 @@ def test_every_loss_is_the_same(
         diffusion_loss=settings, rollout_correction=RolloutCorrectionConfig(**CASES[mode])
     )
     one, together = (
-        iterate(model, batch, size, config, actor, own_forwards=mode == "decoupled reused")
+        iterate(model, batch, size, config, actor, own_forwards=mode == "decoupled own")
         for size in (1, None)
     )
     assert_equal(together, one, tolerance=1e-12)
