@@ -112,7 +112,9 @@ def iterate(
         correction,
         policy,
         micro_batch_size=2,
-        auto_bands=warm(AutoBands(auto, 5, torch.device("cpu")), batch) if auto else None,
+        auto_bands=warm(AutoBands(auto, 5, torch.device("cpu"), num_mini_batches=2), batch)
+        if auto
+        else None,
         own_forwards=own_forwards,
         keep_means=config.diffusion_loss.needs_means,
     )
@@ -128,7 +130,7 @@ def iterate(
     update._optimizer.register_step_pre_hook(
         lambda *_: gradients.extend(copy.deepcopy([p.grad for p in update.parameters]))
     )
-    metrics = update.run(mode.begin(batch, 1), 2)
+    metrics = update.run(mode.begin(batch, 1), 2).metrics
     mode.finish(metrics)
     for name, parameter in lora_parameters(policy.network).items():
         parameter.data.copy_(start[name])
