@@ -11,13 +11,22 @@ TARGETS = ("0.60", "0.65")  # held-out rewards
 
 RC = "algorithm.rollout_correction"
 CLIP = "actor.diffusion_loss.clip_ratio"
-# The fast script of flow_grpo: its sampling batch is its training batch, everything is fp32,
-# nothing is rejected, and the learning rate is constant.
+# What the scripts of flow_grpo do as well: a constant learning rate. The bundled job's own falls to
+# the end of its 150 iterations.
+CONSTANT = ("actor.optim.lr_scheduler=constant",)
+# The bundled job without what makes it faster.
+WHOLE_SCHEDULE = ("rollout.algo.tail_steps=null",)
+OWN_NOISE = ("rollout.algo.shared_prefix=false",)
+OWN_LORA = ("rollout.merge_lora=false",)
+SINGLE_STEPS = ("actor.steps_per_forward=1", "actor.ppo_micro_batch_size_per_gpu=24")
+SLOW = (*CONSTANT, *WHOLE_SCHEDULE, *OWN_NOISE, *OWN_LORA, *SINGLE_STEPS)
+# The fast script of flow_grpo: its sampling batch is its training batch, everything is fp32, and
+# nothing is rejected.
 FAST = (
+    *SLOW,
     "rollout.dtype=fp32",
     "rollout.micro_batch_size_per_gpu=24",
     f"{RC}=bypass_ppo_clip",
-    "actor.optim.lr_scheduler=constant",
 )
 # Its other script trains all steps but the last, and adds the KL to the base model. (There the last
 # step is stochastic too, here it is not.)
@@ -30,7 +39,16 @@ WHOLE_TRAJECTORY = (
 
 # Overrides of the bundled job, configs/tiny_ocr.yaml.
 ARMS: Mapping[str, Sequence[str]] = {
-    "shipped": (),
+    "shipped": CONSTANT,
+    "slow": SLOW,
+    "fp32": (*CONSTANT, "rollout.dtype=fp32"),
+    "whole_schedule": (*CONSTANT, *WHOLE_SCHEDULE),
+    "own_noise": (*CONSTANT, *OWN_NOISE),
+    "own_lora": (*CONSTANT, *OWN_LORA),
+    "single_steps": (*CONSTANT, *SINGLE_STEPS),
+    "reuse": (*CONSTANT, "rollout.reuse=1"),
+    "window_2": (*CONSTANT, "rollout.algo.sde_window_size=2"),
+    "window_1": (*CONSTANT, "rollout.algo.sde_window_size=1"),
     "flow_grpo_fast": FAST,
     "flow_grpo_fast_tight": (*FAST, f"{CLIP}=1e-5"),
     "flow_grpo_default": (*FAST, *WHOLE_TRAJECTORY),

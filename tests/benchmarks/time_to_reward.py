@@ -51,6 +51,7 @@ BUDGET = (
     "trainer.max_checkpoints_to_keep=1000",
     "trainer.logger=[]",
     "rollout.val_kwargs.n=1",
+    "trainer.num_processes=1",
 )
 QUICK_STEPS = 2
 QUICK = (

@@ -145,7 +145,8 @@ def warm(bands: AutoBands, batch: DiffusionBatch) -> AutoBands:
         step = rows.step(0).replace(
             step_indices=torch.full((64, 1), t), rollout_log_probs=torch.zeros_like(past)
         )
-        bands.judge(step, past, None)
+        for updates in range(2):
+            bands.judge(step, past, None, updates=updates)
     bands.finish(lambda rows: rows)
     return bands
 
