@@ -150,8 +150,12 @@ CLIMBERS = (
 )
 
 # The differences of every run from configs/tiny_ocr.yaml: a quarter of its iterations, all of them
-# at the full learning rate.
+# at the full learning rate, and nothing that makes them faster.
 BUDGET = (
+    "rollout.dtype=bf16",
+    "rollout.algo.tail_steps=null",
+    "rollout.algo.shared_prefix=false",
+    "actor.steps_per_forward=1",
     "trainer.num_processes=1",
     "actor.optim.lr_scheduler=constant",
     "trainer.test_freq=0",

@@ -17,9 +17,8 @@ CONSTANT = ("actor.optim.lr_scheduler=constant",)
 # The bundled job without what makes it faster.
 WHOLE_SCHEDULE = ("rollout.algo.tail_steps=null",)
 OWN_NOISE = ("rollout.algo.shared_prefix=false",)
-OWN_LORA = ("rollout.merge_lora=false",)
 SINGLE_STEPS = ("actor.steps_per_forward=1", "actor.ppo_micro_batch_size_per_gpu=24")
-SLOW = (*CONSTANT, *WHOLE_SCHEDULE, *OWN_NOISE, *OWN_LORA, *SINGLE_STEPS)
+SLOW = (*CONSTANT, *WHOLE_SCHEDULE, *OWN_NOISE, *SINGLE_STEPS)
 # The fast script of flow_grpo: its sampling batch is its training batch, everything is fp32, and
 # nothing is rejected.
 FAST = (
@@ -44,7 +43,7 @@ ARMS: Mapping[str, Sequence[str]] = {
     "fp32": (*CONSTANT, "rollout.dtype=fp32"),
     "whole_schedule": (*CONSTANT, *WHOLE_SCHEDULE),
     "own_noise": (*CONSTANT, *OWN_NOISE),
-    "own_lora": (*CONSTANT, *OWN_LORA),
+    "merged_lora": (*CONSTANT, "rollout.merge_lora=true"),
     "single_steps": (*CONSTANT, *SINGLE_STEPS),
     "reuse": (*CONSTANT, "rollout.reuse=1"),
     "window_2": (*CONSTANT, "rollout.algo.sde_window_size=2"),
