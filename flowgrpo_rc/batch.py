@@ -166,7 +166,7 @@ class SamplerSpec(Spec):
       num_frames: frames of a video; None for images.
       tail: solver of the ODE steps from `tail_start` on, one of `core.schedule.TAILS`.
       tail_start: the first step that lies behind every window; None: no step does.
-      tail_steps: evaluations from there to the end; None: as the schedule has them.
+      tail_steps: the most evaluations from there to the end; None: as the schedule has them.
       shared_prefix: whether the samples of a prompt start from the same noise.
     """
 

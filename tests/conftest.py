@@ -160,6 +160,8 @@ def overrides(checkpoint: Path, prompt_file: Path, tmp_path: Path) -> list[str]:
         "data.train_batch_size=4",
         "rollout.n=2",
         "rollout.dtype=fp32",
+        "rollout.algo.shared_prefix=false",
+        "actor.steps_per_forward=1",
         "rollout.micro_batch_size_per_gpu=null",
         "rollout.pipeline.num_inference_steps=4",
         "rollout.algo.sde_window_size=2",

@@ -61,6 +61,11 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
             f"{' and '.join(config.compares_means())} reads: use another engine, or do without. "
             "An engine that does record them says so (`RolloutEngine.records_means`)"
         )
+    if config.actor.replay == "aligned" and config.rollout.algo.shared_prefix:
+        raise ValueError(
+            "actor.replay=aligned: rollout.algo.shared_prefix=true evaluates states that samples "
+            "share once, so forwards of rollout and update have other sizes; drop one of them"
+        )
     if config.actor.replay == "aligned" and not engine.aligns:
         raise ValueError(
             f"actor.replay=aligned: rollout.name={config.rollout.name} forms batches of its own; "

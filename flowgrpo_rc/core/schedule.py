@@ -72,12 +72,12 @@ def kept_steps(num_steps: int, tail_start: int | None, tail_steps: int | None) -
     Args:
       num_steps: denoising steps of the schedule, S.
       tail_start: the first step of the tail; None for no tail.
-      tail_steps: evaluations in the tail, 1 to S - tail_start; None for all.
+      tail_steps: the most evaluations in the tail; None for all.
 
     Returns:
       Indices of the steps, increasing.
     """
-    if tail_start is None or tail_steps is None or tail_start + tail_steps == num_steps:
+    if tail_start is None or tail_steps is None or tail_start + tail_steps >= num_steps:
         return list(range(num_steps))
     length = num_steps - 1 - tail_start
     tail = [tail_start + round(step * length / tail_steps) for step in range(tail_steps)]

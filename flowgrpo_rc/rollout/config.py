@@ -53,7 +53,8 @@ class AlgoConfig:
     window_sharing: who has the same window: all samples of a step, those of a prompt, or nobody.
     tail: solver of the ODE steps behind `sde_window_range`: `euler` as in the stock pipeline, or
         `ab2`, Adams-Bashforth of order 2.
-    tail_steps: evaluations behind `sde_window_range`; null: all that the schedule has there.
+    tail_steps: the most evaluations behind `sde_window_range`; null: all that the schedule has
+        there.
     shared_prefix: the samples of a prompt start from the same noise, and differ by the noise of
         their SDE windows alone. What they have in common is evaluated once.
     """
@@ -286,11 +287,10 @@ class RolloutConfig:
                 f"rollout.algo.tail={algo.tail} has no effect: no step lies behind "
                 "rollout.algo.sde_window_range; end the range earlier"
             )
-        if algo.tail_steps is not None and not 1 <= algo.tail_steps <= length:
+        if algo.tail_steps is not None and algo.tail_steps < 1:
             raise ValueError(
-                f"rollout.algo.tail_steps={algo.tail_steps}: {length} steps of "
-                "rollout.pipeline.num_inference_steps lie behind rollout.algo.sde_window_range; "
-                f"give 1 to {length}, or null"
+                f"rollout.algo.tail_steps={algo.tail_steps}: give at least 1 evaluation, or null "
+                "for those of the schedule"
             )
         if algo.shared_prefix and algo.window_sharing == "sample":
             raise ValueError(
