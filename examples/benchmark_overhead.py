@@ -10,6 +10,9 @@ The bare step calls the same modules on the same shapes in a plain loop:
   log-probs;
 * forward and backward for every SDE step.
 
+Every sample has forwards of its own in both, one for each step (no `rollout.algo.shared_prefix`,
+and `actor.steps_per_forward=1`), unless the overrides say otherwise.
+
 It has no sampler, no correction, no loss but a sum, no optimizer and no metrics. Training steps and
 bare steps take turns, and the printed ratio is that of the medians.
 """
@@ -35,6 +38,9 @@ from flowgrpo_rc.policies.encode_prompts import encode_unique
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.training.modes import Decoupled
 from flowgrpo_rc.training.trainer import Components, Trainer
+
+
+PLAIN = ("rollout.algo.shared_prefix=false", "actor.steps_per_forward=1")
 
 
 def bare_step(config: Config, parts: Components) -> None:
@@ -89,7 +95,7 @@ def main() -> None:
             f"trainer.output_dir={folder}",
             "rollout.pipeline.guidance_scale=1.0",
         ]
-        config = to_config(compose_config([*arguments.overrides, *quiet]))
+        config = to_config(compose_config([*PLAIN, *arguments.overrides, *quiet]))
         prompts = prompts_of(config)
         processes = make_processes(config)
         parts = assemble(config, RunFolder(Path(folder)), processes, prompts, first_step=0)

@@ -17,7 +17,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.config.check_engine import ENGINE_KWARGS, engine_of, engine_options
 from flowgrpo_rc.config.check_folder import check_output
-from flowgrpo_rc.config.checks import device_of
+from flowgrpo_rc.config.checks import device_of, settled
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.data.prompts import PromptSampler
@@ -71,6 +71,7 @@ def assemble(
       prompts: the training sampler and the held-out prompts.
       first_step: the first step that is left to train.
     """
+    config = settled(config)
     sampler, held_out = prompts
     task = make_task(config, processes)
     network = task.model.network

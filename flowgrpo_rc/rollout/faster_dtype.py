@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 
 import torch
 
@@ -14,6 +15,7 @@ ROUNDS = 7
 LEAST_SAVING = 0.2
 
 
+@cache
 def faster_dtype(device: torch.device) -> str:
     """Returns `bf16` or `fp32`, whichever samples faster.
 

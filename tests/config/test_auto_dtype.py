@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,6 +15,13 @@ from flowgrpo_rc.config.checks import settled
 from flowgrpo_rc.records.checkpoint import Checkpoint, save_checkpoint
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.rollout import faster_dtype as module
+
+
+@pytest.fixture(autouse=True)
+def _measured_anew() -> Iterator[None]:
+    module.faster_dtype.cache_clear()
+    yield
+    module.faster_dtype.cache_clear()
 
 
 def seconds(monkeypatch, *, fp32: float, bf16: float) -> None:
