@@ -39,7 +39,6 @@ from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.training.modes import Decoupled
 from flowgrpo_rc.training.trainer import Components, Trainer
 
-
 PLAIN = ("rollout.algo.shared_prefix=false", "actor.steps_per_forward=1")
 
 
