@@ -16,9 +16,9 @@ CLIP = "actor.diffusion_loss.clip_ratio"
 CONSTANT = ("actor.optim.lr_scheduler=constant",)
 # The bundled job without what makes it faster.
 WHOLE_SCHEDULE = ("rollout.algo.tail_steps=null",)
-OWN_NOISE = ("rollout.algo.shared_prefix=false",)
+SHARED = ("rollout.algo.shared_prefix=true",)
 SINGLE_STEPS = ("actor.steps_per_forward=1", "actor.ppo_micro_batch_size_per_gpu=24")
-SLOW = (*CONSTANT, *WHOLE_SCHEDULE, *OWN_NOISE, *SINGLE_STEPS)
+SLOW = (*CONSTANT, *WHOLE_SCHEDULE, *SINGLE_STEPS)
 # The fast script of flow_grpo: its sampling batch is its training batch, everything is fp32, and
 # nothing is rejected.
 FAST = (
@@ -42,12 +42,12 @@ ARMS: Mapping[str, Sequence[str]] = {
     "slow": SLOW,
     "fp32": (*CONSTANT, "rollout.dtype=fp32"),
     "whole_schedule": (*CONSTANT, *WHOLE_SCHEDULE),
-    "own_noise": (*CONSTANT, *OWN_NOISE),
+    "shared_prefix": (*CONSTANT, *SHARED),
     "merged_lora": (*CONSTANT, "rollout.merge_lora=true"),
     "single_steps": (*CONSTANT, *SINGLE_STEPS),
     "reuse": (*CONSTANT, "rollout.reuse=1"),
-    "window_2": (*CONSTANT, "rollout.algo.sde_window_size=2"),
-    "window_1": (*CONSTANT, "rollout.algo.sde_window_size=1"),
+    "shared_window_2": (*CONSTANT, *SHARED, "rollout.algo.sde_window_size=2"),
+    "shared_window_1": (*CONSTANT, *SHARED, "rollout.algo.sde_window_size=1"),
     "flow_grpo_fast": FAST,
     "flow_grpo_fast_tight": (*FAST, f"{CLIP}=1e-5"),
     "flow_grpo_default": (*FAST, *WHOLE_TRAJECTORY),
