@@ -57,7 +57,7 @@ def main(arguments: argparse.Namespace) -> int:
     composition = composed(arguments)
     composition.check()
     calibrate(
-        settled(unchecked_config(composition.config)),
+        unchecked_config(composition.config),
         out=arguments.out,
         name=arguments.name,
         num_prompts=arguments.prompts,
@@ -122,6 +122,7 @@ def measure(
     Raises:
       ValueError: there are several processes, or log-probs are no numbers.
     """
+    config = settled(config)
     config.trainer.logger = ["console"]
     processes = make_processes(config)
     if processes.count > 1:

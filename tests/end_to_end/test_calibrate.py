@@ -630,7 +630,7 @@ def test_noise_is_not_clipped_under_the_guidance_of_the_reference(tmp_path: Path
 
 def test_guard_is_calibrated_under_the_guidance_of_the_reference() -> None:
     """The result holds in bypass mode, and on samples of another prompt."""
-    bench = Bench(*QUICK, GUIDED, GUARD)
+    bench = Bench(*QUICK, GUIDED, GUARD, "rollout.dtype=bf16")
     config = bench.config
     policy = bench.task.policy
     engine = make_engine(config, bench.task)
@@ -666,7 +666,8 @@ def test_a_movement_of_ten_times_the_noise_is_clipped(calibrated: Path) -> None:
     or each of them did.
     """
     measured = json.loads((calibrated / "calibration.json").read_text())
-    bench = Bench(*QUICK, "+calibration=measured", config_dir=str(calibrated))
+    settings = (*QUICK, "+calibration=measured", "rollout.dtype=bf16")
+    bench = Bench(*settings, config_dir=str(calibrated))
     config = bench.config
     policy = bench.task.policy
     network = bench.task.model.network

@@ -75,7 +75,7 @@ class OtherSettings(DiffusersEngine):
     """Samples with changed settings, and records the ones asked for."""
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
-        honest = self._model.schedule(request.spec)
+        honest = self._model.walked_schedule(request.spec)
         window = request.window
         start = 0
         for chunk in super().generate(self.changed(request)):
