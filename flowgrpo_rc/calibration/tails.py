@@ -1,4 +1,4 @@
-"""How few evaluations a rollout needs behind its window: the same samples with shorter tails.
+"""Finds how few evaluations a rollout needs behind its window: the same samples, shorter tails.
 
 Rewards see the final image. A shorter tail makes another one, and what training takes from it is
 its advantage. So tails are compared by the correlation of their advantages with those of the

@@ -44,6 +44,7 @@ from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.data.prompts import PromptSampler
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.models.base import DTYPES, FlowModel
+from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.policies.base import Measured
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.engine import RolloutEngine
@@ -133,11 +134,13 @@ def measure(
     assert isinstance(task, ImageTask)
     engine = make_engine(config, task)
     tails: list[TailTrial] = []
-    if tail:
-        batch = PromptBatch(step=0, prompts=prompts, slots=range(len(prompts)))
-        tails = try_tails(config, task, engine, batch)
-    lora = Lora(*plant_movements(task.model.network, config.trainer.seed))
     try:
+        if tail:
+            fresh = {n: p.detach() for n, p in lora_parameters(task.model.network).items()}
+            engine.sync_weights(fresh, 0)
+            batch = PromptBatch(step=0, prompts=prompts, slots=range(len(prompts)))
+            tails = try_tails(config, task, engine, batch)
+        lora = Lora(*plant_movements(task.model.network, config.trainer.seed))
         rollouts = sample_all(config, task.model, engine, lora, prompts)
     finally:
         engine.close()

@@ -83,7 +83,7 @@ def _forwards(config: Config, model: FlowModel, num_processes: int) -> list[Row]
 
 
 def _old_policy(config: Config, trained: int) -> Row:
-    """Of `trained` forwards, those of the first mini-batch may serve as its old policy.
+    """Counts the forwards of the old policy; the first mini-batch may need none of its own.
 
     Batches that are used again need a recompute of their own.
     """

@@ -1,4 +1,4 @@
-"""How many processes share a run: as many as a launcher has started, or as the settings ask for."""
+"""Decides how many processes share a run: as many as were launched, or as the settings ask for."""
 
 from __future__ import annotations
 

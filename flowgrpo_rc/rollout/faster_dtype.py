@@ -1,4 +1,4 @@
-"""`rollout.dtype=auto`: the precision that samples faster on this machine."""
+"""Chooses the precision of `rollout.dtype=auto`: the one that samples faster on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def faster_dtype(device: torch.device) -> str:
     """Returns `bf16` or `fp32`, whichever samples faster.
 
     A GPU multiplies faster in bf16. Of CPUs some do (AMX, AVX512_BF16) and others take longer, so
-    products in both are timed, by turns. It takes about a tenth of a second.
+    products in both are timed, by turns. It takes about a second, or less, once in a process.
 
     Args:
       device: the device that samples.

@@ -41,7 +41,7 @@ Loss = Callable[[Tensor, Any, Any], LossTerms]
 
 
 class Updated(NamedTuple):
-    """What the updates of an iteration leave.
+    """Holds what the updates of an iteration leave.
 
     Attributes:
       metrics: of the new batch, names without prefix.

@@ -1,4 +1,4 @@
-"""What `auto:4` rejects while the bundled job trains, by stage of an iteration.
+"""Measures what `auto:4` rejects while the bundled job trains, by stage of an iteration.
 
     python tests/benchmarks/benchmark_auto_bands_training.py [--iterations 40] [overrides]
 

@@ -63,7 +63,7 @@ QUICK = (
 
 
 class Plan(NamedTuple):
-    """What all runs of a command share.
+    """Holds what all runs of a command share.
 
     Attributes:
       steps: iterations of a run.

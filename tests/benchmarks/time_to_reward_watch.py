@@ -37,7 +37,7 @@ class Reading(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """What was seen of a program.
+    """Holds what was seen of a program.
 
     Attributes:
       readings: one for each iteration, and one before the first.

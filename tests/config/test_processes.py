@@ -1,4 +1,4 @@
-"""How many processes a run has: the settings, the machine and the launcher together."""
+"""Checks how many processes a run has: the settings, the machine and the launcher together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is put into another project's training script: settings, texts, and what it leaves."""
+"""Checks what is put into another project's training script, and what that script leaves."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Counted(FlowPolicy):
 
 
 class Result(NamedTuple):
-    """What an iteration did."""
+    """Holds what an iteration did."""
 
     gradients: list[Tensor]
     metrics: dict[str, float]
