@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import flowgrpo_rc
 
@@ -20,6 +22,20 @@ RESULTS = Path(__file__).parent / "results"
 DIGITS = 6
 
 Cell = dict[str, Any]
+
+
+class Named(Protocol):
+    """A run of a study.
+
+    Attributes:
+      name: of its file.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+
+AnyRun = TypeVar("AnyRun", bound=Named)
 
 
 def load(study: str, folder: Path = RESULTS) -> dict[str, Cell]:
@@ -55,6 +71,42 @@ def save(study: str, name: str, cell: Cell, folder: Path = RESULTS) -> None:
     text = re.sub(r"\[([^][{}\"]*)\]", lambda found: f"[{' '.join(found[1].split())}]", text)
     draft.write_text(text + "\n")
     os.replace(draft, path)
+
+
+def make_missing(
+    study: str,
+    runs: Sequence[AnyRun],
+    make: Callable[[AnyRun], None],
+    *,
+    workers: int = 1,
+    folder: Path = RESULTS,
+) -> None:
+    """Makes the runs of a study that have no file, in their order, and prints their names.
+
+    Args:
+      study: name of the study.
+      runs: its runs.
+      make: makes one run and its file.
+      workers: runs at a time.
+      folder: the folder of all studies.
+
+    Raises:
+      Exception: what the first run that failed raised, after all the others have been made.
+    """
+
+    def work(run: AnyRun) -> None:
+        if not (folder / study / f"{run.name}.json").is_file():
+            make(run)
+            print(run.name, flush=True)
+
+    executor = ThreadPoolExecutor(workers)
+    futures = [executor.submit(work, run) for run in runs]
+    try:
+        wait(futures)
+    finally:
+        executor.shutdown(cancel_futures=True)
+    for future in futures:
+        future.result()
 
 
 def rounded(value: Any) -> Any:

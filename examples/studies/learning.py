@@ -1,6 +1,6 @@
 """The learning study: the effect of mismatch and its correction on the bundled OCR task.
 
-    python examples/studies/learning.py [--full | --ladder | --quick] [--seeds 5] [--workers 1]
+    python examples/studies/learning.py [--full | --quick] [--seeds 5] [--workers 1]
         [--results FOLDER]
 
 A cell is a rollout (`ROLLOUTS`) with an arm (`ARMS`). All cells have the same budget and the same
@@ -11,22 +11,6 @@ interruption.
 The cells that matter most run first: all of them with their first seed, then all with their second,
 so a study that is stopped is balanced. --full adds further cells after them; --quick is two short
 runs, to see that the study works.
-
---ladder, into FOLDER/ladder, asks how cheap a rollout may be: rollouts that are each cheaper or
-worse than the last (`LADDER`), with five arms (`CLIMBERS`). The rule, written down before its first
-run:
-
-* The result of a cell is the reward on 256 held-out words after 40 iterations, averaged over five
-  seeds, with its standard error.
-* One arm beats another on a rollout if their means differ by more than two standard errors of the
-  difference, taken seed by seed. Otherwise they are level.
-* A rollout is good enough for an arm if the arm is not beaten by exact rollouts (fp32, bypass).
-* The default is the arm that is good enough on most rollouts; of two arms that are level, the one
-  that costs less CPU time.
-* No setting of an arm is changed after its first run. Clips: 1e-4 for the recipe, as published;
-  1e-3 about a recomputed old policy, where no mismatch is in the ratio; auto:4 in bypass mode. The
-  arm centered with auto:16 took the place of the one with auto:4 after the first runs of bf16, int8
-  and int4, when the gradient study had found auto:4 narrow. Those runs are kept and not shown.
 """
 
 from __future__ import annotations
@@ -39,14 +23,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cells import RESULTS, save
+from cells import RESULTS, make_missing, save
 
 STUDY = "learning"
-LADDER_STUDY = "ladder"
 RC = "algorithm.rollout_correction"
 CLIP = "actor.diffusion_loss.clip_ratio"
 
@@ -57,12 +39,6 @@ ROLLOUTS: Mapping[str, Sequence[str]] = {
     "int8": ("rollout.quantization=int8_dynamic",),
     "stale": ("rollout.staleness=4",),
     "fault": ("rollout.name=learning_faults.LateLatents",),
-    "int4_old8": ("rollout.quantization=int4", "rollout.staleness=8"),
-    "int4_old16": ("rollout.quantization=int4", "rollout.staleness=16"),
-    "bits3": ("rollout.name=learning_rollouts.FewBits", "+rollout.engine_kwargs.bits=3"),
-    "bits2": ("rollout.name=learning_rollouts.FewBits", "+rollout.engine_kwargs.bits=2"),
-    "reuse": ("rollout.name=learning_rollouts.ReusedVelocity",),
-    "skip": ("rollout.name=learning_rollouts.SkippedBlock", "+rollout.engine_kwargs.block=3"),
 }
 AUTO = (f"{RC}.rollout_rs=token_k1", f"{RC}.rollout_rs_threshold=auto:4")
 ARMS: Mapping[str, Sequence[str]] = {
@@ -79,24 +55,11 @@ ARMS: Mapping[str, Sequence[str]] = {
     "is": (f"{RC}=decoupled_seq_is",),
     "is_rs": (f"{RC}.bypass_mode=false", f"{RC}.rollout_is=sequence", *AUTO),
     "guard": (f"{RC}=bypass_ppo_clip", "actor.diffusion_loss.loss_mode=grpo_guard"),
-    "guard_auto": (f"{RC}=bypass_ppo_clip", "actor.diffusion_loss.loss_mode=grpo_guard"),
-    "centered": (f"{RC}=bypass_ppo_clip", f"{RC}.centered=true"),
-    "centered_wide": (f"{RC}=bypass_ppo_clip", f"{RC}.centered=true"),
-    "centered_recomputed": (f"{RC}=disabled", f"{RC}.centered=true"),
 }
 TIGHT = 1e-4  # the clip of the published recipes
 WIDE = 1e-3  # above the mismatch of bf16
 WIDER = 1e-2  # above the mismatch of int4, which is ten times as large
-FITTING = "auto:4"  # above the mismatch of single steps
-WIDE_FITTING = "auto:16"  # above what an update moves, and the tails of old weights
-CLIPS = {
-    "recipe": TIGHT,
-    "recomputed_tight": TIGHT,
-    "guard": WIDER,
-    "guard_auto": FITTING,
-    "centered": FITTING,
-    "centered_wide": WIDE_FITTING,
-}
+CLIPS = {"recipe": TIGHT, "recomputed_tight": TIGHT, "guard": WIDER}
 MATTER = (
     ("fp32", "bypass"),
     ("int4", "recipe"),
@@ -128,25 +91,6 @@ FURTHER = (
     ("stale", "is_rs"),
     ("int8", "recomputed"),
     ("int8", "is_rs"),
-)
-
-LADDER = (
-    "bf16",
-    "int8",
-    "int4",
-    "int4_old8",
-    "int4_old16",
-    "bits3",
-    "bits2",
-    "reuse",
-    "skip",
-)
-CLIMBERS = (
-    "centered_wide",
-    "recomputed",
-    "centered_recomputed",
-    "guard_auto",
-    "recipe",
 )
 
 # The differences of every run from configs/tiny_ocr.yaml: a quarter of its iterations, all of them
@@ -185,6 +129,7 @@ CURVES = {
     "clip_fraction": "actor/clip_fraction",
     "eff_sample_size": "rollout_corr/rollout_is_eff_sample_size",
     "rejected_fraction": "rollout_corr/rollout_rs_masked_fraction",
+    "mismatch": "rollout_corr/logprob_abs_diff_mean",
     "seconds": "timing_s/step",
 }
 
@@ -207,21 +152,11 @@ class Run(NamedTuple):
         """Returns the name of the run's file."""
         return f"{self.rollout}_{self.arm}_seed{self.seed}"
 
-    @property
-    def clip_ratio(self) -> float | str:
-        """Returns the clip of the run."""
-        if (self.rollout, self.arm) == ("int4", "calibrated"):
-            return WIDER
-        return CLIPS.get(self.arm, WIDE)
 
-    def overrides(self, budget: Sequence[str], folder: Path) -> list[str]:
-        """Lists the overrides of the run's command: its budget, its settings, and its folder."""
-        own = (
-            f"{CLIP}={self.clip_ratio}",
-            f"trainer.seed={self.seed}",
-            f"trainer.output_dir={folder}",
-        )
-        return [*budget, *ROLLOUTS[self.rollout], *ARMS[self.arm], *own]
+def overrides(run: Run, budget: Sequence[str]) -> list[str]:
+    """Lists the overrides of a run: the budget of all runs, and the settings of its cell."""
+    clip = WIDER if run[:2] == ("int4", "calibrated") else CLIPS.get(run.arm, WIDE)
+    return [*budget, *ROLLOUTS[run.rollout], *ARMS[run.arm], f"{CLIP}={clip}"]
 
 
 def plan(cells: Sequence[tuple[str, str]], num_seeds: int) -> list[Run]:
@@ -246,12 +181,12 @@ def plan(cells: Sequence[tuple[str, str]], num_seeds: int) -> list[Run]:
     return runs
 
 
-def measure(run: Run, budget: Sequence[str], study: str, results: Path) -> None:
+def measure(run: Run, settings: Sequence[str], study: str, results: Path) -> None:
     """Trains once, keeps the numbers that the study needs, and deletes the run's folder.
 
     Args:
       run: the run.
-      budget: overrides that all runs share.
+      settings: the overrides of its command, without its seed and its folder.
       study: the folder of its file in `results`.
       results: the folder of all studies.
 
@@ -260,7 +195,8 @@ def measure(run: Run, budget: Sequence[str], study: str, results: Path) -> None:
     """
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "run"
-        command = [sys.executable, "-m", "flowgrpo_rc.train", *run.overrides(budget, root)]
+        own = (f"trainer.seed={run.seed}", f"trainer.output_dir={root}")
+        command = [sys.executable, "-m", "flowgrpo_rc.train", *settings, *own]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
         with open(Path(folder) / "said.txt", "w+") as said:
             process = subprocess.Popen(
@@ -313,7 +249,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--full", action="store_true")
-    parser.add_argument("--ladder", action="store_true")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=1)
@@ -322,29 +257,15 @@ def main() -> None:
     if given.quick and given.results == RESULTS:
         parser.error("--quick needs a folder of its own: give --results")
     budget = QUICK if given.quick else WHOLE
-    study = LADDER_STUDY if given.ladder else STUDY
     cells = MATTER + FURTHER if given.full else MATTER
-    if given.ladder:
-        cells = tuple((rollout, arm) for rollout in LADDER for arm in CLIMBERS)
     if given.quick:
         cells = QUICK_CELLS
 
-    def work(run: Run) -> None:
-        # The ladder shares some runs with the study of five seeds.
-        files = (given.results / name / f"{run.name}.json" for name in {study, STUDY})
-        if not any(file.is_file() for file in files):
-            measure(run, budget, study, given.results)
-            print(run.name, flush=True)
+    def make(run: Run) -> None:
+        measure(run, overrides(run, budget), STUDY, given.results)
 
-    executor = ThreadPoolExecutor(given.workers)
-    futures = [executor.submit(work, run) for run in plan(cells, 1 if given.quick else given.seeds)]
-    try:
-        wait(futures)
-    finally:
-        executor.shutdown(cancel_futures=True)
-    # A run that failed stops no other, but the study ends with its error.
-    for future in futures:
-        future.result()
+    runs = plan(cells, 1 if given.quick else given.seeds)
+    make_missing(STUDY, runs, make, workers=given.workers, folder=given.results)
 
 
 if __name__ == "__main__":

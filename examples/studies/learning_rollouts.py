@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.quantization import linear_layers, repeated_blocks
 
@@ -52,18 +53,25 @@ class SkippedBlock(DiffusersEngine):
 
 
 class ReusedVelocity(DiffusersEngine):
-    """Computes the velocity at every second step of the schedule, and uses it twice."""
+    """Computes the velocity at every second step of a rollout, and uses it twice."""
 
     def __init__(self, model: Any, network: nn.Module, **options: Any) -> None:
         super().__init__(model, network, **options)
         computed = self._policy._velocity
         last: list[Tensor] = []
 
-        def reused(latents: Tensor, timesteps: Tensor, *further: Any) -> Tensor:
-            steps = model.schedule(further[-1]).timesteps
+        def reused(
+            latents: Tensor,
+            timesteps: Tensor,
+            conditioning: Conditioning,
+            negative: Conditioning | None,
+            spec: SamplerSpec,
+            group: Tensor | None = None,
+        ) -> Tensor:
+            steps = model.walked_schedule(spec).timesteps
             index = int((steps == timesteps[0]).nonzero()[0])
             if index % 2 == 0:
-                last[:] = [computed(latents, timesteps, *further)]
+                last[:] = [computed(latents, timesteps, conditioning, negative, spec, group)]
             return last[0]
 
         self._policy._velocity = reused

@@ -32,11 +32,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cells import RESULTS, save
+from cells import RESULTS, make_missing, save
 from time_to_reward_arms import ARMS, PEER_ARMS, STUDY, TARGETS, settings
 from time_to_reward_watch import Watched, watch
 
@@ -230,34 +229,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results=given.results,
     )
     seeds = range(1, 1 + (1 if given.quick else given.seeds))
-    run_all([Run(arm, seed) for seed in seeds for arm in arms], plan, given.workers)
-
-
-def run_all(runs: Sequence[Run], plan: Plan, workers: int) -> None:
-    """Makes the runs that have no file, in their order.
-
-    Args:
-      runs: the runs.
-      plan: what they share.
-      workers: runs at a time.
-
-    Raises:
-      RuntimeError: a run failed. The others have been made.
-    """
-
-    def work(run: Run) -> None:
-        if not (plan.results / STUDY / f"{run.name}.json").is_file():
-            measure(run, plan)
-            print(run.name, flush=True)
-
-    executor = ThreadPoolExecutor(workers)
-    futures = [executor.submit(work, run) for run in runs]
-    try:
-        wait(futures)
-    finally:
-        executor.shutdown(cancel_futures=True)
-    for future in futures:
-        future.result()
+    runs = [Run(arm, seed) for seed in seeds for arm in arms]
+    make_missing(
+        STUDY, runs, lambda run: measure(run, plan), workers=given.workers, folder=plan.results
+    )
 
 
 if __name__ == "__main__":

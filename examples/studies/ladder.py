@@ -1,0 +1,123 @@
+"""The ladder: how cheap may a rollout be, and which correction trains as well as exact ones?
+
+    python examples/studies/ladder.py [--seeds 5] [--workers 1] [--results FOLDER] [--quick]
+
+A cell is a rollout (`ROLLOUTS`), each cheaper or worse than the last, with an arm (`ARMS`). All
+have the budget of `BUDGET` and the same seeds. Each run is a process of its own with one thread,
+and leaves one file in FOLDER/ladder. All cells run with their first seed, then all with their
+second, so a study that is stopped is balanced; the same command goes on where it was. --quick is
+two short runs, to see that the study works.
+
+The rule, written down before the first run:
+
+* The result of a cell is the reward on 256 held-out words after 40 iterations, averaged over the
+  seeds, with its standard error.
+* One arm beats another on a rollout if their means differ by more than two standard errors of the
+  difference, taken seed by seed. Otherwise they are level.
+* A rollout is good enough for an arm if the arm is not beaten by exact rollouts (`REFERENCE`).
+* The default is the arm that is good enough on most rollouts; of two arms that are level, the one
+  that costs less CPU time.
+* No setting of an arm is changed after its first run.
+
+The clip is 1e-4 for the recipe, as published; 1e-3 about a recomputed old policy, where no mismatch
+is in the ratio; and auto:16 in bypass mode, as the gradient study recommends.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from cells import RESULTS, make_missing
+from learning import CLIP, RC, Run, measure
+
+STUDY = "ladder"
+
+FEW_BITS = "rollout.name=learning_rollouts.FewBits"
+ROLLOUTS: Mapping[str, Sequence[str]] = {
+    "fp32": ("rollout.dtype=fp32",),
+    "bf16": (),
+    "int8": ("rollout.quantization=int8_dynamic",),
+    "int4": ("rollout.quantization=int4",),
+    "int4_old8": ("rollout.quantization=int4", "rollout.staleness=8"),
+    "int4_old16": ("rollout.quantization=int4", "rollout.staleness=16"),
+    "bits3": (FEW_BITS, "+rollout.engine_kwargs.bits=3"),
+    "bits2": (FEW_BITS, "+rollout.engine_kwargs.bits=2"),
+    "reuse": ("rollout.name=learning_rollouts.ReusedVelocity",),
+    "skip": ("rollout.name=learning_rollouts.SkippedBlock", "+rollout.engine_kwargs.block=3"),
+}
+BYPASS = f"{RC}=bypass_ppo_clip"
+FITTING = f"{CLIP}=auto:16"
+ARMS: Mapping[str, Sequence[str]] = {
+    "bypass": (BYPASS, f"{CLIP}=1e-3"),
+    "centered": (BYPASS, f"{RC}.centered=true", FITTING),
+    "recomputed": (f"{RC}=disabled", f"{CLIP}=1e-3"),
+    "centered_recomputed": (f"{RC}=disabled", f"{RC}.centered=true", f"{CLIP}=1e-3"),
+    "guard": (BYPASS, "actor.diffusion_loss.loss_mode=grpo_guard", FITTING),
+    "recipe": (
+        f"{RC}.bypass_mode=true",
+        f"{RC}.rollout_is=sequence",
+        f"{RC}.rollout_rs=seq_mean_k1",
+        f"{RC}.rollout_rs_threshold='0.5_2.0'",
+        f"{CLIP}=1e-4",
+    ),
+}
+REFERENCE = ("fp32", "bypass")
+CLIMBERS = tuple(arm for arm in ARMS if arm != "bypass")
+RUNGS = tuple(rollout for rollout in ROLLOUTS if rollout != "fp32")
+# The worst rollouts come first: they tell the arms apart.
+CELLS = (REFERENCE, *((rollout, arm) for rollout in reversed(RUNGS) for arm in CLIMBERS))
+
+# The differences of every run from configs/tiny_ocr.yaml: a quarter of its iterations, all of them
+# at the full learning rate.
+ITERATIONS = 40
+BUDGET = (
+    "rollout.dtype=bf16",
+    "rollout.val_kwargs.n=256",
+    "actor.optim.lr_scheduler=constant",
+    "trainer.num_processes=1",
+    f"trainer.total_training_steps={ITERATIONS}",
+    "trainer.test_freq=0",
+    "trainer.save_freq=0",
+    "trainer.logger=[]",
+)
+QUICK = (
+    *BUDGET,
+    "trainer.total_training_steps=2",
+    "rollout.val_kwargs.n=8",
+    "data.train_batch_size=2",
+    "rollout.n=4",
+    "actor.ppo_micro_batch_size_per_gpu=8",
+)
+QUICK_CELLS = (("reuse", "recomputed"), ("bits3", "centered"))
+
+
+def overrides(run: Run, budget: Sequence[str] = BUDGET) -> list[str]:
+    """Lists the overrides of a run: the budget of all runs, and the settings of its cell."""
+    return [*budget, *ROLLOUTS[run.rollout], *ARMS[run.arm]]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parses the command line and makes the runs that are missing."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    given = parser.parse_args(arguments)
+    if given.quick and given.results == RESULTS:
+        parser.error("--quick needs a folder of its own: give --results")
+    cells, seeds, budget = (QUICK_CELLS, 1, QUICK) if given.quick else (CELLS, given.seeds, BUDGET)
+    runs = [Run(*cell, seed) for seed in range(1, seeds + 1) for cell in cells]
+
+    def make(run: Run) -> None:
+        measure(run, overrides(run, budget), STUDY, given.results)
+
+    make_missing(STUDY, runs, make, workers=given.workers, folder=given.results)
+
+
+if __name__ == "__main__":
+    main()
