@@ -17,7 +17,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.config.check_engine import ENGINE_KWARGS, engine_of, engine_options
 from flowgrpo_rc.config.check_folder import check_output
-from flowgrpo_rc.config.checks import device_of, settled
+from flowgrpo_rc.config.settle import device_of, settled
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.data.prompts import PromptSampler
@@ -234,7 +234,7 @@ def make_auto_clip(config: Config, processes: Processes) -> AutoClip | None:
         section.loss(),
         deviations,
         section.auto_floor,
-        centered=config.algorithm.rollout_correction.centered,
+        centered=bool(config.algorithm.rollout_correction.centered),
         num_steps=config.rollout.pipeline.num_inference_steps,
         device=processes.device,
     )

@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cells import RESULTS, make_missing
-from learning import CLIP, RC, Run, measure
+from learning import CLIP, PLAIN, RC, Run, measure
 
 STUDY = "ladder"
 
@@ -57,6 +57,7 @@ ARMS: Mapping[str, Sequence[str]] = {
     "guard": (BYPASS, "actor.diffusion_loss.loss_mode=grpo_guard", FITTING),
     "recipe": (
         f"{RC}.bypass_mode=true",
+        PLAIN,
         f"{RC}.rollout_is=sequence",
         f"{RC}.rollout_rs=seq_mean_k1",
         f"{RC}.rollout_rs_threshold='0.5_2.0'",

@@ -40,20 +40,22 @@ ROLLOUTS: Mapping[str, Sequence[str]] = {
     "stale": ("rollout.staleness=4",),
     "fault": ("rollout.name=learning_faults.LateLatents",),
 }
+PLAIN = f"{RC}.centered=false"
 AUTO = (f"{RC}.rollout_rs=token_k1", f"{RC}.rollout_rs_threshold=auto:4")
 ARMS: Mapping[str, Sequence[str]] = {
     "bypass": (f"{RC}=bypass_ppo_clip",),
     "recipe": (
         f"{RC}.bypass_mode=true",
+        PLAIN,
         f"{RC}.rollout_is=sequence",
         f"{RC}.rollout_rs=seq_mean_k1",
         f"{RC}.rollout_rs_threshold='0.5_2.0'",
     ),
-    "calibrated": (f"{RC}.bypass_mode=true", *AUTO),
+    "calibrated": (f"{RC}.bypass_mode=true", PLAIN, *AUTO),
     "recomputed": (f"{RC}=disabled",),
     "recomputed_tight": (f"{RC}=disabled",),
     "is": (f"{RC}=decoupled_seq_is",),
-    "is_rs": (f"{RC}.bypass_mode=false", f"{RC}.rollout_is=sequence", *AUTO),
+    "is_rs": (f"{RC}.bypass_mode=false", PLAIN, f"{RC}.rollout_is=sequence", *AUTO),
     "guard": (f"{RC}=bypass_ppo_clip", "actor.diffusion_loss.loss_mode=grpo_guard"),
 }
 TIGHT = 1e-4  # the clip of the published recipes

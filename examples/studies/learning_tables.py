@@ -57,18 +57,24 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(statistics.mean(values), half, count)
 
 
-def by_cell(cells: Mapping[str, Cell]) -> dict[tuple[str, str], dict[int, Cell]]:
+def by_cell(
+    cells: Mapping[str, Cell],
+    rollouts: Sequence[str] = tuple(ROLLOUTS),
+    arms: Sequence[str] = tuple(ARMS),
+) -> dict[tuple[str, str], dict[int, Cell]]:
     """Sorts runs by cell.
 
     Args:
       cells: name -> content of a run's file.
+      rollouts: names of the study's rollouts.
+      arms: names of its arms.
 
     Returns:
       (rollout, arm) -> seed -> run, in the study's order, for the cells that have runs.
     """
     found: dict[tuple[str, str], dict[int, Cell]] = {}
-    for rollout in ROLLOUTS:
-        for arm in ARMS:
+    for rollout in rollouts:
+        for arm in arms:
             runs = {
                 run["seed"]: run
                 for run in cells.values()

@@ -92,7 +92,7 @@ def bound_of(config: Config, differences: Tensor, measured: Measured) -> Bound |
         return None
     loss = config.actor.diffusion_loss.loss()
     convention = config.rollout.algo.log_prob_convention
-    centered = config.algorithm.rollout_correction.centered
+    centered = bool(config.algorithm.rollout_correction.centered)
     if centered:
         assert measured.centered is not None
         differences = measured.centered.double()
@@ -123,7 +123,7 @@ def bound_of(config: Config, differences: Tensor, measured: Measured) -> Bound |
 
 def tolerates_mismatch(config: Config) -> bool:
     """Returns whether the gradient in bypass mode is nearly right however large the mismatch is."""
-    centered = config.algorithm.rollout_correction.centered
+    centered = bool(config.algorithm.rollout_correction.centered)
     return centered or config.actor.diffusion_loss.loss().tolerates_mismatch
 
 
@@ -278,7 +278,7 @@ def _settings(
         **numbers,
         **bound,
         f"{KEY}.bypass_mode": bypass_mode,
-        f"{KEY}.centered": config.algorithm.rollout_correction.centered,
+        f"{KEY}.centered": bool(config.algorithm.rollout_correction.centered),
         f"{KEY}.rollout_rs": CRITERION,
         f"{KEY}.rollout_rs_threshold": BAND,
         f"{KEY}.rollout_rs_threshold_lower": None,

@@ -38,8 +38,9 @@ from flowgrpo_rc.calibration.tails import TailTrial, check_tail, try_tails, with
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.commands.composing import composed
 from flowgrpo_rc.config.check_engine import chunk_size
-from flowgrpo_rc.config.checks import check_run, device_of, settled
+from flowgrpo_rc.config.checks import check_run
 from flowgrpo_rc.config.compose import unchecked_config
+from flowgrpo_rc.config.settle import device_of, settled
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.data.prompts import PromptSampler
 from flowgrpo_rc.losses.base import DIFFUSION_KEY

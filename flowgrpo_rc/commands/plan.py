@@ -18,8 +18,9 @@ from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.commands.composing import composed
 from flowgrpo_rc.commands.plan_counts import counts
 from flowgrpo_rc.commands.plan_memory import as_size, memory, numbers_in, parts_of, strategy_of
-from flowgrpo_rc.config.checks import check_plan, num_trained, settled
+from flowgrpo_rc.config.checks import check_plan, num_trained
 from flowgrpo_rc.config.compose import config_folder, to_config
+from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.config.tree import Config
 
 

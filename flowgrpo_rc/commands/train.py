@@ -16,9 +16,10 @@ import torch
 from flowgrpo_rc.build import assemble, make_processes
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.commands.composing import composed
-from flowgrpo_rc.config.checks import RunInputs, check_run, device_of, settled
+from flowgrpo_rc.config.checks import RunInputs, check_run
 from flowgrpo_rc.config.compose import as_yaml, unchecked_config
 from flowgrpo_rc.config.processes import num_processes, processes_here, usable_cores
+from flowgrpo_rc.config.settle import device_of, settled
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.child import launched_processes
 from flowgrpo_rc.distributed.launch import launch
@@ -80,6 +81,8 @@ def run(config: Config) -> str | None:
         with processes.noticing_losses():
             if config.rollout.dtype == AUTO and inputs.resumed is None:
                 found = _agreed(found, processes)
+            if processes.is_main:
+                _say_centering(config, found)
             reason = _run(found, processes, inputs, stop)
         processes.close()
         return reason
@@ -92,6 +95,17 @@ def _agreed(config: Config, processes: Processes) -> Config:
     if processes.is_main:
         print(f"note: rollout.dtype=auto: this run samples in {dtype}")
     return replace(config, rollout=replace(config.rollout, dtype=dtype))
+
+
+def _say_centering(given: Config, found: Config) -> None:
+    """Says that the log-ratio is not centered, if nobody asked for that."""
+    correction = found.algorithm.rollout_correction
+    images = found.model.kind != "causal_lm"
+    if images and given.algorithm.rollout_correction.centered is None and not correction.centered:
+        print(
+            "note: algorithm.rollout_correction.centered=false in this run, because its rollout "
+            "records no means (docs/centering.md)"
+        )
 
 
 def _run(config: Config, processes: Processes, inputs: RunInputs, stop: StopRequest) -> str | None:

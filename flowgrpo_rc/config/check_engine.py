@@ -28,16 +28,22 @@ def chunk_size(config: Config) -> int:
     return config.rollout.micro_batch_size_per_gpu or config.actor.ppo_micro_batch_size_per_gpu
 
 
+def engine_class(config: Config) -> type[RolloutEngine[Any]]:
+    """Returns the class that `rollout.name` names; ValueError if there is none."""
+    found: type[RolloutEngine[Any]] = load_class(
+        ROLLOUT_PACKAGE, config.rollout.name, RolloutEngine
+    )
+    return found
+
+
 def engine_of(config: Config) -> type[RolloutEngine[Any]]:
-    """Returns the class of the rollout engine.
+    """Returns the class of the rollout engine, once it has been checked.
 
     Raises:
       ValueError: there is no such engine, it samples from another kind of model, or it does not
         offer what the settings ask for.
     """
-    engine: type[RolloutEngine[Any]] = load_class(
-        ROLLOUT_PACKAGE, config.rollout.name, RolloutEngine
-    )
+    engine = engine_class(config)
     if engine.kind != config.model.kind:
         raise ValueError(
             f"rollout.name={config.rollout.name} samples from models of model.kind={engine.kind}, "

@@ -35,11 +35,11 @@ def check_output(config: Config, num_parameters: int = 0, num_bytes: int = 0) ->
     check_writable(Path(config.trainer.output_dir), needed_bytes=FIRST_NEED + checkpoints)
 
 
-def dtype_of_run(config: Config) -> str | None:
-    """Returns the `rollout.dtype` of the run in the output folder that would go on, if any."""
+def config_of_run(config: Config) -> Config | None:
+    """Returns the settings of the run in the output folder that would go on, if any."""
     folder = RunFolder(Path(config.trainer.output_dir))
     goes_on = config.trainer.resume_mode != "disable" and list_checkpoints(folder.checkpoints)
-    return stored_config(folder.config).rollout.dtype if goes_on else None
+    return stored_config(folder.config) if goes_on else None
 
 
 def checkpoint_to_resume(config: Config) -> Checkpoint | None:

@@ -15,7 +15,7 @@ import torch
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.config.check_engine import check_engine, check_machine
-from flowgrpo_rc.config.check_folder import check_output, checkpoint_to_resume, dtype_of_run
+from flowgrpo_rc.config.check_folder import check_output, checkpoint_to_resume
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.data.prompts import PromptSampler, read_prompts
@@ -27,7 +27,6 @@ from flowgrpo_rc.records.checkpoint import Checkpoint
 from flowgrpo_rc.records.earlier_batches import check_processes
 from flowgrpo_rc.records.rollout_files import check_headers, replay_files
 from flowgrpo_rc.rewards.manager import check_kind, requires_target
-from flowgrpo_rc.rollout.faster_dtype import AUTO, faster_dtype
 from flowgrpo_rc.rollout.quantization import check_layers
 from flowgrpo_rc.training.optim import check_optimizer
 
@@ -45,32 +44,6 @@ class RunInputs:
     sampler: PromptSampler
     held_out: Sequence[Prompt]
     resumed: Checkpoint | None
-
-
-def device_of(config: Config) -> torch.device:
-    """Returns the kind of device that a run would use: the GPU, or the CPU if there is no CUDA or
-    `trainer.device=cpu` asks for it.
-
-    Other accelerators are left alone: Apple's has no float64, which the metrics need.
-    """
-    on_cpu = config.trainer.device == "cpu" or not torch.cuda.is_available()
-    return torch.device("cpu" if on_cpu else "cuda")
-
-
-def settled(config: Config, device: torch.device | None = None) -> Config:
-    """Returns the settings with a precision in the place of `rollout.dtype=auto`.
-
-    It is that of the run in `trainer.output_dir` that would go on, or else the one that samples
-    faster on this machine.
-
-    Args:
-      config: the settings.
-      device: that samples; None for that of this machine.
-    """
-    if config.rollout.dtype != AUTO:
-        return config
-    dtype = dtype_of_run(config) or faster_dtype(device or device_of(config))
-    return replace(config, rollout=replace(config.rollout, dtype=dtype))
 
 
 def check_run(

@@ -105,15 +105,14 @@ class Config:
         return 2 * steps + 1 if self.keep_means() else steps + 1
 
     def clip_ratio(self) -> float | None:
-        """Returns the narrower half-width of the PPO band on a step's own ratio; None for none, for
-        a band that follows the mismatch, and for one on a centered ratio.
+        """Returns the narrower half-width of the PPO band on a step's own ratio; None for none, and
+        for a band that follows the mismatch.
         """
         if self.algorithm.rollout_correction.loss_type == "reinforce":
             return None
         if self.model.kind == "causal_lm":
             return self.actor.token_loss.loss().clip_band
-        centered = self.algorithm.rollout_correction.centered
-        if centered or self.actor.diffusion_loss.auto:
+        if self.actor.diffusion_loss.auto:
             return None
         band = self.actor.diffusion_loss.loss().clip_band
         assert not isinstance(band, Tensor)  # it is a number unless it follows the mismatch

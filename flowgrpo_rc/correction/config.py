@@ -75,7 +75,8 @@ class RolloutCorrectionConfig(Presets):
         recomputes old with the training graph and corrects once per batch.
     loss_type: `ppo_clip`, or `reinforce` (importance weights without a clip; bypass mode only).
     centered: for images, credit the noise that the rollout drew: the log-ratio of the loss is
-        `core.transition.centered_log_ratio`. Weights, criteria and metrics keep the log-probs.
+        `core.transition.centered_log_ratio`. Weights, criteria and metrics keep the log-probs. A
+        run takes null as true for images whose rollout records its means; a loss takes it as false.
     rollout_is: importance weights of each step (`token`), of the whole sequence (`sequence`, the
         product), of its geometric mean (`geometric`), or null. In bypass mode with ppo_clip they
         are metrics: the ratio is the weight.
@@ -109,7 +110,7 @@ class RolloutCorrectionConfig(Presets):
 
     bypass_mode: bool = False
     loss_type: str = "ppo_clip"
-    centered: bool = False
+    centered: bool | None = None
     rollout_is: str | None = None
     rollout_is_mode: str | None = None
     rollout_is_threshold: Any = 2.0
@@ -226,7 +227,9 @@ class RolloutCorrectionConfig(Presets):
             if value not in allowed:
                 listed = ", ".join("null" if choice is None else choice for choice in allowed)
                 raise ValueError(f"{KEY}.{name}={value!r}: allowed are {listed}")
-        for name in ("bypass_mode", "centered", "rollout_is_batch_normalize"):
+        if self.centered is not None and not isinstance(self.centered, bool):
+            raise ValueError(f"{KEY}.centered={self.centered!r}: give true, false or null")
+        for name in ("bypass_mode", "rollout_is_batch_normalize"):
             if not isinstance(vars(self)[name], bool):
                 raise ValueError(f"{KEY}.{name}={vars(self)[name]!r}: give true or false")
         veto = self.rollout_token_veto_threshold

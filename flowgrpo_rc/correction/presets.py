@@ -1,6 +1,8 @@
 """The documents' presets, in the older and the newer spelling. Each is a starting point: further
 keys refine it.
 
+All take the plain log-ratio, as the documents do (`centered=false`).
+
 IS: importance weights. RS: rejection. Geometric: mean log-ratio of a sequence. pg: `reinforce`,
 without a PPO clip.
 """
@@ -23,7 +25,7 @@ class Presets:
     @classmethod
     def disabled(cls) -> Self:
         """Reports metrics only: nothing is weighted, and only what is not finite is rejected."""
-        return cls()
+        return cls._make()
 
     @classmethod
     def decoupled_token_is(cls, threshold: Threshold = 2.0) -> Self:
@@ -254,11 +256,11 @@ class Presets:
 
     @classmethod
     def _make(cls, **settings: Any) -> Self:
-        return cls(**settings)
+        return cls(**{"centered": False, **settings})
 
     @classmethod
     def _pg(cls, **settings: Any) -> Self:
-        return cls(**{"bypass_mode": True, "loss_type": "reinforce", **settings})
+        return cls._make(**{"bypass_mode": True, "loss_type": "reinforce", **settings})
 
 
 def _geometric(threshold: Threshold, lower: float | None = None) -> dict[str, Any]:

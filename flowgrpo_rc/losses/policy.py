@@ -74,7 +74,7 @@ class LossCorrection:
             corrector=Corrector(config) if config.corrects_in_loss else None,
             weights_are_metrics=config.weights_are_metrics,
             batch_normalize=config.rollout_is_batch_normalize,
-            centered=config.centered,
+            centered=bool(config.centered),
             reinforce=config.loss_type == "reinforce",
             normalize=config.normalize,
             metric_names=config.metric_names,

@@ -23,6 +23,7 @@ from flowgrpo_rc.records.packed_batch import PackedBatch, pack, unpack
 
 _REWARD = "reward."
 _HEADER = "rollout"  # a single entry: safetensors writes several in no fixed order
+_FILES = "step_*_process_*_of_*.safetensors"
 
 
 class SavedRollout(NamedTuple):
@@ -78,6 +79,24 @@ def read_header(path: Path) -> dict[str, Any]:
         ) from error
 
 
+def keeps_means(folder: Path) -> bool:
+    """Returns whether saved rollouts hold the means of their steps.
+
+    Args:
+      folder: a run's, or its rollouts/.
+
+    Returns:
+      Whether the first file does; False if there is none, or if it is damaged.
+    """
+    inside = folder / "rollouts"
+    files = sorted((inside if inside.is_dir() else folder).glob(_FILES))
+    try:
+        with safe_open(files[0], framework="pt") as file:
+            return "prev_sample_mean" in file.keys()  # noqa: SIM118, the file is no mapping
+    except (IndexError, SafetensorError):
+        return False
+
+
 def load_rollout(path: Path, device: torch.device) -> SavedRollout:
     """Reads a rollout back, bit for bit. ValueError if the file is damaged or something else."""
     header = read_header(path)
@@ -112,7 +131,7 @@ def replay_files(folder: Path, rank: int, count: int) -> list[Path]:
     run's, or its rollouts/."""
     inside = folder / "rollouts"
     folder = inside if inside.is_dir() else folder
-    found = {path.name for path in folder.glob("step_*_process_*_of_*.safetensors")}
+    found = {path.name for path in folder.glob(_FILES)}
     if not found:
         name = rollout_path(folder, 1, rank, count).name
         raise ValueError(

@@ -367,7 +367,7 @@ def make_mode(
       keep_means: decoupled mode keeps the means of the old policy's steps for the loss.
       **shared: the attributes that both modes have.
     """
-    shared["centered"] = correction.centered
+    shared["centered"] = bool(correction.centered)
     if correction.bypass_mode:
         return Bypass(whole_windows=correction.bypass_level == "window", **shared)
     corrector = Corrector(correction)

@@ -43,6 +43,7 @@ from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
 
 KEY = "algorithm.rollout_correction"
+PLAIN = f"{KEY}.centered=false"
 CLIP = "actor.diffusion_loss.clip_ratio"
 BYPASS = f"{KEY}.bypass_mode=true"
 GUARD = "actor.diffusion_loss.loss_mode=grpo_guard"
@@ -613,8 +614,8 @@ def test_noise_is_not_clipped_with_the_written_settings(calibrated: Path, tmp_pa
 
 
 def test_noise_is_not_clipped_under_the_guidance_of_the_reference(tmp_path: Path) -> None:
-    """At 4.5 a band that holds the mismatch would be too wide for bypass mode."""
-    few = [GUIDED, "data.train_batch_size=2", "actor.ppo_mini_batch_size=2"]
+    """At 4.5 a band that holds the mismatch would be too wide for bypass mode of a plain ratio."""
+    few = [GUIDED, "data.train_batch_size=2", "actor.ppo_mini_batch_size=2", PLAIN]
     assert main(["calibrate", *QUICK, *few, "--prompts", "2", "--out", str(tmp_path / "out")]) == 0
     measured = json.loads((tmp_path / "out" / "calibration.json").read_text())
     assert measured["diagnosis"]["cause"] is None
@@ -673,13 +674,21 @@ def test_a_movement_of_ten_times_the_noise_is_clipped(calibrated: Path) -> None:
     network = bench.task.model.network
     engine = make_engine(config, bench.task)
     prompts = prompts_of(config)[0].step(1)[:2]
-    batch = sample(engine, ask(config, prompts, 16, config.rollout.spec())).batch
+    request = ask(config, prompts, 16, config.rollout.spec(), keep_means=True)
+    batch = sample(engine, request).batch
     batch = batch.replace(
         old_log_probs=batch.rollout_log_probs,
         advantages=torch.ones_like(batch.rollout_log_probs),
         rejection_mask=batch.step_mask,  # what the bands decide before an update
     )
-    start = policy.log_probs(batch, 32)
+    assert config.algorithm.rollout_correction.centered
+
+    def log_ratio() -> torch.Tensor:
+        found = policy.measure(batch, 32).centered
+        assert found is not None
+        return found
+
+    start = log_ratio()
     parameters = lora_parameters(network)
     aim = 10 * measured["mismatch"][0]["floor"]
     moved = start
@@ -689,11 +698,16 @@ def test_a_movement_of_ten_times_the_noise_is_clipped(calibrated: Path) -> None:
         for name, parameter in parameters.items():
             step = bench.lora.current[name] - bench.lora.before[name]
             parameter.data.copy_(bench.lora.current[name] + factor * step)
-        moved = policy.log_probs(batch, 32)
+        moved = log_ratio()
     assert (moved - start).abs().mean().item() == pytest.approx(aim, rel=0.3)
 
-    def clipped(log_probs: torch.Tensor) -> float:
-        return diffusion_loss(config.loss(), log_probs, batch)[1].compute()["clip_fraction"]
+    facts = policy.measure(batch, 32)
+    assert facts.gaussian is not None
+
+    def clipped(centered: torch.Tensor) -> float:
+        gaussian = facts.gaussian._replace(centered=centered)
+        _, metrics = diffusion_loss(config.loss(), facts.log_probs, batch, gaussian)
+        return metrics.compute()["clip_fraction"]
 
     assert clipped(start) < 0.02
     assert clipped(moved) > 0.5

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.runs import Train, read_rows, without_timings
 
+from flowgrpo_rc.config.tree import stored_config
 from flowgrpo_rc.correction import auto_bands
 from flowgrpo_rc.correction.auto_bands import FLOOR
 
@@ -105,11 +106,26 @@ def test_a_run_records_means_and_judges_them(train: Train, tmp_path: Path, bypas
 def test_a_replay_without_means_is_refused_before_training(
     train: Train, tmp_path: Path, capsys
 ) -> None:
-    assert train("trainer.save_rollouts=true", "trainer.total_training_steps=1") == 0
+    plain = f"{RC}.centered=false"
+    assert train(plain, "trainer.save_rollouts=true", "trainer.total_training_steps=1") == 0
     replay = [f"data.replay_dir={tmp_path / 'run'}", f"trainer.output_dir={tmp_path / 'replay'}"]
     assert train(*replay, *STEP_KL_RULES) != 0
     assert "prev_sample_mean" in capsys.readouterr().err
     assert not (tmp_path / "replay" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_replay_is_centered_if_it_has_means(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture, kept: bool
+) -> None:
+    saved = f"{RC}.centered={str(kept).lower()}"
+    assert train(saved, "trainer.save_rollouts=true", "trainer.total_training_steps=1") == 0
+    capsys.readouterr()
+    replay = [f"data.replay_dir={tmp_path / 'run'}", f"trainer.output_dir={tmp_path / 'replay'}"]
+    assert train(*replay, "trainer.total_training_steps=1") == 0
+    assert ("records no means" in capsys.readouterr().out) is not kept
+    config = stored_config(tmp_path / "replay" / "config.yaml")
+    assert config.algorithm.rollout_correction.centered is kept
 
 
 def test_an_aligned_run_has_no_mismatch(train: Train, tmp_path: Path) -> None:

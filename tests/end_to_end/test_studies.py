@@ -8,6 +8,7 @@ from pathlib import Path
 
 import gradient_image
 import gradient_study
+import ladder
 import learning
 import pytest
 from cells import load, save
@@ -67,3 +68,11 @@ def test_the_learning_study_runs_and_goes_on_where_it_was(
     assert all(len(curve) == 2 for curve in (*clean.values(), *fault.values()))
     assert fault["eff_sample_size"][0] < 0.999
     assert found[first]["before"] == found[second]["before"]
+
+
+def test_the_ladder_trains_on_rollouts_that_are_worse(tmp_path: Path) -> None:
+    ladder.main(["--quick", "--results", str(tmp_path)])
+    found = load(ladder.STUDY, tmp_path)
+    sizes = {cell["rollout"]: max(cell["curves"]["mismatch"]) for cell in found.values()}
+    assert sizes.keys() == {rollout for rollout, _ in ladder.QUICK_CELLS}
+    assert all(size > 5e-4 for size in sizes.values())  # bf16 has 1e-4

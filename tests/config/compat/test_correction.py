@@ -87,7 +87,7 @@ def test_a_slime_configuration_file_and_keys_are_one_layer(tmp_path: Path) -> No
         "rollout_is_mode": "mask",
         "rollout_is_threshold": "0.4_3.0",
     }
-    assert vars(found) == vars(RolloutCorrectionConfig()) | expect
+    assert vars(found) == vars(RolloutCorrectionConfig.disabled()) | expect
     with pytest.raises(ValueError, match="contradict") as error:
         composed(f"{SECTION}.custom_config_path={path}", f"{SECTION}.mis_upper_bound=2.0")
     assert f"{SECTION}.mis_upper_bound=2.0" in str(error.value)
@@ -131,7 +131,7 @@ def test_a_wrong_slime_configuration_file(text: str, tmp_path: Path) -> None:
         ),
         (
             [f"{SECTION}=geo_rs"],
-            ["preset=geo_rs -> rollout_rs=seq_mean_k1, rollout_rs_threshold=0.999_1.001"],
+            ["preset=geo_rs -> centered=False, rollout_rs=seq_mean_k1"],
             [
                 "rollout_rs: seq_mean_k1",
                 "rollout_rs_threshold: 0.999_1.001",

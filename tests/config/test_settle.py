@@ -1,0 +1,115 @@
+"""What settings leave open is settled before anything else is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.compositions import config_of
+
+from flowgrpo_rc.config import settle
+from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.settle import settled
+from flowgrpo_rc.records.checkpoint import Checkpoint, save_checkpoint
+from flowgrpo_rc.records.run_folder import RunFolder
+from flowgrpo_rc.rollout import faster_dtype as module
+
+RC = "algorithm.rollout_correction"
+NO_MEANS = "rollout.name=support.faulty_engines.NoMeans"
+
+
+@pytest.fixture(autouse=True)
+def _measured_anew() -> Iterator[None]:
+    module.faster_dtype.cache_clear()
+    yield
+    module.faster_dtype.cache_clear()
+
+
+def seconds(monkeypatch, *, fp32: float, bf16: float) -> None:
+    """Lets products take given times on a clock that only they move."""
+    clock = [0.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: clock[0])
+
+    class Product:
+        def __init__(self, duration: float) -> None:
+            self.duration = duration
+
+        def __matmul__(self, other: Product) -> None:
+            clock[0] += self.duration
+
+    durations = {torch.float32: fp32, torch.bfloat16: bf16}
+    monkeypatch.setattr(module.torch, "ones", lambda *shape, dtype: Product(durations[dtype]))
+
+
+@pytest.mark.parametrize(
+    ("fp32", "bf16", "dtype"), [(1.0, 0.5, "bf16"), (1.0, 1.2, "fp32"), (1.0, 0.9, "fp32")]
+)
+def test_the_faster_precision_of_a_cpu_is_taken(monkeypatch, fp32, bf16, dtype):
+    seconds(monkeypatch, fp32=fp32, bf16=bf16)
+    assert module.faster_dtype(torch.device("cpu")) == dtype
+
+
+def test_a_gpu_samples_in_bf16():
+    assert module.faster_dtype(torch.device("cuda")) == "bf16"
+
+
+def test_a_real_measurement_gives_one_of_the_two():
+    config = settled(config_of("rollout.dtype=auto"))
+    assert config.rollout.dtype in ("fp32", "bf16")
+
+
+def begun(folder: Path, override: str) -> str:
+    """Makes the folder of a run with one checkpoint, and returns the override that names it."""
+    output = f"trainer.output_dir={folder}"
+    run = RunFolder(folder)
+    run.create(asdict(config_of(output, override)), torch.device("cpu"), 1)
+    state = {"update": {}, "health": {}}
+    save_checkpoint(run.checkpoints, Checkpoint(step=1, tensors={}, state=state), keep=1)
+    return output
+
+
+@pytest.mark.parametrize("kept", ["fp32", "bf16"])
+def test_a_run_that_goes_on_keeps_its_precision(tmp_path: Path, monkeypatch, kept: str):
+    monkeypatch.setattr(settle, "faster_dtype", lambda device: pytest.fail("measured again"))
+    output = begun(tmp_path, f"rollout.dtype={kept}")
+    assert settled(config_of(output, "rollout.dtype=auto")).rollout.dtype == kept
+
+
+def test_a_given_precision_is_not_measured(monkeypatch):
+    monkeypatch.setattr(settle, "faster_dtype", lambda device: pytest.fail("measured"))
+    assert settled(config_of("rollout.dtype=fp16")).rollout.dtype == "fp16"
+
+
+def centered(*overrides: str) -> bool | None:
+    return settled(config_of(*overrides)).algorithm.rollout_correction.centered
+
+
+def test_images_are_centered_unless_their_rollout_has_no_means():
+    assert config_of().algorithm.rollout_correction.centered is None
+    assert centered() is True
+    assert centered(f"{RC}.bypass_mode=false") is True
+    assert centered(f"{RC}.centered=false") is False
+    assert centered(NO_MEANS) is False
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_run_that_goes_on_keeps_its_log_ratio(tmp_path: Path, kept: bool):
+    output = begun(tmp_path, f"{RC}.centered={str(kept).lower()}")
+    assert centered(output, NO_MEANS) is kept
+
+
+@pytest.mark.parametrize("columns", [["prev_sample_mean", "latents"], ["latents"]])
+def test_saved_images_are_centered_if_they_hold_means(tmp_path: Path, columns: list[str]):
+    path = tmp_path / "rollouts" / "step_00001_process_0_of_1.safetensors"
+    path.parent.mkdir()
+    save_file({name: torch.zeros(1) for name in columns}, path, metadata={"rollout": "{}"})
+    assert centered(f"data.replay_dir={tmp_path}") is ("prev_sample_mean" in columns)
+
+
+def test_text_is_not_centered():
+    config = settled(to_config(compose_config([], config_name="token_grpo")))
+    assert config.algorithm.rollout_correction.centered is False
