@@ -21,6 +21,11 @@ __all__ = ["CLAIMS", "ENTRIES", "STUDY"]
 
 LIMIT = 2.0  # standard errors, beyond which one arm beats another
 NOTHING = "-"
+CORRECTIONS = tuple(arm for arm in CLIMBERS if arm != "recipe")
+NEW = ("int4", "bits3", "bits2", "reuse", "skip")  # rollouts of the newest weights, from int4 on
+OLD = ("int4_old8", "int4_old16")
+COLLAPSED = 0.1  # a mean reward below this is that of no word at all
+LEARNED = 0.55  # one below this is that of the base model, 0.527
 
 
 class Difference(NamedTuple):
@@ -150,9 +155,10 @@ def cost(cells: Mapping[str, Cell], arm: str) -> str:
 
 
 def num_seeds(cells: Mapping[str, Cell]) -> str:
-    """Formats the number of seeds that every cell has."""
+    """Formats the smallest and the largest number of seeds of a cell."""
     found = grouped(cells)
-    return str(min(len(found.get((r, a), {})) for r in RUNGS for a in CLIMBERS))
+    counts = {len(found.get((rollout, arm), {})) for rollout in RUNGS for arm in CLIMBERS}
+    return str(min(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
 
 
 def reference(cells: Mapping[str, Cell]) -> str:
@@ -160,11 +166,20 @@ def reference(cells: Mapping[str, Cell]) -> str:
     return f"{statistics.mean(run['after'] for run in grouped(cells)[REFERENCE].values()):.3f}"
 
 
-def gap(
-    rollout: str, arm: str, to: tuple[str, str] = REFERENCE
-) -> Callable[[Mapping[str, Cell]], str]:
-    """Makes an entry: the reward of a cell after training less that of another."""
-    return lambda cells: str(against(cells, rollout, arm, to))
+def _mean(cells: Mapping[str, Cell], rollout: str, arm: str) -> float:
+    return statistics.mean(run["after"] for run in grouped(cells)[rollout, arm].values())
+
+
+def _gap(cells: Mapping[str, Cell], rollout: str, arm: str, other: str) -> float:
+    found = against(cells, rollout, arm, (rollout, other))
+    assert found is not None
+    return found.mean
+
+
+def _beaten(cells: Mapping[str, Cell], rollout: str, arm: str) -> bool:
+    found = against(cells, rollout, arm)
+    assert found is not None
+    return found.beaten
 
 
 ENTRIES: dict[str, Callable[[Mapping[str, Cell]], str]] = {
@@ -173,5 +188,27 @@ ENTRIES: dict[str, Callable[[Mapping[str, Cell]], str]] = {
     "ladder_spread": lambda cells: f"{spread(cells):.3f}",
     "ladder_reference": reference,
     "ladder_rewards": rewards,
+    "ladder_bits2_gap": lambda cells: f"{_gap(cells, 'bits2', 'recomputed', 'centered'):.3f}",
 }
-CLAIMS: dict[str, Callable[[Mapping[str, Cell]], bool]] = {}
+CLAIMS: dict[str, Callable[[Mapping[str, Cell]], bool]] = {
+    "ladder_recipe_fails": lambda cells: all(
+        _mean(cells, rollout, "recipe") < (COLLAPSED if rollout in NEW else LEARNED)
+        for rollout in (*NEW, *OLD)
+    ),
+    "ladder_corrections_hold": lambda cells: (
+        not any(
+            _beaten(cells, rollout, arm)
+            for rollout in (*NEW, *OLD)
+            if rollout not in ("bits2", "skip")
+            for arm in CORRECTIONS
+        )
+    ),
+    "ladder_skip_fails": lambda cells: all(_beaten(cells, "skip", arm) for arm in CORRECTIONS),
+    "ladder_centered_is_cheap": lambda cells: all(
+        float(cost(cells, arm)) >= 0.98 for arm in CORRECTIONS
+    ),
+    "ladder_centered_is_default": lambda cells: (
+        good(cells, "centered") == max(good(cells, arm) for arm in CLIMBERS)
+    ),
+    "ladder_bits2_turns": lambda cells: _gap(cells, "bits2", "recomputed", "centered") > 0.02,
+}
