@@ -170,6 +170,12 @@ def _mean(cells: Mapping[str, Cell], rollout: str, arm: str) -> float:
     return statistics.mean(run["after"] for run in grouped(cells)[rollout, arm].values())
 
 
+def _start(cells: Mapping[str, Cell], rollout: str) -> str:
+    """Formats the reward of a rollout's first images, which the arm has no part in."""
+    runs = grouped(cells)[rollout, "centered"].values()
+    return f"{statistics.mean(run['curves']['reward'][0] for run in runs):.2f}"
+
+
 def _gap(cells: Mapping[str, Cell], rollout: str, arm: str, other: str) -> float:
     found = against(cells, rollout, arm, (rollout, other))
     assert found is not None
@@ -188,6 +194,9 @@ ENTRIES: dict[str, Callable[[Mapping[str, Cell]], str]] = {
     "ladder_spread": lambda cells: f"{spread(cells):.3f}",
     "ladder_reference": reference,
     "ladder_rewards": rewards,
+    "ladder_bf16_start": lambda cells: _start(cells, "bf16"),
+    "ladder_bits2_start": lambda cells: _start(cells, "bits2"),
+    "ladder_skip_start": lambda cells: _start(cells, "skip"),
     "ladder_bits2_gap": lambda cells: f"{_gap(cells, 'bits2', 'recomputed', 'centered'):.3f}",
 }
 CLAIMS: dict[str, Callable[[Mapping[str, Cell]], bool]] = {
