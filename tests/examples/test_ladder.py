@@ -8,6 +8,8 @@ import math
 import ladder
 import ladder_tables
 import pytest
+import whole_job
+import whole_job_tables
 from cells import Cell, load
 from learning import Run
 
@@ -72,3 +74,20 @@ def test_files_are_small_and_complete():
         assert (cell["rollout"], cell["arm"]) in ladder.CELLS
         assert {len(curve) for curve in cell["curves"].values()} == {ladder.ITERATIONS}
         assert len(json.dumps(cell)) < 6000
+
+
+def test_the_whole_job_is_trained_with_each_log_ratio():
+    for arm, centered in (("plain", False), ("centered", True)):
+        config = to_config(compose_config(whole_job.overrides(Run("bf16", arm, seed=1))))
+        assert config.algorithm.rollout_correction.centered is centered
+        assert config.trainer.total_training_steps == 150
+
+
+def test_whole_runs_are_compared_seed_by_seed():
+    runs = (("plain", 1, 0.6), ("plain", 2, 0.7), ("centered", 2, 0.75), ("centered", 3, 0.9))
+    cells = {
+        str(number): run("bf16", arm, seed, after) | {"before": 0.5}
+        for number, (arm, seed, after) in enumerate(runs)
+    }
+    assert whole_job_tables.gap(cells).mean == pytest.approx(0.05)
+    assert "| `plain` | 1, 2 | 0.600, 0.700 |" in whole_job_tables.rewards(cells)
