@@ -23,6 +23,7 @@ LIMIT = 2.0  # standard errors, beyond which one arm beats another
 NOTHING = "-"
 CORRECTIONS = tuple(arm for arm in CLIMBERS if arm != "recipe")
 NEW = ("int4", "bits3", "bits2", "reuse", "skip")  # rollouts of the newest weights, from int4 on
+CENTERED = ("centered", "centered_recomputed")
 OLD = ("int4_old8", "int4_old16")
 COLLAPSED = 0.1  # a mean reward below this is that of no word at all
 LEARNED = 0.55  # one below this is that of the base model, 0.527
@@ -207,10 +208,15 @@ CLAIMS: dict[str, Callable[[Mapping[str, Cell]], bool]] = {
     "ladder_corrections_hold": lambda cells: (
         not any(
             _beaten(cells, rollout, arm)
-            for rollout in (*NEW, *OLD)
-            if rollout not in ("bits2", "skip")
+            for rollout in NEW[:-1]
             for arm in CORRECTIONS
+            if rollout != "bits2"
         )
+    ),
+    "ladder_old_weights": lambda cells: (
+        _beaten(cells, "int4_old8", "recomputed")
+        and _beaten(cells, "int4_old16", "guard")
+        and not any(_beaten(cells, rollout, arm) for rollout in OLD for arm in CENTERED)
     ),
     "ladder_skip_fails": lambda cells: all(_beaten(cells, "skip", arm) for arm in CORRECTIONS),
     "ladder_centered_is_cheap": lambda cells: all(
