@@ -29,17 +29,15 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import learning
 from cells import RESULTS, make_missing
-from learning import CLIP, PLAIN, RC, Run, measure
+from learning import CLIP, RC, Run, measure
 
 STUDY = "ladder"
 
 FEW_BITS = "rollout.name=learning_rollouts.FewBits"
 ROLLOUTS: Mapping[str, Sequence[str]] = {
-    "fp32": ("rollout.dtype=fp32",),
-    "bf16": (),
-    "int8": ("rollout.quantization=int8_dynamic",),
-    "int4": ("rollout.quantization=int4",),
+    **{name: learning.ROLLOUTS[name] for name in ("fp32", "bf16", "int8", "int4")},
     "int4_old8": ("rollout.quantization=int4", "rollout.staleness=8"),
     "int4_old16": ("rollout.quantization=int4", "rollout.staleness=16"),
     "bits3": (FEW_BITS, "+rollout.engine_kwargs.bits=3"),
@@ -55,14 +53,7 @@ ARMS: Mapping[str, Sequence[str]] = {
     "recomputed": (f"{RC}=disabled", f"{CLIP}=1e-3"),
     "centered_recomputed": (f"{RC}=disabled", f"{RC}.centered=true", f"{CLIP}=1e-3"),
     "guard": (BYPASS, "actor.diffusion_loss.loss_mode=grpo_guard", FITTING),
-    "recipe": (
-        f"{RC}.bypass_mode=true",
-        PLAIN,
-        f"{RC}.rollout_is=sequence",
-        f"{RC}.rollout_rs=seq_mean_k1",
-        f"{RC}.rollout_rs_threshold='0.5_2.0'",
-        f"{CLIP}=1e-4",
-    ),
+    "recipe": (*learning.ARMS["recipe"], f"{CLIP}=1e-4"),
 }
 REFERENCE = ("fp32", "bypass")
 CLIMBERS = tuple(arm for arm in ARMS if arm != "bypass")

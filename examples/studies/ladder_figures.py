@@ -1,6 +1,8 @@
 """Draws docs/figures/ladder.svg from the results of the ladder of rollouts.
 
-python examples/studies/ladder_figures.py [--output FOLDER]
+    python examples/studies/ladder_figures.py [--output FOLDER]
+
+Colours and background are those of learning_figures.py.
 """
 
 from __future__ import annotations

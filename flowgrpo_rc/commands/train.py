@@ -81,7 +81,7 @@ def run(config: Config) -> str | None:
         with processes.noticing_losses():
             if config.rollout.dtype == AUTO and inputs.resumed is None:
                 found = _agreed(found, processes)
-            if processes.is_main:
+            if processes.is_main and inputs.resumed is None:
                 _say_centering(config, found)
             reason = _run(found, processes, inputs, stop)
         processes.close()

@@ -1,4 +1,4 @@
-"""Settings that are left open until the machine and the rollout are known."""
+"""Settles what is left open until the machine and the rollout are known."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What settings leave open is settled before anything else is looked at."""
+"""Checks that what settings leave open is settled before anything else is looked at."""
 
 from __future__ import annotations
 
