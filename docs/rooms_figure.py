@@ -36,7 +36,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     {"build": "assembles a run", "export": "LoRA for others, model card"},
     {"calibration": "measures engine against trainer, finds settings"},
     {"commands": "train, plan, evaluate, calibrate, export, report, compare, serve, doctor"},
-    {"cli": "the command line"},
+    {"cli": "the command line", "api": "train(...) in Python"},
     {"train": "python -m flowgrpo_rc.train, for torchrun and accelerate"},
 )
 WIDTH = 960

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flowgrpo_rc.api import Run, train
     from flowgrpo_rc.batch import (
         DiffusionBatch,
         Prompt,
@@ -48,6 +49,7 @@ __all__ = [
     "PromptBatch",
     "Rewards",
     "RolloutCorrectionConfig",
+    "Run",
     "SamplerSpec",
     "TokenBatch",
     "TokenLossConfig",
@@ -64,10 +66,13 @@ __all__ = [
     "diffusion_loss",
     "plot_rollout_correction",
     "token_loss",
+    "train",
 ]
 
 # Public name -> the module that holds it.
 _HOMES = {
+    "Run": "api",
+    "train": "api",
     "DiffusionBatch": "batch",
     "Prompt": "batch",
     "PromptBatch": "batch",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,7 @@ from flowgrpo_rc.records.console import Console
 from flowgrpo_rc.records.earlier_batches import EarlierBatches
 from flowgrpo_rc.records.rejected import RejectedSamples
 from flowgrpo_rc.records.run_folder import RunFolder
-from flowgrpo_rc.records.run_log import RunLog
+from flowgrpo_rc.records.run_log import Observer, RunLog
 from flowgrpo_rc.records.trackers import Trackers, accelerate_loggers
 from flowgrpo_rc.rewards.manager import RewardManager, needs_samples
 from flowgrpo_rc.rollout.engine import RolloutEngine
@@ -61,6 +62,7 @@ def assemble(
     prompts: tuple[PromptSampler, list[Prompt]],
     *,
     first_step: int,
+    log: RunLog | None = None,
 ) -> Components:
     """Loads the model and builds every component of a run.
 
@@ -70,6 +72,7 @@ def assemble(
       processes: the processes of the run.
       prompts: the training sampler and the held-out prompts.
       first_step: the first step that is left to train.
+      log: where the numbers of a step go; None for that of `make_log`.
     """
     config = settled(config)
     sampler, held_out = prompts
@@ -120,7 +123,7 @@ def assemble(
         evaluator=Evaluator(task, held_out, config.rollout.val_kwargs, rewards),
         health=make_health(config),
         rejected=make_rejected(config, folder, processes),
-        log=make_log(config, folder, processes, first_step=first_step),
+        log=log or make_log(config, folder, processes, first_step=first_step),
     )
 
 
@@ -138,13 +141,34 @@ def make_rejected(config: Config, folder: RunFolder, processes: Processes) -> Re
     return RejectedSamples(folder.rejected, correction, rank=processes.rank, count=processes.count)
 
 
-def make_log(config: Config, folder: RunFolder, processes: Processes, *, first_step: int) -> RunLog:
-    """Makes what writes the numbers of a step down."""
-    console = Console(
+def make_console(config: Config, processes: Processes, *, quiet: bool = False) -> Console:
+    """Makes what tells the user of the run: on the main process, and there unless `quiet`."""
+    return Console(
         total_steps=config.trainer.total_training_steps,
-        is_main=processes.is_main,
+        quiet=quiet or not processes.is_main,
         show_steps="console" in config.trainer.logger,
     )
+
+
+def make_log(
+    config: Config,
+    folder: RunFolder,
+    processes: Processes,
+    *,
+    first_step: int,
+    console: Console | None = None,
+    observers: Sequence[Observer] = (),
+) -> RunLog:
+    """Makes what writes the numbers of a step down.
+
+    Args:
+      config: the settings; `trainer.logger` names the trackers.
+      folder: the run's folder.
+      processes: the processes of the run.
+      first_step: the first step that is left to train.
+      console: tells the user; None for that of `make_console`.
+      observers: called with the number and the metrics of each step, on the main process.
+    """
     trackers = Trackers(
         processes.accelerator,
         project_name=config.trainer.project_name,
@@ -153,21 +177,32 @@ def make_log(config: Config, folder: RunFolder, processes: Processes, *, first_s
         config=dataclasses.asdict(config),
         first_step=first_step,
     )
-    return RunLog(folder, console, trackers)
+    return RunLog(folder, console or make_console(config, processes), trackers, observers)
 
 
 def make_processes(config: Config) -> Processes:
-    """Accelerate's view of this process, on the device of `device_of`."""
+    """Returns accelerate's view of this process, on the device of `device_of`.
+
+    Raises:
+      ValueError: an earlier run of this Python session had another device or mixed precision, which
+        accelerate keeps for the whole session.
+    """
     resolve_strategy(config.trainer.strategy)
-    accelerator = Accelerator(
-        cpu=device_of(config).type == "cpu",
-        mixed_precision=config.trainer.mixed_precision,
-        log_with=accelerate_loggers(config.trainer.logger) or None,
-        project_dir=config.trainer.output_dir,
-        kwargs_handlers=[
-            InitProcessGroupKwargs(timeout=timedelta(seconds=config.trainer.timeout_s))
-        ],
-    )
+    try:
+        accelerator = Accelerator(
+            cpu=device_of(config).type == "cpu",
+            mixed_precision=config.trainer.mixed_precision,
+            log_with=accelerate_loggers(config.trainer.logger) or None,
+            project_dir=config.trainer.output_dir,
+            kwargs_handlers=[
+                InitProcessGroupKwargs(timeout=timedelta(seconds=config.trainer.timeout_s))
+            ],
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"trainer.mixed_precision={config.trainer.mixed_precision}, "
+            f"trainer.device={config.trainer.device}: accelerate refuses them ({error})"
+        ) from error
     if not accelerator.is_main_process:
         logging.getLogger("flowgrpo_rc").setLevel(logging.ERROR)
     return Processes(accelerator)

@@ -50,7 +50,7 @@ def evaluate_run(run_dir: str, overrides: Sequence[str]) -> None:
         after = _scores(evaluator, processes)
     finally:
         rewards.close()
-    Console(total_steps=0, is_main=processes.is_main).final_table(before, after)
+    Console(total_steps=0, quiet=not processes.is_main).final_table(before, after)
 
 
 def _scores(evaluator: Evaluator, processes: Processes) -> dict[str, float]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flowgrpo_rc.build import assemble, make_processes
+from flowgrpo_rc.build import assemble, make_console, make_log, make_processes
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.commands.composing import composed
 from flowgrpo_rc.config.checks import RunInputs, check_run
@@ -29,12 +30,18 @@ from flowgrpo_rc.export.lora import export_lora
 from flowgrpo_rc.export.model_card import write_model_card
 from flowgrpo_rc.models.lora_files import EXPORT_NAMES
 from flowgrpo_rc.records.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
+from flowgrpo_rc.records.console import Console
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.rejected import drop_rejected_after
 from flowgrpo_rc.records.run_folder import RunFolder
+from flowgrpo_rc.records.run_log import Observer
 from flowgrpo_rc.report.run import write_report
 from flowgrpo_rc.rollout.faster_dtype import AUTO
 from flowgrpo_rc.training.trainer import Components, Trainer
+
+# Called with a step and its metrics, by name; step 0 is the first evaluation. True ends the run
+# after this step, with its state saved.
+Callback = Callable[[int, Mapping[str, float]], bool | None]
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -61,11 +68,13 @@ def main(arguments: argparse.Namespace) -> int:
     return EXIT_OK if run(config) is None else EXIT_STOPPED
 
 
-def run(config: Config) -> str | None:
+def run(config: Config, *, callbacks: Sequence[Callback] = (), quiet: bool = False) -> str | None:
     """Checks the settings and trains as they say, in this process or as one that was launched.
 
     Args:
       config: the settings; a signal or `trainer.max_time` ends the run after the present step.
+      callbacks: called after each step on the main process; see `Callback`.
+      quiet: True prints nothing.
 
     Returns:
       Why the run stopped early, or None if it is complete.
@@ -78,43 +87,56 @@ def run(config: Config) -> str | None:
         found = settled(config)
         inputs = check_run(found, device_of(config), num_processes=processes_here(config))
         processes = make_processes(found)
+        console = make_console(found, processes, quiet=quiet)
         with processes.noticing_losses():
             if config.rollout.dtype == AUTO and inputs.resumed is None:
-                found = _agreed(found, processes)
-            if processes.is_main and inputs.resumed is None:
-                _say_centering(config, found)
-            reason = _run(found, processes, inputs, stop)
+                found = _agreed(found, processes, console)
+            if inputs.resumed is None:
+                _say_centering(config, found, console)
+            observers = [partial(_tell, callback, stop) for callback in callbacks]
+            reason = _run(found, processes, inputs, stop, console, observers)
         processes.close()
         return reason
 
 
-def _agreed(config: Config, processes: Processes) -> Config:
+def _tell(callback: Callback, stop: StopRequest, step: int, metrics: Mapping[str, float]) -> None:
+    if callback(step, metrics):
+        stop.ask("a callback asked for it")
+
+
+def _agreed(config: Config, processes: Processes, console: Console) -> Config:
     """Returns the settings with the first process's precision of the rollout, and says which."""
     in_bf16 = processes.any(processes.is_main and config.rollout.dtype == "bf16")
     dtype = "bf16" if in_bf16 else "fp32"
-    if processes.is_main:
-        print(f"note: rollout.dtype=auto: this run samples in {dtype}")
+    console.message(f"note: rollout.dtype=auto: this run samples in {dtype}")
     return replace(config, rollout=replace(config.rollout, dtype=dtype))
 
 
-def _say_centering(given: Config, found: Config) -> None:
+def _say_centering(given: Config, found: Config, console: Console) -> None:
     """Says that the log-ratio is not centered, if nobody asked for that."""
     correction = found.algorithm.rollout_correction
     images = found.model.kind != "causal_lm"
     if images and given.algorithm.rollout_correction.centered is None and not correction.centered:
-        print(
+        console.message(
             "note: algorithm.rollout_correction.centered=false in this run, because its rollout "
             "records no means (docs/centering.md)"
         )
 
 
-def _run(config: Config, processes: Processes, inputs: RunInputs, stop: StopRequest) -> str | None:
+def _run(
+    config: Config,
+    processes: Processes,
+    inputs: RunInputs,
+    stop: StopRequest,
+    console: Console,
+    observers: Sequence[Observer],
+) -> str | None:
     folder = RunFolder(Path(config.trainer.output_dir))
     resumed = inputs.resumed
     _check_one_folder(processes, resumed)
     if resumed is not None and resumed.step >= config.trainer.total_training_steps:
         if processes.is_main:
-            _say_finished(config, folder, resumed)
+            _say_finished(config, folder, resumed, console)
         processes.wait()
         return None
     with folder.locked() if processes.is_main else nullcontext():
@@ -123,7 +145,15 @@ def _run(config: Config, processes: Processes, inputs: RunInputs, stop: StopRequ
         processes.wait()
         first_step = 0 if resumed is None else resumed.step + 1
         prompts = inputs.sampler, list(inputs.held_out)
-        parts = assemble(config, folder, processes, prompts, first_step=first_step)
+        log = make_log(
+            config,
+            folder,
+            processes,
+            first_step=first_step,
+            console=console,
+            observers=observers,
+        )
+        parts = assemble(config, folder, processes, prompts, first_step=first_step, log=log)
         return _train(config, parts, resumed, stop)
 
 
@@ -204,8 +234,8 @@ def _prepare_folder(
     drop_rejected_after(folder.rejected, step)
 
 
-def _say_finished(config: Config, folder: RunFolder, newest: Checkpoint) -> None:
-    print(f"{folder.root}: this run is finished (step {newest.step}); nothing to do")
+def _say_finished(config: Config, folder: RunFolder, newest: Checkpoint, console: Console) -> None:
+    console.message(f"{folder.root}: this run is finished (step {newest.step}); nothing to do")
     if (
         not (folder.lora / EXPORT_NAMES[config.model.kind]).is_file()
         or not (folder.root / "report.html").is_file()

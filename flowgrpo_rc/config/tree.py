@@ -196,8 +196,10 @@ def stored_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     if not path.is_file():
         raise ValueError(f"{path.parent} is not the folder of a run: it has no {path.name}")
     try:
+        defaults = OmegaConf.structured(Config)
+        defaults.reward.terms = {}  # the file names all rewards of the run
         merged = OmegaConf.merge(
-            OmegaConf.structured(Config),
+            defaults,
             OmegaConf.load(path),
             OmegaConf.from_dotlist(list(overrides)),
         )

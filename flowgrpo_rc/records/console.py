@@ -20,11 +20,11 @@ _STEPS_FOR_ETA = 20
 
 
 class Console:
-    """A context manager around the loop; only the main process prints.
+    """A context manager around the loop.
 
     Args:
       total_steps: training steps of the run.
-      is_main: False silences every method.
+      quiet: True silences every method, as in all processes but the main one.
       show_steps: False drops the live view and the lines of steps (a `trainer.logger` without
         `console`); messages, warnings and the final table stay.
       stream: where to print; None for the standard output.
@@ -34,13 +34,13 @@ class Console:
         self,
         *,
         total_steps: int,
-        is_main: bool = True,
+        quiet: bool = False,
         show_steps: bool = True,
         stream: TextIO | None = None,
     ) -> None:
         self._total_steps = total_steps
-        self._is_main = is_main
-        self._show_steps = show_steps and is_main
+        self._quiet = quiet
+        self._show_steps = show_steps and not quiet
         self._stream = stream if stream is not None else sys.stdout
         self._rich = RichConsole(file=self._stream, highlight=False)
         self._progress: Progress | None = None
@@ -73,12 +73,12 @@ class Console:
 
     def message(self, text: str) -> None:
         """Prints a line."""
-        if self._is_main:
+        if not self._quiet:
             self._print(Text(text), text)
 
     def warning(self, text: str) -> None:
         """Prints a warning, the first time only."""
-        if self._is_main and text not in self._warned:
+        if not self._quiet and text not in self._warned:
             self._warned.add(text)
             self._print(Text.assemble(("warning: ", "bold yellow"), text), f"warning: {text}")
 
@@ -100,7 +100,7 @@ class Console:
 
     def final_table(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
         """Prints the held-out metrics before and after training; "-" where one side has none."""
-        if not self._is_main:
+        if self._quiet:
             return
         table = Table(title="held-out evaluation", title_justify="left")
         table.add_column("metric")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from PIL import Image
 
@@ -11,6 +11,8 @@ from flowgrpo_rc.records.console import Console
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.trackers import Trackers
+
+Observer = Callable[[int, Mapping[str, float]], None]
 
 
 class RunLog:
@@ -21,10 +23,24 @@ class RunLog:
       trackers: tell wandb and tensorboard.
     """
 
-    def __init__(self, folder: RunFolder, console: Console, trackers: Trackers) -> None:
-        """Opens the files of a run's folder."""
+    def __init__(
+        self,
+        folder: RunFolder,
+        console: Console,
+        trackers: Trackers,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        """Opens the files of a run's folder.
+
+        Args:
+          folder: the run's folder.
+          console: tells the user.
+          trackers: tell wandb and tensorboard.
+          observers: called with the number and the metrics of each step, when all else is written.
+        """
         self.console = console
         self.trackers = trackers
+        self._observers = observers
         self._rows = MetricsFile(folder.metrics)
         self._histograms = MetricsFile(folder.histograms)
         self._health = MetricsFile(folder.health)
@@ -54,6 +70,8 @@ class RunLog:
             self._health.append(step, {"message": warning})
             self.console.warning(warning)
             self.trackers.alert(step, warning)
+        for observe in self._observers:
+            observe(step, metrics)
 
     def image(self, step: int, name: str, image: Image.Image | None) -> None:
         """Gives the trackers a picture, if there is one."""

@@ -35,7 +35,7 @@ _UPDATE = (
 )
 
 
-class Run(NamedTuple):
+class ComparedRun(NamedTuple):
     """A run's folder as it was read.
 
     Attributes:
@@ -88,7 +88,7 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
     return path
 
 
-def _read(folders: Sequence[Path]) -> list[Run]:
+def _read(folders: Sequence[Path]) -> list[ComparedRun]:
     if not 2 <= len(folders) <= MOST_RUNS:
         raise ValueError(f"compare: give two to {MOST_RUNS} folders of runs, not {len(folders)}")
     if len({folder.resolve() for folder in folders}) < len(folders):
@@ -101,16 +101,16 @@ def _read(folders: Sequence[Path]) -> list[Run]:
         if len(set(titles)) < len(titles):
             titles = ["/".join(folder.resolve().parts[-depth:]) for folder in folders]
     settings = [dict(files.flat(config)) for config in configs]
-    return [Run(*columns) for columns in zip(titles, folders, rows, settings, strict=True)]
+    return [ComparedRun(*columns) for columns in zip(titles, folders, rows, settings, strict=True)]
 
 
-def _outcome(runs: Sequence[Run]) -> str:
+def _outcome(runs: Sequence[ComparedRun]) -> str:
     last = [(run.name, ends(run.rows, "val/reward")) for run in runs]
     known = [f"{name} {pair[1]:.4f}" for name, pair in last if pair is not None]
     return f"Last held-out reward: {', '.join(known)}" if known else "No held-out reward yet"
 
 
-def _numbers(runs: Sequence[Run]) -> str:
+def _numbers(runs: Sequence[ComparedRun]) -> str:
     """Makes a table of held-out scores and other summary numbers, with one column for each run."""
     scores = sorted({name for run in runs for name in distinct(run.rows, "val/", "val/reward")})
     scores.sort(key=lambda name: name != "val/reward")
@@ -133,7 +133,7 @@ def _numbers(runs: Sequence[Run]) -> str:
     )
 
 
-def _caveat(runs: Sequence[Run]) -> str:
+def _caveat(runs: Sequence[ComparedRun]) -> str:
     """Warns if the runs were not evaluated alike."""
     keys = [key for key, _ in _differences(runs) if key.startswith(_EVALUATION)]
     if not keys:
@@ -145,14 +145,14 @@ def _caveat(runs: Sequence[Run]) -> str:
     return html.warnings([("Careful.", text)])
 
 
-def _differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def _differences(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
     """Returns the keys whose values differ, with the value of each run."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     found = [(key, [run.settings.get(key, _ABSENT) for run in runs]) for key in keys]
     return [(key, values) for key, values in found if len(set(values)) > 1]
 
 
-def _settings(runs: Sequence[Run]) -> str:
+def _settings(runs: Sequence[ComparedRun]) -> str:
     rows = [(key, *values) for key, values in _differences(runs) if key not in _NAMES_ONLY]
     return (
         html.columns(("", *(run.name for run in runs)), rows, kind="columns even")
@@ -161,7 +161,7 @@ def _settings(runs: Sequence[Run]) -> str:
     )
 
 
-def _rewards(runs: Sequence[Run]) -> str:
+def _rewards(runs: Sequence[ComparedRun]) -> str:
     names: set[str] = set()
     for run in runs:
         names |= set(distinct(run.rows, "val/", "val/reward")[1:])
@@ -173,7 +173,7 @@ def _rewards(runs: Sequence[Run]) -> str:
     return html.wide(_overlay(runs, "Held-out reward", "val/reward")) + html.grid(charts)
 
 
-def _correction(runs: Sequence[Run]) -> str:
+def _correction(runs: Sequence[ComparedRun]) -> str:
     charts = []
     for title, name, log_y in _CORRECTION:
         series = _each(runs, [correction_series(run.rows, (name,)) for run in runs])
@@ -194,7 +194,7 @@ def _correction(runs: Sequence[Run]) -> str:
     )
 
 
-def _updates(runs: Sequence[Run]) -> str:
+def _updates(runs: Sequence[ComparedRun]) -> str:
     charts = [
         _overlay(runs, title, name)
         for title, name in _UPDATE
@@ -203,13 +203,13 @@ def _updates(runs: Sequence[Run]) -> str:
     return html.grid(charts) if charts else html.empty("No update yet.")
 
 
-def _overlay(runs: Sequence[Run], title: str, name: str) -> str:
+def _overlay(runs: Sequence[ComparedRun], title: str, name: str) -> str:
     return line_chart(
         title, [Series(name=run.name, points=points_of(run.rows, name)) for run in runs]
     )
 
 
-def _each(runs: Sequence[Run], found: Sequence[Sequence[Series]]) -> list[Series]:
+def _each(runs: Sequence[ComparedRun], found: Sequence[Sequence[Series]]) -> list[Series]:
     """Returns the first series of each run under the run's name; [] if no run has one.
 
     A run without a series gets an empty one, so that the others keep their colours.
@@ -221,15 +221,15 @@ def _each(runs: Sequence[Run], found: Sequence[Sequence[Series]]) -> list[Series
     return lines if any(found) else []
 
 
-def _samples(run: Run) -> str:
+def _samples(run: ComparedRun) -> str:
     return f"<div>{html.note(run.name)}{files.last_samples(run.folder)}</div>"
 
 
-def _health(run: Run) -> str:
+def _health(run: ComparedRun) -> str:
     return html.note(run.name) + files.health(run.folder)
 
 
-def _first_last(run: Run, name: str) -> str:
+def _first_last(run: ComparedRun, name: str) -> str:
     pair = ends(run.rows, name)
     return _ABSENT if pair is None else f"{pair[0]:.4f} \u2192 {pair[1]:.4f}"
 
@@ -244,5 +244,5 @@ def _mean(series: Sequence[Series], form: str = "{:.3g}") -> str:
     return form.format(sum(values) / len(values)) if values else _ABSENT
 
 
-def _mean_of(run: Run, name: str, form: str) -> str:
+def _mean_of(run: ComparedRun, name: str, form: str) -> str:
     return _mean([Series(name=name, points=points_of(run.rows, name))], form)

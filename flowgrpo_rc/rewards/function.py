@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import load_function
-from flowgrpo_rc.rewards.base import Reward, Scores
+from flowgrpo_rc.rewards.base import Reward, Scores, finite_numbers
+
+Score = Callable[[Any, Prompt], float | None]
+GIVEN = "given:"
+_given: dict[str, Score] = {}
 
 
 class Function(Reward):
@@ -18,7 +24,8 @@ class Function(Reward):
     If the function raises, the whole chunk of samples has none.
 
     Args:
-      path: `my_package.my_module:score`; the module is imported at once.
+      path: `my_package.my_module:score`; the module is imported at once. Or `given:NAME` for what
+        `give` took.
       kind: "image", "video", "text" or "latent" for a function that scores nothing else.
 
     Raises:
@@ -27,11 +34,48 @@ class Function(Reward):
 
     def __init__(self, *, path: str, kind: str = "any") -> None:
         self.kind = kind
-        self._score: Callable[[Any, Prompt], float] = load_function(path)
+        self._score: Score = _given_at(path) if path.startswith(GIVEN) else load_function(path)
 
     def __call__(self, samples: Any, prompts: Sequence[Prompt]) -> Scores:
-        return Scores(
-            values=[
-                self._score(sample, prompt) for sample, prompt in zip(samples, prompts, strict=True)
-            ]
+        numbers = [
+            self._score(sample, prompt) for sample, prompt in zip(samples, prompts, strict=True)
+        ]
+        return Scores(values=finite_numbers(numbers))
+
+
+def give(name: str, score: Score) -> str:
+    """Makes a function of this Python session a reward, and returns its path for `Function`.
+
+    A function of a module is found there again by every process. Any other one, such as that of a
+    notebook's cell, is kept for this session alone.
+
+    Args:
+      name: name of the reward.
+      score: the function, or another callable.
+
+    Raises:
+      ValueError: this cannot be called.
+    """
+    if not callable(score):
+        raise ValueError(f"rewards[{name!r}]={score!r} is no function (sample, prompt) -> number")
+    if _is_importable(score):
+        return f"{score.__module__}:{score.__name__}"
+    _given[name] = score
+    return f"{GIVEN}{name}"
+
+
+def _is_importable(score: Score) -> bool:
+    """Whether another process finds this function by its module and its name."""
+    if not isinstance(score, FunctionType) or score.__module__ in ("__main__", None):
+        return False
+    return vars(sys.modules[score.__module__]).get(score.__name__) is score
+
+
+def _given_at(path: str) -> Score:
+    name = path.removeprefix(GIVEN)
+    if name not in _given:
+        raise ValueError(
+            f"path={path!r}: this reward is a function of the Python session that started the run; "
+            f"call flowgrpo_rc.train or Run.resume with rewards={{{name!r}: the function}}"
         )
+    return _given[name]

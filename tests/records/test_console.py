@@ -10,9 +10,9 @@ import pytest
 from flowgrpo_rc.records.console import Console
 
 
-def console_output(*, is_main: bool = True, show_steps: bool = True) -> str:
+def console_output(*, quiet: bool = False, show_steps: bool = True) -> str:
     stream = io.StringIO()
-    with Console(total_steps=2, is_main=is_main, show_steps=show_steps, stream=stream) as console:
+    with Console(total_steps=2, quiet=quiet, show_steps=show_steps, stream=stream) as console:
         console.message("run [red]dir")
         console.step(0, {"val/reward": 0.25})
         console.warning("kl is outside [-0.1, 0.1]")
@@ -47,7 +47,7 @@ def test_console_without_steps_keeps_warnings_and_table() -> None:
 
 
 def test_console_of_other_processes_is_silent() -> None:
-    assert console_output(is_main=False) == ""
+    assert console_output(quiet=True) == ""
 
 
 def test_console_shows_a_live_view_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,233 @@
+"""Training from Python: what `flowgrpo-rc train` does, in this process and with exceptions."""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from flowgrpo_rc.commands.train import Callback, run
+from flowgrpo_rc.config.compat import table
+from flowgrpo_rc.config.compose import compose_all, unchecked_config
+from flowgrpo_rc.config.tree import Config, stored_config
+from flowgrpo_rc.records.metrics_file import MetricsFile
+from flowgrpo_rc.records.run_folder import RunFolder
+from flowgrpo_rc.report.run import write_report
+from flowgrpo_rc.rewards.function import Score, give
+
+Overrides = Sequence[str] | Mapping[str, Any]
+RewardTerms = Mapping[str, Score | Mapping[str, Any]]
+# A word that Hydra reads as the text that it is.
+_PLAIN_TEXT = re.compile(r"(?!(null|true|false|inf|nan)$)[A-Za-z][\w/.:-]*", re.IGNORECASE)
+_HELD_OUT = "val/"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder, finished or not, whether Python or the command line made it.
+
+    Attributes:
+      folder: the folder.
+      stopped: why the training that returned this object ended early; None if it did not.
+    """
+
+    folder: Path
+    stopped: str | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if the folder holds no run."""
+        object.__setattr__(self, "folder", Path(self.folder))
+        if not self._files.config.is_file():
+            raise ValueError(f"{self.folder} is not the folder of a run: it has no config.yaml")
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl: `step` and the metrics of the step by name.
+
+        A value is None if it is not finite. `pandas.DataFrame(run.metrics)` makes a table of them.
+        """
+        return MetricsFile(self._files.metrics).rows()
+
+    @property
+    def before(self) -> dict[str, float]:
+        """The held-out metrics before training, such as `reward`; {} if there are none."""
+        evaluations = self._evaluations()
+        return evaluations[0] if evaluations else {}
+
+    @property
+    def after(self) -> dict[str, float]:
+        """The held-out metrics of the latest evaluation; {} if there are none."""
+        evaluations = self._evaluations()
+        return evaluations[-1] if evaluations else {}
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the monitor warned of, in the order of the steps."""
+        return [row["message"] for row in MetricsFile(self._files.health).rows()]
+
+    @property
+    def lora(self) -> Path:
+        """The folder of the LoRA, for `load_lora_weights` of a diffusers pipeline."""
+        return self._files.lora
+
+    def report(self) -> Path:
+        """Writes the run's page anew and returns its path."""
+        return write_report(self.folder)
+
+    def resume(
+        self,
+        overrides: Sequence[str] = (),
+        *,
+        rewards: RewardTerms | None = None,
+        callbacks: Sequence[Callback] = (),
+        verbose: bool = False,
+    ) -> Run:
+        """Goes on from the newest checkpoint, or from the start if there is none.
+
+        Args:
+          overrides: changes to the run's settings, such as `trainer.max_time=3600`.
+          rewards: as in `train`; needed in a new Python session if the run's rewards are functions
+            of the old one.
+          callbacks: as in `train`.
+          verbose: as in `train`.
+
+        Raises:
+          ValueError: the overrides would train something else, or the settings cannot work.
+          CheckpointError: the checkpoint is damaged.
+        """
+        config = stored_config(self._files.config, overrides)
+        place = replace(config.trainer, output_dir=str(self.folder), resume_mode="auto")
+        return train(
+            replace(config, trainer=place), rewards=rewards, callbacks=callbacks, verbose=verbose
+        )
+
+    @property
+    def _files(self) -> RunFolder:
+        return RunFolder(self.folder)
+
+    def _evaluations(self) -> list[dict[str, float]]:
+        return [
+            {
+                name.removeprefix(_HELD_OUT): value
+                for name, value in row.items()
+                if name.startswith(_HELD_OUT)
+            }
+            for row in self.metrics
+            if f"{_HELD_OUT}reward" in row
+        ]
+
+
+def train(
+    config: Overrides | Config = (),
+    *,
+    rewards: RewardTerms | None = None,
+    callbacks: Sequence[Callback] = (),
+    config_name: str | None = None,
+    config_dir: str | None = None,
+    verbose: bool = False,
+) -> Run:
+    """Trains in this process, as `flowgrpo-rc train` does with the same settings.
+
+    It starts no processes: `trainer.num_processes=auto` is one here. Under torchrun every process
+    calls it. A second run in the same folder goes on with the first, and Ctrl-C ends the run after
+    the present step with its state saved, both as on the command line.
+
+    Args:
+      config: overrides, as `["rollout.n=8"]` or as `{"rollout.n": 8}`; or a whole `Config`.
+      rewards: name -> a function of (sample, prompt) that returns a number, or the mapping of
+        `reward.terms.NAME`. They take the place of the configured rewards. The weight of a function
+        is 1, or `reward.terms.NAME.weight`.
+      callbacks: each is called with the number and the metrics of every step, from the evaluation
+        before the first one on. One that returns True ends the run after the step.
+      config_name: a file of `configs/`; None for the bundled model.
+      config_dir: a further folder with configuration files.
+      verbose: print what the command line prints.
+
+    Returns:
+      The run.
+
+    Raises:
+      ValueError: the settings cannot work; nothing has been trained. The message names the key.
+      CheckpointError: the checkpoint to go on from is damaged.
+      RewardError: too many samples of a step have no reward.
+      RuntimeError: the training failed.
+    """
+    if isinstance(config, Config):
+        settings = config
+    else:
+        lines = override_lines(config)
+        composition = compose_all(lines, config_name=config_name, config_dir=config_dir)
+        if composition.rows and verbose:
+            print(table(composition.rows), file=sys.stderr)
+        composition.check()
+        settings = unchecked_config(composition.config)
+    if rewards is not None:
+        settings = _with_rewards(settings, rewards)
+    folder = Path(settings.trainer.output_dir)
+    rows = MetricsFile(RunFolder(folder).metrics)
+    earlier = len(rows.rows())
+    reason = run(settings, callbacks=callbacks, quiet=not verbose)
+    if reason is None and len(rows.rows()) == earlier:
+        warnings.warn(
+            f"nothing was trained: {folder} holds a finished run; set trainer.output_dir to "
+            "another folder for a new one",
+            stacklevel=2,
+        )
+    return Run(folder, reason)
+
+
+def override_lines(overrides: Overrides) -> list[str]:
+    """Returns overrides as the command line has them.
+
+    Args:
+      overrides: lines, or values by dotted key. A text is taken as it is, whatever it holds.
+
+    Raises:
+      ValueError: one text in place of a list, or a value that no setting can have.
+    """
+    if isinstance(overrides, str):
+        raise ValueError(f"config={overrides!r}: give a list of overrides, such as [{overrides!r}]")
+    if isinstance(overrides, Mapping):
+        return [f"{key}={_written(key, value)}" for key, value in overrides.items()]
+    return list(overrides)
+
+
+def _written(key: str, value: Any) -> str:
+    """Returns a value in Hydra's grammar."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool | int | float):
+        return str(value).lower()
+    if isinstance(value, str | Path):
+        text = str(value)
+        if _PLAIN_TEXT.fullmatch(text):
+            return text
+        # Hydra unescapes backslashes only in front of a quote or at the end.
+        escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text)
+        return f"'{escaped}'"
+    if isinstance(value, Mapping):
+        inner = ",".join(f"{name}:{_written(key, item)}" for name, item in value.items())
+        return f"{{{inner}}}"
+    if isinstance(value, Sequence):
+        inner = ",".join(_written(key, item) for item in value)
+        return f"[{inner}]"
+    raise ValueError(
+        f"{key}={value!r}: a setting is a text, a number, true or false, null, a list or a mapping"
+    )
+
+
+def _with_rewards(config: Config, rewards: RewardTerms) -> Config:
+    """Returns the settings with these rewards; options that the settings give for them are kept."""
+    terms = {}
+    for name, given in rewards.items():
+        own = dict(given) if isinstance(given, Mapping) else _function(name, given)
+        terms[name] = {**own, **(config.reward.terms.get(name) or {})}
+    return replace(config, reward=replace(config.reward, terms=terms))
+
+
+def _function(name: str, score: Score) -> dict[str, Any]:
+    return {"_target_": "function", "path": give(name, score)}

@@ -1,0 +1,192 @@
+"""`flowgrpo_rc.train` and `Run`: the command line's path, from Python."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.runs import Train, fingerprint, read_rows, without_timings
+
+import flowgrpo_rc
+from flowgrpo_rc import Prompt, Run
+from flowgrpo_rc.api import override_lines
+from flowgrpo_rc.cli import main
+from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.config.tree import stored_config
+from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint
+from flowgrpo_rc.rewards.function import give
+
+
+def brightness(image: np.ndarray, prompt: Prompt) -> float:
+    return float(image.mean()) / 255
+
+
+def lora_of(run_dir: Path) -> str:
+    newest = load_checkpoint(list_checkpoints(run_dir / "checkpoints")[-1])
+    return fingerprint(newest.tensors["lora"])
+
+
+def test_python_and_the_command_line_train_the_same(
+    overrides: list[str], train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = flowgrpo_rc.train(overrides)
+    assert capsys.readouterr().out == ""
+    assert train(f"trainer.output_dir={tmp_path / 'other'}") == 0
+    assert lora_of(run.folder) == lora_of(tmp_path / "other")
+    assert without_timings(run.metrics) == without_timings(read_rows(tmp_path / "other"))
+    assert run == Run(tmp_path / "run")
+    assert run.stopped is None
+    assert run.before["reward"] == run.metrics[0]["val/reward"]
+    assert run.after["reward"] == run.metrics[-1]["val/reward"]
+    assert (run.lora / "pytorch_lora_weights.safetensors").is_file()
+    run.report().unlink()
+    assert run.report().is_file()
+    with pytest.warns(UserWarning, match=r"nothing was trained: .* holds a finished run"):
+        flowgrpo_rc.train(overrides)
+
+
+def test_functions_of_the_session_take_the_place_of_the_rewards(overrides: list[str]) -> None:
+    calls: list[int] = []
+    steps: list[int] = []
+
+    def bright(image: np.ndarray, prompt: Prompt) -> float | None:
+        calls.append(prompt.index)
+        return brightness(image, prompt) if len(calls) != 9 else None
+
+    def watch(step: int, metrics: object) -> None:
+        steps.append(step)
+
+    run = flowgrpo_rc.train(
+        [*overrides, "reward.terms.bright.weight=2.0"],
+        rewards={"bright": bright},
+        callbacks=[watch],
+    )
+    assert steps == [0, 1, 2]
+    terms = stored_config(run.folder / "config.yaml").reward.terms
+    assert terms == {"bright": {"_target_": "function", "path": "given:bright", "weight": 2.0}}
+    first = run.metrics[1]
+    assert first["reward/mean"] == pytest.approx(2 * first["reward/bright"])
+    assert first["reward/failed_fraction"] == 1 / 8  # 8 held-out samples came before
+
+
+def test_a_callback_stops_and_resume_goes_on_to_the_same_bits(
+    overrides: list[str], tmp_path: Path
+) -> None:
+    rewards = {"bright": brightness}
+    whole = flowgrpo_rc.train(
+        [*overrides, f"trainer.output_dir={tmp_path / 'whole'}"], rewards=rewards
+    )
+    stopped = flowgrpo_rc.train(overrides, rewards=rewards, callbacks=[lambda step, _: step == 1])
+    assert stopped.stopped == "a callback asked for it"
+    assert len(stopped.metrics) == 2
+    # A function of a module needs no giving again.
+    assert flowgrpo_rc.train(overrides, rewards=rewards) == Run(stopped.folder)
+    assert lora_of(stopped.folder) == lora_of(whole.folder)
+
+
+def test_resume_needs_the_function_of_another_session(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bright = {"bright": lambda image, prompt: brightness(image, prompt)}
+    stopped = flowgrpo_rc.train(overrides, rewards=bright, callbacks=[lambda step, _: step == 1])
+    monkeypatch.setattr("flowgrpo_rc.rewards.function._given", {})
+    with pytest.raises(ValueError, match=r"Run\.resume with rewards=\{'bright': the function\}"):
+        stopped.resume()
+    run = Run(stopped.folder).resume(rewards=bright, verbose=True)
+    assert len(run.metrics) == 3
+    assert "step 2/2" in capsys.readouterr().out
+
+
+def test_training_in_a_thread_stops_at_its_time(overrides: list[str]) -> None:
+    found: list[Run] = []
+
+    def work() -> None:
+        found.append(flowgrpo_rc.train([*overrides, "trainer.max_time=1e-3"]))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found[0].stopped == "trainer.max_time is over"
+
+
+WRONG: tuple[tuple[Callable[[], object], str], ...] = (
+    (lambda: flowgrpo_rc.train("rollout.n=8"), r"give a list of overrides"),
+    (lambda: flowgrpo_rc.train({"rollout.n": {1, 2}}), r"rollout\.n=\{1, 2\}: a setting is a text"),
+    (lambda: flowgrpo_rc.train({"rolout.n": 8}), r"did you mean"),
+    (lambda: flowgrpo_rc.train(rewards={"bright": 3}), r"rewards\['bright'\]=3 is no function"),  # type: ignore[dict-item]
+    (lambda: Run(Path("nowhere")), r"nowhere is not the folder of a run"),
+)
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG)
+def test_wrong_input_raises_before_anything_is_loaded(
+    call: Callable[[], object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_the_command_line_says_where_a_function_of_a_session_was(
+    overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = give("gone", lambda image, prompt: 0.0)
+    terms = ("reward.terms.jpeg=null", "reward.terms.x._target_=function")
+    assert main(["train", *overrides, *terms, f"reward.terms.x.path={path}x", "--dry-run"]) == 2
+    assert "a function of the Python session that started the run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "plain",
+        "a word",
+        "it's",
+        'say "hi"',
+        "a,b",
+        "0.5_2",
+        "0.5",
+        "null",
+        "True",
+        "back\\slash",
+        "ends\\",
+        "both\\' of them",
+        "{a:b}",
+        "[x]",
+        "a=b",
+        "\u00fcber",
+        "",
+    ],
+)
+def test_a_text_stays_what_it_is(text: str) -> None:
+    composed = compose_config(override_lines({"trainer.experiment_name": text}))
+    assert composed.trainer.experiment_name == text
+
+
+def test_values_of_every_kind_reach_the_settings(tmp_path: Path) -> None:
+    lines = override_lines(
+        {
+            "rollout.algo.sde_window_range": [0, 4],
+            "rollout.algo.sde_window_size": None,
+            "actor.optim.lr": 1e-5,
+            "actor.use_kl_loss": True,
+            "data.train_files": tmp_path / "my prompts.txt",
+            "reward.terms.ocr": {"weight": 0.5},
+            "algorithm.rollout_correction": "bypass_ppo_clip",
+        }
+    )
+    composed = compose_config(lines)
+    assert composed.rollout.algo.sde_window_range == [0, 4]
+    assert composed.rollout.algo.sde_window_size is None
+    assert composed.actor.optim.lr == 1e-5
+    assert composed.actor.use_kl_loss is True
+    assert composed.data.train_files == str(tmp_path / "my prompts.txt")
+    assert composed.reward.terms.ocr.weight == 0.5
+
+
+def test_a_whole_config_is_taken_as_it_is(overrides: list[str]) -> None:
+    config = to_config(compose_config(overrides))
+    run = flowgrpo_rc.train(config, rewards={"jpeg": {"weight": 0.5}})
+    assert stored_config(run.folder / "config.yaml").reward.terms["jpeg"] == {"weight": 1.0}
