@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import minimal_flow_grpo
@@ -124,7 +125,27 @@ def test_the_example_of_a_user_s_model_is_its_stock_pipeline_and_trains(tmp_path
     assert torch.equal(FlowPolicy(model, network).log_probs(batch, 4), batch.rollout_log_probs)
 
 
-# --- The notebook
+# --- The notebooks
+
+
+def notebook_of(name: str) -> nbformat.NotebookNode:
+    notebook = nbformat.read(EXAMPLES / name, as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in code)  # committed clean
+    return notebook
+
+
+def test_the_notebook_trains_with_a_function_of_its_cell(tmp_path: Path) -> None:
+    notebook = notebook_of("own_reward.ipynb")
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    code[0].source = f"FOLDER = {str(tmp_path / 'run')!r}\nSTEPS = 2"
+    NotebookClient(notebook, timeout=None, kernel_name="python3").execute()
+    shown = [output for cell in code for output in cell.outputs]
+    texts = "".join(output.get("text", "") for output in shown if output.get("name") == "stdout")
+    assert re.search(r"step 2: reward 0\.1\d\d\nheld-out words: 0\.16\d before", texts)
+    assert "Loading" not in texts
+    assert len([1 for output in shown if "image/png" in output.get("data", {})]) == 2
 
 
 def test_the_notebook_compares_a_lora_in_stock_diffusers(tmp_path: Path) -> None:
@@ -134,10 +155,8 @@ def test_the_notebook_compares_a_lora_in_stock_diffusers(tmp_path: Path) -> None
     export_lora(
         {name: p.detach() for name, p in lora_parameters(network).items()}, config, tmp_path
     )
-    notebook = nbformat.read(EXAMPLES / "compare_lora.ipynb", as_version=4)
-    nbformat.validate(notebook)
+    notebook = notebook_of("compare_lora.ipynb")
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert not any(cell.outputs or cell.execution_count for cell in code)  # committed clean
     assert code[0].source.startswith("LORA = ")
     code[0].source = f"LORA = {str(tmp_path)!r}"
     code[1].source += "\nPROMPTS = PROMPTS[:2]\nSEEDS = [1]"
