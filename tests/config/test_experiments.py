@@ -11,12 +11,14 @@ from omegaconf import OmegaConf
 from support.compositions import composed, config_of
 
 from flowgrpo_rc.cli import main
+from flowgrpo_rc.config.checks import prompts_of
 from flowgrpo_rc.config.compose import compose_config, config_folder, to_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.base import adapters_by_pipeline
 from flowgrpo_rc.rewards.manager import check_kind
 
 NAMES = sorted(path.stem for path in (config_folder() / "experiment").glob("*.yaml"))
+PUBLISHED = [name for name in NAMES if "signs" not in name]  # that one is centered from the start
 
 
 def experiment(name: str, *overrides: str) -> Config:
@@ -51,6 +53,7 @@ def test_the_models_and_variants_that_users_look_for() -> None:
         "sd35_medium_ocr_fast_8xh100",
         "sd35_medium_pickscore_1xh100",
         "sd35_medium_pickscore_8xh100",
+        "sd35_medium_signs_1xh100",
         "wan21_t2v_1_3b_ocr_8xh100",
     ]
 
@@ -94,7 +97,7 @@ def test_the_reference_recipe() -> None:
     assert (correction.rollout_is, correction.rollout_rs) == (None, None)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_it_takes_the_correction_that_the_studies_found_best(name: str) -> None:
     published = experiment(name)
     corrected = experiment(name, "+correction=recomputed")
@@ -104,7 +107,7 @@ def test_it_takes_the_correction_that_the_studies_found_best(name: str) -> None:
     assert corrected.actor == published.actor
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_it_takes_centering(name: str) -> None:
     published = experiment(name)
     assert not published.algorithm.rollout_correction.centered
@@ -114,6 +117,16 @@ def test_it_takes_centering(name: str) -> None:
     assert (found.rollout_rs, found.rollout_rs_threshold) == ("token_k1", "auto:4")
     assert centered.actor.diffusion_loss.clip_ratio == "auto:16"
     assert centered.keep_means()
+
+
+def test_the_first_run_of_a_real_model_is_the_recipe_on_prompts_of_the_package() -> None:
+    config = experiment("sd35_medium_signs_1xh100")
+    sampler, held_out = prompts_of(config)
+    assert (len(sampler.prompts), len(held_out)) == (128, 32)
+    assert not {p.text for p in sampler.prompts} & {p.text for p in held_out}
+    assert config.algorithm.rollout_correction.centered
+    assert config.actor.diffusion_loss.clip_ratio == "auto:16"
+    assert config.actor.optim == experiment("sd35_medium_ocr_1xh100").actor.optim
 
 
 def test_it_takes_a_calibration_of_the_user(tmp_path: Path) -> None:
