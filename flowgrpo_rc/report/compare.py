@@ -88,7 +88,7 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
         html.section("reward", "Reward", _rewards(runs)),
         html.section("correction", "Rollout correction by step", _correction(runs)),
         html.section("update", "Policy update", _updates(runs)),
-        html.section("health", "Health warnings", "".join(_health(run) for run in runs)),
+        html.section("health", "Health warnings", _health(runs)),
     ]
     folder_names = "; ".join(
         f"{run.name}: {run.rows[-1]['step'] if run.rows else 0} steps" for run in runs
@@ -235,9 +235,8 @@ def _updates(runs: Sequence[Run]) -> str:
 def _overlay(runs: Sequence[Run], title: str, name: str, word: str | None = None) -> Chart:
     """Returns a metric of all runs in one chart; training rewards smoothed."""
     lines = [Series(name=run.name, points=points_of(run.rows, name)) for run in runs]
-    note = ""
+    note = smoothing(lines) if name == "reward/mean" else ""
     if name.startswith("reward/"):
-        note = smoothing(lines)
         lines = [part for index, line in enumerate(lines) for part in smoothed(line, index)]
     return Chart(title=title, series=lines, note=note, word=word)
 
@@ -254,8 +253,11 @@ def _each(runs: Sequence[Run], found: Sequence[Sequence[Series]]) -> list[Series
     return lines if any(found) else []
 
 
-def _health(run: Run) -> str:
-    return html.note(run.name) + files.health(run.folder)
+def _health(runs: Sequence[Run]) -> str:
+    lists = {run.name: files.health(run.folder) for run in runs}
+    if set(lists.values()) == {files.NO_WARNING}:
+        return files.NO_WARNING
+    return "".join(html.note(name) + warnings for name, warnings in lists.items())
 
 
 def _first_last(run: Run, name: str) -> str:

@@ -6,6 +6,7 @@ Runs of other versions may lack any key; a line without its values is left out.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import PurePath
 from typing import Any
 
@@ -37,7 +38,7 @@ def facts(
         ("precision", "Precision", _precision(config)),
         ("lora", "LoRA", _lora(config)),
         (None, "Seed", "" if seed is None else str(seed)),
-        (None, "Started", str(environment.get("started", "")).replace("T", " ")),
+        (None, "Started", _time(environment.get("started"))),
         (None, "Ran on", _machine(environment)),
         (None, "Versions", _versions(environment)),
     ]
@@ -104,7 +105,8 @@ def _loss(config: Mapping[str, Any]) -> str:
     else:
         loss = _get(config, "actor.diffusion_loss") or {}
         bounds = [loss.get("clip_ratio")]
-    clip = " to ".join(str(bound) for bound in bounds if bound is not None)
+    sizes = dict.fromkeys(str(bound) for bound in bounds if bound is not None)
+    clip = " below, ".join(sizes) + (" above" if len(sizes) > 1 else "")
     return ", clip ".join(part for part in (loss.get("loss_mode"), clip) if part)
 
 
@@ -146,6 +148,10 @@ def _precision(config: Mapping[str, Any]) -> str:
 def _lora(config: Mapping[str, Any]) -> str:
     rank = _get(config, "model.lora_rank")
     return f"rank {rank}, alpha {_get(config, 'model.lora_alpha')}" if rank else ""
+
+
+def _time(stamp: str | None) -> str:
+    return f"{datetime.fromisoformat(stamp):%Y-%m-%d %H:%M %Z}" if stamp else ""
 
 
 def _machine(environment: Mapping[str, Any]) -> str:

@@ -204,7 +204,7 @@ def bars(rows: Sequence[tuple[str, float, str]]) -> str:
 
 def warnings(rows: Sequence[tuple[str, str]]) -> str:
     """Returns a list of warnings, from pairs of when and what."""
-    items = "".join(f"<li><b>{escape(when)}</b>{escape(text)}</li>" for when, text in rows)
+    items = "".join(f"<li><b>{escape(when)}</b>{_breakable(text)}</li>" for when, text in rows)
     return f'<ul class="warnings">{items}</ul>'
 
 

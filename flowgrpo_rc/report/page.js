@@ -67,8 +67,9 @@
   function padded(lower, upper, log) {
     if (lower === null) return log ? [0.1, 1] : [0, 1];
     if (log) return lower === upper ? [lower / 2, upper * 2] : [lower / 1.12, upper * 1.12];
-    const least = 1e-6 * Math.max(Math.abs(lower), Math.abs(upper)) || 1e-9;
-    const pad = 0.06 * Math.max(upper - lower, least);
+    // A line that hardly moves is drawn as one, and labels stay short.
+    const least = 2e-4 * Math.max(Math.abs(lower), Math.abs(upper)) || 1e-9;
+    const pad = Math.max(0.06 * (upper - lower), (least - (upper - lower)) / 2);
     // Shares and sizes keep the ends that they cannot pass: 0, and 1 where they come near it.
     const low = lower >= 0 && (lower - pad < 0 || lower < 0.3 * upper) ? 0 : lower - pad;
     const high = upper <= 1 && upper + pad > 1 ? 1 : upper + pad;

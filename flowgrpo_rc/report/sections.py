@@ -23,6 +23,7 @@ from flowgrpo_rc.records.samples import read_grid
 from flowgrpo_rc.report import html
 from flowgrpo_rc.report.facts import broken_band
 
+NO_WARNING = html.empty("None.")
 _MAX_REJECTED = 12
 _MAX_TEXT = 1000  # characters of a prompt or a response
 
@@ -136,7 +137,7 @@ def health(run_dir: Path) -> str:
     """Lists the health warnings."""
     rows = MetricsFile(run_dir / "health.jsonl").rows()
     if not rows:
-        return html.empty("None.")
+        return NO_WARNING
     return html.warnings([(f"step {row['step']}", str(row["message"])) for row in rows])
 
 

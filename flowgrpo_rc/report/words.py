@@ -35,7 +35,8 @@ WORDS = {
     "mode": Word(
         "Mode",
         "Bypass: the old policy of the clip is the policy that sampled. Decoupled: the training "
-        "graph computes the old policy again, and weights correct for the rest.",
+        "graph computes the old policy again, and the correction compares it with the policy that "
+        "sampled.",
         "rollout_correction",
         "two-modes",
     ),
@@ -100,7 +101,8 @@ WORDS = {
     ),
     "chi2": Word(
         "Chi-squared divergence",
-        "Estimated from the ratios of steps or sequences; it grows before the ESS falls.",
+        "Estimated from the ratios of training to rollout probability, of steps or of sequences; 0 "
+        "if they agree.",
         "rollout_correction",
         "metrics",
     ),

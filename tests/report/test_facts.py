@@ -52,7 +52,7 @@ def test_everything_that_a_reader_asks_first_is_told() -> None:
         "Precision": "rollout bf16 with int8, training fp32",
         "LoRA": "rank 8, alpha 16",
         "Seed": "3",
-        "Started": "2026-01-02 03:04+00:00",
+        "Started": "2026-01-02 03:04 UTC",
         "Ran on": "NVIDIA H100, 2 processes",
         "Versions": "flowgrpo-rc 0.2.0, git 1234abc-dirty, torch 2.13.0",
     }
@@ -69,7 +69,7 @@ def test_what_is_not_recorded_is_left_out() -> None:
 def test_a_text_run_tells_both_sides_of_its_clip() -> None:
     loss = {"loss_mode": "ppo_clip", "clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
     config = {"model": {"kind": "causal_lm"}, "actor": {"token_loss": loss}}
-    assert told(config, {}, "step") == {"Loss and clip": "ppo_clip, clip 0.2 to 0.28"}
+    assert told(config, {}, "step") == {"Loss and clip": "ppo_clip, clip 0.2 below, 0.28 above"}
 
 
 @pytest.mark.parametrize(("criterion", "band"), [("token_k1", "auto:4"), ("step_kl", "")])
