@@ -21,6 +21,7 @@ _FEW = 12  # points; the table shows all of a line that has no more
 _CONSTANT = 1e-6  # of its size, by which a line must move to be drawn
 _LEAST_SMOOTHED = 20  # points; a shorter line is drawn as it is
 _WINDOWS = 15  # of a line, that its smoothed values are means of
+_WIDEST = 101  # points of a window
 
 Point = tuple[float, float]
 
@@ -130,7 +131,7 @@ def _window(line: Series) -> int:
     count = len(line.points)
     if count < _LEAST_SMOOTHED or not _line_moves(line):
         return 1
-    return 2 * max(2, count // (2 * _WINDOWS)) + 1
+    return min(_WIDEST, 2 * max(2, count // (2 * _WINDOWS)) + 1)
 
 
 def _lines(chart: Chart) -> list[tuple[int, Series]]:

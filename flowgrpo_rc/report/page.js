@@ -185,7 +185,7 @@
     return {
       width,
       height,
-      padding: [10, 14, 0, 0],
+      padding: [10, 20, 0, 0],
       legend: { show: false },
       scales: {
         x: { time: false, range: (u, lower, upper) => [lower, upper] },

@@ -44,6 +44,7 @@ def test_page_stands_alone_and_has_every_section(report: str) -> None:
     assert "url(" not in style
     assert "@import" not in style
     assert "prefers-color-scheme: dark" in style
+    assert "The curves need JavaScript" in report.split("<noscript>")[1].split("</noscript>")[0]
 
 
 def test_page_escapes_and_redacts(report: str) -> None:
