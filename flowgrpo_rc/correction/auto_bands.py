@@ -24,6 +24,7 @@ from flowgrpo_rc.core.reduce import select
 from flowgrpo_rc.core.row_metrics import RowMetrics
 from flowgrpo_rc.correction.history import ROBUST, WARM_UP, Gather, History
 from flowgrpo_rc.correction.log_ratios import LogRatios, compute_log_ratios
+from flowgrpo_rc.correction.reasons import Reason
 from flowgrpo_rc.correction.rejection import judge, statistic
 from flowgrpo_rc.correction.thresholds import Band
 
@@ -41,6 +42,22 @@ class Scale(NamedTuple):
 
     centre: Tensor
     spread: Tensor
+
+
+class _Judged(NamedTuple):
+    """Samples that a band has judged.
+
+    Attributes:
+      band: the criterion.
+      seed: which samples, [b].
+      value: their statistic, [b, T] or [b, 1].
+      scale: centre and spread that each value was judged by, of its shape.
+    """
+
+    band: Band
+    seed: Tensor
+    value: Tensor
+    scale: Scale
 
 
 class AutoBands:
@@ -81,6 +98,8 @@ class AutoBands:
         self._num_cells = num_steps * (1 + stage_of(num_mini_batches - 1))
         self._histories = {band.name: History(device) for band in bands}
         self._scales = {band.name: self._scale(band) for band in bands}
+        self._judged: list[_Judged] = []  # in this iteration
+        self._finished = False
 
     def scale(self, name: str) -> Scale:
         """Returns the scale that the criterion `name` is judged by in this iteration."""
@@ -113,6 +132,9 @@ class AutoBands:
           in units of its spread from its centre, and 0 until its step is warm.
         """
         assert batch.rollout_log_probs is not None
+        if self._finished:
+            self._judged = []
+            self._finished = False
         metrics = MetricBag()
         ratios = compute_log_ratios(training, batch.rollout_log_probs, batch.step_mask, step_kl)
         keep_mask = ratios.finite_mask
@@ -122,12 +144,14 @@ class AutoBands:
             # A sequence has one value, [b, 1], which belongs to the first step of its window.
             steps = batch.step_indices[:, : value.shape[1]]
             cells = steps + stage_of(updates) * self._num_steps
+            scale = self._scales[band.name]
+            centre = scale.centre[cells]
+            spread = scale.spread[cells]
             if remember:
                 self._histories[band.name].add(cells, torch.where(units, value, torch.nan))
+                self._judged.append(_Judged(band, batch.seed, value, Scale(centre, spread)))
 
-            scale = self._scales[band.name]
-            spread = scale.spread[cells]
-            standardised = select((value - scale.centre[cells]) / spread, units)
+            standardised = select((value - centre) / spread, units)
             band_metrics = RowMetrics()
             keep_mask = keep_mask & judge(band_metrics, ratios, band, standardised)
 
@@ -138,6 +162,29 @@ class AutoBands:
             metrics.mean(f"{name}_auto_warm_fraction", warm.double(), units)
         return batch.replace(rejection_mask=keep_mask), metrics
 
+    def reasons(self, seed: int) -> list[Reason]:
+        """Returns which bands rejected a sample of this iteration, or of the one just finished.
+
+        Args:
+          seed: the sample.
+
+        Returns:
+          For each such band the value that lies farthest outside, and the bounds that it had there.
+        """
+        worst: dict[str, tuple[float, Reason]] = {}
+        for band, seeds, value, scale in self._judged:
+            for row in (seeds == seed).nonzero()[:, 0].tolist():
+                deviations = (value[row] - scale.centre[row]) / scale.spread[row]
+                beyond = torch.maximum(deviations - band.upper, band.lower - deviations)
+                place = int(beyond.nan_to_num(nan=-math.inf).argmax())
+                size = float(beyond[place])
+                if size > 0 and size > worst.get(band.name, (0.0,))[0]:
+                    centre = float(scale.centre[row, place])
+                    spread = float(scale.spread[row, place])
+                    reason = _reason(band, float(value[row, place]), centre, spread)
+                    worst[band.name] = (size, reason)
+        return [reason for _, reason in worst.values()]
+
     def finish(self, gather: Gather) -> None:
         """Ends an iteration: the bands take in what all processes have seen.
 
@@ -147,6 +194,7 @@ class AutoBands:
         for band in self._bands:
             self._histories[band.name].finish(gather)
             self._scales[band.name] = self._scale(band)
+        self._finished = True
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the observations that the bands follow, for a checkpoint."""
@@ -188,6 +236,15 @@ def observed(ratios: LogRatios, band: Band) -> Tensor:
     """
     value = statistic(ratios, band)
     return value if band.estimator == "k1" else torch.sqrt(2 * value)
+
+
+def _reason(band: Band, value: float, centre: float, spread: float) -> Reason:
+    """Returns a statistic and its bounds as users know them: k1 as the ratio, squares as such."""
+    lower = centre + spread * band.lower
+    upper = centre + spread * band.upper
+    if band.estimator == "k1":
+        return Reason(band.name, math.exp(-value), math.exp(-upper), math.exp(-lower))
+    return Reason(band.name, value**2 / 2, None, upper**2 / 2)
 
 
 def robust(values: Tensor, band: Band) -> Scale:

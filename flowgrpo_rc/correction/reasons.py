@@ -51,7 +51,7 @@ def reasons(
 
     Returns:
       The reasons; a step that is not finite comes first. `auto` criteria are named only if nothing
-      else explains the rejection, because their bounds at that time are not known here. Empty if
+      else explains the rejection: `AutoBands.reasons` knows the bounds that they had. Empty if
       nothing here rejects the row.
     """
     ratios = compute_log_ratios(

@@ -18,6 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from flowgrpo_rc.batch import Batch, Rewards
+from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.reasons import Reason, reasons
 from flowgrpo_rc.files import write_atomic
@@ -58,6 +59,7 @@ class RejectedSamples:
         shown: Shown,
         rewards: Rewards,
         cell_names: Callable[[], Sequence[str]],
+        auto_bands: AutoBands | None = None,
     ) -> Image.Image | None:
         """Writes this process's samples whose rejected steps differ most, and pictures them.
 
@@ -68,6 +70,7 @@ class RejectedSamples:
           shown: what people may see of these samples, in the same order.
           rewards: their rewards, in the same order.
           cell_names: returns the names of the policy's cells; called only if needed.
+          auto_bands: the `auto` criteria, which know the bounds that they had; None for none.
 
         Returns:
           A grid of the samples; None if nothing was rejected or nothing can be shown.
@@ -86,6 +89,10 @@ class RejectedSamples:
             reward = _finite(float(rewards.total[index]))
             known: dict[str, Any] = {"step": step, "reward": reward}
             known |= self._decision(decision, row, names)
+            moving = [] if auto_bands is None else auto_bands.reasons(int(decision.seed[row]))
+            # Without their bounds they are named only if nothing else explains the rejection.
+            if {one["criterion"] for one in known["reasons"]} & {one.criterion for one in moving}:
+                known["reasons"] = [_written(reason) for reason in moving]
             known["prompt"] = shown.prompts[index].text[:MOST_TEXT] if shown.prompts else None
             sample = shown.samples[index] if shown.samples else None
             if isinstance(sample, str):

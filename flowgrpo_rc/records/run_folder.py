@@ -7,10 +7,12 @@ import importlib.metadata
 import json
 import platform
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +132,10 @@ class RunFolder:
             "python": platform.python_version(),
             "platform": platform.platform(),
             "packages": {name: _version(name) for name in _PACKAGES},
+            "started": datetime.now().astimezone().isoformat(timespec="minutes"),
         }
+        if (commit := _commit()) is not None:
+            environment["git"] = commit
         write_atomic(self.root / "environment.json", json.dumps(environment, indent=1).encode())
 
     def check_same_run(self, stored: Mapping[str, Any], config: Mapping[str, Any]) -> None:
@@ -190,3 +195,14 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _commit() -> str | None:
+    """Returns the commit of the package's own checkout; None without one, as from a wheel."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists() or shutil.which("git") is None:
+        return None
+    # Excluding all tags leaves the hash alone.
+    describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
+    done = subprocess.run(describe, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None

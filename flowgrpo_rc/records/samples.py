@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.files import write_atomic
@@ -29,6 +30,7 @@ _CAPTION_HEIGHT = 20
 _FRAMES_PER_SECOND = 16
 _BACKGROUND = "white"
 _INK = "#333333"
+_TILES = "flowgrpo_rc.tiles"  # the text of a PNG that says where its images are, and of what
 
 
 class Shown(NamedTuple):
@@ -43,6 +45,20 @@ class Shown(NamedTuple):
 
     prompts: Sequence[Prompt] = ()
     samples: Sequence[np.ndarray | str | None] = ()
+
+
+class Tile(NamedTuple):
+    """One sample of a grid.
+
+    Attributes:
+      image: its picture.
+      subject: its caption without the last word.
+      score: the last word of its caption.
+    """
+
+    image: Image.Image
+    subject: str
+    score: str
 
 
 def image_grid(
@@ -80,7 +96,31 @@ def image_grid(
         draw.text(
             (left + tile.width / 2, top + tile.height + 3), text, fill=_INK, font=font, anchor="mt"
         )
+    grid.info[_TILES] = json.dumps(
+        {"size": tiles[0].size, "columns": columns, "captions": [*captions]}
+    )
     return grid
+
+
+def read_grid(path: Path) -> list[Tile]:
+    """Returns the images of a file of `save_grid`.
+
+    Empty if the file does not say where they are, as those of older versions.
+    """
+    with Image.open(path) as grid:
+        grid.load()
+    if _TILES not in grid.info:
+        return []
+    found = json.loads(grid.info[_TILES])
+    width, height = found["size"]
+    tiles = []
+    for position, caption in enumerate(found["captions"]):
+        row, column = divmod(position, found["columns"])
+        left = _GAP + column * (width + _GAP)
+        top = _GAP + row * (height + _CAPTION_HEIGHT + _GAP)
+        subject, _, score = caption.rpartition(" ")
+        tiles.append(Tile(grid.crop((left, top, left + width, top + height)), subject, score))
+    return tiles
 
 
 def thumbnail(sample: np.ndarray) -> np.ndarray:
@@ -120,8 +160,10 @@ def save_grid(
       columns: images in a row, at most.
     """
     grid = image_grid(images, captions, columns=columns)
+    text = PngInfo()
+    text.add_itxt(_TILES, grid.info[_TILES])
     buffer = io.BytesIO()
-    grid.save(buffer, format="PNG", optimize=True)
+    grid.save(buffer, format="PNG", optimize=True, pnginfo=text)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, buffer.getvalue())
     return grid

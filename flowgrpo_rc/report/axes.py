@@ -1,4 +1,4 @@
-"""Axes of charts: round ticks that cover the data, and their labels."""
+"""Axes of heat maps: round ticks that cover the data, and their labels."""
 
 from __future__ import annotations
 
@@ -15,21 +15,14 @@ class Axis:
       lower: the value at 0.
       upper: the value at 1.
       ticks: values with a label, ascending.
-      log: whether the scale is logarithmic.
     """
 
     lower: float
     upper: float
     ticks: Sequence[float]
-    log: bool = False
 
     def place(self, value: float) -> float:
         """Returns the place of a value on the axis, from 0 to 1."""
-        if self.log:
-            # Decades from the lower end, over the decades of the axis.
-            lower = math.log10(self.lower)
-            upper = math.log10(self.upper)
-            return (math.log10(value) - lower) / (upper - lower)
         return (value - self.lower) / (self.upper - self.lower)
 
 
@@ -66,37 +59,17 @@ def _nice_step(rough: float) -> float:
     return next(step for step in steps if step >= rough * (1 - 1e-9))
 
 
-def log_axis(values: Sequence[float]) -> Axis:
-    """Makes a logarithmic axis: ticks at 1, 2 and 5 for few decades, at powers of ten for many."""
-    first = math.floor(math.log10(min(values)) + 1e-9)
-    last = math.ceil(math.log10(max(values)) - 1e-9)
-    last = max(last, first + 1)
-    fine = [factor * 10.0**power for power in range(first, last) for factor in (1, 2, 5)]
-    fine.append(10.0**last)
-    lower = max(tick for tick in fine[:-1] if tick <= min(values) * (1 + 1e-9))
-    upper = min(tick for tick in fine if tick >= max(values) * (1 - 1e-9) and tick > lower)
-    ticks = [tick for tick in fine if lower <= tick <= upper]
-    if len(ticks) > 6:
-        every = math.ceil((last - first) / 6)
-        lower = 10.0**first
-        upper = 10.0**last
-        ticks = [10.0**power for power in range(first, last + 1, every)]
-    return Axis(lower, upper, ticks, log=True)
-
-
 def tick_labels(axis: Axis) -> list[str]:
     """Returns the label of each tick, with as many decimals as the distance of the ticks needs."""
-    if axis.log:
-        return [scientific(tick) for tick in axis.ticks]
     step = axis.ticks[1] - axis.ticks[0] if len(axis.ticks) > 1 else axis.upper - axis.lower
     largest = max(abs(tick) for tick in axis.ticks)
     if 0 < largest < 1e-3 or largest >= 1e6:
-        return ["0" if abs(tick) < step / 2 else scientific(tick) for tick in axis.ticks]
+        return ["0" if abs(tick) < step / 2 else _scientific(tick) for tick in axis.ticks]
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     return [f"{0.0 if abs(tick) < step / 2 else tick:.{decimals}f}" for tick in axis.ticks]
 
 
-def scientific(value: float) -> str:
+def _scientific(value: float) -> str:
     """Returns a number as 2e-5 rather than 2.00e-05."""
     mantissa, exponent = f"{value:.3e}".split("e")
     return f"{float(mantissa):g}e{int(exponent)}"

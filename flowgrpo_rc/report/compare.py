@@ -9,29 +9,40 @@ from typing import NamedTuple
 from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.report import html
 from flowgrpo_rc.report import sections as files
-from flowgrpo_rc.report.charts import Series, line_chart
+from flowgrpo_rc.report.charts import Chart, Series, draw, gallery, shown, smoothed, smoothing
 from flowgrpo_rc.report.correction import mean_by_timestep
-from flowgrpo_rc.report.series import Row, correction_series, distinct, ends, phases, points_of
+from flowgrpo_rc.report.facts import facts
+from flowgrpo_rc.report.series import (
+    Row,
+    correction_series,
+    distinct,
+    ends,
+    phases,
+    points_of,
+    series_of,
+)
+from flowgrpo_rc.report.words import documentation_site, explained
 
 MOST_RUNS = 4  # colours that are told apart
 _NAMES_ONLY = ("trainer.output_dir", "trainer.experiment_name", "trainer.project_name")
 # Keys whose difference makes the held-out numbers of two runs incomparable.
 _EVALUATION = ("data.val_files", "rollout.val_kwargs.", "reward.terms.")
+_NO_SETTINGS = ("Started", "Ran on", "Versions")  # facts that config.yaml does not hold
 _ABSENT = "\u2014"
-# Title, metric, whether values may be drawn on a logarithmic axis.
+# Title, word, metric, whether values may be drawn on a logarithmic axis.
 _CORRECTION = (
-    ("Mismatch before the first update", "logprob_abs_diff_mean", True),
-    ("Policy's own movement", "policy_drift_abs_mean", True),
-    ("Mismatch over what the precisions explain", "mismatch_over_expected", False),
-    ("Clipped by noise before any update", "pre_update_clip_fraction", False),
-    ("Fraction of samples rejected", "rollout_rs_seq_masked_fraction", False),
-    ("Effective sample size", "rollout_is_eff_sample_size", False),
+    ("Mismatch before the first update", "mismatch", "logprob_abs_diff_mean", True),
+    ("Policy's own movement", "movement", "policy_drift_abs_mean", True),
+    ("Mismatch over what the precisions explain", "mismatch", "mismatch_over_expected", False),
+    ("Clipped by noise before any update", "clip", "pre_update_clip_fraction", False),
+    ("Fraction of samples rejected", "rejection", "rollout_rs_seq_masked_fraction", False),
+    ("Effective sample size", "ess", "rollout_is_eff_sample_size", False),
 )
 _UPDATE = (
-    ("Clipped fraction", "actor/clip_fraction"),
-    ("Gradient norm", "actor/grad_norm"),
-    ("KL to the reference", "actor/kl_loss"),
-    ("Learning rate", "actor/lr"),
+    ("Clipped fraction", "clip", "actor/clip_fraction"),
+    ("Gradient norm", None, "actor/grad_norm"),
+    ("KL to the reference", "reference", "actor/kl_loss"),
+    ("Learning rate", None, "actor/lr"),
 )
 
 
@@ -43,12 +54,14 @@ class ComparedRun(NamedTuple):
       folder: the folder.
       rows: the rows of metrics.jsonl.
       settings: the keys of config.yaml and their values, without secrets.
+      facts: what `facts.facts` says.
     """
 
     name: str
     folder: Path
     rows: Sequence[Row]
     settings: Mapping[str, str]
+    facts: Sequence[tuple[str | None, str, str]]
 
 
 def write_comparison(folders: Sequence[Path], path: Path) -> Path:
@@ -64,25 +77,27 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
     runs = _read(folders)
     between = " and " if len(runs) == 2 else ", "
     names = between.join(run.name for run in runs)
-    sections = (
+    sections = [
         html.section("numbers", "Final numbers", _numbers(runs)),
-        html.section("settings", "Settings that differ", _settings(runs)),
-        html.section("reward", "Reward", _rewards(runs)),
         html.section(
-            "samples", "Samples of the last evaluation", html.pair([_samples(run) for run in runs])
+            "samples",
+            "Samples of the last evaluation",
+            files.last_samples([(run.name, run.folder) for run in runs]),
         ),
+        html.section("settings", "What differs", _settings(runs)),
+        html.section("reward", "Reward", _rewards(runs)),
         html.section("correction", "Rollout correction by step", _correction(runs)),
         html.section("update", "Policy update", _updates(runs)),
-        html.section("health", "Health warnings", "".join(_health(run) for run in runs)),
-    )
+        html.section("health", "Health warnings", _health(runs)),
+    ]
     folder_names = "; ".join(
         f"{run.name}: {run.rows[-1]['step'] if run.rows else 0} steps" for run in runs
     )
-    page = html.page(
-        f"Comparison of {names}",
-        html.header(f"Comparison of {names}", _outcome(runs), folder_names),
-        sections,
-    )
+    header = html.header(f"Comparison of {names}", _outcome(runs), folder_names)
+    header += html.facts([line for line in runs[0].facts if all(line in run.facts for run in runs)])
+    words = explained([header, *sections], documentation_site())
+    sections.append(html.section("words", "Words", words))
+    page = html.page(f"Comparison of {names}", header, sections)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, page.encode())
     return path
@@ -101,7 +116,14 @@ def _read(folders: Sequence[Path]) -> list[ComparedRun]:
         if len(set(titles)) < len(titles):
             titles = ["/".join(folder.resolve().parts[-depth:]) for folder in folders]
     settings = [dict(files.flat(config)) for config in configs]
-    return [ComparedRun(*columns) for columns in zip(titles, folders, rows, settings, strict=True)]
+    found = [
+        facts(config, files.environment(folder), own)
+        for folder, config, own in zip(folders, configs, rows, strict=True)
+    ]
+    return [
+        ComparedRun(*columns)
+        for columns in zip(titles, folders, rows, settings, found, strict=True)
+    ]
 
 
 def _outcome(runs: Sequence[ComparedRun]) -> str:
@@ -120,10 +142,10 @@ def _numbers(runs: Sequence[ComparedRun]) -> str:
     ]
     rewards = [_last(points_of(run.rows, "reward/mean")) for run in runs]
     rows.append(("training reward, last step", rewards))
-    for title, name, _ in _CORRECTION:
+    for title, _, name, _ in _CORRECTION:
         means = [_mean(correction_series(run.rows, (name,))) for run in runs]
         rows.append((f"{title[0].lower()}{title[1:]}, over all steps", means))
-    speeds = [_mean_of(run, "perf/samples_per_second", "{:.1f}") for run in runs]
+    speeds = [_mean(series_of(run.rows, ("perf/samples_per_second",))) for run in runs]
     rows.append(("training samples per second", speeds))
     seconds = [f"{sum(phases(run.rows).values()):.0f}" for run in runs]
     rows.append(("measured time, seconds", seconds))
@@ -154,6 +176,11 @@ def _differences(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
 
 def _settings(runs: Sequence[ComparedRun]) -> str:
     rows = [(key, *values) for key, values in _differences(runs) if key not in _NAMES_ONLY]
+    recorded = [{name: value for _, name, value in run.facts} for run in runs]
+    for name in _NO_SETTINGS:
+        values = [facts.get(name, _ABSENT) for facts in recorded]
+        if len(set(values)) > 1:
+            rows.append((name, *values))
     return (
         html.columns(("", *(run.name for run in runs)), rows, kind="columns even")
         if rows
@@ -166,47 +193,55 @@ def _rewards(runs: Sequence[ComparedRun]) -> str:
     for run in runs:
         names |= set(distinct(run.rows, "val/", "val/reward")[1:])
         names |= set(distinct(run.rows, "reward/", "reward/mean")[1:])
-    charts = [_overlay(runs, "Training reward", "reward/mean")]
-    charts += [
+    held_out = _overlay(runs, "Held-out reward", "val/reward", "reward")
+    training = _overlay(runs, "Training reward", "reward/mean", "reward")
+    others = [
         _overlay(runs, name, name) for name in sorted(names) if not name.endswith("failed_fraction")
     ]
-    return html.wide(_overlay(runs, "Held-out reward", "val/reward")) + html.grid(charts)
+    return html.wide(draw(held_out)) + html.wide(draw(training)) + gallery(others)
 
 
 def _correction(runs: Sequence[ComparedRun]) -> str:
     charts = []
-    for title, name, log_y in _CORRECTION:
+    for title, word, name, log_y in _CORRECTION:
         series = _each(runs, [correction_series(run.rows, (name,)) for run in runs])
-        charts += [line_chart(title, series, log_y=log_y)] if series else []
+        charts += [Chart(title=title, series=series, log_y=log_y, word=word)] if series else []
     by_timestep = [mean_by_timestep(run.rows) for run in runs]
     if any(by_timestep):
         levels = [
             Series(name=run.name, points=points)
             for run, points in zip(runs, by_timestep, strict=True)
         ]
-        title = "Difference by timestep"
-        note = "mean over steps"
-        charts.append(line_chart(title, levels, note=note, x_name="timestep", log_y=True))
+        by_step = Chart(
+            title="Difference by timestep",
+            series=levels,
+            note="mean over steps",
+            x_name="timestep",
+            log_y=True,
+            word="timestep",
+        )
+        charts.append(by_step)
     return (
-        html.grid(charts)
-        if charts
-        else html.empty("The runs report no rollout-correction metrics.")
+        gallery(charts) if charts else html.empty("The runs report no rollout-correction metrics.")
     )
 
 
 def _updates(runs: Sequence[ComparedRun]) -> str:
     charts = [
-        _overlay(runs, title, name)
-        for title, name in _UPDATE
+        _overlay(runs, title, name, word)
+        for title, word, name in _UPDATE
         if any(points_of(run.rows, name) for run in runs)
     ]
-    return html.grid(charts) if charts else html.empty("No update yet.")
+    return gallery(charts) if charts else html.empty("No update yet.")
 
 
-def _overlay(runs: Sequence[ComparedRun], title: str, name: str) -> str:
-    return line_chart(
-        title, [Series(name=run.name, points=points_of(run.rows, name)) for run in runs]
-    )
+def _overlay(runs: Sequence[ComparedRun], title: str, name: str, word: str | None = None) -> Chart:
+    """Returns a metric of all runs in one chart; training rewards smoothed."""
+    lines = [Series(name=run.name, points=points_of(run.rows, name)) for run in runs]
+    note = smoothing(lines) if name == "reward/mean" else ""
+    if name.startswith("reward/"):
+        lines = [part for index, line in enumerate(lines) for part in smoothed(line, index)]
+    return Chart(title=title, series=lines, note=note, word=word)
 
 
 def _each(runs: Sequence[ComparedRun], found: Sequence[Sequence[Series]]) -> list[Series]:
@@ -221,12 +256,11 @@ def _each(runs: Sequence[ComparedRun], found: Sequence[Sequence[Series]]) -> lis
     return lines if any(found) else []
 
 
-def _samples(run: ComparedRun) -> str:
-    return f"<div>{html.note(run.name)}{files.last_samples(run.folder)}</div>"
-
-
-def _health(run: ComparedRun) -> str:
-    return html.note(run.name) + files.health(run.folder)
+def _health(runs: Sequence[ComparedRun]) -> str:
+    lists = {run.name: files.health(run.folder) for run in runs}
+    if set(lists.values()) == {files.NO_WARNING}:
+        return files.NO_WARNING
+    return "".join(html.note(name) + warnings for name, warnings in lists.items())
 
 
 def _first_last(run: ComparedRun, name: str) -> str:
@@ -239,10 +273,6 @@ def _last(points: Sequence[tuple[float, float | None]]) -> str:
     return f"{values[-1]:.4f}" if values else _ABSENT
 
 
-def _mean(series: Sequence[Series], form: str = "{:.3g}") -> str:
+def _mean(series: Sequence[Series]) -> str:
     values = [value for line in series for _, value in line.finite()]
-    return form.format(sum(values) / len(values)) if values else _ABSENT
-
-
-def _mean_of(run: ComparedRun, name: str, form: str) -> str:
-    return _mean([Series(name=name, points=points_of(run.rows, name))], form)
+    return shown(float(f"{sum(values) / len(values):.3g}")) if values else _ABSENT

@@ -14,26 +14,29 @@ from flowgrpo_rc.monitoring.histograms import bin_edges
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.report import html
 from flowgrpo_rc.report.axes import linear_axis, tick_labels
-from flowgrpo_rc.report.charts import Series, line_chart
+from flowgrpo_rc.report.charts import Chart, Series, draw, gallery
 from flowgrpo_rc.report.heat_map import columns_by_step, extent, heat_map, spread_counts
 from flowgrpo_rc.report.series import Row, clip_band, correction_series
 
-# Chart title, what the health check warns about, its thresholds, the correction metrics drawn.
-_CORRECTION_CHARTS: tuple[tuple[str, str, tuple[float, ...], tuple[str, ...]], ...] = (
+# Chart title, its word, what the health check warns about, its thresholds, the metrics drawn.
+_CORRECTION_CHARTS: tuple[tuple[str, str, str, tuple[float, ...], tuple[str, ...]], ...] = (
     (
         "Importance weight",
+        "weight",
         "warns outside 0.5 to 2",
         (0.5, 2.0),
         ("rollout_is_mean", "rollout_is_max", "rollout_is_min"),
     ),
     (
         "Effective sample size",
+        "ess",
         "fraction of the batch; warns below 0.3",
         (0.3,),
         ("rollout_is_eff_sample_size",),
     ),
     (
         "Rejected and vetoed",
+        "rejection",
         "fraction; warns above 0.05 of samples",
         (0.05, 0.1),
         (
@@ -42,17 +45,25 @@ _CORRECTION_CHARTS: tuple[tuple[str, str, tuple[float, ...], tuple[str, ...]], .
             "rollout_is_veto_fraction",
         ),
     ),
-    ("KL(rollout, training)", "warns beyond 0.1", (-0.1, 0.1), ("kl", "k3_kl")),
-    ("Log-perplexity difference", "absolute; warns above 1", (1.0,), ("log_ppl_abs_diff",)),
-    ("Chi-squared divergence", "warns above 1", (1.0,), ("chi2_token", "chi2_seq")),
+    ("KL(rollout, training)", "kl", "warns beyond 0.1", (-0.1, 0.1), ("kl", "k3_kl")),
+    (
+        "Log-perplexity difference",
+        "mismatch",
+        "absolute; warns above 1",
+        (1.0,),
+        ("log_ppl_abs_diff",),
+    ),
+    ("Chi-squared divergence", "chi2", "warns above 1", (1.0,), ("chi2_token", "chi2_seq")),
     (
         "Clipped by noise before any update",
+        "clip",
         f"fraction; warns above {MOST_CLIPPED:g}",
         (MOST_CLIPPED,),
         ("pre_update_clip_fraction",),
     ),
     (
         "Mismatch over what the precisions explain",
+        "mismatch",
         f"above {FAULT:g} it is a fault",
         (FAULT,),
         ("mismatch_over_expected",),
@@ -83,8 +94,8 @@ _TIMESTEP = re.compile(r"(?:.*/)?logprob_abs_diff/ts_(\d+)")
 def curves(rows: Sequence[Row]) -> str:
     """Draws the correction metrics by step, with the thresholds of the health check."""
     charts = [
-        line_chart(title, series, note=note, thresholds=bounds)
-        for title, note, bounds, names in _CORRECTION_CHARTS
+        Chart(title=title, series=series, note=note, thresholds=bounds, word=word)
+        for title, word, note, bounds, names in _CORRECTION_CHARTS
         if (series := correction_series(rows, names))
     ]
     if differences := correction_series(rows, _MISMATCH):
@@ -93,13 +104,17 @@ def curves(rows: Sequence[Row]) -> str:
             "log-probability difference before the first update, and the policy's own movement "
             f"after it{words}"
         )
-        charts.append(
-            line_chart("Noise floor", differences, note=note, log_y=True, thresholds=band)
+        floor = Chart(
+            title="Noise floor",
+            series=differences,
+            note=note,
+            log_y=True,
+            thresholds=band,
+            word="mismatch",
         )
+        charts.insert(0, floor)
     return (
-        html.grid(charts)
-        if charts
-        else html.empty("The run reports no rollout-correction metrics.")
+        gallery(charts) if charts else html.empty("The run reports no rollout-correction metrics.")
     )
 
 
@@ -115,14 +130,15 @@ def timesteps(rows: Sequence[Row]) -> str:
         return html.empty("The difference is exactly zero at every timestep.")
     worst = Series(name="largest step", points=points)
     words, band = clip_band(rows)
-    note = f"absolute, rollout against training, before the first update; 1000 is pure noise{words}"
-    chart = line_chart(
-        "Difference by timestep",
-        [mean, worst],
+    note = f"absolute, rollout against training, before the first update{words}"
+    chart = Chart(
+        title="Difference by timestep",
+        series=[mean, worst],
         note=note,
         x_name="timestep",
         log_y=True,
         thresholds=band,
+        word="timestep",
     )
     table = {
         step: np.array([here.get(t, math.nan) for t in reversed(levels)])
@@ -141,7 +157,7 @@ def timesteps(rows: Sequence[Row]) -> str:
         unit="mean |difference|",
         log=True,
     )
-    return html.pair([html.wide(chart), html.wide(heat)])
+    return html.pair([html.wide(draw(chart)), html.wide(heat)])
 
 
 def mean_by_timestep(rows: Sequence[Row]) -> list[tuple[float, float]]:

@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 from flowgrpo_rc.report.axes import linear_axis
+from flowgrpo_rc.report.charts import shown
 
 _MAX_COLUMNS = 240
 _COLORS = "viridis"
@@ -75,24 +76,20 @@ def heat_map(
     bar = _image(np.linspace(0, 1, 64)[None], "")
     merged = math.ceil(values.shape[1] / _MAX_COLUMNS)
     note += f"; columns are means of {merged} steps" if merged > 1 else ""
-    head = f"<figcaption><b>{escape(title)}</b> <small>{escape(note)}</small></figcaption>"
-    lowest = f"{low:.2g}"
-    highest = f"{high:.2g}"
+    head = f"<figcaption><b>{escape(title)}</b><p><small>{escape(note)}</small></p></figcaption>"
+    lowest = shown(float(f"{low:.2g}"))
+    highest = shown(float(f"{high:.2g}"))
     scale = f'<div class="scale">{escape(unit)}: <span>{lowest}{bar}{highest}</span></div>'
     alt = f"{title}: {unit} from {lowest} to {highest}"
     return (
-        f'<figure class="chart">{head}{scale}<div class="plot heat" style="--gutter:{gutter}ch">'
+        f'<figure class="chart">{head}{scale}<div class="heat-plot" style="--gutter:{gutter}ch">'
         f'{_image(shade, alt)}{_dashed(thresholds)}{labels}</div><p class="axis">step</p></figure>'
     )
 
 
 def _dashed(thresholds: Sequence[float]) -> str:
     """Draws dashed lines at heights from 0 (bottom) to 1; others are left out."""
-    lines = "".join(
-        f'<path class="threshold" d="M0 {100 * (1 - at):.2f}H100"/>'
-        for at in thresholds
-        if 0 < at < 1
-    )
+    lines = "".join(f'<path d="M0 {100 * (1 - at):.2f}H100"/>' for at in thresholds if 0 < at < 1)
     if not lines:
         return ""
     return f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true">{lines}</svg>'

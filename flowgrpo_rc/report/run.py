@@ -11,20 +11,25 @@ from pathlib import Path
 from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.report import correction, html
 from flowgrpo_rc.report import sections as files
-from flowgrpo_rc.report.charts import Series, bar_list, line_chart
+from flowgrpo_rc.report.charts import Chart, Series, draw, gallery, smoothed, smoothing
+from flowgrpo_rc.report.facts import facts
 from flowgrpo_rc.report.series import Row, change, distinct, ends, phases, points_of, series_of
+from flowgrpo_rc.report.words import documentation_site, explained
 
-_UPDATE_CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Policy loss", ("actor/pg_loss",)),
+# Chart title, its word, the metrics drawn.
+_UPDATE_CHARTS: tuple[tuple[str, str | None, tuple[str, ...]], ...] = (
+    ("Policy loss", None, ("actor/pg_loss",)),
     (
         "Clipped fraction",
+        "clip",
         ("actor/clip_fraction", "actor/clip_fraction_higher", "actor/clip_fraction_lower"),
     ),
-    ("Standard deviation of the ratio", ("actor/ratio_std",)),
-    ("KL to the reference", ("actor/kl_loss",)),
-    ("Gradient norm", ("actor/grad_norm",)),
-    ("Learning rate", ("actor/lr",)),
+    ("Standard deviation of the ratio", "clip", ("actor/ratio_std",)),
+    ("KL to the reference", "reference", ("actor/kl_loss",)),
+    ("Gradient norm", None, ("actor/grad_norm",)),
+    ("Learning rate", None, ("actor/lr",)),
 )
+_NO_FAILURE = {"val/failed_fraction": (0.0, 0.0)}  # values that need no tile
 _RESPONSE_CHARTS = (
     ("Response length, tokens", ("response/length_mean", "response/length_max")),
     (
@@ -42,28 +47,30 @@ def write_report(run_dir: Path) -> Path:
     """
     rows = files.metrics(run_dir)
     config = files.config(run_dir)
-    sections = (
-        html.section("summary", "Summary", _summary(rows)),
+    environment = files.environment(run_dir)
+    sections = [
+        html.section("samples", "Before and after", _summary(rows) + files.samples(run_dir)),
         html.section("reward", "Reward", _reward(rows)),
-        html.section("samples", "Samples before and after", files.samples(run_dir)),
         html.section("health", "Health warnings", files.health(run_dir)),
         html.section("correction", "Rollout correction by step", correction.curves(rows)),
         html.section(
             "timesteps", "Log-probability difference by timestep", correction.timesteps(rows)
         ),
         html.section("histograms", "Log-ratios and weights", correction.histograms(run_dir, rows)),
-        html.section("rejected", "Rejected samples", files.rejected(run_dir)),
+        html.section("rejected", "Rejected samples", files.rejected(run_dir, config)),
         html.section("update", "Policy update", _update(rows)),
         html.section("timing", "Time by phase", _timing(rows)),
         html.section("config", "Configuration", files.config_text(config)),
-        html.section("environment", "Environment", files.environment(run_dir)),
+        html.section("environment", "Environment", files.environment_table(environment)),
         html.section("checkpoints", "Checkpoints and weights", files.checkpoints(run_dir)),
-    )
+    ]
     trainer = config.get("trainer", {})
     title = files.title(run_dir, config)
-    page = html.page(
-        title, html.header(title, *_outcome(rows, trainer.get("total_training_steps"))), sections
-    )
+    header = html.header(title, *_outcome(rows, trainer.get("total_training_steps")))
+    header += html.facts(facts(config, environment, rows))
+    words = explained([header, *sections], documentation_site())
+    sections.append(html.section("words", "Words", words))
+    page = html.page(title, header, sections)
     path = run_dir / "report.html"
     write_atomic(path, page.encode())
     return path
@@ -91,7 +98,7 @@ def _summary(rows: Sequence[Row]) -> str:
     tiles = []
     for name in distinct(rows, "val/", "val/reward"):
         pair = ends(rows, name)
-        if pair is not None:
+        if pair is not None and name != "val/std" and pair != _NO_FAILURE.get(name):
             first, last = pair
             text = f"{first:.3f} \u2192 {last:.3f}" if first != last else f"{last:.3f}"
             tiles.append((f"held-out {name.removeprefix('val/')}", text))
@@ -104,30 +111,34 @@ def _summary(rows: Sequence[Row]) -> str:
         tiles.append(("peak memory, GiB", f"{max(memory):.2f}"))
     if seconds:
         tiles.append(("measured time", _duration(seconds)))
-    return html.tiles(tiles) if tiles else html.empty("No metrics yet.")
+    return html.tiles(tiles) if tiles else html.empty("No numbers yet.")
 
 
 def _reward(rows: Sequence[Row]) -> str:
-    series = series_of(rows, ("reward/mean", "val/reward"))
-    names = {"reward/mean": "training", "val/reward": "held-out"}
-    renamed = [Series(name=names[line.name], points=line.points) for line in series]
-    others = distinct(rows, "reward/", "reward/mean")[1:]
-    charts = [line_chart(name, series_of(rows, (name,))) for name in others]
+    training = Series(name="training", points=points_of(rows, "reward/mean"))
+    held_out = Series(name="held-out", points=points_of(rows, "val/reward"), color=1)
+    lines = [*smoothed(training, color=0), held_out]
+    note = smoothing([training])
+    mean = Chart(title="Mean reward", series=lines, note=note, word="reward")
+    charts = []
+    for name in distinct(rows, "reward/", "reward/mean")[1:]:
+        line = Series(name=name.rpartition("/")[2], points=points_of(rows, name))
+        charts.append(Chart(title=name, series=smoothed(line, color=0)))
     charts += [
-        line_chart(title, found)
+        Chart(title=title, series=found)
         for title, keys in _RESPONSE_CHARTS
         if (found := series_of(rows, keys))
     ]
-    return html.wide(line_chart("Mean reward", renamed)) + html.grid(charts)
+    return html.wide(draw(mean)) + gallery(charts)
 
 
 def _update(rows: Sequence[Row]) -> str:
     charts = [
-        line_chart(title, series)
-        for title, names in _UPDATE_CHARTS
+        Chart(title=title, series=series, word=word)
+        for title, word, names in _UPDATE_CHARTS
         if (series := series_of(rows, names))
     ]
-    return html.grid(charts) if charts else html.empty("No update yet.")
+    return gallery(charts) if charts else html.empty("No update yet.")
 
 
 def _timing(rows: Sequence[Row]) -> str:
@@ -138,7 +149,7 @@ def _timing(rows: Sequence[Row]) -> str:
     bars = [
         (name, seconds, f"{_duration(seconds)}, {seconds / total:.0%}") for name, seconds in found
     ]
-    return bar_list(bars)
+    return html.bars(bars)
 
 
 def _duration(seconds: float) -> str:

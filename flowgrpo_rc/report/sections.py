@@ -6,6 +6,7 @@ Each says so if its file is missing.
 from __future__ import annotations
 
 import base64
+import io
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -13,12 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from PIL import Image
 
 from flowgrpo_rc.files import redact
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.rejected import in_words, read_rejected
+from flowgrpo_rc.records.samples import read_grid
 from flowgrpo_rc.report import html
+from flowgrpo_rc.report.facts import broken_band
 
+NO_WARNING = html.empty("None.")
 _MAX_REJECTED = 12
 _MAX_TEXT = 1000  # characters of a prompt or a response
 
@@ -37,25 +42,44 @@ def title(run_dir: Path, config: Mapping[str, Any]) -> str:
 
 
 def samples(run_dir: Path) -> str:
-    """Shows the first and the last held-out samples side by side, images or texts."""
+    """Shows the first and the last held-out samples: pictures above one another, or texts."""
     grids = _by_step(run_dir / "samples", "png")
     texts = _by_step(run_dir / "samples", "jsonl")
     if grids:
-        return html.pair([html.image(_caption(path), _data_uri(path)) for path in grids])
+        return pictures([(_caption(path), path) for path in grids])
     if texts:
         return _responses(texts)
     return html.empty("No samples yet.")
 
 
-def last_samples(run_dir: Path) -> str:
-    """Shows the samples of the last evaluation."""
-    grids = _by_step(run_dir / "samples", "png")[-1:]
-    texts = _by_step(run_dir / "samples", "jsonl")[-1:]
-    if texts:
-        return _responses(texts)
-    if grids:
-        return html.image(_caption(grids[0]), _data_uri(grids[0]))
-    return html.empty("No samples yet.")
+def last_samples(runs: Sequence[tuple[str, Path]]) -> str:
+    """Shows the samples of the last evaluation of some runs, from pairs of name and folder."""
+    grids = [(name, _by_step(folder / "samples", "png")[-1:]) for name, folder in runs]
+    found = [(name, paths[0]) for name, paths in grids if paths]
+    body = pictures(found) if found else ""
+    for name, folder in runs:
+        texts = _by_step(folder / "samples", "jsonl")[-1:]
+        body += html.note(name) + _responses(texts) if texts else ""
+    return body or html.empty("No samples yet.")
+
+
+def pictures(grids: Sequence[tuple[str, Path]]) -> str:
+    """Shows grids of samples, from pairs of label and path: what belongs together as a stack.
+
+    If they are not of the same samples, each grid is shown as a whole.
+    """
+    tiles = [read_grid(path) for _, path in grids]
+    subjects = [[tile.subject for tile in found] for found in tiles]
+    if not subjects[0] or any(each != subjects[0] for each in subjects):
+        return "".join(html.image(label, _data_uri(path)) for label, path in grids)
+    stacks = []
+    for stack in zip(*tiles, strict=True):
+        shown = [
+            (f"{label}: {tile.score}", _encoded(tile.image))
+            for (label, _), tile in zip(grids, stack, strict=True)
+        ]
+        stacks.append((stack[0].subject, shown))
+    return html.picture_stacks(stacks)
 
 
 def _by_step(folder: Path, ending: str) -> list[Path]:
@@ -103,16 +127,27 @@ def _data_uri(path: Path) -> str:
     return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode('ascii')}"
 
 
+def _encoded(picture: Image.Image) -> str:
+    buffer = io.BytesIO()
+    picture.save(buffer, format="PNG", optimize=True)
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode('ascii')}"
+
+
 def health(run_dir: Path) -> str:
     """Lists the health warnings."""
     rows = MetricsFile(run_dir / "health.jsonl").rows()
     if not rows:
-        return html.empty("None.")
+        return NO_WARNING
     return html.warnings([(f"step {row['step']}", str(row["message"])) for row in rows])
 
 
-def rejected(run_dir: Path) -> str:
-    """Shows the newest rejected samples, each with its worst step and what rejected it."""
+def rejected(run_dir: Path, config: Mapping[str, Any]) -> str:
+    """Shows the newest rejected samples, each with its worst step and the bound that it broke.
+
+    Args:
+      run_dir: folder of the run.
+      config: content of its config.yaml.
+    """
     folder = run_dir / "rejected"
     rows = read_rejected(folder)
     if not rows:
@@ -121,7 +156,7 @@ def rejected(run_dir: Path) -> str:
     for row in rows[-_MAX_REJECTED:]:
         where = f"timestep {row['timestep']}" if "timestep" in row else f"token {row['position']}"
         numbers = {"log-ratio": row["log_ratio"], "reward": row["reward"]}
-        lines = [*map(in_words, row["reasons"])]
+        lines = [_reason(reason, config) for reason in row["reasons"]]
         lines += [f"{name} {value:.3g}" for name, value in numbers.items() if value is not None]
         picture = _data_uri(folder / row["picture"]) if "picture" in row else None
         texts = [_shown(text) for text in (row["prompt"], row.get("text")) if text]
@@ -131,6 +166,15 @@ def rejected(run_dir: Path) -> str:
         "step are kept there."
     )
     return html.note(note) + html.cards(cards)
+
+
+def _reason(reason: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """Returns a reason in words; a band that moves is named as it was set."""
+    text = in_words(reason)
+    if reason.get("lower") is not None or reason.get("upper") is not None:
+        return text
+    band = broken_band(config, str(reason["criterion"]))
+    return f"{text}, outside {band}" if band else text
 
 
 def config(run_dir: Path) -> dict[str, Any]:
@@ -157,12 +201,17 @@ def config_text(config: Mapping[str, Any]) -> str:
     )
 
 
-def environment(run_dir: Path) -> str:
-    """Shows the machine and the versions that the run had."""
+def environment(run_dir: Path) -> dict[str, Any]:
+    """Returns the machine and the versions that the run had; {} if they are not recorded."""
     path = run_dir / "environment.json"
     if not path.is_file():
-        return html.empty("The folder has no environment.json.")
-    return html.table(flat(redact(json.loads(path.read_text(encoding="utf-8")))))
+        return {}
+    return dict(redact(json.loads(path.read_text(encoding="utf-8"))))
+
+
+def environment_table(found: Mapping[str, Any]) -> str:
+    """Shows the machine and the versions."""
+    return html.table(flat(found)) if found else html.empty("The folder has no environment.json.")
 
 
 def flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:

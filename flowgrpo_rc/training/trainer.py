@@ -198,8 +198,9 @@ class Trainer:
         seen = components.mode.decisions.take()
         self._histograms = histograms(seen, components.processes.sum)
         names = partial(components.task.policy.cell_names, collected.batch)
+        bands = components.mode.auto_bands
         image = components.rejected.write(
-            self._step, seen, collected.batch, collected.shown, rewards, names
+            self._step, seen, collected.batch, collected.shown, rewards, names, bands
         )
         components.log.image(self._step, "rejected/samples", image)
 

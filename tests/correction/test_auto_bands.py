@@ -113,6 +113,35 @@ def test_the_deviation_is_that_of_a_normal_distribution() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_exactly_the_rejected_samples_have_reasons_with_the_bounds_of_their_step(name: str) -> None:
+    bands = warmed(auto_bands(name))
+    batch, training, kl = mismatch(99, 40, planted=3.0)
+    batch = batch.replace(seed=torch.arange(40) + 7)
+    # In two parts, as micro-batches are.
+    parts = [
+        bands.judge(batch.rows(start, stop), training[start:stop], kl[start:stop])[0]
+        for start, stop in ((0, 25), (25, 40))
+    ]
+    rejected = ~torch.cat([part.rejection_mask for part in parts]).all(1)
+    scale = bands.scale(name)
+    bands.finish(identity)  # the reasons are those of the iteration that is over
+    found = [bands.reasons(seed) for seed in batch.seed.tolist()]
+    assert [bool(reasons) for reasons in found] == rejected.tolist()
+    assert 0 < rejected.sum() < 40
+    bounds = set()
+    for centre, spread in zip(*(numbers.tolist() for numbers in scale), strict=True):
+        low, high = centre - 4 * spread, centre + 4 * spread
+        known = (math.exp(-high), math.exp(-low)) if name.endswith("k1") else (None, high**2 / 2)
+        bounds.add(known)
+    for (reason,) in filter(None, found):
+        assert reason.criterion == name
+        assert (reason.lower, reason.upper) in bounds
+        assert not (reason.lower or 0) <= reason.value <= reason.upper
+    bands.judge(batch, training * 0, kl * 0)
+    assert bands.reasons(7) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_step_is_kept_within_k_deviations(name: str) -> None:
     """Numpy judges one step of the schedule, or the first of the window, at a time."""
     bands = warmed(auto_bands(name))

@@ -14,6 +14,7 @@ from PIL import Image
 from support.builders import diffusion_batch
 
 from flowgrpo_rc.batch import Prompt, Rewards
+from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.reasons import Reason
 from flowgrpo_rc.monitoring.decisions import Decisions
@@ -118,3 +119,29 @@ def test_rows_are_json_without_nan(tmp_path: Path) -> None:
     step(tmp_path, 3)
     (path,) = tmp_path.glob("*.json")
     json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
+
+
+def test_a_band_that_moves_tells_the_bounds_that_it_had(tmp_path: Path) -> None:
+    config = RolloutCorrectionConfig(rollout_rs="token_k1", rollout_rs_threshold="auto:4")
+    bands = AutoBands(config.rules().auto, 2, torch.device("cpu"))
+    source = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        usual = 1e-4 * torch.randn(64, 2, generator=source, dtype=torch.float64)
+        bands.judge(diffusion_batch(torch.zeros(64, 2)), usual, None)
+        bands.finish(lambda rows: rows)
+    difference = torch.tensor([[0.0, 0.0], [0.0, 2e-3]], dtype=torch.float64)
+    batch = diffusion_batch(torch.zeros(2, 2)).replace(seed=torch.arange(2) + 100)
+    judged, _ = bands.judge(batch, difference, None)
+    assert judged.rejection_mask.tolist() == [[True, True], [True, False]]
+    bands.finish(lambda rows: rows)
+    seen = Decisions()
+    seen.add(judged, difference, batch.step_indices, judged.rejection_mask, None, None)
+    writer = RejectedSamples(tmp_path, config, rank=0, count=1)
+    rewards = Rewards(total=torch.zeros(2), valid=torch.ones(2, dtype=torch.bool), parts={})
+    names = ["ts_1000", "ts_750"]
+    writer.write(3, seen.take(), batch, Shown(), rewards, lambda: names, bands)
+    (row,) = read_rejected(tmp_path)
+    (reason,) = row["reasons"]
+    assert reason["value"] == pytest.approx(math.exp(2e-3))
+    assert 1 - 6e-4 < reason["lower"] < 1 - 3e-4
+    assert 1 + 3e-4 < reason["upper"] < 1 + 6e-4

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from flowgrpo_rc.records.samples import image_grid, thumbnail
+from flowgrpo_rc.records.samples import image_grid, read_grid, save_grid, thumbnail
 
 
 @pytest.mark.parametrize(
@@ -64,3 +66,19 @@ def test_grid_shows_captions() -> None:
 def test_grid_refuses_other_input(images: np.ndarray, captions: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         image_grid(images, captions)
+
+
+def test_a_saved_grid_gives_its_samples_back(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 255, (5, 64, 128, 3), dtype=np.uint8)
+    captions = [f"a \u201csign\u201d {i} 0.{i}0" for i in range(5)]
+    save_grid(tmp_path / "grid.png", images, captions, columns=2)
+    tiles = read_grid(tmp_path / "grid.png")
+    assert [f"{tile.subject} {tile.score}" for tile in tiles] == captions
+    assert tiles[3].score == "0.30"
+    for tile, image in zip(tiles, images, strict=True):
+        assert np.array_equal(np.asarray(tile.image), image)
+
+
+def test_a_grid_that_does_not_say_where_they_are_has_none(tmp_path: Path) -> None:
+    image_grid(np.zeros((1, 8, 8, 3), np.uint8), ["x"]).save(tmp_path / "grid.png")
+    assert read_grid(tmp_path / "grid.png") == []

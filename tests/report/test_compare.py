@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 from pathlib import Path
 
 import pytest
 import yaml
-from support.report_pages import Page, make_run
+from support.report_pages import Page, chart_data, make_run, visible_text
 
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.report.compare import write_comparison
 
-SECTIONS = ["numbers", "settings", "reward", "samples", "correction", "update", "health"]
+SECTIONS = ["numbers", "samples", "settings", "reward", "correction", "update", "health", "words"]
 
 
 def small_run(folder: Path, rewards: list[float], settings: dict[str, object]) -> Path:
@@ -29,7 +28,8 @@ def small_run(folder: Path, rewards: list[float], settings: dict[str, object]) -
 def cells(page: str, section: str) -> list[list[str]]:
     """Returns the rows of a section's table."""
     body = page.split(f'<section id="{section}">')[1].split("</section>")[0]
-    return [re.findall(r"<t[hd]>([^<]*)<", row) for row in body.split("<tr>")[1:]]
+    body = body.replace("<wbr>", "")
+    return [re.findall(r"<t[hd][^>]*>([^<]*)<", row) for row in body.split("<tr>")[1:]]
 
 
 def test_numbers_settings_and_curves_of_two_runs(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_numbers_settings_and_curves_of_two_runs(tmp_path: Path) -> None:
         other | {"trainer": {"experiment_name": "b", "output_dir": "y"}},
     )
     page = write_comparison([one, two], tmp_path / "out" / "page.html").read_text()
-    assert Page(page).ids == SECTIONS
+    assert [name for name in Page(page).ids if not name.startswith("word-")] == SECTIONS
     assert cells(page, "settings") == [
         ["", "a", "b"],
         ["actor.lr", "0.1", "0.2"],
@@ -60,13 +60,9 @@ def test_numbers_settings_and_curves_of_two_runs(tmp_path: Path) -> None:
     assert numbers["held-out reward"] == ["0.2500 \u2192 0.5000", "0.2500 \u2192 0.7500"]
     assert numbers["mismatch before the first update, over all steps"] == ["0.0002", "0.0002"]
     assert "training reward, last step" not in numbers
-    # Both runs start at the same point; the second ends at the top of the axes they share, 0.2 to
-    # 0.8.
-    chart = page.split("<b>Held-out reward</b>")[1].split("</svg>")[0]
-    assert re.findall(r'class="line" d="([^"]+)"', chart) == [
-        "M0.0 275.0L1000.0 150.0",
-        "M0.0 275.0L1000.0 25.0",
-    ]
+    data = chart_data(page, "Held-out reward")
+    assert [line["name"] for line in data["series"]] == ["a", "b"]
+    assert data["tables"] == [[[0, 1], [0.25, 0.5]], [[0, 1], [0.25, 0.75]]]
     assert "hunter" not in page
     assert "not evaluated alike" not in page
 
@@ -75,9 +71,11 @@ def test_a_run_without_a_metric_leaves_the_others_colour_alone(tmp_path: Path) -
     one = small_run(tmp_path / "one", [0.25, 0.5], {})
     two = small_run(tmp_path / "two", [0.25, 0.5], {})
     (one / "metrics.jsonl").write_text('{"step": 0, "val/reward": 0.3}\n')
+    rows = [{"step": step, "rollout_corr/logprob_abs_diff_mean": step * 1e-4} for step in (1, 2)]
+    (two / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = write_comparison([one, two], tmp_path / "page.html").read_text()
-    chart = page.split("<b>Mismatch before the first update</b>")[1].split("</figure>")[0]
-    assert re.findall(r'<span class="(s\d)">([^<]+)<', chart) == [("s1", "two")]
+    (line,) = chart_data(page, "Mismatch before the first update")["series"]
+    assert line == {"name": "two", "color": 1, "faint": False}
 
 
 @pytest.mark.parametrize(
@@ -95,7 +93,7 @@ def test_runs_that_were_scored_differently_say_so(tmp_path: Path, key: str) -> N
         small_run(tmp_path / name, [0.1, 0.2], each)
         for name, each in zip("ab", settings, strict=True)
     ]
-    text = "".join(Page(write_comparison(runs, tmp_path / "page.html").read_text()).text)
+    text = visible_text(write_comparison(runs, tmp_path / "page.html").read_text())
     assert f"The runs were not evaluated alike ({key})" in text
 
 
@@ -113,10 +111,14 @@ def test_samples_stand_side_by_side_and_the_page_is_deterministic(tmp_path: Path
     runs = [make_run(tmp_path / name) for name in ("one", "two")]
     first = write_comparison(runs, tmp_path / "page.html").read_bytes()
     assert write_comparison(runs, tmp_path / "page.html").read_bytes() == first
-    last = base64.b64encode((runs[0] / "samples" / "step_000060.png").read_bytes()).decode()
-    assert Page(first.decode()).references == [f"data:image/png;base64,{last}"] * 2
+    references = Page(first.decode()).references
+    # The runs are alike: eight samples, each twice.
+    assert references[::2] == references[1::2]
+    assert len(references) == 2 * 8
+    labels = re.findall(r'<img alt="([^"]+)"', first.decode())
+    assert labels[:2] == [f"&quot;w0&quot;, {name}: 0.60" for name in ("one", "two")]
     assert "hunter" not in first.decode()
-    assert "<script" not in first.decode()
+    assert "<script>alert" not in first.decode()
 
 
 def test_what_cannot_be_compared_is_refused(

@@ -47,7 +47,7 @@ def test_the_mismatch_of_each_step_and_timestep_has_its_colour(tmp_path: Path) -
     # The earliest timestep, 900, is on top.
     wanted = np.array([[0.0, np.nan, 0.5], [1.0, np.nan, np.nan]])
     np.testing.assert_allclose(found, wanted, atol=0.01)
-    assert "mean |difference|: <span>1e-06" in page
+    assert "mean |difference|: <span>1e-6" in page
     assert re.findall(r'class="y"[^>]*>(\d+)<', page) == ["500", "900"]
 
 

@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import json
 import re
-import shutil
-import subprocess
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from support.browser import Browser, browser, find_browser
 from support.report_pages import Page, make_run
 
 from flowgrpo_rc.report.compare import write_comparison
 from flowgrpo_rc.report.run import write_report
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+# Remembers what is written onto a canvas, before a page's own scripts run.
+REMEMBER_LABELS = """
+window.labels = [];
+const write = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, ...rest) {
+  window.labels.push(text);
+  return write.call(this, text, ...rest);
+};
+"""
+LEGENDS = "[...document.querySelectorAll('.legend')].map(e => e.innerText.split('\\n'))"
+# The middle of the wide chart's plot, and its width.
+PLOT = """(() => {
+  const plot = document.querySelector('#reward .wide .u-over');
+  plot.scrollIntoView({block: 'center'});
+  const box = plot.getBoundingClientRect();
+  return [box.x + box.width / 2, box.y + box.height / 2, box.width];
+})()"""
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +48,17 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
         "report": write_report(runs[0]),
         "compare": write_comparison(runs, folder / "compare.html"),
     }
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A tab of a browser, for all tests of this file."""
+    program = find_browser()
+    if program is None:
+        pytest.skip("no Chromium here: the pages were not opened in a browser")
+    with browser(program, tmp_path_factory.mktemp("profile")) as found:
+        found.call("Page.addScriptToEvaluateOnNewDocument", source=REMEMBER_LABELS)
+        yield found
 
 
 def pictures(page: str) -> list[Image.Image]:
@@ -46,20 +74,20 @@ def pictures(page: str) -> list[Image.Image]:
     return found
 
 
-@pytest.mark.parametrize(("name", "number"), [("report", 2 + 3 * 2 + 6), ("compare", 2)])
+@pytest.mark.parametrize(("name", "number"), [("report", 16 + 3 * 2 + 6), ("compare", 16)])
 def test_pictures_decode_and_are_not_blank(
     pages: Mapping[str, Path], name: str, number: int
 ) -> None:
-    """They are the grids, three heat maps with a colour bar each, and the rejected samples."""
+    """They are the samples, three heat maps with a colour bar each, and the rejected samples."""
     found = pictures(pages[name].read_text())
     assert len(found) == number
     for picture in found:
         assert picture.width > 1
         assert len(np.unique(np.asarray(picture.convert("RGB")).reshape(-1, 3), axis=0)) > 3
     if name == "report":
-        shapes = [picture.size for picture in found[3:8:2]]
+        shapes = [picture.size for picture in found[17:22:2]]
         assert shapes == [(60, 6), (60, 41), (60, 41)]  # steps by timesteps, and by bins
-        assert [picture.size for picture in found[8:]] == [(64, 32)] * 6
+        assert [picture.size for picture in found[22:]] == [(64, 32)] * 6
 
 
 @pytest.mark.parametrize("name", ["report", "compare"])
@@ -69,48 +97,130 @@ def test_nothing_outside_is_referenced(pages: Mapping[str, Path], name: str) -> 
     assert not re.search(
         r"\b(?:https?|wss?|file):|//\w|@import|url\(", without_pictures.split("<section", 1)[0]
     )
-    assert not re.search(r"<(?:script|link|iframe|object|embed|base)\b", page)
+    assert not re.search(r"<(?:link|iframe|object|embed|base)\b", page)
     assert "default-src 'none'; img-src data:" in page
 
 
+def test_only_the_scripts_of_the_package_may_run(pages: Mapping[str, Path]) -> None:
+    """The policy names each script by its hash, and a run's files cannot add one."""
+    page = pages["report"].read_text()
+    (policy,) = re.findall(r"script-src ([^;\"]+)", page)
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    sums = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in scripts]
+    assert policy.split() == [f"'sha256-{each}'" for each in sums]
+    assert len(scripts) == 2
+
+
 @pytest.mark.parametrize("name", ["report", "compare"])
-def test_pages_open_in_a_browser_without_errors_and_fit_a_narrow_window(
-    pages: Mapping[str, Path], name: str, tmp_path: Path
+@pytest.mark.parametrize("width", [400, 1400])
+@pytest.mark.parametrize("dark", [False, True])
+def test_pages_open_without_errors_and_fit_the_window(
+    tab: Browser, pages: Mapping[str, Path], name: str, width: int, dark: bool
 ) -> None:
-    browser = next((found for known in BROWSERS if (found := shutil.which(known))), None)
-    if browser is None:
-        pytest.skip("no Chromium here: the pages were not opened in a browser")
-    # A frame 360 wide reports from inside; the page's own policy forbids scripts, so that a wrapper
-    # has to ask.
-    wrapper = tmp_path / "wrapper.html"
-    wrapper.write_text(
-        f'<iframe id="f" src="{pages[name].as_uri()}" width="360" height="800"></iframe><script>'
-        "f.onload = () => { const d = f.contentDocument; document.title = JSON.stringify({wide: "
-        "d.documentElement.scrollWidth, fetched: "
-        "f.contentWindow.performance.getEntriesByType('resource').filter(e => "
-        "!e.name.startsWith('data:')).length,broken: [...d.images].filter(i => "
-        "!i.naturalWidth).length, images: d.images.length}); }</script>"
+    tab.open(pages[name], width=width, dark=dark)
+    found = tab.eval(
+        "({wide: document.documentElement.scrollWidth, broken: [...document.images].filter(i => "
+        "!i.naturalWidth).length, images: document.images.length, empty: "
+        "document.querySelectorAll('.plot:not(:has(canvas))').length, charts: "
+        "document.querySelectorAll('.plot canvas').length})"
     )
-    options = (
-        *(
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-quic",
-            "--no-first-run",
-            "--hide-scrollbars",
-        ),
-        *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-        *("--allow-file-access-from-files", "--enable-logging=stderr", "--log-level=0"),
-        *("--virtual-time-budget=5000", "--dump-dom"),
-    )
-    command = [browser, *options, f"--user-data-dir={tmp_path / 'profile'}", wrapper.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    found = json.loads(re.search(r"<title>(.*?)</title>", done.stdout)[1])
+    page = pages[name].read_text()
     assert found == {
-        "wide": 360,
-        "fetched": 0,
+        "wide": width,
         "broken": 0,
-        "images": len(Page(pages[name].read_text()).references),
+        "images": len(Page(page).references),
+        "empty": 0,
+        "charts": page.count('<div class="plot"'),
     }
-    assert "CONSOLE" not in done.stderr
+    assert found["charts"] > 3
+    assert tab.complaints() == []
+    paper = tab.eval("getComputedStyle(document.body).backgroundColor")
+    assert (max(map(int, re.findall(r"\d+", paper))) < 64) == dark
+
+
+def test_the_pointer_shows_values_in_all_charts(tab: Browser, pages: Mapping[str, Path]) -> None:
+    lines = (pages["report"].parent / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    tab.open(pages["report"], width=1400)
+    assert tab.eval(LEGENDS)[0][0] == "step 60"
+    x, y, _ = tab.eval(PLOT)
+    tab.mouse("mouseMoved", x, y)
+    legends = tab.eval(LEGENDS)
+    assert legends[0][0] == "step 30"
+    assert f"({rows[30]['reward/mean']:.4f}".rstrip("0") in legends[0][1]
+    assert legends[0][2].startswith("held-out 0.")
+    assert legends[0][2].endswith((" at 20", " at 40"))
+    steps = {legend[0] for legend in legends if legend[0].startswith("step")}
+    assert steps == {"step 30"}
+    (norm,) = [legend[1] for legend in legends if "actor/grad_norm" in legend[1]]
+    assert float(norm.split()[1]) == pytest.approx(rows[30]["actor/grad_norm"], rel=1e-3)
+    tab.mouse("mouseMoved", 2, 2)
+    assert tab.eval(LEGENDS)[0][0] == "step 60"
+    assert tab.complaints() == []
+
+
+def test_dragging_zooms_all_charts_until_it_is_reset(
+    tab: Browser, pages: Mapping[str, Path]
+) -> None:
+    tab.open(pages["report"], width=1400)
+    x, y, width = tab.eval(PLOT)
+    tab.mouse("mouseMoved", x, y)
+    tab.mouse("mousePressed", x, y)
+    tab.mouse("mouseMoved", x + width / 8, y)
+    tab.mouse("mouseMoved", x + width / 6, y)
+    tab.mouse("mouseReleased", x + width / 6, y)
+    tab.mouse("mouseMoved", 2, 2)
+    seen = [legend[0] for legend in tab.eval(LEGENDS) if legend[0].startswith("step")]
+    assert set(seen) == {"step 40"}
+    assert tab.eval("document.querySelector('.reset').hidden") is False
+    tab.eval("document.querySelector('.reset').click()")
+    assert tab.eval("document.querySelector('.reset').hidden") is True
+    assert tab.eval(LEGENDS)[0][0] == "step 60"
+    assert tab.complaints() == []
+
+
+def test_a_click_on_a_name_hides_its_line(tab: Browser, pages: Mapping[str, Path]) -> None:
+    tab.open(pages["report"], width=1400)
+    count = (
+        "(() => { const c = document.querySelector('#reward canvas'); const d = c.getContext('2d')"
+        ".getImageData(0, 0, c.width, c.height).data; let n = 0; for (let i = 0; i < d.length; "
+        "i += 4) if (d[i] > 190 && d[i + 1] < 130 && d[i + 2] < 80 && d[i + 3] > 200) n++; "
+        "return n; })()"
+    )
+    assert tab.eval(count) > 100
+    tab.eval("document.querySelectorAll('#reward .legend button')[1].click()")
+    assert tab.eval(count) == 0
+
+
+def test_labels_of_axes_are_short_and_charts_follow_the_system(
+    tab: Browser, pages: Mapping[str, Path]
+) -> None:
+    """Weights here are within 3e-4 of 1, losses near 1e-5."""
+    tab.open(pages["report"], width=1400)
+    labels = set(tab.eval("window.labels"))
+    assert {"0.5", "1.0000", "1e-5", "60"} <= labels
+    assert [label for label in labels if len(label) > 7] == []
+    corner = "document.querySelector('.legend button') && getComputedStyle(document.querySelector("
+    color = f"{corner}'.legend button'), '::before').backgroundColor"
+    light = tab.eval(color)
+    tab.eval("window.labels.length = 0")
+    tab.dark(True)
+    deadline = time.monotonic() + 30
+    while not tab.eval("window.labels.length") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert set(tab.eval("window.labels")) == labels
+    assert tab.eval(color) != light
+
+
+def test_a_page_prints_all_its_charts_in_light_colours(
+    tab: Browser, pages: Mapping[str, Path]
+) -> None:
+    tab.open(pages["report"], width=400, dark=True)
+    tab.eval("window.dispatchEvent(new Event('beforeprint'))")
+    widths = tab.eval("[...document.querySelectorAll('.plot .uplot')].map(e => e.clientWidth)")
+    assert min(widths) > 300
+    paper = "getComputedStyle(document.body).getPropertyValue('--page')"
+    assert tab.eval(paper).strip() == "#f6f6f4"
+    tab.eval("window.dispatchEvent(new Event('afterprint'))")
+    assert tab.eval(paper).strip() == "#141413"
+    assert tab.eval("document.documentElement.scrollWidth") == 400

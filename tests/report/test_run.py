@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import base64
+import io
+import json
 import math
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
-from support.report_pages import Page, make_run
+from PIL import Image
+from support.report_pages import Page, chart_data, make_run, visible_text
 
 from flowgrpo_rc.report.run import write_report
 
 SECTIONS = [
-    "summary",
-    "reward",
     "samples",
+    "reward",
     "health",
     "correction",
     "timesteps",
@@ -22,7 +26,7 @@ SECTIONS = [
     "rejected",
     "update",
 ]
-SECTIONS += ["timing", "config", "environment", "checkpoints"]
+SECTIONS += ["timing", "config", "environment", "checkpoints", "words"]
 
 
 @pytest.fixture(scope="module")
@@ -32,27 +36,28 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_page_stands_alone_and_has_every_section(report: str) -> None:
     page = Page(report)
-    assert page.ids == SECTIONS
+    assert [name for name in page.ids if not name.startswith("word-")] == SECTIONS
     assert page.references
     assert all(reference.startswith("data:image/png;base64,") for reference in page.references)
-    assert not {"script", "link", "iframe", "object", "base"} & set(page.tags)
+    assert not {"link", "iframe", "object", "base"} & set(page.tags)
     style = report[report.index("<style>") : report.index("</style>")]
     assert "url(" not in style
     assert "@import" not in style
     assert "prefers-color-scheme: dark" in style
+    assert "The curves need JavaScript" in report.split("<noscript>")[1].split("</noscript>")[0]
 
 
 def test_page_escapes_and_redacts(report: str) -> None:
-    text = "".join(Page(report).text)
+    text = visible_text(report)
     assert "ocr <b>bypass</b>" in text
     assert "<b>bypass" not in report
     assert "kl is 0.2 <script>alert(1)</script>" in text
-    assert "<script" not in report
+    assert "<script>alert" not in report
     assert "hunter" not in report
 
 
 def test_page_tells_the_outcome(report: str) -> None:
-    text = "".join(Page(report).text)
+    text = visible_text(report)
     last = 0.412 + 0.25 * (1 - math.exp(-60 / 25))
     assert f"Held-out reward 0.4120 \u2192 {last:.4f} (+{last - 0.412:.4f})" in text
     assert "Training steps: 60" in text
@@ -68,13 +73,60 @@ def test_page_tells_the_outcome(report: str) -> None:
     assert "30.0 s, 10%" in text
 
 
-def test_before_and_after_grids_are_the_files(tmp_path: Path) -> None:
+def test_before_and_after_stand_above_one_another(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    references = Page(write_report(run).read_text()).references
+    page = write_report(run).read_text()
+    stacks = page.split('<div class="stacks">')[1].split("</figure>")[:8]
+    grids = [Image.open(run / "samples" / f"step_{step:06d}.png") for step in (0, 60)]
+    for number, stack in enumerate(stacks):
+        labels = re.findall(r'<img alt="([^"]+)"', stack)
+        assert labels == [f"&quot;w{number}&quot;, Step {step}: 0.{step}" for step in (0, 60)]
+        for grid, reference in zip(grids, re.findall(r'src="([^"]+)"', stack), strict=True):
+            picture = Image.open(io.BytesIO(base64.b64decode(reference.split(",")[1])))
+            left = 8 + number % 4 * (128 + 8)
+            top = 8 + number // 4 * (64 + 20 + 8)
+            expected = grid.crop((left, top, left + 128, top + 64))
+            assert np.array_equal(np.asarray(picture), np.asarray(expected))
+
+
+def test_grids_of_older_runs_are_shown_whole(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
     files = [run / "samples" / f"step_{step:06d}.png" for step in (0, 60)]
+    for file in files:
+        Image.open(file).save(file)  # forgets where the samples are
+    references = Page(write_report(run).read_text()).references
     assert references[:2] == [
         f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}" for file in files
     ]
+
+
+def test_the_training_reward_is_smoothed_and_constants_are_told(report: str) -> None:
+    data = chart_data(report, "Mean reward")
+    assert [(line["name"], line["faint"]) for line in data["series"]] == [
+        ("training, each step", True),
+        ("training", False),
+        ("held-out", False),
+    ]
+    assert data["tables"][2][0] == [0, 20, 40, 60]
+    text = visible_text(report)
+    assert "Effective sample size: 1, at all 60 steps." in text
+    assert "Learning rate: 0.0003, at all 60 steps." in text
+
+
+def test_rejected_samples_tell_the_bound_that_they_broke(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    assert "seq_mean_k1: 1.00031, outside 0.9998 to 1.0002" in visible_text(
+        write_report(run).read_text()
+    )
+    moving = {"criterion": "token_k1", "value": 1.0002, "lower": None, "upper": None}
+    file = run / "rejected" / "step_000008_process_0_of_1.json"
+    rows = json.loads(file.read_text())
+    file.write_text(json.dumps([row | {"reasons": [moving]} for row in rows]))
+    config = (
+        "algorithm: {rollout_correction: {rollout_rs: token_k1, rollout_rs_threshold: 'auto:4'}}"
+    )
+    (run / "config.yaml").write_text(config)
+    assert "token_k1: 1.0002, outside auto:4" in visible_text(write_report(run).read_text())
 
 
 def test_report_is_deterministic(tmp_path: Path) -> None:
@@ -98,7 +150,7 @@ def test_report_is_deterministic(tmp_path: Path) -> None:
 def test_incomplete_runs_have_a_report(tmp_path: Path, rows: str) -> None:
     (tmp_path / "metrics.jsonl").write_text(rows)
     page = Page(write_report(tmp_path).read_text())
-    assert page.ids == SECTIONS
+    assert [name for name in page.ids if not name.startswith("word-")] == SECTIONS
     assert not page.references
 
 
@@ -107,7 +159,7 @@ def test_stopped_run_says_how_far_it_came(tmp_path: Path) -> None:
         '{"step": 3, "reward/mean": 0.5}\n{"step": 4, "reward/mean": 0.6}\n'
     )
     (tmp_path / "config.yaml").write_text("trainer:\n  total_training_steps: 9\n")
-    text = "".join(Page(write_report(tmp_path).read_text()).text)
+    text = visible_text(write_report(tmp_path).read_text())
     assert "Not evaluated yet; training reward 0.5000 \u2192 0.6000 (+0.1000)" in text
     assert "Training steps: 4 of 9" in text
 

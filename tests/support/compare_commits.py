@@ -12,7 +12,8 @@ There is no tolerance. Numbers are compared as JSON text, tensors and pixels by 
 files by line. A file that only one side has is a difference. Left out is
 
 * what differs between two runs of the same code: in metrics.jsonl seconds, speed and memory
-  (`timing_s/`, `perf/`), in report.html the section and three tiles that show them;
+  (`timing_s/`, `perf/`), in report.html the section and three tiles that show them, and the time
+  and the commit at which a run started;
 * the path of the checkout, wherever a file names it;
 * what repeats other files: the hashes in manifest.json, and the encoding of a PNG;
 * what is printed. It is kept in log.txt.
@@ -55,7 +56,9 @@ UNSTABLE_METRICS = ("timing_s/", "perf/")
 UNSTABLE_TILES = "training samples per second|peak memory, GiB|measured time"
 UNSTABLE_IN_REPORT = re.compile(
     r'<section id="timing">.*?</section>'
-    rf"|<div><b>[^<]*</b><small>(?:{UNSTABLE_TILES})</small></div>",
+    rf"|<div><b>[^<]*</b><small>(?:{UNSTABLE_TILES})</small></div>"
+    r"|<tr><th>(?:git|started)</th>.*?</tr>|<dt>Started</dt><dd>.*?</dd>"
+    r"|git [0-9a-f]+(?:-dirty)?, ",
     re.DOTALL,
 )
 
@@ -234,7 +237,10 @@ def read(path: Path, checkout: str, renamed: Mapping[str, str]) -> dict[str, Any
     if path.name == "manifest.json":
         content = "\n".join(sorted(json.loads(content)))
     elif path.suffix == ".json":
-        content = json.dumps(json.loads(content), indent=1, sort_keys=True)
+        known = json.loads(content)
+        if path.name == "environment.json":
+            known = {key: value for key, value in known.items() if key not in ("git", "started")}
+        content = json.dumps(known, indent=1, sort_keys=True)
     lines = [line for line in content.splitlines() if line not in ADDED]
     return {f"line {i}": line for i, line in enumerate(lines, 1)}
 

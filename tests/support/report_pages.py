@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from flowgrpo_rc.records.samples import save_grid
 
-VOID = {"meta", "img", "br", "hr", "link"}
+VOID = {"meta", "img", "br", "hr", "link", "wbr"}
 
 
 class Page(HTMLParser):
@@ -33,7 +35,9 @@ class Page(HTMLParser):
         self.tags.append(tag)
         self.ids += [value for name, value in attrs if name == "id" and value]
         self.references += [
-            value for name, value in attrs if name in ("src", "href", "srcset", "action") and value
+            value
+            for name, value in attrs
+            if name in ("src", "href", "srcset", "action") and value and not value.startswith("#")
         ]
         assert not any(name.startswith("on") for name, _ in attrs)
         if tag not in VOID:
@@ -47,6 +51,20 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text.append(data)
+
+
+def chart_data(page: str, title: str) -> dict[str, Any]:
+    """Returns the data of a chart on a page."""
+    pattern = (
+        rf'aria-label="{re.escape(title)};[^>]*><script type="application/json">(.*?)</script>'
+    )
+    (found,) = re.findall(pattern, page)
+    return dict(json.loads(found))
+
+
+def visible_text(page: str) -> str:
+    """Returns the text of a page without its scripts and data."""
+    return "".join(Page(re.sub(r"<(script|style)\b.*?</\1>", "", page, flags=re.DOTALL)).text)
 
 
 def metric_row(step: int, rng: np.random.Generator) -> dict[str, float]:

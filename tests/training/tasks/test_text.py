@@ -100,7 +100,7 @@ def test_saved_samples_and_their_report(trained_lm: CausalLM, tmp_path: Path) ->
         {"prompt": "2+2=", "target": None, "completion": "</td>", "score": None},
     ]
     only = report_samples(tmp_path)
-    assert only.count("Step 0") == 1
+    assert only.count(">Step 0<") == 1
     assert "1+&lt;b&gt;=" in only
     assert "&lt;/td&gt;" in only
     assert "failed" in only

@@ -1,0 +1,296 @@
+// Draws the charts of the page with uPlot. The data of a chart are the JSON inside of its .plot.
+// Charts with the same horizontal axis share the cursor and the zoom.
+"use strict";
+(() => {
+  const PRINTED_WIDTH = 640;
+  const MOST_DOTS = 30; // of a line; more are not drawn as dots
+  const LABEL_FONT = "12px ui-monospace, monospace";
+  const LABEL_WIDTH = 7.3; // of a letter in that font
+  const root = document.documentElement;
+  const resetButton = document.querySelector(".reset");
+  const zooms = new Map(); // name of an axis -> [lower, upper], while it is zoomed
+  let charts = [];
+
+  const color = (name) => getComputedStyle(root).getPropertyValue(name).trim();
+
+  // 2e-5 rather than 0.00002.
+  function formatted(value) {
+    const size = Math.abs(value);
+    if (value !== 0 && (size < 1e-3 || size >= 1e6)) {
+      const [mantissa, exponent] = value.toExponential(3).split("e");
+      return `${Number(mantissa)}e${Number(exponent)}`;
+    }
+    return String(Number(value.toPrecision(4)));
+  }
+
+  // As many decimals as tell the values of an axis apart: 1.00041 where all are near 1.
+  function precise(value, axis) {
+    if (value === 0 || Math.abs(value) < 1e-3) return formatted(value);
+    const decimals = 3 - Math.floor(Math.log10(axis.max - axis.min));
+    return String(Number(value.toFixed(Math.min(9, Math.max(0, decimals)))));
+  }
+
+  function tickLabels(ticks, log) {
+    const largest = Math.max(...ticks.map(Math.abs));
+    if (log || largest < 1e-3 || largest >= 1e6) return ticks.map((tick) => formatted(tick));
+    const step = ticks.length > 1 ? ticks[1] - ticks[0] : largest;
+    const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+    return ticks.map((tick) => (Math.abs(tick) < step / 2 ? "0" : tick.toFixed(decimals)));
+  }
+
+  function niceStep(rough) {
+    const magnitude = 10 ** Math.floor(Math.log10(rough));
+    return magnitude * [1, 2, 5, 10].find((factor) => factor * magnitude >= rough * (1 - 1e-9));
+  }
+
+  function linearTicks(lower, upper, count) {
+    const step = niceStep((upper - lower) / count);
+    const first = Math.ceil(lower / step - 1e-9);
+    const number = Math.floor(upper / step + 1e-9) - first + 1;
+    return Array.from({ length: number }, (_, i) => (first + i) * step);
+  }
+
+  // Powers of ten for many decades, 1, 2 and 5 for a few, round numbers within one.
+  function logTicks(lower, upper, count) {
+    const decades = Math.log10(upper / lower);
+    if (decades < 0.7) return linearTicks(lower, upper, 3);
+    const first = Math.floor(Math.log10(lower));
+    const last = Math.ceil(Math.log10(upper));
+    const factors = decades < 1.6 ? [1, 2, 5] : decades < 3 ? [1, 3] : [1];
+    const every = Math.ceil(decades / count);
+    const ticks = [];
+    for (let power = first; power <= last; power += every)
+      for (const factor of factors) ticks.push(factor * 10 ** power);
+    return ticks.filter((tick) => tick >= lower * (1 - 1e-9) && tick <= upper * (1 + 1e-9));
+  }
+
+  function padded(lower, upper, log) {
+    if (lower === null) return log ? [0.1, 1] : [0, 1];
+    if (log) return lower === upper ? [lower / 2, upper * 2] : [lower / 1.12, upper * 1.12];
+    // A line that hardly moves is drawn as one, and labels stay short.
+    const least = 2e-4 * Math.max(Math.abs(lower), Math.abs(upper)) || 1e-9;
+    const pad = Math.max(0.06 * (upper - lower), (least - (upper - lower)) / 2);
+    // Shares and sizes keep the ends that they cannot pass: 0, and 1 where they come near it.
+    const low = lower >= 0 && (lower - pad < 0 || lower < 0.3 * upper) ? 0 : lower - pad;
+    const high = upper <= 1 && upper + pad > 1 ? 1 : upper + pad;
+    return [low, high];
+  }
+
+  function drawThresholds(u, bounds) {
+    const { min, max } = u.scales.y;
+    const { left, width } = u.bbox;
+    const context = u.ctx;
+    context.save();
+    context.strokeStyle = context.fillStyle = color("--warn");
+    context.lineWidth = 1.5 * devicePixelRatio;
+    context.font = `${11 * devicePixelRatio}px ui-monospace, monospace`;
+    context.textAlign = "right";
+    context.setLineDash([5 * devicePixelRatio, 4 * devicePixelRatio]);
+    for (const bound of bounds.filter((bound) => bound > min && bound < max)) {
+      const height = u.valToPos(bound, "y", true);
+      context.beginPath();
+      context.moveTo(left, height);
+      context.lineTo(left + width, height);
+      context.stroke();
+      context.fillText(formatted(Number(bound.toPrecision(2))), left + width - 4, height - 4 * devicePixelRatio);
+    }
+    context.restore();
+  }
+
+  // The legend holds the name of each line and its value under the cursor, else the last in view.
+  function makeLegend(box, spec) {
+    const place = document.createElement("span");
+    box.replaceChildren(place);
+    const entries = [];
+    let raw = [];
+    spec.series.forEach((line, i) => {
+      if (line.faint) {
+        raw.push(i + 1);
+        return;
+      }
+      const button = document.createElement("button");
+      const value = document.createElement("b");
+      button.type = "button";
+      button.className = `s${line.color}`;
+      button.setAttribute("aria-pressed", "true");
+      button.append(line.name + " ", value);
+      box.append(button);
+      entries.push({ button, value, lines: [i + 1, ...raw] });
+      raw = [];
+    });
+    return { place, entries };
+  }
+
+  function showValues(u, chart) {
+    const { spec, legend } = chart;
+    const idle = u.cursor.idx === null || u.cursor.idx === undefined;
+    const last = u.series[0].idxs?.[1] ?? u.data[0].length - 1; // of those in view
+    const at = u.data[0][idle ? last : u.cursor.idx];
+    legend.place.textContent = `${spec.x} ${at}`;
+    for (const { value, lines } of legend.entries) {
+      const words = lines.map((line) => {
+        const known = (i) => u.data[line][i] !== undefined;
+        const index = idle ? u.data[line].findLastIndex((_, i) => i <= last && known(i)) : u.cursor.idxs[line];
+        const y = index === null || index < 0 ? undefined : u.data[line][index];
+        if (y === undefined) return "";
+        const where = u.data[0][index] === at ? "" : ` at ${u.data[0][index]}`;
+        return (y === null ? "not finite" : precise(y, u.scales.y)) + where;
+      });
+      value.textContent = words.length > 1 ? `${words[0]} (${words[1]})` : words[0];
+    }
+  }
+
+  function wholeRange(axis) {
+    const same = charts.filter((chart) => chart.spec.x === axis);
+    const ends = same.map(({ data }) => [data[0][0], data[0][data[0].length - 1]]);
+    const lower = Math.min(...ends.map((end) => end[0]));
+    const upper = Math.max(...ends.map((end) => end[1]));
+    return lower === upper ? [lower - 1, upper + 1] : [lower, upper];
+  }
+
+  function zoomTo(axis, range) {
+    if (range) zooms.set(axis, range);
+    else zooms.delete(axis);
+    const [min, max] = range ?? wholeRange(axis);
+    for (const { spec, u } of charts) if (u && spec.x === axis) u.setScale("x", { min, max });
+    resetButton.hidden = zooms.size === 0;
+  }
+
+  function lineOptions(line, values) {
+    const count = values.filter((y) => y !== undefined && y !== null).length;
+    return {
+      label: line.name,
+      stroke: color(`--s${line.color}`),
+      width: line.faint ? 1 : 2,
+      alpha: line.faint ? 0.4 : 1,
+      points: { show: !line.faint && count <= MOST_DOTS, size: 6, fill: color(`--s${line.color}`) },
+    };
+  }
+
+  function options(chart, width, height) {
+    const { spec, data } = chart;
+    const axis = {
+      stroke: color("--soft"),
+      font: LABEL_FONT,
+      grid: { stroke: color("--rule"), width: 1 },
+      ticks: { show: false },
+      gap: 6,
+    };
+    const yTicks = (u, _, lower, upper) =>
+      spec.log ? logTicks(lower, upper, 5) : linearTicks(lower, upper, height > 220 ? 6 : 5);
+    const xTicks = (u, _, lower, upper) => {
+      const ticks = linearTicks(lower, upper, Math.min(10, Math.max(2, u.bbox.width / devicePixelRatio / 90)));
+      return ticks.filter(Number.isInteger);
+    };
+    return {
+      width,
+      height,
+      padding: [10, 20, 0, 0],
+      legend: { show: false },
+      scales: {
+        x: { time: false, range: (u, lower, upper) => [lower, upper] },
+        y: {
+          distr: spec.log ? 3 : 1,
+          range: (u, lower, upper) => padded(lower, upper, spec.log),
+        },
+      },
+      axes: [
+        { ...axis, size: 26, splits: xTicks, values: (u, ticks) => ticks.map(String), grid: { show: false } },
+        {
+          ...axis,
+          splits: yTicks,
+          filter: (u, ticks) => ticks,
+          values: (u, ticks) => tickLabels(ticks, spec.log),
+          size: (u, labels) => 14 + LABEL_WIDTH * Math.max(2, ...(labels ?? []).map((label) => label.length)),
+        },
+      ],
+      series: [{}, ...spec.series.map((line, i) => lineOptions(line, data[i + 1]))],
+      cursor: {
+        y: false,
+        drag: { x: true, y: false, dist: 6, setScale: false },
+        points: { size: 8 },
+        sync: {
+          key: spec.x,
+          scales: ["x", null],
+          filters: { pub: (type) => type === "mousemove" || type === "mouseleave", sub: () => true },
+        },
+        bind: {
+          dblclick: () => () => {
+            zoomTo(spec.x, null);
+            return null;
+          },
+        },
+      },
+      hooks: {
+        setSelect: [
+          (u) => {
+            const { left, width } = u.select;
+            if (width > 0) zoomTo(spec.x, [u.posToVal(left, "x"), u.posToVal(left + width, "x")]);
+            u.setSelect({ left: 0, width: 0 }, false);
+          },
+        ],
+        setCursor: [(u) => showValues(u, chart)],
+        draw: [
+          (u) => {
+            drawThresholds(u, spec.thresholds);
+            showValues(u, chart);
+          },
+        ],
+      },
+    };
+  }
+
+  function build(chart, printing) {
+    chart.u?.destroy();
+    chart.u = null;
+    const width = printing ? PRINTED_WIDTH : chart.box.clientWidth;
+    const u = new uPlot(options(chart, width, chart.box.clientHeight), chart.data, chart.box);
+    const [min, max] = zooms.get(chart.spec.x) ?? wholeRange(chart.spec.x);
+    u.setScale("x", { min, max });
+    chart.u = u;
+    for (const { button, lines } of chart.legend.entries) {
+      const show = button.getAttribute("aria-pressed") === "true";
+      for (const line of lines) u.setSeries(line, { show });
+    }
+  }
+
+  function buildAll(printing = false) {
+    for (const chart of charts) build(chart, printing);
+  }
+
+  root.classList.add("js");
+  charts = [...document.querySelectorAll(".plot[role=img]")].map((box) => {
+    const spec = JSON.parse(box.querySelector("script").textContent);
+    const legend = makeLegend(box.parentElement.querySelector(".legend"), spec);
+    return { box, spec, legend, data: uPlot.join(spec.tables), u: null };
+  });
+  for (const chart of charts)
+    for (const { button, lines } of chart.legend.entries)
+      button.addEventListener("click", () => {
+        const show = button.getAttribute("aria-pressed") !== "true";
+        button.setAttribute("aria-pressed", String(show));
+        for (const line of lines) chart.u.setSeries(line, { show });
+      });
+  buildAll();
+
+  const resized = new ResizeObserver((entries) => {
+    if (root.classList.contains("print")) return;
+    for (const { target } of entries) {
+      const { u } = charts.find((chart) => chart.box === target);
+      if (u.width !== target.clientWidth) u.setSize({ width: target.clientWidth, height: target.clientHeight });
+    }
+  });
+  for (const chart of charts) resized.observe(chart.box);
+  resetButton.addEventListener("click", () => {
+    for (const axis of [...zooms.keys()]) zoomTo(axis, null);
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => buildAll());
+  addEventListener("beforeprint", () => {
+    root.classList.add("print");
+    buildAll(true);
+  });
+  addEventListener("afterprint", () => {
+    root.classList.remove("print");
+    buildAll();
+  });
+})();
