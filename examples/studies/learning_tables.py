@@ -112,7 +112,7 @@ def collapsed(runs: Runs) -> int:
 
 
 def rewards(cells: Mapping[str, Cell]) -> str:
-    """Makes the table of rewards after training."""
+    """Makes the table of rewards after training, with what was clipped and rejected."""
     grouped = by_cell(cells)
     reference = grouped.get(REFERENCE, {})
     rows = []
@@ -121,7 +121,10 @@ def rewards(cells: Mapping[str, Cell]) -> str:
         exact = estimate([run["exact_after"] for run in runs.values()])
         against = NOTHING if gap is None else gap.signed
         fell = f"{collapsed(runs)} of {len(runs)}"
-        rows.append([rollout, f"`{arm}`", len(runs), after(runs), against, exact, fell])
+        clipped = _over_runs(runs, "clip_fraction", ".1%")
+        rejected = _over_runs(runs, "rejected_fraction", ".1%")
+        row = [rollout, f"`{arm}`", len(runs), after(runs), against, exact, fell]
+        rows.append([*row, clipped, rejected])
     header = [
         "rollout",
         "arm",
@@ -130,23 +133,10 @@ def rewards(cells: Mapping[str, Cell]) -> str:
         "against the reference",
         "exact match",
         "collapsed",
+        "clipped",
+        "rejected",
     ]
     return markdown(header, rows)
-
-
-def mechanics(cells: Mapping[str, Cell]) -> str:
-    """Makes the table of clipping, weights, rejection and time."""
-    rows = []
-    for (rollout, arm), runs in by_cell(cells).items():
-        clipped, rejected = (
-            _over_runs(runs, name, ".1%") for name in ("clip_fraction", "rejected_fraction")
-        )
-        size = _over_runs(runs, "eff_sample_size", ".4f")
-        seconds = min(second for run in runs.values() for second in run["curves"]["seconds"])
-        cpu = statistics.median(run["cpu_seconds"] for run in runs.values())
-        rows.append([rollout, f"`{arm}`", clipped, size, rejected, f"{seconds:.1f}", f"{cpu:.0f}"])
-    header = ["rollout", "arm", "clipped", "effective sample size", "rejected"]
-    return markdown([*header, "fastest iteration, s", "CPU seconds per run"], rows)
 
 
 def _over_runs(runs: Runs, curve: str, form: str) -> str:
@@ -165,6 +155,15 @@ def before(cells: Mapping[str, Cell]) -> str:
 def done(cells: Mapping[str, Cell]) -> str:
     """Formats the number of runs."""
     return str(len(cells))
+
+
+def cpu_seconds(cells: Mapping[str, Cell]) -> str:
+    """Formats the range over the cells of the median CPU seconds of a run."""
+    medians = [
+        statistics.median(run["cpu_seconds"] for run in runs.values())
+        for runs in by_cell(cells).values()
+    ]
+    return f"{min(medians):.0f} to {max(medians):.0f}" if medians else NOTHING
 
 
 def reached(rollout: str, arm: str) -> Callable[[Mapping[str, Cell]], str]:
@@ -234,7 +233,7 @@ ENTRIES: dict[str, Callable[[Mapping[str, Cell]], str]] = {
     "learning_runs": done,
     "learning_before": before,
     "learning_rewards": rewards,
-    "learning_mechanics": mechanics,
+    "learning_cpu": cpu_seconds,
     "learning_int4_recipe": reached("int4", "recipe"),
     "learning_int4_clipped": over_runs("int4", "recipe", "clip_fraction", ".0%"),
     "learning_int4_recomputed": less("int4", "recomputed"),

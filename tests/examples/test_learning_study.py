@@ -59,8 +59,9 @@ def test_differences_pair_the_seeds_and_tables_take_partial_data():
     assert [row[0] for row in rows] == ["| fp32", "| int4", "| stale"]
     assert [row[2] for row in rows] == ["3", "2", "1"]
     assert [row[4] for row in rows] == ["-", "-0.200 ± 0.000", "-0.090"]
-    assert [row[6] for row in rows] == ["0 of 3 |", "0 of 2 |", "0 of 1 |"]
-    assert "50.0%" in learning_tables.mechanics(cells)
+    assert [row[6] for row in rows] == ["0 of 3", "0 of 2", "0 of 1"]
+    assert [row[7] for row in rows] == ["50.0%"] * 3
+    assert learning_tables.cpu_seconds(cells) == "9 to 9"
     assert learning_tables.rewards({}).count("\n") == 1
 
 
