@@ -7,9 +7,11 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from flowgrpo_rc.files import write_atomic
 
+T = TypeVar("T")
 LARGE = 64 * 2**20  # bytes; of a larger file only the ends are read
 _END = 2**20
 _SUFFIXES = (".json", ".safetensors", ".txt", ".model")  # of a model's folder
@@ -63,6 +65,27 @@ def changed_inputs(path: Path, files: Mapping[str, Path]) -> list[str]:
     """
     stored = _read(path)
     return [name for name, file in files.items() if name in stored and digest(file) != stored[name]]
+
+
+def same_content(path: Path, key: str, files: Mapping[str, Path]) -> bool:
+    """Returns whether the files that a setting names are those that `write_inputs` saw.
+
+    Args:
+      path: what `write_inputs` wrote.
+      key: the setting, such as `model.path`.
+      files: name -> file, of all settings.
+    """
+    here = {name: digest(file) for name, file in _of(key, files).items()}
+    return bool(here) and here == _of(key, _read(path))
+
+
+def _of(key: str, named: Mapping[str, T]) -> dict[str, T]:
+    """The entries that belong to a setting."""
+    return {
+        name: value
+        for name, value in named.items()
+        if name == key or name.startswith((f"{key}[", f"{key}/"))
+    }
 
 
 def _read(path: Path) -> dict[str, str]:

@@ -19,7 +19,7 @@ import yaml
 
 from flowgrpo_rc.assets import with_all_references, with_references
 from flowgrpo_rc.files import redact, write_atomic
-from flowgrpo_rc.records.inputs import changed_inputs, write_inputs
+from flowgrpo_rc.records.inputs import changed_inputs, same_content, write_inputs
 
 _PACKAGES = (
     "flowgrpo-rc",
@@ -153,6 +153,8 @@ class RunFolder:
     ) -> None:
         """Checks that `config` trains what `stored` has trained, whatever the number of steps.
 
+        Another path is the same setting if its files have the same content.
+
         Args:
           stored: the configuration of the run in this folder.
           config: that of the command.
@@ -161,12 +163,14 @@ class RunFolder:
         Raises:
           ValueError: names the settings that differ, and the files whose content differs.
         """
-        there = _flat(with_all_references(redact(stored)))
-        here = _flat(with_all_references(redact(config)))
+        there = flat_settings(with_all_references(redact(stored)))
+        here = flat_settings(with_all_references(redact(config)))
         found = [
             f"{key}: {there.get(key)!r} there, {here.get(key)!r} now"
             for key in sorted(there.keys() | here.keys())
-            if there.get(key) != here.get(key) and not key.startswith(_FREE)
+            if there.get(key) != here.get(key)
+            and not key.startswith(_FREE)
+            and not same_content(self.inputs, key, inputs)
         ]
         found += [
             f"{name}: the content of {inputs[name]} has changed"
@@ -202,12 +206,13 @@ def check_writable(root: Path, *, needed_bytes: int) -> None:
         )
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flat_settings(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns the leaves of a tree of mappings, by dotted name."""
     if not isinstance(tree, Mapping):
         return {prefix: tree}
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        flat |= _flat(value, f"{prefix}.{name}" if prefix else name)
+        flat |= flat_settings(value, f"{prefix}.{name}" if prefix else name)
     return flat
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import sys
 from pathlib import Path
 
@@ -81,6 +82,23 @@ def test_a_file_whose_content_changed_is_named(own: list[str], tmp_path: Path) -
     words = r"data\.train_files\[0\]: the content of .*words\.txt has changed"
     with pytest.raises(ValueError, match=words):
         goes_on(config)
+
+
+def test_another_path_to_the_same_content_is_no_other_setting(
+    own: list[str], checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = made(config_of(*own, f"model.path={checkpoint}"))
+    moved = tmp_path / "moved"
+    shutil.copytree(checkpoint, moved / "model")
+    shutil.copy(tmp_path / "words.txt", moved)
+    there = [f"data.train_files=[{moved / 'words.txt'}]", own[1], f"model.path={moved / 'model'}"]
+    assert goes_on(config_of(*there))
+    (moved / "model" / "vae" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"model\.path: .* there, .* now; model\.path/vae/config"):
+        goes_on(config_of(*there))
+    folder.inputs.unlink()
+    with pytest.raises(ValueError, match=r"data\.train_files: .* there, .* now"):
+        goes_on(config_of(*there))
 
 
 def test_weights_of_a_model_and_of_a_reward_are_compared(
