@@ -17,6 +17,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.config.check_engine import ENGINE_KWARGS, engine_of, engine_options
 from flowgrpo_rc.config.check_folder import check_output
+from flowgrpo_rc.config.processes import limit_threads
 from flowgrpo_rc.config.settle import device_of, settled
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.correction.auto_bands import AutoBands
@@ -38,6 +39,7 @@ from flowgrpo_rc.records.earlier_batches import EarlierBatches
 from flowgrpo_rc.records.rejected import RejectedSamples
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.run_log import RunLog
+from flowgrpo_rc.records.speed import SpeedWatch
 from flowgrpo_rc.records.trackers import Trackers, accelerate_loggers
 from flowgrpo_rc.rewards.manager import RewardManager, needs_samples
 from flowgrpo_rc.rollout.engine import RolloutEngine
@@ -153,14 +155,19 @@ def make_log(config: Config, folder: RunFolder, processes: Processes, *, first_s
         config=dataclasses.asdict(config),
         first_step=first_step,
     )
-    return RunLog(folder, console, trackers)
+    on_cpu = processes.device.type == "cpu"
+    speed = SpeedWatch(torch.get_num_threads() if on_cpu else None)
+    return RunLog(folder, console, trackers, speed)
 
 
 def make_processes(config: Config) -> Processes:
     """Accelerate's view of this process, on the device of `device_of`."""
     resolve_strategy(config.trainer.strategy)
+    on_cpu = device_of(config).type == "cpu"
+    if on_cpu:
+        limit_threads()
     accelerator = Accelerator(
-        cpu=device_of(config).type == "cpu",
+        cpu=on_cpu,
         mixed_precision=config.trainer.mixed_precision,
         log_with=accelerate_loggers(config.trainer.logger) or None,
         project_dir=config.trainer.output_dir,

@@ -10,6 +10,7 @@ from flowgrpo_rc.monitoring.histograms import Counts
 from flowgrpo_rc.records.console import Console
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.run_folder import RunFolder
+from flowgrpo_rc.records.speed import SpeedWatch
 from flowgrpo_rc.records.trackers import Trackers
 
 
@@ -18,13 +19,16 @@ class RunLog:
 
     Attributes:
       console: tells the user.
-      trackers: tell wandb and tensorboard.
+      trackers: tell wandb, tensorboard and the like.
     """
 
-    def __init__(self, folder: RunFolder, console: Console, trackers: Trackers) -> None:
+    def __init__(
+        self, folder: RunFolder, console: Console, trackers: Trackers, speed: SpeedWatch
+    ) -> None:
         """Opens the files of a run's folder."""
         self.console = console
         self.trackers = trackers
+        self._speed = speed
         self._rows = MetricsFile(folder.metrics)
         self._histograms = MetricsFile(folder.histograms)
         self._health = MetricsFile(folder.health)
@@ -50,6 +54,9 @@ class RunLog:
             self.trackers.log_histograms(step, histograms)
         self.trackers.log(step, metrics)
         self.console.step(step, metrics)
+        slow = self._speed.notice(step, metrics)
+        if slow is not None:
+            self.console.message(slow)
         for warning in warnings:
             self._health.append(step, {"message": warning})
             self.console.warning(warning)
