@@ -18,6 +18,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.config.check_engine import ENGINE_KWARGS, engine_of, engine_options
 from flowgrpo_rc.config.check_folder import check_output
+from flowgrpo_rc.config.processes import limit_threads
 from flowgrpo_rc.config.settle import device_of, settled
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.correction.auto_bands import AutoBands
@@ -39,6 +40,7 @@ from flowgrpo_rc.records.earlier_batches import EarlierBatches
 from flowgrpo_rc.records.rejected import RejectedSamples
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.run_log import Observer, RunLog
+from flowgrpo_rc.records.speed import SpeedWatch
 from flowgrpo_rc.records.trackers import Trackers, accelerate_loggers
 from flowgrpo_rc.rewards.manager import RewardManager, needs_samples
 from flowgrpo_rc.rollout.engine import RolloutEngine
@@ -177,7 +179,10 @@ def make_log(
         config=dataclasses.asdict(config),
         first_step=first_step,
     )
-    return RunLog(folder, console or make_console(config, processes), trackers, observers)
+    on_cpu = processes.device.type == "cpu"
+    speed = SpeedWatch(torch.get_num_threads() if on_cpu else None)
+    console = console or make_console(config, processes)
+    return RunLog(folder, console, trackers, speed, observers)
 
 
 def make_processes(config: Config) -> Processes:
@@ -188,9 +193,12 @@ def make_processes(config: Config) -> Processes:
         accelerate keeps for the whole session.
     """
     resolve_strategy(config.trainer.strategy)
+    on_cpu = device_of(config).type == "cpu"
+    if on_cpu:
+        limit_threads()
     try:
         accelerator = Accelerator(
-            cpu=device_of(config).type == "cpu",
+            cpu=on_cpu,
             mixed_precision=config.trainer.mixed_precision,
             log_with=accelerate_loggers(config.trainer.logger) or None,
             project_dir=config.trainer.output_dir,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent
+_FOLDER = "/flowgrpo_rc/assets/"  # of every installation
 
 
 def path(name: str) -> Path:
@@ -23,6 +26,50 @@ def path(name: str) -> Path:
     if name not in available:
         raise ValueError(f"no bundled asset {name!r}; available: {', '.join(available)}")
     return ROOT / name
+
+
+def with_references(tree: Any) -> Any:
+    """Replaces paths of this installation's assets by `${asset:NAME}`, which holds in every one.
+
+    Args:
+      tree: mappings, lists and scalars.
+
+    Returns:
+      A copy. Other paths stay as they are, those of files beside the assets included.
+    """
+    return _mapped(tree, lambda text: _reference(text) if text.startswith(f"{ROOT}/") else text)
+
+
+def with_all_references(tree: Any) -> Any:
+    """Replaces paths of assets in any installation by `${asset:NAME}`; otherwise as
+    `with_references`.
+    """
+    return _mapped(tree, _reference)
+
+
+def with_lost_references(tree: Any) -> Any:
+    """Replaces paths of assets in an installation that is gone by `${asset:NAME}`; otherwise as
+    `with_references`.
+    """
+    return _mapped(tree, _lost_reference)
+
+
+def _lost_reference(text: str) -> str:
+    reference = _reference(text)
+    return text if reference != text and Path(text).exists() else reference
+
+
+def _reference(text: str) -> str:
+    _, found, name = text.rpartition(_FOLDER)
+    return f"${{asset:{name}}}" if found and name in _bundled() else text
+
+
+def _mapped(tree: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(tree, Mapping):
+        return {key: _mapped(value, change) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_mapped(value, change) for value in tree]
+    return change(tree) if isinstance(tree, str) else tree
 
 
 def _bundled() -> list[str]:

@@ -17,8 +17,10 @@ import torch
 from flowgrpo_rc.build import assemble, make_console, make_log, make_processes
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.commands.composing import composed
+from flowgrpo_rc.config.check_folder import can_be_extended, command_from_lora
 from flowgrpo_rc.config.checks import RunInputs, check_run
 from flowgrpo_rc.config.compose import as_yaml, unchecked_config
+from flowgrpo_rc.config.input_files import input_files
 from flowgrpo_rc.config.processes import num_processes, processes_here, usable_cores
 from flowgrpo_rc.config.settle import device_of, settled
 from flowgrpo_rc.config.tree import Config
@@ -225,7 +227,7 @@ def _prepare_folder(
     config: Config, folder: RunFolder, processes: Processes, resumed: Checkpoint | None
 ) -> None:
     settings: dict[str, Any] = dataclasses.asdict(config)
-    folder.create(settings, processes.device, processes.count)
+    folder.create(settings, processes.device, processes.count, input_files(config))
     step = -1 if resumed is None else resumed.step
     MetricsFile(folder.metrics).truncate_after(step)
     MetricsFile(folder.histograms).truncate_after(step)
@@ -236,6 +238,11 @@ def _prepare_folder(
 
 def _say_finished(config: Config, folder: RunFolder, newest: Checkpoint, console: Console) -> None:
     console.message(f"{folder.root}: this run is finished (step {newest.step}); nothing to do")
+    if can_be_extended(config):
+        console.message("to make it longer, raise trainer.total_training_steps")
+    else:
+        command = command_from_lora(config, config.trainer.total_training_steps)
+        console.message(f"to train on from its LoRA: {command}")
     if (
         not (folder.lora / EXPORT_NAMES[config.model.kind]).is_file()
         or not (folder.root / "report.html").is_file()

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
+import sys
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
+from flowgrpo_rc.config.input_files import input_files
 from flowgrpo_rc.config.tree import Config, stored_config
 from flowgrpo_rc.records.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.run_folder import RunFolder, check_writable
 
 FIRST_NEED = 64 * 2**20  # bytes of metrics, samples and a report
+_PROGRAMS = ("flowgrpo-rc", "flowgrpo_rc/cli.py", "flowgrpo_rc/train.py")
+# Settings that the command for a new run replaces; the last is the name of verl-omni.
+_REPLACED = (
+    "trainer.total_training_steps=",
+    "trainer.output_dir=",
+    "model.lora_path=",
+    "trainer.default_local_dir=",
+)
 
 
 def check_output(config: Config, num_parameters: int = 0, num_bytes: int = 0) -> None:
@@ -63,5 +76,61 @@ def checkpoint_to_resume(config: Config) -> Checkpoint | None:
     if not checkpoints:
         return None
     stored = stored_config(folder.config)
-    folder.check_same_run(dataclasses.asdict(stored), dataclasses.asdict(config))
+    folder.check_same_run(
+        dataclasses.asdict(stored), dataclasses.asdict(config), input_files(config)
+    )
+    _check_length(stored, config)
     return load_checkpoint(checkpoints[-1])
+
+
+def can_be_extended(config: Config) -> bool:
+    """Returns whether a run may become longer, so that it equals one that was as long from the
+    start.
+    """
+    return config.actor.optim.lr_scheduler == "constant"
+
+
+def command_from_lora(config: Config, steps: int) -> str:
+    """Returns the command that starts another run from the LoRA of the run in the output folder.
+
+    Args:
+      config: the settings of that run.
+      steps: how many steps the other run has.
+    """
+    root = Path(config.trainer.output_dir)
+    free = (root.with_name(f"{root.name}_{number}") for number in count(2))
+    changes = (
+        f"trainer.total_training_steps={steps}",
+        f"model.lora_path={RunFolder(root).lora}",
+        f"trainer.output_dir={next(path for path in free if not path.exists())}",
+    )
+    return shlex.join(["flowgrpo-rc", "train", *_given_words(), *changes])
+
+
+def _check_length(stored: Config, config: Config) -> None:
+    """Raises ValueError if the run would get another length than its learning rate was made for."""
+    asked, planned = config.trainer.total_training_steps, stored.trainer.total_training_steps
+    if asked == planned or can_be_extended(stored):
+        return
+    folder = RunFolder(Path(config.trainer.output_dir))
+    message = (
+        f"trainer.total_training_steps={asked}: the run in {folder.root} has {planned}, and its "
+        f"learning rate changes until its end (actor.optim.lr_scheduler="
+        f"{stored.actor.optim.lr_scheduler}), so it keeps its length; give {planned}"
+    )
+    if folder.lora.is_dir():
+        more = asked - planned if asked > planned else asked
+        message += (
+            f". To train on from its LoRA, start another run: {command_from_lora(config, more)}"
+        )
+    raise ValueError(message)
+
+
+def _given_words() -> Iterator[str]:
+    """The settings on the command line of this process, if it is one of a training."""
+    program, *words = sys.argv
+    if not program.endswith(_PROGRAMS):
+        return
+    if words[:1] == ["train"]:
+        del words[0]
+    yield from (word for word in words if not word.lstrip("+").startswith(_REPLACED))

@@ -21,13 +21,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from flowgrpo_rc import assets
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.compat import Row, Setting, rollout_correction, rows_of_notes, translate
 from flowgrpo_rc.config.compat.overrides import TRANSLATED, check, is_whole_command, resolved
 from flowgrpo_rc.config.compat.verl_omni import PREFIX, RULES
 from flowgrpo_rc.config.names import DEFAULT_CONFIG, EXPERIMENT, OTHER_CONFIG
-from flowgrpo_rc.config.tree import Config, updates_of_steps
+from flowgrpo_rc.config.tree import Config, register_asset_resolver, updates_of_steps
 from flowgrpo_rc.distributed.child import launched_processes
 from flowgrpo_rc.files import redact
 from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
@@ -200,7 +199,7 @@ def _register_resolvers() -> None:
     `asset:NAME` is a bundled file; `updates_of_steps:N` and `updates_of_ratio:X` are numbers of
     optimizer updates.
     """
-    OmegaConf.register_new_resolver("asset", lambda name: str(assets.path(name)), replace=True)
+    register_asset_resolver()
     OmegaConf.register_new_resolver(
         "updates_of_steps", lambda steps, _root_: updates_of_steps(_root_, steps), replace=True
     )

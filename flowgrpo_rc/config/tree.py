@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
+from flowgrpo_rc import assets
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.recompute import why_recompute
 from flowgrpo_rc.correction.thresholds import KEY
@@ -183,8 +184,15 @@ def updates_of_steps(config: Any, steps: int) -> int:
     return int(batches * mini_batches * config.actor.ppo_epochs)
 
 
+def register_asset_resolver() -> None:
+    """Lets `${asset:NAME}` stand for the path of a bundled folder or file."""
+    OmegaConf.register_new_resolver("asset", lambda name: str(assets.path(name)), replace=True)
+
+
 def stored_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a run's config.yaml, without checking it. Keys newer than the file take their defaults.
+
+    Bundled files are those of this installation, whichever one has written the run's folder.
 
     Args:
       path: the file.
@@ -195,12 +203,14 @@ def stored_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """
     if not path.is_file():
         raise ValueError(f"{path.parent} is not the folder of a run: it has no {path.name}")
+    register_asset_resolver()
     try:
+        stored = OmegaConf.to_container(OmegaConf.load(path))
         defaults = OmegaConf.structured(Config)
         defaults.reward.terms = {}  # the file names all rewards of the run
         merged = OmegaConf.merge(
             defaults,
-            OmegaConf.load(path),
+            assets.with_lost_references(stored),
             OmegaConf.from_dotlist(list(overrides)),
         )
         config = OmegaConf.to_object(merged)

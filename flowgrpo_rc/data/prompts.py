@@ -53,8 +53,7 @@ def read_prompts(
       ValueError: a file cannot be read, has a blank line before its last prompt or a value of a
         wrong type, or a target is missing. The message names key, file and line.
     """
-    listed = [paths] if isinstance(paths, (str, Path)) else paths
-    files = [find_file(Path(path).expanduser(), _SPLITS[key], key) for path in listed]
+    files = prompt_files(paths, key)
     if not files:
         raise ValueError(f"{key} names no file")
     prompts: list[Prompt] = []
@@ -66,6 +65,20 @@ def read_prompts(
             where = f"{key}: {file}, {place}"
             prompts.append(_prompt(row, where, len(prompts), require_target, negative_text))
     return prompts
+
+
+def prompt_files(paths: str | Path | Sequence[str | Path], key: str) -> list[Path]:
+    """Returns the prompt files that `read_prompts` reads.
+
+    Args:
+      paths: files or folders, one or several.
+      key: the configuration key that the paths come from, `data.train_files` or `data.val_files`.
+
+    Raises:
+      ValueError: a folder has no such file, or several.
+    """
+    listed = [paths] if isinstance(paths, (str, Path)) else paths
+    return [find_file(Path(path).expanduser(), _SPLITS[key], key) for path in listed]
 
 
 def quoted_text(text: str) -> str | None:

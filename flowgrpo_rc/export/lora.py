@@ -57,7 +57,10 @@ def _export_for_diffusers(state: Mapping[str, Tensor], config: ModelConfig, fold
 
 
 def _export_for_peft(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) -> Path:
-    """Writes the tensors as they are; peft's description of the adapter holds rank and alpha."""
+    """Writes the tensors as they are; peft's description of the adapter holds rank and alpha.
+
+    Of a base model in a local folder it holds the name of the folder, and no path of this machine.
+    """
     layers = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in state}
     files = peft_files(
         state,
@@ -65,7 +68,7 @@ def _export_for_peft(state: Mapping[str, Tensor], config: ModelConfig, folder: P
         rank=config.lora_rank,
         alpha=config.lora_alpha,
         target_modules=sorted(config.target_modules or layers),
-        base=config.path,
+        base=config.hub_id() or Path(config.path).name,
     )
     for name, content in files.items():
         write_atomic(folder / name, content)

@@ -82,11 +82,6 @@ def check_card(folder: Path) -> None:
         )
 
 
-def base_of(config: Config) -> str | None:
-    """Returns the hub id of the base model; None for a local folder."""
-    return None if Path(config.model.path).expanduser().exists() else config.model.path
-
-
 def _is_text(config: Config) -> bool:
     return config.model.kind == "causal_lm"
 
@@ -96,8 +91,8 @@ def _metadata(config: Config) -> str:
 
     makes = "text-to-image" if config.rollout.pipeline.num_frames is None else "text-to-video"
     data = ModelCardData(
-        base_model=base_of(config),
-        base_model_relation=None if base_of(config) is None else "adapter",
+        base_model=config.model.hub_id(),
+        base_model_relation=None if config.model.hub_id() is None else "adapter",
         library_name="peft" if _is_text(config) else "diffusers",
         pipeline_tag="text-generation" if _is_text(config) else makes,
         tags=[*_TAGS] if _is_text(config) else [*_TAGS, "flow-matching"],
@@ -107,7 +102,7 @@ def _metadata(config: Config) -> str:
 
 def _introduction(config: Config, run_dir: Path) -> str:
     method = "GRPO" if _is_text(config) else "FlowGRPO"
-    base = base_of(config)
+    base = config.model.hub_id()
     of = (
         f"[{base}](https://huggingface.co/{base})"
         if base
@@ -175,7 +170,7 @@ def _reward(rows: Sequence[Row], config: Config, step: int, *, averaged: bool) -
 
 def _usage(config: Config, source: str) -> str:
     """Returns a program that runs where the base model and this folder are."""
-    base = base_of(config) or f"path/to/{Path(config.model.path).name}"
+    base = config.model.hub_id() or f"path/to/{Path(config.model.path).name}"
     if _is_text(config):
         return _code(
             "from peft import PeftModel",

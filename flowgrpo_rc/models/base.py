@@ -72,6 +72,11 @@ class ModelConfig:
     offload_idle: bool = False
     adapter: str | None = None
 
+    def hub_id(self) -> str | None:
+        """Returns `path` if it is a hub id; None for a local folder, which may be gone by now."""
+        is_local = Path(self.path).expanduser().exists() or self.path.startswith((".", "/", "~"))
+        return None if is_local or self.path.count("/") != 1 else self.path
+
     def validate(self) -> None:
         """Checks the settings without loading anything.
 
@@ -106,7 +111,7 @@ class ModelConfig:
                     f"model.path={self.path}: no {INDEX_FILES[self.kind]} there, so it is no model "
                     f"of model.kind={self.kind}"
                 )
-        elif self.path.startswith((".", "/", "~")) or self.path.count("/") != 1:
+        elif self.hub_id() is None:
             raise ValueError(
                 f"model.path={self.path}: there is no such folder, and it has not the form of a "
                 "hub id"

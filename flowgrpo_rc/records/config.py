@@ -25,7 +25,8 @@ class TrainerConfig:
     output_dir: the run's folder; the same command goes on where it stopped.
     project_name: for trackers.
     experiment_name: for trackers and the report.
-    logger: where numbers go besides metrics.jsonl: any of console, wandb, tensorboard.
+    logger: where numbers go besides metrics.jsonl: any of console, wandb, tensorboard, trackio,
+        swanlab, mlflow, aim.
     seed: of everything random.
     resume_mode: `auto` goes on from the newest checkpoint; `disable` refuses a folder that holds a
         run.

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 import yaml
 
+from flowgrpo_rc.assets import with_all_references, with_references
 from flowgrpo_rc.files import redact, write_atomic
+from flowgrpo_rc.records.inputs import changed_inputs, same_content, write_inputs
 
 _PACKAGES = (
     "flowgrpo-rc",
@@ -31,7 +33,9 @@ _PACKAGES = (
     "rapidocr-onnxruntime",
 )
 # Keys that may differ between two commands on one run: they change the result by rounding at most.
+# The length of the run is checked by itself.
 _FREE = (
+    "trainer.total_training_steps",
     "trainer.max_time",
     "trainer.logger",
     "trainer.save_freq",
@@ -53,13 +57,14 @@ _FREE = (
 class RunFolder:
     """The paths of a run.
 
-    They are config.yaml, environment.json, metrics.jsonl, histograms.jsonl, health.jsonl, samples/,
-    rejected/, checkpoints/, lora/ and, if asked for, rollouts/.
+    They are config.yaml, environment.json, inputs.json, metrics.jsonl, histograms.jsonl,
+    health.jsonl, samples/, rejected/, checkpoints/, lora/ and, if asked for, rollouts/.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.config = root / "config.yaml"
+        self.inputs = root / "inputs.json"
         self.metrics = root / "metrics.jsonl"
         self.histograms = root / "histograms.jsonl"
         self.health = root / "health.jsonl"
@@ -111,19 +116,29 @@ class RunFolder:
             f"trainer.output_dir={self.root} is in use by a run that is still going on"
         )
 
-    def create(self, config: Mapping[str, Any], device: torch.device, processes: int) -> None:
-        """Writes config.yaml and environment.json.
+    def create(
+        self,
+        config: Mapping[str, Any],
+        device: torch.device,
+        processes: int,
+        inputs: Mapping[str, Path],
+    ) -> None:
+        """Writes config.yaml, environment.json and inputs.json.
 
         Args:
-          config: the resolved configuration; secrets are removed from it.
+          config: the resolved configuration. Secrets are removed from it, and paths of bundled
+            files become `${asset:NAME}`, so that the folder can be used elsewhere.
           device: the device of the main process.
           processes: number of processes.
+          inputs: the files that decide what is trained, by name.
 
         Raises:
           OSError: the folder cannot be made.
         """
         self.root.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.config, yaml.safe_dump(redact(config), sort_keys=False).encode())
+        portable = with_references(redact(config))
+        write_atomic(self.config, yaml.safe_dump(portable, sort_keys=False).encode())
+        write_inputs(self.inputs, inputs)
         environment = {
             "command": redact(" ".join(sys.argv)),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -138,23 +153,38 @@ class RunFolder:
             environment["git"] = commit
         write_atomic(self.root / "environment.json", json.dumps(environment, indent=1).encode())
 
-    def check_same_run(self, stored: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-        """Raises ValueError, naming keys, if `config` would train something else than `stored`."""
-        there = _flat(redact(stored))
-        here = _flat(redact(config))
-        keys = [
-            key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)
+    def check_same_run(
+        self, stored: Mapping[str, Any], config: Mapping[str, Any], inputs: Mapping[str, Path]
+    ) -> None:
+        """Checks that `config` trains what `stored` has trained, whatever the number of steps.
+
+        Another path is the same setting if its files have the same content.
+
+        Args:
+          stored: the configuration of the run in this folder.
+          config: that of the command.
+          inputs: the files that decide what is trained, by name.
+
+        Raises:
+          ValueError: names the settings that differ, and the files whose content differs.
+        """
+        there = flat_settings(with_all_references(redact(stored)))
+        here = flat_settings(with_all_references(redact(config)))
+        found = [
+            f"{key}: {there.get(key)!r} there, {here.get(key)!r} now"
+            for key in sorted(there.keys() | here.keys())
+            if there.get(key) != here.get(key)
+            and not key.startswith(_FREE)
+            and not same_content(self.inputs, key, inputs)
         ]
-        keys = [key for key in keys if not key.startswith(_FREE)]
-        if there["actor.optim.lr_scheduler"] == "constant":
-            keys = [key for key in keys if key != "trainer.total_training_steps"]
-        if keys:
-            shown = "; ".join(
-                f"{key}: {there.get(key)!r} there, {here.get(key)!r} now" for key in keys[:5]
-            )
+        found += [
+            f"{name}: the content of {inputs[name]} has changed"
+            for name in changed_inputs(self.inputs, inputs)
+        ]
+        if found:
             raise ValueError(
-                f"{self.root} holds a run with other settings ({shown}). Choose another "
-                "trainer.output_dir, or delete that folder to start over"
+                f"{self.root} holds a run with other settings ({'; '.join(found[:5])}). Choose "
+                "another trainer.output_dir, or delete that folder to start over"
             )
 
 
@@ -181,12 +211,13 @@ def check_writable(root: Path, *, needed_bytes: int) -> None:
         )
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flat_settings(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns the leaves of a tree of mappings, by dotted name."""
     if not isinstance(tree, Mapping):
         return {prefix: tree}
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        flat |= _flat(value, f"{prefix}.{name}" if prefix else name)
+        flat |= flat_settings(value, f"{prefix}.{name}" if prefix else name)
     return flat
 
 

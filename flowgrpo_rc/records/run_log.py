@@ -10,6 +10,7 @@ from flowgrpo_rc.monitoring.histograms import Counts
 from flowgrpo_rc.records.console import Console
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.run_folder import RunFolder
+from flowgrpo_rc.records.speed import SpeedWatch
 from flowgrpo_rc.records.trackers import Trackers
 
 Observer = Callable[[int, Mapping[str, float]], None]
@@ -20,7 +21,7 @@ class RunLog:
 
     Attributes:
       console: tells the user.
-      trackers: tell wandb and tensorboard.
+      trackers: tell wandb, tensorboard and the like.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class RunLog:
         folder: RunFolder,
         console: Console,
         trackers: Trackers,
+        speed: SpeedWatch,
         observers: Sequence[Observer] = (),
     ) -> None:
         """Opens the files of a run's folder.
@@ -36,10 +38,12 @@ class RunLog:
           folder: the run's folder.
           console: tells the user.
           trackers: tell wandb and tensorboard.
+          speed: says when steps become slow.
           observers: called with the number and the metrics of each step, when all else is written.
         """
         self.console = console
         self.trackers = trackers
+        self._speed = speed
         self._observers = observers
         self._rows = MetricsFile(folder.metrics)
         self._histograms = MetricsFile(folder.histograms)
@@ -66,6 +70,9 @@ class RunLog:
             self.trackers.log_histograms(step, histograms)
         self.trackers.log(step, metrics)
         self.console.step(step, metrics)
+        slow = self._speed.notice(step, metrics)
+        if slow is not None:
+            self.console.message(slow)
         for warning in warnings:
             self._health.append(step, {"message": warning})
             self.console.warning(warning)

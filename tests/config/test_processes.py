@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from support.compositions import config_of
 
 from flowgrpo_rc.config import processes
 from flowgrpo_rc.config.check_settings import check_settings
-from flowgrpo_rc.config.processes import num_processes, processes_here, usable_cores
+from flowgrpo_rc.config.processes import limit_threads, num_processes, processes_here, usable_cores
 
 CPU = torch.device("cpu")
 
@@ -125,3 +126,38 @@ def test_cores_are_those_that_this_process_may_use(
     monkeypatch.setattr(processes.os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     assert usable_cores() == expected
+
+
+@pytest.fixture
+def four_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Torch would use four threads, and nobody has said how many."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (3, 3), (4, 4), (16, 4)])
+def test_two_cores_get_one_thread_and_more_cores_keep_torch_s_number(
+    alone: None,
+    four_threads: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    cores: int,
+    threads: int,
+) -> None:
+    monkeypatch.setattr(processes, "usable_cores", lambda: cores)
+    limit_threads()
+    assert torch.get_num_threads() == threads
+    assert ("OMP_NUM_THREADS sets another number" in capsys.readouterr().out) == (threads < 4)
+
+
+@pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "WORLD_SIZE"])
+def test_a_user_or_a_launcher_decides_about_threads(
+    alone: None, four_threads: None, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setattr(processes, "usable_cores", lambda: 2)
+    monkeypatch.setenv(variable, "1")
+    limit_threads()
+    assert torch.get_num_threads() == 4

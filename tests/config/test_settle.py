@@ -66,7 +66,7 @@ def begun(folder: Path, override: str) -> str:
     """Makes the folder of a run with one checkpoint, and returns the override that names it."""
     output = f"trainer.output_dir={folder}"
     run = RunFolder(folder)
-    run.create(asdict(config_of(output, override)), torch.device("cpu"), 1)
+    run.create(asdict(config_of(output, override)), torch.device("cpu"), 1, {})
     state = {"update": {}, "health": {}}
     save_checkpoint(run.checkpoints, Checkpoint(step=1, tensors={}, state=state), keep=1)
     return output

@@ -301,7 +301,7 @@ def folder(overrides: list[str], tmp_path: Path) -> RunFolder:
     """The folder of a run with these overrides; its checkpoint has no files."""
     made = RunFolder(tmp_path / "run")
     config = to_config(compose_config(overrides))
-    made.create(dataclasses.asdict(config), torch.device("cpu"), 1)
+    made.create(dataclasses.asdict(config), torch.device("cpu"), 1, {})
     MetricsFile(made.metrics).append(0, {"val/reward": 0.5})
     (made.checkpoints / "step_1").mkdir(parents=True)
     return made

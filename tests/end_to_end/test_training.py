@@ -173,7 +173,11 @@ def test_a_finished_run_says_so_and_changes_nothing(
     assert train() == 0
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     assert train() == 0
-    assert "finished" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "finished" in said
+    assert said.endswith(
+        f"model.lora_path={tmp_path}/run/lora trainer.output_dir={tmp_path}/run_2\n"
+    )
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
 
 

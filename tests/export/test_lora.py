@@ -44,6 +44,8 @@ def test_stock_peft_gives_the_trained_log_probs_bit_for_bit(
         "adapter_config.json",
         exported.name,
     ]
+    described = json.loads((exported.parent / "adapter_config.json").read_text())
+    assert described["base_model_name_or_path"] == tiny_lm.name
     stock = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(tiny_lm), exported.parent
     )

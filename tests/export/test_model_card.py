@@ -51,9 +51,13 @@ def test_metadata_is_what_the_hub_reads(tmp_path: Path, config: Config) -> None:
     assert {"lora", "flowgrpo-rc"} <= set(found["tags"])
 
 
-def test_a_local_model_is_named_without_its_path(tmp_path: Path, config: Config) -> None:
+@pytest.mark.parametrize("there", [True, False])  # a run's folder may have come without it
+def test_a_local_model_is_named_without_its_path(
+    tmp_path: Path, config: Config, there: bool
+) -> None:
     model = tmp_path / "private" / "my-model"
-    model.mkdir(parents=True)
+    if there:
+        model.mkdir(parents=True)
     config.model.path = str(model)
     text = card(tmp_path, config).content
     assert "base_model" not in text

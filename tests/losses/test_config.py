@@ -223,7 +223,7 @@ def test_the_file_of_an_older_run_is_that_of_the_same_run(tmp_path: Path) -> Non
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(tree))
     assert stored_config(path) == config
-    RunFolder(tmp_path).check_same_run(tree, dataclasses.asdict(config))
+    RunFolder(tmp_path).check_same_run(tree, dataclasses.asdict(config), {})
 
 
 def test_options_are_stored_and_compared(tmp_path: Path) -> None:
@@ -235,7 +235,9 @@ def test_options_are_stored_and_compared(tmp_path: Path) -> None:
     assert stored.actor.diffusion_loss.loss() == Scaled(clip_ratio=1e-3, factor=2.0)
     other = composed(f"{LOSS}.loss_mode={OWN}", f"{LOSS}.factor=3.0")
     with pytest.raises(ValueError, match=rf"{LOSS}.options.factor: 2.0 there, 3.0 now"):
-        RunFolder(tmp_path).check_same_run(dataclasses.asdict(stored), dataclasses.asdict(other))
+        RunFolder(tmp_path).check_same_run(
+            dataclasses.asdict(stored), dataclasses.asdict(other), {}
+        )
 
 
 def test_the_package_s_losses_are_plain_classes() -> None:

@@ -1,19 +1,25 @@
-"""Which loggers are refused."""
+"""Which loggers are refused, and what trackers keep on this machine."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+from support.launching import ROOT
 
 from flowgrpo_rc.records.trackers import accelerate_loggers, validate_loggers
 
 
 def test_unknown_logger_is_refused_with_what_is_allowed() -> None:
     validate_loggers(["console", "wandb", "tensorboard"])
-    with pytest.raises(
-        ValueError, match="'wandbb' is unknown; allowed are console, wandb, tensorboard"
-    ):
+    allowed = "console, wandb, tensorboard, trackio, swanlab, mlflow, aim"
+    with pytest.raises(ValueError, match=f"'wandbb' is unknown; allowed are {allowed}"):
         validate_loggers(["console", "wandbb"])
 
 
@@ -26,3 +32,77 @@ def test_logger_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_console_is_not_a_logger_of_accelerate() -> None:
     assert accelerate_loggers(["console", "wandb", "wandb"]) == ["wandb"]
+
+
+# Two commands on one run: steps 0 and 1, and after a resume step 2.
+TWO_COMMANDS = """
+import sys
+from pathlib import Path
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from PIL import Image
+from flowgrpo_rc.records.trackers import Trackers, accelerate_loggers
+
+logger, run_dir = sys.argv[1], Path("run")
+run_dir.mkdir()
+config = {"model": {"path": "p", "api_key": "topsecret"}, "data": {"files": ["a", "b"], "n": None}}
+for steps in ([0, 1], [2]):
+    accelerator = Accelerator(cpu=True, log_with=accelerate_loggers([logger]), project_dir=run_dir)
+    trackers = Trackers(
+        accelerator,
+        project_name="project",
+        experiment_name="experiment",
+        run_dir=run_dir,
+        config=config,
+        first_step=steps[0],
+    )
+    for step in steps:
+        trackers.log(step, {"rollout_corr/logprob_abs_diff/ts_1000": step / 4})
+        trackers.log_image(step, "val/samples", Image.new("RGB", (8, 8)))
+        trackers.log_histograms(step, {"log_ratio": {0: 3, 2: 1}})
+    trackers.alert(steps[0], "a warning")
+    trackers.finish()
+    AcceleratorState._reset_state(reset_partial_state=True)
+"""
+
+
+def two_commands(logger: str, folder: Path) -> None:
+    """Runs them with everything that a tracker keeps below `folder`."""
+    own = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        "TRACKIO_DIR": str(folder / "trackio"),
+        "MLFLOW_TRACKING_URI": f"file://{folder}/mlruns",
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+        "SWANLAB_MODE": "offline",
+        "WANDB_MODE": "offline",
+    }
+    words = [sys.executable, "-c", TWO_COMMANDS, logger, "api_key=topsecret"]
+    done = subprocess.run(
+        words, cwd=folder, env=os.environ | own, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("logger", ["trackio", "swanlab", "mlflow", "aim"])
+def test_a_tracker_takes_everything_and_no_secret_reaches_it(logger: str, tmp_path: Path) -> None:
+    pytest.importorskip(logger)
+    two_commands(logger, tmp_path)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    content = b"".join(str(path).encode() + path.read_bytes() for path in files)
+    assert b"logprob_abs_diff" in content
+    assert b"topsecret" not in content
+
+
+def test_a_resumed_run_goes_on_in_the_same_run_of_trackio(tmp_path: Path) -> None:
+    pytest.importorskip("trackio")
+    two_commands("trackio", tmp_path)
+    with sqlite3.connect(tmp_path / "trackio" / "project.db") as database:
+        rows = database.execute("select run_name, step, metrics from metrics").fetchall()
+        ((settings,),) = database.execute("select config from configs").fetchall()
+    database.close()
+    numbers = [(run, step, json.loads(metrics)) for run, step, metrics in rows]
+    name = "rollout_corr/logprob_abs_diff/ts_1000"
+    logged = [(run, step, found[name]) for run, step, found in numbers if name in found]
+    assert logged == [("experiment", step, step / 4) for step in (0, 1, 2)]
+    assert sum("val/samples" in found for _, _, found in numbers) == 3
+    assert json.loads(settings)["model.path"] == "p"

@@ -243,7 +243,7 @@ def test_no_key_of_verl_omni_is_unknown() -> None:
         ("trainer.save_freq=-1", ("trainer.save_freq", 0)),
         ("trainer.device=cuda", ("trainer.device", "auto")),
         ("trainer.default_local_dir=/b", ("trainer.output_dir", "/b")),
-        ("trainer.logger=[console,swanlab]", ("trainer.logger", ["console"])),
+        ("trainer.logger=[console,clearml]", ("trainer.logger", ["console"])),
         ("trainer.max_actor_ckpt_to_keep=3", ("trainer.max_checkpoints_to_keep", 3)),
         ("algorithm.bypass_mode=false", ("algorithm.rollout_correction.bypass_mode", False)),
         (

@@ -17,7 +17,7 @@ from flowgrpo_rc.config.compat.rules import (
 )
 from flowgrpo_rc.config.compat.verl_omni.keys import LAUNCHER, LOGGING
 
-_LOGGERS = ("mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio", "file")
+_LOGGERS = ("vemlp_wandb", "clearml", "file")
 _NFT = reported("belongs to DiffusionNFT")
 
 

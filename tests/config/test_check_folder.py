@@ -1,0 +1,138 @@
+"""Which run a command may go on with: the same settings, the same contents, the same length."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from support.compositions import config_of
+
+from flowgrpo_rc import assets
+from flowgrpo_rc.config.check_folder import checkpoint_to_resume
+from flowgrpo_rc.config.input_files import input_files
+from flowgrpo_rc.config.tree import Config, stored_config
+from flowgrpo_rc.records.checkpoint import Checkpoint, save_checkpoint
+from flowgrpo_rc.records.run_folder import RunFolder
+
+CONSTANT = "actor.optim.lr_scheduler=constant"
+
+
+def made(config: Config) -> RunFolder:
+    """Makes the folder of a run that has taken all of its steps."""
+    folder = RunFolder(Path(config.trainer.output_dir))
+    folder.create(dataclasses.asdict(config), torch.device("cpu"), 1, input_files(config))
+    step = config.trainer.total_training_steps
+    save_checkpoint(folder.checkpoints, Checkpoint(step=step, tensors={}, state={}), keep=1)
+    return folder
+
+
+def goes_on(config: Config) -> bool:
+    return checkpoint_to_resume(config) is not None
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> list[str]:
+    """Settings of a run with prompts of its own."""
+    (tmp_path / "words.txt").write_text('"A"\n"B"\n')
+    return [f"data.train_files={tmp_path / 'words.txt'}", f"trainer.output_dir={tmp_path / 'run'}"]
+
+
+def test_the_folder_names_bundled_files_and_no_path_of_this_installation(own: list[str]) -> None:
+    config = config_of(*own)
+    folder = made(config)
+    stored = yaml.safe_load(folder.config.read_text())
+    assert stored["model"]["path"] == "${asset:tiny_glyph_sd3}"
+    assert stored["data"]["val_files"] == "${asset:prompts/glyph_val.txt}"
+    assert stored["data"]["train_files"] == own[0].partition("=")[2]
+    assert str(assets.ROOT) not in folder.config.read_text() + folder.inputs.read_text()
+    assert stored_config(folder.config) == config
+    assert goes_on(config)
+
+
+@pytest.mark.parametrize("root", [assets.ROOT, Path("/no/such/flowgrpo_rc/assets")])
+def test_a_run_of_an_older_version_goes_on(own: list[str], root: Path) -> None:
+    """Its folder has absolute paths, perhaps of an installation that is gone, and no digests."""
+    config = config_of(*own)
+    folder = made(config)
+    folder.inputs.unlink()
+    tree = dataclasses.asdict(config)
+    tree["model"]["path"] = f"{root}/tiny_glyph_sd3"
+    tree["data"]["val_files"] = f"{root}/prompts/glyph_val.txt"
+    folder.config.write_text(yaml.safe_dump(tree))
+    assert goes_on(config)
+    assert stored_config(folder.config) == config
+
+
+def test_an_asset_that_this_version_lacks_is_named(own: list[str]) -> None:
+    folder = made(config_of(*own))
+    folder.config.write_text(folder.config.read_text().replace("tiny_glyph_sd3", "tiny_old"))
+    with pytest.raises(ValueError, match="no bundled asset 'tiny_old'"):
+        stored_config(folder.config)
+
+
+def test_a_file_whose_content_changed_is_named(own: list[str], tmp_path: Path) -> None:
+    config = config_of(*own)
+    made(config)
+    (tmp_path / "words.txt").write_text('"A"\n"C"\n')
+    words = r"data\.train_files\[0\]: the content of .*words\.txt has changed"
+    with pytest.raises(ValueError, match=words):
+        goes_on(config)
+
+
+def test_another_path_to_the_same_content_is_no_other_setting(
+    own: list[str], checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = made(config_of(*own, f"model.path={checkpoint}"))
+    moved = tmp_path / "moved"
+    shutil.copytree(checkpoint, moved / "model")
+    shutil.copy(tmp_path / "words.txt", moved)
+    there = [f"data.train_files=[{moved / 'words.txt'}]", own[1], f"model.path={moved / 'model'}"]
+    assert goes_on(config_of(*there))
+    (moved / "model" / "vae" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"model\.path: .* there, .* now; model\.path/vae/config"):
+        goes_on(config_of(*there))
+    folder.inputs.unlink()
+    with pytest.raises(ValueError, match=r"data\.train_files: .* there, .* now"):
+        goes_on(config_of(*there))
+
+
+def test_weights_of_a_model_and_of_a_reward_are_compared(
+    own: list[str], checkpoint: Path, tmp_path: Path
+) -> None:
+    scorer = tmp_path / "scorer"
+    scorer.mkdir()
+    (scorer / "config.json").write_text("{}")
+    config = config_of(*own, f"model.path={checkpoint}")
+    config.reward.terms = {"ocr": {"weight": 1.0}, "x": {"path": str(scorer)}, "gone": None}
+    names = set(input_files(config))
+    assert "model.path/transformer/diffusion_pytorch_model.safetensors" in names
+    assert "reward.terms.x.path/config.json" in names
+
+
+def test_a_run_with_a_constant_learning_rate_may_become_longer(own: list[str]) -> None:
+    made(config_of(*own, CONSTANT, "trainer.total_training_steps=2"))
+    assert goes_on(config_of(*own, CONSTANT, "trainer.total_training_steps=5"))
+
+
+@pytest.mark.parametrize("program", ["/bin/flowgrpo-rc train", "/x/flowgrpo_rc/train.py", "pytest"])
+def test_another_length_of_a_schedule_is_refused_with_the_command_that_goes_on(
+    own: list[str], monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    folder = made(config_of(*own, "trainer.total_training_steps=2"))
+    longer = [*own, "trainer.total_training_steps=5"]
+    monkeypatch.setattr(sys, "argv", [*program.split(), *longer])
+    words = r"total_training_steps=5: the run in .* has 2, .*lr_scheduler=linear.*; give 2$"
+    with pytest.raises(ValueError, match=words):
+        goes_on(config_of(*longer))
+    folder.lora.mkdir()
+    with pytest.raises(ValueError, match="start another run: ") as caught:
+        goes_on(config_of(*longer))
+    given = [] if program == "pytest" else own[:1]
+    changes = f"model.lora_path={folder.lora}", f"trainer.output_dir={folder.root}_2"
+    command = ["flowgrpo-rc", "train", *given, "trainer.total_training_steps=3", *changes]
+    assert str(caught.value).endswith(f": {' '.join(command)}")

@@ -1,0 +1,109 @@
+"""A run goes on elsewhere: in a moved folder, under another installation, for more steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from support.runs import Train, fingerprint, read_rows, without_timings
+
+import flowgrpo_rc
+from flowgrpo_rc.cli import main
+from flowgrpo_rc.config.compose import config_folder
+from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint
+
+# Runs one command line after the other; stops at the first that fails.
+COMMANDS = """
+import json, sys
+import flowgrpo_rc
+from flowgrpo_rc.cli import main
+print(flowgrpo_rc.__file__)
+for words in json.loads(sys.argv[1]):
+    code = main(words)
+    if code:
+        sys.exit(code)
+"""
+
+
+def elsewhere(root: Path, *commands: list[str]) -> subprocess.CompletedProcess:
+    """Runs commands under a copy of the package in `root`, which becomes the working folder."""
+    package = Path(flowgrpo_rc.__file__).parent
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(package, root / "flowgrpo_rc", ignore=ignored, dirs_exist_ok=True)
+    shutil.copytree(config_folder(), root / "configs", dirs_exist_ok=True)
+    return subprocess.run(
+        [sys.executable, "-c", COMMANDS, json.dumps(commands)],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+
+
+def final_state(run: Path) -> dict[str, str]:
+    newest = load_checkpoint(list_checkpoints(run / "checkpoints")[-1])
+    prints = {stem: fingerprint(tensors) for stem, tensors in newest.tensors.items()}
+    exported = load_file(run / "lora" / "pytorch_lora_weights.safetensors")
+    return prints | {"export": fingerprint(exported)}
+
+
+def training_rows(run: Path) -> list[dict]:
+    """Returns the metrics of training; an extended run was evaluated once more."""
+    return [
+        {name: value for name, value in row.items() if not name.startswith("val/")}
+        for row in without_timings(read_rows(run))
+    ]
+
+
+@pytest.fixture
+def bundled_run(overrides: list[str]) -> list[str]:
+    """Overrides of a small run of the bundled model on its own prompts."""
+    own = ("model.path=", "data.train_files=", "data.val_files=", "trainer.output_dir=")
+    return [word for word in overrides if not word.startswith(own)]
+
+
+def test_a_run_goes_on_under_another_installation_as_if_it_had_stayed(
+    bundled_run: list[str], tmp_path: Path
+) -> None:
+    settings = [*bundled_run, "actor.optim.lr_scheduler=constant"]
+    one, two = "trainer.total_training_steps=1", "trainer.total_training_steps=2"
+    assert main(["train", *settings, two, f"trainer.output_dir={tmp_path / 'whole'}"]) == 0
+    assert main(["train", *settings, one, f"trainer.output_dir={tmp_path / 'short'}"]) == 0
+    other = tmp_path / "other"
+    shutil.move(tmp_path / "short", other / "moved")
+    done = elsewhere(
+        other,
+        ["train", *settings, two, "trainer.output_dir=moved"],
+        ["eval", "moved"],
+        ["report", "moved"],
+        ["export", "moved", "--out", "exported"],
+        ["compare", "moved", str(tmp_path / "whole"), "--out", "compare.html"],
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(str(other))
+    assert "step 2/2" in done.stdout
+    assert final_state(other / "moved") == final_state(tmp_path / "whole")
+    assert training_rows(other / "moved") == training_rows(tmp_path / "whole")
+    assert "tiny_glyph_sd3" not in (other / "compare.html").read_text()  # no setting differs
+
+
+@pytest.mark.parametrize("further", [["rollout.staleness=1"], ["rollout.reuse=1"]])
+def test_an_extended_run_equals_one_of_the_whole_length(
+    train: Train, tmp_path: Path, further: list[str]
+) -> None:
+    """With samples of weights, or batches, from before its first end."""
+    settings = [*further, "actor.optim.lr_scheduler=constant"]
+    for name, lengths in (("whole", [3]), ("extended", [2, 3])):
+        folder = f"trainer.output_dir={tmp_path / name}"
+        for length in lengths:
+            assert train(*settings, f"trainer.total_training_steps={length}", folder) == 0
+    assert final_state(tmp_path / "extended") == final_state(tmp_path / "whole")
+    assert training_rows(tmp_path / "extended") == training_rows(tmp_path / "whole")
