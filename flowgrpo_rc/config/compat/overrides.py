@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flowgrpo_rc.config.compat.rules import REPLACED, Outcome, Rule, Setting, Written
-from flowgrpo_rc.config.compat.verl_omni import PREFIX, RULES, UNSAID, WHOLE
+from flowgrpo_rc.config.compat.verl_omni import PREFIX, REWARDS, RULES, UNSAID, WHOLE
 
 REWARD = "reward.terms"
 # What may become of a setting.
@@ -43,10 +43,12 @@ class TranslatedOverrides:
 
     Attributes:
       lines: the overrides.
+      values: key here -> value, of the settings that have been translated.
       rows: one for each setting that had another name or value.
     """
 
     lines: Sequence[str]
+    values: Mapping[str, Any]
     rows: Sequence[Row]
 
 
@@ -56,13 +58,18 @@ def is_whole_command(keys: Collection[str]) -> bool:
 
 
 def translate(
-    settings: Sequence[Setting], known: Collection[str], *, whole: bool = False
+    settings: Sequence[Setting],
+    known: Collection[str],
+    *,
+    beside: Mapping[str, Any] | None = None,
+    whole: bool = False,
 ) -> TranslatedOverrides:
     """Translates settings. A key that neither system has stays, for the caller to refuse.
 
     Args:
       settings: the overrides as given.
       known: this project's keys.
+      beside: values of keys that are set elsewhere, which rules look at.
       whole: whether what is not given is verl-omni's default.
 
     Raises:
@@ -70,8 +77,9 @@ def translate(
     """
     # Of several settings of one key the last one counts, as with Hydra.
     last = {setting.key: setting for setting in settings}
-    given = {key: setting.value for key, setting in last.items()}
+    given = dict(beside or {}) | {key: setting.value for key, setting in last.items()}
     lines = _Lines()
+    values: dict[str, Any] = {}
     rows: list[Row] = []
     for setting in last.values():
         outcome = _outcome(setting, given, known)
@@ -81,14 +89,23 @@ def translate(
         here = [f"{key}={write(value)}" for key, value in outcome.settings.items()]
         for key, line in zip(outcome.settings, here, strict=True):
             lines.add(key, line, setting)
+        values |= _plain(outcome.settings, setting)
         if here == [setting.line]:
             continue
         told = [*here, outcome.why] if outcome.why else here
         rows.append(Row(_kind(outcome), setting.line, "; ".join(told), setting.key))
     rows = [lines.with_replacement(row) for row in rows]
     if whole:
-        rows += _unsaid(given, rows)
-    return TranslatedOverrides(lines=lines.lines(), rows=rows)
+        rows += _unsaid(given)
+    return TranslatedOverrides(lines=lines.lines(), values=values, rows=rows)
+
+
+def _plain(settings: Mapping[str, Any], setting: Setting) -> dict[str, Any]:
+    """Returns settings with the value itself in place of how it was written."""
+    return {
+        key: setting.value if isinstance(value, Written) and value == setting.text else value
+        for key, value in settings.items()
+    }
 
 
 class _Lines:
@@ -188,7 +205,7 @@ def summary(rows: Sequence[Row]) -> str:
     ]
     parts = [_columns(shown)]
     if bare:
-        parts.append(f"{TRANSLATED:{_KIND_WIDTH}}  {len(bare)} keys that only lose {PREFIX}")
+        parts.append(f"{TRANSLATED:{_KIND_WIDTH}}  {len(bare)} that only lose {PREFIX}")
     if needless:
         keys = ", ".join(dict.fromkeys(row.key.removeprefix(PREFIX) for row in needless))
         parts.append(
@@ -227,12 +244,10 @@ def write(value: Any) -> str:
     return str(value)
 
 
-def _unsaid(given: Mapping[str, Any], rows: Iterable[Row]) -> list[Row]:
+def _unsaid(given: Mapping[str, Any]) -> list[Row]:
     """Returns a row for each default of verl-omni that has no counterpart and is not given."""
     unsaid = []
-    own = any(key.startswith(REWARD) and value is not None for key, value in given.items())
-    translated = any(row.kind in (TRANSLATED, STOPS) and "reward." in row.key for row in rows)
-    if not own and not translated:
+    if not any(key.startswith(REWARDS) and value is not None for key, value in given.items()):
         why = "there the rows of the data choose it by data_source: set it"
         unsaid.append(Row(STOPS, f"{REWARD} (not given)", why, REWARD))
     for key, value in UNSAID.items():

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Setting(NamedTuple):
-    """An override.
+    """An override, or a key of a file.
 
     Attributes:
       line: as it was given.

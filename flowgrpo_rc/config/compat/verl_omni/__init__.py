@@ -11,11 +11,11 @@ from flowgrpo_rc.config.compat.verl_omni.data import DATA_RULES
 from flowgrpo_rc.config.compat.verl_omni.keys import MODEL, PREFIX, ROLLOUT, WHOLE
 from flowgrpo_rc.config.compat.verl_omni.loss import LOSS_RULES
 from flowgrpo_rc.config.compat.verl_omni.model import MODEL_RULES
-from flowgrpo_rc.config.compat.verl_omni.reward import REWARD_RULES
+from flowgrpo_rc.config.compat.verl_omni.reward import REWARD_RULES, REWARDS
 from flowgrpo_rc.config.compat.verl_omni.rollout import ROLLOUT_RULES
 from flowgrpo_rc.config.compat.verl_omni.trainer import ALGORITHM_RULES, TRAINER_RULES
 
-__all__ = ["PREFIX", "RULES", "UNSAID", "WHOLE"]
+__all__ = ["PREFIX", "REWARDS", "RULES", "UNSAID", "WHOLE"]
 
 # Defaults of verl-omni that configs/verl_omni.yaml cannot hold.
 UNSAID = {

@@ -21,6 +21,8 @@ _TERMS = "reward.terms"
 _FUNCTION = "reward.custom_reward_function.path"
 _FUNCTIONS = "reward.reward_functions"
 _MODEL = "reward.reward_model.model_path"
+# Keys that choose what scores.
+REWARDS = (_TERMS, _FUNCTION, f"{_FUNCTIONS}.")
 _REWARD = "rewards are set in reward.terms"
 _SERVED = "options of `vllm serve`, which you start"
 # Where `vllm serve` listens.
