@@ -412,6 +412,7 @@ def test_the_page_documents_translations() -> None:
         ("actor_rollout_ref.model.custom_chat_template='Draw {{ messages[-1].content }}'", True),
         ("actor_rollout_ref.model.custom_chat_template='{{ messages[-1].content }}'", False),
         ("actor_rollout_ref.model.custom_chat_template='{{'", True),
+        ("actor_rollout_ref.model.custom_chat_template='{{ messages + 1 }}'", True),
         ("actor_rollout_ref.rollout.algo.sde_contiguous=False", True),
         ("actor_rollout_ref.rollout.pipeline.aspect_ratio=null", False),
         ("distillation.enabled=True", True),

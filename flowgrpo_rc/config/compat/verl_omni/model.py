@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jinja2 import TemplateError
 from jinja2.sandbox import SandboxedEnvironment
 
 from flowgrpo_rc.config.compat.rules import (
@@ -67,7 +66,7 @@ def _rendered(template: str) -> str | None:
     messages = [{"role": role, "content": content} for role, content in _CHAT]
     try:
         return SandboxedEnvironment().from_string(template).render(messages=messages)
-    except TemplateError:
+    except Exception:  # a template is foreign code
         return None
 
 
