@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 
-from flowgrpo_rc.config.compat import table
+from flowgrpo_rc.config.compat import summary, table
 from flowgrpo_rc.config.compose import Composition, compose_all
 from flowgrpo_rc.distributed.child import is_child
 
 
 def composed(arguments: argparse.Namespace) -> Composition:
-    """Composes the configuration, and prints a table of what was written in other words.
+    """Composes the configuration, and prints what was written in other words.
 
     Args:
       arguments: of a command with `overrides`, `config_name` and `config_dir`.
@@ -22,6 +22,8 @@ def composed(arguments: argparse.Namespace) -> Composition:
     found = compose_all(
         arguments.overrides, config_name=arguments.config_name, config_dir=arguments.config_dir
     )
+    asked_for_all = vars(arguments).get("cfg") is not None
+    told = table if asked_for_all else summary
     if found.rows and not is_child():
-        print(table(found.rows), file=sys.stderr)
+        print(told(found.rows), file=sys.stderr)
     return found

@@ -5,10 +5,8 @@ The only file that imports hydra.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +16,27 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, QuotedString
 from hydra.errors import HydraException
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.compat import Row, Setting, rollout_correction, rows_of_notes, translate
 from flowgrpo_rc.config.compat.overrides import TRANSLATED, check, is_whole_command, resolved
-from flowgrpo_rc.config.compat.verl_omni import PREFIX, RULES
+from flowgrpo_rc.config.config_files import (
+    ConfigFile,
+    ConfigFiles,
+    merged,
+    section_of,
+    translated_name,
+)
+from flowgrpo_rc.config.known import (
+    CORRECTION,
+    FREE_FORM,
+    check_keys,
+    is_correction,
+    known_keys,
+    typed_tree,
+)
 from flowgrpo_rc.config.names import DEFAULT_CONFIG, EXPERIMENT, OTHER_CONFIG
 from flowgrpo_rc.config.tree import Config, register_asset_resolver, updates_of_steps
 from flowgrpo_rc.distributed.child import launched_processes
@@ -34,12 +46,8 @@ from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig, with
 from flowgrpo_rc.training.config import ActorConfig, AlgorithmConfig
 
 _START = "start"
-# Sections whose keys the user names: rewards, options of an engine, options of a loss.
-_FREE_FORM = ("reward.terms.", "rollout.engine_kwargs.", f"{DIFFUSION_KEY}.", f"{TOKEN_KEY}.")
-# The same, if a whole section is given at once.
+# The sections of `FREE_FORM`, if a whole section is given at once.
 _FREE_SECTIONS = ("reward.terms=", f"{DIFFUSION_KEY}=", f"{TOKEN_KEY}=")
-# The rollout correction and the place where verl-omni has it: one object, whichever name is used.
-_CORRECTION = ("algorithm.rollout_correction", "actor.rollout_correction")
 
 
 @dataclass(kw_only=True)
@@ -110,40 +118,49 @@ def compose_all(
     """
     _register_resolvers()
     folders = _folders(config_dir)
-    homes = _homes(folders)
     config_name, settings = _experiment(
         config_name, [_setting(override) for override in _parse(overrides)]
     )
-    whole = config_name is None and is_whole_command([setting.key for setting in settings])
-    config_name = config_name or (OTHER_CONFIG if whole else DEFAULT_CONFIG)
-    config_name = config_name.removesuffix(".yaml")
-    if config_name not in homes:
-        raise ValueError(
-            f"--config-name {config_name}: there is no such file; there are "
-            f"{', '.join(sorted(homes))}"
-        )
-    translation = translate(settings, set(_keys(_typed_tree())), whole=whole)
+    given = {setting.key: setting.value for setting in settings}
+    is_command = config_name is None and is_whole_command(given)
+    files = ConfigFiles(folders, given)
+    file = files.read(config_name or (OTHER_CONFIG if is_command else DEFAULT_CONFIG))
+    rows = [row for each in file.all_files() for row in each.rows]
+    in_files = {key: value for each in file.all_files() for key, value in each.given.items()}
+    translation = translate(
+        settings, known_keys(), beside=in_files, whole=is_command or file.is_whole
+    )
     parsed = _parse(translation.lines)
-    correction = _correction_of([override for override in parsed if _is_correction(override)])
-    others = [override for override in parsed if not _is_correction(override)]
-    _check_keys(
-        others, {path.name for folder in folders for path in folder.iterdir() if path.is_dir()}
+    correction = _correction_of([each for each in parsed if is_correction(each.key_or_group)])
+    others = [each for each in parsed if not is_correction(each.key_or_group)]
+    check_keys(
+        [override.key_or_group for override in others],
+        {path.name for folder in folders for path in folder.iterdir() if path.is_dir()},
     )
     lines = [_free_form(str(override.input_line)) for override in others]
-    composed = _compose(config_name, lines, homes[config_name], folders)
-    config, notes = _translated(composed, _file_layers(config_name, homes), correction)
-    rows = [*translation.rows, *rows_of_notes(notes)]
-    if whole:
+    composed = _compose(file, lines, files.homes[file.name], folders)
+    config, notes = _translated(composed, file, correction)
+    rows += [*translation.rows, *rows_of_notes(notes)]
+    if is_command:
         rows.append(Row(TRANSLATED, "(what is not given)", f"configs/{OTHER_CONFIG}.yaml"))
     return Composition(config, resolved(rows, config.compat.ignore))
 
 
-def _compose(name: str, lines: Sequence[str], folder: Path, folders: Sequence[Path]) -> DictConfig:
-    if "schema.yaml" not in ConfigStore.instance().repo:
-        ConfigStore.instance().store(name="schema", node=_Schema)
+def _compose(
+    file: ConfigFile, lines: Sequence[str], folder: Path, folders: Sequence[Path]
+) -> DictConfig:
+    store = ConfigStore.instance()
+    if "schema.yaml" not in store.repo:
+        store.store(name="schema", node=_Schema)
+    for changed in file.all_files():
+        if changed.is_changed:
+            group, _, name = translated_name(changed.name).rpartition("/")
+            node = {"defaults": list(changed.defaults), **changed.tree}
+            store.store(name=name, group=group or None, node=node)
     # Hydra looks for a group of the command line beside the file that it starts from, so that one
     # is at the top.
-    ConfigStore.instance().store(name=_START, node={"defaults": [f"{name}@_global_", "_self_"]})
+    start = translated_name(file.name) if file.is_changed else file.name
+    store.store(name=_START, node={"defaults": [f"{start}@_global_", "_self_"]})
     home = folder.resolve()
     further = [
         f"hydra.searchpath=[file://{other.resolve()}]"
@@ -172,16 +189,6 @@ def _experiment(
     return f"{EXPERIMENT}/{chosen[0].value}", [
         setting for setting in settings if setting.key != EXPERIMENT
     ]
-
-
-def _homes(folders: Iterable[Path]) -> dict[str, Path]:
-    """Returns the folder of each configuration, by its name."""
-    return {
-        path.relative_to(folder).with_suffix("").as_posix(): folder
-        for folder in folders
-        for pattern in ("*.yaml", f"{EXPERIMENT}/*.yaml")
-        for path in folder.glob(pattern)
-    }
 
 
 def _folders(config_dir: str | None) -> list[Path]:
@@ -213,55 +220,32 @@ def _register_resolvers() -> None:
 
 
 def _translated(
-    composed: DictConfig, files: Sequence[dict[str, Any]], correction: dict[str, Any]
+    composed: DictConfig, file: ConfigFile, correction: dict[str, Any]
 ) -> tuple[DictConfig, list[str]]:
     """Returns the typed tree, and notes on what was translated.
 
     Its rollout correction, from files and command line, is in this project's words.
     """
     tree: Any = OmegaConf.to_container(composed)
-    in_file = _merged(
-        (path, _section(tree[path.split(".")[0]].pop("rollout_correction"))) for path in _CORRECTION
+    in_file = merged(
+        (path, section_of(tree[path.split(".")[0]].pop("rollout_correction")))
+        for path in CORRECTION
     )
     for name, section in (("diffusion_loss", DiffusionLossConfig), ("token_loss", TokenLossConfig)):
         if isinstance(tree["actor"][name], dict):
             tree["actor"][name] = with_options(tree["actor"][name], section)
-    known = {key: value for layer in files for key, value in layer.items()}
+    known = {key: value for layer in file.corrections() for key, value in layer.items()}
     from_groups = {
         key: value for key, value in in_file.items() if key not in known or known[key] != value
     }
-    config, notes = rollout_correction([*files, from_groups, correction])
+    config, notes = rollout_correction([*file.chosen_corrections(), from_groups, correction])
     try:
-        typed = OmegaConf.merge(_typed_tree(), tree)
+        typed = OmegaConf.merge(typed_tree(), tree)
         typed.algorithm.rollout_correction = config
     except OmegaConfBaseException as error:
         raise ValueError(_first_cause(error)) from error
     assert isinstance(typed, DictConfig)
     return typed, notes
-
-
-def _file_layers(name: str, homes: Mapping[str, Path]) -> list[dict[str, Any]]:
-    """Returns the rollout corrections of a file and of the files that it builds on, one by one.
-
-    Hydra's merged mapping no longer tells the preset of one file from the keys of another.
-    """
-    loaded: Any = OmegaConf.to_container(OmegaConf.load(homes[name] / f"{name}.yaml"))
-    roots = ((path, loaded.get(path.split(".")[0]) or {}) for path in _CORRECTION)
-    sections = ((path, root.get("rollout_correction", {})) for path, root in roots)
-    own = _merged((path, _section(section)) for path, section in sections)
-    layers: list[dict[str, Any]] = []
-    for parent in loaded.get("defaults", ["_self_"]):
-        beside = f"{name.rpartition('/')[0]}/{parent}".lstrip("/")
-        if parent == "_self_":
-            layers.append(own)
-        elif isinstance(parent, str) and beside in homes:
-            layers += _file_layers(beside, homes)
-    return layers if "_self_" in loaded.get("defaults", ["_self_"]) else [*layers, own]
-
-
-def _is_correction(override: Override) -> bool:
-    key = override.key_or_group
-    return key in _CORRECTION or key.startswith(tuple(f"{path}." for path in _CORRECTION))
 
 
 def _correction_of(overrides: Sequence[Override]) -> dict[str, Any]:
@@ -271,33 +255,13 @@ def _correction_of(overrides: Sequence[Override]) -> dict[str, Any]:
     """
     found = []
     for override in overrides:
-        path = next(p for p in _CORRECTION if override.key_or_group.startswith(p))
+        path = next(p for p in CORRECTION if override.key_or_group.startswith(p))
         name, value = override.key_or_group[len(path) + 1 :], _value(override)
         if not name:
-            found.append((path, _section(value)))
+            found.append((path, section_of(value)))
         else:
             found.append((path, {name: value}))
-    return _merged(found)
-
-
-def _section(value: Any) -> dict[str, Any]:
-    """Returns the settings of a section, which may also be a preset's name or null for none."""
-    return value if isinstance(value, dict) else {"preset": "disabled" if value is None else value}
-
-
-def _merged(sections: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Merges sections; ValueError if two places give a key different values."""
-    merged: dict[str, Any] = {}
-    origin: dict[str, str] = {}
-    for path, section in sections:
-        for key, value in section.items():
-            if key in merged and origin[key] != path and merged[key] != value:
-                raise ValueError(
-                    f"{origin[key]}.{key}={merged[key]!r} and {path}.{key}={value!r} contradict: "
-                    "drop one of them"
-                )
-            merged[key], origin[key] = value, path
-    return merged
+    return merged(found)
 
 
 def _setting(override: Override) -> Setting:
@@ -357,7 +321,7 @@ def as_yaml(composed: DictConfig) -> str:
 
 def _free_form(override: str) -> str:
     """Allows new keys without `+` where the user names them."""
-    return f"++{override}" if override.startswith((*_FREE_FORM, *_FREE_SECTIONS)) else override
+    return f"++{override}" if override.startswith((*FREE_FORM, *_FREE_SECTIONS)) else override
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:
@@ -375,45 +339,17 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
     return parsed
 
 
-def _check_keys(overrides: Iterable[Override], groups: set[str]) -> None:
-    """Raises ValueError for a key that is neither in the tree nor a Hydra group.
-
-    A group is a folder of configuration files.
-    """
-    known = set(_keys(_typed_tree()))
-    for override in overrides:
-        key = override.key_or_group
-        if key.startswith(("hydra", *_FREE_FORM)) or key in known or key in groups:
-            continue
-        near = difflib.get_close_matches(
-            key, {*known, *(name.removeprefix(PREFIX) for name in RULES)}, n=1, cutoff=0.5
-        )
-        leaf = [name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-        hint = (
-            f"did you mean {(near or leaf)[0]}?" if near or leaf else "see --cfg job for all keys"
-        )
-        raise ValueError(f"unknown key {key}: {hint}")
-
-
-@cache
-def _typed_tree() -> DictConfig:
-    """The tree of the dataclasses with their defaults; built once, and changed by nobody."""
-    return OmegaConf.structured(Config)
-
-
-def _keys(node: DictConfig | ListConfig, prefix: str = "") -> Iterable[str]:
-    if not isinstance(node, DictConfig):
-        return
-    for name in node:
-        key = f"{prefix}{name!s}"
-        yield key
-        yield from _keys(node._get_node(name), f"{key}.")  # type: ignore[arg-type]
-
-
 def _first_cause(error: BaseException) -> str:
     """The message at the root of a chain of hydra errors, on one line."""
     while error.__cause__ is not None:
         error = error.__cause__
+    lines = str(error).split("\n")
+    text = lines[0]
     key = getattr(error, "full_key", None)
-    text = str(error).split("\n")[0]
+    if text.endswith("raised while composing config:"):
+        # Hydra says which file it is in, and quotes OmegaConf's message below.
+        where = text.partition(":")[0].replace("_translated_", "")
+        text = f"{where}: {lines[1]}"
+        keys = [line.partition("full_key: ")[2] for line in lines if "full_key: " in line]
+        key = keys[0] if keys else None
     return f"{key}: {text}" if key and key not in text else text

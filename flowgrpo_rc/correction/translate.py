@@ -21,13 +21,9 @@ OLDER_KEYS = (
     "use_pure_rollout_correction",
     "use_policy_gradient",
 )
-SLIME_SWITCHES = (
-    "use_tis",
-    "use_rollout_correction",
-    "use_rollout_logprobs",
-    "get_mismatch_metrics",
-    "use_rs",
-)
+# These switch a correction on.
+SLIME_CORRECTIONS = ("use_tis", "use_rollout_correction", "use_rs")
+SLIME_SWITCHES = (*SLIME_CORRECTIONS, "use_rollout_logprobs", "get_mismatch_metrics")
 SLIME_TIS = ("level", "mode", "lower_bound", "upper_bound", "batch_normalize")
 SLIME_REJECTION = ("level", "lower_bound", "upper_bound")
 SLIME_KEYS = (

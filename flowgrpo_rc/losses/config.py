@@ -44,7 +44,8 @@ class DiffusionLossConfig:
     clip_ratio: half-width of the PPO band of flow_grpo (on the mean-pooled ratio) and grpo_guard
         (on its own); a loss of your own may have it, too. "auto:k", in bypass mode: k robust
         standard deviations of the ratio before an update, at each step of the schedule.
-    adv_clip_max: advantages are clipped to +- this.
+    adv_clip_max: advantages are clipped to +- this, with every loss; inf clips none, as verl-omni
+        does under flow_dppo.
     kl_threshold: up to this KL of a step, mean over D, flow_dppo lets every update pass. "auto:k",
         in bypass mode: k^2 times the median KL before an update.
     auto_floor: the least bound of "auto:k"; null: the bound of the published recipe.

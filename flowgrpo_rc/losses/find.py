@@ -118,7 +118,8 @@ def check_effects(
             having = [other for other, cls in losses.items() if name in option_names(cls)]
             raise ValueError(
                 f"{key}.{name}={value} has no effect with {key}.loss_mode={section.loss_mode}: "
-                f"drop it (its default is {default:g}), or set loss_mode={' or '.join(having)}"
+                f"drop it, or give its default where a file sets it, {key}.{name}={default:g}; "
+                f"or set loss_mode={' or '.join(having)}"
             )
 
 

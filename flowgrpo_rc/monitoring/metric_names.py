@@ -76,7 +76,8 @@ _ADVANTAGES = _section(
     "Advantages",
     "What the rewards become, before `adv_clip_max`.",
     """
-    advantages/mean | - | Over the samples that have a reward.
+    advantages/mean | - | Over the samples that have a reward; in decoupled mode without those whose
+        steps are all rejected (`exclude_rejected`).
     advantages/std | - | Their standard deviation.
     advantages/max | - | The largest.
     advantages/min | - | The smallest.
@@ -267,8 +268,9 @@ _COST = _section(
     """
     timing_s/step | seconds | The whole step, without evaluation and checkpoint.
     timing_s/rollout | seconds | Sampling, or waiting for samples with `rollout.staleness`.
-    timing_s/old_log_prob | seconds | Recompute of the old policy before the rewards (decoupled
-        mode).
+    timing_s/old_log_prob | seconds | Before the rewards: the recompute of the old policy, in
+        decoupled mode where the update's forwards do not give it, and in some steps of both modes
+        the forwards of `mismatch_over_expected`.
     timing_s/reward_wait | seconds | Waiting for rewards after the sampling.
     timing_s/update | seconds | Forwards, backwards and optimizer.
     timing_s/sync_weights | seconds | Handing the LoRA to the engine.

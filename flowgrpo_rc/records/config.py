@@ -10,7 +10,7 @@ from flowgrpo_rc.records.trackers import validate_loggers
 
 RESUME_MODES = ("auto", "disable")
 PRECISIONS = ("no", "bf16")
-DEVICES = ("auto", "cpu")
+DEVICES = ("auto", "cuda", "cpu")
 AUTO = "auto"
 
 
@@ -20,7 +20,8 @@ class TrainerConfig:
 
     total_training_steps: a step is one batch of samples.
     save_freq: steps between checkpoints; 0: only at the end.
-    test_freq: steps between evaluations; 0: only at the start and the end.
+    val_before_train: evaluate before the first step.
+    test_freq: steps between evaluations, and one at the end; 0: only at the end; -1: never.
     max_checkpoints_to_keep: the oldest go first.
     output_dir: the run's folder; the same command goes on where it stopped.
     project_name: for trackers.
@@ -32,7 +33,7 @@ class TrainerConfig:
         run.
     max_time: seconds of this command, then the run stops after the step with its state saved; null:
         no limit.
-    device: `auto` takes the GPU where there is one.
+    device: `auto` takes the GPU where there is one; `cuda` is an error without one.
     num_processes: processes that `flowgrpo-rc train` starts on this machine; 1 starts none. `auto`:
         one for each core or GPU, as far as they share a mini-batch evenly; under a launcher, as
         many as it has started.
@@ -46,6 +47,7 @@ class TrainerConfig:
 
     total_training_steps: int = 100
     save_freq: int = 20
+    val_before_train: bool = True
     test_freq: int = 20
     max_checkpoints_to_keep: int = 2
     output_dir: str = "outputs/run"
@@ -83,7 +85,7 @@ class TrainerConfig:
         smallest = {
             "total_training_steps": 1,
             "save_freq": 0,
-            "test_freq": 0,
+            "test_freq": -1,
             "max_checkpoints_to_keep": 1,
         }
         for name, least in smallest.items():

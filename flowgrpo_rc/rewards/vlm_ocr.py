@@ -106,8 +106,12 @@ class VlmOCR(Reward):
 
 
 def _text(answer: Any) -> str | ServerError:
-    """Returns the first choice of a chat completion, or a ServerError if there is none."""
+    """Returns the first choice of a chat completion without its whitespace.
+
+    Or a ServerError if there is none.
+    """
     match answer:
         case {"choices": [{"message": {"content": str(text)}}, *_]}:
-            return text
+            # An answer of several lines is one text, as that of `ocr` is.
+            return "".join(text.split())
     return ServerError("the answer is no chat completion")

@@ -103,7 +103,7 @@ class Trainer:
         """
         components = self._components
         total = components.trainer.total_training_steps
-        if self._step == 0:
+        if self._step == 0 and components.trainer.val_before_train:
             self._evaluate()
             self._finish_step()
         while self._step < total:
@@ -259,9 +259,12 @@ class Trainer:
             processes.wait()
 
     def _due(self, frequency: int) -> bool:
-        """Returns whether this is the last step or one of every `frequency` (0: none of them)."""
+        """Returns whether this is one of every `frequency` steps, or the last.
+
+        0: only the last; -1: none.
+        """
         at_end = self._step == self._components.trainer.total_training_steps
-        return at_end or (frequency > 0 and self._step % frequency == 0)
+        return (at_end and frequency >= 0) or (frequency > 0 and self._step % frequency == 0)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

@@ -15,5 +15,7 @@ def test_every_configuration_composes(name: str) -> None:
     files = (
         [] if name == "token_grpo" else [f"data.train_files={PROMPTS}", f"data.val_files={PROMPTS}"]
     )
-    config = to_config(compose_config(files, config_name=name))
+    # A command of verl-omni chooses its reward itself.
+    reward = ["reward.terms.ocr.weight=1"] if name == "verl_omni" else []
+    config = to_config(compose_config([*files, *reward], config_name=name))
     assert config.rollout.n > 1

@@ -203,7 +203,7 @@ def test_qwen_image_is_the_command_of_verl_omni() -> None:
     """They agree in everything that the published command says about the training."""
     from support.verl_omni_commands import QWEN_IMAGE
 
-    there = compose_config([*QWEN_IMAGE, "compat.ignore=[reward]"])
+    there = compose_config(QWEN_IMAGE)
     here = compose_config(["+experiment=qwen_image_ocr_rollout_corr_4xh800"])
     sections = [
         "model",

@@ -113,3 +113,12 @@ def test_saved_images_are_centered_if_they_hold_means(tmp_path: Path, columns: l
 def test_text_is_not_centered():
     config = settled(to_config(compose_config([], config_name="token_grpo")))
     assert config.algorithm.rollout_correction.centered is False
+
+
+def test_cuda_by_name_is_an_error_without_it(monkeypatch):
+    config = config_of("trainer.device=cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"trainer\.device=cuda: torch .* sees no GPU.*=auto"):
+        settle.device_of(config)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert settle.device_of(config) == torch.device("cuda")

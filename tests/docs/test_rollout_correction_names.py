@@ -444,6 +444,7 @@ def test_keys_with_a_path() -> None:
         [
             "actor_rollout_ref.rollout.calculate_log_probs=true",
             "actor.rollout_correction.rollout_is=token",
+            "actor.rollout_correction.bypass_mode=true",
             "rollout.algo.sde_window_size=2",
             "actor.diffusion_loss.loss_mode=flow_grpo",
         ]

@@ -72,6 +72,8 @@ IMAGES = [
     ("trainer.max_time=0", "trainer.max_time"),
     ("trainer.timeout_s=0", "trainer.timeout_s=0"),
     ("trainer.strategy=fsdp", "trainer.strategy='fsdp'"),
+    ("trainer.device=gpu", "trainer.device='gpu': allowed are auto, cuda, cpu"),
+    ("trainer.test_freq=-2", "trainer.test_freq=-2: give at least -1"),
     ("trainer.logger=[console,paper]", "paper"),
     # Sizes that do not go together.
     ("actor.ppo_mini_batch_size=3", "data.train_batch_size=4"),

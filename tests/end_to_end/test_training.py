@@ -284,6 +284,31 @@ def test_evaluation_consumes_no_training_randomness(train: Train, tmp_path: Path
         }
 
 
+def test_a_run_without_evaluations_trains_the_same(train: Train, tmp_path: Path) -> None:
+    """As in verl, val_before_train is about the start alone, and -1 leaves out the end, too."""
+    settings = {"both": (True, 0), "end": (False, 0), "none": (False, -1)}
+    rows = {}
+    for name, (before, frequency) in settings.items():
+        asked = (f"trainer.val_before_train={before}", f"trainer.test_freq={frequency}")
+        assert train(f"trainer.output_dir={tmp_path / name}", *asked) == 0
+        rows[name] = without_timings(read_rows(tmp_path / name))
+    evaluated = {
+        name: [row["step"] for row in found if "val/reward" in row] for name, found in rows.items()
+    }
+    assert evaluated == {"both": [0, 2], "end": [2], "none": []}
+    assert rows["none"] == [
+        {key: value for key, value in row.items() if not key.startswith("val/")}
+        for row in rows["both"][1:]
+    ]
+    run = tmp_path / "none"
+    assert "Not evaluated yet" in (run / "report.html").read_text()
+    assert "The run was not evaluated." in (run / "lora" / "README.md").read_text()
+    assert not list(run.glob("samples/*"))
+    assert (
+        main(["compare", str(run), str(tmp_path / "both"), "--out", str(tmp_path / "c.html")]) == 0
+    )
+
+
 def _command(overrides: list[str], *further: str) -> list[str]:
     return [sys.executable, "-m", "flowgrpo_rc.train", *overrides, *further]
 

@@ -7,7 +7,9 @@ from pathlib import Path
 import pyarrow
 import pytest
 from pyarrow import parquet
+from support.reward_servers import answering, scripted
 from support.runs import WORDS, Train, read_rows
+from support.verl_omni_commands import QWEN_IMAGE, SD35
 
 from flowgrpo_rc.cli import main
 
@@ -25,10 +27,8 @@ def test_a_command_with_verl_omni_s_words_trains(
     assert "ignore:\n  - data.shuffle" in stored
 
 
-def test_a_whole_command_trains_on_its_own_files(checkpoint: Path, tmp_path: Path) -> None:
-    """Only the reward and the device are in this project's words; model, parquet files, sizes
-    and folder are not.
-    """
+def parquet_files(folder: Path) -> None:
+    """Writes train.parquet and test.parquet as verl-omni's data scripts do."""
     for split in ("train", "test"):
         rows = [
             {
@@ -43,54 +43,44 @@ def test_a_whole_command_trains_on_its_own_files(checkpoint: Path, tmp_path: Pat
             }
             for index, word in enumerate(WORDS)
         ]
-        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{split}.parquet")
-    command = [
+        parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{split}.parquet")
+
+
+@pytest.mark.parametrize("command", [SD35, QWEN_IMAGE], ids=["sd35", "qwen_image"])
+def test_a_published_command_trains_with_the_reward_that_it_names(
+    checkpoint: Path, tmp_path: Path, command: list[str]
+) -> None:
+    """What follows the command puts it on a tiny model and on the server of the test."""
+    parquet_files(tmp_path)
+    sizes = [
         f"data.train_files={tmp_path}/train.parquet",
         f"data.val_files={tmp_path}/test.parquet",
-        "data.train_batch_size=4",
-        "data.val_max_samples=4",
-        "data.max_prompt_length=64",
-        "actor_rollout_ref.model.algorithm=flow_grpo",
-        f"actor_rollout_ref.model.path={checkpoint}",
-        "actor_rollout_ref.model.lora_rank=4",
-        "actor_rollout_ref.model.lora_alpha=8",
-        "actor_rollout_ref.model.target_modules=['to_q','to_k','to_v']",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
-        "actor_rollout_ref.actor.fsdp_config.model_dtype=float32",
-        "actor_rollout_ref.actor.strategy=fsdp2",
-        "actor_rollout_ref.rollout.name=diffusers_engine",
-        "actor_rollout_ref.rollout.n=2",
-        "actor_rollout_ref.rollout.pipeline.height=32",
-        "actor_rollout_ref.rollout.pipeline.width=32",
-        "actor_rollout_ref.rollout.pipeline.num_inference_steps=4",
-        "actor_rollout_ref.rollout.pipeline.guidance_scale=2.0",
-        "actor_rollout_ref.rollout.pipeline.max_sequence_length=16",
-        "actor_rollout_ref.rollout.algo.sde_type=cps",
-        "actor_rollout_ref.rollout.algo.noise_level=0.8",
-        "actor_rollout_ref.rollout.algo.sde_window_size=2",
-        "actor_rollout_ref.rollout.algo.sde_window_range=[0,3]",
-        "actor_rollout_ref.rollout.val_kwargs.pipeline.num_inference_steps=2",
-        "trainer.logger=[console]",
-        "trainer.n_gpus_per_node=1",
-        f"trainer.default_local_dir={tmp_path}/run",
-        "trainer.save_freq=-1",
-        "trainer.total_training_steps=2",
+        "data.train_batch_size=2",
+        f"model.path={checkpoint}",
+        "model.target_modules=[to_q,to_k]",
+        "model.lora_rank=2",
+        "actor.ppo_mini_batch_size=2",
+        "actor.ppo_micro_batch_size_per_gpu=2",
+        "rollout.name=diffusers",
+        "rollout.n=2",
+        "rollout.pipeline.height=32",
+        "rollout.pipeline.width=32",
+        "rollout.pipeline.num_inference_steps=6",
+        "rollout.pipeline.max_sequence_length=16",
+        "rollout.pipeline.true_cfg_scale=1",
+        "trainer.total_training_steps=1",
+        "trainer.test_freq=-1",
+        "trainer.logger=console",
+        f"trainer.output_dir={tmp_path}/run",
+        "trainer.device=cpu",
     ]
-    assert (
-        main(
-            [
-                "train",
-                *command,
-                "reward.terms.ocr=null",
-                "reward.terms.jpeg.weight=1",
-                "trainer.device=cpu",
-            ]
-        )
-        == 0
-    )
-    rows = read_rows(tmp_path / "run")
-    assert len(rows) == 3
+    answer = {"choices": [{"message": {"role": "assistant", "content": "AB7X\nHELP"}}]}
+    with scripted(answering(lambda received: answer)) as server:
+        url = f"reward.terms.vlm_ocr.url={server.url}/v1"
+        assert main(["train", *command, *sizes, url]) == 0
+    model = next(line for line in command if "reward_model.model_path" in line).partition("=")[2]
+    assert {each.body["model"] for each in server.received if each.body} == {model}
+    (row,) = read_rows(tmp_path / "run")  # the command has val_before_train=False
+    assert row["step"] == 1
+    assert row["reward/mean"] == row["reward/vlm_ocr"]
     assert (tmp_path / "run" / "lora" / "pytorch_lora_weights.safetensors").is_file()
-    assert all(row["actor/grad_norm"] > 0 for row in rows[1:])

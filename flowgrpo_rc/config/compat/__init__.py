@@ -6,6 +6,7 @@ from flowgrpo_rc.config.compat.overrides import (
     Setting,
     TranslatedOverrides,
     rows_of_notes,
+    summary,
     table,
     translate,
 )
@@ -16,6 +17,7 @@ __all__ = [
     "TranslatedOverrides",
     "rollout_correction",
     "rows_of_notes",
+    "summary",
     "table",
     "translate",
 ]

@@ -14,6 +14,7 @@ from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.thresholds import KEY
 from flowgrpo_rc.correction.translate import (
     FILE_KEY,
+    SLIME_CORRECTIONS,
     SLIME_KEYS,
     SLIME_PAIRS,
     translate,
@@ -21,13 +22,19 @@ from flowgrpo_rc.correction.translate import (
 )
 
 Layer = Mapping[str, Any]
+_WHY_DECOUPLED = (
+    "in bypass mode with ppo_clip weights would be metrics alone (bypass_mode=true, if that is "
+    "meant)"
+)
 
 
 def rollout_correction(layers: Sequence[Layer]) -> tuple[RolloutCorrectionConfig, list[str]]:
     """Builds the rollout correction, and checks it.
 
     A later layer overrides an earlier one and refines its slime flags; a layer that names a preset
-    replaces all earlier ones.
+    replaces all earlier ones. A layer that asks for weights without a word on the mode gets
+    decoupled mode, the default of the documents, if an earlier one has a mode in which weights are
+    metrics alone.
 
     Args:
       layers: settings of the files and of the command line, in this order.
@@ -50,8 +57,12 @@ def rollout_correction(layers: Sequence[Layer]) -> tuple[RolloutCorrectionConfig
         replaced = {key for pair in SLIME_PAIRS for key in pair if own.keys() & set(pair)}
         flags = {key: value for key, value in flags.items() if key not in replaced} | own
         found = translate(given | flags if own else given)
-        settings = without_dependents(settings, found.settings) | found.settings
         notes += [*read, *found.notes]
+        asking = _asks_for_weights(settings, found.settings, own)
+        settings = without_dependents(settings, found.settings) | found.settings
+        if asking and not _says_mode(found.settings) and _weights_are_metrics(settings):
+            settings["bypass_mode"] = False
+            notes.append(f"{asking} -> bypass_mode=False; {_WHY_DECOUPLED}")
     config = RolloutCorrectionConfig(**settings)
     try:
         config.validate()
@@ -60,6 +71,32 @@ def rollout_correction(layers: Sequence[Layer]) -> tuple[RolloutCorrectionConfig
             f"{error} (translated: {'; '.join(notes)})" if notes else str(error)
         ) from error
     return config, notes
+
+
+def _asks_for_weights(
+    before: Mapping[str, Any], layer: Mapping[str, Any], slime: Mapping[str, Any]
+) -> str:
+    """Returns the setting of a layer that asks for weights where there were none; "" without any.
+
+    slime's switches always do: its own default for the mode is decoupled.
+    """
+    switches = [key for key in SLIME_CORRECTIONS if _is_on(slime.get(key))]
+    if switches:
+        return f"{switches[0]}=true"
+    level = layer.get("rollout_is")
+    return "" if level is None or before.get("rollout_is") is not None else f"rollout_is={level}"
+
+
+def _is_on(value: Any) -> bool:
+    return str(value).lower() == "true"
+
+
+def _says_mode(layer: Mapping[str, Any]) -> bool:
+    return "bypass_mode" in layer or "loss_type" in layer
+
+
+def _weights_are_metrics(settings: Mapping[str, Any]) -> bool:
+    return bool(settings.get("bypass_mode")) and settings.get("loss_type") in (None, "ppo_clip")
 
 
 def _with_file(layer: Layer) -> tuple[dict[str, Any], list[str]]:

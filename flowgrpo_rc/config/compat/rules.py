@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Setting(NamedTuple):
-    """An override.
+    """An override, or a key of a file.
 
     Attributes:
       line: as it was given.
@@ -43,6 +43,8 @@ class Outcome(NamedTuple):
 # Takes a setting and the values of all settings by key.
 Rule = Callable[[Setting, Mapping[str, Any]], Outcome]
 AS_HERE = "as here"
+# Begins the reason of a key whose place other settings of the user take.
+REPLACED = "replaced by"
 
 
 class Written(str):

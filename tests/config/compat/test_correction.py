@@ -74,6 +74,44 @@ def test_a_later_layer_overrides_what_would_be_a_contradiction_in_one_layer() ->
     assert "bypass_mode" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("layers", "bypass"),
+    [
+        ([{"bypass_mode": True}, {"rollout_is": "token"}], False),
+        ([{"bypass_mode": True}, {"use_tis": True}], False),
+        ([{"bypass_mode": True}, {"use_rollout_correction": "true"}], False),
+        # slime recomputes, unless it is told not to.
+        ([{"bypass_mode": True}, {"use_rs": True}], False),
+        ([{"bypass_mode": True, "rollout_is": "token"}, {"use_tis": True}], False),
+        ([{"bypass_mode": True}, {"use_tis": True, "use_rollout_logprobs": True}], True),
+        ([{"use_rollout_logprobs": True}, {"use_tis": True}], True),
+        # Rejection works in both modes, and metrics are metrics.
+        ([{"bypass_mode": True}, {"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}], True),
+        ([{"bypass_mode": True}, {"get_mismatch_metrics": True}], True),
+        ([{"bypass_mode": True}, {"rollout_is": None}], True),
+        # Whoever says the mode means it, and so does a file with weights as metrics.
+        ([{"bypass_mode": True, "rollout_is": "token"}], True),
+        ([{"bypass_mode": True}, {"rollout_is": "token", "bypass_mode": True}], True),
+        ([{"bypass_mode": True, "rollout_is": "token"}, {"rollout_is": "sequence"}], True),
+        # REINFORCE is weighed in bypass mode.
+        ([{"preset": "pg_is"}, {"rollout_is": "token"}], True),
+        ([{"bypass_mode": True}, {"rollout_is": "token", "loss_type": "reinforce"}], True),
+        ([{"bypass_mode": True, "loss_type": "reinforce"}, {"rollout_is": "token"}], True),
+    ],
+)
+def test_a_block_that_asks_for_weights_decides_the_mode(layers: list[dict], bypass: bool) -> None:
+    """The documents' blocks leave out their default, decoupled mode."""
+    config, notes = rollout_correction(layers)
+    assert config.bypass_mode == bypass
+    assert any("weights would be metrics alone" in note for note in notes) != bypass
+
+
+def test_the_mode_that_a_block_decides_is_told(capsys: pytest.CaptureFixture) -> None:
+    assert main(["train", "--dry-run", f"{SECTION}.use_tis=true"]) == 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert "use_tis=true bypass_mode=False; in bypass mode with ppo_clip weights" in told
+
+
 def test_a_slime_configuration_file_and_keys_are_one_layer(tmp_path: Path) -> None:
     path = tmp_path / "mis.yaml"
     path.write_text("use_tis: true\nmis_mode: mask\nmis_lower_bound: 0.4\nmis_upper_bound: 3.0\n")
@@ -249,7 +287,8 @@ def test_a_file_in_another_folder_may_be_a_preset_alone(tmp_path: Path) -> None:
         ),
         ("token_grpo", "{use_tis: true, tis_level: geometric}", ("geometric", False, 2.0)),
         ("tiny_ocr", "{preset: decoupled_seq_is}", ("sequence", False, 2.0)),
-        ("tiny_ocr", "{rollout_is: token}", ("token", True, 2.0)),
+        ("tiny_ocr", "{rollout_is: token}", ("token", False, 2.0)),
+        ("tiny_ocr", "{rollout_is: token, bypass_mode: true}", ("token", True, 2.0)),
     ],
 )
 def test_a_file_overrides_the_one_that_it_builds_on(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -17,12 +18,12 @@ from flowgrpo_rc.config.compose import (
     config_folder,
     to_config,
 )
+from flowgrpo_rc.config.known import known_keys
 
 KINDS = ("translated", "no counterpart", "stops the run", "ignored")
 OTHER = "actor_rollout_ref."
+VLLM = "http://127.0.0.1:8000/v1"
 WHOLE = [f"{OTHER}model.path=a/b", f"{OTHER}rollout.name=vllm_omni"]
-
-REWARD = ["reward.reward_model.enable", "reward.custom_reward_function.path", "reward.terms"]
 
 
 def of_kind(composed: Composition, kind: str) -> list[str]:
@@ -43,11 +44,13 @@ def leaves(tree: object, prefix: str = "") -> dict[str, object]:
 
 
 def test_the_qwen_image_command() -> None:
-    ignored = ["compat.ignore=[reward]"]
-    composed = compose_all([*QWEN_IMAGE, *ignored])
+    composed = compose_all(QWEN_IMAGE)
     config = to_config(composed.config)
     composed.check()
-    assert of_kind(composed, "ignored") == REWARD
+    assert config.reward.terms == {
+        "ocr": None,
+        "vlm_ocr": {"url": VLLM, "model": "Qwen/Qwen3-VL-8B-Instruct"},
+    }
     assert (config.model.lora_rank, config.model.lora_alpha, config.model.dtype) == (
         64,
         128,
@@ -76,10 +79,11 @@ def test_the_qwen_image_command() -> None:
 
 
 def test_the_sd35_command() -> None:
-    composed = compose_all([*SD35, "compat.ignore=[reward,model.custom_chat_template]"])
+    composed = compose_all(SD35)
     composed.check()
     config = to_config(composed.config)
-    assert of_kind(composed, "ignored") == ["model.custom_chat_template", *REWARD]
+    assert config.reward.terms["vlm_ocr"] == {"url": VLLM, "model": "Qwen/Qwen2.5-VL-3B-Instruct"}
+    assert not config.trainer.val_before_train
     assert (config.rollout.algo.sde_type, config.rollout.algo.log_prob_convention) == (
         "cps",
         "peers",
@@ -100,28 +104,39 @@ def test_every_override_of_a_command_is_in_the_table_or_in_the_result(command: l
     for line in command:
         key = line.partition("=")[0]
         assert line in there or key in result, line
-    assert {row.kind for row in composed.rows} == {"translated", "no counterpart", "stops the run"}
+    assert {row.kind for row in composed.rows} == {"translated", "no counterpart"}
 
 
-@pytest.mark.parametrize(
-    ("command", "stopping"),
-    [(QWEN_IMAGE, REWARD), (SD35, ["model.custom_chat_template", *REWARD])],
-    ids=["qwen", "sd"],
-)
 def test_a_key_that_stops_the_run_does_not_stop_the_composition(
-    command: list[str], stopping: list[str], capsys: pytest.CaptureFixture
+    capsys: pytest.CaptureFixture,
 ) -> None:
+    command = [*SD35, "data.shuffle=False", f"{OTHER}model.custom_chat_template=prompt"]
     assert main(["train", "--cfg", "job", *command]) == 0
     shown = capsys.readouterr()
     assert "lora_rank: " in shown.out
     assert "actor_rollout_ref" not in shown.out
     assert main(["train", "--dry-run", *command]) == 2
     stopped = capsys.readouterr().err
-    assert shown.err.strip() in stopped
     assert stopped.count("\nerror: ") == 1
-    assert f"compat.ignore=[{','.join(stopping)}]" in stopped
+    assert "compat.ignore=[model.custom_chat_template,data.shuffle]" in stopped
     with pytest.raises(ValueError, match="would change what is trained"):
         compose_config(command)
+
+
+def test_a_run_prints_no_wall(capsys: pytest.CaptureFixture) -> None:
+    """Every override of the command is in the summary, or counted as one that loses a prefix."""
+    assert main(["train", "--dry-run", *SD35]) == 2
+    shown, _, error = capsys.readouterr().err.partition("error: ")
+    assert error.startswith("data.train_files")
+    composed = compose_all(SD35)
+    bare = [row for row in composed.rows if row.given == f"{OTHER}{row.here}"]
+    assert f"translated      {len(bare)} that only lose {OTHER}\n" in shown
+    words = shown.replace(",", " ").split()
+    for row in composed.rows:
+        if row not in bare:
+            assert row.given in shown or row.key.removeprefix(OTHER) in words
+    assert len(shown.splitlines()) < 40
+    assert max(len(line) for line in shown.splitlines() if "vllm serve" not in line) < 200
 
 
 def test_the_table_is_printed_once_and_has_three_columns(capsys: pytest.CaptureFixture) -> None:
@@ -179,12 +194,7 @@ def verl_omni_keys() -> list[str]:
 
 
 def test_no_key_of_verl_omni_is_unknown() -> None:
-    from omegaconf import OmegaConf
-
-    from flowgrpo_rc.config.compose import _keys
-    from flowgrpo_rc.config.tree import Config
-
-    known = set(_keys(OmegaConf.structured(Config)))
+    known = known_keys()
     keys = verl_omni_keys()
     assert len(keys) > 250
     for key in keys:
@@ -241,9 +251,13 @@ def test_no_key_of_verl_omni_is_unknown() -> None:
         ("data.val_max_samples=-1", ("rollout.val_kwargs.n", None)),
         ("data.val_max_samples=7", ("rollout.val_kwargs.n", 7)),
         ("trainer.save_freq=-1", ("trainer.save_freq", 0)),
-        ("trainer.device=cuda", ("trainer.device", "auto")),
+        ("trainer.device=cuda", ("trainer.device", "cuda")),
+        ("trainer.test_freq=-1", ("trainer.test_freq", -1)),
+        ("trainer.val_before_train=False", ("trainer.val_before_train", False)),
         ("trainer.default_local_dir=/b", ("trainer.output_dir", "/b")),
         ("trainer.logger=[console,clearml]", ("trainer.logger", ["console"])),
+        ("trainer.logger=console", ("trainer.logger", ["console"])),
+        ("algorithm.adv_estimator=dance_grpo", ("algorithm.adv_estimator", "flow_grpo")),
         ("trainer.max_actor_ckpt_to_keep=3", ("trainer.max_checkpoints_to_keep", 3)),
         ("algorithm.bypass_mode=false", ("algorithm.rollout_correction.bypass_mode", False)),
         (
@@ -265,14 +279,108 @@ def test_values_in_other_units(given: str, here: tuple[str, object]) -> None:
 
 
 def test_the_trust_region_of_flow_dppo() -> None:
+    """verl-omni reads kl_mask_threshold in place of clip_ratio, and clips no advantage."""
     loss = "actor_rollout_ref.actor.diffusion_loss"
     threshold = [f"{loss}.kl_mask_threshold=3e-5", f"{loss}.add_kl_coefficient=true"]
     assert [row.kind for row in compose_all(threshold).rows] == ["no counterpart"] * 2
-    dppo = compose_all([f"{loss}.loss_mode=flow_dppo", *threshold])
+    unread = [f"{loss}.clip_ratio=1e-5", f"{loss}.adv_clip_max=5.0"]
+    dppo = compose_all([f"{loss}.loss_mode=flow_dppo", *threshold, *unread])
     dppo.check()
-    assert dppo.config.actor.diffusion_loss.kl_threshold == 3e-5
+    section = to_config(dppo.config).actor.diffusion_loss
+    assert (section.kl_threshold, section.adv_clip_max) == (3e-5, math.inf)
+    section.validate()
+    own = compose_config([f"{loss}.loss_mode=flow_dppo", "actor.diffusion_loss.adv_clip_max=2"])
+    assert own.actor.diffusion_loss.adv_clip_max == 2
     with pytest.raises(ValueError, match="add_kl_coefficient=false"):
         compose_all([f"{loss}.loss_mode=flow_dppo", f"{loss}.add_kl_coefficient=false"]).check()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "further", "loss"),
+    [
+        ("flow_grpo", [], "flow_grpo"),
+        ("grpo_guard", [], "grpo_guard"),
+        ("flow_dppo", [], "flow_dppo"),
+        ("flow_dppo", [f"{OTHER}actor.diffusion_loss.loss_mode=grpo_guard"], "grpo_guard"),
+        ("grpo_guard", ["actor.diffusion_loss.loss_mode=flow_grpo"], "flow_grpo"),
+        ("mix_grpo", [f"{OTHER}actor.diffusion_loss.loss_mode=flow_grpo"], "flow_grpo"),
+        ("flow_grpo", [f"{OTHER}actor.policy_loss.loss_mode=grpo_guard"], "grpo_guard"),
+    ],
+)
+@pytest.mark.parametrize("whole", [False, True], ids=["single", "whole"])
+def test_the_algorithm_is_the_loss_if_that_is_not_given(
+    algorithm: str, further: list[str], loss: str, whole: bool
+) -> None:
+    config = compose_config(
+        [*(QWEN_IMAGE if whole else []), f"{OTHER}model.algorithm={algorithm}", *further]
+    )
+    assert config.actor.diffusion_loss.loss_mode == loss
+    to_config(config)
+
+
+@pytest.mark.parametrize(
+    ("given", "terms"),
+    [
+        (["jpeg_compressibility.py"], {"jpeg": {"weight": 1 / 500}}),
+        (
+            ["pkg://verl_omni.utils.reward_score.pickscore_reward"],
+            {"pickscore": {"weight": 1 / 26}},
+        ),
+        (["a/genrm_ocr.py"], {"vlm_ocr": {"url": VLLM, "model": "a/b"}}),
+        (
+            ["a/genrm_ocr.py", "reward.terms.vlm_ocr.url=http://localhost:9/v1"],
+            {"vlm_ocr": {"url": "http://localhost:9/v1", "model": "a/b"}},
+        ),
+        (["a/genrm_ocr.py", "reward.terms.ocr.weight=1"], {"ocr": {"weight": 1}}),
+        (["mine.py", "reward.terms.jpeg.weight=2"], {"jpeg": {"weight": 2}}),
+        (
+            ["a/genrm_ocr.py", "reward.terms.jpeg.weight=0"],
+            {"vlm_ocr": {"url": VLLM, "model": "a/b"}, "jpeg": {"weight": 0}},
+        ),
+    ],
+)
+def test_the_reward_of_a_command(given: list[str], terms: dict) -> None:
+    function, *own = given
+    composed = compose_all(
+        [
+            *WHOLE,
+            "reward.reward_model.enable=True",
+            "reward.reward_model.model_path=a/b",
+            f"reward.custom_reward_function.path={function}",
+            *own,
+        ]
+    )
+    found = {name: term for name, term in composed.config.reward.terms.items() if term is not None}
+    assert found == terms
+    stopped = [key for key in of_kind(composed, "stops the run") if key.startswith("reward")]
+    # No reward asks a reward model that the command starts.
+    expected = ["reward.reward_model.enable"] if not own and "vlm_ocr" not in terms else []
+    assert stopped == expected
+
+
+def test_several_rewards_of_a_command() -> None:
+    functions = "+reward.reward_functions"
+    composed = compose_all(
+        [
+            *WHOLE,
+            "reward.reward_model.enable=True",
+            "reward.reward_model.model_path=a/b",
+            "reward.custom_reward_function.path=pkg://verl_omni.reward_loop.reward_manager.multi",
+            f"{functions}.ocr.path=a/genrm_ocr.py",
+            f"{functions}.ocr.name=compute_score_ocr",
+            f"{functions}.ocr.weight=0.5",
+            f"{functions}.size.path=a/jpeg_compressibility.py",
+            f"{functions}.size.weight=0.5",
+        ]
+    )
+    assert composed.config.reward.terms == {
+        "ocr": {"_target_": "vlm_ocr", "url": VLLM, "model": "a/b", "weight": 0.5},
+        "size": {"_target_": "jpeg", "weight": 0.001},
+    }
+    stopped = of_kind(composed, "stops the run")
+    assert not [key for key in stopped if key.startswith("reward")]
+    other = compose_all([*WHOLE, f"{functions}.x.path=x.py", f"{functions}.ocr.path=genrm_ocr.py"])
+    assert "reward.reward_functions.x.path" in of_kind(other, "stops the run")
 
 
 def documented() -> list[tuple[str, str]]:
@@ -300,7 +408,14 @@ def test_the_page_documents_translations() -> None:
         ("actor_rollout_ref.model.target_modules=all-linear", True),
         ("actor_rollout_ref.model.lora_rank=0", True),
         ("actor_rollout_ref.model.algorithm=diffusion_nft", True),
-        ("actor_rollout_ref.model.algorithm=grpo_guard", False),
+        ("actor_rollout_ref.model.custom_chat_template=null", False),
+        ("actor_rollout_ref.model.custom_chat_template='Draw {{ messages[-1].content }}'", True),
+        ("actor_rollout_ref.model.custom_chat_template='{{ messages[-1].content }}'", False),
+        ("actor_rollout_ref.model.custom_chat_template='{{'", True),
+        ("actor_rollout_ref.model.custom_chat_template='{{ messages + 1 }}'", True),
+        ("actor_rollout_ref.rollout.algo.sde_contiguous=False", True),
+        ("actor_rollout_ref.rollout.pipeline.aspect_ratio=null", False),
+        ("distillation.enabled=True", True),
         ("actor_rollout_ref.model.tokenizer_path=/elsewhere", True),
         ("actor_rollout_ref.rollout.quantization=fp8", True),
         ("actor_rollout_ref.actor.optim.min_lr_ratio=0.1", True),
@@ -311,6 +426,9 @@ def test_the_page_documents_translations() -> None:
         ("data.custom_cls.path=a.py", True),
         ("data.custom_cls.path=null", False),
         ("reward.reward_functions.ocr.weight=0.5", True),
+        ("reward.custom_reward_function.path=mine/score.py", True),
+        ("reward.custom_reward_function.path=null", False),
+        ("reward.reward_model.enable=True", True),
         ("trainer.total_epochs=3", True),
         ("trainer.v1.trainer_mode=separate_async", True),
         ("trainer.resume_from_path=/c", True),
@@ -391,7 +509,7 @@ def test_ignoring_nothing_is_an_error() -> None:
             ["actor_rollout_ref.actor.grad_clip=1", "actor_rollout_ref.actor.optim.clip_grad=2"],
             ["actor.grad_clip=1", "actor.optim.clip_grad=2", "contradict"],
         ),
-        (["data.seed=1", "trainer.seed=2"], ["data.seed=1", "trainer.seed=2", "contradict"]),
+        (["trainer.seed=2", "data.seed=1"], ["data.seed=1", "trainer.seed=2", "contradict"]),
     ],
 )
 def test_unknown_and_contradictory_keys(overrides: list[str], words: list[str]) -> None:
@@ -399,6 +517,22 @@ def test_unknown_and_contradictory_keys(overrides: list[str], words: list[str]) 
         compose_all(overrides)
     for word in words:
         assert word in str(error.value)
+
+
+def test_an_override_in_own_words_after_a_command_replaces_what_the_command_says() -> None:
+    composed = compose_all([*SD35, "trainer.seed=7", "rollout.n=4", f"{OTHER}model.lora_rank=16"])
+    config = composed.config
+    assert (config.trainer.seed, config.rollout.n, config.model.lora_rank) == (7, 4, 16)
+    told = {row.given: row.here for row in composed.rows}
+    assert told["data.seed=42"] == "replaced by trainer.seed=7"
+    assert told[f"{OTHER}rollout.n=8"] == "replaced by rollout.n=4"
+    assert f"{OTHER}model.lora_rank=32" not in told
+
+
+def test_the_last_of_several_settings_of_a_key_counts() -> None:
+    composed = compose_all(["data.shuffle=False", "data.shuffle=True"])
+    composed.check()
+    assert [row.given for row in composed.rows] == ["data.shuffle=True"]
 
 
 def test_saying_the_same_twice_is_no_contradiction() -> None:

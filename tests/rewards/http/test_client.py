@@ -183,8 +183,8 @@ def test_addresses_that_are_fine():
 
 
 def test_one_unanswered_image_does_not_fail_the_others(caplog):
-    """A vision-language model fails for one image, talks about another, and then answers
-    nothing.
+    """A vision-language model writes two lines, fails for one image, talks about another, and
+    then answers nothing.
     """
     answers = {IMAGES[index, 0, 0].tobytes(): index for index in range(3)}
 
@@ -193,7 +193,7 @@ def test_one_unanswered_image_does_not_fail_the_others(caplog):
         first = decode_png(picture["image_url"]["url"].removeprefix("data:image/png;base64,"))[
             0, 0
         ].tobytes()
-        text = ["AB", None, "xx A B!"][answers[first]]
+        text = ["A\nB", None, "xx A B!"][answers[first]]
         choice = {"message": {"role": "assistant", "content": text}}
         assert words["text"]
         connection.sendall(http({"choices": [choice]}))

@@ -1,4 +1,4 @@
-"""verl-omni's keys of the actor: loss, optimizer, sharding."""
+"""verl-omni's keys of the actor: optimizer, sharding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from flowgrpo_rc.config.compat.rules import (
     Written,
     each,
     reported,
-    same,
     stops,
     to,
 )
@@ -25,8 +24,6 @@ from flowgrpo_rc.config.compat.verl_omni.keys import (
     PREFIX,
     SHARDING,
 )
-
-_OTHER_LOSS = reported("belongs to a loss that this project has not")
 
 
 def _warmup_steps(setting: Setting, given: Mapping[str, Any]) -> Outcome:
@@ -48,41 +45,9 @@ def _warmup_ratio(setting: Setting, given: Mapping[str, Any]) -> Outcome:
     )
 
 
-def _is_dppo(given: Mapping[str, Any]) -> bool:
-    names = (
-        f"{ACTOR}.diffusion_loss.loss_mode",
-        "actor.diffusion_loss.loss_mode",
-        f"{ACTOR}.policy_loss.loss_mode",
-    )
-    return any(given.get(name) == "flow_dppo" for name in names)
-
-
-def _kl_threshold(setting: Setting, given: Mapping[str, Any]) -> Outcome:
-    if _is_dppo(given):
-        return Outcome({"actor.diffusion_loss.kl_threshold": Written(setting.text)})
-    return Outcome(why="belongs to loss_mode=flow_dppo")
-
-
-def _kl_coefficient(setting: Setting, given: Mapping[str, Any]) -> Outcome:
-    """The key says whether the variance of a step holds its dt, as it always does here."""
-    if _is_dppo(given) and not same(setting.value, True):
-        return Outcome(
-            why="the KL here is that of the step, dt included: set it to true", stops=True
-        )
-    return Outcome(why=AS_HERE if _is_dppo(given) else "belongs to loss_mode=flow_dppo")
-
-
 ACTOR_RULES: dict[str, Rule] = {
     f"{ACTOR}.strategy": to("trainer.strategy", {"fsdp": "fsdp2"}),
     f"{ACTOR}.rollout_n": to("rollout.n"),
-    f"{ACTOR}.policy_loss.loss_mode": to("actor.diffusion_loss.loss_mode"),
-    **each(
-        f"{ACTOR}.diffusion_loss",
-        "mix_beta ref_kl_coef adaptive_weight_min dpo_beta mse_weight ratio_norm",
-        _OTHER_LOSS,
-    ),
-    f"{ACTOR}.diffusion_loss.kl_mask_threshold": _kl_threshold,
-    f"{ACTOR}.diffusion_loss.add_kl_coefficient": _kl_coefficient,
     f"{ACTOR}.loss_scale_factor": stops("set actor.optim.lr", unless=[None]),
     f"{ACTOR}.use_distill_loss": stops("there is no distillation", unless=[False]),
     **each(ACTOR, "distill_loss_mode distill_loss_coef", reported("belongs to use_distill_loss")),

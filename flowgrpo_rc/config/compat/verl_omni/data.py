@@ -1,4 +1,4 @@
-"""verl-omni's keys of the prompts and the rewards."""
+"""verl-omni's keys of the prompts."""
 
 from __future__ import annotations
 
@@ -15,22 +15,13 @@ from flowgrpo_rc.config.compat.rules import (
     stops,
     to,
 )
-from flowgrpo_rc.config.compat.verl_omni.keys import LOADING, PREFIX
-
-_REWARD = "rewards are set in reward.terms"
+from flowgrpo_rc.config.compat.verl_omni.keys import LOADING
 
 
 def _seed(setting: Setting, given: Mapping[str, Any]) -> Outcome:
     if setting.value is None:
         return Outcome(why="a run always has a seed: trainer.seed")
     return Outcome({"trainer.seed": Written(setting.text)})
-
-
-def _reward_workers(setting: Setting, given: Mapping[str, Any]) -> Outcome:
-    """verl-omni counts processes under this name; here it is rewards scored at the same time."""
-    if any(key.startswith(PREFIX) for key in given):
-        return Outcome(why="reward processes; here a reward is one thread")
-    return Outcome({setting.key: Written(setting.text)})
 
 
 DATA_RULES: dict[str, Rule] = {
@@ -64,21 +55,5 @@ DATA_RULES: dict[str, Rule] = {
         "filter_overlong_prompts_workers image_key video_key reward_fn_key "
         "return_multi_modal_inputs data_source",
         LOADING,
-    ),
-}
-
-REWARD_RULES: dict[str, Rule] = {
-    "reward.num_workers": _reward_workers,
-    "reward.custom_reward_function": reported("belongs to custom_reward_function.path"),
-    "reward.custom_reward_function.path": stops(_REWARD, unless=[None]),
-    "reward.reward_functions": stops(_REWARD, unless=[{}]),
-    "reward.models": stops(_REWARD, unless=[{}]),
-    "reward.aggregation": stops("rewards add up by weight", unless=["weighted_sum"]),
-    "reward.reward_model": reported("belongs to reward_model.enable"),
-    "reward.reward_model.enable": stops(_REWARD, unless=[False]),
-    **each(
-        "reward",
-        "reward_manager reward_kwargs sandbox_fusion accelerator_workers",
-        reported(_REWARD),
     ),
 }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jinja2.sandbox import SandboxedEnvironment
+
 from flowgrpo_rc.config.compat.rules import (
     AS_HERE,
     Outcome,
@@ -18,9 +20,10 @@ from flowgrpo_rc.config.compat.rules import (
     to,
 )
 from flowgrpo_rc.config.compat.verl_omni.keys import ADAPTER, LOADING, MODEL, SHARDING
+from flowgrpo_rc.config.compat.verl_omni.loss import ALGORITHMS, gives_loss, loss_outcome
 
-# Losses that both have, under the same names.
-_LOSSES = ("flow_grpo", "grpo_guard", "flow_dppo")
+# A chat of a system and a user's message, for looking at what a template makes of it.
+_CHAT = (("system", "the system's text"), ("user", "the user's text"))
 
 
 def _lora_rank(setting: Setting, given: Mapping[str, Any]) -> Outcome:
@@ -39,6 +42,34 @@ def _target_modules(setting: Setting, given: Mapping[str, Any]) -> Outcome:
     )
 
 
+def _algorithm(setting: Setting, given: Mapping[str, Any]) -> Outcome:
+    """verl-omni's algorithm is a sampler, and the loss if that is not given."""
+    if setting.value not in ALGORITHMS:
+        return Outcome(why="set actor.diffusion_loss and algorithm for it", stops=True)
+    if gives_loss(given):
+        return Outcome(why="actor.diffusion_loss.loss_mode decides")
+    return loss_outcome(ALGORITHMS[setting.value])
+
+
+def _chat_template(setting: Setting, given: Mapping[str, Any]) -> Outcome:
+    """Here a prompt is the text of its user messages; a template may say just that."""
+    if setting.value is None or _rendered(str(setting.value)) == dict(_CHAT)["user"]:
+        return Outcome(why="as here: the user's text alone")
+    return Outcome(
+        why="here a prompt is the text of its user messages, in the pipeline's own template",
+        stops=True,
+    )
+
+
+def _rendered(template: str) -> str | None:
+    """Returns what a chat template makes of the chat; None if it cannot be rendered."""
+    messages = [{"role": role, "content": content} for role, content in _CHAT]
+    try:
+        return SandboxedEnvironment().from_string(template).render(messages=messages)
+    except Exception:  # a template is foreign code
+        return None
+
+
 def _tokenizer_path(setting: Setting, given: Mapping[str, Any]) -> Outcome:
     own = given.get(f"{MODEL}.path", given.get("model.path"))
     if setting.value is None or str(setting.value).startswith(f"{own}/"):
@@ -50,12 +81,10 @@ def _tokenizer_path(setting: Setting, given: Mapping[str, Any]) -> Outcome:
 
 
 MODEL_RULES: dict[str, Rule] = {
-    f"{MODEL}.algorithm": stops("set actor.diffusion_loss and algorithm for it", unless=_LOSSES),
+    f"{MODEL}.algorithm": _algorithm,
+    f"{MODEL}.architecture": stops(ADAPTER, unless=[None]),
     f"{MODEL}.tokenizer_path": _tokenizer_path,
-    f"{MODEL}.custom_chat_template": stops(
-        "here a prompt is the text of its user messages, in the pipeline's own template",
-        unless=[None],
-    ),
+    f"{MODEL}.custom_chat_template": _chat_template,
     f"{MODEL}.extra_tokenizers": reported(
         "the pipeline's own tokenizers; rollout.pipeline.max_sequence_length"
     ),

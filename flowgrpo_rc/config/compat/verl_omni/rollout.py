@@ -101,6 +101,18 @@ ROLLOUT_RULES: dict[str, Rule] = {
     f"{ROLLOUT}.tensor_model_parallel_size": _tensor_parallel,
     f"{ROLLOUT}.pipeline.guidance_scale": to("rollout.pipeline.guidance_scale", {None: 1.0}),
     f"{ROLLOUT}.pipeline.num_frames": to("rollout.pipeline.num_frames", {1: None}),
+    f"{ROLLOUT}.pipeline.frame_rate": stops("videos have their model's rate", unless=[24.0]),
+    f"{ROLLOUT}.pipeline.video_flow_shift": stops(
+        "the shift is that of the checkpoint's scheduler", unless=[12.0]
+    ),
+    f"{ROLLOUT}.pipeline.aspect_ratio": stops("set rollout.pipeline.height, width", unless=[None]),
+    f"{ROLLOUT}.pipeline.output_type": stops("rewards say whether they score latents"),
+    **each(
+        ROLLOUT,
+        "top_k top_p repetition_penalty max_new_tokens llm_calculate_log_probs",
+        reported("belongs to text that a pipeline writes before the image"),
+    ),
+    f"{ROLLOUT}.algo.sde_contiguous": stops("a window is contiguous", unless=[True]),
     f"{ROLLOUT}.algo.sde_type": _sde_type,
     f"{ROLLOUT}.algo.sde_window_range": _window_range,
     f"{ROLLOUT}.algo.sample_strategy": stops(
@@ -117,11 +129,14 @@ ROLLOUT_RULES: dict[str, Rule] = {
     ),
     f"{ROLLOUT}.val_kwargs.pipeline.true_cfg_scale": to("rollout.val_kwargs.true_cfg_scale"),
     **each(
-        f"{ROLLOUT}.val_kwargs.pipeline", "height width max_sequence_length num_frames", _HELD_OUT
+        f"{ROLLOUT}.val_kwargs.pipeline",
+        "height width max_sequence_length num_frames frame_rate video_flow_shift aspect_ratio "
+        "output_type",
+        _HELD_OUT,
     ),
     **each(
         f"{ROLLOUT}.val_kwargs.algo",
-        "noise_level sde_type sde_window_size sde_window_range",
+        "noise_level sde_type sde_window_size sde_window_range sde_contiguous",
         _HELD_OUT,
     ),
     # Releases before the sections `pipeline` and `algo`.

@@ -17,7 +17,8 @@ from flowgrpo_rc.config.compat.rules import (
 )
 from flowgrpo_rc.config.compat.verl_omni.keys import LAUNCHER, LOGGING
 
-_LOGGERS = ("vemlp_wandb", "clearml", "file")
+# Loggers of verl that this project does not have.
+_THEIRS = ("vemlp_wandb", "clearml", "file")
 _NFT = reported("belongs to DiffusionNFT")
 
 
@@ -36,19 +37,21 @@ def _total_steps(setting: Setting, given: Mapping[str, Any]) -> Outcome:
     return Outcome({"trainer.total_training_steps": Written(setting.text)})
 
 
-def _frequency(setting: Setting, given: Mapping[str, Any]) -> Outcome:
-    """In verl-omni -1 means never; here 0 means only at the end."""
+def _save_freq(setting: Setting, given: Mapping[str, Any]) -> Outcome:
+    """In verl-omni -1 means never; here 0 means only at the end, where the LoRA is exported."""
     if isinstance(setting.value, int) and setting.value < 0:
         return Outcome({setting.key: 0})
     return Outcome({setting.key: Written(setting.text)})
 
 
 def _loggers(setting: Setting, given: Mapping[str, Any]) -> Outcome:
-    asked = setting.value if isinstance(setting.value, list) else [setting.value]
-    known = [name for name in asked if name not in _LOGGERS]
-    dropped = [name for name in asked if name in _LOGGERS]
+    """Takes a single name, too, and drops loggers that have no counterpart."""
+    is_list = isinstance(setting.value, list)
+    asked = setting.value if is_list else [setting.value]
+    dropped = [name for name in asked if name in _THEIRS]
+    known = [name for name in asked if name not in dropped]
     if not dropped:
-        return Outcome({"trainer.logger": Written(setting.text)})
+        return Outcome({"trainer.logger": Written(setting.text) if is_list else known})
     return Outcome(
         {"trainer.logger": known},
         f"there is no {', '.join(dropped)}; metrics.jsonl is always written",
@@ -67,6 +70,10 @@ ALGORITHM_RULES: dict[str, Rule] = {
     ),
     "algorithm.sample_source": stops("set data.replay_dir", unless=["online"]),
     "algorithm.paired_preference": stops("there are no pairs", unless=[False]),
+    "algorithm.adv_estimator": to("algorithm.adv_estimator", {"dance_grpo": "flow_grpo"}),
+    "distillation": stops("there is no distillation"),
+    "distillation.enabled": stops("there is no distillation", unless=[False]),
+    "distillation.teacher_models": reported("belongs to distillation.enabled"),
     "algorithm.bypass_mode": to("algorithm.rollout_correction.bypass_mode"),
     **each(
         "algorithm",
@@ -80,14 +87,11 @@ TRAINER_RULES: dict[str, Rule] = {
     "trainer.total_epochs": _epochs,
     "trainer.total_training_steps": _total_steps,
     "trainer.logger": _loggers,
-    "trainer.save_freq": _frequency,
-    "trainer.test_freq": _frequency,
+    "trainer.save_freq": _save_freq,
     "trainer.default_local_dir": to("trainer.output_dir"),
     "trainer.max_actor_ckpt_to_keep": _checkpoints_kept,
-    "trainer.device": to("trainer.device", {"cuda": "auto"}),
     "trainer.resume_from_path": stops("set trainer.output_dir to the run's folder", unless=[None]),
     "trainer.val_only": stops("use the command flowgrpo-rc eval", unless=[False]),
-    "trainer.val_before_train": reported("a run starts and ends with an evaluation"),
     "trainer.v1": reported("belongs to trainer_mode=separate_async"),
     "trainer.v1.trainer_mode": stops("set rollout.staleness", unless=["sync"]),
     "trainer.use_v1": reported("there is one trainer"),

@@ -1,0 +1,242 @@
+"""Finds the configuration files that a run builds on, and reads them in the words of any document.
+
+Files of this project are left to Hydra. A file of the user may hold another system's keys, such as
+`actor_rollout_ref.rollout.n`, and may be a block alone, without `defaults`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from flowgrpo_rc.config.compat import Row
+from flowgrpo_rc.config.compat.overrides import TRANSLATED, is_whole_command
+from flowgrpo_rc.config.compat.tree import leaves, translate_tree, values_of
+from flowgrpo_rc.config.known import CORRECTION, FREE_FORM, check_keys, is_correction, known_keys
+from flowgrpo_rc.config.names import DEFAULT_CONFIG, EXPERIMENT, OTHER_CONFIG
+
+_SELF = "_self_"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConfigFile:
+    """A configuration file.
+
+    Attributes:
+      name: `tiny_ocr`, or `experiment/NAME`.
+      tree: its keys and values in this project's naming, nested, without `defaults`.
+      defaults: what it builds on, in Hydra's grammar.
+      parents: the files among them, in order; None stands for the file itself.
+      given: key -> value, as a file of the user says it.
+      rows: what became of settings in the words of another system.
+      is_block: whether it builds on what it does not name. Its rollout correction is then a whole
+        one, in which the documents' defaults hold, not those of that file.
+      is_whole: whether it is a whole configuration of verl-omni.
+      is_changed: whether the file on the disk says it in another way.
+    """
+
+    name: str
+    tree: Mapping[str, Any]
+    defaults: Sequence[Any]
+    parents: Sequence[ConfigFile | None]
+    given: Mapping[str, Any] = field(default_factory=dict)
+    rows: Sequence[Row] = field(default_factory=list)
+    is_block: bool = False
+    is_whole: bool = False
+    is_changed: bool = False
+
+    def all_files(self) -> Iterator[ConfigFile]:
+        """Yields this file and those that it builds on."""
+        for parent in self.parents:
+            if parent is not None:
+                yield from parent.all_files()
+        yield self
+
+    def corrections(self) -> list[dict[str, Any]]:
+        """Returns the rollout corrections of this file and those that it builds on, one by one.
+
+        Hydra's merged mapping no longer tells the preset of one file from the keys of another.
+        """
+        own = self._own_correction()
+        layers: list[dict[str, Any]] = []
+        for parent in self.parents:
+            layers += [own] if parent is None else parent.corrections()
+        return layers
+
+    def chosen_corrections(self) -> list[dict[str, Any]]:
+        """Returns those of the corrections that count."""
+        own = self._own_correction()
+        return [own] if self.is_block and own else self.corrections()
+
+    def _own_correction(self) -> dict[str, Any]:
+        roots = ((path, self.tree.get(path.split(".")[0]) or {}) for path in CORRECTION)
+        sections = ((path, root.get("rollout_correction", {})) for path, root in roots)
+        return merged((path, section_of(section)) for path, section in sections)
+
+
+class ConfigFiles:
+    """The configuration files in some folders.
+
+    Args:
+      folders: the folders; the first is this project's.
+      beside: values of the keys on the command line.
+    """
+
+    def __init__(self, folders: Sequence[Path], beside: Mapping[str, Any]) -> None:
+        self._own = folders[0]
+        self._beside = beside
+        self.homes = {
+            path.relative_to(folder).with_suffix("").as_posix(): folder
+            for folder in folders
+            for pattern in ("*.yaml", f"{EXPERIMENT}/*.yaml")
+            for path in folder.glob(pattern)
+        }
+
+    def read(self, name: str) -> ConfigFile:
+        """Reads the file that a run starts from, and those that it builds on.
+
+        One without `defaults` builds on the bundled job, or on the defaults of verl-omni if it is a
+        whole configuration of verl-omni.
+
+        Raises:
+          ValueError: there is no such file, it cannot be read, or it has an unknown key.
+        """
+        name = name.removesuffix(".yaml")
+        if name not in self.homes:
+            raise ValueError(
+                f"--config-name {name}: there is no such file; there are "
+                f"{', '.join(sorted(self.homes))}"
+            )
+        return self._read(name, is_start=True)
+
+    def _read(self, name: str, *, is_start: bool) -> ConfigFile:
+        path = self.homes[name] / f"{name}.yaml"
+        tree = _mapping(path)
+        defaults = tree.pop("defaults", None)
+        if self.homes[name] == self._own:
+            return self._with_parents(name, tree, defaults or [_SELF])
+        given = values_of(tree)
+        on_disk = tree
+        try:
+            tree, rows = translate_tree(on_disk, known_keys(), {**given, **self._beside})
+            _check(tree)
+            _join_corrections(tree)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        is_block = defaults is None and is_start
+        whole = is_block and is_whole_command({*given, *self._beside})
+        if is_block:
+            base = OTHER_CONFIG if whole else DEFAULT_CONFIG
+            defaults = [f"/{base}", _SELF]
+            rows.append(Row(TRANSLATED, "(what is not given)", f"configs/{base}.yaml"))
+            if any(is_correction(key) for key in values_of(tree)):
+                what = "(what is not given of rollout_correction)"
+                rows.append(Row(TRANSLATED, what, "its own defaults, such as bypass_mode=false"))
+        file = self._with_parents(name, tree, defaults or [_SELF])
+        return replace(
+            file,
+            given=given,
+            rows=rows,
+            is_block=is_block,
+            is_whole=whole,
+            is_changed=is_block or tree != on_disk or file.is_changed,
+        )
+
+    def _with_parents(self, name: str, tree: Mapping[str, Any], defaults: list[Any]) -> ConfigFile:
+        """Reads the files that a file builds on, and puts changed ones in their place."""
+        if _SELF not in defaults:
+            defaults = [*defaults, _SELF]
+        found: list[ConfigFile | None] = []
+        entries: list[Any] = []
+        for entry in defaults:
+            parent = self._parent(name, entry)
+            if parent is not None or entry == _SELF:
+                found.append(parent)
+            if parent is not None and parent.is_changed:
+                entries.append(f"/{translated_name(parent.name)}@_global_")
+            else:
+                entries.append(entry)
+        return ConfigFile(
+            name=name,
+            tree=tree,
+            defaults=entries,
+            parents=found,
+            is_changed=entries != defaults,
+        )
+
+    def _parent(self, name: str, entry: Any) -> ConfigFile | None:
+        """Returns the file that an entry of the defaults names; None if it is no such file."""
+        if not isinstance(entry, str) or entry == _SELF:
+            return None
+        group = "" if entry.startswith("/") else f"{name.rpartition('/')[0]}/"
+        beside = f"{group}{entry}".lstrip("/")
+        return self._read(beside, is_start=False) if beside in self.homes else None
+
+
+def translated_name(name: str) -> str:
+    """Returns the name under which Hydra finds a changed file."""
+    group, slash, stem = name.rpartition("/")
+    return f"{group}{slash}_translated_{stem}"
+
+
+def section_of(value: Any) -> dict[str, Any]:
+    """Returns the settings of a correction, which may be a preset's name, or null for none."""
+    return value if isinstance(value, dict) else {"preset": "disabled" if value is None else value}
+
+
+def merged(sections: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Merges corrections; ValueError if two places give a key different values."""
+    found: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for path, section in sections:
+        for key, value in section.items():
+            if key in found and origin[key] != path and found[key] != value:
+                raise ValueError(
+                    f"{origin[key]}.{key}={found[key]!r} and {path}.{key}={value!r} contradict: "
+                    "drop one of them"
+                )
+            found[key], origin[key] = value, path
+    return found
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold a mapping of keys, such as rollout: {{n: 8}}")
+    return {str(key): value for key, value in found.items()}
+
+
+def _join_corrections(tree: dict[str, Any]) -> None:
+    """Moves the correction in verl-omni's place to ours, so that a file overrides one it builds on.
+
+    ValueError if both are there and contradict each other.
+    """
+    ours, theirs = (path.split(".")[0] for path in CORRECTION)
+    if "rollout_correction" not in (tree.get(theirs) or {}):
+        return
+    section = tree.get(ours) or {}
+    given = (section.get("rollout_correction", {}), tree[theirs].pop("rollout_correction"))
+    sections = zip(CORRECTION, map(section_of, given), strict=True)
+    tree[ours] = {**section, "rollout_correction": merged(sections)}
+
+
+def _check(tree: Mapping[str, Any]) -> None:
+    """Raises ValueError for an unknown key, and for a value in the place of a section."""
+    keys = {".".join(path): value for path, value in leaves(tree)}
+    own = [key for key in keys if not is_correction(key)]
+    check_keys(own)
+    for key in own:
+        if key.startswith(FREE_FORM):
+            continue
+        below = [name for name in known_keys() if name.startswith(f"{key}.")]
+        if below and not isinstance(keys[key], Mapping):
+            raise ValueError(f"{key}={keys[key]!r}: a section of keys, such as {min(below)}")
