@@ -185,8 +185,12 @@ def make_log(
     return RunLog(folder, console, trackers, speed, observers)
 
 
-def make_processes(config: Config) -> Processes:
+def make_processes(config: Config, *, quiet: bool = False) -> Processes:
     """Returns accelerate's view of this process, on the device of `device_of`.
+
+    Args:
+      config: the settings.
+      quiet: print nothing.
 
     Raises:
       ValueError: an earlier run of this Python session had another device or mixed precision, which
@@ -195,7 +199,7 @@ def make_processes(config: Config) -> Processes:
     resolve_strategy(config.trainer.strategy)
     on_cpu = device_of(config).type == "cpu"
     if on_cpu:
-        limit_threads()
+        limit_threads(quiet=quiet)
     try:
         accelerator = Accelerator(
             cpu=on_cpu,

@@ -88,7 +88,7 @@ def run(config: Config, *, callbacks: Sequence[Callback] = (), quiet: bool = Fal
     with StopRequest(config.trainer.max_time) as stop:
         found = settled(config)
         inputs = check_run(found, device_of(config), num_processes=processes_here(config))
-        processes = make_processes(found)
+        processes = make_processes(found, quiet=quiet)
         console = make_console(found, processes, quiet=quiet)
         with processes.noticing_losses():
             if config.rollout.dtype == AUTO and inputs.resumed is None:

@@ -64,13 +64,16 @@ def processes_here(config: Config) -> int:
     )
 
 
-def limit_threads() -> None:
+def limit_threads(*, quiet: bool = False) -> None:
     """Lets a process that is alone use no more threads than are safe on this machine, and says so.
 
     On two cores that is one thread. Two wait for each other whenever another program uses a core:
     beside one busy core two threads do 3 forwards and backwards of the bundled model a second and
     one does 7.7; on idle cores they do 11 and 8.5. On more cores nothing has been measured, and
     torch's number stays, as far as there are so many cores. OMP_NUM_THREADS overrules this.
+
+    Args:
+      quiet: print nothing.
     """
     if launched_processes() is not None or "OMP_NUM_THREADS" in os.environ:
         return
@@ -78,10 +81,12 @@ def limit_threads() -> None:
     threads = cores if cores > 2 else 1
     if torch.get_num_threads() > threads:
         torch.set_num_threads(threads)
-        print(
-            f"note: {threads} thread(s) for {cores} cores, so that threads do not wait for each "
-            "other (docs/troubleshooting.md#it-is-slow); OMP_NUM_THREADS sets another number"
-        )
+        if not quiet:
+            print(
+                f"note: {threads} thread(s) for {cores} cores, so that threads do not wait for "
+                "each other (docs/troubleshooting.md#it-is-slow); OMP_NUM_THREADS sets another "
+                "number"
+            )
 
 
 def usable_cores() -> int:
