@@ -32,6 +32,7 @@ from flowgrpo_rc.distributed.child import launched_processes
 from flowgrpo_rc.files import redact
 from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
 from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig, with_options
+from flowgrpo_rc.plugins import did_you_mean
 from flowgrpo_rc.training.config import ActorConfig, AlgorithmConfig
 
 _START = "start"
@@ -112,9 +113,10 @@ def compose_all(
     _register_resolvers()
     folders = _folders(config_dir)
     homes = _homes(folders)
-    config_name, settings = _experiment(
-        config_name, [_setting(override) for override in _parse(overrides)]
-    )
+    given = _parse(overrides)
+    groups = _groups(folders)
+    _check_groups(given, groups)
+    config_name, settings = _experiment(config_name, [_setting(override) for override in given])
     whole = config_name is None and is_whole_command([setting.key for setting in settings])
     config_name = config_name or (OTHER_CONFIG if whole else DEFAULT_CONFIG)
     config_name = config_name.removesuffix(".yaml")
@@ -127,9 +129,7 @@ def compose_all(
     parsed = _parse(translation.lines)
     correction = _correction_of([override for override in parsed if _is_correction(override)])
     others = [override for override in parsed if not _is_correction(override)]
-    _check_keys(
-        others, {path.name for folder in folders for path in folder.iterdir() if path.is_dir()}
-    )
+    _check_keys(others, set(groups))
     lines = [_free_form(str(override.input_line)) for override in others]
     composed = _compose(config_name, lines, homes[config_name], folders)
     config, notes = _translated(composed, _file_layers(config_name, homes), correction)
@@ -183,6 +183,14 @@ def _homes(folders: Iterable[Path]) -> dict[str, Path]:
         for pattern in ("*.yaml", f"{EXPERIMENT}/*.yaml")
         for path in folder.glob(pattern)
     }
+
+
+def _groups(folders: Iterable[Path]) -> dict[str, list[str]]:
+    """Returns the names in each Hydra group, which is a folder of configuration files."""
+    groups: dict[str, list[str]] = {}
+    for path in (path for folder in folders for path in folder.iterdir() if path.is_dir()):
+        groups.setdefault(path.name, []).extend(file.stem for file in path.glob("*.yaml"))
+    return groups
 
 
 def _folders(config_dir: str | None) -> list[Path]:
@@ -396,6 +404,18 @@ def _check_keys(overrides: Iterable[Override], groups: set[str]) -> None:
         raise ValueError(f"unknown key {key}: {hint}")
 
 
+def _check_groups(overrides: Iterable[Override], groups: Mapping[str, Sequence[str]]) -> None:
+    """Raises ValueError for a name that its Hydra group does not have."""
+    for override in overrides:
+        names = groups.get(override.key_or_group, ())
+        value = None if override.is_delete() else override.value()
+        if names and isinstance(value, str) and value not in names:
+            raise ValueError(
+                f"{override.input_line}: there is no {value!r}{did_you_mean(value, names)}; "
+                f"{override.key_or_group} may be {', '.join(sorted(names))}"
+            )
+
+
 @cache
 def _typed_tree() -> DictConfig:
     """The tree of the dataclasses with their defaults; built once, and changed by nobody."""
@@ -416,5 +436,6 @@ def _first_cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     key = getattr(error, "full_key", None)
-    text = str(error).split("\n")[0]
+    first, *others = str(error).split("\n")
+    text = " ".join([first, *(line for line in others if line.startswith("To append"))])
     return f"{key}: {text}" if key and key not in text else text

@@ -10,7 +10,7 @@ from flowgrpo_rc.records.trackers import validate_loggers
 
 RESUME_MODES = ("auto", "disable")
 PRECISIONS = ("no", "bf16")
-DEVICES = ("auto", "cpu")
+DEVICES = ("auto", "cuda", "cpu")
 AUTO = "auto"
 
 
@@ -31,7 +31,7 @@ class TrainerConfig:
         run.
     max_time: seconds of this command, then the run stops after the step with its state saved; null:
         no limit.
-    device: `auto` takes the GPU where there is one.
+    device: `auto` takes the GPU where there is one; `cuda` is an error without one.
     num_processes: processes that `flowgrpo-rc train` starts on this machine; 1 starts none. `auto`:
         one for each core or GPU, as far as they share a mini-batch evenly; under a launcher, as
         many as it has started.

@@ -26,7 +26,7 @@ _PACKAGES = (
     "transformers",
     "peft",
     "accelerate",
-    "rapidocr-onnxruntime",
+    "rapidocr",
 )
 # Keys that may differ between two commands on one run: they change the result by rounding at most.
 _FREE = (

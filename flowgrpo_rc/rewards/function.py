@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,12 +23,13 @@ class Function(Reward):
       kind: "image", "video", "text" or "latent" for a function that scores nothing else.
 
     Raises:
-      ValueError: `path` leads to no function.
+      ValueError: `path` leads to no function, or to one that does not take a sample and a prompt.
     """
 
     def __init__(self, *, path: str, kind: str = "any") -> None:
         self.kind = kind
         self._score: Callable[[Any, Prompt], float] = load_function(path)
+        _check_parameters(self._score, path)
 
     def __call__(self, samples: Any, prompts: Sequence[Prompt]) -> Scores:
         return Scores(
@@ -35,3 +37,17 @@ class Function(Reward):
                 self._score(sample, prompt) for sample, prompt in zip(samples, prompts, strict=True)
             ]
         )
+
+
+def _check_parameters(score: Callable[..., Any], path: str) -> None:
+    """Raises ValueError for a function that cannot be called as score(sample, prompt)."""
+    try:
+        parameters = inspect.signature(score)
+    except ValueError:  # functions in C need not have a signature
+        return
+    try:
+        parameters.bind("sample", "prompt")
+    except TypeError as error:
+        raise ValueError(
+            f"path={path!r} takes {parameters}, and is called with a sample and its prompt: {error}"
+        ) from error

@@ -193,9 +193,9 @@ def test_a_missing_package_or_compiler_is_named(
     for override, words in (
         (
             "rollout.quantization=fp8",
-            ["rollout.quantization=fp8 needs torchao", "flowgrpo-rc[quantization]"],
+            ["rollout.quantization=fp8 needs torchao", "pip install 'torchao"],
         ),
-        ("actor.optim.name=adamw_8bit", ["adamw_8bit needs torchao", "flowgrpo-rc[quantization]"]),
+        ("actor.optim.name=adamw_8bit", ["adamw_8bit needs torchao", "pip install 'torchao"]),
         ("rollout.compile=true", ["rollout.compile=true", "C++ compiler"]),
     ):
         assert train(override) == 2

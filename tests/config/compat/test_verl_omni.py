@@ -241,7 +241,7 @@ def test_no_key_of_verl_omni_is_unknown() -> None:
         ("data.val_max_samples=-1", ("rollout.val_kwargs.n", None)),
         ("data.val_max_samples=7", ("rollout.val_kwargs.n", 7)),
         ("trainer.save_freq=-1", ("trainer.save_freq", 0)),
-        ("trainer.device=cuda", ("trainer.device", "auto")),
+        ("trainer.device=cuda", ("trainer.device", "cuda")),
         ("trainer.default_local_dir=/b", ("trainer.output_dir", "/b")),
         ("trainer.logger=[console,swanlab]", ("trainer.logger", ["console"])),
         ("trainer.max_actor_ckpt_to_keep=3", ("trainer.max_checkpoints_to_keep", 3)),

@@ -84,7 +84,6 @@ TRAINER_RULES: dict[str, Rule] = {
     "trainer.test_freq": _frequency,
     "trainer.default_local_dir": to("trainer.output_dir"),
     "trainer.max_actor_ckpt_to_keep": _checkpoints_kept,
-    "trainer.device": to("trainer.device", {"cuda": "auto"}),
     "trainer.resume_from_path": stops("set trainer.output_dir to the run's folder", unless=[None]),
     "trainer.val_only": stops("use the command flowgrpo-rc eval", unless=[False]),
     "trainer.val_before_train": reported("a run starts and ends with an evaluation"),
