@@ -176,7 +176,7 @@ def _remedy(error: ImportError) -> str:
             f"{error}. On Debian and Ubuntu: apt-get install libgl1 libglib2.0-0. Where that "
             "cannot be: pip uninstall opencv-python, then pip install opencv-python-headless"
         )
-    return f"{error}. Install it: pip install 'rapidocr==3.8.4' onnxruntime"
+    return f"{error}. Install it: pip install 'rapidocr==3.8.*' onnxruntime"
 
 
 def _normalize(text: str) -> str:

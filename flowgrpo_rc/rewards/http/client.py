@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 PACKAGES = ("httpx2", "tenacity")
 PROBE_S = 10.0  # how long a probe waits
-NO_SUCH_PAGE = (404, 405)
+NO_ACCESS = (401, 403)
 BUSY = (429, 502, 503, 504)  # the server, or a proxy before it, asks to come again
 _LONGEST_QUOTE = 200  # characters of what a server says
 # The form of RFC 6750. JSON never escapes one of these characters, so a token can be found in it.
@@ -53,8 +53,12 @@ class _ComeAgain(ServerError):
         self.after_s = after_s
 
 
-class _NoJson(ServerError):
-    """The server is there, and has no JSON at this path."""
+class _Unreachable(_ComeAgain):
+    """Nobody listens at this address."""
+
+
+class _NoAccess(ServerError):
+    """The server refuses the token."""
 
 
 class JsonClient:
@@ -122,24 +126,24 @@ class JsonClient:
             logging.getLogger(name).setLevel(logging.WARNING)
 
     def probe(self, path: str) -> Any:
-        """Asks the server once whether it is there.
+        """Asks the server once whether it is there, with a GET request.
 
         Args:
           path: is appended to the client's url.
 
         Returns:
-          The JSON of its answer; None if it has none at this path.
+          The JSON of its answer; None if it is there and has none, since it need not answer GET.
 
         Raises:
           ValueError: it cannot be reached within some seconds, or refuses the token.
         """
         deadline = min(self._deadline_s, PROBE_S)
         (answer,) = asyncio.run(self._ask_all(path, [None], 1, deadline, attempts=1))
-        if isinstance(answer, _NoJson):
-            return None
-        if isinstance(answer, ServerError):
-            raise ValueError(f"{answer}: start the server first, and check url and token_env")
-        return answer
+        if isinstance(answer, _Unreachable):
+            raise ValueError(f"{answer}: start the server first, and check url")
+        if isinstance(answer, _NoAccess):
+            raise ValueError(f"{answer}: token_env must name the variable with its token")
+        return None if isinstance(answer, ServerError) else answer
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """Returns the answer to one request. Raises ServerError without one by the deadline."""
@@ -202,8 +206,10 @@ class JsonClient:
         verify = True if self._tls is None else self._tls
         # trust_env=False: a proxy of the environment would see the samples, and .netrc could send
         # other credentials.
+        # The deadline ends a request; connecting may take half of it.
+        timeout = httpx2.Timeout(None, connect=deadline_s / 2)
         async with httpx2.AsyncClient(
-            headers=headers, verify=verify, timeout=None, follow_redirects=False, trust_env=False
+            headers=headers, verify=verify, timeout=timeout, follow_redirects=False, trust_env=False
         ) as client:
             return await asyncio.gather(*(one(body) for body in bodies))
 
@@ -246,7 +252,7 @@ class JsonClient:
                 content = await self._content(response)
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             # Nothing has been sent yet, so the text of the error cannot hold the token.
-            raise _ComeAgain(
+            raise _Unreachable(
                 f"{self._url} cannot be reached ({type(error).__name__}: {error})"
             ) from None
         except (httpx2.HTTPError, ssl.SSLError) as error:
@@ -278,10 +284,10 @@ class JsonClient:
             )
         if status != 200:
             said = self._quoted(content) if kind == "application/json" else ""
-            failure = _NoJson if status in NO_SUCH_PAGE else ServerError
+            failure = _NoAccess if status in NO_ACCESS else ServerError
             raise failure(f"{self._url} answered {status}{said}")
         if kind != "application/json" or "content-encoding" in response.headers:
-            raise _NoJson(f"{self._url} answered something else than plain application/json")
+            raise ServerError(f"{self._url} answered something else than plain application/json")
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
