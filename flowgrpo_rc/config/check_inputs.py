@@ -49,9 +49,9 @@ def check_inputs(config: Config, *, num_processes: int = 1, trains: bool = True)
     if trains:
         check_output(config)
     prompts = prompts_of(config)
-    check_needs(config.reward)
     if trains:
         check_login(config.trainer.logger)
+    check_needs(config.reward)
     return prompts
 
 
