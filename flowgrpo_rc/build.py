@@ -18,8 +18,9 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.config.check_engine import ENGINE_KWARGS, engine_of, engine_options
 from flowgrpo_rc.config.check_folder import check_output
+from flowgrpo_rc.config.device import device_of
 from flowgrpo_rc.config.processes import limit_threads
-from flowgrpo_rc.config.settle import device_of, settled
+from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.data.prompts import PromptSampler

@@ -12,9 +12,37 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from flowgrpo_rc.commands import EXIT_BAD_INPUT, EXIT_FAILED
+from flowgrpo_rc import __version__
+from flowgrpo_rc.commands import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK
 from flowgrpo_rc.config.names import DEFAULT_CONFIG, OTHER_CONFIG
 from flowgrpo_rc.distributed.child import follow_parent, say_error
+from flowgrpo_rc.plugins import did_you_mean
+
+# Options of other programs, and the settings that do here what they do there.
+SETTINGS_OF_OPTIONS = {
+    "batch_size": "data.train_batch_size",
+    "data": "data.train_files",
+    "device": "trainer.device",
+    "epochs": "trainer.total_training_steps",
+    "learning_rate": "actor.optim.lr",
+    "lora_rank": "model.lora_rank",
+    "lr": "actor.optim.lr",
+    "max_steps": "trainer.total_training_steps",
+    "max_train_steps": "trainer.total_training_steps",
+    "model": "model.path",
+    "num_processes": "trainer.num_processes",
+    "out": "trainer.output_dir",
+    "output_dir": "trainer.output_dir",
+    "pretrained_model_name_or_path": "model.path",
+    "prompts": "data.train_files",
+    "rank": "model.lora_rank",
+    "resolution": "rollout.pipeline.height",
+    "seed": "trainer.seed",
+    "steps": "trainer.total_training_steps",
+}
+# Modules of `commands` that load the pipeline of a model, and those that load models of rewards.
+LOAD_PIPELINES = ("train", "calibrate", "evaluate")
+LOAD_REWARDS = (*LOAD_PIPELINES, "serve")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,20 +55,21 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit code: 0 when complete, 1 after a failure, 2 for bad input, 75 when stopped early.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    words = sys.argv[1:] if argv is None else list(argv)
-    arguments = _parser().parse_args(words, argparse.Namespace(words=words))
+    arguments = _parsed(sys.argv[1:] if argv is None else list(argv))
     follow_parent()
     if "" not in sys.path and os.getcwd() not in sys.path:
         # Rewards and functions of the user's own, as under `python -m`.
         sys.path.append(os.getcwd())
-    _quieten_libraries()
+    from flowgrpo_rc.commands.composing import prepare
     from flowgrpo_rc.distributed.processes import ProcessLost
     from flowgrpo_rc.records.checkpoint import CheckpointError
     from flowgrpo_rc.rewards.manager import RewardError
     from flowgrpo_rc.rollout.engine import EngineError
-    from flowgrpo_rc.training.update import NonFiniteGradient
 
     try:
+        if "config_name" in arguments and prepare(arguments) is not None:
+            return EXIT_OK
+        _quieten_libraries(arguments.command)
         command = import_module(f"flowgrpo_rc.commands.{arguments.command}")
         return int(command.main(arguments))
     except ValueError as error:
@@ -49,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (
         RewardError,
         CheckpointError,
-        NonFiniteGradient,
+        FloatingPointError,
         ProcessLost,
         EngineError,
         OSError,
@@ -59,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
 
 
-def _quieten_libraries() -> None:
+def _quieten_libraries(command: str) -> None:
     """Silences loading notices and progress bars, which would bury the run's own lines.
 
     diffusers imports torchao if it is installed, and that has notices of its own.
@@ -68,18 +97,51 @@ def _quieten_libraries() -> None:
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
+    if command in LOAD_REWARDS:
+        from transformers.utils import logging as transformers_logging
 
-    for library in (diffusers_logging, transformers_logging):
-        library.disable_progress_bar()
-        library.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        transformers_logging.set_verbosity_error()
+    if command in LOAD_PIPELINES:
+        from diffusers.utils import logging as diffusers_logging
+
+        diffusers_logging.disable_progress_bar()
+        diffusers_logging.set_verbosity_error()
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parsed(words: Sequence[str]) -> argparse.Namespace:
+    """Parses a command line; options may stand before, between and behind overrides."""
+    parser, commands = _parsers()
+    arguments = argparse.Namespace(words=list(words))
+    if not words or words[0] not in commands:
+        return parser.parse_args(words, arguments)  # prints help, the version or an error
+    command = commands[words[0]]
+    found, unknown = command.parse_known_intermixed_args(words[1:], arguments)
+    if unknown:
+        command.error(_unknown_option(unknown[0], command, takes_settings="config_name" in found))
+    return found
+
+
+def _unknown_option(option: str, command: argparse.ArgumentParser, *, takes_settings: bool) -> str:
+    """Returns the message about an option that a command does not have."""
+    name = option.partition("=")[0]
+    message = f"there is no option {name}"
+    key = SETTINGS_OF_OPTIONS.get(name.lstrip("-").replace("-", "_"))
+    if takes_settings and key is not None:
+        return f"{message}: settings are written key=value, here {key}=..."
+    options = [text for action in command._actions for text in action.option_strings]
+    message += did_you_mean(name, options)
+    if takes_settings:
+        message += "; settings are written key=value, such as trainer.total_training_steps=5"
+    return message
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Returns the parser of the whole command line, and that of each command by its name."""
     parser = argparse.ArgumentParser(
         prog="flowgrpo-rc", description="FlowGRPO with rollout correction"
     )
+    parser.add_argument("--version", action="version", version=f"flowgrpo-rc {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
     def command(name: str, module: str, help: str) -> argparse.ArgumentParser:
@@ -112,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
         command("serve-reward", "serve", "a reward over HTTP, for the remote reward of a run")
     )
     command("doctor", "doctor", "check the installation")
-    return parser
+    return parser, dict(commands.choices)
 
 
 def _train_options(parser: argparse.ArgumentParser) -> None:

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
+from shlex import quote
 from types import ModuleType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_ENGINE = "_engine"
+_EXTRA = re.compile(r"extra\s*==\s*['\"]([\w-]+)['\"]")
 _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -37,8 +41,8 @@ def load_class(package: str, name: str, base: type) -> type:
     if "." in name:
         return _class_at(name, base)
     modules = _module_names(package)
-    if f"{name}_engine" in modules:
-        name = f"{name}_engine"
+    if f"{name}{_ENGINE}" in modules:
+        name = f"{name}{_ENGINE}"
     if name not in modules:
         available = available_plugins(package, base)
         raise ValueError(
@@ -73,6 +77,26 @@ def available_plugins(package: str, base: type) -> list[str]:
     ]
 
 
+def check_engine_name(package: str, name: str, key: str) -> None:
+    """Checks the name of an engine without importing one, which would import its libraries.
+
+    Args:
+      package: a plug-in folder whose plug-ins end in `_engine`.
+      name: as `load_class` takes it; the full path of a class is not looked at.
+      key: the configuration key that the name comes from.
+
+    Raises:
+      ValueError: there is no such engine. The message lists those that exist.
+    """
+    modules = [module for module in _module_names(package) if module.endswith(_ENGINE)]
+    engines = sorted(module.removesuffix(_ENGINE) for module in modules)
+    if "." not in name and name.removesuffix(_ENGINE) not in engines:
+        raise ValueError(
+            f"{key}={name}: there is no plug-in {name!r}{did_you_mean(name, engines)}; available: "
+            f"{', '.join(engines)}, or the full path of a class, my_package.my_module.MyClass"
+        )
+
+
 def build(cls: type[T], options: Mapping[str, object], where: str) -> T:
     """Makes an object from its options.
 
@@ -95,13 +119,16 @@ def build(cls: type[T], options: Mapping[str, object], where: str) -> T:
         raise ValueError(f"{where}: {error}") from error
 
 
-def check_options(cls: type, options: Mapping[str, object], where: str) -> None:
+def check_options(
+    cls: type, options: Mapping[str, object], where: str, *, others: Sequence[str] = ()
+) -> None:
     """Checks the names of options against the parameters of a constructor.
 
     Args:
       cls: the class.
       options: keyword arguments of its constructor.
       where: the configuration key that the options come from.
+      others: what the same section takes besides, for the message.
 
     Raises:
       ValueError: the constructor has no such parameter (the message names the nearest one), or
@@ -114,9 +141,10 @@ def check_options(cls: type, options: Mapping[str, object], where: str) -> None:
     )
     for name in options:
         if name not in allowed and not takes_any:
-            listed = ", ".join(allowed) or "none"
+            known = [*others, *allowed]
+            listed = ", ".join(known) or "none"
             raise ValueError(
-                f"{where}.{name}: unknown option{did_you_mean(name, allowed)}; allowed: {listed}"
+                f"{where}.{name}: unknown option{did_you_mean(name, known)}; allowed: {listed}"
             )
     required = [name for name in allowed if parameters[name].default is inspect.Parameter.empty]
     missing = [name for name in required if name not in options]
@@ -147,6 +175,24 @@ def load_function(path: str) -> Callable[..., Any]:
     if not callable(value):
         raise ValueError(f"path={path!r}: {module_name} has no function {name!r}")
     return value
+
+
+def install_hint(extra: str) -> str:
+    """Returns the command that installs an optional part of this package.
+
+    It names the part's own requirements, so it works whether the package was installed from an
+    index, from a wheel or from a clone.
+
+    Args:
+      extra: the name of the part in pyproject.toml, such as `vllm-omni`.
+    """
+    try:
+        requirements = metadata.requires("flowgrpo-rc") or []
+    except metadata.PackageNotFoundError:
+        requirements = []
+    split = [requirement.partition(";") for requirement in requirements]
+    of_extra = [need.strip() for need, _, marker in split if _EXTRA.findall(marker) == [extra]]
+    return f"pip install {' '.join(map(quote, of_extra or [f'flowgrpo-rc[{extra}]']))}"
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:

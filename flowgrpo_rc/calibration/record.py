@@ -15,9 +15,8 @@ from flowgrpo_rc.calibration.prompts import check_conditioning
 from flowgrpo_rc.core.transition import log_prob
 from flowgrpo_rc.correction.correct import require_rollout_log_probs
 from flowgrpo_rc.models.base import FlowModel
-from flowgrpo_rc.models.lora import other_tensors
 from flowgrpo_rc.policies.scheduler import step_transition
-from flowgrpo_rc.rollout.engine import RolloutEngine
+from flowgrpo_rc.rollout.engine import RolloutEngine, other_tensors
 
 # Log-probs are sums of fp32 numbers of size 1, in some order.
 MEANS_APART = 1e-5

@@ -36,11 +36,11 @@ from flowgrpo_rc.calibration.record import (
 from flowgrpo_rc.calibration.result import Calibration, Folder, show
 from flowgrpo_rc.calibration.tails import TailTrial, check_tail, try_tails, with_tail
 from flowgrpo_rc.commands import EXIT_OK
-from flowgrpo_rc.commands.composing import composed
 from flowgrpo_rc.config.check_engine import chunk_size
 from flowgrpo_rc.config.checks import check_run
 from flowgrpo_rc.config.compose import unchecked_config
-from flowgrpo_rc.config.settle import device_of, settled
+from flowgrpo_rc.config.device import device_of
+from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.data.prompts import PromptSampler
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
@@ -56,10 +56,8 @@ PRECISIONS = ("fp32", "fp16", "bf16")  # of the copies, besides the engine's own
 
 def main(arguments: argparse.Namespace) -> int:
     """Calibrates the configuration that the command line asks for."""
-    composition = composed(arguments)
-    composition.check()
     calibrate(
-        unchecked_config(composition.config),
+        unchecked_config(arguments.composition.config),
         out=arguments.out,
         name=arguments.name,
         num_prompts=arguments.prompts,

@@ -1,29 +1,72 @@
-"""The configuration that a command line asks for, for the commands that take overrides."""
+"""The configuration that a command line asks for, for the commands that take overrides.
+
+It is composed and checked before the command's own module is imported, and with it the libraries of
+models, which take seconds: a wrong setting is answered at once.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
+from flowgrpo_rc.commands import EXIT_OK
+from flowgrpo_rc.config.check_inputs import check_inputs
+from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.compat import summary, table
-from flowgrpo_rc.config.compose import Composition, compose_all
-from flowgrpo_rc.distributed.child import is_child
+from flowgrpo_rc.config.compose import as_yaml, compose_all, unchecked_config
+from flowgrpo_rc.distributed.child import is_child, launched_processes
 
 
-def composed(arguments: argparse.Namespace) -> Composition:
-    """Composes the configuration, and prints what was written in other words.
+def prepare(arguments: argparse.Namespace) -> int | None:
+    """Composes and checks the configuration; prints what was written in other words.
 
     Args:
-      arguments: of a command with `overrides`, `config_name` and `config_dir`.
+      arguments: of train, plan or calibrate; `composition` is added.
+
+    Returns:
+      The exit code if nothing is left to do, as with `--cfg job`; None otherwise.
 
     Raises:
       ValueError: names the key, the value and what is allowed.
     """
-    found = compose_all(
-        arguments.overrides, config_name=arguments.config_name, config_dir=arguments.config_dir
+    composition = compose_all(
+        _settings(arguments.overrides),
+        config_name=arguments.config_name,
+        config_dir=arguments.config_dir,
     )
-    asked_for_all = vars(arguments).get("cfg") is not None
-    told = table if asked_for_all else summary
-    if found.rows and not is_child():
-        print(told(found.rows), file=sys.stderr)
-    return found
+    arguments.composition = composition
+    if composition.rows and not is_child():
+        told = table if vars(arguments).get("cfg") else summary
+        print(told(composition.rows), file=sys.stderr)
+    if arguments.command == "train" and arguments.cfg:
+        print(as_yaml(composition.config), end="")
+        return EXIT_OK
+    composition.check()
+    config = unchecked_config(composition.config)
+    if arguments.command == "plan":  # for another machine, which may have other files
+        check_settings(config)
+        return None
+    trains = arguments.command == "train"
+    check_inputs(config, num_processes=launched_processes() or 1, trains=trains)
+    return None
+
+
+def _settings(words: list[str]) -> list[str]:
+    """Returns overrides, after a check that each is one.
+
+    Raises:
+      ValueError: a word is no setting, for instance the rest of a value that was not quoted.
+    """
+    for place, word in enumerate(words):
+        if "=" in word or word.startswith("~"):
+            continue
+        if place == 0:
+            raise ValueError(f"{word!r} is no setting: settings are written key=value")
+        # Words up to the next setting, which the shell has split from this one's value.
+        rest = [other for other in words[place:] if "=" not in other]
+        whole = " ".join([words[place - 1], *rest])
+        raise ValueError(
+            f"{word!r} is no setting; if it belongs to the value before it, quote both together: "
+            f"'{whole}'"
+        )
+    return words

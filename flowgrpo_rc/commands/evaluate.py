@@ -9,7 +9,7 @@ from pathlib import Path
 from flowgrpo_rc.build import make_processes, make_task
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.config.checks import check_run
-from flowgrpo_rc.config.settle import device_of
+from flowgrpo_rc.config.device import device_of
 from flowgrpo_rc.config.tree import stored_config
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.models.lora import reference_policy

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from flowgrpo_rc.commands import EXIT_OK
-from flowgrpo_rc.commands.composing import composed
 from flowgrpo_rc.commands.plan_counts import counts
 from flowgrpo_rc.commands.plan_memory import as_size, memory, numbers_in, parts_of, strategy_of
 from flowgrpo_rc.config.checks import check_plan, num_trained
@@ -26,8 +25,7 @@ from flowgrpo_rc.config.tree import Config
 
 def main(arguments: argparse.Namespace) -> int:
     """Prints the plan of the configuration that the command line asks for."""
-    composition = composed(arguments)
-    composition.check()
+    composition = arguments.composition
     asked = composition.config.trainer.num_processes
     processes = arguments.processes or (asked if isinstance(asked, int) else 1)
     if arguments.nodes < 1 or processes % arguments.nodes:

@@ -16,13 +16,13 @@ import torch
 
 from flowgrpo_rc.build import assemble, make_console, make_log, make_processes
 from flowgrpo_rc.commands import EXIT_OK
-from flowgrpo_rc.commands.composing import composed
 from flowgrpo_rc.config.check_folder import can_be_extended, command_from_lora
 from flowgrpo_rc.config.checks import RunInputs, check_run
-from flowgrpo_rc.config.compose import as_yaml, unchecked_config
+from flowgrpo_rc.config.compose import unchecked_config
+from flowgrpo_rc.config.device import device_of
 from flowgrpo_rc.config.input_files import input_files
 from flowgrpo_rc.config.processes import num_processes, processes_here, usable_cores
-from flowgrpo_rc.config.settle import device_of, settled
+from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.child import launched_processes
 from flowgrpo_rc.distributed.launch import launch
@@ -47,13 +47,8 @@ Callback = Callable[[int, Mapping[str, float]], bool | None]
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Trains; with `--cfg job` prints the configuration and with `--dry-run` only checks it."""
-    composition = composed(arguments)
-    if arguments.cfg:
-        print(as_yaml(composition.config), end="")
-        return EXIT_OK
-    composition.check()
-    config = unchecked_config(composition.config)
+    """Trains as `arguments.composition` says; with `--dry-run` only checks it."""
+    config = unchecked_config(arguments.composition.config)
     device = device_of(config)
     number = num_processes(config, device)
     if arguments.dry_run:

@@ -14,11 +14,11 @@ import torch
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.sharding import resolve_strategy
 from flowgrpo_rc.models.base import absent_components, adapter_of
-from flowgrpo_rc.plugins import check_options, load_class
+from flowgrpo_rc.plugins import check_options, install_hint, load_class
+from flowgrpo_rc.rollout.config import PACKAGE
 from flowgrpo_rc.rollout.engine import RolloutEngine
 from flowgrpo_rc.rollout.quantization import check_device
 
-ROLLOUT_PACKAGE = "flowgrpo_rc.rollout"
 ENGINE_KWARGS = "rollout.engine_kwargs"
 COMPILERS = ("g++", "clang++")
 
@@ -30,9 +30,10 @@ def chunk_size(config: Config) -> int:
 
 def engine_class(config: Config) -> type[RolloutEngine[Any]]:
     """Returns the class that `rollout.name` names; ValueError if there is none."""
-    found: type[RolloutEngine[Any]] = load_class(
-        ROLLOUT_PACKAGE, config.rollout.name, RolloutEngine
-    )
+    try:
+        found: type[RolloutEngine[Any]] = load_class(PACKAGE, config.rollout.name, RolloutEngine)
+    except ValueError as error:
+        raise ValueError(f"rollout.name: {error}") from error
     return found
 
 
@@ -118,8 +119,7 @@ def check_machine(config: Config, device: torch.device) -> None:
     """Checks that this machine, and `device` in it, can do what the settings ask for.
 
     Raises:
-      ValueError: a setting that the machine cannot follow.
-      ImportError: the engine's package is not installed.
+      ValueError: a setting that the machine cannot follow, or a package that is missing.
     """
     if config.model.offload_idle and device.type == "cpu":
         raise ValueError(
@@ -146,8 +146,7 @@ def _check_installed(config: Config) -> None:
     package = engine_of(config).quantizations[quantization]
     if find_spec(package) is None:
         raise ValueError(
-            f"rollout.quantization={quantization} needs {package}: pip install "
-            "'flowgrpo-rc[quantization]'"
+            f"rollout.quantization={quantization} needs {package}: {install_hint('quantization')}"
         )
 
 
@@ -162,6 +161,8 @@ def _check_options_on(config: Config, device: torch.device) -> None:
         engine_of(config).check(pipeline_class, absent, device, engine_options(config))
     except ValueError as error:
         raise ValueError(f"{ENGINE_KWARGS}: {error}") from error
+    except ImportError as error:
+        raise ValueError(f"rollout.name={config.rollout.name}: {error}") from error
 
 
 def _check_compiler(config: Config, device: torch.device) -> None:

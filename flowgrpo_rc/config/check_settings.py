@@ -33,12 +33,6 @@ def check_settings(config: Config, num_processes: int = 1) -> None:
     config.actor.validate()
     config.algorithm.validate()
     config.trainer.validate()
-    for name in ("train_files", "val_files"):
-        if not getattr(config.data, name):
-            raise ValueError(
-                f"data.{name} is empty: give a prompt file (.txt, .jsonl, .parquet) or a list of "
-                "them"
-            )
     validate_rewards(config.reward)
     check_kind(config.reward, *SCORED[config.model.kind])
     _check_sizes(config, num_processes)

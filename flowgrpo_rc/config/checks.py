@@ -16,9 +16,10 @@ import torch
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.config.check_engine import check_engine, check_machine
 from flowgrpo_rc.config.check_folder import check_output, checkpoint_to_resume
+from flowgrpo_rc.config.check_inputs import check_inputs
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.tree import Config
-from flowgrpo_rc.data.prompts import PromptSampler, read_prompts
+from flowgrpo_rc.data.prompts import PromptSampler
 from flowgrpo_rc.models.architecture import META, build_architecture
 from flowgrpo_rc.models.base import FlowModel, adapter_of
 from flowgrpo_rc.models.causal_lm import load_tokenizer, token_rows
@@ -26,7 +27,7 @@ from flowgrpo_rc.models.lora import add_lora, lora_parameters
 from flowgrpo_rc.records.checkpoint import Checkpoint
 from flowgrpo_rc.records.earlier_batches import check_processes
 from flowgrpo_rc.records.rollout_files import check_headers, replay_files
-from flowgrpo_rc.rewards.manager import check_kind, requires_target
+from flowgrpo_rc.rewards.manager import check_kind
 from flowgrpo_rc.rollout.quantization import check_layers
 from flowgrpo_rc.training.optim import check_optimizer
 
@@ -72,15 +73,11 @@ def check_run(
 
     Raises:
       ValueError: names the key, the value and what is allowed.
-      ImportError: the engine's package is not installed.
       CheckpointError: the checkpoint to go on from is damaged.
     """
-    check_settings(config, num_processes)
+    sampler, held_out = check_inputs(config, num_processes=num_processes, trains=trains)
     if samples:
         check_engine(config)
-    if trains:
-        check_output(config)
-    sampler, held_out = prompts_of(config)
     resumed = checkpoint_to_resume(config) if trains else None
     if resumed is not None:
         check_processes(resumed.files, num_processes)
@@ -112,32 +109,6 @@ def check_plan(config: Config, num_processes: int) -> FlowModel | None:
     check_settings(config, num_processes)
     check_engine(config)
     return _check_model(config)
-
-
-def prompts_of(config: Config) -> tuple[PromptSampler, list[Prompt]]:
-    """Reads the prompt files.
-
-    Returns:
-      The sampler of training prompts, and the held-out prompts.
-
-    Raises:
-      ValueError: a file is missing, empty or malformed, or has too few prompts.
-    """
-    data = config.data
-    target = requires_target(config.reward)
-    train = read_prompts(
-        data.train_files,
-        require_target=target,
-        negative_text=data.negative_prompt,
-        key="data.train_files",
-    )
-    held_out = read_prompts(
-        data.val_files,
-        require_target=target,
-        negative_text=data.negative_prompt,
-        key="data.val_files",
-    )
-    return PromptSampler(train, data.train_batch_size, config.trainer.seed), held_out
 
 
 def num_trained(model: FlowModel) -> int:

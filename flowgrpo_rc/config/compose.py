@@ -5,7 +5,7 @@ The only file that imports hydra.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +43,7 @@ from flowgrpo_rc.distributed.child import launched_processes
 from flowgrpo_rc.files import redact
 from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
 from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig, with_options
+from flowgrpo_rc.plugins import did_you_mean
 from flowgrpo_rc.training.config import ActorConfig, AlgorithmConfig
 
 _START = "start"
@@ -118,8 +119,11 @@ def compose_all(
     """
     _register_resolvers()
     folders = _folders(config_dir)
+    parsed_overrides = _parse(overrides)
+    groups = _groups(folders)
+    _check_groups(parsed_overrides, groups)
     config_name, settings = _experiment(
-        config_name, [_setting(override) for override in _parse(overrides)]
+        config_name, [_setting(override) for override in parsed_overrides]
     )
     given = {setting.key: setting.value for setting in settings}
     is_command = config_name is None and is_whole_command(given)
@@ -135,7 +139,7 @@ def compose_all(
     others = [each for each in parsed if not is_correction(each.key_or_group)]
     check_keys(
         [override.key_or_group for override in others],
-        {path.name for folder in folders for path in folder.iterdir() if path.is_dir()},
+        set(groups),
     )
     lines = [_free_form(str(override.input_line)) for override in others]
     composed = _compose(file, lines, files.homes[file.name], folders)
@@ -189,6 +193,14 @@ def _experiment(
     return f"{EXPERIMENT}/{chosen[0].value}", [
         setting for setting in settings if setting.key != EXPERIMENT
     ]
+
+
+def _groups(folders: Iterable[Path]) -> dict[str, list[str]]:
+    """Returns the names in each Hydra group, which is a folder of configuration files."""
+    groups: dict[str, list[str]] = {}
+    for path in (path for folder in folders for path in folder.iterdir() if path.is_dir()):
+        groups.setdefault(path.name, []).extend(file.stem for file in path.glob("*.yaml"))
+    return groups
 
 
 def _folders(config_dir: str | None) -> list[Path]:
@@ -339,6 +351,18 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
     return parsed
 
 
+def _check_groups(overrides: Iterable[Override], groups: Mapping[str, Sequence[str]]) -> None:
+    """Raises ValueError for a name that its Hydra group does not have."""
+    for override in overrides:
+        names = groups.get(override.key_or_group, ())
+        value = None if override.is_delete() else override.value()
+        if names and isinstance(value, str) and value not in names:
+            raise ValueError(
+                f"{override.input_line}: there is no {value!r}{did_you_mean(value, names)}; "
+                f"{override.key_or_group} may be {', '.join(sorted(names))}"
+            )
+
+
 def _first_cause(error: BaseException) -> str:
     """The message at the root of a chain of hydra errors, on one line."""
     while error.__cause__ is not None:
@@ -352,4 +376,6 @@ def _first_cause(error: BaseException) -> str:
         text = f"{where}: {lines[1]}"
         keys = [line.partition("full_key: ")[2] for line in lines if "full_key: " in line]
         key = keys[0] if keys else None
+    else:
+        text = " ".join([text, *(line for line in lines[1:] if line.startswith("To append"))])
     return f"{key}: {text}" if key and key not in text else text

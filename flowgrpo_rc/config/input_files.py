@@ -11,7 +11,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.data.prompts import prompt_files
-from flowgrpo_rc.models.base import INDEX_FILES
+from flowgrpo_rc.models.config import INDEX_FILES
 from flowgrpo_rc.records.inputs import files_of_model
 
 

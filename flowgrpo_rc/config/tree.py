@@ -19,7 +19,7 @@ from flowgrpo_rc.correction.recompute import why_recompute
 from flowgrpo_rc.correction.thresholds import KEY
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.losses.config import LossConfig
-from flowgrpo_rc.models.base import ModelConfig
+from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.monitoring.expected_mismatch import relative_size
 from flowgrpo_rc.records.config import TrainerConfig
 from flowgrpo_rc.rewards.manager import RewardConfig

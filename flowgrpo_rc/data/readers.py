@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from flowgrpo_rc.plugins import install_hint
+
 Row = Mapping[str, object]  # column -> value
 # How the file names of a folder may go on after `train` or `test`.
 _ENDINGS = (".txt", ".jsonl", "_metadata.jsonl", ".parquet")
@@ -63,13 +65,18 @@ def read_rows(file: Path, key: str) -> Iterator[tuple[str, Row]]:
       (place, row): the place for messages, such as `line 3`, and the columns of one prompt.
 
     Raises:
-      ValueError: the file does not exist, has an unknown ending, or cannot be read.
-      ImportError: the file is parquet and pyarrow is not installed.
+      ValueError: the file does not exist, has an unknown ending, cannot be read, or is parquet and
+        pyarrow is not installed.
     """
+    if not file.is_file():
+        kind = "file" if file.suffix else "file or folder"
+        given = file if file.is_absolute() else f"{file} in {Path.cwd()}"
+        raise ValueError(
+            f"{key}: there is no {kind} {given}; give a prompt file ({', '.join(_READERS)}), or a "
+            f"folder that has one of train and one of test"
+        )
     if file.suffix not in _READERS:
         raise ValueError(f"{key}: {file} ends in {file.suffix!r}; allowed: {', '.join(_READERS)}")
-    if not file.is_file():
-        raise ValueError(f"{key}: there is no file {file} (looked in {Path.cwd()})")
     for place, row in _READERS[file.suffix](file, key):
         yield place, _without_chat(row, f"{key}: {file}, {place}")
 
@@ -141,8 +148,8 @@ def _read_parquet(file: Path, key: str) -> Iterator[tuple[str, Row]]:
         from pyarrow import ArrowInvalid
         from pyarrow.parquet import read_table
     except ImportError as error:
-        raise ImportError(
-            f"{key}: reading {file} needs pyarrow: pip install 'flowgrpo_rc[parquet]'"
+        raise ValueError(
+            f"{key}: reading {file} needs pyarrow: {install_hint('parquet')}"
         ) from error
     try:
         rows = read_table(file).to_pylist()

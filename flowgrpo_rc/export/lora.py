@@ -12,7 +12,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from flowgrpo_rc.files import write_atomic
-from flowgrpo_rc.models.base import ModelConfig
+from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora_files import ADAPTER, EXPORT_NAMES, file_key
 from flowgrpo_rc.models.peft_files import TENSORS_NAME, peft_files
 

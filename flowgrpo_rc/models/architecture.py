@@ -13,7 +13,8 @@ import torch
 from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
 from transformers import PreTrainedModel
 
-from flowgrpo_rc.models.base import DTYPES, FlowModel, ModelConfig, adapter_of
+from flowgrpo_rc.models.base import DTYPES, FlowModel, adapter_of
+from flowgrpo_rc.models.config import ModelConfig
 
 META = torch.device("meta")
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import copy
 import importlib
+import json
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec
 from flowgrpo_rc.core.schedule import kept_steps
+from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
+from flowgrpo_rc.models.hub import model_file
 from flowgrpo_rc.models.sharing import Shared
 from flowgrpo_rc.plugins import load_class
 
@@ -33,91 +35,8 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-LORA_INITS = ("gaussian", "default")
 # How model_index.json writes a component that is not there.
 _ABSENT = [None, None]
-# The file by which a checkpoint of each kind is known.
-INDEX_FILES = {"diffusion": "model_index.json", "causal_lm": "config.json"}
-
-
-@dataclass(kw_only=True)
-class ModelConfig:
-    """The model to train, and its LoRA.
-
-    kind: `diffusion` for images and videos, `causal_lm` for text.
-    path: a local folder or a hub id.
-    dtype: precision of the frozen weights. The LoRA is fp32; with `fp64`, which is for exact
-        comparisons on a CPU, it is fp64 too.
-    lora_rank: inner dimension of the LoRA.
-    lora_alpha: the LoRA is added with strength lora_alpha / lora_rank.
-    lora_init: `gaussian` or the default of peft; either way the model starts unchanged.
-    lora_path: an exported LoRA (folder or file) to start from.
-    target_modules: name endings of the linear layers that get a LoRA; null takes the adapter's
-        default.
-    gradient_checkpointing: recompute activations in the backward pass: less memory, more time.
-    adapter: the class of a flow model of your own, `my_module.MyModel`; null takes the one for the
-        checkpoint's pipeline.
-    offload_idle: keep text encoders and VAE on the CPU while nobody uses them.
-    """
-
-    kind: str = "diffusion"
-    path: str = ""
-    dtype: str = "fp32"
-    lora_rank: int = 32
-    lora_alpha: int = 64
-    lora_init: str = "gaussian"
-    lora_path: str | None = None
-    target_modules: list[str] | None = None
-    gradient_checkpointing: bool = False
-    offload_idle: bool = False
-    adapter: str | None = None
-
-    def hub_id(self) -> str | None:
-        """Returns `path` if it is a hub id; None for a local folder, which may be gone by now."""
-        is_local = Path(self.path).expanduser().exists() or self.path.startswith((".", "/", "~"))
-        return None if is_local or self.path.count("/") != 1 else self.path
-
-    def validate(self) -> None:
-        """Checks the settings without loading anything.
-
-        Raises:
-          ValueError: settings that cannot work, or that have no effect.
-        """
-        if self.kind not in INDEX_FILES:
-            raise ValueError(f"model.kind={self.kind!r}: allowed are {', '.join(INDEX_FILES)}")
-        if self.dtype not in ("fp32", "bf16", "fp64"):
-            raise ValueError(f"model.dtype={self.dtype!r}: allowed are fp32, bf16, fp64")
-        if self.lora_rank < 1 or self.lora_alpha < 1:
-            raise ValueError(
-                f"model.lora_rank={self.lora_rank}, model.lora_alpha={self.lora_alpha}: give at "
-                "least 1"
-            )
-        if self.lora_init not in LORA_INITS:
-            raise ValueError(
-                f"model.lora_init={self.lora_init!r}: allowed are {', '.join(LORA_INITS)}"
-            )
-        for given, setting in (
-            (self.offload_idle, "model.offload_idle=true"),
-            (self.adapter is not None, f"model.adapter={self.adapter}"),
-        ):
-            if given and self.kind != "diffusion":
-                raise ValueError(f"{setting} has no effect with model.kind={self.kind}: drop it")
-        if not self.path:
-            raise ValueError("model.path is empty: give a local folder or a hub id")
-        folder = Path(self.path).expanduser()
-        if folder.exists():
-            if not (folder / INDEX_FILES[self.kind]).is_file():
-                raise ValueError(
-                    f"model.path={self.path}: no {INDEX_FILES[self.kind]} there, so it is no model "
-                    f"of model.kind={self.kind}"
-                )
-        elif self.hub_id() is None:
-            raise ValueError(
-                f"model.path={self.path}: there is no such folder, and it has not the form of a "
-                "hub id"
-            )
-        if self.lora_path is not None and not Path(self.lora_path).expanduser().exists():
-            raise ValueError(f"model.lora_path={self.lora_path}: there is no such file or folder")
 
 
 class Schedule(NamedTuple):
@@ -462,8 +381,8 @@ def _path(config: ModelConfig) -> str:
 def _read_index(config: ModelConfig) -> dict[str, Any]:
     """The content of model_index.json."""
     try:
-        return dict(DiffusionPipeline.load_config(_path(config)))
-    except OSError as error:
+        return dict(json.loads(model_file(config.path, INDEX_FILES["diffusion"]).read_text()))
+    except (OSError, json.JSONDecodeError) as error:
         raise ValueError(
             f"model.path={config.path}: cannot be read as a diffusers pipeline: {error}"
         ) from error

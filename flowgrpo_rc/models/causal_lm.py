@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flowgrpo_rc.models.base import DTYPES, ModelConfig
+from flowgrpo_rc.models.base import DTYPES
+from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
+from flowgrpo_rc.models.hub import model_file
 
 
 class CausalLM:
@@ -143,6 +145,7 @@ def load_tokenizer(config: ModelConfig) -> Any:
     """
     from transformers import AutoTokenizer
 
+    model_file(config.path, INDEX_FILES["causal_lm"])
     try:
         return AutoTokenizer.from_pretrained(_location(config))
     except (OSError, ValueError) as error:

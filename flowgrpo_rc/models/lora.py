@@ -6,16 +6,17 @@ B are trained. See https://arxiv.org/abs/2106.09685.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from peft import LoraConfig
-from torch import Tensor, nn
+from torch import nn
 
 from flowgrpo_rc.core.random import derive_seed
-from flowgrpo_rc.models.base import DTYPES, ModelConfig, TrainableModel
+from flowgrpo_rc.models.base import DTYPES, TrainableModel
+from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora_files import ADAPTER, load_export
 
 
@@ -95,19 +96,3 @@ def reference_policy(network: Any) -> Iterator[None]:
 def _ends_a_name(target: str, names: Sequence[str]) -> bool:
     """Whether one of the dotted names is the target or ends in it."""
     return any(name == target or name.endswith("." + target) for name in names)
-
-
-def other_tensors(held: Mapping[str, Tensor], pushed: Mapping[str, Tensor]) -> int:
-    """Counts the LoRA tensors that are not those that were pushed, apart from rounding.
-
-    A tensor that only one of the two has counts as well.
-
-    Args:
-      held: what an engine holds, by name, in its precision.
-      pushed: what it was given, by name.
-    """
-    one_sided = held.keys() ^ pushed.keys()
-    differ = [
-        (tensor != pushed[name].to(tensor)).any() for name, tensor in held.items() if name in pushed
-    ]
-    return len(one_sided) + (int(torch.stack(differ).sum()) if differ else 0)

@@ -13,7 +13,7 @@ from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from safetensors import safe_open
 from torch import nn
 
-from flowgrpo_rc.models.base import ModelConfig
+from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.peft_files import CONFIG_NAME, TENSORS_NAME
 
 # The LoRA's name in the parameters of a network, `....lora_A.default.weight`. Files leave it out.

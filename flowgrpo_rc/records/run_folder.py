@@ -30,7 +30,7 @@ _PACKAGES = (
     "transformers",
     "peft",
     "accelerate",
-    "rapidocr-onnxruntime",
+    "rapidocr",
 )
 # Keys that may differ between two commands on one run: they change the result by rounding at most.
 # The length of the run is checked by itself.

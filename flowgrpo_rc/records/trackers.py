@@ -49,6 +49,19 @@ def validate_loggers(loggers: Sequence[str]) -> None:
             )
 
 
+def check_login(loggers: Sequence[str]) -> None:
+    """Raises ValueError if wandb is asked for and nobody is logged in. Needs no network."""
+    if "wandb" not in loggers or _wandb_is_offline():
+        return
+    import wandb
+
+    if not wandb.login(prompt=False, verify=False):
+        raise ValueError(
+            "trainer.logger: wandb has no login: run `wandb login`, set WANDB_API_KEY, keep the "
+            "data here with WANDB_MODE=offline, or set trainer.logger=[console]"
+        )
+
+
 def accelerate_loggers(loggers: Sequence[str]) -> list[str]:
     """Returns the loggers for `Accelerator(log_with=...)`: all but the console."""
     return [name for name in dict.fromkeys(loggers) if name != "console"]
@@ -213,8 +226,7 @@ def _wandb_settings(experiment_name: str, run_dir: Path, identity: str) -> dict[
 
     # wandb's metadata would hold the whole command line, where an override may be a password.
     settings = wandb.Settings(disable_git=True, x_disable_meta=True)
-    offline = os.environ.get("WANDB_MODE", "online") != "online"
-    resume = None if offline else "allow"
+    resume = None if _wandb_is_offline() else "allow"
     return {
         "name": experiment_name,
         "id": identity,
@@ -236,3 +248,7 @@ def _swanlab_settings(experiment_name: str, run_dir: Path, identity: str) -> dic
         "log_dir": str(run_dir / "swanlab"),
         "settings": settings,
     }
+
+
+def _wandb_is_offline() -> bool:
+    return os.environ.get("WANDB_MODE", "online") != "online"

@@ -65,6 +65,13 @@ class Reward(ABC):
     part_names: tuple[str, ...] = ()
     requires_target: bool = False
 
+    def check(self) -> None:  # noqa: B027 - most rewards need nothing
+        """Raises ValueError if what it needs is missing on this machine or cannot be reached.
+
+        It is called before anything is loaded, and loads nothing large itself. A reward that needs
+        nothing but its options need not define it.
+        """
+
     @abstractmethod
     def __call__(self, samples: Any, prompts: Sequence[Prompt]) -> Scores:
         """Scores N samples.

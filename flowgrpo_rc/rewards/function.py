@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -29,12 +30,13 @@ class Function(Reward):
       kind: "image", "video", "text" or "latent" for a function that scores nothing else.
 
     Raises:
-      ValueError: `path` leads to no function.
+      ValueError: `path` leads to no function, or to one that does not take a sample and a prompt.
     """
 
     def __init__(self, *, path: str, kind: str = "any") -> None:
         self.kind = kind
         self._score: Score = _given_at(path) if path.startswith(GIVEN) else load_function(path)
+        _check_parameters(self._score, path)
 
     def __call__(self, samples: Any, prompts: Sequence[Prompt]) -> Scores:
         numbers = [
@@ -79,3 +81,17 @@ def _given_at(path: str) -> Score:
             f"call flowgrpo_rc.train or Run.resume with rewards={{{name!r}: the function}}"
         )
     return _given[name]
+
+
+def _check_parameters(score: Callable[..., Any], path: str) -> None:
+    """Raises ValueError for a function that cannot be called as score(sample, prompt)."""
+    try:
+        parameters = inspect.signature(score)
+    except ValueError:  # functions in C need not have a signature
+        return
+    try:
+        parameters.bind("sample", "prompt")
+    except TypeError as error:
+        raise ValueError(
+            f"path={path!r} takes {parameters}, and is called with a sample and its prompt: {error}"
+        ) from error

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Prompt, Rewards
-from flowgrpo_rc.plugins import build, load_class
+from flowgrpo_rc.plugins import build, check_options, load_class
 from flowgrpo_rc.rewards.base import KINDS, Reward, Samples, Scores, finite_numbers
 
 PACKAGE = "flowgrpo_rc.rewards"
@@ -89,6 +89,18 @@ class _Outcome:
 def validate_rewards(config: RewardConfig) -> None:
     """Raises ValueError, naming the key, if RewardManager would refuse `config`. Loads no model."""
     _build_terms(config)
+
+
+def check_needs(config: RewardConfig) -> None:
+    """Raises ValueError, naming the term, if what a reward needs is missing or cannot be reached.
+
+    Loads no model.
+    """
+    for name, term in _build_terms(config).items():
+        try:
+            term.reward.check()
+        except ValueError as error:
+            raise ValueError(f"reward.terms.{name}: {error}") from error
 
 
 def requires_target(config: RewardConfig) -> bool:
@@ -345,7 +357,12 @@ def _build_term(name: str, term: object) -> _Term:
     target = options.pop("_target_", name)
     if not (isinstance(weight, Real) and math.isfinite(weight)):
         raise ValueError(f"{where}.weight={weight!r} must be a finite number")
-    reward: Reward = build(load_class(PACKAGE, target, Reward), options, where)
+    try:
+        reward_class = load_class(PACKAGE, target, Reward)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    check_options(reward_class, options, where, others=("weight", "_target_"))
+    reward: Reward = build(reward_class, options, where)
     if reward.kind not in KINDS:
         raise ValueError(
             f"{where}: {type(reward).__name__}.kind={reward.kind!r}: allowed are {', '.join(KINDS)}"

@@ -3,7 +3,7 @@
 Shapes: N images, H x W pixels.
 
 Reference: https://arxiv.org/abs/2505.05470. The PP-OCRv4 models that read the text ship in the
-wheel of rapidocr-onnxruntime, so nothing is downloaded.
+wheel of rapidocr, so nothing is downloaded. From 3.9 on it ships other models, whose scores differ.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rapidfuzz.distance import Levenshtein
@@ -22,8 +22,7 @@ from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.base import Reward, Scores
 
 if TYPE_CHECKING:
-    from rapidocr_onnxruntime import RapidOCR
-    from rapidocr_onnxruntime.ch_ppocr_rec import TextRecognizer
+    from rapidocr import RapidOCR
 
 DETECTION = ("auto", "always", "never")
 # Pixels, the recogniser's own height; "auto" takes an image up to it for one line of text.
@@ -88,7 +87,6 @@ class OCR(Reward):
 
     Raises:
       ValueError: detection is unknown or a number is below 1. When called: a prompt has no target.
-      ImportError: rapidocr-onnxruntime is missing.
     """
 
     part_names = ("edit", "substring", "exact")
@@ -100,11 +98,6 @@ class OCR(Reward):
         for name, value in (("threads", threads), ("batch_size", batch_size)):
             if value < 1:
                 raise ValueError(f"{name}={value!r} must be at least 1")
-        if find_spec("rapidocr_onnxruntime") is None:
-            raise ImportError(
-                "the ocr reward needs rapidocr-onnxruntime: pip install "
-                "'rapidocr-onnxruntime==1.4.4'"
-            )
         self.detection = detection
         self.threads = min(threads, os.cpu_count() or 1)
         self.batch_size = batch_size
@@ -124,6 +117,13 @@ class OCR(Reward):
             },
         )
 
+    def check(self) -> None:
+        """Raises ValueError if rapidocr, or a library of the system that it needs, is missing."""
+        try:
+            import_module("rapidocr")
+        except ImportError as error:
+            raise ValueError(f"the OCR engine rapidocr cannot start: {_remedy(error)}") from error
+
     def read(self, images: np.ndarray) -> list[str]:
         """Returns the text in each of N images [N, H, W, 3] uint8 RGB; "" if there is none."""
         # RapidOCR expects the channels in OpenCV's order, blue first.
@@ -132,46 +132,51 @@ class OCR(Reward):
             self.detection == "auto" and images.shape[1] <= LINE_HEIGHT
         )
         if is_line:
-            return [text for text, _ in self._line_reader(bgr)[0]]
-        return [_join(self._page_reader(image)[0]) for image in bgr]
+            return self._lines(bgr)
+        return ["".join(self._page_reader(image).txts or ()) for image in bgr]
+
+    def _lines(self, images: list[np.ndarray]) -> list[str]:
+        from rapidocr.ch_ppocr_rec import TextRecInput
+
+        return list(self._line_reader.text_rec(TextRecInput(img=images)).txts)
 
     @cached_property
-    def _line_reader(self) -> TextRecognizer:
-        """The recogniser alone, with a smaller width than the stock 320.
+    def _line_reader(self) -> RapidOCR:
+        """An engine whose recogniser has a smaller width than the stock 320.
 
         The stock width pads short lines and makes them four times slower.
         """
-        from rapidocr_onnxruntime.ch_ppocr_rec import TextRecognizer
-        from rapidocr_onnxruntime.main import DEFAULT_CFG_PATH, read_yaml, update_model_path
-
-        config = update_model_path(read_yaml(DEFAULT_CFG_PATH))["Rec"]
-        channels, height, _ = config["rec_img_shape"]
-        shape = [channels, height, MIN_LINE_WIDTH]
-        return TextRecognizer(
-            config
-            | {
-                "rec_img_shape": shape,
-                "rec_batch_num": self.batch_size,
-                "intra_op_num_threads": self.threads,
-                "inter_op_num_threads": 1,
-            }
-        )
+        return self._engine({"Rec.rec_img_shape": [3, LINE_HEIGHT, MIN_LINE_WIDTH]})
 
     @cached_property
     def _page_reader(self) -> RapidOCR:
         """Detection, then recognition.
 
-        `det_limit_type="max"` keeps the image at its size; the stock "min" enlarges it to 736.
+        `limit_type="max"` keeps the image at its size; the stock "min" enlarges it to 736.
         """
-        from rapidocr_onnxruntime import RapidOCR
+        return self._engine({"Global.use_cls": False, "Det.limit_type": "max"})
 
-        return RapidOCR(
-            use_cls=False,
-            det_limit_type="max",
-            rec_batch_num=self.batch_size,
-            intra_op_num_threads=self.threads,
-            inter_op_num_threads=1,
+    def _engine(self, settings: dict[str, Any]) -> RapidOCR:
+        from rapidocr import RapidOCR
+
+        threads = "EngineConfig.onnxruntime.{}_op_num_threads"
+        common = {
+            "Global.log_level": "warning",
+            "Rec.rec_batch_num": self.batch_size,
+            threads.format("intra"): self.threads,
+            threads.format("inter"): 1,
+        }
+        return RapidOCR(params=common | settings)
+
+
+def _remedy(error: ImportError) -> str:
+    """Returns what is missing and the command that installs it."""
+    if ".so" in str(error):  # OpenCV's wheel takes libGL and GLib from the system
+        return (
+            f"{error}. On Debian and Ubuntu: apt-get install libgl1 libglib2.0-0. Where that "
+            "cannot be: pip uninstall opencv-python, then pip install opencv-python-headless"
         )
+    return f"{error}. Install it: pip install 'rapidocr==3.8.*' onnxruntime"
 
 
 def _normalize(text: str) -> str:
@@ -186,8 +191,3 @@ def target_of(prompt: Prompt) -> str:
             f'{prompt.target!r}: put the text between double quotes, or give the key "target"'
         )
     return prompt.target
-
-
-def _join(lines: list[list] | None) -> str:
-    """Joins the lines of RapidOCR's result: a list of [box, text, confidence] in reading order."""
-    return "".join(text for _, text, _ in lines or [])

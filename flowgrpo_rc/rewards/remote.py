@@ -58,6 +58,14 @@ class Remote(Reward):
         self._concurrency = concurrency
         self._client = build(JsonClient, {"url": url, **connection}, "connection")
 
+    def check(self) -> None:
+        """Raises ValueError if the server cannot be reached, or does not return the parts."""
+        match self._client.probe(PATH):
+            case {"part_names": [*offered]} if not set(self.part_names) <= set(offered):
+                raise ValueError(
+                    f"part_names={list(self.part_names)}: the server returns the parts {offered}"
+                )
+
     def __call__(self, samples: Any, prompts: Sequence[Prompt]) -> Scores:
         starts = range(0, len(prompts), self._batch_size)
         chunks = [slice(start, start + self._batch_size) for start in starts]

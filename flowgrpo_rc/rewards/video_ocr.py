@@ -37,5 +37,9 @@ class VideoOCR(Reward):
         self.every = every
         self._images = build(OCR, options, "ocr")
 
+    def check(self) -> None:
+        """Raises ValueError if the OCR engine cannot start."""
+        self._images.check()
+
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         return mean_over_frames(self._images, samples, prompts, self.every)

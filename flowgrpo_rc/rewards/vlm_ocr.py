@@ -71,6 +71,14 @@ class VlmOCR(Reward):
         self._concurrency = concurrency
         self._client = build(JsonClient, {"url": url, **connection}, "connection")
 
+    def check(self) -> None:
+        """Raises ValueError if the server cannot be reached, or serves other models."""
+        match self._client.probe("/models"):
+            case {"data": [*served]}:
+                names = [str(model.get("id")) for model in served if isinstance(model, dict)]
+                if self._model not in names:
+                    raise ValueError(f"model={self._model}: the server has {', '.join(names)}")
+
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         targets = [target_of(prompt) for prompt in prompts]
         bodies = [self._request(image) for image in samples]

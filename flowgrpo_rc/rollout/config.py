@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowgrpo_rc.batch import SamplerSpec, TokenSpec
 from flowgrpo_rc.core.schedule import SHARING, TAILS, kept_steps, window_bounds
 from flowgrpo_rc.core.transition import CONVENTIONS, KINDS
-from flowgrpo_rc.models.base import FlowModel
-from flowgrpo_rc.rollout.engine import ROLLOUT_DTYPES
+from flowgrpo_rc.plugins import check_engine_name
 from flowgrpo_rc.rollout.faster_dtype import AUTO
 from flowgrpo_rc.rollout.quantization import precision
+
+if TYPE_CHECKING:
+    from flowgrpo_rc.models.base import FlowModel
+
+PACKAGE = "flowgrpo_rc.rollout"
+ROLLOUT_DTYPES = ("fp32", "bf16", "fp16", "fp64")
 
 
 @dataclass(kw_only=True)
@@ -242,6 +247,7 @@ class RolloutConfig:
 
     def validate(self) -> None:
         """Raises ValueError, naming key, value and what is allowed, for a setting out of range."""
+        check_engine_name(PACKAGE, self.name, "rollout.name")
         _one_of("rollout.dtype", self.dtype, (*ROLLOUT_DTYPES, AUTO))
         if self.staleness < 0:
             raise ValueError(f"rollout.staleness={self.staleness}: give 0 or more steps")

@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Batch, Prompt, PromptBatch, SamplerSpec, Spec, TokenSpec
-from flowgrpo_rc.models.lora import other_tensors
 
-ROLLOUT_DTYPES = ("fp32", "bf16", "fp16", "fp64")
 Samples = np.ndarray | Sequence[str]
 
 
@@ -232,3 +230,19 @@ class RolloutEngine(ABC, Generic[R]):
     @abstractmethod
     def close(self) -> None:
         """Frees what the engine holds."""
+
+
+def other_tensors(held: Mapping[str, Tensor], pushed: Mapping[str, Tensor]) -> int:
+    """Counts the LoRA tensors that are not those that were pushed, apart from rounding.
+
+    A tensor that only one of the two has counts as well.
+
+    Args:
+      held: what an engine holds, by name, in its precision.
+      pushed: what it was given, by name.
+    """
+    one_sided = held.keys() ^ pushed.keys()
+    differ = [
+        (tensor != pushed[name].to(tensor)).any() for name, tensor in held.items() if name in pushed
+    ]
+    return len(one_sided) + (int(torch.stack(differ).sum()) if differ else 0)

@@ -16,12 +16,12 @@ from torch.nn.utils.rnn import pad_sequence
 from flowgrpo_rc.batch import TokenBatch, TokenSpec
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.causal_lm import CausalLM
+from flowgrpo_rc.plugins import install_hint
 from flowgrpo_rc.rollout.devices import visible_device
 from flowgrpo_rc.rollout.engine import RolloutChunk, RolloutEngine, TextRequest
 from flowgrpo_rc.rollout.vllm_lora import VllmAdapter, max_lora_rank, module_of
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-MISSING = "rollout.name=vllm_engine needs vLLM: pip install 'flowgrpo_rc[vllm]'"
 PROBE = [0, 1, 2, 3]  # tokens of any vocabulary
 
 
@@ -76,7 +76,7 @@ class VllmEngine(RolloutEngine[TextRequest]):
         try:
             import vllm
         except ImportError as error:
-            raise ImportError(MISSING) from error
+            raise ImportError(_missing()) from error
         self._vllm = vllm
         self._model = model
         self._dtype = dtype
@@ -118,7 +118,7 @@ class VllmEngine(RolloutEngine[TextRequest]):
     ) -> None:
         """Raises ImportError if vLLM is not installed."""
         if find_spec("vllm") is None:
-            raise ImportError(MISSING)
+            raise ImportError(_missing())
 
     def generate(self, request: TextRequest) -> Iterator[RolloutChunk]:
         """Samples all responses at once, then yields them in chunks."""
@@ -262,3 +262,7 @@ def _trainer_device_only(device: torch.device, tensor_parallel_size: int) -> Ite
             del os.environ["CUDA_VISIBLE_DEVICES"]
         else:
             os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+def _missing() -> str:
+    return f"vLLM is not installed: {install_hint('vllm')}"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec
 from flowgrpo_rc.models.base import DTYPES, FlowModel
+from flowgrpo_rc.plugins import install_hint
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk, RolloutEngine
 from flowgrpo_rc.rollout.vllm_omni.channel import Message
 from flowgrpo_rc.rollout.vllm_omni.lora import fingerprint, weights_to_bind
@@ -131,9 +132,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         _check_options(device, *(given[name] for name in names))
         _check_timeouts(timeout_s=given["timeout_s"], start_timeout_s=given["start_timeout_s"])
         if find_spec("vllm_omni") is None:
-            raise ImportError(
-                "rollout.name=vllm_omni needs vLLM-Omni: pip install 'flowgrpo_rc[vllm-omni]'"
-            )
+            raise ImportError(f"vLLM-Omni is not installed: {install_hint('vllm-omni')}")
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
         """Yields chunks as the engine finishes them, then checks that it held the right LoRA."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 from flowgrpo_rc.core.advantages import ESTIMATORS
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig
-from flowgrpo_rc.training.ema import EMAConfig
-from flowgrpo_rc.training.optim import OptimConfig
+from flowgrpo_rc.plugins import install_hint
 
 OLD_LOG_PROBS = ("auto", "recompute")
 REPLAYS = ("any", "aligned")
+OPTIMIZERS = ("adamw", "adamw_8bit")
+LR_SCHEDULERS = ("constant", "linear", "cosine", "polynomial")
 
 
 @dataclass(kw_only=True)
@@ -66,6 +69,81 @@ class AlgorithmConfig:
                 f"(algorithm.adv_estimator={self.adv_estimator})"
             )
         self.rollout_correction.validate()
+
+
+@dataclass(kw_only=True)
+class OptimConfig:
+    """The optimizer of the LoRA.
+
+    name: adamw, or adamw_8bit, whose moments take a byte each (torchao's, arXiv 2110.02861).
+    lr: learning rate.
+    betas: decay of the two moments.
+    eps: AdamW's, against division by zero.
+    weight_decay: AdamW's, decoupled.
+    clip_grad: largest norm of the gradient.
+    lr_scheduler: how the learning rate changes until the end of the run.
+    lr_warmup_steps: optimizer updates until it is reached.
+    max_nonfinite_updates: the run ends after so many updates in a row whose gradient is not finite
+        (each is skipped).
+    """
+
+    name: str = "adamw"
+    lr: float = 3e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 1e-4
+    clip_grad: float = 1.0
+    lr_scheduler: str = "constant"
+    lr_warmup_steps: int = 0
+    max_nonfinite_updates: int = 5
+
+    def validate(self) -> None:
+        """Raises ValueError for a wrong setting."""
+        if self.name not in OPTIMIZERS:
+            raise ValueError(f"actor.optim.name={self.name!r}: allowed are {', '.join(OPTIMIZERS)}")
+        if self.name == "adamw_8bit" and find_spec("torchao") is None:
+            raise ValueError(
+                f"actor.optim.name=adamw_8bit needs torchao: {install_hint('quantization')}"
+            )
+        for name in ("lr", "eps", "clip_grad"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"actor.optim.{name}={getattr(self, name)}: give a number above 0")
+        if self.weight_decay < 0 or self.lr_warmup_steps < 0:
+            raise ValueError(
+                "actor.optim.weight_decay and actor.optim.lr_warmup_steps cannot be negative"
+            )
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"actor.optim.betas={self.betas}: give two numbers from 0 to below 1")
+        if self.lr_scheduler not in LR_SCHEDULERS:
+            raise ValueError(
+                f"actor.optim.lr_scheduler={self.lr_scheduler!r}: allowed are "
+                f"{', '.join(LR_SCHEDULERS)}"
+            )
+        if self.max_nonfinite_updates < 1:
+            raise ValueError(
+                f"actor.optim.max_nonfinite_updates={self.max_nonfinite_updates}: give at least 1"
+            )
+
+
+@dataclass(kw_only=True)
+class EMAConfig:
+    """The average of the LoRA, which is evaluated and exported.
+
+    enable: without it the last weights are.
+    decay: upper bound of min((1 + n) / (10 + n), decay) after n averages.
+    update_interval: optimizer updates from one average to the next.
+    """
+
+    enable: bool = True
+    decay: float = 0.9
+    update_interval: int = 8
+
+    def validate(self) -> None:
+        """Raises ValueError for a wrong setting."""
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"actor.ema.decay={self.decay}: give a number from 0 to below 1")
+        if self.update_interval < 1:
+            raise ValueError(f"actor.ema.update_interval={self.update_interval}: give at least 1")
 
 
 @dataclass(kw_only=True)

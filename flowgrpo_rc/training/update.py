@@ -32,7 +32,7 @@ from flowgrpo_rc.training.modes import Mode, Seen
 from flowgrpo_rc.training.optim import make_optimizer, make_schedule
 
 
-class NonFiniteGradient(RuntimeError):
+class NonFiniteGradient(FloatingPointError):
     """Says that too many updates in a row had a gradient that is not finite."""
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import DiffusionBatch, PromptBatch
-from flowgrpo_rc.config.checks import prompts_of
+from flowgrpo_rc.config.check_inputs import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.core.reduce import identity
 from flowgrpo_rc.correction.auto_bands import AutoBands

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.build import make_source, make_task
 from flowgrpo_rc.calibration.measure import Copy
-from flowgrpo_rc.config.checks import prompts_of
+from flowgrpo_rc.config.check_inputs import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.processes import Processes

@@ -42,7 +42,7 @@ from typing import Any
 
 import numpy as np
 
-from flowgrpo_rc.config.checks import prompts_of
+from flowgrpo_rc.config.check_inputs import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.layout import to_uint8

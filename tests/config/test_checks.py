@@ -62,7 +62,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (f"{RC}.rollout_rs=seq_mean_k1,token_k1", ["must be a list"]),
         ("rollout.calculate_log_probs=false", ["rollout.calculate_log_probs"]),
-        ("rollout.name=warp", ["warp", "diffusers_engine"]),
+        ("rollout.name=warp", ["rollout.name=warp", "diffusers, transformers"]),
         ("reward.terms.ocrr.weight=1", ["ocrr", "did you mean"]),
         ("reward.terms.jpeg.objctive=x", ["objctive", "objective"]),
         ("model.path=/does/not/exist", ["model.path=/does/not/exist"]),

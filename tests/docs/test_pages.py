@@ -10,7 +10,7 @@ import pytest
 import yaml
 from support.documented import PAGES, ROOT, Block, arguments, blocks
 
-from flowgrpo_rc.cli import _parser
+from flowgrpo_rc.cli import _parsed
 from flowgrpo_rc.config.compose import compose_all, compose_config, to_config
 from flowgrpo_rc.monitoring.health_rules import RULES
 
@@ -49,7 +49,7 @@ def test_shell_parses(block: Block) -> None:
 
 @pytest.mark.parametrize(("block", "line"), COMMANDS, ids=[str(block) for block, _ in COMMANDS])
 def test_commands_compose(block: Block, line: str) -> None:
-    given = _parser().parse_args(arguments(line))
+    given = _parsed(arguments(line))
     if "overrides" in given and "config_name" in given and given.config_dir is None:
         compose_all(given.overrides, config_name=given.config_name)
 

@@ -34,7 +34,7 @@ from flowgrpo_rc.calibration.record import check_engine, check_means, check_reco
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.commands import calibrate as command
 from flowgrpo_rc.commands.calibrate import compare, other_precisions, same_as_trainer, sample_all
-from flowgrpo_rc.config.checks import prompts_of
+from flowgrpo_rc.config.check_inputs import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.losses.diffusion import diffusion_loss

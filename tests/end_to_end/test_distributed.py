@@ -478,7 +478,7 @@ PROGRAM = """
 import sys, torch
 from pathlib import Path
 from safetensors.torch import save_file
-from flowgrpo_rc.config.checks import prompts_of
+from flowgrpo_rc.config.check_inputs import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.build import assemble, make_processes

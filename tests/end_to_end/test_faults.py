@@ -48,7 +48,7 @@ from torch import Tensor
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.build import make_health, make_monitor, make_source, make_task
 from flowgrpo_rc.config.check_engine import engine_of
-from flowgrpo_rc.config.checks import prompts_of
+from flowgrpo_rc.config.check_inputs import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.metrics import MetricBag

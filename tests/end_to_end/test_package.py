@@ -35,7 +35,7 @@ def test_a_wheel_finds_its_configuration_elsewhere(tmp_path: Path) -> None:
 
 
 def test_importing_rewards_loads_nothing_heavy():
-    heavy = "{'rapidocr_onnxruntime', 'onnxruntime', 'cv2', 'pyarrow', 'diffusers', 'transformers'}"
+    heavy = "{'rapidocr', 'onnxruntime', 'cv2', 'pyarrow', 'diffusers', 'transformers'}"
     modules = (
         "flowgrpo_rc.rewards.ocr, flowgrpo_rc.rewards.jpeg, flowgrpo_rc.rewards.manager, "
         "flowgrpo_rc.data.prompts"

@@ -25,7 +25,7 @@ from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest
 from flowgrpo_rc.rollout.quantization import INT4_GROUP, PACKAGES, quantize, repeated_blocks
 from flowgrpo_rc.rollout.replica import Replica
-from flowgrpo_rc.training import optim
+from flowgrpo_rc.training import config as training_config
 
 QUANTIZATIONS = tuple(PACKAGES)
 
@@ -187,15 +187,15 @@ def test_settings_without_effect_or_meaning(
 def test_a_missing_package_or_compiler_is_named(
     train: Train, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (check_engine, optim):
+    for module in (check_engine, training_config):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
     monkeypatch.setattr(check_engine.shutil, "which", lambda name: None)
     for override, words in (
         (
             "rollout.quantization=fp8",
-            ["rollout.quantization=fp8 needs torchao", "flowgrpo-rc[quantization]"],
+            ["rollout.quantization=fp8 needs torchao", "pip install 'torchao"],
         ),
-        ("actor.optim.name=adamw_8bit", ["adamw_8bit needs torchao", "flowgrpo-rc[quantization]"]),
+        ("actor.optim.name=adamw_8bit", ["adamw_8bit needs torchao", "pip install 'torchao"]),
         ("rollout.compile=true", ["rollout.compile=true", "C++ compiler"]),
     ):
         assert train(override) == 2

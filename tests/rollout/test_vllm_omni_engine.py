@@ -98,8 +98,8 @@ def test_a_model_that_the_engine_cannot_sample(pipeline_class, absent, message):
 
 @pytest.mark.skipif(find_spec("vllm_omni") is not None, reason="vLLM-Omni is installed")
 def test_the_missing_package_is_named(train, capsys):
-    assert train("rollout.name=vllm_omni") == 1
-    assert "pip install 'flowgrpo_rc[vllm-omni]'" in capsys.readouterr().err
+    assert train("rollout.name=vllm_omni") == 2
+    assert "vLLM-Omni is not installed: pip install 'vllm" in capsys.readouterr().err
 
 
 # --- Crashes and hangs

@@ -6,9 +6,8 @@ import torch
 from support.updates import make_update
 
 from flowgrpo_rc.models.base import FlowModel
-from flowgrpo_rc.training.config import ActorConfig
-from flowgrpo_rc.training.ema import EMAConfig, averaged_weights
-from flowgrpo_rc.training.optim import OptimConfig
+from flowgrpo_rc.training.config import ActorConfig, EMAConfig, OptimConfig
+from flowgrpo_rc.training.ema import averaged_weights
 
 
 def test_average_and_its_reversal(model: FlowModel) -> None:

@@ -19,8 +19,8 @@ from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.records.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from flowgrpo_rc.records.optimizer_state import optimizer_tensors
 from flowgrpo_rc.training import optim
-from flowgrpo_rc.training.config import ActorConfig
-from flowgrpo_rc.training.optim import OptimConfig, make_optimizer
+from flowgrpo_rc.training.config import OPTIMIZERS, ActorConfig, OptimConfig
+from flowgrpo_rc.training.optim import make_optimizer
 from flowgrpo_rc.training.update import PolicyUpdate
 
 
@@ -45,7 +45,7 @@ def test_the_first_8_bit_step_is_that_of_adamw() -> None:
     parameters = [nn.Parameter(normal((64, 128), [1], name)[0]) for name in "ab"]
     parameters[1].data.copy_(parameters[0])
     optimizers = []
-    for parameter, name in zip(parameters, optim.OPTIMIZERS, strict=True):
+    for parameter, name in zip(parameters, OPTIMIZERS, strict=True):
         optimizers.append(
             make_optimizer([parameter], OptimConfig(name=name, lr=0.01, weight_decay=0.1))
         )

@@ -14,9 +14,7 @@ from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.policies.flow import FlowPolicy
-from flowgrpo_rc.training.config import ActorConfig
-from flowgrpo_rc.training.ema import EMAConfig
-from flowgrpo_rc.training.optim import OptimConfig
+from flowgrpo_rc.training.config import ActorConfig, EMAConfig, OptimConfig
 from flowgrpo_rc.training.update import NonFiniteGradient, PolicyUpdate
 
 

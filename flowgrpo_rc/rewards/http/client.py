@@ -26,11 +26,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from flowgrpo_rc.plugins import install_hint
+
 if TYPE_CHECKING:
     import httpx2
     from tenacity import RetryCallState
 
 PACKAGES = ("httpx2", "tenacity")
+PROBE_S = 10.0  # how long a probe waits
+NO_ACCESS = (401, 403)
 BUSY = (429, 502, 503, 504)  # the server, or a proxy before it, asks to come again
 _LONGEST_QUOTE = 200  # characters of what a server says
 # The form of RFC 6750. JSON never escapes one of these characters, so a token can be found in it.
@@ -47,6 +51,14 @@ class _ComeAgain(ServerError):
     def __init__(self, message: str, after_s: float = 0.0) -> None:
         super().__init__(message)
         self.after_s = after_s
+
+
+class _Unreachable(_ComeAgain):
+    """Nobody listens at this address."""
+
+
+class _NoAccess(ServerError):
+    """The server refuses the token."""
 
 
 class JsonClient:
@@ -66,9 +78,8 @@ class JsonClient:
       cooldown_s: length of that pause, in seconds; the next call after it is tried again.
 
     Raises:
-      ValueError: an option is out of range, the variable is unset, or the address would show token
-        or samples to others.
-      ImportError: the packages of the extra `remote` are missing.
+      ValueError: an option is out of range, the variable is unset, the address would show token or
+        samples to others, or the packages of the extra `remote` are missing.
     """
 
     def __init__(
@@ -85,9 +96,8 @@ class JsonClient:
         cooldown_s: float = 60.0,
     ) -> None:
         if not all(find_spec(name) for name in PACKAGES):
-            raise ImportError(
-                f"a reward over HTTP needs {' and '.join(PACKAGES)}: pip install "
-                "'flowgrpo-rc[remote]'"
+            raise ValueError(
+                f"a reward over HTTP needs {' and '.join(PACKAGES)}: {install_hint('remote')}"
             )
         limits = {
             "deadline_s": deadline_s,
@@ -115,6 +125,26 @@ class JsonClient:
         for name in ("httpx2", "httpcore2"):
             logging.getLogger(name).setLevel(logging.WARNING)
 
+    def probe(self, path: str) -> Any:
+        """Asks the server once whether it is there, with a GET request.
+
+        Args:
+          path: is appended to the client's url.
+
+        Returns:
+          The JSON of its answer; None if it is there and has none, since it need not answer GET.
+
+        Raises:
+          ValueError: it cannot be reached within some seconds, or refuses the token.
+        """
+        deadline = min(self._deadline_s, PROBE_S)
+        (answer,) = asyncio.run(self._ask_all(path, [None], 1, deadline, attempts=1))
+        if isinstance(answer, _Unreachable):
+            raise ValueError(f"{answer}: start the server first, and check url")
+        if isinstance(answer, _NoAccess):
+            raise ValueError(f"{answer}: token_env must name the variable with its token")
+        return None if isinstance(answer, ServerError) else answer
+
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """Returns the answer to one request. Raises ServerError without one by the deadline."""
         (answer,) = self.post_all(path, [body])
@@ -138,26 +168,35 @@ class JsonClient:
           ServerError: the server is left alone for now, after too many failures.
         """
         self._breaker.check()
-        answers = asyncio.run(self._post_all(path, bodies, concurrency))
+        answers = asyncio.run(
+            self._ask_all(path, bodies, concurrency, self._deadline_s, attempts=self._max_attempts)
+        )
         failed = bool(answers) and all(isinstance(answer, ServerError) for answer in answers)
         self._breaker.record(failed)
         return answers
 
-    async def _post_all(
-        self, path: str, bodies: Sequence[Mapping[str, Any]], concurrency: int
+    async def _ask_all(
+        self,
+        path: str,
+        bodies: Sequence[Mapping[str, Any] | None],
+        concurrency: int,
+        deadline_s: float,
+        *,
+        attempts: int,
     ) -> list[Any | ServerError]:
+        """Posts each body; None in place of a body makes a GET request."""
         import httpx2
 
         turn = asyncio.Semaphore(concurrency)
-        end = time.monotonic() + self._deadline_s
+        end = time.monotonic() + deadline_s
         asyncio.get_running_loop().set_default_executor(_Lookups())
 
-        async def one(body: Mapping[str, Any]) -> Any | ServerError:
+        async def one(body: Mapping[str, Any] | None) -> Any | ServerError:
             try:
                 async with asyncio.timeout(end - time.monotonic()), turn:
-                    return await self._with_retries(client, path, body)
+                    return await self._with_retries(client, path, body, attempts)
             except TimeoutError:
-                return ServerError(f"no answer within deadline_s={self._deadline_s:g}")
+                return ServerError(f"{self._url} gave no answer within deadline_s={deadline_s:g}")
             except ServerError as error:
                 return error
 
@@ -167,13 +206,19 @@ class JsonClient:
         verify = True if self._tls is None else self._tls
         # trust_env=False: a proxy of the environment would see the samples, and .netrc could send
         # other credentials.
+        # The deadline ends a request; connecting may take half of it.
+        timeout = httpx2.Timeout(None, connect=deadline_s / 2)
         async with httpx2.AsyncClient(
-            headers=headers, verify=verify, timeout=None, follow_redirects=False, trust_env=False
+            headers=headers, verify=verify, timeout=timeout, follow_redirects=False, trust_env=False
         ) as client:
             return await asyncio.gather(*(one(body) for body in bodies))
 
     async def _with_retries(
-        self, client: httpx2.AsyncClient, path: str, body: Mapping[str, Any]
+        self,
+        client: httpx2.AsyncClient,
+        path: str,
+        body: Mapping[str, Any] | None,
+        num_attempts: int,
     ) -> Any:
         from tenacity import (
             AsyncRetrying,
@@ -190,21 +235,24 @@ class JsonClient:
 
         attempts = AsyncRetrying(
             retry=retry_if_exception_type(_ComeAgain),
-            stop=stop_after_attempt(self._max_attempts),
+            stop=stop_after_attempt(num_attempts),
             wait=pause,
             reraise=True,
         )
         return await attempts(self._send, client, path, body)
 
-    async def _send(self, client: httpx2.AsyncClient, path: str, body: Mapping[str, Any]) -> Any:
+    async def _send(
+        self, client: httpx2.AsyncClient, path: str, body: Mapping[str, Any] | None
+    ) -> Any:
         import httpx2
 
+        method = "GET" if body is None else "POST"
         try:
-            async with client.stream("POST", f"{self._url}{path}", json=body) as response:
+            async with client.stream(method, f"{self._url}{path}", json=body) as response:
                 content = await self._content(response)
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             # Nothing has been sent yet, so the text of the error cannot hold the token.
-            raise _ComeAgain(
+            raise _Unreachable(
                 f"{self._url} cannot be reached ({type(error).__name__}: {error})"
             ) from None
         except (httpx2.HTTPError, ssl.SSLError) as error:
@@ -236,7 +284,8 @@ class JsonClient:
             )
         if status != 200:
             said = self._quoted(content) if kind == "application/json" else ""
-            raise ServerError(f"{self._url} answered {status}{said}")
+            failure = _NoAccess if status in NO_ACCESS else ServerError
+            raise failure(f"{self._url} answered {status}{said}")
         if kind != "application/json" or "content-encoding" in response.headers:
             raise ServerError(f"{self._url} answered something else than plain application/json")
         try:

@@ -9,7 +9,7 @@ import json
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from flowgrpo_rc.plugins import build, load_class
+from flowgrpo_rc.plugins import build, install_hint, load_class
 from flowgrpo_rc.rewards.base import Reward
 from flowgrpo_rc.rewards.http.client import is_loopback, read_token
 from flowgrpo_rc.rewards.http.wire import PATH, decode, encode_scores
@@ -117,14 +117,12 @@ def serve(
       max_body_mb: longest body of a request, in MB.
 
     Raises:
-      ValueError: the reward or an option does not exist, there is no valid token, or other machines
-        would reach the address without TLS.
-      ImportError: the packages of the extra `serve` are missing.
+      ValueError: the reward or an option does not exist, the reward lacks what it needs, there is
+        no valid token, other machines would reach the address without TLS, or the packages of the
+        extra `serve` are missing.
     """
     if not all(find_spec(package) for package in PACKAGES):
-        raise ImportError(
-            f"serve-reward needs {' and '.join(PACKAGES)}: pip install 'flowgrpo-rc[serve]'"
-        )
+        raise ValueError(f"serve-reward needs {' and '.join(PACKAGES)}: {install_hint('serve')}")
     token = read_token(token_env)
     if (certificate is None) != (key is None):
         raise ValueError("give both --certificate and --key, or none")
@@ -137,6 +135,7 @@ def serve(
     reward: Reward = build(load_class(PACKAGE, name, Reward), options, name)
     if reward.kind == "latent":
         raise ValueError(f"{name} scores latents, which do not travel")
+    reward.check()
     import uvicorn
 
     app = make_app(reward, token, max_body_mb=max_body_mb)

@@ -278,7 +278,7 @@ def test_who_gets_in():
         (["jpeg", "--host", "0.0.0.0"], "--certificate and --key"),
         (["jpeg", "--certificate", "here.pem"], "both --certificate and --key"),
         (["jpeg", "--token-env", "UNSET_VARIABLE"], "variable of that name is unset"),
-        (["function", "path=math:sqrt", "kind=latent"], "latents, which do not travel"),
+        (["function", "path=math:pow", "kind=latent"], "latents, which do not travel"),
     ],
 )
 def test_arguments_that_the_command_refuses(arguments, message, capsys):

@@ -1,0 +1,78 @@
+"""Checks of all that a run needs besides its model: settings, device, prompts, rewards, trackers.
+
+They import no library of models, so the command line calls them before it imports one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.config.check_folder import check_output
+from flowgrpo_rc.config.check_settings import check_settings
+from flowgrpo_rc.config.device import device_of
+from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.data.prompts import PromptSampler, read_prompts
+from flowgrpo_rc.records.trackers import check_login
+from flowgrpo_rc.rewards.manager import check_needs, requires_target
+
+
+class Prompts(NamedTuple):
+    """The prompts of a run.
+
+    Attributes:
+      sampler: says which training prompts belong to which step.
+      held_out: the prompts of evaluation.
+    """
+
+    sampler: PromptSampler
+    held_out: Sequence[Prompt]
+
+
+def check_inputs(config: Config, *, num_processes: int = 1, trains: bool = True) -> Prompts:
+    """Checks everything that can be checked without the libraries of models.
+
+    Args:
+      config: the settings.
+      num_processes: how many processes share a step.
+      trains: whether something is trained, into `trainer.output_dir`.
+
+    Returns:
+      The prompts.
+
+    Raises:
+      ValueError: names the key, the value and what is allowed.
+    """
+    check_settings(config, num_processes)
+    device_of(config)
+    if trains:
+        check_output(config)
+    prompts = prompts_of(config)
+    if trains:
+        check_login(config.trainer.logger)
+    check_needs(config.reward)
+    return prompts
+
+
+def prompts_of(config: Config) -> Prompts:
+    """Reads the prompt files.
+
+    Raises:
+      ValueError: a file is missing, empty or malformed, or has too few prompts.
+    """
+    data = config.data
+    for name in ("train_files", "val_files"):
+        if not getattr(data, name):
+            raise ValueError(
+                f"data.{name} is empty: give a prompt file (.txt, .jsonl, .parquet) or a list of "
+                "them"
+            )
+    target = requires_target(config.reward)
+    train, held_out = (
+        read_prompts(
+            files, require_target=target, negative_text=data.negative_prompt, key=f"data.{name}"
+        )
+        for name, files in (("train_files", data.train_files), ("val_files", data.val_files))
+    )
+    return Prompts(PromptSampler(train, data.train_batch_size, config.trainer.seed), held_out)

@@ -1,0 +1,216 @@
+"""What a newcomer gets wrong is answered with the key and exit code 2, before anything loads."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+from support.launching import ROOT
+
+from flowgrpo_rc.cli import SETTINGS_OF_OPTIONS, main
+from flowgrpo_rc.config.compose import compose_config
+
+CHATS = "reward.terms.ocr=null reward.terms.vlm_ocr.model=m"
+
+# Words behind `flowgrpo-rc train`, and words of the message.
+WRONG = [
+    ("nokey=1", ["unknown key nokey"]),
+    ("model.lora_rnk=5", ["did you mean model.lora_rank"]),
+    ("rollout.name=difusers", ["rollout.name=difusers", "did you mean 'diffusers'"]),
+    ("reward.terms.ocrr.weight=1", ["reward.terms.ocrr", "did you mean 'ocr'"]),
+    ("reward.terms.ocr.weigth=1", ["reward.terms.ocr.weigth", "did you mean 'weight'"]),
+    ("reward.terms.ocr.treads=1", ["reward.terms.ocr.treads", "did you mean 'threads'"]),
+    ("+correction=nope", ["+correction=nope", "centered, recomputed"]),
+    ("+correction=centred", ["did you mean 'centered'"]),
+    ("correction=centered", ["+correction=centered"]),
+    ("+experiment=sd3", ["+experiment=sd3", "sd35_medium_ocr_1xh100"]),
+    (
+        "data.negative_prompt=a blurry photo rollout.n=4",
+        ["'blurry' is no setting", "'data.negative_prompt=a blurry photo'"],
+    ),
+    ("5", ["'5' is no setting", "key=value"]),
+    ("data.train_files=dataset/ocr", ["data.train_files", "no file or folder dataset/ocr"]),
+    ("model.path=model.safetensors", ["model.path=model.safetensors", "from_single_file"]),
+    (
+        "reward.terms.f._target_=function reward.terms.f.path=math:sqrt",
+        ["reward.terms.f", "math:sqrt", "(x, /)", "a sample and its prompt"],
+    ),
+    (
+        "reward.terms.remote.url=http://127.0.0.1:{closed}",
+        ["reward.terms.remote", "cannot be reached", "start the server first"],
+    ),
+    (
+        f"{CHATS} reward.terms.vlm_ocr.url=http://127.0.0.1:{{closed}}/v1",
+        ["reward.terms.vlm_ocr", "cannot be reached", "start the server first"],
+    ),
+    ("trainer.logger=[console,wandb]", ["trainer.logger", "wandb login", "WANDB_MODE=offline"]),
+]
+
+
+@pytest.fixture
+def words_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], list[str]]]:
+    """Returns the words of a command line in an empty folder; {closed} is a port without server."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))  # which has no login
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound and not listening: nobody else can take the port
+        yield lambda line: line.format(closed=unused.getsockname()[1]).split(" ")
+
+
+@pytest.mark.parametrize(("line", "message"), WRONG, ids=[line for line, _ in WRONG])
+def test_a_wrong_setting_is_named(
+    words_of: Callable[[str], list[str]],
+    capsys: pytest.CaptureFixture[str],
+    line: str,
+    message: list[str],
+) -> None:
+    code = main(["train", *words_of(line), "trainer.device=cpu"])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert code == 2, error
+    assert error.startswith("error: ")
+    for words in message:
+        assert words in error
+
+
+def test_none_of_these_errors_takes_the_libraries_of_models(
+    words_of: Callable[[str], list[str]],
+) -> None:
+    """They cost seconds. One process answers all command lines, and then says what it imported."""
+    lines = [["train", *words_of(line), "trainer.device=cpu"] for line, _ in WRONG]
+    lines += [["report", "nofolder"], ["compare", "a", "b"], ["train", "--cfg", "job"]]
+    code = (
+        "import json, sys\nfrom flowgrpo_rc.cli import main\n"
+        "codes = [main(words) for words in json.loads(sys.argv[1])]\n"
+        "names = [n for n in ('diffusers', 'transformers', 'peft') if n in sys.modules]\n"
+        "print(json.dumps([codes, names]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(lines)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    codes, names = json.loads(done.stdout.splitlines()[-1])
+    assert codes == [2] * (len(lines) - 1) + [0], done.stderr
+    assert names == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "--steps", "5"], "here trainer.total_training_steps=..."),
+        (["train", "--steps=5"], "here trainer.total_training_steps=..."),
+        (["train", "rollout.n=4", "--lr", "1e-4"], "here actor.optim.lr=..."),
+        (["train", "--dry_run"], "did you mean '--dry-run'"),
+        (["train", "--colour"], "settings are written key=value"),
+        (["eval", "run", "--steps", "5"], "there is no option --steps"),
+        (["trian"], "invalid choice: 'trian'"),
+    ],
+    ids=" ".join,
+)
+def test_an_option_that_is_not_there(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_options_of_other_programs_lead_to_settings_that_exist() -> None:
+    for key in set(SETTINGS_OF_OPTIONS.values()):
+        compose_config([f"{key}=1"])
+
+
+def test_options_stand_anywhere(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    half = len(overrides) // 2
+    assert main(["train", *overrides[:half], "--dry-run", *overrides[half:]]) == 0
+    assert main(["train", *overrides, "--cfg", "job", "model.lora_rank=9"]) == 0
+    shown = capsys.readouterr().out
+    assert "8 training prompts" in shown
+    assert "lora_rank: 9" in shown
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith("flowgrpo-rc 0.")
+
+
+# What this machine lacks
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--dry-run", "trainer.device=cuda"]) == 2
+    assert "trainer.device=cuda" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(find_spec("vllm_omni") is not None, reason="vLLM-Omni is installed")
+def test_an_engine_that_is_not_installed(
+    overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *overrides, "rollout.name=vllm_omni"]) == 2
+    error = capsys.readouterr().err
+    assert "rollout.name=vllm_omni: vLLM-Omni is not installed: pip install 'vllm" in error
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("libGL.so.1: cannot open shared object file", "apt-get install libgl1"),
+        ("No module named 'onnxruntime'", "pip install"),
+    ],
+)
+def test_the_ocr_engine_cannot_start(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    missing: str,
+    message: str,
+) -> None:
+    (tmp_path / "rapidocr.py").write_text(f"raise ImportError({missing!r})")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "rapidocr", raising=False)
+    assert main(["train", "trainer.device=cpu", f"trainer.output_dir={tmp_path / 'run'}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: reward.terms.ocr: the OCR engine rapidocr cannot start")
+    assert missing in error
+    assert message in error
+
+
+@pytest.mark.parametrize("command", [["train", "--dry-run"], ["plan"]], ids=["train", "plan"])
+def test_a_model_of_the_hub_without_network(
+    overrides: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert main([*command, *overrides, "model.path=someone/something"]) == 2
+    error = capsys.readouterr().err
+    assert "model.path=someone/something: it is not in the local cache" in error
+    assert "HF_HUB_OFFLINE" in error
+
+
+def test_a_plan_needs_no_prompts(
+    overrides: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for files in ("null", str(tmp_path / "nothing")):
+        given = [*overrides, f"data.train_files={files}", f"data.val_files={files}"]
+        assert main(["plan", *given]) == 0, capsys.readouterr().err

@@ -1,0 +1,81 @@
+"""Why a file of a model on the Hub cannot be had: network, licence, name or the file itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import _http
+
+from flowgrpo_rc.models.hub import model_file
+
+NAME = "model_index.json"
+
+
+@contextmanager
+def hub(status: int, code: str) -> Iterator[str]:
+    """A Hub that answers everything with one status and one code of an error."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *arguments: object) -> None:
+            """Logs nothing."""
+
+        def do_HEAD(self) -> None:
+            self.send_response(status)
+            self.send_header("X-Error-Code", code)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_GET = do_HEAD
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message"),
+    [
+        (403, "GatedRepo", "accept the licence of this model"),
+        (404, "RepoNotFound", "no such repository to you"),
+        (404, "EntryNotFound", "has no model_index.json"),
+        (400, "", "refuses model_index.json"),
+    ],
+)
+def test_the_hub_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, code: str, message: str
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with hub(status, code) as address:
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/{revision}/{filename}"
+        )
+        with pytest.raises(ValueError, match=rf"^model\.path=a/b: .*{message}"):
+            model_file("a/b", NAME)
+
+
+def test_the_network_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_http.time, "sleep", lambda seconds: None)  # between its attempts
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with hub(200, "") as address:
+        pass  # nobody listens there any more
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/{revision}/{filename}"
+    )
+    with pytest.raises(ValueError, match=rf"{address} cannot be reached.*hf download a/b"):
+        model_file("a/b", NAME)
+
+
+def test_a_local_folder_is_asked_first(tmp_path: Path) -> None:
+    assert model_file(str(tmp_path), NAME) == tmp_path / NAME
