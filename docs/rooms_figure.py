@@ -15,6 +15,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "distributed": "processes, shards, signals",
         "plugins": "finds plug-ins",
         "files": "atomic writes",
+        "libraries": "diffusers, quiet",
     },
     {"correction": "weights, rejection, diagnostics of rollout against training"},
     {

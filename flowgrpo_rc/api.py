@@ -8,16 +8,19 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flowgrpo_rc.commands.train import Callback, run
 from flowgrpo_rc.config.compat import table
 from flowgrpo_rc.config.compose import compose_all, unchecked_config
 from flowgrpo_rc.config.tree import Config, stored_config
+from flowgrpo_rc.libraries import quiet
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.report.run import write_report
 from flowgrpo_rc.rewards.function import Score, give
+
+if TYPE_CHECKING:
+    from flowgrpo_rc.commands.train import Callback
 
 Overrides = Sequence[str] | Mapping[str, Any]
 RewardTerms = Mapping[str, Score | Mapping[str, Any]]
@@ -170,7 +173,10 @@ def train(
     folder = Path(settings.trainer.output_dir)
     rows = MetricsFile(RunFolder(folder).metrics)
     earlier = len(rows.rows())
-    reason = run(settings, callbacks=callbacks, quiet=not verbose)
+    with quiet("transformers", "diffusers"):
+        from flowgrpo_rc.commands.train import run
+
+        reason = run(settings, callbacks=callbacks, quiet=not verbose)
     if reason is None and len(rows.rows()) == earlier:
         warnings.warn(
             f"nothing was trained: {folder} holds a finished run; set trainer.output_dir to "

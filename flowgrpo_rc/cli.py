@@ -16,6 +16,7 @@ from flowgrpo_rc import __version__
 from flowgrpo_rc.commands import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK
 from flowgrpo_rc.config.names import DEFAULT_CONFIG, OTHER_CONFIG
 from flowgrpo_rc.distributed.child import follow_parent, say_error
+from flowgrpo_rc.libraries import quiet
 from flowgrpo_rc.plugins import did_you_mean
 
 # Options of other programs, and the settings that do here what they do there.
@@ -40,9 +41,9 @@ SETTINGS_OF_OPTIONS = {
     "seed": "trainer.seed",
     "steps": "trainer.total_training_steps",
 }
-# Modules of `commands` that load the pipeline of a model, and those that load models of rewards.
-LOAD_PIPELINES = ("train", "calibrate", "evaluate")
-LOAD_REWARDS = (*LOAD_PIPELINES, "serve")
+# What the modules of `commands` load models with.
+BOTH = ("transformers", "diffusers")
+LIBRARIES = {"train": BOTH, "calibrate": BOTH, "evaluate": BOTH, "serve": ("transformers",)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,9 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if "config_name" in arguments and prepare(arguments) is not None:
             return EXIT_OK
-        _quieten_libraries(arguments.command)
-        command = import_module(f"flowgrpo_rc.commands.{arguments.command}")
-        return int(command.main(arguments))
+        with quiet(*LIBRARIES.get(arguments.command, ())):
+            command = import_module(f"flowgrpo_rc.commands.{arguments.command}")
+            return int(command.main(arguments))
     except ValueError as error:
         say_error(f"error: {error}")
         return EXIT_BAD_INPUT
@@ -86,27 +87,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     ) as error:
         say_error(f"error: {error}")
         return EXIT_FAILED
-
-
-def _quieten_libraries(command: str) -> None:
-    """Silences loading notices and progress bars, which would bury the run's own lines.
-
-    diffusers imports torchao if it is installed, and that has notices of its own.
-    """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    if command in LOAD_REWARDS:
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.disable_progress_bar()
-        transformers_logging.set_verbosity_error()
-    if command in LOAD_PIPELINES:
-        from diffusers.utils import logging as diffusers_logging
-
-        diffusers_logging.disable_progress_bar()
-        diffusers_logging.set_verbosity_error()
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:

@@ -22,8 +22,8 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 # What only some parts may import from outside.
 RESTRICTED = {
-    "diffusers": {"models", "policies", "rollout", "training", "export", "assets", "cli"},
-    "transformers": {"models", "policies", "rollout", "rewards", "training", "assets", "cli"},
+    "diffusers": {"models", "policies", "rollout", "training", "export", "assets"},
+    "transformers": {"models", "policies", "rollout", "rewards", "training", "assets"},
     "hydra": {"config"},
     "omegaconf": {"config", "cli"},
     "accelerate": {"distributed", "records", "build"},

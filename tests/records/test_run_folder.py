@@ -18,7 +18,7 @@ ROOT = Path(flowgrpo_rc.__file__).parents[1]
 
 def environment(folder: Path) -> dict[str, object]:
     """Returns what a new run records."""
-    RunFolder(folder).create({}, torch.device("cpu"), 1)
+    RunFolder(folder).create({}, torch.device("cpu"), 1, {})
     return dict(json.loads((folder / "environment.json").read_text()))
 
 
