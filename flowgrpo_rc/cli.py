@@ -14,7 +14,7 @@ from importlib import import_module
 
 from flowgrpo_rc import __version__
 from flowgrpo_rc.commands import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK
-from flowgrpo_rc.config.names import DEFAULT_CONFIG, OTHER_CONFIG
+from flowgrpo_rc.config.names import DEFAULT_CONFIG, OTHER_CONFIG, TOKEN_ENV
 from flowgrpo_rc.distributed.child import follow_parent, say_error
 from flowgrpo_rc.libraries import quiet
 from flowgrpo_rc.plugins import did_you_mean
@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Rewards and functions of the user's own, as under `python -m`.
         sys.path.append(os.getcwd())
     from flowgrpo_rc.commands.composing import prepare
+    from flowgrpo_rc.commands.finding import check_run_folder
     from flowgrpo_rc.distributed.processes import ProcessLost
     from flowgrpo_rc.records.checkpoint import CheckpointError
     from flowgrpo_rc.rewards.manager import RewardError
@@ -70,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if "config_name" in arguments and prepare(arguments) is not None:
             return EXIT_OK
+        check_run_folder(arguments)
         with quiet(*LIBRARIES.get(arguments.command, ())):
             command = import_module(f"flowgrpo_rc.commands.{arguments.command}")
             return int(command.main(arguments))
@@ -203,7 +205,7 @@ def _calibrate_options(parser: argparse.ArgumentParser) -> None:
 def _evaluate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", help="folder of a run")
     parser.add_argument(
-        "overrides", nargs="*", help="such as rollout.val_kwargs.num_inference_steps=20"
+        "overrides", nargs="*", default=[], help="such as rollout.val_kwargs.num_inference_steps=20"
     )
 
 
@@ -231,15 +233,19 @@ def _compare_options(parser: argparse.ArgumentParser) -> None:
 def _serve_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("reward", metavar="NAME", help="such as ocr, or the full path of a class")
     parser.add_argument(
-        "options", nargs="*", metavar="key=value", help="the reward's options, such as batch_size=8"
+        "options",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="the reward's options, such as batch_size=8",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address (127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port (8000)")
     parser.add_argument(
         "--token-env",
-        default="FLOWGRPO_REWARD_TOKEN",
+        default=TOKEN_ENV,
         metavar="NAME",
-        help="environment variable with the token that clients must send (FLOWGRPO_REWARD_TOKEN)",
+        help="environment variable with the token that clients must send (%(default)s)",
     )
     parser.add_argument(
         "--certificate", metavar="FILE", help="TLS certificate (PEM); needed beyond this machine"
@@ -255,5 +261,8 @@ def _config_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config-name", help=f"a file of configs/ ({default})")
     parser.add_argument("--config-dir", help="a further folder with configuration files")
     parser.add_argument(
-        "overrides", nargs="*", help="Hydra overrides such as model.path=... rollout.dtype=fp32"
+        "overrides",
+        nargs="*",
+        default=[],
+        help="Hydra overrides such as model.path=... rollout.dtype=fp32",
     )

@@ -8,11 +8,12 @@ from pathlib import Path
 from huggingface_hub import HfApi
 
 from flowgrpo_rc.commands import EXIT_OK
+from flowgrpo_rc.commands.finding import checkpoint_and_run
 from flowgrpo_rc.config.tree import stored_config
 from flowgrpo_rc.export.hub import check_push, push
 from flowgrpo_rc.export.lora import export_lora
 from flowgrpo_rc.export.model_card import check_card, write_model_card
-from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint
+from flowgrpo_rc.records.checkpoint import load_checkpoint
 from flowgrpo_rc.records.run_folder import RunFolder
 
 
@@ -53,7 +54,7 @@ def export_checkpoint(
     if push_to_hub is not None:
         check_push(api, push_to_hub, public=public)
     check_card(Path(out))
-    path, run_dir = _checkpoint_and_run(checkpoint)
+    path, run_dir = checkpoint_and_run(checkpoint)
     config = stored_config(RunFolder(run_dir).config)
     loaded = load_checkpoint(path)
     tensors = loaded.tensors["lora"] if raw else loaded.tensors.get("ema", loaded.tensors["lora"])
@@ -63,16 +64,3 @@ def export_checkpoint(
     if push_to_hub is not None:
         print(push(api, Path(out), push_to_hub, public=public))
     return written
-
-
-def _checkpoint_and_run(given: str) -> tuple[Path, Path]:
-    """Returns the folders of a checkpoint and of its run. `given` is either of the two."""
-    path = Path(given)
-    if path.parent.name == "checkpoints":
-        return path, path.parent.parent
-    found = list_checkpoints(RunFolder(path).checkpoints)
-    if not found:
-        raise ValueError(
-            f"{given} has no checkpoints: give a run's folder or one of its checkpoints/step_N"
-        )
-    return found[-1], path

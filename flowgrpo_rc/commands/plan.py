@@ -27,7 +27,11 @@ def main(arguments: argparse.Namespace) -> int:
     """Prints the plan of the configuration that the command line asks for."""
     composition = arguments.composition
     asked = composition.config.trainer.num_processes
-    processes = arguments.processes or (asked if isinstance(asked, int) else 1)
+    processes = asked if isinstance(asked, int) else 1
+    if arguments.processes is not None:
+        processes = arguments.processes
+    if processes < 1:
+        raise ValueError(f"--processes {processes}: give at least 1")
     if arguments.nodes < 1 or processes % arguments.nodes:
         raise ValueError(
             f"--processes {processes} are not spread evenly over --nodes {arguments.nodes}"

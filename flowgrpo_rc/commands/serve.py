@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 import yaml
 
 from flowgrpo_rc.commands import EXIT_OK
+from flowgrpo_rc.config.names import TOKEN_ENV
 from flowgrpo_rc.rewards.http.server import serve
 
 
@@ -18,6 +20,11 @@ def main(arguments: argparse.Namespace) -> int:
         if not (key and equals):
             raise ValueError(f"{option!r}: write options of the reward as key=value")
         options[key] = yaml.safe_load(value)
+    if arguments.token_env == TOKEN_ENV and TOKEN_ENV not in os.environ:
+        raise ValueError(
+            f"serve-reward needs a token that clients send: set {TOKEN_ENV}, or name the variable "
+            "that holds it with --token-env"
+        )
     serve(
         arguments.reward,
         options,

@@ -1,4 +1,4 @@
-"""Names of shipped configuration files, for whoever needs no more than the name."""
+"""Names of shipped files and of a variable, for whoever needs no more than the name."""
 
 from __future__ import annotations
 
@@ -7,3 +7,5 @@ DEFAULT_CONFIG = "tiny_ocr"
 OTHER_CONFIG = "verl_omni"
 # The folder of whole configurations, each chosen by `+experiment=NAME`.
 EXPERIMENT = "experiment"
+# The environment variable with the token that clients of a served reward send.
+TOKEN_ENV = "FLOWGRPO_REWARD_TOKEN"

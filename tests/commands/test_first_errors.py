@@ -89,7 +89,8 @@ def test_none_of_these_errors_takes_the_libraries_of_models(
 ) -> None:
     """They cost seconds. One process answers all command lines, and then says what it imported."""
     lines = [["train", *words_of(line), "trainer.device=cpu"] for line, _ in WRONG]
-    lines += [["report", "nofolder"], ["compare", "a", "b"], ["train", "--cfg", "job"]]
+    lines += [["eval", "nofolder"], ["export", "nofolder", "--out", "x"], ["report", "nofolder"]]
+    lines += [["compare", "a", "b"], ["train", "--cfg", "job"]]
     code = (
         "import json, sys\nfrom flowgrpo_rc.cli import main\n"
         "codes = [main(words) for words in json.loads(sys.argv[1])]\n"
@@ -118,6 +119,7 @@ def test_none_of_these_errors_takes_the_libraries_of_models(
         (["train", "--colour"], "settings are written key=value"),
         (["eval", "run", "--steps", "5"], "there is no option --steps"),
         (["trian"], "invalid choice: 'trian'"),
+        (["eval"], "required: run_dir\n"),
     ],
     ids=" ".join,
 )
@@ -214,3 +216,22 @@ def test_a_plan_needs_no_prompts(
     for files in ("null", str(tmp_path / "nothing")):
         given = [*overrides, f"data.train_files={files}", f"data.val_files={files}"]
         assert main(["plan", *given]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan", "--processes", "0"], "--processes 0: give at least 1"),
+        (["serve-reward", "ocr"], "set FLOWGRPO_REWARD_TOKEN, or name the variable"),
+    ],
+    ids=" ".join,
+)
+def test_what_a_command_needs(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+) -> None:
+    monkeypatch.delenv("FLOWGRPO_REWARD_TOKEN", raising=False)
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
