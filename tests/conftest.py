@@ -183,6 +183,12 @@ def overrides(checkpoint: Path, prompt_file: Path, tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs each test in an empty folder, where no run of a user lies in outputs/."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
 def _fresh_accelerate() -> Iterator[None]:
     """Resets what accelerate keeps for the whole process: a run has a process of its own."""
     yield
