@@ -11,7 +11,7 @@ from typing import Any
 from latex2mathml.converter import convert
 
 _NAME_IN_TABLE = re.compile(r"(?<=<td><code>)[^<]+(?=</code>)")
-_LINK_TO_CODE = re.compile(r"\[([^\]]+)\]\(\.\./flowgrpo_rc[^)]*\)")
+_LINK_TO_CODE = re.compile(r"\[([^\]]+)\]\(\.\./(?:flowgrpo_rc|examples|configs)[^)]*\)")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 
 
