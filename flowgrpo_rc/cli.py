@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from flowgrpo_rc import __version__
-from flowgrpo_rc.commands import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK
+from flowgrpo_rc.commands import EXIT_BAD_INPUT, EXIT_FAILED
 from flowgrpo_rc.config.names import DEFAULT_CONFIG, OTHER_CONFIG, TOKEN_ENV
 from flowgrpo_rc.distributed.child import follow_parent, say_error
 from flowgrpo_rc.libraries import quiet
@@ -69,8 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flowgrpo_rc.rollout.engine import EngineError
 
     try:
-        if "config_name" in arguments and prepare(arguments) is not None:
-            return EXIT_OK
+        done = prepare(arguments) if "config_name" in arguments else None
+        if done is not None:
+            return done
         check_run_folder(arguments)
         with quiet(*LIBRARIES.get(arguments.command, ())):
             command = import_module(f"flowgrpo_rc.commands.{arguments.command}")

@@ -14,17 +14,23 @@ from flowgrpo_rc.config.check_inputs import check_inputs
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.compat import summary, table
 from flowgrpo_rc.config.compose import as_yaml, compose_all, unchecked_config
+from flowgrpo_rc.config.device import device_of
+from flowgrpo_rc.config.processes import num_processes, usable_cores
 from flowgrpo_rc.distributed.child import is_child, launched_processes
+from flowgrpo_rc.distributed.launch import launch
 
 
 def prepare(arguments: argparse.Namespace) -> int | None:
     """Composes and checks the configuration; prints what was written in other words.
 
+    A training of several processes is done here: they import what it needs, and this process waits.
+
     Args:
       arguments: of train, plan or calibrate; `composition` is added.
 
     Returns:
-      The exit code if nothing is left to do, as with `--cfg job`; None otherwise.
+      The exit code if nothing is left to do, as with `--cfg job` or after a run of several
+      processes; None otherwise.
 
     Raises:
       ValueError: names the key, the value and what is allowed.
@@ -48,6 +54,12 @@ def prepare(arguments: argparse.Namespace) -> int | None:
         return None
     trains = arguments.command == "train"
     check_inputs(config, num_processes=launched_processes() or 1, trains=trains)
+    if trains and not arguments.dry_run and launched_processes() is None:
+        number = num_processes(config, device_of(config))
+        if number > 1:
+            check_settings(config, number)
+            command = [sys.executable, "-m", "flowgrpo_rc.train", *arguments.words[1:]]
+            return launch(command, number, max(1, usable_cores() // number))
     return None
 
 

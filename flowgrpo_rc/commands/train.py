@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,11 +20,9 @@ from flowgrpo_rc.config.checks import RunInputs, check_run
 from flowgrpo_rc.config.compose import unchecked_config
 from flowgrpo_rc.config.device import device_of
 from flowgrpo_rc.config.input_files import input_files
-from flowgrpo_rc.config.processes import num_processes, processes_here, usable_cores
+from flowgrpo_rc.config.processes import num_processes, processes_here
 from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.config.tree import Config
-from flowgrpo_rc.distributed.child import launched_processes
-from flowgrpo_rc.distributed.launch import launch
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.distributed.stopping import EXIT_STOPPED, StopRequest
 from flowgrpo_rc.export.lora import export_lora
@@ -47,21 +44,20 @@ Callback = Callable[[int, Mapping[str, float]], bool | None]
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Trains as `arguments.composition` says; with `--dry-run` only checks it."""
+    """Trains as `arguments.composition` says; with `--dry-run` only checks it.
+
+    A run of several processes comes here in each of them: `composing.prepare` has started them.
+    """
     config = unchecked_config(arguments.composition.config)
-    device = device_of(config)
-    number = num_processes(config, device)
     if arguments.dry_run:
+        device = device_of(config)
+        number = num_processes(config, device)
         inputs = check_run(settled(config), device, num_processes=number)
         print(
             f"ok: {len(inputs.sampler.prompts)} training prompts, {len(inputs.held_out)} held-out "
             "prompts, nothing was loaded"
         )
         return EXIT_OK
-    if number > 1 and launched_processes() is None:
-        check_run(settled(config), device, num_processes=number)
-        command = [sys.executable, "-m", "flowgrpo_rc.train", *arguments.words[1:]]
-        return launch(command, number, max(1, usable_cores() // number))
     return EXIT_OK if run(config) is None else EXIT_STOPPED
 
 

@@ -33,7 +33,7 @@ from support.launching import (
 from support.runs import WORDS, fingerprint, read_rows, without_timings
 
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.commands import train
+from flowgrpo_rc.commands import composing
 from flowgrpo_rc.records.checkpoint import load_checkpoint
 
 RC = "algorithm.rollout_correction"
@@ -441,7 +441,7 @@ def test_bad_input_is_said_once_before_anything_is_started(
     overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE")
-    monkeypatch.setattr(train, "launch", lambda command, count: pytest.fail("started"))
+    monkeypatch.setattr(composing, "launch", lambda *command: pytest.fail("started"))
     assert main(["train", *overrides, "trainer.num_processes=3"]) == 2
     assert main(["train", *overrides, "trainer.num_processes=2", "model.path=nowhere"]) == 2
     first, second = capsys.readouterr().err.splitlines()
