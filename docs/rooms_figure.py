@@ -38,7 +38,10 @@ FLOORS: tuple[dict[str, str], ...] = (
     {"calibration": "measures engine against trainer, finds settings"},
     {"commands": "train, plan, evaluate, calibrate, export, report, compare, serve, doctor"},
     {"cli": "the command line", "api": "train(...) in Python"},
-    {"train": "python -m flowgrpo_rc.train, for torchrun and accelerate"},
+    {
+        "train": "python -m flowgrpo_rc.train, for torchrun and accelerate",
+        "__main__": "python -m flowgrpo_rc",
+    },
 )
 WIDTH = 960
 LEFT = 40

@@ -168,6 +168,8 @@ def train(
             print(table(composition.rows), file=sys.stderr)
         composition.check()
         settings = unchecked_config(composition.config)
+    if callable(callbacks) or not all(map(callable, callbacks)):
+        raise ValueError(f"callbacks={callbacks!r}: give a list of functions (step, metrics)")
     if rewards is not None:
         settings = _with_rewards(settings, rewards)
     folder = Path(settings.trainer.output_dir)
@@ -228,6 +230,8 @@ def _written(key: str, value: Any) -> str:
 
 def _with_rewards(config: Config, rewards: RewardTerms) -> Config:
     """Returns the settings with these rewards; options that the settings give for them are kept."""
+    if not isinstance(rewards, Mapping):
+        raise ValueError(f'rewards={rewards!r}: give them by name, such as {{"mine": function}}')
     terms = {}
     for name, given in rewards.items():
         own = dict(given) if isinstance(given, Mapping) else _function(name, given)

@@ -19,7 +19,8 @@ def quiet(*libraries: str) -> Iterator[None]:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     # diffusers imports torchao if it is installed, and that has notices of its own.
-    for name in ("torchao", "torch.utils._pytree"):
+    # huggingface_hub tells of each try; what has failed in the end is told anyway.
+    for name in ("torchao", "torch.utils._pytree", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
     told = [import_module(f"{library}.utils").logging for library in libraries]
     earlier = [(one.get_verbosity(), one.is_progress_bar_enabled()) for one in told]

@@ -171,7 +171,13 @@ def load_function(path: str) -> Callable[..., Any]:
         raise ValueError(
             f"path={path!r}: there is no module {module_name!r}; is its folder on PYTHONPATH?"
         )
-    value = vars(import_module(module_name)).get(name)
+    try:
+        module = import_module(module_name)
+    except Exception as error:  # the module is foreign code
+        raise ValueError(
+            f"path={path!r}: {module_name} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    value = vars(module).get(name)
     if not callable(value):
         raise ValueError(f"path={path!r}: {module_name} has no function {name!r}")
     return value

@@ -50,6 +50,8 @@ def export_checkpoint(
     """
     if public and push_to_hub is None:
         raise ValueError("--public has no effect without --push-to-hub: drop it")
+    if Path(out).is_file():
+        raise ValueError(f"--out {out} is a file: give a folder")
     api = HfApi()
     if push_to_hub is not None:
         check_push(api, push_to_hub, public=public)

@@ -46,9 +46,11 @@ def check_keys(keys: Iterable[str], groups: Collection[str] = ()) -> None:
     for key in keys:
         if key.startswith(("hydra", *FREE_FORM)) or key in known or key in groups:
             continue
-        near = difflib.get_close_matches(
-            key, {*known, *(name.removeprefix(PREFIX) for name in RULES)}, n=1, cutoff=0.5
-        )
+        theirs = [name.removeprefix(PREFIX) for name in RULES]
+        near = [
+            *difflib.get_close_matches(key, known, n=1, cutoff=0.7),
+            *difflib.get_close_matches(key, {*known, *theirs}, n=1, cutoff=0.5),
+        ]
         leaf = [name for name in known if name.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
         hint = (
             f"did you mean {(near or leaf)[0]}?" if near or leaf else "see --cfg job for all keys"

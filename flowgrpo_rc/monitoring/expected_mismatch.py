@@ -75,8 +75,8 @@ def unquantized_share(rollout: str, dtype: str, mixed_precision: str) -> float |
 class ExpectedMismatch:
     """The mean |difference| of each cell that the precisions explain.
 
-    It is measured in the first iteration, every `EVERY` iterations after it, and when a sample is
-    in a cell that had none so far.
+    It is measured in the first iteration, in the second, in which the LoRA is no longer zero, every
+    `EVERY` iterations after these, and when a sample is in a cell that had none so far.
 
     Args:
       policy: the training graph.
@@ -113,7 +113,7 @@ class ExpectedMismatch:
           step: number of the step; the first is 1.
           batch: the samples of this process.
         """
-        if self._size == 0 or self._measured is None or step % EVERY == 1:
+        if self._size == 0 or self._measured is None or step % EVERY in (1, 2):
             return self._size > 0
         unknown = torch.isnan(self._measured)[self._policies[0].cells(batch)] & batch.step_mask
         return self._processes.any(bool(unknown.any()))

@@ -79,8 +79,8 @@ def _last_name(path: str | None) -> str:
     """Returns a hub id as it is, and of a path only its last name."""
     if path is None:
         return ""
-    is_path = path.startswith(("/", ".", "~", "asset:"))
-    return PurePath(path.removeprefix("asset:")).name if is_path else path
+    path = path.removeprefix("${asset:").removesuffix("}")
+    return PurePath(path).name if path.startswith(("/", ".", "~")) else path
 
 
 def _rewards(terms: Any) -> str:

@@ -37,7 +37,7 @@ class Scores:
     parts: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
-def finite_numbers(values: Sequence[float | None] | np.ndarray | Tensor) -> list[float]:
+def finite_numbers(values: Sequence[float] | np.ndarray | Tensor) -> list[float]:
     """Returns the numbers of a reward as floats; None and what is not finite become NaN."""
     plain = values.tolist() if isinstance(values, (np.ndarray, Tensor)) else list(values)
     return [

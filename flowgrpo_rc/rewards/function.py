@@ -10,9 +10,10 @@ from typing import Any
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import load_function
-from flowgrpo_rc.rewards.base import Reward, Scores, finite_numbers
+from flowgrpo_rc.rewards.base import Reward, Scores
 
-Score = Callable[[Any, Prompt], float | None]
+# Returns a number, or None for a sample that it cannot score.
+Score = Callable[[Any, Prompt], Any]
 GIVEN = "given:"
 _given: dict[str, Score] = {}
 
@@ -39,10 +40,11 @@ class Function(Reward):
         _check_parameters(self._score, path)
 
     def __call__(self, samples: Any, prompts: Sequence[Prompt]) -> Scores:
-        numbers = [
-            self._score(sample, prompt) for sample, prompt in zip(samples, prompts, strict=True)
-        ]
-        return Scores(values=finite_numbers(numbers))
+        return Scores(
+            values=[
+                self._score(sample, prompt) for sample, prompt in zip(samples, prompts, strict=True)
+            ]
+        )
 
 
 def give(name: str, score: Score) -> str:

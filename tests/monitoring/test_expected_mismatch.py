@@ -67,16 +67,20 @@ def test_steps_of_another_window_get_their_expectation_at_once(
     )
     floor = MismatchMonitor(policy, processes, expected=expected)
     batch = diffusion_batch(torch.zeros(4, 2)).replace(sigmas=torch.linspace(1, 0, 6))
-    for step in (1, 2, 3):
+    for step in (1, 3, 4):
         here = batch.replace(step_indices=batch.step_indices + (0 if step == 1 else moved))
         floor.expect(here, step)
         floor.before_update(here, torch.full((4, 2), 2e-4))
         assert floor.finish(old_is_rollout=False).compute()[
             "mismatch_over_expected"
         ] == pytest.approx(2.0)
-        if step == 2:
+        if step == 3:
             assert policy.asked == asked
     assert policy.asked == asked + elsewhere
+    # In the second iteration the LoRA is no longer zero, and rounding it costs something.
+    assert [step for step in range(2, 203) if expected.due(step, batch)] == (
+        list(range(2, 203)) if elsewhere else [2, 101, 102, 201, 202]
+    )
 
 
 def test_cells_that_were_never_measured_have_no_expectation() -> None:

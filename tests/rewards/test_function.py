@@ -82,10 +82,19 @@ def test_a_function_reward_needs_its_path():
         validate_rewards(RewardConfig(terms={"function": {}}))
 
 
-def test_a_failing_import_of_the_functions_module_is_shown_as_it_is(tmp_path: Path, monkeypatch):
-    (tmp_path / "scores_with_a_hole.py").write_text("import a_library_nobody_has\n")
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import a_library_nobody_has", "ModuleNotFoundError: No module .*a_library_nobody_has"),
+        ("def score(:", r"SyntaxError: .*\(scores_with_a_hole.py, line 1\)"),
+    ],
+)
+def test_a_failing_import_of_the_functions_module_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
+) -> None:
+    (tmp_path / "scores_with_a_hole.py").write_text(f"{code}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="a_library_nobody_has"):
+    with pytest.raises(ValueError, match=f"scores_with_a_hole cannot be imported: {message}"):
         load_function("scores_with_a_hole:score")
 
 
