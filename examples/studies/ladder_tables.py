@@ -214,7 +214,7 @@ CLAIMS: dict[str, Callable[[Mapping[str, Cell]], bool]] = {
         )
     ),
     "ladder_old_weights": lambda cells: (
-        _beaten(cells, "int4_old8", "recomputed")
+        all(_beaten(cells, rollout, "recomputed") for rollout in OLD)
         and _beaten(cells, "int4_old16", "guard")
         and not any(_beaten(cells, rollout, arm) for rollout in OLD for arm in CENTERED)
     ),
