@@ -488,7 +488,7 @@ def test_a_resumed_run_expects_the_same(bench: Bench) -> None:
     second = make_monitor(config, task, Processes(Accelerator(cpu=True)))
     second.load(first.tensors())
     for floor in (first, second):
-        floor.expect(batch.rows(0, 1), 2)
+        floor.expect(batch.rows(0, 1), 3)
     expected = [floor.tensors()["measured"].nan_to_num() for floor in (first, second)]
     assert torch.equal(*expected)
     second.expect(batch.rows(0, 1), 101)

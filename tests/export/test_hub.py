@@ -6,6 +6,7 @@ import base64
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from huggingface_hub import HfApi, constants
 
-from flowgrpo_rc.cli import main
+from flowgrpo_rc.commands.export import export_checkpoint
 from flowgrpo_rc.export.hub import check_push, push
 
 TOKEN = "hf_" + "secretsecretsecret"
@@ -175,16 +176,19 @@ def test_a_hub_that_cannot_be_reached_is_a_clear_failure() -> None:
         check_push(HfApi(endpoint="http://127.0.0.1:9", token=TOKEN), "me/lora", public=False)
 
 
-def test_the_command_refuses_before_it_reads_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_export_is_refused_before_it_reads_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = ["export", str(tmp_path / "no_run"), "--out", str(tmp_path / "out")]
+    out = tmp_path / "out"
+    export = partial(export_checkpoint, str(tmp_path / "no_run"), str(out), raw=False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert main([*out, "--push-to-hub", "me/lora"]) == 2
-    error = capsys.readouterr().err
-    assert "HF_HUB_OFFLINE" in error
-    assert TOKEN not in error
-    assert main([*out, "--public"]) == 2
-    assert "--public has no effect without --push-to-hub" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="HF_HUB_OFFLINE") as refused:
+        export(push_to_hub="me/lora")
+    assert TOKEN not in str(refused.value)
+    with pytest.raises(ValueError, match="--public has no effect without --push-to-hub"):
+        export(public=True)
+    assert not out.exists()
+    out.write_text("a file")
+    with pytest.raises(ValueError, match=r"--out .*out is a file"):
+        export()
