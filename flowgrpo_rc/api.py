@@ -49,7 +49,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl: `step` and the metrics of the step by name.
+        """Returns the rows of metrics.jsonl: `step` and the metrics of the step by name.
 
         A value is None if it is not finite. `pandas.DataFrame(run.metrics)` makes a table of them.
         """
@@ -57,24 +57,24 @@ class Run:
 
     @property
     def before(self) -> dict[str, float]:
-        """The held-out metrics before training, such as `reward`; {} if there are none."""
+        """Returns the held-out metrics before training, such as `reward`; {} if there are none."""
         evaluations = self._evaluations()
         return evaluations[0] if evaluations else {}
 
     @property
     def after(self) -> dict[str, float]:
-        """The held-out metrics of the latest evaluation; {} if there are none."""
+        """Returns the held-out metrics of the latest evaluation; {} if there are none."""
         evaluations = self._evaluations()
         return evaluations[-1] if evaluations else {}
 
     @property
     def warnings(self) -> list[str]:
-        """What the monitor warned of, in the order of the steps."""
+        """Returns what the monitor warned of, in the order of the steps."""
         return [row["message"] for row in MetricsFile(self._files.health).rows()]
 
     @property
     def lora(self) -> Path:
-        """The folder of the LoRA, for `load_lora_weights` of a diffusers pipeline."""
+        """Returns the folder of the LoRA, for `load_lora_weights` of a diffusers pipeline."""
         return self._files.lora
 
     def report(self) -> Path:

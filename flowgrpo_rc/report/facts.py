@@ -1,4 +1,4 @@
-"""What was trained, in a few lines at the top of the page: from config.yaml and environment.json.
+"""Says in a few lines what was trained, from config.yaml and environment.json.
 
 Runs of other versions may lack any key; a line without its values is left out.
 """

@@ -69,7 +69,7 @@ def give(name: str, score: Score) -> str:
 
 
 def _is_importable(score: Score) -> bool:
-    """Whether another process finds this function by its module and its name."""
+    """Returns whether another process finds this function by its module and its name."""
     if not isinstance(score, FunctionType) or score.__module__ in ("__main__", None):
         return False
     return vars(sys.modules[score.__module__]).get(score.__name__) is score

@@ -249,10 +249,9 @@ class RewardManager:
             return
         count = int(outcome.values.isnan().sum())
         self.failures[name] += count
-        kind_of_error = (
-            "" if isinstance(outcome.error, _NotFinite) else type(outcome.error).__name__
-        )
-        self.last_error[name] = f"{kind_of_error}: {outcome.error}".removeprefix(": ")
+        is_foreign = not isinstance(outcome.error, _NotFinite)
+        prefix = f"{type(outcome.error).__name__}: " if is_foreign else ""
+        self.last_error[name] = f"{prefix}{outcome.error}"
         kind = (name, type(outcome.error))
         if kind not in self._logged:
             self._logged.add(kind)
@@ -260,7 +259,7 @@ class RewardManager:
                 "reward %r failed for %d of %d samples, which get no reward (this kind of failure "
                 "is logged once): %s",
                 *(name, count, len(outcome.values), self.last_error[name]),
-                exc_info=None if isinstance(outcome.error, _NotFinite) else outcome.error,
+                exc_info=outcome.error if is_foreign else None,
             )
 
 

@@ -1,4 +1,4 @@
-"""What a newcomer gets wrong is answered with the key and exit code 2, before anything loads."""
+"""Gives wrong input, which is answered with the key and exit code 2 before anything loads."""
 
 from __future__ import annotations
 

@@ -285,7 +285,7 @@ def test_evaluation_consumes_no_training_randomness(train: Train, tmp_path: Path
 
 
 def test_a_run_without_evaluations_trains_the_same(train: Train, tmp_path: Path) -> None:
-    """As in verl, val_before_train is about the start alone, and -1 leaves out the end, too."""
+    """Takes the keys as verl does: val_before_train means the start alone, -1 the end, too."""
     settings = {"both": (True, 0), "end": (False, 0), "none": (False, -1)}
     rows = {}
     for name, (before, frequency) in settings.items():

@@ -50,7 +50,7 @@ def parquet_files(folder: Path) -> None:
 def test_a_published_command_trains_with_the_reward_that_it_names(
     checkpoint: Path, tmp_path: Path, command: list[str]
 ) -> None:
-    """What follows the command puts it on a tiny model and on the server of the test."""
+    """Trains a published command on a tiny model, with the server of the test as its reward."""
     parquet_files(tmp_path)
     sizes = [
         f"data.train_files={tmp_path}/train.parquet",

@@ -379,3 +379,16 @@ def test_resumed_monitor_warns_like_an_uninterrupted_one(cut: int) -> None:
 def test_window_must_be_positive() -> None:
     with pytest.raises(ValueError, match="window is 0"):
         HealthMonitor(settings_of(), window=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [(False, [True, False, False, False, False]), (True, [False, False, False, False, True])],
+)
+def test_single_steps_of_text_are_no_fault_of_the_engine(text: bool, told: list[bool]) -> None:
+    """A few unlikely tokens can double the mean of a step; images have no such tokens."""
+    monitor = HealthMonitor(RolloutCorrectionConfig(), text=text)
+    name = "rollout_corr/mismatch_over_expected"
+    over = [3.0, 1.0, 1.0, 3.0, 3.0]
+    warned = [monitor.update(step, {name: value}) for step, value in enumerate(over, start=1)]
+    assert [bool(found) for found in warned] == told

@@ -1,4 +1,4 @@
-"""What a run's folder records about its machine and its code."""
+"""Reads back what a run's folder records about its machine and its code."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from support.prompts import sums
 
 from flowgrpo_rc.plugins import load_function
 from flowgrpo_rc.rewards.base import Reward, Scores
-from flowgrpo_rc.rewards.function import Function
+from flowgrpo_rc.rewards.function import Function, give
 from flowgrpo_rc.rewards.manager import (
     RewardConfig,
     RewardManager,
@@ -166,3 +166,11 @@ def test_a_reward_must_fit_the_model():
         "allowed are image, video, text, latent, any",
     ):
         validate_rewards(RewardConfig(terms={"x": {"_target_": f"{HERE}.Unknown"}}))
+
+
+def test_a_score_that_is_no_number_is_shown_as_it_is() -> None:
+    path = give("texts", lambda sample, prompt: "a")
+    manager = RewardManager(RewardConfig(terms={"texts": {"_target_": "function", "path": path}}))
+    rewards = manager.collect([manager.submit(["95"], sums("95"))])
+    assert not rewards.valid.any()
+    assert manager.last_error["texts"].startswith("'a' is no finite number")
