@@ -14,7 +14,7 @@ $(VENV)/.ready: pyproject.toml
 WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL = -n $(WORKERS) --dist worksteal
-SLOW = end_to_end vllm_real vllm_omni_real
+SLOW = faults end_to_end vllm_real vllm_omni_real
 
 OMNI_VENV ?= .venv-vllm-omni
 $(OMNI_VENV)/.ready: pyproject.toml $(wildcard tests/support/*.sh tests/vllm_omni_real/*.sh tests/vllm_omni_real/cpu_platform/*/*.py)
@@ -22,14 +22,17 @@ $(OMNI_VENV)/.ready: pyproject.toml $(wildcard tests/support/*.sh tests/vllm_omn
 	PYTHON=$(PYTHON) bash tests/vllm_omni_real/install.sh $(OMNI_VENV)
 	touch $@
 
-.PHONY: install demo test test-fast docs reference test-docs vllm-omni test-vllm-omni lint check benchmark benchmark-correction benchmark-decoupled benchmark-staleness benchmark-time-to-reward
+.PHONY: install demo test test-fast test-faults docs reference test-docs vllm-omni test-vllm-omni lint check benchmark benchmark-correction benchmark-decoupled benchmark-staleness benchmark-time-to-reward
 install: $(VENV)/.ready  ## everything into .venv
 
 demo: $(VENV)/.ready  ## train the bundled model on the OCR reward
 	$(BIN)/flowgrpo-rc train $(ARGS)
 
 test: $(VENV)/.ready  ## run the tests, or with PKG=correction those of one room alone
-	$(PYTEST) $(if $(PKG),tests/$(PKG),$(PARALLEL)) $(ARGS)
+	$(PYTEST) $(if $(PKG),tests/$(PKG),$(PARALLEL) --ignore=tests/faults) $(ARGS)
+
+test-faults: $(VENV)/.ready  ## harm runs in every way that we know, and say which were survived; FAULTS_EVERY=1 takes all
+	$(PYTEST) $(PARALLEL) tests/faults $(ARGS)
 
 test-fast: $(VENV)/.ready  ## run the tests that start no whole run: under a minute on two cores
 	$(PYTEST) $(PARALLEL) $(SLOW:%=--ignore=tests/%) $(ARGS)

@@ -1,0 +1,252 @@
+"""Names faults, and runs commands in forked processes that a test may harm.
+
+A fork starts with all libraries imported, so that a run of the random checkpoint takes about a
+second. Nothing may train in the parent: a fork of threads is none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
+
+import pytest
+import torch
+from support.runs import fingerprint, read_rows, without_timings
+
+from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint
+
+Harm = Callable[[], None]
+# Events of Python's audit hooks that change files. "open" is one only for writing.
+_CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree")
+
+
+def fault(harm: str, outcome: str) -> pytest.MarkDecorator:
+    """Marks a test of the suite; docs/reliability.md has a row for it.
+
+    Args:
+      harm: what is done to the run, such as "a checkpoint file is truncated".
+      outcome: what then happens, in the present tense.
+    """
+    return pytest.mark.fault(harm, outcome)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a process ended.
+
+    Attributes:
+      code: its exit code; minus the number of the signal that killed it.
+      output: what it wrote to the standard output and the standard error.
+      seconds: how long it took.
+    """
+
+    code: int
+    output: str
+    seconds: float
+
+
+def command(*words: str, harm: Harm | None = None, timeout: float = 120) -> Ended:
+    """Runs a command line of flowgrpo-rc in a fork.
+
+    Args:
+      words: those after `flowgrpo-rc`.
+      harm: called in the fork before the command.
+      timeout: seconds after which the fork is killed and the test fails.
+    """
+    from flowgrpo_rc.cli import main
+
+    def run() -> int:
+        if harm is not None:
+            harm()
+        return main(words)
+
+    return forked(run, timeout=timeout)
+
+
+def forked(run: Callable[[], int], *, timeout: float = 120) -> Ended:
+    """Calls a function in a fork, and returns how the fork ended; see `started`."""
+    with started(run, timeout=timeout) as process:
+        return process.wait()
+
+
+@contextlib.contextmanager
+def started(run: Callable[[], int], *, timeout: float = 120) -> Iterator[Started]:
+    """Starts a function in a fork with an output of its own, and kills it at the end.
+
+    Args:
+      run: called in the fork; returns its exit code. An exception is printed, and the code is 1.
+      timeout: seconds after which `Started.wait` fails.
+    """
+    with TemporaryFile() as output:
+        with warnings.catch_warnings():
+            # The parent's other threads are those of the test runner, which the fork never calls.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            _become(run, output.fileno())
+        process = Started(pid, output.fileno(), timeout)
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+class Started:
+    """A fork that runs."""
+
+    def __init__(self, pid: int, output: int, timeout: float) -> None:
+        self.pid = pid
+        self._output = output
+        self._timeout = timeout
+        self._start = time.monotonic()
+        self._ended: Ended | None = None
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends it a signal."""
+        os.kill(self.pid, number)
+
+    def wait(self) -> Ended:
+        """Returns how it ended; fails after the timeout, with what it has printed."""
+        while self.poll() is None:
+            if time.monotonic() - self._start > self._timeout:
+                self.kill()
+                pytest.fail(f"still running after {self._timeout} s:\n{self.output()}")
+            time.sleep(0.01)
+        assert self._ended is not None
+        return self._ended
+
+    def poll(self) -> Ended | None:
+        """Returns how it ended, or None while it runs."""
+        if self._ended is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                code = os.waitstatus_to_exitcode(status)
+                self._ended = Ended(code, self.output(), time.monotonic() - self._start)
+        return self._ended
+
+    def output(self) -> str:
+        """Returns what it has printed."""
+        size = os.fstat(self._output).st_size
+        return os.pread(self._output, size, 0).decode(errors="replace")
+
+    def kill(self) -> None:
+        """Kills it, if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            self._ended = Ended(-signal.SIGKILL, self.output(), time.monotonic() - self._start)
+
+
+def _become(run: Callable[[], int], output: int) -> None:
+    """Makes the fork a process of its own kind: its output, default signals, no clean-up."""
+    code = 1
+    try:
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, default)
+        code = run()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def at_change(folder: Path, number: int, act: Callable[[], None]) -> Harm:
+    """Returns a harm that acts at the file system's `number`th change below a folder.
+
+    Args:
+      folder: changes elsewhere do not count.
+      number: of the change, from 0.
+      act: called before the change happens; what it raises, the change raises.
+    """
+
+    def install() -> None:
+        seen = 0
+
+        def hook(event: str, arguments: tuple[object, ...]) -> None:
+            nonlocal seen
+            if not _changes(event, arguments, folder):
+                return
+            seen += 1
+            if seen == number + 1:
+                act()
+
+        sys.addaudithook(hook)
+
+    return install
+
+
+def count_changes(folder: Path, file: Path) -> Harm:
+    """Returns a harm that does none: it adds a byte to a file for each change below a folder."""
+
+    def install() -> None:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+        def hook(event: str, arguments: tuple[object, ...]) -> None:
+            if _changes(event, arguments, folder):
+                os.write(descriptor, b".")
+
+        sys.addaudithook(hook)
+
+    return install
+
+
+def die() -> None:
+    """Kills this process, as the kernel does for want of memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _changes(event: str, arguments: tuple[object, ...], folder: Path) -> bool:
+    if event == "open":
+        path, mode, flags = arguments
+        writes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR)
+        if not writes and not (isinstance(mode, str) and set(mode) & set("wax+")):
+            return False
+    elif event in _CHANGES:
+        path = arguments[0]
+    else:
+        return False
+    return isinstance(path, str | os.PathLike) and str(path).startswith(str(folder))
+
+
+def final_state(run: Path) -> tuple[dict[str, str], dict[str, object], list[dict[str, object]]]:
+    """Returns what a run has come to: digests of its newest tensors, its state, its metrics."""
+    newest = load_checkpoint(list_checkpoints(run / "checkpoints")[-1])
+    prints = {stem: fingerprint(tensors) for stem, tensors in newest.tensors.items()}
+    return prints, dict(newest.state), without_timings(read_rows(run))
+
+
+def has_nan(run: Path) -> list[str]:
+    """Returns the tensors of all checkpoints of a run that hold a number that is not finite."""
+    return [
+        f"{path.name}/{stem}/{name}"
+        for path in list_checkpoints(run / "checkpoints")
+        for stem, tensors in load_checkpoint(path).tensors.items()
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all()
+    ]
+
+
+def words_of(overrides: Sequence[str], *further: str) -> list[str]:
+    """Returns the words of a training; later settings replace earlier ones of the same key."""
+    by_key = {word.partition("=")[0]: word for word in (*overrides, *further)}
+    return ["train", *by_key.values()]
