@@ -63,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.append(os.getcwd())
     from flowgrpo_rc.commands.composing import prepare
     from flowgrpo_rc.commands.finding import check_run_folder
+    from flowgrpo_rc.distributed.memory import OutOfMemory
     from flowgrpo_rc.distributed.processes import ProcessLost
     from flowgrpo_rc.records.checkpoint import CheckpointError
     from flowgrpo_rc.rewards.manager import RewardError
@@ -85,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         FloatingPointError,
         ProcessLost,
         EngineError,
+        OutOfMemory,
         OSError,
         ImportError,
     ) as error:

@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 REDACTED = "***"
+TEMPORARY = ".tmp"  # how names of files end that are not complete
 
 # Names of settings that hold a secret, such as `api_key`, `db_password` or `hf_token`.
 _SECRET_NAME = (
@@ -35,7 +38,7 @@ def write_atomic(path: Path, content: bytes) -> None:
       path: the file; its folder exists.
       content: everything that the file shall hold.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}{TEMPORARY}")
     with temporary.open("wb") as file:
         file.write(content)
         # The content has to be on the disk before the name is, or a crash leaves an empty file.
@@ -48,6 +51,26 @@ def write_atomic(path: Path, content: bytes) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def plain_yaml(path: Path) -> dict[str, Any]:
+    """Reads a mapping from a YAML file that this package has written.
+
+    Such a file has no aliases (`*name`), a few of which may stand for billions of values.
+
+    Raises:
+      ValueError: the file is damaged, holds no mapping, or has an alias.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise ValueError("it has YAML aliases")
+        found = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {' '.join(str(error).split())}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: it holds no mapping")
+    return found
 
 
 def redact(value: Any) -> Any:

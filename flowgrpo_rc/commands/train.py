@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from flowgrpo_rc.build import assemble, make_console, make_log, make_processes
 from flowgrpo_rc.commands import EXIT_OK
+from flowgrpo_rc.commands.opening import check_one_folder, note_fetched, prepare_folder
 from flowgrpo_rc.config.check_folder import can_be_extended, command_from_lora
 from flowgrpo_rc.config.checks import RunInputs, check_run
 from flowgrpo_rc.config.compose import unchecked_config
 from flowgrpo_rc.config.device import device_of
-from flowgrpo_rc.config.input_files import input_files
+from flowgrpo_rc.config.less_memory import with_less_memory
 from flowgrpo_rc.config.processes import num_processes, processes_here
 from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.distributed.child import say_error
+from flowgrpo_rc.distributed.memory import OutOfMemory, free_memory, out_of_memory_in
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.distributed.stopping import EXIT_STOPPED, StopRequest
 from flowgrpo_rc.export.lora import export_lora
 from flowgrpo_rc.export.model_card import write_model_card
 from flowgrpo_rc.models.lora_files import EXPORT_NAMES
-from flowgrpo_rc.records.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
+from flowgrpo_rc.records.checkpoint import (
+    Checkpoint,
+    list_checkpoints,
+    load_checkpoint,
+)
 from flowgrpo_rc.records.console import Console
 from flowgrpo_rc.records.metrics_file import MetricsFile
-from flowgrpo_rc.records.rejected import drop_rejected_after
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.run_log import Observer
 from flowgrpo_rc.report.run import write_report
@@ -77,19 +80,37 @@ def run(config: Config, *, callbacks: Sequence[Callback] = (), quiet: bool = Fal
       CheckpointError: the checkpoint to go on from is damaged.
     """
     with StopRequest(config.trainer.max_time) as stop:
-        found = settled(config)
-        inputs = check_run(found, device_of(config), num_processes=processes_here(config))
-        processes = make_processes(found, quiet=quiet)
-        console = make_console(found, processes, quiet=quiet)
-        with processes.noticing_losses():
-            if config.rollout.dtype == AUTO and inputs.resumed is None:
-                found = _agreed(found, processes, console)
-            if inputs.resumed is None:
-                _say_centering(config, found, console)
-            observers = [partial(_tell, callback, stop) for callback in callbacks]
-            reason = _run(found, processes, inputs, stop, console, observers)
-        processes.close()
-        return reason
+        try:
+            return _attempt(config, stop, callbacks, quiet=quiet)
+        except OutOfMemory as error:
+            smaller = with_less_memory(config, error.phase)
+            alone = processes_here(config) == 1
+            if smaller is None or not (config.trainer.retry_out_of_memory and alone):
+                raise
+            retried, change = smaller
+            say_error(f"warning: out of memory in {error.phase}: goes on with {change}")
+            # What failed is still held by the frames of the error.
+            traceback.clear_frames(error.__traceback__)
+        free_memory()
+        return _attempt(retried, stop, callbacks, quiet=quiet)
+
+
+def _attempt(
+    config: Config, stop: StopRequest, callbacks: Sequence[Callback], *, quiet: bool
+) -> str | None:
+    found = settled(config)
+    inputs = check_run(found, device_of(config), num_processes=processes_here(config))
+    processes = make_processes(found, quiet=quiet)
+    console = make_console(found, processes, quiet=quiet)
+    with processes.noticing_losses():
+        if config.rollout.dtype == AUTO and inputs.resumed is None:
+            found = _agreed(found, processes, console)
+        if inputs.resumed is None:
+            _say_centering(config, found, console)
+        observers = [partial(_tell, callback, stop) for callback in callbacks]
+        reason = _run(found, processes, inputs, stop, console, observers)
+    processes.close()
+    return reason
 
 
 def _tell(callback: Callback, stop: StopRequest, step: int, metrics: Mapping[str, float]) -> None:
@@ -126,7 +147,7 @@ def _run(
 ) -> str | None:
     folder = RunFolder(Path(config.trainer.output_dir))
     resumed = inputs.resumed
-    _check_one_folder(processes, resumed)
+    check_one_folder(processes, resumed)
     if resumed is not None and resumed.step >= config.trainer.total_training_steps:
         if processes.is_main:
             _say_finished(config, folder, resumed, console)
@@ -134,7 +155,8 @@ def _run(
         return None
     with folder.locked() if processes.is_main else nullcontext():
         if processes.is_main:
-            _prepare_folder(config, folder, processes, resumed)
+            for warning in prepare_folder(config, folder, processes, inputs):
+                console.warning(warning)
         processes.wait()
         first_step = 0 if resumed is None else resumed.step + 1
         prompts = inputs.sampler, list(inputs.held_out)
@@ -146,7 +168,9 @@ def _run(
             console=console,
             observers=observers,
         )
-        parts = assemble(config, folder, processes, prompts, first_step=first_step, log=log)
+        with out_of_memory_in("loading"):
+            parts = assemble(config, folder, processes, prompts, first_step=first_step, log=log)
+        note_fetched(config, folder, processes, inputs)
         return _train(config, parts, resumed, stop)
 
 
@@ -203,28 +227,6 @@ def notes(config: Config) -> Iterator[str]:
             f"of it cannot be measured for a rollout in {'+'.join(formats)} and a training graph "
             f"in {config.model.dtype}"
         )
-
-
-def _check_one_folder(processes: Processes, resumed: Checkpoint | None) -> None:
-    step = torch.tensor([0.0 if resumed is None else resumed.step], device=processes.device)
-    if processes.max(step) != -processes.max(-step):
-        raise ValueError(
-            "trainer.output_dir must be a folder that all processes share: they see different "
-            "checkpoints"
-        )
-
-
-def _prepare_folder(
-    config: Config, folder: RunFolder, processes: Processes, resumed: Checkpoint | None
-) -> None:
-    settings: dict[str, Any] = dataclasses.asdict(config)
-    folder.create(settings, processes.device, processes.count, input_files(config))
-    step = -1 if resumed is None else resumed.step
-    MetricsFile(folder.metrics).truncate_after(step)
-    MetricsFile(folder.histograms).truncate_after(step)
-    MetricsFile(folder.health).truncate_after(step)
-    folder.drop_rollouts_after(step)
-    drop_rejected_after(folder.rejected, step)
 
 
 def _say_finished(config: Config, folder: RunFolder, newest: Checkpoint, console: Console) -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
 
-from flowgrpo_rc.config.input_files import input_files
 from flowgrpo_rc.config.tree import Config, stored_config
-from flowgrpo_rc.records.checkpoint import Checkpoint, list_checkpoints, load_checkpoint
+from flowgrpo_rc.records.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    list_checkpoints,
+    load_checkpoint,
+)
+from flowgrpo_rc.records.inputs import Input
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.run_folder import RunFolder, check_writable
 
@@ -55,13 +60,19 @@ def config_of_run(config: Config) -> Config | None:
     return stored_config(folder.config) if goes_on else None
 
 
-def checkpoint_to_resume(config: Config) -> Checkpoint | None:
-    """Returns the newest checkpoint of the output folder, verified; None for a new run.
+def checkpoint_to_resume(config: Config, inputs: Mapping[str, Input]) -> Checkpoint | None:
+    """Returns the newest whole checkpoint of the output folder; None for a new run.
+
+    Damaged ones that are newer are passed over: `RunFolder.set_aside` moves them out of the way.
+
+    Args:
+      config: the settings of the command.
+      inputs: what it reads, by the setting that names it.
 
     Raises:
-      ValueError: a run in the folder is still going on or has other settings, or there is one and
-        `trainer.resume_mode=disable` asks for a new one.
-      CheckpointError: the checkpoint is damaged.
+      ValueError: a run in the folder is still going on, has other settings or has read other
+        inputs, or there is one and `trainer.resume_mode=disable` asks for a new one.
+      CheckpointError: every checkpoint is damaged; the message is about the newest.
     """
     folder = RunFolder(Path(config.trainer.output_dir))
     folder.check_free()
@@ -77,10 +88,19 @@ def checkpoint_to_resume(config: Config) -> Checkpoint | None:
         return None
     stored = stored_config(folder.config)
     folder.check_same_run(
-        dataclasses.asdict(stored), dataclasses.asdict(config), input_files(config)
+        dataclasses.asdict(stored),
+        dataclasses.asdict(config),
+        inputs,
+        accept_inputs=config.trainer.accept_changed_inputs,
     )
     _check_length(stored, config)
-    return load_checkpoint(checkpoints[-1])
+    damage: list[CheckpointError] = []
+    for path in reversed(checkpoints):
+        try:
+            return load_checkpoint(path)
+        except CheckpointError as error:
+            damage.append(error)
+    raise damage[0]
 
 
 def can_be_extended(config: Config) -> bool:

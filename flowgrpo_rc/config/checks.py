@@ -7,7 +7,7 @@ another machine, calls `check_plan`. So a dry run refuses what a run refuses.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from flowgrpo_rc.config.check_engine import check_engine, check_machine
 from flowgrpo_rc.config.check_folder import check_output, checkpoint_to_resume
 from flowgrpo_rc.config.check_inputs import check_inputs
 from flowgrpo_rc.config.check_settings import check_settings
+from flowgrpo_rc.config.input_files import inputs_of
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.data.prompts import PromptSampler
 from flowgrpo_rc.models.architecture import META, build_architecture
@@ -26,6 +27,7 @@ from flowgrpo_rc.models.causal_lm import load_tokenizer, token_rows
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
 from flowgrpo_rc.records.checkpoint import Checkpoint
 from flowgrpo_rc.records.earlier_batches import check_processes
+from flowgrpo_rc.records.inputs import Input
 from flowgrpo_rc.records.rollout_files import check_headers, replay_files
 from flowgrpo_rc.rewards.manager import check_kind
 from flowgrpo_rc.rollout.quantization import check_layers
@@ -39,11 +41,13 @@ class RunInputs:
     Attributes:
       sampler: says which training prompts belong to which step.
       held_out: the prompts of evaluation.
+      read: what decides what is trained, by the setting that names it.
       resumed: the checkpoint to go on from; None for a new run.
     """
 
     sampler: PromptSampler
     held_out: Sequence[Prompt]
+    read: Mapping[str, Input]
     resumed: Checkpoint | None
 
 
@@ -75,10 +79,11 @@ def check_run(
       ValueError: names the key, the value and what is allowed.
       CheckpointError: the checkpoint to go on from is damaged.
     """
-    sampler, held_out = check_inputs(config, num_processes=num_processes, trains=trains)
+    prompts = check_inputs(config, num_processes=num_processes, trains=trains)
     if samples:
         check_engine(config)
-    resumed = checkpoint_to_resume(config) if trains else None
+    read = inputs_of(config, prompts) if trains else {}
+    resumed = checkpoint_to_resume(config, read) if trains else None
     if resumed is not None:
         check_processes(resumed.files, num_processes)
     if trains:
@@ -87,10 +92,10 @@ def check_run(
     if samples:
         check_machine(config, device)
     if config.model.kind == "causal_lm":
-        _check_lengths(config, [*sampler.prompts, *held_out])
+        _check_lengths(config, [*prompts.sampler.prompts, *prompts.held_out])
     if trains and model is not None:
         check_output(config, num_trained(model), batch_bytes(config, model, num_processes=1))
-    return RunInputs(sampler=sampler, held_out=held_out, resumed=resumed)
+    return RunInputs(sampler=prompts.sampler, held_out=prompts.held_out, read=read, resumed=resumed)
 
 
 def check_plan(config: Config, num_processes: int) -> FlowModel | None:

@@ -1,6 +1,4 @@
-"""The files of a run whose contents decide what is trained: prompts, models, checkpoints of
-rewards.
-"""
+"""What a run reads and what decides what is trained: prompts, models, checkpoints of rewards."""
 
 from __future__ import annotations
 
@@ -9,14 +7,15 @@ from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
+from flowgrpo_rc.config.check_inputs import Prompts
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.data.prompts import prompt_files
 from flowgrpo_rc.models.config import INDEX_FILES
-from flowgrpo_rc.records.inputs import files_of_model
+from flowgrpo_rc.records.inputs import Input, file_input, model_inputs, prompts_input
 
 
-def input_files(config: Config) -> dict[str, Path]:
-    """Returns the files that are on this machine, by the setting that names them.
+def inputs_of(config: Config, prompts: Prompts) -> dict[str, Input]:
+    """Returns what is on this machine of all that a run reads, by the setting that names it.
 
     A model from the hub counts with the files that have been fetched. The code of a plug-in, the
     files of `data.replay_dir`, and `model.lora_path`, which a run that goes on no longer reads, are
@@ -24,17 +23,21 @@ def input_files(config: Config) -> dict[str, Path]:
 
     Args:
       config: settings whose prompt files exist.
+      prompts: the prompts that were read from them.
     """
-    found: dict[str, Path] = {}
     data = config.data
-    for key, given in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
-        files = prompt_files(given, key)
-        found |= {f"{key}[{number}]": file for number, file in enumerate(files)}
+    found = {
+        key: prompts_input(prompt_files(given, key), read)
+        for key, given, read in (
+            ("data.train_files", data.train_files, prompts.sampler.prompts),
+            ("data.val_files", data.val_files, prompts.held_out),
+        )
+    }
     model = _folder_of_model(config)
     if model is not None:
-        found |= files_of_model("model.path", model)
+        found |= model_inputs("model.path", model)
     for key, path in _paths_of_rewards(config):
-        found |= files_of_model(key, path) if path.is_dir() else {key: path}
+        found |= model_inputs(key, path) if path.is_dir() else {key: file_input(path)}
     return found
 
 

@@ -17,6 +17,7 @@ from flowgrpo_rc import assets
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.recompute import why_recompute
 from flowgrpo_rc.correction.thresholds import KEY
+from flowgrpo_rc.files import plain_yaml
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.losses.config import LossConfig
 from flowgrpo_rc.models.config import ModelConfig
@@ -199,13 +200,13 @@ def stored_config(path: Path, overrides: Sequence[str] = ()) -> Config:
       overrides: changes to it, such as `rollout.n=8`.
 
     Raises:
-      ValueError: the file is not there, a key is unknown, or a value has the wrong type.
+      ValueError: the file is not there or damaged, a key is unknown, or a value has the wrong type.
     """
     if not path.is_file():
         raise ValueError(f"{path.parent} is not the folder of a run: it has no {path.name}")
     register_asset_resolver()
     try:
-        stored = OmegaConf.to_container(OmegaConf.load(path))
+        stored = OmegaConf.to_container(OmegaConf.create(plain_yaml(path)))
         defaults = OmegaConf.structured(Config)
         defaults.reward.terms = {}  # the file names all rewards of the run
         merged = OmegaConf.merge(

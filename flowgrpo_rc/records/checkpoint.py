@@ -14,18 +14,24 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
+PARTIAL = ".partial_"  # how the folder of a checkpoint that is not complete starts
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
 OLDER = "lora_step_"  # stem of the LoRA of an earlier step
 OF_PROCESS = "earlier_batches_process_"  # how files that belong to a single process start
 STAGING = ".staging"  # where processes leave them for the next checkpoint, beside the checkpoints
 _NAME = re.compile(r"step_(\d+)")
+_PLAIN = re.compile(r"\w[\w.-]*")  # name of a file in the checkpoint's own folder
+_FINITE = ("lora", "optimizer", "ema")  # how stems start whose tensors are finite
 
 
 class CheckpointError(RuntimeError):
@@ -69,7 +75,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
       CheckpointError: the disk refuses.
     """
     final = folder / f"step_{checkpoint.step}"
-    partial = folder / f".partial_{final.name}"
+    partial = folder / f"{PARTIAL}{final.name}"
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -113,39 +119,131 @@ def list_checkpoints(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     found = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+    return sorted(found, key=_step_of)
+
+
+def set_aside_after(folder: Path, step: int) -> list[Path]:
+    """Renames the checkpoints of later steps, which were found damaged, to `damaged_step_N_1`.
+
+    Args:
+      folder: the folder of all checkpoints.
+      step: the last step that a run goes on from.
+
+    Returns:
+      Their new paths.
+    """
+    later = [path for path in list_checkpoints(folder) if _step_of(path) > step]
+    moved = []
+    for path in later:
+        free = (folder / f"damaged_{path.name}_{number}" for number in count(1))
+        moved.append(path.rename(next(target for target in free if not target.exists())))
+    return moved
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """Reads a checkpoint after it has checked every file against the manifest.
 
     Raises:
-      CheckpointError: a file is missing or damaged.
+      CheckpointError: a file is missing or damaged, or weights are not finite.
     """
-    remedy = f"delete {path} to go on from the checkpoint before it"
-    try:
-        manifest = json.loads((path / _MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path / _MANIFEST} is missing or damaged ({error}); {remedy}"
-        ) from error
+    manifest = _read_json(path, _MANIFEST)
     for name, digest in manifest.items():
+        if not _PLAIN.fullmatch(name):
+            raise _damaged(path, f"{_MANIFEST} names {name!r}, which is no name of a file here")
         file = path / name
         if not file.is_file():
-            raise CheckpointError(f"{file} is missing; {remedy}")
+            raise _damaged(path, f"{name} is missing")
         if _sha256(file) != digest:
-            raise CheckpointError(
-                f"{file} is damaged: its SHA-256 is not the one in {_MANIFEST}; {remedy}"
-            )
-    state = json.loads((path / _STATE).read_text())
+            raise _damaged(path, f"{name} is damaged: its SHA-256 is not the one in {_MANIFEST}")
+    state = _read_json(path, _STATE)
+    if state.pop("step", None) != _step_of(path):
+        raise _damaged(path, f"{_STATE} is of another step")
     files = [path / name for name in manifest if name.startswith(OF_PROCESS)]
     stems = [Path(name).stem for name in manifest if name.endswith(".safetensors")]
-    tensors = {
-        stem: load_file(path / f"{stem}.safetensors")
-        for stem in stems
-        if not stem.startswith(OF_PROCESS)
+    tensors = {stem: _tensors(path, stem) for stem in stems if not stem.startswith(OF_PROCESS)}
+    return Checkpoint(step=_step_of(path), tensors=tensors, state=state, files=files)
+
+
+def check_tensors(
+    stem: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
+    """Returns tensors of a checkpoint after a check that a run can take them over.
+
+    Args:
+      stem: of their file.
+      found: name -> tensor.
+      expected: the same names, with tensors of the same shapes and dtypes.
+
+    Raises:
+      CheckpointError: names the first difference.
+    """
+    if found.keys() != expected.keys():
+        different = sorted(found.keys() ^ expected.keys())
+        raise CheckpointError(
+            f"{stem}.safetensors of the checkpoint has other tensors than this run: "
+            f"{len(different)} names differ, the first is {different[0]}"
+        )
+    for name, tensor in found.items():
+        here = _form(expected[name])
+        if _form(tensor) != here:
+            raise CheckpointError(
+                f"{stem}.safetensors of the checkpoint: {name} is {_form(tensor)}, this run needs "
+                f"{here}"
+            )
+    return found
+
+
+def not_finite(tensors: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
+    """Returns the tensors that hold a number that is not finite, as `stem/name`.
+
+    Args:
+      tensors: stem -> name -> tensor. If all are finite, they are read with one transfer.
+    """
+    named = {
+        f"{stem}/{name}": tensor
+        for stem, group in tensors.items()
+        for name, tensor in group.items()
+        if tensor.is_floating_point()
     }
-    return Checkpoint(step=state.pop("step"), tensors=tensors, state=state, files=files)
+    # A norm is finite if all of its numbers are, and none is beyond 1e19.
+    if not named or get_total_norm(list(named.values())).isfinite():
+        return []
+    return [name for name, tensor in named.items() if not tensor.isfinite().all()]
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def _read_json(path: Path, name: str) -> dict[str, Any]:
+    """Returns the mapping in a file of a checkpoint."""
+    try:
+        found = json.loads((path / name).read_text())
+    except (FileNotFoundError, ValueError) as error:
+        raise _damaged(path, f"{name} is missing or damaged ({error})") from error
+    if not isinstance(found, dict):
+        raise _damaged(path, f"{name} holds no mapping")
+    return found
+
+
+def _tensors(path: Path, stem: str) -> dict[str, Tensor]:
+    """Returns the tensors in a file of a checkpoint; weights and moments must be finite."""
+    try:
+        found = load_file(path / f"{stem}.safetensors")
+    except SafetensorError as error:
+        raise _damaged(path, f"{stem}.safetensors is damaged: {error}") from error
+    broken = not_finite({stem: found}) if stem.startswith(_FINITE) else []
+    if broken:
+        raise _damaged(path, f"{len(broken)} tensors are not finite, the first is {broken[0]}")
+    return found
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{path}: {what}; delete {path} to go on from the checkpoint before it")
 
 
 def _write_json(path: Path, value: Any) -> None:

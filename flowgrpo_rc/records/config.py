@@ -29,10 +29,14 @@ class TrainerConfig:
     logger: where numbers go besides metrics.jsonl: any of console, wandb, tensorboard, trackio,
         swanlab, mlflow, aim.
     seed: of everything random.
-    resume_mode: `auto` goes on from the newest checkpoint; `disable` refuses a folder that holds a
-        run.
+    resume_mode: `auto` goes on from the newest whole checkpoint; `disable` refuses a folder that
+        holds a run.
+    accept_changed_inputs: go on with a run though its prompts, its model or a reward's have
+        changed; the report says so.
     max_time: seconds of this command, then the run stops after the step with its state saved; null:
         no limit.
+    retry_out_of_memory: where the rollout or the update of a run of one process runs out of memory,
+        go on from the newest checkpoint with half of its micro-batch, once.
     device: `auto` takes the GPU where there is one; `cuda` is an error without one.
     num_processes: processes that `flowgrpo-rc train` starts on this machine; 1 starts none. `auto`:
         one for each core or GPU, as far as they share a mini-batch evenly; under a launcher, as
@@ -56,7 +60,9 @@ class TrainerConfig:
     logger: list[str] = field(default_factory=lambda: ["console"])
     seed: int = 42
     resume_mode: str = "auto"
+    accept_changed_inputs: bool = False
     max_time: float | None = None
+    retry_out_of_memory: bool = False
     device: str = "auto"
     num_processes: int | str = 1
     mixed_precision: str = "no"

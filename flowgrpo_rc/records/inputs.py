@@ -1,23 +1,51 @@
-"""Digests of the files that a run reads, so that it does not go on with other contents."""
+"""Digests of what a run reads, so that it does not go on with other contents."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
+from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.files import write_atomic
 
 T = TypeVar("T")
-LARGE = 64 * 2**20  # bytes; of a larger file only the ends are read
-_END = 2**20
-_SUFFIXES = (".json", ".safetensors", ".txt", ".model")  # of a model's folder
+LARGE = 64 * 2**20  # bytes; a larger file is read in places
+_BLOCK = 2**14  # bytes of a place
+_NUM_BLOCKS = 256
+_WEIGHTS = ".safetensors"
+_SUFFIXES = (".json", _WEIGHTS, ".txt", ".model")  # of a model's folder
 
 
-def files_of_model(key: str, folder: Path) -> dict[str, Path]:
+class Input(NamedTuple):
+    """What a run reads.
+
+    Attributes:
+      path: where it is, for messages.
+      digest: a SHA-256 of its content.
+    """
+
+    path: str
+    digest: str
+
+
+def prompts_input(paths: Sequence[Path], prompts: Sequence[Prompt]) -> Input:
+    """Returns the input of prompts as they were read, whatever the format of their files.
+
+    Args:
+      paths: the files.
+      prompts: their prompts, in order.
+    """
+    found = hashlib.sha256()
+    for prompt in prompts:
+        row = [prompt.text, prompt.target, prompt.negative_text, prompt.metadata]
+        found.update(json.dumps(row, sort_keys=True, default=str).encode())
+    return Input(", ".join(map(str, paths)), found.hexdigest())
+
+
+def model_inputs(key: str, folder: Path) -> dict[str, Input]:
     """Returns the descriptions, weights and vocabularies in a model's folder and those below it.
 
     Args:
@@ -26,66 +54,84 @@ def files_of_model(key: str, folder: Path) -> dict[str, Path]:
     """
     paths = sorted((*folder.glob("*"), *folder.glob("*/*")))
     return {
-        f"{key}/{path.relative_to(folder).as_posix()}": path
+        f"{key}/{path.relative_to(folder).as_posix()}": file_input(path)
         for path in paths
         if path.suffix in _SUFFIXES and path.is_file()
     }
 
 
-def digest(path: Path) -> str:
-    """Returns the SHA-256 of a file; above 64 MiB, that of its size, first MiB and last MiB."""
+def file_input(path: Path) -> Input:
+    """Returns the input of a file.
+
+    Its digest is that of all bytes; above 64 MiB, that of its size and of 256 blocks of 16 KiB,
+    spread evenly from the first to the last.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         if size <= LARGE:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            return Input(str(path), hashlib.file_digest(file, "sha256").hexdigest())
         found = hashlib.sha256(str(size).encode())
-        found.update(file.read(_END))
-        file.seek(-_END, os.SEEK_END)
-        found.update(file.read())
-    return found.hexdigest()
+        for number in range(_NUM_BLOCKS):
+            file.seek((size - _BLOCK) * number // (_NUM_BLOCKS - 1))
+            found.update(file.read(_BLOCK))
+    return Input(str(path), found.hexdigest())
 
 
-def write_inputs(path: Path, files: Mapping[str, Path]) -> None:
-    """Writes the digests of files, and keeps those that the file holds of others.
+def write_inputs(path: Path, inputs: Mapping[str, Input]) -> None:
+    """Writes the digests of inputs, and keeps those that the file holds of others.
 
     Args:
       path: the file to write.
-      files: name -> file.
+      inputs: by name.
     """
-    digests = _read(path) | {name: digest(file) for name, file in files.items()}
+    digests = _read(path) | {name: found.digest for name, found in inputs.items()}
     write_atomic(path, json.dumps(digests, indent=1, sort_keys=True).encode())
 
 
-def changed_inputs(path: Path, files: Mapping[str, Path]) -> list[str]:
-    """Returns the names of files whose content is not what `write_inputs` saw.
+def changed_inputs(path: Path, inputs: Mapping[str, Input]) -> list[str]:
+    """Returns what is no longer as `write_inputs` saw it, in words.
 
     Args:
       path: what `write_inputs` wrote; a run of an older version has none, and nothing is compared.
-      files: name -> file. A name that only one side has is left out.
+      inputs: by name. One that only one side has is left out: more of a model may have been
+        fetched, or it is still to be fetched. Only weights may not go while others are there.
     """
     stored = _read(path)
-    return [name for name, file in files.items() if name in stored and digest(file) != stored[name]]
+    changed = [
+        f"{name}: the content of {found.path} has changed"
+        for name, found in inputs.items()
+        if name in stored and found.digest != stored[name]
+    ]
+    folders = {_folder(name) for name in inputs if name.endswith(_WEIGHTS)}
+    gone = [
+        f"{name}: the run began with it, and it is gone"
+        for name in stored
+        if name.endswith(_WEIGHTS) and name not in inputs and _folder(name) in folders
+    ]
+    return changed + gone
 
 
-def same_content(path: Path, key: str, files: Mapping[str, Path]) -> bool:
-    """Returns whether the files that a setting names are those that `write_inputs` saw.
+def same_content(path: Path, key: str, inputs: Mapping[str, Input]) -> bool:
+    """Returns whether what a setting names is what `write_inputs` saw.
 
     Args:
       path: what `write_inputs` wrote.
       key: the setting, such as `model.path`.
-      files: name -> file, of all settings.
+      inputs: those of all settings, by name.
     """
-    here = {name: digest(file) for name, file in _of(key, files).items()}
-    return bool(here) and here == _of(key, _read(path))
+    here = {name: found.digest for name, found in of_setting(key, inputs).items()}
+    return bool(here) and here == of_setting(key, _read(path))
 
 
-def _of(key: str, named: Mapping[str, T]) -> dict[str, T]:
-    """The entries that belong to a setting."""
+def of_setting(key: str, named: Mapping[str, T]) -> dict[str, T]:
+    """Returns the entries that belong to a setting."""
     return {
-        name: value
-        for name, value in named.items()
-        if name == key or name.startswith((f"{key}[", f"{key}/"))
+        name: value for name, value in named.items() if name == key or name.startswith(f"{key}/")
     }
+
+
+def _folder(name: str) -> str:
+    return name.rpartition("/")[0]
 
 
 def _read(path: Path) -> dict[str, str]:

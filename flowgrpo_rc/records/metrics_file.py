@@ -46,6 +46,10 @@ class MetricsFile:
         """
         return [row for row, _ in self._lines()]
 
+    def missing(self, last: int) -> list[int]:
+        """Returns the steps from 1 to `last` that have no row."""
+        return sorted(set(range(1, last + 1)) - {row["step"] for row in self.rows()})
+
     def truncate_after(self, step: int) -> None:
         """Drops the rows of later steps and a torn last line, in one step or not at all."""
         if not self.path.exists():

@@ -9,6 +9,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from flowgrpo_rc.records.checkpoint import CheckpointError
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW, beside the number of its updates, `step`
+
 
 def schedule_state(schedule: LRScheduler) -> dict[str, Any]:
     """Returns the state of a schedule; JSON can hold it."""
@@ -40,7 +44,11 @@ def optimizer_tensors(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -
 def load_optimizer(
     optimizer: Optimizer, named: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Goes back to what `optimizer_tensors` returned, bit for bit."""
+    """Goes back to what `optimizer_tensors` returned, bit for bit.
+
+    Raises:
+      CheckpointError: a tensor belongs to no parameter, or has another shape than its parameter.
+    """
     for name, parameter in named.items():
         stored = {
             key.removeprefix(f"{name}."): value
@@ -48,10 +56,16 @@ def load_optimizer(
             if key.startswith(f"{name}.")
         }
         if stored:
-            optimizer.state[parameter] = {
-                key: _joined(key, stored, parameter)
-                for key in dict.fromkeys(key.partition(".")[0] for key in stored)
-            }
+            keys = dict.fromkeys(key.partition(".")[0] for key in stored)
+            state = {key: _joined(key, stored, parameter) for key in keys}
+            shapes = {key: tuple(value.shape) for key, value in state.items()}
+            moments = dict.fromkeys(_MOMENTS, tuple(parameter.shape))
+            if shapes != {"step": (), **moments}:
+                raise CheckpointError(
+                    f"optimizer.safetensors of the checkpoint: the state of {name} is {shapes}, "
+                    f"this run needs moments of the shape {tuple(parameter.shape)}"
+                )
+            optimizer.state[parameter] = state
 
 
 def _parts(value: Tensor) -> dict[str, Tensor]:

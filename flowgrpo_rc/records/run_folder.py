@@ -20,8 +20,15 @@ import torch
 import yaml
 
 from flowgrpo_rc.assets import with_all_references, with_references
-from flowgrpo_rc.files import redact, write_atomic
-from flowgrpo_rc.records.inputs import changed_inputs, same_content, write_inputs
+from flowgrpo_rc.files import TEMPORARY, redact, write_atomic
+from flowgrpo_rc.records.checkpoint import PARTIAL
+from flowgrpo_rc.records.inputs import (
+    Input,
+    changed_inputs,
+    of_setting,
+    same_content,
+    write_inputs,
+)
 
 _PACKAGES = (
     "flowgrpo-rc",
@@ -37,9 +44,11 @@ _PACKAGES = (
 _FREE = (
     "trainer.total_training_steps",
     "trainer.max_time",
+    "trainer.retry_out_of_memory",
     "trainer.logger",
     "trainer.save_freq",
     "trainer.resume_mode",
+    "trainer.accept_changed_inputs",
     "trainer.output_dir",
     "trainer.max_checkpoints_to_keep",
     "trainer.experiment_name",
@@ -58,7 +67,8 @@ class RunFolder:
     """The paths of a run.
 
     They are config.yaml, environment.json, inputs.json, metrics.jsonl, histograms.jsonl,
-    health.jsonl, samples/, rejected/, checkpoints/, lora/ and, if asked for, rollouts/.
+    health.jsonl, samples/, rejected/, checkpoints/, lora/, rollouts/ if asked for, and debug/ after
+    an update that failed.
     """
 
     def __init__(self, root: Path) -> None:
@@ -73,6 +83,7 @@ class RunFolder:
         self.checkpoints = root / "checkpoints"
         self.lora = root / "lora"
         self.rollouts = root / "rollouts"
+        self.debug = root / "debug"
 
     def samples_stem(self, step: int) -> Path:
         """Returns the path of a step's held-out samples, without its ending."""
@@ -121,7 +132,7 @@ class RunFolder:
         config: Mapping[str, Any],
         device: torch.device,
         processes: int,
-        inputs: Mapping[str, Path],
+        inputs: Mapping[str, Input],
     ) -> None:
         """Writes config.yaml, environment.json and inputs.json.
 
@@ -130,7 +141,7 @@ class RunFolder:
             files become `${asset:NAME}`, so that the folder can be used elsewhere.
           device: the device of the main process.
           processes: number of processes.
-          inputs: the files that decide what is trained, by name.
+          inputs: what decides what is trained, by name.
 
         Raises:
           OSError: the folder cannot be made.
@@ -154,38 +165,71 @@ class RunFolder:
         write_atomic(self.root / "environment.json", json.dumps(environment, indent=1).encode())
 
     def check_same_run(
-        self, stored: Mapping[str, Any], config: Mapping[str, Any], inputs: Mapping[str, Path]
+        self,
+        stored: Mapping[str, Any],
+        config: Mapping[str, Any],
+        inputs: Mapping[str, Input],
+        *,
+        accept_inputs: bool,
     ) -> None:
         """Checks that `config` trains what `stored` has trained, whatever the number of steps.
 
-        Another path is the same setting if its files have the same content.
+        Another path is the same setting if its content is the same.
 
         Args:
           stored: the configuration of the run in this folder.
           config: that of the command.
-          inputs: the files that decide what is trained, by name.
+          inputs: what decides what is trained, by name.
+          accept_inputs: allow other contents, and with them other paths.
 
         Raises:
-          ValueError: names the settings that differ, and the files whose content differs.
+          ValueError: names the settings that differ, and the inputs whose content differs.
         """
         there = flat_settings(with_all_references(redact(stored)))
         here = flat_settings(with_all_references(redact(config)))
-        found = [
+        settings = [
             f"{key}: {there.get(key)!r} there, {here.get(key)!r} now"
             for key in sorted(there.keys() | here.keys())
             if there.get(key) != here.get(key)
             and not key.startswith(_FREE)
             and not same_content(self.inputs, key, inputs)
+            and not (accept_inputs and of_setting(key, inputs))
         ]
-        found += [
-            f"{name}: the content of {inputs[name]} has changed"
-            for name in changed_inputs(self.inputs, inputs)
-        ]
-        if found:
-            raise ValueError(
-                f"{self.root} holds a run with other settings ({'; '.join(found[:5])}). Choose "
-                "another trainer.output_dir, or delete that folder to start over"
-            )
+        contents = [] if accept_inputs else changed_inputs(self.inputs, inputs)
+        if settings or contents:
+            raise self._other_run([*settings, *contents], settings=bool(settings))
+
+    def check_same_inputs(self, inputs: Mapping[str, Input], *, accept: bool) -> list[str]:
+        """Returns what is no longer as the run began with it, in words.
+
+        Args:
+          inputs: what decides what is trained, by name.
+          accept: allow it.
+
+        Raises:
+          ValueError: names the inputs whose content differs, unless that is accepted.
+        """
+        changed = changed_inputs(self.inputs, inputs)
+        if changed and not accept:
+            raise self._other_run(changed, settings=False)
+        return changed
+
+    def _other_run(self, differences: list[str], *, settings: bool) -> ValueError:
+        others = "settings" if settings else "inputs"
+        remedy = "Choose another trainer.output_dir, or delete that folder to start over"
+        if not settings:
+            remedy += "; trainer.accept_changed_inputs=true goes on all the same"
+        return ValueError(
+            f"{self.root} holds a run with other {others} ({'; '.join(differences[:5])}). {remedy}"
+        )
+
+    def sweep(self) -> None:
+        """Deletes temporary files that a killed process has left; call it under the lock."""
+        for path in self.root.rglob(".*"):
+            if path.name.endswith(TEMPORARY) and path.is_file():
+                path.unlink()
+        for path in self.checkpoints.glob(f"{PARTIAL}*"):
+            shutil.rmtree(path)
 
 
 def check_writable(root: Path, *, needed_bytes: int) -> None:

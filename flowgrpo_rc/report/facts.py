@@ -75,11 +75,11 @@ def _split(value: Any) -> list[str]:
     return [str(part).strip() for part in parts if str(part).strip()]
 
 
-def _last_name(path: str | None) -> str:
+def _last_name(path: object) -> str:
     """Returns a hub id as it is, and of a path only its last name."""
     if path is None:
         return ""
-    path = path.removeprefix("${asset:").removesuffix("}")
+    path = str(path).removeprefix("${asset:").removesuffix("}")
     return PurePath(path).name if path.startswith(("/", ".", "~")) else path
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from PIL import Image
 
-from flowgrpo_rc.files import redact
+from flowgrpo_rc.files import plain_yaml, redact
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.rejected import in_words, read_rejected
 from flowgrpo_rc.records.samples import read_grid
@@ -181,15 +181,12 @@ def config(run_dir: Path) -> dict[str, Any]:
     """Returns the resolved configuration without secrets; {} if there is none.
 
     Raises:
-      ValueError: config.yaml holds no mapping.
+      ValueError: config.yaml is damaged.
     """
     path = run_dir / "config.yaml"
     if not path.is_file():
         return {}
-    loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not isinstance(loaded, dict):
-        raise ValueError(f"{path}: expected a mapping at the top, found {type(loaded).__name__}")
-    return {str(key): value for key, value in redact(loaded).items()}
+    return {str(key): value for key, value in redact(plain_yaml(path)).items()}
 
 
 def config_text(config: Mapping[str, Any]) -> str:

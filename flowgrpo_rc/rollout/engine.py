@@ -107,7 +107,7 @@ R = TypeVar("R", bound=RolloutRequest)
 
 
 class EngineError(RuntimeError):
-    """An engine in a process of its own crashed, hung, or does not hold the trainer's weights."""
+    """An engine crashed, hung, or does not sample as the trainer asks, or with its weights."""
 
 
 class RolloutEngine(ABC, Generic[R]):
@@ -192,7 +192,7 @@ class RolloutEngine(ABC, Generic[R]):
         """
 
     def check_weights(self, pushed: Mapping[str, Tensor], version: int) -> None:
-        """Raises RuntimeError if the engine holds another LoRA than the one of `version`.
+        """Raises EngineError if the engine holds another LoRA than the one of `version`.
 
         Args:
           pushed: what `sync_weights` got last, tensors by name.
@@ -201,7 +201,7 @@ class RolloutEngine(ABC, Generic[R]):
         held = self.held_weights()
         number = 0 if held is None else other_tensors(held, pushed)
         if held is not None and number:
-            raise RuntimeError(
+            raise EngineError(
                 f"the rollout engine does not hold the trainer's LoRA of step {version}: {number} "
                 f"of {len(pushed)} tensors are missing or others"
             )
@@ -215,14 +215,14 @@ class RolloutEngine(ABC, Generic[R]):
         return None
 
     def check_quantization(self, spec: Spec) -> None:
-        """Raises RuntimeError if weights are plain and the settings promise quantized ones.
+        """Raises EngineError if weights are plain and the settings promise quantized ones.
 
         Args:
           spec: the settings that the trainer asks for.
         """
         plain = self.plain_layers()
         if "+" in spec.dtype and plain:
-            raise RuntimeError(
+            raise EngineError(
                 f"the rollout engine does not quantize: rollout.dtype and rollout.quantization are "
                 f"{spec.dtype}, and {plain} linear layers of its blocks hold plain weights"
             )

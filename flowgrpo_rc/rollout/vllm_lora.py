@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from flowgrpo_rc.models.peft_files import peft_files
+from flowgrpo_rc.rollout.engine import EngineError
 
 MAX_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the only ones that vLLM makes room for
 
@@ -69,7 +70,7 @@ class VllmAdapter:
         )
         added = self._engine.add_lora(self.request)
         if not added or list(self._engine.list_loras()) != [self._count]:
-            raise RuntimeError(f"vLLM did not take over LoRA adapter {self._count}")
+            raise EngineError(f"vLLM did not take over LoRA adapter {self._count}")
 
     def drop(self) -> None:
         """Removes the adapter, if there is one, and its folder."""

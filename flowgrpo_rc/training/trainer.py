@@ -16,13 +16,23 @@ import torch
 from flowgrpo_rc.batch import Batch, Rewards
 from flowgrpo_rc.core.advantages import advantage_metrics, estimate
 from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.distributed.memory import out_of_memory_in
 from flowgrpo_rc.distributed.processes import Processes, peak_memory_gib
 from flowgrpo_rc.distributed.stopping import StopRequest
 from flowgrpo_rc.monitoring.health import HealthMonitor
 from flowgrpo_rc.monitoring.histograms import Counts, histograms
 from flowgrpo_rc.monitoring.staleness import reuse_age, staleness
-from flowgrpo_rc.records.checkpoint import OLDER, STAGING, Checkpoint, save_checkpoint
+from flowgrpo_rc.records.checkpoint import (
+    OLDER,
+    STAGING,
+    Checkpoint,
+    CheckpointError,
+    check_tensors,
+    list_checkpoints,
+    save_checkpoint,
+)
 from flowgrpo_rc.records.config import TrainerConfig
+from flowgrpo_rc.records.debug_bundle import write_bundle
 from flowgrpo_rc.records.earlier_batches import EarlierBatches
 from flowgrpo_rc.records.rejected import RejectedSamples
 from flowgrpo_rc.records.rollout_files import SavedRollout, rollout_path, save_rollout
@@ -86,14 +96,26 @@ class Trainer:
         self._step = 0
         if resumed is not None:
             self._step = resumed.step
-            components.update.load(resumed.tensors, resumed.state["update"])
-            components.health.load_state_dict(resumed.state["health"])
-            components.mode.load(resumed.tensors)
-            processes = components.processes
-            components.earlier.load(resumed.files, processes.rank, processes.device)
-            for version, weights in sorted(resumed.older_weights().items()):
-                components.source.sync_weights(weights, version)
+            try:
+                self._go_back(resumed)
+            except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+                raise CheckpointError(
+                    f"the checkpoint of step {resumed.step} in {components.folder.root} is not one "
+                    f"that this run has written: {type(error).__name__}: {error}"
+                ) from error
         components.source.sync_weights(components.update.lora_state(), self._step)
+
+    def _go_back(self, resumed: Checkpoint) -> None:
+        components = self._components
+        processes = components.processes
+        components.update.load(resumed.tensors, resumed.state["update"])
+        components.health.load_state_dict(resumed.state["health"])
+        components.mode.load(resumed.tensors)
+        components.earlier.load(resumed.files, processes.rank, processes.device)
+        lora = components.update.lora_state()
+        for version, weights in sorted(resumed.older_weights().items()):
+            older = check_tensors(f"{OLDER}{version}", weights, lora)
+            components.source.sync_weights(older, version)
 
     def fit(self, stop: StopRequest) -> str | None:
         """Trains to the end, or until `stop` asks.
@@ -186,11 +208,28 @@ class Trainer:
         components = self._components
         earlier = components.earlier.newest_first()
         size = components.samples_per_mini_batch
-        updated = components.update.run(batch, size, earlier)
+        try:
+            updated = components.update.run(batch, size, earlier)
+        except FloatingPointError as error:
+            raise self._explained(error, batch) from error
         self._metrics.merge(updated.metrics, "actor")
         self._metrics.merge(updated.reused, "reuse")
         self._metrics.merge(reuse_age(earlier, self._step))
         return batch.replace(rejection_mask=updated.rejection_mask)
+
+    def _explained(self, error: FloatingPointError, batch: Batch) -> FloatingPointError:
+        """Writes down what the update was given; returns the error with the step and the way on."""
+        components = self._components
+        name = f"step_{self._step:06d}_process_{components.processes.rank}.json"
+        bundle = components.folder.debug / name
+        write_bundle(bundle, self._step, batch, components.update.tensors())
+        checkpoints = list_checkpoints(components.folder.checkpoints)
+        newest = checkpoints[-1].name if checkpoints else "none"
+        return type(error)(
+            f"step {self._step}: {error}. Nothing of it was saved: the last good checkpoint is "
+            f"{newest}, and the same command goes on from it. A lower actor.optim.lr or "
+            f"actor.optim.clip_grad may help; samples, seeds and norms are in {bundle}"
+        )
 
     def _note_decisions(self, collected: Collected, rewards: Rewards) -> None:
         """Counts the histograms of all processes, and writes the rejected samples of this one."""
@@ -269,7 +308,8 @@ class Trainer:
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
+        with out_of_memory_in(phase):
+            yield
         if self._components.processes.device.type == "cuda":
             torch.cuda.synchronize()
         elapsed = time.perf_counter() - start

@@ -21,6 +21,7 @@ from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.base import LossTerms, denominator
 from flowgrpo_rc.models.lora import lora_parameters, reference_policy
 from flowgrpo_rc.policies.base import Evaluation, Measured, Policy, join
+from flowgrpo_rc.records.checkpoint import check_tensors, not_finite
 from flowgrpo_rc.records.optimizer_state import (
     load_optimizer,
     load_schedule,
@@ -34,6 +35,10 @@ from flowgrpo_rc.training.optim import make_optimizer, make_schedule
 
 class NonFiniteGradient(FloatingPointError):
     """Says that too many updates in a row had a gradient that is not finite."""
+
+
+class NonFiniteWeights(FloatingPointError):
+    """Says that an update has left weights, moments or averages that are not finite."""
 
 
 # (log-probs [b, t], batch, Gaussians of the steps or None) -> the terms of the loss.
@@ -208,6 +213,7 @@ class PolicyUpdate:
             share = torch.cat([one.terms.share for one in seen], 1)
             total = total + self._penalty(now, piece, share, metrics)
         total.backward()
+        self._spoil_unless_finite(total)
         for one in seen:
             metrics.merge(one.terms.metrics)
             self._observe(one)
@@ -258,9 +264,16 @@ class PolicyUpdate:
                 total = total + self._penalty(now, piece, terms.share[:, here], metrics)
             total.backward()
             start = here.stop
+        self._spoil_unless_finite(terms.total)
         metrics.merge(terms.metrics)
         self._observe(Seen(micro, log_probs, gaussian, terms))
         return terms.parts(), micro.rejection_mask
+
+    def _spoil_unless_finite(self, loss: Tensor) -> None:
+        """Makes the gradient NaN if the loss is not finite: then all processes skip the update."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if gradients:
+            gradients[0].add_(0 * loss.detach())
 
     def _observe(self, seen: Seen) -> None:
         if self._on_new:
@@ -287,6 +300,12 @@ class PolicyUpdate:
             self._nonfinite_in_a_row = 0
             if self.ema is not None and self._updates % self._config.ema.update_interval == 0:
                 self.ema.step(self._parameters)
+            broken = not_finite(self.tensors())
+            if broken:
+                raise NonFiniteWeights(
+                    f"update {self._updates} has left {len(broken)} tensors with numbers that are "
+                    f"not finite, the first is {broken[0]}"
+                )
         else:
             self._nonfinite_updates += 1
             self._nonfinite_in_a_row += 1
@@ -321,13 +340,19 @@ class PolicyUpdate:
         }
 
     def load(self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-        """Goes back to what `tensors` and `state` recorded, bit for bit."""
+        """Goes back to what `tensors` and `state` recorded, bit for bit.
+
+        Raises:
+          CheckpointError: they are not of this run.
+        """
+        lora = check_tensors("lora", tensors["lora"], self.lora_state())
         for name, parameter in self._named.items():
-            parameter.data.copy_(tensors["lora"][name])
+            parameter.data.copy_(lora[name])
         load_optimizer(self._optimizer, self._named, tensors["optimizer"])
         if self.ema is not None:
+            ema = check_tensors("ema", tensors["ema"], self.tensors()["ema"])
             for shadow, name in zip(self.ema.shadow_params, self._named, strict=True):
-                shadow.copy_(tensors["ema"][name])
+                shadow.copy_(ema[name])
             self.ema.optimization_step = state["ema_step"]
         self._updates = state["updates"]
         self._nonfinite_updates = state["nonfinite_updates"]

@@ -14,31 +14,37 @@ from support.compositions import config_of
 
 from flowgrpo_rc import assets
 from flowgrpo_rc.config.check_folder import checkpoint_to_resume
-from flowgrpo_rc.config.input_files import input_files
+from flowgrpo_rc.config.check_inputs import prompts_of
+from flowgrpo_rc.config.input_files import inputs_of
 from flowgrpo_rc.config.tree import Config, stored_config
 from flowgrpo_rc.records.checkpoint import Checkpoint, save_checkpoint
+from flowgrpo_rc.records.inputs import Input
 from flowgrpo_rc.records.run_folder import RunFolder
 
 CONSTANT = "actor.optim.lr_scheduler=constant"
 
 
+def read_by(config: Config) -> dict[str, Input]:
+    return inputs_of(config, prompts_of(config))
+
+
 def made(config: Config) -> RunFolder:
     """Makes the folder of a run that has taken all of its steps."""
     folder = RunFolder(Path(config.trainer.output_dir))
-    folder.create(dataclasses.asdict(config), torch.device("cpu"), 1, input_files(config))
+    folder.create(dataclasses.asdict(config), torch.device("cpu"), 1, read_by(config))
     step = config.trainer.total_training_steps
     save_checkpoint(folder.checkpoints, Checkpoint(step=step, tensors={}, state={}), keep=1)
     return folder
 
 
 def goes_on(config: Config) -> bool:
-    return checkpoint_to_resume(config) is not None
+    return checkpoint_to_resume(config, read_by(config)) is not None
 
 
 @pytest.fixture
 def own(tmp_path: Path) -> list[str]:
     """Settings of a run with prompts of its own."""
-    (tmp_path / "words.txt").write_text('"A"\n"B"\n')
+    (tmp_path / "words.txt").write_text("".join(f'"{word}"\n' for word in "ABCDEFGH"))
     return [f"data.train_files={tmp_path / 'words.txt'}", f"trainer.output_dir={tmp_path / 'run'}"]
 
 
@@ -78,8 +84,9 @@ def test_an_asset_that_this_version_lacks_is_named(own: list[str]) -> None:
 def test_a_file_whose_content_changed_is_named(own: list[str], tmp_path: Path) -> None:
     config = config_of(*own)
     made(config)
-    (tmp_path / "words.txt").write_text('"A"\n"C"\n')
-    words = r"data\.train_files\[0\]: the content of .*words\.txt has changed"
+    words_file = tmp_path / "words.txt"
+    words_file.write_text(words_file.read_text().replace("B", "X"))
+    words = r"data\.train_files: the content of .*words\.txt has changed"
     with pytest.raises(ValueError, match=words):
         goes_on(config)
 
@@ -109,7 +116,7 @@ def test_weights_of_a_model_and_of_a_reward_are_compared(
     (scorer / "config.json").write_text("{}")
     config = config_of(*own, f"model.path={checkpoint}")
     config.reward.terms = {"ocr": {"weight": 1.0}, "x": {"path": str(scorer)}, "gone": None}
-    names = set(input_files(config))
+    names = set(inputs_of(config, prompts_of(config_of(*own))))
     assert "model.path/transformer/diffusion_pytorch_model.safetensors" in names
     assert "reward.terms.x.path/config.json" in names
 

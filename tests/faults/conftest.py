@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
-from support.faults import command, words_of
+from support.faults import Trained, command, count_changes, final_state, words_of
 
 # All that a run imports, once for all forks.
 from flowgrpo_rc.commands import train  # noqa: F401
@@ -45,9 +48,31 @@ def small(overrides: list[str]) -> list[str]:
     ]
 
 
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[str]], Trained]:
+    """Returns a run that nothing has happened to, by its words; each is trained once."""
+
+    @cache
+    def run(words: tuple[str, ...]) -> Trained:
+        folder = tmp_path_factory.mktemp("trained")
+        count = folder / "count"
+        ended = command(
+            *words_of(words, f"trainer.output_dir={folder / 'run'}"),
+            harm=count_changes(folder / "run", count),
+        )
+        assert ended.code == 0, ended.output
+        return Trained(folder / "run", final_state(folder / "run"), count.stat().st_size)
+
+    return lambda words: run(tuple(word for word in words if "output_dir" not in word))
+
+
 @pytest.fixture
-def finished(small: list[str], tmp_path: Path) -> Path:
-    """The folder of a finished run of `small`; another command may go on in it or harm it."""
-    ended = command(*words_of(small))
-    assert ended.code == 0, ended.output
-    return tmp_path / "run"
+def whole(small: list[str], trained: Callable[[Sequence[str]], Trained]) -> Trained:
+    """A run of `small` that nothing has happened to; harm a copy of it."""
+    return trained(small)
+
+
+@pytest.fixture
+def finished(whole: Trained, tmp_path: Path) -> Path:
+    """The folder of a finished run of `small`, to harm."""
+    return Path(shutil.copytree(whole.folder, tmp_path / "run"))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-from functools import cache
 from pathlib import Path
 
 import pytest
-from support.faults import at_change, command, count_changes, die, fault, final_state, words_of
+from support.faults import Trained, at_change, command, die, fault, final_state, words_of
 
 # Every how many changes a run is harmed; 1 takes them all.
 EVERY = int(os.environ.get("FAULTS_EVERY", "7"))
@@ -19,50 +18,34 @@ def refuse() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory):
-    """Returns the final state of a run that nothing happens to, by its words; trained once."""
-
-    @cache
-    def state(words: tuple[str, ...]):
-        folder = tmp_path_factory.mktemp("whole")
-        count = folder / "count"
-        ended = command(
-            *words_of(words, f"trainer.output_dir={folder / 'run'}"),
-            harm=count_changes(folder / "run", count),
-        )
-        assert ended.code == 0, ended.output
-        return final_state(folder / "run"), count.stat().st_size
-
-    return state
-
-
 @fault("the process is killed at a change of its files", "the same command ends with equal results")
 @pytest.mark.parametrize("number", range(0, CHANGES, EVERY))
-def test_a_kill_at_any_change(small: list[str], tmp_path: Path, whole, number: int) -> None:
-    state, changes = whole(tuple(small))
-    assert changes <= CHANGES
+def test_a_kill_at_any_change(
+    small: list[str], tmp_path: Path, whole: Trained, number: int
+) -> None:
+    assert whole.changes <= CHANGES
     words = words_of(small)
     ended = command(*words, harm=at_change(tmp_path / "run", number, die))
-    assert ended.code == (-9 if number < changes else 0), ended.output
+    assert ended.code == (-9 if number < whole.changes else 0), ended.output
     ended = command(*words)
     assert ended.code == 0, ended.output
-    assert final_state(tmp_path / "run") == state
+    assert final_state(tmp_path / "run") == whole.state
 
 
 @fault(
     "the disk refuses a change of the run's files", "one line says so, and the run goes on later"
 )
 @pytest.mark.parametrize("number", range(3, CHANGES, EVERY))
-def test_a_refusal_at_any_change(small: list[str], tmp_path: Path, whole, number: int) -> None:
-    state, changes = whole(tuple(small))
+def test_a_refusal_at_any_change(
+    small: list[str], tmp_path: Path, whole: Trained, number: int
+) -> None:
     words = words_of(small)
     ended = command(*words, harm=at_change(tmp_path / "run", number, refuse))
-    if number < changes:
+    if number < whole.changes:
         assert ended.code in (0, 1, 2), ended.output
         assert "Traceback" not in ended.output
         if ended.code:
             assert "No space left on device" in ended.output
     ended = command(*words)
     assert ended.code == 0, ended.output
-    assert final_state(tmp_path / "run") == state
+    assert final_state(tmp_path / "run") == whole.state

@@ -7,47 +7,93 @@ from pathlib import Path
 
 import pytest
 
-from flowgrpo_rc.records.inputs import LARGE, changed_inputs, digest, files_of_model, write_inputs
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.records.inputs import (
+    LARGE,
+    Input,
+    changed_inputs,
+    file_input,
+    model_inputs,
+    prompts_input,
+    write_inputs,
+)
+
+
+def inputs(**digests: str) -> dict[str, Input]:
+    return {name.replace("_", "/"): Input(f"here/{name}", value) for name, value in digests.items()}
 
 
 def test_a_changed_file_is_named_and_one_side_alone_is_not(tmp_path: Path) -> None:
-    files = {name: tmp_path / name for name in ("same", "changed", "gone")}
-    for name, file in files.items():
-        file.write_text(name)
     record = tmp_path / "inputs.json"
-    assert changed_inputs(record, files) == []  # an older run has no record
-    write_inputs(record, files)
-    assert changed_inputs(record, files) == []
-    files["changed"].write_text("other")
-    files["new"] = tmp_path / "same"
-    del files["gone"]
-    assert changed_inputs(record, files) == ["changed"]
-    write_inputs(record, {"new": files["new"]})
-    assert changed_inputs(record, {"gone": tmp_path / "same"}) == ["gone"]
+    read = inputs(same="1", changed="1", gone="1")
+    assert changed_inputs(record, read) == []  # an older run has no record
+    write_inputs(record, read)
+    assert changed_inputs(record, read) == []
+    read = inputs(same="1", changed="2", new="1")
+    assert changed_inputs(record, read) == ["changed: the content of here/changed has changed"]
+    write_inputs(record, inputs(new="1"))
+    (change,) = changed_inputs(record, inputs(gone="2"))
+    assert change.startswith("gone:")
+
+
+def test_weights_may_not_go_while_others_are_there(tmp_path: Path) -> None:
+    record = tmp_path / "inputs.json"
+    one = {"model.path/unet/a.safetensors": Input("a", "1")}
+    other = {"model.path/unet/b.safetensors": Input("b", "1")}
+    write_inputs(record, one)
+    assert changed_inputs(record, one | other) == []
+    (change,) = changed_inputs(record, other)
+    assert change == "model.path/unet/a.safetensors: the run began with it, and it is gone"
+    assert changed_inputs(record, {}) == []  # the hub's cache is empty: it is fetched again
+
+
+def prompt(text: str, **further: object) -> Prompt:
+    return Prompt(text=text, index=0, **further)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [prompt("a")],
+        [prompt("b"), prompt("a")],
+        [prompt("a"), prompt("b"), prompt("c")],
+        [prompt("a"), prompt("b", target="x")],
+        [prompt("a"), prompt("b", negative_text="x")],
+        [prompt("a"), prompt("b", metadata={"tag": 1})],
+    ],
+    ids=["halved", "reordered", "added", "target", "negative", "metadata"],
+)
+def test_other_prompts_have_another_digest(others: list[Prompt]) -> None:
+    read = [prompt("a"), prompt("b")]
+    assert prompts_input([Path("x")], read).digest == prompts_input([Path("y")], read).digest
+    assert prompts_input([Path("x")], read).digest != prompts_input([Path("x")], others).digest
 
 
 def test_the_digest_of_a_small_file_is_its_sha256(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"content")
-    assert digest(tmp_path / "file") == hashlib.sha256(b"content").hexdigest()
+    assert file_input(tmp_path / "file").digest == hashlib.sha256(b"content").hexdigest()
 
 
-@pytest.mark.parametrize("place", [0, 2**20 - 1, LARGE + 2])
-def test_the_digest_of_a_large_file_sees_its_size_and_its_ends(tmp_path: Path, place: int) -> None:
+@pytest.mark.parametrize("place", [0, 2**14 - 1, LARGE // 2, LARGE + 2])
+def test_the_digest_of_a_large_file_sees_its_size_and_places_all_over(
+    tmp_path: Path, place: int
+) -> None:
     path = tmp_path / "weights"
     with path.open("wb") as file:
         file.truncate(LARGE + 3)  # sparse: it takes no room
-    before = digest(path)
+    before = file_input(path).digest
+    block = b"x" * min(2**19, LARGE + 3 - place)  # retrained weights differ over long stretches
     with path.open("r+b") as file:
         file.seek(place)
-        file.write(b"x")
-    assert digest(path) != before
+        file.write(block)
+    assert file_input(path).digest != before
     with path.open("r+b") as file:
         file.seek(place)
-        file.write(b"\0")
-    assert digest(path) == before
+        file.write(b"\0" * len(block))
+    assert file_input(path).digest == before
     with path.open("ab") as file:
         file.write(b"\0")
-    assert digest(path) != before
+    assert file_input(path).digest != before
 
 
 def test_files_of_a_model_are_its_descriptions_weights_and_vocabularies(tmp_path: Path) -> None:
@@ -56,4 +102,4 @@ def test_files_of_a_model_are_its_descriptions_weights_and_vocabularies(tmp_path
         (tmp_path / name).touch()
     names = ["model.path/model_index.json", "model.path/vae/a.safetensors"]
     names.append("model.path/vae/config.json")
-    assert list(files_of_model("model.path", tmp_path)) == names
+    assert list(model_inputs("model.path", tmp_path)) == names

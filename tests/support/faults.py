@@ -17,14 +17,33 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import NamedTuple
 
 import pytest
-import torch
+from safetensors.torch import load_file
 from support.runs import fingerprint, read_rows, without_timings
 
-from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint
+from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint, not_finite
 
 Harm = Callable[[], None]
+# Digests of the newest tensors, the state beside them, and the metrics without timings.
+State = tuple[dict[str, str], dict[str, object], list[dict[str, object]]]
+
+
+class Trained(NamedTuple):
+    """A finished run.
+
+    Attributes:
+      folder: its folder.
+      state: what it has come to.
+      changes: how often it has changed a file.
+    """
+
+    folder: Path
+    state: State
+    changes: int
+
+
 # Events of Python's audit hooks that change files. "open" is one only for writing.
 _CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree")
 
@@ -228,22 +247,21 @@ def _changes(event: str, arguments: tuple[object, ...], folder: Path) -> bool:
     return isinstance(path, str | os.PathLike) and str(path).startswith(str(folder))
 
 
-def final_state(run: Path) -> tuple[dict[str, str], dict[str, object], list[dict[str, object]]]:
-    """Returns what a run has come to: digests of its newest tensors, its state, its metrics."""
+def final_state(run: Path) -> State:
+    """Returns what a run has come to."""
     newest = load_checkpoint(list_checkpoints(run / "checkpoints")[-1])
     prints = {stem: fingerprint(tensors) for stem, tensors in newest.tensors.items()}
     return prints, dict(newest.state), without_timings(read_rows(run))
 
 
 def has_nan(run: Path) -> list[str]:
-    """Returns the tensors of all checkpoints of a run that hold a number that is not finite."""
-    return [
-        f"{path.name}/{stem}/{name}"
-        for path in list_checkpoints(run / "checkpoints")
-        for stem, tensors in load_checkpoint(path).tensors.items()
-        for name, tensor in tensors.items()
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all()
-    ]
+    """Returns the weights, moments and averages of a run's checkpoints that are not finite."""
+    found = []
+    for path in list_checkpoints(run / "checkpoints"):
+        stems = ("lora", "optimizer", "ema")
+        tensors = {stem: load_file(path / f"{stem}.safetensors") for stem in stems}
+        found += [f"{path.name}/{name}" for name in not_finite(tensors)]
+    return found
 
 
 def words_of(overrides: Sequence[str], *further: str) -> list[str]:

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from flowgrpo_rc.rollout.engine import EngineError
 from flowgrpo_rc.training.sources.engine import EngineSource
 from flowgrpo_rc.training.sources.source import Collected, RolloutSource
 
@@ -82,12 +83,12 @@ class AheadSource(RolloutSource):
             collected = self._source.sample(step)
             oldest, newest = collected.versions()
             if newest > version:
-                raise RuntimeError(
+                raise EngineError(
                     f"the rollout engine sampled step {step} with the weights of step {newest}"
                 )
             if oldest == version:
                 return collected._replace(dropped=dropped)
-        raise RuntimeError(
+        raise EngineError(
             f"the rollout engine sampled step {step} with the weights of step {oldest}, "
             f"{MOST_DROPPED} times; rollout.staleness={self._staleness} allows those of step "
             f"{version}"

@@ -20,7 +20,7 @@ from flowgrpo_rc.rewards.collect import collect_rewards
 from flowgrpo_rc.rewards.manager import RewardManager
 from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.rollout.config import RolloutConfig
-from flowgrpo_rc.rollout.engine import RolloutEngine
+from flowgrpo_rc.rollout.engine import EngineError, RolloutEngine
 from flowgrpo_rc.training.sources.source import Collected, RolloutSource
 from flowgrpo_rc.training.tasks.task import Task
 
@@ -67,12 +67,12 @@ class EngineSource(RolloutSource):
         """Samples a step with the newest weights.
 
         Raises:
-          RuntimeError: if the engine used others, other settings, or holds another LoRA.
+          EngineError: if the engine used others, other settings, or holds another LoRA.
         """
         collected = self.sample(step)
         for version in collected.versions():
             if version != step - 1:
-                raise RuntimeError(
+                raise EngineError(
                     f"the rollout engine sampled step {step} with the weights of step {version}"
                 )
         return collected
@@ -95,7 +95,7 @@ class EngineSource(RolloutSource):
             self._task.check_rollout(chunk.batch)
             different = request.spec.differences(chunk.batch.spec)
             if different:
-                raise RuntimeError(
+                raise EngineError(
                     f"the rollout engine sampled with other settings: {'; '.join(different)}"
                 )
             batches.append(chunk.batch)

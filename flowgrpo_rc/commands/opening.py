@@ -1,0 +1,73 @@
+"""Opens the folder of a run: everything in it is of the step from which the run goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from flowgrpo_rc.config.check_inputs import Prompts
+from flowgrpo_rc.config.checks import RunInputs
+from flowgrpo_rc.config.input_files import inputs_of
+from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.records.checkpoint import Checkpoint, set_aside_after
+from flowgrpo_rc.records.inputs import write_inputs
+from flowgrpo_rc.records.metrics_file import MetricsFile
+from flowgrpo_rc.records.rejected import drop_rejected_after
+from flowgrpo_rc.records.run_folder import RunFolder
+
+
+def check_one_folder(processes: Processes, resumed: Checkpoint | None) -> None:
+    """Raises ValueError if the processes see different checkpoints."""
+    step = torch.tensor([0.0 if resumed is None else resumed.step], device=processes.device)
+    if processes.max(step) != -processes.max(-step):
+        raise ValueError(
+            "trainer.output_dir must be a folder that all processes share: they see different "
+            "checkpoints"
+        )
+
+
+def prepare_folder(
+    config: Config, folder: RunFolder, processes: Processes, inputs: RunInputs
+) -> list[str]:
+    """Makes the folder ready for the next step; returns what a user should know of it."""
+    folder.sweep()
+    resumed = inputs.resumed
+    step = -1 if resumed is None else resumed.step
+    accept = config.trainer.accept_changed_inputs
+    changed = [] if resumed is None else folder.check_same_inputs(inputs.read, accept=accept)
+    settings: dict[str, Any] = dataclasses.asdict(config)
+    folder.create(settings, processes.device, processes.count, inputs.read)
+    rows = MetricsFile(folder.metrics)
+    for file in (rows, MetricsFile(folder.histograms), MetricsFile(folder.health)):
+        file.truncate_after(step)
+    folder.drop_rollouts_after(step)
+    drop_rejected_after(folder.rejected, step)
+    messages = [f"goes on with other inputs: {change}" for change in changed]
+    messages += [
+        f"a damaged checkpoint was passed over and is kept as {path}; steps after {step} are "
+        "trained again"
+        for path in set_aside_after(folder.checkpoints, step)
+    ]
+    missing = rows.missing(step)
+    if missing:
+        messages.append(
+            f"{folder.metrics} lacks the rows of {len(missing)} steps, from {missing[0]}"
+        )
+    for message in messages:
+        MetricsFile(folder.health).append(step, {"message": message})
+    return messages
+
+
+def note_fetched(
+    config: Config, folder: RunFolder, processes: Processes, inputs: RunInputs
+) -> None:
+    """Compares and writes down what of the model was fetched from the hub while it was loaded."""
+    read = inputs_of(config, Prompts(inputs.sampler, inputs.held_out))
+    if inputs.resumed is not None:
+        folder.check_same_inputs(read, accept=config.trainer.accept_changed_inputs)
+    processes.wait()
+    if processes.is_main and read.keys() != inputs.read.keys():
+        write_inputs(folder.inputs, read)

@@ -1,0 +1,68 @@
+"""Running out of memory: which phase of a run did, and which settings make it smaller."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_UPDATE = "actor.ppo_micro_batch_size_per_gpu"
+_ROLLOUT = "rollout.micro_batch_size_per_gpu"
+_FORMATS = "model.dtype=bf16, rollout.dtype=bf16 or rollout.quantization"
+# Phase of a run, as in `timing_s/*` -> what to change.
+_REMEDIES = {
+    "loading": f"try {_FORMATS}",
+    "rollout": f"lower {_ROLLOUT}, or try {_FORMATS}",
+    "evaluation": f"lower {_ROLLOUT} or rollout.val_kwargs.n, or try {_FORMATS}",
+    "old_log_prob": f"lower {_UPDATE}",
+    "update": f"lower {_UPDATE} or actor.steps_per_forward, or set "
+    "model.gradient_checkpointing=true",
+}
+
+
+class OutOfMemory(RuntimeError):
+    """A phase of the run needs more memory than there is; the message says what to change.
+
+    Attributes:
+      phase: the phase, as in `timing_s/*`.
+    """
+
+    def __init__(self, phase: str, error: BaseException) -> None:
+        lines = str(error).splitlines()
+        super().__init__(
+            f"out of memory in {phase}: {_REMEDIES.get(phase, f'lower {_ROLLOUT} or {_UPDATE}')}. "
+            "docs/memory.md says what needs how much, `flowgrpo-rc plan` computes it, and "
+            "trainer.retry_out_of_memory=true halves a micro-batch by itself. "
+            f"({lines[0] if lines else type(error).__name__})"
+        )
+        self.phase = phase
+
+
+@contextmanager
+def out_of_memory_in(phase: str) -> Iterator[None]:
+    """Turns an error for want of memory into `OutOfMemory` of a phase.
+
+    Args:
+      phase: as in `timing_s/*`, or "loading". The innermost one counts.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, OutOfMemory) or not _lacks_memory(error):
+            raise
+        raise OutOfMemory(phase, error) from error
+
+
+def free_memory() -> None:
+    """Frees what nothing refers to any more, on the GPU as well."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _lacks_memory(error: RuntimeError | MemoryError) -> bool:
+    from accelerate.utils.memory import should_reduce_batch_size
+
+    return isinstance(error, MemoryError) or bool(should_reduce_batch_size(error))

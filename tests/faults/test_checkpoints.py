@@ -1,0 +1,165 @@
+"""A checkpoint that is damaged, or was made to harm, is refused, and the one before is taken."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.faults import Trained, command, fault, final_state, words_of
+
+FILES = (
+    "lora.safetensors",
+    "optimizer.safetensors",
+    "ema.safetensors",
+    "state.json",
+    "manifest.json",
+)
+DAMAGE: Mapping[str, Callable[[Path], Any]] = {
+    "flipped": lambda path: path.write_bytes(flipped(path.read_bytes())),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-7]),
+    "emptied": lambda path: path.write_bytes(b""),
+    "deleted": lambda path: path.unlink(),
+}
+
+
+def flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+@fault(
+    "a file of the newest checkpoint is damaged",
+    "the run goes on from the one before, ends with equal results, and keeps the damaged one aside",
+)
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_file(
+    finished: Path, whole: Trained, small: list[str], name: str, damage: str
+) -> None:
+    newest = finished / "checkpoints" / "step_3"
+    DAMAGE[damage](newest / name)
+    ended = command(*words_of(small))
+    assert ended.code == 0, ended.output
+    assert "Traceback" not in ended.output
+    assert "damaged checkpoint was passed over" in ended.output
+    assert (finished / "checkpoints" / "damaged_step_3_1").is_dir()
+    assert final_state(finished) == whole.state
+    assert "damaged checkpoint was passed over" in (finished / "report.html").read_text()
+
+
+@fault("all checkpoints are damaged", "the command is refused and nothing is deleted")
+def test_all_damaged(finished: Path, small: list[str]) -> None:
+    checkpoints = sorted((finished / "checkpoints").iterdir())
+    for path in checkpoints:
+        (path / "lora.safetensors").write_bytes(b"")
+    ended = command(*words_of(small))
+    assert ended.code == 1, ended.output
+    assert "step_3: lora.safetensors is damaged" in ended.output
+    assert sorted((finished / "checkpoints").iterdir()) == checkpoints
+
+
+# --- Crafted: each file fits its manifest
+
+
+def rewrite(folder: Path, name: str, change: Callable[[Path], None]) -> None:
+    """Changes a file of a checkpoint and its sum in the manifest."""
+    change(folder / name)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest[name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Any:
+    return lambda path: save_file(change(load_file(path)), path)
+
+
+def first(found: Mapping[str, torch.Tensor]) -> str:
+    return next(iter(found))
+
+
+def state(change: Callable[[dict[str, Any]], Any]) -> Any:
+    return lambda path: path.write_text(json.dumps(change(json.loads(path.read_text()))))
+
+
+CRAFTED = {
+    "a row to be broadcast": (
+        "lora.safetensors",
+        tensors(lambda found: found | {first(found): found[first(found)][:1].clone()}),
+    ),
+    "a tensor is missing": (
+        "lora.safetensors",
+        tensors(lambda found: {name: found[name] for name in list(found)[1:]}),
+    ),
+    "a tensor too many": (
+        "ema.safetensors",
+        tensors(lambda found: found | {"more": torch.zeros(1)}),
+    ),
+    "another dtype": (
+        "lora.safetensors",
+        tensors(lambda found: {name: value.half() for name, value in found.items()}),
+    ),
+    "a moment of another shape": (
+        "optimizer.safetensors",
+        tensors(
+            lambda found: {
+                name: value[:1].clone() if value.ndim else value for name, value in found.items()
+            }
+        ),
+    ),
+    "no tensors in the file": ("lora.safetensors", lambda path: path.write_bytes(b"\x08" * 64)),
+    "another step": ("state.json", state(lambda found: found | {"step": 7})),
+    "no state of the update": ("state.json", state(lambda found: {"step": found["step"]})),
+    "a list for a state": ("state.json", state(lambda found: [found])),
+    "a text for a number": (
+        "state.json",
+        state(lambda found: found | {"update": found["update"] | {"lr_schedule": "x"}}),
+    ),
+}
+
+
+@fault("a checkpoint is crafted: its files fit its manifest", "one line names what is wrong")
+@pytest.mark.parametrize("case", CRAFTED)
+def test_crafted(finished: Path, small: list[str], case: str) -> None:
+    name, change = CRAFTED[case]
+    shutil.rmtree(finished / "checkpoints" / "step_3")
+    rewrite(finished / "checkpoints" / "step_2", name, change)
+    ended = command(*words_of(small))
+    assert ended.code == 1, ended.output
+    assert "Traceback" not in ended.output
+    assert re.search(r"error: .*(step_2|step 2|of the checkpoint)", ended.output)
+
+
+@fault("a manifest names a file outside of its folder", "the checkpoint is refused")
+@pytest.mark.parametrize("name", ["../step_2/lora.safetensors", "/etc/passwd", ".hidden", ""])
+def test_crafted_manifest(finished: Path, small: list[str], name: str) -> None:
+    for folder in (finished / "checkpoints").iterdir():
+        manifest = json.loads((folder / "manifest.json").read_text())
+        (folder / "manifest.json").write_text(json.dumps(manifest | {name: "0" * 64}))
+    ended = command(*words_of(small))
+    assert ended.code == 1, ended.output
+    assert "no name of a file here" in ended.output
+
+
+@fault("a killed process has left temporary files", "they are swept")
+def test_stale_files(finished: Path, small: list[str]) -> None:
+    stale = [
+        finished / ".metrics.jsonl.tmp",
+        finished / "samples" / ".step_000001.png.tmp",
+        finished / "checkpoints" / ".partial_step_9" / "lora.safetensors",
+        finished / ".something_else.tmp",
+    ]
+    for path in stale:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"torn")
+    (finished / "checkpoints" / "step_3" / "lora.safetensors").write_bytes(b"")
+    assert command(*words_of(small)).code == 0
+    assert [path for path in stale if path.exists()] == []
+    assert not (finished / "checkpoints" / ".partial_step_9").exists()

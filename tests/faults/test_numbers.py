@@ -1,0 +1,177 @@
+"""Numbers that are not finite, at every place where they may come up, reach no checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers.training_utils import EMAModel
+from support.faults import Harm, Trained, command, fault, final_state, has_nan, words_of
+from support.runs import read_rows
+
+from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
+from flowgrpo_rc.training.update import PolicyUpdate
+
+
+def nth_call(owner: type, name: str, number: int, change: Callable[..., Any]) -> Harm:
+    """Returns a harm that changes what the `number`th call of a method leaves; -1: every call."""
+
+    def install() -> None:
+        original = getattr(owner, name)
+        calls = 0
+
+        def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            found = original(self, *args, **kwargs)
+            return change(self, found) if number in (calls, -1) else found
+
+        setattr(owner, name, called)
+
+    return install
+
+
+def spoil_moment(optimizer: torch.optim.AdamW, found: Any) -> Any:
+    next(iter(optimizer.state.values()))["exp_avg_sq"].view(-1)[0] = math.nan
+    return found
+
+
+def spoil_weight(optimizer: torch.optim.AdamW, found: Any) -> Any:
+    optimizer.param_groups[0]["params"][3].data.view(-1)[1] = math.inf
+    return found
+
+
+def spoil_average(ema: EMAModel, found: Any) -> Any:
+    ema.shadow_params[0].view(-1)[0] = math.nan
+    return found
+
+
+def spoil_gradient(update: PolicyUpdate, found: Any) -> Any:
+    update.parameters[0].grad.view(-1)[0] = math.nan
+    return found
+
+
+def infinite_loss(update: PolicyUpdate, found: Any) -> Any:
+    """Makes a loss infinite whose gradient is finite."""
+    return found._replace(terms=found.terms._replace(total=found.terms.total + math.inf))
+
+
+def log_probs_of(value: float, count: int) -> Callable[[Any, Any], Iterator[Any]]:
+    """Returns a change of `generate`: the first samples of a chunk get other log-probs."""
+
+    def change(engine: Any, chunks: Any) -> Iterator[Any]:
+        for chunk in chunks:
+            log_probs = chunk.batch.rollout_log_probs.clone()
+            log_probs[:count] = value
+            yield replace(chunk, batch=chunk.batch.replace(rollout_log_probs=log_probs))
+
+    return change
+
+
+STATE = {
+    "a moment": (torch.optim.AdamW, "step", 3, spoil_moment),
+    "a weight": (torch.optim.AdamW, "step", 3, spoil_weight),
+    "an average": (EMAModel, "step", 2, spoil_average),
+}
+
+
+@fault(
+    "a weight, moment or average becomes NaN",
+    "the run stops, names the step and the last good checkpoint, and saves none of it",
+)
+@pytest.mark.parametrize("site", STATE)
+def test_a_spoiled_state_is_not_saved(
+    small: list[str], tmp_path: Path, whole: Trained, site: str
+) -> None:
+    run = tmp_path / "run"
+    words = words_of(small)
+    ended = command(*words, harm=nth_call(*STATE[site]))
+    assert ended.code == 1, ended.output
+    assert "Traceback" not in ended.output
+    assert "step 2: update 3 has left" in ended.output or "step 2: update 4" in ended.output
+    assert "the last good checkpoint is step_1" in ended.output
+    assert has_nan(run) == []
+    (bundle,) = (run / "debug").iterdir()
+    content = json.loads(bundle.read_text())
+    assert "nan" in content["norms"].values() or "inf" in content["norms"].values()
+    assert len(content["samples"]["seed"]) == 8
+    assert command(*words).code == 0
+    assert final_state(run) == whole.state
+
+
+@fault("a checkpoint of NaN weights", "it is passed over for the one before, and kept aside")
+def test_a_checkpoint_that_holds_nan_is_passed_over(finished: Path, small: list[str]) -> None:
+    from flowgrpo_rc.records.checkpoint import load_checkpoint, save_checkpoint
+
+    folder = finished / "checkpoints"
+    newest = load_checkpoint(folder / "step_3")
+    tensors = {stem: dict(group) for stem, group in newest.tensors.items()}
+    before = {stem: dict(group) for stem, group in newest.tensors.items()}
+    name = next(iter(tensors["lora"]))
+    tensors["lora"][name] = torch.full_like(tensors["lora"][name], math.nan)
+    save_checkpoint(folder, replace(newest, tensors=tensors), keep=2)
+    ended = command(*words_of(small))
+    assert ended.code == 0, ended.output
+    assert "damaged_step_3" in ended.output
+    again = load_checkpoint(folder / "step_3").tensors
+    assert all(torch.equal(again["lora"][key], value) for key, value in before["lora"].items())
+
+
+@fault("one update has a NaN gradient", "it is skipped and counted, and the run goes on")
+def test_one_gradient(small: list[str], tmp_path: Path) -> None:
+    harm = nth_call(PolicyUpdate, "_divide_gradients", 2, spoil_gradient)
+    ended = command(*words_of(small), harm=harm)
+    assert ended.code == 0, ended.output
+    assert has_nan(tmp_path / "run") == []
+    assert read_rows(tmp_path / "run")[-1]["actor/nonfinite_updates"] == 1
+
+
+@fault("a loss is infinite and its gradient is not", "the update is skipped and counted")
+def test_one_loss(small: list[str], tmp_path: Path) -> None:
+    harm = nth_call(PolicyUpdate, "_seen", 2, infinite_loss)
+    ended = command(*words_of(small), harm=harm)
+    assert ended.code == 0, ended.output
+    assert has_nan(tmp_path / "run") == []
+    assert read_rows(tmp_path / "run")[-1]["actor/nonfinite_updates"] == 1
+
+
+@fault("every gradient is NaN", "the run stops with the step, the reason and a debug bundle")
+@pytest.mark.parametrize(
+    "site", [("_divide_gradients", spoil_gradient), ("_seen", infinite_loss)], ids=["grad", "loss"]
+)
+def test_all_gradients(small: list[str], tmp_path: Path, site: tuple[str, Any]) -> None:
+    name, change = site
+    words = words_of(small, "actor.optim.max_nonfinite_updates=3")
+    ended = command(*words, harm=nth_call(PolicyUpdate, name, -1, change))
+    assert ended.code == 1, ended.output
+    assert "step 2: the gradient was not finite in 3 updates in a row" in ended.output
+    assert has_nan(tmp_path / "run") == []
+    assert (tmp_path / "run" / "debug").is_dir()
+
+
+@fault("the engine records log-probs that are not finite", "those steps are not trained on")
+@pytest.mark.parametrize("bypass", [True, False], ids=["bypass", "decoupled"])
+@pytest.mark.parametrize("value", [math.nan, -math.inf], ids=str)
+def test_log_probs_of_some_samples(
+    small: list[str], tmp_path: Path, value: float, bypass: bool
+) -> None:
+    words = words_of(small, f"algorithm.rollout_correction.bypass_mode={bypass}")
+    harm = nth_call(DiffusersEngine, "generate", -1, log_probs_of(value, 2))
+    ended = command(*words, harm=harm)
+    assert ended.code == 0, ended.output
+    assert has_nan(tmp_path / "run") == []
+
+
+@fault("the engine records no finite log-prob at all", "nothing is trained on, and no NaN is saved")
+def test_log_probs_of_all_samples(small: list[str], tmp_path: Path) -> None:
+    harm = nth_call(DiffusersEngine, "generate", -1, log_probs_of(math.nan, 8))
+    ended = command(*words_of(small), harm=harm)
+    assert ended.code in (0, 1), ended.output
+    assert "Traceback" not in ended.output
+    assert has_nan(tmp_path / "run") == []
