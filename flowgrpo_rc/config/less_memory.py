@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from flowgrpo_rc.config.check_engine import chunk_size
 from flowgrpo_rc.config.tree import Config
 
 
@@ -25,7 +26,7 @@ def with_less_memory(config: Config, phase: str) -> tuple[Config, str] | None:
         smaller = replace(config, actor=actor)
         key = "actor.ppo_micro_batch_size_per_gpu"
     elif phase in ("rollout", "evaluation"):
-        size = config.rollout.micro_batch_size_per_gpu or config.samples_per_step(1)
+        size = chunk_size(config)
         rollout = replace(config.rollout, micro_batch_size_per_gpu=size // 2)
         smaller = replace(config, rollout=rollout)
         key = "rollout.micro_batch_size_per_gpu"

@@ -110,6 +110,10 @@ class EngineError(RuntimeError):
     """An engine crashed, hung, or does not sample as the trainer asks, or with its weights."""
 
 
+class EngineLost(EngineError):
+    """The process of an engine has ended, or was silent for too long and was killed."""
+
+
 class RolloutEngine(ABC, Generic[R]):
     """Samples with its own copy of the weights.
 

@@ -5,6 +5,7 @@ Each process of the trainer has an engine in a process of its own.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from torch import Tensor
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec
 from flowgrpo_rc.models.base import DTYPES, FlowModel
 from flowgrpo_rc.plugins import install_hint
-from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk, RolloutEngine
+from flowgrpo_rc.rollout.engine import EngineLost, ImageRequest, RolloutChunk, RolloutEngine
 from flowgrpo_rc.rollout.vllm_omni.channel import Message
 from flowgrpo_rc.rollout.vllm_omni.lora import fingerprint, weights_to_bind
 from flowgrpo_rc.rollout.vllm_omni.process import EngineProcess, child_environment
@@ -33,6 +34,7 @@ ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 # vLLM-Omni's SD3 transformer would ignore a quantization without a word.
 QUANTIZED = ("QwenImagePipeline",)
 ATTENTION_BACKENDS = ("TORCH_SDPA", "FLASH_ATTN", "CUDNN_ATTN", "SAGE_ATTN", "FLASHINFER_ATTN")
+logger = logging.getLogger(__name__)
 COMMAND = (sys.executable, "-m", "flowgrpo_rc.rollout.vllm_omni.child")
 
 
@@ -44,8 +46,9 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
     with its seed; vLLM-Omni runs up to `chunk_size` of them in one forward.
 
     `sync_weights` sends the LoRA and compares a fingerprint of what the engine's layers hold with
-    the trainer's tensors; the end of every rollout compares again. A failure or a long silence ends
-    the engine and raises EngineError with the end of its log.
+    the trainer's tensors; the end of every rollout compares again. A failure ends the engine and
+    raises EngineError with the end of its log. An engine that has died or hangs is started again,
+    with the same LoRA, and samples what is left of the request.
 
     Args:
       model: the trainer's model.
@@ -60,6 +63,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
       enforce_eager: as in vLLM-Omni.
       timeout_s: the longest silence during a request, in seconds.
       start_timeout_s: the longest silence during the start, in seconds.
+      max_restarts: how often an engine that has died is started again in a run.
     """
 
     kind = "diffusion"
@@ -82,6 +86,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         enforce_eager: bool = True,
         timeout_s: float = 600.0,
         start_timeout_s: float = 1800.0,
+        max_restarts: int = 3,
     ) -> None:
         self._model = model
         self._dtype = dtype
@@ -90,9 +95,8 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         state = {name: p.detach() for name, p in network.named_parameters() if p.requires_grad}
         self._shapes = {name: tensor.shape for name, tensor in state.items()}
         self._version = 0
-        self._fingerprint = ""
-        environment = child_environment(os.environ, model.device, tensor_parallel_size)
-        self._process = EngineProcess(COMMAND, environment, timeout_s=timeout_s)
+        self._bound: dict[str, Tensor] = {}
+        self._restarts_left = max_restarts
         engine = {
             "model": model.pipeline.name_or_path,
             "dtype": dtype,
@@ -110,7 +114,15 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
             "memory_fraction": memory_fraction,
             "sleep": sleep,
         }
-        list(self._process.ask("start", start, timeout_s=start_timeout_s))
+
+        def started() -> EngineProcess:
+            environment = child_environment(os.environ, model.device, tensor_parallel_size)
+            process = EngineProcess(COMMAND, environment, timeout_s=timeout_s)
+            list(process.ask("start", start, timeout_s=start_timeout_s))
+            return process
+
+        self._started = started
+        self._process = started()
         self.sync_weights(state, 0)
 
     @classmethod
@@ -130,12 +142,32 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         _check_model(pipeline_class, absent, given["quantization"])
         names = ("tensor_parallel_size", "attention_backend", "memory_fraction", "sleep")
         _check_options(device, *(given[name] for name in names))
+        restarts = given["max_restarts"]
+        if not (isinstance(restarts, int) and restarts >= 0):
+            raise ValueError(
+                f"rollout.engine_kwargs.max_restarts={restarts!r}: give a number of at least 0"
+            )
         _check_timeouts(timeout_s=given["timeout_s"], start_timeout_s=given["start_timeout_s"])
         if find_spec("vllm_omni") is None:
             raise ImportError(f"vLLM-Omni is not installed: {install_hint('vllm-omni')}")
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
         """Yields chunks as the engine finishes them, then checks that it held the right LoRA."""
+        finished = 0
+        while True:
+            try:
+                for chunk in self._sampled(request, finished):
+                    finished += len(chunk.batch)
+                    yield chunk
+                return
+            except EngineLost as error:
+                self._restart(error)
+
+    def _sampled(self, request: ImageRequest, first: int) -> Iterator[RolloutChunk]:
+        """Yields the chunks of a request from its sample `first` on.
+
+        The engine samples those before it as well, so that every forward holds the same samples.
+        """
         replies = self._process.ask(*self._question(request))
         encoded = next(replies).tensors
         prompts = request.prompts.prompts
@@ -151,9 +183,10 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
             if reply.kind == "done":
                 self._check_held(reply)
                 break
-            count = reply.fields["count"]
-            yield self._chunk(request, reply, range(start, start + count), conditioning, negative)
-            start += count
+            rows = range(start, start + reply.fields["count"])
+            if start >= first:
+                yield self._chunk(request, reply, rows, conditioning, negative)
+            start = rows.stop
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         """Sends the LoRA and checks what the engine's layers hold afterwards."""
@@ -168,11 +201,12 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
             state, adapter=self._adapter, scale=scale, dtype=DTYPES[self._dtype]
         )
         self._version = version
-        self._fingerprint = fingerprint(tensors)
-        (done,) = self._process.ask(
-            "sync", {"version": version, "rank": self._lora_config.r}, tensors
-        )
-        self._check_held(done)
+        # The trainer changes its tensors in place, and another process may need these.
+        self._bound = {name: tensor.clone() for name, tensor in tensors.items()}
+        try:
+            self._push()
+        except EngineLost as error:
+            self._restart(error)
 
     def held_weights(self) -> None:
         """Returns None: the weights are in the engine's process, which sends their fingerprint."""
@@ -181,15 +215,33 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         """Ends the engine."""
         self._process.close()
 
+    def _push(self) -> None:
+        """Sends the LoRA of the present version to the engine."""
+        fields = {"version": self._version, "rank": self._lora_config.r}
+        (done,) = self._process.ask("sync", fields, self._bound)
+        self._check_held(done)
+
+    def _restart(self, error: EngineLost) -> None:
+        """Starts another engine with the same LoRA in place of one that was lost."""
+        if self._restarts_left == 0:
+            raise error
+        self._restarts_left -= 1
+        logger.warning(
+            "%s; it is started again (engine_kwargs.max_restarts allows %d more)",
+            *(str(error).splitlines()[0], self._restarts_left),
+        )
+        self._process = self._started()
+        self._push()
+
     def _check_held(self, reply: Message) -> None:
         """Ends the engine and raises EngineError unless its layers hold all of the last LoRA."""
         wanted = len(self._shapes) // 2
         bound = reply.fields["modules"]
-        if reply.fields["fingerprint"] != self._fingerprint:
+        held, pushed = reply.fields["fingerprint"], fingerprint(self._bound)
+        if held != pushed:
             self._process.fail(
                 f"does not hold the LoRA of step {self._version}: it bound {bound} of {wanted} "
-                f"modules, and their fingerprint is {reply.fields['fingerprint'][:12]}, the "
-                f"trainer's {self._fingerprint[:12]}"
+                f"modules, and their fingerprint is {held[:12]}, the trainer's {pushed[:12]}"
             )
 
     def _question(self, request: ImageRequest) -> tuple[str, dict[str, Any], dict[str, Tensor]]:

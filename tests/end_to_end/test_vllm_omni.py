@@ -15,7 +15,7 @@ from support.engine_children import FAKE, HONEST, gone
 from flowgrpo_rc.models.base import FlowModel, ModelConfig
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
 from flowgrpo_rc.rollout import vllm_omni_engine
-from flowgrpo_rc.rollout.engine import EngineError
+from flowgrpo_rc.rollout.engine import EngineError, EngineLost
 from flowgrpo_rc.rollout.vllm_omni.process import EngineProcess
 from flowgrpo_rc.rollout.vllm_omni_engine import VllmOmniEngine
 
@@ -121,3 +121,32 @@ def test_an_engine_with_other_weights_is_caught(fake_engine, model, answer, mess
     state = {name: p.detach() + 1 for name, p in lora_parameters(model.network).items()}
     with pytest.raises(EngineError, match=rf"does not hold the LoRA of {message}"):
         fake_engine(answer).sync_weights(state, 1)
+
+
+# A child that dies at its second LoRA; the file says how many children may still die.
+MORTAL = """
+    left = int(open(sys.argv[0] + ".left").read())
+    if count > 1 and left:
+        open(sys.argv[0] + ".left", "w").write(str(left - 1))
+        os._exit(3)
+    send(connection, "done", held, {})
+"""
+
+
+@pytest.mark.parametrize(("deaths", "ends"), [(3, False), (4, True)])
+def test_an_engine_that_dies_is_started_again_with_the_same_lora(
+    fake_engine, model, tmp_path, caplog, deaths, ends
+):
+    (tmp_path / "child.py.left").write_text(str(deaths))
+    engine = fake_engine(MORTAL.strip())
+    for version in range(1, 1 + deaths):
+        state = {name: p.detach() + version for name, p in lora_parameters(model.network).items()}
+        if ends and version == deaths:
+            with pytest.raises(EngineLost, match="while it worked on 'sync'"):
+                engine.sync_weights(state, version)
+        else:
+            engine.sync_weights(state, version)
+    engine.close()
+    told = [record.message for record in caplog.records]
+    assert len(told) == 3
+    assert "it is started again (engine_kwargs.max_restarts allows 2 more)" in told[0]

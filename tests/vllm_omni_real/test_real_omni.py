@@ -370,17 +370,18 @@ def engine_of(trainer: int) -> int:
     return engine
 
 
+@pytest.mark.parametrize("max_restarts", [0, 1])
 def test_decoupled_training_survives_the_death_of_its_engine(
-    diffusers_run: Path, tmp_path: Path
+    diffusers_run: Path, tmp_path: Path, max_restarts: int
 ) -> None:
     """The engine is killed after the fifth step.
 
-    The run fails with a report; the same command goes on to the tenth.
+    It is started again and the run goes on, or the run fails with a report and the same command
+    goes on to the tenth.
     """
     folder = tmp_path / "run"
-    with subprocess.Popen(
-        command(folder, *DECOUPLED), stderr=subprocess.PIPE, text=True
-    ) as trainer:
+    words = [*DECOUPLED, f"+rollout.engine_kwargs.max_restarts={max_restarts}"]
+    with subprocess.Popen(command(folder, *words), stderr=subprocess.PIPE, text=True) as trainer:
         try:
             while not (folder / "metrics.jsonl").exists() or len(read_rows(folder)) < 6:
                 assert trainer.poll() is None, "the run ended before the fifth step"
@@ -390,11 +391,15 @@ def test_decoupled_training_survives_the_death_of_its_engine(
             _, errors = trainer.communicate(timeout=600)
         finally:
             trainer.kill()
-    print(f"reported {time.monotonic() - began:.1f} s after kill -9")
-    assert trainer.returncode == 1
-    assert "error: the vLLM-Omni engine" in errors
-    assert "signal SIGKILL ended it" in errors
-    rows = train(folder, *DECOUPLED)
+    print(f"ended {time.monotonic() - began:.1f} s after kill -9")
+    assert "signal SIGKILL ended it" in errors or "it is started again" in errors
+    if max_restarts:
+        assert trainer.returncode == 0, errors
+        assert "it is started again (engine_kwargs.max_restarts allows 0 more)" in errors
+    else:
+        assert trainer.returncode == 1
+        assert "error: the vLLM-Omni engine" in errors
+    rows = read_rows(folder) if max_restarts else train(folder, *words)
     expected = read_rows(diffusers_run)
     assert [row["step"] for row in rows] == list(range(11))
     assert [set(row) for row in without_timings(rows)] == [

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.rollout.devices import visible_device
-from flowgrpo_rc.rollout.engine import EngineError
+from flowgrpo_rc.rollout.engine import EngineError, EngineLost
 from flowgrpo_rc.rollout.vllm_omni.channel import Message, receive, send
 
 # Variables that the engine must not see: those by which torchrun, accelerate, MPI and Slurm tell a
@@ -130,13 +130,14 @@ class EngineProcess:
           timeout_s: the longest silence for this request; None for the usual one.
 
         Raises:
-          EngineError: the child reports an error, ends, or is silent for too long. It is gone then,
-            and the message holds the end of its log.
+          EngineLost: the child ends, or is silent for too long.
+          EngineError: the child reports an error. It is gone then as well, and the message holds
+            the end of its log.
         """
         try:
             send(self._connection, kind, fields, tensors or {})
         except OSError as error:
-            self.fail(f"did not take the request {kind!r} ({error})")
+            self.fail(f"did not take the request {kind!r} ({error})", EngineLost)
         while True:
             reply = self._receive(kind, timeout_s or self._timeout_s)
             if reply.kind == "error":
@@ -157,17 +158,19 @@ class EngineProcess:
         if not self._failed:
             self.log.unlink(missing_ok=True)
 
-    def fail(self, what: str) -> NoReturn:
-        """Ends the child and raises EngineError with what it did, how it ended, and its log's end.
+    def fail(self, what: str, kind: type[EngineError] = EngineError) -> NoReturn:
+        """Ends the child and raises an error with what it did, how it ended, and its log's end.
 
         Args:
           what: what went wrong, in words that follow "the engine".
+          kind: the error.
         """
         self._failed = True
         how = _ending(self._kill())
         lines = self.log.read_text(errors="replace").splitlines()
         tail = "\n".join(lines[-LOG_LINES:]) or "(empty)"
-        raise EngineError(
+        self._connection.close()
+        raise kind(
             f"the vLLM-Omni engine (process {self.pid}) {what}; {how}. The end of its log, "
             f"{self.log}:\n{tail}"
         )
@@ -176,13 +179,14 @@ class EngineProcess:
         deadline = time.monotonic() + timeout_s
         while not self._connection.poll(POLL_S):
             if self._child.poll() is not None and not self._connection.poll():
-                self.fail(f"ended while it worked on {kind!r}")
+                self.fail(f"ended while it worked on {kind!r}", EngineLost)
             if time.monotonic() > deadline:
-                self.fail(f"has not answered {kind!r} for {timeout_s:g} s, the limit of timeout_s")
+                what = f"has not answered {kind!r} for {timeout_s:g} s, the limit of timeout_s"
+                self.fail(what, EngineLost)
         try:
             return receive(self._connection)
         except (EOFError, OSError):
-            self.fail(f"broke off while it worked on {kind!r}")
+            self.fail(f"broke off while it worked on {kind!r}", EngineLost)
 
     def _kill(self) -> int | None:
         """Ends the child and all that it started; returns its exit status if it had one before."""

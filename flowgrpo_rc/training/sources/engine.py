@@ -92,12 +92,12 @@ class EngineSource(RolloutSource):
         for chunk in self.engine.generate(request):
             if self._cancelled.is_set():
                 raise CancelledError
-            self._task.check_rollout(chunk.batch)
             different = request.spec.differences(chunk.batch.spec)
             if different:
                 raise EngineError(
                     f"the rollout engine sampled with other settings: {'; '.join(different)}"
                 )
+            self._task.check_rollout(chunk.batch)
             batches.append(chunk.batch)
             handles.append(self._rewards.submit(chunk.samples, chunk.prompts, chunk.latents))
             prompted += chunk.prompts

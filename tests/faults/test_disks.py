@@ -1,0 +1,76 @@
+"""A disk that is full, read-only or gone leaves the last checkpoint, and the run goes on later."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.faults import Trained, command, fault, final_state, words_of
+
+from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 80 MiB, where this machine lets a test mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill(folder: Path, leave: int) -> Path:
+    """Fills a disk with one file, up to some bytes that it leaves."""
+    room = os.statvfs(folder)
+    path = folder / "filler"
+    with path.open("wb") as file:
+        for _ in range((room.f_bavail * room.f_frsize - leave) // 4096):
+            file.write(b"\0" * 4096)
+    return path
+
+
+@fault("the disk is full as the run starts", "it is refused before anything is loaded")
+def test_no_room(small: list[str], disk: Path) -> None:
+    fill(disk, leave=2**20)
+    ended = command(*words_of(small, f"trainer.output_dir={disk / 'run'}"))
+    assert ended.code == 2, ended.output
+    assert "MiB free, a run needs at least" in ended.output
+
+
+@fault(
+    "the disk fills up during the run", "the last checkpoint stays, and the same command goes on"
+)
+@pytest.mark.parametrize("leave", [0, 20_000, 200_000])
+def test_full_disk(small: list[str], disk: Path, whole: Trained, leave: int) -> None:
+    run = disk / "run"
+    words = words_of(small, f"trainer.output_dir={run}")
+    assert command(*words, "trainer.max_time=0.001").code == 75
+
+    def harm() -> None:
+        from flowgrpo_rc.training.trainer import Trainer
+
+        original = Trainer.train_step
+
+        def train_step(self: Trainer, step: int) -> None:
+            if step == 3:
+                fill(disk, leave)
+            original(self, step)
+
+        Trainer.train_step = train_step  # type: ignore[method-assign]
+
+    ended = command(*words, harm=harm)
+    assert ended.code == 1, ended.output
+    assert "No space left on device" in ended.output
+    assert "Traceback" not in ended.output
+    assert load_checkpoint(list_checkpoints(run / "checkpoints")[-1]).step in (2, 3)
+    (disk / "filler").unlink()
+    ended = command(*words)
+    assert ended.code == 0, ended.output
+    assert final_state(run) == whole.state

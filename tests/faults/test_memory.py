@@ -1,0 +1,90 @@
+"""A run that needs more memory than there is says what to lower, or goes on with less."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.faults import Harm, Trained, command, fault, words_of
+
+from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
+
+RETRY = "trainer.retry_out_of_memory=true"
+WHOLE_STEP = "rollout.micro_batch_size_per_gpu=8"
+
+
+def lacking(owner: type, name: str, fits: Callable[[Any, Any], bool]) -> Harm:
+    """Returns a harm: a method fails as a GPU does, for arguments that do not fit."""
+
+    def install() -> None:
+        original = getattr(owner, name)
+
+        def called(self: Any, argument: Any, *further: Any) -> Any:
+            if not fits(self, argument):
+                raise torch.OutOfMemoryError(
+                    "CUDA out of memory. Tried to allocate 2.00 GiB.\nFurther lines."
+                )
+            return original(self, argument, *further)
+
+        setattr(owner, name, called)
+
+    return install
+
+
+def small_pieces(policy: FlowPolicy, piece: Any) -> bool:
+    return len(piece) < 2 or not torch.is_grad_enabled()
+
+
+def small_chunks(engine: DiffusersEngine, request: Any) -> bool:
+    return vars(engine)["_chunk_size"] <= 4
+
+
+PHASES = {
+    "update": (
+        lacking(FlowPolicy, "evaluate", small_pieces),
+        "actor.ppo_micro_batch_size_per_gpu",
+    ),
+    "rollout": (
+        lacking(DiffusersEngine, "generate", small_chunks),
+        "rollout.micro_batch_size_per_gpu",
+    ),
+}
+
+
+@fault("memory runs out", "one line names the phase, the keys to lower and the page")
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_message(small: list[str], phase: str) -> None:
+    harm, key = PHASES[phase]
+    ended = command(*words_of(small, WHOLE_STEP, "trainer.val_before_train=false"), harm=harm)
+    assert ended.code == 1, ended.output
+    (line,) = (line for line in ended.output.splitlines() if line.startswith("error: "))
+    assert f"out of memory in {phase}: lower {key}" in line
+    assert "docs/memory.md" in line
+    assert "Traceback" not in ended.output
+
+
+@fault("memory runs out, with trainer.retry_out_of_memory", "the run ends the same to rounding")
+@pytest.mark.parametrize("phase", PHASES)
+def test_half_a_micro_batch(small: list[str], tmp_path: Path, whole: Trained, phase: str) -> None:
+    harm, key = PHASES[phase]
+    ended = command(*words_of(small, WHOLE_STEP, RETRY), harm=harm)
+    assert ended.code == 0, ended.output
+    assert f"goes on with {key}=" in ended.output
+    name = Path("checkpoints") / "step_3" / "lora.safetensors"
+    expected = load_file(whole.folder / name)
+    for key, tensor in load_file(tmp_path / "run" / name).items():
+        torch.testing.assert_close(tensor, expected[key], rtol=0, atol=1e-4)  # lr is 1e-3
+
+
+@fault("half of the micro-batch does not fit either", "the run ends with the line")
+def test_once(small: list[str]) -> None:
+    harm = lacking(FlowPolicy, "evaluate", lambda _, piece: False)
+    ended = command(*words_of(small, RETRY), harm=harm)
+    assert ended.code == 1, ended.output
+    assert ended.output.count("goes on with") == 1
+    assert "error: out of memory in" in ended.output

@@ -1,0 +1,169 @@
+"""A kill in every phase of every kind of run: the same command ends with equal results."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.faults import Harm, Trained, command, die, fault, final_state, started, words_of
+from support.runs import read_rows
+
+from flowgrpo_rc.cli import main
+from flowgrpo_rc.core.random import derive_seed
+from flowgrpo_rc.training.trainer import Trainer
+
+MODES = {
+    "bypass": ("algorithm.rollout_correction.bypass_mode=true", "rollout.dtype=bf16"),
+    "decoupled": ("algorithm.rollout_correction.bypass_mode=false", "rollout.dtype=bf16"),
+    "staleness": ("rollout.staleness=1",),
+    "reuse": ("rollout.reuse=1",),
+    "auto clip": (
+        "algorithm.rollout_correction.bypass_mode=true",
+        "actor.diffusion_loss.clip_ratio=auto:4",
+    ),
+}
+PHASES = ("rollout", "old_log_prob", "reward_wait", "update", "sync_weights", "evaluation")
+
+
+def dies_in(phase: str, number: int) -> Harm:
+    """Returns a harm: the process is killed as a phase begins for the `number`th time."""
+
+    def install() -> None:
+        original = Trainer._timed
+        seen = 0
+
+        def timed(self: Trainer, name: str) -> Any:
+            nonlocal seen
+            seen += name == phase
+            if name == phase and seen == number:
+                die()
+            return original(self, name)
+
+        Trainer._timed = timed  # type: ignore[method-assign]
+
+    return install
+
+
+@fault("the process is killed as a phase of a step begins", "the same command gives equal results")
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("mode", MODES)
+def test_phases(
+    small: list[str],
+    tmp_path: Path,
+    trained: Callable[[Sequence[str]], Trained],
+    mode: str,
+    phase: str,
+) -> None:
+    settings = [*small, *MODES[mode]]
+    words = words_of(settings)
+    assert command(*words, harm=dies_in(phase, 2)).code == -signal.SIGKILL
+    ended = command(*words)
+    assert ended.code == 0, ended.output
+    assert final_state(tmp_path / "run") == trained(settings).state
+
+
+TEXT = (
+    "--config-name=token_grpo",
+    "data.train_batch_size=4",
+    "rollout.n=4",
+    "actor.ppo_mini_batch_size=2",
+    "actor.ppo_micro_batch_size_per_gpu=4",
+    "rollout.val_kwargs.n=8",
+    "trainer.total_training_steps=3",
+    "trainer.save_freq=1",
+    "trainer.device=cpu",
+)
+
+
+@fault("a text run is killed as a phase of a step begins", "the same command gives equal results")
+@pytest.mark.parametrize("phase", ["rollout", "update", "sync_weights"])
+def test_phases_of_text(
+    tmp_path: Path, trained: Callable[[Sequence[str]], Trained], phase: str
+) -> None:
+    words = words_of(TEXT, f"trainer.output_dir={tmp_path / 'run'}")
+    assert command(*words, harm=dies_in(phase, 2), timeout=300).code == -signal.SIGKILL
+    ended = command(*words, timeout=300)
+    assert ended.code == 0, ended.output
+    assert final_state(tmp_path / "run") == trained(TEXT).state
+
+
+@fault("a second run starts in a folder that is in use", "it is refused, the first one ends well")
+def test_two_runs_in_one_folder(small: list[str], tmp_path: Path, whole: Trained) -> None:
+    words = words_of(small)
+    with started(lambda: main(words)) as first:
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            assert first.poll() is None, first.output()
+            time.sleep(0.01)
+        second = command(*words)
+        assert second.code == 2, second.output
+        assert "is in use by a run" in second.output
+        assert first.wait().code == 0
+    assert final_state(tmp_path / "run") == whole.state
+
+
+# --- 200 steps
+
+STEPS = 200
+SOAK = (
+    f"trainer.total_training_steps={STEPS}",
+    "trainer.save_freq=5",
+    "trainer.test_freq=100",
+    "data.train_batch_size=2",
+    "algorithm.rollout_correction.bypass_mode=true",
+)
+
+
+def sizes(pid: int) -> tuple[float, int]:
+    """Returns the resident memory of a process in MiB, and how many files it holds open."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def wait_for_rows(process: Any, run: Path, number: int) -> bool:
+    """Returns whether metrics.jsonl reaches so many rows before the process ends."""
+    path = run / "metrics.jsonl"
+    while not path.exists() or path.read_bytes().count(b"\n") < number:
+        if process.poll() is not None:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@fault("200 steps, killed at random about every ten", "results are equal, memory and files flat")
+def test_soak(small: list[str], tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    words = words_of(small, *SOAK, f"trainer.output_dir={whole}")
+    with started(lambda: main(words), timeout=600) as process:
+        assert wait_for_rows(process, whole, 50)
+        early = sizes(process.pid)
+        assert wait_for_rows(process, whole, STEPS - 5)
+        late = sizes(process.pid)
+        assert process.wait().code == 0
+    print(f"MiB and files after 50 and {STEPS - 5} steps: {early}, {late}")
+    assert late[0] - early[0] < 20
+    assert late[1] <= early[1]
+
+    words = words_of(small, *SOAK, f"trainer.output_dir={killed}")
+    draws = torch.Generator().manual_seed(derive_seed("soak"))
+    kills = 0
+    rows = 0
+    while True:
+        with started(lambda: main(words), timeout=600) as process:
+            rows += 4 + int(torch.randint(12, (), generator=draws))
+            if not wait_for_rows(process, killed, rows):
+                break
+            time.sleep(0.2 * torch.rand((), generator=draws).item())
+            process.kill()
+            kills += 1
+            rows = (killed / "metrics.jsonl").read_bytes().count(b"\n")
+    assert process.wait().code == 0, process.output()
+    print(f"{kills} kills")
+    assert kills >= 10
+    assert final_state(killed) == final_state(whole)
+    assert [row["step"] for row in read_rows(killed)] == list(range(STEPS + 1))
