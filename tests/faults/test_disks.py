@@ -1,4 +1,4 @@
-"""A disk that is full, read-only or gone leaves the last checkpoint, and the run goes on later."""
+"""A disk that fills up leaves the last checkpoint, and the run goes on when there is room."""
 
 from __future__ import annotations
 
