@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
-from support.faults import command, words_of
+from support.faults import FinalState, command, final_state, words_of
 
 # All that a run imports, once for all forks.
 from flowgrpo_rc.commands import train  # noqa: F401
@@ -51,3 +53,21 @@ def finished(small: list[str], tmp_path: Path) -> Path:
     ended = command(*words_of(small))
     assert ended.code == 0, ended.output
     return tmp_path / "run"
+
+
+@pytest.fixture(scope="session")
+def _trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., FinalState]:
+    @cache
+    def state(*words: str) -> FinalState:
+        run = tmp_path_factory.mktemp("whole") / "run"
+        ended = command(*words_of(words, f"trainer.output_dir={run}"))
+        assert ended.code == 0, ended.output
+        return final_state(run)
+
+    return state
+
+
+@pytest.fixture
+def undisturbed(small: list[str], _trained: Callable[..., FinalState]) -> FinalState:
+    """The final state of `small` if nothing happens to it; trained once for all tests."""
+    return _trained(*(word for word in small if not word.startswith("trainer.output_dir=")))

@@ -26,6 +26,7 @@ from support.runs import fingerprint, read_rows, without_timings
 from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint
 
 Harm = Callable[[], None]
+FinalState = tuple[dict[str, str], dict[str, object], list[dict[str, object]]]
 # Events of Python's audit hooks that change files. "open" is one only for writing.
 _CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree")
 
@@ -230,7 +231,7 @@ def _changes(event: str, arguments: tuple[object, ...], folder: Path) -> bool:
     return isinstance(path, str | os.PathLike) and str(path).startswith(str(folder))
 
 
-def final_state(run: Path) -> tuple[dict[str, str], dict[str, object], list[dict[str, object]]]:
+def final_state(run: Path) -> FinalState:
     """Returns what a run has come to: digests of its newest tensors, its state, its metrics."""
     newest = load_checkpoint(list_checkpoints(run / "checkpoints")[-1])
     prints = {stem: fingerprint(tensors) for stem, tensors in newest.tensors.items()}
