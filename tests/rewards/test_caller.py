@@ -31,14 +31,14 @@ def test_calls_go_to_one_thread_and_raise_what_the_function_raises() -> None:
 
 def test_a_call_that_was_given_up_fails_the_next_ones_until_it_returns() -> None:
     goes_on = threading.Event()
-    caller = Caller(lambda wait: wait and goes_on.wait(), 0.1, name="hangs")
-    with pytest.raises(TimeoutError, match=r"took longer than reward\.timeout_s=0\.1"):
+    caller = Caller(lambda wait: wait and goes_on.wait(), 0.5, name="hangs")
+    with pytest.raises(TimeoutError, match=r"took longer than reward\.timeout_s=0\.5"):
         caller(True)
     start = time.monotonic()
     for _ in range(3):
-        with pytest.raises(TimeoutError, match=r"an earlier call, .*=0\.1, has not returned yet"):
+        with pytest.raises(TimeoutError, match=r"an earlier call, .*=0\.5, has not returned yet"):
             caller(False)
-    assert time.monotonic() - start < 0.1
+    assert time.monotonic() - start < 0.5
     goes_on.set()
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
@@ -74,7 +74,7 @@ def test_closing_waits_for_a_call_but_not_for_ever() -> None:
 
     def closed(patience_s: float) -> float:
         caller = Caller(lambda seconds: time.sleep(seconds) or seconds, None, name="sleeps")
-        threads = [threading.Thread(target=call, args=(caller, 0.5)) for _ in range(2)]
+        threads = [threading.Thread(target=call, args=(caller, 1.0)) for _ in range(2)]
         threads[0].start()
         time.sleep(0.1)
         threads[1].start()  # waits for its turn
@@ -85,11 +85,11 @@ def test_closing_waits_for_a_call_but_not_for_ever() -> None:
             thread.join(10)
         return took
 
-    assert closed(0.0) < 0.3
+    assert closed(0.0) < 0.5
     assert said == ["cancelled", "cancelled"]
     said.clear()
     assert closed(10.0) > 0.2
-    assert said[0] == 0.5
+    assert said[0] == 1.0
 
 
 HANGS = """
