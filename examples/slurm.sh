@@ -1,27 +1,37 @@
 #!/usr/bin/env bash
-# Training on several nodes, from the folder of the repository:
-#   sbatch --nodes=2 --gpus-per-node=8 examples/slurm.sh --config-name sd35_medium_ocr trainer.max_time=84600 ...
-# trainer.output_dir must be on a disk that all nodes share. trainer.max_time (seconds) ends the run with its state saved
-# before --time does; the same sbatch command goes on from there, on another number of nodes too.
+# Training on several nodes, from the folder of the repository, in as many jobs as it takes:
+#   sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 examples/slurm.sh --config-name sd35_medium_ocr \
+#       trainer.strategy=fsdp2 trainer.output_dir=/shared/run ...
+# One task is one process with one GPU. All nodes must see trainer.output_dir. Ten minutes before --time is over, Slurm
+# sends SIGUSR1 to the tasks: they finish their step, save and end with exit code 75, and the job goes back into the
+# queue, from where it goes on. So a step with its evaluation and checkpoint has to take less than that (--signal).
 #SBATCH --job-name=flowgrpo_rc
 #SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1
+#SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8
 #SBATCH --time=24:00:00
+#SBATCH --signal=USR1@600
+#SBATCH --requeue
 #SBATCH --output=%x_%j.log
+#SBATCH --open-mode=append
 set -euo pipefail
 
-export CONFIG="${CONFIG:-configs/accelerate/fsdp2_multi_node.yaml}"
-MAIN_IP="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
-export MAIN_IP
-export MAIN_PORT="$((20000 + SLURM_JOB_ID % 10000))"
-export NUM_PROCESSES="$((SLURM_NNODES * SLURM_GPUS_ON_NODE))"
+MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+export MASTER_ADDR
+export MASTER_PORT="$((20000 + SLURM_JOB_ID % 10000))"
+export WORLD_SIZE="$SLURM_NTASKS"
+export LOCAL_WORLD_SIZE="$SLURM_NTASKS_PER_NODE"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
-# One launcher to a node; when one fails, Slurm ends the others.
+# No launcher stands between Slurm and a process, or it would take the signal and hide the exit code. If a task ends,
+# the others have five minutes to end, too.
+code=0
 # shellcheck disable=SC2016  # the variables are those of each task
-srun --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c '
-    exec accelerate launch --config_file "$CONFIG" \
-        --num_machines "$SLURM_NNODES" --num_processes "$NUM_PROCESSES" --machine_rank "$SLURM_NODEID" \
-        --main_process_ip "$MAIN_IP" --main_process_port "$MAIN_PORT" \
-        -m flowgrpo_rc.train "$@"
-' launch "$@"
+srun --wait=300 bash -c '
+    export RANK="$SLURM_PROCID" LOCAL_RANK="$SLURM_LOCALID"
+    exec python -m flowgrpo_rc.train "$@"
+' task "$@" || code=$?
+if [ "$code" -eq 75 ]; then
+    exec scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

@@ -16,6 +16,7 @@ from flowgrpo_rc.config.tree import Config, stored_config
 from flowgrpo_rc.libraries import quiet
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.run_folder import RunFolder
+from flowgrpo_rc.records.streams import lasting_streams
 from flowgrpo_rc.report.run import write_report
 from flowgrpo_rc.rewards.function import Score, give
 
@@ -175,7 +176,7 @@ def train(
     folder = Path(settings.trainer.output_dir)
     rows = MetricsFile(RunFolder(folder).metrics)
     earlier = len(rows.rows())
-    with quiet("transformers", "diffusers"):
+    with lasting_streams(), quiet("transformers", "diffusers"):
         from flowgrpo_rc.commands.train import run
 
         reason = run(settings, callbacks=callbacks, quiet=not verbose)

@@ -18,6 +18,7 @@ from flowgrpo_rc.config.names import DEFAULT_CONFIG, OTHER_CONFIG, TOKEN_ENV
 from flowgrpo_rc.distributed.child import follow_parent, say_error
 from flowgrpo_rc.libraries import quiet
 from flowgrpo_rc.plugins import did_you_mean
+from flowgrpo_rc.records.streams import lasting_streams
 
 # Options of other programs, and the settings that do here what they do there.
 SETTINGS_OF_OPTIONS = {
@@ -55,8 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       The exit code: 0 when complete, 1 after a failure, 2 for bad input, 75 when stopped early.
     """
+    with lasting_streams():
+        return _run(sys.argv[1:] if argv is None else list(argv))
+
+
+def _run(words: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    arguments = _parsed(sys.argv[1:] if argv is None else list(argv))
+    arguments = _parsed(words)
     follow_parent()
     if "" not in sys.path and os.getcwd() not in sys.path:
         # Rewards and functions of the user's own, as under `python -m`.

@@ -61,16 +61,23 @@ def main(arguments: argparse.Namespace) -> int:
             "prompts, nothing was loaded"
         )
         return EXIT_OK
-    return EXIT_OK if run(config) is None else EXIT_STOPPED
+    return EXIT_OK if run(config, at_once=True) is None else EXIT_STOPPED
 
 
-def run(config: Config, *, callbacks: Sequence[Callback] = (), quiet: bool = False) -> str | None:
+def run(
+    config: Config,
+    *,
+    callbacks: Sequence[Callback] = (),
+    quiet: bool = False,
+    at_once: bool = False,
+) -> str | None:
     """Checks the settings and trains as they say, in this process or as one that was launched.
 
     Args:
       config: the settings; a signal or `trainer.max_time` ends the run after the present step.
       callbacks: called after each step on the main process; see `Callback`.
       quiet: True prints nothing.
+      at_once: what a second SIGTERM or SIGINT does; see `StopRequest`.
 
     Returns:
       Why the run stopped early, or None if it is complete.
@@ -79,7 +86,7 @@ def run(config: Config, *, callbacks: Sequence[Callback] = (), quiet: bool = Fal
       ValueError: the settings cannot work; nothing has been trained.
       CheckpointError: the checkpoint to go on from is damaged.
     """
-    with StopRequest(config.trainer.max_time) as stop:
+    with StopRequest(config.trainer.max_time, at_once=at_once) as stop:
         try:
             return _attempt(config, stop, callbacks, quiet=quiet)
         except OutOfMemory as error:

@@ -26,8 +26,8 @@ ADDRESS = "127.0.0.1"
 def launch(command: Sequence[str], num_processes: int, num_threads: int = 1) -> int:
     """Runs a command in several processes on this machine.
 
-    The first SIGTERM or SIGINT is passed on to each child once, and they have as long as they need.
-    A second one ends this process, and when this process ends, so do its children.
+    The first signal that asks for a stop is passed on to each child once, and they have as long as
+    they need. A second SIGTERM or SIGINT ends this process, and when it ends, so do its children.
 
     Args:
       command: calls `follow_parent` first, and `say_error` in place of printing an error.
@@ -53,7 +53,7 @@ def launch(command: Sequence[str], num_processes: int, num_threads: int = 1) -> 
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
     children: list[_Child] = []
-    with StopRequest(None) as stop:
+    with StopRequest(None, at_once=True) as stop:
         try:
             # Children inherit the block, so a signal waits until they can receive it.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -1,4 +1,4 @@
-"""Stopping early, after the current step: SIGTERM, SIGINT and a time limit lose nothing."""
+"""Stopping early, after the current step: a signal and a time limit lose nothing."""
 
 from __future__ import annotations
 
@@ -8,19 +8,31 @@ import time
 from types import FrameType
 from typing import Self
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# A user's, a closed terminal's, and Slurm's before its time limit.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+# Only these end a process when they come again. The others come by themselves, also twice, and with
+# a SIGTERM after them: a closed terminal sends two SIGHUP, and Slurm a SIGTERM at its limit.
+_URGENT = (signal.SIGTERM, signal.SIGINT)
 EXIT_STOPPED = 75  # EX_TEMPFAIL: the state is saved, and the same command goes on
 
 
 class StopRequest:
-    """A context: the first SIGTERM or SIGINT is a request, a second one ends the process.
+    """A context in which signals are requests, but for a second SIGTERM or SIGINT.
 
-    In a thread, to which Python gives no signals, only the time limit and `ask` are requests.
+    SIGHUP stays ignored if it is, as under nohup. In a thread, to which Python gives no signals,
+    only the time limit and `ask` are requests.
     """
 
-    def __init__(self, max_time: float | None) -> None:
-        """Starts the clock; `max_time` is in seconds, None for no limit."""
+    def __init__(self, max_time: float | None, *, at_once: bool = False) -> None:
+        """Starts the clock.
+
+        Args:
+          max_time: seconds until the run should stop; None for no limit.
+          at_once: a second SIGTERM or SIGINT ends the process, whatever it waits for. False leaves
+            it to the handlers of the program around, as the KeyboardInterrupt of a notebook.
+        """
         self._deadline = None if max_time is None else time.monotonic() + max_time
+        self._at_once = at_once
         self._asked: str | None = None
         self._previous: dict[signal.Signals, signal.Handlers | int | None] = {}
 
@@ -28,12 +40,15 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             return self
         for number in SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             self._previous[number] = signal.signal(number, self._receive)  # type: ignore[assignment]
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a launcher may have blocked them
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._restore()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def ask(self, reason: str) -> None:
         """Asks the run to stop after the present step."""
@@ -49,8 +64,6 @@ class StopRequest:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.ask(signal.Signals(number).name)
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        if number in _URGENT:
+            for urgent in _URGENT:
+                signal.signal(urgent, signal.SIG_DFL if self._at_once else self._previous[urgent])

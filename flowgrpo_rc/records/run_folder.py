@@ -60,6 +60,7 @@ _FREE = (
     "actor.ppo_micro_batch_size_per_gpu",
     "actor.steps_per_forward",
     "rollout.micro_batch_size_per_gpu",
+    "reward.timeout_s",
 )
 
 

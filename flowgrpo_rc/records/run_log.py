@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from PIL import Image
 
@@ -13,11 +15,15 @@ from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.speed import SpeedWatch
 from flowgrpo_rc.records.trackers import Trackers
 
+logger = logging.getLogger(__name__)
 Observer = Callable[[int, Mapping[str, float]], None]
 
 
 class RunLog:
     """Writes what a step reports to every place that shall have it.
+
+    Numbers and warnings that cannot be written end the run. Pictures and histograms do not: they
+    are for people to look at.
 
     Attributes:
       console: tells the user.
@@ -48,6 +54,7 @@ class RunLog:
         self._rows = MetricsFile(folder.metrics)
         self._histograms = MetricsFile(folder.histograms)
         self._health = MetricsFile(folder.health)
+        self._missed: set[str] = set()
 
     def write(
         self,
@@ -66,7 +73,8 @@ class RunLog:
         """
         self._rows.append(step, metrics)
         if histograms:
-            self._histograms.append(step, histograms)
+            with self._spared("histograms.jsonl"):
+                self._histograms.append(step, histograms)
             self.trackers.log_histograms(step, histograms)
         self.trackers.log(step, metrics)
         self.console.step(step, metrics)
@@ -80,7 +88,30 @@ class RunLog:
         for observe in self._observers:
             observe(step, metrics)
 
-    def image(self, step: int, name: str, image: Image.Image | None) -> None:
-        """Gives the trackers a picture, if there is one."""
-        if image is not None:
-            self.trackers.log_image(step, name, image)
+    def image(self, step: int, name: str, draw: Callable[[], Image.Image | None]) -> None:
+        """Has a picture written, and gives it to the trackers.
+
+        Args:
+          step: the step.
+          name: name of the picture in the trackers.
+          draw: writes the picture's files and returns it, or None if there is none.
+        """
+        with self._spared(name):
+            image = draw()
+            if image is not None:
+                self.trackers.log_image(step, name, image)
+
+    @contextmanager
+    def _spared(self, name: str) -> Iterator[None]:
+        """Warns if something cannot be written, the first time only."""
+        try:
+            yield
+        # A full disk as well: the next checkpoint says so.
+        except Exception as error:
+            if name not in self._missed:
+                self._missed.add(name)
+                logger.warning(
+                    "%s cannot be written, and the run goes on without (said once): %s",
+                    *(name, error),
+                    exc_info=not isinstance(error, OSError),
+                )

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +26,9 @@ from flowgrpo_rc.records.run_folder import flat_settings
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.tracking import GeneralTracker
+
+logger = logging.getLogger(__name__)
 
 LOGGERS = ("console", "wandb", "tensorboard", "trackio", "swanlab", "mlflow", "aim")
 
@@ -74,16 +80,15 @@ class Trackers:
     stored in the run's folder; trackio finds it by its name. tensorboard hides the events of
     repeated steps.
 
+    No tracker ends a run, since metrics.jsonl is the record: one that raises is off from then on.
+
     Args:
-      accelerator: holds the trackers.
+      accelerator: says which trackers there are, and where those keep files that need a folder.
       project_name: name of the project in the trackers.
       experiment_name: name of the run in the trackers.
       run_dir: folder of the run.
       config: the resolved configuration; secrets are removed from it.
       first_step: first step of this command; above 0 if the run is resumed.
-
-    Raises:
-      ValueError: a tracker does not start, for want of a login or a server.
     """
 
     def __init__(
@@ -96,103 +101,126 @@ class Trackers:
         config: Mapping[str, Any],
         first_step: int = 0,
     ) -> None:
-        self._accelerator = accelerator
-        self._names = (
-            [str(name) for name in accelerator.log_with] if accelerator.is_main_process else []
-        )
-        if not self._names:
-            return
+        self._running: dict[str, GeneralTracker] = {}
+        names = [str(name) for name in accelerator.log_with] if accelerator.is_main_process else []
         safe = redact(config)
-        ids = {name: run_dir / f"{name}_id" for name in self._names}
-        settings = {
-            name: _settings(name, experiment_name, run_dir, ids[name], first_step)
-            for name in self._names
-        }
-        if "wandb" in settings:
-            settings["wandb"]["config"] = safe
-        try:
-            accelerator.init_trackers(project_name, init_kwargs=settings)
-        # The border to other people's servers: each tracker raises what it likes.
-        except Exception as error:
-            raise ValueError(
-                f"trainer.logger={[*self._names]}: a tracker did not start: {error}"
-            ) from error
-        for name in (name for name in self._names if name in _TAKE_SETTINGS):
-            tracker = accelerator.get_tracker(name)
-            if not ids[name].exists() or name != "mlflow":  # which never changes a setting
-                tracker.store_init_configuration(flat_settings(safe))
-            if name in _GIVES_ID:
-                write_atomic(ids[name], _GIVES_ID[name](tracker.tracker).encode())
+        for name in names:
+            with self._surviving(name):
+                id_file = run_dir / f"{name}_id"
+                options = _options(name, experiment_name, run_dir, id_file, first_step)
+                if name == "wandb":
+                    options["config"] = safe
+                tracker = _started(name, project_name, accelerator.logging_dir, options)
+                never_again = name == "mlflow" and id_file.exists()  # it never changes a setting
+                if name in _TAKE_SETTINGS and not never_again:
+                    tracker.store_init_configuration(flat_settings(safe))
+                if name in _GIVES_ID:
+                    write_atomic(id_file, _GIVES_ID[name](tracker.tracker).encode())
+                self._running[name] = tracker
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs the metrics of a step."""
-        if self._names:
-            self._accelerator.log(dict(metrics), step=step)
+        self._each(lambda _, tracker: tracker.log(dict(metrics), step=step))
 
     def log_image(self, step: int, name: str, image: Image.Image) -> None:
         """Logs an image of a step under a name."""
-        for tracker_name in self._names:
-            tracker = self._accelerator.get_tracker(tracker_name)
-            if tracker_name in ("wandb", "swanlab"):
-                tracker.log_images({name: [image]}, step=step)
-            elif tracker_name == "aim":
-                tracker.log_images({name: image}, step=step)
-            elif tracker_name == "tensorboard":
-                batch = np.asarray(image.convert("RGB"))[None]
-                tracker.log_images({name: batch}, step=step, dataformats="NHWC")
-            elif tracker_name == "trackio":
-                import trackio
-
-                tracker.log({name: trackio.Image(image)}, step=step)
-            elif tracker_name == "mlflow":
-                import mlflow
-
-                mlflow.log_image(image, key=name, step=step)
+        self._each(lambda tracker_name, tracker: _image(tracker_name, tracker, step, name, image))
 
     def log_histograms(self, step: int, found: Mapping[str, Counts]) -> None:
         """Logs histograms of a step, with the bins of `monitoring.histograms`."""
         for name, counts in found.items():
-            numbers = range(min(counts, default=0), max(counts, default=0) + 1)
-            heights = [counts.get(number, 0) for number in numbers]
-            if "wandb" in self._names:
-                import wandb
-
-                histogram = wandb.Histogram(
-                    np_histogram=(np.array(heights), np.array(edges(numbers)))
-                )
-                self._accelerator.get_tracker("wandb", unwrap=True).log(
-                    {f"histograms/{name}": histogram}, step=step
-                )
-            if "tensorboard" in self._names:
-                limits = edges(numbers)
-                centres = np.array([(a + b) / 2 for a, b in itertools.pairwise(limits)])
-                self._accelerator.get_tracker("tensorboard", unwrap=True).add_histogram_raw(
-                    f"histograms/{name}",
-                    min=limits[0],
-                    max=limits[-1],
-                    num=sum(heights),
-                    sum=float(centres @ heights),
-                    sum_squares=float(centres**2 @ heights),
-                    bucket_limits=limits[1:],
-                    bucket_counts=heights,
-                    global_step=step,
-                )
+            self._each(partial(_histogram, step=step, key=f"histograms/{name}", counts=counts))
 
     def alert(self, step: int, text: str) -> None:
         """Sends a warning to the people who watch the run, if a tracker can, as wandb does."""
-        if "wandb" in self._names:
-            run = self._accelerator.get_tracker("wandb", unwrap=True)
-            run.alert(
-                title=f"step {step}: rollout correction", text=text, level="WARN", wait_duration=0
-            )
+        title = f"step {step}: rollout correction"
+
+        def send(name: str, tracker: GeneralTracker) -> None:
+            if name == "wandb":
+                tracker.tracker.alert(title=title, text=text, level="WARN", wait_duration=0)
+
+        self._each(send)
 
     def finish(self) -> None:
         """Ends the trackers."""
-        for name in self._names:
-            self._accelerator.get_tracker(name).finish()
+        self._each(lambda _, tracker: tracker.finish())
+
+    def _each(self, act: Callable[[str, GeneralTracker], None]) -> None:
+        """Does something with each tracker that is on, given its name."""
+        for name, tracker in list(self._running.items()):
+            with self._surviving(name):
+                act(name, tracker)
+
+    @contextmanager
+    def _surviving(self, name: str) -> Iterator[None]:
+        """Switches a tracker off, with a warning, if it raises."""
+        try:
+            yield
+        # The border to other people's programs and servers: each tracker raises what it likes.
+        except (Exception, SystemExit) as error:
+            self._running.pop(name, None)
+            logger.warning(
+                "the tracker %s has failed and is off for the rest of this command; metrics.jsonl "
+                "has all numbers: %s: %s",
+                *(name, type(error).__name__, redact(str(error))),
+            )
 
 
-def _settings(
+def _started(
+    name: str, project_name: str, logging_dir: str | None, options: Mapping[str, Any]
+) -> GeneralTracker:
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    tracker_class = LOGGER_TYPE_TO_CLASS[name]
+    place = [logging_dir] if tracker_class.requires_logging_directory else []
+    tracker = tracker_class(project_name, *place, **options)
+    tracker.start()
+    return tracker
+
+
+def _image(name: str, tracker: GeneralTracker, step: int, key: str, image: Image.Image) -> None:
+    if name in ("wandb", "swanlab"):
+        tracker.log_images({key: [image]}, step=step)
+    elif name == "aim":
+        tracker.log_images({key: image}, step=step)
+    elif name == "tensorboard":
+        batch = np.asarray(image.convert("RGB"))[None]
+        tracker.log_images({key: batch}, step=step, dataformats="NHWC")
+    elif name == "trackio":
+        import trackio
+
+        tracker.log({key: trackio.Image(image)}, step=step)
+    elif name == "mlflow":
+        import mlflow
+
+        mlflow.log_image(image, key=key, step=step)
+
+
+def _histogram(name: str, tracker: GeneralTracker, *, step: int, key: str, counts: Counts) -> None:
+    numbers = range(min(counts, default=0), max(counts, default=0) + 1)
+    heights = [counts.get(number, 0) for number in numbers]
+    limits = edges(numbers)
+    if name == "wandb":
+        import wandb
+
+        histogram = wandb.Histogram(np_histogram=(np.array(heights), np.array(limits)))
+        tracker.tracker.log({key: histogram}, step=step)
+    elif name == "tensorboard":
+        centres = np.array([(a + b) / 2 for a, b in itertools.pairwise(limits)])
+        tracker.tracker.add_histogram_raw(
+            key,
+            min=limits[0],
+            max=limits[-1],
+            num=sum(heights),
+            sum=float(centres @ heights),
+            sum_squares=float(centres**2 @ heights),
+            bucket_limits=limits[1:],
+            bucket_counts=heights,
+            global_step=step,
+        )
+
+
+def _options(
     name: str, experiment_name: str, run_dir: Path, id_file: Path, first_step: int
 ) -> dict[str, Any]:
     """Returns what a tracker starts with: the name of the run, and how it goes on if resumed."""

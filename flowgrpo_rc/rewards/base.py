@@ -47,11 +47,11 @@ def finite_numbers(values: Sequence[float] | np.ndarray | Tensor) -> list[float]
 
 
 class Reward(ABC):
-    """Scores samples. There is one instance per process; worker threads call it during sampling.
+    """Scores samples. There is one instance per process; a thread of its own calls it.
 
     The constructor's keyword parameters are the options of the configuration. The constructor
     checks them and returns at once; models and other large things load at the first call. Calls to
-    one reward never overlap.
+    one reward never overlap, and fail if they take longer than `reward.timeout_s`.
 
     Attributes:
       kind: what it scores: "image", "video" or "text"; "any" for all three; or "latent" for the

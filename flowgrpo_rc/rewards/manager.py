@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from numbers import Real
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,10 @@ from torch import Tensor
 from flowgrpo_rc.batch import Prompt, Rewards
 from flowgrpo_rc.plugins import build, check_options, load_class
 from flowgrpo_rc.rewards.base import KINDS, Reward, Samples, Scores, finite_numbers
+from flowgrpo_rc.rewards.caller import Caller
 
 PACKAGE = "flowgrpo_rc.rewards"
+PATIENCE_S = 10.0  # for the calls that run when the rewards are closed
 logger = logging.getLogger(__name__)
 
 
@@ -45,11 +47,14 @@ class RewardConfig:
         overlaps itself.
     max_failed_fraction: a step raises RewardError if a larger fraction of its samples fails in any
         one reward.
+    timeout_s: seconds that a reward may take for one chunk of samples, which then fails; null: no
+        limit. The other processes of a run wait for trainer.timeout_s, so it should be below that.
     """
 
     terms: dict[str, Any] = field(default_factory=lambda: {"ocr": {"weight": 1.0}})
     num_workers: int = 1
     max_failed_fraction: float = 0.5
+    timeout_s: float | None = 1200.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +88,7 @@ class _Outcome:
 
     values: Tensor
     parts: Mapping[str, Tensor]
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 def validate_rewards(config: RewardConfig) -> None:
@@ -133,8 +138,10 @@ def check_kind(config: RewardConfig, *kinds: str) -> None:
 class RewardManager:
     """Scores samples with every term of the configuration.
 
-    A reward fails for its whole chunk if it raises or returns anything but `Scores` of the right
-    length; it fails for a single sample if that sample's value is not finite.
+    A reward fails for its whole chunk if it raises, takes longer than `timeout_s`, or returns
+    anything but `Scores` of the right length; it fails for a single sample if that sample's value
+    is not finite. Calls to one reward never overlap, so it also fails for later chunks as long as a
+    call that took too long has not returned.
 
     Args:
       config: the rewards of the run; refused as in `validate_rewards`.
@@ -151,10 +158,12 @@ class RewardManager:
     def __init__(self, config: RewardConfig) -> None:
         self._terms = _build_terms(config)
         self._max_failed_fraction = config.max_failed_fraction
-        # One lock for each reward: calls to the same one must not overlap.
-        self._locks = {name: Lock() for name in self._terms}
+        self._callers = {
+            name: Caller(term.reward, config.timeout_s, name=f"reward {name}")
+            for name, term in self._terms.items()
+        }
         self._executor = ThreadPoolExecutor(config.num_workers, thread_name_prefix="reward")
-        self._logged: set[tuple[str, type[Exception]]] = set()
+        self._logged: set[tuple[str, type[BaseException]]] = set()
         self.names = tuple(self._terms)
         self.weights = {name: term.weight for name, term in self._terms.items() if term.weight != 0}
         self.needs_samples = any(term.reward.kind != "latent" for term in self._terms.values())
@@ -225,24 +234,25 @@ class RewardManager:
                 )
 
     def close(self) -> None:
-        """Drops what has not started and waits for the rest."""
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        """Drops what has not started, and waits a while for the rest."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        deadline = time.monotonic() + PATIENCE_S
+        for caller in self._callers.values():
+            caller.close(max(0.0, deadline - time.monotonic()))
+        self._executor.shutdown(wait=True)
 
     def _score(self, name: str, samples: Samples | Tensor, prompts: Sequence[Prompt]) -> _Outcome:
-        """Scores a chunk in a worker thread.
+        """Waits for the scores of a chunk in a thread, for which the main one goes on meanwhile.
 
-        A reward is foreign code, so any exception of it becomes the failure of that chunk.
+        A reward is foreign code, so whatever it raises becomes the failure of that chunk.
         """
-        reward = self._terms[name].reward
+        part_names = self._terms[name].reward.part_names
         try:
-            with self._locks[name]:
-                scores = reward(samples, prompts)
-            return _checked(scores, reward.part_names, prompts)
-        except Exception as error:
+            scores = self._callers[name](samples, prompts)
+            return _checked(scores, part_names, prompts)
+        except BaseException as error:
             nothing = torch.full((len(prompts),), math.nan, dtype=torch.float64)
-            return _Outcome(
-                values=nothing, parts=dict.fromkeys(reward.part_names, nothing), error=error
-            )
+            return _Outcome(values=nothing, parts=dict.fromkeys(part_names, nothing), error=error)
 
     def _count(self, name: str, outcome: _Outcome) -> None:
         if outcome.error is None:
@@ -343,6 +353,10 @@ def _build_terms(config: RewardConfig) -> dict[str, _Term]:
     if not 0.0 <= config.max_failed_fraction <= 1.0:
         raise ValueError(
             f"reward.max_failed_fraction={config.max_failed_fraction} must be between 0 and 1"
+        )
+    if config.timeout_s is not None and not 0 < config.timeout_s < math.inf:
+        raise ValueError(
+            f"reward.timeout_s={config.timeout_s}: give a number of seconds above 0, or null"
         )
     return terms
 

@@ -238,10 +238,17 @@ class Trainer:
         self._histograms = histograms(seen, components.processes.sum)
         names = partial(components.task.policy.cell_names, collected.batch)
         bands = components.mode.auto_bands
-        image = components.rejected.write(
-            self._step, seen, collected.batch, collected.shown, rewards, names, bands
+        draw = partial(
+            components.rejected.write,
+            self._step,
+            seen,
+            collected.batch,
+            collected.shown,
+            rewards,
+            names,
+            bands,
         )
-        components.log.image(self._step, "rejected/samples", image)
+        components.log.image(self._step, "rejected/samples", draw)
 
     def _evaluate(self) -> None:
         components = self._components
@@ -251,10 +258,14 @@ class Trainer:
         self._metrics.merge(evaluation.metrics)
         if components.processes.is_main:
             stem = components.folder.samples_stem(self._step)
-            image = components.task.save_samples(
-                stem, evaluation.samples, evaluation.prompts, evaluation.scores
+            draw = partial(
+                components.task.save_samples,
+                stem,
+                evaluation.samples,
+                evaluation.prompts,
+                evaluation.scores,
             )
-            components.log.image(self._step, "val/samples", image)
+            components.log.image(self._step, "val/samples", draw)
 
     def _finish_step(self) -> None:
         """Reduces the step's metrics, with one host transfer, and writes them down."""

@@ -17,6 +17,7 @@ from support.launching import launch_environment, wait_for
 from flowgrpo_rc.distributed import launch as module
 from flowgrpo_rc.distributed.child import launched_processes
 from flowgrpo_rc.distributed.launch import launch
+from flowgrpo_rc.distributed.stopping import SIGNALS, StopRequest
 
 Script = Callable[[str], tuple[str, ...]]
 
@@ -96,9 +97,10 @@ from pathlib import Path
 Path(f"started_{os.environ['RANK']}").touch()
 time.sleep(0.5)
 received = []
-for number in (signal.SIGTERM, signal.SIGINT):
+numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+for number in numbers:
     signal.signal(number, lambda number, frame: received.append(number))
-signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 while not received:
     time.sleep(0.01)
 time.sleep(0.5)
@@ -106,7 +108,7 @@ sys.exit(75 if received == [int(sys.argv[1])] else 9)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_reaches_each_child_once_however_early(
     script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
@@ -123,9 +125,35 @@ def test_a_signal_reaches_each_child_once_however_early(
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
 
 
+def test_a_signal_that_is_ignored_at_the_start_stays_ignored_under_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest(None) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.reason() is None
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert stop.reason() == "SIGUSR1"
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("_ctrl_c_is_heard")
+def test_a_second_signal_is_the_program_s_own_unless_it_shall_end_at_once() -> None:
+    with StopRequest(None) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.reason() == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    with StopRequest(None, at_once=True):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
 LAUNCHING = """
 import sys
 from flowgrpo_rc.distributed.launch import launch
+from flowgrpo_rc.distributed.stopping import SIGNALS, StopRequest
 sys.exit(launch([sys.executable, *sys.argv[1:]], 2))
 """
 STUBBORN = """

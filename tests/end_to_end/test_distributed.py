@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -205,40 +204,71 @@ def test_two_own_processes_train_what_torchrun_s_do(workplace: Path) -> None:
     assert json.loads((run / "environment.json").read_text())["processes"] == 2
 
 
-def test_two_nodes_of_a_slurm_job_train_what_one_process_does(workplace: Path) -> None:
-    """Runs examples/slurm.sh with two launchers, as Slurm would.
+# Stand-ins of Slurm's commands. `srun` starts the tasks of two nodes, warns those of the first job
+# as --signal asks, and returns the highest exit code.
+SCONTROL = """#!/bin/sh
+case "$1" in
+    show) printf '127.0.0.1\\nother\\n' ;;
+    requeue) echo "$2" >> requeued ;;
+esac
+"""
+SRUN = """#!/bin/sh
+while [ "${1#--}" != "$1" ]; do shift; done
+SLURM_PROCID=0 "$@" & first=$!
+SLURM_PROCID=1 "$@" & second=$!
+if ! [ -e requeued ]; then
+    until [ "$(cat slurm/metrics.jsonl 2>/dev/null | wc -l)" -ge 2 ]; do sleep 0.05; done
+    kill -USR1 "$first" "$second"
+fi
+highest=0
+for task in "$first" "$second"; do
+    code=0
+    wait "$task" || code=$?
+    if [ "$code" -gt "$highest" ]; then highest=$code; fi
+done
+exit "$highest"
+"""
 
-    The configuration asks for FSDP2.
-    """
+
+def test_a_slurm_job_on_two_nodes_is_requeued_and_trains_what_one_process_does(
+    workplace: Path,
+) -> None:
+    """Runs examples/slurm.sh twice, as Slurm would: its time limit comes in the second step."""
     tools = workplace / "tools"
     tools.mkdir()
-    (tools / "scontrol").write_text("#!/bin/sh\nprintf '127.0.0.1\\nother\\n'\n")
-    (tools / "srun").write_text(
-        '#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\n'
-        'SLURM_NODEID=1 "$@" & other=$!\nSLURM_NODEID=0 "$@" || exit 1\nwait $other\n'
-    )
-    for tool in tools.iterdir():
-        tool.chmod(0o755)
-    shutil.copytree(ROOT / "configs", workplace / "configs")
+    for name, text in {"scontrol": SCONTROL, "srun": SRUN}.items():
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
     path = os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]])
+    job_id = str(free_port() - 20000)
     job = {
         "SLURM_JOB_NODELIST": "n[1-2]",
-        "SLURM_JOB_ID": str(free_port() - 20000),
-        "SLURM_NNODES": "2",
+        "SLURM_JOB_ID": job_id,
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_LOCALID": "0",
     }
-    environment = launch_environment() | job | {"SLURM_GPUS_ON_NODE": "1", "PATH": path}
     run = workplace / "slurm"
-    command = ["bash", str(ROOT / "examples" / "slurm.sh"), *settings(workplace, "decoupled")]
-    done = subprocess.run(
-        [*command, f"trainer.output_dir={run}"],
-        cwd=workplace,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+    options = ("trainer.strategy=fsdp2", f"trainer.output_dir={run}")
+
+    def submit() -> subprocess.CompletedProcess:
+        return subprocess.run(
+            ["bash", str(ROOT / "examples/slurm.sh"), *settings(workplace, "decoupled"), *options],
+            cwd=workplace,
+            env=launch_environment() | job | {"PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=900,
+            check=False,
+        )
+
+    done = submit()
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "stopped early (SIGUSR1)" in done.stdout
+    assert read_rows(run)[-1]["step"] < 3
+    done = submit()
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (workplace / "requeued").read_text().split() == [job_id]
     assert_same_training(trained_alone(workplace, "decoupled"), run)
 
 

@@ -11,9 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+from PIL import Image
 from support.launching import ROOT
 
-from flowgrpo_rc.records.trackers import accelerate_loggers, validate_loggers
+from flowgrpo_rc.records.trackers import Trackers, accelerate_loggers, validate_loggers
 
 
 def test_unknown_logger_is_refused_with_what_is_allowed() -> None:
@@ -32,6 +35,89 @@ def test_logger_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_console_is_not_a_logger_of_accelerate() -> None:
     assert accelerate_loggers(["console", "wandb", "wandb"]) == ["wandb"]
+
+
+class Recorder(GeneralTracker):
+    """Writes down what it is asked for, and raises at one thing."""
+
+    name = "recorder"
+    requires_logging_directory = False
+    raises_at: str | None = None
+
+    def __init__(self, project_name: str, **options: object) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+        made.append(self)
+
+    @property
+    def tracker(self) -> Recorder:
+        return self
+
+    def _note(self, what: str) -> None:
+        self.asked.append(what)
+        if what == self.raises_at:
+            raise SystemExit("no: api_key=topsecret")
+
+    def start(self) -> None:
+        self._note("start")
+
+    def store_init_configuration(self, values: dict) -> None:
+        self._note("settings")
+
+    def log(self, values: dict, step: int) -> None:
+        self._note("log")
+
+    def log_images(self, values: dict, step: int, **options: object) -> None:
+        self._note("image")
+
+    def add_histogram_raw(self, name: str, **options: object) -> None:
+        self._note("histogram")
+
+    def alert(self, **options: object) -> None:
+        self._note("alert")
+
+    def finish(self) -> None:
+        self._note("finish")
+
+
+class Raises(Recorder):
+    """Takes the place of tensorboard."""
+
+
+made: list[Recorder] = []
+
+
+@pytest.mark.parametrize("where", ["start", "log", "image", "histogram", "finish"])
+def test_a_tracker_that_raises_is_off_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    made.clear()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(Raises, "raises_at", where)
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "tensorboard", Raises)
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", Recorder)
+    trackers = Trackers(
+        Accelerator(cpu=True, log_with=["tensorboard", "wandb"], project_dir=tmp_path),
+        project_name="project",
+        experiment_name="experiment",
+        run_dir=tmp_path,
+        config={},
+    )
+    trackers.log(0, {"reward": 1.0})
+    trackers.log_image(0, "val/samples", Image.new("RGB", (8, 8)))
+    trackers.log_histograms(0, {"log_ratio": {0: 3, 2: 1}})
+    trackers.alert(0, "a warning")
+    trackers.log(1, {"reward": 1.0})
+    trackers.finish()
+    asked = ["start", "log", "image", "histogram", "log", "finish"]
+    assert made[0].asked == asked[: asked.index(where) + 1]
+    # A histogram of wandb's is logged like a number.
+    assert made[1].asked == ["start", "log", "image", "log", "alert", "log", "finish"]
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "the tracker tensorboard has failed and is off for the rest of this command; "
+        "metrics.jsonl has all numbers: SystemExit: no: api_key=***"
+    )
 
 
 # Two commands on one run: steps 0 and 1, and after a resume step 2.

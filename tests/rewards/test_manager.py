@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 
 import numpy as np
@@ -95,6 +96,17 @@ class Returns(Reward):
             "tensor": Scores(values=torch.tensor([torch.inf, *values[1:]])),
             "column": Scores(values=np.array(values)[:, None]),
         }[self.what]
+
+
+class Hangs(Reward):
+    """Waits at prompt 0 until it may go on."""
+
+    goes_on = threading.Event()
+
+    def __call__(self, images, prompts):
+        if prompts[0].index == 0:
+            self.goes_on.wait(60)
+        return Scores(values=[1.0] * len(prompts))
 
 
 class Needs(Reward):
@@ -242,6 +254,29 @@ def test_submit_checks_its_input(batch, count, message):
     manager.close()
 
 
+def test_a_reward_that_hangs_costs_its_samples_and_holds_no_other_one():
+    terms = {
+        "late": {"_target_": f"{HERE}.Hangs", "weight": 0.0},
+        "a": {"_target_": f"{HERE}.Index"},
+    }
+    manager = RewardManager(RewardConfig(terms=terms, timeout_s=1.0))
+    handles = [manager.submit(random_images(2), numbered_prompts(2, start)) for start in (0, 2)]
+    start = time.monotonic()
+    rewards = manager.collect(handles)
+    assert time.monotonic() - start < 10
+    assert rewards.total.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert rewards.parts["late"].isnan().all()
+    assert manager.failures == {"late": 4, "a": 0}
+    assert "an earlier call, which was given up after reward.timeout_s=1," in str(
+        manager.last_error["late"]
+    )
+    Hangs.goes_on.set()
+    time.sleep(0.5)
+    again = manager.collect([manager.submit(random_images(2), numbered_prompts(2, 2))])
+    assert again.parts["late"].tolist() == [1.0, 1.0]
+    manager.close()
+
+
 # --- Configuration
 
 
@@ -271,6 +306,11 @@ def test_submit_checks_its_input(batch, count, message):
             RewardConfig(max_failed_fraction=1.5),
             r"reward\.max_failed_fraction=1\.5 must be between 0 and 1",
         ),
+        (
+            RewardConfig(timeout_s=0),
+            r"reward\.timeout_s=0: give a number of seconds above 0, or null",
+        ),
+        (RewardConfig(timeout_s=math.inf), r"reward\.timeout_s=inf: give a number of seconds"),
     ],
 )
 def test_bad_configurations(config, message):

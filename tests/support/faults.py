@@ -7,6 +7,7 @@ second. Nothing may train in the parent: a fork of threads is none.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -174,6 +175,7 @@ def _become(run: Callable[[], int], output: int) -> None:
         sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
+        logging.root.handlers.clear()  # those of the test runner would take the warnings
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
             signal.signal(number, default)

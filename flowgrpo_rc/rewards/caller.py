@@ -1,0 +1,89 @@
+"""Calls a reward in a thread of its own, and gives a call up that does not return."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any
+
+
+class Caller:
+    """Calls a function in one thread, one call at a time and none for longer than a limit.
+
+    Python cannot end a thread. A call that was given up goes on in it, and until it returns every
+    further one fails at once. It is a daemon thread, for which the process does not wait at its
+    end.
+
+    Args:
+      function: the function.
+      timeout_s: seconds that a call may take; None for no limit.
+      name: name of the thread.
+    """
+
+    def __init__(self, function: Callable[..., Any], timeout_s: float | None, *, name: str) -> None:
+        self._function = function
+        self._timeout_s = timeout_s
+        self._turn = Lock()  # held as long as somebody waits for a call
+        self._calls: SimpleQueue[tuple[Future[Any], tuple[Any, ...]] | None] = SimpleQueue()
+        self._given_up: Future[Any] | None = None
+        self._closed: Future[None] = Future()
+        self._thread = Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Calls the function and returns its result, or raises what it raises.
+
+        Raises:
+          TimeoutError: this call takes too long, or an earlier one that was given up still runs.
+          CancelledError: the caller was closed.
+        """
+        with self._turn:
+            if self._given_up is not None and not self._given_up.done():
+                raise TimeoutError(
+                    "an earlier call, which was given up after "
+                    f"reward.timeout_s={self._timeout_s:g}, has not returned yet"
+                )
+            answer: Future[Any] = Future()
+            self._calls.put((answer, arguments))
+            wait([answer, self._closed], self._timeout_s, FIRST_COMPLETED)
+            if answer.done():
+                return answer.result()
+            if self._closed.done():
+                raise CancelledError
+            self._given_up = answer
+            late = TimeoutError(f"the call took longer than reward.timeout_s={self._timeout_s:g}")
+            late.add_note(f"It is here:\n{self._where()}")
+            raise late
+
+    def close(self, patience_s: float) -> None:
+        """Ends the thread. Waits for the call that runs, but not for one that was given up.
+
+        Args:
+          patience_s: seconds to wait at most; then the call ends with CancelledError.
+        """
+        ended = self._turn.acquire(timeout=patience_s)
+        self._closed.set_result(None)
+        self._calls.put(None)
+        if ended:
+            self._turn.release()
+
+    def _where(self) -> str:
+        """Returns the stack of the thread."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return "".join(traceback.format_stack(frame))
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            self._answer(*call)
+            del call  # or its samples would stay until the next one
+
+    def _answer(self, answer: Future[Any], arguments: tuple[Any, ...]) -> None:
+        try:
+            answer.set_result(self._function(*arguments))
+        # In a thread, SystemExit and the like mean the call, and not the process.
+        except BaseException as error:
+            answer.set_exception(error)

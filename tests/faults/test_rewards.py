@@ -1,0 +1,114 @@
+"""A reward that fails costs the samples that it concerns, or ends the run and says why."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.faults import command, fault, words_of
+from support.runs import read_rows
+
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.rewards.base import Reward, Scores
+
+
+class Faulty(Reward):
+    """Scores by length, with a fault.
+
+    Args:
+      how: the fault.
+      metrics: file of the run's metrics.
+    """
+
+    def __init__(self, *, how: str, metrics: str) -> None:
+        self.how = how
+        self.metrics = Path(metrics)
+
+    def __call__(self, samples: Any, prompts: Sequence[Prompt]) -> Any:
+        values = [float(len(prompt.text)) for prompt in prompts]
+        match self.how:
+            case "hangs":
+                time.sleep(300)
+            case "hangs until a step is over":
+                while self._rows() < 2:
+                    time.sleep(0.01)
+            case "is slow in step 2":
+                time.sleep(1.5 if self._rows() == 2 else 0)
+            case "raises":
+                raise KeyError("broken on purpose")
+            case "calls sys.exit":
+                raise SystemExit(0)
+            case "raises KeyboardInterrupt":
+                raise KeyboardInterrupt
+            case "returns NaN":
+                values = [float("nan")] * len(values)
+            case "returns too few":
+                values = values[:-1]
+            case "returns a text":
+                return "0.5"
+        return Scores(values=values)
+
+    def _rows(self) -> int:
+        return self.metrics.read_text().count("\n") if self.metrics.exists() else 0
+
+
+SAID = {
+    "hangs": "TimeoutError: the call took longer than reward.timeout_s=1",
+    "raises": "KeyError: 'broken on purpose'",
+    "calls sys.exit": "SystemExit: 0",
+    "raises KeyboardInterrupt": "KeyboardInterrupt: ",
+    "returns NaN": "nan is no finite number",
+    "returns too few": "ValueError: it returned 1 scores for 2 samples",
+    "returns a text": "TypeError: it returned str instead of Scores",
+}
+
+
+@pytest.fixture
+def faulty(small: list[str], tmp_path: Path):
+    """Returns the words of a training whose only reward has a fault."""
+
+    def words(how: str, *further: str) -> list[str]:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        reward = f"{{_target_: {__name__}.Faulty, how: {how}, metrics: '{metrics}'}}"
+        only = ("reward.terms.jpeg=null", f"+reward.terms.mine={reward}", "reward.timeout_s=1")
+        return words_of(small, *only, *further)
+
+    return words
+
+
+@fault("a reward fails for all samples", "exit code 1; one line names the reward and its error")
+@pytest.mark.parametrize("how", SAID)
+def test_a_reward_that_always_fails(faulty, how: str) -> None:
+    ended = command(*faulty(how))
+    assert ended.code == 1, ended.output
+    (line,) = [line for line in ended.output.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: reward 'mine' failed for 2 of 2 samples")
+    assert SAID[how] in line
+    assert ended.seconds < 30
+
+
+@fault(
+    "a reward hangs for a while, and the run allows failures",
+    "the samples of that time have no reward; later ones are scored again",
+)
+def test_a_reward_that_hangs_for_a_while(faulty, tmp_path: Path) -> None:
+    ended = command(*faulty("hangs until a step is over", "reward.max_failed_fraction=1"))
+    assert ended.code == 0, ended.output
+    rows = read_rows(tmp_path / "run")
+    assert [row.get("reward/failed_fraction") for row in rows] == [None, 1, 0, 0]
+    assert [row.get("val/failed_fraction") for row in rows] == [1, None, None, 0]
+    assert "time.sleep(0.01)" in ended.output  # where it hangs
+    assert ended.output.count("reward 'mine' failed for") == 1
+
+
+@fault("a reward is slower than its limit", "exit code 1; the run goes on with a larger limit")
+def test_a_reward_that_is_slow(faulty, tmp_path: Path) -> None:
+    ended = command(*faulty("is slow in step 2"))
+    assert ended.code == 1, ended.output
+    assert read_rows(tmp_path / "run")[-1]["step"] == 1
+    ended = command(*faulty("is slow in step 2", "reward.timeout_s=30"))
+    assert ended.code == 0, ended.output
+    assert read_rows(tmp_path / "run")[-1]["step"] == 3

@@ -1,0 +1,195 @@
+"""What only tells of a run never ends it: trackers, the console, pictures and histograms."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from accelerate.tracking import TensorBoardTracker
+from support.faults import Harm, Trained, command, fault, final_state, words_of
+from support.launching import alone
+from support.runs import read_rows
+from torch.utils.tensorboard import SummaryWriter
+
+from flowgrpo_rc.records import samples
+
+
+@pytest.fixture
+def survives(small: list[str], tmp_path: Path, whole: Trained) -> Callable[..., str]:
+    """Runs `small` with a harm that changes no result; returns what it has printed."""
+
+    def run(harm: Harm, *further: str) -> str:
+        ended = command(*words_of(small, *further), harm=harm)
+        assert ended.code == 0, ended.output
+        assert "Traceback" not in ended.output
+        assert final_state(tmp_path / "run") == whole.state
+        return ended.output
+
+    return run
+
+
+TRACKER = {
+    "when it starts": (TensorBoardTracker, "start"),
+    "when it logs": (TensorBoardTracker, "log"),
+    "when it takes a picture": (TensorBoardTracker, "log_images"),
+    "when it takes a histogram": (SummaryWriter, "add_histogram_raw"),
+    "when it ends": (TensorBoardTracker, "finish"),
+}
+
+
+def refuses(*arguments: object, **options: object) -> NoReturn:
+    raise ConnectionError("the server is gone, token=hf_topsecrettopsecret")
+
+
+@fault("a tracker raises", "one warning; it is off, and the run is as without it")
+@pytest.mark.parametrize("when", TRACKER)
+def test_a_tracker_that_raises(survives, when: str) -> None:
+    owner, name = TRACKER[when]
+    said = survives(lambda: setattr(owner, name, refuses), "trainer.logger=[console,tensorboard]")
+    (line,) = [line for line in said.splitlines() if "tensorboard" in line and "WARNING" in line]
+    assert "the tracker tensorboard has failed" in line
+    assert line.endswith("ConnectionError: the server is gone, token=***")
+
+
+@fault("nobody is logged in to the tracker", "exit code 2 before anything is loaded")
+def test_no_login(small: list[str], tmp_path: Path) -> None:
+    def harm() -> None:
+        os.environ |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}
+        for name in ("WANDB_MODE", "WANDB_API_KEY"):
+            os.environ.pop(name, None)
+
+    ended = command(*words_of(small, "trainer.logger=[wandb]"), harm=harm)
+    assert ended.code == 2, ended.output
+    assert "wandb has no login: run `wandb login`" in ended.output
+    assert not (tmp_path / "run").exists()
+
+
+def is_writing(event: str, arguments: tuple[object, ...], part: str) -> bool:
+    """Returns whether an audit event opens a file, whose path has this part, for writing."""
+    if event != "open" or part not in str(arguments[0]):
+        return False
+    flags = arguments[2]
+    return isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR))
+
+
+def at_first_picture(act: Callable[[], None]) -> None:
+    def hook(event: str, arguments: tuple[object, ...]) -> None:
+        if is_writing(event, arguments, "step_000000.png"):
+            act()
+
+    sys.addaudithook(hook)
+
+
+NOISE = b"not for a file of the run"
+
+
+def closes_streams() -> None:
+    """Closes them, and later writes to the standard output as a library in C would."""
+    for number in (0, 1, 2):
+        os.close(number)
+    sys.stdout = sys.stderr = sys.__stdout__ = sys.__stderr__ = None
+    at_first_picture(lambda: os.write(1, NOISE))
+
+
+def loses_its_reader() -> None:
+    """Puts a pipe that nobody reads in the place of both streams."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+
+
+def loses_its_terminal() -> None:
+    """Puts a terminal in the place of both streams, and closes it after a few lines."""
+    ours, theirs = os.openpty()
+    os.dup2(theirs, 1)
+    os.dup2(theirs, 2)
+    os.close(theirs)
+    at_first_picture(lambda: os.close(ours))
+
+
+GONE = {
+    "closed from the start": closes_streams,
+    "pipes without a reader": loses_its_reader,
+    "a terminal that closes": loses_its_terminal,
+}
+
+
+@fault("nobody can read what the run prints", "the run goes on in silence")
+@pytest.mark.parametrize("how", GONE)
+def test_a_console_that_is_gone(survives, tmp_path: Path, how: str) -> None:
+    assert survives(GONE[how]) == ""
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in files if NOISE in path.read_bytes()]
+
+
+@fault("the reader of the output leaves, as in `| head -1`", "the run ends with exit code 0")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_head(small: list[str], tmp_path: Path, processes: int) -> None:
+    words = words_of(small, f"trainer.num_processes={processes}")[1:]
+    script = '"$@" | head -n 1; exit "${PIPESTATUS[0]}"'
+    done = subprocess.run(
+        ["bash", "-c", script, "bash", sys.executable, "-m", "flowgrpo_rc.train", *words],
+        env=alone(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.splitlines()) == 1
+    assert read_rows(tmp_path / "run")[-1]["step"] == 3
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+def full_for(part: str) -> Harm:
+    """Returns a harm: the disk is full for files whose path has this part."""
+
+    def hook(event: str, arguments: tuple[object, ...]) -> None:
+        if is_writing(event, arguments, part):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return lambda: sys.addaudithook(hook)
+
+
+def warnings_in(said: str) -> list[str]:
+    return [line for line in said.splitlines() if line.startswith("WARNING")]
+
+
+@fault("the disk is full for a picture or a histogram", "one warning; the run is as without it")
+@pytest.mark.parametrize("file", ["samples/", "histograms.jsonl"])
+def test_what_cannot_be_written(survives, file: str) -> None:
+    (line,) = warnings_in(survives(full_for(f"run/{file}")))
+    assert "cannot be written, and the run goes on without" in line
+    assert "No space left on device" in line
+
+
+@fault("the disk is full for rejected samples", "one warning; the run goes on")
+def test_rejected_samples_that_cannot_be_written(small: list[str], tmp_path: Path) -> None:
+    rejects = ("rollout_rs=step_kl", "rollout_rs_threshold=1e-9")
+    settings = [f"algorithm.rollout_correction.{one}" for one in rejects]
+    words = words_of(small, "rollout.dtype=bf16", *settings)
+    ended = command(*words, harm=full_for("run/rejected/"))
+    assert ended.code == 0, ended.output
+    assert not list((tmp_path / "run" / "rejected").iterdir())
+    (line,) = warnings_in(ended.output)
+    assert "rejected/samples cannot be written" in line
+
+
+@fault("a picture cannot be drawn", "one warning with a traceback; the run goes on")
+def test_a_picture_that_cannot_be_drawn(small: list[str], tmp_path: Path, whole: Trained) -> None:
+    def refuses_to_draw(*arguments: object, **options: object) -> NoReturn:
+        raise MemoryError("too large")
+
+    ended = command(*words_of(small), harm=lambda: setattr(samples, "image_grid", refuses_to_draw))
+    assert ended.code == 0, ended.output
+    assert final_state(tmp_path / "run") == whole.state
+    (line,) = warnings_in(ended.output)
+    assert "val/samples cannot be written" in line
+    assert ended.output.count("Traceback") == 1

@@ -1,0 +1,129 @@
+"""Calls with a limit: in one thread, one at a time, given up, and no hindrance at the end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import CancelledError
+from pathlib import Path
+
+import pytest
+from support.launching import launch_environment
+
+from flowgrpo_rc.rewards.caller import Caller
+
+
+def test_calls_go_to_one_thread_and_raise_what_the_function_raises() -> None:
+    caller = Caller(lambda: threading.current_thread(), None, name="mine")
+    threads = {caller() for _ in range(3)}
+    assert [thread.name for thread in threads] == ["mine"]
+    caller.close(0)
+    (thread,) = threads
+    thread.join(10)
+    assert not thread.is_alive()
+    caller = Caller(sys.exit, 10, name="exits")
+    with pytest.raises(SystemExit, match="3"):
+        caller(3)
+    caller.close(0)
+
+
+def test_a_call_that_was_given_up_fails_the_next_ones_until_it_returns() -> None:
+    goes_on = threading.Event()
+    caller = Caller(lambda wait: wait and goes_on.wait(), 0.5, name="hangs")
+    with pytest.raises(TimeoutError, match=r"took longer than reward\.timeout_s=0\.5"):
+        caller(True)
+    start = time.monotonic()
+    for _ in range(3):
+        with pytest.raises(TimeoutError, match=r"an earlier call, .*=0\.5, has not returned yet"):
+            caller(False)
+    assert time.monotonic() - start < 0.5
+    goes_on.set()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            assert caller(False) is False
+            break
+        except TimeoutError:
+            time.sleep(0.01)
+    else:
+        pytest.fail("it never returned")
+    caller.close(0)
+
+
+def test_a_timeout_of_the_function_s_own_gives_nothing_up() -> None:
+    def late() -> None:
+        raise TimeoutError("the server is slow")
+
+    caller = Caller(late, 10, name="late")
+    for _ in range(2):
+        with pytest.raises(TimeoutError, match="the server is slow"):
+            caller()
+    caller.close(0)
+
+
+def test_closing_waits_for_a_call_but_not_for_ever() -> None:
+    said: list[object] = []
+
+    def call(caller: Caller, *arguments: float) -> None:
+        try:
+            said.append(caller(*arguments))
+        except CancelledError:
+            said.append("cancelled")
+
+    def closed(patience_s: float) -> float:
+        caller = Caller(lambda seconds: time.sleep(seconds) or seconds, None, name="sleeps")
+        threads = [threading.Thread(target=call, args=(caller, 1.0)) for _ in range(2)]
+        threads[0].start()
+        time.sleep(0.1)
+        threads[1].start()  # waits for its turn
+        start = time.monotonic()
+        caller.close(patience_s)
+        took = time.monotonic() - start
+        for thread in threads:
+            thread.join(10)
+        return took
+
+    assert closed(0.0) < 0.5
+    assert said == ["cancelled", "cancelled"]
+    said.clear()
+    assert closed(10.0) > 0.2
+    assert said[0] == 1.0
+
+
+HANGS = """
+import time
+from flowgrpo_rc.rewards.base import Reward
+
+class Hangs(Reward):
+    kind = "text"
+
+    def __call__(self, samples, prompts):
+        time.sleep(300)
+"""
+PROGRAM = """
+import sys
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.rewards import manager
+
+manager.PATIENCE_S = 0.2
+config = manager.RewardConfig(terms={"mine": {"_target_": "hangs.Hangs"}})
+rewards = manager.RewardManager(config)
+rewards.submit(["text"], [Prompt(text="prompt", index=0)])
+rewards.close()
+sys.exit(75)
+"""
+
+
+def test_a_process_ends_while_a_reward_hangs(tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text(HANGS)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=launch_environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (75, "")
