@@ -43,6 +43,8 @@ SETTINGS_OF_OPTIONS = {
 }
 # What the modules of `commands` load models with.
 BOTH = ("transformers", "diffusers")
+# Commands that import what their command line names; the others are given a run's folder.
+OWN_CODE = ("train", "plan", "calibrate", "serve")
 LIBRARIES = {"train": BOTH, "calibrate": BOTH, "evaluate": BOTH, "serve": ("transformers",)}
 
 
@@ -58,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     arguments = _parsed(sys.argv[1:] if argv is None else list(argv))
     follow_parent()
-    if "" not in sys.path and os.getcwd() not in sys.path:
+    own_code = arguments.command in OWN_CODE or vars(arguments).get("trust", False)
+    if own_code and "" not in sys.path and os.getcwd() not in sys.path:
         # Rewards and functions of the user's own, as under `python -m`.
         sys.path.append(os.getcwd())
     from flowgrpo_rc.commands.composing import prepare
@@ -207,6 +210,11 @@ def _evaluate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", help="folder of a run")
     parser.add_argument(
         "overrides", nargs="*", default=[], help="such as rollout.val_kwargs.num_inference_steps=20"
+    )
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="import the rewards, losses and other code of its own that the run names",
     )
 
 

@@ -8,13 +8,15 @@ import pickle
 import shutil
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from support.faults import command, fault, words_of
+import yaml
+from support.faults import Ended, command, fault, forked, words_of
 
-from flowgrpo_rc import assets
+from flowgrpo_rc import Run, assets
 
 # A module that leaves a file where it is imported, and has every name.
 EVIL = """
@@ -171,3 +173,136 @@ def test_code_of_a_rewards_tokenizer(small: list[str], tmp_path: Path, mark: Pat
     assert ended.code == 1
     assert f"path='{processor}' needs Python code" in ended.output
     assert "[y/N]" not in ended.output
+
+
+# What a config.yaml may name, by the section that it is written into.
+NAMED = {
+    "class": ("reward.terms", {"odd": {"_target_": "evil.Odd"}}),
+    "name": ("reward.terms", {"evil.Odd": {}}),
+    "function": ("reward.terms", {"odd": {"_target_": "function", "path": "evil:odd"}}),
+    "engine": ("rollout", {"name": "evil.Engine"}),
+    "model": ("model", {"adapter": "evil.Model"}),
+    "correction": ("algorithm.rollout_correction", {"custom_correction": "evil:correct"}),
+    "loss": ("actor.diffusion_loss", {"loss_mode": "evil.Loss"}),
+    "token_loss": ("actor.token_loss", {"loss_mode": "evil:loss"}),
+    "secret": ("reward.terms", {"remote": {"url": "https://evil.example", "token_env": "PATH"}}),
+}
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]], Path]:
+    """Trains, and returns the folder of the run; equal words train once."""
+
+    @cache
+    def train(words: tuple[str, ...]) -> Path:
+        folder = tmp_path_factory.mktemp("stranger") / "run"
+        ended = command(*words_of(words, f"trainer.output_dir={folder}"))
+        assert ended.code == 0, ended.output
+        return folder
+
+    return train
+
+
+@pytest.fixture
+def given(once: Callable[[tuple[str, ...]], Path], small: list[str], tmp_path: Path) -> Path:
+    """The folder of a run that somebody gave away."""
+    words = tuple(word for word in small if not word.startswith("trainer.output_dir="))
+    return Path(shutil.copytree(once(words), tmp_path / "run"))
+
+
+def plant(run: Path, section: str, settings: dict[str, object]) -> None:
+    """Writes into a run's config.yaml what a stranger might, and code beside the run."""
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    node = config
+    for name in section.split("."):
+        node = node[name]
+    node.update(settings)
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    for folder in (run, Path.cwd()):
+        (folder / "evil.py").write_text(EVIL.format(mark=str(run.parent / "ran")))
+
+
+def resume(run: Path) -> Ended:
+    """Resumes a run from Python."""
+
+    def go_on() -> int:
+        Run(run).resume()
+        return 0
+
+    return forked(go_on)
+
+
+@fault(
+    "a run that somebody gave away names code, or a secret of this machine",
+    "eval and Run.resume list the settings before anything is imported, and ask for trust",
+)
+@pytest.mark.parametrize("what", NAMED)
+def test_what_a_run_names(given: Path, mark: Path, what: str) -> None:
+    section, settings = NAMED[what]
+    plant(given, section, settings)
+    ended = command("eval", str(given))
+    assert ended.code == 2, ended.output
+    (line,) = ended.output.splitlines()
+    assert f": {section}." in line
+    assert "evil" in line or "token_env=PATH" in line
+    assert line.endswith("give --trust")
+    assert resume(given).output.splitlines()[-1].endswith("give trust=True")
+    assert not mark.exists()
+
+
+@fault(
+    "a run that somebody gave away reads the environment, ${oc.env:NAME}",
+    "eval, export and Run.resume refuse",
+)
+def test_a_run_that_reads_the_environment(given: Path) -> None:
+    plant(given, "trainer", {"experiment_name": "${oc.env:PATH}"})
+    message = "trainer.experiment_name=${oc.env:PATH} stands for another value"
+    for words in (["eval", str(given), "--trust"], ["export", str(given), "--out", "out"]):
+        ended = command(*words)
+        assert ended.code == 2
+        assert message in ended.output
+    assert message in resume(given).output
+
+
+@fault(
+    "a run that somebody gave away names code, or a secret of this machine",
+    "export, report and compare import none of it; train refuses other settings than its own",
+)
+def test_commands_that_import_nothing(given: Path, small: list[str], mark: Path) -> None:
+    other = Path(shutil.copytree(given, given.parent / "other"))
+    for section, settings in NAMED.values():
+        plant(given, section, settings)
+    run, out = str(given), str(given.parent / "out")
+    for words in (["report", run], ["compare", run, str(other)], ["export", run, "--out", out]):
+        ended = command(*words)
+        assert ended.code == 0, ended.output
+    ended = command(*words_of(small, "trainer.total_training_steps=4"))
+    assert ended.code == 2, ended.output
+    assert "holds a run with other settings" in ended.output
+    assert not mark.exists()
+
+
+OWN_REWARD = """
+def bright(image, prompt):
+    return float(image.mean())
+"""
+
+
+@fault("a run names a reward of its user's own", "eval --trust imports it")
+def test_own_code_with_trust(given: Path) -> None:
+    Path("own_reward.py").write_text(OWN_REWARD)
+    term = {"bright": {"_target_": "function", "path": "own_reward:bright"}}
+    plant(given, "reward.terms", term)
+    ended = command("eval", str(given), "--trust")
+    assert ended.code == 0, ended.output
+    assert "bright" in ended.output
+
+    def go_on() -> int:
+        functions = {"bright": lambda image, prompt: 1.0}
+        Run(given).resume(["trainer.total_training_steps=4"], rewards=functions)
+        return 0
+
+    # A function of the caller needs no trust, and comes before that of the folder.
+    ended = forked(go_on)
+    assert "holds a run with other settings" in ended.output
+    assert "given:bright" in ended.output
