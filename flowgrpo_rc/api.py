@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowgrpo_rc.config.compat import table
 from flowgrpo_rc.config.compose import compose_all, unchecked_config
-from flowgrpo_rc.config.foreign import check_plain, check_trusted
+from flowgrpo_rc.config.foreign import check_plain, check_secrets, check_trusted
 from flowgrpo_rc.config.tree import Config, stored_config
 from flowgrpo_rc.libraries import quiet
 from flowgrpo_rc.records.metrics_file import MetricsFile
@@ -112,6 +112,7 @@ class Run:
             config = _with_rewards(config, rewards)
         if not trust:
             check_trusted(self._files.config, _without_functions(config, rewards), "trust=True")
+        check_secrets(config)
         place = replace(config.trainer, output_dir=str(self.folder), resume_mode="auto")
         return train(replace(config, trainer=place), callbacks=callbacks, verbose=verbose)
 

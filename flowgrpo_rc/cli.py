@@ -16,6 +16,7 @@ from flowgrpo_rc import __version__
 from flowgrpo_rc.commands import EXIT_BAD_INPUT, EXIT_FAILED
 from flowgrpo_rc.config.names import DEFAULT_CONFIG, OTHER_CONFIG, TOKEN_ENV
 from flowgrpo_rc.distributed.child import follow_parent, say_error
+from flowgrpo_rc.files import redact
 from flowgrpo_rc.libraries import quiet
 from flowgrpo_rc.plugins import did_you_mean
 
@@ -57,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       The exit code: 0 when complete, 1 after a failure, 2 for bad input, 75 when stopped early.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_WithoutSecrets("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     arguments = _parsed(sys.argv[1:] if argv is None else list(argv))
     follow_parent()
     own_code = arguments.command in OWN_CODE or vars(arguments).get("trust", False)
@@ -93,6 +96,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     ) as error:
         say_error(f"error: {error}")
         return EXIT_FAILED
+
+
+class _WithoutSecrets(logging.Formatter):
+    """Takes secrets out of messages: a failed request may be quoted with all that was sent."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return str(redact(super().format(record)))
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:

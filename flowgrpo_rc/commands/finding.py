@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from flowgrpo_rc.config.foreign import check_plain, check_trusted
+from flowgrpo_rc.config.foreign import check_plain, check_secrets, check_trusted
 from flowgrpo_rc.config.tree import stored_config
 from flowgrpo_rc.records.checkpoint import list_checkpoints
 from flowgrpo_rc.records.run_folder import RunFolder
@@ -23,6 +23,7 @@ def check_run_folder(arguments: argparse.Namespace) -> None:
         check_plain(path)
         if not arguments.trust:
             check_trusted(path, config, "--trust")
+        check_secrets(config)
     if arguments.command == "export":
         _, run_dir = checkpoint_and_run(arguments.checkpoint)
         path = RunFolder(run_dir).config

@@ -1,7 +1,6 @@
-"""The code and the secrets that a run's config.yaml asks for.
+"""Checks of a configuration that comes from a run's folder.
 
-A configuration may name both. That of a command line is the user's own; that of a run's folder may
-be somebody else's.
+It may name code and secrets as that of a command line does, but it may be somebody else's.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from omegaconf import OmegaConf
 
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.correction.thresholds import KEY
+from flowgrpo_rc.files import REDACTED
 from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
 from flowgrpo_rc.records.run_folder import flat_settings
 from flowgrpo_rc.rewards.function import GIVEN
@@ -37,6 +37,17 @@ def check_plain(path: Path) -> None:
                 f"{path}: {key}={value} stands for another value, such as one of the environment, "
                 "and a run writes values alone: put the value there"
             )
+
+
+def check_secrets(config: Config) -> None:
+    """Raises ValueError if options of rewards are `***`, which a run's folder has for a secret."""
+    options = flat_settings(config.reward.terms, "reward.terms")
+    missing = [key for key, value in options.items() if REDACTED in str(value)]
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)}: a run's folder holds no secrets, only {REDACTED} in their "
+            f"place: give them again, as in {missing[0]}=..."
+        )
 
 
 def check_trusted(path: Path, config: Config, how: str) -> None:
