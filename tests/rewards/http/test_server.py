@@ -28,7 +28,8 @@ from flowgrpo_rc.rewards.base import Reward, Scores
 from flowgrpo_rc.rewards.exact_match import ExactMatch
 from flowgrpo_rc.rewards.function import Function
 from flowgrpo_rc.rewards.http.client import ServerError
-from flowgrpo_rc.rewards.http.server import make_app
+from flowgrpo_rc.rewards.http.door import Door
+from flowgrpo_rc.rewards.http.server import limits, make_app
 from flowgrpo_rc.rewards.http.wire import decode, encode, encode_png
 from flowgrpo_rc.rewards.jpeg import Jpeg
 from flowgrpo_rc.rewards.remote import Remote
@@ -62,7 +63,9 @@ class Video(Reward):
 def served(reward: Reward, *, max_body_mb: float = 1.0, **options: Any) -> Iterator[str]:
     app = make_app(reward, TOKEN, max_body_mb=max_body_mb)
     server = uvicorn.Server(
-        uvicorn.Config(app, port=0, log_level="critical", lifespan="off", **options)
+        uvicorn.Config(
+            app, port=0, log_level="critical", lifespan="off", **limits(Door()), **options
+        )
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -275,6 +278,8 @@ def test_who_gets_in():
         (["jpg"], "did you mean 'jpeg'"),
         (["jpeg", "quality"], "write options of the reward as key=value"),
         (["jpeg", "quality=500"], "quality=500 is not between 1 and 95"),
+        (["jpeg", "quality={"], "quality={ is no YAML"),
+        (["jpeg", "quality=!!python/object/apply:os.getcwd []"], "os.getcwd [] is no YAML"),
         (["jpeg", "--host", "0.0.0.0"], "--certificate and --key"),
         (["jpeg", "--certificate", "here.pem"], "both --certificate and --key"),
         (["jpeg", "--token-env", "UNSET_VARIABLE"], "variable of that name is unset"),
