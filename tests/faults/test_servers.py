@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import socket
+import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
+import httpx2
 import pytest
 from support.faults import fault, started
 from support.prompts import numbered_prompts, random_images
@@ -92,3 +96,39 @@ def test_clients_that_hold_connections(port: int, client: Callable[[int], socket
             )
             for _ in range(3):
                 assert reward(images, prompts).values == Jpeg()(images, prompts).values
+
+
+def png(width: int, height: int) -> str:
+    """Returns a small file that says it is a picture of this size."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        check = zlib.crc32(name + content)
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", check)
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    parts = (chunk(b"IHDR", head), chunk(b"IDAT", zlib.compress(bytes(10**6))), chunk(b"IEND", b""))
+    return base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"".join(parts)).decode()
+
+
+REQUEST = '{{"kind": "image", "samples": [{}], "prompts": [{{"text": "a"}}]}}'
+BOMBS = {
+    "nesting": "[" * 10**6,
+    "number": REQUEST.format("1" * 10**5),
+    "width": REQUEST.format(f'"{png(10**6, 10**6)}"'),
+    "pixels": REQUEST.format(f'"{png(9000, 9000)}"'),
+    "cut": REQUEST.format(f'"{png(4000, 4000)}"'),
+    "infinity": '{"kind": "text", "samples": ["a"], "prompts": [{"text": "a", "index": 1e999}]}',
+    "pickle": '{"kind": "pickle", "samples": ["gASVIQAAAAAAAACM"], "prompts": [{}]}',
+}
+
+
+@fault("a client with the token sends what cannot be read", "422 says why, and others are served")
+def test_bombs_of_a_client(port: int) -> None:
+    url = f"http://127.0.0.1:{port}"
+    for name, content in BOMBS.items():
+        headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+        answer = httpx2.post(f"{url}/v1/score", content=content, headers=headers, timeout=10)
+        assert answer.status_code == 422, (name, answer.text)
+    images, prompts = random_images(5), numbered_prompts(5)
+    reward = Remote(url=url, token_env="FLOWGRPO_REWARD_TOKEN", deadline_s=5, max_attempts=1)
+    assert reward(images, prompts).values == Jpeg()(images, prompts).values

@@ -17,6 +17,7 @@ import yaml
 from support.faults import Ended, command, fault, forked, words_of
 
 from flowgrpo_rc import Run, assets
+from flowgrpo_rc.cli import main
 
 # A module that leaves a file where it is imported, and has every name.
 EVIL = """
@@ -280,6 +281,18 @@ def test_commands_that_import_nothing(given: Path, small: list[str], mark: Path)
     assert ended.code == 2, ended.output
     assert "holds a run with other settings" in ended.output
     assert not mark.exists()
+
+
+@fault(
+    "a module lies in the working directory", "eval without trust does not look for modules there"
+)
+def test_the_working_directory_of_an_evaluation(given: Path) -> None:
+    def looks_here(*words: str) -> int:
+        assert main(["eval", str(given), *words]) == 0
+        return int(str(Path.cwd()) in sys.path)
+
+    assert forked(lambda: looks_here()).code == 0
+    assert forked(lambda: looks_here("--trust")).code == 1
 
 
 OWN_REWARD = """

@@ -27,6 +27,7 @@ from flowgrpo_rc.cli import main
 from flowgrpo_rc.rewards.base import Reward, Scores
 from flowgrpo_rc.rewards.exact_match import ExactMatch
 from flowgrpo_rc.rewards.function import Function
+from flowgrpo_rc.rewards.http import server
 from flowgrpo_rc.rewards.http.client import ServerError
 from flowgrpo_rc.rewards.http.door import Door
 from flowgrpo_rc.rewards.http.server import limits, make_app
@@ -270,6 +271,20 @@ def test_who_gets_in():
         assert httpx2.get(f"{url}/openapi.json").status_code == 404
         about = httpx2.get(f"{url}/v1/reward", headers={"Authorization": f"Bearer {TOKEN}"}).json()
     assert about == {"name": "Jpeg", "kind": "image", "part_names": [], "requires_target": False}
+
+
+def test_a_body_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "BODY_S", 0.2)
+
+    def drips() -> Iterator[bytes]:
+        for _ in range(20):
+            time.sleep(0.05)
+            yield b" "
+
+    headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+    with served(Jpeg()) as url:
+        answer = httpx2.post(f"{url}/v1/score", content=drips(), headers=headers)
+    assert answer.status_code == 408
 
 
 @pytest.mark.parametrize(
