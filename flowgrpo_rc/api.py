@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowgrpo_rc.config.compat import table
 from flowgrpo_rc.config.compose import compose_all, unchecked_config
+from flowgrpo_rc.config.foreign import check_plain, check_secrets, check_trusted
 from flowgrpo_rc.config.tree import Config, stored_config
 from flowgrpo_rc.libraries import quiet
 from flowgrpo_rc.records.metrics_file import MetricsFile
@@ -89,6 +90,7 @@ class Run:
         rewards: RewardTerms | None = None,
         callbacks: Sequence[Callback] = (),
         verbose: bool = False,
+        trust: bool = False,
     ) -> Run:
         """Goes on from the newest checkpoint, or from the start if there is none.
 
@@ -98,16 +100,22 @@ class Run:
             of the old one.
           callbacks: as in `train`.
           verbose: as in `train`.
+          trust: import the code from outside of this package that the folder's config.yaml names.
 
         Raises:
-          ValueError: the overrides would train something else, or the settings cannot work.
+          ValueError: the overrides would train something else, the settings cannot work, or the
+            folder names code and is not trusted.
           CheckpointError: the checkpoint is damaged.
         """
         config = stored_config(self._files.config, overrides)
+        check_plain(self._files.config)
+        if rewards is not None:
+            config = _with_rewards(config, rewards)
+        if not trust:
+            check_trusted(self._files.config, _without_functions(config, rewards), "trust=True")
+        check_secrets(config)
         place = replace(config.trainer, output_dir=str(self.folder), resume_mode="auto")
-        return train(
-            replace(config, trainer=place), rewards=rewards, callbacks=callbacks, verbose=verbose
-        )
+        return train(replace(config, trainer=place), callbacks=callbacks, verbose=verbose)
 
     @property
     def _files(self) -> RunFolder:
@@ -235,8 +243,18 @@ def _with_rewards(config: Config, rewards: RewardTerms) -> Config:
         raise ValueError(f'rewards={rewards!r}: give them by name, such as {{"mine": function}}')
     terms = {}
     for name, given in rewards.items():
-        own = dict(given) if isinstance(given, Mapping) else _function(name, given)
-        terms[name] = {**own, **(config.reward.terms.get(name) or {})}
+        kept = config.reward.terms.get(name) or {}
+        if isinstance(given, Mapping):
+            terms[name] = {**given, **kept}
+        else:
+            terms[name] = {**kept, **_function(name, given)}
+    return replace(config, reward=replace(config.reward, terms=terms))
+
+
+def _without_functions(config: Config, rewards: RewardTerms | None) -> Config:
+    """Returns the settings without the rewards that are functions of the caller."""
+    functions = [name for name, given in (rewards or {}).items() if callable(given)]
+    terms = {name: term for name, term in config.reward.terms.items() if name not in functions}
     return replace(config, reward=replace(config.reward, terms=terms))
 
 

@@ -30,7 +30,12 @@ from flowgrpo_rc.losses.auto_clip import AutoClip
 from flowgrpo_rc.models.base import load_model
 from flowgrpo_rc.models.causal_lm import load_causal_lm
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
-from flowgrpo_rc.monitoring.expected_mismatch import LEAST, ExpectedMismatch, unquantized_share
+from flowgrpo_rc.monitoring.expected_mismatch import (
+    ENOUGH,
+    LEAST,
+    ExpectedMismatch,
+    unquantized_share,
+)
 from flowgrpo_rc.monitoring.health import HealthMonitor
 from flowgrpo_rc.monitoring.mismatch import MismatchMonitor
 from flowgrpo_rc.plugins import build
@@ -302,6 +307,7 @@ def make_monitor(config: Config, task: Task, processes: Processes) -> MismatchMo
             processes,
             size=size,
             least=LEAST[config.model.kind],
+            enough=ENOUGH[config.model.kind],
             micro_batch_size=config.actor.ppo_micro_batch_size_per_gpu,
         )
     return MismatchMonitor(

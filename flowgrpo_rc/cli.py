@@ -16,6 +16,7 @@ from flowgrpo_rc import __version__
 from flowgrpo_rc.commands import EXIT_BAD_INPUT, EXIT_FAILED
 from flowgrpo_rc.config.names import DEFAULT_CONFIG, OTHER_CONFIG, TOKEN_ENV
 from flowgrpo_rc.distributed.child import follow_parent, say_error
+from flowgrpo_rc.files import redact
 from flowgrpo_rc.libraries import quiet
 from flowgrpo_rc.plugins import did_you_mean
 from flowgrpo_rc.records.streams import lasting_streams
@@ -44,6 +45,8 @@ SETTINGS_OF_OPTIONS = {
 }
 # What the modules of `commands` load models with.
 BOTH = ("transformers", "diffusers")
+# Commands that import what their command line names; the others are given a run's folder.
+OWN_CODE = ("train", "plan", "calibrate", "serve")
 LIBRARIES = {"train": BOTH, "calibrate": BOTH, "evaluate": BOTH, "serve": ("transformers",)}
 
 
@@ -61,10 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_WithoutSecrets("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     arguments = _parsed(words)
     follow_parent()
-    if "" not in sys.path and os.getcwd() not in sys.path:
+    own_code = arguments.command in OWN_CODE or vars(arguments).get("trust", False)
+    if own_code and "" not in sys.path and os.getcwd() not in sys.path:
         # Rewards and functions of the user's own, as under `python -m`.
         sys.path.append(os.getcwd())
     from flowgrpo_rc.commands.composing import prepare
@@ -98,6 +104,13 @@ def _run(words: list[str]) -> int:
     ) as error:
         say_error(f"error: {error}")
         return EXIT_FAILED
+
+
+class _WithoutSecrets(logging.Formatter):
+    """Takes secrets out of messages: a failed request may be quoted with all that was sent."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return str(redact(super().format(record)))
 
 
 def _parsed(words: Sequence[str]) -> argparse.Namespace:
@@ -215,6 +228,11 @@ def _evaluate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", help="folder of a run")
     parser.add_argument(
         "overrides", nargs="*", default=[], help="such as rollout.val_kwargs.num_inference_steps=20"
+    )
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="import the rewards, losses and other code of its own that the run names",
     )
 
 

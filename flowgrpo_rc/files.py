@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,46 @@ import yaml
 REDACTED = "***"
 TEMPORARY = ".tmp"  # how names of files end that are not complete
 
-# Names of settings that hold a secret, such as `api_key`, `db_password` or `hf_token`.
-_SECRET_NAME = (
-    r"(?:\w*(?:api|access|private)_?key"
-    r"|(?:\w+_)?(?:secret|password|passwd|credentials?)"
-    r"|authorization"
-    r"|(?:\w+_)?token)"
+# The words of a name: X-Api-Key has three, apiKey and HF_TOKEN two, key2 one.
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+# Names, in small letters with _ between their words, that hold a secret whatever its value is.
+_SECRET_NAME = re.compile(
+    r"(?:.*_)?(?:(?:password|passwd|passphrase|secret|credential|cookie)s?|authorization|bearer"
+    r"|(?:access|api|auth|private|secret)_?(?:key|token)s?|access_key_id)"
 )
-_SECRET_KEY = re.compile(_SECRET_NAME, re.IGNORECASE)
-# name=secret or name: secret inside of a text; group 1 is what stays.
-_SECRET_ASSIGNMENT = re.compile(
-    rf"(?<!\w)({_SECRET_NAME}\s*[=:]\s*(?:Bearer\s+)?)(?!//)[^\s,;}}\]]+", re.IGNORECASE
+# Names that may hold one, though not as a number. Some keys and tokens are none.
+_LIKELY_NAME = re.compile(
+    r"(?!(?:.*_)?(?:batch|cache|caption|column|config|data|dict|feature|field|foreign|group|hot"
+    r"|image|index|input|json|keep|label|lookup|map|metric|output|primary|prompt|public|row|sort"
+    r"|target|text)_key$)"
+    r"(?!(?:.*_)?(?:bos|cls|end|eos|first|image|last|mask|max|min|next|num|pad|per|prefix|sep"
+    r"|special|start|stop|text|trigger|unk)_token$)"
+    r"(?:.*_)?(?:key|token|auth|headers)"
 )
-# Keys that are known by their first letters, and user:password@ in a URL.
-_SECRET_VALUE = re.compile(
-    r"\b(?:hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,})\b|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
+# Parameters of a URL that hold one besides.
+_PARAMETERS = ("auth", "code", "hmac", "jwt", "sig", "signature")
+# Secrets that are known by their form.
+_FORM = re.compile(
+    r"\b(?:hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
+    r"|xox[abeoprs]-[\w-]{10,}|(?:AKIA|ASIA)[0-9A-Z]{16}\b|AIza[\w-]{30,}"
+    r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+)"
+    r"|(?<=\bBearer )[\w.~+/-]{8,}=*"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+    re.DOTALL,
 )
+_URL = re.compile(r"\b[A-Za-z][\w+.-]*://[^\s\"'<>]+")
+_USER = re.compile(r"(?<=://)(?:[^/?#@:]*:[^/?#]*|[^/?#@:]{16,})(?=@)")
+_PARAMETER = re.compile(r"(?<=[?&;#])([^=&;#?]+)=[^&;#]+")
+# A name in a text with what separates it from its value, and the value: in quotes, in brackets, or
+# up to a space. On a command line it may have spaces.
+_NAME = re.compile(r"([\w.-]*\w)[\"']?[ \t]*([=:])[ \t]*+(?:(?:Bearer|Basic) +)?+(?!//|\*\*\*)")
+_ENCLOSED = r"\{[^}]*\}?|\[[^\]]*\]?|\"[^\"]*\"?|'[^']*'?"
+_VALUE = re.compile(rf"{_ENCLOSED}|[^\s,;}}\])]+")
+_LONG_VALUE = re.compile(rf"{_ENCLOSED}|[^,}}\]]+")
+_NUMBER = re.compile(r"[+-]?[\d.]+(?:e[+-]?\d+)?|true|false|none|null", re.IGNORECASE)
+# Unlike the words that follow "key:" in a sentence.
+_CODE = re.compile(r".*\d.*|.{16,}")
+_LEAST = 8  # characters of a secret of the environment that is looked for everywhere
 
 
 def write_atomic(path: Path, content: bytes) -> None:
@@ -76,22 +100,107 @@ def plain_yaml(path: Path) -> dict[str, Any]:
 def redact(value: Any) -> Any:
     """Replaces passwords, keys and tokens by `***`.
 
+    A secret is known by the name that it is assigned to (of an item, in a text or in a URL), by its
+    form, or because a variable of the environment with such a name holds the same text.
+
     Args:
       value: a tree of mappings, lists and scalars, such as a configuration, or a text.
 
     Returns:
-      A copy without secrets. A secret is known by the name that it is assigned to or by its form.
+      A copy without secrets.
     """
+    return _redacted(value, _secrets_of_environment())
+
+
+def redact_command(words: Sequence[str]) -> str:
+    """Returns a command line as one text without secrets.
+
+    Args:
+      words: such as `sys.argv`; a secret may have spaces.
+    """
+    known = _secrets_of_environment()
+    shown = []
+    hides_next = False
+    for word in words:
+        name, equals, value = word.partition("=")
+        option = word.startswith("-")
+        if hides_next and not option:
+            shown.append(REDACTED)
+        elif equals and _holds_secret(name, value):
+            shown.append(f"{name}={REDACTED}")
+        else:
+            shown.append(_redacted_text(word, known, in_command=True))
+        hides_next = option and not equals and _holds_secret(name, "")
+    return " ".join(shown)
+
+
+def _redacted(value: Any, known: re.Pattern[str]) -> Any:
     if isinstance(value, Mapping):
-        return {key: _redacted_item(key, item) for key, item in value.items()}
+        return {
+            key: _hidden(item) if _holds_secret(str(key), item) else _redacted(item, known)
+            for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [redact(item) for item in value]
-    if isinstance(value, str):
-        return _SECRET_ASSIGNMENT.sub(rf"\1{REDACTED}", _SECRET_VALUE.sub(REDACTED, value))
-    return value
+        return [_redacted(item, known) for item in value]
+    return _redacted_text(value, known) if isinstance(value, str) else value
 
 
-def _redacted_item(key: object, item: Any) -> Any:
-    if _SECRET_KEY.fullmatch(str(key)) and item not in (None, ""):
-        return REDACTED
-    return redact(item)
+def _hidden(value: Any) -> Any:
+    """Returns a tree with `***` in place of all that says something."""
+    if isinstance(value, Mapping):
+        return {key: _hidden(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_hidden(item) for item in value]
+    return value if value in (None, "") or isinstance(value, bool) else REDACTED
+
+
+def _holds_secret(name: str, value: Any) -> bool:
+    """Returns whether a value of this name is a secret, or holds some."""
+    number = isinstance(value, int | float) or _NUMBER.fullmatch(str(value))
+    return _names_secret(name) or (bool(_LIKELY_NAME.fullmatch(_spelt(name))) and not number)
+
+
+def _names_secret(name: str) -> bool:
+    return _SECRET_NAME.fullmatch(_spelt(name)) is not None
+
+
+def _spelt(name: str) -> str:
+    """Returns the last part of a dotted name in small letters, with _ between its words."""
+    return "_".join(_WORD.findall(name.rpartition(".")[2])).lower()
+
+
+def _redacted_text(text: str, known: re.Pattern[str], *, in_command: bool = False) -> str:
+    text = _FORM.sub(REDACTED, known.sub(REDACTED, text))
+    text = _URL.sub(lambda match: _redacted_url(match[0]), text)
+    pieces = []
+    end = 0
+    for match in _NAME.finditer(text):
+        value = (_LONG_VALUE if in_command else _VALUE).match(text, match.end())
+        if match.start() < end or value is None or not _holds_secret(match[1], value[0]):
+            continue
+        sure = in_command or match[2] == "=" or _names_secret(match[1])
+        if sure or _CODE.fullmatch(value[0]):
+            pieces += [text[end : match.end()], REDACTED]
+            end = value.end()
+    return "".join([*pieces, text[end:]])
+
+
+def _redacted_url(url: str) -> str:
+    def parameter(match: re.Match[str]) -> str:
+        name = match[1]
+        secret = _holds_secret(name, "") or name.lower().rpartition("-")[2] in _PARAMETERS
+        return f"{name}={REDACTED}" if secret else match[0]
+
+    return _PARAMETER.sub(parameter, _USER.sub(REDACTED, url))
+
+
+def _secrets_of_environment() -> re.Pattern[str]:
+    """Returns what finds the values of variables with the name of a secret."""
+    values = [
+        value
+        for name, value in os.environ.items()
+        if len(value) >= _LEAST and _holds_secret(name, value)
+    ]
+    # Of two that begin alike, the longer one is found.
+    found = map(re.escape, sorted(values, key=len, reverse=True))
+    return re.compile("|".join(found) or "(?!)")

@@ -1,9 +1,12 @@
-"""The libraries of models, without the notices and progress bars that would bury a run's lines."""
+"""The libraries of models: without the notices and progress bars that would bury a run's lines, and
+without the Python code that a model may bring along.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -34,3 +37,38 @@ def quiet(*libraries: str) -> Iterator[None]:
             one.set_verbosity(verbosity)
             if has_bars:
                 one.enable_progress_bar()
+
+
+@contextmanager
+def loading(where: str) -> Iterator[None]:
+    """Says which model a library refuses because its code would have to run.
+
+    Args:
+      where: the setting that names the model, such as `model.path=my_model`.
+
+    Raises:
+      ValueError: the model cannot be loaded without Python code that comes with it.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{where} needs Python code that comes with the model, and such code is never run: "
+            "give a model whose classes transformers and diffusers have themselves"
+        ) from error
+
+
+@contextmanager
+def unasked() -> Iterator[None]:
+    """Takes the standard input away meanwhile, so that libraries refuse where they would ask.
+
+    transformers asks whether to run a model's code wherever it was not told, and a pipeline does
+    not tell its components. Use it in one thread: several would give back each other's input.
+    """
+    given, sys.stdin = sys.stdin, None
+    try:
+        yield
+    finally:
+        sys.stdin = given

@@ -5,18 +5,30 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from flowgrpo_rc.config.foreign import check_plain, check_secrets, check_trusted
 from flowgrpo_rc.config.tree import stored_config
 from flowgrpo_rc.records.checkpoint import list_checkpoints
 from flowgrpo_rc.records.run_folder import RunFolder
 
 
 def check_run_folder(arguments: argparse.Namespace) -> None:
-    """Raises ValueError if eval or export is given something else than a run, or a wrong key."""
+    """Checks the run that eval or export is given.
+
+    Raises:
+      ValueError: it is no run, a key is wrong, or eval would import code that is not trusted.
+    """
     if arguments.command == "evaluate":
-        stored_config(RunFolder(Path(arguments.run_dir)).config, arguments.overrides)
+        path = RunFolder(Path(arguments.run_dir)).config
+        config = stored_config(path, arguments.overrides)
+        check_plain(path)
+        if not arguments.trust:
+            check_trusted(path, config, "--trust")
+        check_secrets(config)
     if arguments.command == "export":
         _, run_dir = checkpoint_and_run(arguments.checkpoint)
-        stored_config(RunFolder(run_dir).config)
+        path = RunFolder(run_dir).config
+        stored_config(path)
+        check_plain(path)
 
 
 def checkpoint_and_run(given: str) -> tuple[Path, Path]:

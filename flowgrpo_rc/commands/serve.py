@@ -19,7 +19,10 @@ def main(arguments: argparse.Namespace) -> int:
         key, equals, value = option.partition("=")
         if not (key and equals):
             raise ValueError(f"{option!r}: write options of the reward as key=value")
-        options[key] = yaml.safe_load(value)
+        try:
+            options[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"{option} is no YAML of plain values: {error}") from error
     if arguments.token_env == TOKEN_ENV and TOKEN_ENV not in os.environ:
         raise ValueError(
             f"serve-reward needs a token that clients send: set {TOKEN_ENV}, or name the variable "

@@ -46,7 +46,13 @@ def _component(config: ModelConfig, name: str, library: str | None, class_name: 
     """A scheduler, or a model in the precision that `load_model` gives it; None for all others."""
     if library is None or class_name is None:
         return None
-    cls = getattr(import_module(library), class_name)
+    try:
+        cls = getattr(import_module(library), class_name)
+    except AttributeError as error:
+        raise ValueError(
+            f"model.path={config.path}: its {name} is a {class_name}, which this installation's "
+            f"{library} does not have"
+        ) from error
     dtype = torch.float32 if name == "vae" else DTYPES[config.dtype]
     try:
         if issubclass(cls, PreTrainedModel):

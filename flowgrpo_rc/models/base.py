@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec
 from flowgrpo_rc.core.schedule import kept_steps
+from flowgrpo_rc.libraries import loading, unasked
 from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
 from flowgrpo_rc.models.hub import model_file
 from flowgrpo_rc.models.sharing import Shared
@@ -37,6 +38,8 @@ DTYPES = {
 }
 # How model_index.json writes a component that is not there.
 _ABSENT = [None, None]
+# Where the classes of components come from. Any other module would be imported by its mere name.
+_LIBRARIES = ("diffusers", "transformers")
 
 
 class Schedule(NamedTuple):
@@ -298,11 +301,11 @@ def adapter_of(config: ModelConfig) -> type[FlowModel]:
     else:
         adapters = _named_adapter(config.adapter)
         known = f"model.adapter={config.adapter} is"
-    adapter = adapters.get(index["_class_name"])
+    pipeline = str(index.get("_class_name"))
+    adapter = adapters.get(pipeline)
     if adapter is None:
         raise ValueError(
-            f"model.path={config.path} is a {index['_class_name']}; {known} for "
-            f"{', '.join(sorted(adapters))}"
+            f"model.path={config.path} is a {pipeline}; {known} for {', '.join(sorted(adapters))}"
         )
     for name, reason in adapter.unsupported_components.items():
         if index.get(name, _ABSENT) != _ABSENT:
@@ -341,9 +344,14 @@ def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
     absent = dict.fromkeys(absent_components(config))
     # The VAE stays fp32, since SD3's overflows in half precision.
     dtypes = {"default": DTYPES[config.dtype], "vae": torch.float32}
-    pipeline = DiffusionPipeline.from_pretrained(
-        _path(config), dtype=dtypes, use_safetensors=True, **absent
-    )
+    with loading(f"model.path={config.path}"), unasked():
+        pipeline = DiffusionPipeline.from_pretrained(
+            _path(config),
+            dtype=dtypes,
+            use_safetensors=True,
+            trust_remote_code=False,
+            **absent,
+        )
     pipeline.set_progress_bar_config(disable=True)
     return adapter(pipeline, device, offload_idle=config.offload_idle)
 
@@ -379,10 +387,18 @@ def _path(config: ModelConfig) -> str:
 
 
 def _read_index(config: ModelConfig) -> dict[str, Any]:
-    """The content of model_index.json."""
+    """Returns the content of model_index.json; ValueError if it names code of its own."""
     try:
-        return dict(json.loads(model_file(config.path, INDEX_FILES["diffusion"]).read_text()))
-    except (OSError, json.JSONDecodeError) as error:
+        index = dict(json.loads(model_file(config.path, INDEX_FILES["diffusion"]).read_text()))
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"model.path={config.path}: cannot be read as a diffusers pipeline: {error}"
         ) from error
+    for name, value in index.items():
+        match value:
+            case [str() as library, *_] if library not in _LIBRARIES:
+                raise ValueError(
+                    f"model.path={config.path}: its {name} is {value}, and only classes of "
+                    f"{' and '.join(_LIBRARIES)} are loaded: code of a model is never run"
+                )
+    return index

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from flowgrpo_rc.libraries import loading
 from flowgrpo_rc.models.base import DTYPES
 from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
 from flowgrpo_rc.models.hub import model_file
@@ -146,10 +147,11 @@ def load_tokenizer(config: ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
     model_file(config.path, INDEX_FILES["causal_lm"])
-    try:
-        return AutoTokenizer.from_pretrained(_location(config))
-    except (OSError, ValueError) as error:
-        raise _unreadable(config, error) from error
+    with loading(f"model.path={config.path}"):
+        try:
+            return AutoTokenizer.from_pretrained(_location(config), trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise _unreadable(config, error) from error
 
 
 def load_causal_lm(config: ModelConfig, device: torch.device) -> CausalLM:
@@ -169,12 +171,16 @@ def load_causal_lm(config: ModelConfig, device: torch.device) -> CausalLM:
     """
     from transformers import AutoModelForCausalLM
 
-    try:
-        network = AutoModelForCausalLM.from_pretrained(
-            _location(config), dtype=DTYPES[config.dtype], use_safetensors=True
-        )
-    except (OSError, ValueError) as error:
-        raise _unreadable(config, error) from error
+    with loading(f"model.path={config.path}"):
+        try:
+            network = AutoModelForCausalLM.from_pretrained(
+                _location(config),
+                dtype=DTYPES[config.dtype],
+                use_safetensors=True,
+                trust_remote_code=False,
+            )
+        except (OSError, ValueError) as error:
+            raise _unreadable(config, error) from error
     return CausalLM(network, load_tokenizer(config), device)
 
 

@@ -170,7 +170,7 @@ _MISMATCH = _section(
     logprob_abs_diff/ts_{t} | nats | Mean size at timestep t of the schedule (images).
     mismatch_over_clip | ratio | The median size over the clip band.
     mismatch_over_expected | ratio | The mean size over what the precisions explain; above 2 it is a
-        fault.
+        fault. Text: reported whenever the steps since the last report have 800 tokens.
     pre_update_clip_fraction | fraction | Steps outside the clip band before any update: clipped by
         noise.
     policy_drift_abs_mean | nats | How far the updates moved what is evaluated after the first of

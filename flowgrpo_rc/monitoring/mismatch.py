@@ -60,6 +60,7 @@ class MismatchMonitor:
         self._expected = expected
         self._metric_names = metric_names
         self._names: Sequence[str] | None = None
+        self._unreported: Tensor | None = None  # sums of iterations that were too small
         self._start()
 
     def _start(self) -> None:
@@ -112,8 +113,7 @@ class MismatchMonitor:
         contained = before if old_is_rollout else no_mismatch
         _ratio(metrics, "policy_drift_abs_mean", *drift(after, contained))
         if self._expected is not None:
-            expected = self._expected.values(before)
-            _ratio(metrics, "mismatch_over_expected", *over(before, expected))
+            self._compare(metrics, before, self._expected)
         apply_names(metrics, self._metric_names, "truncate")
         metrics.merge(self._clipped)
         self._start()
@@ -121,12 +121,28 @@ class MismatchMonitor:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns what a checkpoint holds of it."""
-        return {} if self._expected is None else self._expected.tensors()
+        if self._expected is None:
+            return {}
+        found = self._expected.tensors()
+        if self._unreported is not None and self._unreported.any():
+            found["unreported"] = self._unreported
+        return found
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Goes back to what `tensors` recorded."""
         if self._expected is not None:
             self._expected.load(tensors)
+        if "unreported" in tensors:
+            self._unreported = tensors["unreported"].to(self._processes.device)
+
+    def _compare(self, metrics: MetricBag, sums: Tensor, expected: ExpectedMismatch) -> None:
+        """Reports the size over the expectation; small iterations are reported together."""
+        if self._unreported is not None:
+            sums = sums + self._unreported
+        total, count = over(sums, expected.values(sums))
+        enough = count >= expected.enough
+        metrics.max("mismatch_over_expected", total / count, enough)
+        self._unreported = torch.where(enough, torch.zeros_like(sums), sums)
 
     def _by_cell(self, difference: Tensor, known: Tensor, batch: Batch) -> Tensor:
         num_cells = len(self._cell_names(batch))

@@ -20,7 +20,7 @@ import torch
 import yaml
 
 from flowgrpo_rc.assets import with_all_references, with_references
-from flowgrpo_rc.files import TEMPORARY, redact, write_atomic
+from flowgrpo_rc.files import TEMPORARY, redact, redact_command, write_atomic
 from flowgrpo_rc.records.checkpoint import PARTIAL
 from flowgrpo_rc.records.inputs import (
     Input,
@@ -152,7 +152,7 @@ class RunFolder:
         write_atomic(self.config, yaml.safe_dump(portable, sort_keys=False).encode())
         write_inputs(self.inputs, inputs)
         environment = {
-            "command": redact(" ".join(sys.argv)),
+            "command": redact_command(sys.argv),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             "processes": processes,
             "threads": torch.get_num_threads(),

@@ -1,7 +1,8 @@
 """Experiment trackers, through accelerate.
 
-Nothing secret leaves the process: configurations pass through `redact`, and the collection of the
-command line and the git remote by wandb and swanlab is switched off.
+Nothing secret leaves the process: configurations pass through `redact`, rewards are told by name
+and weight alone, and the collection of the command line and the git remote by wandb and swanlab is
+switched off.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Trackers:
       project_name: name of the project in the trackers.
       experiment_name: name of the run in the trackers.
       run_dir: folder of the run.
-      config: the resolved configuration; secrets are removed from it.
+      config: the resolved configuration; secrets and the options of rewards are removed from it.
       first_step: first step of this command; above 0 if the run is resumed.
     """
 
@@ -103,7 +104,7 @@ class Trackers:
     ) -> None:
         self._running: dict[str, GeneralTracker] = {}
         names = [str(name) for name in accelerator.log_with] if accelerator.is_main_process else []
-        safe = redact(config)
+        safe = _shared(config)
         for name in names:
             with self._surviving(name):
                 id_file = run_dir / f"{name}_id"
@@ -240,6 +241,13 @@ def _options(
             options = {"run_hash": known_id, "capture_terminal_logs": False}
             return {"experiment": experiment_name, "system_tracking_interval": None, **options}
     raise AssertionError(name)
+
+
+def _shared(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings that trackers are told: of the rewards, names and weights alone."""
+    terms = config.get("reward", {}).get("terms", {})
+    weights = {name: {"weight": (term or {}).get("weight", 1.0)} for name, term in terms.items()}
+    return dict(redact({**config, "reward": {**config.get("reward", {}), "terms": weights}}))
 
 
 def _own_id(path: Path) -> str:

@@ -17,7 +17,12 @@ from torch import Tensor, nn
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.aesthetic import linear_head
-from flowgrpo_rc.rewards.backbones.checkpoint import DTYPES, check_device, resolve_device
+from flowgrpo_rc.rewards.backbones.checkpoint import (
+    DTYPES,
+    check_device,
+    load_tokenizer,
+    resolve_device,
+)
 from flowgrpo_rc.rewards.base import Reward, Scores
 
 # Mean and standard deviation of the scores of the authors' data.
@@ -103,7 +108,6 @@ class ImageReward(Reward):
     @cached_property
     def _loaded(self) -> _LoadedImageReward:
         from transformers import (
-            AutoTokenizer,
             BlipConfig,
             BlipTextModel,
             BlipVisionModel,
@@ -124,7 +128,7 @@ class ImageReward(Reward):
             CLIPImageProcessorPil(
                 size={"shortest_edge": size}, crop_size={"height": size, "width": size}
             ),
-            AutoTokenizer.from_pretrained(self._folder),
+            load_tokenizer(self._folder),
         )
 
     def _filled(self, module: nn.Module, tensors: dict[str, Tensor], prefix: str) -> nn.Module:

@@ -103,6 +103,7 @@ class VllmEngine(RolloutEngine[TextRequest]):
                 max_lora_rank=max_lora_rank(config.r),
                 logprobs_mode="processed_logprobs",
                 generation_config="vllm",
+                trust_remote_code=False,
             )
         self._adapter = VllmAdapter(self._llm.llm_engine, network.name_or_path, name, config)
         self._check_binding()

@@ -24,6 +24,7 @@ logger, run_dir = sys.argv[1], Path(sys.argv[2])
 loggers = accelerate_loggers(["console", logger])
 accelerator = Accelerator(cpu=True, log_with=loggers, project_dir=run_dir)
 config = {"model": {"path": "tiny_model"}, "reward": {"api_key": "hunter2"}}
+config["reward"]["terms"] = {"mine": {"weight": 2.0, "note": "hunter5"}, "jpeg": None}
 trackers = Trackers(
     accelerator, project_name="proj", experiment_name="exp", run_dir=run_dir, config=config
 )
@@ -58,6 +59,7 @@ def test_wandb_offline_records_numbers_and_images_and_no_secret(tmp_path: Path) 
         b"val/reward",
         b"reward/mean",
         b"tiny_model",
+        b"mine",
         b"exp",
         b"kl is outside its bounds",
         b"log_ratio",

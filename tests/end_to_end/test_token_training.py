@@ -76,6 +76,25 @@ def test_the_mismatch_of_a_bf16_rollout_shows_and_that_of_an_fp32_rollout_is_rou
     assert 1e-4 < means["bf16"] < 2e-2
 
 
+EIGHT_STEPS = ("trainer.total_training_steps=8", "trainer.test_freq=8")
+
+
+@pytest.mark.parametrize("seed", [3, 5])
+def test_a_healthy_small_run_has_no_warnings(tmp_path: Path, seed: int) -> None:
+    """A step has 60 tokens, which cannot tell a fault from a few unlikely tokens."""
+    assert train(tmp_path, *EIGHT_STEPS, f"trainer.seed={seed}") == 0
+    assert read_rows(tmp_path)[-1]["step"] == 8
+    assert not (tmp_path / "health.jsonl").exists()
+
+
+def test_an_engine_with_coarse_weights_is_reported_in_a_small_run(tmp_path: Path) -> None:
+    larger = ("data.train_batch_size=16", "rollout.n=8", "trainer.total_training_steps=6")
+    engine = "rollout.name=support.faulty_engines.CoarseTextWeights"
+    assert train(tmp_path, *larger, engine) == 0
+    (warning,) = (tmp_path / "health.jsonl").read_text().splitlines()
+    assert "mismatch_over_expected" in warning
+
+
 @pytest.mark.parametrize(
     "further",
     [

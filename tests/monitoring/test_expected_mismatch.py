@@ -83,6 +83,35 @@ def test_steps_of_another_window_get_their_expectation_at_once(
     )
 
 
+def test_small_iterations_are_measured_and_reported_together() -> None:
+    """Iterations of 8 observations, of which 20 are needed; a checkpoint after each of them."""
+    processes = Processes(Accelerator(cpu=True))
+    batch = diffusion_batch(torch.zeros(4, 2)).replace(sigmas=torch.linspace(1, 0, 6))
+    state: dict[str, Tensor] = {}
+    reported, due = [], []
+    for step, size in enumerate((1.0, 2.0, 3.0, 6.0, 6.0, 6.0, 9.0), start=1):
+        policy = Rounding(rounded=False)
+        expected = ExpectedMismatch(
+            policy,
+            Rounding(rounded=True),
+            processes,
+            size=1.0,
+            least=4e-7,
+            micro_batch_size=2,
+            enough=20,
+        )
+        monitor = MismatchMonitor(policy, processes, expected=expected)
+        monitor.load(state)
+        due.append(expected.due(step, batch))
+        monitor.expect(batch, step)
+        monitor.before_update(batch, torch.full((4, 2), size * 1e-4))
+        found = monitor.finish(old_is_rollout=False).compute()
+        reported.append(found.get("mismatch_over_expected"))
+        state = monitor.tensors()
+    assert reported == [None, None, pytest.approx(2.0), None, None, pytest.approx(6.0), None]
+    assert due == [True, True, True, False, False, False, False]
+
+
 def test_cells_that_were_never_measured_have_no_expectation() -> None:
     sums = torch.tensor([[6e-4, 2e-4, 5.0], [3.0, 2.0, 1.0]], dtype=torch.float64)
     total, number = over(sums, torch.tensor([1e-4, 1e-4, math.nan], dtype=torch.float64))

@@ -248,7 +248,8 @@ def test_construction(vllm: FakeVllm, model: CausalLM, checkpoint: Path) -> None
         0.2,
         "fp8",
     )
-    assert not given.keys() & {"trust_remote_code", "load_format"}
+    assert given["trust_remote_code"] is False
+    assert "load_format" not in given
 
 
 def test_unknown_option_is_refused(vllm: FakeVllm, model: CausalLM) -> None:

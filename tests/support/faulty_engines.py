@@ -1,4 +1,4 @@
-"""Diffusers engines with one fault each.
+"""Engines with one fault each, of diffusers but for the last.
 
 The fault is hidden: the record says what an engine without a fault would record. A run names them
 by path, `rollout.name=support.faulty_engines.StaleWeights`.
@@ -23,6 +23,7 @@ from flowgrpo_rc.rollout import diffusers_engine
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
 from flowgrpo_rc.rollout.quantization import precision
+from flowgrpo_rc.rollout.transformers_engine import TransformersEngine
 
 
 class Recorded(DiffusersEngine):
@@ -474,3 +475,13 @@ class QuantizedOfOtherKernels(DiffusersEngine):
 
     def __init__(self, model: Any, network: torch.nn.Module, **options: Any) -> None:
         super().__init__(model, network, **options | {"chunk_size": 1})
+
+
+class CoarseTextWeights(TransformersEngine):
+    """Samples text with weights of three bits after the point."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for name, weight in self._replica.network.named_parameters():
+            if "lora" not in name:
+                weight.data.copy_(weight.data.to(torch.float8_e4m3fn))

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from flowgrpo_rc.libraries import loading
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -55,6 +57,21 @@ def resolve_device(device: str) -> torch.device:
     )
 
 
+def load_tokenizer(path: str | Path) -> Any:
+    """Loads the tokenizer of a scoring model.
+
+    Args:
+      path: a local folder or a hub id.
+
+    Raises:
+      ValueError: it needs code that comes with the model.
+    """
+    from transformers import AutoTokenizer
+
+    with loading(f"path={str(path)!r}"):
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+
+
 def load_pretrained(cls: Any, path: str, *, device: str, dtype: str) -> Any:
     """Loads a model from safetensors for inference.
 
@@ -68,7 +85,11 @@ def load_pretrained(cls: Any, path: str, *, device: str, dtype: str) -> Any:
       ValueError: the checkpoint lacks weights of the class.
     """
     model, report = cls.from_pretrained(
-        path, dtype=DTYPES[dtype], use_safetensors=True, output_loading_info=True
+        path,
+        dtype=DTYPES[dtype],
+        use_safetensors=True,
+        output_loading_info=True,
+        trust_remote_code=False,
     )
     lacking = sorted(
         {*report["missing_keys"], *(str(key) for key, *_ in report["mismatched_keys"])}

@@ -22,6 +22,7 @@ from flowgrpo_rc.rewards.backbones.checkpoint import (
     check_device,
     checkpoint_source,
     load_pretrained,
+    load_tokenizer,
 )
 
 
@@ -127,10 +128,10 @@ class Clip:
 
     @cached_property
     def _loaded(self) -> _LoadedClip:
-        from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
+        from transformers import CLIPImageProcessorPil, CLIPModel
 
         return _LoadedClip(
             load_pretrained(CLIPModel, self.path, device=self.device, dtype=self.dtype),
             CLIPImageProcessorPil.from_pretrained(self.processor),
-            AutoTokenizer.from_pretrained(self.processor),
+            load_tokenizer(self.processor),
         )

@@ -1,6 +1,6 @@
 """An HTTP server for a reward of the package, which the reward `remote` asks.
 
-It demands a bearer token, limits the size of a request and runs one call at a time.
+It demands a bearer token, limits time and size of a request and runs one call at a time.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from flowgrpo_rc.plugins import build, install_hint, load_class
 from flowgrpo_rc.rewards.base import Reward
 from flowgrpo_rc.rewards.http.client import is_loopback, read_token
+from flowgrpo_rc.rewards.http.door import Door, protocol
 from flowgrpo_rc.rewards.http.wire import PATH, decode, encode_scores
 
 if TYPE_CHECKING:
@@ -19,14 +20,16 @@ if TYPE_CHECKING:
 
 PACKAGE = "flowgrpo_rc.rewards"
 PACKAGES = ("fastapi", "uvicorn")
+BODY_S = 300.0  # for the body of a request, of a client that has shown the token
+MOST_CONNECTIONS = 256  # of all clients; above, requests are answered 503
 
 
 def make_app(reward: Reward, token: str, *, max_body_mb: float) -> "FastAPI":
     """Makes the application that scores requests in the format of `rewards/http/wire.py`.
 
-    It answers 401 without the token, 413 to a body that is too long, 415 to another type than JSON,
-    422 to a body that is no request or whose samples the reward does not score, and 500 with the
-    exception if the reward fails.
+    It answers 401 without the token, 408 to a body that takes too long, 413 to one that is too
+    long, 415 to another type than JSON, 422 to a body that is no request or whose samples the
+    reward does not score, and 500 with the exception if the reward fails.
 
     Args:
       reward: scores the samples.
@@ -43,8 +46,11 @@ def make_app(reward: Reward, token: str, *, max_body_mb: float) -> "FastAPI":
         given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, f"Bearer {token}".encode()):
             raise HTTPException(
-                401, "wrong or missing bearer token", {"WWW-Authenticate": "Bearer"}
+                401,
+                "wrong or missing bearer token",
+                {"WWW-Authenticate": "Bearer", "Connection": "close"},
             )
+        request.state.let_in()
 
     @app.get("/v1/reward", dependencies=[Depends(authorize)])
     def about() -> dict[str, Any]:
@@ -77,20 +83,34 @@ def make_app(reward: Reward, token: str, *, max_body_mb: float) -> "FastAPI":
 
 
 async def _body(request: "Request", max_body_mb: float) -> Any:
-    """Reads the JSON in the body of a request, and refuses a long one before all of it is read."""
+    """Reads the JSON in the body of a request; refuses a long or slow one before all is read."""
     from fastapi import HTTPException
 
     if request.headers.get("content-type", "").split(";")[0] != "application/json":
         raise HTTPException(415, "send application/json")
     content = bytearray()
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > max_body_mb * 1e6:
-            raise HTTPException(413, f"the body is longer than {max_body_mb:g} MB")
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for chunk in request.stream():
+                content += chunk
+                if len(content) > max_body_mb * 1e6:
+                    raise HTTPException(413, f"the body is longer than {max_body_mb:g} MB")
+    except TimeoutError as error:
+        raise HTTPException(408, f"the body took more than {BODY_S:g} s") from error
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
         raise HTTPException(422, f"the body is no JSON ({type(error).__name__})") from error
+
+
+def limits(door: Door) -> dict[str, Any]:
+    """Returns the settings of uvicorn that an application of `make_app` needs."""
+    return {
+        "http": protocol(door),
+        "ws": "none",
+        "limit_concurrency": MOST_CONNECTIONS,
+        "access_log": False,
+    }
 
 
 def serve(
@@ -145,6 +165,5 @@ def serve(
         port=port,
         ssl_certfile=certificate,
         ssl_keyfile=key,
-        limit_concurrency=64,
-        access_log=False,
+        **limits(Door()),
     )

@@ -54,6 +54,7 @@ class Host:
             max_num_seqs=fields["chunk_size"],
             request_batch_max_wait_ms=BATCH_WAIT_MS,
             enable_sleep_mode=fields["sleep"],
+            trust_remote_code=False,
         )
         config.enrich_config()
         self._engine = DiffusionEngine.make_engine(config)

@@ -27,8 +27,10 @@ from flowgrpo_rc.cli import main
 from flowgrpo_rc.rewards.base import Reward, Scores
 from flowgrpo_rc.rewards.exact_match import ExactMatch
 from flowgrpo_rc.rewards.function import Function
+from flowgrpo_rc.rewards.http import server
 from flowgrpo_rc.rewards.http.client import ServerError
-from flowgrpo_rc.rewards.http.server import make_app
+from flowgrpo_rc.rewards.http.door import Door
+from flowgrpo_rc.rewards.http.server import limits, make_app
 from flowgrpo_rc.rewards.http.wire import decode, encode, encode_png
 from flowgrpo_rc.rewards.jpeg import Jpeg
 from flowgrpo_rc.rewards.remote import Remote
@@ -62,7 +64,9 @@ class Video(Reward):
 def served(reward: Reward, *, max_body_mb: float = 1.0, **options: Any) -> Iterator[str]:
     app = make_app(reward, TOKEN, max_body_mb=max_body_mb)
     server = uvicorn.Server(
-        uvicorn.Config(app, port=0, log_level="critical", lifespan="off", **options)
+        uvicorn.Config(
+            app, port=0, log_level="critical", lifespan="off", **limits(Door()), **options
+        )
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -269,12 +273,28 @@ def test_who_gets_in():
     assert about == {"name": "Jpeg", "kind": "image", "part_names": [], "requires_target": False}
 
 
+def test_a_body_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "BODY_S", 0.2)
+
+    def drips() -> Iterator[bytes]:
+        for _ in range(20):
+            time.sleep(0.05)
+            yield b" "
+
+    headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+    with served(Jpeg()) as url:
+        answer = httpx2.post(f"{url}/v1/score", content=drips(), headers=headers)
+    assert answer.status_code == 408
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["jpg"], "did you mean 'jpeg'"),
         (["jpeg", "quality"], "write options of the reward as key=value"),
         (["jpeg", "quality=500"], "quality=500 is not between 1 and 95"),
+        (["jpeg", "quality={"], "quality={ is no YAML"),
+        (["jpeg", "quality=!!python/object/apply:os.getcwd []"], "os.getcwd [] is no YAML"),
         (["jpeg", "--host", "0.0.0.0"], "--certificate and --key"),
         (["jpeg", "--certificate", "here.pem"], "both --certificate and --key"),
         (["jpeg", "--token-env", "UNSET_VARIABLE"], "variable of that name is unset"),

@@ -1,0 +1,125 @@
+"""A secret that a user writes anywhere is in no file that a run leaves."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+from support.faults import Ended, command, fault, words_of
+
+CANARY = "canary7"
+# A reward that takes every option.
+ODD_REWARD = """
+import logging
+from flowgrpo_rc.rewards.base import Reward, Scores
+
+class Odd(Reward):
+    def __init__(self, **options):
+        self._options = options
+
+    def __call__(self, samples, prompts):
+        logging.getLogger("odd").warning("sent api_key=%s", self._options["key"])
+        return Scores(values=[float(sample.mean()) for sample in samples])
+"""
+ODD = "reward.terms.odd"
+# By where the secret stands; {} is its place.
+PLACES = {
+    "key": f"{ODD}.key={{}}",
+    "bearer": f"{ODD}.bearer={{}}",
+    "spaces": f"{ODD}.password='{{}} horse {{}}'",
+    "number": f"{ODD}.db_password={{}}",
+    "camel": f"{ODD}.clientSecret={{}}",
+    "headers": f"{ODD}.headers={{{{X-Api-Key: {{}}, Authorization: 'Bearer {{}}', From: {{}}}}}}",
+    "nested": f"{ODD}.nested={{{{a: [{{{{b: {{{{auth_token: {{}}}}}}}}}}], c: 1}}}}",
+    "s3": f"{ODD}.s3='https://h/a?X-Amz-Credential={{}}&x=1&X-Amz-Signature={{}}'",
+    "aws": f"{ODD}.aws='https://h/a?AWSAccessKeyId={{}}&Signature={{}}'",
+    "azure": f"{ODD}.azure='https://h/a?sv=1&sig={{}}&se=2'",
+    "google": f"{ODD}.google='https://h/a?key={{}}&token={{}}'",
+    "user": f"{ODD}.user=postgres://me:{{}}@host/db",
+    "form": f"{ODD}.form=hf_{{}}{'x' * 16}",
+    "text": f"{ODD}.text='log in with password={{}} there'",
+}
+
+
+@pytest.fixture
+def told(small: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Words of a training with a secret in each place, and one in the environment."""
+    Path("odd_reward.py").write_text(ODD_REWARD)
+    monkeypatch.setenv("SOME_API_KEY", f"{CANARY}-environment")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    secrets = [text.replace("{}", CANARY + name) for name, text in _filled()]
+    note = f"{ODD}.note=from {CANARY}-environment"
+    others = ("trainer.logger=[console,tensorboard,wandb]", "actor.optim.lr_scheduler=constant")
+    return words_of(small, f"{ODD}._target_=odd_reward.Odd", *secrets, note, *others)
+
+
+def _filled() -> Iterator[tuple[str, str]]:
+    for name, text in PLACES.items():
+        yield name, text.format(*["{}"] * 3)
+
+
+def run(words: Sequence[str]) -> Ended:
+    """Runs a command as its user does, so that the process has these words."""
+
+    def said() -> None:
+        sys.argv = ["flowgrpo-rc", *words]
+        logging.getLogger().handlers.clear()  # those of the test runner
+
+    return command(*words, harm=said)
+
+
+def leaks(folder: Path) -> list[str]:
+    """Returns the files that hold a canary, with some of what stands around it."""
+    found = []
+    for path in sorted(folder.rglob("*")):
+        content = path.read_bytes() if path.is_file() else b""
+        place = content.find(CANARY.encode())
+        if place >= 0:
+            found.append(
+                f"{path.relative_to(folder)}: {content[max(place - 40, 0) : place + 40]!r}"
+            )
+    return found
+
+
+@fault(
+    "options of a reward, URLs, the command line, log messages and the environment hold secrets",
+    "none is in a file of the run, of tensorboard, of wandb or of an export",
+)
+def test_secrets_are_in_no_file(told: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    ended = run(told)
+    assert ended.code == 0, ended.output
+    assert leaks(folder) == []
+    assert CANARY not in ended.output
+    assert "sent api_key=***" in ended.output
+    options = yaml.safe_load((folder / "config.yaml").read_text())["reward"]["terms"]["odd"]
+    assert options.keys() >= {name for name in PLACES if name in ("headers", "nested", "azure")}
+    assert options["azure"] == "https://h/a?sv=1&sig=***&se=2"
+    assert list(folder.rglob("*.wandb"))
+    assert list(folder.rglob("events.out.tfevents.*"))
+    ended = run(["export", str(folder), "--out", str(folder / "export")])
+    assert ended.code == 0, ended.output
+    assert run(["report", str(folder)]).code == 0
+    assert leaks(folder) == []
+    # The same command is the same run.
+    ended = run(words_of(told[1:], "trainer.total_training_steps=4"))
+    assert ended.code == 0, ended.output
+    assert "step 4/4" in ended.output
+    assert leaks(folder) == []
+
+
+@fault("eval meets *** where the run had a secret", "an error names the options to give again")
+def test_an_evaluation_asks_for_the_secrets(told: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = [word for word in told if not word.startswith("trainer.logger=")]
+    assert run(words).code == 0
+    ended = run(["eval", str(folder), "--trust"])
+    assert ended.code == 2
+    assert f"{ODD}.key" in ended.output
+    ended = run(["eval", str(folder), "--trust", *(word for word in words if word.startswith(ODD))])
+    assert ended.code == 0, ended.output

@@ -1,0 +1,321 @@
+"""What other people give away, models and runs, runs no code of theirs."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from support.faults import Ended, command, fault, forked, words_of
+
+from flowgrpo_rc import Run, assets
+from flowgrpo_rc.cli import main
+
+# A module that leaves a file where it is imported, and has every name.
+EVIL = """
+import pathlib
+pathlib.Path({mark!r}).touch()
+def __getattr__(name):
+    raise SystemExit("the code of a stranger ran")
+"""
+
+
+class Dropper:
+    """Pickles as a call that leaves a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return Path.touch, (self.mark,)
+
+
+@pytest.fixture
+def mark(tmp_path: Path) -> Path:
+    """The file that appears if a stranger's code runs."""
+    return tmp_path / "ran"
+
+
+def say_yes() -> None:
+    """Answers every question with yes."""
+    reading, writing = os.pipe()
+    os.write(writing, b"y\n" * 100)
+    os.dup2(reading, 0)
+    sys.stdin = os.fdopen(0, closefd=False)
+
+
+def change(file: Path, **settings: object) -> None:
+    """Changes settings in a JSON file; None removes one."""
+    merged = json.loads(file.read_text()) | settings
+    file.write_text(json.dumps({name: value for name, value in merged.items() if value}))
+
+
+def own_network(model: Path) -> None:
+    auto = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    change(model / "config.json", model_type="evil", auto_map=auto)
+
+
+def own_tokenizer(model: Path) -> None:
+    auto = {"AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"]}
+    change(model / "tokenizer_config.json", tokenizer_class="Evil", auto_map=auto)
+
+
+def own_pipeline(model: Path) -> None:
+    change(model / "model_index.json", _class_name=["evil", "Pipeline"])
+
+
+def own_component(model: Path) -> None:
+    change(model / "model_index.json", vae=["evil", "Autoencoder"])
+
+
+def own_tokenizer_in_a_processor(model: Path) -> None:
+    own_tokenizer(model / "tokenizer")
+    (model / "tokenizer" / "preprocessor_config.json").write_text(
+        '{"image_processor_type": "CLIPImageProcessor"}'
+    )
+    change(model / "tokenizer" / "tokenizer_config.json", processor_class="CLIPProcessor")
+    change(model / "model_index.json", tokenizer=["transformers", "CLIPProcessor"])
+
+
+@fault(
+    "a language model brings code, and the question whether to run it is answered with yes",
+    "nothing asks, nothing of it is imported, and a line says so",
+)
+@pytest.mark.parametrize("harm", [own_network, own_tokenizer])
+def test_code_of_a_language_model(
+    tiny_lm: Path, tmp_path: Path, mark: Path, harm: Callable[[Path], None]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_lm, model)
+    (model / "evil.py").write_text(EVIL.format(mark=str(mark)))
+    harm(model)
+    words = ["train", "--config-name", "token_grpo", f"model.path={model}"]
+    ended = command(*words, f"trainer.output_dir={tmp_path / 'run'}", harm=say_yes)
+    assert not mark.exists()
+    assert ended.code == 2
+    assert ended.output.splitlines()[-1].startswith(f"error: model.path={model} needs Python code")
+    assert "[y/N]" not in ended.output
+
+
+@fault(
+    "a diffusion model brings code, and the question whether to run it is answered with yes",
+    "nothing asks, nothing of it is imported, and a line says so",
+)
+@pytest.mark.parametrize("harm", [own_pipeline, own_component, own_tokenizer_in_a_processor])
+def test_code_of_a_diffusion_model(
+    checkpoint: Path, small: list[str], tmp_path: Path, mark: Path, harm: Callable[[Path], None]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
+    for folder in (model, model / "vae", model / "tokenizer", Path.cwd()):
+        (folder / "evil.py").write_text(EVIL.format(mark=str(mark)))
+    harm(model)
+    ended = command(*words_of(small, f"model.path={model}"), harm=say_yes)
+    assert not mark.exists()
+    assert ended.code == 2, ended.output
+    last = ended.output.splitlines()[-1]
+    assert last.startswith(f"error: model.path={model}")
+    assert "never run" in last
+    assert "[y/N]" not in ended.output
+
+
+@fault("the weights of a model are pickles", "they are not opened, and a line names the model")
+@pytest.mark.parametrize("kind", ["diffusion", "causal_lm"])
+def test_pickled_weights(
+    checkpoint: Path, tiny_lm: Path, small: list[str], tmp_path: Path, mark: Path, kind: str
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint if kind == "diffusion" else tiny_lm, model)
+    part = "transformer/diffusion_pytorch_model" if kind == "diffusion" else "model"
+    (model / f"{part}.safetensors").unlink()
+    part = part if kind == "diffusion" else "pytorch_model"
+    (model / f"{part}.bin").write_bytes(pickle.dumps({"weight": Dropper(mark)}))
+    words = words_of(small, f"model.path={model}")
+    if kind == "causal_lm":
+        output = f"trainer.output_dir={tmp_path / 'run'}"
+        words = ["train", "--config-name", "token_grpo", f"model.path={model}", output]
+    ended = command(*words)
+    assert not mark.exists()
+    assert ended.code in (1, 2), ended.output
+    assert "Traceback" not in ended.output
+    assert str(model) in ended.output.splitlines()[-1]
+
+
+@fault("the head of the aesthetic reward is a pickle that runs code", "it is not run")
+def test_a_pickled_head(small: list[str], tmp_path: Path, mark: Path) -> None:
+    head = tmp_path / "head.pth"
+    torch.save({"layers.0.weight": Dropper(mark)}, head)
+    clip = assets.path("tiny_clip")
+    term = f"reward.terms={{aesthetic: {{head: {head}, path: {clip}}}}}"
+    ended = command(*words_of(small, term))
+    assert not mark.exists()
+    assert ended.code in (1, 2), ended.output
+
+
+@fault("the tokenizer of a reward's model is code", "nothing asks, and nothing of it is imported")
+def test_code_of_a_rewards_tokenizer(small: list[str], tmp_path: Path, mark: Path) -> None:
+    clip = assets.path("tiny_clip")
+    processor = tmp_path / "processor"
+    shutil.copytree(clip, processor)
+    (processor / "evil.py").write_text(EVIL.format(mark=str(mark)))
+    own_network(processor)
+    own_tokenizer(processor)
+    term = f"reward.terms={{clip: {{path: {clip}, processor: {processor}}}}}"
+    ended = command(*words_of(small, term), harm=say_yes)
+    assert not mark.exists()
+    assert ended.code == 1
+    assert f"path='{processor}' needs Python code" in ended.output
+    assert "[y/N]" not in ended.output
+
+
+# What a config.yaml may name, by the section that it is written into.
+NAMED = {
+    "class": ("reward.terms", {"odd": {"_target_": "evil.Odd"}}),
+    "name": ("reward.terms", {"evil.Odd": {}}),
+    "function": ("reward.terms", {"odd": {"_target_": "function", "path": "evil:odd"}}),
+    "engine": ("rollout", {"name": "evil.Engine"}),
+    "model": ("model", {"adapter": "evil.Model"}),
+    "correction": ("algorithm.rollout_correction", {"custom_correction": "evil:correct"}),
+    "loss": ("actor.diffusion_loss", {"loss_mode": "evil.Loss"}),
+    "token_loss": ("actor.token_loss", {"loss_mode": "evil:loss"}),
+    "secret": ("reward.terms", {"remote": {"url": "https://evil.example", "token_env": "PATH"}}),
+}
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]], Path]:
+    """Trains, and returns the folder of the run; equal words train once."""
+
+    @cache
+    def train(words: tuple[str, ...]) -> Path:
+        folder = tmp_path_factory.mktemp("stranger") / "run"
+        ended = command(*words_of(words, f"trainer.output_dir={folder}"))
+        assert ended.code == 0, ended.output
+        return folder
+
+    return train
+
+
+@pytest.fixture
+def given(once: Callable[[tuple[str, ...]], Path], small: list[str], tmp_path: Path) -> Path:
+    """The folder of a run that somebody gave away."""
+    words = tuple(word for word in small if not word.startswith("trainer.output_dir="))
+    return Path(shutil.copytree(once(words), tmp_path / "run"))
+
+
+def plant(run: Path, section: str, settings: dict[str, object]) -> None:
+    """Writes into a run's config.yaml what a stranger might, and code beside the run."""
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    node = config
+    for name in section.split("."):
+        node = node[name]
+    node.update(settings)
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    for folder in (run, Path.cwd()):
+        (folder / "evil.py").write_text(EVIL.format(mark=str(run.parent / "ran")))
+
+
+def resume(run: Path) -> Ended:
+    """Resumes a run from Python."""
+
+    def go_on() -> int:
+        Run(run).resume()
+        return 0
+
+    return forked(go_on)
+
+
+@fault(
+    "a run that somebody gave away names code, or a secret of this machine",
+    "eval and Run.resume list the settings before anything is imported, and ask for trust",
+)
+@pytest.mark.parametrize("what", NAMED)
+def test_what_a_run_names(given: Path, mark: Path, what: str) -> None:
+    section, settings = NAMED[what]
+    plant(given, section, settings)
+    ended = command("eval", str(given))
+    assert ended.code == 2, ended.output
+    (line,) = ended.output.splitlines()
+    assert f": {section}." in line
+    assert "evil" in line or "token_env=PATH" in line
+    assert line.endswith("give --trust")
+    assert resume(given).output.splitlines()[-1].endswith("give trust=True")
+    assert not mark.exists()
+
+
+@fault(
+    "a run that somebody gave away reads the environment, ${oc.env:NAME}",
+    "eval, export and Run.resume refuse",
+)
+def test_a_run_that_reads_the_environment(given: Path) -> None:
+    plant(given, "trainer", {"experiment_name": "${oc.env:PATH}"})
+    message = "trainer.experiment_name=${oc.env:PATH} stands for another value"
+    for words in (["eval", str(given), "--trust"], ["export", str(given), "--out", "out"]):
+        ended = command(*words)
+        assert ended.code == 2
+        assert message in ended.output
+    assert message in resume(given).output
+
+
+@fault(
+    "a run that somebody gave away names code, or a secret of this machine",
+    "export, report and compare import none of it; train refuses other settings than its own",
+)
+def test_commands_that_import_nothing(given: Path, small: list[str], mark: Path) -> None:
+    other = Path(shutil.copytree(given, given.parent / "other"))
+    for section, settings in NAMED.values():
+        plant(given, section, settings)
+    run, out = str(given), str(given.parent / "out")
+    for words in (["report", run], ["compare", run, str(other)], ["export", run, "--out", out]):
+        ended = command(*words)
+        assert ended.code == 0, ended.output
+    ended = command(*words_of(small, "trainer.total_training_steps=4"))
+    assert ended.code == 2, ended.output
+    assert "holds a run with other settings" in ended.output
+    assert not mark.exists()
+
+
+@fault(
+    "a module lies in the working directory", "eval without trust does not look for modules there"
+)
+def test_the_working_directory_of_an_evaluation(given: Path) -> None:
+    def looks_here(*words: str) -> int:
+        assert main(["eval", str(given), *words]) == 0
+        return int(str(Path.cwd()) in sys.path)
+
+    assert forked(lambda: looks_here()).code == 0
+    assert forked(lambda: looks_here("--trust")).code == 1
+
+
+OWN_REWARD = """
+def bright(image, prompt):
+    return float(image.mean())
+"""
+
+
+@fault("a run names a reward of its user's own", "eval --trust imports it")
+def test_own_code_with_trust(given: Path) -> None:
+    Path("own_reward.py").write_text(OWN_REWARD)
+    term = {"bright": {"_target_": "function", "path": "own_reward:bright"}}
+    plant(given, "reward.terms", term)
+    ended = command("eval", str(given), "--trust")
+    assert ended.code == 0, ended.output
+    assert "bright" in ended.output
+
+    def go_on() -> int:
+        functions = {"bright": lambda image, prompt: 1.0}
+        Run(given).resume(["trainer.total_training_steps=4"], rewards=functions)
+        return 0
+
+    # A function of the caller needs no trust, and comes before that of the folder.
+    ended = forked(go_on)
+    assert "holds a run with other settings" in ended.output
+    assert "given:bright" in ended.output
