@@ -9,11 +9,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.correction.thresholds import KEY
-from flowgrpo_rc.files import REDACTED
+from flowgrpo_rc.files import REDACTED, plain_yaml
 from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
 from flowgrpo_rc.records.run_folder import flat_settings
 from flowgrpo_rc.rewards.function import GIVEN
@@ -31,7 +29,7 @@ def check_plain(path: Path) -> None:
     Args:
       path: the run's config.yaml.
     """
-    for key, value in flat_settings(OmegaConf.to_container(OmegaConf.load(path))).items():
+    for key, value in flat_settings(plain_yaml(path)).items():
         if "${" in str(value).replace(_ASSET, ""):
             raise ValueError(
                 f"{path}: {key}={value} stands for another value, such as one of the environment, "
