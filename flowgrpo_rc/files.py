@@ -29,6 +29,8 @@ _LIKELY_NAME = re.compile(
     r"|special|start|stop|text|trigger|unk)_token$)"
     r"(?:.*_)?(?:key|token|auth|headers)"
 )
+# Those of them that hold several, by names of others.
+_GROUPS = ("auth", "headers")
 # Parameters of a URL that hold one besides.
 _PARAMETERS = ("auth", "code", "hmac", "jwt", "sig", "signature")
 # Secrets that are known by their form.
@@ -40,12 +42,14 @@ _FORM = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     re.DOTALL,
 )
-_URL = re.compile(r"\b[A-Za-z][\w+.-]*://[^\s\"'<>]+")
+_URL = re.compile(r"(?<![\w+.-])[A-Za-z][\w+.-]*://[^\s\"'<>]+")
 _USER = re.compile(r"(?<=://)(?:[^/?#@:]*:[^/?#]*|[^/?#@:]{16,})(?=@)")
 _PARAMETER = re.compile(r"(?<=[?&;#])([^=&;#?]+)=[^&;#]+")
 # A name in a text with what separates it from its value, and the value: in quotes, in brackets, or
 # up to a space. On a command line it may have spaces.
-_NAME = re.compile(r"([\w.-]*\w)[\"']?[ \t]*([=:])[ \t]*+(?:(?:Bearer|Basic) +)?+(?!//|\*\*\*)")
+_NAME = re.compile(
+    r"(?<![\w.-])([\w.-]*\w)[\"']?[ \t]*([=:])[ \t]*+(?:(?:Bearer|Basic) +)?+(?!//|\*\*\*)"
+)
 _ENCLOSED = r"\{[^}]*\}?|\[[^\]]*\]?|\"[^\"]*\"?|'[^']*'?"
 _VALUE = re.compile(rf"{_ENCLOSED}|[^\s,;}}\])]+")
 _LONG_VALUE = re.compile(rf"{_ENCLOSED}|[^,}}\]]+")
@@ -156,8 +160,12 @@ def _hidden(value: Any) -> Any:
 
 def _holds_secret(name: str, value: Any) -> bool:
     """Returns whether a value of this name is a secret, or holds some."""
+    if _names_secret(name):
+        return True
+    if isinstance(value, Mapping):  # a reward may be called `token`
+        return _spelt(name).endswith(_GROUPS)
     number = isinstance(value, int | float) or _NUMBER.fullmatch(str(value))
-    return _names_secret(name) or (bool(_LIKELY_NAME.fullmatch(_spelt(name))) and not number)
+    return not number and _LIKELY_NAME.fullmatch(_spelt(name)) is not None
 
 
 def _names_secret(name: str) -> bool:
@@ -175,8 +183,10 @@ def _redacted_text(text: str, known: re.Pattern[str], *, in_command: bool = Fals
     pieces = []
     end = 0
     for match in _NAME.finditer(text):
+        if match.start() < end or not _holds_secret(match[1], ""):
+            continue
         value = (_LONG_VALUE if in_command else _VALUE).match(text, match.end())
-        if match.start() < end or value is None or not _holds_secret(match[1], value[0]):
+        if value is None or not _holds_secret(match[1], {} if value[0][0] == "{" else value[0]):
             continue
         sure = in_command or match[2] == "=" or _names_secret(match[1])
         if sure or _CODE.fullmatch(value[0]):

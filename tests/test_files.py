@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from typing import Any
 
 import pytest
@@ -113,11 +114,20 @@ def test_what_is_no_secret_stays() -> None:
         "sort_key": "name",
         "author": "me",
         "headers": False,
+        "token_reward": {"weight": 1.0},
+        "terms": {"token": {"weight": 1.0}, "key": {"_target_": "jpeg"}},
         "secretary": "me",
         "commit": "9d2212f0b1c2d3e4f5a6b7c8d9e0f1a2b3c4d5e6",
     }
     assert redact(config) == config
     assert redact(json.dumps(config)) == json.dumps(config)
+
+
+@pytest.mark.parametrize("text", ["a", "a.", "a=", "a://", "://a:b", "eyJ", "a?b=c&", "token="])
+def test_a_long_text_takes_no_time(text: str) -> None:
+    before = time.process_time()
+    redact(100_000 * text)
+    assert time.process_time() - before < 5
 
 
 @pytest.mark.parametrize("name", ["tiny_ocr", "token_grpo", "tiny_clip_ocr", "verl_omni"])

@@ -90,7 +90,7 @@ class ExpectedMismatch:
       size: from `relative_size`.
       least: the smallest expectation.
       micro_batch_size: rows in one forward.
-      enough: observations of a measurement.
+      enough: observations of a measurement, and of what is compared with it.
     """
 
     def __init__(
