@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.config.check_engine import ENGINE_KWARGS, engine_of, engine_options
+from flowgrpo_rc.config.check_engine import ENGINE_KWARGS, chunk_size, engine_of, engine_options
 from flowgrpo_rc.config.check_folder import check_output
 from flowgrpo_rc.config.device import device_of
 from flowgrpo_rc.config.processes import limit_threads
@@ -347,7 +347,8 @@ def make_source(
         samples = config.samples_per_step(processes.count)
         terms = rewards.weights if config.algorithm.adv_estimator == "gdpo" else ()
         return ReplaySource(folder, task, processes, config.rollout, samples=samples, terms=terms)
-    rollout, engine = config.rollout, make_engine(config, task)
+    rollout = config.rollout
+    engine = make_workers(config, processes) if rollout.workers else make_engine(config, task)
     source = EngineSource(
         engine,
         task,
@@ -369,5 +370,52 @@ def make_engine(config: Config, task: Task) -> RolloutEngine[Any]:
     its options.
     """
     options = engine_options(config) | {"model": task.model, "network": task.model.network}
+    engine: RolloutEngine[Any] = build(engine_of(config), options, ENGINE_KWARGS)
+    return engine
+
+
+def make_workers(config: Config, processes: Processes) -> RolloutEngine[Any]:
+    """Starts the workers of `rollout.workers`, which all processes of the run share."""
+    from flowgrpo_rc.workers.engine import WorkersEngine, connect
+    from flowgrpo_rc.workers.pool import PoolSettings
+
+    rollout = config.rollout
+    num_gpus = rollout.gpus_per_worker
+    settings = PoolSettings(
+        num_workers=rollout.workers,
+        num_cpus=rollout.cpus_per_worker,
+        num_gpus=float(processes.device.type == "cuda") if num_gpus is None else num_gpus,
+        timeout_s=rollout.worker_timeout_s,
+        max_restarts=rollout.max_restarts,
+        staleness=rollout.staleness,
+    )
+    make: Callable[[], RolloutEngine[Any]] | None = None
+    told = ""
+    if processes.is_main:
+        cluster = connect(rollout.ray_address, num_cpus=rollout.workers * rollout.cpus_per_worker)
+        told = f"{cluster.address} {cluster.namespace}"
+        make = partial(engine_alone, config)
+    address, namespace = processes.text_of_main(told).split()
+    if not processes.is_main:
+        connect(address, namespace)
+    if processes.is_main:
+        engine = WorkersEngine(
+            make, settings, chunk_size=chunk_size(config), device=processes.device
+        )
+    processes.wait()
+    if not processes.is_main:
+        engine = WorkersEngine(
+            None, settings, chunk_size=chunk_size(config), device=processes.device
+        )
+    return engine
+
+
+def engine_alone(config: Config) -> RolloutEngine[Any]:
+    """Loads the model and makes its engine, in a process that does not train."""
+    device = device_of(config)
+    load: Any = load_causal_lm if config.model.kind == "causal_lm" else load_model
+    model = load(config.model, device)
+    network = add_lora(model, config.model, config.trainer.seed)
+    options = engine_options(config) | {"model": model, "network": network}
     engine: RolloutEngine[Any] = build(engine_of(config), options, ENGINE_KWARGS)
     return engine

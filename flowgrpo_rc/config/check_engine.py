@@ -140,6 +140,10 @@ def check_machine(config: Config, device: torch.device) -> None:
 
 
 def _check_installed(config: Config) -> None:
+    if config.rollout.workers > 0 and find_spec("ray") is None:
+        raise ValueError(
+            f"rollout.workers={config.rollout.workers} needs Ray: {install_hint('ray')}"
+        )
     quantization = config.rollout.quantization
     if quantization is None:
         return

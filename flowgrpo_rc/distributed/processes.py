@@ -81,6 +81,15 @@ class Processes:
         """Waits until all processes have come here."""
         self.accelerator.wait_for_everyone()
 
+    def text_of_main(self, text: str) -> str:
+        """Returns the text that the main process gives, of at most 1,000 bytes, on all of them."""
+        row = torch.zeros(1000, dtype=torch.int64, device=self.device)
+        if self.is_main:
+            given = text.encode()
+            row[: len(given)] = torch.tensor(list(given), device=self.device)
+        found = [number for number in self.sum(row).tolist() if number]
+        return bytes(found).decode()
+
     def rows_of_all(self, rows: Tensor, first: int, total: int) -> Tensor:
         """Puts rows of all processes together, each at its place.
 

@@ -60,6 +60,12 @@ _FREE = (
     "actor.ppo_micro_batch_size_per_gpu",
     "actor.steps_per_forward",
     "rollout.micro_batch_size_per_gpu",
+    "rollout.workers",
+    "rollout.cpus_per_worker",
+    "rollout.gpus_per_worker",
+    "rollout.ray_address",
+    "rollout.worker_timeout_s",
+    "rollout.max_restarts",
     "reward.timeout_s",
 )
 

@@ -124,6 +124,12 @@ class RolloutConfig:
     prompt_length: of text, in tokens; a longer prompt is an error.
     response_length: of text, in tokens; a longer response is cut.
     engine_kwargs: further options of the engine.
+    workers: sample in so many processes of their own, through Ray; 0: in the trainer's process.
+    cpus_per_worker: cores that each of them has, and threads of torch.
+    gpus_per_worker: GPUs that each has, or the share of one; null: 1 where the trainer has a GPU.
+    ray_address: of a running Ray cluster; null: one on this machine, for this run alone.
+    worker_timeout_s: the longest time for a chunk; then its worker is given up.
+    max_restarts: how often workers are started again in place of lost ones, all together.
     """
 
     name: str = "diffusers_engine"
@@ -140,6 +146,12 @@ class RolloutConfig:
     prompt_length: int = 512
     response_length: int = 512
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    workers: int = 0
+    cpus_per_worker: int = 1
+    gpus_per_worker: float | None = None
+    ray_address: str | None = None
+    worker_timeout_s: float = 1200.0
+    max_restarts: int = 3
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     val_kwargs: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -253,6 +265,7 @@ class RolloutConfig:
             raise ValueError(f"rollout.staleness={self.staleness}: give 0 or more steps")
         if self.reuse < 0:
             raise ValueError(f"rollout.reuse={self.reuse}: give 0 or more steps")
+        self._check_workers()
         self._check_text()
         _one_of("rollout.algo.sde_type", self.algo.sde_type, KINDS)
         _one_of("rollout.algo.log_prob_convention", self.algo.log_prob_convention, CONVENTIONS)
@@ -283,6 +296,26 @@ class RolloutConfig:
             )
         self.window()
         self._check_tail()
+
+    def _check_workers(self) -> None:
+        least = {"workers": 0, "cpus_per_worker": 1, "max_restarts": 0}
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                raise ValueError(f"rollout.{name}={getattr(self, name)}: give at least {smallest}")
+        if self.gpus_per_worker is not None and self.gpus_per_worker < 0:
+            raise ValueError(
+                f"rollout.gpus_per_worker={self.gpus_per_worker}: give 0, a share of a GPU, or more"
+            )
+        if not 0 < self.worker_timeout_s < math.inf:
+            raise ValueError(
+                f"rollout.worker_timeout_s={self.worker_timeout_s}: give a number of seconds above "
+                "0"
+            )
+        if self.workers == 0 and self.ray_address is not None:
+            raise ValueError(
+                f"rollout.ray_address={self.ray_address} has no effect without workers: set "
+                "rollout.workers, or drop it"
+            )
 
     def _check_tail(self) -> None:
         algo = self.algo

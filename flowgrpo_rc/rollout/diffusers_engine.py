@@ -62,8 +62,8 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
         spec = request.spec
         prompts = request.prompts.prompts
         conditioning, negative = encode_prompts(self._model, prompts, spec)
-        for start in range(0, len(request.seeds), self._chunk_size):
-            yield self._chunk(request, conditioning, negative, start)
+        for rows in request.chunks(self._chunk_size):
+            yield self._chunk(request, conditioning, negative, rows)
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         """Copies the trainer's LoRA. ValueError if names or shapes differ."""
@@ -86,21 +86,19 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
         request: ImageRequest,
         conditioning: Conditioning,
         negative: Conditioning | None,
-        start: int,
+        rows: range,
     ) -> RolloutChunk:
         spec = request.spec
         device = self._model.device
         version = self._replica.version
-        end = start + self._chunk_size
-        seeds = request.seeds[start:end]
-        rows = range(start, start + len(seeds))
+        seeds = request.seeds[rows.start : rows.stop]
         prompt_index = torch.tensor(
             [row // request.samples_per_prompt for row in rows], device=device
         )
-        window = request.window[start:end].to(device)
+        window = request.window[rows.start : rows.stop].to(device)
         shape = self._model.latent_shape(spec)
         trajectory = self._policy.rollout(
-            normal(shape, request.latent_seeds[start:end], "latents").to(device),
+            normal(shape, request.latent_seeds[rows.start : rows.stop], "latents").to(device),
             conditioning[prompt_index],
             None if negative is None else negative[prompt_index],
             spec,

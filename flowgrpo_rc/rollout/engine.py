@@ -33,12 +33,21 @@ class RolloutRequest:
       samples_per_prompt: samples of each of them.
       spec: the sampler's settings, which the engine echoes.
       seeds: one for each sample, [B]; everything random about a sample follows from its seed.
+      only: the rows that are wanted, one chunk; None for all.
     """
 
     prompts: PromptBatch
     samples_per_prompt: int
     spec: Spec
     seeds: Sequence[int]
+    only: range | None = None
+
+    def chunks(self, size: int) -> list[range]:
+        """Returns the rows of each chunk of `size` samples that is wanted."""
+        if self.only is not None:
+            return [self.only]
+        total = len(self.seeds)
+        return [range(start, min(start + size, total)) for start in range(0, total, size)]
 
     def prompt_of(self, row: int) -> Prompt:
         """Returns the prompt of a row."""

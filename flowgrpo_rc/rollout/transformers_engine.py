@@ -50,10 +50,8 @@ class TransformersEngine(RolloutEngine[TextRequest]):
 
     def generate(self, request: TextRequest) -> Iterator[RolloutChunk]:
         """Yields chunks of `chunk_size` responses."""
-        for start in range(0, len(request.seeds), self._chunk_size):
-            yield self._chunk(
-                request, range(start, min(start + self._chunk_size, len(request.seeds)))
-            )
+        for rows in request.chunks(self._chunk_size):
+            yield self._chunk(request, rows)
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         """Copies the trainer's LoRA. ValueError if names or shapes differ."""

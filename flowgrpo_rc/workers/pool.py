@@ -1,0 +1,226 @@
+"""Hands chunks to whichever worker is free, and to another one if a worker is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from flowgrpo_rc.rollout.engine import EngineError, RolloutEngine
+from flowgrpo_rc.workers.worker import Done, Worker
+
+logger = logging.getLogger(__name__)
+KEPT_VERSIONS = 2  # more than a run with staleness needs besides its newest
+
+
+class NoWorkers(EngineError):
+    """No worker is left that could sample; the message says why the last one was lost."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolSettings:
+    """What a pool of workers is made of.
+
+    Attributes:
+      num_workers: how many there are.
+      num_cpus: cores that Ray sets aside for each; also its threads.
+      num_gpus: GPUs of each, or the share of one.
+      timeout_s: the longest time for a chunk; then the worker is taken to hang.
+      max_restarts: how often workers are started again, all together.
+      staleness: how many versions of the LoRA are in use besides the newest.
+    """
+
+    num_workers: int
+    num_cpus: int
+    num_gpus: float
+    timeout_s: float
+    max_restarts: int
+    staleness: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolStatus:
+    """What has become of the workers since the pool was asked last.
+
+    Attributes:
+      busy_s: seconds that they sampled, all together.
+      num_bytes: size of what they sent.
+      longest_queue: chunks that waited for a worker at once.
+      restarts: workers that were started again since the start of the run.
+      lost: why workers were lost, in words.
+    """
+
+    busy_s: float
+    num_bytes: int
+    longest_queue: int
+    restarts: int
+    lost: tuple[str, ...]
+
+
+class Pool:
+    """An asynchronous Ray actor that owns the workers; all processes of a run share it.
+
+    References travel in lists, which Ray does not replace by what they refer to.
+    """
+
+    def __init__(
+        self,
+        make_engine: Callable[[], RolloutEngine[Any]],
+        settings: PoolSettings,
+        versions: Mapping[str, str],
+    ) -> None:
+        """Starts no worker yet.
+
+        Args:
+          make_engine: makes an engine in a worker's process.
+          settings: how many workers there are, and how long to wait for them.
+          versions: of the trainer's packages; a worker with others is refused.
+        """
+        self._make_engine = make_engine
+        self._settings = settings
+        self._versions = dict(versions)
+        self._free: asyncio.Queue[Any] = asyncio.Queue()
+        self._adapters: dict[int, Any] = {}
+        self._waiting = 0
+        self._alive = 0
+        self._restarts = 0
+        self._lost: list[str] = []
+        self._busy_s = 0.0
+        self._num_bytes = 0
+        self._longest_queue = 0
+        self._starting: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Starts the workers, and waits for the first of them.
+
+        Raises:
+          NoWorkers: none of them starts.
+        """
+        for _ in range(self._settings.num_workers):
+            self._start_one()
+        await self._put_back(await self._next())
+
+    async def put_adapter(self, version: int, adapter: list[Any]) -> None:
+        """Takes a version of the LoRA.
+
+        Args:
+          version: its number.
+          adapter: a list of one reference.
+        """
+        self._adapters[version] = adapter[0]
+        oldest = version - self._settings.staleness - KEPT_VERSIONS
+        self._adapters = {v: kept for v, kept in self._adapters.items() if v >= oldest}
+
+    async def sample(self, request: list[Any], rows: range, version: int) -> list[Any]:
+        """Has rows of a request sampled, and again by another worker if one is lost.
+
+        Args:
+          request: a list of one reference.
+          rows: the rows of a chunk.
+          version: of the LoRA.
+
+        Returns:
+          A list of one reference to the `SampledChunk`.
+
+        Raises:
+          NoWorkers: none is left.
+        """
+        while True:
+            worker = await self._next()
+            done, chunk = worker.sample.options(num_returns=2).remote(
+                request[0], rows, version, self._adapters[version]
+            )
+            try:
+                facts: Done = await asyncio.wait_for(done, self._settings.timeout_s)
+            except (RayError, TimeoutError) as error:
+                self._replace(worker, _reason(error, self._settings.timeout_s))
+                continue
+            self._busy_s += facts.seconds
+            self._num_bytes += facts.num_bytes
+            await self._put_back(worker)
+            return [chunk]
+
+    async def status(self) -> PoolStatus:
+        """Returns what has happened since the last call."""
+        found = PoolStatus(
+            busy_s=self._busy_s,
+            num_bytes=self._num_bytes,
+            longest_queue=self._longest_queue,
+            restarts=self._restarts,
+            lost=tuple(self._lost),
+        )
+        self._busy_s, self._num_bytes, self._longest_queue = 0.0, 0, self._waiting
+        self._lost = []
+        return found
+
+    async def _next(self) -> Any:
+        """Waits for a free worker."""
+        self._waiting += 1
+        self._longest_queue = max(self._longest_queue, self._waiting - self._free.qsize())
+        try:
+            worker = await self._free.get()
+        finally:
+            self._waiting -= 1
+        if worker is None:
+            self._free.put_nowait(None)  # for the others who wait
+            raise NoWorkers(f"no rollout worker is left: {'; '.join(self._lost[-3:])}")
+        return worker
+
+    async def _put_back(self, worker: Any) -> None:
+        self._free.put_nowait(worker)
+
+    def _start_one(self) -> None:
+        self._alive += 1
+        task = asyncio.get_running_loop().create_task(self._started())
+        self._starting.add(task)
+        task.add_done_callback(self._starting.discard)
+
+    async def _started(self) -> None:
+        """Starts a worker, and sets it free if its packages are the trainer's.
+
+        It may wait for a machine to join the cluster.
+        """
+        settings = self._settings
+        options = {"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus}
+        worker = ray.remote(Worker).options(**options).remote(self._make_engine, settings.num_cpus)
+        try:
+            versions = await worker.package_versions.remote()
+        except RayError as error:
+            self._replace(worker, f"did not start: {_reason(error, settings.timeout_s)}")
+            return
+        if versions == self._versions:
+            self._free.put_nowait(worker)
+            return
+        others = [
+            f"{name} {versions.get(name)} there, {version} here"
+            for name, version in self._versions.items()
+            if versions.get(name) != version
+        ]
+        self._drop(worker, f"has other packages than the trainer: {', '.join(others)}")
+
+    def _replace(self, worker: Any, reason: str) -> None:
+        """Drops a worker and starts another one, if that is still allowed."""
+        if self._restarts < self._settings.max_restarts:
+            self._restarts += 1
+            self._start_one()
+        self._drop(worker, reason)
+
+    def _drop(self, worker: Any, reason: str) -> None:
+        self._lost.append(reason)
+        ray.kill(worker, no_restart=True)
+        self._alive -= 1
+        if self._alive == 0:
+            self._free.put_nowait(None)
+
+
+def _reason(error: BaseException, timeout_s: float) -> str:
+    if isinstance(error, TimeoutError):
+        return f"sampled longer than rollout.worker_timeout_s={timeout_s:g}"
+    cause = getattr(error, "cause", None) or error
+    lines = str(cause).strip().splitlines() or [type(cause).__name__]
+    return f"{type(cause).__name__}: {lines[0]}"

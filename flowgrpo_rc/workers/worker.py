@@ -1,0 +1,118 @@
+"""A process that samples: it owns an engine, and takes one chunk of a request at a time."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from flowgrpo_rc.records.packed_batch import pack
+from flowgrpo_rc.rollout.engine import RolloutEngine, RolloutRequest, Samples
+from flowgrpo_rc.workers.arrays import Array, num_bytes, to_arrays, to_tensors
+
+# What has to be of one version where a chunk is sampled and where it is trained on.
+_PACKAGES = ("flowgrpo-rc", "torch", "diffusers", "transformers", "peft")
+_OF_PROMPTS = ("conditioning.", "negative.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledChunk:
+    """A chunk as a worker sends it.
+
+    Attributes:
+      header: that of its packed batch.
+      arrays: tensors of its packed batch. Encoded prompts come with the first chunk of a request.
+      samples: what rewards see; None if nothing was decoded.
+      latents: the final latents; None for text.
+    """
+
+    header: Mapping[str, Any]
+    arrays: Mapping[str, Array]
+    samples: Samples | None
+    latents: Array | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    """How a worker sampled a chunk.
+
+    Attributes:
+      seconds: how long it took.
+      num_bytes: size of what it sends.
+    """
+
+    seconds: float
+    num_bytes: int
+
+
+def package_versions() -> dict[str, str]:
+    """Returns the versions that must be those of the trainer."""
+    return {name: importlib.metadata.version(name) for name in _PACKAGES}
+
+
+class Worker:
+    """Samples with an engine of its own."""
+
+    def __init__(self, make_engine: Callable[[], RolloutEngine[Any]], num_threads: int) -> None:
+        """Loads the model.
+
+        Args:
+          make_engine: makes the engine, in this process.
+          num_threads: of torch, on a CPU.
+        """
+        torch.set_num_threads(num_threads)
+        self._engine = make_engine()
+        self._version: int | None = None
+
+    def package_versions(self) -> dict[str, str]:
+        """Returns the versions of the packages here, once the engine is ready."""
+        return package_versions()
+
+    def sample(
+        self,
+        request: RolloutRequest,
+        rows: range,
+        version: int,
+        adapter: Mapping[str, Array],
+    ) -> tuple[Done, SampledChunk]:
+        """Samples some rows of a request with a version of the LoRA.
+
+        Args:
+          request: the whole request.
+          rows: the rows of one chunk.
+          version: of the LoRA.
+          adapter: the LoRA, tensors by name.
+
+        Raises:
+          EngineError: the engine does not hold this LoRA afterwards, or does not quantize.
+        """
+        began = time.monotonic()
+        state = to_tensors(adapter, torch.device("cpu"))
+        if version != self._version:
+            self._engine.sync_weights(state, version)
+            self._version = version
+        (chunk,) = self._engine.generate(replace(request, only=rows))
+        self._engine.check_quantization(request.spec)
+        self._engine.check_weights(state, version)
+        packed = pack(chunk.batch)
+        arrays = {
+            name: array
+            for name, array in to_arrays(packed.tensors).items()
+            if rows.start == 0 or not name.startswith(_OF_PROMPTS)
+        }
+        latents = None if chunk.latents is None else to_arrays({"latents": chunk.latents})
+        sampled = SampledChunk(
+            header=packed.header,
+            arrays=arrays,
+            samples=chunk.samples,
+            latents=None if latents is None else latents["latents"],
+        )
+        size = num_bytes(arrays) + (num_bytes(latents) if latents else 0)
+        if isinstance(chunk.samples, np.ndarray):
+            size += chunk.samples.nbytes
+        return Done(seconds=time.monotonic() - began, num_bytes=size), sampled
