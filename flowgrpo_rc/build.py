@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -376,10 +376,21 @@ def make_engine(config: Config, task: Task) -> RolloutEngine[Any]:
 
 def make_workers(config: Config, processes: Processes) -> RolloutEngine[Any]:
     """Starts the workers of `rollout.workers`, which all processes of the run share."""
-    from flowgrpo_rc.workers.engine import WorkersEngine, connect
-    from flowgrpo_rc.workers.pool import PoolSettings
+    from flowgrpo_rc.workers.cluster import Cluster, join, start_or_join
 
     rollout = config.rollout
+    main = processes.is_main
+    told = ""
+    if main:
+        cluster = start_or_join(rollout.ray_address, rollout.workers * rollout.cpus_per_worker)
+        told = f"{cluster.address} {cluster.namespace}"
+    address, namespace = processes.text_of_main(told).split()
+    if not main:
+        join(Cluster(address=address, namespace=namespace))
+    # From here on Ray may be imported: it has been told where to listen.
+    from flowgrpo_rc.workers.engine import WorkersEngine
+    from flowgrpo_rc.workers.pool import PoolSettings
+
     num_gpus = rollout.gpus_per_worker
     settings = PoolSettings(
         num_workers=rollout.workers,
@@ -389,24 +400,16 @@ def make_workers(config: Config, processes: Processes) -> RolloutEngine[Any]:
         max_restarts=rollout.max_restarts,
         staleness=rollout.staleness,
     )
-    make: Callable[[], RolloutEngine[Any]] | None = None
-    told = ""
-    if processes.is_main:
-        cluster = connect(rollout.ray_address, num_cpus=rollout.workers * rollout.cpus_per_worker)
-        told = f"{cluster.address} {cluster.namespace}"
-        make = partial(engine_alone, config)
-    address, namespace = processes.text_of_main(told).split()
-    if not processes.is_main:
-        connect(address, namespace)
-    if processes.is_main:
-        engine = WorkersEngine(
-            make, settings, chunk_size=chunk_size(config), device=processes.device
-        )
-    processes.wait()
-    if not processes.is_main:
-        engine = WorkersEngine(
-            None, settings, chunk_size=chunk_size(config), device=processes.device
-        )
+    if not main:
+        processes.wait()  # for the pool
+    engine = WorkersEngine(
+        partial(engine_alone, config) if main else None,
+        settings,
+        chunk_size=chunk_size(config),
+        device=processes.device,
+    )
+    if main:
+        processes.wait()
     return engine
 
 

@@ -240,6 +240,10 @@ class RolloutEngine(ABC, Generic[R]):
                 f"{spec.dtype}, and {plain} linear layers of its blocks hold plain weights"
             )
 
+    def take_metrics(self) -> Mapping[str, float]:
+        """Returns numbers about its work since the last call, by name; none as a rule."""
+        return {}
+
     @abstractmethod
     def close(self) -> None:
         """Frees what the engine holds."""

@@ -1,13 +1,11 @@
-"""The workers as the trainer sees them: one engine that samples on other cores, cards or machines."""
+"""The workers as the trainer sees them: one engine, on other cores, cards or machines."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import uuid
+import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,58 +22,17 @@ from flowgrpo_rc.rollout.engine import (
     RolloutRequest,
 )
 from flowgrpo_rc.workers.arrays import to_arrays, to_tensors
-from flowgrpo_rc.workers.pool import Pool, PoolSettings
+from flowgrpo_rc.workers.pool import Pool, PoolSettings, PoolStatus
 from flowgrpo_rc.workers.worker import SampledChunk, package_versions
 
 logger = logging.getLogger(__name__)
 _POOL = "pool"
-_QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # tells nobody
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_DEDUP_LOGS": "0",
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cluster:
-    """A Ray cluster that a run is connected to.
-
-    Attributes:
-      address: by which other processes of the run connect.
-      namespace: of the run's actors.
-    """
-
-    address: str
-    namespace: str
-
-
-def connect(address: str | None, namespace: str | None = None, *, num_cpus: int = 0) -> Cluster:
-    """Connects this process to a cluster.
-
-    Args:
-      address: of a running cluster; None starts one on this machine, which ends with this process.
-        It listens on 127.0.0.1 alone and has no dashboard.
-      namespace: of the run's actors; None for a new one.
-      num_cpus: cores of a cluster that is started.
-    """
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
-    namespace = namespace or f"flowgrpo_rc_{uuid.uuid4().hex}"
-    local: dict[str, Any] = {}
-    if address is None:
-        local = {
-            "num_cpus": num_cpus,
-            "include_dashboard": False,
-            "_node_ip_address": "127.0.0.1",
-        }
-    context = ray.init(
-        address=address or "local",
-        namespace=namespace,
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-        **local,
-    )
-    return Cluster(address=context.address_info["gcs_address"], namespace=namespace)
+METRICS = (
+    "workers/busy_fraction",
+    "workers/longest_queue",
+    "workers/mib_received",
+    "workers/restarts",
+)
 
 
 class WorkersEngine(RolloutEngine[Any]):
@@ -110,6 +67,7 @@ class WorkersEngine(RolloutEngine[Any]):
         self._chunk_size = chunk_size
         self._device = device
         self._version = 0
+        self._asked = time.monotonic()
         self._owns = make_engine is not None
         if make_engine is not None:
             remote: Any = ray.remote(Pool)
@@ -137,7 +95,6 @@ class WorkersEngine(RolloutEngine[Any]):
                 encoded = {name: value for name, value in tensors.items() if "." in name}
             batch = unpack(PackedBatch(sampled.header, encoded | tensors))
             yield self._chunk(request, rows, batch, sampled)
-        self._warn()
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         """Puts a version of the LoRA into the object store; chunks asked for later get it."""
@@ -149,8 +106,28 @@ class WorkersEngine(RolloutEngine[Any]):
     def held_weights(self) -> None:
         """Returns None: each worker compares what it holds after every chunk."""
 
+    def take_metrics(self) -> Mapping[str, float]:
+        """Returns how busy the workers were; the process that owns them says who was lost."""
+        if not self._owns:
+            return dict.fromkeys(METRICS, 0.0)
+        status: PoolStatus = ray.get(self._pool.status.remote())
+        for reason in status.lost:
+            logger.warning(
+                "a rollout worker was lost (%d of %d restarts): %s",
+                *(status.restarts, self._settings.max_restarts, reason),
+            )
+        seconds = time.monotonic() - self._asked
+        self._asked = time.monotonic()
+        values = (
+            status.busy_s / (seconds * self._settings.num_workers),
+            status.longest_queue,
+            status.num_bytes / 2**20,
+            status.restarts,
+        )
+        return dict(zip(METRICS, map(float, values), strict=True))
+
     def close(self) -> None:
-        """Ends the workers and the connection, and with it a cluster that was started for the run."""
+        """Ends the workers and the connection, and a cluster that was started for the run."""
         if ray.is_initialized():
             if self._owns:
                 with contextlib.suppress(ValueError):
@@ -172,16 +149,6 @@ class WorkersEngine(RolloutEngine[Any]):
             policy_version=self._version,
             latents=latents,
         )
-
-    def _warn(self) -> None:
-        """Says which workers were lost."""
-        if self._owns:
-            status = ray.get(self._pool.status.remote())
-            for reason in status.lost:
-                logger.warning(
-                    "a rollout worker was lost (%d of %d restarts): %s",
-                    *(status.restarts, self._settings.max_restarts, reason),
-                )
 
 
 @contextlib.contextmanager

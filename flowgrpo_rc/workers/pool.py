@@ -187,7 +187,8 @@ class Pool:
         """
         settings = self._settings
         options = {"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus}
-        worker = ray.remote(Worker).options(**options).remote(self._make_engine, settings.num_cpus)
+        remote: Any = ray.remote(Worker)
+        worker = remote.options(**options).remote(self._make_engine, settings.num_cpus)
         try:
             versions = await worker.package_versions.remote()
         except RayError as error:

@@ -28,6 +28,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     lines = []
     for outcome, word in (("passed", "survived"), ("failed", "NOT SURVIVED"), ("error", "ERROR")):
         for report in terminalreporter.stats.get(outcome, ()):
+            if not isinstance(report, pytest.TestReport):
+                continue  # a file that cannot be imported
             faults = [text for name, text in report.user_properties if name == "fault"]
             lines += [(word, text) for text in faults]
     survived = sum(word == "survived" for word, _ in lines)

@@ -103,7 +103,12 @@ class EngineSource(RolloutSource):
             prompted += chunk.prompts
             shown += thumbnails(chunk.samples, len(chunk.prompts))
         rewards = partial(collect_rewards, self._rewards, handles, self._processes)
-        collected = Collected(concat(batches), rewards, shown=Shown(prompted, shown))
+        collected = Collected(
+            concat(batches),
+            rewards,
+            shown=Shown(prompted, shown),
+            metrics=self.engine.take_metrics(),
+        )
         self.engine.check_quantization(request.spec)
         if self._pushed is not None and self._pushed[1] in collected.versions():
             self.engine.check_weights(*self._pushed)

@@ -21,12 +21,14 @@ class Collected(NamedTuple):
       rewards: waits until the rewards are known, and returns them.
       dropped: number of batches that were sampled again, since their weights were too old.
       shown: prompts and thumbnails of the samples.
+      metrics: numbers about the engine's work, by name; the same names on all processes.
     """
 
     batch: Batch
     rewards: Callable[[], Rewards]
     dropped: int = 0
     shown: Shown = Shown()
+    metrics: Mapping[str, float] = {}
 
     def versions(self) -> tuple[int, int]:
         """Returns the oldest and the newest version of the weights that made a sample."""

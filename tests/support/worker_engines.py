@@ -1,0 +1,53 @@
+"""Engines that harm the worker that they are in, once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
+from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
+
+
+class Harmful(DiffusersEngine):
+    """Harms its worker in a step, as often as there are files `harm_*` in a folder.
+
+    Args:
+      folder: the folder.
+      harm: `kill`, `hang` or `raise`.
+      step: the step in which it does it; each deed takes a file away.
+      delay_s: seconds from the beginning of the chunk to the deed.
+    """
+
+    def __init__(
+        self, *given: Any, folder: str, harm: str, step: int, delay_s: float = 0.0, **options: Any
+    ) -> None:
+        super().__init__(*given, **options)
+        self._folder, self._harm, self._step, self._delay_s = Path(folder), harm, step, delay_s
+
+    def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
+        for chunk in super().generate(request):
+            if request.prompts.step == self._step and self._taken():
+                time.sleep(self._delay_s)
+                self._act()
+            yield chunk
+
+    def _taken(self) -> bool:
+        for path in self._folder.glob("harm_*"):
+            try:
+                path.unlink()
+            except FileNotFoundError:
+                continue  # another worker was faster
+            return True
+        return False
+
+    def _act(self) -> None:
+        if self._harm == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._harm == "hang":
+            time.sleep(3600)
+        raise ArithmeticError("a worker's engine has failed")
