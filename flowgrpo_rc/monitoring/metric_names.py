@@ -147,6 +147,11 @@ _ROLLOUT = _section(
     rollout/policy_version_max | steps | The newest.
     rollout/dropped_batches | batches | Batches of weights older than allowed, which were sampled
         again.
+    workers/busy_fraction | fraction | With `rollout.workers`: the share of the time since the last
+        step's rollout that a worker sampled.
+    workers/longest_queue | chunks | The most chunks that waited for a worker at once.
+    workers/mib_received | MiB | Size of what the workers sent.
+    workers/restarts | workers | Workers that were started again, since the command began.
     response/length_mean | tokens | Text: length of a response, its end included.
     response/length_max | tokens | The longest.
     response/length_min | tokens | The shortest.

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Batch, Prompt, PromptBatch, SamplerSpec, Spec, TokenSpec
+from flowgrpo_rc.core.metrics import MetricBag
 
 Samples = np.ndarray | Sequence[str]
 
@@ -33,7 +34,7 @@ class RolloutRequest:
       samples_per_prompt: samples of each of them.
       spec: the sampler's settings, which the engine echoes.
       seeds: one for each sample, [B]; everything random about a sample follows from its seed.
-      only: the rows that are wanted, one chunk; None for all.
+      only: the rows that are wanted; None for all.
     """
 
     prompts: PromptBatch
@@ -42,12 +43,14 @@ class RolloutRequest:
     seeds: Sequence[int]
     only: range | None = None
 
+    def rows(self) -> range:
+        """Returns the rows that are wanted."""
+        return range(len(self.seeds)) if self.only is None else self.only
+
     def chunks(self, size: int) -> list[range]:
-        """Returns the rows of each chunk of `size` samples that is wanted."""
-        if self.only is not None:
-            return [self.only]
-        total = len(self.seeds)
-        return [range(start, min(start + size, total)) for start in range(0, total, size)]
+        """Returns the rows of each chunk of `size` samples, of those that are wanted."""
+        rows = self.rows()
+        return [rows[start : start + size] for start in range(0, len(rows), size)]
 
     def prompt_of(self, row: int) -> Prompt:
         """Returns the prompt of a row."""
@@ -240,9 +243,9 @@ class RolloutEngine(ABC, Generic[R]):
                 f"{spec.dtype}, and {plain} linear layers of its blocks hold plain weights"
             )
 
-    def take_metrics(self) -> Mapping[str, float]:
-        """Returns numbers about its work since the last call, by name; none as a rule."""
-        return {}
+    def take_metrics(self) -> MetricBag:
+        """Returns metrics of its work since the last call; none as a rule."""
+        return MetricBag()
 
     @abstractmethod
     def close(self) -> None:

@@ -131,10 +131,11 @@ class VllmEngine(RolloutEngine[TextRequest]):
                 f"rollout.response_length={spec.response_length}: the model and "
                 f"rollout.engine_kwargs.max_model_len allow {limit} tokens together"
             )
-        batch = self._rollout(request)
+        chosen = request.rows()
+        batch = self._rollout(request, chosen)
         for start in range(0, len(batch), self._chunk_size):
             chunk = batch.rows(start, start + self._chunk_size)
-            prompts = [request.prompt_of(start + row) for row in range(len(chunk))]
+            prompts = [request.prompt_of(chosen[start + row]) for row in range(len(chunk))]
             texts = self._model.decode(chunk.response_ids, chunk.response_mask)
             yield RolloutChunk(
                 batch=chunk, samples=texts, prompts=prompts, policy_version=self._version
@@ -160,14 +161,15 @@ class VllmEngine(RolloutEngine[TextRequest]):
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm
 
-    def _rollout(self, request: TextRequest) -> TokenBatch:
+    def _rollout(self, request: TextRequest, chosen: range) -> TokenBatch:
         spec = request.spec
         device = self._model.device
         texts = [prompt.text for prompt in request.prompts.prompts]
         ids, mask = self._model.encode(texts, max_length=spec.prompt_length)
         prompts = [row[valid].tolist() for row, valid in zip(ids, mask, strict=True)]
-        rows = [row // request.samples_per_prompt for row in range(len(request.seeds))]
-        params = [self._sampling_params(spec, seed) for seed in request.seeds]
+        rows = [row // request.samples_per_prompt for row in chosen]
+        seeds = request.seeds[chosen.start : chosen.stop]
+        params = [self._sampling_params(spec, seed) for seed in seeds]
         completions = self._complete([prompts[row] for row in rows], params)
         responses = [
             torch.tensor(completion.token_ids, dtype=torch.long) for completion in completions
@@ -192,7 +194,7 @@ class VllmEngine(RolloutEngine[TextRequest]):
             response_mask=pad_sequence(valid, batch_first=True).to(device),
             rollout_log_probs=pad_sequence(log_probs, batch_first=True).to(device),
             group=torch.tensor(request.prompts.slots, device=device)[index],
-            seed=torch.tensor(request.seeds, device=device),
+            seed=torch.tensor(seeds, device=device),
             policy_version=torch.full_like(index, self._version),
         )
 

@@ -164,7 +164,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
                 self._restart(error)
 
     def _sampled(self, request: ImageRequest, first: int) -> Iterator[RolloutChunk]:
-        """Yields the chunks of a request from its sample `first` on.
+        """Yields the chunks of a request, without the first `first` samples.
 
         The engine samples those before it as well, so that every forward holds the same samples.
         """
@@ -178,7 +178,8 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
             negative = _conditioning(
                 encoded, "negative_", [prompt.negative_text for prompt in prompts], device
             )
-        start = 0
+        start = request.rows().start
+        first += start
         for reply in replies:
             if reply.kind == "done":
                 self._check_held(reply)
@@ -253,13 +254,14 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         negatives = (
             list(dict.fromkeys(prompt.negative_text for prompt in prompts)) if guided else []
         )
-        rows = [request.prompt_of(row) for row in range(len(request.seeds))]
+        chosen = request.rows()
+        rows = [request.prompt_of(row) for row in chosen]
         schedule = self._model.walked_schedule(spec)
         fields = {
             "spec": asdict(replace(spec, dtype=self._dtype)),
             "shape": self._model.latent_shape(spec),
-            "seeds": list(request.seeds),
-            "latent_seeds": list(request.latent_seeds),
+            "seeds": list(request.seeds[chosen.start : chosen.stop]),
+            "latent_seeds": list(request.latent_seeds[chosen.start : chosen.stop]),
             "texts": texts,
             "text_of": [texts.index(prompt.text) for prompt in rows],
             "negative_texts": negatives,
@@ -267,7 +269,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
             "keep_means": request.keep_means,
         }
         tensors = {
-            "window": request.window,
+            "window": request.window[chosen.start : chosen.stop],
             "sigmas": schedule.sigmas,
             "timesteps": schedule.timesteps,
         }

@@ -150,8 +150,8 @@ class Trainer:
                 collected = components.source.collect(step)
             observed = components.task.observe(collected.batch, collected.shown.prompts, step)
             self._metrics.merge(observed)
-            for name, value in collected.metrics.items():
-                self._metrics.max(name, torch.tensor(value))
+            if collected.metrics is not None:
+                self._metrics.merge(collected.metrics)
             if components.staleness > 0:
                 old = staleness(collected.batch.policy_version, step, collected.dropped)
                 self._metrics.merge(old)

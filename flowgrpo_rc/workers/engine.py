@@ -14,6 +14,7 @@ import torch
 from ray.exceptions import RayTaskError
 from torch import Tensor
 
+from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.records.packed_batch import PackedBatch, unpack
 from flowgrpo_rc.rollout.engine import (
     EngineError,
@@ -27,12 +28,6 @@ from flowgrpo_rc.workers.worker import SampledChunk, package_versions
 
 logger = logging.getLogger(__name__)
 _POOL = "pool"
-METRICS = (
-    "workers/busy_fraction",
-    "workers/longest_queue",
-    "workers/mib_received",
-    "workers/restarts",
-)
 
 
 class WorkersEngine(RolloutEngine[Any]):
@@ -106,11 +101,12 @@ class WorkersEngine(RolloutEngine[Any]):
     def held_weights(self) -> None:
         """Returns None: each worker compares what it holds after every chunk."""
 
-    def take_metrics(self) -> Mapping[str, float]:
+    def take_metrics(self) -> MetricBag:
         """Returns how busy the workers were; the process that owns them says who was lost."""
-        if not self._owns:
-            return dict.fromkeys(METRICS, 0.0)
-        status: PoolStatus = ray.get(self._pool.status.remote())
+        metrics = MetricBag()
+        status = PoolStatus()
+        if self._owns:
+            status = ray.get(self._pool.status.remote())
         for reason in status.lost:
             logger.warning(
                 "a rollout worker was lost (%d of %d restarts): %s",
@@ -118,13 +114,12 @@ class WorkersEngine(RolloutEngine[Any]):
             )
         seconds = time.monotonic() - self._asked
         self._asked = time.monotonic()
-        values = (
-            status.busy_s / (seconds * self._settings.num_workers),
-            status.longest_queue,
-            status.num_bytes / 2**20,
-            status.restarts,
-        )
-        return dict(zip(METRICS, map(float, values), strict=True))
+        busy = status.busy_s / (seconds * self._settings.num_workers)
+        metrics.max("workers/busy_fraction", torch.tensor(busy))
+        metrics.max("workers/longest_queue", torch.tensor(float(status.longest_queue)))
+        metrics.max("workers/mib_received", torch.tensor(status.num_bytes / 2**20))
+        metrics.max("workers/restarts", torch.tensor(float(status.restarts)))
+        return metrics
 
     def close(self) -> None:
         """Ends the workers and the connection, and a cluster that was started for the run."""

@@ -55,11 +55,11 @@ class PoolStatus:
       lost: why workers were lost, in words.
     """
 
-    busy_s: float
-    num_bytes: int
-    longest_queue: int
-    restarts: int
-    lost: tuple[str, ...]
+    busy_s: float = 0.0
+    num_bytes: int = 0
+    longest_queue: int = 0
+    restarts: int = 0
+    lost: tuple[str, ...] = ()
 
 
 class Pool:

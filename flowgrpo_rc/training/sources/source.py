@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Batch, Rewards
+from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.records.samples import Shown
 
 
@@ -21,14 +22,14 @@ class Collected(NamedTuple):
       rewards: waits until the rewards are known, and returns them.
       dropped: number of batches that were sampled again, since their weights were too old.
       shown: prompts and thumbnails of the samples.
-      metrics: numbers about the engine's work, by name; the same names on all processes.
+      metrics: of the engine's work; None if it has none.
     """
 
     batch: Batch
     rewards: Callable[[], Rewards]
     dropped: int = 0
     shown: Shown = Shown()
-    metrics: Mapping[str, float] = {}
+    metrics: MetricBag | None = None
 
     def versions(self) -> tuple[int, int]:
         """Returns the oldest and the newest version of the weights that made a sample."""
