@@ -31,7 +31,7 @@ FLOORS: tuple[dict[str, str], ...] = (
     {"rollout": "engines that sample: diffusers, transformers, vLLM, vLLM-Omni"},
     {"monitoring": "mismatch, decisions, health, names of metrics"},
     {"records": "what a run leaves: checkpoints, metrics, samples"},
-    {"report": "the page about a run"},
+    {"report": "the page about a run", "workers": "rollouts in processes of their own, by Ray"},
     {"training": "the loop: trainer, update, modes, tasks, sources"},
     {"config": "the settings, Hydra, all checks, keys of verl-omni"},
     {"build": "assembles a run", "export": "LoRA for others, model card"},

@@ -23,7 +23,7 @@ from flowgrpo_rc.rollout.engine import (
     RolloutRequest,
 )
 from flowgrpo_rc.workers.arrays import to_arrays, to_tensors
-from flowgrpo_rc.workers.pool import Pool, PoolSettings, PoolStatus
+from flowgrpo_rc.workers.pool import PoolSettings, PoolStatus, WorkerPool
 from flowgrpo_rc.workers.worker import SampledChunk, package_versions
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class WorkersEngine(RolloutEngine[Any]):
         self._asked = time.monotonic()
         self._owns = make_engine is not None
         if make_engine is not None:
-            remote: Any = ray.remote(Pool)
+            remote: Any = ray.remote(WorkerPool)
             options = {"name": _POOL, "num_cpus": 0, "max_concurrency": 10_000}
             self._pool = remote.options(**options).remote(make_engine, settings, package_versions())
             with _told():

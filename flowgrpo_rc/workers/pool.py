@@ -62,7 +62,7 @@ class PoolStatus:
     lost: tuple[str, ...] = ()
 
 
-class Pool:
+class WorkerPool:
     """An asynchronous Ray actor that owns the workers; all processes of a run share it.
 
     References travel in lists, which Ray does not replace by what they refer to.
