@@ -171,7 +171,7 @@ class RunFolder:
         config: Mapping[str, Any],
         inputs: Mapping[str, Input],
         *,
-        accept_inputs: bool,
+        accept_inputs: bool = False,
     ) -> None:
         """Checks that `config` trains what `stored` has trained, whatever the number of steps.
 
