@@ -67,7 +67,9 @@ def write_atomic(path: Path, content: bytes) -> None:
       content: everything that the file shall hold.
     """
     temporary = path.with_name(f".{path.name}{TEMPORARY}")
-    with temporary.open("wb") as file:
+    # Somebody else's folder may hold a link of this name to a file of ours.
+    temporary.unlink(missing_ok=True)
+    with temporary.open("xb") as file:
         file.write(content)
         # The content has to be on the disk before the name is, or a crash leaves an empty file.
         file.flush()

@@ -38,6 +38,8 @@ def prepare_folder(
     step = -1 if resumed is None else resumed.step
     accept = config.trainer.accept_changed_inputs
     changed = [] if resumed is None else folder.check_same_inputs(inputs.read, accept=accept)
+    if changed:
+        write_inputs(folder.inputs, inputs.read, keep=False)
     settings: dict[str, Any] = dataclasses.asdict(config)
     folder.create(settings, processes.device, processes.count, inputs.read)
     rows = MetricsFile(folder.metrics)
@@ -56,8 +58,11 @@ def prepare_folder(
         messages.append(
             f"{folder.metrics} lacks the rows of {len(missing)} steps, from {missing[0]}"
         )
+    health = MetricsFile(folder.health)
+    told = [row.get("message") for row in health.rows()]
     for message in messages:
-        MetricsFile(folder.health).append(step, {"message": message})
+        if message not in told:
+            health.append(step, {"message": message})
     return messages
 
 

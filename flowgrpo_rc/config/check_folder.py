@@ -63,7 +63,7 @@ def config_of_run(config: Config) -> Config | None:
 def checkpoint_to_resume(config: Config, inputs: Mapping[str, Input]) -> Checkpoint | None:
     """Returns the newest whole checkpoint of the output folder; None for a new run.
 
-    Damaged ones that are newer are passed over: `RunFolder.set_aside` moves them out of the way.
+    Damaged ones that are newer are passed over; `set_aside_after` moves them out of the way.
 
     Args:
       config: the settings of the command.

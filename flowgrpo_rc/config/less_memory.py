@@ -32,4 +32,6 @@ def with_less_memory(config: Config, phase: str) -> tuple[Config, str] | None:
         key = "rollout.micro_batch_size_per_gpu"
     else:
         return None
+    trainer = replace(config.trainer, resume_mode="auto")  # this command's own run goes on
+    smaller = replace(smaller, trainer=trainer)
     return None if size % 2 else (smaller, f"{key}={size // 2} in place of {size}")

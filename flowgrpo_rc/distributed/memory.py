@@ -33,8 +33,7 @@ class OutOfMemory(RuntimeError):
         lines = str(error).splitlines()
         super().__init__(
             f"out of memory in {phase}: {_REMEDIES.get(phase, f'lower {_ROLLOUT} or {_UPDATE}')}. "
-            "docs/memory.md says what needs how much, `flowgrpo-rc plan` computes it, and "
-            "trainer.retry_out_of_memory=true halves a micro-batch by itself. "
+            "docs/memory.md says what needs how much, and `flowgrpo-rc plan` computes it. "
             f"({lines[0] if lines else type(error).__name__})"
         )
         self.phase = phase

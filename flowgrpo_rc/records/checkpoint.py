@@ -72,9 +72,15 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
       keep: how many checkpoints to keep, this one included.
 
     Raises:
-      CheckpointError: the disk refuses.
+      CheckpointError: the disk refuses, or weights, moments or averages are not finite.
     """
     final = folder / f"step_{checkpoint.step}"
+    weights = {s: group for s, group in checkpoint.tensors.items() if s.startswith(_FINITE)}
+    if broken := not_finite(weights):
+        raise CheckpointError(
+            f"step {checkpoint.step} is not saved: {len(broken)} tensors are not finite, the first "
+            f"is {broken[0]}"
+        )
     partial = folder / f"{PARTIAL}{final.name}"
     try:
         shutil.rmtree(partial, ignore_errors=True)

@@ -77,14 +77,16 @@ def file_input(path: Path) -> Input:
     return Input(str(path), found.hexdigest())
 
 
-def write_inputs(path: Path, inputs: Mapping[str, Input]) -> None:
-    """Writes the digests of inputs, and keeps those that the file holds of others.
+def write_inputs(path: Path, inputs: Mapping[str, Input], *, keep: bool = True) -> None:
+    """Writes the digests of inputs.
 
     Args:
       path: the file to write.
       inputs: by name.
+      keep: keep those that the file holds of others.
     """
-    digests = _read(path) | {name: found.digest for name, found in inputs.items()}
+    digests = _read(path) if keep else {}
+    digests |= {name: found.digest for name, found in inputs.items()}
     write_atomic(path, json.dumps(digests, indent=1, sort_keys=True).encode())
 
 
@@ -94,7 +96,7 @@ def changed_inputs(path: Path, inputs: Mapping[str, Input]) -> list[str]:
     Args:
       path: what `write_inputs` wrote; a run of an older version has none, and nothing is compared.
       inputs: by name. One that only one side has is left out: more of a model may have been
-        fetched, or it is still to be fetched. Only weights may not go while others are there.
+        fetched, or it is still to be fetched. Only, all weights of a folder may not become others.
     """
     stored = _read(path)
     changed = [
@@ -102,11 +104,11 @@ def changed_inputs(path: Path, inputs: Mapping[str, Input]) -> list[str]:
         for name, found in inputs.items()
         if name in stored and found.digest != stored[name]
     ]
-    folders = {_folder(name) for name in inputs if name.endswith(_WEIGHTS)}
     gone = [
-        f"{name}: the run began with it, and it is gone"
-        for name in stored
-        if name.endswith(_WEIGHTS) and name not in inputs and _folder(name) in folders
+        f"{folder}: the weights that the run began with are gone, and others are there"
+        for folder in sorted({_folder(name) for name in stored if name.endswith(_WEIGHTS)})
+        if (there := _weights_in(folder, stored)) and (here := _weights_in(folder, inputs))
+        if not there.keys() & here.keys()
     ]
     return changed + gone
 
@@ -127,6 +129,14 @@ def of_setting(key: str, named: Mapping[str, T]) -> dict[str, T]:
     """Returns the entries that belong to a setting."""
     return {
         name: value for name, value in named.items() if name == key or name.startswith(f"{key}/")
+    }
+
+
+def _weights_in(folder: str, named: Mapping[str, T]) -> dict[str, T]:
+    return {
+        name: value
+        for name, value in named.items()
+        if name.endswith(_WEIGHTS) and _folder(name) == folder
     }
 
 

@@ -105,6 +105,18 @@ def test_a_spoiled_state_is_not_saved(
     assert final_state(run) == whole.state
 
 
+@fault("a weight becomes NaN and the debug bundle cannot be written", "the line still says why")
+def test_a_bundle_that_is_refused(small: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "debug").touch()  # no folder
+    ended = command(*words_of(small), harm=nth_call(*STATE["a weight"]))
+    assert ended.code == 1, ended.output
+    assert "has left" in ended.output
+    assert "could not be written" in ended.output
+    assert "Traceback" not in ended.output
+
+
 @fault("a checkpoint of NaN weights", "it is passed over for the one before, and kept aside")
 def test_a_checkpoint_that_holds_nan_is_passed_over(finished: Path, small: list[str]) -> None:
     from flowgrpo_rc.records.checkpoint import load_checkpoint, save_checkpoint
