@@ -66,7 +66,7 @@ def check_trusted(path: Path, config: Config, how: str) -> None:
     if asked:
         listed = ", ".join(f"{key}={value}" for key, value in asked)
         raise ValueError(
-            f"{path} asks for code from outside of flowgrpo_rc, for secrets of this machine, or for "
+            f"{path} asks for code from outside of flowgrpo_rc, for secrets of this machine or for "
             f"a server that would be sent the prompts: {listed}. If the folder is yours, or you "
             f"have read that code, give {how}"
         )
