@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.files import write_atomic
+from flowgrpo_rc.reading import read_mapping
 
 T = TypeVar("T")
 LARGE = 64 * 2**20  # bytes; a larger file is read in places
@@ -145,5 +146,4 @@ def _folder(name: str) -> str:
 
 
 def _read(path: Path) -> dict[str, str]:
-    found: dict[str, str] = json.loads(path.read_text()) if path.is_file() else {}
-    return found
+    return read_mapping(path) if path.is_file() else {}
