@@ -13,7 +13,7 @@ from flowgrpo_rc.commands import train
 
 # Every how many changes a run is harmed; 1 takes them all.
 EVERY = int(os.environ.get("FAULTS_EVERY", "7"))
-CHANGES = 60  # a run of `small` has fewer
+CHANGES = 84  # a run of `small` has fewer
 
 
 def refuse() -> None:
