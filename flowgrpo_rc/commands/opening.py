@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,6 +71,8 @@ def note_fetched(
     config: Config, folder: RunFolder, processes: Processes, inputs: RunInputs
 ) -> None:
     """Compares and writes down what of the model was fetched from the hub while it was loaded."""
+    if Path(config.model.path).expanduser().is_dir():
+        return  # read before
     read = inputs_of(config, Prompts(inputs.sampler, inputs.held_out))
     if inputs.resumed is not None:
         folder.check_same_inputs(read, accept=config.trainer.accept_changed_inputs)

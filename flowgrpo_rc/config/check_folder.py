@@ -100,7 +100,10 @@ def checkpoint_to_resume(config: Config, inputs: Mapping[str, Input]) -> Checkpo
             return load_checkpoint(path)
         except CheckpointError as error:
             damage.append(error)
-    raise damage[0]
+    raise CheckpointError(
+        f"{folder.checkpoints} has no whole checkpoint; choose another trainer.output_dir to start "
+        f"over. The newest: {damage[0]}"
+    )
 
 
 def can_be_extended(config: Config) -> bool:

@@ -25,7 +25,7 @@ def with_less_memory(config: Config, phase: str) -> tuple[Config, str] | None:
         actor = replace(config.actor, ppo_micro_batch_size_per_gpu=size // 2)
         smaller = replace(config, actor=actor)
         key = "actor.ppo_micro_batch_size_per_gpu"
-    elif phase in ("rollout", "evaluation"):
+    elif phase == "rollout":
         size = chunk_size(config)
         rollout = replace(config.rollout, micro_batch_size_per_gpu=size // 2)
         smaller = replace(config, rollout=rollout)

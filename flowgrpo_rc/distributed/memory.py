@@ -15,7 +15,7 @@ _FORMATS = "model.dtype=bf16, rollout.dtype=bf16 or rollout.quantization"
 _REMEDIES = {
     "loading": f"try {_FORMATS}",
     "rollout": f"lower {_ROLLOUT}, or try {_FORMATS}",
-    "evaluation": f"lower {_ROLLOUT} or rollout.val_kwargs.n, or try {_FORMATS}",
+    "evaluation": "lower rollout.val_kwargs.batch_size",
     "old_log_prob": f"lower {_UPDATE}",
     "update": f"lower {_UPDATE} or actor.steps_per_forward, or set "
     "model.gradient_checkpointing=true",

@@ -250,7 +250,7 @@ def _tensors(path: Path, stem: str) -> dict[str, Tensor]:
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path}: {what}; delete {path} to go on from the checkpoint before it")
+    return CheckpointError(f"{path}: {what}")
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -21,7 +21,7 @@ _SUFFIXES = (".json", _WEIGHTS, ".txt", ".model")  # of a model's folder
 
 
 class Input(NamedTuple):
-    """What a run reads.
+    """Holds where something is that a run reads, and a digest of it.
 
     Attributes:
       path: where it is, for messages.
@@ -108,8 +108,7 @@ def changed_inputs(path: Path, inputs: Mapping[str, Input]) -> list[str]:
     gone = [
         f"{folder}: the weights that the run began with are gone, and others are there"
         for folder in sorted({_folder(name) for name in stored if name.endswith(_WEIGHTS)})
-        if (there := _weights_in(folder, stored)) and (here := _weights_in(folder, inputs))
-        if not there.keys() & here.keys()
+        if (here := _weights_in(folder, inputs)) and here.isdisjoint(stored)
     ]
     return changed + gone
 
@@ -133,12 +132,8 @@ def of_setting(key: str, named: Mapping[str, T]) -> dict[str, T]:
     }
 
 
-def _weights_in(folder: str, named: Mapping[str, T]) -> dict[str, T]:
-    return {
-        name: value
-        for name, value in named.items()
-        if name.endswith(_WEIGHTS) and _folder(name) == folder
-    }
+def _weights_in(folder: str, names: Iterable[str]) -> set[str]:
+    return {name for name in names if name.endswith(_WEIGHTS) and _folder(name) == folder}
 
 
 def _folder(name: str) -> str:

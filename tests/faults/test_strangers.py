@@ -1,4 +1,4 @@
-"""What other people give away, models and runs, runs no code of theirs."""
+"""Models and runs that other people give away run no code of theirs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only tells of a run never ends it: trackers, the console, pictures and histograms."""
+"""Trackers, the console, pictures and histograms only tell of a run, and never end it."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def fault(harm: str, outcome: str) -> pytest.MarkDecorator:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a process ended.
+    """Tells how a process ended.
 
     Attributes:
       code: its exit code; minus the number of the signal that killed it.
