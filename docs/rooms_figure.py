@@ -16,6 +16,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "plugins": "finds plug-ins",
         "files": "atomic writes",
         "libraries": "diffusers, quiet",
+        "reading": "foreign files",
     },
     {"correction": "weights, rejection, diagnostics of rollout against training"},
     {

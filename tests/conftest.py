@@ -16,6 +16,7 @@ from support.runs import WORDS, Train
 if TYPE_CHECKING:
     from flowgrpo_rc.models.base import FlowModel, ModelConfig
     from flowgrpo_rc.models.causal_lm import CausalLM
+    from flowgrpo_rc.rollout.vllm_omni_engine import VllmOmniEngine
 
 # As a launcher would announce: trainings have one process, whatever trainer.num_processes=auto is.
 os.environ.setdefault("WORLD_SIZE", "1")
@@ -143,6 +144,33 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], t
         return sys.executable, str(path)
 
     return write
+
+
+@pytest.fixture
+def fake_engine(
+    script: Callable[[str], tuple[str, ...]],
+    model: FlowModel,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> Callable[[str], VllmOmniEngine]:
+    """Makes a vLLM-Omni engine whose child answers by the given code."""
+    from support.engine_children import FAKE
+
+    from flowgrpo_rc.models.base import ModelConfig
+    from flowgrpo_rc.models.lora import add_lora
+    from flowgrpo_rc.rollout import vllm_omni_engine
+    from flowgrpo_rc.rollout.vllm_omni_engine import VllmOmniEngine
+
+    (tmp_path / "vllm_omni").mkdir()
+    (tmp_path / "vllm_omni" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    network = add_lora(model, ModelConfig(lora_rank=4, lora_alpha=8), seed=0)
+
+    def make(answer: str) -> VllmOmniEngine:
+        monkeypatch.setattr(vllm_omni_engine, "COMMAND", script(FAKE.replace("ANSWER", answer)))
+        return VllmOmniEngine(model, network, dtype="bf16", chunk_size=2, timeout_s=60)
+
+    return make
 
 
 @pytest.fixture

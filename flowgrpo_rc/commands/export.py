@@ -13,7 +13,7 @@ from flowgrpo_rc.config.tree import stored_config
 from flowgrpo_rc.export.hub import check_push, push
 from flowgrpo_rc.export.lora import export_lora
 from flowgrpo_rc.export.model_card import check_card, write_model_card
-from flowgrpo_rc.records.checkpoint import load_checkpoint
+from flowgrpo_rc.records.checkpoint import CheckpointError, load_checkpoint
 from flowgrpo_rc.records.run_folder import RunFolder
 
 
@@ -59,6 +59,8 @@ def export_checkpoint(
     path, run_dir = checkpoint_and_run(checkpoint)
     config = stored_config(RunFolder(run_dir).config)
     loaded = load_checkpoint(path)
+    if "lora" not in loaded.tensors:
+        raise CheckpointError(f"{path}: manifest.json does not list lora.safetensors")
     tensors = loaded.tensors["lora"] if raw else loaded.tensors.get("ema", loaded.tensors["lora"])
     written = export_lora(tensors, config.model, Path(out))
     source = push_to_hub or "path/to/this/folder"

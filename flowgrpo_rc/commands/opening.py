@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ def prepare_folder(
     step = -1 if resumed is None else resumed.step
     accept = config.trainer.accept_changed_inputs
     changed = [] if resumed is None else folder.check_same_inputs(inputs.read, accept=accept)
+    if changed:
+        write_inputs(folder.inputs, inputs.read, keep=False)
     settings: dict[str, Any] = dataclasses.asdict(config)
     folder.create(settings, processes.device, processes.count, inputs.read)
     rows = MetricsFile(folder.metrics)
@@ -56,8 +59,11 @@ def prepare_folder(
         messages.append(
             f"{folder.metrics} lacks the rows of {len(missing)} steps, from {missing[0]}"
         )
+    health = MetricsFile(folder.health)
+    told = [row.get("message") for row in health.rows()]
     for message in messages:
-        MetricsFile(folder.health).append(step, {"message": message})
+        if message not in told:
+            health.append(step, {"message": message})
     return messages
 
 
@@ -65,6 +71,8 @@ def note_fetched(
     config: Config, folder: RunFolder, processes: Processes, inputs: RunInputs
 ) -> None:
     """Compares and writes down what of the model was fetched from the hub while it was loaded."""
+    if Path(config.model.path).expanduser().is_dir():
+        return  # read before
     read = inputs_of(config, Prompts(inputs.sampler, inputs.held_out))
     if inputs.resumed is not None:
         folder.check_same_inputs(read, accept=config.trainer.accept_changed_inputs)

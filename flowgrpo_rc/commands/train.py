@@ -243,11 +243,16 @@ def _say_finished(config: Config, folder: RunFolder, newest: Checkpoint, console
     else:
         command = command_from_lora(config, config.trainer.total_training_steps)
         console.message(f"to train on from its LoRA: {command}")
-    if (
-        not (folder.lora / EXPORT_NAMES[config.model.kind]).is_file()
-        or not (folder.root / "report.html").is_file()
-    ):
+    if not _results_are_new(config, folder):
         leave_results(config, folder)
+
+
+def _results_are_new(config: Config, folder: RunFolder) -> bool:
+    """Returns whether LoRA and report were written after the newest checkpoint, and are there."""
+    newest = list_checkpoints(folder.checkpoints)[-1] / "manifest.json"
+    results = folder.lora / EXPORT_NAMES[config.model.kind], folder.root / "report.html"
+    written = newest.stat().st_mtime
+    return all(path.is_file() and path.stat().st_mtime >= written for path in results)
 
 
 def _say_results(config: Config, parts: Components, reason: str | None) -> None:

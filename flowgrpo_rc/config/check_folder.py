@@ -63,7 +63,7 @@ def config_of_run(config: Config) -> Config | None:
 def checkpoint_to_resume(config: Config, inputs: Mapping[str, Input]) -> Checkpoint | None:
     """Returns the newest whole checkpoint of the output folder; None for a new run.
 
-    Damaged ones that are newer are passed over: `RunFolder.set_aside` moves them out of the way.
+    Damaged ones that are newer are passed over; `set_aside_after` moves them out of the way.
 
     Args:
       config: the settings of the command.
@@ -100,7 +100,10 @@ def checkpoint_to_resume(config: Config, inputs: Mapping[str, Input]) -> Checkpo
             return load_checkpoint(path)
         except CheckpointError as error:
             damage.append(error)
-    raise damage[0]
+    raise CheckpointError(
+        f"{folder.checkpoints} has no whole checkpoint; choose another trainer.output_dir to start "
+        f"over. The newest: {damage[0]}"
+    )
 
 
 def can_be_extended(config: Config) -> bool:

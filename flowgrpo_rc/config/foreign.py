@@ -49,7 +49,9 @@ def check_secrets(config: Config) -> None:
 
 
 def check_trusted(path: Path, config: Config, how: str) -> None:
-    """Checks that a run asks for no code from outside of this package, and for no secret.
+    """Checks that a run asks for no code from outside of this package, no secret and no server.
+
+    A server would be sent the prompts, which may be any file of this machine.
 
     Args:
       path: the run's config.yaml.
@@ -60,11 +62,13 @@ def check_trusted(path: Path, config: Config, how: str) -> None:
       ValueError: it does; nothing is imported. The message lists the settings.
     """
     asked = [*_code(config), *_reward_options(config, "token_env")]
+    asked += _reward_options(config, "url")
     if asked:
         listed = ", ".join(f"{key}={value}" for key, value in asked)
         raise ValueError(
-            f"{path} asks for code from outside of flowgrpo_rc, or for secrets of this machine: "
-            f"{listed}. If the folder is yours, or you have read that code, give {how}"
+            f"{path} asks for code from outside of flowgrpo_rc, for secrets of this machine or for "
+            f"a server that would be sent the prompts: {listed}. If the folder is yours, or you "
+            f"have read that code, give {how}"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a run reads and what decides what is trained: prompts, models, checkpoints of rewards."""
+"""Finds what a run reads: prompts, models, checkpoints of rewards."""
 
 from __future__ import annotations
 

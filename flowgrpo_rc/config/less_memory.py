@@ -25,11 +25,13 @@ def with_less_memory(config: Config, phase: str) -> tuple[Config, str] | None:
         actor = replace(config.actor, ppo_micro_batch_size_per_gpu=size // 2)
         smaller = replace(config, actor=actor)
         key = "actor.ppo_micro_batch_size_per_gpu"
-    elif phase in ("rollout", "evaluation"):
+    elif phase == "rollout":
         size = chunk_size(config)
         rollout = replace(config.rollout, micro_batch_size_per_gpu=size // 2)
         smaller = replace(config, rollout=rollout)
         key = "rollout.micro_batch_size_per_gpu"
     else:
         return None
+    trainer = replace(config.trainer, resume_mode="auto")  # this command's own run goes on
+    smaller = replace(smaller, trainer=trainer)
     return None if size % 2 else (smaller, f"{key}={size // 2} in place of {size}")

@@ -15,7 +15,7 @@ _FORMATS = "model.dtype=bf16, rollout.dtype=bf16 or rollout.quantization"
 _REMEDIES = {
     "loading": f"try {_FORMATS}",
     "rollout": f"lower {_ROLLOUT}, or try {_FORMATS}",
-    "evaluation": f"lower {_ROLLOUT} or rollout.val_kwargs.n, or try {_FORMATS}",
+    "evaluation": "lower rollout.val_kwargs.batch_size",
     "old_log_prob": f"lower {_UPDATE}",
     "update": f"lower {_UPDATE} or actor.steps_per_forward, or set "
     "model.gradient_checkpointing=true",
@@ -33,8 +33,7 @@ class OutOfMemory(RuntimeError):
         lines = str(error).splitlines()
         super().__init__(
             f"out of memory in {phase}: {_REMEDIES.get(phase, f'lower {_ROLLOUT} or {_UPDATE}')}. "
-            "docs/memory.md says what needs how much, `flowgrpo-rc plan` computes it, and "
-            "trainer.retry_out_of_memory=true halves a micro-batch by itself. "
+            "docs/memory.md says what needs how much, and `flowgrpo-rc plan` computes it. "
             f"({lines[0] if lines else type(error).__name__})"
         )
         self.phase = phase

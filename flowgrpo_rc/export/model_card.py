@@ -5,7 +5,6 @@ It is a function of the run's folder. Paths, hosts and secrets of the training m
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.files import redact, write_atomic
 from flowgrpo_rc.models.lora_files import EXPORT_NAMES
+from flowgrpo_rc.reading import blaming, read_mapping
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.report.series import Row, correction_series, points_of
 
@@ -52,7 +52,7 @@ def write_model_card(
       raw: True for the last weights, False for their average, which evaluations score.
       source: the place that users load from.
     """
-    rows = MetricsFile(run_dir / "metrics.jsonl").rows()
+    rows = MetricsFile(run_dir / "metrics.jsonl").numbers()
     warnings = MetricsFile(run_dir / "health.jsonl").rows()
     paragraphs = [
         f"# {config.trainer.experiment_name}",
@@ -119,13 +119,14 @@ def _versions(run_dir: Path) -> str:
     path = run_dir / "environment.json"
     if not path.is_file():
         return ""
-    packages = json.loads(path.read_text(encoding="utf-8")).get("packages", {})
-    named = [
-        f"{name} {packages[name]}"
-        for name in ("torch", "diffusers", "transformers", "peft")
-        if name in packages
-    ]
-    return f" {packages.get('flowgrpo-rc', '')} ({', '.join(named)})"
+    with blaming(path):
+        packages = read_mapping(path).get("packages", {})
+        named = [
+            f"{name} {packages[name]}"
+            for name in ("torch", "diffusers", "transformers", "peft")
+            if name in packages
+        ]
+        return f" {packages.get('flowgrpo-rc', '')} ({', '.join(named)})"
 
 
 def _reward(rows: Sequence[Row], config: Config, step: int, *, averaged: bool) -> str:

@@ -5,6 +5,7 @@ It has the names and the shapes of all layers and takes no memory.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -14,9 +15,11 @@ from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
 from transformers import PreTrainedModel
 
 from flowgrpo_rc.models.base import DTYPES, FlowModel, adapter_of
-from flowgrpo_rc.models.config import ModelConfig
+from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
+from flowgrpo_rc.reading import blaming
 
 META = torch.device("meta")
+_MOST_LAYERS = 1000  # ten times those of the largest models
 
 
 def build_architecture(config: ModelConfig) -> FlowModel:
@@ -39,7 +42,8 @@ def build_architecture(config: ModelConfig) -> FlowModel:
         for name, value in index.items()
         if not name.startswith("_")
     }
-    return adapter(getattr(diffusers, adapter.pipeline_class)(**components), META)
+    with blaming(f"model.path={config.path}: {INDEX_FILES['diffusion']}"):
+        return adapter(getattr(diffusers, adapter.pipeline_class)(**components), META)
 
 
 def _component(config: ModelConfig, name: str, library: str | None, class_name: str | None) -> Any:
@@ -53,20 +57,35 @@ def _component(config: ModelConfig, name: str, library: str | None, class_name: 
             f"model.path={config.path}: its {name} is a {class_name}, which this installation's "
             f"{library} does not have"
         ) from error
+    if not isinstance(cls, type):
+        raise ValueError(f"model.path={config.path}: its {name} is {class_name}, which is no class")
+    with blaming(f"model.path={config.path}: the settings of its {name}"):
+        return _built(config, name, cls)
+
+
+def _built(config: ModelConfig, name: str, cls: Any) -> Any:
     dtype = torch.float32 if name == "vae" else DTYPES[config.dtype]
-    try:
-        if issubclass(cls, PreTrainedModel):
-            settings = cls.config_class.from_pretrained(config.path, subfolder=name)
-            with META:
-                return cls(settings).to(dtype)
-        if issubclass(cls, ModelMixin):
-            settings = cls.load_config(config.path, subfolder=name)
-            with META:
-                return cls.from_config(settings).to(dtype)
-        if issubclass(cls, SchedulerMixin):
-            return cls.from_config(cls.load_config(config.path, subfolder=name))
-    except OSError as error:
-        raise ValueError(
-            f"model.path={config.path}: the settings of its {name} cannot be read: {error}"
-        ) from error
+    if issubclass(cls, PreTrainedModel):
+        settings = cls.config_class.from_pretrained(config.path, subfolder=name)
+        _check_layers(f"{name}/config.json", settings.to_dict())
+        with META:
+            return cls(settings).to(dtype)
+    if issubclass(cls, ModelMixin):
+        settings = cls.load_config(config.path, subfolder=name)
+        _check_layers(f"{name}/config.json", settings)
+        with META:
+            return cls.from_config(settings).to(dtype)
+    if issubclass(cls, SchedulerMixin):
+        return cls.from_config(cls.load_config(config.path, subfolder=name))
     return None
+
+
+def _check_layers(file: str, settings: Mapping[Any, Any]) -> None:
+    """Raises ValueError if a model would have so many layers that their mere names fill memory."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            _check_layers(file, value)
+        counts = value if isinstance(value, list | tuple) else [value]
+        is_count = "layers" in str(key) or key == "depth"
+        if is_count and any(isinstance(n, int) and n > _MOST_LAYERS for n in counts):
+            raise ValueError(f"{file} has {key}={value}, and at most {_MOST_LAYERS} are allowed")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import json
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -29,6 +28,7 @@ from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
 from flowgrpo_rc.models.hub import model_file
 from flowgrpo_rc.models.sharing import Shared
 from flowgrpo_rc.plugins import load_class
+from flowgrpo_rc.reading import read_mapping
 
 DTYPES = {
     "fp64": torch.float64,
@@ -389,12 +389,17 @@ def _path(config: ModelConfig) -> str:
 def _read_index(config: ModelConfig) -> dict[str, Any]:
     """Returns the content of model_index.json; ValueError if it names code of its own."""
     try:
-        index = dict(json.loads(model_file(config.path, INDEX_FILES["diffusion"]).read_text()))
+        index = read_mapping(model_file(config.path, INDEX_FILES["diffusion"]))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"model.path={config.path}: cannot be read as a diffusers pipeline: {error}"
         ) from error
     for name, value in index.items():
+        if not (name.startswith("_") or _is_component(value) or _is_setting(value)):
+            raise ValueError(
+                f"model.path={config.path}: its {name} is {value}, which is neither a library and "
+                f"a class, nor a setting, in {INDEX_FILES['diffusion']}"
+            )
         match value:
             case [str() as library, *_] if library not in _LIBRARIES:
                 raise ValueError(
@@ -402,3 +407,14 @@ def _read_index(config: ModelConfig) -> dict[str, Any]:
                     f"{' and '.join(_LIBRARIES)} are loaded: code of a model is never run"
                 )
     return index
+
+
+def _is_component(value: Any) -> bool:
+    """Returns whether a value of model_index.json names a class, or says that there is none."""
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    return value == _ABSENT or all(isinstance(word, str) for word in value)
+
+
+def _is_setting(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float)

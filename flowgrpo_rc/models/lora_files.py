@@ -6,15 +6,17 @@ of peft (`peft_files`). `flowgrpo_rc.export` writes them.
 
 from __future__ import annotations
 
-import json
+import math
 from pathlib import Path
 
+import torch
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.peft_files import CONFIG_NAME, TENSORS_NAME
+from flowgrpo_rc.reading import blaming, parse_mapping, read_mapping
 
 # The LoRA's name in the parameters of a network, `....lora_A.default.weight`. Files leave it out.
 ADAPTER = "default"
@@ -39,17 +41,20 @@ def load_export(network: nn.Module, config: ModelConfig) -> None:
       config: the model; `lora_path` is the file, or the folder that holds it.
 
     Raises:
-      ValueError: there is no such file, or it does not fit. The message names the first difference.
+      ValueError: there is no such file, it is damaged, a tensor is not finite, or it does not fit.
+        The message names the first difference.
     """
     name = EXPORT_NAMES[config.kind]
     path = Path(config.lora_path or "").expanduser()
     path = path / name if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"model.lora_path={config.lora_path}: there is no {name}")
-    with safe_open(path, framework="pt") as file:
-        described = (file.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY, "{}")
-        stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
-    scale = _peft_scale(path, config) if config.kind == "causal_lm" else _diffusers_scale(described)
+    with blaming(f"model.lora_path={config.lora_path}"):
+        stored, described = _read(path)
+        is_text = config.kind == "causal_lm"
+        scale = _peft_scale(path, config) if is_text else _diffusers_scale(described)
+        if not math.isfinite(scale):
+            raise ValueError(f"alpha / rank is {scale}")
     # Networks scale by alpha / rank of the configuration, so B takes up the difference.
     factor = scale / (config.lora_alpha / config.lora_rank)
     expected = {
@@ -71,6 +76,18 @@ def load_export(network: nn.Module, config: ModelConfig) -> None:
         parameter.data.copy_(value * factor if ".lora_B." in key else value)
 
 
+def _read(path: Path) -> tuple[dict[str, Tensor], str]:
+    """Returns the tensors of a file, which must be finite, and diffusers' description of them."""
+    # Also where a network without weights is built, the file's tensors have values.
+    with torch.device("cpu"), safe_open(path, framework="pt") as file:
+        described = (file.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY, "{}")
+        stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+    for key, tensor in stored.items():
+        if not tensor.float().isfinite().all():
+            raise ValueError(f"{key} holds numbers that are not finite")
+    return stored, described
+
+
 def file_key(name: str, config: ModelConfig) -> str:
     """Returns the name of a parameter in the file.
 
@@ -86,8 +103,10 @@ def file_key(name: str, config: ModelConfig) -> str:
 
 def _diffusers_scale(metadata: str) -> float:
     """alpha / rank of the file's metadata; 1 without metadata, as diffusers reads such a file."""
-    described = json.loads(metadata)
-    return described["transformer.lora_alpha"] / described["transformer.r"] if described else 1.0
+    described = parse_mapping(metadata)
+    if not described:
+        return 1.0
+    return float(described["transformer.lora_alpha"] / described["transformer.r"])
 
 
 def _peft_scale(path: Path, config: ModelConfig) -> float:
@@ -97,7 +116,7 @@ def _peft_scale(path: Path, config: ModelConfig) -> float:
         raise ValueError(
             f"model.lora_path={config.lora_path}: there is no {CONFIG_NAME} beside {path.name}"
         )
-    described = json.loads(file.read_text(encoding="utf-8"))
+    described = read_mapping(file)
     unknown = [name for name in _UNKNOWN_TO_US if described.get(name)]
     if unknown:
         raise ValueError(

@@ -124,7 +124,7 @@ class MismatchMonitor:
         if self._expected is None:
             return {}
         found = self._expected.tensors()
-        if self._unreported is not None and self._unreported.any():
+        if self._unreported is not None:
             found["unreported"] = self._unreported
         return found
 
@@ -142,7 +142,8 @@ class MismatchMonitor:
         total, count = over(sums, expected.values(sums))
         enough = count >= expected.enough
         metrics.max("mismatch_over_expected", total / count, enough)
-        self._unreported = torch.where(enough, torch.zeros_like(sums), sums)
+        if expected.enough > 1:
+            self._unreported = torch.where(enough, torch.zeros_like(sums), sums)
 
     def _by_cell(self, difference: Tensor, known: Tensor, batch: Batch) -> Tensor:
         num_cells = len(self._cell_names(batch))

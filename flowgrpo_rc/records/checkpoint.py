@@ -23,6 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from flowgrpo_rc.reading import read_mapping
+
 PARTIAL = ".partial_"  # how the folder of a checkpoint that is not complete starts
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
@@ -72,9 +74,15 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
       keep: how many checkpoints to keep, this one included.
 
     Raises:
-      CheckpointError: the disk refuses.
+      CheckpointError: the disk refuses, or weights, moments or averages are not finite.
     """
     final = folder / f"step_{checkpoint.step}"
+    weights = {s: group for s, group in checkpoint.tensors.items() if s.startswith(_FINITE)}
+    if broken := not_finite(weights):
+        raise CheckpointError(
+            f"step {checkpoint.step} is not saved: {len(broken)} tensors are not finite, the first "
+            f"is {broken[0]}"
+        )
     partial = folder / f"{PARTIAL}{final.name}"
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -155,6 +163,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
             raise _damaged(path, f"{name} is missing")
         if _sha256(file) != digest:
             raise _damaged(path, f"{name} is damaged: its SHA-256 is not the one in {_MANIFEST}")
+    if _STATE not in manifest:
+        raise _damaged(path, f"{_MANIFEST} does not list {_STATE}")
     state = _read_json(path, _STATE)
     if state.pop("step", None) != _step_of(path):
         raise _damaged(path, f"{_STATE} is of another step")
@@ -222,12 +232,9 @@ def _step_of(path: Path) -> int:
 def _read_json(path: Path, name: str) -> dict[str, Any]:
     """Returns the mapping in a file of a checkpoint."""
     try:
-        found = json.loads((path / name).read_text())
+        return read_mapping(path / name)
     except (FileNotFoundError, ValueError) as error:
         raise _damaged(path, f"{name} is missing or damaged ({error})") from error
-    if not isinstance(found, dict):
-        raise _damaged(path, f"{name} holds no mapping")
-    return found
 
 
 def _tensors(path: Path, stem: str) -> dict[str, Tensor]:
@@ -243,7 +250,7 @@ def _tensors(path: Path, stem: str) -> dict[str, Tensor]:
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path}: {what}; delete {path} to go on from the checkpoint before it")
+    return CheckpointError(f"{path}: {what}")
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""What is needed to look into an update that has failed."""
+"""Writes down what helps to look into an update that has failed."""
 
 from __future__ import annotations
 

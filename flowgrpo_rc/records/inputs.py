@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.files import write_atomic
+from flowgrpo_rc.reading import read_mapping
 
 T = TypeVar("T")
 LARGE = 64 * 2**20  # bytes; a larger file is read in places
@@ -20,7 +21,7 @@ _SUFFIXES = (".json", _WEIGHTS, ".txt", ".model")  # of a model's folder
 
 
 class Input(NamedTuple):
-    """What a run reads.
+    """Holds where something is that a run reads, and a digest of it.
 
     Attributes:
       path: where it is, for messages.
@@ -77,14 +78,16 @@ def file_input(path: Path) -> Input:
     return Input(str(path), found.hexdigest())
 
 
-def write_inputs(path: Path, inputs: Mapping[str, Input]) -> None:
-    """Writes the digests of inputs, and keeps those that the file holds of others.
+def write_inputs(path: Path, inputs: Mapping[str, Input], *, keep: bool = True) -> None:
+    """Writes the digests of inputs.
 
     Args:
       path: the file to write.
       inputs: by name.
+      keep: keep those that the file holds of others.
     """
-    digests = _read(path) | {name: found.digest for name, found in inputs.items()}
+    digests = _read(path) if keep else {}
+    digests |= {name: found.digest for name, found in inputs.items()}
     write_atomic(path, json.dumps(digests, indent=1, sort_keys=True).encode())
 
 
@@ -94,7 +97,7 @@ def changed_inputs(path: Path, inputs: Mapping[str, Input]) -> list[str]:
     Args:
       path: what `write_inputs` wrote; a run of an older version has none, and nothing is compared.
       inputs: by name. One that only one side has is left out: more of a model may have been
-        fetched, or it is still to be fetched. Only weights may not go while others are there.
+        fetched, or it is still to be fetched. Only, all weights of a folder may not become others.
     """
     stored = _read(path)
     changed = [
@@ -102,11 +105,10 @@ def changed_inputs(path: Path, inputs: Mapping[str, Input]) -> list[str]:
         for name, found in inputs.items()
         if name in stored and found.digest != stored[name]
     ]
-    folders = {_folder(name) for name in inputs if name.endswith(_WEIGHTS)}
     gone = [
-        f"{name}: the run began with it, and it is gone"
-        for name in stored
-        if name.endswith(_WEIGHTS) and name not in inputs and _folder(name) in folders
+        f"{folder}: the weights that the run began with are gone, and others are there"
+        for folder in sorted({_folder(name) for name in stored if name.endswith(_WEIGHTS)})
+        if (here := _weights_in(folder, inputs)) and here.isdisjoint(stored)
     ]
     return changed + gone
 
@@ -130,10 +132,13 @@ def of_setting(key: str, named: Mapping[str, T]) -> dict[str, T]:
     }
 
 
+def _weights_in(folder: str, names: Iterable[str]) -> set[str]:
+    return {name for name in names if name.endswith(_WEIGHTS) and _folder(name) == folder}
+
+
 def _folder(name: str) -> str:
     return name.rpartition("/")[0]
 
 
 def _read(path: Path) -> dict[str, str]:
-    found: dict[str, str] = json.loads(path.read_text()) if path.is_file() else {}
-    return found
+    return read_mapping(path) if path.is_file() else {}

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from flowgrpo_rc.files import write_atomic
+from flowgrpo_rc.reading import parse_mapping
+
+LAST_STEP = 10**6  # the pages keep a column for each step up to the last
 
 
 class MetricsFile:
@@ -45,6 +49,24 @@ class MetricsFile:
           ValueError: a line before the last one is damaged.
         """
         return [row for row, _ in self._lines()]
+
+    def numbers(self) -> list[dict[str, Any]]:
+        """Returns all rows of a file whose values are numbers or null.
+
+        Raises:
+          ValueError: a line is damaged, a value is no finite number, or a step is out of range.
+        """
+        rows = self.rows()
+        for row in rows:
+            if not 0 <= row["step"] <= LAST_STEP:
+                raise ValueError(f"{self.path} is damaged: a step is not in 0 to {LAST_STEP}")
+            wrong = [name for name, value in row.items() if not _is_number(value)]
+            if wrong:
+                raise ValueError(
+                    f"{self.path} is damaged: {wrong[0]} of step {row['step']} is neither a finite "
+                    "number nor null"
+                )
+        return rows
 
     def missing(self, last: int) -> list[int]:
         """Returns the steps from 1 to `last` that have no row."""
@@ -90,10 +112,15 @@ class MetricsFile:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
+        row = parse_mapping(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    return row if isinstance(row.get("step"), int) else None
+
+
+def _is_number(value: Any) -> bool:
+    # An integer may be beyond every float, and 1e999 is infinite.
+    return value is None or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)
 
 
 def _as_json(

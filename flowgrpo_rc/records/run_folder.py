@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import importlib.metadata
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -110,7 +111,8 @@ class RunFolder:
           ValueError: another run holds it.
         """
         self.root.mkdir(parents=True, exist_ok=True)
-        with (self.root / ".lock").open("w") as file:
+        lock = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        with os.fdopen(lock) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -177,7 +179,7 @@ class RunFolder:
         config: Mapping[str, Any],
         inputs: Mapping[str, Input],
         *,
-        accept_inputs: bool,
+        accept_inputs: bool = False,
     ) -> None:
         """Checks that `config` trains what `stored` has trained, whatever the number of steps.
 
@@ -233,10 +235,13 @@ class RunFolder:
     def sweep(self) -> None:
         """Deletes temporary files that a killed process has left; call it under the lock."""
         for path in self.root.rglob(".*"):
-            if path.name.endswith(TEMPORARY) and path.is_file():
+            if path.name.endswith(TEMPORARY) and (path.is_file() or path.is_symlink()):
                 path.unlink()
         for path in self.checkpoints.glob(f"{PARTIAL}*"):
-            shutil.rmtree(path)
+            if path.is_symlink():
+                path.unlink()
+            else:
+                shutil.rmtree(path)
 
 
 def check_writable(root: Path, *, needed_bytes: int) -> None:

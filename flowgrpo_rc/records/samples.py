@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.files import write_atomic
+from flowgrpo_rc.reading import blaming, parse_mapping
 
 THUMBNAIL = 128  # pixels of its longer side
 _MIN_SIDE = 128
@@ -106,16 +107,27 @@ def read_grid(path: Path) -> list[Tile]:
     """Returns the images of a file of `save_grid`.
 
     Empty if the file does not say where they are, as those of older versions.
+
+    Raises:
+      ValueError: the file is damaged or has too many pixels, or no such images are in it.
     """
-    with Image.open(path) as grid:
-        grid.load()
-    if _TILES not in grid.info:
-        return []
-    found = json.loads(grid.info[_TILES])
+    with blaming(path):
+        with Image.open(path) as grid:
+            grid.load()
+        return _tiles(grid, parse_mapping(grid.info[_TILES])) if _TILES in grid.info else []
+
+
+def _tiles(grid: Image.Image, found: Mapping[str, Any]) -> list[Tile]:
     width, height = found["size"]
+    columns = found["columns"]
+    captions = found["captions"]
+    if not (width > 0 and 0 < columns * (width + _GAP) < grid.width):
+        raise ValueError(f"it has no {columns} columns of images of {width} pixels")
+    if not (height > 0 and -(-len(captions) // columns) * height < grid.height):
+        raise ValueError(f"it has no {len(captions)} images of {height} pixels")
     tiles = []
-    for position, caption in enumerate(found["captions"]):
-        row, column = divmod(position, found["columns"])
+    for position, caption in enumerate(captions):
+        row, column = divmod(position, columns)
         left = _GAP + column * (width + _GAP)
         top = _GAP + row * (height + _CAPTION_HEIGHT + _GAP)
         subject, _, score = caption.rpartition(" ")

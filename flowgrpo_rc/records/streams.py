@@ -36,10 +36,13 @@ class _Outlet(io.FileIO):
     """A file that drops what the system refuses to take."""
 
     def write(self, content: Any) -> int:
+        taken: int | None
         try:
-            return super().write(content)
+            taken = super().write(content)
         except OSError:
-            return memoryview(content).nbytes
+            taken = None
+        # None, too, from a pipe that is full and would not wait.
+        return memoryview(content).nbytes if taken is None else taken
 
 
 def _lasting(number: int, stream: TextIO | None) -> TextIO:

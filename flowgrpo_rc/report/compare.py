@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flowgrpo_rc.files import write_atomic
+from flowgrpo_rc.reading import blaming
 from flowgrpo_rc.report import html
 from flowgrpo_rc.report import sections as files
 from flowgrpo_rc.report.charts import Chart, Series, draw, gallery, shown, smoothed, smoothing
@@ -116,10 +117,10 @@ def _read(folders: Sequence[Path]) -> list[ComparedRun]:
         if len(set(titles)) < len(titles):
             titles = ["/".join(folder.resolve().parts[-depth:]) for folder in folders]
     settings = [dict(files.flat(config)) for config in configs]
-    found = [
-        facts(config, files.environment(folder), own)
-        for folder, config, own in zip(folders, configs, rows, strict=True)
-    ]
+    found = []
+    for folder, config, own in zip(folders, configs, rows, strict=True):
+        with blaming(f"{folder}: config.yaml or environment.json"):
+            found.append(facts(config, files.environment(folder), own))
     return [
         ComparedRun(*columns)
         for columns in zip(titles, folders, rows, settings, found, strict=True)

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from flowgrpo_rc.monitoring.health import FAULT, MOST_CLIPPED
-from flowgrpo_rc.monitoring.histograms import bin_edges
-from flowgrpo_rc.records.metrics_file import MetricsFile
+from flowgrpo_rc.monitoring.histograms import LAST, bin_edges
+from flowgrpo_rc.reading import blaming
+from flowgrpo_rc.records.metrics_file import LAST_STEP, MetricsFile
 from flowgrpo_rc.report import html
 from flowgrpo_rc.report.axes import linear_axis, tick_labels
 from flowgrpo_rc.report.charts import Chart, Series, draw, gallery
@@ -182,18 +183,30 @@ def _by_timestep(row: Row) -> dict[int, float]:
 
 def histograms(run_dir: Path, rows: Sequence[Row]) -> str:
     """Draws the histograms of log-ratios and weights, step by step."""
-    found = MetricsFile(run_dir / "histograms.jsonl").rows()
+    file = MetricsFile(run_dir / "histograms.jsonl")
+    with blaming(file.path):
+        found = {name: _counts(file.rows(), name) for name in _HISTOGRAMS}
     _, band = clip_band(rows)
     charts = []
     for name, (title, note) in _HISTOGRAMS.items():
-        counts = {
-            row["step"]: {int(bin): count for bin, count in row[name].items()}
-            for row in found
-            if row.get(name)
-        }
+        counts = found[name]
         if counts:
             charts.append(_histogram(title, note, counts, band if name == "log_ratio" else ()))
     return html.pair(charts) if charts else html.empty("The run has counted none.")
+
+
+def _counts(rows: Sequence[Row], name: str) -> dict[int, dict[int, int]]:
+    """Returns the counts of a histogram by step and bin; ValueError if there are no such bins."""
+    counts = {
+        row["step"]: {int(bin): int(count) for bin, count in row[name].items()}
+        for row in rows
+        if row.get(name)
+    }
+    if any(not 0 <= step <= LAST_STEP for step in counts):
+        raise ValueError(f"a step is not in 0 to {LAST_STEP}")
+    if any(abs(bin) > LAST or count < 1 for here in counts.values() for bin, count in here.items()):
+        raise ValueError(f"{name} has a bin beyond {LAST}, or an empty one")
+    return counts
 
 
 def _histogram(

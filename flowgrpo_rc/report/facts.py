@@ -26,10 +26,10 @@ def facts(
       environment: content of environment.json.
       rows: the rows of metrics.jsonl.
     """
-    seed = _get(config, "trainer.seed")
+    seed = setting(config, "trainer.seed")
     lines = [
-        (None, "Model", _last_name(_get(config, "model.path"))),
-        ("reward", "Reward", _rewards(_get(config, "reward.terms"))),
+        (None, "Model", _last_name(setting(config, "model.path"))),
+        ("reward", "Reward", _rewards(setting(config, "reward.terms"))),
         ("mode", "Mode", _mode(rows)),
         ("clip", "Loss and clip", _loss(config)),
         ("centered", "Log-ratio", _centered(config)),
@@ -45,6 +45,14 @@ def facts(
     return [line for line in lines if line[2]]
 
 
+def setting(tree: Mapping[str, Any], name: str) -> Any:
+    """Returns the value behind a dotted name; None if there is none."""
+    value: Any = tree
+    for key in name.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
 def broken_band(config: Mapping[str, Any], criterion: str) -> str:
     """Returns the `auto` threshold of a criterion as it was set; empty if it has none.
 
@@ -52,21 +60,13 @@ def broken_band(config: Mapping[str, Any], criterion: str) -> str:
       config: content of config.yaml.
       criterion: a name in `rollout_rs`.
     """
-    correction = _get(config, "algorithm.rollout_correction") or {}
+    correction = setting(config, "algorithm.rollout_correction") or {}
     criteria = _split(correction.get("rollout_rs"))
     thresholds = _split(correction.get("rollout_rs_threshold"))
     if len(thresholds) == 1:
         thresholds *= len(criteria)
     found = dict(zip(criteria, thresholds, strict=False)).get(criterion, "")
     return found if found.startswith("auto:") else ""
-
-
-def _get(tree: Mapping[str, Any], name: str) -> Any:
-    """Returns the value behind a dotted name; None if there is none."""
-    value: Any = tree
-    for key in name.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
 
 
 def _split(value: Any) -> list[str]:
@@ -99,11 +99,11 @@ def _mode(rows: Sequence[Row]) -> str:
 
 
 def _loss(config: Mapping[str, Any]) -> str:
-    if _get(config, "model.kind") == "causal_lm":
-        loss = _get(config, "actor.token_loss") or {}
+    if setting(config, "model.kind") == "causal_lm":
+        loss = setting(config, "actor.token_loss") or {}
         bounds = [loss.get("clip_ratio_low"), loss.get("clip_ratio_high")]
     else:
-        loss = _get(config, "actor.diffusion_loss") or {}
+        loss = setting(config, "actor.diffusion_loss") or {}
         bounds = [loss.get("clip_ratio")]
     sizes = dict.fromkeys(str(bound) for bound in bounds if bound is not None)
     clip = " below, ".join(sizes) + (" above" if len(sizes) > 1 else "")
@@ -111,12 +111,12 @@ def _loss(config: Mapping[str, Any]) -> str:
 
 
 def _centered(config: Mapping[str, Any]) -> str:
-    centered = _get(config, "algorithm.rollout_correction.centered")
+    centered = setting(config, "algorithm.rollout_correction.centered")
     return "centered" if centered else ""
 
 
 def _rejection(config: Mapping[str, Any]) -> str:
-    correction = _get(config, "algorithm.rollout_correction") or {}
+    correction = setting(config, "algorithm.rollout_correction") or {}
     criteria = ", ".join(_split(correction.get("rollout_rs")))
     threshold = ", ".join(_split(correction.get("rollout_rs_threshold")))
     found = [f"{criteria} {threshold}".strip()] if criteria else []
@@ -125,7 +125,7 @@ def _rejection(config: Mapping[str, Any]) -> str:
 
 
 def _weights(config: Mapping[str, Any]) -> str:
-    correction = _get(config, "algorithm.rollout_correction") or {}
+    correction = setting(config, "algorithm.rollout_correction") or {}
     if not correction.get("rollout_is"):
         return ""
     parts = (correction["rollout_is"], correction.get("rollout_is_mode") or "")
@@ -134,20 +134,20 @@ def _weights(config: Mapping[str, Any]) -> str:
 
 
 def _precision(config: Mapping[str, Any]) -> str:
-    rollout = _get(config, "rollout.dtype")
-    training = _get(config, "model.dtype")
-    quantization = _get(config, "rollout.quantization")
+    rollout = setting(config, "rollout.dtype")
+    training = setting(config, "model.dtype")
+    quantization = setting(config, "rollout.quantization")
     if rollout is None or training is None:
         return ""
     sampled = f"{rollout} with {quantization}" if quantization else str(rollout)
-    mixed = _get(config, "trainer.mixed_precision")
+    mixed = setting(config, "trainer.mixed_precision")
     trained = f"{training} with {mixed}" if mixed not in (None, "no", False) else str(training)
     return f"rollout {sampled}, training {trained}"
 
 
 def _lora(config: Mapping[str, Any]) -> str:
-    rank = _get(config, "model.lora_rank")
-    return f"rank {rank}, alpha {_get(config, 'model.lora_alpha')}" if rank else ""
+    rank = setting(config, "model.lora_rank")
+    return f"rank {rank}, alpha {setting(config, 'model.lora_alpha')}" if rank else ""
 
 
 def _time(stamp: str | None) -> str:

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flowgrpo_rc.files import write_atomic
+from flowgrpo_rc.reading import blaming
 from flowgrpo_rc.report import correction, html
 from flowgrpo_rc.report import sections as files
 from flowgrpo_rc.report.charts import Chart, Series, draw, gallery, smoothed, smoothing
-from flowgrpo_rc.report.facts import facts
+from flowgrpo_rc.report.facts import facts, setting
 from flowgrpo_rc.report.series import Row, change, distinct, ends, phases, points_of, series_of
 from flowgrpo_rc.report.words import documentation_site, explained
 
@@ -43,7 +44,7 @@ def write_report(run_dir: Path) -> Path:
     """Writes `report.html` into a run's folder, finished or not, and returns its path.
 
     Raises:
-      ValueError: the folder holds no metrics.jsonl.
+      ValueError: the folder holds no metrics.jsonl, or a file is damaged.
     """
     rows = files.metrics(run_dir)
     config = files.config(run_dir)
@@ -64,10 +65,10 @@ def write_report(run_dir: Path) -> Path:
         html.section("environment", "Environment", files.environment_table(environment)),
         html.section("checkpoints", "Checkpoints and weights", files.checkpoints(run_dir)),
     ]
-    trainer = config.get("trainer", {})
     title = files.title(run_dir, config)
-    header = html.header(title, *_outcome(rows, trainer.get("total_training_steps")))
-    header += html.facts(facts(config, environment, rows))
+    header = html.header(title, *_outcome(rows, setting(config, "trainer.total_training_steps")))
+    with blaming(f"{run_dir}: config.yaml or environment.json"):
+        header += html.facts(facts(config, environment, rows))
     words = explained([header, *sections], documentation_site())
     sections.append(html.section("words", "Words", words))
     page = html.page(title, header, sections)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,11 +16,12 @@ import yaml
 from PIL import Image
 
 from flowgrpo_rc.files import plain_yaml, redact
+from flowgrpo_rc.reading import blaming, parse_mapping, read_mapping
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.rejected import in_words, read_rejected
 from flowgrpo_rc.records.samples import read_grid
 from flowgrpo_rc.report import html
-from flowgrpo_rc.report.facts import broken_band
+from flowgrpo_rc.report.facts import broken_band, setting
 
 NO_WARNING = html.empty("None.")
 _MAX_REJECTED = 12
@@ -29,16 +29,16 @@ _MAX_TEXT = 1000  # characters of a prompt or a response
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Returns the rows of metrics.jsonl. ValueError if there is none."""
+    """Returns the rows of metrics.jsonl. ValueError if there is none, or it is damaged."""
     file = MetricsFile(run_dir / "metrics.jsonl")
     if not file.path.is_file():
         raise ValueError(f"{run_dir} is not the folder of a run: it has no metrics.jsonl")
-    return file.rows()
+    return file.numbers()
 
 
 def title(run_dir: Path, config: Mapping[str, Any]) -> str:
     """Returns the name of the experiment; without one, the name of the folder."""
-    return str(config.get("trainer", {}).get("experiment_name") or run_dir.resolve().name)
+    return str(setting(config, "trainer.experiment_name") or run_dir.resolve().name)
 
 
 def samples(run_dir: Path) -> str:
@@ -83,8 +83,9 @@ def pictures(grids: Sequence[tuple[str, Path]]) -> str:
 
 
 def _by_step(folder: Path, ending: str) -> list[Path]:
-    """Returns the first and the last `step_*` file, or the only one."""
-    paths = sorted(folder.glob(f"step_*.{ending}"))
+    """Returns the first and the last `step_N` file, or the only one."""
+    found = folder.glob(f"step_*.{ending}")
+    paths = sorted(path for path in found if re.fullmatch(r"step_\d+", path.stem))
     return paths if len(paths) < 2 else [paths[0], paths[-1]]
 
 
@@ -97,20 +98,23 @@ def _responses(paths: Sequence[Path]) -> str:
 
     Evaluations on different numbers of processes may show different prompts.
     """
-    columns = [{(row["prompt"], row["target"]): row for row in _rows(path)} for path in paths]
+    columns = [_by_prompt(path) for path in paths]
     captions = [name for path in paths for name in (_caption(path), "score")]
     shared = [prompt for prompt in columns[0] if all(prompt in column for column in columns)]
     rows = [
-        (*prompt, *(cell for column in columns for cell in _response(column[prompt])))
-        for prompt in shared
+        (*prompt, *(cell for column in columns for cell in column[prompt])) for prompt in shared
     ]
     return html.columns(
         ("prompt", "target", *captions), [[_shown(cell) for cell in row] for row in rows]
     )
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+def _by_prompt(path: Path) -> dict[tuple[str, str | None], tuple[str, str]]:
+    """Returns response and score by prompt and target."""
+    with blaming(path):
+        lines = path.read_text(encoding="utf-8").split("\n")
+        rows = [parse_mapping(line) for line in lines if line]
+        return {(row["prompt"], row["target"]): _response(row) for row in rows}
 
 
 def _response(row: Mapping[str, Any]) -> tuple[str, str]:
@@ -135,10 +139,12 @@ def _encoded(picture: Image.Image) -> str:
 
 def health(run_dir: Path) -> str:
     """Lists the health warnings."""
-    rows = MetricsFile(run_dir / "health.jsonl").rows()
+    file = MetricsFile(run_dir / "health.jsonl")
+    rows = file.rows()
     if not rows:
         return NO_WARNING
-    return html.warnings([(f"step {row['step']}", str(row["message"])) for row in rows])
+    with blaming(file.path):
+        return html.warnings([(f"step {row['step']}", str(row["message"])) for row in rows])
 
 
 def rejected(run_dir: Path, config: Mapping[str, Any]) -> str:
@@ -149,6 +155,11 @@ def rejected(run_dir: Path, config: Mapping[str, Any]) -> str:
       config: content of its config.yaml.
     """
     folder = run_dir / "rejected"
+    with blaming(folder):
+        return _rejected(folder, config)
+
+
+def _rejected(folder: Path, config: Mapping[str, Any]) -> str:
     rows = read_rejected(folder)
     if not rows:
         return html.empty("None.")
@@ -158,7 +169,8 @@ def rejected(run_dir: Path, config: Mapping[str, Any]) -> str:
         numbers = {"log-ratio": row["log_ratio"], "reward": row["reward"]}
         lines = [_reason(reason, config) for reason in row["reasons"]]
         lines += [f"{name} {value:.3g}" for name, value in numbers.items() if value is not None]
-        picture = _data_uri(folder / row["picture"]) if "picture" in row else None
+        # Only the name, so that no page shows a file from elsewhere.
+        picture = _data_uri(folder / Path(row["picture"]).name) if "picture" in row else None
         texts = [_shown(text) for text in (row["prompt"], row.get("text")) if text]
         cards.append(html.card(f"Step {row['step']}, {where}", picture, lines, texts))
     note = (
@@ -186,7 +198,8 @@ def config(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "config.yaml"
     if not path.is_file():
         return {}
-    return {str(key): value for key, value in redact(plain_yaml(path)).items()}
+    with blaming(path):
+        return {str(key): value for key, value in redact(plain_yaml(path)).items()}
 
 
 def config_text(config: Mapping[str, Any]) -> str:
@@ -199,11 +212,15 @@ def config_text(config: Mapping[str, Any]) -> str:
 
 
 def environment(run_dir: Path) -> dict[str, Any]:
-    """Returns the machine and the versions that the run had; {} if they are not recorded."""
+    """Returns the machine and the versions that the run had; {} if they are not recorded.
+
+    Raises:
+      ValueError: environment.json is damaged.
+    """
     path = run_dir / "environment.json"
     if not path.is_file():
         return {}
-    return dict(redact(json.loads(path.read_text(encoding="utf-8"))))
+    return dict(redact(read_mapping(path)))
 
 
 def environment_table(found: Mapping[str, Any]) -> str:

@@ -10,9 +10,13 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any
 
+FIRST = 3  # how much longer the first call may take
+
 
 class Caller:
     """Calls a function in one thread, one call at a time and none for longer than a limit.
+
+    The first call, in which a reward may fetch and load its model, has three times as long.
 
     Python cannot end a thread. A call that was given up goes on in it, and until it returns every
     further one fails at once. It is a daemon thread, for which the process does not wait at its
@@ -27,6 +31,7 @@ class Caller:
     def __init__(self, function: Callable[..., Any], timeout_s: float | None, *, name: str) -> None:
         self._function = function
         self._timeout_s = timeout_s
+        self._returned = False
         self._turn = Lock()  # held as long as somebody waits for a call
         self._calls: SimpleQueue[tuple[Future[Any], tuple[Any, ...]] | None] = SimpleQueue()
         self._given_up: Future[Any] | None = None
@@ -49,8 +54,12 @@ class Caller:
                 )
             answer: Future[Any] = Future()
             self._calls.put((answer, arguments))
-            wait([answer, self._closed], self._timeout_s, FIRST_COMPLETED)
+            limit_s = self._timeout_s
+            if limit_s is not None and not self._returned:
+                limit_s *= FIRST
+            wait([answer, self._closed], limit_s, FIRST_COMPLETED)
             if answer.done():
+                self._returned = True
                 return answer.result()
             if self._closed.done():
                 raise CancelledError

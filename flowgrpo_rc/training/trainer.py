@@ -224,13 +224,17 @@ class Trainer:
         components = self._components
         name = f"step_{self._step:06d}_process_{components.processes.rank}.json"
         bundle = components.folder.debug / name
-        write_bundle(bundle, self._step, batch, components.update.tensors())
+        try:
+            write_bundle(bundle, self._step, batch, components.update.tensors())
+            told = f"samples, seeds and norms are in {bundle}"
+        except OSError as refused:
+            told = f"samples, seeds and norms could not be written ({refused})"
         checkpoints = list_checkpoints(components.folder.checkpoints)
         newest = checkpoints[-1].name if checkpoints else "none"
         return type(error)(
             f"step {self._step}: {error}. Nothing of it was saved: the last good checkpoint is "
             f"{newest}, and the same command goes on from it. A lower actor.optim.lr or "
-            f"actor.optim.clip_grad may help; samples, seeds and norms are in {bundle}"
+            f"actor.optim.clip_grad may help; {told}"
         )
 
     def _note_decisions(self, collected: Collected, rewards: Rewards) -> None:

@@ -26,7 +26,6 @@ def of_rewards(terms: dict[str, object]) -> Config:
         {"large.clip": {"_target_": "clip", "path": "openai/clip-vit-large-patch14"}},
         {"clip": {"path": "/models/clip:1"}},
         {"dark": {"_target_": "function", "path": "given:dark"}},
-        {"remote": {"url": "http://127.0.0.1:8000", "token_env": None}},
     ],
 )
 def test_what_this_package_has_is_trusted(terms: dict[str, object]) -> None:

@@ -22,6 +22,16 @@ from flowgrpo_rc.distributed.stopping import SIGNALS, StopRequest
 Script = Callable[[str], tuple[str, ...]]
 
 
+@pytest.fixture(autouse=True)
+def _signals_are_heard() -> Iterator[None]:
+    """The background of a shell ignores SIGINT, nohup ignores SIGHUP, and children ignore both."""
+    heard = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in heard.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize(
     ("codes", "expected"),
     [((0, 0), 0), ((75, 75), 75), ((0, 75), 75), ((2, 2), 2), ((1, 0), 1), ((75, 3), 3)],
@@ -137,7 +147,6 @@ def test_a_signal_that_is_ignored_at_the_start_stays_ignored_under_nohup() -> No
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.usefixtures("_ctrl_c_is_heard")
 def test_a_second_signal_is_the_program_s_own_unless_it_shall_end_at_once() -> None:
     with StopRequest(None) as stop:
         os.kill(os.getpid(), signal.SIGINT)
@@ -170,15 +179,6 @@ time.sleep(300)
 """
 
 
-@pytest.fixture
-def _ctrl_c_is_heard() -> Iterator[None]:
-    """A process in the background of a shell ignores SIGINT, and so do its children."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("_ctrl_c_is_heard")
 @pytest.mark.parametrize(
     "signals", [(signal.SIGKILL,), (signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGINT)]
 )

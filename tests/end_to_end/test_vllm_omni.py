@@ -6,18 +6,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.engine_children import FAKE, HONEST, gone
 
-from flowgrpo_rc.models.base import FlowModel, ModelConfig
-from flowgrpo_rc.models.lora import add_lora, lora_parameters
+from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.rollout import vllm_omni_engine
-from flowgrpo_rc.rollout.engine import EngineError, EngineLost
+from flowgrpo_rc.rollout.engine import EngineError
 from flowgrpo_rc.rollout.vllm_omni.process import EngineProcess
-from flowgrpo_rc.rollout.vllm_omni_engine import VllmOmniEngine
 
 TRAINER = """
 import os, sys, time
@@ -57,26 +54,6 @@ def test_the_real_child_survives_a_request_that_fails():
     ):
         list(child.ask("sync", {}))
     child.close()
-
-
-@pytest.fixture
-def fake_engine(
-    script: Callable[[str], tuple[str, ...]],
-    model: FlowModel,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> Callable[[str], VllmOmniEngine]:
-    """Makes an engine whose child answers by the given code."""
-    (tmp_path / "vllm_omni").mkdir()
-    (tmp_path / "vllm_omni" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    network = add_lora(model, ModelConfig(lora_rank=4, lora_alpha=8), seed=0)
-
-    def make(answer: str) -> VllmOmniEngine:
-        monkeypatch.setattr(vllm_omni_engine, "COMMAND", script(FAKE.replace("ANSWER", answer)))
-        return VllmOmniEngine(model, network, dtype="bf16", chunk_size=2, timeout_s=60)
-
-    return make
 
 
 def test_the_command_line_reports_the_engine_and_fails(
@@ -121,32 +98,3 @@ def test_an_engine_with_other_weights_is_caught(fake_engine, model, answer, mess
     state = {name: p.detach() + 1 for name, p in lora_parameters(model.network).items()}
     with pytest.raises(EngineError, match=rf"does not hold the LoRA of {message}"):
         fake_engine(answer).sync_weights(state, 1)
-
-
-# A child that dies at its second LoRA; the file says how many children may still die.
-MORTAL = """
-    left = int(open(sys.argv[0] + ".left").read())
-    if count > 1 and left:
-        open(sys.argv[0] + ".left", "w").write(str(left - 1))
-        os._exit(3)
-    send(connection, "done", held, {})
-"""
-
-
-@pytest.mark.parametrize(("deaths", "ends"), [(3, False), (4, True)])
-def test_an_engine_that_dies_is_started_again_with_the_same_lora(
-    fake_engine, model, tmp_path, caplog, deaths, ends
-):
-    (tmp_path / "child.py.left").write_text(str(deaths))
-    engine = fake_engine(MORTAL.strip())
-    for version in range(1, 1 + deaths):
-        state = {name: p.detach() + version for name, p in lora_parameters(model.network).items()}
-        if ends and version == deaths:
-            with pytest.raises(EngineLost, match="while it worked on 'sync'"):
-                engine.sync_weights(state, version)
-        else:
-            engine.sync_weights(state, version)
-    engine.close()
-    told = [record.message for record in caplog.records]
-    assert len(told) == 3
-    assert "it is started again (engine_kwargs.max_restarts allows 2 more)" in told[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.faults import Trained, command, fault, final_state, words_of
+from support.faults import Trained, command, fault, final_state, replace_file, words_of
 
 FILES = (
     "lora.safetensors",
@@ -69,14 +68,6 @@ def test_all_damaged(finished: Path, small: list[str]) -> None:
 # --- Crafted: each file fits its manifest
 
 
-def rewrite(folder: Path, name: str, change: Callable[[Path], None]) -> None:
-    """Changes a file of a checkpoint and its sum in the manifest."""
-    change(folder / name)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest[name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-
-
 def tensors(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Any:
     return lambda path: save_file(change(load_file(path)), path)
 
@@ -130,7 +121,7 @@ CRAFTED = {
 def test_crafted(finished: Path, small: list[str], case: str) -> None:
     name, change = CRAFTED[case]
     shutil.rmtree(finished / "checkpoints" / "step_3")
-    rewrite(finished / "checkpoints" / "step_2", name, change)
+    replace_file(finished / "checkpoints" / "step_2", name, change)
     ended = command(*words_of(small))
     assert ended.code == 1, ended.output
     assert "Traceback" not in ended.output

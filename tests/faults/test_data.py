@@ -51,6 +51,7 @@ def refused(words: list[str], file: str) -> None:
     accepted = command(*words, "trainer.accept_changed_inputs=true")
     assert accepted.code == 0, accepted.output
     assert file in accepted.output
+    assert command(*words).code == 0  # it is the run's own now
 
 
 @fault("the training prompts change", "the command is refused and names the file")

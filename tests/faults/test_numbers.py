@@ -6,13 +6,24 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers.training_utils import EMAModel
-from support.faults import Harm, Trained, command, fault, final_state, has_nan, words_of
+from safetensors.torch import load_file, save_file
+from support.faults import (
+    Harm,
+    Trained,
+    command,
+    fault,
+    final_state,
+    has_nan,
+    replace_file,
+    words_of,
+)
 from support.runs import read_rows
 
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
@@ -105,22 +116,29 @@ def test_a_spoiled_state_is_not_saved(
     assert final_state(run) == whole.state
 
 
+@fault("a weight becomes NaN and the debug bundle cannot be written", "the line still says why")
+def test_a_bundle_that_is_refused(small: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "debug").touch()  # no folder
+    ended = command(*words_of(small), harm=nth_call(*STATE["a weight"]))
+    assert ended.code == 1, ended.output
+    assert "has left" in ended.output
+    assert "could not be written" in ended.output
+    assert "Traceback" not in ended.output
+
+
 @fault("a checkpoint of NaN weights", "it is passed over for the one before, and kept aside")
 def test_a_checkpoint_that_holds_nan_is_passed_over(finished: Path, small: list[str]) -> None:
-    from flowgrpo_rc.records.checkpoint import load_checkpoint, save_checkpoint
-
     folder = finished / "checkpoints"
-    newest = load_checkpoint(folder / "step_3")
-    tensors = {stem: dict(group) for stem, group in newest.tensors.items()}
-    before = {stem: dict(group) for stem, group in newest.tensors.items()}
-    name = next(iter(tensors["lora"]))
-    tensors["lora"][name] = torch.full_like(tensors["lora"][name], math.nan)
-    save_checkpoint(folder, replace(newest, tensors=tensors), keep=2)
+    before = load_file(folder / "step_3" / "lora.safetensors")
+    spoilt = {name: torch.full_like(tensor, math.nan) for name, tensor in before.items()}
+    replace_file(folder / "step_3", "lora.safetensors", partial(save_file, spoilt))
     ended = command(*words_of(small))
     assert ended.code == 0, ended.output
     assert "damaged_step_3" in ended.output
-    again = load_checkpoint(folder / "step_3").tensors
-    assert all(torch.equal(again["lora"][key], value) for key, value in before["lora"].items())
+    again = load_file(folder / "step_3" / "lora.safetensors")
+    assert all(torch.equal(again[name], tensor) for name, tensor in before.items())
 
 
 @fault("one update has a NaN gradient", "it is skipped and counted, and the run goes on")

@@ -23,6 +23,8 @@ class Odd(Reward):
 
     def __call__(self, samples, prompts):
         logging.getLogger("odd").warning("sent api_key=%s", self._options["key"])
+        if "piece" in self._options:
+            logging.getLogger("odd").warning(self._options["piece"] * 80_000)
         return Scores(values=[float(sample.mean()) for sample in samples])
 """
 ODD = "reward.terms.odd"
@@ -42,6 +44,14 @@ PLACES = {
     "user": f"{ODD}.user=postgres://me:{{}}@host/db",
     "form": f"{ODD}.form=hf_{{}}{'x' * 16}",
     "text": f"{ODD}.text='log in with password={{}} there'",
+    "joined": f"{ODD}.hftoken={{}}",
+    "cookie": f"{ODD}.cookie_text='Cookie: a=1; session={{}}'",
+    "digest": f"{ODD}.digest='Authorization: Digest user=me, response={{}}'",
+    "tuple": f"{ODD}.tuple=\"('api_key', '{{}}')\"",
+    "option": f"{ODD}.option='log in with --api-key {{}} there'",
+    "encoded": f"{ODD}.encoded='api_key%3D{{}}'",
+    "slash": f"{ODD}.slash=postgres://me:a/{{}}@host/db",
+    "pair": f"{ODD}.pair=[{{{{name: Authorization, value: {{}}}}}}]",
 }
 
 
@@ -123,3 +133,33 @@ def test_an_evaluation_asks_for_the_secrets(told: list[str], tmp_path: Path) -> 
     assert f"{ODD}.key" in ended.output
     ended = run(["eval", str(folder), "--trust", *(word for word in words if word.startswith(ODD))])
     assert ended.code == 0, ended.output
+
+
+@fault(
+    "a reward is called password, and a variable such as *_PASSWORD holds a common word",
+    "no setting is hidden",
+)
+def test_harmless_settings_stay(
+    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("odd_reward.py").write_text(ODD_REWARD)
+    monkeypatch.setenv("JUPYTER_PASSWORD", "workspace")
+    term = "reward.terms.password"
+    options = (f"{term}._target_=odd_reward.Odd", f"{term}.weight=2.0", f"{term}.note=workspace")
+    ended = run(words_of(small, *options, f"{term}.key={CANARY}"))
+    assert ended.code == 0, ended.output
+    assert leaks(tmp_path / "run") == []
+    stored = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    found = stored["reward"]["terms"]["password"]
+    assert found["weight"] == 2.0
+    assert found["note"] == "workspace"
+    assert found["key"] == "***"
+
+
+@fault("a reward logs a megabyte that looks like the start of a secret", "the run goes on at once")
+def test_a_long_message_does_not_hold_a_run_up(small: list[str]) -> None:
+    Path("odd_reward.py").write_text(ODD_REWARD)
+    options = (f"{ODD}._target_=odd_reward.Odd", f"{ODD}.key=a", f"{ODD}.piece=eyJaaaaaaaaa-")
+    ended = command(*words_of(small, *options), timeout=60)
+    assert ended.code == 0, ended.output[-2000:]
+    assert len(ended.output) > 1_000_000

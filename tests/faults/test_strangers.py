@@ -1,4 +1,4 @@
-"""What other people give away, models and runs, runs no code of theirs."""
+"""Models and runs that other people give away run no code of theirs."""
 
 from __future__ import annotations
 
@@ -319,3 +319,26 @@ def test_own_code_with_trust(given: Path) -> None:
     ended = forked(go_on)
     assert "holds a run with other settings" in ended.output
     assert "given:bright" in ended.output
+
+
+@fault("a run's folder holds links where temporary files would be", "the files behind them stay")
+@pytest.mark.parametrize("verb", ["report", "train"])
+def test_links_to_other_files(finished: Path, small: list[str], tmp_path: Path, verb: str) -> None:
+    precious = tmp_path / "precious.txt"
+    names = (".report.html.tmp", ".config.yaml.tmp", ".inputs.json.tmp", ".lock")
+    for name in names:
+        (finished / name).unlink(missing_ok=True)
+        (finished / name).symlink_to(precious)
+    precious.write_text("mine")
+    (finished / ".metrics.jsonl.tmp").symlink_to(tmp_path / "new.txt")
+    (finished / "checkpoints" / ".partial_step_9").symlink_to(tmp_path)
+    ended = command("report", str(finished)) if verb == "report" else command(*words_of(small))
+    assert "Traceback" not in ended.output
+    if verb == "train":
+        assert ended.code in (0, 1)
+        (finished / ".lock").unlink(missing_ok=True)
+        (finished / "checkpoints" / "step_3" / "state.json").unlink()
+        assert command(*words_of(small)).code == 0
+        assert not (finished / "config.yaml").is_symlink()
+    assert precious.read_text() == "mine"
+    assert not (tmp_path / "new.txt").exists()

@@ -1,7 +1,8 @@
-"""What only tells of a run never ends it: trackers, the console, pictures and histograms."""
+"""Trackers, the console, pictures and histograms only tell of a run, and never end it."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -114,7 +115,19 @@ def loses_its_terminal() -> None:
     at_first_picture(lambda: os.close(ours))
 
 
+def is_full() -> None:
+    """Puts a full pipe that does not wait in the place of both streams."""
+    _, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b" " * 4096)
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+
+
 GONE = {
+    "a full pipe that does not wait": is_full,
     "closed from the start": closes_streams,
     "pipes without a reader": loses_its_reader,
     "a terminal that closes": loses_its_terminal,

@@ -7,6 +7,8 @@ second. Nothing may train in the parent: a fork of threads is none.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
 import os
 import signal
@@ -61,7 +63,7 @@ def fault(harm: str, outcome: str) -> pytest.MarkDecorator:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a process ended.
+    """Tells how a process ended.
 
     Attributes:
       code: its exit code; minus the number of the signal that killed it.
@@ -264,6 +266,14 @@ def has_nan(run: Path) -> list[str]:
         tensors = {stem: load_file(path / f"{stem}.safetensors") for stem in stems}
         found += [f"{path.name}/{name}" for name in not_finite(tensors)]
     return found
+
+
+def replace_file(checkpoint: Path, name: str, change: Callable[[Path], None]) -> None:
+    """Changes a file of a checkpoint, and its sum in the manifest."""
+    change(checkpoint / name)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest[name] = hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
 def words_of(overrides: Sequence[str], *further: str) -> list[str]:
