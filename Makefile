@@ -22,7 +22,7 @@ $(OMNI_VENV)/.ready: pyproject.toml $(wildcard tests/support/*.sh tests/vllm_omn
 	PYTHON=$(PYTHON) bash tests/vllm_omni_real/install.sh $(OMNI_VENV)
 	touch $@
 
-.PHONY: install demo test test-fast test-faults docs reference test-docs vllm-omni test-vllm-omni lint check benchmark benchmark-correction benchmark-decoupled benchmark-staleness benchmark-time-to-reward
+.PHONY: install demo test test-fast test-faults docs reference test-docs vllm-omni test-vllm-omni lint check benchmark benchmark-correction benchmark-decoupled benchmark-workers benchmark-time-to-reward
 install: $(VENV)/.ready  ## everything into .venv
 
 demo: $(VENV)/.ready  ## train the bundled model on the OCR reward
@@ -66,8 +66,8 @@ benchmark-correction: $(VENV)/.ready  ## time, memory and host transfers of the 
 benchmark-decoupled: $(VENV)/.ready  ## time of a step in decoupled mode over that in bypass mode, with and without recompute
 	$(BIN)/python tests/benchmarks/benchmark_decoupled.py $(ARGS)
 
-benchmark-staleness: $(VENV)/.ready  ## time of a step that samples ahead over one that samples and trains by turns
-	$(BIN)/python tests/benchmarks/benchmark_staleness.py $(ARGS)
+benchmark-workers: $(VENV)/.ready  ## time of sampling with two workers over one, and of a step with a worker over one without
+	$(BIN)/python tests/benchmarks/benchmark_workers.py $(ARGS)
 
 benchmark-time-to-reward: $(VENV)/.ready  ## seconds of training to a held-out reward, for the arms of docs/performance.md; takes hours
 	PYTHONPATH=examples/studies $(BIN)/python tests/benchmarks/time_to_reward.py $(ARGS)

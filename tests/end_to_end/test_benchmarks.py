@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import benchmark_decoupled
-import benchmark_staleness
 import pytest
 import time_to_reward
 from cells import load
@@ -31,14 +30,12 @@ def test_the_benchmark_of_decoupled_mode_prints_its_ratios(
     assert found[0][1] == "1.000"
 
 
-def test_the_benchmark_of_staleness_prints_its_ratio(
-    overrides: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr(
-        sys, "argv", ["benchmark_staleness.py", "--rounds", "1", "--steps", "1", *overrides]
-    )
-    benchmark_staleness.main()
-    assert re.search(r"staleness 1: \d+\.\d+ s a step; ratio \d+\.\d+", capsys.readouterr().out)
+def test_the_benchmark_of_workers_prints_its_ratios(overrides: list[str], tmp_path: Path) -> None:
+    script = ROOT / "tests" / "benchmarks" / "benchmark_workers.py"
+    words = " ".join(["--rounds 1 --steps 1", *overrides])
+    done = run_shell(f"{sys.executable} {script} {words}", tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(re.findall(r"ratio \d+\.\d+\n", done.stdout)) == 3
 
 
 def test_the_benchmark_of_the_overhead_prints_its_ratio(tmp_path: Path) -> None:
