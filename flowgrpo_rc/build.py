@@ -61,6 +61,7 @@ from flowgrpo_rc.training.tasks.task import Task
 from flowgrpo_rc.training.tasks.text import TextTask
 from flowgrpo_rc.training.trainer import Components
 from flowgrpo_rc.training.update import PolicyUpdate
+from flowgrpo_rc.workers.start import PoolSettings, start_workers
 
 logger = logging.getLogger(__name__)
 
@@ -381,22 +382,15 @@ def make_engine(config: Config, task: Task) -> RolloutEngine[Any]:
 
 
 def make_workers(config: Config, processes: Processes) -> RolloutEngine[Any]:
-    """Starts the workers of `rollout.workers`, which all processes of the run share."""
-    from flowgrpo_rc.workers.cluster import Cluster, join, start_or_join
-
-    rollout = config.rollout
-    main = processes.is_main
-    told = ""
-    if main:
-        cluster = start_or_join(rollout.ray_address, rollout.workers * rollout.cpus_per_worker)
-        told = f"{cluster.address} {cluster.namespace}"
-    address, namespace = processes.text_of_main(told).split()
-    if not main:
-        join(Cluster(address=address, namespace=namespace))
-    # From here on Ray may be imported: it has been told where to listen.
-    from flowgrpo_rc.workers.engine import WorkersEngine
-    from flowgrpo_rc.workers.pool import PoolSettings
-
+    """Starts the workers of `rollout.workers`, each with an engine of its own."""
+    rollout, size = config.rollout, chunk_size(config)
+    chunks = -(-config.samples_per_step(processes.count) // size) * processes.count
+    if chunks < rollout.workers:
+        logger.warning(
+            "rollout.workers=%d, but a step has %d chunk(s) of rollout.micro_batch_size_per_gpu=%d "
+            "samples: a lower number lets more workers share a step",
+            *(rollout.workers, chunks, size),
+        )
     num_gpus = rollout.gpus_per_worker
     settings = PoolSettings(
         num_workers=rollout.workers,
@@ -405,18 +399,10 @@ def make_workers(config: Config, processes: Processes) -> RolloutEngine[Any]:
         timeout_s=rollout.worker_timeout_s,
         max_restarts=rollout.max_restarts,
         staleness=rollout.staleness,
+        chunk_size=size,
     )
-    if not main:
-        processes.wait()  # for the pool
-    engine = WorkersEngine(
-        partial(engine_alone, config) if main else None,
-        settings,
-        chunk_size=chunk_size(config),
-        device=processes.device,
-    )
-    if main:
-        processes.wait()
-    return engine
+    engine = partial(engine_alone, config)
+    return start_workers(engine, settings, processes, address=rollout.ray_address)
 
 
 def engine_alone(config: Config) -> RolloutEngine[Any]:

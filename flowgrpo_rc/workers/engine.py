@@ -23,7 +23,8 @@ from flowgrpo_rc.rollout.engine import (
     RolloutRequest,
 )
 from flowgrpo_rc.workers.arrays import to_arrays, to_tensors
-from flowgrpo_rc.workers.pool import PoolSettings, PoolStatus, WorkerPool
+from flowgrpo_rc.workers.pool import PoolStatus, WorkerPool
+from flowgrpo_rc.workers.start import PoolSettings
 from flowgrpo_rc.workers.worker import SampledChunk, package_versions
 
 logger = logging.getLogger(__name__)
@@ -44,8 +45,6 @@ class WorkersEngine(RolloutEngine[Any]):
         self,
         make_engine: Callable[[], RolloutEngine[Any]] | None,
         settings: PoolSettings,
-        *,
-        chunk_size: int,
         device: torch.device,
     ) -> None:
         """Starts the pool, or joins that of the first process.
@@ -53,14 +52,12 @@ class WorkersEngine(RolloutEngine[Any]):
         Args:
           make_engine: makes an engine in a worker; None in all processes but the first.
           settings: how many workers there are, and how long to wait for them.
-          chunk_size: samples of a chunk.
           device: where batches are wanted.
 
         Raises:
           EngineError: no worker starts.
         """
         self._settings = settings
-        self._chunk_size = chunk_size
         self._device = device
         self._version = 0
         self._owns = make_engine is not None
@@ -73,7 +70,7 @@ class WorkersEngine(RolloutEngine[Any]):
         boxed = [ray.put(request)]
         asked = [
             (rows, self._pool.sample.remote(boxed, rows, self._version))
-            for rows in request.chunks(self._chunk_size)
+            for rows in request.chunks(self._settings.chunk_size)
         ]
         return self._chunks(request, boxed, asked, self._version)
 

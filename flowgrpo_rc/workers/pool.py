@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from flowgrpo_rc.rollout.engine import EngineError, RolloutEngine
+from flowgrpo_rc.workers.start import PoolSettings
 from flowgrpo_rc.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -21,27 +22,6 @@ KEPT_VERSIONS = 2  # more than a run with staleness needs besides its newest
 
 class NoWorkers(EngineError):
     """No worker is left that could sample; the message says why the last one was lost."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PoolSettings:
-    """What a pool of workers is made of.
-
-    Attributes:
-      num_workers: how many there are.
-      num_cpus: cores that Ray sets aside for each; also its threads.
-      num_gpus: GPUs of each, or the share of one.
-      timeout_s: the longest time for a chunk; then the worker is taken to hang.
-      max_restarts: how often workers are started again, all together.
-      staleness: how many versions of the LoRA are in use besides the newest.
-    """
-
-    num_workers: int
-    num_cpus: int
-    num_gpus: float
-    timeout_s: float
-    max_restarts: int
-    staleness: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

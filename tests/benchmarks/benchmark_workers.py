@@ -5,7 +5,8 @@
 Each arm is a process of its own that trains the configuration (the bundled job without overrides):
 
 * `sampling` with 1 and with 2 workers: from the request of a step to its last chunk. Nothing is
-  trained, and the reward is one that takes no time to speak of.
+  trained, the reward is one that takes no time to speak of, and a step has eight chunks (in the
+  bundled job it is a single one).
 * `step` without workers, with one thread of torch and with two, and with one worker that samples
   the next step meanwhile (`rollout.staleness=1`), where the trainer and the worker have one thread
   each.
@@ -30,7 +31,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 WARM_UP = 2
-SCORED_AT_ONCE = ("reward.terms.ocr=null", "reward.terms.jpeg.weight=1.0")
+OF_SAMPLING = (
+    "reward.terms.ocr=null",
+    "reward.terms.jpeg.weight=1.0",
+    "rollout.micro_batch_size_per_gpu=12",
+)
 
 
 class Arm(NamedTuple):
@@ -92,7 +97,7 @@ def assembled(arm: Arm, steps: int, overrides: list[str]) -> Iterator[Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         settings = [
-            *(SCORED_AT_ONCE if arm.measured == "sampling" else ()),
+            *(OF_SAMPLING if arm.measured == "sampling" else ()),
             "trainer.num_processes=1",
             "trainer.logger=[]",
             # Sampling ahead goes on through the last step that is measured.

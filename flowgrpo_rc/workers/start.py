@@ -1,0 +1,70 @@
+"""Starts the workers of a run, before Ray is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.rollout.engine import RolloutEngine
+from flowgrpo_rc.workers.cluster import Cluster, join, start_or_join
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolSettings:
+    """What a pool of workers is made of.
+
+    Attributes:
+      num_workers: how many there are.
+      num_cpus: cores that Ray sets aside for each; also its threads.
+      num_gpus: GPUs of each, or the share of one.
+      timeout_s: the longest time for a chunk; then the worker is taken to hang.
+      max_restarts: how often workers are started again, all together.
+      staleness: how many versions of the LoRA are in use besides the newest.
+      chunk_size: samples of a chunk.
+    """
+
+    num_workers: int
+    num_cpus: int
+    num_gpus: float
+    timeout_s: float
+    max_restarts: int
+    staleness: int
+    chunk_size: int
+
+
+def start_workers(
+    make_engine: Callable[[], RolloutEngine[Any]],
+    settings: PoolSettings,
+    processes: Processes,
+    *,
+    address: str | None,
+) -> RolloutEngine[Any]:
+    """Starts workers that all processes of a run share.
+
+    Args:
+      make_engine: makes an engine in a worker.
+      settings: how many workers there are, and how long to wait for them.
+      processes: the processes of the run; each of them calls this.
+      address: of a running Ray cluster; None to start one on this machine.
+
+    Raises:
+      EngineError: the cluster cannot be reached, or no worker starts.
+    """
+    told = ""
+    if processes.is_main:
+        cluster = start_or_join(address, settings.num_workers * settings.num_cpus)
+        told = f"{cluster.address} {cluster.namespace}"
+    found, namespace = processes.text_of_main(told).split()
+    if not processes.is_main:
+        join(Cluster(address=found, namespace=namespace))
+    # From here on Ray may be imported: it has been told where to listen.
+    from flowgrpo_rc.workers.engine import WorkersEngine
+
+    if not processes.is_main:
+        processes.wait()  # for the pool
+        return WorkersEngine(None, settings, processes.device)
+    engine = WorkersEngine(make_engine, settings, processes.device)
+    processes.wait()
+    return engine
