@@ -55,10 +55,10 @@ def start_workers(
     told = ""
     if processes.is_main:
         cluster = start_or_join(address, settings.num_workers * settings.num_cpus)
-        told = f"{cluster.address} {cluster.namespace}"
-    found, namespace = processes.text_of_main(told).split()
+        told = f"{cluster.address} {cluster.namespace} {cluster.token}"
+    found, namespace, token = processes.text_of_main(told).split(" ")
     if not processes.is_main:
-        join(Cluster(address=found, namespace=namespace))
+        join(Cluster(address=found, namespace=namespace, token=token))
     # From here on Ray may be imported: it has been told where to listen.
     from flowgrpo_rc.workers.engine import WorkersEngine
 

@@ -29,6 +29,7 @@ from support.launching import (
     train_command,
     wait_for,
 )
+from support.ray import needs_ray
 from support.runs import WORDS, fingerprint, read_rows, without_timings
 
 from flowgrpo_rc.cli import main
@@ -186,6 +187,16 @@ def trained_by_torchrun(workplace: Path, strategy: str, mode: str) -> Path:
 )
 def test_two_processes_train_what_one_does(workplace: Path, strategy: str, mode: str) -> None:
     run = trained_by_torchrun(workplace, strategy, mode)
+    assert_same_training(trained_alone(workplace, mode), run)
+
+
+@needs_ray
+@pytest.mark.parametrize("mode", ["decoupled", "window"])
+def test_two_processes_share_two_workers(workplace: Path, mode: str) -> None:
+    run = workplace / f"workers_{mode}"
+    options = ("trainer.num_processes=2", "rollout.workers=2", f"trainer.output_dir={run}")
+    done = train_command(*settings(workplace, mode), *options)
+    assert (done.returncode, done.stderr) == (0, "")
     assert_same_training(trained_alone(workplace, mode), run)
 
 

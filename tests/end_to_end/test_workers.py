@@ -5,18 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from support.documented import ROOT
 from support.faults import final_state
 from support.launching import alone, train_command
+from support.ray import needs_ray
 from support.runs import WORDS, read_rows
 from support.torchao import needs_torchao
 
 RC = "algorithm.rollout_correction"
-needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra `ray`")
 TESTS = ROOT / "tests"
 MODES = {
     "bypass, bf16": (f"{RC}.bypass_mode=true", "rollout.dtype=bf16"),

@@ -7,17 +7,16 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from support.documented import ROOT
 from support.faults import Ended, Trained, command, fault, final_state, started, words_of
+from support.ray import needs_ray
 
 from flowgrpo_rc.cli import main
 
-# Ray may not be imported before a run has told it where to listen.
-pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+pytestmark = needs_ray
 ENGINE = "support.worker_engines.Harmful"
 
 
@@ -138,6 +137,7 @@ def test_no_process_is_left(
     def train() -> int:
         # What a fork puts into its environment, only the processes that it starts show.
         os.environ["FLOWGRPO_RC_TEST"] = mark
+        os.environ["HOME"] = str(tmp_path)
         return main(words)
 
     with started(train, timeout=300) as process:
@@ -150,6 +150,7 @@ def test_no_process_is_left(
         ended = process.wait()
     assert ended.code == (-number if number == signal.SIGKILL else 75), ended.output
     assert all_gone(mark)
+    assert not (tmp_path / ".ray").exists()  # where Ray keeps a token for every cluster
     assert command(*words_of(small)).code == 0  # without workers
     assert same(run, whole)
 
