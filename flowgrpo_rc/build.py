@@ -62,6 +62,8 @@ from flowgrpo_rc.training.tasks.text import TextTask
 from flowgrpo_rc.training.trainer import Components
 from flowgrpo_rc.training.update import PolicyUpdate
 
+logger = logging.getLogger(__name__)
+
 
 def assemble(
     config: Config,
@@ -339,9 +341,7 @@ def make_source(
     *,
     first_step: int,
 ) -> RolloutSource:
-    """The engine that `rollout.name` names, in a thread if it samples ahead, or the files of
-    `data.replay_dir`.
-    """
+    """The engine that `rollout.name` names, here or in workers; or files of `data.replay_dir`."""
     if config.data.replay_dir is not None:
         folder = Path(config.data.replay_dir).expanduser()
         samples = config.samples_per_step(processes.count)
@@ -361,8 +361,14 @@ def make_source(
     )
     if rollout.staleness == 0:
         return source
+    if rollout.workers == 0:
+        logger.warning(
+            "rollout.staleness=%d without workers: steps are sampled with older weights, and no "
+            "time is saved. Set rollout.workers to sample beside the training",
+            rollout.staleness,
+        )
     steps = range(max(1, first_step), config.trainer.total_training_steps + 1)
-    return AheadSource(source, rollout.staleness, steps=steps, device=processes.device)
+    return AheadSource(source, rollout.staleness, steps=steps)
 
 
 def make_engine(config: Config, task: Task) -> RolloutEngine[Any]:

@@ -26,7 +26,7 @@ from flowgrpo_rc.core.schedule import kept_steps
 from flowgrpo_rc.libraries import loading, unasked
 from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
 from flowgrpo_rc.models.hub import model_file
-from flowgrpo_rc.models.sharing import Shared
+from flowgrpo_rc.models.offload import Offloadable
 from flowgrpo_rc.plugins import load_class
 from flowgrpo_rc.reading import read_mapping
 
@@ -141,8 +141,8 @@ class FlowModel(ABC):
         encoders = [
             module for name, module in modules.items() if name not in ("transformer", "vae")
         ]
-        self._encoders = Shared(encoders, device, offload=offload_idle)
-        self._vae = Shared([modules["vae"]], device, offload=offload_idle)
+        self._encoders = Offloadable(encoders, device, offload=offload_idle)
+        self._vae = Offloadable([modules["vae"]], device, offload=offload_idle)
 
     @property
     def transformer(self) -> Any:

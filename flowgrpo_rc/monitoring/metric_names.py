@@ -126,8 +126,8 @@ _UPDATE = _section(
 )
 _ROLLOUT = _section(
     "Rollout",
-    "What was sampled. `rollout/staleness_*`, `policy_version_*` and `dropped_batches` are there "
-    "with `rollout.staleness`.",
+    "What was sampled. `rollout/staleness_*` and `policy_version_*` are there with "
+    "`rollout.staleness`, `workers/*` with `rollout.workers`.",
     """
     rollout/latents_16bit_fraction | fraction | Latents that 16 bits hold exactly; near 1, an engine
         rounds them.
@@ -145,10 +145,9 @@ _ROLLOUT = _section(
     rollout/staleness_max | steps | The largest.
     rollout/policy_version_min | steps | The oldest step after which sampling weights were taken.
     rollout/policy_version_max | steps | The newest.
-    rollout/dropped_batches | batches | Batches of weights older than allowed, which were sampled
-        again.
-    workers/busy_fraction | fraction | With `rollout.workers`: the share of the time since the last
-        step's rollout that a worker sampled.
+    workers/busy_fraction | fraction | The share of the time since the last step's rollout that a
+        worker sampled.
+    workers/ready | workers | Workers that sample, without those that start.
     workers/longest_queue | chunks | The most chunks that waited for a worker at once.
     workers/mib_received | MiB | Size of what the workers sent.
     workers/restarts | workers | Workers that were started again, since the command began.

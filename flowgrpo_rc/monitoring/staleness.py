@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.core.metrics import MetricBag
 
 
-def staleness(policy_version: Tensor, step: int, dropped: int) -> MetricBag:
+def staleness(policy_version: Tensor, step: int) -> MetricBag:
     """Measures how many steps the weights were behind, and which they were.
 
     Args:
       policy_version: version of the weights that made each sample, [B] int64.
       step: the step that the samples are for, from 1; fresh weights have the version step - 1.
-      dropped: number of batches that were too old and were sampled again.
     """
     behind = step - 1 - policy_version
     metrics = MetricBag()
@@ -25,7 +23,6 @@ def staleness(policy_version: Tensor, step: int, dropped: int) -> MetricBag:
     metrics.max("rollout/staleness_max", behind)
     metrics.min("rollout/policy_version_min", policy_version)
     metrics.max("rollout/policy_version_max", policy_version)
-    metrics.sum("rollout/dropped_batches", torch.tensor(dropped))
     return metrics
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.batch import Conditioning, DiffusionBatch
+from flowgrpo_rc.batch import Conditioning, DiffusionBatch, PromptBatch, SamplerSpec
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.policies.encode_prompts import encode_prompts
@@ -56,12 +56,12 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
         self._policy = FlowPolicy(model, self.transformer)
         self._model = model
         self._chunk_size = chunk_size
+        self._asked: tuple[PromptBatch, SamplerSpec] | None = None
+        self._encoded: tuple[Conditioning, Conditioning | None]
 
     def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
         """Yields chunks of `chunk_size` samples, decoded unless the request says otherwise."""
-        spec = request.spec
-        prompts = request.prompts.prompts
-        conditioning, negative = encode_prompts(self._model, prompts, spec)
+        conditioning, negative = self._encode(request)
         for rows in request.chunks(self._chunk_size):
             yield self._chunk(request, conditioning, negative, rows)
 
@@ -80,6 +80,14 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
     def close(self) -> None:
         """Frees the copy."""
         del self.transformer, self._replica, self._policy
+
+    def _encode(self, request: ImageRequest) -> tuple[Conditioning, Conditioning | None]:
+        """Encodes the prompts once for all requests of a step, which may be one for each chunk."""
+        asked = request.prompts, request.spec
+        if asked != self._asked:
+            self._encoded = encode_prompts(self._model, request.prompts.prompts, request.spec)
+            self._asked = asked
+        return self._encoded
 
     def _chunk(
         self,

@@ -145,6 +145,8 @@ class RolloutEngine(ABC, Generic[R]):
       draws_seed_noise: True if the noise of a step is `core.random.normal(shape, seeds, "step",
         step)` with the seeds of the request. False says nothing wrong: noise of its own is as good,
         if it is standard normal and independent.
+      elsewhere: True if others sample. `generate` then gives them the work at once, and `cancel`
+        ends a wait for it in another thread.
       aligns: True if each chunk of `chunk_size` samples is one batch of the network, run by the
         trainer's own code (`actor.replay=aligned`).
     """
@@ -155,6 +157,7 @@ class RolloutEngine(ABC, Generic[R]):
     merges_lora: ClassVar[bool] = False
     records_means: ClassVar[bool] = False
     copies_network: ClassVar[bool] = True
+    elsewhere: ClassVar[bool] = False
     aligns: ClassVar[bool] = False
     draws_seed_noise: ClassVar[bool] = False
 
@@ -247,9 +250,19 @@ class RolloutEngine(ABC, Generic[R]):
         """Returns metrics of its work since the last call; none as a rule."""
         return MetricBag()
 
+    def cancel(self) -> None:
+        """Lets whoever waits for a chunk fail. Nothing is asked of the engine afterwards."""
+
     @abstractmethod
     def close(self) -> None:
         """Frees what the engine holds."""
+
+
+def check_settings(asked: Spec, echoed: Spec) -> None:
+    """Raises EngineError if an engine has sampled with other settings than it was asked for."""
+    different = asked.differences(echoed)
+    if different:
+        raise EngineError(f"the rollout engine sampled with other settings: {'; '.join(different)}")
 
 
 def other_tensors(held: Mapping[str, Tensor], pushed: Mapping[str, Tensor]) -> int:

@@ -153,8 +153,7 @@ class Trainer:
             if collected.metrics is not None:
                 self._metrics.merge(collected.metrics)
             if components.staleness > 0:
-                old = staleness(collected.batch.policy_version, step, collected.dropped)
-                self._metrics.merge(old)
+                self._metrics.merge(staleness(collected.batch.policy_version, step))
             with self._timed("old_log_prob"):
                 batch = components.mode.begin(collected.batch, step)
             with self._timed("reward_wait"):

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from ray.exceptions import RayTaskError
+from ray.exceptions import ObjectLostError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
 
 from flowgrpo_rc.core.metrics import MetricBag
@@ -38,6 +39,7 @@ class WorkersEngine(RolloutEngine[Any]):
     """
 
     kind = ""
+    elsewhere = True
 
     def __init__(
         self,
@@ -62,41 +64,28 @@ class WorkersEngine(RolloutEngine[Any]):
         self._chunk_size = chunk_size
         self._device = device
         self._version = 0
-        self._asked = time.monotonic()
+        self._told_at = time.monotonic()
         self._owns = make_engine is not None
-        if make_engine is not None:
-            remote: Any = ray.remote(WorkerPool)
-            options = {"name": _POOL, "num_cpus": 0, "max_concurrency": 10_000}
-            self._pool = remote.options(**options).remote(make_engine, settings, package_versions())
-            with _told():
-                ray.get(self._pool.start.remote())
-        else:
-            self._pool = ray.get_actor(_POOL)
+        self._pool = (
+            ray.get_actor(_POOL) if make_engine is None else _started(make_engine, settings)
+        )
 
     def generate(self, request: RolloutRequest) -> Iterator[RolloutChunk]:
-        """Yields the chunks in their order; all are handed to the workers at once."""
+        """Hands all chunks to the workers at once; yields them in their order."""
         boxed = [ray.put(request)]
         asked = [
             (rows, self._pool.sample.remote(boxed, rows, self._version))
             for rows in request.chunks(self._chunk_size)
         ]
-        encoded: dict[str, Tensor] = {}
-        for rows, reference in asked:
-            with _told():
-                (found,) = ray.get(reference)
-                sampled: SampledChunk = ray.get(found)
-            tensors = to_tensors(sampled.arrays, self._device)
-            if rows.start == 0:
-                encoded = {name: value for name, value in tensors.items() if "." in name}
-            batch = unpack(PackedBatch(sampled.header, encoded | tensors))
-            yield self._chunk(request, rows, batch, sampled)
+        return self._chunks(request, boxed, asked, self._version)
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         """Puts a version of the LoRA into the object store; chunks asked for later get it."""
         self._version = version
         if self._owns:
             adapter = [ray.put(to_arrays(state))]
-            ray.get(self._pool.put_adapter.remote(version, adapter))
+            with _told():
+                ray.get(self._pool.put_adapter.remote(version, adapter))
 
     def held_weights(self) -> None:
         """Returns None: each worker compares what it holds after every chunk."""
@@ -106,51 +95,96 @@ class WorkersEngine(RolloutEngine[Any]):
         metrics = MetricBag()
         status = PoolStatus()
         if self._owns:
-            status = ray.get(self._pool.status.remote())
+            with _told():
+                status = ray.get(self._pool.status.remote())
         for reason in status.lost:
             logger.warning(
                 "a rollout worker was lost (%d of %d restarts): %s",
                 *(status.restarts, self._settings.max_restarts, reason),
             )
-        seconds = time.monotonic() - self._asked
-        self._asked = time.monotonic()
+        seconds = time.monotonic() - self._told_at
+        self._told_at = time.monotonic()
         busy = status.busy_s / (seconds * self._settings.num_workers)
         metrics.max("workers/busy_fraction", torch.tensor(busy))
+        metrics.max("workers/ready", torch.tensor(float(status.ready)))
         metrics.max("workers/longest_queue", torch.tensor(float(status.longest_queue)))
         metrics.max("workers/mib_received", torch.tensor(status.num_bytes / 2**20))
         metrics.max("workers/restarts", torch.tensor(float(status.restarts)))
         return metrics
 
+    def cancel(self) -> None:
+        """Ends the workers; who waits for a chunk gets an error."""
+        if self._owns:
+            with contextlib.suppress(RayError, ValueError):
+                ray.kill(self._pool)
+
     def close(self) -> None:
         """Ends the workers and the connection, and a cluster that was started for the run."""
         if ray.is_initialized():
-            if self._owns:
-                with contextlib.suppress(ValueError):
-                    ray.kill(self._pool)
+            self.cancel()
             ray.shutdown()
 
-    def _chunk(
-        self, request: RolloutRequest, rows: range, batch: Any, sampled: SampledChunk
-    ) -> RolloutChunk:
-        latents = None
-        if sampled.latents is not None:
-            latents = to_tensors({"latents": sampled.latents}, self._device)["latents"]
-        samples = sampled.samples
-        return RolloutChunk(
-            batch=batch,
-            # Shared memory is read-only; rewards are foreign code.
-            samples=samples.copy() if isinstance(samples, np.ndarray) else samples,
-            prompts=[request.prompt_of(row) for row in rows],
-            policy_version=self._version,
-            latents=latents,
-        )
+    def _chunks(
+        self,
+        request: RolloutRequest,
+        boxed: list[Any],
+        asked: list[tuple[range, Any]],
+        version: int,
+    ) -> Iterator[RolloutChunk]:
+        encoded: dict[str, Tensor] = {}
+        while asked:
+            rows, reference = asked.pop(0)  # so that Ray can free it when it has been read
+            sampled = self._received(boxed, rows, version, reference)
+            tensors = to_tensors(sampled.arrays, self._device)
+            if rows.start == 0:
+                encoded = {name: value for name, value in tensors.items() if "." in name}
+            batch = unpack(PackedBatch(sampled.header, encoded | tensors))
+            latents = None
+            if sampled.latents is not None:
+                latents = to_tensors({"latents": sampled.latents}, self._device)["latents"]
+            samples = sampled.samples
+            yield RolloutChunk(
+                batch=batch,
+                # Shared memory is read-only; rewards are foreign code.
+                samples=samples.copy() if isinstance(samples, np.ndarray) else samples,
+                prompts=[request.prompt_of(row) for row in rows],
+                policy_version=version,
+                latents=latents,
+            )
+
+    def _received(
+        self, boxed: list[Any], rows: range, version: int, reference: Any
+    ) -> SampledChunk:
+        """Waits for a chunk, and has it sampled again if it is lost with its machine."""
+        while True:
+            with _told():
+                (found,) = ray.get(reference)
+                try:
+                    sampled: SampledChunk = ray.get(found)
+                    return sampled
+                except ObjectLostError:
+                    reference = self._pool.sample.remote(boxed, rows, version)
+
+
+def _started(make_engine: Callable[[], RolloutEngine[Any]], settings: PoolSettings) -> Any:
+    """Starts the pool on this machine, since it is lost with its machine, and its workers."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    remote: Any = ray.remote(WorkerPool)
+    pool = remote.options(
+        name=_POOL, num_cpus=0, max_concurrency=10_000, scheduling_strategy=here
+    ).remote(make_engine, settings, package_versions())
+    with _told():
+        ray.get(pool.start.remote())
+    return pool
 
 
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
-    """Turns what Ray raises for a task into the error of the task."""
+    """Turns what Ray raises into an EngineError: the pool's own, or that the pool is lost."""
     try:
         yield
     except RayTaskError as error:
         cause = error.cause if isinstance(error.cause, EngineError) else error
         raise EngineError(str(cause)) from error
+    except RayError as error:
+        raise EngineError(f"the pool of rollout workers has ended: {error}") from error

@@ -50,6 +50,7 @@ class PoolStatus:
     Attributes:
       busy_s: seconds that they sampled, all together.
       num_bytes: size of what they sent.
+      ready: workers that sample, without those that start.
       longest_queue: chunks that waited for a worker at once.
       restarts: workers that were started again since the start of the run.
       lost: why workers were lost, in words.
@@ -57,6 +58,7 @@ class PoolStatus:
 
     busy_s: float = 0.0
     num_bytes: int = 0
+    ready: int = 0
     longest_queue: int = 0
     restarts: int = 0
     lost: tuple[str, ...] = ()
@@ -86,8 +88,10 @@ class WorkerPool:
         self._versions = dict(versions)
         self._free: asyncio.Queue[Any] = asyncio.Queue()
         self._adapters: dict[int, Any] = {}
+        self._new_adapter = asyncio.Condition()
         self._waiting = 0
-        self._alive = 0
+        self._alive = 0  # also those that start
+        self._ready = 0
         self._restarts = 0
         self._lost: list[str] = []
         self._busy_s = 0.0
@@ -103,7 +107,7 @@ class WorkerPool:
         """
         for _ in range(self._settings.num_workers):
             self._start_one()
-        await self._put_back(await self._next())
+        self._free.put_nowait(await self._next())
 
     async def put_adapter(self, version: int, adapter: list[Any]) -> None:
         """Takes a version of the LoRA.
@@ -115,6 +119,8 @@ class WorkerPool:
         self._adapters[version] = adapter[0]
         oldest = version - self._settings.staleness - KEPT_VERSIONS
         self._adapters = {v: kept for v, kept in self._adapters.items() if v >= oldest}
+        async with self._new_adapter:
+            self._new_adapter.notify_all()
 
     async def sample(self, request: list[Any], rows: range, version: int) -> list[Any]:
         """Has rows of a request sampled, and again by another worker if one is lost.
@@ -122,7 +128,7 @@ class WorkerPool:
         Args:
           request: a list of one reference.
           rows: the rows of a chunk.
-          version: of the LoRA.
+          version: of the LoRA. Another process than the one that asks puts it here, maybe later.
 
         Returns:
           A list of one reference to the `SampledChunk`.
@@ -130,6 +136,8 @@ class WorkerPool:
         Raises:
           NoWorkers: none is left.
         """
+        async with self._new_adapter:
+            await self._new_adapter.wait_for(lambda: version in self._adapters)
         while True:
             worker = await self._next()
             done, chunk = worker.sample.options(num_returns=2).remote(
@@ -138,11 +146,12 @@ class WorkerPool:
             try:
                 facts: Done = await asyncio.wait_for(done, self._settings.timeout_s)
             except (RayError, TimeoutError) as error:
+                self._ready -= 1
                 self._replace(worker, _reason(error, self._settings.timeout_s))
                 continue
             self._busy_s += facts.seconds
             self._num_bytes += facts.num_bytes
-            await self._put_back(worker)
+            self._free.put_nowait(worker)
             return [chunk]
 
     async def status(self) -> PoolStatus:
@@ -150,6 +159,7 @@ class WorkerPool:
         found = PoolStatus(
             busy_s=self._busy_s,
             num_bytes=self._num_bytes,
+            ready=self._ready,
             longest_queue=self._longest_queue,
             restarts=self._restarts,
             lost=tuple(self._lost),
@@ -163,7 +173,14 @@ class WorkerPool:
         self._waiting += 1
         self._longest_queue = max(self._longest_queue, self._waiting - self._free.qsize())
         try:
-            worker = await self._free.get()
+            while True:
+                try:
+                    worker = await asyncio.wait_for(self._free.get(), self._settings.timeout_s)
+                except TimeoutError:
+                    if self._ready:
+                        continue
+                    raise NoWorkers(self._none_started()) from None
+                break
         finally:
             self._waiting -= 1
         if worker is None:
@@ -171,8 +188,15 @@ class WorkerPool:
             raise NoWorkers(f"no rollout worker is left: {'; '.join(self._lost[-3:])}")
         return worker
 
-    async def _put_back(self, worker: Any) -> None:
-        self._free.put_nowait(worker)
+    def _none_started(self) -> str:
+        settings = self._settings
+        found = ray.cluster_resources()
+        return (
+            f"no rollout worker has started within rollout.worker_timeout_s="
+            f"{settings.timeout_s:g}: each asks for {settings.num_cpus} cores "
+            f"(rollout.cpus_per_worker) and {settings.num_gpus:g} GPUs (rollout.gpus_per_worker), "
+            f"and the cluster has {found.get('CPU', 0):g} and {found.get('GPU', 0):g}"
+        )
 
     def _start_one(self) -> None:
         self._alive += 1
@@ -195,6 +219,7 @@ class WorkerPool:
             self._replace(worker, f"did not start: {_reason(error, settings.timeout_s)}")
             return
         if versions == self._versions:
+            self._ready += 1
             self._free.put_nowait(worker)
             return
         others = [

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from flowgrpo_rc.records.packed_batch import pack
-from flowgrpo_rc.rollout.engine import RolloutEngine, RolloutRequest, Samples
+from flowgrpo_rc.rollout.engine import RolloutEngine, RolloutRequest, Samples, check_settings
 from flowgrpo_rc.workers.arrays import Array, num_bytes, to_arrays, to_tensors
 
 # What has to be of one version where a chunk is sampled and where it is trained on.
@@ -89,7 +89,8 @@ class Worker:
           adapter: the LoRA, tensors by name.
 
         Raises:
-          EngineError: the engine does not hold this LoRA afterwards, or does not quantize.
+          EngineError: the engine has sampled with other settings, does not hold this LoRA
+            afterwards, or does not quantize.
         """
         began = time.monotonic()
         state = to_tensors(adapter, torch.device("cpu"))
@@ -97,6 +98,7 @@ class Worker:
             self._engine.sync_weights(state, version)
             self._version = version
         (chunk,) = self._engine.generate(replace(request, only=rows))
+        check_settings(request.spec, chunk.batch.spec)
         self._engine.check_quantization(request.spec)
         self._engine.check_weights(state, version)
         packed = pack(chunk.batch)

@@ -1,14 +1,10 @@
-"""Sampling ahead of the training: which weights sample what, overlap, resuming, failures."""
+"""Sampling with older weights: which weights sample what, resuming, failures."""
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
-import time
-import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +20,11 @@ from flowgrpo_rc.models.lora import add_lora, lora_parameters
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint
 from flowgrpo_rc.records.rollout_files import load_rollout, rollout_path
-from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
 from flowgrpo_rc.training.update import PolicyUpdate
 
 RC = "algorithm.rollout_correction"
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_is_left() -> Iterator[None]:
-    yield
-    assert not [
-        thread.name for thread in threading.enumerate() if thread.name.startswith("rollout")
-    ]
 
 
 @pytest.fixture
@@ -94,7 +81,6 @@ def test_versions_and_decoupled_weights(
         assert batch.policy_version.tolist() == [version] * 8
         assert row["rollout/policy_version_min"] == row["rollout/policy_version_max"] == version
         assert row["rollout/staleness_mean"] == row["rollout/staleness_max"] == step - 1 - version
-        assert row["rollout/dropped_batches"] == 0
         assert torch.equal(log_probs(batch, version), batch.rollout_log_probs)
         old = log_probs(batch, step - 1)
         used = trained_on[step - 1]
@@ -146,88 +132,31 @@ def test_an_interrupted_run_ends_bit_equal(train: Train, tmp_path: Path, mode: s
     assert states[0] == states[1]
 
 
-class Meeting(DiffusersEngine):
-    """Samples step 2 only after the training of step 1 has begun."""
-
-    barrier = threading.Barrier(2)
-
-    def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
-        if request.prompts.step == 2:
-            self.barrier.wait(timeout=60)
-        yield from super().generate(request)
-
-
-def test_a_step_is_trained_while_the_next_is_sampled(
-    train: Train, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = PolicyUpdate.run
-
-    def meet(self: PolicyUpdate, *given: Any, **options: Any) -> Any:
-        if not threads:
-            threads.append(threading.current_thread())
-            Meeting.barrier.wait(timeout=60)
-        return run(self, *given, **options)
-
-    threads: list[threading.Thread] = []
-    monkeypatch.setattr(PolicyUpdate, "run", meet)
-    assert train("rollout.staleness=1", f"rollout.name={__name__}.Meeting") == 0
-    assert threads == [threading.main_thread()]
-
-
-class Failing(DiffusersEngine):
-    def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
-        for chunk in super().generate(request):
-            if request.prompts.step == 3:
-                self.divide_by_zero()
-            yield chunk
-
-    def divide_by_zero(self) -> None:
-        raise ZeroDivisionError("in step 3")
-
-
-def test_a_failure_of_the_thread_ends_the_run_with_its_traceback(
-    train: Train, tmp_path: Path
-) -> None:
-    with pytest.raises(ZeroDivisionError, match="in step 3") as error:
-        train(
-            "rollout.staleness=1",
-            f"rollout.name={__name__}.Failing",
-            "trainer.total_training_steps=9",
-        )
-    assert "divide_by_zero" in [
-        frame.name for frame in traceback.extract_tb(error.value.__traceback__)
-    ]
-    assert [row["step"] for row in read_rows(tmp_path / "run")] in ([0], [0, 1], [0, 1, 2])
-
-
 class Lagging(DiffusersEngine):
-    """Takes over the weights of step 1 only when they have been handed over `lag` times more."""
-
-    lag = 0
+    """Does not take over the weights of step 1."""
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        if version == 1 and self.lag > 0:
-            type(self).lag -= 1
-        else:
+        if version != 1:
             super().sync_weights(state, version)
 
 
-def test_batches_that_are_too_old_are_dropped_and_counted(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+def test_weights_older_than_asked_for_end_the_run(
+    train: Train, capsys: pytest.CaptureFixture
 ) -> None:
     settings = ("rollout.staleness=1", "trainer.total_training_steps=3")
-    assert train(*settings, f"trainer.output_dir={tmp_path / 'prompt'}") == 0
-    monkeypatch.setattr(Lagging, "lag", 2)
-    assert train(*settings, f"rollout.name={__name__}.Lagging") == 0
-    rows, wanted = (without_timings(read_rows(tmp_path / name)) for name in ("run", "prompt"))
-    assert [row["rollout/dropped_batches"] for row in rows[1:]] == [0, 0, 2]
-    rows[3]["rollout/dropped_batches"] = 0.0
-    assert rows == wanted
-    monkeypatch.setattr(Lagging, "lag", 3)
-    late = f"trainer.output_dir={tmp_path / 'late'}"
-    assert train(*settings, f"rollout.name={__name__}.Lagging", late) == 1
-    words = "step 3 with the weights of step 0, 3 times; rollout.staleness=1 allows"
+    assert train(*settings, f"rollout.name={__name__}.Lagging") == 1
+    words = "step 3 with the weights of step 0; rollout.staleness=1 asks for those of step 1"
     assert words in capsys.readouterr().err
+
+
+def test_without_workers_the_user_is_told_that_nothing_is_gained(
+    train: Train, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert train("rollout.staleness=1", "trainer.total_training_steps=1") == 0
+    assert "rollout.staleness=1 without workers" in caplog.text
+    caplog.clear()
+    assert train("trainer.total_training_steps=1", "trainer.output_dir=other") == 0
+    assert "without workers" not in caplog.text
 
 
 class Interrupted(DiffusersEngine):
@@ -257,46 +186,3 @@ def test_a_signal_saves_and_the_same_command_goes_on(
     assert train(*settings) == 0
     whole, stopped = (without_timings(read_rows(tmp_path / name)) for name in ("whole", "run"))
     assert whole == stopped
-
-
-class Slow(DiffusersEngine):
-    """Samples one chunk a second, for an hour."""
-
-    def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
-        while True:
-            yield from super().generate(request)
-            if request.prompts.step < 3:
-                return
-            time.sleep(1)
-
-
-def test_a_stop_does_not_wait_for_what_is_being_sampled(train: Train, tmp_path: Path) -> None:
-    start = time.monotonic()
-    settings = (
-        "rollout.staleness=1",
-        f"rollout.name={__name__}.Slow",
-        "trainer.total_training_steps=9",
-    )
-    assert train(*settings, "trainer.max_time=0.001") == 75
-    assert time.monotonic() - start < 60
-    assert list_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == "step_1"
-
-
-def test_two_threads_may_make_schedules(model: FlowModel) -> None:
-    before = model.pipeline.scheduler.timesteps.clone()
-    wrong: list[int] = []
-
-    def make(num_steps: int) -> None:
-        spec = replace(RolloutConfig().spec(), height=32, width=64, num_inference_steps=num_steps)
-        for _ in range(200):
-            schedule = model.schedule(spec)
-            if len(schedule.timesteps) != num_steps or len(schedule.sigmas) != num_steps + 1:
-                wrong.append(num_steps)
-
-    threads = [threading.Thread(target=make, args=(num_steps,)) for num_steps in (5, 40)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-    assert torch.equal(model.pipeline.scheduler.timesteps, before)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Prompt, PromptBatch
@@ -20,13 +20,19 @@ from flowgrpo_rc.rewards.collect import collect_rewards
 from flowgrpo_rc.rewards.manager import RewardManager
 from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.rollout.config import RolloutConfig
-from flowgrpo_rc.rollout.engine import EngineError, RolloutEngine
+from flowgrpo_rc.rollout.engine import (
+    EngineError,
+    RolloutChunk,
+    RolloutEngine,
+    RolloutRequest,
+    check_settings,
+)
 from flowgrpo_rc.training.sources.source import Collected, RolloutSource
 from flowgrpo_rc.training.tasks.task import Task
 
 
 class EngineSource(RolloutSource):
-    """Samples with an engine and scores finished chunks while the rest is sampled."""
+    """Samples with an engine, and has finished chunks scored while the rest is sampled."""
 
     def __init__(
         self,
@@ -60,8 +66,10 @@ class EngineSource(RolloutSource):
         self._n = config.n
         self._mini_batch_size = mini_batch_size
         self._seed = seed
-        self._cancelled = threading.Event()
         self._pushed: tuple[Mapping[str, Tensor], int] | None = None
+        self._receiver = ThreadPoolExecutor(
+            1, thread_name_prefix="rollout", initializer=_use, initargs=(processes.device,)
+        )
 
     def collect(self, step: int) -> Collected:
         """Samples a step with the newest weights.
@@ -69,7 +77,7 @@ class EngineSource(RolloutSource):
         Raises:
           EngineError: if the engine used others, other settings, or holds another LoRA.
         """
-        collected = self.sample(step)
+        collected = self.ask(step)()
         for version in collected.versions():
             if version != step - 1:
                 raise EngineError(
@@ -77,26 +85,26 @@ class EngineSource(RolloutSource):
                 )
         return collected
 
-    def sample(self, step: int) -> Collected:
-        """Samples a step with the weights that the engine has.
+    def ask(self, step: int) -> Callable[[], Collected]:
+        """Asks for a step with the weights that the engine has now.
 
-        Raises:
-          CancelledError: after `cancel`.
+        Returns:
+          What returns the samples. An engine that samples elsewhere has begun by then, and a thread
+          hands its chunks to the rewards as they arrive; another one samples when this is called.
         """
         prompts = self.prompts(step)
         request = self._task.request(prompts, self._seeds(prompts))
+        if not self.engine.elsewhere:
+            return lambda: self._receive(request, self.engine.generate(request))
+        return self._receiver.submit(self._receive, request, self.engine.generate(request)).result
+
+    def _receive(self, request: RolloutRequest, chunks: Iterator[RolloutChunk]) -> Collected:
         batches = []
         handles = []
         prompted: list[Prompt] = []
         shown: list[np.ndarray | str | None] = []
-        for chunk in self.engine.generate(request):
-            if self._cancelled.is_set():
-                raise CancelledError
-            different = request.spec.differences(chunk.batch.spec)
-            if different:
-                raise EngineError(
-                    f"the rollout engine sampled with other settings: {'; '.join(different)}"
-                )
+        for chunk in chunks:
+            check_settings(request.spec, chunk.batch.spec)
             self._task.check_rollout(chunk.batch)
             batches.append(chunk.batch)
             handles.append(self._rewards.submit(chunk.samples, chunk.prompts, chunk.latents))
@@ -133,12 +141,10 @@ class EngineSource(RolloutSource):
         """Returns nothing: every step is sampled with the newest weights."""
         return {}
 
-    def cancel(self) -> None:
-        """Lets a `sample` in another thread end at its next chunk."""
-        self._cancelled.set()
-
     def close(self) -> None:
-        """Closes the engine."""
+        """Ends the sampling, and closes the engine."""
+        self.engine.cancel()
+        self._receiver.shutdown(wait=True, cancel_futures=True)
         self.engine.close()
 
     def _seeds(self, prompts: PromptBatch) -> list[int]:
@@ -147,3 +153,9 @@ class EngineSource(RolloutSource):
             for slot in prompts.slots
             for index in range(self._n)
         ]
+
+
+def _use(device: torch.device) -> None:
+    # CUDA's current device belongs to a thread; a new thread starts with the first one.
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

@@ -20,14 +20,12 @@ class Collected(NamedTuple):
     Attributes:
       batch: the trajectories.
       rewards: waits until the rewards are known, and returns them.
-      dropped: number of batches that were sampled again, since their weights were too old.
       shown: prompts and thumbnails of the samples.
       metrics: of the engine's work; None if it has none.
     """
 
     batch: Batch
     rewards: Callable[[], Rewards]
-    dropped: int = 0
     shown: Shown = Shown()
     metrics: MetricBag | None = None
 

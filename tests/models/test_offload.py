@@ -1,8 +1,7 @@
-"""Parts that two threads share: one call at a time, and on the device only during a call."""
+"""Parts that work now and then are on the device only during a call."""
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch import nn
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models import base
 from flowgrpo_rc.models.base import FlowModel, ModelConfig, load_model
-from flowgrpo_rc.models.sharing import Shared
+from flowgrpo_rc.models.offload import Offloadable
 from flowgrpo_rc.rollout.config import RolloutConfig
 
 GPU = torch.device("cuda", 0)
@@ -33,46 +32,25 @@ class Traveller(nn.Module):
 
 def test_idle_parts_are_off_the_device() -> None:
     parts = [Traveller(), Traveller()]
-    shared = Shared(parts, GPU, offload=True)
+    parted = Offloadable(parts, GPU, offload=True)
     assert [part.places for part in parts] == [["cpu"]] * 2
-    with shared.at_work():
+    with parted.at_work():
         assert [part.places[-1] for part in parts] == ["cuda", "cuda"]
     assert [part.places for part in parts] == [["cpu", "cuda", "cpu"]] * 2
 
 
 def test_parts_leave_the_device_after_a_failure_as_well() -> None:
     part = Traveller()
-    with pytest.raises(KeyError), Shared([part], GPU, offload=True).at_work():
+    with pytest.raises(KeyError), Offloadable([part], GPU, offload=True).at_work():
         raise KeyError("x")
     assert part.places == ["cpu", "cuda", "cpu"]
 
 
 def test_without_offloading_parts_stay_on_the_device() -> None:
     part = Traveller()
-    with Shared([part], GPU, offload=False).at_work():
+    with Offloadable([part], GPU, offload=False).at_work():
         pass
     assert part.places == ["cuda"]
-
-
-def test_one_call_at_a_time() -> None:
-    """Two threads that would meet inside do not."""
-    barrier = threading.Barrier(2)
-    broken = []
-    shared = Shared([], GPU, offload=False)
-
-    def meet() -> None:
-        with shared.at_work():
-            try:
-                barrier.wait(timeout=0.5)
-            except threading.BrokenBarrierError:
-                broken.append(True)
-
-    threads = [threading.Thread(target=meet) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert broken == [True, True]
 
 
 def test_a_models_encoders_and_its_vae_travel(
