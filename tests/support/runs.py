@@ -30,7 +30,8 @@ def read_rows(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def without_timings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns rows without seconds, speed and memory."""
+    """Returns rows without seconds, speed, memory and what workers were busy with."""
     return [
-        {k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/"))} for row in rows
+        {k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/", "workers/"))}
+        for row in rows
     ]
