@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from support.documented import ROOT
 from support.faults import Ended, Trained, command, fault, final_state, started, words_of
+from support.launching import all_gone, marked
 
 from flowgrpo_rc.cli import main
 
@@ -87,26 +88,6 @@ def test_no_worker_is_left(
     ended = with_workers(*settings)
     assert ended.code == 0, ended.output
     assert same(tmp_path / "run", whole)
-
-
-def marked(mark: str) -> list[int]:
-    """Returns the processes in whose environment a text stands."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:
-            continue  # it has ended
-    return found
-
-
-def all_gone(mark: str, seconds: float = 120) -> bool:
-    deadline = time.monotonic() + seconds
-    # Ray's agents look for their parent once a minute.
-    while marked(mark) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return not marked(mark)
 
 
 def listening(pids: Sequence[int]) -> set[str]:
