@@ -146,7 +146,7 @@ _ROLLOUT = _section(
     rollout/policy_version_min | steps | The oldest step after which sampling weights were taken.
     rollout/policy_version_max | steps | The newest.
     workers/busy_fraction | fraction | The share of the time since the last step's rollout that a
-        worker sampled.
+        worker had a chunk.
     workers/ready | workers | Workers that sample, without those that start.
     workers/longest_queue | chunks | The most chunks that waited for a worker at once.
     workers/mib_received | MiB | Size of what the workers sent.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -64,7 +63,6 @@ class WorkersEngine(RolloutEngine[Any]):
         self._chunk_size = chunk_size
         self._device = device
         self._version = 0
-        self._told_at = time.monotonic()
         self._owns = make_engine is not None
         self._pool = (
             ray.get_actor(_POOL) if make_engine is None else _started(make_engine, settings)
@@ -102,10 +100,7 @@ class WorkersEngine(RolloutEngine[Any]):
                 "a rollout worker was lost (%d of %d restarts): %s",
                 *(status.restarts, self._settings.max_restarts, reason),
             )
-        seconds = time.monotonic() - self._told_at
-        self._told_at = time.monotonic()
-        busy = status.busy_s / (seconds * self._settings.num_workers)
-        metrics.max("workers/busy_fraction", torch.tensor(busy))
+        metrics.max("workers/busy_fraction", torch.tensor(status.busy_fraction))
         metrics.max("workers/ready", torch.tensor(float(status.ready)))
         metrics.max("workers/longest_queue", torch.tensor(float(status.longest_queue)))
         metrics.max("workers/mib_received", torch.tensor(status.num_bytes / 2**20))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from flowgrpo_rc.rollout.engine import EngineError, RolloutEngine
-from flowgrpo_rc.workers.worker import Done, Worker
+from flowgrpo_rc.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 KEPT_VERSIONS = 2  # more than a run with staleness needs besides its newest
@@ -48,7 +49,7 @@ class PoolStatus:
     """What has become of the workers since the pool was asked last.
 
     Attributes:
-      busy_s: seconds that they sampled, all together.
+      busy_fraction: share of the time that a worker had a chunk.
       num_bytes: size of what they sent.
       ready: workers that sample, without those that start.
       longest_queue: chunks that waited for a worker at once.
@@ -56,7 +57,7 @@ class PoolStatus:
       lost: why workers were lost, in words.
     """
 
-    busy_s: float = 0.0
+    busy_fraction: float = 0.0
     num_bytes: int = 0
     ready: int = 0
     longest_queue: int = 0
@@ -94,7 +95,9 @@ class WorkerPool:
         self._ready = 0
         self._restarts = 0
         self._lost: list[str] = []
+        self._busy = 0
         self._busy_s = 0.0
+        self._counted_at = self._told_at = time.monotonic()
         self._num_bytes = 0
         self._longest_queue = 0
         self._starting: set[asyncio.Task[None]] = set()
@@ -143,28 +146,33 @@ class WorkerPool:
             done, chunk = worker.sample.options(num_returns=2).remote(
                 request[0], rows, version, self._adapters[version]
             )
+            self._count_busy(+1)
             try:
-                facts: Done = await asyncio.wait_for(done, self._settings.timeout_s)
+                num_bytes: int = await asyncio.wait_for(done, self._settings.timeout_s)
             except (RayError, TimeoutError) as error:
                 self._ready -= 1
                 self._replace(worker, _reason(error, self._settings.timeout_s))
                 continue
-            self._busy_s += facts.seconds
-            self._num_bytes += facts.num_bytes
+            finally:
+                self._count_busy(-1)
+            self._num_bytes += num_bytes
             self._free.put_nowait(worker)
             return [chunk]
 
     async def status(self) -> PoolStatus:
         """Returns what has happened since the last call."""
+        self._count_busy(0)
+        seconds = self._counted_at - self._told_at
         found = PoolStatus(
-            busy_s=self._busy_s,
+            busy_fraction=self._busy_s / max(seconds * self._settings.num_workers, 1e-9),
             num_bytes=self._num_bytes,
             ready=self._ready,
             longest_queue=self._longest_queue,
             restarts=self._restarts,
             lost=tuple(self._lost),
         )
-        self._busy_s, self._num_bytes, self._longest_queue = 0.0, 0, self._waiting
+        self._busy_s, self._told_at = 0.0, self._counted_at
+        self._num_bytes, self._longest_queue = 0, self._waiting
         self._lost = []
         return found
 
@@ -197,6 +205,12 @@ class WorkerPool:
             f"(rollout.cpus_per_worker) and {settings.num_gpus:g} GPUs (rollout.gpus_per_worker), "
             f"and the cluster has {found.get('CPU', 0):g} and {found.get('GPU', 0):g}"
         )
+
+    def _count_busy(self, change: int) -> None:
+        now = time.monotonic()
+        self._busy_s += self._busy * (now - self._counted_at)
+        self._counted_at = now
+        self._busy += change
 
     def _start_one(self) -> None:
         self._alive += 1

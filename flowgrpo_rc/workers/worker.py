@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,19 +36,6 @@ class SampledChunk:
     latents: Array | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Done:
-    """How a worker sampled a chunk.
-
-    Attributes:
-      seconds: how long it took.
-      num_bytes: size of what it sends.
-    """
-
-    seconds: float
-    num_bytes: int
-
-
 def package_versions() -> dict[str, str]:
     """Returns the versions that must be those of the trainer."""
     return {name: importlib.metadata.version(name) for name in _PACKAGES}
@@ -79,7 +65,7 @@ class Worker:
         rows: range,
         version: int,
         adapter: Mapping[str, Array],
-    ) -> tuple[Done, SampledChunk]:
+    ) -> tuple[int, SampledChunk]:
         """Samples some rows of a request with a version of the LoRA.
 
         Args:
@@ -88,11 +74,13 @@ class Worker:
           version: of the LoRA.
           adapter: the LoRA, tensors by name.
 
+        Returns:
+          The number of bytes of the chunk, and the chunk.
+
         Raises:
           EngineError: the engine has sampled with other settings, does not hold this LoRA
             afterwards, or does not quantize.
         """
-        began = time.monotonic()
         state = to_tensors(adapter, torch.device("cpu"))
         if version != self._version:
             self._engine.sync_weights(state, version)
@@ -117,4 +105,4 @@ class Worker:
         size = num_bytes(arrays) + (num_bytes(latents) if latents else 0)
         if isinstance(chunk.samples, np.ndarray):
             size += chunk.samples.nbytes
-        return Done(seconds=time.monotonic() - began, num_bytes=size), sampled
+        return size, sampled

@@ -1,4 +1,4 @@
-"""Engines that harm the worker that they are in, once."""
+"""Engines that harm the worker that they are in, once, or wait for the training."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from flowgrpo_rc.cli import main
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
+from flowgrpo_rc.training.update import PolicyUpdate
 
 
 class Harmful(DiffusersEngine):
@@ -51,3 +53,47 @@ class Harmful(DiffusersEngine):
         if self._harm == "hang":
             time.sleep(3600)
         raise ArithmeticError("a worker's engine has failed")
+
+
+def meet(folder: Path, mine: str, other: str) -> None:
+    """Waits until two processes are here at the same time."""
+    (folder / f"met_{mine}").touch()
+    deadline = time.monotonic() + 60
+    while not (folder / f"met_{other}").exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{mine} has not met {other}")
+        time.sleep(0.01)
+
+
+class Meeting(DiffusersEngine):
+    """Samples step 3 only while a step is trained.
+
+    Args:
+      folder: where the two meet.
+    """
+
+    def __init__(self, *given: Any, folder: str, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._folder = Path(folder)
+
+    def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
+        if request.prompts.step == 3:
+            meet(self._folder, "sampling", "training")
+        yield from super().generate(request)
+
+
+def train_and_meet(words: list[str]) -> None:
+    """Trains, and begins the second update only while a step is sampled."""
+    folder = Path(words[0])
+    run = PolicyUpdate.run
+    updates = 0
+
+    def meeting(self: PolicyUpdate, *given: Any, **options: Any) -> Any:
+        nonlocal updates
+        updates += 1
+        if updates == 2:
+            meet(folder, "training", "sampling")
+        return run(self, *given, **options)
+
+    PolicyUpdate.run = meeting  # type: ignore[method-assign]
+    raise SystemExit(main(["train", *words[1:]]))
