@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.faults import Harm, Trained, command, die, fault, final_state, started, words_of
+from support.faults import (
+    Harm,
+    Trained,
+    command,
+    die,
+    fault,
+    final_state,
+    sizes,
+    started,
+    wait_for_rows,
+    words_of,
+)
 from support.runs import read_rows
 
 from flowgrpo_rc.cli import main
@@ -123,22 +133,6 @@ SOAK = (
     "data.train_batch_size=2",
     "algorithm.rollout_correction.bypass_mode=true",
 )
-
-
-def sizes(pid: int) -> tuple[float, int]:
-    """Returns the resident memory of a process in MiB, and how many files it holds open."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, len(os.listdir(f"/proc/{pid}/fd"))
-
-
-def wait_for_rows(process: Any, run: Path, number: int) -> bool:
-    """Returns whether metrics.jsonl reaches so many rows before the process ends."""
-    path = run / "metrics.jsonl"
-    while not path.exists() or path.read_bytes().count(b"\n") < number:
-        if process.poll() is not None:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 @fault("200 steps, killed at random about every ten", "results are equal, memory and files flat")

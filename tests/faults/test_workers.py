@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -11,8 +12,20 @@ from pathlib import Path
 
 import pytest
 from support.documented import ROOT
-from support.faults import Ended, Trained, command, fault, final_state, started, words_of
+from support.faults import (
+    Ended,
+    Trained,
+    command,
+    fault,
+    final_state,
+    sizes,
+    started,
+    wait_for_rows,
+    words_of,
+)
+from support.launching import all_gone, marked
 from support.ray import needs_ray
+from support.runs import read_rows
 
 from flowgrpo_rc.cli import main
 
@@ -88,26 +101,6 @@ def test_no_worker_is_left(
     assert same(tmp_path / "run", whole)
 
 
-def marked(mark: str) -> list[int]:
-    """Returns the processes in whose environment a text stands."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:
-            continue  # it has ended
-    return found
-
-
-def all_gone(mark: str, seconds: float = 120) -> bool:
-    deadline = time.monotonic() + seconds
-    # Ray's agents look for their parent once a minute.
-    while marked(mark) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    return not marked(mark)
-
-
 def listening(pids: Sequence[int]) -> set[str]:
     """Returns the addresses on which processes listen."""
     sockets = set()
@@ -166,3 +159,54 @@ def test_ahead(
     assert ended.code == 0, ended.output
     assert "a rollout worker was lost" in ended.output
     assert same(tmp_path / "run", trained([*small, "rollout.staleness=1"]))
+
+
+# Ten steps for each; all of them with FAULTS_EVERY=1.
+KILLS = 20 if os.environ.get("FAULTS_EVERY") == "1" else 4
+SOAK = (
+    f"trainer.total_training_steps={10 * KILLS}",
+    "trainer.save_freq=10",
+    "trainer.test_freq=0",
+    "rollout.staleness=1",
+)
+
+
+def workers(mark: str) -> list[int]:
+    """Returns the processes of a run that have an engine."""
+    names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in marked(mark)}
+    return [
+        pid
+        for pid, name in names.items()
+        if name.startswith(b"ray::Worker") and not name.startswith(b"ray::WorkerPool")
+    ]
+
+
+@fault("a random rollout worker is killed every ten steps", "equal results, memory and files flat")
+def test_soak(
+    small: list[str], tmp_path: Path, trained: Callable[[Sequence[str]], Trained]
+) -> None:
+    run = tmp_path / "run"
+    words = words_of(small, *SOAK, "rollout.workers=2", f"rollout.max_restarts={KILLS}")
+    mark = f"soak_of_{tmp_path.name}"
+    draws = random.Random("soak")
+    found = []
+
+    def train() -> int:
+        os.environ["FLOWGRPO_RC_TEST"] = mark
+        return main(words)
+
+    with started(train, timeout=1200) as process:
+        for kill in range(KILLS):
+            assert wait_for_rows(process, run, 10 * kill + 3), process.output()
+            time.sleep(draws.random())
+            while not (pids := workers(mark)):
+                time.sleep(0.02)
+            os.kill(draws.choice(pids), signal.SIGKILL)
+            found.append(sizes(process.pid))
+        assert process.wait().code == 0, process.output()
+    print(f"MiB and files of the trainer at each kill: {found}")
+    assert found[-1][0] - found[1][0] < 20
+    assert found[-1][1] - found[1][1] < 5
+    assert all_gone(mark)
+    assert read_rows(run)[-1]["workers/restarts"] == KILLS
+    assert final_state(run) == trained([*small, *SOAK]).state

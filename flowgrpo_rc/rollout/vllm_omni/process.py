@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -73,7 +74,7 @@ class EngineProcess:
     closes, even if the trainer was killed.
 
     Attributes:
-      log: file with the child's output; removed after an orderly end, kept after a failure.
+      log: file with the child's output, after a failure; None before.
     """
 
     def __init__(
@@ -87,21 +88,21 @@ class EngineProcess:
           timeout_s: the longest silence that is not a failure, in seconds.
         """
         self._timeout_s = timeout_s
-        self._failed = False
-        handle, name = tempfile.mkstemp(prefix="flowgrpo_rc_vllm_omni_", suffix=".log")
-        self.log = Path(name)
+        self.log: Path | None = None
+        # Without a name it is gone with the processes, however they end.
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  `close` closes it
         ours, theirs = socket.socketpair()
         # A child may stop in the middle of a message, where polling does not help. The options take
         # a C timeval: seconds and microseconds.
         limit = struct.pack("ll", int(timeout_s) + 1, 0)
         for direction in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             ours.setsockopt(socket.SOL_SOCKET, direction, limit)
-        with os.fdopen(handle, "wb") as log, theirs:
+        with theirs:
             self._child = subprocess.Popen(
                 [*command, str(theirs.fileno())],
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=self._output,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
@@ -155,8 +156,7 @@ class EngineProcess:
             except (OSError, subprocess.TimeoutExpired):
                 self._kill()
         self._connection.close()
-        if not self._failed:
-            self.log.unlink(missing_ok=True)
+        self._output.close()
 
     def fail(self, what: str, kind: type[EngineError] = EngineError) -> NoReturn:
         """Ends the child and raises an error with what it did, how it ended, and its log's end.
@@ -165,11 +165,11 @@ class EngineProcess:
           what: what went wrong, in words that follow "the engine".
           kind: the error.
         """
-        self._failed = True
         how = _ending(self._kill())
+        self.log = self._saved_output()
         lines = self.log.read_text(errors="replace").splitlines()
         tail = "\n".join(lines[-LOG_LINES:]) or "(empty)"
-        self._connection.close()
+        self.close()
         raise kind(
             f"the vLLM-Omni engine (process {self.pid}) {what}; {how}. The end of its log, "
             f"{self.log}:\n{tail}"
@@ -187,6 +187,13 @@ class EngineProcess:
             return receive(self._connection)
         except (EOFError, OSError):
             self.fail(f"broke off while it worked on {kind!r}", EngineLost)
+
+    def _saved_output(self) -> Path:
+        handle, name = tempfile.mkstemp(prefix="flowgrpo_rc_vllm_omni_", suffix=".log")
+        self._output.seek(0)
+        with os.fdopen(handle, "wb") as log:
+            shutil.copyfileobj(self._output, log)
+        return Path(name)
 
     def _kill(self) -> int | None:
         """Ends the child and all that it started; returns its exit status if it had one before."""
