@@ -33,7 +33,7 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class MeasuredSteps:
     """The seconds of a run: medians over its steps without the first.
 
     Attributes:
@@ -78,7 +78,7 @@ def worker_tables(arguments: argparse.Namespace) -> str:
     return "\n\n".join([_summary(folder, measured), *tables, _ASSUMED])
 
 
-def read_measured(folder: RunFolder) -> Measured:
+def read_measured(folder: RunFolder) -> MeasuredSteps:
     """Reads what a run measured.
 
     Raises:
@@ -103,7 +103,7 @@ def read_measured(folder: RunFolder) -> Measured:
         )
     with blaming(f"{folder.root}: config.yaml, environment.json or metrics.jsonl"):
         processes = int(read_mapping(folder.root / "environment.json")["processes"])
-        return Measured(
+        return MeasuredSteps(
             num_steps=len(pairs),
             step_s=median(row[_STEP] for _, row in pairs),
             work=_work(config, processes, pairs),
@@ -179,7 +179,7 @@ def _staleness(folder: RunFolder, overrides: Sequence[str]) -> int:
     return asked.rollout.staleness
 
 
-def _summary(folder: RunFolder, measured: Measured) -> str:
+def _summary(folder: RunFolder, measured: MeasuredSteps) -> str:
     """Returns the seconds that the tables follow from."""
     work = measured.work
     where = f" of each of {work.num_processes} processes" if work.num_processes > 1 else ""
@@ -192,7 +192,7 @@ def _summary(folder: RunFolder, measured: Measured) -> str:
     )
 
 
-def _table(measured: Measured, numbers: Sequence[int], staleness: int) -> Iterator[str]:
+def _table(measured: MeasuredSteps, numbers: Sequence[int], staleness: int) -> Iterator[str]:
     """Yields the lines of the table for one staleness."""
     yield f"{_STALENESS}={staleness}{' (strict)' if staleness == 0 else ''}"
     yield "  workers  seconds of a step  times as fast  workers busy  trainer busy"
@@ -207,9 +207,7 @@ def _table(measured: Measured, numbers: Sequence[int], staleness: int) -> Iterat
     are = "are" if enough > 1 else "is"
     idle = 1 - best.trainer_busy
     if idle < 0.01:
-        yield f"  {enough} {are} enough: sampling hides behind training"
+        rest = "sampling hides behind training"
     else:
-        yield (
-            f"  {enough} {are} enough: more gain less than 1%, and the trainer waits for {idle:.0%} "
-            "of the time"
-        )
+        rest = f"more gain less than 1%, and the trainer waits for {idle:.0%} of the time"
+    yield f"  {enough} {are} enough: {rest}"

@@ -74,11 +74,13 @@ def test_workers_tell_how_long_they_were_busy(written: Written) -> None:
     """3 workers, busy for half of a step of 30 s, of the evaluation before and the checkpoint."""
     waits = {"timing_s/rollout": 14.0, "timing_s/reward_wait": 0.0, "workers/busy_fraction": 0.5}
     row = FIRST | waits | {"timing_s/step": 30.0, "timing_s/evaluation": 14.0}
-    rows = (FIRST | waits | EVALUATION, row, row | {"timing_s/checkpoint": 4.0}, row)
-    root = written("rollout.workers=3", "rollout.staleness=1", rows=rows)
+    saved = [row | {"timing_s/checkpoint": seconds} for seconds in (4.0, 2.0)]
+    rows = (FIRST | waits | EVALUATION, row, *saved)
+    root = written("rollout.workers=3", "rollout.staleness=1", rows=rows, processes=2)
     work = read_measured(RunFolder(root)).work
-    # 35, 48 and 44 seconds lie between two readings.
-    assert work.chunk_s == 3 * 0.5 * 44 / 8
+    # 35, 48 and 46 seconds lie between two readings.
+    assert (work.num_processes, work.chunks) == (2, 4)
+    assert work.chunk_s == 3 * 0.5 * 46 / 8
     assert (work.training_s, work.reward_s) == (16.0, 0.0)
 
 
