@@ -90,7 +90,7 @@ def join(cluster: Cluster) -> None:
 
 
 def check_reachable(address: str) -> None:
-    """Raises ValueError if nobody listens at the address of a cluster; Ray would try for minutes."""
+    """Raises ValueError if nobody listens at an address; Ray would try for minutes."""
     host, _, port = address.rpartition(":")
     try:
         if address != "auto":
