@@ -90,6 +90,6 @@ def _connected(address: str, namespace: str, **local: Any) -> Cluster:
             log_to_driver=False,
             **local,
         )
-    except ConnectionError as error:
+    except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         raise EngineError(f"rollout.ray_address={address} cannot be reached: {error}") from error
     return Cluster(address=context.address_info["gcs_address"], namespace=namespace)
