@@ -40,9 +40,10 @@ test-fast: $(VENV)/.ready  ## run the tests that start no whole run: under a min
 docs: $(VENV)/.ready  ## the documentation site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
-reference: $(VENV)/.ready  ## docs/configuration.md, docs/metrics.md and the table of docs/reliability.md, from the code
+reference: $(VENV)/.ready  ## docs/configuration.md, docs/metrics.md and tables of two other pages, from the code
 	$(BIN)/python docs/reference_pages.py
 	$(BIN)/python docs/fault_table.py
+	$(BIN)/python docs/worker_tables.py
 
 test-docs: $(VENV)/.ready  ## run the commands and Python blocks of README.md and docs/
 	$(PYTEST) tests/docs/blocks.py $(ARGS)

@@ -198,6 +198,25 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         help="number of processes (trainer.num_processes; 1 if that is auto)",
     )
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of machines (1)")
+    parser.add_argument(
+        "--workers",
+        type=_number_of_workers,
+        nargs="*",
+        metavar="N",
+        help="seconds of a step with so many rollout.workers, from those of --measured; without a "
+        "number for 1, 2, 4, ...",
+    )
+    parser.add_argument(
+        "--measured", metavar="RUN", help="with --workers: folder of a run, whose settings it takes"
+    )
+
+
+def _number_of_workers(word: str) -> int:
+    try:
+        return int(word)
+    except ValueError:
+        message = f"{word!r} is no number of workers; settings stand before --workers"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def _calibrate_options(parser: argparse.ArgumentParser) -> None:

@@ -46,6 +46,8 @@ ARMS: Mapping[str, Sequence[str]] = {
     "merged_lora": (*CONSTANT, "rollout.merge_lora=true"),
     "single_steps": (*CONSTANT, *SINGLE_STEPS),
     "reuse": (*CONSTANT, "rollout.reuse=1"),
+    "ahead_1": (*CONSTANT, "rollout.workers=1", "rollout.staleness=1"),
+    "ahead_4": (*CONSTANT, "rollout.workers=1", "rollout.staleness=4"),
     "shared_window_2": (*CONSTANT, *SHARED, "rollout.algo.sde_window_size=2"),
     "shared_window_1": (*CONSTANT, *SHARED, "rollout.algo.sde_window_size=1"),
     "flow_grpo_fast": FAST,

@@ -79,6 +79,22 @@ def last_reward(runs: Sequence[Cell]) -> str:
     return f"{statistics.median(run['reward'][-1] for run in runs):.3f}" if runs else MISSING
 
 
+def ahead(cells: Mapping[str, Cell]) -> str:
+    """Makes the table of sampling ahead; ratios are to runs that sample and train by turns."""
+    rows = []
+    reference = runs_of(cells, "shipped")
+    for arm in ("shipped", "ahead_1", "ahead_4"):
+        runs = runs_of(cells, arm)
+        rewards = sorted(run["reward"][-1] for run in runs)
+        clocks = ("iteration_wall_seconds", "iteration_cpu_seconds")
+        found = [ratio(runs, reference, lambda run, name=name: run[name]) for name in clocks]
+        to_target = [ratio(runs, reference, seconds_to("wall", target)) for target in TARGETS]
+        spread = ", ".join(f"{reward:.3f}" for reward in rewards) or MISSING
+        rows.append([f"`{arm}`", len(runs), *found, *to_target, spread])
+    columns = ["iteration, clock", "iteration, CPU", *(f"clock to {t}" for t in TARGETS)]
+    return markdown(["arm", "seeds", *columns, "rewards at the end"], rows)
+
+
 def arms(_: Mapping[str, Cell]) -> str:
     """Makes the table of what sets the arms apart."""
     rows = [
@@ -95,6 +111,7 @@ def iterations(cells: Mapping[str, Cell]) -> str:
 
 ENTRIES = {
     "time_to_reward": ratios,
+    "time_to_reward_ahead": ahead,
     "time_to_reward_arms": arms,
     "time_to_reward_runs": lambda cells: str(len(cells)),
     "time_to_reward_iterations": iterations,

@@ -26,7 +26,8 @@ def prepare(arguments: argparse.Namespace) -> int | None:
     A training of several processes is done here: they import what it needs, and this process waits.
 
     Args:
-      arguments: of train, plan or calibrate; `composition` is added.
+      arguments: of train, plan or calibrate; `composition` is added, unless a plan is of a run's
+        workers.
 
     Returns:
       The exit code if nothing is left to do, as with `--cfg job` or after a run of several
@@ -35,6 +36,8 @@ def prepare(arguments: argparse.Namespace) -> int | None:
     Raises:
       ValueError: names the key, the value and what is allowed.
     """
+    if arguments.command == "plan" and (arguments.workers, arguments.measured) != (None, None):
+        return None  # the settings are those of a run
     composition = compose_all(
         _settings(arguments.overrides),
         config_name=arguments.config_name,

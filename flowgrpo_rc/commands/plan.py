@@ -1,7 +1,8 @@
 """`flowgrpo-rc plan`: what a run would do and need, computed from its configuration.
 
 It tells parameters, memory, images, forwards and updates. Models are built on the meta device:
-nothing is allocated or run, and only small files are read.
+nothing is allocated or run, and only small files are read. With `--workers` it tells how fast a run
+would be that samples with workers.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.commands.plan_counts import counts
 from flowgrpo_rc.commands.plan_memory import as_size, memory, numbers_in, parts_of, strategy_of
+from flowgrpo_rc.commands.plan_workers import worker_tables
 from flowgrpo_rc.config.checks import check_plan, num_trained
 from flowgrpo_rc.config.compose import config_folder, to_config
 from flowgrpo_rc.config.settle import settled
@@ -24,7 +26,10 @@ from flowgrpo_rc.config.tree import Config
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Prints the plan of the configuration that the command line asks for."""
+    """Prints the plan of the configuration that the command line asks for, or of workers."""
+    if "composition" not in arguments:  # the settings are those of a run
+        print(worker_tables(arguments))
+        return EXIT_OK
     composition = arguments.composition
     asked = composition.config.trainer.num_processes
     processes = asked if isinstance(asked, int) else 1

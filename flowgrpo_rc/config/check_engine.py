@@ -18,6 +18,7 @@ from flowgrpo_rc.plugins import check_options, install_hint, load_class
 from flowgrpo_rc.rollout.config import PACKAGE
 from flowgrpo_rc.rollout.engine import RolloutEngine
 from flowgrpo_rc.rollout.quantization import check_device
+from flowgrpo_rc.workers.cluster import check_reachable
 
 ENGINE_KWARGS = "rollout.engine_kwargs"
 COMPILERS = ("g++", "clang++")
@@ -144,6 +145,8 @@ def _check_installed(config: Config) -> None:
         raise ValueError(
             f"rollout.workers={config.rollout.workers} needs Ray: {install_hint('ray')}"
         )
+    if config.rollout.ray_address is not None:
+        check_reachable(config.rollout.ray_address)
     quantization = config.rollout.quantization
     if quantization is None:
         return

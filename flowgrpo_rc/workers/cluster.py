@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
+import sys
 import uuid
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +15,7 @@ from flowgrpo_rc.rollout.engine import EngineError
 
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",  # tells nobody that it is used
+    "RAY_worker_niceness": "0",  # workers are no less urgent than the trainer
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # no warning about actors without a GPU
 }
 # Ray listens on the loopback alone only where it believes that no other machine can join. It
@@ -20,6 +23,7 @@ _SETTINGS = {
 _LOCAL = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
 _TOKEN = "RAY_AUTH_TOKEN"
 _HOST = "127.0.0.1"
+_CONNECT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,22 +55,28 @@ def start_or_join(address: str | None, num_cpus: int) -> Cluster:
     Raises:
       EngineError: Ray would listen on other addresses, or cannot be reached.
     """
-    os.environ.update(_SETTINGS)
     namespace = f"flowgrpo_rc_{uuid.uuid4().hex}"
     if address is not None:
+        os.environ.update(_SETTINGS)
         return _connected(address, namespace)
+    if "ray" in sys.modules and not _LOCAL.items() <= os.environ.items():
+        raise EngineError(
+            "rollout.workers: Ray was imported before the run, so that it would listen on every "
+            "network of this machine. Import it after the run has started, or set "
+            f"{' and '.join(f'{name}={value}' for name, value in _LOCAL.items())} before"
+        )
     # Ray reads it once in a process, also for a second run.
     token = os.environ.get(_TOKEN) or secrets.token_hex(32)
-    os.environ.update(_LOCAL | {_TOKEN: token})
+    os.environ.update(_SETTINGS | _LOCAL | {_TOKEN: token})
     cluster = _connected("local", namespace, num_cpus=num_cpus, include_dashboard=False)
     if not cluster.address.startswith(f"{_HOST}:"):
         import ray
 
         ray.shutdown()
         raise EngineError(
-            f"rollout.workers: Ray listens on {cluster.address}, where others could reach it, "
-            "since it was imported before the run. Set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before "
-            "that, or give the rollout.ray_address of a cluster that you have closed to others"
+            f"rollout.workers: Ray listens on {cluster.address}, where others could reach it, and "
+            f"not on {_HOST}. Give the rollout.ray_address of a cluster that you have closed to "
+            "others"
         )
     return replace(cluster, token=token)
 
@@ -77,6 +87,19 @@ def join(cluster: Cluster) -> None:
     if cluster.token:
         os.environ.update(_LOCAL | {_TOKEN: cluster.token})
     _connected(cluster.address, cluster.namespace)
+
+
+def check_reachable(address: str) -> None:
+    """Raises ValueError if nobody listens at an address; Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        if address != "auto":
+            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"rollout.ray_address={address} cannot be reached: {error}. Give HOST:PORT of the head "
+            "of a running Ray cluster, auto for the one of this machine, or null to start one"
+        ) from error
 
 
 def _connected(address: str, namespace: str, **local: Any) -> Cluster:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import random
 import signal
@@ -60,9 +61,10 @@ def harms(folder: Path, harm: str, times: int) -> list[str]:
 
 LOSSES = {
     "killed": ("kill", (), "The actor died unexpectedly"),
-    "killed later": ("kill", ("+rollout.engine_kwargs.delay_s=0.1",), "died unexpectedly"),
     "hangs": ("hang", ("rollout.worker_timeout_s=5",), "rollout.worker_timeout_s=5"),
     "raises": ("raise", (), "ArithmeticError: a worker's engine has failed"),
+    "other settings": ("other settings", (), "sampled with other settings: guidance_scale"),
+    "other weights": ("other weights", (), "does not hold the trainer's LoRA of step 1"),
 }
 
 
@@ -71,7 +73,8 @@ def same(run: Path, whole: Trained) -> bool:
 
 
 @fault(
-    "a rollout worker is killed, hangs or raises", "another samples its chunk; the bits are equal"
+    "a rollout worker is killed, hangs, raises or samples something else",
+    "another samples its chunk; the bits are equal",
 )
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_lost_worker(
@@ -116,6 +119,48 @@ def listening(pids: Sequence[int]) -> set[str]:
                 packed = bytes.fromhex(local.partition(":")[0])[-4:]
                 found.add(".".join(str(part) for part in reversed(packed)))
     return found
+
+
+REFUSED = {
+    "an address where nobody listens": (
+        ("rollout.ray_address=127.0.0.1:1",),
+        "error: rollout.ray_address=127.0.0.1:1 cannot be reached",
+    ),
+    "no address": (
+        ("rollout.ray_address=there",),
+        "error: rollout.ray_address=there cannot be reached",
+    ),
+    "more GPUs than there are": (
+        ("rollout.gpus_per_worker=1", "rollout.worker_timeout_s=3"),
+        "error: no rollout worker has started within rollout.worker_timeout_s=3: each asks for 1 "
+        "cores (rollout.cpus_per_worker) and 1 GPUs (rollout.gpus_per_worker), and the cluster has "
+        "2 and 0",
+    ),
+    "other packages": (
+        ("rollout.name=support.worker_engines.OtherPackages",),
+        "has other packages than the trainer: torch 0.1 there",
+    ),
+}
+
+
+@fault("rollout workers cannot start", "one line says why, before anything is trained")
+@pytest.mark.parametrize("case", REFUSED)
+def test_no_worker_starts(with_workers: Callable[..., Ended], case: str) -> None:
+    settings, message = REFUSED[case]
+    ended = with_workers(*settings)
+    assert ended.code == 1, ended.output
+    assert message in ended.output
+    assert "Traceback" not in ended.output
+
+
+@fault("Ray would listen on a network", "the run is refused")
+def test_ray_that_was_imported_before(small: list[str]) -> None:
+    def import_ray() -> None:
+        importlib.import_module("ray")
+
+    ended = command(*words_of(small, "rollout.workers=1"), harm=import_ray)
+    assert ended.code == 1, ended.output
+    assert "error: rollout.workers: Ray was imported before the run" in ended.output
 
 
 @fault("the trainer of rollout workers is killed or stopped", "no process of the run is left")

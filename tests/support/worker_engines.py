@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ class Harmful(DiffusersEngine):
 
     Args:
       folder: the folder.
-      harm: `kill`, `hang` or `raise`.
+      harm: `kill`, `hang`, `raise`, `other settings` or `other weights`.
       step: the step in which it does it; each deed takes a file away.
       delay_s: seconds from the beginning of the chunk to the deed.
     """
@@ -35,7 +37,7 @@ class Harmful(DiffusersEngine):
         for chunk in super().generate(request):
             if request.prompts.step == self._step and self._taken():
                 time.sleep(self._delay_s)
-                self._act()
+                chunk = self._harmed(chunk)
             yield chunk
 
     def _taken(self) -> bool:
@@ -47,12 +49,28 @@ class Harmful(DiffusersEngine):
             return True
         return False
 
-    def _act(self) -> None:
-        if self._harm == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self._harm == "hang":
-            time.sleep(3600)
+    def _harmed(self, chunk: RolloutChunk) -> RolloutChunk:
+        match self._harm:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "hang":
+                time.sleep(3600)
+            case "other settings":
+                spec = replace(chunk.batch.spec, guidance_scale=7.0)
+                return replace(chunk, batch=replace(chunk.batch, spec=spec))
+            case "other weights":
+                next(iter(self._replica.lora.values())).add_(1)
+                return chunk
         raise ArithmeticError("a worker's engine has failed")
+
+
+class OtherPackages(DiffusersEngine):
+    """Is in a process that has another torch."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        version = importlib.metadata.version
+        importlib.metadata.version = lambda name: "0.1" if name == "torch" else version(name)
 
 
 def meet(folder: Path, mine: str, other: str) -> None:

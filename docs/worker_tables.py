@@ -1,0 +1,69 @@
+"""Writes the tables about workers in docs/scaling_out.md: `make reference`.
+
+One is simulated for an example. The other compares what is simulated with what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from flowgrpo_rc.workers.simulate import Pace, Work, simulate
+
+PAGE = Path(__file__).parent / "scaling_out.md"
+EXAMPLE = Work(chunks=64, num_processes=1, chunk_s=5.0, reward_s=2.0, training_s=45.0)
+# Medians of the bundled job without workers; seconds of its steps with one, by staleness.
+MEASURED = Work(chunks=4, num_processes=1, chunk_s=0.302, reward_s=0.127, training_s=1.315)
+STEP_S = 2.65
+STEP_S_WITH_WORKER = {0: 2.74, 1: 1.81}
+END = "<!-- end of what is written -->\n"
+
+
+def page() -> str:
+    """Returns docs/scaling_out.md with the tables that follow from the seconds above."""
+    text = PAGE.read_text(encoding="utf-8")
+    for name, rows in (("simulated", simulated()), ("compared", compared())):
+        text = _with_table(text, f"<!-- Written by `make reference`: {name}. -->\n", rows)
+    return text
+
+
+def simulated() -> Iterator[str]:
+    """Yields the rows of the example."""
+    cells = ("a step", "times as fast", "workers busy")
+    strict, ahead = (
+        " | ".join(f"{cell}, {mode}" for cell in cells) for mode in ("strict", "k = 1")
+    )
+    yield f"| workers | {strict} | {ahead} |\n|---|---|---|---|---|---|---|\n"
+    one = simulate(EXAMPLE, num_workers=1, staleness=0)
+    for number in (1, 2, 4, 8, 16, 32, 64):
+        paces = [simulate(EXAMPLE, num_workers=number, staleness=k) for k in (0, 1)]
+        yield f"| {number} | {' | '.join(_cells(pace, one) for pace in paces)} |\n"
+
+
+def compared() -> Iterator[str]:
+    """Yields the rows of the bundled job."""
+    yield "| run | a step, predicted | measured | measured / predicted | times as fast, predicted "
+    yield "| measured |\n|---|---|---|---|---|---|\n"
+    yield f"| `rollout.workers=0` | | {STEP_S:.2f} s | | | |\n"
+    for staleness, seconds in STEP_S_WITH_WORKER.items():
+        predicted = simulate(MEASURED, num_workers=1, staleness=staleness).step_s
+        yield (
+            f"| `rollout.workers=1 rollout.staleness={staleness}` | {predicted:.2f} s "
+            f"| {seconds:.2f} s | {seconds / predicted:.2f} | {STEP_S / predicted:.2f} "
+            f"| {STEP_S / seconds:.2f} |\n"
+        )
+
+
+def _cells(pace: Pace, one: Pace) -> str:
+    return f"{pace.step_s:.0f} s | {one.step_s / pace.step_s:.1f} | {pace.workers_busy:.0%}"
+
+
+def _with_table(text: str, start: str, rows: Iterable[str]) -> str:
+    before, found, rest = text.partition(start)
+    assert found, f"{PAGE.name} has no {start!r}"
+    _, _, after = rest.partition(END)
+    return f"{before}{start}\n{''.join(rows)}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
