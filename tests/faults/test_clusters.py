@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -55,13 +56,20 @@ def ray_node(environment: dict[str, str]) -> Iterator[Callable[..., None]]:
         node.wait()
 
 
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 @fault("the token of a Ray cluster is missing", "one line says so")
 def test_no_token(small: list[str], environment: dict[str, str], tmp_path: Path) -> None:
     environment |= {"RAY_AUTH_MODE": "token", "HOME": str(tmp_path)}
-    words = words_of(small, "rollout.workers=1", "rollout.ray_address=127.0.0.1:1")
-    ended = command(*words, harm=lambda: os.environ.update(environment))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        words = words_of(small, "rollout.workers=1", f"rollout.ray_address={address}")
+        ended = command(*words, harm=lambda: os.environ.update(environment))
     assert ended.code == 1, ended.output
-    assert "error: rollout.ray_address=127.0.0.1:1 cannot be reached" in ended.output
+    assert f"error: rollout.ray_address={address} cannot be reached" in ended.output
     assert "no authentication token was found" in ended.output
 
 
@@ -75,7 +83,8 @@ def test_a_machine_comes_and_goes(
     trained: Callable[[Sequence[str]], Trained],
 ) -> None:
     environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 32}
-    address = f"127.0.0.1:{free_port()}"
+    port = free_port()
+    address = f"127.0.0.1:{port}"
     words = words_of(
         small,
         CHUNKS,
@@ -90,8 +99,8 @@ def test_a_machine_comes_and_goes(
         os.environ.update(environment)
         return main(words)
 
-    port = address.partition(":")[2]
     ray_node("first", "--head", f"--port={port}", "--include-dashboard=false")
+    wait_for(lambda: listens(port))
     with started(train, timeout=300) as process:
         wait_for((tmp_path / "met_first").exists)
         ray_node("second", f"--address={address}")
