@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
@@ -401,12 +402,19 @@ def make_workers(config: Config, processes: Processes) -> RolloutEngine[Any]:
         staleness=rollout.staleness,
         chunk_size=size,
     )
-    engine = partial(engine_alone, config)
+    engine = partial(engine_alone, config, Path.cwd())
     return start_workers(engine, settings, processes, address=rollout.ray_address)
 
 
-def engine_alone(config: Config) -> RolloutEngine[Any]:
-    """Loads the model and makes its engine, in a process that does not train."""
+def engine_alone(config: Config, folder: Path) -> RolloutEngine[Any]:
+    """Loads the model and makes its engine, in a process that does not train.
+
+    Args:
+      config: of the run.
+      folder: the trainer's working directory, from which relative paths lead.
+    """
+    if folder.is_dir():  # another machine may lack it
+        os.chdir(folder)
     device = device_of(config)
     load: Any = load_causal_lm if config.model.kind == "causal_lm" else load_model
     model = load(config.model, device)

@@ -14,7 +14,9 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 _BLOCK = re.compile(
     r"(?:^<!-- not run: ([^\n]+?) -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE
 )
-_COMMAND = re.compile(r"(?:^|\s)(?:flowgrpo-rc|-m flowgrpo_rc\.train|examples/slurm\.sh)(?=\s|$)")
+_COMMAND = re.compile(
+    r"(?:^|\s)(?:flowgrpo-rc|-m flowgrpo_rc\.train|examples/slurm(?:_workers)?\.sh)(?=\s|$)"
+)
 
 
 class Block(NamedTuple):

@@ -115,3 +115,19 @@ def train_and_meet(words: list[str]) -> None:
 
     PolicyUpdate.run = meeting  # type: ignore[method-assign]
     raise SystemExit(main(["train", *words[1:]]))
+
+
+class OnTwoNodes(Meeting):
+    """Samples step 2 on two nodes at the same time, and hangs in step 3 on the second.
+
+    The environment of a node holds its name: `FLOWGRPO_RC_NODE` is `first` or `second`.
+    """
+
+    def generate(self, request: ImageRequest) -> Iterator[RolloutChunk]:
+        node = os.environ["FLOWGRPO_RC_NODE"]
+        if request.prompts.step == 2:
+            meet(self._folder, node, "second" if node == "first" else "first")
+        if request.prompts.step == 3 and node == "second":
+            (self._folder / "hangs").touch()
+            time.sleep(3600)
+        yield from DiffusersEngine.generate(self, request)

@@ -1,0 +1,171 @@
+"""A run on a Ray cluster of several machines gives the bits of a run on one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from support.documented import ROOT
+from support.faults import Trained, command, fault, final_state, started, words_of
+from support.launching import all_gone, alone, free_port, marked, wait_for
+from support.ray import needs_ray
+from support.runs import read_rows
+
+from flowgrpo_rc.cli import main
+
+pytestmark = needs_ray
+BIN = Path(sys.executable).parent
+CHUNKS = "rollout.micro_batch_size_per_gpu=2"
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The environment of commands whose processes are told by `tmp_path`, and end with the test."""
+    yield alone(ROOT / "tests") | {
+        "FLOWGRPO_RC_TEST": str(tmp_path),
+        "PATH": f"{tmp_path}{os.pathsep}{BIN}{os.pathsep}{os.environ['PATH']}",
+    }
+    for pid in marked(str(tmp_path)):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def ray_node(environment: dict[str, str]) -> Iterator[Callable[..., None]]:
+    """Starts a machine of a Ray cluster, by its name and options of `ray start`."""
+    nodes = []
+
+    def start(name: str, *options: str) -> None:
+        node = subprocess.Popen(
+            ["ray", "start", "--block", "--num-cpus=1", *options],
+            env=environment | {"FLOWGRPO_RC_NODE": name},
+            cwd="/",  # another than the trainer's
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.STDOUT,
+        )
+        nodes.append(node)
+
+    yield start
+    for node in reversed(nodes):
+        node.terminate()
+        node.wait()
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@fault("the token of a Ray cluster is missing", "one line says so")
+def test_no_token(small: list[str], environment: dict[str, str], tmp_path: Path) -> None:
+    environment |= {"RAY_AUTH_MODE": "token", "HOME": str(tmp_path)}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        words = words_of(small, "rollout.workers=1", f"rollout.ray_address={address}")
+        ended = command(*words, harm=lambda: os.environ.update(environment))
+    assert ended.code == 1, ended.output
+    assert f"error: rollout.ray_address={address} cannot be reached" in ended.output
+    assert "no authentication token was found" in ended.output
+
+
+@fault("a machine joins the cluster of rollout workers, and is lost", "both sample; equal results")
+def test_a_machine_comes_and_goes(
+    small: list[str],
+    checkpoint: Path,
+    ray_node: Callable[..., None],
+    environment: dict[str, str],
+    tmp_path: Path,
+    trained: Callable[[Sequence[str]], Trained],
+) -> None:
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 32}
+    port = free_port()
+    address = f"127.0.0.1:{port}"
+    words = words_of(
+        small,
+        CHUNKS,
+        "rollout.workers=2",
+        f"rollout.ray_address={address}",
+        "rollout.name=support.worker_engines.OnTwoNodes",
+        f"+rollout.engine_kwargs.folder={tmp_path}",
+        f"model.path={os.path.relpath(checkpoint)}",
+    )
+
+    def train() -> int:
+        os.environ.update(environment)
+        return main(words)
+
+    ray_node("first", "--head", f"--port={port}", "--include-dashboard=false")
+    wait_for(lambda: listens(port))
+    with started(train, timeout=300) as process:
+        wait_for((tmp_path / "met_first").exists)
+        ray_node("second", f"--address={address}")
+        wait_for((tmp_path / "hangs").exists)
+        for pid in {*marked(str(tmp_path))} & {*marked("FLOWGRPO_RC_NODE=second")}:
+            os.kill(pid, signal.SIGKILL)
+        ended = process.wait()
+    assert ended.code == 0, ended.output
+    run = tmp_path / "run"
+    assert [row["workers/ready"] for row in read_rows(run)[1:]] == [1, 2, 1]
+    assert "a rollout worker was lost (1 of 3 restarts)" in ended.output
+    assert final_state(run) == trained([*small, CHUNKS]).state
+
+
+# Stand-ins of Slurm's commands for a job on two nodes, both on this machine.
+SLURM = {
+    "scontrol": """#!/bin/sh
+case "$1" in
+    show) printf '127.0.0.1\\nother\\n' ;;
+    requeue) echo "$2" >> requeued ;;
+esac
+""",
+    "srun": """#!/bin/sh
+while [ "${1#--}" != "$1" ]; do shift; done
+exec "$@"
+""",
+}
+
+
+@fault("a Slurm job with rollout workers is over", "no process is left; requeued, it goes on")
+def test_a_slurm_job(
+    small: list[str], environment: dict[str, str], tmp_path: Path, whole: Trained
+) -> None:
+    """Runs examples/slurm_workers.sh twice, as Slurm would."""
+    for name, text in SLURM.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment |= {
+        "SLURM_CPUS_PER_TASK": "2",
+        "SLURM_JOB_ID": str(free_port() - 20000),
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+    }
+    words = ["bash", str(ROOT / "examples/slurm_workers.sh"), *small]
+
+    def submit(workers: int, *, warned: bool) -> str:
+        log = tmp_path / f"{workers}.log"
+        with (
+            log.open("w") as output,
+            subprocess.Popen(
+                [*words, f"rollout.workers={workers}"],
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            ) as job,
+        ):
+            if warned:
+                wait_for((tmp_path / "run" / "checkpoints" / "step_1").exists)
+                job.send_signal(signal.SIGUSR1)
+            assert job.wait(timeout=300) == 0, log.read_text()
+        assert all_gone(str(tmp_path), seconds=20)
+        return log.read_text()
+
+    assert "stopped early (SIGUSR1)" in submit(2, warned=True)
+    assert (tmp_path / "requeued").read_text().split() == [environment["SLURM_JOB_ID"]]
+    assert len(read_rows(tmp_path / "run")) < 4
+    submit(1, warned=False)
+    assert final_state(tmp_path / "run") == whole.state
