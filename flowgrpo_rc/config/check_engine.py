@@ -6,7 +6,9 @@ Nothing is loaded. `engine_of` and `engine_options` also serve whoever builds th
 from __future__ import annotations
 
 import shutil
+import sysconfig
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +23,8 @@ from flowgrpo_rc.rollout.quantization import check_device
 from flowgrpo_rc.workers.cluster import check_reachable
 
 ENGINE_KWARGS = "rollout.engine_kwargs"
-COMPILERS = ("g++", "clang++")
+CXX_COMPILERS = ("g++", "clang++")
+C_COMPILERS = ("gcc", "clang")
 
 
 def chunk_size(config: Config) -> int:
@@ -173,15 +176,20 @@ def _check_options_on(config: Config, device: torch.device) -> None:
 
 
 def _check_compiler(config: Config, device: torch.device) -> None:
-    """On the CPU, torch compiles through a C++ compiler."""
-    if device.type != "cpu" or any(map(shutil.which, COMPILERS)):
-        return
+    """On the CPU torch compiles through C++; on a GPU Triton builds its launchers in C."""
+    language, compilers = ("C++", CXX_COMPILERS) if device.type == "cpu" else ("C", C_COMPILERS)
+    lacking = []
+    if not any(map(shutil.which, compilers)):
+        lacking.append(f"a {language} compiler ({' or '.join(compilers)})")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if device.type != "cpu" and not header.exists():
+        lacking.append(f"{header} (the package python3-dev or the like)")
     for key, compiles in (
         ("rollout.compile=true", config.rollout.compile),
         ("actor.optim.name=adamw_8bit", config.actor.optim.name == "adamw_8bit"),
     ):
-        if compiles:
+        if compiles and lacking:
             raise ValueError(
-                f"{key} on the CPU needs a C++ compiler, {' or '.join(COMPILERS)}: install one, or "
-                "drop it"
+                f"{key} on {device.type} needs {' and '.join(lacking)}: install what is missing, "
+                f"or drop {key}"
             )

@@ -164,7 +164,7 @@ def _started(make_engine: Callable[[], RolloutEngine[Any]], settings: PoolSettin
     remote: Any = ray.remote(WorkerPool)
     pool = remote.options(
         name=_POOL, num_cpus=0, max_concurrency=10_000, scheduling_strategy=here
-    ).remote(make_engine, settings, package_versions())
+    ).remote([ray.put(make_engine)], settings, package_versions())
     with _told():
         ray.get(pool.start.remote())
     return pool

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from flowgrpo_rc.rollout.engine import EngineError, RolloutEngine
+from flowgrpo_rc.rollout.engine import EngineError
 from flowgrpo_rc.workers.start import PoolSettings
 from flowgrpo_rc.workers.worker import Worker
 
@@ -53,14 +53,14 @@ class WorkerPool:
 
     def __init__(
         self,
-        make_engine: Callable[[], RolloutEngine[Any]],
+        make_engine: list[Any],
         settings: PoolSettings,
         versions: Mapping[str, str],
     ) -> None:
         """Starts no worker yet.
 
         Args:
-          make_engine: makes an engine in a worker's process.
+          make_engine: a list of one reference to what makes an engine in a worker's process.
           settings: how many workers there are, and how long to wait for them.
           versions: of the trainer's packages; a worker with others is refused.
         """
@@ -206,7 +206,7 @@ class WorkerPool:
         settings = self._settings
         options = {"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus}
         remote: Any = ray.remote(Worker)
-        worker = remote.options(**options).remote(self._make_engine, settings.num_cpus)
+        worker = remote.options(**options).remote(self._make_engine[0], settings.num_cpus)
         try:
             versions = await worker.package_versions.remote()
         except RayError as error:

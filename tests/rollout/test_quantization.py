@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -201,6 +202,27 @@ def test_a_missing_package_or_compiler_is_named(
         assert train(override) == 2
         error = capsys.readouterr().err
         assert all(word in error for word in words), error
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [
+        ("rollout.compile", True, r"rollout\.compile=true on cuda needs a C compiler \(gcc or"),
+        ("actor.optim.name", "adamw_8bit", r"adamw_8bit on cuda needs .* and /none/Python\.h"),
+    ],
+)
+def test_what_triton_needs_is_looked_for_before_loading(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Path, setting: str, value: object, words: str
+) -> None:
+    config = Config()
+    config.model.path = str(checkpoint)
+    check_engine.check_machine(config, torch.device("cuda"))
+    section, _, name = setting.rpartition(".")
+    setattr(attrgetter(section)(config), name, value)
+    monkeypatch.setattr(check_engine.shutil, "which", lambda name: None)
+    monkeypatch.setattr(check_engine.sysconfig, "get_path", lambda name: "/none")
+    with pytest.raises(ValueError, match=words):
+        check_engine.check_machine(config, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
