@@ -13,9 +13,9 @@ from flowgrpo_rc.workers.simulate import Pace, Work, simulate
 PAGE = Path(__file__).parent / "scaling_out.md"
 EXAMPLE = Work(chunks=64, num_processes=1, chunk_s=5.0, reward_s=2.0, training_s=45.0)
 # Medians of the bundled job without workers; seconds of its steps with one, by staleness.
-MEASURED = Work(chunks=4, num_processes=1, chunk_s=0.302, reward_s=0.127, training_s=1.315)
-STEP_S = 2.65
-STEP_S_WITH_WORKER = {0: 2.74, 1: 1.81}
+MEASURED = Work(chunks=4, num_processes=1, chunk_s=0.326, reward_s=0.141, training_s=1.465)
+STEP_S = 2.96
+STEP_S_WITH_WORKER = {0: 3.01, 1: 1.85}
 END = "<!-- end of what is written -->\n"
 
 

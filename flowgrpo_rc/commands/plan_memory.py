@@ -62,7 +62,10 @@ def memory(config: Config, model: FlowModel, num_processes: int, num_nodes: int)
     )
     if config.actor.ema.enable:
         rows.append(("average", 4 * trained, "4 bytes x LoRA parameters"))
-    rows.append(_copy_that_samples(config, model, frozen, trained, strategy))
+    if config.rollout.workers:
+        rows.append(_workers(config, model, frozen, trained))
+    else:
+        rows.append(_copy_that_samples(config, model, frozen, trained, strategy))
     older = config.rollout.staleness
     if older:
         rows.append(
@@ -121,6 +124,13 @@ def _copy_that_samples(
         formula = f"{rollout} transformer, whole, and fp32 LoRA"
         return "rollout copy", frozen["transformer"] + 4 * trained, formula
     return "rollout copy", 4 * trained, "shares the frozen weights; fp32 LoRA of its own"
+
+
+def _workers(config: Config, model: FlowModel, frozen: dict[str, int], trained: int) -> Row:
+    """Returns nothing for this process; a worker has a whole model, its LoRA and a copy of both."""
+    name, copy, _ = _copy_that_samples(config, model, frozen, trained, "ddp")
+    size = sum(frozen.values()) + 4 * trained + copy
+    return name, 0, f"in workers, each with a whole model: {as_size(size)}"
 
 
 def _engine(config: Config, frozen: dict[str, int]) -> Row:

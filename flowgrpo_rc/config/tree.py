@@ -149,6 +149,10 @@ class Config:
         sees_rows = self.model.kind == "causal_lm" or self.rollout.window()[0] == 1
         return why_recompute(self.algorithm.rollout_correction, sees_rows=sees_rows)
 
+    def samples_here(self) -> bool:
+        """Returns whether the trainer's own processes sample for training."""
+        return self.data.replay_dir is None and self.rollout.workers == 0
+
     def samples_per_step(self, num_processes: int) -> int:
         """Returns the samples of a step on one process."""
         return self.data.train_batch_size * self.rollout.n // num_processes

@@ -119,6 +119,7 @@ class FlowModel(ABC):
       pipeline: the stock pipeline with its models. They are frozen here.
       device: where the models compute.
       offload_idle: keep text encoders and VAE on the CPU while nobody uses them.
+      decode_batch_size: samples that are decoded at once; None for all that are given.
     """
 
     pipeline_class: ClassVar[str]
@@ -129,7 +130,14 @@ class FlowModel(ABC):
     max_sequence_length: ClassVar[int] = 512
     unsupported_components: ClassVar[Mapping[str, str]] = {}
 
-    def __init__(self, pipeline: Any, device: torch.device, *, offload_idle: bool = False) -> None:
+    def __init__(
+        self,
+        pipeline: Any,
+        device: torch.device,
+        *,
+        offload_idle: bool = False,
+        decode_batch_size: int | None = None,
+    ) -> None:
         self.pipeline = pipeline
         self.device = device
         modules = {
@@ -142,6 +150,7 @@ class FlowModel(ABC):
             module for name, module in modules.items() if name not in ("transformer", "vae")
         ]
         self._encoders = Offloadable(encoders, device, offload=offload_idle)
+        self._decode_batch_size = decode_batch_size
         self._vae = Offloadable([modules["vae"]], device, offload=offload_idle)
 
     @property
@@ -197,8 +206,9 @@ class FlowModel(ABC):
         Returns:
           Images [B, H, W, 3] or videos [B, F, H, W, 3], uint8.
         """
+        size = self._decode_batch_size or len(latents)
         with self._vae.at_work():
-            return self._decode(latents, spec)
+            return np.concatenate([self._decode(part, spec) for part in latents.split(size)])
 
     @abstractmethod
     def check(self, spec: SamplerSpec, key: str) -> None:
@@ -353,7 +363,12 @@ def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
             **absent,
         )
     pipeline.set_progress_bar_config(disable=True)
-    return adapter(pipeline, device, offload_idle=config.offload_idle)
+    return adapter(
+        pipeline,
+        device,
+        offload_idle=config.offload_idle,
+        decode_batch_size=config.decode_batch_size,
+    )
 
 
 def adapters_by_pipeline() -> dict[str, type[FlowModel]]:

@@ -30,6 +30,8 @@ class ModelConfig:
     adapter: the class of a flow model of your own, `my_module.MyModel`; null takes the one for the
         checkpoint's pipeline.
     offload_idle: keep text encoders and VAE on the CPU while nobody uses them.
+    decode_batch_size: samples that the VAE decodes at once, in rollouts and evaluations: it needs
+        more memory for a sample than anything else; null: all of a chunk.
     """
 
     kind: str = "diffusion"
@@ -42,6 +44,7 @@ class ModelConfig:
     target_modules: list[str] | None = None
     gradient_checkpointing: bool = False
     offload_idle: bool = False
+    decode_batch_size: int | None = None
     adapter: str | None = None
 
     def hub_id(self) -> str | None:
@@ -64,12 +67,20 @@ class ModelConfig:
                 f"model.lora_rank={self.lora_rank}, model.lora_alpha={self.lora_alpha}: give at "
                 "least 1"
             )
+        if self.decode_batch_size is not None and self.decode_batch_size < 1:
+            raise ValueError(
+                f"model.decode_batch_size={self.decode_batch_size}: give at least 1, or null"
+            )
         if self.lora_init not in LORA_INITS:
             raise ValueError(
                 f"model.lora_init={self.lora_init!r}: allowed are {', '.join(LORA_INITS)}"
             )
         for given, setting in (
             (self.offload_idle, "model.offload_idle=true"),
+            (
+                self.decode_batch_size is not None,
+                f"model.decode_batch_size={self.decode_batch_size}",
+            ),
             (self.adapter is not None, f"model.adapter={self.adapter}"),
         ):
             if given and self.kind != "diffusion":

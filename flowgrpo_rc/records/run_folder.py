@@ -58,6 +58,7 @@ _FREE = (
     "trainer.num_processes",
     "trainer.strategy",
     "trainer.timeout_s",
+    "model.decode_batch_size",
     "actor.ppo_micro_batch_size_per_gpu",
     "actor.steps_per_forward",
     "rollout.micro_batch_size_per_gpu",

@@ -8,6 +8,7 @@ import secrets
 import socket
 import sys
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ _SETTINGS = {
 # decides that as it is imported. Its own token would lie in the home folder, for every cluster.
 _LOCAL = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
 _TOKEN = "RAY_AUTH_TOKEN"
+_GPUS = "CUDA_VISIBLE_DEVICES"
 _HOST = "127.0.0.1"
 _CONNECT_S = 10.0
 
@@ -42,7 +44,34 @@ class Cluster:
     token: str = field(default="", repr=False)
 
 
-def start_or_join(address: str | None, num_cpus: int) -> Cluster:
+def spare_gpus(visible: Sequence[str], num_trainers: int, num_wanted: float) -> str | None:
+    """Returns the GPUs of this machine that no trainer process uses, for CUDA_VISIBLE_DEVICES.
+
+    Args:
+      visible: the GPUs that the trainers see; each takes one, from the first on.
+      num_trainers: processes of the trainer on this machine.
+      num_wanted: how many GPUs all workers ask for; 0 if they ask for none.
+
+    Returns:
+      The GPUs; None if none are asked for.
+
+    Raises:
+      ValueError: there are fewer.
+    """
+    if num_wanted == 0:
+        return None
+    spare = visible[num_trainers:]
+    if len(spare) < num_wanted:
+        raise ValueError(
+            f"rollout.workers: they ask for {num_wanted:g} GPUs (workers x "
+            f"rollout.gpus_per_worker), and of {len(visible)} GPUs here {num_trainers} train. "
+            "Lower one of them, or set rollout.gpus_per_worker=0 to have the workers share the "
+            "first GPU with the trainer"
+        )
+    return ",".join(spare)
+
+
+def start_or_join(address: str | None, num_cpus: int, gpus: str | None = None) -> Cluster:
     """Starts a cluster on this machine, or joins one that is running, with a namespace of its own.
 
     A cluster that is started has no dashboard, listens on 127.0.0.1 alone, asks for a token of its
@@ -51,6 +80,7 @@ def start_or_join(address: str | None, num_cpus: int) -> Cluster:
     Args:
       address: of a running cluster; None to start one.
       num_cpus: cores of a cluster that is started.
+      gpus: the GPUs of a cluster that is started; None for all that this process sees.
 
     Raises:
       EngineError: Ray would listen on other addresses, or cannot be reached.
@@ -65,10 +95,22 @@ def start_or_join(address: str | None, num_cpus: int) -> Cluster:
             "network of this machine. Import it after the run has started, or set "
             f"{' and '.join(f'{name}={value}' for name, value in _LOCAL.items())} before"
         )
+    return _started(namespace, num_cpus, gpus)
+
+
+def _started(namespace: str, num_cpus: int, gpus: str | None) -> Cluster:
     # Ray reads it once in a process, also for a second run.
     token = os.environ.get(_TOKEN) or secrets.token_hex(32)
     os.environ.update(_SETTINGS | _LOCAL | {_TOKEN: token})
-    cluster = _connected("local", namespace, num_cpus=num_cpus, include_dashboard=False)
+    seen = os.environ.get(_GPUS)
+    if gpus is not None:
+        os.environ[_GPUS] = gpus  # Ray's processes take it over; this one has found its own
+    try:
+        cluster = _connected("local", namespace, num_cpus=num_cpus, include_dashboard=False)
+    finally:
+        if gpus is not None:
+            os.environ.pop(_GPUS)
+            os.environ.update({} if seen is None else {_GPUS: seen})
     if not cluster.address.startswith(f"{_HOST}:"):
         import ray
 

@@ -83,7 +83,8 @@ def enough_workers(work: Work, *, staleness: int) -> int:
 
     One worker more may gain nothing where two more do: 8 chunks take 4 workers as long as 5.
     """
-    most = work.chunks * work.num_processes  # more have nothing to do
+    # More have nothing to do.
+    most = work.chunks * work.num_processes * (staleness + 1)
 
     def step_s(num_workers: int) -> float:
         return simulate(work, num_workers=num_workers, staleness=staleness).step_s

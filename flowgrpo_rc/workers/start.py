@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.rollout.engine import RolloutEngine
-from flowgrpo_rc.workers.cluster import Cluster, join, start_or_join
+from flowgrpo_rc.workers.cluster import Cluster, join, spare_gpus, start_or_join
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,10 +54,12 @@ def start_workers(
 
     Raises:
       EngineError: the cluster cannot be reached, or no worker starts.
+      ValueError: the workers ask for more GPUs than the trainer leaves.
     """
     told = ""
     if processes.is_main:
-        cluster = start_or_join(address, settings.num_workers * settings.num_cpus)
+        gpus = None if address else _spare_gpus(settings, processes)
+        cluster = start_or_join(address, settings.num_workers * settings.num_cpus, gpus)
         told = f"{cluster.address} {cluster.namespace} {cluster.token}"
     found, namespace, token = processes.text_of_main(told).split(" ")
     if not processes.is_main:
@@ -68,3 +73,14 @@ def start_workers(
     engine = WorkersEngine(make_engine, settings, processes.device)
     processes.wait()
     return engine
+
+
+def _spare_gpus(settings: PoolSettings, processes: Processes) -> str | None:
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = named.split(",") if named else [str(n) for n in range(torch.cuda.device_count())]
+    trainers = int(os.environ.get("LOCAL_WORLD_SIZE", processes.count))
+    return spare_gpus(
+        visible,
+        trainers if processes.device.type == "cuda" else 0,
+        settings.num_workers * settings.num_gpus,
+    )

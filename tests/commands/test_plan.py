@@ -230,6 +230,11 @@ def test_settings_that_save_memory() -> None:
     ahead = sizes(plan_of(recipe, "rollout.staleness=2"))
     assert ahead["older LoRAs"] == 2 * base["LoRA"]
     assert sizes(plan_of(recipe, "rollout.reuse=2"))["earlier batches"] == 2 * base["batch"]
+    away = plan_of(recipe, "rollout.workers=4")
+    assert sizes(away)["rollout copy"] == 0
+    frozen = base["transformer"] + base["text encoders, VAE"]
+    worker = frozen + base["LoRA"] + base["rollout copy"]
+    assert f"each with a whole model: {worker / 2**30:.2f} GiB" in str(away)
 
 
 def test_the_command(capsys: pytest.CaptureFixture) -> None:

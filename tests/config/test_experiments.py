@@ -223,6 +223,7 @@ def test_qwen_image_is_the_command_of_verl_omni() -> None:
     ]
     # Where idle parts are does not change what is trained.
     there.model.offload_idle = True
+    there.model.decode_batch_size = 2
     there.rollout.engine_kwargs = here.rollout.engine_kwargs
     # The guidance that Qwen-Image does not have.
     for config in (there, here):

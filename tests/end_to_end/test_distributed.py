@@ -191,11 +191,11 @@ def test_two_processes_train_what_one_does(workplace: Path, strategy: str, mode:
 
 
 @needs_ray
-@pytest.mark.parametrize("mode", ["decoupled", "window"])
-def test_two_processes_share_two_workers(workplace: Path, mode: str) -> None:
+@pytest.mark.parametrize(("strategy", "mode"), [("ddp", "decoupled"), ("fsdp2", "window")])
+def test_two_processes_share_two_workers(workplace: Path, strategy: str, mode: str) -> None:
     run = workplace / f"workers_{mode}"
     options = ("trainer.num_processes=2", "rollout.workers=2", f"trainer.output_dir={run}")
-    done = train_command(*settings(workplace, mode), *options)
+    done = train_command(*settings(workplace, mode), *options, f"trainer.strategy={strategy}")
     assert (done.returncode, done.stderr) == (0, "")
     assert_same_training(trained_alone(workplace, mode), run)
 

@@ -1,4 +1,4 @@
-"""The simulated run against cases worked out by hand, and against a closed form."""
+"""The simulated run against cases worked out by hand, and against bounds."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ def test_strict_workers_sample_in_rounds(num_workers: int, rounds: int) -> None:
 def test_an_odd_chunk_takes_a_round_of_its_own() -> None:
     odd = replace(WORK, chunks=7)
     assert step_s(odd, 2) == 4 * 3 + 2 + 10
-    # The chunks of the next step wait for it, too: 4 rounds of 3 seconds, not 3.5.
+    # Unless the next step has chunks to share it with: 3.5 rounds of 3 seconds.
+    odd = replace(odd, training_s=4.0)
     assert simulate(odd, num_workers=2, staleness=1) == Pace(
-        step_s=12.0, workers_busy=21 / 24, trainer_busy=10 / 12
+        step_s=10.5, workers_busy=1.0, trainer_busy=4 / 10.5
     )
 
 
@@ -70,15 +71,23 @@ def test_slow_rewards_hold_up_the_next_version_unless_it_may_be_older() -> None:
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 7])
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 @pytest.mark.parametrize(("reward_s", "training_s"), [(0.0, 1.0), (4.0, 10.0), (9.0, 6.0)])
-def test_one_process_by_a_closed_form(
+def test_one_process_is_between_bounds(
     chunks: int, num_workers: int, staleness: int, reward_s: float, training_s: float
 ) -> None:
-    """A step is as long as its slowest stage, or its share of the way of a version."""
+    """A step is as long as its slowest stage, or its share of the way of a version.
+
+    It is longer at most by what workers idle in a last round.
+    """
     work = replace(WORK, chunks=chunks, reward_s=reward_s, training_s=training_s)
-    sampling_s = 3 * math.ceil(chunks / num_workers)
-    way_s = sampling_s + reward_s + training_s
-    expected = max(sampling_s, training_s, way_s / (staleness + 1))
-    assert step_s(work, num_workers, staleness) == pytest.approx(expected)
+    rounds_s = 3 * math.ceil(chunks / num_workers)
+    way_s = (rounds_s + reward_s + training_s) / (staleness + 1)
+    shortest = max(3 * chunks / num_workers, training_s, way_s)
+    longest = max(rounds_s, training_s, way_s)
+    found = step_s(work, num_workers, staleness)
+    # The mean is over whole steps, whose lengths may alternate.
+    assert 0.98 * shortest <= found <= longest + 1e-9
+    if staleness == 0:
+        assert found == pytest.approx(way_s)
 
 
 def test_processes_share_the_workers() -> None:
@@ -91,9 +100,8 @@ def test_processes_share_the_workers() -> None:
 
 
 def test_a_process_goes_on_while_another_one_samples() -> None:
-    """3 chunks on 2 workers leave one idle; with two processes the other has chunks for it."""
     one = replace(WORK, chunks=3, training_s=1.0, reward_s=0.0)
-    assert step_s(one, 2, staleness=2) == 6.0
+    assert step_s(one, 2, staleness=2) == 4.5
     two = replace(one, num_processes=2)
     assert step_s(two, 2, staleness=2) == 9.0
     assert step_s(two, 4, staleness=2) == 4.5
