@@ -73,6 +73,29 @@ def test_no_token(small: list[str], environment: dict[str, str], tmp_path: Path)
     assert "no authentication token was found" in ended.output
 
 
+@fault("a Ray cluster has no room for a worker", "one line names the keys")
+def test_no_room(
+    small: list[str], ray_node: Callable[..., None], environment: dict[str, str]
+) -> None:
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 32}
+    port = free_port()
+    settings = (
+        "rollout.workers=1",
+        "rollout.cpus_per_worker=2",
+        "rollout.worker_timeout_s=5",
+        f"rollout.ray_address=127.0.0.1:{port}",
+    )
+    ray_node("first", "--head", f"--port={port}", "--include-dashboard=false")
+    wait_for(lambda: listens(port))
+    ended = command(*words_of(small, *settings), harm=lambda: os.environ.update(environment))
+    assert ended.code == 1, ended.output
+    assert (
+        "error: no rollout worker has started within rollout.worker_timeout_s=5: each asks for 2 "
+        "cores (rollout.cpus_per_worker) and 0 GPUs (rollout.gpus_per_worker), and the cluster has "
+        "1 and 0"
+    ) in ended.output
+
+
 @fault("a machine joins the cluster of rollout workers, and is lost", "both sample; equal results")
 def test_a_machine_comes_and_goes(
     small: list[str],
