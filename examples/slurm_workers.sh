@@ -31,7 +31,7 @@ export RAY_AUTH_TOKEN RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 # shellcheck disable=SC2046  # one word for each process
-trap 'kill $(jobs -p); wait' EXIT
+trap 'kill $(jobs -p) 2> /dev/null || true; wait' EXIT
 # Ray may use nothing of the first node, where the trainer is.
 ray start --block --head --node-ip-address="$ip" --port="${address#*:}" --num-cpus=0 --num-gpus=0 \
     --include-dashboard=false &
