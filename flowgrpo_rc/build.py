@@ -393,10 +393,13 @@ def make_workers(config: Config, processes: Processes) -> RolloutEngine[Any]:
             *(rollout.workers, chunks, size),
         )
     num_gpus = rollout.gpus_per_worker
+    if num_gpus is None:
+        of_engine = rollout.engine_kwargs.get("tensor_parallel_size", 1)
+        num_gpus = of_engine if processes.device.type == "cuda" else 0
     settings = PoolSettings(
         num_workers=rollout.workers,
         num_cpus=rollout.cpus_per_worker,
-        num_gpus=float(processes.device.type == "cuda") if num_gpus is None else num_gpus,
+        num_gpus=num_gpus,
         timeout_s=rollout.worker_timeout_s,
         max_restarts=rollout.max_restarts,
         staleness=rollout.staleness,
