@@ -126,7 +126,7 @@ class RolloutConfig:
     engine_kwargs: further options of the engine.
     workers: sample in so many processes of their own, through Ray; 0: in the trainer's process.
     cpus_per_worker: cores that each of them has, and threads of torch.
-    gpus_per_worker: GPUs that each has, or the share of one; null: where the trainer has a GPU, 1 or
+    gpus_per_worker: GPUs that each has, or a share of one; null: where the trainer has a GPU, 1 or
         what the engine spans.
     ray_address: of a running Ray cluster; null: one on this machine, for this run alone.
     worker_timeout_s: the longest time for a chunk; then its worker is given up.
