@@ -208,35 +208,26 @@ CLAIMS: dict[str, Callable[[Mapping[str, Cell]], bool]] = {
     "ladder_corrections_hold": lambda cells: (
         not any(
             _beaten(cells, rollout, arm)
-            for rollout in ("bf16", "int4", "bits3")
+            for rollout in ("bf16", "int8", "int4", "bits3")
             for arm in CORRECTIONS
         )
     ),
     "ladder_centered_behind": lambda cells: (
-        all(_beaten(cells, rollout, "centered") for rollout in ("int8", "reuse"))
-        and not any(
-            _beaten(cells, rollout, arm)
-            for rollout in ("int8", "reuse")
-            for arm in CORRECTIONS
-            if arm != "centered"
-        )
+        [arm for arm in CORRECTIONS if _beaten(cells, "reuse", arm)] == ["centered"]
     ),
     "ladder_old_weights": lambda cells: (
-        all(_beaten(cells, "int4_old8", arm) for arm in ("recomputed", "guard"))
-        and not any(_beaten(cells, "int4_old8", arm) for arm in CENTERED)
-        and all(_beaten(cells, "int4_old16", arm) for arm in CORRECTIONS)
-    ),
-    "ladder_old_seed": lambda cells: (
-        _mean(cells, "int4_old16", "recomputed")
-        > max(_mean(cells, "int4_old16", arm) for arm in CORRECTIONS if arm != "recomputed")
+        [arm for arm in CORRECTIONS if _beaten(cells, "int4_old8", arm)] == ["recomputed"]
+        and [arm for arm in CORRECTIONS if not _beaten(cells, "int4_old16", arm)] == ["recomputed"]
     ),
     "ladder_skip_fails": lambda cells: all(_beaten(cells, "skip", arm) for arm in CORRECTIONS),
     "ladder_centered_is_cheap": lambda cells: all(
         float(cost(cells, arm)) >= 0.98 for arm in CORRECTIONS
     ),
     "ladder_recomputed_leads": lambda cells: (
-        min(good(cells, arm) for arm in ("recomputed", "centered_recomputed"))
-        > max(good(cells, arm) for arm in ("centered", "guard"))
+        good(cells, "recomputed") - 1
+        == good(cells, "centered_recomputed")
+        == good(cells, "guard")
+        == good(cells, "centered") + 1
     ),
     "ladder_bits2_turns": lambda cells: _gap(cells, "bits2", "recomputed", "centered") > 0.02,
 }
