@@ -17,7 +17,13 @@ import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.config.check_engine import ENGINE_KWARGS, chunk_size, engine_of, engine_options
+from flowgrpo_rc.config.check_engine import (
+    ENGINE_KWARGS,
+    chunk_size,
+    engine_of,
+    engine_options,
+    gpus_per_worker,
+)
 from flowgrpo_rc.config.check_folder import check_output
 from flowgrpo_rc.config.device import device_of
 from flowgrpo_rc.config.processes import limit_threads
@@ -392,14 +398,10 @@ def make_workers(config: Config, processes: Processes) -> RolloutEngine[Any]:
             "samples: a lower number lets more workers share a step",
             *(rollout.workers, chunks, size),
         )
-    num_gpus = rollout.gpus_per_worker
-    if num_gpus is None:
-        of_engine = rollout.engine_kwargs.get("tensor_parallel_size", 1)
-        num_gpus = of_engine if processes.device.type == "cuda" else 0
     settings = PoolSettings(
         num_workers=rollout.workers,
         num_cpus=rollout.cpus_per_worker,
-        num_gpus=num_gpus,
+        num_gpus=gpus_per_worker(config, processes.device),
         timeout_s=rollout.worker_timeout_s,
         max_restarts=rollout.max_restarts,
         staleness=rollout.staleness,

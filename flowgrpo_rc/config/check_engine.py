@@ -5,6 +5,7 @@ Nothing is loaded. `engine_of` and `engine_options` also serve whoever builds th
 
 from __future__ import annotations
 
+import os
 import shutil
 import sysconfig
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ from flowgrpo_rc.rollout.config import PACKAGE
 from flowgrpo_rc.rollout.engine import RolloutEngine
 from flowgrpo_rc.rollout.quantization import check_device
 from flowgrpo_rc.workers.cluster import check_reachable
+from flowgrpo_rc.workers.start import gpus_for_workers
 
 ENGINE_KWARGS = "rollout.engine_kwargs"
 CXX_COMPILERS = ("g++", "clang++")
@@ -132,6 +134,7 @@ def check_machine(config: Config, device: torch.device) -> None:
         )
     check_device(config.rollout.dtype, config.rollout.quantization, device)
     if config.data.replay_dir is None:
+        _check_workers(config, device)
         _check_installed(config)
         _check_options_on(config, device)
     _check_compiler(config, device)
@@ -143,13 +146,34 @@ def check_machine(config: Config, device: torch.device) -> None:
         )
 
 
+def gpus_per_worker(config: Config, device: torch.device) -> float:
+    """Returns the GPUs that are set aside for a worker; by default all that its engine spans.
+
+    Args:
+      config: the settings.
+      device: the trainer's.
+    """
+    given = config.rollout.gpus_per_worker
+    if given is not None or device.type != "cuda":
+        return given or 0
+    return float(config.rollout.engine_kwargs.get("tensor_parallel_size", 1))
+
+
+def _check_workers(config: Config, device: torch.device) -> None:
+    rollout, processes = config.rollout, config.trainer.num_processes
+    if rollout.workers == 0:
+        return
+    if find_spec("ray") is None:
+        raise ValueError(f"rollout.workers={rollout.workers} needs Ray: {install_hint('ray')}")
+    if rollout.ray_address is not None:
+        check_reachable(rollout.ray_address)
+        return
+    asked = processes if isinstance(processes, int) else 1
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", asked))
+    gpus_for_workers(rollout.workers, gpus_per_worker(config, device), device, here)
+
+
 def _check_installed(config: Config) -> None:
-    if config.rollout.workers > 0 and find_spec("ray") is None:
-        raise ValueError(
-            f"rollout.workers={config.rollout.workers} needs Ray: {install_hint('ray')}"
-        )
-    if config.rollout.ray_address is not None:
-        check_reachable(config.rollout.ray_address)
     quantization = config.rollout.quantization
     if quantization is None:
         return

@@ -317,7 +317,7 @@ def _scale(given: PipelineConfig | EvaluationConfig) -> float:
 
 def _check_replayed(config: Config) -> None:
     """Where saved trajectories are trained on, nothing is sampled for training."""
-    for name in ("staleness", "quantization", "compile"):
+    for name in ("staleness", "workers", "quantization", "compile"):
         value = getattr(config.rollout, name)
         if value and config.data.replay_dir is not None:
             raise ValueError(

@@ -303,9 +303,10 @@ class RolloutConfig:
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise ValueError(f"rollout.{name}={getattr(self, name)}: give at least {smallest}")
-        if self.gpus_per_worker is not None and self.gpus_per_worker < 0:
+        gpus = self.gpus_per_worker
+        if gpus is not None and (gpus < 0 or (gpus > 1 and gpus % 1)):
             raise ValueError(
-                f"rollout.gpus_per_worker={self.gpus_per_worker}: give 0, a share of a GPU, or more"
+                f"rollout.gpus_per_worker={gpus}: give 0, a share of a GPU, or whole ones"
             )
         if not 0 < self.worker_timeout_s < math.inf:
             raise ValueError(

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
+import math
 import os
 import secrets
+import shutil
+import signal
 import socket
 import sys
+import tempfile
+import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,13 +51,16 @@ class Cluster:
     token: str = field(default="", repr=False)
 
 
-def spare_gpus(visible: Sequence[str], num_trainers: int, num_wanted: float) -> str | None:
+def spare_gpus(
+    visible: Sequence[str], num_trainers: int, num_workers: int, share: float
+) -> str | None:
     """Returns the GPUs of this machine that no trainer process uses, for CUDA_VISIBLE_DEVICES.
 
     Args:
       visible: the GPUs that the trainers see; each takes one, from the first on.
-      num_trainers: processes of the trainer on this machine.
-      num_wanted: how many GPUs all workers ask for; 0 if they ask for none.
+      num_trainers: processes of the trainer on this machine that have a GPU.
+      num_workers: how many workers there are.
+      share: GPUs of each of them, or the share of one; 0 for none.
 
     Returns:
       The GPUs; None if none are asked for.
@@ -58,15 +68,16 @@ def spare_gpus(visible: Sequence[str], num_trainers: int, num_wanted: float) -> 
     Raises:
       ValueError: there are fewer.
     """
-    if num_wanted == 0:
+    if share == 0:
         return None
+    wanted = num_workers * share if share >= 1 else math.ceil(num_workers / int(1 / share))
     spare = visible[num_trainers:]
-    if len(spare) < num_wanted:
+    if len(spare) < wanted:
         raise ValueError(
-            f"rollout.workers: they ask for {num_wanted:g} GPUs (workers x "
-            f"rollout.gpus_per_worker), and of {len(visible)} GPUs here {num_trainers} train. "
-            "Lower one of them, or set rollout.gpus_per_worker=0 to have the workers share the "
-            "first GPU with the trainer"
+            f"rollout.workers={num_workers}: with {share:g} GPUs each (rollout.gpus_per_worker) "
+            f"they need {wanted:g}, and of {len(visible)} GPUs here {num_trainers} train. Lower "
+            "one of them, or set rollout.gpus_per_worker=0 to have the workers share the first GPU "
+            "with the trainer"
         )
     return ",".join(spare)
 
@@ -102,11 +113,16 @@ def _started(namespace: str, num_cpus: int, gpus: str | None) -> Cluster:
     # Ray reads it once in a process, also for a second run.
     token = os.environ.get(_TOKEN) or secrets.token_hex(32)
     os.environ.update(_SETTINGS | _LOCAL | {_TOKEN: token})
+    # Others may write to the folder that Ray would make, and sockets want short paths.
+    folder = tempfile.mkdtemp(prefix="ray_", dir="/tmp")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     seen = os.environ.get(_GPUS)
     if gpus is not None:
         os.environ[_GPUS] = gpus  # Ray's processes take it over; this one has found its own
     try:
-        cluster = _connected("local", namespace, num_cpus=num_cpus, include_dashboard=False)
+        cluster = _connected(
+            "local", namespace, num_cpus=num_cpus, include_dashboard=False, _temp_dir=folder
+        )
     finally:
         if gpus is not None:
             os.environ.pop(_GPUS)
@@ -131,13 +147,20 @@ def join(cluster: Cluster) -> None:
     _connected(cluster.address, cluster.namespace)
 
 
+def leave() -> None:
+    """Ends the connection, and a cluster that this process has started."""
+    import ray
+
+    ray.shutdown()
+
+
 def check_reachable(address: str) -> None:
     """Raises ValueError if nobody listens at an address; Ray would try for minutes."""
     host, _, port = address.rpartition(":")
     try:
         if address != "auto":
             socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         raise ValueError(
             f"rollout.ray_address={address} cannot be reached: {error}. Give HOST:PORT of the head "
             "of a running Ray cluster, auto for the one of this machine, or null to start one"
@@ -147,14 +170,36 @@ def check_reachable(address: str) -> None:
 def _connected(address: str, namespace: str, **local: Any) -> Cluster:
     import ray
 
-    try:
-        context: Any = ray.init(
-            address=address,
-            namespace=namespace,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-            **local,
+    if ray.is_initialized():
+        raise EngineError(
+            "rollout.workers: this process is connected to Ray already: call ray.shutdown() before "
+            "the run"
         )
+    try:
+        with _own_signals():
+            context: Any = ray.init(
+                address=address,
+                namespace=namespace,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+                **local,
+            )
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         raise EngineError(f"rollout.ray_address={address} cannot be reached: {error}") from error
     return Cluster(address=context.address_info["gcs_address"], namespace=namespace)
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keeps Ray from SIGTERM, which it takes over, and its processes from those to a whole group.
+
+    A closed terminal or Slurm's warning reaches them, too, and only the trainer knows what to do.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGUSR1})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)

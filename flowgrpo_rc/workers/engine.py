@@ -14,6 +14,7 @@ from ray.exceptions import ObjectLostError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
 
+from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.records.packed_batch import PackedBatch, unpack
 from flowgrpo_rc.rollout.engine import (
@@ -124,6 +125,7 @@ class WorkersEngine(RolloutEngine[Any]):
         version: int,
     ) -> Iterator[RolloutChunk]:
         encoded: dict[str, Tensor] = {}
+        first: DiffusionBatch | None = None
         while asked:
             rows, reference = asked.pop(0)  # so that Ray can free it when it has been read
             sampled = self._received(boxed, rows, version, reference)
@@ -131,6 +133,10 @@ class WorkersEngine(RolloutEngine[Any]):
             if rows.start == 0:
                 encoded = {name: value for name, value in tensors.items() if "." in name}
             batch = unpack(PackedBatch(sampled.header, encoded | tensors))
+            if isinstance(batch, DiffusionBatch):
+                # `concat` keeps encoded prompts once if they are one object in all chunks.
+                first = first or batch
+                batch = batch.replace(conditioning=first.conditioning, negative=first.negative)
             latents = None
             if sampled.latents is not None:
                 latents = to_tensors({"latents": sampled.latents}, self._device)["latents"]
@@ -179,4 +185,8 @@ def _told() -> Iterator[None]:
         cause = error.cause if isinstance(error.cause, EngineError) else error
         raise EngineError(str(cause)) from error
     except RayError as error:
-        raise EngineError(f"the pool of rollout workers has ended: {error}") from error
+        reason = str(error).splitlines()[0]
+        raise EngineError(
+            f"the pool of rollout workers has ended ({reason}); the same command goes on from the "
+            "last checkpoint"
+        ) from error

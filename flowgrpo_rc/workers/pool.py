@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,12 +15,7 @@ from flowgrpo_rc.rollout.engine import EngineError
 from flowgrpo_rc.workers.start import PoolSettings
 from flowgrpo_rc.workers.worker import Worker
 
-logger = logging.getLogger(__name__)
-KEPT_VERSIONS = 2  # more than a run with staleness needs besides its newest
-
-
-class NoWorkers(EngineError):
-    """No worker is left that could sample; the message says why the last one was lost."""
+_KEPT_VERSIONS = 2  # more than a run with staleness needs besides its newest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +67,7 @@ class WorkerPool:
         self._waiting = 0
         self._alive = 0  # also those that start
         self._ready = 0
+        self._none_since = time.monotonic()  # as long as none is ready
         self._restarts = 0
         self._lost: list[str] = []
         self._busy = 0
@@ -86,7 +81,7 @@ class WorkerPool:
         """Starts the workers, and waits for the first of them.
 
         Raises:
-          NoWorkers: none of them starts.
+          EngineError: none of them starts.
         """
         for _ in range(self._settings.num_workers):
             self._start_one()
@@ -100,7 +95,7 @@ class WorkerPool:
           adapter: a list of one reference.
         """
         self._adapters[version] = adapter[0]
-        oldest = version - self._settings.staleness - KEPT_VERSIONS
+        oldest = version - self._settings.staleness - _KEPT_VERSIONS
         self._adapters = {v: kept for v, kept in self._adapters.items() if v >= oldest}
         async with self._new_adapter:
             self._new_adapter.notify_all()
@@ -117,7 +112,7 @@ class WorkerPool:
           A list of one reference to the `SampledChunk`.
 
         Raises:
-          NoWorkers: none is left.
+          EngineError: none is left.
         """
         async with self._new_adapter:
             await self._new_adapter.wait_for(lambda: version in self._adapters)
@@ -131,6 +126,7 @@ class WorkerPool:
                 num_bytes: int = await asyncio.wait_for(done, self._settings.timeout_s)
             except (RayError, TimeoutError) as error:
                 self._ready -= 1
+                self._none_since = time.monotonic()
                 self._replace(worker, _reason(error, self._settings.timeout_s))
                 continue
             finally:
@@ -165,15 +161,16 @@ class WorkerPool:
                 try:
                     worker = await asyncio.wait_for(self._free.get(), self._settings.timeout_s)
                 except TimeoutError:
-                    if self._ready:
+                    waited = time.monotonic() - self._none_since
+                    if self._ready or waited < self._settings.timeout_s:
                         continue
-                    raise NoWorkers(self._none_started()) from None
+                    raise EngineError(self._none_started()) from None
                 break
         finally:
             self._waiting -= 1
         if worker is None:
             self._free.put_nowait(None)  # for the others who wait
-            raise NoWorkers(f"no rollout worker is left: {'; '.join(self._lost[-3:])}")
+            raise EngineError(f"no rollout worker is left: {'; '.join(self._lost[-3:])}")
         return worker
 
     def _none_started(self) -> str:
@@ -184,6 +181,7 @@ class WorkerPool:
             f"{settings.timeout_s:g}: each asks for {settings.num_cpus} cores "
             f"(rollout.cpus_per_worker) and {settings.num_gpus:g} GPUs (rollout.gpus_per_worker), "
             f"and the cluster has {found.get('CPU', 0):g} and {found.get('GPU', 0):g}"
+            + "".join(f"; {reason}" for reason in self._lost[-3:])
         )
 
     def _count_busy(self, change: int) -> None:
@@ -206,10 +204,12 @@ class WorkerPool:
         settings = self._settings
         options = {"num_cpus": settings.num_cpus, "num_gpus": settings.num_gpus}
         remote: Any = ray.remote(Worker)
-        worker = remote.options(**options).remote(self._make_engine[0], settings.num_cpus)
+        worker = remote.options(**options).remote(settings.num_cpus)
         try:
-            versions = await worker.package_versions.remote()
-        except RayError as error:
+            await worker.is_here.remote()
+            loaded = worker.load.remote(self._make_engine[0])
+            versions = await asyncio.wait_for(loaded, settings.timeout_s)
+        except (RayError, TimeoutError) as error:
             self._replace(worker, f"did not start: {_reason(error, settings.timeout_s)}")
             return
         if versions == self._versions:
@@ -240,7 +240,7 @@ class WorkerPool:
 
 def _reason(error: BaseException, timeout_s: float) -> str:
     if isinstance(error, TimeoutError):
-        return f"sampled longer than rollout.worker_timeout_s={timeout_s:g}"
+        return f"took longer than rollout.worker_timeout_s={timeout_s:g}"
     cause = getattr(error, "cause", None) or error
     lines = str(cause).strip().splitlines() or [type(cause).__name__]
     return f"{type(cause).__name__}: {lines[0]}"

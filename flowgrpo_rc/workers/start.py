@@ -11,7 +11,7 @@ import torch
 
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.rollout.engine import RolloutEngine
-from flowgrpo_rc.workers.cluster import Cluster, join, spare_gpus, start_or_join
+from flowgrpo_rc.workers.cluster import Cluster, join, leave, spare_gpus, start_or_join
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,10 +56,18 @@ def start_workers(
       EngineError: the cluster cannot be reached, or no worker starts.
       ValueError: the workers ask for more GPUs than the trainer leaves.
     """
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", processes.count))
+    if address is None and here < processes.count:
+        raise ValueError(
+            f"rollout.workers={settings.num_workers}: the trainer's processes are on several "
+            "machines. Start a Ray cluster, and give its rollout.ray_address"
+        )
     told = ""
     if processes.is_main:
-        gpus = None if address else _spare_gpus(settings, processes)
-        cluster = start_or_join(address, settings.num_workers * settings.num_cpus, gpus)
+        workers, gpus = settings.num_workers, None
+        if address is None:
+            gpus = gpus_for_workers(workers, settings.num_gpus, processes.device, here)
+        cluster = start_or_join(address, workers * settings.num_cpus, gpus)
         told = f"{cluster.address} {cluster.namespace} {cluster.token}"
     found, namespace, token = processes.text_of_main(told).split(" ")
     if not processes.is_main:
@@ -67,20 +75,29 @@ def start_workers(
     # From here on Ray may be imported: it has been told where to listen.
     from flowgrpo_rc.workers.engine import WorkersEngine
 
-    if not processes.is_main:
-        processes.wait()  # for the pool
-        return WorkersEngine(None, settings, processes.device)
-    engine = WorkersEngine(make_engine, settings, processes.device)
-    processes.wait()
-    return engine
+    try:
+        if not processes.is_main:
+            processes.wait()  # for the pool
+            return WorkersEngine(None, settings, processes.device)
+        engine = WorkersEngine(make_engine, settings, processes.device)
+        processes.wait()
+        return engine
+    except Exception:
+        leave()
+        raise
 
 
-def _spare_gpus(settings: PoolSettings, processes: Processes) -> str | None:
+def gpus_for_workers(
+    num_workers: int, share: float, device: torch.device, num_trainers: int
+) -> str | None:
+    """Returns the GPUs of this machine for its workers, as `spare_gpus`.
+
+    Args:
+      num_workers: how many workers there are.
+      share: GPUs of each, or the share of one.
+      device: the trainer's.
+      num_trainers: processes of the trainer on this machine.
+    """
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = named.split(",") if named else [str(n) for n in range(torch.cuda.device_count())]
-    trainers = int(os.environ.get("LOCAL_WORLD_SIZE", processes.count))
-    return spare_gpus(
-        visible,
-        trainers if processes.device.type == "cuda" else 0,
-        settings.num_workers * settings.num_gpus,
-    )
+    return spare_gpus(visible, num_trainers if device.type == "cuda" else 0, num_workers, share)

@@ -11,7 +11,13 @@ import numpy as np
 import torch
 
 from flowgrpo_rc.records.packed_batch import pack
-from flowgrpo_rc.rollout.engine import RolloutEngine, RolloutRequest, Samples, check_settings
+from flowgrpo_rc.rollout.engine import (
+    EngineError,
+    RolloutEngine,
+    RolloutRequest,
+    Samples,
+    check_settings,
+)
 from flowgrpo_rc.workers.arrays import Array, num_bytes, to_arrays, to_tensors
 
 # What has to be of one version where a chunk is sampled and where it is trained on.
@@ -44,19 +50,26 @@ def package_versions() -> dict[str, str]:
 class Worker:
     """Samples with an engine of its own."""
 
-    def __init__(self, make_engine: Callable[[], RolloutEngine[Any]], num_threads: int) -> None:
-        """Loads the model.
+    def __init__(self, num_threads: int) -> None:
+        """Takes the place that the cluster gives it.
 
         Args:
-          make_engine: makes the engine, in this process.
           num_threads: of torch, on a CPU.
         """
         torch.set_num_threads(num_threads)
-        self._engine = make_engine()
+        self._engine: RolloutEngine[Any]
         self._version: int | None = None
 
-    def package_versions(self) -> dict[str, str]:
-        """Returns the versions of the packages here, once the engine is ready."""
+    def is_here(self) -> None:
+        """Does nothing: it is answered when there is room for the worker."""
+
+    def load(self, make_engine: Callable[[], RolloutEngine[Any]]) -> dict[str, str]:
+        """Loads the model; returns the versions of the packages here.
+
+        Args:
+          make_engine: makes the engine, in this process.
+        """
+        self._engine = make_engine()
         return package_versions()
 
     def sample(
@@ -85,7 +98,13 @@ class Worker:
         if version != self._version:
             self._engine.sync_weights(state, version)
             self._version = version
-        (chunk,) = self._engine.generate(replace(request, only=rows))
+        chunks = list(self._engine.generate(replace(request, only=rows)))
+        if [len(chunk.prompts) for chunk in chunks] != [len(rows)]:
+            raise EngineError(
+                f"the rollout engine was asked for one chunk of {len(rows)} samples and gave "
+                f"{len(chunks)}: its generate has to heed request.rows()"
+            )
+        (chunk,) = chunks
         check_settings(request.spec, chunk.batch.spec)
         self._engine.check_quantization(request.spec)
         self._engine.check_weights(state, version)

@@ -8,12 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from support.documented import ROOT
 from support.faults import final_state
 from support.launching import alone, train_command
 from support.ray import needs_ray
-from support.runs import WORDS, read_rows
+from support.runs import WORDS, fingerprint, read_rows
 from support.torchao import needs_torchao
+
+from flowgrpo_rc.records.rollout_files import rollout_path
 
 RC = "algorithm.rollout_correction"
 TESTS = ROOT / "tests"
@@ -84,9 +87,16 @@ def train(small: list[str], tmp_path: Path) -> Train:
 @needs_torchao
 @pytest.mark.parametrize("mode", MODES)
 def test_workers_give_the_bits_of_the_trainer_s_engine(train: Train, mode: str) -> None:
-    whole = train("alone", *MODES[mode])
-    run = train("workers", *MODES[mode], "rollout.workers=2")
+    settings = (*MODES[mode], "trainer.save_rollouts=true")
+    whole = train("alone", *settings)
+    run = train("workers", *settings, "rollout.workers=2")
     assert final_state(run) == final_state(whole)
+    # Also in shape: encoded prompts are there once.
+    for step in (1, 2, 3):
+        saved, other = (
+            load_file(rollout_path(folder / "rollouts", step, 0, 1)) for folder in (run, whole)
+        )
+        assert fingerprint(saved) == fingerprint(other)
     rows = read_rows(run)[1:]
     assert all(0 < row["workers/busy_fraction"] <= 1 for row in rows)
     assert all(row["workers/mib_received"] > 0 for row in rows)

@@ -61,7 +61,12 @@ def harms(folder: Path, harm: str, times: int) -> list[str]:
 
 LOSSES = {
     "killed": ("kill", (), "The actor died unexpectedly"),
-    "hangs": ("hang", ("rollout.worker_timeout_s=5",), "rollout.worker_timeout_s=5"),
+    # A single one, so that the other chunks wait for its successor.
+    "hangs": (
+        "hang",
+        ("rollout.workers=1", "rollout.worker_timeout_s=15"),
+        "took longer than rollout.worker_timeout_s=15",
+    ),
     "raises": ("raise", (), "ArithmeticError: a worker's engine has failed"),
     "other settings": ("other settings", (), "sampled with other settings: guidance_scale"),
     "other weights": ("other weights", (), "does not hold the trainer's LoRA of step 1"),
@@ -132,8 +137,8 @@ REFUSED = {
     ),
     "more GPUs than there are": (
         ("rollout.gpus_per_worker=1",),
-        "error: rollout.workers: they ask for 2 GPUs (workers x rollout.gpus_per_worker), and of 0 "
-        "GPUs here 0 train",
+        "error: rollout.workers=2: with 1 GPUs each (rollout.gpus_per_worker) they need 2, and of "
+        "0 GPUs here 0 train",
     ),
     "other packages": (
         ("rollout.name=support.worker_engines.OtherPackages",),
@@ -163,16 +168,27 @@ def test_ray_that_was_imported_before(small: list[str]) -> None:
 
 
 @fault("the trainer of rollout workers is killed or stopped", "no process of the run is left")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("number", "to_all"),
+    [
+        (signal.SIGKILL, False),
+        (signal.SIGTERM, False),
+        (signal.SIGINT, True),
+        (signal.SIGHUP, True),
+        (signal.SIGUSR1, True),
+    ],
+)
 def test_no_process_is_left(
-    small: list[str], tmp_path: Path, whole: Trained, number: signal.Signals
+    small: list[str], tmp_path: Path, whole: Trained, number: signal.Signals, to_all: bool
 ) -> None:
+    """A terminal and Slurm send a signal to all processes of a group."""
     words = words_of(small, "rollout.workers=2")
     mark = f"run_of_{tmp_path.name}_{number}"
     run = tmp_path / "run"
 
     def train() -> int:
         # What a fork puts into its environment, only the processes that it starts show.
+        os.setpgid(0, 0)
         os.environ["FLOWGRPO_RC_TEST"] = mark
         os.environ["HOME"] = str(tmp_path)
         return main(words)
@@ -183,7 +199,10 @@ def test_no_process_is_left(
             time.sleep(0.02)
         assert marked(mark)
         assert listening(marked(mark)) == {"127.0.0.1"}
-        process.send(number)
+        if to_all:
+            os.killpg(process.pid, number)
+        else:
+            process.send(number)
         ended = process.wait()
     assert ended.code == (-number if number == signal.SIGKILL else 75), ended.output
     assert all_gone(mark)
