@@ -17,13 +17,7 @@ import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.config.check_engine import (
-    ENGINE_KWARGS,
-    chunk_size,
-    engine_of,
-    engine_options,
-    gpus_per_worker,
-)
+from flowgrpo_rc.config.check_engine import ENGINE_KWARGS, chunk_size, engine_of, engine_options
 from flowgrpo_rc.config.check_folder import check_output
 from flowgrpo_rc.config.device import device_of
 from flowgrpo_rc.config.processes import limit_threads
@@ -401,7 +395,7 @@ def make_workers(config: Config, processes: Processes) -> RolloutEngine[Any]:
     settings = PoolSettings(
         num_workers=rollout.workers,
         num_cpus=rollout.cpus_per_worker,
-        num_gpus=gpus_per_worker(config, processes.device),
+        num_gpus=config.gpus_per_worker(processes.device.type),
         timeout_s=rollout.worker_timeout_s,
         max_restarts=rollout.max_restarts,
         staleness=rollout.staleness,

@@ -146,19 +146,6 @@ def check_machine(config: Config, device: torch.device) -> None:
         )
 
 
-def gpus_per_worker(config: Config, device: torch.device) -> float:
-    """Returns the GPUs that are set aside for a worker; by default all that its engine spans.
-
-    Args:
-      config: the settings.
-      device: the trainer's.
-    """
-    given = config.rollout.gpus_per_worker
-    if given is not None or device.type != "cuda":
-        return given or 0
-    return float(config.rollout.engine_kwargs.get("tensor_parallel_size", 1))
-
-
 def _check_workers(config: Config, device: torch.device) -> None:
     rollout, processes = config.rollout, config.trainer.num_processes
     if rollout.workers == 0:
@@ -170,7 +157,7 @@ def _check_workers(config: Config, device: torch.device) -> None:
         return
     asked = processes if isinstance(processes, int) else 1
     here = int(os.environ.get("LOCAL_WORLD_SIZE", asked))
-    gpus_for_workers(rollout.workers, gpus_per_worker(config, device), device, here)
+    gpus_for_workers(rollout.workers, config.gpus_per_worker(device.type), device, here)
 
 
 def _check_installed(config: Config) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -43,7 +44,18 @@ def num_processes(config: Config, device: torch.device) -> int:
     if config.data.replay_dir is not None:
         return recorded_processes(Path(config.data.replay_dir).expanduser())
     most = usable_cores() if num_gpus is None else num_gpus
+    most = max(1, most - _taken_by_workers(config, device))
     return max(number for number in range(1, most + 1) if config.shares_evenly(number))
+
+
+def _taken_by_workers(config: Config, device: torch.device) -> int:
+    """Returns how many cores or GPUs of this machine are for its rollout workers."""
+    rollout = config.rollout
+    if rollout.ray_address is not None:
+        return 0
+    if device.type == "cpu":
+        return rollout.workers * rollout.cpus_per_worker
+    return math.ceil(rollout.workers * config.gpus_per_worker(device.type))
 
 
 def processes_here(config: Config) -> int:

@@ -153,6 +153,17 @@ class Config:
         """Returns whether the trainer's own processes sample for training."""
         return self.data.replay_dir is None and self.rollout.workers == 0
 
+    def gpus_per_worker(self, device_type: str) -> float:
+        """Returns the GPUs that are set aside for a rollout worker.
+
+        Args:
+          device_type: `cuda`, where a worker gets all that its engine spans by default, or `cpu`.
+        """
+        given = self.rollout.gpus_per_worker
+        if given is not None or device_type != "cuda":
+            return given or 0
+        return float(self.rollout.engine_kwargs.get("tensor_parallel_size", 1))
+
     def samples_per_step(self, num_processes: int) -> int:
         """Returns the samples of a step on one process."""
         return self.data.train_batch_size * self.rollout.n // num_processes

@@ -54,6 +54,30 @@ def test_auto_is_the_largest_number_that_shares_evenly(
     assert num_processes(config, torch.device("cuda")) == expected
 
 
+@pytest.mark.parametrize(
+    ("settings", "on_cpu", "on_gpu"),
+    [
+        (["rollout.workers=2"], 6, 6),
+        (["rollout.workers=2", "rollout.cpus_per_worker=3"], 2, 6),
+        (["rollout.workers=4", "rollout.gpus_per_worker=0.5"], 4, 6),
+        (["rollout.workers=9"], 1, 1),
+        (["rollout.workers=9", "rollout.ray_address=10.0.0.1:6379"], 6, 6),
+    ],
+)
+def test_auto_leaves_workers_what_they_need(
+    alone: None,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: list[str],
+    on_cpu: int,
+    on_gpu: int,
+) -> None:
+    monkeypatch.setattr(processes, "usable_cores", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    config = config_of("trainer.num_processes=auto", *sizes(12, 12), *settings)
+    assert num_processes(config, CPU) == on_cpu
+    assert num_processes(config, torch.device("cuda")) == on_gpu
+
+
 def test_one_process_drives_one_gpu(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     config = config_of("trainer.num_processes=4", *sizes(12, 1))
