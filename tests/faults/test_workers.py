@@ -64,8 +64,8 @@ LOSSES = {
     # A single one, so that the other chunks wait for its successor.
     "hangs": (
         "hang",
-        ("rollout.workers=1", "rollout.worker_timeout_s=15"),
-        "took longer than rollout.worker_timeout_s=15",
+        ("rollout.workers=1", "rollout.worker_timeout_s=30"),
+        "took longer than rollout.worker_timeout_s=30",
     ),
     "raises": ("raise", (), "ArithmeticError: a worker's engine has failed"),
     "other settings": ("other settings", (), "sampled with other settings: guidance_scale"),
