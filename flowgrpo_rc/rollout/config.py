@@ -129,7 +129,7 @@ class RolloutConfig:
     gpus_per_worker: GPUs that each has, or a share of one; null: where the trainer has a GPU, 1 or
         what the engine spans.
     ray_address: of a running Ray cluster; null: one on this machine, for this run alone.
-    worker_timeout_s: the longest time for a chunk; then its worker is given up.
+    worker_timeout_s: the longest time to load, or for a chunk; then the worker is given up.
     max_restarts: how often workers are started again in place of lost ones, all together.
     """
 

@@ -20,7 +20,7 @@ _KEPT_VERSIONS = 2  # more than a run with staleness needs besides its newest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolStatus:
-    """What has become of the workers since the pool was asked last.
+    """Tells what has become of the workers since the pool was asked last.
 
     Attributes:
       busy_fraction: share of the time that a worker had a chunk.

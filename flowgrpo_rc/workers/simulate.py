@@ -1,4 +1,4 @@
-"""How long a step takes with workers that sample: a small discrete-event model. It needs no Ray."""
+"""Simulates how long a step takes with workers that sample, by discrete events and without Ray."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GAIN = 0.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What a step is made of.
+    """Says what a step is made of.
 
     Attributes:
       chunks: chunks of one process of the trainer.
@@ -36,7 +36,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
-    """How fast a run goes once it is under way.
+    """Tells how fast a run goes once it is under way.
 
     Attributes:
       step_s: seconds of a step.

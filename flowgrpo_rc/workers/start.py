@@ -16,13 +16,13 @@ from flowgrpo_rc.workers.cluster import Cluster, join, leave, spare_gpus, start_
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolSettings:
-    """What a pool of workers is made of.
+    """Says what a pool of workers is made of.
 
     Attributes:
       num_workers: how many there are.
       num_cpus: cores that Ray sets aside for each; also its threads.
       num_gpus: GPUs of each, or the share of one.
-      timeout_s: the longest time for a chunk; then the worker is taken to hang.
+      timeout_s: the longest time to load, or for a chunk; then the worker is taken to hang.
       max_restarts: how often workers are started again, all together.
       staleness: how many versions of the LoRA are in use besides the newest.
       chunk_size: samples of a chunk.

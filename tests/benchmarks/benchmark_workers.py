@@ -1,4 +1,4 @@
-"""What rollout workers gain: seconds of sampling and of training steps, measured in turns.
+"""Measures what rollout workers gain: seconds of sampling and of training steps, in turns.
 
     python tests/benchmarks/benchmark_workers.py [--rounds 3] [--steps 6] [overrides]
 
@@ -39,7 +39,7 @@ OF_SAMPLING = (
 
 
 class Arm(NamedTuple):
-    """What is measured.
+    """Says what is measured.
 
     Attributes:
       measured: `sampling` or `step`.

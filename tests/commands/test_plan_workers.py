@@ -65,7 +65,7 @@ def test_the_medians_of_a_run_without_workers(written: Written) -> None:
 
 
 def test_chunks_are_those_of_one_process(written: Written) -> None:
-    """Of 48 samples a process makes 5 chunks, the last of which is smaller."""
+    """Splits the 48 samples of a process into 5 chunks, the last of which is smaller."""
     found = read_measured(RunFolder(written("rollout.micro_batch_size_per_gpu=10", processes=2)))
     assert (found.work.num_processes, found.work.chunks, found.work.chunk_s) == (2, 5, 24 / 5)
 

@@ -119,7 +119,7 @@ def test_how_many_workers_are_enough(staleness: int, number: int) -> None:
 
 
 def test_a_gain_below_one_percent_is_none() -> None:
-    """Of 1, 2 and 4 workers: steps of 1014, 1008 and 1005 seconds, or of 314, 308 and 305."""
+    """Compares steps of 1014, 1008 and 1005 seconds, or of 314, 308 and 305."""
     few = replace(WORK, chunks=4)
     assert enough_workers(replace(few, training_s=1000.0), staleness=0) == 1
     assert enough_workers(replace(few, training_s=300.0), staleness=0) == 2
