@@ -5,7 +5,7 @@
 Each arm is a process of its own that trains the configuration (the bundled job without overrides):
 
 * `sampling` with 1 and with 2 workers: from the request of a step to its last chunk. Nothing is
-  trained, the reward is one that takes no time to speak of, and a step has eight chunks (in the
+  trained, the reward is one that takes no time to speak of, and a step has two chunks (in the
   bundled job it is a single one).
 * `step` without workers, with one thread of torch and with two, and with one worker that samples
   the next step meanwhile (`rollout.staleness=1`), where the trainer and the worker have one thread
@@ -34,7 +34,7 @@ WARM_UP = 2
 OF_SAMPLING = (
     "reward.terms.ocr=null",
     "reward.terms.jpeg.weight=1.0",
-    "rollout.micro_batch_size_per_gpu=12",
+    "rollout.micro_batch_size_per_gpu=48",
 )
 
 
