@@ -25,6 +25,7 @@ from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.data.prompts import PromptSampler
+from flowgrpo_rc.distributed.numerics import set_numerics
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.distributed.sharding import resolve_strategy, shard_frozen_weights
 from flowgrpo_rc.losses.auto_clip import AutoClip
@@ -208,6 +209,7 @@ def make_processes(config: Config, *, quiet: bool = False) -> Processes:
     """
     resolve_strategy(config.trainer.strategy)
     on_cpu = device_of(config).type == "cpu"
+    set_numerics(deterministic=config.trainer.deterministic, tf32=config.trainer.tf32)
     if on_cpu:
         limit_threads(quiet=quiet)
     try:
@@ -234,13 +236,15 @@ def make_task(config: Config, processes: Processes) -> Task:
     """Load the model, put its LoRA on, and wrap both in what the trainer asks for."""
     checkpointing, seed = config.model.gradient_checkpointing, config.trainer.seed
     if config.model.kind == "causal_lm":
-        language = load_causal_lm(config.model, processes.device)
+        with processes.in_turn():
+            language = load_causal_lm(config.model, processes.device)
         network = add_lora(language, config.model, seed)
         tokens = TokenPolicy(
             language, network, autocast=processes.autocast, checkpoint_gradients=checkpointing
         )
         return TextTask(language, tokens, config.rollout)
-    model = load_model(config.model, processes.device)
+    with processes.in_turn():
+        model = load_model(config.model, processes.device)
     for spec, key in (
         (config.rollout.spec(), "pipeline"),
         (config.rollout.held_out_spec(), "val_kwargs"),
@@ -414,6 +418,7 @@ def engine_alone(config: Config, folder: Path) -> RolloutEngine[Any]:
     """
     if folder.is_dir():  # another machine may lack it
         os.chdir(folder)
+    set_numerics(deterministic=config.trainer.deterministic, tf32=config.trainer.tf32)
     device = device_of(config)
     load: Any = load_causal_lm if config.model.kind == "causal_lm" else load_model
     model = load(config.model, device)

@@ -68,6 +68,11 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
         )
     if config.rollout.merge_lora:
         _check_merging(config, engine)
+    if config.trainer.tf32 and config.rollout.dtype == "fp32" and not engine.copies_network:
+        raise ValueError(
+            f"trainer.tf32=true: rollout.name={config.rollout.name} multiplies fp32 matrices in a "
+            "process of its own, which does not follow; set rollout.dtype=bf16, or drop it"
+        )
     if config.data.replay_dir is None and config.keep_means() and not engine.records_means:
         raise ValueError(
             f"rollout.name={config.rollout.name} does not record the means of its steps, which "

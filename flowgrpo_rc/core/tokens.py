@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_FIXED_POINT = 2.0**52  # what stands for probability 1; a vocabulary of them fits 64 bits
+
 
 def token_log_probs(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
     """Computes the log-probability of given tokens.
@@ -43,14 +45,11 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, temperature: float) -> Tenso
       Token ids, int64, [B].
     """
     probs = _scaled(logits, temperature).softmax(-1).double()
-    # A device that adds in blocks may put neighbouring sums out of order by a rounding error. So
-    # a token of probability 0 could stand first; its sum of 0 makes sure that it never does.
-    cumulative = torch.where(probs > 0, probs.cumsum(-1), 0.0)
-    total = cumulative.amax(-1)
-    # u < 1, but u * total may round up to the total, which no token exceeds.
-    below_total = torch.nextafter(total, torch.zeros_like(total))
-    threshold = torch.minimum(uniforms.to(total) * total, below_total)
-    return (cumulative > threshold.unsqueeze(-1)).int().argmax(-1)
+    # Sums of integers do not depend on their order, so every device finds the same token.
+    cumulative = (probs * _FIXED_POINT).long().cumsum(-1)
+    total = cumulative[..., -1:]
+    threshold = (uniforms.double().unsqueeze(-1) * total).long().minimum(total - 1)
+    return (cumulative > threshold).int().argmax(-1)
 
 
 def positions(mask: Tensor) -> Tensor:

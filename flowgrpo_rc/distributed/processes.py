@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import resource
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed import DistError
+
+_PATIENCE_S = 30.0
 
 
 class ProcessLost(RuntimeError):
@@ -40,6 +45,9 @@ class Processes:
         self.count: int = accelerator.num_processes
         self.is_main: bool = accelerator.is_main_process
         self.device: torch.device = accelerator.device
+        # NCCL ends a process that waits for too long before Python can say who is missing.
+        needs_gloo = self.count > 1 and distributed.get_backend() != "gloo"
+        self._gloo = distributed.new_group(backend="gloo") if needs_gloo else None
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Returns the context in which networks run: mixed precision if the run has one."""
@@ -80,6 +88,50 @@ class Processes:
     def wait(self) -> None:
         """Waits until all processes have come here."""
         self.accelerator.wait_for_everyone()
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Lets the processes of a machine pass one after the other, where they use a GPU.
+
+        A model is loaded on the host first; all processes at once would need as many copies there.
+        """
+        if self.count == 1 or self.device.type == "cpu":
+            yield
+            return
+        here = self.accelerator.local_process_index
+        for _ in range(here):
+            self.wait()
+        yield
+        for _ in range(here, int(os.environ.get("LOCAL_WORLD_SIZE", self.count))):
+            self.wait()
+
+    def meet(self, where: str, timeout_s: float) -> None:
+        """Waits until all processes have come here.
+
+        Args:
+          where: what this place is, in words.
+          timeout_s: how long process 0 waits.
+
+        Raises:
+          ProcessLost: one has not come; on process 0 with the numbers of all of these.
+        """
+        if self.count == 1:
+            return
+        # The others wait longer, so that none of them gives up before process 0 has told.
+        patience = timeout_s + (0 if self.rank == 0 else _PATIENCE_S)
+        try:
+            distributed.monitored_barrier(
+                self._gloo, timedelta(seconds=patience), wait_all_ranks=True
+            )
+        except RuntimeError as error:
+            missing = re.search(r"Ranks? ([\d, ]+) failed to pass", str(error))
+            if missing is not None:
+                reason = f"missing at {where}: process {missing[1].strip()}"
+            elif self.rank == 0:
+                reason = f"lost before {where}: {_first_reason(error)}"
+            else:
+                reason = f"process 0 has not come to {where}, or misses another one"
+            raise self._lost(reason) from error
 
     def text_of_main(self, text: str) -> str:
         """Returns the text that the main process gives, of at most 1,000 bytes, on all of them."""
@@ -129,15 +181,14 @@ class Processes:
             # gloo raises a plain RuntimeError, which only its text gives away.
             if not (isinstance(error, DistError) or "/gloo/" in str(error)):
                 raise
-            # "[file:line] reason. This is typically ...": only the reason is worth showing.
-            first_line = str(error).splitlines()[0]
-            reason = first_line.split("] ", 1)[-1].split(". This is typically", 1)[0]
-            raise ProcessLost(
-                f"process {self.rank} of {self.count} cannot reach another one, which has failed "
-                "(its own message says why), was killed, or kept the others waiting for longer "
-                "than trainer.timeout_s. The same command goes on from the last checkpoint. "
-                f"({reason})"
-            ) from error
+            raise self._lost(_first_reason(error)) from error
+
+    def _lost(self, reason: str) -> ProcessLost:
+        return ProcessLost(
+            f"process {self.rank} of {self.count} cannot reach another one, which has failed (its "
+            "own message says why), was killed, or kept the others waiting for longer than "
+            f"trainer.timeout_s. The same command goes on from the last checkpoint. ({reason})"
+        )
 
     def close(self) -> None:
         """Leaves the process group at the end of a run.
@@ -170,6 +221,12 @@ class Processes:
         summed = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
         # One call for all tensors: hundreds of small copies would each start a kernel.
         torch._foreach_copy_(gradients, summed)
+
+
+def _first_reason(error: RuntimeError) -> str:
+    # "[file:line] reason. This is typically ...": only the reason is worth showing.
+    first_line = str(error).splitlines()[0]
+    return first_line.split("] ", 1)[-1].split(". This is typically", 1)[0]
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -42,6 +42,9 @@ class TrainerConfig:
         one for each core or GPU, as far as they share a mini-batch evenly; under a launcher, as
         many as it has started.
     mixed_precision: autocast of the training forward.
+    deterministic: kernels that give the same bits each time on a GPU, as they do on a CPU anyway;
+        slower. A resumed run is bit-equal there only with it.
+    tf32: products of fp32 matrices in TF32 on a GPU, in the rollout and in the update; faster.
     save_rollouts: keep every step's trajectories in rollouts/, for `data.replay_dir` of another
         run.
     strategy: several processes hold a whole network each (`ddp`) or share the frozen weights
@@ -66,6 +69,8 @@ class TrainerConfig:
     device: str = "auto"
     num_processes: int | str = 1
     mixed_precision: str = "no"
+    deterministic: bool = False
+    tf32: bool = False
     save_rollouts: bool = False
     strategy: str = "auto"
     timeout_s: float = 1800.0

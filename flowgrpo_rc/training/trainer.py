@@ -148,6 +148,8 @@ class Trainer:
         with self._timed("step"):
             with self._timed("rollout"):
                 collected = components.source.collect(step)
+                where = f"the end of the rollout of step {step}"
+                components.processes.meet(where, components.trainer.timeout_s)
             observed = components.task.observe(collected.batch, collected.shown.prompts, step)
             self._metrics.merge(observed)
             if collected.metrics is not None:

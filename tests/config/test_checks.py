@@ -184,3 +184,12 @@ def test_two_settings_that_exclude_each_other(
     error = capsys.readouterr().err
     for word in words:
         assert word in error
+
+
+def test_an_engine_in_another_process_does_not_follow_tf32(
+    train: Train, capsys: pytest.CaptureFixture
+) -> None:
+    assert train("trainer.tf32=true", "rollout.name=vllm_omni", "rollout.dtype=fp32") == 2
+    told = capsys.readouterr().err
+    assert "trainer.tf32=true" in told
+    assert "rollout.dtype=bf16" in told
