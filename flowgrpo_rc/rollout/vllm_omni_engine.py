@@ -59,7 +59,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
       quantization: a method of vLLM-Omni, for instance fp8.
       attention_backend: one of `ATTENTION_BACKENDS`; None takes the platform's.
       memory_fraction: largest share of the GPU's memory for the engine.
-      sleep: the engine's weights leave the GPU between rollouts.
+      sleep: the engine's weights leave the GPU between rollouts, and before images are decoded.
       enforce_eager: as in vLLM-Omni.
       timeout_s: the longest silence during a request, in seconds.
       start_timeout_s: the longest silence during the start, in seconds.
@@ -97,6 +97,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         self._version = 0
         self._bound: dict[str, Tensor] = {}
         self._restarts_left = max_restarts
+        self._sleeps = sleep
         engine = {
             "model": model.pipeline.name_or_path,
             "dtype": dtype,
@@ -180,7 +181,8 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
             )
         start = request.rows().start
         first += start
-        for reply in replies:
+        # The engine is asleep when it has answered all, which makes room for the decoding.
+        for reply in list(replies) if self._sleeps else replies:
             if reply.kind == "done":
                 self._check_held(reply)
                 break

@@ -8,11 +8,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from support.engine_children import FAKE, HONEST, gone
+from support.image_rollouts import make_spec
 
+from flowgrpo_rc.batch import Prompt, PromptBatch
 from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.rollout import vllm_omni_engine
-from flowgrpo_rc.rollout.engine import EngineError
+from flowgrpo_rc.rollout.engine import EngineError, ImageRequest
 from flowgrpo_rc.rollout.vllm_omni.process import EngineProcess
 
 TRAINER = """
@@ -102,3 +105,43 @@ def test_an_engine_with_other_weights_is_caught(fake_engine, model, answer, mess
     state = {name: p.detach() + 1 for name, p in lora_parameters(model.network).items()}
     with pytest.raises(EngineError, match=rf"does not hold the LoRA of {message}"):
         fake_engine(answer).sync_weights(state, 1)
+
+
+# Answers with a conditioning and two chunks of a sample each, and then falls asleep.
+SLEEPY = """
+    if kind == "generate":
+        import torch
+        send(connection, "texts", {}, {"prompt_embeds": torch.zeros(1, 2, 3)})
+        for _ in range(2):
+            send(connection, "chunk", {"count": 1}, {})
+        time.sleep(0.3)
+        open(sys.argv[0] + ".asleep", "w").close()
+        tensors = bound
+    else:
+        bound = tensors
+    held = {"modules": len(tensors) // 2, "fingerprint": fingerprint(tensors)}
+    send(connection, "done", held, {})
+"""
+
+
+def test_images_are_decoded_when_the_engine_sleeps(fake_engine, model, monkeypatch, tmp_path):
+    """On a card with little room, decoding and the engine's weights do not fit together."""
+    engine = fake_engine(SLEEPY.strip())
+    asleep = []
+    monkeypatch.setattr(
+        engine, "_chunk", lambda *_: asleep.append((tmp_path / "child.py.asleep").exists())
+    )
+    request = ImageRequest(
+        prompts=PromptBatch(step=1, prompts=[Prompt(text='"AB"', index=0)], slots=[0]),
+        samples_per_prompt=2,
+        spec=make_spec("sde", 1.0),
+        window=torch.arange(4).expand(2, 4),
+        seeds=[1, 2],
+    )
+    for sleeps, wanted in ((True, [True, True]), (False, [False, False])):
+        (tmp_path / "child.py.asleep").unlink(missing_ok=True)
+        asleep.clear()
+        engine._sleeps = sleeps
+        list(engine._sampled(request, 0))
+        assert asleep == wanted
+    engine.close()

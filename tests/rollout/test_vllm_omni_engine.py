@@ -16,15 +16,6 @@ from flowgrpo_rc.rollout.vllm_omni_engine import VllmOmniEngine
 CPU = torch.device("cpu")
 
 
-# --- Messages
-
-
-# --- The environment of the child
-
-
-# --- Options
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -100,9 +91,3 @@ def test_a_model_that_the_engine_cannot_sample(pipeline_class, absent, message):
 def test_the_missing_package_is_named(train, capsys):
     assert train("rollout.name=vllm_omni") == 2
     assert "vLLM-Omni is not installed: pip install 'vllm" in capsys.readouterr().err
-
-
-# --- Crashes and hangs
-
-
-# --- The LoRA in the engine

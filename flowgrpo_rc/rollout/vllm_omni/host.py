@@ -82,8 +82,8 @@ class Host:
             lora_path="/in/memory",
         )
         bound = await self._call("rollout_bind_lora", self._adapter, dict(tensors), fields["rank"])
-        yield Message("done", self._held(bound), {})
         await self._sleep()
+        yield Message("done", self._held(bound), {})
 
     async def generate(
         self, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]
@@ -134,8 +134,9 @@ class Host:
             stacked = {name: torch.stack([row[name] for row in rows]) for name in recorded}
             shared = {name: rows[0][name] for name in ("sigmas", "timesteps")}
             yield Message("chunk", {"count": len(rows), "spec": rows[0]["spec"]}, stacked | shared)
-        yield Message("done", self._held(await self._call("rollout_bound_lora")), {})
+        bound = await self._call("rollout_bound_lora")
         await self._sleep()
+        yield Message("done", self._held(bound), {})
 
     def close(self) -> None:
         """Ends vLLM-Omni."""
