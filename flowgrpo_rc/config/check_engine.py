@@ -137,7 +137,8 @@ def check_machine(config: Config, device: torch.device) -> None:
             "model.offload_idle=true has no effect on the CPU, where everything stays anyway: drop "
             "it"
         )
-    check_device(config.rollout.dtype, config.rollout.quantization, device)
+    rollout = config.rollout
+    check_device(rollout.dtype, rollout.quantization, device, rollout.compile)
     if config.data.replay_dir is None:
         _check_workers(config, device)
         _check_installed(config)

@@ -13,6 +13,7 @@ import importlib
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -181,6 +182,10 @@ class FlowModel(ABC):
         scale: float | None = getattr(spec, cls.cfg_key)
         return 1.0 if scale is None else scale
 
+    def encoders_at_work(self) -> AbstractContextManager[None]:
+        """Has the text encoders on the device for several calls of `encode`."""
+        return self._encoders.at_work()
+
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
         """Encodes prompts.
@@ -192,7 +197,7 @@ class FlowModel(ABC):
         Returns:
           The conditioning of P prompts.
         """
-        with self._encoders.at_work():
+        with self.encoders_at_work():
             return self._encode(prompts, max_sequence_length=max_sequence_length)
 
     @torch.no_grad()

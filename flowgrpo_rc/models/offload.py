@@ -8,38 +8,49 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-IDLE = torch.device("cpu")
-
 
 class Offloadable:
-    """Modules that are on their device while they work.
+    """Frozen modules that are on their device while they work.
+
+    Nothing changes their tensors, so they are copied to the device and dropped there, never copied
+    back. On the host they lie in pinned memory, from which a GPU copies fastest.
 
     Args:
       modules: the modules.
       device: where they work.
-      offload: keep them on the CPU while nobody uses them.
+      offload: keep them on the host while nobody uses them.
     """
 
     def __init__(
         self, modules: Sequence[nn.Module], device: torch.device, *, offload: bool
     ) -> None:
-        self._modules = modules
         self._device = device
-        self._offload = offload
-        self._move(IDLE if offload else device)
+        self._users = 0
+        if not offload:
+            for module in modules:
+                module.to(device)
+        tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+        pin = device.type == "cuda" and torch.cuda.is_available()
+        self._on_host = [
+            (tensor, tensor.data.pin_memory() if pin else tensor.data)
+            for tensor in (tensors if offload else ())
+        ]
+        self._leave()
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Has the modules on their device inside the context."""
-        if not self._offload:
-            yield
-            return
-        self._move(self._device)
+        """Has the modules on their device inside the context, which may hold others of its kind."""
+        if self._users == 0:
+            for tensor, on_host in self._on_host:
+                tensor.data = on_host.to(self._device, non_blocking=True, copy=True)
+        self._users += 1
         try:
             yield
         finally:
-            self._move(IDLE)
+            self._users -= 1
+            if self._users == 0:
+                self._leave()
 
-    def _move(self, device: torch.device) -> None:
-        for module in self._modules:
-            module.to(device)
+    def _leave(self) -> None:
+        for tensor, on_host in self._on_host:
+            tensor.data = on_host

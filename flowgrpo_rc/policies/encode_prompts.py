@@ -27,14 +27,13 @@ def encode_prompts(
       Conditioning of the prompts, N rows, and of their negatives, N rows; None for the latter
       without guidance.
     """
-    conditioning = encode_unique(
-        model, [prompt.text for prompt in prompts], spec.max_sequence_length
-    )
-    if model.cfg_scale(spec) <= 1:
-        return conditioning, None
-    return conditioning, encode_unique(
-        model, [p.negative_text for p in prompts], spec.max_sequence_length
-    )
+    length = spec.max_sequence_length
+    with model.encoders_at_work():
+        conditioning = encode_unique(model, [prompt.text for prompt in prompts], length)
+        if model.cfg_scale(spec) <= 1:
+            return conditioning, None
+        negatives = [prompt.negative_text for prompt in prompts]
+        return conditioning, encode_unique(model, negatives, length)
 
 
 def encode_unique(model: FlowModel, texts: list[str], max_sequence_length: int) -> Conditioning:

@@ -6,11 +6,14 @@ LoRA itself, norms, embedders and the last projection keep the replica's precisi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
 
 # The values of `rollout.quantization` that a replica offers, each with the package that it needs.
 # int8 and fp8 (e4m3) have one scale for each row of a weight, int4 one for 32 weights of a row.
@@ -25,17 +28,36 @@ def precision(dtype: str, quantization: str | None) -> str:
     return dtype if quantization is None else f"{dtype}+{quantization}"
 
 
-def check_device(dtype: str, quantization: str | None, device: torch.device) -> None:
-    """Raises ValueError for a quantization that has no kernel on the device.
+def check_device(
+    dtype: str, quantization: str | None, device: torch.device, compiles: bool
+) -> None:
+    """Refuses a quantization that cannot run on a device or is useless there; warns of a slow one.
 
     Args:
       dtype: precision of the rollout.
       quantization: a key of `PACKAGES`, or None.
       device: where the replica is.
+      compiles: whether torch.compile is used (`rollout.compile`).
+
+    Raises:
+      ValueError: it cannot run there, or no rollout would be fast enough to be of use.
     """
-    if quantization == "int4" and device.type == "cuda" and dtype != "bf16":
+    if device.type != "cuda":
+        return
+    if quantization == "int4" and dtype != "bf16":
         raise ValueError(
             f"rollout.quantization=int4 on a GPU needs rollout.dtype=bf16, not {dtype}"
+        )
+    if quantization == "int4":
+        logger.warning(
+            "rollout.quantization=int4: its kernel on a GPU is made for a few rows at once, as in "
+            "decoding text, so that rollouts may be slower than in bf16; it saves memory"
+        )
+    if quantization == "int8_dynamic" and not compiles:
+        # torchao.kernel.intmm looks at the text of each input.
+        raise ValueError(
+            "rollout.quantization=int8_dynamic on a GPU needs rollout.compile=true: without it "
+            "torchao copies the input of every layer to the host and formats it as text"
         )
 
 

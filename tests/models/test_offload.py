@@ -7,81 +7,104 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.image_rollouts import make_spec
 from torch import nn
 
+from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.core.random import normal
-from flowgrpo_rc.models import base
 from flowgrpo_rc.models.base import FlowModel, ModelConfig, load_model
 from flowgrpo_rc.models.offload import Offloadable
-from flowgrpo_rc.rollout.config import RolloutConfig
+from flowgrpo_rc.policies.encode_prompts import encode_prompts
 
-GPU = torch.device("cuda", 0)
+CPU = torch.device("cpu")  # a copy stands for being on a device
 
 
-class Traveller(nn.Module):
-    """Records where it is sent instead of going there."""
+class Part(nn.Module):
+    """A frozen module with a parameter and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.places: list[str] = []
+        self.weight = nn.Parameter(torch.arange(3.0), requires_grad=False)
+        self.register_buffer("scale", torch.arange(2.0))
 
-    def to(self, device: torch.device) -> Traveller:  # type: ignore[override]
-        self.places.append(device.type)
-        return self
+    @property
+    def places(self) -> list[int]:
+        assert self.weight.tolist() == [0.0, 1.0, 2.0]
+        assert self.scale.tolist() == [0.0, 1.0]
+        return [self.weight.data_ptr(), self.scale.data_ptr()]
 
 
-def test_idle_parts_are_off_the_device() -> None:
-    parts = [Traveller(), Traveller()]
-    parted = Offloadable(parts, GPU, offload=True)
-    assert [part.places for part in parts] == [["cpu"]] * 2
+def test_parts_are_copied_to_the_device_and_dropped_there() -> None:
+    part = Part()
+    at_home = part.places
+    parted = Offloadable([part], CPU, offload=True)
+    for _ in range(2):
+        assert part.places == at_home
+        with parted.at_work():
+            assert not set(part.places) & set(at_home)
+    assert part.places == at_home
+
+
+def test_parts_stay_until_the_last_user_has_left() -> None:
+    part = Part()
+    at_home = part.places
+    parted = Offloadable([part], CPU, offload=True)
     with parted.at_work():
-        assert [part.places[-1] for part in parts] == ["cuda", "cuda"]
-    assert [part.places for part in parts] == [["cpu", "cuda", "cpu"]] * 2
+        there = part.places
+        with parted.at_work():
+            assert part.places == there
+        assert part.places == there
+    assert part.places == at_home
 
 
 def test_parts_leave_the_device_after_a_failure_as_well() -> None:
-    part = Traveller()
-    with pytest.raises(KeyError), Offloadable([part], GPU, offload=True).at_work():
+    part = Part()
+    at_home = part.places
+    with pytest.raises(KeyError), Offloadable([part], CPU, offload=True).at_work():
         raise KeyError("x")
-    assert part.places == ["cpu", "cuda", "cpu"]
+    assert part.places == at_home
 
 
 def test_without_offloading_parts_stay_on_the_device() -> None:
-    part = Traveller()
-    with Offloadable([part], GPU, offload=False).at_work():
-        pass
-    assert part.places == ["cuda"]
+    part = Part()
+    parted = Offloadable([part], CPU, offload=False)
+    there = part.places
+    with parted.at_work():
+        assert part.places == there
 
 
 def test_a_models_encoders_and_its_vae_travel(
     checkpoint: Path, model: FlowModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Encoders are on the device for `encode`, the VAE for `decode`; the transformer stays
-    there.
+    """Encoders make one trip for prompts and negatives, the VAE one for a decoding; the transformer
+    stays.
     """
-    journeys: list[tuple[str, str]] = []
-    move = nn.Module.to
+    offloaded = load_model(ModelConfig(path=str(checkpoint), offload_idle=True), CPU)
+    parts = {
+        name: part
+        for name, part in offloaded.pipeline.components.items()
+        if isinstance(part, nn.Module)
+    }
+    trips: list[set[str]] = []
+    leave = Offloadable._leave
 
-    def noting(self: nn.Module, device: torch.device) -> nn.Module:
-        journeys.append((type(self).__name__, str(device)))
-        return move(self, device)
+    def noted(self: Offloadable) -> None:
+        moved = {id(tensor) for tensor, _ in self._on_host}
+        names = {name for name, part in parts.items() if id(next(part.parameters())) in moved}
+        trips.extend([names] if names else [])
+        leave(self)
 
-    monkeypatch.setattr(base.nn.Module, "to", noting)
-    offloaded = load_model(
-        ModelConfig(path=str(checkpoint), offload_idle=True), torch.device("cpu")
-    )
-    journeys.clear()
-    conditioning = offloaded.encode(["A"], max_sequence_length=16)
-    assert sorted({name for name, _ in journeys}) == [
-        "CLIPTextModelWithProjection",
-        "T5EncoderModel",
-    ]
-    assert torch.equal(conditioning.embeds, model.encode(["A"], max_sequence_length=16).embeds)
-    journeys.clear()
+    monkeypatch.setattr(Offloadable, "_leave", noted)
+    prompts, spec = [Prompt(text="A", index=0)], make_spec("sde", 2.0)
+    found, expected = (encode_prompts(each, prompts, spec) for each in (offloaded, model))
+    assert trips == [{"text_encoder", "text_encoder_2", "text_encoder_3"}]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours is not None
+        assert theirs is not None
+        assert torch.equal(ours.embeds, theirs.embeds)
     latents = normal((8, 8, 16), [1])
-    spec = RolloutConfig().spec()
     assert np.array_equal(offloaded.decode(latents, spec), model.decode(latents, spec))
-    assert {name for name, _ in journeys} == {"AutoencoderKL"}
+    assert trips[1:] == [{"vae"}]
 
 
 def test_text_has_nothing_to_offload() -> None:

@@ -254,3 +254,17 @@ def test_int4_on_a_gpu_takes_bf16(checkpoint: Path) -> None:
     ):
         check_engine.check_machine(config, torch.device("cuda"))
     check_engine.check_machine(config, torch.device("cpu"))
+
+
+def test_slow_quantizations_on_a_gpu(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """int8_dynamic formats the input of every layer as text; int4's kernel is made for few rows."""
+    config = Config()
+    config.model.path = str(checkpoint)
+    config.rollout.quantization = "int8_dynamic"
+    with pytest.raises(ValueError, match=r"int8_dynamic on a GPU needs rollout\.compile=true"):
+        check_engine.check_machine(config, torch.device("cuda"))
+    check_engine.check_machine(config, torch.device("cpu"))
+    assert caplog.messages == []
+    config.rollout.quantization = "int4"
+    check_engine.check_machine(config, torch.device("cuda"))
+    assert "rollouts may be slower than in bf16" in caplog.text
