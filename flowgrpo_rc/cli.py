@@ -177,7 +177,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     _serve_options(
         command("serve-reward", "serve", "a reward over HTTP, for the remote reward of a run")
     )
-    command("doctor", "doctor", "check the installation")
+    _doctor_options(
+        command("doctor", "doctor", "check the installation, and what a GPU can do of a run")
+    )
     return parser, dict(commands.choices)
 
 
@@ -187,6 +189,13 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything that needs no model, then stop"
     )
+
+
+def _doctor_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--gpu", action="store_true", help="check what runs on the GPU, in a few minutes"
+    )
+    parser.add_argument("--out", metavar="FILE", help="write what --gpu has found, for an issue")
 
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`flowgrpo-rc doctor`: check the installation."""
+"""`flowgrpo-rc doctor`: check the installation, and with `--gpu` what a card can do."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.metadata
 import shutil
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from rich.console import Console as RichConsole
@@ -15,11 +16,17 @@ from rich.table import Table
 from flowgrpo_rc import assets
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.commands import EXIT_FAILED, EXIT_OK
+from flowgrpo_rc.commands.doctor_gpu import Finding, as_json, gpu_checks
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Checks the installation."""
-    return EXIT_OK if doctor() else EXIT_FAILED
+    """Checks the installation, and with --gpu what a card can do."""
+    if arguments.out is not None and not arguments.gpu:
+        raise ValueError(f"--out {arguments.out} has no effect without --gpu")
+    healthy = doctor()
+    if arguments.gpu:
+        healthy = _gpu(arguments.out) and healthy
+    return EXIT_OK if healthy else EXIT_FAILED
 
 
 def doctor() -> bool:
@@ -48,6 +55,29 @@ def doctor() -> bool:
             table.add_row(name, "FAILED", f"{type(error).__name__}: {error}")
     RichConsole().print(table)
     return healthy
+
+
+def _gpu(out: str | None) -> bool:
+    """Prints what a card can do, and writes it to a file; returns False if something is broken."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    console = RichConsole()
+    table = Table(title=f"what runs on {device.type}", title_justify="left")
+    for column in ("check", "", "found", "what to do"):
+        table.add_column(column)
+    findings = {}
+    for name, check in gpu_checks(device):
+        with console.status(f"{name} ..."):
+            try:
+                one = check()
+            except Exception as error:  # whatever is broken is the finding
+                one = Finding("broken", f"{type(error).__name__}: {error}")
+        findings[name] = one
+        table.add_row(name, one.state, one.found, one.advice)
+    console.print(table)
+    if out is not None:
+        Path(out).write_text(as_json(findings))
+        console.print(f"written to {out}; look at it before you attach it to an issue")
+    return all(one.state != "broken" for one in findings.values())
 
 
 def _version_check(package: str) -> Callable[[], str]:

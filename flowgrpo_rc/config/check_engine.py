@@ -192,8 +192,10 @@ def _check_options_on(config: Config, device: torch.device) -> None:
         raise ValueError(f"rollout.name={config.rollout.name}: {error}") from error
 
 
-def _check_compiler(config: Config, device: torch.device) -> None:
-    """On the CPU torch compiles through C++; on a GPU Triton builds its launchers in C."""
+def missing_for_compiling(device: torch.device) -> list[str]:
+    """Returns what torch.compile lacks here, in words; on the CPU it compiles through C++, and on a
+    GPU Triton builds its launchers in C.
+    """
     language, compilers = ("C++", CXX_COMPILERS) if device.type == "cpu" else ("C", C_COMPILERS)
     lacking = []
     if not any(map(shutil.which, compilers)):
@@ -201,6 +203,11 @@ def _check_compiler(config: Config, device: torch.device) -> None:
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if device.type != "cpu" and not header.exists():
         lacking.append(f"{header} (the package python3-dev or the like)")
+    return lacking
+
+
+def _check_compiler(config: Config, device: torch.device) -> None:
+    lacking = missing_for_compiling(device)
     for key, compiles in (
         ("rollout.compile=true", config.rollout.compile),
         ("actor.optim.name=adamw_8bit", config.actor.optim.name == "adamw_8bit"),

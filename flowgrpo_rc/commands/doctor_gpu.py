@@ -1,0 +1,350 @@
+"""`flowgrpo-rc doctor --gpu`: what a card can do of what a run asks for, in a few minutes.
+
+Each check also runs where there is no GPU, on what there is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from flowgrpo_rc.config.check_engine import missing_for_compiling
+from flowgrpo_rc.config.compose import config_folder
+from flowgrpo_rc.libraries import quiet
+from flowgrpo_rc.records.metrics_file import MetricsFile
+
+TIMEOUT_S = 900.0
+# A job of two steps on the bundled model, whose reward takes no time.
+JOB = (
+    "trainer.total_training_steps=2",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=-1",
+    "trainer.logger=[]",
+    "trainer.num_processes=1",
+    "data.train_batch_size=4",
+    "rollout.n=8",
+    "rollout.micro_batch_size_per_gpu=null",
+    "actor.ppo_micro_batch_size_per_gpu=8",
+    "reward.terms.ocr=null",
+    "reward.terms.jpeg.weight=1.0",
+)
+_FLOOR = "actor/rollout_corr/logprob_abs_diff_mean"
+_LARGEST = "actor/rollout_corr/logprob_abs_diff_max"
+_OVER_EXPECTED = "actor/rollout_corr/mismatch_over_expected"
+_ROUNDING = 1e-5  # nats; fp32 log-probs of the same weights differ by less
+_FAULT = 2.0  # mismatch over what the precisions explain
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check has found.
+
+    Attributes:
+      state: `ok`, `slow`, `broken` or `skipped`.
+      found: in words.
+      advice: what to do about it.
+    """
+
+    state: str
+    found: str
+    advice: str = ""
+
+
+Check = Callable[[], Finding]
+
+
+def gpu_checks(device: torch.device) -> list[tuple[str, Check]]:
+    """Returns the checks by name, the quick ones first.
+
+    Args:
+      device: where runs would be.
+    """
+    return [
+        ("GPU", partial(check_device, device)),
+        ("memory", partial(check_memory, device)),
+        ("compilers", partial(check_compilers, device)),
+        ("attention", partial(check_attention, device)),
+        ("processes", partial(check_processes, device)),
+        ("decoding", partial(check_decoding, device, 512 if device.type == "cuda" else 128)),
+        ("fp32 rollout", check_fp32),
+        ("bf16 rollout", check_bf16),
+        ("int8 rollout", check_quantized),
+        ("compiled rollout", partial(check_compiled, device)),
+    ]
+
+
+def check_device(device: torch.device) -> Finding:
+    """Names the device, its driver and what torch is built for."""
+    if device.type != "cuda":
+        advice = "install the driver and a torch for CUDA to train on a GPU"
+        return Finding("skipped", f"none: torch {torch.__version__} uses the CPU", advice)
+    major, minor = torch.cuda.get_device_capability(device)
+    found = (
+        f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}, capability "
+        f"{major}.{minor}, torch {torch.__version__} for CUDA {torch.version.cuda}"
+    )
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        return Finding("slow", found, "it has no bf16: set rollout.dtype=fp16")
+    return Finding("ok", found)
+
+
+def check_memory(device: torch.device) -> Finding:
+    """Tells how much of the memory is free."""
+    if device.type != "cuda":
+        return Finding("skipped", "no GPU")
+    free, total = torch.cuda.mem_get_info(device)
+    found = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB are free"
+    if free < 0.9 * total:
+        return Finding("slow", found, "other programs use this GPU; nvidia-smi names them")
+    return Finding("ok", found)
+
+
+def check_compilers(device: torch.device) -> Finding:
+    """Looks for what torch.compile needs, and compiles a function."""
+    lacking = missing_for_compiling(device)
+    if lacking:
+        advice = "rollout.compile and actor.optim.name=adamw_8bit need them"
+        return Finding("broken", f"missing: {' and '.join(lacking)}", advice)
+    compiled: Any = torch.compile(torch.nn.functional.silu)
+    x = torch.ones(64, device=device)
+    torch.testing.assert_close(compiled(x), torch.nn.functional.silu(x))
+    return Finding("ok", "torch.compile works")
+
+
+def check_attention(device: torch.device) -> Finding:
+    """Runs each kernel of attention forward and backward, twice, in bf16."""
+    works, differs = [], []
+    for backend in SDPBackend.__members__.values():
+        if backend.name in ("ERROR", "OVERRIDEABLE"):
+            continue
+        try:
+            first, second = (_attention_gradient(device, backend) for _ in range(2))
+        except RuntimeError:
+            continue
+        name = backend.name.removesuffix("_ATTENTION").lower()
+        works.append(name)
+        if not torch.equal(first, second):
+            differs.append(name)
+    found = f"kernels that work: {', '.join(works)}"
+    if differs:
+        found += f"; gradients differ from call to call: {', '.join(differs)}"
+    if device.type == "cuda" and works == ["math"]:
+        return Finding("slow", found, "install a torch that is built for this GPU")
+    advice = "set trainer.deterministic=true where a run has to repeat bit for bit"
+    return Finding("ok", found, advice if differs else "")
+
+
+def _attention_gradient(device: torch.device, backend: SDPBackend) -> torch.Tensor:
+    torch.manual_seed(0)
+    shape = (2, 4, 512, 64)
+    query, key, value = (
+        torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(3)
+    )
+    with sdpa_kernel([backend]):
+        scaled_dot_product_attention(query, key, value).float().square().sum().backward()
+    assert query.grad is not None
+    return query.grad
+
+
+def check_processes(device: torch.device) -> Finding:
+    """Adds a tensor over as many processes as there are GPUs, or over two on the CPU."""
+    count = torch.cuda.device_count() if device.type == "cuda" else 2
+    if count < 2:
+        return Finding("skipped", "a single GPU")
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children = []
+    for rank in range(count):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(count),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-m", __name__, device.type]
+        children.append(
+            subprocess.Popen(
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        told = [child.communicate(timeout=TIMEOUT_S)[0] for child in children]
+    except subprocess.TimeoutExpired:
+        return Finding("broken", f"{count} processes wait for each other", _NCCL_ADVICE)
+    finally:
+        for child in children:
+            child.kill()
+    failed = [text for child, text in zip(children, told, strict=True) if child.returncode]
+    if failed:
+        return Finding("broken", _last_line(failed[0]), _NCCL_ADVICE)
+    return Finding("ok", _last_line(told[0]))
+
+
+_NCCL_ADVICE = "NCCL_DEBUG=INFO says more; NCCL_P2P_DISABLE=1 goes around a broken link"
+
+
+def _add_over_processes(device_type: str) -> None:
+    """Is one of the processes of `check_processes`."""
+    rank = int(os.environ["RANK"])
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    distributed.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    numbers = torch.full((2**24,), float(rank), device=device)
+    distributed.all_reduce(torch.zeros(1, device=device))
+    start = time.perf_counter()
+    distributed.all_reduce(numbers)
+    total = numbers[-1].item()  # waits for the device, too
+    seconds = time.perf_counter() - start
+    count = distributed.get_world_size()
+    if total != count * (count - 1) / 2:
+        raise SystemExit(f"the sum of {count} processes is wrong: {total}")
+    backend = distributed.get_backend()
+    distributed.destroy_process_group()
+    print(f"{count} processes added 64 MiB over {backend} in {1e3 * seconds:.1f} ms")
+
+
+def check_decoding(device: torch.device, pixels: int) -> Finding:
+    """Decodes an image of a published size with SD3.5-medium's VAE and random weights.
+
+    Args:
+      device: where it is decoded.
+      pixels: its height and width.
+    """
+    with quiet("diffusers"):
+        from diffusers import AutoencoderKL
+
+        folder = config_folder() / "architectures" / "stable-diffusion-3.5-medium"
+        settings = AutoencoderKL.load_config(str(folder), subfolder="vae")
+    with device:
+        vae: Any = AutoencoderKL.from_config(settings).eval()
+    latents = torch.zeros(1, settings["latent_channels"], pixels // 8, pixels // 8, device=device)
+    with torch.no_grad():
+        vae.decode(latents[..., :8, :8])  # what the first call alone does is not counted
+        start = time.perf_counter()
+        image = vae.decode(latents).sample
+        finite = bool(image.isfinite().all())
+    seconds = time.perf_counter() - start
+    if not finite or image.shape[-1] != pixels:
+        return Finding("broken", f"the image is {tuple(image.shape)}, finite: {finite}")
+    found = f"{1e3 * seconds:.0f} ms an image of {pixels} x {pixels} in fp32"
+    if device.type == "cuda":
+        found += f", peak {torch.cuda.max_memory_allocated(device) / 2**30:.1f} GiB"
+    return Finding("ok", found)
+
+
+def check_fp32() -> Finding:
+    """Samples and trains the bundled model in fp32, in forwards of the same sizes."""
+    row = _job(
+        "rollout.dtype=fp32",
+        "actor.replay=aligned",
+        "actor.steps_per_forward=1",
+        "rollout.micro_batch_size_per_gpu=4",
+        "actor.ppo_micro_batch_size_per_gpu=4",
+        "rollout.algo.shared_prefix=false",
+    )
+    largest = row[_LARGEST]
+    if largest == 0:
+        return Finding("ok", f"replayed bit for bit, {_pace(row)}")
+    found = f"replayed log-probs differ by up to {largest:.1e} nats, {_pace(row)}"
+    if largest < _ROUNDING:
+        return Finding("ok", found, "kernels of this device do not repeat bit for bit")
+    return Finding("broken", found, "attach the file of --out to an issue")
+
+
+def check_bf16() -> Finding:
+    """Samples the bundled model in bf16."""
+    return _mismatch(_job("rollout.dtype=bf16"))
+
+
+def check_quantized() -> Finding:
+    """Samples the bundled model with weights of 8 bits."""
+    if find_spec("torchao") is None:
+        return Finding("skipped", 'needs torchao: pip install "flowgrpo-rc[quantization]"')
+    return _mismatch(_job("rollout.dtype=bf16", "rollout.quantization=int8"))
+
+
+def check_compiled(device: torch.device) -> Finding:
+    """Samples the bundled model with compiled blocks."""
+    if missing_for_compiling(device):
+        return Finding("skipped", "no compiler")
+    return _mismatch(_job("rollout.dtype=bf16", "rollout.compile=true"))
+
+
+def _mismatch(row: Mapping[str, float]) -> Finding:
+    """Judges the log-probs of a job, whose rollout has another precision than its trainer."""
+    found = f"mean mismatch {row[_FLOOR]:.1e} nats, {_pace(row)}"
+    over = row.get(_OVER_EXPECTED)
+    if over is not None:
+        found += f"; {over:.2f} of what the precision explains"
+        if over > _FAULT:
+            return Finding("broken", found, "docs/noise_floor.md says what may cause it")
+    return Finding("ok", found)
+
+
+def _pace(row: Mapping[str, float]) -> str:
+    return f"{row['perf/samples_per_second']:.1f} samples a second"
+
+
+def _job(*overrides: str) -> Mapping[str, float]:
+    """Returns the metrics of the second step of a job, which a process of its own trains.
+
+    Raises:
+      RuntimeError: it fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "flowgrpo_rc.train", *JOB, *overrides]
+        done = subprocess.run(
+            [*command, f"trainer.output_dir={folder}/run"],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(_last_line(done.stderr))
+        rows: list[Mapping[str, float]] = list(
+            MetricsFile(Path(folder, "run", "metrics.jsonl")).numbers()
+        )
+    return rows[-1]
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["it said nothing"])[-1]
+
+
+def as_json(findings: Mapping[str, Finding]) -> str:
+    """Returns findings as a file for an issue: no paths, no settings, no environment."""
+    told = {
+        name: {"state": one.state, "found": one.found, "advice": one.advice}
+        for name, one in findings.items()
+    }
+    return json.dumps(told, indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    _add_over_processes(sys.argv[1])
