@@ -22,7 +22,7 @@ $(OMNI_VENV)/.ready: pyproject.toml $(wildcard tests/support/*.sh tests/vllm_omn
 	PYTHON=$(PYTHON) bash tests/vllm_omni_real/install.sh $(OMNI_VENV)
 	touch $@
 
-.PHONY: install demo test test-fast test-faults docs reference test-docs vllm-omni test-vllm-omni lint check benchmark benchmark-correction benchmark-decoupled benchmark-workers benchmark-time-to-reward
+.PHONY: install demo test test-fast test-faults docs reference test-docs vllm-omni test-vllm-omni lint check benchmark benchmark-correction benchmark-decoupled benchmark-workers benchmark-time-to-reward full-size
 install: $(VENV)/.ready  ## everything into .venv
 
 demo: $(VENV)/.ready  ## train the bundled model on the OCR reward
@@ -69,6 +69,9 @@ benchmark-decoupled: $(VENV)/.ready  ## time of a step in decoupled mode over th
 
 benchmark-workers: $(VENV)/.ready  ## time of sampling with two workers over one, and of a step with a worker over one without
 	$(BIN)/python tests/benchmarks/benchmark_workers.py $(ARGS)
+
+full-size: $(VENV)/.ready  ## train SD3.5-medium's published size with random weights for two steps; 7 GB of disk, 20 GB of memory
+	$(BIN)/python tests/benchmarks/full_size.py $(ARGS)
 
 benchmark-time-to-reward: $(VENV)/.ready  ## seconds of training to a held-out reward, for the arms of docs/performance.md; takes hours
 	PYTHONPATH=examples/studies $(BIN)/python tests/benchmarks/time_to_reward.py $(ARGS)

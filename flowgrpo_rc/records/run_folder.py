@@ -45,6 +45,7 @@ _PACKAGES = (
 _FREE = (
     "trainer.total_training_steps",
     "trainer.max_time",
+    "trainer.deterministic",
     "trainer.retry_out_of_memory",
     "trainer.logger",
     "trainer.save_freq",
