@@ -14,7 +14,7 @@ $(VENV)/.ready: pyproject.toml
 WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 PARALLEL = -n $(WORKERS) --dist worksteal
-SLOW = faults end_to_end vllm_real vllm_omni_real
+SLOW = faults end_to_end tagged_device vllm_real vllm_omni_real
 
 OMNI_VENV ?= .venv-vllm-omni
 $(OMNI_VENV)/.ready: pyproject.toml $(wildcard tests/support/*.sh tests/vllm_omni_real/*.sh tests/vllm_omni_real/cpu_platform/*/*.py)

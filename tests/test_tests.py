@@ -17,6 +17,7 @@ OTHERS = {
     "support",
     "end_to_end",
     "faults",
+    "tagged_device",
     "benchmarks",
     "docs",
     "examples",

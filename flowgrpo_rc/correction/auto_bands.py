@@ -257,12 +257,11 @@ def robust(values: Tensor, band: Band) -> Scale:
     Returns:
       Two scalars; (0, inf) for fewer than `WARM_UP` observations.
     """
-    quartiles = torch.tensor([0.5, 0.75], dtype=torch.float64, device=values.device)
-    median, upper_quartile = torch.nanquantile(values, quartiles)
+    median = torch.nanquantile(values, 0.5)
     if band.estimator == "k1":
         deviation = torch.nanquantile((values - median).abs(), 0.5)
     else:
-        deviation = upper_quartile - median
+        deviation = torch.nanquantile(values, 0.75) - median
     warm = torch.isfinite(values).sum() >= WARM_UP
     centre = torch.where(warm, median, 0.0)
     spread = torch.where(warm, (ROBUST * deviation).clamp(min=FLOOR), math.inf)

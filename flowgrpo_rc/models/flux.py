@@ -113,7 +113,7 @@ class Flux(FlowModel):
             + vae.config.shift_factor
         )
         decoded = vae.decode(scaled.to(vae.dtype), return_dict=False)[0]
-        return to_uint8(self.pipeline.image_processor.postprocess(decoded, output_type="np"))
+        return to_uint8(self.pipeline.image_processor.postprocess(decoded, output_type="pt"))
 
     def _patches(self, spec: SamplerSpec) -> tuple[int, int]:
         """Rows and columns of the image's tokens."""

@@ -132,13 +132,16 @@ def unscaled(latents: Tensor, vae: Any) -> Tensor:
     return latents / (1.0 / std) + mean
 
 
-def to_uint8(pictures: np.ndarray) -> np.ndarray:
-    """Rounds values in [0, 1] to 0 to 255.
+def to_uint8(pictures: Tensor) -> np.ndarray:
+    """Rounds values in [0, 1] to 0 to 255, and puts channels last.
+
+    It is done where the pictures are, so that bytes travel to the host, and not floats.
 
     Args:
-      pictures: of any shape.
+      pictures: [..., C, H, W].
 
     Returns:
-      uint8, of the same shape.
+      uint8, [..., H, W, C].
     """
-    return (pictures * 255).round().astype(np.uint8)
+    rounded = (pictures.float() * 255).round().to(torch.uint8)
+    return rounded.movedim(-3, -1).cpu().numpy()

@@ -106,7 +106,7 @@ class QwenImage(FlowModel):
         vae = self.pipeline.vae
         frames = unpack(latents, *self._patches(spec)).unsqueeze(2).to(vae.dtype)
         decoded = vae.decode(unscaled(frames, vae), return_dict=False)[0][:, :, 0]
-        return to_uint8(self.pipeline.image_processor.postprocess(decoded, output_type="np"))
+        return to_uint8(self.pipeline.image_processor.postprocess(decoded, output_type="pt"))
 
     def _patches(self, spec: SamplerSpec) -> tuple[int, int]:
         """Rows and columns of the image's tokens."""

@@ -104,7 +104,7 @@ class StableDiffusion3(FlowModel):
         vae = self.pipeline.vae
         scaled = latents / vae.config.scaling_factor + vae.config.shift_factor
         decoded = vae.decode(scaled.to(vae.dtype), return_dict=False)[0]
-        return to_uint8(self.pipeline.image_processor.postprocess(decoded, output_type="np"))
+        return to_uint8(self.pipeline.image_processor.postprocess(decoded, output_type="pt"))
 
 
 def _pooled(conditioning: Conditioning) -> Tensor:

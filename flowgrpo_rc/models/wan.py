@@ -124,7 +124,7 @@ class Wan(FlowModel):
     def _decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
         vae = self.pipeline.vae
         decoded = vae.decode(unscaled(latents.to(vae.dtype), vae), return_dict=False)[0]
-        return to_uint8(self.pipeline.video_processor.postprocess_video(decoded, output_type="np"))
+        return to_uint8(self.pipeline.video_processor.postprocess_video(decoded, output_type="pt"))
 
     def _num_tokens(self, latents: Tensor) -> int:
         return latents[0, 0].numel() // math.prod(self.transformer.config.patch_size)

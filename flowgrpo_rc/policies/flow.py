@@ -390,7 +390,6 @@ def sample_trajectory(
     means = None
     if keep_means:
         means = latents.new_zeros((num_samples, length, *latents.shape[1:]))
-    rows = torch.arange(num_samples, device=latents.device)
     one_per_sample = (-1,) + (1,) * (latents.ndim - 1)
     # Read once to the host, so that the loop does not wait for the device at every step.
     stochastic = set(window.flatten().tolist())
@@ -416,13 +415,14 @@ def sample_trajectory(
             x_next = torch.where(inside_B.reshape(one_per_sample), x_drawn, x_next)
             log_prob_B = log_prob(step, x_next, convention=spec.log_prob_convention)
 
-            row = rows[inside_B]
-            position = position_B[inside_B]
-            states[row, position] = x[inside_B]
-            states[row, position + 1] = x_next[inside_B]
-            log_probs[row, position] = log_prob_B[inside_B]
+            # The host waits for the device once: an index by a mask waits each time.
+            row = inside_B.nonzero().squeeze(1)
+            position = position_B[row]
+            states[row, position] = x[row]
+            states[row, position + 1] = x_next[row]
+            log_probs[row, position] = log_prob_B[row]
             if means is not None:
-                means[row, position] = step.mean[inside_B]
+                means[row, position] = step.mean[row]
         x, v_before = x_next, v
     return Trajectory(x, states, log_probs, schedule, means)
 

@@ -215,8 +215,11 @@ def not_finite(tensors: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
         for name, tensor in group.items()
         if tensor.is_floating_point()
     }
+    # An optimizer counts its updates on the host. One norm would send each count to the device.
+    devices = {tensor.device for tensor in named.values()}
+    groups = ([one for one in named.values() if one.device == device] for device in devices)
     # A norm is finite if all of its numbers are, and none is beyond 1e19.
-    if not named or get_total_norm(list(named.values())).isfinite():
+    if all(get_total_norm(group).isfinite() for group in groups):
         return []
     return [name for name, tensor in named.items() if not tensor.isfinite().all()]
 

@@ -289,7 +289,10 @@ class PolicyUpdate:
         return self._config.kl_loss_coef * (penalty * share).sum()
 
     def _step(self, metrics: MetricBag) -> None:
-        """Clips the gradient and takes the optimizer step; skips a gradient that is not finite."""
+        """Clips the gradient and takes the optimizer step; skips a gradient that is not finite.
+
+        The host waits for the device twice: for the norm, and for whether all numbers are finite.
+        """
         norm = nn.utils.clip_grad_norm_(self._parameters, self._config.optim.clip_grad)
         value = norm.item()
         metrics.max("lr", torch.tensor(float(self._schedule.get_last_lr()[0]), dtype=torch.float64))

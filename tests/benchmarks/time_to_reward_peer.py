@@ -198,7 +198,7 @@ def scorer(config: Config) -> Any:
     )
 
     def score(images: Any, texts: Sequence[str], *_: Any, **__: Any) -> tuple[dict, dict]:
-        pictures = to_uint8(images.permute(0, 2, 3, 1).numpy())
+        pictures = to_uint8(images)
         values = ocr(pictures, [prompts[text] for text in texts]).values
         return {"ocr": values, "avg": values}, {}
 

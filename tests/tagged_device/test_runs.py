@@ -1,0 +1,58 @@
+"""Whole runs mix no devices, and wait for the device only where they have to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.runs import read_rows
+from support.tagged_runs import (
+    IMAGES,
+    MICRO_BATCH,
+    OPTIMIZER_STEP,
+    ROLLOUT,
+    STOCHASTIC_STEP,
+    TEXT,
+    train,
+    two_ranks,
+    wrong,
+)
+
+RC = "algorithm.rollout_correction"
+DECOUPLED = (*IMAGES, f"{RC}.bypass_mode=false", f"{RC}.rollout_is=token")
+RUNS = {
+    "bypass": IMAGES,
+    "decoupled with KL": (*DECOUPLED, "actor.use_kl_loss=true"),
+    "step_kl": (*IMAGES, f"{RC}.rollout_rs=step_kl", f"{RC}.rollout_rs_threshold=auto:4"),
+    "staleness": (*DECOUPLED, "rollout.staleness=1"),
+    "offload": (*IMAGES, "model.offload_idle=true"),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_images(name: str, tmp_path: Path) -> None:
+    record = train(tmp_path, RUNS[name])
+    assert wrong(record) == []
+    assert record.entered.keys() == {MICRO_BATCH, OPTIMIZER_STEP, ROLLOUT, STOCHASTIC_STEP}
+    assert [row["step"] for row in read_rows(tmp_path)] == [0, 1, 2]
+
+
+def test_text(tmp_path: Path) -> None:
+    record = train(tmp_path, TEXT)
+    # transformers reads the mask, to leave it out if it hides nothing.
+    assert wrong(record, waits_of_network=2) == []
+    assert record.entered.keys() == {MICRO_BATCH, OPTIMIZER_STEP}
+    assert [row["step"] for row in read_rows(tmp_path)] == [0, 1, 2]
+
+
+def test_a_resumed_run(tmp_path: Path) -> None:
+    assert wrong(train(tmp_path, (*IMAGES, "trainer.max_time=0.001"), code=75)) == []
+    assert wrong(train(tmp_path, IMAGES)) == []
+    assert [row["step"] for row in read_rows(tmp_path)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("settings", [IMAGES, DECOUPLED], ids=["bypass", "decoupled"])
+def test_collectives_get_tensors_of_the_device(settings: tuple[str, ...], tmp_path: Path) -> None:
+    with two_ranks():
+        record = train(tmp_path, settings)
+    assert wrong(record) == []
