@@ -213,7 +213,8 @@ class FlowModel(ABC):
         """
         size = self._decode_batch_size or len(latents)
         with self._vae.at_work():
-            return np.concatenate([self._decode(part, spec) for part in latents.split(size)])
+            parts = [to_uint8(self._decode(part, spec)) for part in latents.split(size)]
+        return np.concatenate(parts)
 
     @abstractmethod
     def check(self, spec: SamplerSpec, key: str) -> None:
@@ -230,6 +231,21 @@ class FlowModel(ABC):
     @abstractmethod
     def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
         """Encodes prompts for `encode`, which has put the text encoders on the device."""
+
+    def blank_conditioning(self, count: int, spec: SamplerSpec) -> Conditioning:
+        """Makes conditioning of the largest shape that prompts can have, to measure memory with.
+
+        Args:
+          count: how many prompts.
+          spec: how to sample.
+        """
+        config = self.transformer.config
+        width = config.get("joint_attention_dim") or config["text_dim"]
+        embeds = torch.empty(count, spec.max_sequence_length, width, dtype=self.transformer.dtype)
+        pooled = None
+        if config.get("pooled_projection_dim"):
+            pooled = torch.empty(count, config["pooled_projection_dim"], dtype=embeds.dtype)
+        return Conditioning(embeds=embeds, pooled=pooled)
 
     @abstractmethod
     def latent_shape(self, spec: SamplerSpec) -> tuple[int, ...]:
@@ -292,8 +308,27 @@ class FlowModel(ABC):
         """
 
     @abstractmethod
-    def _decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
-        """Decodes latents for `decode`, which has put the VAE on the device."""
+    def _decode(self, latents: Tensor, spec: SamplerSpec) -> Tensor:
+        """Decodes latents for `decode`, which has put the VAE on the device.
+
+        Returns:
+          Values in [0, 1]: images [B, C, H, W] or videos [B, F, C, H, W].
+        """
+
+
+def to_uint8(pictures: Tensor) -> np.ndarray:
+    """Rounds values in [0, 1] to 0 to 255, and puts channels last.
+
+    It is done where the pictures are, so that bytes travel to the host, and not floats.
+
+    Args:
+      pictures: [..., C, H, W].
+
+    Returns:
+      uint8, [..., H, W, C].
+    """
+    rounded = (pictures.float() * 255).round().to(torch.uint8)
+    return rounded.movedim(-3, -1).cpu().numpy()
 
 
 def adapter_of(config: ModelConfig) -> type[FlowModel]:

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.models.base import FlowModel, Schedule
-from flowgrpo_rc.models.layout import check_size, input_dtype, linear_schedule, to_uint8, unpack
+from flowgrpo_rc.models.layout import check_size, input_dtype, linear_schedule, unpack
 
 
 class Flux(FlowModel):
@@ -106,14 +105,14 @@ class Flux(FlowModel):
         unguided = predict(negative)
         return unguided + self.cfg_scale(spec) * (guided - unguided)
 
-    def _decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
+    def _decode(self, latents: Tensor, spec: SamplerSpec) -> Tensor:
         vae = self.pipeline.vae
         scaled = (
             unpack(latents, *self._patches(spec)) / vae.config.scaling_factor
             + vae.config.shift_factor
         )
         decoded = vae.decode(scaled.to(vae.dtype), return_dict=False)[0]
-        return to_uint8(self.pipeline.image_processor.postprocess(decoded, output_type="pt"))
+        return self.pipeline.image_processor.postprocess(decoded, output_type="pt")
 
     def _patches(self, spec: SamplerSpec) -> tuple[int, int]:
         """Rows and columns of the image's tokens."""

@@ -130,18 +130,3 @@ def unscaled(latents: Tensor, vae: Any) -> Tensor:
     )
     # Divided by 1 / std as the stock pipelines do, to get their bits.
     return latents / (1.0 / std) + mean
-
-
-def to_uint8(pictures: Tensor) -> np.ndarray:
-    """Rounds values in [0, 1] to 0 to 255, and puts channels last.
-
-    It is done where the pictures are, so that bytes travel to the host, and not floats.
-
-    Args:
-      pictures: [..., C, H, W].
-
-    Returns:
-      uint8, [..., H, W, C].
-    """
-    rounded = (pictures.float() * 255).round().to(torch.uint8)
-    return rounded.movedim(-3, -1).cpu().numpy()

@@ -6,9 +6,10 @@ Legend: B samples, H and W height and width of a picture in pixels.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
+import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
@@ -17,7 +18,6 @@ from flowgrpo_rc.models.layout import (
     check_size,
     input_dtype,
     linear_schedule,
-    to_uint8,
     unpack,
     unscaled,
 )
@@ -57,6 +57,11 @@ class QwenImage(FlowModel):
             list(prompts), device=self.device, max_sequence_length=max_sequence_length
         )
         return Conditioning(embeds=embeds, mask=None if mask is None else mask.bool())
+
+    def blank_conditioning(self, count: int, spec: SamplerSpec) -> Conditioning:
+        """Returns tokens with a mask, as prompts of several lengths have."""
+        blank = super().blank_conditioning(count, spec)
+        return replace(blank, mask=torch.ones(blank.embeds.shape[:2], dtype=torch.bool))
 
     def latent_shape(self, spec: SamplerSpec) -> tuple[int, ...]:
         """Returns one token for each patch of 2 x 2 latents, with all their channels."""
@@ -102,11 +107,11 @@ class QwenImage(FlowModel):
         # Guidance makes the velocity of a token longer; the stock pipeline takes that back.
         return combined * (guided.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
 
-    def _decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
+    def _decode(self, latents: Tensor, spec: SamplerSpec) -> Tensor:
         vae = self.pipeline.vae
         frames = unpack(latents, *self._patches(spec)).unsqueeze(2).to(vae.dtype)
         decoded = vae.decode(unscaled(frames, vae), return_dict=False)[0][:, :, 0]
-        return to_uint8(self.pipeline.image_processor.postprocess(decoded, output_type="pt"))
+        return self.pipeline.image_processor.postprocess(decoded, output_type="pt")
 
     def _patches(self, spec: SamplerSpec) -> tuple[int, int]:
         """Rows and columns of the image's tokens."""

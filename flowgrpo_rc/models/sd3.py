@@ -6,15 +6,15 @@ Legend: B samples, C latent channels, H and W height and width of a picture in p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.models.base import FlowModel, Schedule
-from flowgrpo_rc.models.layout import check_size, dynamic_shift, input_dtype, to_uint8
+from flowgrpo_rc.models.layout import check_size, dynamic_shift, input_dtype
 
 
 class StableDiffusion3(FlowModel):
@@ -46,6 +46,11 @@ class StableDiffusion3(FlowModel):
             device=self.device,
         )
         return Conditioning(embeds=embeds, pooled=pooled)
+
+    def blank_conditioning(self, count: int, spec: SamplerSpec) -> Conditioning:
+        """Returns T5's tokens behind those of CLIP."""
+        length = self.pipeline.tokenizer_max_length + spec.max_sequence_length
+        return super().blank_conditioning(count, replace(spec, max_sequence_length=length))
 
     def check(self, spec: SamplerSpec, key: str) -> None:
         """Refuses sizes that do not fill whole patches, or exceed the position embeddings."""
@@ -100,11 +105,11 @@ class StableDiffusion3(FlowModel):
         unguided, guided = predicted.chunk(2)
         return unguided + self.cfg_scale(spec) * (guided - unguided)
 
-    def _decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
+    def _decode(self, latents: Tensor, spec: SamplerSpec) -> Tensor:
         vae = self.pipeline.vae
         scaled = latents / vae.config.scaling_factor + vae.config.shift_factor
         decoded = vae.decode(scaled.to(vae.dtype), return_dict=False)[0]
-        return to_uint8(self.pipeline.image_processor.postprocess(decoded, output_type="pt"))
+        return self.pipeline.image_processor.postprocess(decoded, output_type="pt")
 
 
 def _pooled(conditioning: Conditioning) -> Tensor:

@@ -9,14 +9,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.models.base import FlowModel, Schedule
-from flowgrpo_rc.models.layout import check_size, input_dtype, to_uint8, unscaled
+from flowgrpo_rc.models.layout import check_size, input_dtype, unscaled
 
 
 class Wan(FlowModel):
@@ -121,10 +120,10 @@ class Wan(FlowModel):
         unguided = predict(negative)
         return unguided + self.cfg_scale(spec) * (guided - unguided)
 
-    def _decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
+    def _decode(self, latents: Tensor, spec: SamplerSpec) -> Tensor:
         vae = self.pipeline.vae
         decoded = vae.decode(unscaled(latents.to(vae.dtype), vae), return_dict=False)[0]
-        return to_uint8(self.pipeline.video_processor.postprocess_video(decoded, output_type="pt"))
+        return self.pipeline.video_processor.postprocess_video(decoded, output_type="pt")
 
     def _num_tokens(self, latents: Tensor) -> int:
         return latents[0, 0].numel() // math.prod(self.transformer.config.patch_size)

@@ -45,7 +45,7 @@ import numpy as np
 from flowgrpo_rc.config.check_inputs import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config
-from flowgrpo_rc.models.layout import to_uint8
+from flowgrpo_rc.models.base import to_uint8
 from flowgrpo_rc.models.lora_files import ADAPTER
 from flowgrpo_rc.records.checkpoint import Checkpoint, save_checkpoint
 from flowgrpo_rc.rewards.ocr import OCR
