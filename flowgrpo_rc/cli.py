@@ -208,6 +208,12 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of machines (1)")
     parser.add_argument(
+        "--fit",
+        type=float,
+        metavar="GIB",
+        help="propose micro-batches, checkpointing and offloading that fit a card of this memory",
+    )
+    parser.add_argument(
         "--workers",
         type=_number_of_workers,
         nargs="*",

@@ -1,8 +1,9 @@
 """`flowgrpo-rc plan`: what a run would do and need, computed from its configuration.
 
-It tells parameters, memory, images, forwards and updates. Models are built on the meta device:
-nothing is allocated or run, and only small files are read. With `--workers` it tells how fast a run
-would be that samples with workers.
+It tells parameters, memory, images, forwards and updates. Models are built on the meta device, and
+activations are measured on fake tensors: nothing is allocated, and only small files are read. With
+`--fit` it proposes settings that fit a card, and with `--workers` it tells how fast a run would be
+that samples with workers.
 """
 
 from __future__ import annotations
@@ -15,14 +16,25 @@ from pathlib import Path
 
 import torch
 
-from flowgrpo_rc.commands import EXIT_OK
+from flowgrpo_rc.commands import EXIT_FAILED, EXIT_OK
+from flowgrpo_rc.commands.plan_activations import activations
 from flowgrpo_rc.commands.plan_counts import counts
-from flowgrpo_rc.commands.plan_memory import as_size, memory, numbers_in, parts_of, strategy_of
+from flowgrpo_rc.commands.plan_fit import Fitter, fits, told
+from flowgrpo_rc.commands.plan_memory import (
+    Row,
+    as_size,
+    memory,
+    numbers_in,
+    parts_of,
+    strategy_of,
+)
+from flowgrpo_rc.commands.plan_phases import context, on_the_host, phases
 from flowgrpo_rc.commands.plan_workers import worker_tables
 from flowgrpo_rc.config.checks import check_plan, num_trained
 from flowgrpo_rc.config.compose import config_folder, to_config
 from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.models.base import FlowModel
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -44,8 +56,15 @@ def main(arguments: argparse.Namespace) -> int:
     given = to_config(composition.config, num_processes=processes)
     config = settled(given, torch.device("cuda"))
     architectures = config_folder() / "architectures"
-    print(make_plan(config, processes, architectures, num_nodes=arguments.nodes))
-    return EXIT_OK
+    if arguments.fit is None:
+        print(make_plan(config, processes, architectures, num_nodes=arguments.nodes))
+        return EXIT_OK
+    if not arguments.fit > 0:
+        raise ValueError(f"--fit {arguments.fit:g}: give the GiB of a card, above 0")
+    config, model = planned(config, processes, architectures)
+    proposal = Fitter(config, model, processes, arguments.nodes).fit(arguments.fit)
+    print(f"{config.trainer.experiment_name} {told(proposal, arguments.fit)}")
+    return EXIT_OK if fits(proposal, arguments.fit) else EXIT_FAILED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,32 +74,56 @@ class Plan:
     Attributes:
       title: of the whole plan.
       parameters: part, number, remark.
-      memory: part, bytes, formula; of one process.
+      memory: part, bytes, formula; what one process holds all the time.
+      phases: name, bytes, formula; what the phases of a step need besides, one after the other.
+        Empty if nobody measured it.
+      context: name, bytes, formula; what CUDA takes for itself.
+      host: name, bytes, formula; of a machine.
       counts: name, value, formula.
     """
 
     title: str
     parameters: Sequence[tuple[str, int, str]]
-    memory: Sequence[tuple[str, int, str]]
+    memory: Sequence[Row]
+    phases: Sequence[Row]
+    context: Row
+    host: Sequence[Row]
     counts: Sequence[tuple[str, str, str]]
 
     @property
-    def total_bytes(self) -> int:
-        """Returns the memory of one process."""
-        return sum(size for _, size, _ in self.memory)
+    def peak_bytes(self) -> int:
+        """Returns the most memory that one process needs at once."""
+        always = sum(size for _, size, _ in self.memory) + self.context[1]
+        return always + max((size for _, size, _ in self.phases), default=0)
 
     def __str__(self) -> str:
         parameters = [(name, f"{count:,}", remark) for name, count, remark in self.parameters]
-        memory = [(name, as_size(size), formula) for name, size, formula in self.memory]
-        total = as_size(self.total_bytes)
-        memory.append(("sum", total, "activations and library overhead come on top"))
-        sections = (("parameters", parameters), ("memory of a rank", memory), ("plan", self.counts))
+        held = sum(size for _, size, _ in self.memory)
+        memory = [*self.memory, ("sum", held, "all the time")]
+        largest = max(self.phases, key=lambda row: row[1], default=None)
+        sections = [("parameters", parameters), ("memory of a rank", _sized(memory))]
+        if largest is not None:
+            formula = f"sum, CUDA and {largest[0]}; measured with fake tensors, not on a card"
+            peak = ("peak", self.peak_bytes, formula)
+            besides = [self.context, *self.phases, peak]
+            sections.append(("besides, one phase after the other", _sized(besides)))
+        sections.append(("memory of a machine's host", _sized(self.host)))
+        sections.append(("plan", list(self.counts)))
         blocks = [f"{title}\n{_columns(rows)}" for title, rows in sections]
         return "\n\n".join([self.title, *blocks])
 
 
+def _sized(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
+    return [(name, as_size(size), formula) for name, size, formula in rows]
+
+
 def make_plan(
-    config: Config, num_processes: int, architectures: Path, *, num_nodes: int = 1
+    config: Config,
+    num_processes: int,
+    architectures: Path,
+    *,
+    num_nodes: int = 1,
+    measure: bool = True,
 ) -> Plan:
     """Checks a configuration and plans its run.
 
@@ -89,20 +132,13 @@ def make_plan(
       num_processes: how many processes share a step.
       architectures: a folder of pipelines without weights, for hub ids.
       num_nodes: how many machines the processes are spread over, evenly.
+      measure: also measure activations, which takes up to a minute for the largest models.
 
     Raises:
       ValueError: the settings cannot work on any machine, or the model is neither there nor in
         `architectures` nor on the hub.
     """
-    if config.model.kind != "diffusion":
-        raise ValueError(
-            f"plan knows flow models, model.kind=diffusion; model.kind={config.model.kind}"
-        )
-    path = _location(config.model.path, architectures)
-    # An exported LoRA to start from changes no size.
-    config = replace(config, model=replace(config.model, path=path, lora_path=None))
-    model = check_plan(config, num_processes)
-    assert model is not None, "a flow model"
+    config, model = planned(config, num_processes, architectures)
     parameters = [
         (name, numbers_in(part), type(part).__name__) for name, part in parts_of(model).items()
     ]
@@ -116,8 +152,34 @@ def make_plan(
         title=f"{config.trainer.experiment_name}: {model.pipeline_class} on {where}",
         parameters=parameters,
         memory=memory(config, model, num_processes, num_nodes),
+        phases=phases(config, model, num_processes, activations(config, model)) if measure else (),
+        context=context(config),
+        host=on_the_host(config, model, num_processes, num_nodes),
         counts=counts(config, model, num_processes),
     )
+
+
+def planned(config: Config, num_processes: int, architectures: Path) -> tuple[Config, FlowModel]:
+    """Checks settings; returns them with the model's folder, and the model without weights.
+
+    Args:
+      config: the settings.
+      num_processes: how many processes share a step.
+      architectures: a folder of pipelines without weights, for hub ids.
+
+    Raises:
+      ValueError: as `make_plan`.
+    """
+    if config.model.kind != "diffusion":
+        raise ValueError(
+            f"plan knows flow models, model.kind=diffusion; model.kind={config.model.kind}"
+        )
+    path = _location(config.model.path, architectures)
+    # An exported LoRA to start from changes no size.
+    config = replace(config, model=replace(config.model, path=path, lora_path=None))
+    model = check_plan(config, num_processes)
+    assert model is not None, "a flow model"
+    return config, model
 
 
 def _location(path: str, architectures: Path) -> str:

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from flowgrpo_rc.batch import Conditioning
 from flowgrpo_rc.config.check_engine import chunk_size
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.base import DTYPES, FlowModel
@@ -65,6 +66,9 @@ class PeakMemory(TorchDispatchMode):
         self.bytes -= size
 
 
+_Inputs = tuple[Tensor, Tensor, Conditioning, Conditioning | None]
+
+
 def _storages(tree: Any) -> list[Any]:
     return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
@@ -76,13 +80,10 @@ def activations(config: Config, model: FlowModel) -> Activations:
       config: the settings of a flow model.
       model: on the meta device, with its LoRA.
     """
-    actor = config.actor
-    rows = actor.ppo_micro_batch_size_per_gpu * (
-        actor.steps_per_forward or config.rollout.window()[0]
-    )
-    chunk = chunk_size(config)
+    actor, chunk = config.actor, chunk_size(config)
+    together = actor.steps_per_forward or config.rollout.window()[0]
     return Activations(
-        update=update_bytes(config, model, rows),
+        update=update_bytes(config, model, actor.ppo_micro_batch_size_per_gpu * together),
         rollout=rollout_bytes(config, model, chunk),
         decoding=decoding_bytes(config, model, min(config.model.decode_batch_size or chunk, chunk)),
     )
@@ -162,7 +163,7 @@ def decoding_bytes(config: Config, model: FlowModel, rows: int) -> int:
     return found[0]
 
 
-def _inputs(config: Config, model: FlowModel, rows: int) -> tuple[Any, ...]:
+def _inputs(config: Config, model: FlowModel, rows: int) -> _Inputs:
     """Returns latents, timesteps, conditioning and negative of `rows` samples."""
     spec = config.rollout.spec()
     conditioning = model.blank_conditioning(rows, spec)

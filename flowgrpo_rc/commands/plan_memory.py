@@ -11,9 +11,8 @@ from flowgrpo_rc.config.checks import batch_bytes, num_trained
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.sharding import resolve_strategy
 from flowgrpo_rc.models.base import DTYPES, FlowModel
-from flowgrpo_rc.rollout.quantization import linear_layers, precision, repeated_blocks
+from flowgrpo_rc.rollout.quantization import INT4_GROUP, precision, quantized_layers
 
-QUANTIZED_BITS = {"int8": 8, "int4": 4, "fp8": 8, "int8_dynamic": 8}
 Row = tuple[str, int, str]
 
 
@@ -47,7 +46,7 @@ def memory(config: Config, model: FlowModel, num_processes: int, num_nodes: int)
       num_processes: how many processes share a step.
       num_nodes: how many machines they are spread over, evenly.
     """
-    frozen = {name: _num_bytes(part) for name, part in parts_of(model).items()}
+    frozen = bytes_of_parts(model)
     trained = num_trained(model)
     strategy = strategy_of(config, num_processes)
     rows = [
@@ -72,6 +71,29 @@ def memory(config: Config, model: FlowModel, num_processes: int, num_nodes: int)
             ("older LoRAs", 4 * trained * older, f"4 bytes x LoRA parameters x staleness {older}")
         )
     return [*rows, *_batches(config, model, num_processes)]
+
+
+def bytes_of_parts(model: FlowModel) -> dict[str, int]:
+    """Returns the bytes of the networks of a pipeline, by name, without the LoRA."""
+    return {name: _num_bytes(part) for name, part in parts_of(model).items()}
+
+
+def has_engine_process(config: Config) -> bool:
+    """Returns whether an engine of its own process samples on the trainer's card."""
+    return not config.rollout.workers and not engine_of(config).copies_network
+
+
+def sleeps(config: Config) -> bool:
+    """Returns whether that engine leaves the card between rollouts."""
+    return has_engine_process(config) and bool(config.rollout.engine_kwargs.get("sleep"))
+
+
+def engine_bytes(config: Config, model: FlowModel) -> int:
+    """Returns the size of an engine that has a pipeline of its own."""
+    frozen = bytes_of_parts(model)
+    vae = frozen["vae"]
+    others = int(_scale(config) * (sum(frozen.values()) - vae))
+    return others + vae // 4 * DTYPES[config.rollout.dtype].itemsize
 
 
 def _num_bytes(part: nn.Module) -> int:
@@ -107,16 +129,18 @@ def _copy_that_samples(
 ) -> Row:
     """Returns the copy in the trainer's process, or an engine with a pipeline of its own."""
     if not engine_of(config).copies_network:
-        return _engine(config, frozen)
+        return _engine(config, model)
     rollout = config.rollout.dtype
     size = int(_scale(config) * frozen["transformer"])
     lora = DTYPES[rollout].itemsize * trained
     if config.rollout.quantization is not None:
-        bits = QUANTIZED_BITS[config.rollout.quantization]
-        linear = _numbers_in_blocks(model)
-        size += linear * bits // 8 - linear * DTYPES[rollout].itemsize
-        name = precision(rollout, config.rollout.quantization)
-        formula = f"{name}: {linear:,} weights of {bits} bits and their scales"
+        quantization = config.rollout.quantization
+        layers = quantized_layers(model.transformer)
+        linear = sum(layer.weight.numel() for layer in layers)
+        quantized = sum(_quantized_bytes(layer, quantization) for layer in layers)
+        size += quantized - linear * DTYPES[rollout].itemsize
+        name = precision(rollout, quantization)
+        formula = f"{name}: {linear:,} weights of {8 * quantized / linear:.2f} bits with scales"
         return "rollout copy", size + lora, formula
     if rollout != config.model.dtype:
         return "rollout copy", size + lora, f"{rollout} transformer and LoRA"
@@ -133,13 +157,12 @@ def _workers(config: Config, model: FlowModel, frozen: dict[str, int], trained: 
     return name, 0, f"in workers, each with a whole model: {as_size(size)}"
 
 
-def _engine(config: Config, frozen: dict[str, int]) -> Row:
-    rollout = config.rollout.dtype
-    vae = frozen["vae"]
-    size = int(_scale(config) * (sum(frozen.values()) - vae)) + vae // 4 * DTYPES[rollout].itemsize
-    when = "while sampling" if config.rollout.engine_kwargs.get("sleep") else "always"
-    formula = f"{config.rollout.name} on the same card: a {rollout} pipeline, {when}"
-    return "rollout engine", size, formula
+def _engine(config: Config, model: FlowModel) -> Row:
+    size = engine_bytes(config, model)
+    formula = f"{config.rollout.name} on the same card: a {config.rollout.dtype} pipeline"
+    if sleeps(config):
+        return "rollout engine", 0, f"{formula}, asleep but for the rollout: {as_size(size)}"
+    return "rollout engine", size, f"{formula}, always"
 
 
 def _scale(config: Config) -> float:
@@ -147,13 +170,17 @@ def _scale(config: Config) -> float:
     return DTYPES[config.rollout.dtype].itemsize / DTYPES[config.model.dtype].itemsize
 
 
-def _numbers_in_blocks(model: FlowModel) -> int:
-    """Returns how many weights are quantized: those of the blocks' linear layers."""
-    return sum(
-        layer.weight.numel()
-        for block in repeated_blocks(model.transformer)
-        for layer in linear_layers(block)
-    )
+def _quantized_bytes(layer: nn.Linear, quantization: str) -> int:
+    """Returns the size of a weight as torchao packs it on a GPU.
+
+    int4 pads a weight to multiples of 8 rows and 1024 columns, and has a scale and a zero point of
+    16 bits for each group.
+    """
+    rows, columns = layer.out_features, layer.in_features
+    if quantization != "int4":
+        return rows * columns + 4 * rows
+    padded = math.ceil(rows / 8) * 8 * math.ceil(columns / 1024) * 1024
+    return padded // 2 + padded // INT4_GROUP * 4
 
 
 def _batches(config: Config, model: FlowModel, num_processes: int) -> list[Row]:

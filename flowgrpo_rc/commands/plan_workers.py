@@ -23,7 +23,13 @@ _STEP = "timing_s/step"
 _ROLLOUT = "timing_s/rollout"
 _REWARDS = "timing_s/reward_wait"
 _BUSY = "workers/busy_fraction"
-_WITHOUT_EFFECT = {"config_name": None, "config_dir": None, "processes": None, "nodes": 1}
+_WITHOUT_EFFECT = {
+    "config_name": None,
+    "config_dir": None,
+    "processes": None,
+    "nodes": 1,
+    "fit": None,
+}
 _ASSUMED = """\
 Simulated, not measured. Assumed: a worker is as fast as what sampled in this run, and has a core or
 a card of its own; rewards take no time from the trainer, and keep up with more workers; transport,

@@ -74,7 +74,7 @@ def quantize(network: nn.Module, name: str) -> None:
     from torchao.quantization import quantize_
 
     check_layers(network, name)
-    for layer in _quantized_layers(network):
+    for layer in quantized_layers(network):
         quantize_(layer, _torchao_config(name, layer.weight.device))
 
 
@@ -86,7 +86,7 @@ def plain_layers(network: nn.Module) -> int:
     Args:
       network: a transformer, quantized or not.
     """
-    weights = [layer.weight for layer in _quantized_layers(network)]
+    weights = [layer.weight for layer in quantized_layers(network)]
     return sum(
         type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point() for weight in weights
     )
@@ -94,7 +94,7 @@ def plain_layers(network: nn.Module) -> int:
 
 def check_layers(network: nn.Module, name: str) -> None:
     """Raises ValueError for a layer whose shape the quantization does not allow."""
-    for layer in _quantized_layers(network):
+    for layer in quantized_layers(network):
         if name == "int4" and layer.in_features % INT4_GROUP:
             raise ValueError(
                 "rollout.quantization=int4 takes layers whose inputs are multiples of "
@@ -102,7 +102,8 @@ def check_layers(network: nn.Module, name: str) -> None:
             )
 
 
-def _quantized_layers(network: nn.Module) -> list[nn.Linear]:
+def quantized_layers(network: nn.Module) -> list[nn.Linear]:
+    """Returns the layers that are quantized: the linear ones of the blocks."""
     return [module for block in repeated_blocks(network) for module in linear_layers(block)]
 
 

@@ -18,7 +18,7 @@ from flowgrpo_rc.rollout.quantization import precision, quantize, repeated_block
 class Replica:
     """A copy of a LoRA-wrapped network in another precision, which follows the trainer's LoRA.
 
-    * In the training weights' own precision the copy shares their frozen tensors.
+    * It shares the frozen tensors that are in its precision.
     * The LoRA is always a copy. It stays separate unless `merge_lora` adds it to the weights, which
       saves its own layers at every forward. Sums in bf16 then round a small update away, or up.
     * Buffers that a checkpoint does not hold keep their precision, as they do when a model is
@@ -48,14 +48,15 @@ class Replica:
         backend: Any = None,
         merge_lora: bool = False,
     ) -> None:
-        frozen = [tensor for tensor in _stored(network) if not tensor.requires_grad]
-        if all(tensor.dtype == DTYPES[dtype] for tensor in frozen):
-            # deepcopy takes what it finds in its memo, so the frozen tensors are shared.
-            replica = copy.deepcopy(network, memo={id(tensor): tensor for tensor in frozen})
-        else:
-            replica = copy.deepcopy(network)
-            for tensor in _stored(replica):
-                tensor.data = tensor.data.to(DTYPES[dtype])
+        # deepcopy takes what it finds in its memo: a shared tensor, or one that is converted here,
+        # so that no copy in the first precision is ever made.
+        memo: dict[int, Any] = {}
+        for tensor in _stored(network):
+            if tensor.dtype != DTYPES[dtype]:
+                memo[id(tensor)] = _converted(tensor, DTYPES[dtype])
+            elif not tensor.requires_grad:
+                memo[id(tensor)] = tensor
+        replica = copy.deepcopy(network, memo=memo)
         self.lora = {name: p for name, p in replica.named_parameters() if p.requires_grad}
         self.network: Any = replica.requires_grad_(False).eval()
         self.precision = precision(dtype, quantization)
@@ -109,6 +110,13 @@ def _prepare_merging(
             layer.merged_adapters = [ADAPTER]  # from now on peft's forward leaves the LoRA out
             pairs.append((layer, trained.get_base_layer().weight.detach()))
     return pairs
+
+
+def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    converted = tensor.detach().to(dtype)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(converted, requires_grad=tensor.requires_grad)
+    return converted
 
 
 def _stored(module: Any) -> list[Tensor]:

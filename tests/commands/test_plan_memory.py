@@ -1,0 +1,206 @@
+"""The plan's peak: activations that are measured with fake tensors, phase by phase."""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from support.compositions import config_of
+from torch import nn
+
+from flowgrpo_rc.cli import main
+from flowgrpo_rc.commands import plan_activations, plan_phases
+from flowgrpo_rc.commands.plan import make_plan, planned
+from flowgrpo_rc.commands.plan_activations import (
+    Activations,
+    PeakMemory,
+    decoding_bytes,
+    rollout_bytes,
+    update_bytes,
+)
+from flowgrpo_rc.commands.plan_fit import Fitter, fits, told
+from flowgrpo_rc.commands.plan_memory import bytes_of_parts
+from flowgrpo_rc.config.check_engine import chunk_size
+from flowgrpo_rc.config.compose import config_folder
+from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.models.lora import add_lora
+from flowgrpo_rc.rollout.replica import Replica
+
+ARCHITECTURES = config_folder() / "architectures"
+GIB = 2**30
+BUNDLED = ("rollout.dtype=bf16",)
+SD35 = "+experiment=sd35_medium_ocr_1xh100"
+
+
+@cache
+def asked(*overrides: str, processes: int = 1) -> tuple[Config, FlowModel]:
+    files = ("data.train_files=a.txt", "data.val_files=a.txt")
+    config = config_of(*overrides, *files, num_processes=processes)
+    return planned(config, processes, ARCHITECTURES)
+
+
+def test_the_tracker_counts_what_is_alive_at_once() -> None:
+    outside = torch.zeros(1000)
+    with PeakMemory() as memory:
+        view = outside[:10]  # of what was there before
+        a = torch.zeros(100)  # 400 bytes
+        b = a + view[:1]
+        del a
+        c = b.view(10, 10) * 2
+        del b, c
+    assert memory.peak == 800
+    assert memory.bytes == 0
+
+
+def test_activations_grow_evenly() -> None:
+    """A micro-step of the published size was measured elsewhere to need 3.0 GiB."""
+    config, model = asked(SD35)
+    one, two, eight = (update_bytes(config, model, rows) for rows in (1, 2, 8))
+    assert eight == pytest.approx(one + 7 * (two - one), rel=0.01)
+    assert eight / GIB == pytest.approx(3.04, rel=0.02)
+    assert next(model.network.parameters()).is_meta  # it is left as it was
+
+
+def test_fake_tensors_find_what_real_ones_need(model: FlowModel) -> None:
+    """On the bundled model, with numbers in the tensors."""
+    config, meta = asked("rollout.dtype=fp32", "rollout.algo.tail_steps=null")
+    add_lora(model, config.model, seed=0)
+    faked = rollout_bytes(config, meta, 4)
+    inputs = plan_activations._inputs(config, meta, 4)
+    real = [torch.zeros_like(one) for one in inputs[:2]]
+    with torch.no_grad(), PeakMemory() as memory:
+        model.velocity(model.network, real[0], real[1], inputs[2], inputs[3], config.rollout.spec())
+    assert faked == pytest.approx(memory.peak, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "processes", "gib"),
+    [("flux1_dev_ocr_8xh100", 8, 0.75), ("qwen_image_ocr_rollout_corr_4xh800", 4, 1.69)],
+)
+def test_decoding_of_an_image(experiment: str, processes: int, gib: float) -> None:
+    config, model = asked(f"+experiment={experiment}", processes=processes)
+    assert decoding_bytes(config, model, 2) / 2 / GIB == pytest.approx(gib, rel=0.01)
+
+
+FOUND = Activations(update=5 * GIB, rollout=2 * GIB, decoding=3 * GIB)
+
+
+def sizes(*overrides: str, processes: int = 1) -> dict[str, int]:
+    config, model = asked(*overrides, processes=processes)
+    return {name: size for name, size, _ in plan_phases.phases(config, model, processes, FOUND)}
+
+
+def test_phases_follow_each_other() -> None:
+    assert sizes(SD35) == {"update": 5 * GIB, "rollout": 2 * GIB, "decoding": 3 * GIB}
+    assert sizes(SD35, "rollout.workers=1") == {"update": 5 * GIB}
+    parts = bytes_of_parts(asked(SD35)[1])
+    offloaded = sizes(SD35, "model.offload_idle=true")
+    assert offloaded["decoding"] == 3 * GIB + parts["vae"]
+    encoders = sum(size for name, size in parts.items() if name.startswith("text_encoder"))
+    assert offloaded["encoding"] == encoders
+
+
+def test_an_engine_that_sleeps_counts_while_it_samples() -> None:
+    engine = ("rollout.name=vllm_omni", "rollout.algo.noise_level=0.7")
+    config, model = asked(SD35, *engine)
+    assert plan_phases.context(config)[1] == 2 * plan_phases.CONTEXT
+    awake = sizes(SD35, *engine)
+    asleep = sizes(SD35, *engine, "+rollout.engine_kwargs.sleep=true")
+    whole = sum(bytes_of_parts(model).values())
+    assert asleep["rollout"] - awake["rollout"] == pytest.approx(whole, rel=0.03)
+    assert asleep["decoding"] == awake["decoding"]
+
+
+def test_gradients_of_several_processes_are_copied() -> None:
+    small = Activations(update=1, rollout=1, decoding=1)
+    config, model = asked("+experiment=sd35_medium_ocr_8xh100", processes=8)
+    rows = {name: size for name, size, _ in plan_phases.phases(config, model, 8, small)}
+    trained = sum(p.numel() for p in model.network.parameters() if p.requires_grad)
+    assert rows["update"] == 8 * trained
+
+
+def test_the_host() -> None:
+    config, model = asked(
+        "+experiment=sd35_medium_ocr_8xh100", "model.offload_idle=true", processes=8
+    )
+    rows = {name: size for name, size, _ in plan_phases.on_the_host(config, model, 8, 1)}
+    parts = bytes_of_parts(model)
+    assert rows["while loading"] == sum(parts.values())
+    assert rows["idle models"] == 8 * (sum(parts.values()) - parts["transformer"])
+
+
+class Network(nn.Module):
+    _keep_in_fp32_modules = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8))
+        self.requires_grad_(False)
+
+
+def test_a_copy_in_another_precision_is_never_held_in_the_first_one() -> None:
+    network: Any = Network()
+    with PeakMemory() as memory:
+        replica = Replica(network, "bf16")
+    assert memory.peak <= 8 * 64 * 64 * 2
+    assert {p.dtype for p in replica.network.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in network.parameters()} == {torch.float32}
+    copied = copy.deepcopy(network).bfloat16()
+    for ours, theirs in zip(replica.network.parameters(), copied.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.fixture(scope="module")
+def fitter() -> Fitter:
+    return Fitter(*asked(*BUNDLED), num_processes=1)
+
+
+def test_a_card_gets_the_fastest_settings_that_fit(fitter: Fitter) -> None:
+    config = asked(*BUNDLED)[0]
+    roomy, nothing = fitter.fit(80), fitter.fit(0.5)
+    assert fits(roomy, 80)
+    mini = config.samples_per_mini_batch(1)
+    assert roomy.overrides == [
+        "model.gradient_checkpointing=false",
+        "model.offload_idle=false",
+        f"model.decode_batch_size={chunk_size(config)}",
+        f"rollout.micro_batch_size_per_gpu={chunk_size(config)}",
+        f"actor.ppo_micro_batch_size_per_gpu={mini}",
+    ]
+    assert roomy.peak == make_plan(roomy.config, 1, ARCHITECTURES).peak_bytes
+    assert not fits(nothing, 0.5)
+    assert told(nothing, 0.5).startswith("does not fit a card of 0.5 GiB")
+    order = list(fitter._candidates())
+    middle = [nothing.peak / GIB / 0.92 + extra for extra in (0.0, 0.05, 0.1, 0.3)]
+    places = [order.index(fitter.fit(gib).config) for gib in (*middle, 80)]
+    assert places == sorted(places, reverse=True)
+    assert len(set(places)) >= 4
+    for gib in middle:
+        found = fitter.fit(gib).config
+        assert mini % found.actor.ppo_micro_batch_size_per_gpu == 0
+
+
+def test_aligned_sizes_are_left_alone() -> None:
+    config, model = asked(*BUNDLED)
+    aligned = replace(config, actor=replace(config.actor, replay="aligned"))
+    with pytest.raises(ValueError, match=r"--fit: actor\.replay=aligned ties the sizes"):
+        Fitter(aligned, model, num_processes=1)
+
+
+def test_the_commands(capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan"]) == 0
+    shown = capsys.readouterr().out
+    (peak,) = re.findall(r"^  peak +(\S+ \S+) ", shown, re.MULTILINE)
+    assert peak.endswith("GiB")
+    for name in ("CUDA and libraries", "update", "rollout", "decoding", "while loading"):
+        assert re.search(rf"^  {name} ", shown, re.MULTILINE), name
+    assert main(["plan", "--fit", "8"]) == 0
+    assert "tiny_ocr fits a card of 8 GiB with 8% to spare" in capsys.readouterr().out
+    assert main(["plan", "--fit", "-1"]) == 2
+    assert "--fit -1: give the GiB of a card" in capsys.readouterr().err
