@@ -28,6 +28,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from flowgrpo_rc.config.check_engine import missing_for_compiling
 from flowgrpo_rc.config.compose import config_folder
 from flowgrpo_rc.libraries import quiet
+from flowgrpo_rc.models.architecture import build_architecture
+from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.records.metrics_file import MetricsFile
 
 TIMEOUT_S = 900.0
@@ -235,14 +237,14 @@ def check_decoding(device: torch.device, pixels: int) -> Finding:
       device: where it is decoded.
       pixels: its height and width.
     """
-    with quiet("diffusers"):
-        from diffusers import AutoencoderKL
-
-        folder = config_folder() / "architectures" / "stable-diffusion-3.5-medium"
-        settings = AutoencoderKL.load_config(str(folder), subfolder="vae")
-    with device:
-        vae: Any = AutoencoderKL.from_config(settings).eval()
-    latents = torch.zeros(1, settings["latent_channels"], pixels // 8, pixels // 8, device=device)
+    folder = config_folder() / "architectures" / "stable-diffusion-3.5-medium"
+    with quiet("diffusers", "transformers"):
+        vae: Any = build_architecture(ModelConfig(path=str(folder))).pipeline.vae
+    vae.to_empty(device=device)
+    for parameter in vae.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    channels = vae.config.latent_channels
+    latents = torch.zeros(1, channels, pixels // 8, pixels // 8, device=device)
     with torch.no_grad():
         vae.decode(latents[..., :8, :8])  # what the first call alone does is not counted
         start = time.perf_counter()
