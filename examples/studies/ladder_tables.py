@@ -212,8 +212,8 @@ CLAIMS: dict[str, Callable[[Mapping[str, Cell]], bool]] = {
             for arm in CORRECTIONS
         )
     ),
-    "ladder_centered_behind": lambda cells: (
-        [arm for arm in CORRECTIONS if _beaten(cells, "reuse", arm)] == ["centered"]
+    "ladder_reuse_behind": lambda cells: (
+        [arm for arm in CORRECTIONS if _beaten(cells, "reuse", arm)] == ["recomputed"]
     ),
     "ladder_old_weights": lambda cells: (
         [arm for arm in CORRECTIONS if _beaten(cells, "int4_old8", arm)] == ["recomputed"]
@@ -223,11 +223,10 @@ CLAIMS: dict[str, Callable[[Mapping[str, Cell]], bool]] = {
     "ladder_centered_is_cheap": lambda cells: all(
         float(cost(cells, arm)) >= 0.98 for arm in CORRECTIONS
     ),
-    "ladder_recomputed_leads": lambda cells: (
-        good(cells, "recomputed") - 1
-        == good(cells, "centered_recomputed")
-        == good(cells, "guard")
-        == good(cells, "centered") + 1
+    "ladder_all_level": lambda cells: len({good(cells, arm) for arm in CORRECTIONS}) == 1,
+    "ladder_guard_is_older": lambda cells: (
+        _gap(cells, "int4_old16", "centered", "guard") > 0.02
+        and abs(float(cost(cells, "guard")) - 1.0) <= 0.02
     ),
     "ladder_bits2_turns": lambda cells: _gap(cells, "bits2", "recomputed", "centered") > 0.02,
 }
