@@ -213,7 +213,7 @@ CLAIMS: dict[str, Callable[[Mapping[str, Cell]], bool]] = {
         )
     ),
     "ladder_reuse_behind": lambda cells: (
-        [arm for arm in CORRECTIONS if _beaten(cells, "reuse", arm)] == ["recomputed"]
+        {arm for arm in CORRECTIONS if _beaten(cells, "reuse", arm)} == {"centered", "recomputed"}
     ),
     "ladder_old_weights": lambda cells: (
         [arm for arm in CORRECTIONS if _beaten(cells, "int4_old8", arm)] == ["recomputed"]
@@ -223,10 +223,20 @@ CLAIMS: dict[str, Callable[[Mapping[str, Cell]], bool]] = {
     "ladder_centered_is_cheap": lambda cells: all(
         float(cost(cells, arm)) >= 0.98 for arm in CORRECTIONS
     ),
-    "ladder_all_level": lambda cells: len({good(cells, arm) for arm in CORRECTIONS}) == 1,
+    "ladder_guard_leads": lambda cells: (
+        good(cells, "guard")
+        == good(cells, "recomputed")
+        == good(cells, "centered_recomputed")
+        == good(cells, "centered") + 1
+        and all(
+            float(cost(cells, "guard")) < float(cost(cells, arm))
+            for arm in ("recomputed", "centered_recomputed")
+        )
+    ),
     "ladder_guard_is_older": lambda cells: (
         _gap(cells, "int4_old16", "centered", "guard") > 0.02
-        and abs(float(cost(cells, "guard")) - 1.0) <= 0.02
+        and _gap(cells, "int4_old16", "recomputed", "guard") > 0.02
     ),
+    "ladder_centered_in_bf16": lambda cells: not _beaten(cells, "bf16", "centered"),
     "ladder_bits2_turns": lambda cells: _gap(cells, "bits2", "recomputed", "centered") > 0.02,
 }

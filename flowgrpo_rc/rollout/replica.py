@@ -18,7 +18,7 @@ from flowgrpo_rc.rollout.quantization import precision, quantize, repeated_block
 class Replica:
     """A copy of a LoRA-wrapped network in another precision, which follows the trainer's LoRA.
 
-    * It shares the frozen tensors that are in its precision.
+    * In the training weights' own precision the copy shares their frozen tensors.
     * The LoRA is always a copy. It stays separate unless `merge_lora` adds it to the weights, which
       saves its own layers at every forward. Sums in bf16 then round a small update away, or up.
     * Buffers that a checkpoint does not hold keep their precision, as they do when a model is
@@ -48,14 +48,13 @@ class Replica:
         backend: Any = None,
         merge_lora: bool = False,
     ) -> None:
-        # deepcopy takes what it finds in its memo: a shared tensor, or one that is converted here,
-        # so that no copy in the first precision is ever made.
-        memo: dict[int, Any] = {}
-        for tensor in _stored(network):
-            if tensor.dtype != DTYPES[dtype]:
-                memo[id(tensor)] = _converted(tensor, DTYPES[dtype])
-            elif not tensor.requires_grad:
-                memo[id(tensor)] = tensor
+        # deepcopy takes what it finds in its memo: tensors to share, or those that are converted
+        # here, one by one, so that the first precision is never held twice.
+        stored = _stored(network)
+        frozen = [tensor for tensor in stored if not tensor.requires_grad]
+        memo: dict[int, Any] = {id(tensor): tensor for tensor in frozen}
+        if any(tensor.dtype != DTYPES[dtype] for tensor in frozen):
+            memo = {id(tensor): _converted(tensor, DTYPES[dtype]) for tensor in stored}
         replica = copy.deepcopy(network, memo=memo)
         self.lora = {name: p for name, p in replica.named_parameters() if p.requires_grad}
         self.network: Any = replica.requires_grad_(False).eval()
