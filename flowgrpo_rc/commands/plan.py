@@ -91,15 +91,19 @@ class Plan:
     counts: Sequence[tuple[str, str, str]]
 
     @property
+    def held_bytes(self) -> int:
+        """Returns the memory that one process holds all the time."""
+        return sum(size for _, size, _ in self.memory)
+
+    @property
     def peak_bytes(self) -> int:
         """Returns the most memory that one process needs at once."""
-        always = sum(size for _, size, _ in self.memory) + self.context[1]
+        always = self.held_bytes + self.context[1]
         return always + max((size for _, size, _ in self.phases), default=0)
 
     def __str__(self) -> str:
         parameters = [(name, f"{count:,}", remark) for name, count, remark in self.parameters]
-        held = sum(size for _, size, _ in self.memory)
-        memory = [*self.memory, ("sum", held, "all the time")]
+        memory = [*self.memory, ("sum", self.held_bytes, "all the time")]
         largest = max(self.phases, key=lambda row: row[1], default=None)
         sections = [("parameters", parameters), ("memory of a rank", _sized(memory))]
         if largest is not None:
