@@ -70,7 +70,7 @@ benchmark-decoupled: $(VENV)/.ready  ## time of a step in decoupled mode over th
 benchmark-workers: $(VENV)/.ready  ## time of sampling with two workers over one, and of a step with a worker over one without
 	$(BIN)/python tests/benchmarks/benchmark_workers.py $(ARGS)
 
-full-size: $(VENV)/.ready  ## train SD3.5-medium's published size with random weights for two steps; 7 GB of disk, 20 GB of memory
+full-size: $(VENV)/.ready  ## train SD3.5-medium's published size with random weights for two steps; 7 GB of disk, 10 GB of memory
 	$(BIN)/python tests/benchmarks/full_size.py $(ARGS)
 
 benchmark-time-to-reward: $(VENV)/.ready  ## seconds of training to a held-out reward, for the arms of docs/performance.md; takes hours

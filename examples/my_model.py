@@ -20,13 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.models.base import FlowModel, Schedule
-from flowgrpo_rc.models.layout import check_size, linear_schedule, to_uint8, unpack
+from flowgrpo_rc.models.layout import check_size, linear_schedule, unpack
 
 
 class Chroma(FlowModel):
@@ -99,14 +98,14 @@ class Chroma(FlowModel):
         unguided = predict(negative)
         return unguided + self.cfg_scale(spec) * (guided - unguided)
 
-    def _decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
+    def _decode(self, latents: Tensor, spec: SamplerSpec) -> Tensor:
         vae = self.pipeline.vae
         scaled = (
             unpack(latents, *self._patches(spec)) / vae.config.scaling_factor
             + vae.config.shift_factor
         )
         decoded = vae.decode(scaled.to(vae.dtype), return_dict=False)[0]
-        return to_uint8(self.pipeline.image_processor.postprocess(decoded, output_type="np"))
+        return self.pipeline.image_processor.postprocess(decoded, output_type="pt")
 
     def _patches(self, spec: SamplerSpec) -> tuple[int, int]:
         """Rows and columns of the image's tokens."""

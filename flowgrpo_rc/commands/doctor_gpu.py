@@ -56,7 +56,7 @@ _FAULT = 2.0  # mismatch over what the precisions explain
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check has found.
+    """Tells what a check has found.
 
     Attributes:
       state: `ok`, `slow`, `broken` or `skipped`.
@@ -180,7 +180,7 @@ def check_processes(device: torch.device) -> Finding:
             "WORLD_SIZE": str(count),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": "lo",
+            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
             "OMP_NUM_THREADS": "1",
         }
         command = [sys.executable, "-m", __name__, device.type]
@@ -340,7 +340,7 @@ def _last_line(text: str) -> str:
 
 
 def as_json(findings: Mapping[str, Finding]) -> str:
-    """Returns findings as a file for an issue: no paths, no settings, no environment."""
+    """Returns findings as the text of a file for an issue."""
     told = {
         name: {"state": one.state, "found": one.found, "advice": one.advice}
         for name, one in findings.items()

@@ -1,4 +1,4 @@
-"""The memory of a planned run's activations, measured with fake tensors.
+"""Measures the memory of a planned run's activations with fake tensors.
 
 A fake tensor has a shape, a dtype and a device, and no numbers, so that a forward of any size takes
 seconds and no memory.
@@ -73,6 +73,13 @@ def _storages(tree: Any) -> list[Any]:
     return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def rows_at_once(config: Config) -> int:
+    """Returns the rows of a forward of the update: samples times SDE steps, without guidance."""
+    actor = config.actor
+    together = actor.steps_per_forward or config.rollout.window()[0]
+    return actor.ppo_micro_batch_size_per_gpu * together
+
+
 def activations(config: Config, model: FlowModel) -> Activations:
     """Measures the activations of a run, with its settings, on fake tensors.
 
@@ -80,10 +87,9 @@ def activations(config: Config, model: FlowModel) -> Activations:
       config: the settings of a flow model.
       model: on the meta device, with its LoRA.
     """
-    actor, chunk = config.actor, chunk_size(config)
-    together = actor.steps_per_forward or config.rollout.window()[0]
+    chunk = chunk_size(config)
     return Activations(
-        update=update_bytes(config, model, actor.ppo_micro_batch_size_per_gpu * together),
+        update=update_bytes(config, model, rows_at_once(config)),
         rollout=rollout_bytes(config, model, chunk),
         decoding=decoding_bytes(config, model, min(config.model.decode_batch_size or chunk, chunk)),
     )
@@ -99,7 +105,7 @@ def update_bytes(config: Config, model: FlowModel, rows: int) -> int:
     """
     mixed = torch.autocast("cpu", torch.bfloat16, enabled=config.trainer.mixed_precision == "bf16")
 
-    def train(network: Any) -> None:
+    def train(network: Any) -> int:
         if config.model.gradient_checkpointing:
             network.enable_gradient_checkpointing()
         network.train()  # checkpointing asks for it; there is no dropout
@@ -111,11 +117,9 @@ def update_bytes(config: Config, model: FlowModel, rows: int) -> int:
             with mixed:
                 velocity = model.velocity(network, *inputs, config.rollout.spec())
             velocity.square().mean().backward()
-        found.append(memory.peak)
+        return memory.peak
 
-    found: list[int] = []
-    _on_fakes(model.network, train)
-    return found[0]
+    return _on_fakes(model.network, train)
 
 
 def rollout_bytes(config: Config, model: FlowModel, rows: int) -> int:
@@ -127,15 +131,13 @@ def rollout_bytes(config: Config, model: FlowModel, rows: int) -> int:
       rows: samples of a chunk.
     """
 
-    def sample(network: Any) -> None:
+    def sample(network: Any) -> int:
         inputs = _inputs(config, model, rows)
         with torch.no_grad(), PeakMemory() as memory:
             model.velocity(network, *inputs, config.rollout.spec())
-        found.append(memory.peak)
+        return memory.peak
 
-    found: list[int] = []
-    _on_fakes(model.network, sample, DTYPES[config.rollout.dtype])
-    return found[0]
+    return _on_fakes(model.network, sample, DTYPES[config.rollout.dtype])
 
 
 def decoding_bytes(config: Config, model: FlowModel, rows: int) -> int:
@@ -148,19 +150,17 @@ def decoding_bytes(config: Config, model: FlowModel, rows: int) -> int:
     """
     whole = model.pipeline.vae
 
-    def decode(vae: Any) -> None:
+    def decode(vae: Any) -> int:
         model.pipeline.vae = vae
         latents = torch.empty(rows, *model.latent_shape(config.rollout.spec()))
         with torch.no_grad(), PeakMemory() as memory:
             model._decode(latents, config.rollout.spec())
-        found.append(memory.peak)
+        return memory.peak
 
-    found: list[int] = []
     try:
-        _on_fakes(whole, decode)
+        return _on_fakes(whole, decode)
     finally:
         model.pipeline.vae = whole
-    return found[0]
 
 
 def _inputs(config: Config, model: FlowModel, rows: int) -> _Inputs:
@@ -173,9 +173,9 @@ def _inputs(config: Config, model: FlowModel, rows: int) -> _Inputs:
 
 
 def _on_fakes(
-    network: nn.Module, measure: Callable[[Any], None], dtype: torch.dtype | None = None
-) -> None:
-    """Calls a function with a copy of a network whose tensors are fakes on the CPU.
+    network: nn.Module, measure: Callable[[Any], int], dtype: torch.dtype | None = None
+) -> int:
+    """Returns what a function finds on a copy of a network whose tensors are fakes on the CPU.
 
     On the CPU torch has the kernels of attention that do not hold all its products, as on a GPU;
     tensors on the meta device would take those that do.
@@ -200,4 +200,4 @@ def _on_fakes(
             for name, tensor in [*module._buffers.items(), *vars(module).items()]:
                 if isinstance(tensor, Tensor):
                     setattr(module, name, fake(tensor))
-        measure(faked)
+        return measure(faked)

@@ -12,10 +12,11 @@ from flowgrpo_rc.commands.plan_activations import (
     Activations,
     decoding_bytes,
     rollout_bytes,
+    rows_at_once,
     update_bytes,
 )
 from flowgrpo_rc.commands.plan_memory import as_size, memory
-from flowgrpo_rc.commands.plan_phases import context, phases, rows_at_once
+from flowgrpo_rc.commands.plan_phases import context, phases
 from flowgrpo_rc.config.check_engine import chunk_size
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.base import FlowModel

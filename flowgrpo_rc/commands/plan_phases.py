@@ -1,10 +1,10 @@
-"""What a planned run needs on top of weights and states: on the card one phase after the other, and
-on the host.
+"""Computes what a planned run needs besides weights and states: on the card, phase by phase, and on
+the host.
 """
 
 from __future__ import annotations
 
-from flowgrpo_rc.commands.plan_activations import Activations
+from flowgrpo_rc.commands.plan_activations import Activations, rows_at_once
 from flowgrpo_rc.commands.plan_memory import (
     Row,
     as_size,
@@ -20,13 +20,6 @@ from flowgrpo_rc.models.base import FlowModel
 
 # CUDA's context, the kernels of torch and the workspaces of cuBLAS. Assumed, not measured.
 CONTEXT = 3 * 2**28
-
-
-def rows_at_once(config: Config) -> int:
-    """Returns the rows of a forward of the update: samples times SDE steps, without guidance."""
-    actor = config.actor
-    together = actor.steps_per_forward or config.rollout.window()[0]
-    return actor.ppo_micro_batch_size_per_gpu * together
 
 
 def phases(config: Config, model: FlowModel, num_processes: int, found: Activations) -> list[Row]:

@@ -1,4 +1,4 @@
-"""How the kernels of a GPU compute: with the same bits each time, or with fewer bits."""
+"""Sets how the kernels of a GPU compute: with the same bits each time, or with fewer bits."""
 
 from __future__ import annotations
 

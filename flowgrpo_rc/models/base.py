@@ -238,9 +238,17 @@ class FlowModel(ABC):
         Args:
           count: how many prompts.
           spec: how to sample.
+
+        Raises:
+          ValueError: the settings of the transformer do not tell the shape.
         """
         config = self.transformer.config
-        width = config.get("joint_attention_dim") or config["text_dim"]
+        width = config.get("joint_attention_dim") or config.get("text_dim")
+        if width is None:
+            raise ValueError(
+                f"{type(self).__name__}: its transformer does not tell how wide embeddings of text "
+                "are; override blank_conditioning, which plan measures memory with"
+            )
         embeds = torch.empty(count, spec.max_sequence_length, width, dtype=self.transformer.dtype)
         pooled = None
         if config.get("pooled_projection_dim"):

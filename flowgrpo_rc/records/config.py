@@ -42,9 +42,9 @@ class TrainerConfig:
         one for each core or GPU, as far as they share a mini-batch evenly; under a launcher, as
         many as it has started.
     mixed_precision: autocast of the training forward.
-    deterministic: kernels that give the same bits each time on a GPU, as they do on a CPU anyway;
-        slower. A resumed run is bit-equal there only with it.
-    tf32: products of fp32 matrices in TF32 on a GPU, in the rollout and in the update; faster.
+    deterministic: ask torch for kernels that give the same bits each time on a GPU, as they do on a
+        CPU anyway. Not tried on a GPU yet.
+    tf32: multiply fp32 matrices in TF32 on a GPU, in the rollout and in the update. Not tried yet.
     save_rollouts: keep every step's trajectories in rollouts/, for `data.replay_dir` of another
         run.
     strategy: several processes hold a whole network each (`ddp`) or share the frozen weights

@@ -42,6 +42,18 @@ WAIT = "wait"  # the host waits for a number, a shape or the end of all work
 TO_HOST = "to host"  # a copy, for which the host waits as well
 TO_DEVICE = "to device"
 
+
+def _set_data(tensor: Tensor, value: Tensor) -> None:
+    """Has a tensor take the memory and the device of another one, as CUDA allows."""
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    tensor.data = value
+    if _tagged(value):
+        tensor.__class__ = Tagged
+        tensor._is_param = is_parameter  # type: ignore[attr-defined]
+    elif _tagged(tensor):
+        tensor.__class__ = torch.nn.Parameter if is_parameter else Tensor
+
+
 _QUESTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.device.__get__: lambda tensor: CUDA if _tagged(tensor) else tensor.device,
     Tensor.is_cuda.__get__: lambda tensor: _tagged(tensor),
@@ -49,6 +61,8 @@ _QUESTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.get_device: lambda tensor: 0 if _tagged(tensor) else tensor.get_device(),
     # Has `Module.to` make new parameters, since a tensor cannot change its type in place.
     torch._has_compatible_shallow_copy_type: lambda tensor, other: False,
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    Tensor.pin_memory: lambda tensor: tensor,
 }
 _MOVES = {Tensor.to, Tensor.cuda, Tensor.cpu}
 _TO_NUMPY = {Tensor.numpy, Tensor.__array__}
@@ -66,7 +80,7 @@ _ASSIGNMENTS = {Tensor.data.__set__, Tensor.grad.__set__}
 
 
 class Event(NamedTuple):
-    """Something that makes the host wait, or a copy between the devices.
+    """Names what makes the host wait, or a copy between the devices.
 
     Attributes:
       phase: where in the run, as `tagged_device` was told; empty elsewhere.
@@ -82,7 +96,7 @@ class Event(NamedTuple):
 
 
 class Record:
-    """What happened on the device.
+    """Records what happened on the device.
 
     Attributes:
       events: how often what happened.

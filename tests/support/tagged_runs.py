@@ -13,6 +13,7 @@ from support.tagged_device import Record, Tagged, tagged_device
 from torch import Tensor
 
 from flowgrpo_rc.cli import main
+from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.policies import flow
 from flowgrpo_rc.training.update import PolicyUpdate
 
@@ -112,13 +113,17 @@ def two_ranks() -> Iterator[None]:
     def pad(self: Accelerator, tensor: Tensor, pad_index: float = 0) -> Tensor:
         return _on_device(tensor)
 
-    with mock.patch.multiple(
-        Accelerator,
-        num_processes=2,
-        reduce=reduce,
-        gather=gather,
-        pad_across_processes=pad,
-        wait_for_everyone=lambda self: None,
+    with (
+        mock.patch.object(torch.distributed, "get_backend", return_value="gloo"),
+        mock.patch.object(Processes, "meet"),
+        mock.patch.multiple(
+            Accelerator,
+            num_processes=2,
+            reduce=reduce,
+            gather=gather,
+            pad_across_processes=pad,
+            wait_for_everyone=lambda self: None,
+        ),
     ):
         yield
 

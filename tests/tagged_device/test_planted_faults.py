@@ -1,4 +1,4 @@
-"""What would fail on a GPU, or slow it down, is found when it is planted in the package."""
+"""Plants in the package what would fail on a GPU or slow it down; it is found."""
 
 from __future__ import annotations
 
