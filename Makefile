@@ -22,7 +22,7 @@ $(OMNI_VENV)/.ready: pyproject.toml $(wildcard tests/support/*.sh tests/vllm_omn
 	PYTHON=$(PYTHON) bash tests/vllm_omni_real/install.sh $(OMNI_VENV)
 	touch $@
 
-.PHONY: install demo test test-fast test-faults docs reference test-docs vllm-omni test-vllm-omni lint check benchmark benchmark-correction benchmark-decoupled benchmark-workers benchmark-time-to-reward full-size
+.PHONY: install demo test test-fast test-faults docs reference mismatch test-docs vllm-omni test-vllm-omni lint check benchmark benchmark-correction benchmark-decoupled benchmark-workers benchmark-time-to-reward full-size
 install: $(VENV)/.ready  ## everything into .venv
 
 demo: $(VENV)/.ready  ## train the bundled model on the OCR reward
@@ -40,10 +40,15 @@ test-fast: $(VENV)/.ready  ## run the tests that start no whole run: under a min
 docs: $(VENV)/.ready  ## the documentation site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
-reference: $(VENV)/.ready  ## docs/configuration.md, docs/metrics.md and tables of two other pages, from the code
+reference: $(VENV)/.ready  ## docs/configuration.md, docs/metrics.md and tables of three other pages, from the code
 	$(BIN)/python docs/reference_pages.py
 	$(BIN)/python docs/fault_table.py
 	$(BIN)/python docs/worker_tables.py
+	$(BIN)/python docs/memory_tables.py
+	$(BIN)/python docs/suite_table.py
+
+mismatch: $(VENV)/.ready  ## measure the table of mismatch by family in docs/add_a_model.md
+	PYTHONPATH=tests $(BIN)/python docs/mismatch_table.py
 
 test-docs: $(VENV)/.ready  ## run the commands and Python blocks of README.md and docs/
 	$(PYTEST) tests/docs/blocks.py $(ARGS)

@@ -17,6 +17,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "files": "atomic writes",
         "libraries": "diffusers, quiet",
         "reading": "foreign files",
+        "pictures": "images of prompts",
     },
     {"correction": "weights, rejection, diagnostics of rollout against training"},
     {
@@ -30,6 +31,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "assets": "the bundled models",
     },
     {"rollout": "engines that sample: diffusers, transformers, vLLM, vLLM-Omni"},
+    {"evaluation": "held-out prompts, suites, intervals"},
     {"monitoring": "mismatch, decisions, health, names of metrics"},
     {"records": "what a run leaves: checkpoints, metrics, samples"},
     {"report": "the page about a run", "workers": "rollouts in processes of their own, by Ray"},

@@ -48,7 +48,7 @@ def bare_step(config: Config, parts: Components) -> None:
     spec = config.rollout.spec()
     micro_batch_size = config.actor.ppo_micro_batch_size_per_gpu
     prompts = [p for p in parts.source.prompts(1).prompts for _ in range(config.rollout.n)]
-    conditioning = encode_unique(model, [p.text for p in prompts], spec.max_sequence_length)
+    conditioning = encode_unique(model, prompts, spec)
     x = normal(model.latent_shape(spec), range(len(prompts)))
     everyone = torch.arange(len(prompts))
     schedule = model.walked_schedule(spec)

@@ -7,6 +7,7 @@ Legend:
     S  denoising steps of the schedule
     L  text tokens of the longest prompt
     E  width of a text embedding
+    N  tokens of the condition images of a prompt, C their width
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class Prompt:
       index: position among all prompts of the files.
       target: what a reward compares with, such as the text that OCR should read; None for none.
       negative_text: the negative prompt, used under classifier-free guidance.
+      images: the pictures that the prompt is about, in order: paths, or the content of files.
+        `pictures.read_picture` reads them.
       metadata: all other keys of the line, for rewards.
     """
 
@@ -35,6 +38,7 @@ class Prompt:
     index: int
     target: str | None = None
     negative_text: str = ""
+    images: tuple[str | bytes, ...] = ()
     metadata: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -60,6 +64,9 @@ class PromptBatch:
             )
 
 
+ImageSizes = tuple[tuple[int, int], ...]  # rows and columns of tokens of a prompt's images
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conditioning:
     """Encoded prompts, as a transformer is conditioned on them.
@@ -69,17 +76,25 @@ class Conditioning:
       pooled: one embedding of each prompt, [P, E'] with a width of its own; None if the model uses
         none.
       mask: bool, [P, L]; False at padding. None: every token counts.
+      images: tokens of the condition images, one image after the other, [P, N, C]; padded on the
+        right. None if there are none.
+      image_sizes: [P]; tells which of these tokens exist. Empty without images.
     """
 
     embeds: Tensor
     pooled: Tensor | None = None
     mask: Tensor | None = None
+    images: Tensor | None = None
+    image_sizes: tuple[ImageSizes, ...] = ()
 
     def __getitem__(self, rows: Tensor) -> Conditioning:
+        sizes = self.image_sizes
         return Conditioning(
             embeds=self.embeds[rows],
             pooled=None if self.pooled is None else self.pooled[rows],
             mask=None if self.mask is None else self.mask[rows],
+            images=None if self.images is None else self.images[rows],
+            image_sizes=tuple(sizes[row] for row in rows.tolist()) if sizes else (),
         )
 
     def __len__(self) -> int:
@@ -100,10 +115,14 @@ class Conditioning:
         mask = None
         if any(part.mask is not None or part.embeds.shape[1] != length for part in parts):
             mask = torch.cat([_lengthened(part.tokens(), length) for part in parts])
+        images = [part.images for part in parts if part.images is not None]
+        most = max((tokens.shape[1] for tokens in images), default=0)
         return cls(
             embeds=torch.cat([_lengthened(part.embeds, length) for part in parts]),
             pooled=torch.cat(pooled) if pooled else None,
             mask=mask,
+            images=torch.cat([_lengthened(part, most) for part in images]) if images else None,
+            image_sizes=tuple(sizes for part in parts for sizes in part.image_sizes),
         )
 
     def tokens(self) -> Tensor:
@@ -128,9 +147,12 @@ class Spec:
 
     Attributes:
       dtype: precision of the rollout's weights, such as `bf16` or `bf16+int8`.
+      tf32: whether products of fp32 matrices round their factors to TF32. False in what older
+        versions have saved.
     """
 
     dtype: str
+    tf32: bool = False
 
     def differences(self, other: Spec) -> list[str]:
         """Lists the fields in which two specs differ.
@@ -164,6 +186,8 @@ class SamplerSpec(Spec):
       true_cfg_scale: scale of guidance on a negative prompt, for models that have both kinds; None
         for the others.
       num_frames: frames of a video; None for images.
+      condition_images: the most condition images of a prompt; 0: prompts have none.
+      condition_pixels: the area of a condition image that the model is given, in pixels.
       tail: solver of the ODE steps from `tail_start` on, one of `core.schedule.TAILS`.
       tail_start: the first step that lies behind every window; None: no step does.
       tail_steps: the most evaluations from there to the end; None: as the schedule has them.
@@ -180,6 +204,8 @@ class SamplerSpec(Spec):
     max_sequence_length: int
     true_cfg_scale: float | None = None
     num_frames: int | None = None
+    condition_images: int = 0
+    condition_pixels: int = 2**20
     tail: str = "euler"
     tail_start: int | None = None
     tail_steps: int | None = None
@@ -329,7 +355,8 @@ class DiffusionBatch(Batch):
 
     Attributes:
       spec: the settings that the rollout used.
-      all_latents: [B, T+1, ...]; the states of the window. Entry t + 1 is the result of step t.
+      all_latents: [B, T+1, ...]; the states of the window. Entry t + 1 is the result of step t. A
+        sample without a window has its final latents in place of all states.
       all_timesteps: [B, T]; the timestep that the transformer receives, sigma x 1000.
       step_indices: int64, [B, T]; position of each step in the schedule.
       sigmas: [S+1]; the schedule. Both sides take it from here, so that they use the same bits.

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 
-from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.config.check_engine import ENGINE_KWARGS, chunk_size, engine_of, engine_options
 from flowgrpo_rc.config.check_folder import check_output
+from flowgrpo_rc.config.check_inputs import Prompts
 from flowgrpo_rc.config.device import device_of
 from flowgrpo_rc.config.processes import limit_threads
 from flowgrpo_rc.config.settle import settled
@@ -28,10 +28,13 @@ from flowgrpo_rc.data.prompts import PromptSampler
 from flowgrpo_rc.distributed.numerics import set_numerics
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.distributed.sharding import resolve_strategy, shard_frozen_weights
+from flowgrpo_rc.evaluation.held_out import Evaluator
+from flowgrpo_rc.evaluation.suite import Suite
+from flowgrpo_rc.evaluation.suite_runner import SuiteRunner
 from flowgrpo_rc.losses.auto_clip import AutoClip
 from flowgrpo_rc.models.base import load_model
 from flowgrpo_rc.models.causal_lm import load_causal_lm
-from flowgrpo_rc.models.lora import add_lora, lora_parameters
+from flowgrpo_rc.models.lora import add_lora, lora_parameters, reference_policy
 from flowgrpo_rc.monitoring.expected_mismatch import (
     ENOUGH,
     LEAST,
@@ -42,6 +45,7 @@ from flowgrpo_rc.monitoring.health import HealthMonitor
 from flowgrpo_rc.monitoring.mismatch import MismatchMonitor
 from flowgrpo_rc.plugins import build
 from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.policies.forward import ForwardPolicy
 from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.records.console import Console
 from flowgrpo_rc.records.earlier_batches import EarlierBatches
@@ -52,8 +56,8 @@ from flowgrpo_rc.records.speed import SpeedWatch
 from flowgrpo_rc.records.trackers import Trackers, accelerate_loggers
 from flowgrpo_rc.rewards.manager import RewardManager, needs_samples
 from flowgrpo_rc.rollout.engine import RolloutEngine
-from flowgrpo_rc.training.evaluation import Evaluator
-from flowgrpo_rc.training.modes import make_mode
+from flowgrpo_rc.training.forward import Forward
+from flowgrpo_rc.training.modes import Mode, make_mode
 from flowgrpo_rc.training.sources.ahead import AheadSource
 from flowgrpo_rc.training.sources.engine import EngineSource
 from flowgrpo_rc.training.sources.replay import ReplaySource
@@ -72,7 +76,7 @@ def assemble(
     config: Config,
     folder: RunFolder,
     processes: Processes,
-    prompts: tuple[PromptSampler, list[Prompt]],
+    prompts: Prompts,
     *,
     first_step: int,
     log: RunLog | None = None,
@@ -83,12 +87,12 @@ def assemble(
       config: settings that have been checked.
       folder: the run's folder.
       processes: the processes of the run.
-      prompts: the training sampler and the held-out prompts.
+      prompts: the training sampler, the held-out prompts, and the suites.
       first_step: the first step that is left to train.
       log: where the numbers of a step go; None for that of `make_log`.
     """
     config = settled(config)
-    sampler, held_out = prompts
+    sampler, held_out, suites = prompts
     task = make_task(config, processes)
     network = task.model.network
     task.check_prompts([*sampler.prompts, *held_out])
@@ -101,19 +105,9 @@ def assemble(
     source = make_source(config, task, sampler, rewards, processes, first_step=first_step)
     if copied:
         shard(config, network, processes)
-    mode = make_mode(
-        config.algorithm.rollout_correction,
-        own_forwards=config.why_recompute() is None,
-        keep_means=config.actor.diffusion_loss.needs_means,
-        policy=task.policy,
-        processes=processes,
-        monitor=make_monitor(config, task, processes),
-        micro_batch_size=config.actor.ppo_micro_batch_size_per_gpu,
-        auto_bands=make_auto_bands(config, processes),
-        auto_clip=make_auto_clip(config, processes),
-    )
+    mode = mode_of(config, task, processes)
     update = PolicyUpdate(
-        task.policy,
+        mode.policy,
         config.actor,
         task.objective(config.loss()).terms,
         processes,
@@ -133,10 +127,45 @@ def assemble(
         mode=mode,
         earlier=EarlierBatches(config.rollout.reuse),
         update=update,
-        evaluator=Evaluator(task, held_out, config.rollout.val_kwargs, rewards),
+        evaluator=Evaluator(task.sample, held_out, config.rollout.val_kwargs, rewards),
+        suites=[make_suite(suite, config, task) for suite in suites],
         health=make_health(config),
         rejected=make_rejected(config, folder, processes),
         log=log or make_log(config, folder, processes, first_step=first_step),
+    )
+
+
+def make_suite(suite: Suite, config: Config, task: Task) -> SuiteRunner:
+    """Makes what asks a suite of the task's model, and of it without its LoRA.
+
+    Raises:
+      ValueError: the model cannot take a prompt.
+    """
+    task.check_prompts(suite.prompts)
+    base = partial(reference_policy, task.model.network)
+    batch_size = config.rollout.val_kwargs.batch_size
+    return SuiteRunner(suite, task.sample, base, batch_size=batch_size)
+
+
+def mode_of(config: Config, task: Task, processes: Processes) -> Mode:
+    """Makes the mode of rollout correction, or that of a loss which knows no log-probs."""
+    shared: dict[str, Any] = {
+        "processes": processes,
+        "monitor": make_monitor(config, task, processes),
+        "micro_batch_size": config.actor.ppo_micro_batch_size_per_gpu,
+    }
+    forward = config.actor.diffusion_loss.forward
+    if forward is not None:
+        assert isinstance(task.policy, FlowPolicy)
+        return Forward(policy=ForwardPolicy(task.policy), loss=forward, **shared)
+    return make_mode(
+        config.algorithm.rollout_correction,
+        own_forwards=config.why_recompute() is None,
+        keep_means=config.actor.diffusion_loss.needs_means,
+        policy=task.policy,
+        auto_bands=make_auto_bands(config, processes),
+        auto_clip=make_auto_clip(config, processes),
+        **shared,
     )
 
 
@@ -242,7 +271,7 @@ def make_task(config: Config, processes: Processes) -> Task:
         tokens = TokenPolicy(
             language, network, autocast=processes.autocast, checkpoint_gradients=checkpointing
         )
-        return TextTask(language, tokens, config.rollout)
+        return TextTask(language, tokens, config.rollout, tf32=config.trainer.tf32)
     with processes.in_turn():
         model = load_model(config.model, processes.device)
     for spec, key in (
@@ -268,6 +297,7 @@ def make_task(config: Config, processes: Processes) -> Task:
         keep_means=config.keep_means(),
         decode=decode,
         seeded=config.data.replay_dir is None and engine_of(config).draws_seed_noise,
+        tf32=config.trainer.tf32,
     )
 
 
@@ -292,7 +322,7 @@ def make_auto_clip(config: Config, processes: Processes) -> AutoClip | None:
         return None
     (deviations,) = section.auto.values()
     return AutoClip(
-        section.loss(),
+        section.step_loss(),
         deviations,
         section.auto_floor,
         centered=bool(config.algorithm.rollout_correction.centered),
@@ -404,6 +434,7 @@ def make_workers(config: Config, processes: Processes) -> RolloutEngine[Any]:
         max_restarts=rollout.max_restarts,
         staleness=rollout.staleness,
         chunk_size=size,
+        in_turn=processes.device.type == "cuda",
     )
     engine = partial(engine_alone, config, Path.cwd())
     return start_workers(engine, settings, processes, address=rollout.ray_address)

@@ -45,7 +45,8 @@ SETTINGS_OF_OPTIONS = {
 }
 # What the modules of `commands` load models with.
 BOTH = ("transformers", "diffusers")
-# Commands that import what their command line names; the others are given a run's folder.
+# Commands that import what their command line names; the others are given a run's folder. A suite
+# of the user's may name a reward of the user's.
 OWN_CODE = ("train", "plan", "calibrate", "serve")
 LIBRARIES = {"train": BOTH, "calibrate": BOTH, "evaluate": BOTH, "serve": ("transformers",)}
 
@@ -69,7 +70,8 @@ def _run(words: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     arguments = _parsed(words)
     follow_parent()
-    own_code = arguments.command in OWN_CODE or vars(arguments).get("trust", False)
+    given = vars(arguments)
+    own_code = arguments.command in OWN_CODE or given.get("trust") or given.get("suite")
     if own_code and "" not in sys.path and os.getcwd() not in sys.path:
         # Rewards and functions of the user's own, as under `python -m`.
         sys.path.append(os.getcwd())
@@ -148,9 +150,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     parser.add_argument("--version", action="version", version=f"flowgrpo-rc {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    def command(name: str, module: str, help: str) -> argparse.ArgumentParser:
+    def command(name: str, module: str, help: str, *aliases: str) -> argparse.ArgumentParser:
         """Adds a command; `main` of `commands.MODULE` runs it."""
-        added = commands.add_parser(name, help=help)
+        added = commands.add_parser(name, help=help, aliases=aliases)
         added.set_defaults(command=module)
         return added
 
@@ -166,7 +168,12 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         )
     )
     _evaluate_options(
-        command("eval", "evaluate", "score a run's LoRA and the base model on the held-out prompts")
+        command(
+            "evaluate",
+            "evaluate",
+            "score a run's LoRA and the base model, on the held-out prompts or by suites",
+            "eval",
+        )
     )
     _export_options(
         command("export", "export", "write the LoRA of a checkpoint for stock diffusers, or peft")
@@ -262,6 +269,13 @@ def _evaluate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", help="folder of a run")
     parser.add_argument(
         "overrides", nargs="*", default=[], help="such as rollout.val_kwargs.num_inference_steps=20"
+    )
+    parser.add_argument(
+        "--suite",
+        action="append",
+        metavar="SUITE",
+        help="ask this suite instead: a name, NAME:FILE with other prompts, or a file of your own; "
+        "may be given several times",
     )
     parser.add_argument(
         "--trust",

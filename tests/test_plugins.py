@@ -61,11 +61,11 @@ def test_the_ending_of_an_engine_may_be_left_out(name):
         (
             "jpg",
             r"no plug-in 'jpg' \(did you mean 'jpeg'\?\); "
-            "available: aesthetic, clip, exact_match, function",
+            "available: aesthetic, clip, edit_reward, exact_match",
         ),
         (
             "nothing_like_it",
-            r"no plug-in 'nothing_like_it'; available: aesthetic, clip, exact_match, function",
+            r"no plug-in 'nothing_like_it'; available: aesthetic, clip, edit_reward, exact_match",
         ),
         ("base", "must define one concrete subclass of Reward; it has: none"),
         ("no_such_package.module.Class", "there is no module 'no_such_package.module'"),

@@ -1,39 +1,56 @@
-"""The table of docs/evidence.md that comes from whole runs of the bundled job."""
+"""The tables of docs/evidence.md that come from whole runs of the bundled job."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from cells import Cell
-from learning_tables import Estimate, after, by_cell, difference
+from learning_tables import T95, Estimate, after, by_cell, difference
 from tables import markdown
-from whole_job import ARMS, ROLLOUT, STUDY
+from whole_job import ARMS, STUDY
 
 __all__ = ["CLAIMS", "ENTRIES", "STUDY"]
 
+LIMIT = 2.0  # standard errors, beyond which one arm ends ahead of another
 
-def rewards(cells: Mapping[str, Cell]) -> str:
+
+def rewards(rollout: str, cells: Mapping[str, Cell]) -> str:
     """Makes the table of rewards after training, with the reward of each seed."""
     rows = []
-    for (_, arm), runs in by_cell(cells, (ROLLOUT,), tuple(ARMS)).items():
+    for (_, arm), runs in by_cell(cells, (rollout,), tuple(ARMS[rollout])).items():
         each = ", ".join(f"{run['after']:.3f}" for run in runs.values())
         rows.append([f"`{arm}`", ", ".join(map(str, runs)), each, after(runs)])
-    return markdown(["log-ratio", "seeds", "reward after each", "mean"], rows)
+    return markdown(["arm", "seeds", "reward after each", "mean"], rows)
 
 
-def gap(cells: Mapping[str, Cell]) -> Estimate:
-    """Computes the reward of centered runs less that of plain runs of the same seed."""
-    found = by_cell(cells, (ROLLOUT,), tuple(ARMS))
-    between = difference(found[ROLLOUT, "centered"], found[ROLLOUT, "plain"])
+def gap(rollout: str, arm: str, to: str, cells: Mapping[str, Cell]) -> Estimate:
+    """Computes the reward of an arm's runs less that of another arm's runs of the same seed."""
+    found = by_cell(cells, (rollout,), tuple(ARMS[rollout]))
+    between = difference(found[rollout, arm], found[rollout, to])
     assert between is not None
     return between
 
 
+def beaten(found: Estimate) -> bool:
+    """Tells whether a difference is below 0 by more than `LIMIT` standard errors."""
+    return found.mean < -LIMIT * found.half / T95[found.count - 2]
+
+
+centered = partial(gap, "bf16", "centered", "plain")
+guard = partial(gap, "int4", "guard", "centered")
+
 ENTRIES: dict[str, Callable[[Mapping[str, Cell]], str]] = {
-    "whole_job_rewards": rewards,
-    "whole_job_gap": lambda cells: gap(cells).signed,
-    "whole_job_pairs": lambda cells: str(gap(cells).count),
+    "whole_job_rewards": partial(rewards, "bf16"),
+    "whole_job_gap": lambda cells: centered(cells).signed,
+    "whole_job_pairs": lambda cells: str(centered(cells).count),
+    "whole_job_int4": partial(rewards, "int4"),
+    "whole_job_guard": lambda cells: guard(cells).signed,
+    "whole_job_guard_pairs": lambda cells: str(guard(cells).count),
 }
 CLAIMS: dict[str, Callable[[Mapping[str, Cell]], bool]] = {
-    "whole_job_is_open": lambda cells: abs(gap(cells).mean) < gap(cells).half,
+    "whole_job_is_open": lambda cells: abs(centered(cells).mean) < centered(cells).half,
+    "whole_job_guard_holds": lambda cells: (
+        abs(guard(cells).mean) < guard(cells).half and not beaten(guard(cells))
+    ),
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent
+SUITES = ROOT / "suites"
 _FOLDER = "/flowgrpo_rc/assets/"  # of every installation
 
 

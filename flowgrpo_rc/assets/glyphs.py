@@ -113,7 +113,7 @@ def _fitting_font(
     smallest, largest = _FONT_SIZES[len(word)]
     size = int(rng.integers(smallest, largest + 1))
     while True:
-        font = _font(size)
+        font = font_of(size)
         box = font.getbbox(word)
         if box[2] - box[0] <= WIDTH - 2 * _MARGIN:
             return font, box
@@ -121,8 +121,12 @@ def _fitting_font(
 
 
 @cache
-def _font(size: int) -> ImageFont.FreeTypeFont:
-    # Pillow's own scalable font, so that no font file has to ship with the package.
+def font_of(size: int) -> ImageFont.FreeTypeFont:
+    """Returns Pillow's own scalable font, so that no font file has to ship with the package.
+
+    Args:
+      size: in pixels.
+    """
     font = ImageFont.load_default(size)
     assert isinstance(font, ImageFont.FreeTypeFont), "this Pillow was built without FreeType"
     return font

@@ -90,7 +90,7 @@ def bound_of(config: Config, differences: Tensor, measured: Measured) -> Bound |
     """
     if config.algorithm.rollout_correction.loss_type == "reinforce":
         return None
-    loss = config.actor.diffusion_loss.loss()
+    loss = config.actor.diffusion_loss.step_loss()
     convention = config.rollout.algo.log_prob_convention
     centered = bool(config.algorithm.rollout_correction.centered)
     if centered:

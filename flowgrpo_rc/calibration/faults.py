@@ -129,11 +129,14 @@ class Replay:
 
     def _dropped(self) -> Iterator[Trial]:
         """Tries no guidance, and no shift of the schedule."""
-        key, asked = self.model.cfg_key, self.model.cfg_scale(self._spec)
+        asked = self.model.cfg_scale(self._spec)
         if asked > 1:
-            spec = with_guidance(self._spec, key, 1.0)
+            key = self.model.cfg_key
+            none = self.model.cfg_value(1.0)
+            wanted = self.model.cfg_value(asked)
+            spec = with_guidance(self._spec, key, none)
             residual = self._residual(lambda piece: piece.replace(spec=spec, negative=None))
-            yield Trial(cause="guidance", fault=dropped(key, asked), residual=residual)
+            yield Trial(cause="guidance", fault=dropped(key, none, wanted), residual=residual)
         plain = unshifted(self.model, self._spec)
         if not torch.equal(plain.timesteps, self._timesteps):
             residual = self._residual(partial(take_schedule, schedule=plain))
@@ -142,9 +145,8 @@ class Replay:
 
     def _encoded(self, prompts: Sequence[Prompt]) -> Change:
         """Returns the change to the conditioning of other prompts, one for each sample."""
-        texts = [prompt.text for prompt in prompts]
-        conditioning = encode_unique(self.model, texts, self._spec.max_sequence_length)
-        rows = torch.arange(len(texts), device=self._batch.prompt_index.device)
+        conditioning = encode_unique(self.model, prompts, self._spec)
+        rows = torch.arange(len(prompts), device=self._batch.prompt_index.device)
         return lambda piece: piece.replace(
             conditioning=conditioning,
             prompt_index=rows,
@@ -196,19 +198,23 @@ class Replay:
         asked = self.model.cfg_scale(self._spec) if classifier_free else self._spec.guidance_scale
         negative = batch.negative
         if negative is None and classifier_free:
-            texts = [prompt.negative_text for prompt in self._rollout.request.prompts.prompts]
-            negative = encode_unique(self.model, texts, self._spec.max_sequence_length)
+            prompts = self._rollout.request.prompts.prompts
+            negative = encode_unique(self.model, prompts, self._spec, negative=True)
+
+        def value(scale: float) -> float:
+            return self.model.cfg_value(scale) if classifier_free else scale
 
         def residual(factor: float) -> float:
-            spec = with_guidance(batch.spec, key, asked * factor)
+            spec = with_guidance(batch.spec, key, value(asked * factor))
             return self._residual(lambda piece: piece.replace(spec=spec, negative=negative))
 
         usual = () if classifier_free else (TYPICAL_SCALE, *(scale / asked for scale in EMBEDDED))
         factor = fit(residual, sorted({*SCALES, *usual})) if fitted else TYPICAL_SCALE
         scale = asked * factor
-        fault = f"{key} {scale:.4g} in place of {asked:g}"
         if math.isclose(scale, 1.0, rel_tol=1e-3) and asked > 1:
-            fault = dropped(key, asked)
+            fault = dropped(key, value(1.0), value(asked))
+        else:
+            fault = f"{key} {value(scale):.4g} in place of {value(asked):g}"
         return Trial(cause="guidance", fault=fault, residual=residual(factor))
 
     def _window(self) -> Iterator[Trial]:
@@ -308,9 +314,15 @@ def noise(batch: DiffusionBatch, step: int) -> Tensor:
     )
 
 
-def dropped(key: str, asked: float) -> str:
-    """Returns the fault of an engine that takes no account of the guidance, in words."""
-    return f"guidance dropped: {key} 1 in place of {asked:g}"
+def dropped(key: str, none: float, asked: float) -> str:
+    """Returns the fault of an engine that takes no account of the guidance, in words.
+
+    Args:
+      key: guidance_scale or true_cfg_scale.
+      none: its value without guidance.
+      asked: its value that was asked for.
+    """
+    return f"guidance dropped: {key} {none:g} in place of {asked:g}"
 
 
 class _Rescheduled:

@@ -144,7 +144,7 @@ def _move(network: nn.Module, name: str, up: Tensor, source: torch.Generator) ->
 def other_guidance(model: FlowModel, spec: SamplerSpec) -> SamplerSpec:
     """Returns the sampler without guidance; with the usual guidance if it has none."""
     scale = 1.0 if model.cfg_scale(spec) > 1 else PipelineConfig().guidance_scale
-    return with_guidance(spec, model.cfg_key, scale)
+    return with_guidance(spec, model.cfg_key, model.cfg_value(scale))
 
 
 def with_guidance(spec: SamplerSpec, key: str, scale: float) -> SamplerSpec:
@@ -153,7 +153,7 @@ def with_guidance(spec: SamplerSpec, key: str, scale: float) -> SamplerSpec:
     Args:
       spec: the sampler.
       key: guidance_scale or true_cfg_scale.
-      scale: the guidance.
+      scale: value of the key.
     """
     changed: dict[str, Any] = {key: scale}
     return replace(spec, **changed)

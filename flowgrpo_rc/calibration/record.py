@@ -47,7 +47,8 @@ def check_record(
         )
     scale = model.cfg_scale(request.spec)
     if batch.negative is None and scale > 1:
-        sentence = f"{dropped(model.cfg_key, scale)}, since no negative prompt is recorded"
+        fault = dropped(model.cfg_key, model.cfg_value(1.0), model.cfg_value(scale))
+        sentence = f"{fault}, since no negative prompt is recorded"
         found.append(("guidance", sentence))
     # torch.equal is also False for tensors of different shapes.
     if not torch.equal(batch.sigmas, schedule.sigmas):

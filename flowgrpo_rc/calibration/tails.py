@@ -19,6 +19,7 @@ from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.advantages import estimate
 from flowgrpo_rc.core.random import derive_seed
 from flowgrpo_rc.core.schedule import TAILS
+from flowgrpo_rc.rewards.groups import Groups
 from flowgrpo_rc.rewards.manager import RewardManager
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutEngine
 from flowgrpo_rc.training.tasks.image import ImageTask
@@ -136,7 +137,10 @@ def _advantages(
 ) -> Tensor:
     """Samples and scores; returns the advantages as training would compute them, [B]."""
     chunks = list(engine.generate(request))
-    handles = [manager.submit(chunk.samples, chunk.prompts, chunk.latents) for chunk in chunks]
+    handles = []
+    for chunk in chunks:
+        groups = Groups(chunk.batch.group.tolist(), config.rollout.n)
+        handles.append(manager.submit(chunk.samples, chunk.prompts, chunk.latents, groups))
     rewards = manager.collect(handles)
     algorithm = config.algorithm
     found = estimate(

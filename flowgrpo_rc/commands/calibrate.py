@@ -224,7 +224,7 @@ def sample_all(
     """
     for version, state in ((1, lora.before), (2, lora.current)):
         engine.sync_weights(state, version)
-    spec = config.rollout.spec()
+    spec = config.rollout.spec(tf32=config.trainer.tf32)
     read_back = check_engine(engine, lora.current, spec)
     few = prompts[: FEW[0]]
     all_prompts = ask(config, prompts, config.rollout.n, spec, keep_means=True)
@@ -282,7 +282,7 @@ def compare(config: Config, task: ImageTask, rollouts: Rollouts, lora: Lora) -> 
         return [copy.against(*each) for each in compared]
 
     many = trainer(rollouts.many)
-    guidance = [model.cfg_scale(rollout.request.spec) for rollout in few]
+    guidance = [model.cfg_value(model.cfg_scale(rollout.request.spec)) for rollout in few]
     whole = against_engine(rollouts.many, many.log_probs, guidance[0])
     log_probs = [trainer(rollout).log_probs for rollout in few]
     compared = list(zip(few, log_probs, guidance, strict=True))
@@ -367,6 +367,11 @@ def _checked_prompts(config: Config, num_prompts: int, mode: str) -> list[Prompt
         raise ValueError(
             f"calibrate knows flow models, model.kind=diffusion; model.kind={config.model.kind}, "
             "whose mismatch the metrics of a first step show"
+        )
+    if config.knows_no_log_probs():
+        raise ValueError(
+            f"{DIFFUSION_KEY}.loss_mode={config.actor.diffusion_loss.loss_mode} knows no "
+            "log-probs, so there is no mismatch to calibrate for"
         )
     if config.data.replay_dir is not None:
         raise ValueError(

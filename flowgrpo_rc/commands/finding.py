@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from flowgrpo_rc.config.check_inputs import suites_of
 from flowgrpo_rc.config.foreign import check_plain, check_secrets, check_trusted
 from flowgrpo_rc.config.tree import stored_config
 from flowgrpo_rc.records.checkpoint import list_checkpoints
@@ -12,18 +13,22 @@ from flowgrpo_rc.records.run_folder import RunFolder
 
 
 def check_run_folder(arguments: argparse.Namespace) -> None:
-    """Checks the run that eval or export is given.
+    """Checks the run that evaluate or export is given.
 
     Raises:
-      ValueError: it is no run, a key is wrong, or eval would import code that is not trusted.
+      ValueError: it is no run, a key or a suite is wrong, or evaluate would import code that is not
+        trusted.
     """
     if arguments.command == "evaluate":
         path = RunFolder(Path(arguments.run_dir)).config
         config = stored_config(path, arguments.overrides)
+        config.trainer.suites = []  # those of the run are not asked
         check_plain(path)
         if not arguments.trust:
             check_trusted(path, config, "--trust")
         check_secrets(config)
+        config.trainer.suites = arguments.suite or []
+        suites_of(config)
     if arguments.command == "export":
         _, run_dir = checkpoint_and_run(arguments.checkpoint)
         path = RunFolder(run_dir).config

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from flowgrpo_rc.batch import Conditioning
+from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.config.check_engine import chunk_size
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.base import DTYPES, FlowModel
@@ -30,11 +31,15 @@ class Activations(NamedTuple):
       update: forward and backward of a micro-batch.
       rollout: a forward of a chunk.
       decoding: the VAE's, of as many samples as are decoded at once.
+      evaluation: a forward of held-out samples.
+      shown: the VAE's, of as many held-out samples as are decoded at once.
     """
 
     update: int
     rollout: int
     decoding: int
+    evaluation: int
+    shown: int
 
 
 class PeakMemory(TorchDispatchMode):
@@ -51,6 +56,8 @@ class PeakMemory(TorchDispatchMode):
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim":  # questions about a tensor, more than half of all calls
+            return func(*args, **(kwargs or {}))
         for storage in _storages((args, kwargs)):
             self._seen.add(storage)  # what came from outside; a view may be made of it
         made = func(*args, **(kwargs or {}))
@@ -66,6 +73,16 @@ class PeakMemory(TorchDispatchMode):
         self.bytes -= size
 
 
+class Rows(NamedTuple):
+    """Says how many samples are at work at once, of each phase of `Activations`."""
+
+    update: int
+    rollout: int
+    decoding: int
+    evaluation: int
+    shown: int
+
+
 _Inputs = tuple[Tensor, Tensor, Conditioning, Conditioning | None]
 
 
@@ -76,8 +93,21 @@ def _storages(tree: Any) -> list[Any]:
 def rows_at_once(config: Config) -> int:
     """Returns the rows of a forward of the update: samples times SDE steps, without guidance."""
     actor = config.actor
-    together = actor.steps_per_forward or config.rollout.window()[0]
+    together = actor.steps_per_forward or config.trained_steps()
     return actor.ppo_micro_batch_size_per_gpu * together
+
+
+def rows_of(config: Config) -> Rows:
+    """Returns how many samples are at work at once."""
+    chunk, held_out = chunk_size(config), config.rollout.val_kwargs.batch_size
+    most = config.model.decode_batch_size
+    return Rows(
+        update=config.actor.ppo_micro_batch_size_per_gpu,
+        rollout=chunk,
+        decoding=min(most or chunk, chunk),
+        evaluation=held_out,
+        shown=min(most or held_out, held_out),
+    )
 
 
 def activations(config: Config, model: FlowModel) -> Activations:
@@ -87,11 +117,14 @@ def activations(config: Config, model: FlowModel) -> Activations:
       config: the settings of a flow model.
       model: on the meta device, with its LoRA.
     """
-    chunk = chunk_size(config)
+    rows = rows_of(config)
+    together = rows_at_once(config) // rows.update
     return Activations(
-        update=update_bytes(config, model, rows_at_once(config)),
-        rollout=rollout_bytes(config, model, chunk),
-        decoding=decoding_bytes(config, model, min(config.model.decode_batch_size or chunk, chunk)),
+        update=update_bytes(config, model, rows.update * together),
+        rollout=rollout_bytes(config, model, rows.rollout),
+        decoding=decoding_bytes(config, model, rows.decoding),
+        evaluation=evaluation_bytes(config, model, rows.evaluation),
+        shown=decoding_bytes(config, model, rows.shown),
     )
 
 
@@ -103,7 +136,6 @@ def update_bytes(config: Config, model: FlowModel, rows: int) -> int:
       model: on the meta device, with its LoRA.
       rows: samples times SDE steps that are evaluated at once.
     """
-    mixed = torch.autocast("cpu", torch.bfloat16, enabled=config.trainer.mixed_precision == "bf16")
 
     def train(network: Any) -> int:
         if config.model.gradient_checkpointing:
@@ -112,14 +144,15 @@ def update_bytes(config: Config, model: FlowModel, rows: int) -> int:
         for parameter in network.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
-        inputs = _inputs(config, model, rows)
+        spec = config.rollout.spec()
+        inputs = _inputs(model, rows, spec)
         with PeakMemory() as memory:
-            with mixed:
-                velocity = model.velocity(network, *inputs, config.rollout.spec())
+            with _mixed(config):
+                velocity = model.velocity(network, *inputs, spec)
             velocity.square().mean().backward()
         return memory.peak
 
-    return _on_fakes(model.network, train)
+    return _measured(model.network, train)
 
 
 def rollout_bytes(config: Config, model: FlowModel, rows: int) -> int:
@@ -132,12 +165,25 @@ def rollout_bytes(config: Config, model: FlowModel, rows: int) -> int:
     """
 
     def sample(network: Any) -> int:
-        inputs = _inputs(config, model, rows)
-        with torch.no_grad(), PeakMemory() as memory:
-            model.velocity(network, *inputs, config.rollout.spec())
-        return memory.peak
+        return _forward(model, network, rows, config.rollout.spec())
 
-    return _on_fakes(model.network, sample, DTYPES[config.rollout.dtype])
+    return _measured(model.network, sample, DTYPES[config.rollout.dtype])
+
+
+def evaluation_bytes(config: Config, model: FlowModel, rows: int) -> int:
+    """Measures a forward of the evaluation, which samples with the trainer's network.
+
+    Args:
+      config: the settings.
+      model: on the meta device, with its LoRA.
+      rows: held-out samples that are made at once.
+    """
+
+    def sample(network: Any) -> int:
+        with _mixed(config):
+            return _forward(model, network, rows, config.rollout.held_out_spec())
+
+    return _measured(model.network, sample)
 
 
 def decoding_bytes(config: Config, model: FlowModel, rows: int) -> int:
@@ -158,41 +204,131 @@ def decoding_bytes(config: Config, model: FlowModel, rows: int) -> int:
         return memory.peak
 
     try:
-        return _on_fakes(whole, decode)
+        return _on_fakes(copy.deepcopy(whole), decode)
     finally:
         model.pipeline.vae = whole
 
 
-def _inputs(config: Config, model: FlowModel, rows: int) -> _Inputs:
+def _mixed(config: Config) -> torch.autocast:
+    enabled = config.trainer.mixed_precision == "bf16"
+    return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+
+
+def _forward(model: FlowModel, network: Any, rows: int, spec: SamplerSpec) -> int:
+    inputs = _inputs(model, rows, spec)
+    with torch.no_grad(), PeakMemory() as memory:
+        model.velocity(network, *inputs, spec)
+    return memory.peak
+
+
+def _inputs(model: FlowModel, rows: int, spec: SamplerSpec) -> _Inputs:
     """Returns latents, timesteps, conditioning and negative of `rows` samples."""
-    spec = config.rollout.spec()
     conditioning = model.blank_conditioning(rows, spec)
     negative = model.blank_conditioning(rows, spec) if model.cfg_scale(spec) > 1 else None
     latents = torch.empty(rows, *model.latent_shape(spec))
     return latents, torch.empty(rows), conditioning, negative
 
 
+def _measured(
+    network: nn.Module, measure: Callable[[Any], int], dtype: torch.dtype | None = None
+) -> int:
+    """Returns the bytes that a function finds on a network whose tensors are fakes.
+
+    What a transformer needs grows evenly with its blocks. Where they are many, copies with 1, 2 and
+    3 of each kind are measured in its place.
+
+    Args:
+      network: on the meta device; it is not changed.
+      measure: called with copies of it.
+      dtype: of their floating-point tensors; None for their own.
+    """
+    runs = _runs(network)
+    few = [_FEW] * len(runs)
+    one_more, two_more = (
+        [[*few[:run], _FEW + more, *few[run + 1 :]] for run in range(len(runs))] for more in (1, 2)
+    )
+    tries = [few, *one_more, *two_more]
+    if sum(map(sum, tries)) >= sum(run.length for run in runs):
+        return _on_fakes(copy.deepcopy(network), measure, dtype)
+    found = [_on_fakes(_shortened(network, runs, lengths), measure, dtype) for lengths in tries]
+    least, ones, twos = found[0], found[1 : 1 + len(runs)], found[1 + len(runs) :]
+    if any(two - one != one - least for one, two in zip(ones, twos, strict=True)):
+        return _on_fakes(copy.deepcopy(network), measure, dtype)
+    return least + sum(
+        (run.length - _FEW) * (one - least) for run, one in zip(runs, ones, strict=True)
+    )
+
+
+_FEW = 1
+
+
+class _Blocks(NamedTuple):
+    """Blocks of one kind that follow each other.
+
+    Attributes:
+      name: of the list that they are in.
+      start: place of the first of them.
+      length: how many they are.
+    """
+
+    name: str
+    start: int
+    length: int
+
+
+def _runs(network: nn.Module) -> list[_Blocks]:
+    """Returns the blocks of a transformer by their kinds, in order; none if each kind is alone."""
+    found = []
+    for name, blocks in network.named_children():
+        if not isinstance(blocks, nn.ModuleList):
+            continue
+        start = 0
+        for _, group in groupby(blocks, _kind):
+            length = len(list(group))
+            found.append(_Blocks(name, start, length))
+            start += length
+    return [run for run in found if run.length > _FEW + 2]
+
+
+def _kind(block: nn.Module) -> list[tuple[str, torch.Size, bool]]:
+    return [(name, p.shape, p.requires_grad) for name, p in block.named_parameters()]
+
+
+def _shortened(network: nn.Module, runs: Sequence[_Blocks], lengths: Sequence[int]) -> nn.Module:
+    """Returns a copy with as many blocks of each run as `lengths` say."""
+    # deepcopy takes what it finds in its memo: what is left out afterwards need not be copied.
+    memo: dict[int, Any] = {}
+    for run, length in zip(runs, lengths, strict=True):
+        blocks: Any = network.get_submodule(run.name)
+        left_out = blocks[run.start + length : run.start + run.length]
+        memo |= {id(block): nn.Identity() for block in left_out}
+    shorter = copy.deepcopy(network, memo=memo)
+    for run, length in reversed(list(zip(runs, lengths, strict=True))):
+        blocks = shorter.get_submodule(run.name)
+        del blocks[run.start + length : run.start + run.length]
+    return shorter
+
+
 def _on_fakes(
     network: nn.Module, measure: Callable[[Any], int], dtype: torch.dtype | None = None
 ) -> int:
-    """Returns what a function finds on a copy of a network whose tensors are fakes on the CPU.
+    """Returns what a function finds on a network, after its tensors have become fakes on the CPU.
 
     On the CPU torch has the kernels of attention that do not hold all its products, as on a GPU;
     tensors on the meta device would take those that do.
 
     Args:
-      network: on the meta device; it is not changed.
-      measure: called with the copy.
-      dtype: of the copy's floating-point tensors; None for their own.
+      network: on the meta device; it is changed.
+      measure: called with it.
+      dtype: of its floating-point tensors; None for their own.
     """
 
     def fake(tensor: Tensor) -> Tensor:
         wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         return torch.empty(tensor.shape, dtype=wanted, device="cpu")
 
-    faked = copy.deepcopy(network)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        for module in faked.modules():
+        for module in network.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     new = nn.Parameter(fake(parameter), parameter.requires_grad)
@@ -200,4 +336,4 @@ def _on_fakes(
             for name, tensor in [*module._buffers.items(), *vars(module).items()]:
                 if isinstance(tensor, Tensor):
                     setattr(module, name, fake(tensor))
-        return measure(faked)
+        return measure(network)

@@ -44,9 +44,23 @@ def _samples(config: Config, model: FlowModel, num_processes: int) -> list[Row]:
             f"{prompts:,}",
             f"{rollout.n} samples each; {prompts // num_processes} on a rank",
         ),
-        ("stochastic steps", str(size), f"{size} of the steps {first} to {last - 1}, of {steps}"),
+        (
+            "stochastic steps",
+            str(size),
+            f"{size} of the steps {first} to {last - 1}, of {steps}{_sliding(config)}"
+            if size
+            else f"none of {steps}: the ODE",
+        ),
         ("latents of a sample", f"{latents:,}", _shape(config, model)),
     ]
+
+
+def _sliding(config: Config) -> str:
+    """Says how the window slides; nothing if it is drawn."""
+    algo = config.rollout.algo
+    if algo.sde_window_interval is None:
+        return ""
+    return f"; sliding, by {algo.sde_window_stride} every {algo.sde_window_interval} training steps"
 
 
 def _forwards(config: Config, model: FlowModel, num_processes: int) -> list[Row]:
@@ -57,10 +71,12 @@ def _forwards(config: Config, model: FlowModel, num_processes: int) -> list[Row]
     each_sample = 2 if guided else 1
     guidance = " x 2 (guidance)" if guided else ""
     per_rank = config.samples_per_step(num_processes)
-    denoising = rollout.evaluations()
-    size = rollout.window()[0]
+    steps = range(1, config.trainer.total_training_steps + 1)
+    # A sliding window changes how many steps lie behind it.
+    denoising = round(sum(map(rollout.evaluations, steps)) / len(steps))
+    size = config.trained_steps()
     trained = per_rank * size * each_sample
-    formula = f"{per_rank} samples x {size} stochastic steps{guidance}"
+    formula = f"{per_rank} samples x {_trained(config)}{guidance}"
     rows = [
         (
             "forwards, sampling",
@@ -68,7 +84,10 @@ def _forwards(config: Config, model: FlowModel, num_processes: int) -> list[Row]
             f"{per_rank} samples x {denoising} steps{guidance}",
         )
     ]
-    if not config.algorithm.rollout_correction.corrects_in_loss:
+    if config.knows_no_log_probs():
+        old = f"{trained * actor.ppo_epochs:,}"
+        rows.append(("forwards, old policy", old, "no gradient; beside those with backward"))
+    elif not config.algorithm.rollout_correction.corrects_in_loss:
         rows.append(_old_policy(config, trained))
     batches = 1 + rollout.reuse
     if rollout.reuse:
@@ -80,6 +99,12 @@ def _forwards(config: Config, model: FlowModel, num_processes: int) -> list[Row]
         rows.append(("forwards, reference", updated, f"{formula}, no gradient (KL)"))
     rows.append(("forwards with backward", updated, formula))
     return rows
+
+
+def _trained(config: Config) -> str:
+    """Says what is trained of a sample."""
+    what = "noise levels" if config.knows_no_log_probs() else "stochastic steps"
+    return f"{config.trained_steps()} {what}"
 
 
 def _old_policy(config: Config, trained: int) -> Row:
@@ -104,7 +129,7 @@ def _updates(config: Config, model: FlowModel, num_processes: int) -> list[Row]:
     images = prompts * config.rollout.n
     mini = config.samples_per_mini_batch(num_processes)
     micro = actor.ppo_micro_batch_size_per_gpu
-    size = config.rollout.window()[0]
+    size = config.trained_steps()
     together = actor.steps_per_forward or size
     guidance = 2 if model.cfg_scale(config.rollout.spec()) > 1 else 1
     batches = 1 + config.rollout.reuse
@@ -120,7 +145,7 @@ def _updates(config: Config, model: FlowModel, num_processes: int) -> list[Row]:
         (
             "micro-batches each",
             f"{mini // micro * math.ceil(size / together)}",
-            f"{mini} / {micro} samples x {size} stochastic steps, {together} at once",
+            f"{mini} / {micro} samples x {_trained(config)}, {together} at once",
         ),
         (
             "rows of a micro-batch",

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from flowgrpo_rc.commands.plan_activations import (
     Activations,
     decoding_bytes,
+    evaluation_bytes,
     rollout_bytes,
     rows_at_once,
+    rows_of,
     update_bytes,
 )
 from flowgrpo_rc.commands.plan_memory import as_size, memory
@@ -22,6 +24,10 @@ from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.base import FlowModel
 
 HEADROOM = 0.08  # of a card, for what fragments its memory and what is not planned
+
+# A few samples fill a card while they are decoded; more would only take memory, also for
+# workspaces of convolutions, which fake tensors do not show.
+_DECODED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,58 @@ class Line:
     def at(self, samples: int) -> int:
         """Returns the bytes for a number of samples."""
         return self.one + (samples - 1) * self.more
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Activations of each phase by the number of samples, whatever the settings of memory are.
+
+    Attributes:
+      update: forward and backward of a micro-batch.
+      checkpointed: the same with gradient checkpointing.
+      rollout: a forward.
+      evaluation: a forward of held-out samples.
+      decoding: the VAE's.
+    """
+
+    update: Line
+    checkpointed: Line
+    rollout: Line
+    evaluation: Line
+    decoding: Line
+
+    def of(self, config: Config) -> Activations:
+        """Returns the activations with some settings of memory."""
+        rows = rows_of(config)
+        update = self.checkpointed if config.model.gradient_checkpointing else self.update
+        return Activations(
+            update=update.at(rows.update),
+            rollout=self.rollout.at(rows.rollout),
+            decoding=self.decoding.at(rows.decoding),
+            evaluation=self.evaluation.at(rows.evaluation),
+            shown=self.decoding.at(rows.shown),
+        )
+
+
+def measure_needs(config: Config, model: FlowModel) -> Needs:
+    """Measures what one and two samples need.
+
+    Args:
+      config: the settings; those of memory do not matter.
+      model: on the meta device, with its LoRA.
+    """
+    together = rows_at_once(config) // config.actor.ppo_micro_batch_size_per_gpu
+    update, checkpointed = (
+        _line(*(update_bytes(_checkpointing(config, keeps), model, n * together) for n in (1, 2)))
+        for keeps in (False, True)
+    )
+    return Needs(
+        update=update,
+        checkpointed=checkpointed,
+        rollout=_line(*(rollout_bytes(config, model, n) for n in (1, 2))),
+        evaluation=_line(*(evaluation_bytes(config, model, n) for n in (1, 2))),
+        decoding=_line(*(decoding_bytes(config, model, n) for n in (1, 2))),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +128,22 @@ class Fitter:
     """Finds settings for cards of several sizes; measures activations once."""
 
     def __init__(
-        self, config: Config, model: FlowModel, num_processes: int, num_nodes: int = 1
+        self,
+        config: Config,
+        model: FlowModel,
+        num_processes: int,
+        num_nodes: int = 1,
+        *,
+        needs: Needs | None = None,
     ) -> None:
-        """Measures what one and two samples need.
+        """Takes the settings to start from.
 
         Args:
-          config: the settings to start from.
+          config: the settings.
           model: on the meta device, with its LoRA.
           num_processes: how many processes share a step.
           num_nodes: how many machines they are spread over, evenly.
+          needs: what `measure_needs` has found; None to measure it now.
 
         Raises:
           ValueError: the sizes of forwards are part of what is asked for.
@@ -90,16 +155,8 @@ class Fitter:
             )
         self._config, self._model = config, model
         self._num_processes, self._num_nodes = num_processes, num_nodes
-        together = rows_at_once(config) // config.actor.ppo_micro_batch_size_per_gpu
-        self._update = {
-            keeps: _line(
-                *(update_bytes(_checkpointing(config, keeps), model, n * together) for n in (1, 2))
-            )
-            for keeps in (False, True)
-        }
         self._held = {offload: self._always(offload) for offload in (False, True)}
-        self._rollout = _line(*(rollout_bytes(config, model, n) for n in (1, 2)))
-        self._decoding = _line(*(decoding_bytes(config, model, n) for n in (1, 2)))
+        self._needs = needs or measure_needs(config, model)
 
     def _always(self, offload: bool) -> int:
         config = self._config
@@ -115,7 +172,7 @@ class Fitter:
         """
         least: Proposal | None = None
         for config in self._candidates():
-            found = Proposal(config, self._peak(config))
+            found = Proposal(config, self.peak(config))
             if fits(found, gib):
                 return found
             if least is None or found.peak < least.peak:
@@ -136,19 +193,12 @@ class Fitter:
             for offload in (False, True):
                 for micro in (n for n in range(mini, 0, -1) if mini % n == 0):
                     for sampled in _halves(chunk):
-                        for decoded in _halves(sampled):
+                        for decoded in _halves(min(sampled, _DECODED)):
                             yield _with(config, checkpointing, offload, micro, sampled, decoded)
 
-    def _peak(self, config: Config) -> int:
-        chunk = chunk_size(config)
-        decoded = config.model.decode_batch_size or chunk
-        micro = config.actor.ppo_micro_batch_size_per_gpu
-        found = Activations(
-            update=self._update[config.model.gradient_checkpointing].at(micro),
-            rollout=self._rollout.at(chunk),
-            decoding=self._decoding.at(decoded),
-        )
-        besides = phases(config, self._model, self._num_processes, found)
+    def peak(self, config: Config) -> int:
+        """Returns the bytes of one process with other settings of memory."""
+        besides = phases(config, self._model, self._num_processes, self._needs.of(config))
         return self._held[config.model.offload_idle] + max(size for _, size, _ in besides)
 
 

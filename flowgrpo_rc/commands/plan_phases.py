@@ -4,7 +4,9 @@ the host.
 
 from __future__ import annotations
 
-from flowgrpo_rc.commands.plan_activations import Activations, rows_at_once
+from typing import Any
+
+from flowgrpo_rc.commands.plan_activations import Activations, rows_at_once, rows_of
 from flowgrpo_rc.commands.plan_memory import (
     Row,
     as_size,
@@ -12,8 +14,8 @@ from flowgrpo_rc.commands.plan_memory import (
     engine_bytes,
     has_engine_process,
     sleeps,
+    strategy_of,
 )
-from flowgrpo_rc.config.check_engine import chunk_size
 from flowgrpo_rc.config.checks import num_trained
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.base import FlowModel
@@ -31,29 +33,52 @@ def phases(config: Config, model: FlowModel, num_processes: int, found: Activati
       num_processes: how many processes share a step.
       found: the activations of its phases.
     """
-    update = found.update
-    formula = f"activations of {rows_at_once(config)} rows"
+    gathered = _gathered(config, model, num_processes)
+    around = f", {as_size(gathered)} of gathered weights" if gathered else ""
+    update = found.update + gathered
+    formula = f"activations of {rows_at_once(config)} rows{around}"
     if num_processes > 1:
-        # accelerate copies the flat gradients before it adds them up.
-        update = max(update, 2 * 4 * num_trained(model))
-        formula += ", or two flat copies of the gradients"
+        update = max(update, 4 * num_trained(model))
+        formula += ", or a flat copy of the gradients"
     steps = [("update", update, formula)]
-    if config.rollout.workers:
-        return steps
-    chunk = chunk_size(config)
-    sampling, formula = found.rollout, f"activations of {chunk} samples"
-    if sleeps(config):
-        sampling += engine_bytes(config, model)
-        formula += ", and the engine, which sleeps otherwise"
-    steps.append(("rollout", sampling, formula))
-    decoded = min(config.model.decode_batch_size or chunk, chunk)
-    decoding, formula = found.decoding, f"activations of {decoded} samples in the fp32 VAE"
-    if config.model.offload_idle:
-        parts = bytes_of_parts(model)
+    rows = rows_of(config)
+    parts = bytes_of_parts(model)
+    offload = config.model.offload_idle
+    vae, in_vae = (parts["vae"], "the fp32 VAE, and the VAE") if offload else (0, "the fp32 VAE")
+    if not config.rollout.workers:
+        sampling, formula = found.rollout, f"activations of {rows.rollout} samples"
+        if sleeps(config):
+            sampling += engine_bytes(config, model)
+            formula += ", and the engine, which sleeps otherwise"
+        steps.append(("rollout", sampling, formula))
+        formula = f"activations of {rows.decoding} samples in {in_vae}"
+        steps.append(("decoding", found.decoding + vae, formula))
+    if offload:
         encoders = sum(parts.values()) - parts["transformer"] - parts["vae"]
         steps.append(("encoding", encoders, "text encoders; their activations are small"))
-        decoding, formula = decoding + parts["vae"], f"{formula}, and the VAE"
-    return [*steps, ("decoding", decoding, formula)]
+    trainer = config.trainer
+    if trainer.val_before_train or trainer.test_freq >= 0:
+        evaluation = max(found.evaluation + gathered, found.shown + vae)
+        formula = f"activations of {rows.evaluation} samples, or of {rows.shown} in {in_vae}"
+        steps.append(("evaluation", evaluation, formula))
+    return steps
+
+
+def _gathered(config: Config, model: FlowModel, num_processes: int) -> int:
+    """Returns the bytes of split weights that are whole on a card during a forward or backward.
+
+    These are a block that computes, one that is fetched meanwhile, and what is in no block.
+    """
+    if strategy_of(config, num_processes) != "fsdp2":
+        return 0
+    network: Any = model.network
+    names = set(network._no_split_modules)
+    blocks = [
+        sum(p.numel() * p.itemsize for p in module.parameters() if not p.requires_grad)
+        for module in network.modules()
+        if type(module).__name__ in names
+    ]
+    return bytes_of_parts(model)["transformer"] - sum(blocks) + 2 * max(blocks)
 
 
 def context(config: Config) -> Row:
@@ -74,10 +99,13 @@ def on_the_host(config: Config, model: FlowModel, num_processes: int, num_nodes:
     """
     parts = bytes_of_parts(model)
     whole = sum(parts.values())
-    rows = [("while loading", whole, "a pipeline; processes load one after the other")]
-    if config.model.offload_idle:
-        here = num_processes // num_nodes
-        idle = whole - parts["transformer"]
-        formula = f"text encoders and VAE of {here} process(es): {as_size(idle)} each, pinned"
-        rows.append(("idle models", here * idle, formula))
-    return rows
+    if not config.model.offload_idle:
+        return [("while loading", whole, "a pipeline; processes load one after the other")]
+    here = num_processes // num_nodes
+    idle = whole - parts["transformer"]
+    formula = f"text encoders and VAE of {here} process(es): {as_size(idle)} each, pinned"
+    loading = "a pipeline, beside the idle models of the processes that were first"
+    return [
+        ("idle models", here * idle, formula),
+        ("while loading", (here - 1) * idle + whole, loading),
+    ]

@@ -14,6 +14,7 @@ from flowgrpo_rc.build import assemble, make_console, make_log, make_processes
 from flowgrpo_rc.commands import EXIT_OK
 from flowgrpo_rc.commands.opening import check_one_folder, note_fetched, prepare_folder
 from flowgrpo_rc.config.check_folder import can_be_extended, command_from_lora
+from flowgrpo_rc.config.check_inputs import Prompts
 from flowgrpo_rc.config.checks import RunInputs, check_run
 from flowgrpo_rc.config.compose import unchecked_config
 from flowgrpo_rc.config.device import device_of
@@ -136,7 +137,7 @@ def _agreed(config: Config, processes: Processes, console: Console) -> Config:
 def _say_centering(given: Config, found: Config, console: Console) -> None:
     """Says that the log-ratio is not centered, if nobody asked for that."""
     correction = found.algorithm.rollout_correction
-    images = found.model.kind != "causal_lm"
+    images = found.model.kind != "causal_lm" and not found.knows_no_log_probs()
     if images and given.algorithm.rollout_correction.centered is None and not correction.centered:
         console.message(
             "note: algorithm.rollout_correction.centered=false in this run, because its rollout "
@@ -166,7 +167,7 @@ def _run(
                 console.warning(warning)
         processes.wait()
         first_step = 0 if resumed is None else resumed.step + 1
-        prompts = inputs.sampler, list(inputs.held_out)
+        prompts = Prompts(inputs.sampler, inputs.held_out, inputs.suites)
         log = make_log(
             config,
             folder,
@@ -208,6 +209,8 @@ def _train(
         raise RuntimeError(f"training failed: {error}") from error
     finally:
         parts.rewards.close()
+        for suite in parts.suites:
+            suite.close()
         parts.source.close()
         parts.log.trackers.finish()
     return reason
@@ -224,7 +227,8 @@ def notes(config: Config) -> Iterator[str]:
     why = config.why_recompute()
     if why is not None:
         yield f"old log-probs are recomputed, one forward for each trained step: {why}"
-    if config.fresh() and config.expected_mismatch() is None:
+    told = config.fresh() and not config.knows_no_log_probs()
+    if told and config.expected_mismatch() is None:
         formats = [config.rollout.spec().dtype]
         quantization = config.rollout.engine_kwargs.get("quantization")
         if quantization:

@@ -16,7 +16,8 @@ import torch
 
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.sharding import resolve_strategy
-from flowgrpo_rc.models.base import absent_components, adapter_of
+from flowgrpo_rc.models.base import adapter_of
+from flowgrpo_rc.models.index import absent_components
 from flowgrpo_rc.plugins import check_options, install_hint, load_class
 from flowgrpo_rc.rollout.config import PACKAGE
 from flowgrpo_rc.rollout.engine import RolloutEngine
@@ -78,6 +79,19 @@ def engine_of(config: Config) -> type[RolloutEngine[Any]]:
             f"rollout.name={config.rollout.name} does not record the means of its steps, which "
             f"{' and '.join(config.compares_means())} reads: use another engine, or do without. "
             "An engine that does record them says so (`RolloutEngine.records_means`)"
+        )
+    if config.rollout.pipeline.condition_images and not engine.takes_images:
+        raise ValueError(
+            f"rollout.pipeline.condition_images={config.rollout.pipeline.condition_images}: "
+            f"rollout.name={config.rollout.name} samples from texts alone; set "
+            "rollout.name=diffusers"
+        )
+    if config.knows_no_log_probs() and not engine.finishes_alone:
+        raise ValueError(
+            f"rollout.name={config.rollout.name} records steps, and "
+            f"actor.diffusion_loss.loss_mode={config.actor.diffusion_loss.loss_mode} trains on "
+            "finished samples: set rollout.name=diffusers, or take another loss. An engine that "
+            "returns them says so (`RolloutEngine.finishes_alone`)"
         )
     if config.actor.replay == "aligned" and config.rollout.algo.shared_prefix:
         raise ValueError(

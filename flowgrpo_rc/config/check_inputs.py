@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.config.check_folder import check_output
-from flowgrpo_rc.config.check_settings import check_settings
+from flowgrpo_rc.config.check_settings import SCORED, check_settings
 from flowgrpo_rc.config.device import device_of
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.data.prompts import PromptSampler, read_prompts
+from flowgrpo_rc.evaluation.suite import Suite, read_suites
 from flowgrpo_rc.records.trackers import check_login
-from flowgrpo_rc.rewards.manager import check_needs, requires_target
+from flowgrpo_rc.rewards.manager import check_images, check_needs, requires_target
 
 
 class Prompts(NamedTuple):
@@ -24,10 +25,12 @@ class Prompts(NamedTuple):
     Attributes:
       sampler: says which training prompts belong to which step.
       held_out: the prompts of evaluation.
+      suites: what evaluations ask besides.
     """
 
     sampler: PromptSampler
     held_out: Sequence[Prompt]
+    suites: Sequence[Suite] = ()
 
 
 def check_inputs(config: Config, *, num_processes: int = 1, trains: bool = True) -> Prompts:
@@ -52,14 +55,24 @@ def check_inputs(config: Config, *, num_processes: int = 1, trains: bool = True)
     if trains:
         check_login(config.trainer.logger)
     check_needs(config.reward)
-    return prompts
+    return prompts._replace(suites=suites_of(config) if trains else ())
+
+
+def suites_of(config: Config) -> list[Suite]:
+    """Reads `trainer.suites`.
+
+    Raises:
+      ValueError: a suite is unknown or broken, or its reward cannot score what the model makes.
+    """
+    return read_suites(config.trainer.suites, *SCORED[config.model.kind])
 
 
 def prompts_of(config: Config) -> Prompts:
     """Reads the prompt files.
 
     Raises:
-      ValueError: a file is missing, empty or malformed, or has too few prompts.
+      ValueError: a file is missing, empty or malformed, or has too few prompts; or a condition
+        image is missing, too large or no picture.
     """
     data = config.data
     for name in ("train_files", "val_files"):
@@ -68,10 +81,16 @@ def prompts_of(config: Config) -> Prompts:
                 f"data.{name} is empty: give a prompt file (.txt, .jsonl, .parquet) or a list of "
                 "them"
             )
+    check_images(config.reward, config.rollout.pipeline.condition_images)
     target = requires_target(config.reward)
     train, held_out = (
         read_prompts(
-            files, require_target=target, negative_text=data.negative_prompt, key=f"data.{name}"
+            files,
+            require_target=target,
+            negative_text=data.negative_prompt,
+            key=f"data.{name}",
+            most_images=config.rollout.pipeline.condition_images,
+            max_image_pixels=data.max_image_pixels,
         )
         for name, files in (("train_files", data.train_files), ("val_files", data.val_files))
     )

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import torch
 
+from flowgrpo_rc.config.check_forward import check_trained_on
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.transition import GaussianSteps
+from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig
 from flowgrpo_rc.rewards.manager import check_kind, validate_rewards
-from flowgrpo_rc.rollout.config import EvaluationConfig, PipelineConfig
 
 # What a reward may score, by the kind of the model.
 SCORED = {"diffusion": ("image", "video", "latent"), "causal_lm": ("text",)}
@@ -35,13 +36,14 @@ def check_settings(config: Config, num_processes: int = 1) -> None:
     config.trainer.validate()
     validate_rewards(config.reward)
     check_kind(config.reward, *SCORED[config.model.kind])
+    if config.model.kind == "diffusion":
+        check_trained_on(config)
     _check_sizes(config, num_processes)
     if config.actor.replay == "aligned":
         _check_alignment(config)
     _check_other_kind(config)
     _check_fp64(config)
     _check_correction(config)
-    _check_guidance(config)
     _check_replayed(config)
     _check_reuse(config)
     _check_average(config)
@@ -70,10 +72,13 @@ def _check_sizes(config: Config, num_processes: int) -> None:
             f"rollout.n={config.rollout.n} / {num_processes})"
         )
     steps = config.actor.steps_per_forward
-    if config.model.kind == "diffusion" and (steps or 1) > config.rollout.window()[0]:
+    if config.model.kind == "diffusion" and (steps or 1) > config.trained_steps():
+        trained = f"a window has {config.trained_steps()} SDE steps (rollout.algo.sde_window_size)"
+        if config.actor.diffusion_loss.forward is not None:
+            trained = f"a sample has {config.trained_steps()} noise levels ({DIFFUSION_KEY}.times)"
         raise ValueError(
-            f"actor.steps_per_forward={steps}: a window has {config.rollout.window()[0]} SDE steps "
-            "(rollout.algo.sde_window_size); give at most that, or null for all of them"
+            f"actor.steps_per_forward={steps}: {trained}; give at most that, or null for all of "
+            "them"
         )
     chunk = config.rollout.micro_batch_size_per_gpu
     if chunk is not None and chunk < 1:
@@ -246,7 +251,7 @@ def _check_follows(config: Config, name: str, setting: str) -> None:
     section = config.actor.diffusion_loss
     if len(section.auto) > 1:
         raise ValueError(f"{setting}: only one option can follow the mismatch; give a number")
-    loss = section.loss()
+    loss = section.step_loss()
     one = torch.ones(1, 1, dtype=torch.float64)
     steps = GaussianSteps(one, -one, one if loss.needs_means else None)
     found = loss.bound(0 * one, steps, convention=config.rollout.algo.log_prob_convention)
@@ -299,22 +304,6 @@ def _check_correction_of_text(config: Config) -> None:
             raise ValueError(f"algorithm.rollout_correction.{message} (model.kind=causal_lm)")
 
 
-def _check_guidance(config: Config) -> None:
-    """A negative prompt needs guidance; `check_model` knows which of the scales the model uses."""
-    largest = max(_scale(config.rollout.pipeline), _scale(config.rollout.val_kwargs))
-    if config.data.negative_prompt and largest <= 1:
-        raise ValueError(
-            f"data.negative_prompt={config.data.negative_prompt!r} has no effect without guidance: "
-            "set rollout.pipeline.guidance_scale (or true_cfg_scale, where the model has it) "
-            "above 1, or drop it"
-        )
-
-
-def _scale(given: PipelineConfig | EvaluationConfig) -> float:
-    """Returns the larger of the two scales of guidance."""
-    return max(given.guidance_scale, given.true_cfg_scale or 1.0)
-
-
 def _check_replayed(config: Config) -> None:
     """Where saved trajectories are trained on, nothing is sampled for training."""
     for name in ("staleness", "workers", "quantization", "compile"):
@@ -323,6 +312,12 @@ def _check_replayed(config: Config) -> None:
             raise ValueError(
                 f"rollout.{name}={value} has no effect with data.replay_dir: drop one of them"
             )
+    interval = config.rollout.algo.sde_window_interval
+    if interval is not None and config.data.replay_dir is not None:
+        raise ValueError(
+            f"rollout.algo.sde_window_interval={interval} has no effect with data.replay_dir: "
+            "saved samples have their windows; drop one of them"
+        )
 
 
 def _check_reuse(config: Config) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -16,15 +17,20 @@ import torch
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.config.check_engine import check_engine, check_machine
 from flowgrpo_rc.config.check_folder import check_output, checkpoint_to_resume
-from flowgrpo_rc.config.check_inputs import check_inputs
+from flowgrpo_rc.config.check_inputs import Prompts, check_inputs, suites_of
 from flowgrpo_rc.config.check_settings import check_settings
+from flowgrpo_rc.config.device import device_of
 from flowgrpo_rc.config.input_files import inputs_of
 from flowgrpo_rc.config.tree import Config
-from flowgrpo_rc.data.prompts import PromptSampler
+from flowgrpo_rc.data.prompts import PromptSampler, place_of
+from flowgrpo_rc.evaluation.suite import Suite
 from flowgrpo_rc.models.architecture import META, build_architecture
 from flowgrpo_rc.models.base import FlowModel, adapter_of
 from flowgrpo_rc.models.causal_lm import load_tokenizer, token_rows
+from flowgrpo_rc.models.editing import EditingModel
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
+from flowgrpo_rc.pictures import name_of, picture_size
+from flowgrpo_rc.plugins import install_hint
 from flowgrpo_rc.records.checkpoint import Checkpoint
 from flowgrpo_rc.records.earlier_batches import check_processes
 from flowgrpo_rc.records.inputs import Input
@@ -41,12 +47,14 @@ class RunInputs:
     Attributes:
       sampler: says which training prompts belong to which step.
       held_out: the prompts of evaluation.
+      suites: what evaluations ask besides; empty if nothing is trained.
       read: what decides what is trained, by the setting that names it.
       resumed: the checkpoint to go on from; None for a new run.
     """
 
     sampler: PromptSampler
     held_out: Sequence[Prompt]
+    suites: Sequence[Suite]
     read: Mapping[str, Input]
     resumed: Checkpoint | None
 
@@ -88,14 +96,47 @@ def check_run(
         check_processes(resumed.files, num_processes)
     if trains:
         _check_replay(config, num_processes)
-    model = _check_model(config)
+    model = _check_model(config, prompts.suites)
+    if isinstance(model, EditingModel):
+        _check_images(config, model, prompts)
     if samples:
         check_machine(config, device)
-    if config.model.kind == "causal_lm":
-        _check_lengths(config, [*prompts.sampler.prompts, *prompts.held_out])
+    _check_lengths(config, [*prompts.sampler.prompts, *prompts.held_out])
+    _check_lengths(config, prompts_of_suites(prompts.suites))
     if trains and model is not None:
         check_output(config, num_trained(model), batch_bytes(config, model, num_processes=1))
-    return RunInputs(sampler=prompts.sampler, held_out=prompts.held_out, read=read, resumed=resumed)
+    return RunInputs(
+        sampler=prompts.sampler,
+        held_out=prompts.held_out,
+        suites=prompts.suites,
+        read=read,
+        resumed=resumed,
+    )
+
+
+def check_suites(config: Config) -> list[Suite]:
+    """Checks an evaluation by `trainer.suites`, which asks neither the run's prompts nor rewards.
+
+    Args:
+      config: the settings of a run.
+
+    Returns:
+      The suites.
+
+    Raises:
+      ValueError: names the key or the suite, the value and what is allowed.
+    """
+    check_settings(config)
+    device_of(config)
+    suites = suites_of(config)
+    _check_model(config, suites)
+    _check_lengths(config, prompts_of_suites(suites))
+    return suites
+
+
+def prompts_of_suites(suites: Sequence[Suite]) -> list[Prompt]:
+    """Returns the prompts of all suites."""
+    return [prompt for suite in suites for prompt in suite.prompts]
 
 
 def check_plan(config: Config, num_processes: int) -> FlowModel | None:
@@ -133,7 +174,7 @@ def batch_bytes(config: Config, model: FlowModel, num_processes: int) -> int:
     return 4 * config.samples_per_step(num_processes) * config.states_per_sample() * elements
 
 
-def _check_model(config: Config) -> FlowModel | None:
+def _check_model(config: Config, suites: Sequence[Suite] = ()) -> FlowModel | None:
     """Checks settings and rewards against the model at `model.path`, none of whose weights is read.
 
     Returns the model on the meta device, with its LoRA; None for a language model.
@@ -142,7 +183,14 @@ def _check_model(config: Config) -> FlowModel | None:
         return None
     adapter = adapter_of(config.model)
     config.rollout.check_model(adapter)
-    check_kind(config.reward, adapter.makes, "latent")
+    if suites and config.rollout.pipeline.condition_images:
+        raise ValueError(
+            f"trainer.suites: the prompts of {suites[0].name} bring no images, and "
+            f"rollout.pipeline.condition_images={config.rollout.pipeline.condition_images}: "
+            "suites are for models that are given texts alone; drop one of them"
+        )
+    for reward in (config.reward, *(suite.reward for suite in suites)):
+        check_kind(reward, adapter.makes, "latent")
     specs = {
         "rollout.pipeline": config.rollout.spec(),
         "rollout.val_kwargs": config.rollout.held_out_spec(),
@@ -151,7 +199,7 @@ def _check_model(config: Config) -> FlowModel | None:
     if config.data.negative_prompt and not guided:
         raise ValueError(
             f"data.negative_prompt={config.data.negative_prompt!r} has no effect without guidance: "
-            f"set rollout.pipeline.{adapter.cfg_key} above 1, or drop it"
+            f"set rollout.pipeline.{adapter.cfg_key} above {adapter.unguided_scale:g}, or drop it"
         )
     model = _architecture(config)
     for key, spec in specs.items():
@@ -172,8 +220,31 @@ def _architecture(config: Config) -> FlowModel:
 
 def _check_lengths(config: Config, prompts: Sequence[Prompt]) -> None:
     """A language model takes whole prompts; its tokenizer says how long they are."""
+    if config.model.kind != "causal_lm" or not prompts:
+        return
     texts = [prompt.text for prompt in prompts]
     token_rows(load_tokenizer(config.model), texts, max_length=config.rollout.prompt_length)
+
+
+def _check_images(config: Config, model: EditingModel, prompts: Prompts) -> None:
+    """The model's packages are there, and it takes images of the sizes that the prompts bring."""
+    for package in model.packages:
+        if find_spec(package) is None:
+            raise ValueError(
+                f"model.path={config.model.path}: a {model.pipeline_class} needs {package}: "
+                f"{install_hint('editing')}"
+            )
+    for key, paths, read in (
+        ("data.train_files", config.data.train_files, prompts.sampler.prompts),
+        ("data.val_files", config.data.val_files, prompts.held_out),
+    ):
+        for prompt in read:
+            for image in prompt.images:
+                try:
+                    model.image_size(*picture_size(image), config.rollout.spec())
+                except ValueError as error:
+                    where = place_of(paths, key, prompt.index)
+                    raise ValueError(f"{where}: {name_of(image)}: {error}") from error
 
 
 def _check_replay(config: Config, num_processes: int) -> None:

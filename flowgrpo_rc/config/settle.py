@@ -45,7 +45,7 @@ def settled(config: Config, device: torch.device | None = None) -> Config:
 
 def _has_means(config: Config) -> bool:
     """Returns whether the rollout's steps come with their means, if they are asked for."""
-    if config.model.kind == "causal_lm":
+    if config.model.kind == "causal_lm" or config.knows_no_log_probs():
         return False
     if config.data.replay_dir is not None:
         return keeps_means(Path(config.data.replay_dir).expanduser())

@@ -37,6 +37,7 @@ class DataConfig:
     train_batch_size: prompts of a step, of all processes together.
     negative_prompt: for prompts that bring none of their own; needs guidance.
     replay_dir: train on the trajectories that another run saved (its folder) instead of sampling.
+    max_image_pixels: the most pixels of a condition image; a larger one is an error.
     """
 
     train_files: Any = None
@@ -44,6 +45,7 @@ class DataConfig:
     train_batch_size: int = 48
     negative_prompt: str = ""
     replay_dir: str | None = None
+    max_image_pixels: int = 4096 * 4096
 
 
 @dataclass(kw_only=True)
@@ -101,6 +103,13 @@ class Config:
         """Returns whether rollouts have to record the means of their steps."""
         return bool(self.compares_means())
 
+    def trained_steps(self) -> int:
+        """Returns how many steps of an image are trained: SDE steps, or noise levels of it."""
+        forward = self.actor.diffusion_loss.forward
+        if forward is None:
+            return self.rollout.window()[0]
+        return self.rollout.evaluations() if forward.times is None else forward.times
+
     def states_per_sample(self) -> int:
         """Returns how many states of a sample a batch holds: its latents, and means if kept."""
         steps = self.rollout.window()[0]
@@ -120,6 +129,10 @@ class Config:
         assert not isinstance(band, Tensor)  # it is a number unless it follows the mismatch
         return band
 
+    def knows_no_log_probs(self) -> bool:
+        """Returns whether the loss trains on finished images, so that there is no mismatch."""
+        return self.actor.diffusion_loss.forward is not None
+
     def fresh(self) -> bool:
         """Returns whether the weights that are trained made the samples, not older ones."""
         return self.rollout.staleness == 0 and self.data.replay_dir is None
@@ -131,7 +144,11 @@ class Config:
         `relative_size`.
         """
         rollout = self.rollout
-        if not self.fresh() or rollout.engine_kwargs.get("quantization"):
+        if (
+            self.knows_no_log_probs()
+            or not self.fresh()
+            or rollout.engine_kwargs.get("quantization")
+        ):
             return None
         if rollout.merge_lora and self.model.dtype == "bf16":
             return None  # the sum rounds weights that were exact
@@ -142,7 +159,7 @@ class Config:
 
         None if that mini-batch's own forwards serve, or if the old policy is the rollout's.
         """
-        if self.algorithm.rollout_correction.corrects_in_loss:
+        if self.algorithm.rollout_correction.corrects_in_loss or self.knows_no_log_probs():
             return None
         if self.actor.old_log_probs == "recompute":
             return "actor.old_log_probs=recompute"

@@ -58,9 +58,36 @@ def window_bounds(
     if not 1 <= length <= last - first:
         raise ValueError(
             f"rollout.algo.sde_window_size={size} does not fit "
-            f"rollout.algo.sde_window_range=[{first}, {last}]: give 1 to {last - first}"
+            f"rollout.algo.sde_window_range=[{first}, {last}] in the schedule of {num_steps} steps "
+            f"(rollout.pipeline.num_inference_steps): give 1 to {last - first}"
         )
     return length, first, last
+
+
+def sliding_start(
+    step: int, *, size: int, first: int, last: int, interval: int, stride: int
+) -> int:
+    """Computes where the windows of a training step start if they slide along the schedule.
+
+    They stay for `interval` training steps at first, then at first + stride, and so on as long as
+    a window fits, and then begin at first again.
+
+    Args:
+      step: training step, from 1; a calibration, which has step 0, counts as the first.
+      size: number of steps of a window, T.
+      first: the first step that a window may hold.
+      last: one past the last step that a window may hold.
+      interval: training steps at one place.
+      stride: steps of the schedule from one place to the next.
+
+    Returns:
+      The index of the first step of all windows.
+
+    See "MixGRPO", https://arxiv.org/abs/2507.21802, section 3.2, whose window stops at the end; its
+    published scripts start anew, as here.
+    """
+    starts = range(first, last - size + 1, stride)
+    return starts[max(step - 1, 0) // interval % len(starts)]
 
 
 def kept_steps(num_steps: int, tail_start: int | None, tail_steps: int | None) -> list[int]:
@@ -111,7 +138,8 @@ def draw_windows(
     Returns:
       Step indices, int64, [P * n, T], by prompt and then by sample.
 
-    See "MixGRPO", https://arxiv.org/abs/2507.21802, whose window slides along the schedule instead.
+    See "MixGRPO", https://arxiv.org/abs/2507.21802, for windows at random places; `sliding_start`
+    has those that slide.
     """
     samples = [(slot, index) for slot in slots for index in range(samples_per_prompt)]
     # Samples that share a window share the numbers that its start is drawn from.
@@ -122,3 +150,20 @@ def draw_windows(
         source = generator(seed, step, *sample[:key_length], "window")
         starts.append(first + int(torch.randint(num_positions, (), generator=source)))
     return torch.tensor(starts, dtype=torch.int64).unsqueeze(1) + torch.arange(size).unsqueeze(0)
+
+
+def draw_times(seeds: Sequence[int], num_steps: int, count: int | None) -> Tensor:
+    """Draws the noise levels at which clean samples are trained on.
+
+    Those of a sample are different steps of the schedule, in a random order.
+
+    Args:
+      seeds: one for each sample, [B].
+      num_steps: denoising steps of the schedule, S.
+      count: T, how many for each sample, at most S; None for all.
+
+    Returns:
+      Indices of the steps, int64, [B, T].
+    """
+    orders = [torch.randperm(num_steps, generator=generator(seed, "times")) for seed in seeds]
+    return torch.stack(orders)[:, :count]

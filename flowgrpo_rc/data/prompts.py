@@ -7,6 +7,7 @@ the mini-batches of a step hold the same prompts for any number of processes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -14,10 +15,12 @@ import torch
 
 from flowgrpo_rc.batch import Prompt, PromptBatch
 from flowgrpo_rc.core.random import generator
+from flowgrpo_rc.data.images import IMAGE_KEYS, images_of
 from flowgrpo_rc.data.readers import Row, find_file, read_rows
 
-_OWN_KEYS = ("prompt", "target", "negative_prompt")
-_SPLITS = {"data.train_files": "train", "data.val_files": "test"}
+_OWN_KEYS = ("prompt", "target", "negative_prompt", *IMAGE_KEYS)
+# `prompts` is the key of a suite.
+_SPLITS = {"data.train_files": "train", "data.val_files": "test", "prompts": "test"}
 
 
 def read_prompts(
@@ -26,32 +29,38 @@ def read_prompts(
     require_target: bool,
     negative_text: str = "",
     key: str = "data.train_files",
+    most_images: int = 0,
+    max_image_pixels: int = 0,
 ) -> list[Prompt]:
     """Reads the prompts of one or several files, in order.
 
         .txt      one prompt a line
-        .jsonl    one object a line: `prompt`, and optionally `target` and `negative_prompt`; all
-                  other keys are metadata
+        .jsonl    one object a line: `prompt`, and optionally `target`, `negative_prompt` and
+                  `image` or `images`; all other keys are metadata
         .parquet  the same names as columns
         a folder  its file for `key`: train.txt, train_metadata.jsonl and so on, or test.* for
                   `data.val_files`
 
     The files of verl-omni are understood too: a prompt may be a chat, and the target may be in
     `reward_model.ground_truth`. A prompt without a target gets the text in its first pair of double
-    quotes.
+    quotes. An image is a path relative to the prompt file, or in parquet {"bytes": ..., "path":
+    ...} as well; several are a list.
 
     Args:
       paths: files or folders, one or several.
       require_target: refuse a prompt whose target is missing or empty.
       negative_text: negative prompt of the prompts that have none.
       key: the configuration key that the paths come from, `data.train_files` or `data.val_files`.
+      most_images: the most images of a prompt, which then has at least one; 0 refuses images.
+      max_image_pixels: the most pixels of an image.
 
     Returns:
       The prompts. Their `index` runs through all files.
 
     Raises:
       ValueError: a file cannot be read, has a blank line before its last prompt or a value of a
-        wrong type, or a target is missing. The message names key, file and line.
+        wrong type, a target or an image is missing, or an image is too large or no picture. The
+        message names key, file and line.
     """
     files = prompt_files(paths, key)
     if not files:
@@ -63,8 +72,26 @@ def read_prompts(
             raise ValueError(f"{key}: {file} has no prompt")
         for place, row in rows:
             where = f"{key}: {file}, {place}"
-            prompts.append(_prompt(row, where, len(prompts), require_target, negative_text))
+            prompt = _prompt(row, where, len(prompts), require_target, negative_text)
+            images = images_of(row, file.parent, where, most_images, max_image_pixels)
+            prompts.append(replace(prompt, images=images))
     return prompts
+
+
+def place_of(paths: str | Path | Sequence[str | Path], key: str, index: int) -> str:
+    """Returns where a prompt stands that `read_prompts` read from these files, for messages.
+
+    Args:
+      paths: files or folders, one or several.
+      key: the configuration key that the paths come from, `data.train_files` or `data.val_files`.
+      index: of the prompt.
+    """
+    places = (
+        f"{key}: {file}, {place}"
+        for file in prompt_files(paths, key)
+        for place, _ in read_rows(file, key)
+    )
+    return next(place for number, place in enumerate(places) if number == index)
 
 
 def prompt_files(paths: str | Path | Sequence[str | Path], key: str) -> list[Path]:

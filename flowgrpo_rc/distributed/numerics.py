@@ -15,7 +15,8 @@ def set_numerics(*, deterministic: bool, tf32: bool) -> None:
     Args:
       deterministic: ask torch for kernels that give the same bits each time. The backward of
         attention adds in any order otherwise. torch raises where it has no such kernel.
-      tf32: let products of fp32 matrices round their factors to 10 bits of mantissa.
+      tf32: let products of fp32 matrices round their factors to 10 bits of mantissa. False forbids
+        it, whatever was set before: a rollout says whether it did.
 
     Raises:
       ValueError: cuBLAS has started without the workspace that makes it deterministic.
@@ -30,5 +31,13 @@ def set_numerics(*, deterministic: bool, tf32: bool) -> None:
         os.environ.setdefault(_WORKSPACE, ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    if tf32:
-        torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+
+
+def rounds_to_tf32(dtype: str) -> bool:
+    """Returns whether a network rounds the factors of its products to TF32 in this process.
+
+    Args:
+      dtype: precision of the network, as in `Spec`; only fp32 is rounded.
+    """
+    return dtype.partition("+")[0] == "fp32" and torch.backends.cuda.matmul.allow_tf32

@@ -216,7 +216,8 @@ class Processes:
         if self.count == 1:
             return
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        flat = self.sum(torch.cat([gradient.flatten() for gradient in gradients]))
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        distributed.all_reduce(flat)  # in place; accelerate would copy it first
         parts = flat.split([gradient.numel() for gradient in gradients])
         summed = [part.view_as(gradient) for part, gradient in zip(parts, gradients, strict=True)]
         # One call for all tensors: hundreds of small copies would each start a kernel.

@@ -241,6 +241,16 @@ def _settings(config: Config, step: int) -> list[tuple[str, str]]:
     pipeline = rollout.pipeline
     algo = rollout.algo
     size, first, last = rollout.window()
+    if size == 0:
+        options = actor.diffusion_loss.options
+        told = [f"{name} {value}" for name, value in options.items()]
+        return [
+            *rows,
+            ("loss", ", ".join([actor.diffusion_loss.loss_mode, *told])),
+            ("size", f"{pipeline.width} x {pipeline.height}"),
+            ("sampler of the rollout", f"the ODE, {pipeline.num_inference_steps} steps"),
+            ("noise levels of a sample", str(config.trained_steps())),
+        ]
     return [
         *rows,
         (

@@ -1,7 +1,8 @@
 """The contract of a policy loss. One file in this folder is one loss; docs/add_a_loss.md adds one
 out of the tree.
 
-Legend: B samples, T steps (denoising steps of an image, tokens of a response).
+Legend: B samples, T steps (denoising steps of an image, tokens of a response); b and t those of one
+forward.
 """
 
 from __future__ import annotations
@@ -65,7 +66,34 @@ class LossBound(NamedTuple):
     is_kl: bool = False
 
 
-class DiffusionLoss(ABC):
+class ImageLoss(ABC):
+    """Says what a loss of images needs. Its base class says what it trains on: `DiffusionLoss`
+    on the denoising steps of a rollout, `ForwardLoss` on finished samples with noise added.
+
+    The keyword parameters of the constructor are the options under `actor.diffusion_loss`, as
+    `DiffusionLoss` says.
+
+    Attributes:
+      needs_means, needs_density, tolerates_mismatch: as in `DiffusionLoss`.
+    """
+
+    needs_means: ClassVar[bool] = False
+    needs_density: ClassVar[bool] = False
+    tolerates_mismatch: ClassVar[bool] = False
+
+    @property
+    def clip_band(self) -> float | Tensor | None:
+        """Half-width of the PPO band on a step's own ratio, exp(log_prob - old_log_prob); None if
+        the loss has no such band.
+        """
+        return None
+
+    @abstractmethod
+    def __call__(self, *compared: Any) -> PolicyLoss:
+        """Computes the loss of each step or noise level; the base classes say of what."""
+
+
+class DiffusionLoss(ImageLoss):
     """The policy loss of denoising steps.
 
     The keyword parameters of the constructor are the options under `actor.diffusion_loss`. Those
@@ -81,17 +109,6 @@ class DiffusionLoss(ABC):
       tolerates_mismatch: whether the gradient in bypass mode is nearly right however large the
         mismatch is. A calibration then stays in bypass mode, however wide the bound has to be.
     """
-
-    needs_means: ClassVar[bool] = False
-    needs_density: ClassVar[bool] = False
-    tolerates_mismatch: ClassVar[bool] = False
-
-    @property
-    def clip_band(self) -> float | Tensor | None:
-        """Half-width of the PPO band on a step's own ratio, exp(log_prob - old_log_prob); None if
-        the loss has no such band.
-        """
-        return None
 
     @abstractmethod
     def __call__(
@@ -167,6 +184,63 @@ def steps_of(
     if kl is not None and loss.needs_density and centered:
         kl = torch.zeros_like(kl)
     return GaussianSteps(gaussian.std, gaussian.dt, kl)
+
+
+class Velocities(NamedTuple):
+    """The velocities that a loss of the forward process compares.
+
+        x_t = (1 - sigma) x + sigma e,   with a clean sample x and noise e
+
+    Attributes:
+      current: of the current policy, [b, t, ...]; differentiable.
+      old: of the old policy, [b, t, ...].
+      target: e - x, which flow matching regresses on, [b, t, ...].
+      sigma: the noise level, [b, t].
+    """
+
+    current: Tensor
+    old: Tensor
+    target: Tensor
+    sigma: Tensor
+
+
+class ForwardLoss(ImageLoss):
+    """A loss of finished samples with noise added: of the forward process.
+
+    It knows no log-prob, so there is no ratio, no clip and no mismatch. The rollout samples by the
+    ODE, with the weights of the old policy, which follow those that are trained.
+
+    Attributes:
+      times: noise levels at which each sample is trained on, drawn from the schedule of the
+        rollout; None for all of them.
+    """
+
+    times: int | None = None
+
+    @abstractmethod
+    def __call__(self, velocities: Velocities, advantages: Tensor) -> PolicyLoss:
+        """Computes the loss of each sample and noise level.
+
+        The mean and the sum over micro-batches and processes are applied outside, and so is the
+        factor `adv_clip_max`.
+
+        Args:
+          velocities: of the current and the old policy, [b, t, ...].
+          advantages: advantage of the sample, over `adv_clip_max`, within +-1, [b, t].
+
+        Returns:
+          The loss, [b, t], and metrics.
+        """
+
+    @abstractmethod
+    def old_decay(self, updates: int) -> float:
+        """Returns how much of itself the old policy keeps at the end of an iteration.
+
+            old := decay old + (1 - decay) current
+
+        Args:
+          updates: optimizer updates of the run so far.
+        """
 
 
 class TokenLoss(ABC):

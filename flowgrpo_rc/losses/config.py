@@ -17,6 +17,8 @@ from flowgrpo_rc.losses.base import (
     REFERENCE_KL_THRESHOLD,
     TOKEN_KEY,
     DiffusionLoss,
+    ForwardLoss,
+    ImageLoss,
     TokenLoss,
 )
 from flowgrpo_rc.losses.find import (
@@ -40,7 +42,8 @@ class DiffusionLossConfig:
     """The loss of images, under `loss_type=ppo_clip`.
 
     loss_mode: PPO's clip on the mean-pooled ratio, GRPO-Guard's on its own, or Flow-DPPO's bound on
-        the divergence; or a class (`DiffusionLoss`) or function (`CustomLoss`) of your own.
+        the divergence; DiffusionNFT, which trains on finished samples; or a class (`DiffusionLoss`,
+        `ForwardLoss`) or function (`CustomLoss`) of your own.
     clip_ratio: half-width of the PPO band of flow_grpo (on the mean-pooled ratio) and grpo_guard
         (on its own); a loss of your own may have it, too. "auto:k", in bypass mode: k robust
         standard deviations of the ratio before an update, at each step of the schedule.
@@ -75,7 +78,19 @@ class DiffusionLossConfig:
         parsed = {name: parse_auto(name, vars(self)[name]) for name in DIFFUSION_OPTIONS}
         return {name: deviations for name, deviations in parsed.items() if deviations is not None}
 
-    def loss(self, bound: Tensor | None = None) -> DiffusionLoss:
+    @property
+    def forward(self) -> ForwardLoss | None:
+        """The loss if it trains on finished samples with noise added; None for denoising steps."""
+        loss = self.loss()
+        return loss if isinstance(loss, ForwardLoss) else None
+
+    def step_loss(self, bound: Tensor | None = None) -> DiffusionLoss:
+        """Returns the loss as `loss` does, if it trains on denoising steps."""
+        loss = self.loss(bound)
+        assert isinstance(loss, DiffusionLoss)
+        return loss
+
+    def loss(self, bound: Tensor | None = None) -> ImageLoss:
         """Returns the loss that `loss_mode` names, with its options.
 
         Args:
@@ -91,7 +106,7 @@ class DiffusionLossConfig:
             section = replace(section, **value)
         if is_function(self.loss_mode):
             return diffusion_function(find_function(DIFFUSION_KEY, section), section)
-        loss: DiffusionLoss = make_loss(DIFFUSION_KEY, section, DiffusionLoss, DIFFUSION_OPTIONS)
+        loss: ImageLoss = make_loss(DIFFUSION_KEY, section, ImageLoss, DIFFUSION_OPTIONS)
         return loss
 
     def validate(self) -> None:
@@ -118,7 +133,7 @@ class DiffusionLossConfig:
             )
         loss = self.loss()
         read = ["clip_ratio"] if is_function(self.loss_mode) else option_names(type(loss))
-        check_effects(DIFFUSION_KEY, self, DiffusionLoss, DIFFUSION_OPTIONS, read)
+        check_effects(DIFFUSION_KEY, self, ImageLoss, DIFFUSION_OPTIONS, read)
 
 
 @dataclass(kw_only=True)

@@ -33,7 +33,7 @@ class DiffusionObjective(Objective):
 
     def __init__(self, config: LossConfig) -> None:
         self._section = config.diffusion_loss
-        self._loss = config.diffusion_loss.loss()
+        self._loss = config.diffusion_loss.step_loss()
         self._loss_mode = config.diffusion_loss.loss_mode
         self._adv_clip_max = config.diffusion_loss.adv_clip_max
         self._correction = LossCorrection.of(config.rollout_correction)
@@ -103,7 +103,7 @@ class DiffusionObjective(Objective):
                 "before, which a run of the trainer has: put the bounds of "
                 "`losses.auto_clip.AutoClip` into the batch's loss_bound, or give a number"
             )
-        return self._section.loss(bound.to(dtype))
+        return self._section.step_loss(bound.to(dtype))
 
 
 def _centered(

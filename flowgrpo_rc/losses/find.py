@@ -46,7 +46,7 @@ def make_loss(key: str, section: LossSection, base: type, shared: Sequence[str])
     Args:
       key: the section's key, for messages.
       section: the settings.
-      base: DiffusionLoss or TokenLoss.
+      base: ImageLoss or TokenLoss.
       shared: fields of the section that are options of some losses. A loss gets those that its
         constructor has.
 
@@ -76,7 +76,7 @@ def find_class(key: str, loss_mode: str, base: type) -> type:
 
 
 def package_losses(base: type) -> dict[str, Any]:
-    """Returns the loss classes of this folder by name; `base` is DiffusionLoss or TokenLoss."""
+    """Returns the loss classes of this folder by name; `base` is a class of losses."""
     names = available_plugins(PACKAGE, base)
     return {name: load_class(PACKAGE, name, base) for name in names}
 
@@ -106,7 +106,7 @@ def check_effects(
     Args:
       key: the section's key, for messages.
       section: the settings.
-      base: DiffusionLoss or TokenLoss.
+      base: ImageLoss or TokenLoss.
       shared: fields of the section that are options of some losses.
       read: those of them that the section's loss has.
     """

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.losses.base import DiffusionLoss, PolicyLoss
-from flowgrpo_rc.losses.ppo_clip import ppo_clip
+from flowgrpo_rc.losses.ppo_clip import dual_bound, ppo_clip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,11 +17,18 @@ class FlowGRPO(DiffusionLoss):
 
     Attributes:
       clip_ratio: half-width of the band; of each step, [B, T], if it follows the mismatch.
+      dual_clip: where the advantage is negative, the ratio counts as at most 1 + dual_clip *
+        clip_ratio; None for no bound.
 
     See "Flow-GRPO: Training Flow Matching Models via Online RL", https://arxiv.org/abs/2505.05470.
     """
 
     clip_ratio: float | Tensor
+    dual_clip: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a wrong `dual_clip`."""
+        dual_bound(self.clip_ratio, self.dual_clip)
 
     @property
     def clip_band(self) -> float | Tensor:
@@ -43,4 +50,5 @@ class FlowGRPO(DiffusionLoss):
             keep_mask,
             clip_low=self.clip_ratio,
             clip_high=self.clip_ratio,
+            dual_clip=dual_bound(self.clip_ratio, self.dual_clip),
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 from flowgrpo_rc.core.reduce import select
 from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.losses.base import DiffusionLoss, LossBound, PolicyLoss
-from flowgrpo_rc.losses.ppo_clip import ppo_clip
+from flowgrpo_rc.losses.ppo_clip import dual_bound, ppo_clip
 
 REFERENCE_GUARD_CLIP = 2e-6  # clip_ratio of the published recipe
 
@@ -30,6 +30,8 @@ class GRPOGuard(DiffusionLoss):
     Attributes:
       clip_ratio: half-width of the band on this ratio; of each step, [B, T], if it follows the
         mismatch.
+      dual_clip: where the advantage is negative, this ratio counts as at most 1 + dual_clip *
+        clip_ratio; None for no bound.
 
     See "GRPO-Guard: Mitigating Implicit Over-Optimization in Flow Matching via Regulated Clipping",
     https://arxiv.org/abs/2510.22319.
@@ -40,6 +42,11 @@ class GRPOGuard(DiffusionLoss):
     tolerates_mismatch = True
 
     clip_ratio: float | Tensor
+    dual_clip: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a wrong `dual_clip`."""
+        dual_bound(self.clip_ratio, self.dual_clip)
 
     def __call__(
         self,
@@ -55,7 +62,12 @@ class GRPOGuard(DiffusionLoss):
         difference = select(log_probs - old_log_probs, keep_mask)
         log_ratio = (difference + select(gaussian.kl, keep_mask)) * gaussian.std
         policy = ppo_clip(
-            log_ratio, advantages, keep_mask, clip_low=self.clip_ratio, clip_high=self.clip_ratio
+            log_ratio,
+            advantages,
+            keep_mask,
+            clip_low=self.clip_ratio,
+            clip_high=self.clip_ratio,
+            dual_clip=dual_bound(self.clip_ratio, self.dual_clip),
         )
         return policy._replace(values=policy.values / -gaussian.dt)
 

@@ -21,7 +21,7 @@ def ppo_clip(
     *,
     clip_low: float | Tensor,
     clip_high: float | Tensor,
-    dual_clip: float | None = None,
+    dual_clip: float | Tensor | None = None,
 ) -> PolicyLoss:
     """Computes the clipped surrogate loss of each step.
 
@@ -37,8 +37,8 @@ def ppo_clip(
         log-ratio is infinite.
       clip_low: the ratio is clipped at 1 - clip_low; a number, or one for each step, [B, T].
       clip_high: the ratio is clipped at 1 + clip_high; likewise.
-      dual_clip: upper bound on the ratio where the advantage is negative, above 1 + clip_high; None
-        for none.
+      dual_clip: upper bound on the ratio where the advantage is negative, above 1 + clip_high; a
+        number, or one for each step, [B, T]; None for none.
 
     Returns:
       The loss of each step, [B, T], and the metrics ratio_mean, ratio_std, clip_fraction,
@@ -100,6 +100,31 @@ def _clip_metrics(
     metrics.mean("clip_fraction_higher", higher.double(), keep_mask)
     metrics.mean("clip_fraction_lower", lower.double(), keep_mask)
     return metrics
+
+
+def dual_bound(clip_ratio: float | Tensor, dual_clip: float | None) -> float | Tensor | None:
+    """Computes the dual clip of a ratio whose scale is that of its band.
+
+        1 + dual_clip * clip_ratio
+
+    Args:
+      clip_ratio: half-width of the band; a number, or one for each step, [B, T].
+      dual_clip: in units of clip_ratio, above 1; None for none.
+
+    Returns:
+      The upper bound on the ratio that `ppo_clip` takes.
+
+    Raises:
+      ValueError: the bound would lie inside of the band.
+    """
+    if dual_clip is None:
+        return None
+    if not dual_clip > 1:
+        raise ValueError(
+            f"dual_clip={dual_clip}: give a number above 1, in units of clip_ratio, or null for "
+            "none"
+        )
+    return 1 + dual_clip * clip_ratio
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,9 @@ import copy
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from inspect import isabstract
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -25,11 +26,10 @@ from torch import Tensor, nn
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec
 from flowgrpo_rc.core.schedule import kept_steps
 from flowgrpo_rc.libraries import loading, unasked
-from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
-from flowgrpo_rc.models.hub import model_file
+from flowgrpo_rc.models.config import ModelConfig
+from flowgrpo_rc.models.index import ABSENT, absent_components, read_index
 from flowgrpo_rc.models.offload import Offloadable
 from flowgrpo_rc.plugins import load_class
-from flowgrpo_rc.reading import read_mapping
 
 DTYPES = {
     "fp64": torch.float64,
@@ -37,10 +37,6 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-# How model_index.json writes a component that is not there.
-_ABSENT = [None, None]
-# Where the classes of components come from. Any other module would be imported by its mere name.
-_LIBRARIES = ("diffusers", "transformers")
 
 
 class Schedule(NamedTuple):
@@ -111,8 +107,13 @@ class FlowModel(ABC):
       makes: kind of the samples that `decode` returns, "image" or "video".
       cfg_key: the key of `rollout.pipeline` that holds the scale of classifier-free guidance,
         guidance_scale or true_cfg_scale.
+      unguided_scale: the value of that key that stands for no guidance.
       embeds_guidance: the transformer also takes guidance_scale as an input.
+      min_sequence_length: the fewest tokens that max_sequence_length may be set to.
       max_sequence_length: the most tokens of a prompt that the stock pipeline allows.
+      takes_images, needs_images: whether prompts may, or have to, bring images; see `EditingModel`.
+      text_width_key: the key of the transformer's settings that holds the width of embeddings of
+        text.
       unsupported_components: name in model_index.json -> why a checkpoint that has this component
         cannot be trained.
 
@@ -127,8 +128,13 @@ class FlowModel(ABC):
     default_target_modules: ClassVar[tuple[str, ...]]
     makes: ClassVar[str] = "image"
     cfg_key: ClassVar[str] = "guidance_scale"
+    unguided_scale: ClassVar[float] = 1.0
     embeds_guidance: ClassVar[bool] = False
+    min_sequence_length: ClassVar[int] = 0
     max_sequence_length: ClassVar[int] = 512
+    takes_images: ClassVar[bool] = False
+    needs_images: ClassVar[bool] = False
+    text_width_key: ClassVar[str] = "joint_attention_dim"
     unsupported_components: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
@@ -171,7 +177,7 @@ class FlowModel(ABC):
 
     @classmethod
     def cfg_scale(cls, spec: SamplerSpec) -> float:
-        """Returns the scale of classifier-free guidance.
+        """Returns the scale w of classifier-free guidance, in negative + w (positive - negative).
 
         Args:
           spec: how to sample.
@@ -179,26 +185,39 @@ class FlowModel(ABC):
         Returns:
           The scale. Above 1 a step takes a negative prompt and a second evaluation.
         """
-        scale: float | None = getattr(spec, cls.cfg_key)
-        return 1.0 if scale is None else scale
+        value: float | None = getattr(spec, cls.cfg_key)
+        return 1.0 if value is None else value + (1.0 - cls.unguided_scale)
+
+    @classmethod
+    def cfg_value(cls, scale: float) -> float:
+        """Returns the value of `cfg_key` that gives a scale; `cfg_scale` the other way round.
+
+        Args:
+          scale: w of `cfg_scale`; 1 is no guidance.
+        """
+        return scale + (cls.unguided_scale - 1.0)
 
     def encoders_at_work(self) -> AbstractContextManager[None]:
         """Has the text encoders on the device for several calls of `encode`."""
         return self._encoders.at_work()
 
     @torch.no_grad()
-    def encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
+    def encode(
+        self, prompts: Sequence[str], *, max_sequence_length: int, negative: bool = False
+    ) -> Conditioning:
         """Encodes prompts.
 
         Args:
           prompts: [P].
           max_sequence_length: the most tokens of a prompt.
+          negative: they are negative prompts.
 
         Returns:
           The conditioning of P prompts.
         """
+        encode = self._encode_negative if negative else self._encode
         with self.encoders_at_work():
-            return self._encode(prompts, max_sequence_length=max_sequence_length)
+            return encode(prompts, max_sequence_length=max_sequence_length)
 
     @torch.no_grad()
     def decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
@@ -232,6 +251,10 @@ class FlowModel(ABC):
     def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
         """Encodes prompts for `encode`, which has put the text encoders on the device."""
 
+    def _encode_negative(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
+        """Encodes negative prompts for `encode`, usually in the same way."""
+        return self._encode(prompts, max_sequence_length=max_sequence_length)
+
     def blank_conditioning(self, count: int, spec: SamplerSpec) -> Conditioning:
         """Makes conditioning of the largest shape that prompts can have, to measure memory with.
 
@@ -243,11 +266,12 @@ class FlowModel(ABC):
           ValueError: the settings of the transformer do not tell the shape.
         """
         config = self.transformer.config
-        width = config.get("joint_attention_dim") or config.get("text_dim")
+        width = config.get(self.text_width_key)
         if width is None:
             raise ValueError(
                 f"{type(self).__name__}: its transformer does not tell how wide embeddings of text "
-                "are; override blank_conditioning, which plan measures memory with"
+                "are, which plan measures memory with; name the setting in text_width_key, or "
+                "override blank_conditioning"
             )
         embeds = torch.empty(count, spec.max_sequence_length, width, dtype=self.transformer.dtype)
         pooled = None
@@ -352,7 +376,7 @@ def adapter_of(config: ModelConfig) -> type[FlowModel]:
       ValueError: the checkpoint cannot be read, no adapter is made for its pipeline class, or it
         has a component that the adapter does not support.
     """
-    index = _read_index(config)
+    index = read_index(config)
     if config.adapter is None:
         adapters = adapters_by_pipeline()
         known = "adapters exist"
@@ -366,21 +390,9 @@ def adapter_of(config: ModelConfig) -> type[FlowModel]:
             f"model.path={config.path} is a {pipeline}; {known} for {', '.join(sorted(adapters))}"
         )
     for name, reason in adapter.unsupported_components.items():
-        if index.get(name, _ABSENT) != _ABSENT:
+        if index.get(name, ABSENT) != ABSENT:
             raise ValueError(f"model.path={config.path} has a {name}: {reason}")
     return adapter
-
-
-def absent_components(config: ModelConfig) -> list[str]:
-    """Lists the components of its pipeline that a checkpoint lacks.
-
-    Args:
-      config: the model; only `path` is used.
-
-    Returns:
-      Their names in model_index.json, the only file that is read.
-    """
-    return [name for name, value in _read_index(config).items() if value == _ABSENT]
 
 
 def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
@@ -430,10 +442,16 @@ def adapters_by_pipeline() -> dict[str, type[FlowModel]]:
         importlib.import_module(f"flowgrpo_rc.models.{module.name}")
     ours = [
         adapter
-        for adapter in FlowModel.__subclasses__()
-        if adapter.__module__.startswith(f"{package.__name__}.")
+        for adapter in _below(FlowModel)  # type: ignore[type-abstract]
+        if adapter.__module__.startswith(f"{package.__name__}.") and not isabstract(adapter)
     ]
     return {adapter.pipeline_class: adapter for adapter in ours}
+
+
+def _below(cls: type[FlowModel]) -> Iterator[type[FlowModel]]:
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _below(subclass)
 
 
 def _named_adapter(name: str) -> dict[str, type[FlowModel]]:
@@ -447,37 +465,3 @@ def _named_adapter(name: str) -> dict[str, type[FlowModel]]:
 def _path(config: ModelConfig) -> str:
     folder = Path(config.path).expanduser()
     return str(folder) if folder.exists() else config.path
-
-
-def _read_index(config: ModelConfig) -> dict[str, Any]:
-    """Returns the content of model_index.json; ValueError if it names code of its own."""
-    try:
-        index = read_mapping(model_file(config.path, INDEX_FILES["diffusion"]))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model.path={config.path}: cannot be read as a diffusers pipeline: {error}"
-        ) from error
-    for name, value in index.items():
-        if not (name.startswith("_") or _is_component(value) or _is_setting(value)):
-            raise ValueError(
-                f"model.path={config.path}: its {name} is {value}, which is neither a library and "
-                f"a class, nor a setting, in {INDEX_FILES['diffusion']}"
-            )
-        match value:
-            case [str() as library, *_] if library not in _LIBRARIES:
-                raise ValueError(
-                    f"model.path={config.path}: its {name} is {value}, and only classes of "
-                    f"{' and '.join(_LIBRARIES)} are loaded: code of a model is never run"
-                )
-    return index
-
-
-def _is_component(value: Any) -> bool:
-    """Returns whether a value of model_index.json names a class, or says that there is none."""
-    if not isinstance(value, list) or len(value) != 2:
-        return False
-    return value == _ABSENT or all(isinstance(word, str) for word in value)
-
-
-def _is_setting(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from flowgrpo_rc.batch import SamplerSpec
@@ -52,6 +53,23 @@ def check_size(spec: SamplerSpec, *, multiple: int, largest: int | None = None) 
             )
 
 
+def check_flow(scheduler: Any) -> None:
+    """Checks that a scheduler, of whatever solver, walks the sigmas of a flow.
+
+    Args:
+      scheduler: of a pipeline of diffusers.
+
+    Raises:
+      ValueError: it does not.
+    """
+    is_flow = isinstance(scheduler, FlowMatchEulerDiscreteScheduler)
+    if not is_flow and not scheduler.config.get("use_flow_sigmas"):
+        raise ValueError(
+            f"model.path: its scheduler, {type(scheduler).__name__}, does not walk the sigmas of a "
+            "flow (use_flow_sigmas)"
+        )
+
+
 def dynamic_shift(scheduler: Any, num_tokens: int) -> float:
     """Computes `mu` of the scheduler's time shift, which depends on the size of the picture.
 
@@ -91,11 +109,22 @@ def linear_schedule(
     Returns:
       The schedule.
     """
-    scheduler.set_timesteps(
-        sigmas=np.linspace(1.0, 1 / num_steps, num_steps),
-        mu=dynamic_shift(scheduler, num_tokens),
-        device=device,
-    )
+    return shifted_schedule(scheduler, num_steps, dynamic_shift(scheduler, num_tokens), device)
+
+
+def shifted_schedule(scheduler: Any, num_steps: int, mu: float, device: torch.device) -> Schedule:
+    """Returns evenly spaced sigmas from 1 to 1 / num_steps, shifted in time.
+
+    Args:
+      scheduler: a flow-matching scheduler of diffusers; its timesteps are set.
+      num_steps: number of denoising steps, S.
+      mu: how far they are shifted.
+      device: where the schedule shall be.
+
+    Returns:
+      The schedule.
+    """
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu, device=device)
     return Schedule(scheduler.sigmas.clone(), scheduler.timesteps.clone())
 
 

@@ -6,13 +6,13 @@ B are trained. See https://arxiv.org/abs/2106.09685.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from peft import LoraConfig
-from torch import nn
+from torch import Tensor, nn
 
 from flowgrpo_rc.core.random import derive_seed
 from flowgrpo_rc.models.base import DTYPES, TrainableModel
@@ -91,6 +91,28 @@ def reference_policy(network: Any) -> Iterator[None]:
         yield
     finally:
         network.enable_adapters()
+
+
+@contextmanager
+def other_weights(
+    parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
+) -> Iterator[None]:
+    """Gives a LoRA other values inside the context. Nothing is copied.
+
+    A graph that is built inside must not be differentiated after the context.
+
+    Args:
+      parameters: of the LoRA, by name.
+      tensors: the values, by the same names; they stay as they are.
+    """
+    own = {name: parameter.data for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        parameter.data = tensors[name]
+    try:
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            parameter.data = own[name]
 
 
 def _ends_a_name(target: str, names: Sequence[str]) -> bool:

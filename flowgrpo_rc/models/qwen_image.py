@@ -23,14 +23,13 @@ from flowgrpo_rc.models.layout import (
 )
 
 
-class QwenImage(FlowModel):
-    """Qwen-Image: Qwen2.5-VL gives the tokens; latents [B, H/16 * W/16, 64], packed.
+class QwenFamily(FlowModel):
+    """Does what Qwen-Image and Qwen-Image-Edit share; latents [B, H/16 * W/16, 64], packed.
 
     Prompts keep their own length, so their tokens have a mask. true_cfg_scale guides on a negative
     prompt.
     """
 
-    pipeline_class = "QwenImagePipeline"
     cfg_key = "true_cfg_scale"
     max_sequence_length = 1024
     default_target_modules = (
@@ -52,12 +51,6 @@ class QwenImage(FlowModel):
         """Refuses sizes that do not fill whole patches."""
         check_size(spec, multiple=2 * self.pipeline.vae_scale_factor)
 
-    def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
-        embeds, mask = self.pipeline.encode_prompt(
-            list(prompts), device=self.device, max_sequence_length=max_sequence_length
-        )
-        return Conditioning(embeds=embeds, mask=None if mask is None else mask.bool())
-
     def blank_conditioning(self, count: int, spec: SamplerSpec) -> Conditioning:
         """Returns tokens with a mask, as prompts of several lengths have."""
         blank = super().blank_conditioning(count, spec)
@@ -75,7 +68,7 @@ class QwenImage(FlowModel):
             self.scheduler, spec.num_inference_steps, rows * columns, self.device
         )
 
-    def velocity(
+    def _velocity(
         self,
         transformer: Any,
         latents: Tensor,
@@ -84,20 +77,27 @@ class QwenImage(FlowModel):
         negative: Conditioning | None,
         spec: SamplerSpec,
     ) -> Tensor:
-        """Predicts the velocity. A guided one keeps the length that it has without guidance."""
+        """Predicts the velocity of samples whose images, if they have any, have the same sizes.
 
+        A guided velocity keeps the length that it has without guidance.
+        """
+        sizes = conditioning.image_sizes[0] if conditioning.image_sizes else ()
+        shapes = [(1, *size) for size in (self._patches(spec), *sizes)]
+        tokens = latents
+        if conditioning.images is not None:
+            tokens = torch.cat([latents, conditioning.images], dim=1)
         dtype = input_dtype(transformer)
 
         def predict(text: Conditioning) -> Tensor:
             predicted: Tensor = transformer(
-                hidden_states=latents.to(dtype),
+                hidden_states=tokens.to(dtype),
                 timestep=timesteps / 1000,
                 encoder_hidden_states=text.embeds.to(dtype),
                 encoder_hidden_states_mask=text.mask,
-                img_shapes=[[(1, *self._patches(spec))]] * len(latents),
+                img_shapes=[shapes] * len(latents),
                 return_dict=False,
             )[0]
-            return predicted.float()
+            return predicted[:, : latents.shape[1]].float()
 
         guided = predict(conditioning)
         if negative is None:
@@ -117,3 +117,27 @@ class QwenImage(FlowModel):
         """Rows and columns of the image's tokens."""
         side = 2 * self.pipeline.vae_scale_factor
         return spec.height // side, spec.width // side
+
+
+class QwenImage(QwenFamily):
+    """Qwen-Image: Qwen2.5-VL gives the tokens of text."""
+
+    pipeline_class = "QwenImagePipeline"
+
+    def velocity(
+        self,
+        transformer: Any,
+        latents: Tensor,
+        timesteps: Tensor,
+        conditioning: Conditioning,
+        negative: Conditioning | None,
+        spec: SamplerSpec,
+    ) -> Tensor:
+        """Predicts the velocity. A guided one keeps the length that it has without guidance."""
+        return self._velocity(transformer, latents, timesteps, conditioning, negative, spec)
+
+    def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
+        embeds, mask = self.pipeline.encode_prompt(
+            list(prompts), device=self.device, max_sequence_length=max_sequence_length
+        )
+        return Conditioning(embeds=embeds, mask=None if mask is None else mask.bool())

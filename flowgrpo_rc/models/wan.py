@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.models.base import FlowModel, Schedule
-from flowgrpo_rc.models.layout import check_size, input_dtype, unscaled
+from flowgrpo_rc.models.layout import check_flow, check_size, input_dtype, unscaled
 
 
 class Wan(FlowModel):
@@ -27,6 +26,7 @@ class Wan(FlowModel):
 
     pipeline_class = "WanPipeline"
     makes = "video"
+    text_width_key = "text_dim"
     default_target_modules = tuple(
         f"{attention}.{layer}"
         for attention in ("attn1", "attn2")
@@ -50,14 +50,7 @@ class Wan(FlowModel):
                 f"{pipeline.vae_scale_factor_temporal} and 1 more: 1, "
                 f"{1 + pipeline.vae_scale_factor_temporal}, ..."
             )
-        config = pipeline.scheduler.config
-        if not isinstance(pipeline.scheduler, FlowMatchEulerDiscreteScheduler) and not config.get(
-            "use_flow_sigmas"
-        ):
-            raise ValueError(
-                f"model.path: its scheduler, {type(pipeline.scheduler).__name__}, does not walk "
-                "the sigmas of a flow (use_flow_sigmas)"
-            )
+        check_flow(pipeline.scheduler)
 
     def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
         embeds, _ = self.pipeline.encode_prompt(

@@ -34,9 +34,9 @@ def conditioning_error(
     Returns:
       `difference` of each distinct prompt, [N], in the order in which they occur.
     """
-    # The last sample of a text stands for all of them.
-    row_of = {prompt.text: row for row, prompt in enumerate(prompts)}
-    own = encode_unique(model, list(row_of), batch.spec.max_sequence_length)
+    # The last sample of a text and its images stands for all of them.
+    row_of = {(prompt.text, prompt.images): row for row, prompt in enumerate(prompts)}
+    own = encode_unique(model, [prompts[row] for row in row_of.values()], batch.spec)
     rows = torch.tensor(list(row_of.values()), device=batch.prompt_index.device)
     return difference(batch.conditioning[batch.prompt_index[rows]], own)
 

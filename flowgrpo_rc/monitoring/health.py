@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.metric_names import other_names
 from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
+from flowgrpo_rc.monitoring.guards import Guards
 from flowgrpo_rc.monitoring.health_rules import RULES, Setup, narrow_the_gap
 from flowgrpo_rc.monitoring.mismatch import advised_clip_ratio
+from flowgrpo_rc.monitoring.pictures import PictureWatch
 
 DECOUPLED_PREFIX = "rollout_corr/"
 BYPASS_PREFIX = "actor/rollout_corr/"
@@ -52,6 +54,8 @@ FAULT = 2.0  # mismatch over what the precisions explain, from which on it is a 
 UNQUANTIZED = 2.0
 LARGEST_SHARE = 0.25
 LEAST_BOUND = 0.1  # where nothing is left without it
+DRIFT = 3.0  # how far pictures may move, in standard deviations between those of the base
+GAIN = 0.25  # from which rise of the reward on this is held against them, in its own ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +229,21 @@ def _unquantized(metrics: Mapping[str, float | None], samples: _Samples) -> str 
     )
 
 
+def _gamed(metrics: Mapping[str, float | None], pictures: PictureWatch) -> str | None:
+    """Says whether reward and pictures have moved together; "" if not, None if nobody can tell."""
+    drift, gain = metrics.get("pictures/drift"), metrics.get("pictures/reward_gain")
+    if drift is None or gain is None:
+        return None
+    if drift <= DRIFT or gain < GAIN:
+        return ""
+    return (
+        f"pictures/drift is {drift:.4g}, above {DRIFT:g}, while the reward has risen by "
+        f"{gain:.2g} of its standard deviation: {pictures.most_moved(metrics)} has moved most. "
+        "Look at the samples: if they have become worse, the reward is gamed; add a second reward, "
+        "set actor.use_kl_loss=true, or lower actor.optim.lr."
+    )
+
+
 def _finite(metrics: Mapping[str, float | None], name: str) -> float | None:
     full = correction_metric_name(metrics, name)
     value = None if full is None else metrics[full]
@@ -264,14 +283,24 @@ class HealthMonitor:
         self._window = window
         self._history: dict[str, deque[bool]] = {}
         self._active: set[str] = set()
+        self._pictures = PictureWatch()
+        self._guards = Guards()
         self._step = -1
+
+    def compare(self, metrics: Mapping[str, float | None]) -> dict[str, float]:
+        """Returns how far pictures and reward have moved since the first step; see PictureWatch."""
+        return self._pictures.compare(metrics)
 
     def update(self, step: int, metrics: Mapping[str, float | None]) -> list[str]:
         """Returns the warnings that begin with this step; one that was judged before has none."""
         if step <= self._step:
             return []
         self._step = step
-        found = _findings(metrics, self._setup, self._samples)
+        found = [*_findings(metrics, self._setup, self._samples)]
+        gamed = _gamed(metrics, self._pictures)
+        if gamed is not None:
+            found.append(_Finding("gamed", gamed or None, immediate=False))
+        found += [_Finding(name, text, True) for name, text in self._guards.judge(metrics)]
         return [sentence for finding in found if (sentence := self._onset(finding)) is not None]
 
     def _onset(self, finding: _Finding) -> str | None:
@@ -292,12 +321,22 @@ class HealthMonitor:
         history = {
             rule: [int(held) for held in steps] for rule, steps in sorted(self._history.items())
         }
-        return {"step": self._step, "history": history, "active": sorted(self._active)}
+        return {
+            "step": self._step,
+            "history": history,
+            "active": sorted(self._active),
+            "pictures": self._pictures.state_dict(),
+            "guards": self._guards.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes back to what `state_dict` returned."""
         self._step = int(state["step"])
         self._active = set(state["active"])
+        if "pictures" in state:  # else an older version wrote it, and the next step is the base
+            self._pictures.load_state_dict(state["pictures"])
+        if "guards" in state:  # else an older version wrote it
+            self._guards.load_state_dict(state["guards"])
         self._history = {
             rule: deque((bool(held) for held in steps), maxlen=self._window)
             for rule, steps in state["history"].items()

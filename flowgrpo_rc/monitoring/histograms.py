@@ -67,6 +67,8 @@ def histograms(
       loss has weights: the logarithm of the weights of kept steps, in bypass mode before batch
       normalisation; a weight of 0 is in the lowest bin.
     """
+    if not decisions:  # a loss without log-probs, on all processes
+        return {}
     fresh = [decision for decision in decisions if not decision.updated]
     columns = {"log_ratio": [decision.difference[decision.step_mask] for decision in fresh]}
     weighted = [

@@ -9,12 +9,19 @@ from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.monitoring.conditioning import EVERY, conditioning_error
 from flowgrpo_rc.monitoring.noise import observe_noise
+from flowgrpo_rc.monitoring.pictures import PictureFacts, observe_pictures
 
 
 def observe_images(
-    model: FlowModel, batch: DiffusionBatch, prompts: Sequence[Prompt], step: int, *, seeded: bool
+    model: FlowModel,
+    batch: DiffusionBatch,
+    prompts: Sequence[Prompt],
+    facts: PictureFacts | None,
+    step: int,
+    *,
+    seeded: bool,
 ) -> MetricBag:
-    """Measures what an engine stores, draws and encodes; full names.
+    """Measures what an engine stores, draws and encodes, and its pictures; full names.
 
     The share of latents that 16 bits hold is 1 if an engine rounds what it stores, and one in
     thousands if not. Prompts are encoded again in step 1 and every `EVERY` steps.
@@ -23,6 +30,7 @@ def observe_images(
       model: the trainer's model.
       batch: the samples, [B].
       prompts: the prompt of each of them, [B]; empty for samples that come from files.
+      facts: what was measured of the pictures, [B]; None if none were decoded.
       step: the step that they are for; the first is 1.
       seeded: whether the engine says that it draws the noise of the samples' seeds.
     """
@@ -31,4 +39,6 @@ def observe_images(
     metrics.mean("rollout/latents_16bit_fraction", (stored == stored.half()).double())
     if prompts and step % EVERY == 1:
         metrics.max("rollout/conditioning_error_max", conditioning_error(model, batch, prompts))
+    if facts is not None:
+        metrics.merge(observe_pictures(facts, batch.group.cpu()))
     return metrics

@@ -72,6 +72,19 @@ _REWARDS = _section(
     val/{term} | reward | One reward of the held-out samples, and its parts.
     """,
 )
+_SUITES = _section(
+    "Suites",
+    "With `trainer.suites`, in steps with an evaluation: the questions of [a suite](suites.md), "
+    "asked of the trained model.",
+    """
+    suite/{suite}/reward | reward | Weighted sum of the suite's rewards, the mean over its prompts.
+    suite/{suite}/{term} | reward | One of these rewards, and its parts as `{term}/{part}`.
+    suite/{suite}/change | reward | `reward` minus that of the base model, from the same noises.
+    suite/{suite}/change_low | reward | Lower end of the 95% confidence interval of the change.
+    suite/{suite}/change_high | reward | Upper end.
+    suite/{suite}/failed_fraction | fraction | Samples that some reward could not score.
+    """,
+)
 _ADVANTAGES = _section(
     "Advantages",
     "What the rewards become, before `adv_clip_max`.",
@@ -101,8 +114,12 @@ _UPDATE = _section(
     actor/auto_bound_mean | - | The bound that `clip_ratio=auto:k` or `kl_threshold=auto:k` set,
         over the steps that have one.
     actor/auto_bound_warm_fraction | fraction | Steps that have one: enough was observed there.
-    actor/dual_clip_fraction | fraction | Tokens that the dual clip bounds; text with
-        `clip_ratio_c`.
+    actor/dual_clip_fraction | fraction | Steps or tokens that the dual clip bounds; images with
+        `dual_clip`, text with `clip_ratio_c`.
+    actor/positive_loss | - | Weighted error of the positive policy; `diffusion_nft`.
+    actor/negative_loss | - | That of the implicit negative one.
+    actor/old_deviation | - | Mean squared difference of the velocity from that of the old policy.
+    actor/old_decay | - | How much of itself the old policy kept at the end of the step.
     actor/step_kl_mean | nats | Exact KL of a step, old to current policy; `grpo_guard` and
         `flow_dppo`.
     actor/step_kl_max | nats | The largest.
@@ -156,6 +173,29 @@ _ROLLOUT = _section(
     response/length_min | tokens | The shortest.
     response/limit_fraction | fraction | Responses cut at `rollout.response_length`.
     response/empty_fraction | fraction | Responses without any text.
+    """,
+)
+_PICTURES = _section(
+    "Pictures",
+    "Statistics of the training samples, each from 0 to 1, measured on the middle 256 x 256 pixels "
+    "of a picture and on three frames of a video. `NAME_std` is the standard deviation between "
+    "pictures. A reward that is gamed shows in them ([what to do](troubleshooting.md#it-warns)).",
+    """
+    pictures/brightness | - | Mean luma.
+    pictures/saturation | - | Mean saturation, as HSV defines it.
+    pictures/contrast | - | Standard deviation of the luma within a picture.
+    pictures/edges | - | Mean difference between the luma of neighbours.
+    pictures/fine_detail | - | Root mean square of what a pixel's luma differs from the mean of its
+        four neighbours.
+    pictures/diversity | - | How far the pictures of a prompt differ: standard deviation of the mean
+        colours of 8 x 8 cells over the group.
+    pictures/{statistic}_std | - | Standard deviation of a statistic between pictures; of
+        `diversity` between groups.
+    pictures/prompts | prompts | Prompts whose pictures were measured.
+    pictures/drift | deviations | The largest move of a statistic since the first step (the first
+        steps, until they have 8 prompts), in its standard deviations then, or 0.01 if those are
+        smaller.
+    pictures/reward_gain | deviations | The rise of `reward/mean` since then, in `reward/std` then.
     """,
 )
 _MISMATCH = _section(
@@ -279,6 +319,8 @@ _COST = _section(
     timing_s/update | seconds | Forwards, backwards and optimizer.
     timing_s/sync_weights | seconds | Handing the LoRA to the engine.
     timing_s/evaluation | seconds | Held-out samples and their rewards.
+    timing_s/suites | seconds | The suites; the first time of a command with those of the base
+        model.
     timing_s/checkpoint | seconds | Writing the checkpoint of the step before.
     perf/samples_per_second | 1/second | Samples of all processes over the time of the step.
     perf/peak_memory_gib | GiB | Peak so far, of the GPU, or of the process on a CPU.
@@ -286,7 +328,16 @@ _COST = _section(
 )
 
 _OF_CORRECTION = (_MISMATCH, _GAP, _WEIGHTS, _REJECTION)
-SECTIONS = (_REWARDS, _ADVANTAGES, _UPDATE, _ROLLOUT, *_OF_CORRECTION, _COST)
+SECTIONS = (
+    _REWARDS,
+    _SUITES,
+    _ADVANTAGES,
+    _UPDATE,
+    _ROLLOUT,
+    _PICTURES,
+    *_OF_CORRECTION,
+    _COST,
+)
 # Pairs of slime's name and ours; dict.fromkeys drops repetitions and keeps the order.
 _TABLES = (SLIME_NAMES, *SLIME_FRACTIONS.values())
 SLIME = tuple(dict.fromkeys((theirs, ours) for table in _TABLES for ours, theirs in table.items()))

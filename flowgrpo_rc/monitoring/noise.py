@@ -49,7 +49,7 @@ def observe_noise(batch: DiffusionBatch, *, seeded: bool) -> MetricBag:
       seeded: whether the engine says that it draws `seed_noise`.
     """
     metrics = MetricBag()
-    if batch.num_elements < FEWEST_ELEMENTS:
+    if batch.num_steps == 0 or batch.num_elements < FEWEST_ELEMENTS:
         return metrics
     metrics.mean("rollout/noise_variance", mean_squares(batch))
     num_squares = torch.tensor(batch.step_indices.numel() * batch.num_elements)

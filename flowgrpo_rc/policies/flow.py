@@ -40,7 +40,8 @@ class Trajectory(NamedTuple):
 
     Attributes:
       final: the latents at sigma 0, [B, ...].
-      window_latents: the states before and after the steps of the window, [B, T+1, ...].
+      window_latents: the states before and after the steps of the window, [B, T+1, ...]; the final
+        latents if the window is empty.
       log_probs: log-probability of each step of the window, [B, T], in nats per element.
       schedule: the schedule that was walked.
       means: mean of each step of the window, [B, T, ...]; None unless they were asked for.
@@ -141,6 +142,19 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
           each other. Differentiable in the weights.
         """
         x = piece.all_latents[:, :-1].flatten(0, 1)
+        v = self.velocity(piece, x)
+        return _transition(x, v, piece.sigmas, piece.step_indices.flatten(), piece.spec)
+
+    def velocity(self, piece: DiffusionBatch, x: Tensor) -> Tensor:
+        """Predicts velocities at the timesteps of recorded steps.
+
+        Args:
+          piece: the steps, [b, t].
+          x: the states, one in a row, [b t, ...].
+
+        Returns:
+          The velocities, [b t, ...], fp32; differentiable in the weights.
+        """
         prompts = piece.prompt_index.repeat_interleave(piece.num_steps)
         negative = None if piece.negative is None else piece.negative[prompts]
         timesteps = piece.all_timesteps.flatten()
@@ -148,8 +162,7 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         # Samples of a group may have a state in common only at the same step.
         group = piece.group.repeat_interleave(piece.num_steps) * len(piece.sigmas) + steps
         conditioning = piece.conditioning[prompts]
-        v = self._velocity(x, timesteps, conditioning, negative, piece.spec, group)
-        return _transition(x, v, piece.sigmas, steps, piece.spec)
+        return self._velocity(x, timesteps, conditioning, negative, piece.spec, group)
 
     def evaluate(self, piece: DiffusionBatch) -> StepEvaluation:
         """Evaluates this policy on recorded steps, all in one forward.
@@ -251,13 +264,16 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
     def cell_names(self, batch: DiffusionBatch) -> Sequence[str]:
         """Returns `ts_{t}` for each timestep t of the schedule.
 
+        It is the whole schedule: the part that a rollout walks behind a sliding window changes.
+
         Args:
           batch: any batch of the run.
 
         Returns:
           S names, in the order of the schedule.
         """
-        timesteps = (batch.sigmas[:-1] * 1000).round().int().tolist()
+        sigmas = self.model.schedule(batch.spec).sigmas
+        timesteps = (sigmas[:-1] * 1000).round().int().tolist()
         return [f"ts_{timestep}" for timestep in timesteps]
 
     def under(self, autocast: Callable[[], AbstractContextManager[Any]]) -> FlowPolicy:
@@ -403,7 +419,7 @@ def sample_trajectory(
         x_next = _transition(x, v, schedule.sigmas, steps, spec, noise_level=0.0).mean
         if v_before is not None and spec.tail == "ab2" and index >= (spec.tail_start or 0):
             # Noise in between would have moved the state to where the velocity is another one.
-            smooth_B = window[:, -1] < index - 1
+            smooth_B = (window < index - 1).all(1)
             curve = second_order(v, v_before, schedule.sigmas, index)
             x_next = x_next + torch.where(smooth_B.reshape(one_per_sample), curve, 0.0)
         if index in stochastic:
@@ -424,6 +440,8 @@ def sample_trajectory(
             if means is not None:
                 means[row, position] = step.mean[row]
         x, v_before = x_next, v
+    if length == 0:
+        states = x.unsqueeze(1)
     return Trajectory(x, states, log_probs, schedule, means)
 
 

@@ -22,6 +22,8 @@ class TrainerConfig:
     save_freq: steps between checkpoints; 0: only at the end.
     val_before_train: evaluate before the first step.
     test_freq: steps between evaluations, and one at the end; 0: only at the end; -1: never.
+    suites: questions asked of the model in every evaluation besides, and of the base model once:
+        names of suites, NAME:FILE for one with other prompts, or files of your own.
     max_checkpoints_to_keep: the oldest go first.
     output_dir: the run's folder; the same command goes on where it stopped.
     project_name: for trackers.
@@ -56,6 +58,7 @@ class TrainerConfig:
     save_freq: int = 20
     val_before_train: bool = True
     test_freq: int = 20
+    suites: list[str] = field(default_factory=list)
     max_checkpoints_to_keep: int = 2
     output_dir: str = "outputs/run"
     project_name: str = "flowgrpo_rc"
@@ -109,5 +112,10 @@ class TrainerConfig:
         if not 0 < self.timeout_s < math.inf:
             raise ValueError(
                 f"trainer.timeout_s={self.timeout_s}: give a number of seconds above 0"
+            )
+        if self.suites and self.test_freq == -1:
+            raise ValueError(
+                f"trainer.suites={self.suites} has no effect with trainer.test_freq=-1, which is "
+                "no evaluation: drop it, or set trainer.test_freq to 0 or more"
             )
         validate_loggers(self.logger)

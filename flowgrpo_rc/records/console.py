@@ -13,6 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from flowgrpo_rc.evaluation.intervals import PolicyComparison
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -110,6 +112,32 @@ class Console:
             table.add_row(
                 name.removeprefix("val/"), *_comparison(before.get(name), after.get(name))
             )
+        self._rich.print(table)
+
+    def suite_table(
+        self,
+        name: str,
+        comparisons: Mapping[str, PolicyComparison],
+        groups: Mapping[str, PolicyComparison],
+    ) -> None:
+        """Prints what two policies got in a suite, and their difference with its interval.
+
+        Args:
+          name: name of the suite.
+          comparisons: by column of the scores.
+          groups: comparisons of the weighted sum, by group.
+        """
+        if self._quiet:
+            return
+        table = Table(title=f"suite {name}", title_justify="left")
+        table.add_column("score")
+        for column in ("prompts", "base", "LoRA", "change", "95% interval"):
+            table.add_column(column, justify="right")
+        for row, found in [*comparisons.items(), *groups.items()]:
+            change = found.change
+            interval = f"{change.low:+.4f} to {change.high:+.4f}"
+            numbers = (f"{found.base.mean:.4f}", f"{found.tuned.mean:.4f}", f"{change.mean:+.4f}")
+            table.add_row(row, str(found.num_prompts), *numbers, interval)
         self._rich.print(table)
 
     def _print(self, styled: Text, plain: str) -> None:

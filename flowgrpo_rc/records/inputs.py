@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.files import write_atomic
+from flowgrpo_rc.pictures import picture_digest
 from flowgrpo_rc.reading import read_mapping
 
 T = TypeVar("T")
@@ -33,7 +34,8 @@ class Input(NamedTuple):
 
 
 def prompts_input(paths: Sequence[Path], prompts: Sequence[Prompt]) -> Input:
-    """Returns the input of prompts as they were read, whatever the format of their files.
+    """Returns the input of prompts as they were read, whatever the format of their files, with the
+    content of their images.
 
     Args:
       paths: the files.
@@ -41,7 +43,9 @@ def prompts_input(paths: Sequence[Path], prompts: Sequence[Prompt]) -> Input:
     """
     found = hashlib.sha256()
     for prompt in prompts:
-        row = [prompt.text, prompt.target, prompt.negative_text, prompt.metadata]
+        row: list[object] = [prompt.text, prompt.target, prompt.negative_text, prompt.metadata]
+        if prompt.images:
+            row.append([picture_digest(image) for image in prompt.images])
         found.update(json.dumps(row, sort_keys=True, default=str).encode())
     return Input(", ".join(map(str, paths)), found.hexdigest())
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import (
     Batch,
     Conditioning,
     DiffusionBatch,
+    ImageSizes,
     SamplerSpec,
     TokenBatch,
     TokenSpec,
@@ -21,6 +24,7 @@ KINDS: dict[str, tuple[type[Batch], type[Any]]] = {
     "diffusion": (DiffusionBatch, SamplerSpec),
     "causal_lm": (TokenBatch, TokenSpec),
 }
+_SIZES = "image_sizes"
 
 
 class PackedBatch(NamedTuple):
@@ -57,9 +61,9 @@ def _flatten(fields: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Yields tensors by name; those of a conditioning as `name.field`."""
     for name, value in fields.items():
         if isinstance(value, Conditioning):
-            yield from _flatten(
-                {f"{name}.{f.name}": getattr(value, f.name) for f in dataclasses.fields(value)}
-            )
+            own = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+            own[_SIZES] = _sizes_to_tensor(value.image_sizes)
+            yield from _flatten({f"{name}.{field}": tensor for field, tensor in own.items()})
         elif value is not None:
             yield name, value.detach().contiguous()
 
@@ -72,5 +76,21 @@ def _unflatten(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
             for name, value in tensors.items()
             if name.startswith(f"{owner}.")
         }
-        fields[owner] = Conditioning(**own)
+        sizes = _sizes_from_tensor(own.pop(_SIZES, None))
+        fields[owner] = Conditioning(**own, image_sizes=sizes)
     return fields
+
+
+def _sizes_to_tensor(sizes: tuple[ImageSizes, ...]) -> Tensor | None:
+    """Returns rows and columns of each image of each prompt, int64, [P, images, 2]; zeros where a
+    prompt has fewer images than another. None without images.
+    """
+    if not sizes:
+        return None
+    most = max(map(len, sizes))
+    return torch.tensor([[*own, *itertools.repeat((0, 0), most - len(own))] for own in sizes])
+
+
+def _sizes_from_tensor(tensor: Tensor | None) -> tuple[ImageSizes, ...]:
+    listed = [] if tensor is None else tensor.tolist()
+    return tuple(tuple((rows, columns) for rows, columns in own if rows) for own in listed)

@@ -171,9 +171,16 @@ def check_headers(paths: Sequence[Path], spec: Spec, origin: Mapping[str, Any]) 
       origin: what else has to agree, `Task.origin`; entries that are not known may be left out.
     """
     here = dataclasses.asdict(spec) | dict(origin)
+    # A rollout of an older version lacks settings that came later, and was sampled without them.
+    defaults = {
+        field.name: field.default
+        for field in dataclasses.fields(spec)
+        if field.default is not dataclasses.MISSING
+    }
     for path in paths:
         there = read_header(path)
-        found = there["spec"] | there["origin"] | {"dtype": spec.dtype}
+        here_alone = {"dtype": spec.dtype, "tf32": spec.tf32}
+        found = defaults | there["spec"] | there["origin"] | here_alone
         different = [
             f"{key}: {found.get(key)!r} there, {here[key]!r} here"
             for key in here

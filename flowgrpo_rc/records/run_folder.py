@@ -53,6 +53,7 @@ _FREE = (
     "trainer.accept_changed_inputs",
     "trainer.output_dir",
     "trainer.max_checkpoints_to_keep",
+    "trainer.suites",
     "trainer.experiment_name",
     "trainer.project_name",
     "trainer.save_rollouts",
@@ -77,8 +78,8 @@ class RunFolder:
     """The paths of a run.
 
     They are config.yaml, environment.json, inputs.json, metrics.jsonl, histograms.jsonl,
-    health.jsonl, samples/, rejected/, checkpoints/, lora/, rollouts/ if asked for, and debug/ after
-    an update that failed.
+    health.jsonl, samples/, rejected/, checkpoints/, lora/, rollouts/ if asked for, suites/ after an
+    evaluation by suites, and debug/ after an update that failed.
     """
 
     def __init__(self, root: Path) -> None:
@@ -93,6 +94,7 @@ class RunFolder:
         self.checkpoints = root / "checkpoints"
         self.lora = root / "lora"
         self.rollouts = root / "rollouts"
+        self.suites = root / "suites"
         self.debug = root / "debug"
 
     def samples_stem(self, step: int) -> Path:

@@ -20,6 +20,8 @@ from PIL.PngImagePlugin import PngInfo
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.files import write_atomic
+from flowgrpo_rc.monitoring.pictures import PictureFacts
+from flowgrpo_rc.pictures import read_picture
 from flowgrpo_rc.reading import blaming, parse_mapping
 
 THUMBNAIL = 128  # pixels of its longer side
@@ -37,15 +39,33 @@ _TILES = "flowgrpo_rc.tiles"  # the text of a PNG that says where its images are
 class Shown(NamedTuple):
     """The part of a batch's samples that people may see, in the batch's order.
 
-    Both lists are empty if the trajectories come from files.
+    All are empty if the trajectories come from files.
 
     Attributes:
       prompts: the prompt of each sample.
       samples: thumbnails [h, w, 3] uint8, texts, or None where nothing was decoded.
+      facts: what was measured of the pictures; None for texts, and where nothing was decoded.
     """
 
     prompts: Sequence[Prompt] = ()
     samples: Sequence[np.ndarray | str | None] = ()
+    facts: PictureFacts | None = None
+
+    @classmethod
+    def of(cls, samples: Any, prompts: Sequence[Prompt]) -> Shown:
+        """Takes what is kept of a chunk's samples: images, videos or texts; None if not decoded."""
+        facts = PictureFacts.of(samples) if isinstance(samples, np.ndarray) else None
+        return cls(prompts, thumbnails(samples, len(prompts)), facts)
+
+    @classmethod
+    def join(cls, chunks: Sequence[Shown]) -> Shown:
+        """Joins what is kept of several chunks, in order."""
+        facts = [chunk.facts for chunk in chunks if chunk.facts is not None]
+        return cls(
+            [prompt for chunk in chunks for prompt in chunk.prompts],
+            [sample for chunk in chunks for sample in chunk.samples],
+            PictureFacts.join(facts) if facts else None,
+        )
 
 
 class Tile(NamedTuple):
@@ -179,6 +199,26 @@ def save_grid(
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, buffer.getvalue())
     return grid
+
+
+def with_sources(images: np.ndarray, prompts: Sequence[Prompt]) -> np.ndarray:
+    """Puts the first condition image of each prompt to the left of its sample.
+
+    Args:
+      images: uint8, [N, H, W, 3].
+      prompts: the prompt of each, [N].
+
+    Returns:
+      uint8, [N, H, 2 W, 3]; the images as they are if a prompt has no condition image.
+    """
+    if not all(prompt.images for prompt in prompts):
+        return images
+    height, width = images.shape[1:3]
+    sources = [
+        np.asarray(Image.fromarray(read_picture(prompt.images[0])).resize((width, height)))
+        for prompt in prompts
+    ]
+    return np.concatenate([np.stack(sources), images], axis=2)
 
 
 def film_strips(videos: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.reading import blaming
-from flowgrpo_rc.report import correction, html
+from flowgrpo_rc.report import correction, html, suites
 from flowgrpo_rc.report import sections as files
 from flowgrpo_rc.report.charts import Chart, Series, draw, gallery, smoothed, smoothing
 from flowgrpo_rc.report.facts import facts, setting
@@ -52,6 +52,7 @@ def write_report(run_dir: Path) -> Path:
     sections = [
         html.section("samples", "Before and after", _summary(rows) + files.samples(run_dir)),
         html.section("reward", "Reward", _reward(rows)),
+        *suites.sections(run_dir, rows),
         html.section("health", "Health warnings", files.health(run_dir)),
         html.section("correction", "Rollout correction by step", correction.curves(rows)),
         html.section(

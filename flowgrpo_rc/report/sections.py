@@ -48,7 +48,7 @@ def samples(run_dir: Path) -> str:
     if grids:
         return pictures([(_caption(path), path) for path in grids])
     if texts:
-        return _responses(texts)
+        return responses([(_caption(path), path) for path in texts])
     return html.empty("No samples yet.")
 
 
@@ -59,7 +59,8 @@ def last_samples(runs: Sequence[tuple[str, Path]]) -> str:
     body = pictures(found) if found else ""
     for name, folder in runs:
         texts = _by_step(folder / "samples", "jsonl")[-1:]
-        body += html.note(name) + _responses(texts) if texts else ""
+        found = [(_caption(path), path) for path in texts]
+        body += html.note(name) + responses(found) if found else ""
     return body or html.empty("No samples yet.")
 
 
@@ -93,13 +94,16 @@ def _caption(path: Path) -> str:
     return f"Step {int(path.stem.removeprefix('step_'))}"
 
 
-def _responses(paths: Sequence[Path]) -> str:
+def responses(files: Sequence[tuple[str, Path]]) -> str:
     """Makes a table of responses, one row for each prompt that all evaluations show.
 
     Evaluations on different numbers of processes may show different prompts.
+
+    Args:
+      files: label and file of each evaluation.
     """
-    columns = [_by_prompt(path) for path in paths]
-    captions = [name for path in paths for name in (_caption(path), "score")]
+    columns = [_by_prompt(path) for _, path in files]
+    captions = [name for label, _ in files for name in (label, "score")]
     shared = [prompt for prompt in columns[0] if all(prompt in column for column in columns)]
     rows = [
         (*prompt, *(cell for column in columns for cell in column[prompt])) for prompt in shared

@@ -52,6 +52,13 @@ WORDS = {
         "The log-ratio credits the noise that the rollout drew.",
         "centering",
     ),
+    "suite": Word(
+        "Suite",
+        "Prompts and rewards of their own that the model is asked beside its training. The base "
+        "model answers from the same noises. An interval that does not hold 0 is a change beyond "
+        "chance.",
+        "suites",
+    ),
     "precision": Word(
         "Precision",
         "The number format of the rollout, which samples, and of the training graph. Different "

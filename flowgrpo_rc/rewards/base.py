@@ -31,10 +31,12 @@ class Scores:
     Attributes:
       values: one number per sample.
       parts: name -> a further number per sample, which is logged and not optimized.
+      failure: why some samples have no score, for the log; may be empty.
     """
 
     values: Sequence[float]
     parts: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    failure: str = ""
 
 
 def finite_numbers(values: Sequence[float] | np.ndarray | Tensor) -> list[float]:
@@ -59,11 +61,17 @@ class Reward(ABC):
         training samples are not decoded.
       part_names: the keys of `Scores.parts`, declared so that every process logs the same names.
       requires_target: True if every prompt must have a target text.
+      requires_images: True if every prompt must have an image.
+      groupwise: True if the score of a sample depends on the others of its group, the samples of
+        one prompt. A call then gets whole groups. Held-out samples, of which a prompt has one, are
+        not scored.
     """
 
     kind: str = "image"
     part_names: tuple[str, ...] = ()
     requires_target: bool = False
+    requires_images: bool = False
+    groupwise: bool = False
 
     def check(self) -> None:  # noqa: B027 - most rewards need nothing
         """Raises ValueError if what it needs is missing on this machine or cannot be reached.
@@ -80,5 +88,5 @@ class Reward(ABC):
           samples: uint8 RGB images [N, H, W, 3] or videos [N, F, H, W, 3], a list of N texts, or
             latents [N, ...]: a tensor on the model's device, in the shape and precision in which
             the model denoises.
-          prompts: the prompt of each sample.
+          prompts: the prompt of each sample. If the reward is groupwise, they are one group.
         """

@@ -13,7 +13,11 @@ from flowgrpo_rc.rewards.manager import RewardHandle, RewardManager
 
 
 def collect_rewards(
-    manager: RewardManager, handles: Sequence[RewardHandle], processes: Processes
+    manager: RewardManager,
+    handles: Sequence[RewardHandle],
+    processes: Processes,
+    *,
+    grouped: bool,
 ) -> Rewards:
     """Waits for the rewards of this process's samples.
 
@@ -23,21 +27,23 @@ def collect_rewards(
       manager: scores the samples.
       handles: what `RewardManager.submit` returned, in the order of the samples.
       processes: the processes of the run.
+      grouped: whether the samples were submitted as groups.
 
     Raises:
       RewardError: on all processes, if too many samples have no reward.
     """
     nothing = torch.zeros(0, dtype=torch.float64)
     rewards = Rewards(
-        total=nothing, valid=nothing.bool(), parts=dict.fromkeys(manager.part_keys, nothing)
+        total=nothing,
+        valid=nothing.bool(),
+        parts=dict.fromkeys(manager.part_keys(grouped=grouped), nothing),
     )
     if handles:
         rewards = manager.collect(handles)
-    failed = torch.tensor(
-        [*manager.count_failed(rewards).values(), len(rewards.total)], device=processes.device
-    )
-    *counts, total = processes.sum(failed).tolist()
-    manager.check_failed_fraction(dict(zip(manager.names, counts, strict=True)), total)
+    failed = manager.count_failed(rewards)
+    numbers = torch.tensor([*failed.values(), len(rewards.total)], device=processes.device)
+    *counts, total = processes.sum(numbers).tolist()
+    manager.check_failed_fraction(dict(zip(failed, counts, strict=True)), total)
     return rewards
 
 
@@ -50,8 +56,9 @@ def record_rewards(metrics: MetricBag, rewards: Rewards, *, prefix: str, total: 
       prefix: prefix of the names, without the slash.
       total: name of the weighted sum.
     """
-    metrics.mean(f"{prefix}/{total}", rewards.total, rewards.valid)
-    metrics.mean(f"{prefix}/_square", rewards.total**2, rewards.valid)
+    has_total = rewards.valid & rewards.total.isfinite()
+    metrics.mean(f"{prefix}/{total}", rewards.total, has_total)
+    metrics.mean(f"{prefix}/_square", rewards.total**2, has_total)
     metrics.derive(f"{prefix}/std", (f"{prefix}/{total}", f"{prefix}/_square"), std_from_moments)
     metrics.mean(f"{prefix}/failed_fraction", (~rewards.valid).double())
     for name, values in rewards.parts.items():

@@ -25,6 +25,7 @@ from flowgrpo_rc.batch import Prompt, Rewards
 from flowgrpo_rc.plugins import build, check_options, load_class
 from flowgrpo_rc.rewards.base import KINDS, Reward, Samples, Scores, finite_numbers
 from flowgrpo_rc.rewards.caller import Caller
+from flowgrpo_rc.rewards.groups import Groups, Piece, pieces_of, whole_groups
 
 PACKAGE = "flowgrpo_rc.rewards"
 PATIENCE_S = 10.0  # for the calls that run when the rewards are closed
@@ -63,9 +64,16 @@ class RewardHandle:
 
     Attributes:
       futures: term -> its scores, when they are there.
+      pieces: term that compares groups -> the parts of groups in this chunk. Empty if the samples
+        are no groups.
+      group_size: samples of a group; 0 if the samples are no groups.
+      num_samples: samples of the chunk.
     """
 
     futures: Mapping[str, Future[_Outcome]]
+    pieces: Mapping[str, Sequence[Piece]]
+    group_size: int
+    num_samples: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,9 +116,30 @@ def check_needs(config: RewardConfig) -> None:
             raise ValueError(f"reward.terms.{name}: {error}") from error
 
 
+def groupwise_terms(config: RewardConfig) -> list[str]:
+    """Returns the terms whose rewards compare the samples of a group."""
+    return [name for name, term in _build_terms(config).items() if term.reward.groupwise]
+
+
 def requires_target(config: RewardConfig) -> bool:
     """Returns True if some reward needs a target text in every prompt."""
     return any(term.reward.requires_target for term in _build_terms(config).values())
+
+
+def check_images(config: RewardConfig, condition_images: int) -> None:
+    """Raises ValueError, naming the term, for a reward whose prompts have no images.
+
+    Args:
+      config: the rewards of the run.
+      condition_images: rollout.pipeline.condition_images, the most images of a prompt.
+    """
+    for name, term in _build_terms(config).items():
+        if term.reward.requires_images and condition_images == 0:
+            raise ValueError(
+                f"reward.terms.{name} looks at the images of the prompts, and "
+                "rollout.pipeline.condition_images=0 says that they have none: drop it with "
+                f"reward.terms.{name}=null, or train a model that edits images"
+            )
 
 
 def needs_samples(config: RewardConfig) -> bool:
@@ -148,7 +177,6 @@ class RewardManager:
 
     Attributes:
       names: the terms, in the order of the configuration.
-      part_keys: the keys of `Rewards.parts`.
       weights: name -> weight of the terms that are optimized.
       needs_samples: False if all terms score latents.
       failures: term -> number of samples without a value since the start.
@@ -167,55 +195,89 @@ class RewardManager:
         self.names = tuple(self._terms)
         self.weights = {name: term.weight for name, term in self._terms.items() if term.weight != 0}
         self.needs_samples = any(term.reward.kind != "latent" for term in self._terms.values())
-        self.part_keys = tuple(
-            key
-            for name, term in self._terms.items()
-            for key in (name, *(f"{name}/{part}" for part in term.reward.part_names))
-        )
         self.failures = dict.fromkeys(self._terms, 0)
         self.last_error: dict[str, str] = {}
 
     def submit(
-        self, samples: Samples | None, prompts: Sequence[Prompt], latents: Tensor | None = None
+        self,
+        samples: Samples | None,
+        prompts: Sequence[Prompt],
+        latents: Tensor | None = None,
+        groups: Groups | None = None,
     ) -> RewardHandle:
         """Starts to score N samples and returns at once. The samples must not change meanwhile.
+
+        Rewards that compare groups begin in `collect`, when all samples are there.
 
         Args:
           samples: uint8 RGB images [N, H, W, 3] or videos [N, F, H, W, 3], or N texts; None if
             all rewards score latents.
           prompts: the prompt of each sample.
           latents: what the samples were decoded from, [N, ...]; None if no reward scores it.
+          groups: the groups that the samples belong to; None for samples that are no groups, such
+            as held-out ones, which rewards that compare groups leave out.
         """
         _check_samples(samples, latents, prompts)
         futures = {}
+        pieces = {}
         for name, term in self._terms.items():
             scored = latents if term.reward.kind == "latent" else samples
             if scored is None:
                 kind = "latents" if term.reward.kind == "latent" else "samples"
                 raise ValueError(f"reward {name!r} scores {kind}, and there are none")
-            futures[name] = self._executor.submit(self._score, name, scored, prompts)
-        return RewardHandle(futures=futures)
+            if not term.reward.groupwise:
+                futures[name] = self._executor.submit(self._score, name, scored, prompts)
+            elif groups is not None:
+                pieces[name] = pieces_of(scored, prompts, groups)
+        size = 0 if groups is None else groups.size
+        return RewardHandle(
+            futures=futures, pieces=pieces, group_size=size, num_samples=len(prompts)
+        )
 
     def collect(self, handles: Sequence[RewardHandle]) -> Rewards:
         """Waits for the handles and returns the rewards of their B samples, in the handles' order.
 
         `Rewards.total` is NaN where not valid. `Rewards.parts` has the keys `name` and `name/part`
-        of every term.
+        of every term that takes part. If only rewards that compare groups are optimized, samples
+        that are no groups are valid and have no total, NaN.
+
+        Raises:
+          ValueError: a group is not whole, and a reward compares groups.
         """
+        grouped = {name: self._score_groups(name, handles) for name in handles[0].pieces}
         parts: dict[str, Tensor] = {}
-        for name, term in self._terms.items():
-            outcomes = [handle.futures[name].result() for handle in handles]
+        for name in self.taking_part(grouped=bool(grouped)):
+            futures = grouped.get(name) or [handle.futures[name] for handle in handles]
+            outcomes = [future.result() for future in futures]
             for outcome in outcomes:
                 self._count(name, outcome)
             parts[name] = torch.cat([outcome.values for outcome in outcomes])
-            for part in term.reward.part_names:
+            for part in self._terms[name].reward.part_names:
                 parts[f"{name}/{part}"] = torch.cat([outcome.parts[part] for outcome in outcomes])
-        total = torch.stack([weight * parts[name] for name, weight in self.weights.items()]).sum(0)
+        weighted = [weight * parts[name] for name, weight in self.weights.items() if name in parts]
+        if not weighted:
+            count = sum(handle.num_samples for handle in handles)
+            total = torch.full((count,), math.nan, dtype=torch.float64)
+            return Rewards(total=total, valid=total.isnan(), parts=parts)
+        total = torch.stack(weighted).sum(0)
         return Rewards(total=total, valid=total.isfinite(), parts=parts)
+
+    def taking_part(self, *, grouped: bool) -> list[str]:
+        """Returns the terms that score samples which come as groups, or which do not."""
+        return [name for name, term in self._terms.items() if grouped or not term.reward.groupwise]
+
+    def part_keys(self, *, grouped: bool) -> list[str]:
+        """Returns the keys of `Rewards.parts` for such samples."""
+        return [
+            key
+            for name in self.taking_part(grouped=grouped)
+            for key in (name, *(f"{name}/{part}" for part in self._terms[name].reward.part_names))
+        ]
 
     def count_failed(self, rewards: Rewards) -> dict[str, int]:
         """Returns, by term, how many of these samples it could not score."""
-        return {name: int(rewards.parts[name].isnan().sum()) for name in self.names}
+        parts = rewards.parts
+        return {name: int(parts[name].isnan().sum()) for name in self.names if name in parts}
 
     def check_failed_fraction(self, num_failed: Mapping[str, int], num_total: int) -> None:
         """Raises RewardError if a term failed for more than `max_failed_fraction` of the samples.
@@ -240,6 +302,13 @@ class RewardManager:
         for caller in self._callers.values():
             caller.close(max(0.0, deadline - time.monotonic()))
         self._executor.shutdown(wait=True)
+
+    def _score_groups(self, name: str, handles: Sequence[RewardHandle]) -> list[Future[_Outcome]]:
+        pieces = [piece for handle in handles for piece in handle.pieces[name]]
+        return [
+            self._executor.submit(self._score, name, group.samples, group.prompts)
+            for group in whole_groups(pieces, handles[0].group_size)
+        ]
 
     def _score(self, name: str, samples: Samples | Tensor, prompts: Sequence[Prompt]) -> _Outcome:
         """Waits for the scores of a chunk in a thread, for which the main one goes on meanwhile.
@@ -316,9 +385,8 @@ def _checked(scores: object, part_names: Sequence[str], prompts: Sequence[Prompt
     if not bad:
         return _Outcome(values=values, parts=parts)
     first = prompts[bad[0]]
-    error = _NotFinite(
-        f"{scores.values[bad[0]]!r} is no finite number, for prompt {first.index} ({first.text!r})"
-    )
+    why = scores.failure or f"{scores.values[bad[0]]!r} is no finite number"
+    error = _NotFinite(f"{why}, for prompt {first.index} ({first.text!r})")
     return _Outcome(values=values, parts=parts, error=error)
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo_rc.batch import SamplerSpec, TokenSpec
-from flowgrpo_rc.core.schedule import SHARING, TAILS, kept_steps, window_bounds
+from flowgrpo_rc.core.schedule import SHARING, TAILS, kept_steps, sliding_start, window_bounds
 from flowgrpo_rc.core.transition import CONVENTIONS, KINDS
 from flowgrpo_rc.plugins import check_engine_name
+from flowgrpo_rc.rollout.check_model import check_guidance, check_pipeline
 from flowgrpo_rc.rollout.faster_dtype import AUTO
 from flowgrpo_rc.rollout.quantization import precision
 
@@ -28,11 +29,16 @@ class PipelineConfig:
     height: of a picture, in pixels.
     width: of a picture, in pixels.
     num_inference_steps: denoising steps of a training sample.
-    guidance_scale: of SD3 and Wan; of FLUX.1 it is an input of the transformer. 1 is no guidance.
+    guidance_scale: of SD3, Sana, Wan and Z-Image; of FLUX.1 it is an input of the transformer. 1 is
+        no guidance, but for Z-Image, whose scale starts at 0.
     true_cfg_scale: the guidance of Qwen-Image, which must be given, and of FLUX.1 with a negative
         prompt. 1 is none.
     max_sequence_length: tokens of the prompt.
     num_frames: of a video; null for images.
+    condition_images: the most images that a prompt brings to be edited, at least one; 0: prompts
+        are text alone.
+    condition_pixels: the area that the model gets a condition image in: FLUX.2 reduces larger ones
+        to it, Qwen-Image-Edit brings all to it.
     """
 
     height: int = 512
@@ -42,6 +48,8 @@ class PipelineConfig:
     true_cfg_scale: float | None = None
     max_sequence_length: int = 128
     num_frames: int | None = None
+    condition_images: int = 0
+    condition_pixels: int = 1024 * 1024
 
 
 @dataclass(kw_only=True)
@@ -52,14 +60,17 @@ class AlgoConfig:
     sde_type: which process a stochastic step follows.
     log_prob_convention: `gaussian` is the density; `peers`, for cps only, leaves out 1 / (2 s^2),
         as other systems do.
-    sde_window_size: how many consecutive steps are stochastic and trained; null: the whole range.
+    sde_window_size: how many consecutive steps are stochastic and trained; null: the whole range;
+        0: none, for a loss that trains on finished samples, which the ODE makes.
     sde_window_range: [first, last) of the steps that the window is drawn from; null: all but the
         last step.
+    sde_window_interval: MixGRPO's sliding window: it begins with the range, and moves on after so
+        many training steps, and at the end of the range starts anew; null: it is drawn.
+    sde_window_stride: how many denoising steps a sliding window moves on.
     window_sharing: who has the same window: all samples of a step, those of a prompt, or nobody.
-    tail: solver of the ODE steps behind `sde_window_range`: `euler` as in the stock pipeline, or
-        `ab2`, Adams-Bashforth of order 2.
-    tail_steps: the most evaluations behind `sde_window_range`; null: all that the schedule has
-        there.
+    tail: solver of the ODE steps behind `sde_window_range`, or behind a sliding window: `euler` as
+        in the stock pipeline, or `ab2`, Adams-Bashforth of order 2.
+    tail_steps: the most evaluations there; null: all that the schedule has.
     shared_prefix: the samples of a prompt start from the same noise, and differ by the noise of
         their SDE windows alone. What they have in common is evaluated once.
     """
@@ -69,6 +80,8 @@ class AlgoConfig:
     log_prob_convention: str = "gaussian"
     sde_window_size: int | None = None
     sde_window_range: list[int] | None = None
+    sde_window_interval: int | None = None
+    sde_window_stride: int = 1
     window_sharing: str = "group"
     tail: str = "euler"
     tail_steps: int | None = None
@@ -157,8 +170,13 @@ class RolloutConfig:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     val_kwargs: EvaluationConfig = field(default_factory=EvaluationConfig)
 
-    def spec(self) -> SamplerSpec:
-        """Returns the sampler of training rollouts."""
+    def spec(self, step: int = 1, *, tf32: bool = False) -> SamplerSpec:
+        """Returns the sampler of the rollouts of a training step.
+
+        Args:
+          step: number of the training step, from 1; a window may slide.
+          tf32: `trainer.tf32`. Shapes and schedules do not depend on it.
+        """
         return SamplerSpec(
             height=self.pipeline.height,
             width=self.pipeline.width,
@@ -170,9 +188,12 @@ class RolloutConfig:
             max_sequence_length=self.pipeline.max_sequence_length,
             true_cfg_scale=self.pipeline.true_cfg_scale,
             num_frames=self.pipeline.num_frames,
+            condition_images=self.pipeline.condition_images,
+            condition_pixels=self.pipeline.condition_pixels,
             dtype=precision(self.dtype, self.quantization),
+            tf32=tf32 and self.dtype == "fp32",
             tail=self.algo.tail,
-            tail_start=self.tail_start(),
+            tail_start=self.tail_start(step),
             tail_steps=self.algo.tail_steps,
             shared_prefix=self.algo.shared_prefix,
         )
@@ -200,38 +221,20 @@ class RolloutConfig:
 
     def check_model(self, model: type[FlowModel]) -> None:
         """Raises ValueError for a setting that the model ignores, and for one that it lacks."""
-        _check_guidance(model, self.pipeline, PipelineConfig().guidance_scale, "rollout.pipeline")
-        _check_guidance(
-            model, self.val_kwargs, EvaluationConfig().guidance_scale, "rollout.val_kwargs"
-        )
-        pipeline = self.pipeline
-        name = model.pipeline_class
-        only_true_cfg = model.cfg_key == "true_cfg_scale" and not model.embeds_guidance
-        if only_true_cfg and pipeline.true_cfg_scale is None:
-            raise ValueError(
-                f"rollout.pipeline.true_cfg_scale is not set, and {name} has no other guidance: "
-                "give 1 (none) or more"
-            )
-        if model.makes == "video" and pipeline.num_frames is None:
-            raise ValueError(
-                f"rollout.pipeline.num_frames is not set, and {name} makes videos: give their "
-                "length"
-            )
-        if model.makes == "image" and pipeline.num_frames is not None:
-            raise ValueError(
-                f"rollout.pipeline.num_frames={pipeline.num_frames} has no effect: {name} makes "
-                "images"
-            )
-        if not 0 <= pipeline.max_sequence_length <= model.max_sequence_length:
-            raise ValueError(
-                f"rollout.pipeline.max_sequence_length={pipeline.max_sequence_length}: {name} "
-                f"takes 0 to {model.max_sequence_length} tokens"
-            )
+        pipeline, held_out = self.pipeline, self.val_kwargs
+        check_guidance(model, pipeline, PipelineConfig().guidance_scale, "rollout.pipeline")
+        check_guidance(model, held_out, EvaluationConfig().guidance_scale, "rollout.val_kwargs")
+        check_pipeline(model, pipeline)
 
-    def token_spec(self) -> TokenSpec:
-        """Returns the sampler of training rollouts of text."""
+    def token_spec(self, *, tf32: bool = False) -> TokenSpec:
+        """Returns the sampler of training rollouts of text.
+
+        Args:
+          tf32: as of `spec`.
+        """
         return TokenSpec(
             dtype=precision(self.dtype, self.quantization),
+            tf32=tf32 and self.dtype == "fp32",
             temperature=self.temperature,
             prompt_length=self.prompt_length,
             response_length=self.response_length,
@@ -244,19 +247,42 @@ class RolloutConfig:
           ValueError: the window does not fit the schedule.
         """
         algo = self.algo
+        if algo.sde_window_size == 0:
+            return 0, 0, 0
         steps = self.pipeline.num_inference_steps
         return window_bounds(steps, algo.sde_window_size, algo.sde_window_range, algo.sde_type)
 
-    def tail_start(self) -> int | None:
-        """Returns the first step behind every window if the tail differs from the stock one."""
+    def window_at(self, step: int) -> tuple[int, int, int]:
+        """Returns (size, first, last) of the windows of a training step, the first of which is 1.
+
+        A sliding window has one place; others are drawn between first and last.
+        """
+        size, first, last = self.window()
+        algo = self.algo
+        if algo.sde_window_interval is None:
+            return size, first, last
+        start = sliding_start(
+            step,
+            size=size,
+            first=first,
+            last=last,
+            interval=algo.sde_window_interval,
+            stride=algo.sde_window_stride,
+        )
+        return size, start, start + size
+
+    def tail_start(self, step: int = 1) -> int | None:
+        """Returns the first step behind every window of a training step if the tail differs from
+        the stock one.
+        """
         algo = self.algo
         stock = algo.tail == "euler" and algo.tail_steps is None
-        return None if stock else self.window()[2]
+        return None if stock else self.window_at(step)[2]
 
-    def evaluations(self) -> int:
-        """Returns how many denoising steps of a training sample are evaluated."""
+    def evaluations(self, step: int = 1) -> int:
+        """Returns how many denoising steps of a sample of a training step are evaluated."""
         steps = self.pipeline.num_inference_steps
-        return len(kept_steps(steps, self.tail_start(), self.algo.tail_steps))
+        return len(kept_steps(steps, self.tail_start(step), self.algo.tail_steps))
 
     def validate(self) -> None:
         """Raises ValueError, naming key, value and what is allowed, for a setting out of range."""
@@ -296,7 +322,50 @@ class RolloutConfig:
                 "not even an old policy: set it to true"
             )
         self.window()
+        self._check_ode()
+        self._check_sliding()
         self._check_tail()
+
+    def _check_ode(self) -> None:
+        """Refuses settings of stochastic steps where there are none."""
+        if self.algo.sde_window_size != 0:
+            return
+        ode = ("sde_window_size", "tail")
+        for name, default in vars(AlgoConfig()).items():
+            value = getattr(self.algo, name)
+            if name not in ode and value != default:
+                raise ValueError(
+                    f"rollout.algo.{name}={value} has no effect with rollout.algo.sde_window_size="
+                    "0, where no step is stochastic: drop it, or give its default where a file "
+                    f"sets it, rollout.algo.{name}={'null' if default is None else default}"
+                )
+
+    def _check_sliding(self) -> None:
+        """Refuses settings of a sliding window that are wrong or have no effect."""
+        algo = self.algo
+        interval, stride = algo.sde_window_interval, algo.sde_window_stride
+        if interval is None:
+            if stride != AlgoConfig.sde_window_stride:
+                raise ValueError(
+                    f"rollout.algo.sde_window_stride={stride} has no effect on a window that is "
+                    "drawn: set rollout.algo.sde_window_interval, or drop it"
+                )
+            return
+        for name, value in (("interval", interval), ("stride", stride)):
+            if value < 1:
+                raise ValueError(f"rollout.algo.sde_window_{name}={value}: give at least 1")
+        if algo.window_sharing != AlgoConfig.window_sharing:
+            raise ValueError(
+                f"rollout.algo.window_sharing={algo.window_sharing} has no effect with "
+                "rollout.algo.sde_window_interval: all samples share a sliding window; drop it"
+            )
+        size, first, last = self.window()
+        if first + size + stride > last:
+            raise ValueError(
+                f"rollout.algo.sde_window_interval={interval} has no effect: a window of {size} "
+                f"steps cannot move by rollout.algo.sde_window_stride={stride} in "
+                f"rollout.algo.sde_window_range=[{first}, {last}]; widen the range or drop it"
+            )
 
     def _check_workers(self) -> None:
         least = {"workers": 0, "cpus_per_worker": 1, "max_restarts": 0}
@@ -322,7 +391,7 @@ class RolloutConfig:
     def _check_tail(self) -> None:
         algo = self.algo
         _one_of("rollout.algo.tail", algo.tail, TAILS)
-        length = self.pipeline.num_inference_steps - self.window()[2]
+        length = self.pipeline.num_inference_steps - self.window_at(1)[2]
         if algo.tail != "euler" and length == 0:
             raise ValueError(
                 f"rollout.algo.tail={algo.tail} has no effect: no step lies behind "
@@ -363,8 +432,8 @@ class RolloutConfig:
                 ("guidance", pipeline.guidance_scale),
                 ("true_cfg", pipeline.true_cfg_scale),
             ):
-                if scale is not None and scale < 1:
-                    raise ValueError(f"rollout.{key}.{name}_scale={scale}: give 1 (none) or more")
+                if scale is not None and scale < 0:
+                    raise ValueError(f"rollout.{key}.{name}_scale={scale}: give 0 or more")
         if self.pipeline.num_inference_steps < 2:
             raise ValueError(
                 "rollout.pipeline.num_inference_steps=1 leaves no stochastic step: give at least 2"
@@ -373,18 +442,20 @@ class RolloutConfig:
             raise ValueError(
                 f"rollout.pipeline.num_frames={self.pipeline.num_frames}: give at least 1, or null"
             )
+        self._check_condition()
 
-
-def _check_guidance(
-    model: type[FlowModel], given: PipelineConfig | EvaluationConfig, default_scale: float, key: str
-) -> None:
-    """Refuses a guidance scale that the model does not use, unless it is the default."""
-    used = f"the guidance of {model.pipeline_class} is {key}.{model.cfg_key}"
-    if model.cfg_key != "true_cfg_scale" and given.true_cfg_scale not in (None, 1):
-        raise ValueError(f"{key}.true_cfg_scale={given.true_cfg_scale} has no effect: {used}")
-    uses_guidance_scale = model.cfg_key == "guidance_scale" or model.embeds_guidance
-    if not uses_guidance_scale and given.guidance_scale not in (1, default_scale):
-        raise ValueError(f"{key}.guidance_scale={given.guidance_scale} has no effect: {used}")
+    def _check_condition(self) -> None:
+        images, pixels = self.pipeline.condition_images, self.pipeline.condition_pixels
+        if images < 0 or pixels < 1:
+            raise ValueError(
+                f"rollout.pipeline.condition_images={images} and "
+                f"rollout.pipeline.condition_pixels={pixels}: give at least 0 images and 1 pixel"
+            )
+        if images == 0 and pixels != PipelineConfig.condition_pixels:
+            raise ValueError(
+                f"rollout.pipeline.condition_pixels={pixels} has no effect without condition "
+                "images: set rollout.pipeline.condition_images, or drop it"
+            )
 
 
 def _one_of(key: str, value: str, allowed: Sequence[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -36,7 +35,9 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
     compiles = True
     merges_lora = True
     records_means = True
+    finishes_alone = True
     aligns = True
+    takes_images = True
     draws_seed_noise = True
 
     def __init__(
@@ -118,7 +119,7 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
         schedule = trajectory.schedule
         slots = torch.tensor(request.prompts.slots, device=device)
         batch = DiffusionBatch(
-            spec=replace(spec, dtype=self._replica.precision),
+            spec=self._replica.spec(spec),
             all_latents=trajectory.window_latents,
             all_timesteps=schedule.timesteps[window],
             step_indices=window,

@@ -140,8 +140,11 @@ class RolloutEngine(ABC, Generic[R]):
       compiles: True if it offers `rollout.compile`.
       merges_lora: True if it offers `rollout.merge_lora`.
       records_means: True if it records the means of the steps when a request asks for them.
+      finishes_alone: True if a request whose windows are empty gets samples of the ODE, which the
+        batch holds: `all_latents` is [B, 1, ...].
       copies_network: False if it loads the frozen weights itself; the trainer may then shard its
         own first.
+      takes_images: True if it conditions on the images of prompts.
       draws_seed_noise: True if the noise of a step is `core.random.normal(shape, seeds, "step",
         step)` with the seeds of the request. False says nothing wrong: noise of its own is as good,
         if it is standard normal and independent.
@@ -156,9 +159,11 @@ class RolloutEngine(ABC, Generic[R]):
     compiles: ClassVar[bool] = False
     merges_lora: ClassVar[bool] = False
     records_means: ClassVar[bool] = False
+    finishes_alone: ClassVar[bool] = False
     copies_network: ClassVar[bool] = True
     elsewhere: ClassVar[bool] = False
     aligns: ClassVar[bool] = False
+    takes_images: ClassVar[bool] = False
     draws_seed_noise: ClassVar[bool] = False
 
     @classmethod

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
+from flowgrpo_rc.batch import Spec
+from flowgrpo_rc.distributed.numerics import rounds_to_tf32
 from flowgrpo_rc.models.base import DTYPES
 from flowgrpo_rc.models.lora_files import ADAPTER
 from flowgrpo_rc.rollout.quantization import precision, quantize, repeated_blocks
+
+S = TypeVar("S", bound=Spec)
 
 
 class Replica:
@@ -21,6 +26,8 @@ class Replica:
     * In the training weights' own precision the copy shares their frozen tensors.
     * The LoRA is always a copy. It stays separate unless `merge_lora` adds it to the weights, which
       saves its own layers at every forward. Sums in bf16 then round a small update away, or up.
+    * The LoRA is marked as trainable, as the trainer's is. torch multiplies by such a weight in
+      another way, with other bits, even where no gradient is recorded.
     * Buffers that a checkpoint does not hold keep their precision, as they do when a model is
       loaded in `dtype`. Rotary frequencies in bf16 would stand for other positions.
 
@@ -57,7 +64,7 @@ class Replica:
             memo = {id(tensor): _converted(tensor, DTYPES[dtype]) for tensor in stored}
         replica = copy.deepcopy(network, memo=memo)
         self.lora = {name: p for name, p in replica.named_parameters() if p.requires_grad}
-        self.network: Any = replica.requires_grad_(False).eval()
+        self.network: Any = replica.eval()
         self.precision = precision(dtype, quantization)
         self._merged = _prepare_merging(network, replica) if merge_lora else []
         if quantization is not None:
@@ -67,6 +74,16 @@ class Replica:
                 block.compile(backend=backend)
         self.version = 0
 
+    def spec(self, asked: S) -> S:
+        """Returns what was asked for, with the precision that the copy really has.
+
+        Args:
+          asked: settings of a rollout.
+        """
+        tf32 = rounds_to_tf32(self.precision)
+        return dataclasses.replace(asked, dtype=self.precision, tf32=tf32)
+
+    @torch.no_grad()
     def sync(self, state: Mapping[str, Tensor], version: int) -> None:
         """Copies LoRA tensors. ValueError unless names and shapes are those of the copy."""
         if state.keys() != self.lora.keys():

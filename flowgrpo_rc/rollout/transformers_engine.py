@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -83,7 +82,7 @@ class TransformersEngine(RolloutEngine[TextRequest]):
         responses = self._policy.rollout(prompt_ids, prompt_mask, spec, uniforms)
         group = torch.tensor(slots, device=device)
         batch = TokenBatch(
-            spec=replace(spec, dtype=self._replica.precision),
+            spec=self._replica.spec(spec),
             prompt_ids=prompt_ids,
             prompt_mask=prompt_mask,
             response_ids=responses.ids,

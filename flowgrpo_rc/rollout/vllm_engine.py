@@ -184,8 +184,9 @@ class VllmEngine(RolloutEngine[TextRequest]):
         valid = [torch.ones_like(response, dtype=torch.bool) for response in responses]
         index = torch.tensor(rows, device=device)
         return TokenBatch(
-            # The echo says what vLLM used: it raises temperatures below 0.01.
-            spec=replace(spec, dtype=self._dtype, temperature=params[0].temperature),
+            # The echo says what vLLM used: it raises temperatures below 0.01. Nobody asks its own
+            # process for TF32.
+            spec=replace(spec, dtype=self._dtype, tf32=False, temperature=params[0].temperature),
             prompt_ids=ids[index],
             prompt_mask=mask[index],
             response_ids=pad_sequence(

@@ -47,13 +47,13 @@ class Seen(NamedTuple):
     Attributes:
       piece: the samples.
       log_probs: of the current policy, [b, t].
-      gaussian: the Gaussians of the steps, [b, t]; None for tokens.
+      gaussian: the Gaussians of the steps, [b, t]; None for tokens, velocities without log-probs.
       terms: the terms of the loss.
     """
 
     piece: Batch
     log_probs: Tensor
-    gaussian: GaussianSteps | None
+    gaussian: Any
     terms: LossTerms
 
 
@@ -113,10 +113,9 @@ class Mode(ABC):
         """
 
     @abstractmethod
-    def enter(
-        self, piece: Batch, now: Evaluation, *, updates: int
-    ) -> tuple[Batch, GaussianSteps | None]:
-        """Returns a piece as the loss takes it, and the Gaussians of its steps.
+    def enter(self, piece: Batch, now: Evaluation, *, updates: int) -> tuple[Batch, Any]:
+        """Returns a piece as the loss takes it, and what the loss compares: the Gaussians of its
+        steps, or velocities.
 
         Args:
           piece: what one call of the loss sees, [b, t].
@@ -156,6 +155,10 @@ class Mode(ABC):
             self.monitor.after_update(seen.piece, seen.log_probs)
         else:
             self.monitor.clipped(seen.terms.metrics)
+
+    def sampling_weights(self, current: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Returns the LoRA to sample with: the one that is trained, `current`, by name."""
+        return current
 
     def finish(self, metrics: MetricBag) -> None:
         """Ends the iteration: adds the metrics of correction and mismatch, under full names."""

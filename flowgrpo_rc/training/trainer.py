@@ -5,7 +5,7 @@ advantages -> update.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,8 @@ from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.distributed.memory import out_of_memory_in
 from flowgrpo_rc.distributed.processes import Processes, peak_memory_gib
 from flowgrpo_rc.distributed.stopping import StopRequest
+from flowgrpo_rc.evaluation.held_out import Evaluator
+from flowgrpo_rc.evaluation.suite_runner import SuiteRunner
 from flowgrpo_rc.monitoring.health import HealthMonitor
 from flowgrpo_rc.monitoring.histograms import Counts, histograms
 from flowgrpo_rc.monitoring.staleness import reuse_age, staleness
@@ -42,7 +44,6 @@ from flowgrpo_rc.rewards.collect import record_rewards
 from flowgrpo_rc.rewards.manager import RewardManager
 from flowgrpo_rc.training.config import AlgorithmConfig
 from flowgrpo_rc.training.ema import averaged_weights
-from flowgrpo_rc.training.evaluation import Evaluator
 from flowgrpo_rc.training.modes import Mode
 from flowgrpo_rc.training.sources.source import Collected, RolloutSource
 from flowgrpo_rc.training.tasks.task import Task
@@ -60,6 +61,7 @@ class Components:
       staleness: how many steps the weights that sample may be behind.
       mode: bypass or decoupled mode.
       earlier: the batches of earlier steps that are trained on again.
+      suites: what evaluations ask besides the held-out prompts.
     """
 
     trainer: TrainerConfig
@@ -75,6 +77,7 @@ class Components:
     earlier: EarlierBatches
     update: PolicyUpdate
     evaluator: Evaluator
+    suites: Sequence[SuiteRunner]
     health: HealthMonitor
     rejected: RejectedSamples
     log: RunLog
@@ -103,7 +106,7 @@ class Trainer:
                     f"the checkpoint of step {resumed.step} in {components.folder.root} is not one "
                     f"that this run has written: {type(error).__name__}: {error}"
                 ) from error
-        components.source.sync_weights(components.update.lora_state(), self._step)
+        components.source.sync_weights(self._sampling_weights(), self._step)
 
     def _go_back(self, resumed: Checkpoint) -> None:
         components = self._components
@@ -150,7 +153,7 @@ class Trainer:
                 collected = components.source.collect(step)
                 where = f"the end of the rollout of step {step}"
                 components.processes.meet(where, components.trainer.timeout_s)
-            observed = components.task.observe(collected.batch, collected.shown.prompts, step)
+            observed = components.task.observe(collected.batch, collected.shown, step)
             self._metrics.merge(observed)
             if collected.metrics is not None:
                 self._metrics.merge(collected.metrics)
@@ -160,20 +163,24 @@ class Trainer:
                 batch = components.mode.begin(collected.batch, step)
             with self._timed("reward_wait"):
                 rewards = collected.rewards()
+                # Here, since it waits for the rewards of the other processes.
+                batch = self._with_advantages(batch, rewards)
             record_rewards(self._metrics, rewards, prefix="reward", total="mean")
             if components.trainer.save_rollouts:
                 self._save_rollout(collected.batch, rewards)
-            batch = self._with_advantages(batch, rewards)
             with self._timed("update"):
                 batch = self._update(batch)
             components.mode.finish(self._metrics)
             components.earlier.add(collected.batch, batch.advantages, batch.rejection_mask)
             with self._timed("sync_weights"):
-                components.source.sync_weights(components.update.lora_state(), step)
+                components.source.sync_weights(self._sampling_weights(), step)
             self._note_decisions(collected, rewards)
         num_samples = len(batch) * components.processes.count
         speed = torch.tensor(num_samples / self._seconds["step"])
         self._metrics.min("perf/samples_per_second", speed)
+
+    def _sampling_weights(self) -> Mapping[str, torch.Tensor]:
+        return self._components.mode.sampling_weights(self._components.update.lora_state())
 
     def _save_rollout(self, batch: Batch, rewards: Rewards) -> None:
         processes = self._components.processes
@@ -263,6 +270,9 @@ class Trainer:
         with self._timed("evaluation"), averaged_weights(update.ema, update.parameters):
             evaluation = components.evaluator.run(components.processes)
         self._metrics.merge(evaluation.metrics)
+        for suite in components.suites:
+            with self._timed("suites"), averaged_weights(update.ema, update.parameters):
+                self._metrics.merge(suite.run(components.processes).metrics())
         if components.processes.is_main:
             stem = components.folder.samples_stem(self._step)
             draw = partial(
@@ -287,6 +297,7 @@ class Trainer:
         self._metrics = MetricBag()
         self._seconds = {}
         self._histograms = {}
+        row |= components.health.compare(row)
         warnings = components.health.update(self._step, row)
         if processes.is_main:
             components.log.write(self._step, row, counts, warnings)

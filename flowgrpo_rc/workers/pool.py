@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +69,7 @@ class WorkerPool:
         self._waiting = 0
         self._alive = 0  # also those that start
         self._ready = 0
-        self._none_since = time.monotonic()  # as long as none is ready
+        self._none_since = time.monotonic()  # as long as none is ready; or the last that loads
         self._restarts = 0
         self._lost: list[str] = []
         self._busy = 0
@@ -76,6 +78,7 @@ class WorkerPool:
         self._num_bytes = 0
         self._longest_queue = 0
         self._starting: set[asyncio.Task[None]] = set()
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by machine
 
     async def start(self) -> None:
         """Starts the workers, and waits for the first of them.
@@ -206,9 +209,11 @@ class WorkerPool:
         remote: Any = ray.remote(Worker)
         worker = remote.options(**options).remote(settings.num_cpus)
         try:
-            await worker.is_here.remote()
-            loaded = worker.load.remote(self._make_engine[0])
-            versions = await asyncio.wait_for(loaded, settings.timeout_s)
+            machine = await worker.machine.remote()
+            async with self._turns[machine] if settings.in_turn else nullcontext():
+                self._none_since = time.monotonic()  # it has all its time, whoever came before
+                loaded = worker.load.remote(self._make_engine[0])
+                versions = await asyncio.wait_for(loaded, settings.timeout_s)
         except (RayError, TimeoutError) as error:
             self._replace(worker, f"did not start: {_reason(error, settings.timeout_s)}")
             return

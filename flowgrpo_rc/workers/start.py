@@ -26,6 +26,8 @@ class PoolSettings:
       max_restarts: how often workers are started again, all together.
       staleness: how many versions of the LoRA are in use besides the newest.
       chunk_size: samples of a chunk.
+      in_turn: workers of one machine load one after the other. A model that is on its way to a GPU
+        is on the host for a while; all workers at once would need as many copies there.
     """
 
     num_workers: int
@@ -35,6 +37,7 @@ class PoolSettings:
     max_restarts: int
     staleness: int
     chunk_size: int
+    in_turn: bool
 
 
 def start_workers(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 
 from flowgrpo_rc.records.packed_batch import pack
@@ -60,8 +61,10 @@ class Worker:
         self._engine: RolloutEngine[Any]
         self._version: int | None = None
 
-    def is_here(self) -> None:
-        """Does nothing: it is answered when there is room for the worker."""
+    def machine(self) -> str:
+        """Returns the name of its machine; it is answered when there is room for the worker."""
+        name: str = ray.get_runtime_context().get_node_id()
+        return name
 
     def load(self, make_engine: Callable[[], RolloutEngine[Any]]) -> dict[str, str]:
         """Loads the model; returns the versions of the packages here.

@@ -16,6 +16,7 @@ import importlib
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -142,6 +143,7 @@ def train(folder: Path, overrides: list[str]) -> None:
     planned = Measured([*module, "plan", *settings])
     assert planned.code == 0
     print(planned.output[planned.output.index("memory of") :], flush=True)
+    expected = planned_gib(planned.output, "peak") - planned_gib(planned.output, CONTEXT)
     stopped = [*settings, "trainer.total_training_steps=2", "trainer.max_time=1"]
     for what, code, command in (
         ("a step", 75, stopped),
@@ -152,13 +154,26 @@ def train(folder: Path, overrides: list[str]) -> None:
         row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
         phases = ", ".join(f"{name} {row[f'timing_s/{name}']:.0f} s" for name in PHASES)
         print(f"{what}: {done}; {phases}; loss {row['actor/pg_loss']:.2e}", flush=True)
+        print(
+            f"  planned: {expected:.2f} GiB of weights, states and activations; the rest is Python "
+            "and its libraries, and what loading leaves",
+            flush=True,
+        )
         assert math.isfinite(row["actor/grad_norm"])
         assert row["actor/grad_norm"] > 0
     lora = run / "lora" / "pytorch_lora_weights.safetensors"
     print(f"a LoRA of {in_gib(lora.stat().st_size)}: {lora.name}", flush=True)
 
 
+def planned_gib(plan: str, name: str) -> float:
+    """Returns a size that a plan tells, in GiB."""
+    found = re.search(rf"^  {name} +([\d.]+) (GiB|MiB)", plan, re.MULTILINE)
+    assert found is not None, name
+    return float(found[1]) / (1 if found[2] == "GiB" else 1024)
+
+
 PHASES = ("rollout", "update", "step")
+CONTEXT = "CUDA and libraries"
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--build"]:

@@ -21,10 +21,10 @@ from flowgrpo_rc.build import make_processes, make_task
 from flowgrpo_rc.config.check_inputs import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.evaluation.held_out import Evaluator
 from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint
 from flowgrpo_rc.rewards.manager import RewardManager
-from flowgrpo_rc.training.evaluation import Evaluator
 
 METRICS = {"reward": "val/reward", "exact": "val/ocr/exact"}
 
@@ -45,9 +45,9 @@ def scores(config: Config, checkpoints: Path) -> dict[int, dict[str, float]]:
     processes = make_processes(config)
     task = make_task(config, processes)
     parameters = lora_parameters(task.model.network)
-    _, held_out = prompts_of(config)
+    held_out = prompts_of(config).held_out
     rewards = RewardManager(config.reward)
-    evaluator = Evaluator(task, held_out, config.rollout.val_kwargs, rewards)
+    evaluator = Evaluator(task.sample, held_out, config.rollout.val_kwargs, rewards)
 
     def score() -> dict[str, float]:
         found = evaluator.run(processes).metrics

@@ -20,6 +20,8 @@ from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 
 ARCHITECTURES = config_folder() / "architectures"
 
+Z_IMAGE = {"transformer": 6_154_908_736, "text_encoder": 4_022_468_096, "vae": 83_819_683}
+
 # Published numbers of parameters of every part.
 PUBLISHED = {
     "stable-diffusion-3.5-medium": {
@@ -40,6 +42,24 @@ PUBLISHED = {
         "text_encoder": 8_292_166_656,
         "vae": 126_892_531,
     },
+    "Qwen-Image-Edit-2511": {
+        "transformer": 20_430_401_088,
+        "text_encoder": 8_292_166_656,
+        "vae": 126_892_531,
+    },
+    # Of the transformer "4B" is published, and of the text encoder, Qwen3-4B, this number.
+    "FLUX.2-klein-4B": {
+        "transformer": 3_875_544_576,
+        "text_encoder": 4_022_468_096,
+        "vae": 84_046_115,
+    },
+    "Sana_600M_512px_diffusers": {
+        "transformer": 591_747_872,
+        "text_encoder": 2_614_341_888,
+        "vae": 312_250_275,
+    },
+    "Z-Image": Z_IMAGE,
+    "Z-Image-Turbo": Z_IMAGE,
     "Wan2.1-T2V-1.3B-Diffusers": {
         "transformer": 1_418_996_800,
         "text_encoder": 5_680_910_336,

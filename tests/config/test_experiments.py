@@ -12,13 +12,16 @@ from support.compositions import composed, config_of
 
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.config.check_inputs import prompts_of
+from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.compose import compose_config, config_folder, to_config
 from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.losses.diffusion_nft import DiffusionNFT
 from flowgrpo_rc.models.base import adapters_by_pipeline
 from flowgrpo_rc.rewards.manager import check_kind
 
 NAMES = sorted(path.stem for path in (config_folder() / "experiment").glob("*.yaml"))
-PUBLISHED = [name for name in NAMES if "signs" not in name]  # that one is centered from the start
+# One is centered from the start, and one has no log-probs to correct.
+PUBLISHED = [name for name in NAMES if "signs" not in name and "nft" not in name]
 
 
 def experiment(name: str, *overrides: str) -> Config:
@@ -43,18 +46,30 @@ def test_it_composes_for_the_hardware_in_its_name_and_fits_its_model(name: str) 
 
 def test_the_models_and_variants_that_users_look_for() -> None:
     assert NAMES == [
+        "flux1_dev_hpsv2_dancegrpo_8xh100",
         "flux1_dev_ocr_8xh100",
+        "flux1_dev_ocr_fast_8xh100",
         "flux1_dev_pickscore_8xh100",
+        "flux1_dev_preferences_mixgrpo_8xh100",
+        "flux1_dev_preferences_mixgrpo_flash_8xh100",
+        "flux2_klein_4b_edit_ocr_1xh100",
+        "qwen_image_edit_ocr_4xh200",
         "qwen_image_ocr_4xh200",
         "qwen_image_ocr_rollout_corr_4xh800",
         "qwen_image_pickscore_4xh200",
+        "sana_600m_ocr_1xh100",
         "sd35_medium_ocr_1xh100",
         "sd35_medium_ocr_8xh100",
+        "sd35_medium_ocr_dancegrpo_8xh100",
         "sd35_medium_ocr_fast_8xh100",
+        "sd35_medium_ocr_mixgrpo_8xh100",
+        "sd35_medium_ocr_nft_8xh100",
         "sd35_medium_pickscore_1xh100",
         "sd35_medium_pickscore_8xh100",
         "sd35_medium_signs_1xh100",
         "wan21_t2v_1_3b_ocr_8xh100",
+        "z_image_ocr_8xh100",
+        "z_image_turbo_ocr_8xh100",
     ]
 
 
@@ -108,6 +123,15 @@ def test_it_takes_the_correction_that_the_studies_found_best(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
+def test_it_takes_guard(name: str) -> None:
+    guarded = experiment(name, "+correction=guard")
+    assert guarded.actor.diffusion_loss.loss_mode == "grpo_guard"
+    assert guarded.actor.diffusion_loss.clip_ratio == "auto:16"
+    found = guarded.algorithm.rollout_correction
+    assert (found.bypass_mode, found.rollout_is, found.rollout_rs) == (True, None, "token_k1")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_it_takes_centering(name: str) -> None:
     published = experiment(name)
     assert not published.algorithm.rollout_correction.centered
@@ -121,8 +145,9 @@ def test_it_takes_centering(name: str) -> None:
 
 def test_the_first_run_of_a_real_model_is_the_recipe_on_prompts_of_the_package() -> None:
     config = experiment("sd35_medium_signs_1xh100")
-    sampler, held_out = prompts_of(config)
-    assert (len(sampler.prompts), len(held_out)) == (128, 32)
+    sampler, held_out, _ = prompts_of(config)
+    assert (len(sampler.prompts), len(held_out)) == (1000, 200)
+    assert config.rollout.val_kwargs.n == 64
     assert not {p.text for p in sampler.prompts} & {p.text for p in held_out}
     assert config.algorithm.rollout_correction.centered
     assert config.actor.diffusion_loss.clip_ratio == "auto:16"
@@ -182,9 +207,96 @@ def test_one_card_and_the_fast_variant_change_only_what_they_name() -> None:
         "rollout.algo.log_prob_convention": "peers",
         "rollout.algo.sde_window_size": 3,
         "rollout.algo.sde_window_range": [0, 5],
+        "actor.ppo_micro_batch_size_per_gpu": 18,
         "actor.use_kl_loss": False,
         "actor.diffusion_loss.clip_ratio": 1e-5,
     }
+
+
+def test_recipes_of_other_models_change_only_what_the_model_asks_for() -> None:
+    path = "model.path"
+    assert changes("z_image_turbo_ocr_8xh100", "sd35_medium_ocr_fast_8xh100") == {
+        path: "Tongyi-MAI/Z-Image-Turbo",
+        "model.gradient_checkpointing": True,
+        "rollout.pipeline.max_sequence_length": 512,
+        # Eight steps without guidance, as the distilled model is used.
+        **{
+            f"rollout.{key}.{name}": value
+            for key in ("pipeline", "val_kwargs")
+            for name, value in (("num_inference_steps", 8), ("guidance_scale", 0.0))
+        },
+    }
+    assert changes("z_image_ocr_8xh100", "sd35_medium_ocr_8xh100") == {
+        path: "Tongyi-MAI/Z-Image",
+        "model.gradient_checkpointing": True,
+        "rollout.pipeline.guidance_scale": 4.0,
+        "rollout.pipeline.max_sequence_length": 512,
+        "rollout.val_kwargs.guidance_scale": 4.0,
+    }
+    assert changes("sana_600m_ocr_1xh100", "sd35_medium_ocr_1xh100") == {
+        path: "Efficient-Large-Model/Sana_600M_512px_diffusers",
+        "model.gradient_checkpointing": True,
+        "rollout.pipeline.max_sequence_length": 300,
+        "rollout.val_kwargs.num_inference_steps": 20,
+        "actor.ppo_micro_batch_size_per_gpu": 32,
+    }
+
+
+def test_the_other_algorithms_change_only_what_they_name() -> None:
+    sliding = {
+        "rollout.pipeline.num_inference_steps": 25,
+        "rollout.algo.sde_window_size": 4,
+        "rollout.algo.sde_window_range": [0, 23],
+        "rollout.algo.sde_window_interval": 25,
+    }
+    assert changes("sd35_medium_ocr_mixgrpo_8xh100", "sd35_medium_ocr_8xh100") == sliding | {
+        "actor.use_kl_loss": False,
+    }
+    assert changes("sd35_medium_ocr_dancegrpo_8xh100", "sd35_medium_ocr_8xh100") == {
+        "rollout.algo.noise_level": 0.3,
+        "rollout.algo.sde_type": "dance_sde",
+        "rollout.algo.shared_prefix": True,
+        "actor.use_kl_loss": False,
+        "algorithm.adv_estimator": "grpo",
+    }
+    assert changes("flux1_dev_ocr_fast_8xh100", "flux1_dev_ocr_8xh100") == {
+        "rollout.algo.sde_window_size": 2,
+        "rollout.algo.sde_window_range": [0, 3],
+    }
+    mixed = "flux1_dev_preferences_mixgrpo_8xh100"
+    assert sliding.items() <= changes(mixed, "flux1_dev_ocr_8xh100").items()
+    flash = "flux1_dev_preferences_mixgrpo_flash_8xh100"
+    assert changes(flash, mixed) == {
+        "rollout.algo.sde_window_interval": 20,
+        "rollout.algo.tail": "ab2",
+        "rollout.algo.tail_steps": 8,
+    }
+    rollout = experiment(flash).rollout
+    assert [rollout.evaluations(step) for step in (1, 21, 281, 381)] == [12, 13, 25, 25]
+
+
+def test_diffusion_nft_has_its_published_settings() -> None:
+    config = experiment("sd35_medium_ocr_nft_8xh100")
+    check_settings(config, num_processes=8)
+    assert config.trained_steps() == 9
+    assert (config.rollout.evaluations(), config.rollout.spec().tail_start) == (10, 0)
+    assert (config.actor.kl_loss_coef, config.actor.optim.lr) == (1e-4, 3e-4)
+    loss = config.actor.diffusion_loss.forward
+    assert isinstance(loss, DiffusionNFT)
+    assert loss.beta == 0.1
+    decays = [loss.old_decay(updates) for updates in (74, 75, 76, 175, 300)]
+    assert decays == pytest.approx([0, 0, 0.0075, 0.75, 0.999])
+
+
+def test_dancegrpo_on_flux_is_its_script_for_loras() -> None:
+    config = experiment("flux1_dev_hpsv2_dancegrpo_8xh100")
+    assert (config.model.lora_rank, config.model.lora_alpha) == (128, 256)
+    assert (config.rollout.n, config.rollout.pipeline.num_inference_steps) == (12, 12)
+    algo = config.rollout.algo
+    assert (algo.sde_type, algo.noise_level, algo.shared_prefix) == ("dance_sde", 0.3, True)
+    assert (config.data.train_batch_size, config.actor.ppo_mini_batch_size) == (16, 8)
+    assert (config.actor.optim.lr, config.actor.diffusion_loss.clip_ratio) == (3e-4, 1e-4)
+    assert not config.actor.ema.enable
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "pickscore" in name])
@@ -214,17 +326,18 @@ def test_qwen_image_is_the_command_of_verl_omni() -> None:
         "actor.ema.enable",
         "actor.use_kl_loss",
         "actor.ppo_mini_batch_size",
-        "actor.ppo_micro_batch_size_per_gpu",
         "data.train_batch_size",
         "trainer.total_training_steps",
         "trainer.mixed_precision",
         "trainer.save_freq",
         "trainer.test_freq",
     ]
-    # Where idle parts are does not change what is trained.
-    there.model.offload_idle = True
-    there.model.decode_batch_size = 2
-    there.rollout.engine_kwargs = here.rollout.engine_kwargs
+    # Where idle parts are, and how many samples are at work at once, change nothing of what is
+    # trained.
+    for name in ("gradient_checkpointing", "offload_idle", "decode_batch_size"):
+        there.model[name] = here.model[name]
+    for name in ("engine_kwargs", "micro_batch_size_per_gpu"):
+        there.rollout[name] = here.rollout[name]
     # The guidance that Qwen-Image does not have.
     for config in (there, here):
         config.rollout.pipeline.guidance_scale = config.rollout.val_kwargs.guidance_scale = 1.0

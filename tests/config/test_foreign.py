@@ -41,11 +41,13 @@ def test_everything_else_is_listed() -> None:
         }
     )
     config.rollout.name = "other.Engine"
+    config.trainer.suites = ["words", "mine.yaml", "ocr:private.txt"]
     with pytest.raises(ValueError, match="asks for code") as found:
         check_trusted(RUN, config, "--trust")
     listed = (
         "rollout.name=other.Engine, reward.terms.a._target_=other.A, "
-        "reward.terms.b._target_=flowgrpo_rc_other.B, reward.terms.c.path=flowgrpo_rc.files:redact."
+        "reward.terms.b._target_=flowgrpo_rc_other.B, reward.terms.c.path=flowgrpo_rc.files:redact"
+        ", trainer.suites=mine.yaml, trainer.suites=ocr:private.txt."
     )
     assert listed in str(found.value)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowgrpo_rc.core.schedule import draw_windows, window_bounds
+from flowgrpo_rc.core.schedule import draw_windows, sliding_start, window_bounds
 
 SETTINGS = {"size": 2, "first": 1, "last": 6, "sharing": "group", "seed": 3, "step": 1}
 
@@ -105,3 +105,26 @@ def test_a_process_without_prompts_has_no_windows():
     windows = draw_windows([], 4, **SETTINGS)
     assert windows.shape == (0, 2)
     assert windows.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("changed", "starts"),
+    [
+        ({}, [0, 0, 1, 1, 2, 2, 3, 3, 0, 0, 1, 1]),
+        ({"interval": 1}, [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]),
+        ({"interval": 3, "stride": 2}, [0, 0, 0, 2, 2, 2, 0, 0, 0, 2, 2, 2]),
+        ({"first": 2, "stride": 3}, [2] * 12),
+        ({"size": 1, "first": 1, "interval": 4, "stride": 3}, [1, 1, 1, 1, 4, 4, 4, 4, 1, 1, 1, 1]),
+    ],
+)
+def test_where_a_sliding_window_starts(changed, starts):
+    """The places are written down by hand, for windows in the steps 0 to 4."""
+    settings = {"size": 2, "first": 0, "last": 5, "interval": 2, "stride": 1} | changed
+    assert [sliding_start(step, **settings) for step in range(1, 13)] == starts
+
+
+def test_the_published_schedule_of_mixgrpo():
+    """4 of 25 steps move by one every 25 iterations; the last step is never trained."""
+    settings = {"size": 4, "first": 0, "last": 24, "interval": 25, "stride": 1}
+    starts = [sliding_start(step, **settings) for step in (1, 25, 26, 50, 51, 300, 525, 526)]
+    assert starts == [0, 0, 1, 1, 2, 11, 20, 0]

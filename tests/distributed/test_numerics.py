@@ -12,7 +12,7 @@ from support.runs import Train
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.distributed.numerics import set_numerics
+from flowgrpo_rc.distributed.numerics import rounds_to_tf32, set_numerics
 
 
 @pytest.fixture(autouse=True)
@@ -50,8 +50,9 @@ class Unrepeatable(TorchDispatchMode):
 def test_no_call_of_a_run_is_refused_in_deterministic_mode(train: Train) -> None:
     calls = Unrepeatable()
     with calls:
-        assert train("trainer.deterministic=true") == 0
+        assert train("trainer.deterministic=true", "trainer.tf32=true") == 0
     assert torch.are_deterministic_algorithms_enabled()
+    assert torch.backends.cuda.matmul.allow_tf32
     assert calls.names == set()
 
 
@@ -81,7 +82,9 @@ def test_every_flag_is_set() -> None:
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    assert torch.backends.cuda.matmul.allow_tf32
+    assert [rounds_to_tf32(dtype) for dtype in ("fp32", "fp32+int8", "bf16")] == [True, True, False]
+    set_numerics(deterministic=False, tf32=False)
+    assert not rounds_to_tf32("fp32")  # whoever asked for it before
 
 
 def test_a_workspace_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

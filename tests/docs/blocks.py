@@ -35,6 +35,7 @@ CAP = {
         "actor.ppo_micro_batch_size_per_gpu=4",
     ),
     "calibrate": ("--prompts=1",),
+    "evaluate": ("rollout.val_kwargs.num_inference_steps=2",),
 }
 # A fork of a process with threads: they are torch's and BLAS's, which expect that.
 pytestmark = pytest.mark.filterwarnings(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.faulty_engines import SharedNoise
+from support.kernels import needs_bf16_kernels
 from support.runs import read_rows
 from support.torchao import needs_torchao
 
@@ -376,6 +377,7 @@ def test_a_quantization_that_is_not_applied_is_named(wide: Bench, dtype: str) ->
 
 
 @needs_torchao
+@needs_bf16_kernels
 def test_other_kernels_without_the_quantization_are_nearer_to_plain_weights(wide: Bench) -> None:
     """The error of fp8 is not large enough for a replay to explain it."""
     engine = "support.faulty_engines.PlainWeightsOfOtherKernels"
@@ -613,6 +615,7 @@ def test_noise_is_not_clipped_with_the_written_settings(calibrated: Path, tmp_pa
     )
 
 
+@needs_bf16_kernels
 def test_noise_is_not_clipped_under_the_guidance_of_the_reference(tmp_path: Path) -> None:
     """At 4.5 a band that holds the mismatch would be too wide for bypass mode of a plain ratio."""
     few = [GUIDED, "data.train_batch_size=2", "actor.ppo_mini_batch_size=2", PLAIN]
@@ -662,6 +665,7 @@ def test_guard_is_calibrated_under_the_guidance_of_the_reference() -> None:
     assert clipped(2e-6) > 0.3
 
 
+@needs_bf16_kernels
 def test_a_movement_of_ten_times_the_noise_is_clipped(calibrated: Path) -> None:
     """The loss clips it on samples of other prompts, whether log-probs moved so far on average
     or each of them did.

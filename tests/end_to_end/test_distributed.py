@@ -72,16 +72,29 @@ MODES = {
         f"{RC}.rollout_is_batch_normalize=true",
         "rollout.reuse=2",
     ),
-    # A group of samples that start from one state, with fewer evaluations each.
+    # A group of samples that start from one state, with fewer evaluations behind a sliding window.
     "fast": (
         "rollout.merge_lora=true",
-        "rollout.algo.sde_window_range=[0,2]",
+        "rollout.algo.sde_window_interval=1",
         "rollout.algo.tail=ab2",
         "rollout.algo.tail_steps=1",
         "rollout.algo.shared_prefix=true",
         f"{RC}.bypass_mode=true",
     ),
+    # Finished samples, whose noise each process draws, and an old policy of its own.
+    "forward": (
+        "rollout.algo.sde_window_size=0",
+        "rollout.algo.sde_window_range=null",
+        "rollout.algo.noise_level=0.7",
+        "rollout.algo.tail_steps=null",
+        "actor.diffusion_loss.loss_mode=diffusion_nft",
+        "actor.diffusion_loss.clip_ratio=1e-4",
+        "actor.diffusion_loss.times=2",
+        "actor.diffusion_loss.old_decay_rate=0.1",
+        f"{RC}=disabled",
+    ),
 }
+ASKED = ("decoupled", "bypass")  # a suite in each evaluation
 FP64 = ("model.dtype=fp64", "rollout.dtype=fp64", "trainer.device=cpu")
 
 
@@ -97,7 +110,11 @@ def settings(workplace: Path, mode: str) -> list[str]:
     """
     words = workplace / "words.txt"
     words.write_text("".join(f'"{word}"\n' for word in WORDS))
+    suite = workplace / "suite.yaml"
+    suite.write_text("prompts: words.txt\nreward: {terms: {jpeg: {}}}\nn: 3\nseeds: 1\n")
+    asked = [f"trainer.suites=[{suite}]"] if mode in ASKED else []
     return [
+        *asked,
         *FP64,
         "model.lora_rank=4",
         "model.lora_alpha=8",
@@ -183,6 +200,7 @@ def trained_by_torchrun(workplace: Path, strategy: str, mode: str) -> Path:
         ("ddp", "window"),
         ("fsdp2", "reuse"),
         ("ddp", "fast"),
+        ("fsdp2", "forward"),
     ],
 )
 def test_two_processes_train_what_one_does(workplace: Path, strategy: str, mode: str) -> None:

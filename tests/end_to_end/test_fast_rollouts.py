@@ -31,12 +31,21 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", MODES)
-def test_a_resumed_run_ends_with_the_same_bits(
-    train: Train, tmp_path: Path, kind: str, mode: str
-) -> None:
-    settings = (*FAST, *MODES[mode], f"rollout.algo.sde_type={kind}")
+SLIDING = (
+    "rollout.merge_lora=false",
+    "rollout.algo.sde_window_range=[0,4]",
+    "rollout.algo.sde_window_interval=1",
+    "actor.diffusion_loss.dual_clip=4",
+)
+CASES = {
+    f"{mode}_{kind}": (mode, f"rollout.algo.sde_type={kind}") for mode in MODES for kind in KINDS
+}
+
+
+@pytest.mark.parametrize("name", [*CASES, "sliding"])
+def test_a_resumed_run_ends_with_the_same_bits(train: Train, tmp_path: Path, name: str) -> None:
+    mode, *own = CASES.get(name, ("bypass", *SLIDING))
+    settings = (*FAST, *MODES[mode], *own)
     runs = [tmp_path / "whole", tmp_path / "resumed"]
     assert train(*settings, "trainer.total_training_steps=3", f"trainer.output_dir={runs[0]}") == 0
     for steps in (1, 3):

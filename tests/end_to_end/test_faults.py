@@ -243,7 +243,7 @@ def measured(
     batch = collected.batch
     assert isinstance(batch, DiffusionBatch)
     bag = MetricBag()
-    bag.merge(task.observe(batch, collected.shown.prompts, step))
+    bag.merge(task.observe(batch, collected.shown, step))
     monitor.expect(batch, step)
     monitor.before_update(batch, task.policy.log_probs(batch, 12))
     bag.merge(monitor.finish(old_is_rollout=False), "rollout_corr")

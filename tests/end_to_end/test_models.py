@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,14 +10,34 @@ import pytest
 from safetensors.torch import load_file
 from support.runs import Train, read_rows
 from support.subjects import Subject, make_subject
+from support.tiny_models import Tiny
 
 from flowgrpo_rc.models.base import adapters_by_pipeline
 
 
-@pytest.fixture(params=sorted(adapters_by_pipeline()))
+@pytest.fixture(params=[*sorted(adapters_by_pipeline()), "flux2_klein_edits"])
 def subject(request: pytest.FixtureRequest, saved: Callable[[str], Path]) -> Subject:
-    """Each pipeline that has an adapter, with a random checkpoint."""
+    """Each pipeline that has an adapter, with a random checkpoint; one more that also edits."""
     return make_subject(request.param, saved)
+
+
+def edited_prompts(tiny: Tiny, folder: Path) -> list[str]:
+    """Writes prompts with images; returns the settings that have them read."""
+    rows = []
+    for number in range(8):
+        names = []
+        for place, content in enumerate(tiny.images(number)):
+            names.append(f"{number}_{place}.png")
+            (folder / names[-1]).write_bytes(content)
+        rows.append(json.dumps({"prompt": f"edit {number}", "images": names}))
+    file = folder / "edits.jsonl"
+    file.write_text("\n".join(rows))
+    return [
+        f"data.train_files={file}",
+        f"data.val_files={file}",
+        f"rollout.pipeline.condition_images={max(map(len, tiny.image_sizes))}",
+        f"rollout.pipeline.condition_pixels={tiny.condition_pixels}",
+    ]
 
 
 def test_two_steps_of_training_from_the_command_line(
@@ -25,6 +46,8 @@ def test_two_steps_of_training_from_the_command_line(
     tiny = subject.tiny
     scales = [f"{key}={scale}" for key, scale in tiny.guided.items()]
     given = [f"rollout.{where}.{scale}" for where in ("pipeline", "val_kwargs") for scale in scales]
+    if tiny.image_sizes:
+        given += edited_prompts(tiny, tmp_path)
     frames = [] if tiny.num_frames is None else [f"rollout.pipeline.num_frames={tiny.num_frames}"]
     reward = [
         "reward.terms.jpeg=null",

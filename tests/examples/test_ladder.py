@@ -76,18 +76,35 @@ def test_files_are_small_and_complete():
         assert len(json.dumps(cell)) < 6000
 
 
-def test_the_whole_job_is_trained_with_each_log_ratio():
+def test_the_whole_job_is_trained_with_each_arm():
     for arm, centered in (("plain", False), ("centered", True)):
         config = to_config(compose_config(whole_job.overrides(Run("bf16", arm, seed=1))))
         assert config.algorithm.rollout_correction.centered is centered
         assert config.trainer.total_training_steps == 150
+    for arm, loss in (("centered", "flow_grpo"), ("guard", "grpo_guard")):
+        config = to_config(compose_config(whole_job.overrides(Run("int4", arm, seed=1))))
+        assert config.actor.diffusion_loss.loss_mode == loss
+        assert config.rollout.quantization == "int4"
+
+
+def whole(rollout: str, *runs: tuple[str, int, float]) -> dict[str, Cell]:
+    return named(*(run(rollout, *one) | {"before": 0.5} for one in runs))
 
 
 def test_whole_runs_are_compared_seed_by_seed():
-    runs = (("plain", 1, 0.6), ("plain", 2, 0.7), ("centered", 2, 0.75), ("centered", 3, 0.9))
-    cells = {
-        str(number): run("bf16", arm, seed, after) | {"before": 0.5}
-        for number, (arm, seed, after) in enumerate(runs)
-    }
-    assert whole_job_tables.gap(cells).mean == pytest.approx(0.05)
-    assert "| `plain` | 1, 2 | 0.600, 0.700 |" in whole_job_tables.rewards(cells)
+    plain, centered = [("plain", 1, 0.6), ("plain", 2, 0.7)], [("centered", 2, 0.75)]
+    cells = whole("bf16", *plain, *centered, ("centered", 3, 0.9))
+    assert whole_job_tables.centered(cells).mean == pytest.approx(0.05)
+    assert "| `plain` | 1, 2 | 0.600, 0.700 |" in whole_job_tables.ENTRIES["whole_job_rewards"](
+        cells
+    )
+
+
+@pytest.mark.parametrize(("behind", "holds"), [(0.019, True), (0.021, False)])
+def test_an_arm_is_beaten_beyond_two_standard_errors(behind: float, holds: bool) -> None:
+    # Differences of -behind, with a standard deviation of 0.01 sqrt(3) and so an error of 0.01.
+    spread = 0.01 * math.sqrt(3)
+    guard = [("guard", 1, 0.7), ("guard", 2, 0.7 + spread), ("guard", 3, 0.7 - spread)]
+    even = [("centered", seed, 0.7 + behind) for seed in (1, 2, 3)]
+    cells = whole("int4", *guard, *even)
+    assert whole_job_tables.CLAIMS["whole_job_guard_holds"](cells) is holds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,7 @@ from support.tiny_rewards import (
     save_clip,
     save_image_reward,
 )
+from support.tiny_vlm import INSTRUCTIONS, VOCABULARY, save_vlm, save_vlm_reward
 from torch import nn
 from transformers import (
     BertConfig,
@@ -24,6 +26,7 @@ from transformers import (
 )
 
 from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.rewards.hpsv3 import HPSv3
 from flowgrpo_rc.rewards.manager import RewardConfig, RewardManager
 
 
@@ -192,3 +195,32 @@ def test_the_example_of_a_user_s_reward(monkeypatch):
         "tint/brightness": pytest.approx(1 / 3),
         "red": 1.0,
     }
+
+
+def test_hpsv3_with_the_names_and_the_vocabulary_of_the_published_file(converter, tmp_path: Path):
+    """The base has room for more words than it uses."""
+    base = save_vlm(tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    published = save_vlm_reward(tmp_path / "published")
+    config["text_config"]["vocab_size"] = len(VOCABULARY) + 7
+    (base / "config.json").write_text(json.dumps(config))
+    code = tmp_path / "collator.py"
+    told = INSTRUCTIONS[0]
+    code.write_text(
+        f"raise SystemExit\nINSTRUCTION = {told[:9]!r}\nprompt_with_special_token = {told[9:]!r}\n"
+    )
+    out = tmp_path / "out"
+    converter.convert_vlm("hpsv3", published / "model.safetensors", out, str(base), [code])
+    image = np.random.default_rng(0).integers(0, 256, (1, 20, 30, 3), dtype=np.uint8)
+    prompt = [Prompt(text="a red dog", index=0)]
+    asked = json.loads((out / "reward.json").read_text())
+    assert asked == {"instructions": [told], "token": "<|Reward|>", "num_pixels": 200704}
+    options = {"device": "cpu", "dtype": "fp32"}
+    changed = json.loads((published / "reward.json").read_text()) | {"num_pixels": 200704}
+    (published / "reward.json").write_text(json.dumps(changed))
+    assert HPSv3(path=str(out), **options)(image, prompt) == HPSv3(path=str(published), **options)(
+        image, prompt
+    )
+    code.write_text("INSTRUCTION = 1")
+    with pytest.raises(SystemExit, match="there is no text INSTRUCTION"):
+        converter.convert_vlm("hpsv3", published / "model.safetensors", out, str(base), [code])

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
-from diffusers import UniPCMultistepScheduler
+import torch
+from diffusers import DPMSolverMultistepScheduler, SchedulerMixin, UniPCMultistepScheduler
 from support.runs import Train
 from support.tiny_models import TINY
 
 from flowgrpo_rc.models import base
+from flowgrpo_rc.models.sana import Sana
 
 VIDEO = (
     "reward.terms.jpeg=null",
@@ -24,6 +27,8 @@ NAMES = {
     "qwen": "QwenImagePipeline",
     "wan": "WanPipeline",
     "schnell": "flux_schnell",
+    "sana": "SanaPipeline",
+    "z_image": "ZImagePipeline",
 }
 
 
@@ -49,6 +54,22 @@ NAMES = {
             "sd3",
             ["rollout.pipeline.max_sequence_length=513"],
             ["max_sequence_length=513", "0 to 512"],
+        ),
+        (
+            "z_image",
+            ["rollout.pipeline.max_sequence_length=0"],
+            ["max_sequence_length=0", "1 to 512"],
+        ),
+        (
+            "z_image",
+            [f"rollout.{key}.guidance_scale=0" for key in ("pipeline", "val_kwargs")]
+            + ["data.negative_prompt=blur"],
+            ["data.negative_prompt='blur'", "rollout.pipeline.guidance_scale above 0"],
+        ),
+        (
+            "sana",
+            ["rollout.val_kwargs.guidance_scale=0"],
+            ["rollout.val_kwargs.guidance_scale=0", "1 (none) or more"],
         ),
         (
             "sd3",
@@ -176,14 +197,45 @@ def test_a_wan_with_two_transformers_is_refused(
     assert "Wan 2.1" in error
 
 
-def test_a_wan_whose_scheduler_is_no_flow_is_refused(
-    train: Train, capsys: pytest.CaptureFixture[str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "scheduler", "given"),
+    [
+        ("wan", UniPCMultistepScheduler, [*VIDEO, "rollout.pipeline.num_frames=5"]),
+        ("sana", DPMSolverMultistepScheduler, []),
+    ],
+)
+def test_a_scheduler_that_is_no_flow_is_refused(
+    train: Train,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    name: str,
+    scheduler: type[SchedulerMixin],
+    given: list[str],
 ) -> None:
-    pipeline = TINY["WanPipeline"].build()
-    pipeline.register_modules(scheduler=UniPCMultistepScheduler())
-    pipeline.save_pretrained(tmp_path / "wan")
-    assert train(f"model.path={tmp_path / 'wan'}", *VIDEO, "rollout.pipeline.num_frames=5") == 2
-    assert "UniPCMultistepScheduler, does not walk the sigmas of a flow" in capsys.readouterr().err
+    pipeline = TINY[NAMES[name]].build()
+    pipeline.register_modules(scheduler=scheduler())
+    pipeline.save_pretrained(tmp_path / name)
+    assert train(f"model.path={tmp_path / name}", *given) == 2
+    error = capsys.readouterr().err
+    assert f"{scheduler.__name__}, does not walk the sigmas of a flow" in error
+
+
+def test_sana_starts_at_pure_noise_and_keeps_the_other_sigmas_of_its_solver() -> None:
+    """There the first of ten `sde` steps would have ten times the noise."""
+    stock = DPMSolverMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+    )
+    tiny = TINY["SanaPipeline"]
+    pipeline = tiny.build()
+    pipeline.register_modules(scheduler=stock)
+    spec = tiny.spec("sde", tiny.guided, num_inference_steps=3)
+    sigmas, timesteps = Sana(pipeline, torch.device("cpu")).schedule(spec)
+    # Evenly from 1 - 1 / 1000 training timesteps to 0, then shifted by 3.
+    spaced = np.linspace(0.999, 0, 4)
+    wanted = 3 * spaced / (1 + 2 * spaced)
+    np.testing.assert_allclose(timesteps, np.floor(1000 * wanted[:-1]))
+    wanted[0] = 1
+    np.testing.assert_allclose(sigmas, wanted, rtol=1e-6)
 
 
 def test_a_pipeline_without_adapter_names_those_that_have_one(

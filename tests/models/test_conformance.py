@@ -6,13 +6,18 @@ it.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
+from PIL import Image
 from support.image_rollouts import trained_lora
 from support.subjects import Subject, make_subject
 from support.tiny_models import VARIANTS, Tiny
@@ -23,16 +28,20 @@ from flowgrpo_rc.export.lora import export_lora
 from flowgrpo_rc.models.base import DTYPES, FlowModel, adapters_by_pipeline
 from flowgrpo_rc.models.layout import input_dtype
 from flowgrpo_rc.models.lora import add_lora, lora_parameters, reference_policy
-from flowgrpo_rc.policies.encode_prompts import encode_prompts
+from flowgrpo_rc.policies.encode_prompts import encode_prompts, encode_unique
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest
 
-PROMPTS = [
-    Prompt(text='"AB7X"', index=0, target="AB7X", negative_text="a blur"),
-    Prompt(text='"HI"', index=1, target="HI", negative_text=""),
-]
+
+def prompts_for(tiny: Tiny) -> list[Prompt]:
+    return [
+        Prompt(text=text, index=i, target=text[1:-1], negative_text=blur, images=tiny.images(i))
+        for i, (text, blur) in enumerate([('"AB7X"', "a blur"), ('"HI"', "")])
+    ]
+
+
 KINDS = ("sde", "cps")
 GUIDANCE = ("unguided", "guided")
 # Mean |difference| of a bf16 rollout's log-probs in units of a Gaussian step; random weights, three
@@ -52,13 +61,13 @@ def any_subject(request: pytest.FixtureRequest, saved: Callable[[str], Path]) ->
 
 
 def roll(
-    model: FlowModel, network: torch.nn.Module, spec: SamplerSpec
+    model: FlowModel, network: torch.nn.Module, tiny: Tiny, spec: SamplerSpec
 ) -> tuple[DiffusionBatch, np.ndarray]:
     """Samples two images of each prompt, stochastic in all steps but the last."""
     engine = DiffusersEngine(model, network, dtype=spec.dtype, chunk_size=4)
     steps = spec.num_inference_steps - 1
     request = ImageRequest(
-        prompts=PromptBatch(step=1, prompts=PROMPTS, slots=[0, 1]),
+        prompts=PromptBatch(step=1, prompts=prompts_for(tiny), slots=[0, 1]),
         samples_per_prompt=2,
         spec=spec,
         window=torch.arange(steps).expand(4, steps),
@@ -69,30 +78,65 @@ def roll(
 
 
 def deterministic(
-    model: FlowModel, network: Any, spec: SamplerSpec, latents: torch.Tensor
+    model: FlowModel, network: Any, tiny: Tiny, spec: SamplerSpec, latents: torch.Tensor
 ) -> torch.Tensor:
-    conditioning, negative = encode_prompts(model, PROMPTS, spec)
-    nothing = torch.empty((len(PROMPTS), 0), dtype=torch.int64)
-    return (
-        FlowPolicy(model, network)
-        .rollout(latents, conditioning, negative, spec, nothing, lambda _: latents)
-        .final
-    )
+    prompts = prompts_for(tiny)
+    # As the stock pipeline is called: a prompt with images alone, others together.
+    batches = [[0], [1]] if tiny.image_sizes else [[0, 1]]
+    parts = []
+    for rows in batches:
+        conditioning, negative = encode_prompts(model, [prompts[row] for row in rows], spec)
+        nothing = torch.empty((len(rows), 0), dtype=torch.int64)
+        own = latents[rows]
+        policy = FlowPolicy(model, network)
+        parts.append(
+            policy.rollout(own, conditioning, negative, spec, nothing, lambda _, own=own: own).final
+        )
+    return torch.cat(parts)
 
 
 def call_stock(
     stock: Any, tiny: Tiny, guidance: Mapping[str, float], latents: torch.Tensor, output: str
 ) -> Any:
-    """Calls the stock pipeline."""
-    frames = {} if tiny.num_frames is None else {"num_frames": tiny.num_frames}
+    """Calls the stock pipeline; for prompts with images once for each, as it takes no others."""
+    prompts = prompts_for(tiny)
+    if not tiny.image_sizes:
+        return _call_stock(stock, tiny, guidance, latents, output, prompts)
+    # The size that Qwen-Image-Edit brings images to is a constant of its module.
+    area = patch.object(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", tiny.condition_pixels)
+    with area:
+        parts = [
+            _call_stock(stock, tiny, guidance, latents[i : i + 1], output, [prompt])
+            for i, prompt in enumerate(prompts)
+        ]
+    return np.concatenate(parts) if output == "np" else torch.cat(parts)
+
+
+def _call_stock(
+    stock: Any,
+    tiny: Tiny,
+    guidance: Mapping[str, float],
+    latents: torch.Tensor,
+    output: str,
+    prompts: list[Prompt],
+) -> Any:
+    given: dict[str, Any] = {} if tiny.num_frames is None else {"num_frames": tiny.num_frames}
+    if prompts[0].images:
+        given["image"] = [Image.open(io.BytesIO(image)) for image in prompts[0].images]
     guided = any(
         scale > 1
         for key, scale in guidance.items()
         if key in ("true_cfg_scale", stock_cfg_key(stock))
     )
-    negative = {"negative_prompt": [prompt.negative_text for prompt in PROMPTS]} if guided else {}
+    if guided:
+        negatives = [prompt.negative_text for prompt in prompts]
+        if "negative_prompt" in signature(stock.__call__).parameters:
+            given["negative_prompt"] = negatives
+        else:
+            embeds, _ = stock.encode_prompt(negatives, max_sequence_length=16)
+            given["negative_prompt_embeds"] = embeds
     return stock(
-        prompt=[prompt.text for prompt in PROMPTS],
+        prompt=[prompt.text for prompt in prompts],
         height=32,
         width=64,
         num_inference_steps=4,
@@ -101,8 +145,7 @@ def call_stock(
         output_type=output,
         return_dict=False,
         **guidance,
-        **frames,
-        **negative,
+        **given,
     )[0]
 
 
@@ -151,7 +194,7 @@ def test_fp32_replay_is_bitwise_exact(any_subject: Subject, kind: str, guidance:
     model = any_subject.load()
     tiny = any_subject.tiny
     network = trained_lora(model)
-    batch, samples = roll(model, network, tiny.spec(kind, vars(tiny)[guidance]))
+    batch, samples = roll(model, network, tiny, tiny.spec(kind, vars(tiny)[guidance]))
     assert (batch.negative is not None) == (guidance == "guided")
     frames = () if tiny.num_frames is None else (tiny.num_frames,)
     assert (samples.shape, samples.dtype) == ((4, *frames, 32, 64, 3), np.uint8)
@@ -175,10 +218,11 @@ def test_noise_zero_gives_the_stock_pipelines_output(
     tiny = any_subject.tiny
     spec = tiny.spec(kind, vars(tiny)[guidance], noise_level=0.0)
     latents = drawn(model, spec)
-    found = deterministic(model, model.transformer, spec, latents)
+    found = deterministic(model, model.transformer, tiny, spec, latents)
     wanted = call_stock(stock, tiny, vars(tiny)[guidance], latents, "latent")
     exact = kind == "sde" and tiny.steps_are_eulers
-    torch.testing.assert_close(found, wanted, atol=0 if exact else 1e-5, rtol=0)
+    as_stock = tiny.stock_latents(model, found)
+    torch.testing.assert_close(as_stock, wanted, atol=0 if exact else 1e-5, rtol=0)
     pictures = (
         (call_stock(stock, tiny, vars(tiny)[guidance], latents, "np") * 255).round().astype(int)
     )
@@ -195,7 +239,7 @@ def test_guidance_makes_a_difference(any_subject: Subject) -> None:
     spec = tiny.spec("sde", tiny.guided)
     latents = drawn(model, spec)
     timesteps = torch.tensor([900.0, 300.0])
-    conditioning, negative = encode_prompts(model, PROMPTS, spec)
+    conditioning, negative = encode_prompts(model, prompts_for(tiny), spec)
 
     def velocity(spec: SamplerSpec, negative: Conditioning | None) -> torch.Tensor:
         return model.velocity(model.transformer, latents, timesteps, conditioning, negative, spec)
@@ -215,15 +259,15 @@ def test_lora_at_initialisation_and_switched_off_is_the_base(subject: Subject) -
     tiny = subject.tiny
     spec = tiny.spec("sde", tiny.guided, noise_level=0.0)
     latents = drawn(model, spec)
-    base = deterministic(model, model.transformer, spec, latents)
+    base = deterministic(model, model.transformer, tiny, spec, latents)
     network = add_lora(model, subject.config(), seed=0)
-    assert torch.equal(deterministic(model, network, spec, latents), base)
+    assert torch.equal(deterministic(model, network, tiny, spec, latents), base)
     for name, parameter in lora_parameters(network).items():
         if "lora_B" in name:
             parameter.data.fill_(0.01)
-    assert not torch.allclose(deterministic(model, network, spec, latents), base)
+    assert not torch.allclose(deterministic(model, network, tiny, spec, latents), base)
     with reference_policy(network):
-        assert torch.equal(deterministic(model, network, spec, latents), base)
+        assert torch.equal(deterministic(model, network, tiny, spec, latents), base)
 
 
 @pytest.mark.parametrize("alpha", [8, 6], ids=["power_of_two", "other_scale"])
@@ -246,10 +290,11 @@ def test_an_export_gives_the_same_pictures_in_the_stock_pipeline(
         {name: p.detach() for name, p in lora_parameters(network).items()}, config, tmp_path
     )
     stock.load_lora_weights(tmp_path)
-    found = deterministic(model, network, spec, latents)
+    found = deterministic(model, network, tiny, spec, latents)
     wanted = call_stock(stock, tiny, tiny.guided, latents, "latent")
-    assert (found - before).abs().max() > 1e-3
-    assert torch.equal(found, wanted)
+    as_stock = tiny.stock_latents(model, found)
+    assert (as_stock - before).abs().max() > 1e-3
+    assert torch.equal(as_stock, wanted)
     pictures = (call_stock(stock, tiny, tiny.guided, latents, "np") * 255).round().astype(np.uint8)
     assert np.array_equal(model.decode(found, spec), pictures)
 
@@ -269,7 +314,7 @@ def test_gradients_reach_the_lora_alone_and_checkpointing_changes_nothing(subjec
     model = subject.load()
     tiny = subject.tiny
     network = trained_lora(model)
-    batch, _ = roll(model, network, tiny.spec("sde", tiny.guided))
+    batch, _ = roll(model, network, tiny, tiny.spec("sde", tiny.guided))
     value, plain = gradients(model, network, batch)
     reached = {name for name, gradient in plain.items() if gradient.abs().max() > 0}
     assert reached <= set(lora_parameters(network))
@@ -300,7 +345,8 @@ def test_prompts_of_different_length_do_not_touch_each_other(
     timesteps = torch.tensor([900.0, 500.0, 300.0])
 
     def encode(texts: list[str]) -> Conditioning:
-        return model.encode(texts, max_sequence_length=16)
+        prompts = [Prompt(text=text, index=0, images=tiny.images(len(text))) for text in texts]
+        return encode_unique(model, prompts, spec)
 
     def velocity(rows: slice, conditioning: Conditioning, negative: Conditioning) -> torch.Tensor:
         pair = (conditioning, negative if guidance == "guided" else None)
@@ -331,9 +377,9 @@ def test_chunks_with_a_conditioning_of_their_own_can_be_joined(subject: Subject)
     tiny = subject.tiny
     network = trained_lora(model)
     spec = tiny.spec("sde", tiny.guided)
-    whole, _ = roll(model, network, spec)
+    whole, _ = roll(model, network, tiny, spec)
     chunks = []
-    for i, prompt in enumerate(PROMPTS):
+    for i, prompt in enumerate(prompts_for(tiny)):
         conditioning, negative = encode_prompts(model, [prompt], spec)
         rows = whole.rows(2 * i, 2 * i + 2)
         nothing = torch.zeros_like(rows.prompt_index)
@@ -353,7 +399,7 @@ def test_bf16_rollout_has_a_mismatch_of_the_expected_scale(
     tiny = subject.tiny
     network = trained_lora(model)
     for guidance in GUIDANCE:
-        batch, _ = roll(model, network, tiny.spec("sde", vars(tiny)[guidance], dtype="bf16"))
+        batch, _ = roll(model, network, tiny, tiny.spec("sde", vars(tiny)[guidance], dtype="bf16"))
         apart = difference(model, network, batch).abs()
         with capsys.disabled():
             by_step = ", ".join(f"{value:.1e}" for value in apart.mean(0).tolist())
@@ -370,7 +416,7 @@ def test_bf16_on_both_sides_replays_bitwise(subject: Subject, guidance: str) -> 
     model = subject.load(dtype="bf16")
     tiny = subject.tiny
     network = trained_lora(model)
-    batch, _ = roll(model, network, tiny.spec("sde", vars(tiny)[guidance], dtype="bf16"))
+    batch, _ = roll(model, network, tiny, tiny.spec("sde", vars(tiny)[guidance], dtype="bf16"))
     assert torch.equal(difference(model, network, batch), torch.zeros(4, 3))
 
 

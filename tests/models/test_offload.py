@@ -12,6 +12,7 @@ from torch import nn
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.core.random import normal
+from flowgrpo_rc.models import offload
 from flowgrpo_rc.models.base import FlowModel, ModelConfig, load_model
 from flowgrpo_rc.models.offload import Offloadable
 from flowgrpo_rc.policies.encode_prompts import encode_prompts
@@ -112,3 +113,23 @@ def test_text_has_nothing_to_offload() -> None:
         ValueError, match=r"model\.offload_idle=true has no effect with model\.kind=causal_lm"
     ):
         ModelConfig(kind="causal_lm", path="x/y", offload_idle=True).validate()
+
+
+@pytest.mark.parametrize("block", [1, 600, 2**20])
+def test_tensors_share_blocks_of_the_host(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block is full before the next one begins; a larger tensor has one of its own."""
+    monkeypatch.setattr(offload, "BLOCK", block)
+    tensors = [
+        torch.randn(3, 5),  # 60 bytes, which take 256
+        torch.arange(7, dtype=torch.int8),
+        torch.tensor(2.5, dtype=torch.float64),
+        torch.randn(400).bfloat16(),
+        torch.randn(4, 6).t(),
+    ]
+    copies = list(offload.packed(tensors, pin=False))
+    for copied, tensor in zip(copies, tensors, strict=True):
+        assert copied.dtype == tensor.dtype
+        assert torch.equal(copied, tensor)
+    blocks = {copied.untyped_storage().data_ptr() for copied in copies}
+    assert len(blocks) == {1: 5, 600: 4, 2**20: 1}[block]
+    assert {copied.data_ptr() % 64 for copied in copies} == {0}

@@ -34,6 +34,9 @@ class Rounding(FlowPolicy):
     def __init__(self, *, rounded: bool) -> None:
         self._rounded = rounded
 
+    def cell_names(self, batch: DiffusionBatch) -> list[str]:
+        return [f"ts_{step}" for step in range(len(batch.sigmas) - 1)]
+
     def log_probs(self, batch: DiffusionBatch, micro_batch_size: int) -> Tensor:
         self.asked += 1
         return torch.full(batch.step_indices.shape, 1e-4 if self._rounded else 0.0)

@@ -19,12 +19,12 @@ from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lo
 from support.modes import mode_of
 from torch import Tensor
 
-from flowgrpo_rc.batch import Batch, DiffusionBatch
+from flowgrpo_rc.batch import Batch, DiffusionBatch, SamplerSpec
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.diffusion import DiffusionObjective
-from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.models.base import FlowModel, Schedule
 from flowgrpo_rc.monitoring.mismatch import (
     MismatchMonitor,
     advised_clip_ratio,
@@ -60,12 +60,20 @@ class Others(Processes):
         return value + self._sums
 
 
+class EvenSchedule:
+    """What a policy asks of its model here: sigmas in even steps from 1 to 0."""
+
+    def schedule(self, spec: SamplerSpec) -> Schedule:
+        sigmas = torch.linspace(1, 0, spec.num_inference_steps + 1)
+        return Schedule(sigmas, sigmas[:-1] * 1000)
+
+
 def floor_of(
     policy: type[Any], processes: Processes | None = None, **options: Any
 ) -> MismatchMonitor:
     settings = {"clip_ratio": 1e-4} | options
     return MismatchMonitor(
-        policy(None, None), processes or Processes(Accelerator(cpu=True)), **settings
+        policy(EvenSchedule(), None), processes or Processes(Accelerator(cpu=True)), **settings
     )
 
 

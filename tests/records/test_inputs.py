@@ -71,6 +71,18 @@ def test_other_prompts_have_another_digest(others: list[Prompt]) -> None:
     assert prompts_input([Path("x")], read).digest != prompts_input([Path("x")], others).digest
 
 
+def test_the_digest_of_prompts_covers_their_images_wherever_they_lie(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in "abc"]
+    for path, content in zip(paths, (b"1", b"1", b"2"), strict=True):
+        path.write_bytes(content)
+    one, moved, changed, held = (
+        prompts_input([Path("x")], [prompt("a", images=(image,))]).digest
+        for image in (*map(str, paths), b"1")
+    )
+    assert one == moved == held != changed
+    assert one != prompts_input([Path("x")], [prompt("a")]).digest
+
+
 def test_the_digest_of_a_small_file_is_its_sha256(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"content")
     assert file_input(tmp_path / "file").digest == hashlib.sha256(b"content").hexdigest()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from flowgrpo_rc.records.samples import image_grid, read_grid, save_grid, thumbnail
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.records.samples import image_grid, read_grid, save_grid, thumbnail, with_sources
 
 
 @pytest.mark.parametrize(
@@ -82,3 +85,15 @@ def test_a_saved_grid_gives_its_samples_back(tmp_path: Path) -> None:
 def test_a_grid_that_does_not_say_where_they_are_has_none(tmp_path: Path) -> None:
     image_grid(np.zeros((1, 8, 8, 3), np.uint8), ["x"]).save(tmp_path / "grid.png")
     assert read_grid(tmp_path / "grid.png") == []
+
+
+def test_an_edit_is_shown_beside_its_source() -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (2, 2), (9, 8, 7)).save(file, format="PNG")
+    images = np.full((2, 4, 6, 3), 50, np.uint8)
+    edited = [Prompt(text="x", index=i, images=(file.getvalue(),)) for i in range(2)]
+    shown = with_sources(images, edited)
+    assert shown.shape == (2, 4, 12, 3)
+    assert (shown[:, :, :6] == (9, 8, 7)).all()
+    assert np.array_equal(shown[:, :, 6:], images)
+    assert with_sources(images, [edited[0], Prompt(text="y", index=1)]) is images

@@ -6,6 +6,7 @@ flowgrpo_rc/rewards fails here until it is in `CASES`.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Iterator
@@ -18,14 +19,17 @@ import pytest
 import torch
 from support.reward_servers import Received, answering, scripted
 from support.tiny_rewards import CLIP_FEATURES, save_clip, save_head, save_image_reward
+from support.tiny_vlm import save_vlm_reward
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.plugins import available_plugins, build, load_class
 from flowgrpo_rc.rewards.backbones.clip import Clip
 from flowgrpo_rc.rewards.base import Reward
 from flowgrpo_rc.rewards.http.client import JsonClient
-from flowgrpo_rc.rewards.http.wire import decode, decode_png
+from flowgrpo_rc.rewards.http.wire import decode, decode_png, encode_png
 from flowgrpo_rc.rewards.manager import PACKAGE, RewardConfig, RewardManager, validate_rewards
+from flowgrpo_rc.rewards.vlm.local import LocalVlm
+from flowgrpo_rc.rewards.vlm.server import VlmServer
 
 TEXTS = (
     "a red dog",
@@ -33,6 +37,10 @@ TEXTS = (
     "a red dog",
     "two of the dog and much more than there is room for in a text",
 )
+
+_SOURCE = np.full((20, 30, 3), 90, dtype=np.uint8)
+_SOURCE[5:15, 8:22] = 10  # something that letter_colour takes for a letter
+SOURCE = base64.b64decode(encode_png(_SOURCE))
 
 
 def brightness(sample: Any, prompt: Prompt) -> float:
@@ -50,8 +58,10 @@ def answer(received: Received) -> object:
             ]
         }
     if received.path == "/v1/chat/completions":
-        image = received.body["messages"][0]["content"][0]["image_url"]["url"].partition(",")[2]
-        return {"choices": [{"message": {"content": f"dog{decode_png(image)[0, 0, 0]}"}}]}
+        picture, *_, words = received.body["messages"][0]["content"]
+        level = decode_png(picture["image_url"]["url"].partition(",")[2])[0, 0, 0]
+        said = f"{level % 3}" if "Answer with" in words["text"] else f"dog{level}"
+        return {"choices": [{"message": {"content": said}}]}
     samples, prompts = decode(received.body)
     return {
         "values": [
@@ -66,52 +76,77 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict
     folder = tmp_path_factory.mktemp("rewards")
     clip = {"path": str(save_clip(folder / "clip")), "device": "cpu", "batch_size": 3}
     blip = str(save_image_reward(folder / "blip"))
+    edits = str(save_vlm_reward(folder / "edits", heads=2))
+    hpsv3 = str(save_vlm_reward(folder / "hpsv3"))
     with scripted(answering(answer)) as server:
+        chat = {"url": f"{server.url}/v1", "model": "tiny", "concurrency": 2}
         yield {
             "aesthetic": {
                 **clip,
                 "head": str(save_head(folder / "head.safetensors", CLIP_FEATURES)),
             },
             "clip": clip,
+            "edit_reward": {"path": edits, "device": "cpu", "dtype": "fp32", "batch_size": 3},
             "exact_match": {},
             "function": {"path": f"{__name__}:brightness"},
             "geneval": {"url": server.url, "batch_size": 2},
             "hpsv2": clip,
+            "hpsv3": {"path": hpsv3, "device": "cpu", "dtype": "fp32", "batch_size": 3},
             "image_reward": {"path": blip, "device": "cpu", "batch_size": 3},
             "jpeg": {},
+            "letter_colour": {},
             "ocr": {},
             "pickscore": {**clip, "processor": clip["path"]},
             "remote": {"url": server.url, "batch_size": 3},
             "video_clip": {**clip, "every": 2},
             "video_ocr": {"every": 2},
-            "vlm_ocr": {"url": f"{server.url}/v1", "model": "tiny", "concurrency": 2},
+            "vlm_judge": chat,
+            "vlm_ocr": chat,
+            "vlm_preference": chat,
         }
 
 
 CASES = [
     "aesthetic",
     "clip",
+    "edit_reward",
     "exact_match",
     "function",
     "geneval",
     "hpsv2",
+    "hpsv3",
     "image_reward",
     "jpeg",
+    "letter_colour",
     "ocr",
     "pickscore",
     "remote",
     "video_clip",
     "video_ocr",
+    "vlm_judge",
     "vlm_ocr",
+    "vlm_preference",
 ]
 FURTHER = {
-    **dict.fromkeys(("geneval", "remote", "vlm_ocr"), ", a server's"),
+    **dict.fromkeys(("geneval", "remote", "a VLM's server"), ", a server's"),
+    **dict.fromkeys(("vlm_judge", "vlm_ocr", "vlm_preference"), ", a VLM's"),
     **dict.fromkeys(("aesthetic", "clip", "hpsv2", "pickscore"), ", CLIP's"),
     "video_clip": ", those of `clip`",
     "video_ocr": ", those of `ocr`",
 }
-WITH_WEIGHTS = ("aesthetic", "clip", "hpsv2", "image_reward", "pickscore", "video_clip")
-PER_SAMPLE = [name for name in CASES if name not in ("exact_match", "function", "remote", "jpeg")]
+WITH_WEIGHTS = (
+    "aesthetic",
+    "clip",
+    "edit_reward",
+    "hpsv2",
+    "hpsv3",
+    "image_reward",
+    "pickscore",
+    "video_clip",
+)
+GROUPWISE = [name for name in CASES if load_class(PACKAGE, name, Reward).groupwise]
+ALONE = [name for name in CASES if name not in GROUPWISE]
+PER_SAMPLE = [name for name in ALONE if name not in ("exact_match", "function", "remote", "jpeg")]
 
 
 def make(name: str, options: dict[str, dict[str, Any]], **changes: Any) -> Reward:
@@ -121,9 +156,20 @@ def make(name: str, options: dict[str, dict[str, Any]], **changes: Any) -> Rewar
 def prompts(count: int) -> list[Prompt]:
     wanted = {"include": [{"class": "dog", "count": 2}], "exclude": [{"class": "dog", "count": 3}]}
     return [
-        Prompt(text=TEXTS[index % len(TEXTS)], index=index, target=f"dog{index}", metadata=wanted)
+        Prompt(
+            text=TEXTS[index % len(TEXTS)],
+            index=index,
+            target=f"dog{index}",
+            metadata=wanted | {"colour": [200, 30, 10]},
+            images=(SOURCE,),
+        )
         for index in range(count)
     ]
+
+
+def asked_of(reward: Reward, count: int) -> list[Prompt]:
+    """Returns the prompts of a call; those of a group are one."""
+    return [prompts(1)[0]] * count if reward.groupwise else prompts(count)
 
 
 def samples_of(reward: Reward, count: int, *, height: int = 24, width: int = 40) -> Any:
@@ -162,6 +208,8 @@ def keys(component: type) -> str:
     [
         ("CLIP's", Clip, ""),
         ("a server's", JsonClient, ""),
+        ("a VLM's server", VlmServer, FURTHER["a VLM's server"]),
+        ("a VLM of this process", LocalVlm, ""),
         *(
             (f"`{name}`", load_class(PACKAGE, name, Reward), FURTHER.get(name, ""))
             for name in CASES
@@ -183,7 +231,7 @@ def test_options_are_keywords(name):
     assert kinds <= {Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALONE)
 def test_one_finite_number_for_each_sample_in_any_batch(name, options):
     reward = make(name, options)
     samples = samples_of(reward, 7)
@@ -201,6 +249,21 @@ def test_one_finite_number_for_each_sample_in_any_batch(name, options):
     assert [score.values[0] for score in alone] == pytest.approx(list(scores.values), abs=2e-5)
     reversed_order = reward(samples[::-1], asked[::-1]).values
     assert list(reversed_order)[::-1] == pytest.approx(list(scores.values), abs=2e-5)
+
+
+@pytest.mark.parametrize("name", GROUPWISE)
+def test_a_groupwise_reward_scores_a_group_of_any_size_again(name, options):
+    reward = make(name, options)
+    for size in (2, 5):
+        samples = samples_of(reward, size)
+        scores = reward(samples, asked_of(reward, size))
+        assert [math.isfinite(value) for value in scores.values] == [True] * size
+        assert {name: len(part) for name, part in scores.parts.items()} == dict.fromkeys(
+            reward.part_names, size
+        )
+        assert reward(samples, asked_of(reward, size)) == scores
+        reversed_order = reward(samples[::-1], asked_of(reward, size)).values
+        assert list(reversed_order)[::-1] == pytest.approx(list(scores.values))
 
 
 @pytest.mark.parametrize("name", WITH_WEIGHTS)
@@ -241,7 +304,7 @@ def test_empty_pictures(name, options, level):
     samples = samples_of(reward, 2)
     if isinstance(samples, np.ndarray):
         samples = np.full_like(samples, level)
-    assert all(math.isfinite(value) for value in reward(samples, prompts(2)).values)
+    assert all(math.isfinite(value) for value in reward(samples, asked_of(reward, 2)).values)
 
 
 @pytest.mark.parametrize("name", WITH_WEIGHTS)

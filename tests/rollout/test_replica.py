@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+from flowgrpo_rc.distributed.numerics import set_numerics
 from flowgrpo_rc.models.causal_lm import CausalLM
 from flowgrpo_rc.models.lora import lora_parameters
+from flowgrpo_rc.rollout.config import RolloutConfig
+from flowgrpo_rc.rollout.engine import EngineError, check_settings
 from flowgrpo_rc.rollout.replica import Replica
 
 
@@ -61,3 +66,27 @@ def test_merging_leaves_the_trainers_weights_alone_and_adds_nothing_up(
     assert torch.equal(replica.network(tokens).logits, once)
     after = dict(trained_lm.network.named_parameters())
     assert all(torch.equal(after[name], p) for name, p in before.items())
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    yield
+    set_numerics(deterministic=False, tf32=False)
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_copy_says_whether_it_multiplies_in_tf32(trained_lm: CausalLM, dtype: str) -> None:
+    """Products of bf16 matrices do not, so that the setting is nothing to an engine in bf16."""
+    replica = Replica(trained_lm.network, dtype)
+    config = RolloutConfig(dtype=dtype)
+    plain, rounded = config.token_spec(), config.token_spec(tf32=True)
+    check_settings(plain, replica.spec(plain))
+    if dtype == "fp32":
+        with pytest.raises(EngineError, match="tf32: True here, False there"):
+            check_settings(rounded, replica.spec(rounded))
+    set_numerics(deterministic=False, tf32=True)
+    check_settings(rounded, replica.spec(rounded))
+    if dtype == "fp32":
+        with pytest.raises(EngineError, match="tf32: False here, True there"):
+            check_settings(plain, replica.spec(plain))

@@ -226,7 +226,7 @@ class UnboundLora(DiffusersEngine):
         super().__init__(model, network, **options)
         for name, tensor in self._replica.lora.items():
             if ".lora_B." in name:
-                tensor.zero_()
+                tensor.data.zero_()
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         named = {self.renamed(name): tensor for name, tensor in state.items()}

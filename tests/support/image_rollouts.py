@@ -68,7 +68,7 @@ def sample_images(
         prompts=PromptBatch(step=1, prompts=prompts, slots=[0, 1]),
         samples_per_prompt=2,
         spec=spec,
-        window=torch.tensor(window * (4 // len(window))),
+        window=torch.tensor(window * (4 // len(window)), dtype=torch.int64),
         seeds=[11, 12, 13, 14],
         keep_means=keep_means,
     )

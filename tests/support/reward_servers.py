@@ -30,6 +30,7 @@ class Scripted(socketserver.ThreadingTCPServer):
 
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 128  # a client may connect often at once; the default of 5 drops some
 
     def __init__(self, behaviour: Behaviour, tls: ssl.SSLContext | None = None) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

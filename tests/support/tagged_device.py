@@ -276,6 +276,8 @@ class _Mode(TorchFunctionMode):
             return _QUESTIONS[func](*args)
         if func in _MOVES:
             return _move(self._record, func, args, kwargs)
+        if func is torch.empty and "pin_memory" in kwargs:  # there is no GPU to pin memory for
+            return func(*args, **kwargs | {"pin_memory": False})
         device = _device_type(kwargs.get("device"))
         if device in ("cpu", "cuda"):
             return _make(self._record, func, args, kwargs, on_cuda=device == "cuda")

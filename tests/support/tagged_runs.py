@@ -107,6 +107,9 @@ def two_ranks() -> Iterator[None]:
     def reduce(self: Accelerator, tensor: Tensor, reduction: str = "sum") -> Tensor:
         return _on_device(tensor).clone()
 
+    def all_reduce(tensor: Tensor) -> None:
+        _on_device(tensor)
+
     def gather(self: Accelerator, tensor: Tensor) -> Tensor:
         return torch.cat([_on_device(tensor)] * 2)
 
@@ -114,7 +117,7 @@ def two_ranks() -> Iterator[None]:
         return _on_device(tensor)
 
     with (
-        mock.patch.object(torch.distributed, "get_backend", return_value="gloo"),
+        mock.patch.multiple(torch.distributed, get_backend=lambda: "gloo", all_reduce=all_reduce),
         mock.patch.object(Processes, "meet"),
         mock.patch.multiple(
             Accelerator,

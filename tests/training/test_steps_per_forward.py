@@ -35,7 +35,7 @@ from flowgrpo_rc.training.update import PolicyUpdate
 SIZES = {1: 4, 3: 2, None: 1}
 BYPASS = {"bypass_mode": True}
 WINDOW = {"bypass_mode": True, "bypass_level": "window"}
-BAND = {"rollout_rs_threshold": "0.9999_1.0001"}
+BAND = {"rollout_rs_threshold": "0.9998_1.0002"}
 CASES: dict[str, dict[str, Any]] = {
     "bypass": BYPASS | BAND | {"rollout_rs": "token_k1", "rollout_is": "token"},
     "bypass sequence": BYPASS | BAND | {"rollout_rs": "seq_mean_k1"},

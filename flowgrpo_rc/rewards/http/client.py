@@ -302,10 +302,12 @@ class JsonClient:
             said = json.dumps(json.loads(content), ensure_ascii=False)
         except (ValueError, RecursionError):
             return ""
-        text = "".join(character for character in said if character.isprintable())
-        if self._token is not None:
-            text = text.replace(self._token, "***")
-        return f": {text[:_LONGEST_QUOTE]}"
+        return f": {self.without_token(said)[:_LONGEST_QUOTE]}"
+
+    def without_token(self, text: str) -> str:
+        """Returns what a server said in a form that may stand in a message: printable, no token."""
+        printable = "".join(character for character in text if character.isprintable())
+        return printable if self._token is None else printable.replace(self._token, "***")
 
 
 class _Lookups(ThreadPoolExecutor):

@@ -155,6 +155,11 @@ def serve(
     reward: Reward = build(load_class(PACKAGE, name, Reward), options, name)
     if reward.kind == "latent":
         raise ValueError(f"{name} scores latents, which do not travel")
+    if reward.groupwise:
+        raise ValueError(
+            f"{name} compares whole groups, and a request holds a few samples: run it "
+            "in the trainer's process"
+        )
     reward.check()
     import uvicorn
 

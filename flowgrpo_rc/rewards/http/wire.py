@@ -1,9 +1,9 @@
 """The format in which samples travel: JSON with images as PNG files in base64, never pickle.
 
 A request is {"kind": ..., "samples": [...], "prompts": [...]}. A sample of kind image is a PNG, of
-kind video a list of PNGs, of kind text the text itself. A prompt has the fields of `Prompt`. An
-answer is {"values": [...], "parts": {name: [...]}} with one number for each sample, or null for
-one that could not be scored.
+kind video a list of PNGs, of kind text the text itself. A prompt has the fields of `Prompt`; its
+images are whole files in base64, and are left out if it has none. An answer is {"values": [...],
+"parts": {name: [...]}} with one number for each sample, or null for one that could not be scored.
 
 Shapes: N samples, F frames of a video, H x W pixels.
 """
@@ -23,12 +23,13 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.pictures import picture_bytes, picture_size
 from flowgrpo_rc.rewards.base import Scores, finite_numbers
 
 PATH = "/v1/score"
 KINDS = ("image", "video", "text")
 MAX_PIXELS = 2**26  # of all images of a request together: 64 images of 1024 x 1024
-_PROMPT_FIELDS = ("text", "index", "target", "negative_text", "metadata")
+_PROMPT_FIELDS = ("text", "index", "target", "negative_text", "metadata", "images")
 
 
 def encode(samples: Any, prompts: Sequence[Prompt]) -> dict[str, Any]:
@@ -47,8 +48,7 @@ def encode(samples: Any, prompts: Sequence[Prompt]) -> dict[str, Any]:
     else:
         kind = "video"
         encoded = [[encode_png(frame) for frame in video] for video in samples]
-    rows = [{**asdict(prompt), "metadata": dict(prompt.metadata)} for prompt in prompts]
-    return {"kind": kind, "samples": encoded, "prompts": rows}
+    return {"kind": kind, "samples": encoded, "prompts": [_row(prompt) for prompt in prompts]}
 
 
 def decode(request: Any) -> tuple[Any, list[Prompt]]:
@@ -160,10 +160,31 @@ def _stack(encoded: list[Any]) -> np.ndarray:
     return np.stack(images)
 
 
+def _row(prompt: Prompt) -> dict[str, Any]:
+    row = {**asdict(prompt), "metadata": dict(prompt.metadata)}
+    images = row.pop("images")
+    files = [base64.b64encode(picture_bytes(image)).decode("ascii") for image in images]
+    return row | ({"images": files} if files else {})
+
+
+def _images(files: Any) -> tuple[bytes, ...]:
+    """The images of a prompt, each of which is looked at before anybody decodes it."""
+    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+        raise ValueError("a prompt's images must be files in base64")
+    try:
+        images = tuple(base64.b64decode(file, validate=True) for file in files)
+    except binascii.Error as error:
+        raise ValueError("a prompt's images must be files in base64") from error
+    if sum(math.prod(picture_size(image)) for image in images) > MAX_PIXELS:
+        raise ValueError("a prompt's images have too many pixels for one request")
+    return images
+
+
 def _prompt(row: Any) -> Prompt:
     if not isinstance(row, Mapping) or not set(row) <= set(_PROMPT_FIELDS):
         raise ValueError(f"a prompt is an object with {', '.join(_PROMPT_FIELDS)}")
-    prompt = Prompt(**{"text": "", "index": 0, **row})
+    images = _images(row.get("images", []))
+    prompt = Prompt(**{"text": "", "index": 0, **row, "images": images})
     texts = (prompt.text, prompt.negative_text, prompt.target or "")
     if not all(isinstance(text, str) for text in texts) or not isinstance(prompt.index, int):
         raise ValueError("a prompt's texts must be strings and its index a whole number")

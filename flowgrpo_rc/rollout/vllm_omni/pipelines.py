@@ -26,6 +26,7 @@ from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 from flowgrpo_rc.batch import SamplerSpec
 from flowgrpo_rc.core.random import normal
+from flowgrpo_rc.distributed.numerics import rounds_to_tf32
 from flowgrpo_rc.models.base import Schedule
 from flowgrpo_rc.policies.flow import Trajectory, Velocity, sample_trajectory
 
@@ -127,6 +128,7 @@ class Recorder:
             guidance_scale=params.guidance_scale,
             max_sequence_length=params.max_sequence_length,
             dtype=DTYPES[self.od_config.dtype],
+            tf32=rounds_to_tf32(DTYPES[self.od_config.dtype]),
         )
 
     def _load_diffusion_lora_adapter(

@@ -7,16 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.batch import Prompt, PromptBatch
+from flowgrpo_rc.batch import PromptBatch
 from flowgrpo_rc.core.random import derive_seed
 from flowgrpo_rc.data.prompts import PromptSampler, shard
 from flowgrpo_rc.distributed.processes import Processes
-from flowgrpo_rc.records.samples import Shown, thumbnails
+from flowgrpo_rc.records.samples import Shown
 from flowgrpo_rc.rewards.collect import collect_rewards
+from flowgrpo_rc.rewards.groups import Groups
 from flowgrpo_rc.rewards.manager import RewardManager
 from flowgrpo_rc.rollout.concat import concat
 from flowgrpo_rc.rollout.config import RolloutConfig
@@ -101,20 +101,20 @@ class EngineSource(RolloutSource):
     def _receive(self, request: RolloutRequest, chunks: Iterator[RolloutChunk]) -> Collected:
         batches = []
         handles = []
-        prompted: list[Prompt] = []
-        shown: list[np.ndarray | str | None] = []
+        shown = []
         for chunk in chunks:
             check_settings(request.spec, chunk.batch.spec)
             self._task.check_rollout(chunk.batch)
             batches.append(chunk.batch)
-            handles.append(self._rewards.submit(chunk.samples, chunk.prompts, chunk.latents))
-            prompted += chunk.prompts
-            shown += thumbnails(chunk.samples, len(chunk.prompts))
-        rewards = partial(collect_rewards, self._rewards, handles, self._processes)
+            groups = Groups(chunk.batch.group.tolist(), self._n)
+            given = chunk.samples, chunk.prompts, chunk.latents, groups
+            handles.append(self._rewards.submit(*given))
+            shown.append(Shown.of(chunk.samples, chunk.prompts))
+        rewards = partial(collect_rewards, self._rewards, handles, self._processes, grouped=True)
         collected = Collected(
             concat(batches),
             rewards,
-            shown=Shown(prompted, shown),
+            shown=Shown.join(shown),
             metrics=self.engine.take_metrics(),
         )
         self.engine.check_quantization(request.spec)

@@ -9,32 +9,40 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 
 from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch
 from flowgrpo_rc.core.metrics import MetricBag
-from flowgrpo_rc.core.random import derive_seed, normal
+from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.core.schedule import draw_windows
 from flowgrpo_rc.correction.correct import require_rollout_log_probs
 from flowgrpo_rc.correction.thresholds import KEY
+from flowgrpo_rc.evaluation.held_out import HeldOut
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig
 from flowgrpo_rc.losses.diffusion import DiffusionObjective
+from flowgrpo_rc.losses.forward import ForwardObjective
+from flowgrpo_rc.losses.policy import Objective
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.monitoring.images import observe_images
-from flowgrpo_rc.policies.encode_prompts import encode_prompts
+from flowgrpo_rc.policies.encode_prompts import KnownPrompts
 from flowgrpo_rc.policies.flow import FlowPolicy
-from flowgrpo_rc.records.samples import film_strips, save_animation, save_grid
+from flowgrpo_rc.records.samples import (
+    Shown,
+    film_strips,
+    save_animation,
+    save_grid,
+    with_sources,
+)
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.engine import ImageRequest
-from flowgrpo_rc.training.tasks.task import HeldOut, Task
+from flowgrpo_rc.training.tasks.task import Task
 
 
 class ImageTask(Task):
     """The task of a flow model.
 
-    The noise of a held-out sample follows from rollout.val_kwargs.seed and the prompt's position,
-    so the samples of two evaluations differ by the weights alone.
+    The noise of a held-out sample follows from its seed alone, so the samples of two evaluations
+    differ by the weights alone.
     """
 
     model: FlowModel
@@ -50,6 +58,7 @@ class ImageTask(Task):
         keep_means: bool = False,
         decode: bool = True,
         seeded: bool = False,
+        tf32: bool = False,
     ) -> None:
         """Takes the model and how it is sampled.
 
@@ -61,6 +70,7 @@ class ImageTask(Task):
           keep_means: whether the rollout has to record the means of its steps.
           decode: whether samples are needed beside their latents.
           seeded: whether the engine says that it draws the noise of the samples' seeds.
+          tf32: whether products of fp32 matrices round to TF32, in the rollout as in the update.
         """
         self.model = model
         self.policy = policy
@@ -69,7 +79,9 @@ class ImageTask(Task):
         self._keep_means = keep_means
         self._decode = decode
         self._seeded = seeded
+        self._tf32 = tf32
         self._held_out = config.held_out_spec()
+        self._known = KnownPrompts(model, self._held_out)
 
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Takes every text: encoders cut one that is too long, as in the stock pipeline."""
@@ -77,7 +89,7 @@ class ImageTask(Task):
     def request(self, prompts: PromptBatch, seeds: Sequence[int]) -> ImageRequest:
         """Asks for `rollout.n` samples of each prompt, with the windows that are drawn for them."""
         config = self._config
-        size, first, last = config.window()
+        size, first, last = config.window_at(prompts.step)
         window = draw_windows(
             prompts.slots,
             config.n,
@@ -91,7 +103,7 @@ class ImageTask(Task):
         return ImageRequest(
             prompts=prompts,
             samples_per_prompt=config.n,
-            spec=config.spec(),
+            spec=config.spec(prompts.step, tf32=self._tf32),
             window=window,
             seeds=seeds,
             keep_means=self._keep_means,
@@ -109,7 +121,7 @@ class ImageTask(Task):
     def check_rollout(self, batch: DiffusionBatch) -> None:
         """Raises ValueError unless the rollout has log-probs, our schedule and needed means."""
         require_rollout_log_probs(batch)
-        self.model.walked_schedule(self._config.spec()).check(batch)
+        self.model.walked_schedule(batch.spec).check(batch)
         if batch.negative is None and self.model.cfg_scale(batch.spec) > 1:
             raise ValueError(
                 "the rollout recorded no negative prompts, without which training would drop the "
@@ -124,21 +136,26 @@ class ImageTask(Task):
                 f"{DIFFUSION_KEY}.loss_mode={DiffusionLossConfig.loss_mode}"
             )
 
-    def objective(self, config: LossConfig) -> DiffusionObjective:
-        """Builds the loss of denoising steps."""
+    def objective(self, config: LossConfig) -> Objective:
+        """Builds the loss of denoising steps, or of finished samples."""
+        if config.diffusion_loss.forward is not None:
+            return ForwardObjective(config.diffusion_loss)
         return DiffusionObjective(config)
 
-    def observe(self, batch: DiffusionBatch, prompts: Sequence[Prompt], step: int) -> MetricBag:
-        """Measures latents, noise and prompts, with `observe_images`."""
-        return observe_images(self.model, batch, prompts, step, seeded=self._seeded)
+    def observe(self, batch: DiffusionBatch, shown: Shown, step: int) -> MetricBag:
+        """Measures latents, noise, prompts and pictures, with `observe_images`."""
+        prompts, facts = shown.prompts, shown.facts
+        return observe_images(self.model, batch, prompts, facts, step, seeded=self._seeded)
 
     @torch.no_grad()
-    def sample(self, prompts: Sequence[Prompt], *, decode: bool = True) -> HeldOut:
+    def sample(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], *, decode: bool = True
+    ) -> HeldOut:
         """Samples images [N, H, W, 3] or videos [N, F, H, W, 3] uint8, by the ODE."""
         model = self.model
         spec = self._held_out
-        latents = self._latents(prompts)
-        conditioning, negative = encode_prompts(model, prompts, spec)
+        latents = normal(model.latent_shape(spec), seeds, "latents").to(model.device)
+        conditioning, negative = self._known.encode(prompts)
         trajectory = self.policy.rollout(
             latents,
             conditioning,
@@ -152,7 +169,9 @@ class ImageTask(Task):
     def save_samples(
         self, stem: Path, samples: Sequence[Any], prompts: Sequence[Prompt], scores: Sequence[float]
     ) -> Image.Image | None:
-        """Writes a captioned grid, `stem`.png; for videos three frames, and all in `stem`.webp."""
+        """Writes a captioned grid, `stem`.png, of edits beside their sources; for videos of three
+        frames, with all of them in `stem`.webp.
+        """
         captions = [
             f"{p.target or p.text} {score:.2f}" for p, score in zip(prompts, scores, strict=True)
         ]
@@ -160,12 +179,4 @@ class ImageTask(Task):
         if self.model.makes == "video":
             save_animation(stem.with_suffix(".webp"), pictures, captions)
             pictures = film_strips(pictures)
-        return save_grid(stem.with_suffix(".png"), pictures, captions)
-
-    def _latents(self, prompts: Sequence[Prompt]) -> Tensor:
-        shape = self.model.latent_shape(self._held_out)
-        seeds = [
-            derive_seed(self._config.val_kwargs.seed, "evaluation", prompt.index)
-            for prompt in prompts
-        ]
-        return normal(shape, seeds, "latents").to(self.model.device)
+        return save_grid(stem.with_suffix(".png"), with_sources(pictures, prompts), captions)

@@ -7,34 +7,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from PIL import Image
-from torch import Tensor
 
 from flowgrpo_rc.batch import Prompt, PromptBatch
 from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.evaluation.held_out import HeldOut
 from flowgrpo_rc.losses.config import LossConfig
 from flowgrpo_rc.losses.policy import Objective
 from flowgrpo_rc.models.base import TrainableModel
 from flowgrpo_rc.policies.base import Policy
+from flowgrpo_rc.records.samples import Shown
 from flowgrpo_rc.rollout.engine import RolloutRequest
-
-
-class HeldOut(NamedTuple):
-    """Held-out samples.
-
-    Attributes:
-      samples: images, videos or texts; None if they were not decoded.
-      latents: latents of images, [N, ...]; None for texts.
-    """
-
-    samples: Any
-    latents: Tensor | None = None
-
-    def first(self, count: int) -> HeldOut:
-        """Returns the first `count` samples."""
-        return HeldOut(*(None if column is None else column[:count] for column in self))
 
 
 class Task(ABC):
@@ -77,21 +62,24 @@ class Task(ABC):
         """Builds the loss of this kind of model, once for a run."""
 
     @abstractmethod
-    def observe(self, batch: Any, prompts: Sequence[Prompt], step: int) -> MetricBag:
+    def observe(self, batch: Any, shown: Shown, step: int) -> MetricBag:
         """Measures facts about a rollout, such as the length of responses; full names.
 
         Args:
           batch: the samples, [B].
-          prompts: the prompt of each of them, [B]; empty for samples that come from files.
+          shown: what is kept of their prompts and pictures; empty for samples from files.
           step: the step that they are for; the first is 1.
         """
 
     @abstractmethod
-    def sample(self, prompts: Sequence[Prompt], *, decode: bool = True) -> HeldOut:
+    def sample(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], *, decode: bool = True
+    ) -> HeldOut:
         """Draws one held-out sample for each prompt.
 
         Args:
-          prompts: the prompts, [N]; their indices alone decide the randomness.
+          prompts: the prompts, [N].
+          seeds: the seed of each sample, [N], which alone decides its randomness.
           decode: False if the latents of images are enough.
         """
 

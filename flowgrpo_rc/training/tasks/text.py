@@ -17,33 +17,36 @@ from PIL import Image
 
 from flowgrpo_rc.batch import Prompt, PromptBatch, TokenBatch
 from flowgrpo_rc.core.metrics import MetricBag
-from flowgrpo_rc.core.random import derive_seed, uniform
+from flowgrpo_rc.core.random import uniform
 from flowgrpo_rc.correction.correct import require_rollout_log_probs
+from flowgrpo_rc.evaluation.held_out import HeldOut
 from flowgrpo_rc.losses.config import LossConfig
 from flowgrpo_rc.losses.token import TokenObjective
 from flowgrpo_rc.models.causal_lm import CausalLM
 from flowgrpo_rc.policies.token import TokenPolicy
-from flowgrpo_rc.records.samples import save_texts
+from flowgrpo_rc.records.samples import Shown, save_texts
 from flowgrpo_rc.rollout.config import RolloutConfig
 from flowgrpo_rc.rollout.engine import TextRequest
-from flowgrpo_rc.training.tasks.task import HeldOut, Task
+from flowgrpo_rc.training.tasks.task import Task
 
 
 class TextTask(Task):
     """The task of a language model.
 
-    The randomness of a held-out response, if its temperature leaves any, follows from
-    rollout.val_kwargs.seed and the prompt's position.
+    The randomness of a held-out response, if its temperature leaves any, follows from its seed.
     """
 
     model: CausalLM
     policy: TokenPolicy
 
-    def __init__(self, model: CausalLM, policy: TokenPolicy, config: RolloutConfig) -> None:
+    def __init__(
+        self, model: CausalLM, policy: TokenPolicy, config: RolloutConfig, *, tf32: bool = False
+    ) -> None:
         """Takes the model, the trainer's own view of it, and how it is sampled."""
         self.model = model
         self.policy = policy
         self._config = config
+        self._tf32 = tf32
         self._held_out = replace(
             config.token_spec(), temperature=config.val_kwargs.temperature, dtype=""
         )
@@ -58,7 +61,7 @@ class TextTask(Task):
         return TextRequest(
             prompts=prompts,
             samples_per_prompt=self._config.n,
-            spec=self._config.token_spec(),
+            spec=self._config.token_spec(tf32=self._tf32),
             seeds=seeds,
         )
 
@@ -75,7 +78,7 @@ class TextTask(Task):
         """Builds the loss of tokens."""
         return TokenObjective(config)
 
-    def observe(self, batch: TokenBatch, prompts: Sequence[Prompt], step: int) -> MetricBag:
+    def observe(self, batch: TokenBatch, shown: Shown, step: int) -> MetricBag:
         """Measures lengths in tokens, with the end token, and shares of cut and empty responses."""
         lengths = batch.response_mask.sum(1)
         ends = torch.isin(
@@ -90,14 +93,14 @@ class TextTask(Task):
         metrics.mean("response/empty_fraction", lengths - ended.long() == 0)
         return metrics
 
-    def sample(self, prompts: Sequence[Prompt], *, decode: bool = True) -> HeldOut:
+    def sample(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], *, decode: bool = True
+    ) -> HeldOut:
         """Draws the response to each prompt, as text."""
         spec = self._held_out
-        config = self._config.val_kwargs
         ids, mask = self.model.encode(
             [prompt.text for prompt in prompts], max_length=spec.prompt_length
         )
-        seeds = [derive_seed(config.seed, "evaluation", prompt.index) for prompt in prompts]
         responses = self.policy.rollout(
             ids, mask, spec, uniform((spec.response_length,), seeds, "tokens")
         )

@@ -19,6 +19,7 @@ from flowgrpo_rc.rewards.http.client import Breaker, JsonClient, ServerError
 from flowgrpo_rc.rewards.http.wire import decode_png
 from flowgrpo_rc.rewards.jpeg import Jpeg
 from flowgrpo_rc.rewards.manager import RewardConfig, RewardManager, validate_rewards
+from flowgrpo_rc.rewards.vlm.base import VlmError
 from flowgrpo_rc.rewards.vlm_ocr import VlmOCR
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (3, 8, 12, 3), dtype=np.uint8)
@@ -182,7 +183,7 @@ def test_addresses_that_are_fine():
         JsonClient(url=url)
 
 
-def test_one_unanswered_image_does_not_fail_the_others(caplog):
+def test_one_unanswered_image_does_not_fail_the_others():
     """A vision-language model writes two lines, fails for one image, talks about another, and
     then answers nothing.
     """
@@ -202,11 +203,11 @@ def test_one_unanswered_image_does_not_fail_the_others(caplog):
     with scripted(reads) as server:
         reward = VlmOCR(url=f"{server.url}/v1", model="reader", **PATIENT)
         scores = reward(IMAGES, prompts)
-        with pytest.raises(ServerError, match="no chat completion"):
+        with pytest.raises(VlmError, match="no chat completion"):
             reward(IMAGES[1:2], prompts[1:2])
     assert np.array_equal(scores.values, [1.0, np.nan, 1.0], equal_nan=True)
     assert np.array_equal(scores.parts["exact"], [1.0, np.nan, 0.0], equal_nan=True)
-    assert "1 of 3 images have no answer: the answer is no chat completion" in caplog.text
+    assert scores.failure == "1 of 3 images have no answer: the answer is no chat completion"
     assert {(received.path, received.body["model"]) for received in server.received} == {
         ("/v1/chat/completions", "reader")
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -13,6 +14,8 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ import httpx2
 import numpy as np
 import pytest
 import uvicorn
+from PIL import Image
 from support.reward_servers import Received, Scripted, scripted
 
 from flowgrpo_rc.batch import Prompt
@@ -213,7 +217,20 @@ def test_samples_and_prompts_arrive_as_they_were_sent():
     assert prompts == PROMPTS
 
 
+def test_images_of_prompts_arrive_as_files_and_only_where_there_are_some(tmp_path):
+    file = base64.b64decode(encode_png(IMAGES[0]))
+    (tmp_path / "a.png").write_bytes(file)
+    prompts = [replace(PROMPTS[0], images=(str(tmp_path / "a.png"), file)), *PROMPTS[1:]]
+    request = encode(IMAGES, prompts)
+    assert ["images" in row for row in request["prompts"]] == [True] + [False] * (len(prompts) - 1)
+    _, received = decode(json.loads(json.dumps(request)))
+    assert received == [replace(PROMPTS[0], images=(file, file)), *PROMPTS[1:]]
+
+
 PNG = encode_png(IMAGES[0])
+_FILE = BytesIO()
+Image.new("1", (6000, 6000)).save(_FILE, "PNG")
+HUGE = base64.b64encode(_FILE.getvalue()).decode()  # a small file with many pixels
 GOOD = {"kind": "image", "samples": [PNG], "prompts": [{"text": "a"}]}
 
 
@@ -235,6 +252,10 @@ GOOD = {"kind": "image", "samples": [PNG], "prompts": [{"text": "a"}]}
         ({"prompts": ["a"]}, "a prompt is an object"),
         ({"prompts": [{"text": 1}]}, "texts must be strings"),
         ({"prompts": [{"__class__": "x"}]}, "a prompt is an object"),
+        ({"prompts": [{"images": "AAAA"}]}, "images must be files in base64"),
+        ({"prompts": [{"images": ["no base64"]}]}, "images must be files in base64"),
+        ({"prompts": [{"images": ["AAAA"]}]}, "cannot be read as a picture"),
+        ({"prompts": [{"images": [HUGE] * 2}]}, "too many pixels"),
         ({"more": 1}, "an object with kind"),
     ],
 )

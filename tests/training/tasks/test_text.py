@@ -15,6 +15,7 @@ from flowgrpo_rc.batch import Prompt, PromptBatch, TokenBatch
 from flowgrpo_rc.core.tokens import until_end
 from flowgrpo_rc.models.causal_lm import CausalLM
 from flowgrpo_rc.policies.token import TokenPolicy
+from flowgrpo_rc.records.samples import Shown
 from flowgrpo_rc.report.sections import samples as report_samples
 from flowgrpo_rc.rollout.config import EvaluationConfig, RolloutConfig
 from flowgrpo_rc.rollout.engine import TextRequest
@@ -47,17 +48,19 @@ def test_evaluation_is_greedy_by_default(trained_lm: CausalLM) -> None:
         ),
     )[:, ids.shape[1] :]
     wanted = trained_lm.decode(stock, until_end(stock, torch.tensor(trained_lm.eos_ids)))
-    assert task(trained_lm).sample(prompts).samples == wanted
-    assert task(trained_lm).sample(prompts[::-1]).samples == wanted[::-1]
+    seeds = [0] * len(prompts)
+    assert task(trained_lm).sample(prompts, seeds).samples == wanted
+    assert task(trained_lm).sample(prompts[::-1], seeds).samples == wanted[::-1]
 
 
-def test_evaluation_at_a_temperature_depends_on_seed_and_index_alone(trained_lm: CausalLM) -> None:
+def test_evaluation_at_a_temperature_depends_on_the_seeds_alone(trained_lm: CausalLM) -> None:
     prompts = [Prompt(text="1+2=", index=i) for i in range(12)]
-    warm = task(trained_lm, temperature=1.5, seed=1)
-    together = warm.sample(prompts).samples
+    warm = task(trained_lm, temperature=1.5)
+    together = warm.sample(prompts, range(12)).samples
     assert len(set(together)) > 1
-    assert together == [text for prompt in prompts for text in warm.sample([prompt]).samples]
-    assert together != task(trained_lm, temperature=1.5, seed=2).sample(prompts).samples
+    alone = [warm.sample([prompts[0]], [seed]).samples[0] for seed in range(12)]
+    assert together == alone
+    assert together != warm.sample(prompts, range(12, 24)).samples
 
 
 def test_what_is_observed(trained_lm: CausalLM) -> None:
@@ -72,7 +75,7 @@ def test_what_is_observed(trained_lm: CausalLM) -> None:
         seed=torch.arange(5),
         policy_version=torch.zeros(5, dtype=torch.int64),
     )
-    assert task(trained_lm).observe(batch, [], 1).compute() == {
+    assert task(trained_lm).observe(batch, Shown(), 1).compute() == {
         "response/length_mean": 16 / 5,
         "response/length_max": 4.0,
         "response/length_min": 1.0,

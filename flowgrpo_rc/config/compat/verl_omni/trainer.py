@@ -91,7 +91,7 @@ TRAINER_RULES: dict[str, Rule] = {
     "trainer.default_local_dir": to("trainer.output_dir"),
     "trainer.max_actor_ckpt_to_keep": _checkpoints_kept,
     "trainer.resume_from_path": stops("set trainer.output_dir to the run's folder", unless=[None]),
-    "trainer.val_only": stops("use the command flowgrpo-rc eval", unless=[False]),
+    "trainer.val_only": stops("use the command flowgrpo-rc evaluate", unless=[False]),
     "trainer.v1": reported("belongs to trainer_mode=separate_async"),
     "trainer.v1.trainer_mode": stops("set rollout.staleness", unless=["sync"]),
     "trainer.use_v1": reported("there is one trainer"),

@@ -1,0 +1,83 @@
+"""The condition images of a prompt, as a row of a prompt file names them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flowgrpo_rc.data.readers import Row
+from flowgrpo_rc.pictures import name_of, picture_size, verify_picture
+
+IMAGE_KEYS = ("image", "images")
+
+
+def images_of(
+    row: Row, folder: Path, where: str, most: int, max_pixels: int
+) -> tuple[str | bytes, ...]:
+    """Returns the images of a row once each has been looked at.
+
+    Args:
+      row: the columns of one prompt.
+      folder: where paths start from.
+      where: the place of the row, for messages.
+      most: the most images of a prompt, which then has at least one; 0 refuses images.
+      max_pixels: the most pixels of an image.
+
+    Returns:
+      Paths, or contents of files.
+
+    Raises:
+      ValueError: there are too few or too many, or one is missing, too large or no picture.
+    """
+    given = [row[key] for key in IMAGE_KEYS if row.get(key) is not None]
+    if len(given) > 1:
+        raise ValueError(f"{where}: has both image and images: give one of them")
+    values = [image for value in given for image in (value if isinstance(value, list) else [value])]
+    _check_number(len(values), where, most)
+    images = tuple(_image(value, folder, where) for value in values)
+    for image in images:
+        try:
+            _check_picture(image, max_pixels)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+    return images
+
+
+def _check_picture(image: str | bytes, max_pixels: int) -> None:
+    width, height = picture_size(image)
+    if width * height > max_pixels:
+        raise ValueError(
+            f"{name_of(image)} has {width} x {height} pixels, more than "
+            f"data.max_image_pixels={max_pixels}: make it smaller, or raise the limit"
+        )
+    verify_picture(image)
+
+
+def _check_number(number: int, where: str, most: int) -> None:
+    key = "rollout.pipeline.condition_images"
+    if number and most == 0:
+        raise ValueError(
+            f"{where}: has an image, and {key}=0 gives the model none: set it to the most images "
+            "of a prompt, or drop the image"
+        )
+    if most and number == 0:
+        raise ValueError(
+            f'{where}: has no image, and {key}={most}: give one with the key "image", or set '
+            f"{key}=0 for prompts of text alone"
+        )
+    if number > most:
+        raise ValueError(
+            f"{where}: has {number} images, and {key}={most}: set it to the most images of a prompt"
+        )
+
+
+def _image(value: object, folder: Path, where: str) -> str | bytes:
+    """One image: its content, or its path, which stands relative to the prompt file."""
+    match value:
+        case {"bytes": bytes() as content}:
+            return content
+        case {"path": str() as path} | (str() as path) if path:
+            return str(folder / Path(path).expanduser())
+    shown = repr(value) if len(repr(value)) < 100 else f"{repr(value)[:100]}..."
+    raise ValueError(
+        f"{where}: an image must be a path, or an object with its bytes or its path, got {shown}"
+    )

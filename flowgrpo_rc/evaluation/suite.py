@@ -1,0 +1,226 @@
+"""A suite: prompts of its own with a reward of its own, that a model is asked beside its training.
+
+It is a small YAML file. Those of the package are in `assets/suites`; a user's own file may take one
+of them as its `base` and change some keys. docs/suites.md lists the keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowgrpo_rc import assets
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.data.prompts import read_prompts
+from flowgrpo_rc.files import plain_yaml
+from flowgrpo_rc.plugins import check_options, did_you_mean
+from flowgrpo_rc.rewards.manager import (
+    RewardConfig,
+    check_kind,
+    check_needs,
+    groupwise_terms,
+    requires_target,
+    validate_rewards,
+)
+
+ENDINGS = (".yaml", ".yml")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_LEAST_PROMPTS = 2  # an interval needs a spread
+_TAKEN = {"reward", "change", "change_low", "change_high", "failed_fraction"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Suite:
+    """A question that is asked of a model: how well does it do on these prompts?
+
+    Attributes:
+      name: of its metrics and files.
+      prompts: the prompts.
+      reward: the rewards that score the samples; the keys of `reward` of a run.
+      seeds: samples of each prompt. Sample k of a prompt starts from the same noise in all runs.
+      by: field of the prompt file whose values split the result; None for none.
+    """
+
+    name: str
+    prompts: Sequence[Prompt]
+    reward: RewardConfig
+    seeds: int
+    by: str | None
+
+    def groups(self) -> list[str]:
+        """Returns the value of `by` of each prompt; empty without it."""
+        if self.by is None:
+            return []
+        return [str(prompt.metadata[self.by]) for prompt in self.prompts]
+
+
+def bundled_suites() -> list[str]:
+    """Returns the names of the suites that the package has."""
+    return sorted(path.stem for path in assets.SUITES.glob("*.yaml"))
+
+
+def is_bundled(given: str) -> bool:
+    """Returns whether a suite is read from the package alone, and not from a user's file."""
+    return given in bundled_suites()
+
+
+def read_suites(given: Sequence[str], *kinds: str) -> list[Suite]:
+    """Reads suites and checks all that can be checked without loading a model.
+
+    Args:
+      given: each the name of a bundled suite, NAME:FILE for a bundled suite with other prompts, or
+        a file.
+      kinds: what the model makes: "image", "video", "text", "latent".
+
+    Raises:
+      ValueError: a suite is unknown, its file is broken, its reward cannot be loaded or scores
+        something else, or two have the same name. The message names the suite.
+    """
+    suites = []
+    for text in given:
+        suite = read_suite(text)
+        with _blaming(text):
+            check_kind(suite.reward, *kinds)
+            check_needs(suite.reward)
+        suites.append(suite)
+    twice = [name for name, count in Counter(suite.name for suite in suites).items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"two suites are called {twice[0]!r}: give one of them another `name` in its file"
+        )
+    return suites
+
+
+def read_suite(given: str) -> Suite:
+    """Reads a suite.
+
+    Args:
+      given: as in `read_suites`.
+
+    Raises:
+      ValueError: as in `read_suites`, but for what its reward needs of this machine.
+    """
+    name, _, prompts = given.partition(":")
+    path = _path(given, name)
+    with _blaming(given):
+        content = _content(path)
+        if prompts:
+            content["prompts"] = [Path(prompts)]
+        check_options(_Content, content, "key", others=("base",))
+        return _suite(_Content(**content), path.stem)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Content:
+    """Holds what a suite's file says, after its base; `prompts` are paths."""
+
+    prompts: Sequence[Path]
+    reward: Any
+    name: Any = None
+    seeds: Any = 2
+    n: Any = None
+    by: Any = None
+
+
+def _path(given: str, name: str) -> Path:
+    if name in bundled_suites():
+        return assets.SUITES / f"{name}.yaml"
+    path = Path(given).expanduser()
+    if path.suffix not in ENDINGS:
+        raise ValueError(
+            f"there is no suite {name!r}{did_you_mean(name, bundled_suites())}; there are "
+            f"{', '.join(bundled_suites())}, or give a file that ends in {' or '.join(ENDINGS)}"
+        )
+    if not path.is_file():
+        raise ValueError(f"there is no file {given} of a suite in {Path.cwd()}")
+    return path
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """Returns the keys of a suite's file and those of its base, with whole paths of prompts."""
+    content: dict[str, Any] = {str(key): value for key, value in plain_yaml(path).items()}
+    base = content.pop("base", None)
+    if "prompts" in content:
+        listed = content["prompts"]
+        files = listed if isinstance(listed, list) else [listed]
+        content["prompts"] = [path.parent / Path(str(file)).expanduser() for file in files]
+    if base is None:
+        return content
+    if not is_bundled(str(base)):
+        raise ValueError(f"base: {base!r} is none of {', '.join(bundled_suites())}")
+    return _content(assets.SUITES / f"{base}.yaml") | content
+
+
+def _suite(content: _Content, stem: str) -> Suite:
+    name = stem if content.name is None else content.name
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ValueError(f"name: {name!r} must be letters, digits, - and _ alone")
+    for key, value in (("seeds", content.seeds), ("n", content.n)):
+        if not (value is None and key == "n") and (type(value) is not int or value < 1):
+            raise ValueError(f"{key}: {value!r} must be a whole number of at least 1")
+    reward = _reward(content.reward)
+    prompts = _spread(
+        read_prompts(content.prompts, require_target=requires_target(reward), key="prompts"),
+        content.n,
+    )
+    if len(prompts) < _LEAST_PROMPTS:
+        raise ValueError(f"{len(prompts)} prompt: an interval needs at least {_LEAST_PROMPTS}")
+    if content.by is not None:
+        _check_field(content.by, prompts)
+    return Suite(name=name, prompts=prompts, reward=reward, seeds=content.seeds, by=content.by)
+
+
+def _reward(given: Any) -> RewardConfig:
+    if not isinstance(given, Mapping) or not isinstance(given.get("terms"), Mapping):
+        raise ValueError(
+            f"reward: {given!r} must be as the section `reward` of a run, such as "
+            "{terms: {ocr: {weight: 1.0}}}"
+        )
+    taken = sorted(_TAKEN & {str(name) for name in given["terms"]})
+    if taken:
+        raise ValueError(
+            f"reward.terms.{taken[0]}: a metric of every suite is called {taken[0]!r}; give the "
+            "term another name, and the reward as its _target_"
+        )
+    check_options(RewardConfig, given, "reward")
+    reward = RewardConfig(**given)
+    validate_rewards(reward)
+    groupwise = groupwise_terms(reward)
+    if groupwise:
+        raise ValueError(
+            f"reward.terms.{groupwise[0]} compares the samples of a group, and a suite scores each "
+            "sample alone: take another reward"
+        )
+    return reward
+
+
+def _spread(prompts: Sequence[Prompt], count: int | None) -> list[Prompt]:
+    """Returns `count` prompts from all over the file, whose categories may follow one another."""
+    if count is None or count >= len(prompts):
+        return list(prompts)
+    return [prompts[place * len(prompts) // count] for place in range(count)]
+
+
+def _check_field(by: Any, prompts: Sequence[Prompt]) -> None:
+    for prompt in prompts:
+        if by not in prompt.metadata:
+            raise ValueError(
+                f"by: {by!r} is no field of prompt {prompt.index} ({prompt.text!r}), which has "
+                f"{', '.join(prompt.metadata) or 'none'}"
+            )
+
+
+@contextmanager
+def _blaming(given: str) -> Iterator[None]:
+    """Names the suite in what is wrong with its file, its prompts or its reward."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"suite {given}: {error}") from error
+    except TypeError as error:
+        raise ValueError(f"suite {given}: a value has the wrong type: {error}") from error

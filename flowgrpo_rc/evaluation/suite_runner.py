@@ -1,0 +1,164 @@
+"""Asks a suite of the base model and of the trained one, from the same noises.
+
+Shapes: P prompts, S samples of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.core.random import derive_seed
+from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.evaluation.held_out import NUM_SHOWN, HeldOutSampler, score_samples
+from flowgrpo_rc.evaluation.intervals import PolicyComparison, compare
+from flowgrpo_rc.evaluation.suite import Suite
+from flowgrpo_rc.rewards.manager import RewardManager
+
+TOTAL = "reward"
+
+
+class SuiteScores(NamedTuple):
+    """Holds what one policy got in a suite.
+
+    Attributes:
+      columns: the weighted sum as `reward`, each term, and its parts as `term/part`; [P, S] each,
+        NaN where a sample has no score.
+      shown: the first sample of the first prompts.
+    """
+
+    columns: Mapping[str, np.ndarray]
+    shown: Sequence[Any]
+
+
+class SuiteResult(NamedTuple):
+    """Holds what two policies got in a suite.
+
+    Attributes:
+      name: name of the suite.
+      base: the base model.
+      tuned: the model with its LoRA.
+      comparisons: by column of the scores.
+      groups: comparisons of the weighted sum, by value of the suite's `by`.
+    """
+
+    name: str
+    base: SuiteScores
+    tuned: SuiteScores
+    comparisons: Mapping[str, PolicyComparison]
+    groups: Mapping[str, PolicyComparison]
+
+    @property
+    def failed_fraction(self) -> float:
+        """Returns the share of the tuned model's samples that some reward could not score."""
+        return float(np.isnan(self.tuned.columns[TOTAL]).mean())
+
+    def metrics(self) -> MetricBag:
+        """Returns the metrics of a step, the same on all processes."""
+        change = self.comparisons[TOTAL].change
+        values = {name: found.tuned.mean for name, found in self.comparisons.items()} | {
+            "change": change.mean,
+            "change_low": change.low,
+            "change_high": change.high,
+            "failed_fraction": self.failed_fraction,
+        }
+        metrics = MetricBag()
+        for name, value in values.items():
+            number = torch.tensor(value, dtype=torch.float64)
+            metrics.mean(f"suite/{self.name}/{name}", number)
+        return metrics
+
+
+class SuiteRunner:
+    """Asks a suite of a model again and again; of its base, which does not change, only once.
+
+    It draws nothing from the randomness of the training, and keeps no state: a run that goes on
+    asks the base anew and gets the same answers.
+    """
+
+    def __init__(
+        self,
+        suite: Suite,
+        sample: HeldOutSampler,
+        base: Callable[[], AbstractContextManager[None]],
+        *,
+        batch_size: int,
+    ) -> None:
+        """Loads nothing; the rewards load when they are first asked.
+
+        Args:
+          suite: the suite.
+          sample: draws a sample for each prompt.
+          base: makes a context in which `sample` draws from the base model.
+          batch_size: samples made at once.
+        """
+        self._suite = suite
+        self._sample = sample
+        self._base = base
+        self._batch_size = batch_size
+        self._rewards = RewardManager(suite.reward)
+        self._base_scores: SuiteScores | None = None
+        numbered = range(suite.seeds)
+        # The first sample of every prompt comes first: they are the ones that are shown.
+        self._prompts: list[Prompt] = [prompt for _ in numbered for prompt in suite.prompts]
+        self._seeds = [
+            derive_seed(number, "suite", prompt.index)
+            for number in numbered
+            for prompt in suite.prompts
+        ]
+
+    def run(self, processes: Processes, *, show: bool = False) -> SuiteResult:
+        """Scores the present weights, and compares them with the base model.
+
+        Args:
+          processes: the processes of the run; all of them call this.
+          show: keep samples to be looked at.
+        """
+        if self._base_scores is None:
+            self._base_scores = self._scores(processes, self._base(), show=show)
+        tuned = self._scores(processes, nullcontext(), show=show)
+        base = self._base_scores
+        return SuiteResult(
+            self._suite.name,
+            base,
+            tuned,
+            {name: compare(base.columns[name], tuned.columns[name]) for name in tuned.columns},
+            self._by_group(base.columns[TOTAL], tuned.columns[TOTAL]),
+        )
+
+    def close(self) -> None:
+        """Ends the rewards."""
+        self._rewards.close()
+
+    def _by_group(self, base: np.ndarray, tuned: np.ndarray) -> dict[str, PolicyComparison]:
+        groups = np.array(self._suite.groups())
+        return {
+            name: compare(base[groups == name], tuned[groups == name])
+            for name in dict.fromkeys(groups.tolist())
+        }
+
+    def _scores(
+        self, processes: Processes, policy: AbstractContextManager[None], *, show: bool
+    ) -> SuiteScores:
+        with policy:
+            rewards, first, shown = score_samples(
+                self._sample,
+                self._prompts,
+                self._seeds,
+                self._rewards,
+                processes,
+                batch_size=self._batch_size,
+                show=min(NUM_SHOWN, len(self._suite.prompts)) if show else 0,
+            )
+        named = {TOTAL: rewards.total, **rewards.parts}
+        rows = torch.stack(list(named.values()), dim=1)
+        whole = processes.rows_of_all(rows, first, len(self._prompts)).numpy()
+        shape = self._suite.seeds, len(self._suite.prompts)
+        columns = {name: whole[:, i].reshape(shape).T for i, name in enumerate(named)}
+        return SuiteScores(columns, shown)

@@ -1,0 +1,92 @@
+"""DiffusionNFT: learns from good and bad samples by flow matching, without log-probs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.losses.base import ForwardLoss, PolicyLoss, Velocities
+
+SMALLEST_ERROR = 1e-5  # of the adaptive weight, as published
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionNFT(ForwardLoss):
+    """Pulls the policy to good samples, and an implicit negative policy to bad ones.
+
+        v+ = (1 - beta) v_old + beta v,   v- = (1 + beta) v_old - beta v,   r = (1 + A) / 2
+        L = (r d(v+) + (1 - r) d(v-)) / beta
+        d(u) = mean_D[(sigma (target - u))^2] / sg(mean_D[|sigma (target - u)|])
+
+    sigma (target - u) is the error of the clean sample that u predicts from x_t. sg stops the
+    gradient: the weight makes errors of all noise levels count alike.
+
+    Attributes:
+      beta: how far the two policies lie from the old one, in units of v - v_old.
+      times: as in `ForwardLoss`.
+      old_decay_rate: the old policy keeps more of itself with every update, by this much.
+      old_decay_max: the most that it keeps.
+      old_decay_start: updates before that, in which it keeps nothing of itself.
+
+    See "DiffusionNFT: Online Diffusion Reinforcement with Forward Process",
+    https://arxiv.org/abs/2509.16117, algorithm 1 and section 3.3; the factor 1 / beta and the decay
+    are those of its published code.
+    """
+
+    beta: float = 1.0
+    times: int | None = None
+    old_decay_rate: float = 0.001
+    old_decay_max: float = 0.5
+    old_decay_start: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a wrong option."""
+        if not 0 < self.beta < math.inf:
+            raise ValueError(f"beta={self.beta}: give a number above 0")
+        if self.times is not None and self.times < 1:
+            raise ValueError(f"times={self.times}: give at least 1, or null for the whole schedule")
+        if not 0 <= self.old_decay_rate < math.inf or not 0 <= self.old_decay_max < 1:
+            raise ValueError(
+                f"old_decay_rate={self.old_decay_rate}, old_decay_max={self.old_decay_max}: give "
+                "numbers from 0, the second one below 1"
+            )
+        if self.old_decay_start < 0:
+            raise ValueError(f"old_decay_start={self.old_decay_start}: give 0 or more updates")
+
+    def __call__(self, velocities: Velocities, advantages: Tensor) -> PolicyLoss:
+        """Computes the loss of each sample and noise level; see `ForwardLoss`."""
+        optimality = (1 + advantages) / 2
+        difference = velocities.current - velocities.old
+        error = velocities.target - velocities.old
+        positive = _distance(error - self.beta * difference, velocities.sigma)
+        negative = _distance(error + self.beta * difference, velocities.sigma)
+        values = (optimality * positive + (1 - optimality) * negative) / self.beta
+        metrics = MetricBag()
+        metrics.mean("positive_loss", positive)
+        metrics.mean("negative_loss", negative)
+        metrics.mean("old_deviation", difference.detach().square().flatten(2).mean(2))
+        return PolicyLoss(values, metrics)
+
+    def old_decay(self, updates: int) -> float:
+        """Returns how much of itself the old policy keeps; see `ForwardLoss`."""
+        rising = self.old_decay_rate * max(updates - self.old_decay_start, 0)
+        return min(rising, self.old_decay_max)
+
+
+def _distance(error: Tensor, sigma: Tensor) -> Tensor:
+    """Computes the weighted error of the predicted clean sample.
+
+    Args:
+      error: target minus velocity, [b, t, ...].
+      sigma: the noise level, [b, t].
+
+    Returns:
+      [b, t].
+    """
+    clean_error = error.flatten(2) * sigma.unsqueeze(2)
+    size = clean_error.detach().double().abs().mean(2).clamp(min=SMALLEST_ERROR)
+    return clean_error.square().mean(2) / size.to(torch.promote_types(error.dtype, torch.float32))

@@ -1,0 +1,141 @@
+"""Flow models that edit: their prompts bring pictures.
+
+Legend: B samples, P prompts, N tokens of the condition images of a prompt, C their width.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from flowgrpo_rc.batch import Conditioning, ImageSizes, SamplerSpec
+from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.pictures import read_picture
+
+# A prompt's text and its images.
+Edit = tuple[str, tuple[str | bytes, ...]]
+
+
+class EditingModel(FlowModel):
+    """A flow model whose transformer also sees the latents of pictures, as further tokens.
+
+    The pictures of a batch may differ in number and size. Tokens of one size share a forward.
+
+    Attributes:
+      packages: what the pipeline needs besides, by the names under which it is imported.
+    """
+
+    takes_images = True
+    packages: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def image_size(self, width: int, height: int, spec: SamplerSpec) -> tuple[int, int]:
+        """Returns rows and columns of the tokens of a condition image. It needs no weights.
+
+        Args:
+          width, height: of the picture, in pixels.
+          spec: how it is prepared.
+
+        Raises:
+          ValueError: the model does not take a picture of this size.
+        """
+
+    @torch.no_grad()
+    def encode_edits(self, edits: Sequence[Edit], spec: SamplerSpec) -> Conditioning:
+        """Encodes prompts together with their images.
+
+        Args:
+          edits: [P]; each text with its images, as `Prompt.images` has them.
+          spec: how to sample.
+
+        Returns:
+          The conditioning of P prompts.
+        """
+        with self.encoders_at_work(), self._vae.at_work():
+            return Conditioning.join(
+                [
+                    self._encode_edit(
+                        text, [Image.fromarray(read_picture(i)) for i in images], spec
+                    )
+                    for text, images in edits
+                ]
+            )
+
+    def velocity(
+        self,
+        transformer: Any,
+        latents: Tensor,
+        timesteps: Tensor,
+        conditioning: Conditioning,
+        negative: Conditioning | None,
+        spec: SamplerSpec,
+    ) -> Tensor:
+        """Predicts the velocity. Samples whose images have other sizes take a forward of their own,
+        since positions of tokens are those of a whole batch.
+        """
+        rows_of: dict[ImageSizes, list[int]] = {}
+        for row, sizes in enumerate(conditioning.image_sizes):
+            rows_of.setdefault(sizes, []).append(row)
+        if len(rows_of) < 2:
+            own = _without_padding(conditioning)
+            other = None if negative is None else _without_padding(negative)
+            return self._velocity(transformer, latents, timesteps, own, other, spec)
+        parts = []
+        for listed in rows_of.values():
+            rows = torch.tensor(listed, device=latents.device)
+            own = _without_padding(conditioning[rows])
+            other = None if negative is None else _without_padding(negative[rows])
+            parts.append(
+                self._velocity(transformer, latents[rows], timesteps[rows], own, other, spec)
+            )
+        order = torch.tensor([row for listed in rows_of.values() for row in listed])
+        return torch.cat(parts)[order.argsort().to(latents.device)]
+
+    def with_blank_images(self, blank: Conditioning, spec: SamplerSpec) -> Conditioning:
+        """Adds as many tokens of images to blank conditioning as prompts can have.
+
+        Args:
+          blank: of text alone.
+          spec: how to sample; `condition_images` of `condition_pixels` each, square.
+        """
+        if spec.condition_images == 0:
+            return blank
+        side = math.isqrt(spec.condition_pixels)
+        sizes = (self.image_size(side, side, spec),) * spec.condition_images
+        num_tokens = sum(math.prod(size) for size in sizes)
+        width = self.transformer.config.in_channels
+        images = torch.empty(len(blank), num_tokens, width, dtype=torch.float32)
+        return replace(blank, images=images, image_sizes=(sizes,) * len(blank))
+
+    @abstractmethod
+    def _encode_edit(
+        self, prompt: str, images: Sequence[Image.Image], spec: SamplerSpec
+    ) -> Conditioning:
+        """Encodes one prompt for `encode_edits`, which has put encoders and VAE on the device."""
+
+    @abstractmethod
+    def _velocity(
+        self,
+        transformer: Any,
+        latents: Tensor,
+        timesteps: Tensor,
+        conditioning: Conditioning,
+        negative: Conditioning | None,
+        spec: SamplerSpec,
+    ) -> Tensor:
+        """Predicts the velocity of samples whose images have the same sizes, as `velocity` says."""
+
+
+def _without_padding(conditioning: Conditioning) -> Conditioning:
+    """Drops the padding of images whose sizes are the same in all rows."""
+    if conditioning.images is None:
+        return conditioning
+    num_tokens = sum(math.prod(size) for size in conditioning.image_sizes[0])
+    return replace(conditioning, images=conditioning.images[:, :num_tokens])

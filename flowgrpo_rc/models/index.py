@@ -1,0 +1,70 @@
+"""model_index.json, which says what a pipeline of diffusers consists of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
+from flowgrpo_rc.models.hub import model_file
+from flowgrpo_rc.reading import read_mapping
+
+# How model_index.json writes a component that is not there.
+ABSENT = [None, None]
+# Where the classes of components come from. Any other module would be imported by its mere name.
+_LIBRARIES = ("diffusers", "transformers")
+
+
+def read_index(config: ModelConfig) -> dict[str, Any]:
+    """Reads model_index.json.
+
+    Args:
+      config: the model; only `path` is used.
+
+    Returns:
+      Its content.
+
+    Raises:
+      ValueError: it cannot be read, or names code of its own.
+    """
+    try:
+        index = read_mapping(model_file(config.path, INDEX_FILES["diffusion"]))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"model.path={config.path}: cannot be read as a diffusers pipeline: {error}"
+        ) from error
+    for name, value in index.items():
+        if not (name.startswith("_") or _is_component(value) or _is_setting(value)):
+            raise ValueError(
+                f"model.path={config.path}: its {name} is {value}, which is neither a library and "
+                f"a class, nor a setting, in {INDEX_FILES['diffusion']}"
+            )
+        match value:
+            case [str() as library, *_] if library not in _LIBRARIES:
+                raise ValueError(
+                    f"model.path={config.path}: its {name} is {value}, and only classes of "
+                    f"{' and '.join(_LIBRARIES)} are loaded: code of a model is never run"
+                )
+    return index
+
+
+def absent_components(config: ModelConfig) -> list[str]:
+    """Lists the components of its pipeline that a checkpoint lacks.
+
+    Args:
+      config: the model; only `path` is used.
+
+    Returns:
+      Their names in model_index.json, the only file that is read.
+    """
+    return [name for name, value in read_index(config).items() if value == ABSENT]
+
+
+def _is_component(value: Any) -> bool:
+    """Returns whether a value of model_index.json names a class, or says that there is none."""
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    return value == ABSENT or all(isinstance(word, str) for word in value)
+
+
+def _is_setting(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float)

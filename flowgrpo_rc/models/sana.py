@@ -1,0 +1,129 @@
+"""Sana 1.0 and 1.5 (https://arxiv.org/abs/2410.10629).
+
+Legend: B samples, C latent channels, H and W height and width of a picture in pixels.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from diffusers import SanaPipeline
+from torch import Tensor
+
+from flowgrpo_rc.batch import Conditioning, SamplerSpec
+from flowgrpo_rc.models.base import FlowModel, Schedule
+from flowgrpo_rc.models.layout import check_flow, check_size, input_dtype
+
+# What Gemma is told before each prompt, but not before a negative one.
+_INSTRUCTION = (
+    inspect.signature(SanaPipeline.__call__).parameters["complex_human_instruction"].default
+)
+
+
+class Sana(FlowModel):
+    """Sana: Gemma gives the tokens, with a mask; latents [B, C, H/32, W/32].
+
+    guidance_scale guides on a negative prompt. Both prompts go through the transformer in one
+    batch, the negative ones first, as in the stock pipeline. Pictures have the size that is asked
+    for: the stock pipeline's use_resolution_binning=False.
+
+    Checkpoints come with DPM-Solver++, a multistep solver whose steps are no Gaussians. Its sigmas
+    and timesteps are kept, and the steps are Euler's.
+    """
+
+    pipeline_class = "SanaPipeline"
+    min_sequence_length = 2
+    max_sequence_length = 300
+    text_width_key = "caption_channels"
+    default_target_modules = tuple(
+        f"{attention}.{layer}"
+        for attention in ("attn1", "attn2")
+        for layer in ("to_k", "to_out.0", "to_q", "to_v")
+    )
+
+    def check(self, spec: SamplerSpec, key: str) -> None:
+        """Refuses sizes that do not fill patches, and schedulers that are not made for flows."""
+        pipeline = self.pipeline
+        side = self.transformer.config.patch_size * pipeline.vae_scale_factor
+        check_size(spec, multiple=math.lcm(32, side))
+        check_flow(pipeline.scheduler)
+
+    def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
+        return self._encoded(prompts, max_sequence_length, _INSTRUCTION)
+
+    def _encode_negative(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
+        return self._encoded(prompts, max_sequence_length, None)
+
+    def _encoded(
+        self, prompts: Sequence[str], max_sequence_length: int, instruction: list[str] | None
+    ) -> Conditioning:
+        embeds, mask, *_ = self.pipeline.encode_prompt(
+            list(prompts),
+            do_classifier_free_guidance=False,
+            max_sequence_length=max_sequence_length,
+            complex_human_instruction=instruction,
+            device=self.device,
+        )
+        return Conditioning(embeds=embeds, mask=mask.bool())
+
+    def blank_conditioning(self, count: int, spec: SamplerSpec) -> Conditioning:
+        """Returns tokens with a mask, which prompts always have."""
+        blank = super().blank_conditioning(count, spec)
+        return replace(blank, mask=torch.ones(blank.embeds.shape[:2], dtype=torch.bool))
+
+    def latent_shape(self, spec: SamplerSpec) -> tuple[int, ...]:
+        """Returns channels, height and width of the latents."""
+        factor = self.pipeline.vae_scale_factor
+        return self.transformer.config.in_channels, spec.height // factor, spec.width // factor
+
+    def schedule(self, spec: SamplerSpec) -> Schedule:
+        """Returns the sigmas and timesteps of the checkpoint's scheduler, starting at 1."""
+        scheduler = self.scheduler
+        scheduler.set_timesteps(spec.num_inference_steps, device=self.device)
+        sigmas = scheduler.sigmas.to(self.device, copy=True)
+        # DPM-Solver++ starts at 0.9997, though from pure noise. There the first of ten `sde` steps
+        # would have ten times the noise.
+        sigmas[0] = 1.0
+        return Schedule(sigmas, scheduler.timesteps.float())
+
+    def velocity(
+        self,
+        transformer: Any,
+        latents: Tensor,
+        timesteps: Tensor,
+        conditioning: Conditioning,
+        negative: Conditioning | None,
+        spec: SamplerSpec,
+    ) -> Tensor:
+        """Predicts the velocity; `guidance_scale` guides if there is a negative prompt."""
+        embeds = conditioning.embeds
+        mask = conditioning.mask
+        assert mask is not None, "Sana's tokens have a mask"
+        if negative is not None:
+            assert negative.mask is not None, "Sana's tokens have a mask"
+            latents = torch.cat([latents] * 2)
+            timesteps = torch.cat([timesteps] * 2)
+            embeds = torch.cat([negative.embeds, embeds])
+            mask = torch.cat([negative.mask, mask])
+        dtype = input_dtype(transformer)
+        predicted = transformer(
+            latents.to(dtype),
+            encoder_hidden_states=embeds.to(dtype),
+            encoder_attention_mask=mask,
+            timestep=timesteps * transformer.config.timestep_scale,
+            return_dict=False,
+        )[0].float()
+        if negative is None:
+            return predicted
+        unguided, guided = predicted.chunk(2)
+        return unguided + self.cfg_scale(spec) * (guided - unguided)
+
+    def _decode(self, latents: Tensor, spec: SamplerSpec) -> Tensor:
+        vae = self.pipeline.vae
+        decoded = vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor, return_dict=False)
+        return self.pipeline.image_processor.postprocess(decoded[0], output_type="pt")

@@ -1,0 +1,106 @@
+"""Reading the pictures that prompts are about: those that the user gave, so they may be anything.
+
+A picture is given as a path or as the content of a file (`Prompt.images`).
+
+Shapes: H x W pixels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageOps
+
+# Other formats that Pillow knows start programs or hold no picture.
+_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
+_ORIENTATION = 0x0112  # the EXIF tag of how a camera was held; 5 to 8 stand on their side
+_HELD = 16  # pictures that are kept; all samples of a prompt are scored against the same
+_FAULTS = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+
+
+@lru_cache(maxsize=_HELD)
+def read_picture(picture: str | bytes) -> np.ndarray:
+    """Reads a picture, the right way up. The last 16 are kept.
+
+    Args:
+      picture: a path, or the content of a file.
+
+    Returns:
+      uint8 RGB, [H, W, 3], read-only, since others get the same.
+
+    Raises:
+      ValueError: there is no such file, or it is no picture. The message names it.
+    """
+    try:
+        with Image.open(_opened(picture), formats=_FORMATS) as image:
+            pixels = np.array(ImageOps.exif_transpose(image).convert("RGB"))
+    except _FAULTS as error:
+        raise ValueError(_unreadable(picture, error)) from error
+    pixels.setflags(write=False)
+    return pixels
+
+
+def verify_picture(picture: str | bytes) -> None:
+    """Checks that a picture is whole, by check sums where its format has some.
+
+    Args:
+      picture: a path, or the content of a file.
+
+    Raises:
+      ValueError: there is no such file, or it is no picture, or damaged.
+    """
+    try:
+        with Image.open(_opened(picture), formats=_FORMATS) as image:
+            image.verify()
+    except _FAULTS as error:
+        raise ValueError(_unreadable(picture, error)) from error
+
+
+def picture_size(picture: str | bytes) -> tuple[int, int]:
+    """Returns width and height of a picture, of which the beginning is read.
+
+    Args:
+      picture: a path, or the content of a file.
+
+    Raises:
+      ValueError: there is no such file, or it is no picture.
+    """
+    try:
+        with Image.open(_opened(picture), formats=_FORMATS) as image:
+            sideways = image.getexif().get(_ORIENTATION, 1) >= 5
+            return (image.height, image.width) if sideways else image.size
+    except _FAULTS as error:
+        raise ValueError(_unreadable(picture, error)) from error
+
+
+def picture_bytes(picture: str | bytes) -> bytes:
+    """Returns the content of a picture's file.
+
+    Args:
+      picture: a path, or the content itself.
+    """
+    return picture if isinstance(picture, bytes) else Path(picture).read_bytes()
+
+
+def picture_digest(picture: str | bytes) -> str:
+    """Returns the SHA-256 of a picture's file, so that equal content is equal wherever it lies."""
+    return hashlib.sha256(picture_bytes(picture)).hexdigest()
+
+
+def name_of(picture: str | bytes) -> str:
+    """Returns what messages call a picture: its path, or how many bytes it has."""
+    return picture if isinstance(picture, str) else f"an image of {len(picture)} bytes"
+
+
+def _opened(picture: str | bytes) -> str | io.BytesIO:
+    return picture if isinstance(picture, str) else io.BytesIO(picture)
+
+
+def _unreadable(picture: str | bytes, error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"there is no file {name_of(picture)}"
+    return f"{name_of(picture)} cannot be read as a picture ({type(error).__name__}: {error})"

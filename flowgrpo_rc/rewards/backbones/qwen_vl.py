@@ -1,0 +1,114 @@
+"""Prepares what a Qwen2-VL or Qwen2.5-VL reads: conversations with pictures, as tensors.
+
+The processor of transformers would do the same, but it needs torchvision, for videos.
+
+Shapes: N conversations, L tokens of the longest one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from flowgrpo_rc.rewards.backbones.checkpoint import DTYPES, check_device, load_tokenizer
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+Messages = Sequence[Mapping[str, Any]]
+
+
+def check_qwen_vl(path: str, *, device: str, dtype: str, batch_size: int) -> None:
+    """Raises ValueError if a folder holds another model, or an option is out of range.
+
+    Args:
+      path: a local folder, or a hub id, which is not looked at.
+      device: as in `resolve_device`.
+      dtype: a key of `DTYPES`.
+      batch_size: conversations in one forward.
+    """
+    config = Path(path) / "config.json"
+    if Path(path).is_dir():
+        if not config.is_file():
+            raise ValueError(f"path={path!r}: no config.json there, so it is no checkpoint")
+        family = json.loads(config.read_text()).get("model_type")
+        if family not in FAMILIES:
+            raise ValueError(
+                f"path={path!r} holds a {family}; allowed are {', '.join(FAMILIES)}. Another model "
+                "can be asked through a server: give url and model in place of path"
+            )
+    check_device(device)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}: allowed are {', '.join(DTYPES)}")
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size!r} must be at least 1")
+
+
+def plain(text: str) -> str:
+    """Returns a text in which no special token stands, such as that of a picture."""
+    return text.replace("<|", "< |")
+
+
+class QwenVlReader:
+    """Reads conversations with pictures; loads tokenizer and image processor at once.
+
+    Args:
+      path: a local folder or a hub id.
+      image_token_id: the token that stands for a piece of a picture.
+      padding_side: left for a model that goes on, right for one that reads alone.
+      num_pixels: to which pictures are scaled; None keeps the limits of the checkpoint.
+    """
+
+    def __init__(
+        self, path: str, *, image_token_id: int, padding_side: str, num_pixels: int | None = None
+    ) -> None:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+            Qwen2VLImageProcessorPil,
+        )
+
+        size = {}
+        if num_pixels is not None:
+            size = {"size": {"shortest_edge": num_pixels, "longest_edge": num_pixels}}
+        self._images = Qwen2VLImageProcessorPil.from_pretrained(path, **size)
+        self.tokenizer = load_tokenizer(path)
+        self._padding_side = padding_side
+        self._image_token_id = image_token_id
+        self._image_token = self.tokenizer.convert_ids_to_tokens(image_token_id)
+
+    def __call__(
+        self, conversations: Sequence[Messages], pictures: Sequence[np.ndarray]
+    ) -> dict[str, torch.Tensor]:
+        """Makes the tensors of N conversations.
+
+        Args:
+          conversations: messages in the form of chat templates, with {"type": "image"} where a
+            picture stands, [N].
+          pictures: uint8 RGB, [H, W, 3], of all conversations in order.
+
+        Returns:
+          `input_ids`, `attention_mask` and `mm_token_type_ids` (1 at pictures), [N, L];
+          `pixel_values` and `image_grid_thw` of all pictures.
+        """
+        seen = self._images(list(pictures), return_tensors="pt", input_data_format="channels_last")
+        # A picture is as many tokens as it has patches, after they are merged.
+        counts = iter((seen.image_grid_thw.prod(1) // self._images.merge_size**2).tolist())
+        texts = []
+        for messages in conversations:
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+            first, *rest = text.split(self._image_token)
+            texts.append(first + "".join(self._image_token * next(counts) + part for part in rest))
+        tokens = self.tokenizer(
+            texts, padding=True, padding_side=self._padding_side, return_tensors="pt"
+        )
+        return {
+            "input_ids": tokens.input_ids,
+            "attention_mask": tokens.attention_mask,
+            "mm_token_type_ids": (tokens.input_ids == self._image_token_id).int(),
+            "pixel_values": seen.pixel_values,
+            "image_grid_thw": seen.image_grid_thw,
+        }

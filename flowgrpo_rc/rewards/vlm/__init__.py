@@ -1,0 +1,1 @@
+"""Vision-language models that answer questions about pictures, and what answers say."""

@@ -1,0 +1,71 @@
+"""A vision-language model: it is shown pictures, asked a question, and answers in words."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """A question about pictures.
+
+    Attributes:
+      pictures: uint8 RGB, [H, W, 3] each, in the order in which the model sees them.
+      text: the question, which stands behind the pictures.
+      turns: what was said since: an answer and the reply to it, an answer and the reply to it.
+    """
+
+    pictures: Sequence[np.ndarray]
+    text: str
+    turns: tuple[tuple[str, str], ...] = ()
+
+    def after(self, answer: str, reply: str) -> Question:
+        """Returns the question in the same conversation, after an answer and a reply to it."""
+        return replace(self, turns=(*self.turns, (answer, reply)))
+
+
+class Answer(NamedTuple):
+    """Holds what a model said.
+
+    Attributes:
+      text: its words.
+      is_cut: whether they end because the limit of their length was reached.
+    """
+
+    text: str
+    is_cut: bool
+
+
+class VlmError(RuntimeError):
+    """A model has no answer to a question; the message says why."""
+
+
+class Vlm(ABC):
+    """A vision-language model. It always takes the likeliest word, so that answers repeat."""
+
+    def check(self) -> None:  # noqa: B027 - a model in this process needs no server
+        """Raises ValueError if it cannot be reached. It is called before anything is loaded."""
+
+    @abstractmethod
+    def answer(self, questions: Sequence[Question]) -> list[Answer | VlmError]:
+        """Answers N questions.
+
+        Args:
+          questions: [N].
+
+        Returns:
+          The answer to each question, or why it has none, [N].
+        """
+
+    def quote(self, text: str) -> str:
+        """Returns the beginning of an answer in a form that may stand in a message."""
+        printable = "".join(character for character in text if character.isprintable())
+        return repr(printable[:LONGEST_QUOTE])
+
+
+LONGEST_QUOTE = 100  # characters of an answer in a message

@@ -1,0 +1,200 @@
+"""A judge: a vision-language model whose answers are read as numbers.
+
+An answer in which no number can be found is a failure. The judge is asked again, in the same
+conversation, and in the end the question has no number. It never becomes 0.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from flowgrpo_rc.rewards.vlm.base import Answer, Question, Vlm, VlmError
+
+LONGEST_ANSWER = 20_000  # characters of an answer that are read, from its end
+MOST_BRACES = 100  # in an answer, at which a JSON object is looked for
+# Not a part of a word, such as SD3 or gpt-4o, and not an end of a range.
+_NUMBER = r"(?<![\w.])(?<![\w.]-)[-+]?[0-9]+(?:\.[0-9]+)?(?!\w|\.[0-9]|-[0-9])"
+_SHARE = re.compile(rf"({_NUMBER})(?:\s*(?:/|out of)\s*({_NUMBER}))?")
+_RANGE = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)\s*(?:to|and|-|\u2013)\s*(-?[0-9]+(?:\.[0-9]+)?)")
+_PLACE = re.compile(r"\{(\w+)\}")
+
+Read = Callable[[str], float]
+
+
+class Verdict(NamedTuple):
+    """The outcome of a question.
+
+    Attributes:
+      number: what the judge said; NaN if nothing that could be read.
+      repeats: how often it was asked again.
+      failure: why there is no number; empty if there is one.
+    """
+
+    number: float
+    repeats: int
+    failure: str = ""
+
+
+class _Unreadable(ValueError):
+    """An answer holds no number of the form that was asked for."""
+
+
+class Judge:
+    """Asks a model questions whose answers are numbers.
+
+    Args:
+      vlm: the model.
+      parse: where in an answer the number is. `number`: the last one; 7/10 and "7 out of 10" are
+        7. `regex:PATTERN`: the group of the last match. `json:KEY`: the value of KEY in the last
+        JSON object that has it.
+      low: the least number that counts as an answer.
+      high: the largest.
+      attempts: how often a question is asked at most, if its answer cannot be read.
+
+    Raises:
+      ValueError: parse has another form, low is not below high, or attempts is below 1.
+    """
+
+    def __init__(self, vlm: Vlm, *, parse: str, low: float, high: float, attempts: int) -> None:
+        if not (math.isfinite(low) and math.isfinite(high) and low < high):
+            raise ValueError(f"low={low!r} and high={high!r}: low must be below high")
+        if attempts < 1:
+            raise ValueError(f"attempts={attempts!r} must be at least 1")
+        self._vlm = vlm
+        self._low = low
+        self._high = high
+        self._attempts = attempts
+        self._read, form = _reader(parse, low, high)
+        self._reply = f"That could not be read. Answer with {form} and nothing else."
+
+    def ask(self, questions: Sequence[Question]) -> list[Verdict]:
+        """Asks N questions, and again those whose answers cannot be read.
+
+        A question that has no answer at all is not asked again: a server's client has done so.
+        """
+        verdicts = [Verdict(math.nan, 0)] * len(questions)
+        current = dict(enumerate(questions))
+        for repeats in range(self._attempts):
+            answers = self._vlm.answer(list(current.values()))
+            unreadable = {}
+            for (index, question), answer in zip(list(current.items()), answers, strict=True):
+                verdicts[index] = self._judge(answer, repeats)
+                if verdicts[index].failure and isinstance(answer, Answer):
+                    said = answer.text[-LONGEST_ANSWER:]
+                    unreadable[index] = question.after(said, self._reply)
+            current = unreadable
+            if not current:
+                break
+        return verdicts
+
+    def _judge(self, answer: Answer | VlmError, repeats: int) -> Verdict:
+        if isinstance(answer, VlmError):
+            return Verdict(math.nan, repeats, str(answer))
+        if answer.is_cut:
+            return Verdict(math.nan, repeats, "the answer was cut at max_tokens; raise it")
+        try:
+            number = self._read(answer.text[-LONGEST_ANSWER:])
+        except _Unreadable as error:
+            return Verdict(math.nan, repeats, f"{error}: {self._vlm.quote(answer.text)}")
+        if not self._low <= number <= self._high:
+            said = self._vlm.quote(answer.text)
+            return Verdict(
+                math.nan, repeats, f"not between low={self._low:g} and high={self._high:g}: {said}"
+            )
+        return Verdict(number, repeats)
+
+
+def failure_of(verdicts: Sequence[Verdict]) -> str:
+    """Returns why the first question without a number has none; empty if all have one."""
+    failures = [verdict.failure for verdict in verdicts if verdict.failure]
+    if not failures:
+        return ""
+    return f"{len(failures)} of {len(verdicts)} questions have no answer that counts: {failures[0]}"
+
+
+def check_template(text: str, known: Sequence[str]) -> None:
+    """Raises ValueError for a question with a name in braces that is not known."""
+    for name in _PLACE.findall(text):
+        if name not in known:
+            allowed = ", ".join(f"{{{one}}}" for one in known)
+            raise ValueError(f"question: {{{name}}} is unknown; allowed are {allowed}")
+
+
+def filled(text: str, values: Mapping[str, str]) -> str:
+    """Returns a question with the values at the names in braces; other braces stay."""
+    return _PLACE.sub(lambda found: values[found[1]], text)
+
+
+def _reader(parse: str, low: float, high: float) -> tuple[Read, str]:
+    """Returns what reads an answer, and the form of it in words."""
+    kind, _, rest = parse.partition(":")
+    between = f"a number from {low:g} to {high:g}"
+    if parse == "number":
+        return lambda text: _last_number(text, low, high), between
+    if kind == "json" and rest:
+        return lambda text: _json_value(text, rest), f'a JSON object with {between} at "{rest}"'
+    if kind == "regex" and rest:
+        try:
+            pattern = re.compile(rest)
+        except re.error as error:
+            raise ValueError(f"parse={parse!r}: this is no regular expression: {error}") from error
+        if pattern.groups != 1:
+            raise ValueError(
+                f"parse={parse!r} has {pattern.groups} groups; it needs one, around the number"
+            )
+        return lambda text: _matched(text, pattern), f"{between} in the form that was asked for"
+    raise ValueError(f"parse={parse!r}: give number, regex:PATTERN or json:KEY")
+
+
+def _last_number(text: str, low: float, high: float) -> float:
+    # "7 on a scale from 0 to 10" is 7.
+    for scale in _RANGE.finditer(text):
+        if [float(end) for end in scale.groups()] == [low, high]:
+            text = text.replace(scale[0], "")
+    found = [*_SHARE.finditer(text)]
+    if not found:
+        raise _Unreadable("no number")
+    number, whole = found[-1].groups()
+    if whole is not None and float(whole) != high:
+        raise _Unreadable(f"not out of high={high:g}")
+    return float(number)
+
+
+def _matched(text: str, pattern: re.Pattern[str]) -> float:
+    found = [*pattern.finditer(text)]
+    if not found:
+        raise _Unreadable("the pattern of parse does not match")
+    try:
+        return float(found[-1][1])
+    except (TypeError, ValueError):
+        raise _Unreadable("the group of parse is no number") from None
+
+
+def _json_value(text: str, key: str) -> float:
+    decoder = json.JSONDecoder()
+    number = None
+    start = text.find("{")
+    for _ in range(MOST_BRACES):
+        if start < 0:
+            break
+        try:
+            value, end = decoder.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            end = start + 1
+        else:
+            number = value.get(key, number)
+        start = text.find("{", end)
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise _Unreadable(f"no JSON object with a number at {key!r}")
+    return _finite(number)
+
+
+def _finite(number: int | float) -> float:
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,102 @@
+"""A vision-language model behind an OpenAI-compatible endpoint, such as that of vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flowgrpo_rc.plugins import build
+from flowgrpo_rc.rewards.http.client import JsonClient, ServerError
+from flowgrpo_rc.rewards.http.wire import encode_png
+from flowgrpo_rc.rewards.vlm.base import Answer, Question, Vlm, VlmError
+
+
+class VlmServer(Vlm):
+    """A model that answers at `URL/chat/completions`, for instance of `vllm serve MODEL`.
+
+    Args:
+      url: address of the API, such as http://127.0.0.1:8000/v1.
+      model: name of the model on the server.
+      max_tokens: longest answer.
+      concurrency: questions at the same time.
+      connection: `token_env`, `ca_file`, `deadline_s`, `max_attempts`, `max_pause_s`,
+        `max_response_mb`, `max_failures` and `cooldown_s` of `JsonClient`. The deadline is for all
+        questions of one call together.
+
+    Raises:
+      ValueError: a number is below 1, or `JsonClient` refuses an option.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        model: str,
+        max_tokens: int = 128,
+        concurrency: int = 16,
+        **connection: Any,
+    ) -> None:
+        if max_tokens < 1 or concurrency < 1:
+            raise ValueError(
+                f"max_tokens={max_tokens!r} and concurrency={concurrency!r} must be at least 1"
+            )
+        self._model = model
+        self._max_tokens = max_tokens
+        self._concurrency = concurrency
+        self._client = build(JsonClient, {"url": url, **connection}, "connection")
+
+    def check(self) -> None:
+        """Raises ValueError if the server cannot be reached, or serves other models."""
+        match self._client.probe("/models"):
+            case {"data": [*served]}:
+                names = [str(model.get("id")) for model in served if isinstance(model, dict)]
+                if self._model not in names:
+                    raise ValueError(f"model={self._model}: the server has {', '.join(names)}")
+
+    def answer(self, questions: Sequence[Question]) -> list[Answer | VlmError]:
+        """Asks several questions at a time; a busy server is asked again by the client."""
+        bodies = [self._request(question) for question in questions]
+        try:
+            replies = self._client.post_all(
+                "/chat/completions", bodies, concurrency=self._concurrency
+            )
+        except ServerError as error:
+            replies = [error] * len(questions)
+        return [_answer(reply) for reply in replies]
+
+    def quote(self, text: str) -> str:
+        """Returns the beginning of an answer, without the token that the server was shown."""
+        return super().quote(self._client.without_token(text))
+
+    def _request(self, question: Question) -> dict[str, Any]:
+        content: list[dict[str, Any]] = [
+            {
+                "type": "image_url",
+                "image_url": {"url": f"data:image/png;base64,{encode_png(picture)}"},
+            }
+            for picture in question.pictures
+        ]
+        messages = [
+            {"role": "user", "content": [*content, {"type": "text", "text": question.text}]}
+        ]
+        for said, reply in question.turns:
+            messages += [
+                {"role": "assistant", "content": said},
+                {"role": "user", "content": reply},
+            ]
+        return {
+            "model": self._model,
+            "messages": messages,
+            "temperature": 0,
+            "max_tokens": self._max_tokens,
+        }
+
+
+def _answer(reply: Any) -> Answer | VlmError:
+    """Returns the first choice of a chat completion."""
+    match reply:
+        case ServerError():
+            return VlmError(str(reply))
+        case {"choices": [{"message": {"content": str(text)}, **further}, *_]}:
+            return Answer(text, further.get("finish_reason") == "length")
+    return VlmError("the answer is no chat completion")

@@ -1,0 +1,115 @@
+"""A reward for what a vision-language model answers to a question about an image or a video."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.pictures import read_picture
+from flowgrpo_rc.rewards.base import Reward, Scores
+from flowgrpo_rc.rewards.frames import check_every
+from flowgrpo_rc.rewards.vlm.base import Question
+from flowgrpo_rc.rewards.vlm.find import make_vlm
+from flowgrpo_rc.rewards.vlm.judge import Judge, check_template, failure_of, filled
+
+QUESTION = (
+    'This was made for the prompt "{prompt}". How well does it show what the prompt says, and how '
+    "good does it look? Answer with one number from {low} (not at all) to {high} (perfectly), and "
+    "with nothing else."
+)
+KINDS = ("image", "video")
+EVERY = 8  # distance between the frames of a video that are shown
+
+
+class VlmJudge(Reward):
+    """The number in a model's answer, from 0 (`low`) to 1 (`high`).
+
+    A sample whose answer holds no such number has no score. The part `unanswered` is 1 for it, and
+    `repeats` says how often a question was asked again.
+
+    Args:
+      question: what is asked, with {prompt}, {target}, {low} and {high} where they should stand.
+      low: the number that stands for 0.
+      high: the number that stands for 1.
+      parse: where in an answer the number is: `number` (the last one), `regex:PATTERN` (its group)
+        or `json:KEY`.
+      attempts: how often a question is asked at most, if its answer cannot be read.
+      kind: image or video.
+      every: distance between the frames of a video that are shown; null: 8.
+      source: show the images of the prompt first, such as the one that was edited.
+      vlm: `url`, `model` and the other options of `VlmServer`, or `path` and those of `LocalVlm`.
+
+    Raises:
+      ValueError: a name in the question is unknown, an option is out of range or without effect, no
+        model is named, or its class refuses an option.
+    """
+
+    part_names = ("unanswered", "repeats")
+
+    def __init__(
+        self,
+        *,
+        question: str = QUESTION,
+        low: float = 0.0,
+        high: float = 10.0,
+        parse: str = "number",
+        attempts: int = 2,
+        kind: str = "image",
+        every: int | None = None,
+        source: bool = False,
+        **vlm: Any,
+    ) -> None:
+        check_template(question, ("prompt", "target", "low", "high"))
+        if kind not in KINDS:
+            raise ValueError(f"kind={kind!r}: allowed are {', '.join(KINDS)}")
+        if kind == "image" and every is not None:
+            raise ValueError(f"every={every!r} is for videos: give kind=video, or leave it out")
+        self.kind = kind
+        self.requires_images = source
+        self.requires_target = "{target}" in question
+        self._every = EVERY if every is None else every
+        check_every(self._every)
+        self._question = question
+        self._low = low
+        self._high = high
+        self._vlm = make_vlm(vlm)
+        self._judge = Judge(self._vlm, parse=parse, low=low, high=high, attempts=attempts)
+
+    def check(self) -> None:
+        """Raises ValueError if the server cannot be reached, or serves other models."""
+        self._vlm.check()
+
+    def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
+        questions = [
+            Question(pictures=self._pictures(sample, prompt), text=self._text(prompt))
+            for sample, prompt in zip(samples, prompts, strict=True)
+        ]
+        verdicts = self._judge.ask(questions)
+        return Scores(
+            values=[
+                (verdict.number - self._low) / (self._high - self._low) for verdict in verdicts
+            ],
+            parts={
+                "unanswered": [float(bool(verdict.failure)) for verdict in verdicts],
+                "repeats": [float(verdict.repeats) for verdict in verdicts],
+            },
+            failure=failure_of(verdicts),
+        )
+
+    def _pictures(self, sample: np.ndarray, prompt: Prompt) -> list[np.ndarray]:
+        """Returns what the model sees, in order."""
+        images = prompt.images if self.requires_images else ()
+        made = [sample] if self.kind == "image" else list(sample[:: self._every])
+        return [*map(read_picture, images), *made]
+
+    def _text(self, prompt: Prompt) -> str:
+        values = {
+            "prompt": prompt.text,
+            "target": prompt.target or "",
+            "low": f"{self._low:g}",
+            "high": f"{self._high:g}",
+        }
+        return filled(self._question, values)

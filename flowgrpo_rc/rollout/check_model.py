@@ -1,0 +1,79 @@
+"""Checks settings of the rollout against the model: what it ignores, and what it lacks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flowgrpo_rc.models.base import FlowModel
+    from flowgrpo_rc.rollout.config import EvaluationConfig, PipelineConfig
+
+
+def check_pipeline(model: type[FlowModel], pipeline: PipelineConfig) -> None:
+    """Checks what a pipeline is asked to make, its guidance aside.
+
+    Args:
+      model: the adapter.
+      pipeline: the settings of `rollout.pipeline`.
+
+    Raises:
+      ValueError: a setting has no effect, or one that the model needs is missing.
+    """
+    name = model.pipeline_class
+    only_true_cfg = model.cfg_key == "true_cfg_scale" and not model.embeds_guidance
+    if only_true_cfg and pipeline.true_cfg_scale is None:
+        raise ValueError(
+            f"rollout.pipeline.true_cfg_scale is not set, and {name} has no other guidance: "
+            "give 1 (none) or more"
+        )
+    if model.makes == "video" and pipeline.num_frames is None:
+        raise ValueError(
+            f"rollout.pipeline.num_frames is not set, and {name} makes videos: give their length"
+        )
+    if model.makes == "image" and pipeline.num_frames is not None:
+        raise ValueError(
+            f"rollout.pipeline.num_frames={pipeline.num_frames} has no effect: {name} makes images"
+        )
+    if pipeline.condition_images and not model.takes_images:
+        raise ValueError(
+            f"rollout.pipeline.condition_images={pipeline.condition_images}: {name} takes no "
+            "condition images; drop it, or give model.path of a pipeline that edits"
+        )
+    if model.needs_images and pipeline.condition_images == 0:
+        raise ValueError(
+            f"rollout.pipeline.condition_images=0: {name} edits images; set it to the most images "
+            "of a prompt"
+        )
+    least, most = model.min_sequence_length, model.max_sequence_length
+    if not least <= pipeline.max_sequence_length <= most:
+        raise ValueError(
+            f"rollout.pipeline.max_sequence_length={pipeline.max_sequence_length}: {name} takes "
+            f"{least} to {most} tokens"
+        )
+
+
+def check_guidance(
+    model: type[FlowModel], given: PipelineConfig | EvaluationConfig, default_scale: float, key: str
+) -> None:
+    """Refuses a scale below that of no guidance, and one without effect, but for the default.
+
+    Args:
+      model: the adapter.
+      given: the settings that hold the scales.
+      default_scale: guidance_scale of who gives none.
+      key: where the settings come from, for messages.
+
+    Raises:
+      ValueError: names the key, the scale and what is allowed.
+    """
+    for name in ("guidance_scale", "true_cfg_scale"):
+        value = getattr(given, name)
+        least = model.unguided_scale if name == model.cfg_key else 1.0
+        if value is not None and value < least:
+            raise ValueError(f"{key}.{name}={value}: give {least:g} (none) or more")
+    used = f"the guidance of {model.pipeline_class} is {key}.{model.cfg_key}"
+    if model.cfg_key != "true_cfg_scale" and given.true_cfg_scale not in (None, 1):
+        raise ValueError(f"{key}.true_cfg_scale={given.true_cfg_scale} has no effect: {used}")
+    uses_guidance_scale = model.cfg_key == "guidance_scale" or model.embeds_guidance
+    if not uses_guidance_scale and given.guidance_scale not in (1, default_scale):
+        raise ValueError(f"{key}.guidance_scale={given.guidance_scale} has no effect: {used}")

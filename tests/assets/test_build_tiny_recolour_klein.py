@@ -1,0 +1,38 @@
+"""The bundled editor against the numbers that its build wrote down."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from flowgrpo_rc import assets
+from flowgrpo_rc.assets.build_tiny_recolour_klein import NAME, evaluate_checkpoint
+from flowgrpo_rc.data.prompts import read_prompts
+
+SIZE = 64 * 64
+
+
+def test_the_bundled_editor_is_as_good_as_its_build_wrote_down() -> None:
+    """It can edit, and does not always do as it is told."""
+    file = assets.path("prompts/recolour_val.jsonl")
+    prompts = read_prompts(
+        file, require_target=False, key="data.val_files", most_images=1, max_image_pixels=SIZE
+    )
+    folder = assets.path(NAME)
+    said = json.loads((folder / "build_metrics.json").read_text())["val"]
+    found = evaluate_checkpoint(folder, prompts)
+    assert found == pytest.approx(said, abs=0.02)
+    assert 0.25 < found["reward"] < 0.75
+    assert found["kept"] > 0.8
+    assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 3e6
+
+
+def test_no_held_out_picture_is_trained_on() -> None:
+    read = {
+        name: (assets.ROOT / "prompts" / f"recolour_{name}").glob("*.png")
+        for name in ("train", "val")
+    }
+    contents = {name: {path.read_bytes() for path in paths} for name, paths in read.items()}
+    assert (len(contents["train"]), len(contents["val"])) == (96, 32)
+    assert contents["train"].isdisjoint(contents["val"])

@@ -1,0 +1,103 @@
+"""Condition images of prompt files: the ways to name them, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+from PIL import Image
+from pyarrow import parquet
+
+from flowgrpo_rc.data.prompts import place_of, read_prompts
+from flowgrpo_rc.pictures import read_picture
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of data with two pictures, 8 x 6 and 3 x 2."""
+    for name, size in (("a.png", (8, 6)), ("b.png", (3, 2))):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        Image.new("RGB", size, "red").save(tmp_path / "data" / name)
+    return tmp_path / "data"
+
+
+def read(
+    folder: Path, *rows: object, most: int = 2, pixels: int = 1000
+) -> list[tuple[object, ...]]:
+    file = folder / "train.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+    prompts = read_prompts(file, require_target=False, most_images=most, max_image_pixels=pixels)
+    return [prompt.images for prompt in prompts]
+
+
+def test_paths_stand_relative_to_the_file_and_are_no_metadata(folder: Path) -> None:
+    a, b = str(folder / "a.png"), str(folder / "b.png")
+    rows = [
+        {"prompt": "x", "image": "a.png"},
+        {"prompt": "x", "images": ["b.png", a]},
+        {"prompt": "x", "image": {"path": "b.png", "bytes": None}, "level": 3},
+    ]
+    assert read(folder, *rows) == [(a,), (b, a), (b,)]
+    (prompt,) = read_prompts([folder], require_target=False, most_images=2, max_image_pixels=99)[2:]
+    assert prompt.metadata == {"level": 3}
+
+
+def test_parquet_may_hold_the_files_themselves(folder: Path) -> None:
+    content = (folder / "b.png").read_bytes()
+    rows = [
+        {"prompt": "x", "images": [{"bytes": content, "path": "elsewhere.png"}]},
+        {"prompt": "x", "images": [{"bytes": None, "path": "a.png"}]},
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train.parquet")
+    first, second = read_prompts(
+        folder / "train.parquet", require_target=False, most_images=1, max_image_pixels=99
+    )
+    assert first.images == (content,)
+    assert np.array_equal(read_picture(first.images[0]), np.full((2, 3, 3), [255, 0, 0]))
+    assert second.images == (str(folder / "a.png"),)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"image": "c.png"}, "there is no file .*c.png"),
+        ({"image": "train.jsonl"}, "cannot be read as a picture"),
+        ({"image": "a.png", "images": ["b.png"]}, "has both image and images"),
+        ({}, "has no image, and rollout.pipeline.condition_images=2"),
+        ({"images": []}, "has no image"),
+        ({"images": ["a.png"] * 3}, "has 3 images, and rollout.pipeline.condition_images=2"),
+        ({"image": 7}, "must be a path, or an object with its bytes or its path, got 7"),
+        ({"image": ""}, "must be a path"),
+        ({"image": {"bytes": None, "path": None}}, "must be a path"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_line(
+    folder: Path, row: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"train.jsonl, line 2: .*{words}"):
+        read(folder, {"prompt": "x", "image": "a.png"}, {"prompt": "x"} | row)
+
+
+def test_a_picture_may_not_be_larger_than_the_limit(folder: Path) -> None:
+    row = {"prompt": "x", "image": "a.png"}
+    assert len(read(folder, row, pixels=48)) == 1
+    with pytest.raises(ValueError, match=r"a\.png has 8 x 6 pixels, more than data\.max_image_pix"):
+        read(folder, row, pixels=47)
+
+
+def test_an_image_for_a_model_that_is_given_none_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"line 1: has an image, and .*condition_images=0"):
+        read(folder, {"prompt": "x", "image": "a.png"}, most=0)
+    assert read(folder, {"prompt": "x", "images": []}, most=0) == [()]
+
+
+def test_the_place_of_a_prompt_counts_through_all_files(tmp_path: Path) -> None:
+    for name, text in (("a.txt", "x\ny"), ("b.txt", "z")):
+        (tmp_path / name).write_text(text)
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    key = "data.train_files"
+    assert place_of(files, key, 1) == f"{key}: {files[0]}, line 2"
+    assert place_of(files, key, 2) == f"{key}: {files[1]}, line 1"

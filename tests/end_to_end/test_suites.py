@@ -1,0 +1,149 @@
+"""Suites on whole runs: a gamed reward is told of, a run goes on, `evaluate --suite`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from support.runs import Train, read_rows, without_timings
+
+from flowgrpo_rc.cli import main
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# The reward likes saturated colours, whatever is drawn; the suite reads the words.
+GAMED = (
+    "rollout.dtype=fp32",
+    "rollout.n=8",
+    "rollout.val_kwargs.n=2",
+    "data.train_files=four.txt",
+    "data.train_batch_size=4",
+    "actor.ppo_mini_batch_size=1",
+    "actor.ppo_micro_batch_size_per_gpu=8",
+    "actor.optim.lr=5e-3",
+    "actor.optim.lr_scheduler=constant",
+    "reward.terms.ocr=null",
+    "reward.terms.saturation._target_=function",
+    "reward.terms.saturation.path=saturation:saturation",
+    "trainer.device=cpu",
+    "trainer.test_freq=4",
+    "trainer.val_before_train=false",
+    "trainer.total_training_steps=8",
+    "trainer.suites=[few_words.yaml]",
+)
+
+
+@pytest.fixture(scope="module")
+def gamed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of eight steps on the bundled model, in a folder with what it needs."""
+    folder = tmp_path_factory.mktemp("gamed")
+    shutil.copy(EXAMPLES / "saturation.py", folder)
+    # The same words in every step: the reward rises, or it does not.
+    (folder / "four.txt").write_text('"WSJKB"\n"AF4"\n"7SV9"\n"XAN5T"\n')
+    (folder / "few_words.yaml").write_text("base: words\nn: 24\nseeds: 1\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(folder)
+        assert main(["train", *GAMED, "trainer.output_dir=run"]) == 0
+    return folder
+
+
+def test_a_reward_that_is_gamed_is_told_of(gamed: Path) -> None:
+    rows = {row["step"]: row for row in read_rows(gamed / "run")}
+    assert [step for step, row in rows.items() if "suite/few_words/change" in row] == [4, 8]
+    assert rows[8]["reward/mean"] > rows[1]["reward/mean"] + 0.05
+    assert rows[8]["suite/few_words/change_high"] < 0
+    lines = (gamed / "run" / "health.jsonl").read_text().splitlines()
+    told = [row["message"] for row in map(json.loads, lines) if "suite/" in row["message"]]
+    assert len(told) == 1
+    assert told[0].startswith("suite/few_words/change is -0.")
+    assert "reward/mean has risen by 0." in told[0]
+    assert 'id="suites"' in (gamed / "run" / "report.html").read_text()
+
+
+def test_evaluate_agrees_with_the_training(
+    gamed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exported LoRA is the averaged one that the last evaluation asked."""
+    monkeypatch.chdir(gamed)
+    monkeypatch.syspath_prepend(gamed)
+    words = ["evaluate", "run", "--suite", "few_words.yaml", "--trust"]
+    assert main(words) == 0
+    assert "suite few_words" in capsys.readouterr().out
+    last = read_rows(gamed / "run")[-1]
+    stored = json.loads((gamed / "run" / "suites" / "few_words.json").read_text())
+    found = stored["comparisons"]["reward"]
+    assert found["change"]["mean"] == pytest.approx(last["suite/few_words/change"], abs=1e-12)
+    assert found["tuned"]["mean"] == pytest.approx(last["suite/few_words/reward"], abs=1e-12)
+    assert "Suite few_words: 24 prompts, 1 samples" in (gamed / "run" / "report.html").read_text()
+
+
+def test_a_run_that_goes_on_gets_the_same_answers(
+    train: Train, tmp_path: Path, prompt_file: Path
+) -> None:
+    (tmp_path / "small.yaml").write_text(
+        f"prompts: {prompt_file}\nreward: {{terms: {{jpeg: {{}}}}}}\nn: 3\n"
+    )
+    settings = "trainer.suites=[small.yaml]", "trainer.test_freq=1", "trainer.save_freq=1"
+    whole, parts = (f"trainer.output_dir={tmp_path / name}" for name in ("whole", "parts"))
+    assert train(*settings, whole) == 0
+    assert train(*settings, parts, "trainer.max_time=0.001") == 75
+    assert train(*settings, parts) == 0
+    rows = [without_timings(read_rows(tmp_path / name)) for name in ("whole", "parts")]
+    assert rows[0] == rows[1]
+    changes = [row["suite/small/change"] for row in rows[0]]
+    assert changes[0] == 0  # a new LoRA changes nothing
+    assert changes[2] != 0
+
+
+@pytest.mark.parametrize(
+    ("suites", "message"),
+    [
+        ("[geneval]", "there is no suite 'geneval' (did you mean 'geneval-style'?)"),
+        ("[broken.yaml]", "suite broken.yaml: "),
+        ("[lost.yaml]", "suite lost.yaml: reward.terms.own: path='lost:score': there is no module"),
+        ("[words,words]", "two suites are called 'words'"),
+    ],
+)
+def test_wrong_suites_are_refused_before_a_model_is_loaded(
+    train: Train,
+    overrides: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    suites: str,
+    message: str,
+) -> None:
+    (tmp_path / "broken.yaml").write_text("prompts: [")
+    (tmp_path / "lost.yaml").write_text(
+        "base: words\nreward: {terms: {own: {_target_: function, path: 'lost:score'}}}\n"
+    )
+    # A run could not get past its model, which is not there.
+    for words in (("model.path=someone/nothing",), ("model.path=someone/nothing", "--dry-run")):
+        assert main(["train", *overrides, f"trainer.suites={suites}", *words]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_suites_without_evaluations_have_no_effect(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("trainer.suites=[words]", "trainer.test_freq=-1") == 2
+    assert (
+        "trainer.suites=['words'] has no effect with trainer.test_freq=-1"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_suite_is_checked_before_the_run_is_loaded(
+    gamed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(gamed)
+
+    def refused(*words: str) -> str:
+        assert main(["evaluate", "run", *words]) == 2
+        return capsys.readouterr().err
+
+    # The run names a reward of its own.
+    assert "reward.terms.saturation.path=saturation:saturation" in refused("--suite", "words")
+    assert "did you mean 'words'?" in refused("--trust", "--suite", "word")
+    assert "no file nothing.yaml" in refused("--trust", "--suite", "nothing.yaml")

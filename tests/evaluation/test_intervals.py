@@ -1,0 +1,97 @@
+"""Intervals over prompts: quantiles of Student's t, coverage, missing scores, common noises."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from flowgrpo_rc.evaluation.intervals import compare, estimate, t_quantile
+
+# Two-sided 95% and 90% points, from the tables of statistics books.
+TABLE = {1: (12.706, 6.314), 2: (4.303, 2.920), 5: (2.571, 2.015), 10: (2.228, 1.812)}
+TABLE |= {29: (2.045, 1.699), 30: (2.042, 1.697), 120: (1.980, 1.658)}
+
+
+@pytest.mark.parametrize("df", TABLE)
+def test_quantiles_are_those_of_the_tables(df: int) -> None:
+    found = t_quantile(df), t_quantile(df, 0.9)
+    assert found == pytest.approx(TABLE[df], abs=6e-4)
+
+
+def test_a_mean_of_four_by_hand() -> None:
+    # Mean 2.5, sd 1.2910, t 3.1824.
+    found = estimate(np.array([1.0, 2.0, 3.0, 4.0]))
+    half = 3.182446 * math.sqrt(5 / 3) / 2
+    assert found == pytest.approx((2.5, 2.5 - half, 2.5 + half), rel=1e-6)
+
+
+def test_too_few_prompts_have_no_interval() -> None:
+    one = estimate(np.array([3.0]))
+    assert one.mean == 3.0
+    assert math.isnan(one.low)
+    assert math.isnan(one.high)
+    assert math.isnan(estimate(np.array([])).mean)
+
+
+def rewards(rng: np.random.Generator, *, prompts: int, binary: bool) -> np.ndarray:
+    """Draws paired scores [2, prompts, 2]: prompts differ in how hard they are and what they gain.
+
+    The expected change is 0.1.
+    """
+    hard = rng.normal(0.5, 0.15, (prompts, 1))
+    gain = rng.normal(0.1, 0.1, (prompts, 1))
+    if not binary:
+        noise = rng.normal(0, 0.2, (prompts, 2))  # of the picture, common to both policies
+        own = rng.normal(0, 0.05, (2, prompts, 2))
+        return np.stack([hard + noise, hard + gain + noise]) + own
+    chances = np.stack([hard, hard + gain]).clip(0, 1)
+    # The same uniform number decides for both policies.
+    return (rng.random((prompts, 2)) < chances).astype(float)
+
+
+@pytest.mark.parametrize(("prompts", "binary"), [(8, False), (30, False), (30, True), (100, True)])
+def test_nineteen_of_twenty_intervals_hold_the_change(prompts: int, binary: bool) -> None:
+    rng = np.random.default_rng(prompts)
+    # Chances beyond 0 and 1 are cut, so the change is measured and not set.
+    many = rewards(rng, prompts=400_000, binary=binary)
+    truth = (many[1] - many[0]).mean()
+    trials = 1000
+    held = 0
+    for _ in range(trials):
+        base, tuned = rewards(rng, prompts=prompts, binary=binary)
+        change = compare(base, tuned).change
+        held += change.low <= truth <= change.high
+    # Three standard errors of 1000 trials are 2%.
+    assert 0.93 <= held / trials <= 0.97
+
+
+def test_samples_of_a_prompt_are_not_taken_for_independent() -> None:
+    """Many samples of few prompts do not make an interval narrow."""
+    rng = np.random.default_rng(0)
+    base = np.zeros((6, 50))
+    tuned = rng.normal(0, 1, (6, 1)) + rng.normal(0, 0.01, (6, 50))
+    change = compare(base, tuned).change
+    means = tuned.mean(1)
+    assert change.high - change.mean == pytest.approx(2.570582 * means.std(ddof=1) / 6**0.5)
+
+
+def test_common_noises_cancel() -> None:
+    rng = np.random.default_rng(1)
+    base = rng.normal(0, 1, (40, 2))
+    found = compare(base, base + 0.25)
+    assert found.change == pytest.approx((0.25, 0.25, 0.25))
+    assert found.base.high - found.base.low > 0.3
+    assert found.tuned.mean - found.base.mean == pytest.approx(0.25)
+
+
+def test_a_sample_that_one_policy_lacks_counts_for_neither() -> None:
+    nan = math.nan
+    base = np.array([[1.0, 5.0], [2.0, 2.0], [nan, nan], [4.0, 4.0]])
+    tuned = np.array([[2.0, nan], [2.0, 4.0], [7.0, 7.0], [5.0, 5.0]])
+    found = compare(base, tuned)
+    assert found.num_prompts == 3
+    assert found.base.mean == pytest.approx((1 + 2 + 4) / 3)
+    assert found.tuned.mean == pytest.approx((2 + 3 + 5) / 3)
+    assert found.change.mean == pytest.approx(1.0)

@@ -1,0 +1,183 @@
+"""DiffusionNFT against its formula, written anew with numpy in the space of clean samples."""
+
+from __future__ import annotations
+
+import itertools
+from inspect import signature
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from flowgrpo_rc import DiffusionLossConfig
+from flowgrpo_rc.losses.base import DIFFUSION_KEY, ForwardLoss, ImageLoss, Velocities
+from flowgrpo_rc.losses.diffusion_nft import DiffusionNFT
+from flowgrpo_rc.losses.find import package_losses
+
+
+class Drawn(NamedTuple):
+    clean: np.ndarray
+    noise: np.ndarray
+    current: np.ndarray
+    old: np.ndarray
+    sigma: np.ndarray
+    advantages: np.ndarray
+
+    def velocities(self) -> Velocities:
+        arrays = (self.current, self.old, self.noise - self.clean, self.sigma)
+        found = Velocities(*map(torch.from_numpy, arrays))
+        found.current.requires_grad_()
+        return found
+
+
+@pytest.fixture
+def drawn() -> Drawn:
+    """Three samples of 2 x 4 elements at two noise levels, in float64."""
+    source = np.random.default_rng(5)
+    shape = (3, 2, 2, 4)
+    old = source.normal(size=shape)
+    return Drawn(
+        clean=source.normal(size=shape),
+        noise=source.normal(size=shape),
+        current=old + 0.1 * source.normal(size=shape),
+        old=old,
+        sigma=np.array([[0.9, 0.3], [1.0, 0.02], [0.5, 0.7]]),
+        advantages=np.array([[1.0, 1.0], [-0.4, -0.4], [0.2, 0.2]]),
+    )
+
+
+def expected(d: Drawn, beta: float) -> tuple[np.ndarray, np.ndarray]:
+    """Returns loss and slope of each element of the velocity, from predictions of clean samples."""
+    t = d.sigma[:, :, None, None]
+    noised = (1 - t) * d.clean + t * d.noise
+    r = (d.advantages / 2 + 0.5)[:, :, None, None]
+    value = np.zeros_like(d.sigma)
+    slope = np.zeros_like(d.clean)
+    for share, sign in ((r, 1), (1 - r, -1)):
+        velocity = d.old + sign * beta * (d.current - d.old)
+        error = noised - t * velocity - d.clean
+        weight = np.abs(error).mean(axis=(2, 3), keepdims=True).clip(1e-5)
+        value += (share * error**2 / weight / beta).mean(axis=(2, 3))
+        # d error / d current = -t sign beta, and the weight is a constant
+        slope += share * 2 * error / weight * (-t * sign) / 8
+    return value, slope
+
+
+@pytest.mark.parametrize("beta", [1.0, 0.1, 2.5])
+def test_value_and_slope(drawn: Drawn, beta: float) -> None:
+    velocities = drawn.velocities()
+    found = DiffusionNFT(beta=beta)(velocities, torch.from_numpy(drawn.advantages))
+    value, slope = expected(drawn, beta)
+    np.testing.assert_allclose(found.values.detach().numpy(), value, rtol=1e-12)
+    found.values.sum().backward()
+    assert velocities.current.grad is not None
+    np.testing.assert_allclose(velocities.current.grad.numpy(), slope, rtol=1e-11, atol=1e-14)
+    metrics = found.metrics.compute()
+    moved = ((drawn.current - drawn.old) ** 2).mean()
+    np.testing.assert_allclose(metrics["old_deviation"], moved, rtol=1e-12)
+
+
+def test_a_policy_that_has_not_moved_is_pulled_to_good_samples_and_pushed_from_bad_ones(
+    drawn: Drawn,
+) -> None:
+    velocities = drawn._replace(current=drawn.old.copy()).velocities()
+    advantages = torch.tensor([[1.0, 1.0], [-1.0, -1.0], [0.0, 0.0]], dtype=torch.float64)
+    DiffusionNFT()(velocities, advantages).values.sum().backward()
+    gradient = velocities.current.grad
+    assert gradient is not None
+    towards = velocities.target - velocities.old
+    assert torch.equal(gradient[0].sign(), -towards[0].sign())
+    assert torch.equal(gradient[1].sign(), towards[1].sign())
+    assert gradient[2].abs().max() < 1e-15
+
+
+def test_a_perfect_prediction_has_a_finite_slope() -> None:
+    zero = torch.zeros(1, 1, 4, dtype=torch.float64)
+    velocities = Velocities(zero.clone().requires_grad_(), zero, zero, torch.ones(1, 1))
+    DiffusionNFT()(velocities, torch.ones(1, 1)).values.sum().backward()
+    assert velocities.current.grad is not None
+    assert torch.equal(velocities.current.grad, zero)
+
+
+def test_a_small_model_learns_to_go_where_the_reward_is() -> None:
+    """Points of a plane, from an untrained velocity field; the reward is their first coordinate."""
+    torch.manual_seed(0)
+    field = torch.nn.Sequential(torch.nn.Linear(3, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+    optimizer = torch.optim.Adam(field.parameters(), lr=1e-2)
+    loss = DiffusionNFT()
+    sigmas = torch.linspace(1, 0, 6)
+
+    def velocity(x: Tensor, sigma: Tensor) -> Tensor:
+        return field(torch.cat([x, sigma], dim=-1))
+
+    @torch.no_grad()
+    def sample() -> Tensor:
+        x = torch.randn(64, 2)
+        for sigma, after in itertools.pairwise(sigmas.tolist()):
+            x = x + (after - sigma) * velocity(x, torch.full((64, 1), sigma))
+        return x
+
+    start = sample().mean(0)
+    for _ in range(60):
+        clean = sample()
+        advantages = (clean[:, :1] - clean[:, 0].mean()) / clean[:, 0].std() / 2
+        noise = torch.randn(64, 1, 2)
+        sigma = torch.rand(64, 1)
+        x = (1 - sigma[..., None]) * clean[:, None] + sigma[..., None] * noise
+        now = velocity(x, sigma[..., None])
+        compared = Velocities(now, now.detach(), noise - clean[:, None], sigma)
+        loss(compared, advantages.clamp(-1, 1)).values.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert float(sample()[:, 0].mean() - start[0]) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "decays"),
+    [
+        ({}, {0: 0.0, 1: 0.001, 250: 0.25, 500: 0.5, 9000: 0.5}),
+        (
+            {"old_decay_start": 75, "old_decay_rate": 0.0075, "old_decay_max": 0.999},
+            {0: 0.0, 75: 0.0, 76: 0.0075, 175: 0.75, 208: 0.9975, 209: 0.999},
+        ),
+        ({"old_decay_rate": 0.0}, {0: 0.0, 500: 0.0}),
+    ],
+)
+def test_the_published_decays(options: dict[str, Any], decays: dict[int, float]) -> None:
+    loss = DiffusionNFT(**options)
+    assert {updates: loss.old_decay(updates) for updates in decays} == pytest.approx(decays)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"beta": 0.0}, "beta=0.0"),
+        ({"times": 0}, "times=0"),
+        ({"old_decay_rate": -1.0}, "old_decay_rate=-1.0"),
+        ({"old_decay_max": 1.0}, "old_decay_max=1.0"),
+        ({"old_decay_start": -1}, "old_decay_start=-1"),
+        ({"betas": 1.0}, "betas: unknown option"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], words: str) -> None:
+    section = DiffusionLossConfig(loss_mode="diffusion_nft", options=options)
+    with pytest.raises(ValueError, match=DIFFUSION_KEY) as error:
+        section.validate()
+    assert words in str(error.value)
+
+
+def test_a_clip_has_no_effect() -> None:
+    section = DiffusionLossConfig(loss_mode="diffusion_nft", clip_ratio=1e-3)
+    with pytest.raises(ValueError, match=r"clip_ratio=0.001 has no effect.*diffusion_nft"):
+        section.validate()
+
+
+@pytest.mark.parametrize("name", package_losses(ForwardLoss))
+def test_its_options_are_documented(name: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rollout_correction.md").read_text()
+    losses = page.split("## Losses")[1].split("\n## ")[0]
+    for word in (name, *signature(package_losses(ImageLoss)[name]).parameters):
+        assert f"`{word}`" in losses

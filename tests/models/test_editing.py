@@ -1,0 +1,138 @@
+"""Conditioning on images: sizes, mixed batches, files of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.subjects import make_subject
+from support.tiny_models import VARIANTS
+
+from flowgrpo_rc.batch import Conditioning, Prompt, SamplerSpec
+from flowgrpo_rc.core.random import normal
+from flowgrpo_rc.models.editing import EditingModel
+from flowgrpo_rc.policies.encode_prompts import encode_prompts, encode_unique
+
+TINY = VARIANTS["flux2_klein_edits"]
+
+
+@pytest.fixture(scope="module")
+def editor(saved: Callable[[str], Path]) -> EditingModel:
+    model = make_subject("flux2_klein_edits", saved).load()
+    assert isinstance(model, EditingModel)
+    return model
+
+
+@pytest.fixture
+def spec() -> SamplerSpec:
+    return TINY.spec("sde", TINY.guided)
+
+
+def prompts(count: int) -> list[Prompt]:
+    """Those with even numbers have two images, the others one."""
+    return [Prompt(text=f"edit {i}", index=i, images=TINY.images(i)) for i in range(count)]
+
+
+def test_samples_with_images_of_other_sizes_do_not_touch_each_other(
+    editor: EditingModel, spec: SamplerSpec
+) -> None:
+    latents = normal(editor.latent_shape(spec), [1, 2, 3], "latents")
+    timesteps = torch.tensor([900.0, 500.0, 300.0])
+    pair = encode_prompts(editor, prompts(3), spec)
+
+    def velocity(rows: list[int]) -> torch.Tensor:
+        index = torch.tensor(rows)
+        conditioning, negative = (given[index] for given in pair)
+        with torch.no_grad():
+            return editor.velocity(
+                editor.transformer, latents[index], timesteps[index], conditioning, negative, spec
+            )
+
+    alone = torch.cat([velocity([row]) for row in range(3)])
+    torch.testing.assert_close(velocity([0, 1, 2]), alone, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(velocity([2, 1, 0]), alone.flip(0), atol=1e-5, rtol=1e-5)
+    # The images take part, in their order.
+    (first, second) = TINY.images(0)
+    other = replace(prompts(1)[0], images=(second, first))
+    changed, _ = encode_prompts(editor, [other], spec)
+    with torch.no_grad():
+        found = editor.velocity(
+            editor.transformer,
+            latents[:1],
+            timesteps[:1],
+            changed,
+            pair[1][torch.tensor([0])],
+            spec,
+        )
+    assert (found - alone[:1]).abs().max() > 1e-3
+
+
+def test_equal_texts_with_other_images_are_encoded_apart(
+    editor: EditingModel, spec: SamplerSpec
+) -> None:
+    same = [replace(prompt, text="edit") for prompt in prompts(3)]
+    together = encode_unique(editor, [*same, same[0]], spec)
+    assert together.image_sizes[0] == together.image_sizes[3] != together.image_sizes[1]
+    assert together.images is not None
+    assert torch.equal(together.images[0], together.images[3])
+    assert not torch.equal(together.images[0], together.images[2])
+
+
+@pytest.mark.parametrize(
+    ("size", "pixels", "tokens"),
+    [
+        ((64, 64), 2**20, (8, 8)),
+        ((98, 71), 2**20, (8, 12)),  # what is left over is cropped
+        ((128, 64), 64 * 32, (4, 8)),  # reduced
+        ((4096, 1024), 2**20, (64, 256)),
+    ],
+)
+def test_tokens_of_an_image(
+    editor: EditingModel,
+    spec: SamplerSpec,
+    size: tuple[int, int],
+    pixels: int,
+    tokens: tuple[int, int],
+) -> None:
+    asked = replace(spec, condition_pixels=pixels)
+    assert editor.image_size(*size, asked) == tokens
+    if size[0] < 200:
+        picture = replace(TINY, image_sizes=((size,),)).images(0)
+        found = encode_unique(editor, [Prompt(text="x", index=0, images=picture)], asked)
+        assert found.image_sizes == ((tokens,),)
+        assert found.images is not None
+        assert found.images.shape[1] == tokens[0] * tokens[1]
+
+
+@pytest.mark.parametrize(("size", "words"), [((63, 64), "too small"), ((1000, 100), "ratio")])
+def test_sizes_that_the_stock_pipeline_refuses(
+    editor: EditingModel, spec: SamplerSpec, size: tuple[int, int], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        editor.image_size(*size, spec)
+
+
+def test_blank_conditioning_has_the_largest_images(editor: EditingModel, spec: SamplerSpec) -> None:
+    asked = replace(spec, condition_pixels=64 * 64)
+    blank = editor.blank_conditioning(3, asked)
+    assert blank.image_sizes == (((8, 8), (8, 8)),) * 3
+    assert blank.images is not None
+    assert blank.images.shape == (3, 128, editor.transformer.config.in_channels)
+    assert editor.blank_conditioning(3, replace(asked, condition_images=0)).images is None
+
+
+def test_parts_with_fewer_images_are_padded_when_joined(
+    editor: EditingModel, spec: SamplerSpec
+) -> None:
+    parts = [encode_unique(editor, [prompt], spec) for prompt in prompts(2)]
+    joined = Conditioning.join(parts)
+    assert joined.image_sizes == parts[0].image_sizes + parts[1].image_sizes
+    assert joined.images is not None
+    for row, part in enumerate(parts):
+        assert part.images is not None
+        length = part.images.shape[1]
+        assert torch.equal(joined.images[row, :length], part.images[0])
+        assert not joined.images[row, length:].any()

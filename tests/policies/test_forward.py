@@ -1,0 +1,104 @@
+"""Velocities at finished samples with noise added; what the noise depends on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.image_rollouts import make_spec, sample_images, trained_lora
+
+from flowgrpo_rc.batch import DiffusionBatch
+from flowgrpo_rc.core.random import derive_seed, generator
+from flowgrpo_rc.core.schedule import draw_times
+from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.policies.forward import ForwardPolicy
+
+TAILS = ({}, {"tail": "ab2", "tail_start": 0})
+
+
+def sampled(model: FlowModel, **changes: object) -> tuple[ForwardPolicy, DiffusionBatch]:
+    """Four finished samples of two prompts."""
+    network = trained_lora(model)
+    batch, _ = sample_images(model, network, make_spec("sde", 1.0, **changes), [[]])
+    return ForwardPolicy(FlowPolicy(model, network, steps_per_forward=2)), batch
+
+
+@pytest.mark.parametrize("changes", TAILS, ids=["euler", "ab2"])
+def test_an_empty_window_gives_the_final_latents_of_the_ode(
+    model: FlowModel, changes: dict[str, object]
+) -> None:
+    _, batch = sampled(model, **changes)
+    assert batch.all_latents.shape[:2] == (4, 1)
+    assert batch.rollout_log_probs is not None
+    assert batch.rollout_log_probs.shape == (4, 0)
+    schedule = model.schedule(batch.spec)
+    sigmas = schedule.sigmas.double()
+    conditioning = batch.conditioning[batch.prompt_index]
+    x = torch.stack(
+        [
+            torch.randn(model.latent_shape(batch.spec), generator=generator(seed, "latents"))
+            for seed in batch.seed.tolist()
+        ]
+    )
+    before = None
+    for index, timestep in enumerate(schedule.timesteps):
+        with torch.no_grad():
+            v = model.velocity(
+                model.transformer, x, timestep.expand(4), conditioning, None, batch.spec
+            )
+        dt = float(sigmas[index + 1] - sigmas[index])
+        x_next = x + v * dt
+        if changes and before is not None:
+            x_next = x_next + dt**2 / (2 * float(sigmas[index] - sigmas[index - 1])) * (v - before)
+        x, before = x_next, v
+    torch.testing.assert_close(batch.all_latents[:, 0], x, rtol=1e-4, atol=1e-5)
+
+
+def test_velocities_and_targets(model: FlowModel) -> None:
+    policy, batch = sampled(model)
+    noised = policy.noised(batch, 3)
+    assert noised.num_steps == 3
+    assert noised.rollout_log_probs is None
+    (first, second) = policy.pieces(noised)
+    assert (first.num_steps, second.num_steps) == (2, 1)
+    found = policy.evaluate(first)
+    row, level = 2, 1
+    step = int(first.step_indices[row, level])
+    source = generator(derive_seed(int(batch.seed[row]), step), "forward")
+    clean = batch.all_latents[row, 0]
+    noise = torch.randn(clean.shape, generator=source)
+    sigma = batch.sigmas[step]
+    x = ((1 - sigma) * clean + sigma * noise)[None]
+    conditioning = batch.conditioning[batch.prompt_index[row : row + 1]]
+    timestep = model.schedule(batch.spec).timesteps[step : step + 1]
+    with torch.no_grad():
+        v = model.velocity(model.transformer, x, timestep, conditioning, None, batch.spec)[0]
+    torch.testing.assert_close(found.means[row, level], v, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.target[row, level], noise - clean)
+    error = (v.double() - (noise - clean).double()).square().mean()
+    torch.testing.assert_close(found.log_probs[row, level].double(), -error, rtol=1e-4, atol=1e-6)
+    moved = found._replace(means=found.means + 0.5)
+    torch.testing.assert_close(
+        policy.divergence(moved, found, first), torch.full((4, 2), 0.25), rtol=1e-4, atol=0
+    )
+
+
+def test_a_samples_noise_depends_neither_on_its_place_nor_on_what_is_evaluated_with_it(
+    model: FlowModel,
+) -> None:
+    policy, batch = sampled(model)
+    whole = policy.noised(batch, None)
+    part = policy.noised(batch.rows(2, 4), None)
+    assert torch.equal(whole.step_indices[2:], part.step_indices)
+    assert torch.equal(policy.evaluate(whole).target[2:], policy.evaluate(part).target)
+    one = whole.rows(2, 3).steps(1, 2)
+    assert torch.equal(policy.evaluate(one).target[0, 0], policy.evaluate(whole).target[2, 1])
+
+
+def test_the_levels_of_a_sample_are_different_and_all_occur() -> None:
+    times = draw_times(range(60), 5, 3)
+    assert times.shape == (60, 3)
+    assert all(len(set(row)) == 3 for row in times.tolist())
+    assert torch.bincount(times.flatten(), minlength=5).min() > 20
+    assert torch.equal(draw_times(range(60), 5, None)[:, :3], times)
+    assert sorted(draw_times([7], 5, None)[0].tolist()) == [0, 1, 2, 3, 4]

@@ -1,0 +1,171 @@
+"""The judge as a reward: scores, failures that are counted, servers that misbehave."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.hostile_servers import HOSTILE, TOKEN, says
+from support.reward_servers import Received, answering, http, scripted
+
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.plugins import build
+from flowgrpo_rc.rewards.http.wire import decode_png, encode_png
+from flowgrpo_rc.rewards.manager import (
+    RewardConfig,
+    RewardManager,
+    check_images,
+    validate_rewards,
+)
+from flowgrpo_rc.rewards.vlm_judge import VlmJudge
+
+IMAGES = np.zeros((4, 6, 8, 3), dtype=np.uint8)
+IMAGES[:, 0, 0, 0] = [2, 9, 200, 0]
+PROMPTS = [Prompt(text=f"dog {index}", index=index, target="ab") for index in range(4)]
+QUICK = {"model": "m", "deadline_s": 1.0, "max_pause_s": 0.02, "max_response_mb": 0.5}
+PATIENT = {**QUICK, "deadline_s": 60.0}
+
+
+def pictures(received: Received, message: int = 0) -> list[int]:
+    """Returns the first byte of every picture that a request shows."""
+    content = received.body["messages"][message]["content"]
+    urls = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
+    return [int(decode_png(url.partition(",")[2])[0, 0, 0]) for url in urls]
+
+
+def chat(text: str, **further: Any) -> dict[str, Any]:
+    return {"choices": [{"message": {"content": text}, **further}]}
+
+
+def test_scores_parts_and_what_is_asked() -> None:
+    def judge(received: Received) -> object:
+        (seen,) = pictures(received)
+        asked_again = len(received.body["messages"]) > 1
+        return chat(f"I say {seen}" if seen or not asked_again else "10 of course")
+
+    question = 'Is "{target}" in {prompt}? {low}-{high}, {"no": 0}'
+    with scripted(answering(judge)) as server:
+        reward = VlmJudge(question=question, low=1, high=11, url=server.url, **PATIENT)
+        scores = reward(IMAGES, PROMPTS)
+    assert scores.values == pytest.approx([0.1, 0.8, math.nan, 0.9], nan_ok=True)
+    assert scores.parts == {"unanswered": [0, 0, 1, 0], "repeats": [0, 0, 1, 1]}
+    assert scores.failure.startswith("1 of 4 questions have no answer that counts: not between")
+    assert reward.requires_target
+    body = server.received[0].body
+    assert (body["temperature"], body["model"], body["max_tokens"]) == (0, "m", 128)
+    texts = {one.body["messages"][0]["content"][-1]["text"] for one in server.received}
+    assert texts == {f'Is "ab" in dog {index}? 1-11, {{"no": 0}}' for index in range(4)}
+
+
+def test_frames_of_a_video() -> None:
+    videos = np.zeros((1, 9, 4, 4, 3), dtype=np.uint8)
+    videos[0, :, 0, 0, 0] = np.arange(9)
+    with scripted(answering(lambda received: chat("5"))) as server:
+        scores = VlmJudge(kind="video", every=3, url=server.url, **PATIENT)(videos, PROMPTS[:1])
+    assert scores.values == [0.5]
+    assert pictures(server.received[0]) == [0, 3, 6]
+
+
+def test_the_images_of_the_prompt_are_shown_first() -> None:
+    source = np.full((4, 4, 3), 77, dtype=np.uint8)
+    prompt = Prompt(text="x", index=0, images=(base64.b64decode(encode_png(source)),))
+    with scripted(answering(lambda received: chat("5"))) as server:
+        for shown in (True, False):
+            reward = VlmJudge(source=shown, url=server.url, **PATIENT)
+            assert reward(IMAGES[:1], [prompt]).values == [0.5]
+            assert reward.requires_images == shown
+    assert [pictures(received) for received in server.received] == [[77, 2], [2]]
+
+
+def test_a_run_without_images_cannot_show_them() -> None:
+    config = RewardConfig(terms={"vlm_judge": {"path": "a/b", "source": True}})
+    check_images(config, 1)
+    with pytest.raises(ValueError, match=r"reward\.terms\.vlm_judge looks at .*condition_images=0"):
+        check_images(config, 0)
+
+
+MISBEHAVING = {
+    **{
+        name: HOSTILE[name]
+        for name in (
+            "hangs",
+            "drips its body",
+            "hangs up",
+            "is busy",
+            "fails",
+            "answers HTML",
+            "answers broken JSON",
+            "answers deep JSON",
+            "answers something else",
+            "echoes the token",
+        )
+    },
+    "says nonsense": says(http(chat("as a language model \u202e\0 I ..."))),
+    "repeats the token": says(http(chat(f"no {TOKEN[:5]}\0{TOKEN[5:]}"))),
+    "says a number far off": says(http(chat("1000"))),
+    "is cut": says(http(chat("5", finish_reason="length"))),
+    "has no choice": says(http({"choices": []})),
+    "has no text": says(http({"choices": [{"message": {"content": None}}]})),
+}
+
+
+@pytest.mark.parametrize("name", MISBEHAVING)
+def test_a_bad_judge_fails_its_samples_and_gives_no_number(name, monkeypatch, caplog) -> None:
+    monkeypatch.setenv("REWARD_TOKEN", TOKEN)
+    with scripted(MISBEHAVING[name]) as server:
+        term = {"url": server.url, "token_env": "REWARD_TOKEN", **QUICK}
+        manager = RewardManager(RewardConfig(terms={"vlm_judge": term, "jpeg": {}}))
+        rewards = manager.collect([manager.submit(IMAGES, PROMPTS)])
+        manager.close()
+    assert rewards.parts["vlm_judge"].isnan().all()
+    assert rewards.total.isnan().all()
+    assert not rewards.valid.any()
+    assert rewards.parts["vlm_judge/unanswered"].tolist() == [1, 1, 1, 1]
+    assert rewards.parts["jpeg"].isfinite().all()
+    assert manager.last_error["vlm_judge"].startswith("4 of 4 questions have no answer that counts")
+    assert TOKEN not in caplog.text + manager.last_error["vlm_judge"]
+    assert manager.last_error["vlm_judge"].isprintable()
+
+
+def test_a_server_that_is_not_there() -> None:
+    with scripted(says(b"")) as server:
+        url = server.url
+    reward = VlmJudge(url=url, **QUICK, max_attempts=1)
+    scores = reward(IMAGES, PROMPTS)
+    assert np.isnan(scores.values).all()
+    assert "cannot be reached" in scores.failure
+    with pytest.raises(ValueError, match="start the server first"):
+        reward.check()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"which model answers\? Give url and model .* or path"),
+        ({"url": "http://localhost:1", "path": "x/y"}, r"which model answers\?"),
+        ({"url": "http://localhost:1"}, r"VlmServer needs the option model"),
+        ({"url": "http://localhost:1", "model": "m", "batch_size": 2}, r"batch_size: unknown"),
+        ({"path": "./none"}, r"there is no such folder"),
+        ({"path": "a/b", "concurrency": 2}, r"concurrency: unknown option"),
+        ({"path": "a/b", "max_tokens": 0}, r"max_tokens=0 must be at least 1"),
+        ({"path": "a/b", "kind": "text"}, r"kind='text': allowed are image, video"),
+        ({"path": "a/b", "every": 2}, r"every=2 is for videos"),
+        ({"path": "a/b", "kind": "video", "every": 0}, r"every=0 must be at least 1"),
+        ({"path": "a/b", "question": "{text}"}, r"\{text\} is unknown"),
+        ({"path": "a/b", "parse": "first"}, r"parse='first'"),
+    ],
+)
+def test_wrong_options(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"reward\.terms\.vlm_judge.*{message}"):
+        validate_rewards(RewardConfig(terms={"vlm_judge": options}))
+
+
+def test_a_folder_of_another_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava"}))
+    with pytest.raises(ValueError, match=r"holds a llava; allowed are qwen2_vl.*url and model"):
+        build(VlmJudge, {"path": str(tmp_path)}, "x")

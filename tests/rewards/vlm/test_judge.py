@@ -1,0 +1,135 @@
+"""What a judge reads in an answer, and what it does about one that cannot be read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from flowgrpo_rc.rewards.vlm.base import Answer, Question, Vlm, VlmError
+from flowgrpo_rc.rewards.vlm.judge import Judge, check_template, failure_of, filled
+
+QUESTION = Question(pictures=[], text="how good?")
+
+
+class Says(Vlm):
+    """Says what it was given, one list of answers for each time it is asked."""
+
+    def __init__(self, *times: Sequence[str | Answer | VlmError]) -> None:
+        self.times = list(times)
+        self.heard: list[Sequence[Question]] = []
+
+    def answer(self, questions):
+        self.heard.append(questions)
+        said = self.times[len(self.heard) - 1]
+        return [Answer(one, False) if isinstance(one, str) else one for one in said]
+
+
+def judged(parse: str, said: str, *, low: float = 0, high: float = 10) -> float:
+    judge = Judge(Says([said]), parse=parse, low=low, high=high, attempts=1)
+    return judge.ask([QUESTION])[0].number
+
+
+@pytest.mark.parametrize(
+    ("parse", "said", "number"),
+    [
+        ("number", "7", 7),
+        ("number", "I see 2 dogs.\n**Score: 8.5**", 8.5),
+        ("number", "7/10", 7),
+        ("number", "7.5 out of 10.", 7.5),
+        ("number", "10/10", 10),
+        ("number", "8 on a scale of 0 to 10", 8),
+        ("number", "(0-10): 3", 3),
+        ("number", "+4", 4),
+        ("number", "3/5", math.nan),
+        ("number", "", math.nan),
+        ("number", "good", math.nan),
+        ("number", "SD3", math.nan),
+        ("number", "gpt-4 is 3d, 1.5x", math.nan),
+        ("number", "6-7", math.nan),
+        ("number", "score: 6.", 6),
+        ("number", "11", math.nan),
+        ("number", "-1", math.nan),
+        ("number", "9" * 400, math.nan),
+        ("number", "NaN", math.nan),
+        ("number", "\u0663", math.nan),
+        (r"regex:Score: (\S+)", "Score: 3, no, Score: 4", 4),
+        (r"regex:Score: (\S+)", "4", math.nan),
+        (r"regex:Score: (\S+)", "Score: four", math.nan),
+        (r"regex:Score: (\S+)", "Score: nan", math.nan),
+        (r"regex:Score:( \d)?", "Score:", math.nan),
+        ("json:score", 'So {x} it is: {"why": {"score": 1}, "score": 6} 9', 6),
+        ("json:score", '```json\n{"score": 6.5}\n```', 6.5),
+        ("json:score", '{"score": 2} {"score": 5} {"other": 1}', 5),
+        ("json:score", '{"score": "6"}', math.nan),
+        ("json:score", '{"score": true}', math.nan),
+        ("json:score", '{"score": NaN}', math.nan),
+        ("json:score", '{"score": ' + "9" * 400 + "}", math.nan),
+        ("json:score", '{"score": 6', math.nan),
+        ("json:score", "{" * 30_000, math.nan),
+        ("json:score", '{"a":' * 30_000, math.nan),
+        ("json:score", "6", math.nan),
+    ],
+)
+def test_the_number_in_an_answer(parse: str, said: str, number: float) -> None:
+    assert judged(parse, said) == pytest.approx(number, nan_ok=True)
+
+
+def test_both_ends_of_the_scale_count() -> None:
+    assert [judged("number", said, low=-1, high=1) for said in ("-1", "1", "0")] == [-1, 1, 0]
+    assert math.isnan(judged("number", "1.01", low=-1, high=1))
+
+
+def test_it_asks_again_in_the_same_conversation_and_only_what_it_could_not_read() -> None:
+    vlm = Says(
+        ["5", "nice", VlmError("gone"), Answer("12 or", True), "very nice"], ["6", "7", "great"]
+    )
+    judge = Judge(vlm, parse="number", low=0, high=10, attempts=2)
+    found = judge.ask([QUESTION] * 5)
+    assert [verdict.repeats for verdict in found] == [0, 1, 0, 1, 1]
+    assert [one.number for one in found] == pytest.approx(
+        [5, 6, math.nan, 7, math.nan], nan_ok=True
+    )
+    assert [len(heard) for heard in vlm.heard] == [5, 3]
+    assert [question.turns[0][0] for question in vlm.heard[1]] == ["nice", "12 or", "very nice"]
+    assert "a number from 0 to 10" in vlm.heard[1][0].turns[0][1]
+    assert vlm.heard[1][0].text == QUESTION.text
+    assert found[2].failure == "gone"
+    assert found[4].failure == "no number: 'great'"
+    assert failure_of(found) == "2 of 5 questions have no answer that counts: gone"
+    assert failure_of(found[:2]) == ""
+
+
+def test_a_cut_answer_does_not_count() -> None:
+    judge = Judge(Says([Answer("5 dogs", True)]), parse="number", low=0, high=10, attempts=1)
+    (verdict,) = judge.ask([QUESTION])
+    assert math.isnan(verdict.number)
+    assert "max_tokens" in verdict.failure
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"parse": "last"}, r"parse='last': give number, regex:PATTERN or json:KEY"),
+        ({"parse": "json:"}, r"parse='json:': give"),
+        ({"parse": "regex:("}, r"this is no regular expression"),
+        ({"parse": "regex:a"}, r"has 0 groups; it needs one"),
+        ({"parse": "regex:(a)(b)"}, r"has 2 groups"),
+        ({"low": 10}, r"low=10 and high=10: low must be below high"),
+        ({"high": math.inf}, r"high=inf"),
+        ({"attempts": 0}, r"attempts=0 must be at least 1"),
+    ],
+)
+def test_wrong_options(options: dict[str, object], message: str) -> None:
+    given = {"parse": "number", "low": 0, "high": 10, "attempts": 1} | options
+    with pytest.raises(ValueError, match=message):
+        Judge(Says(), **given)
+
+
+def test_templates() -> None:
+    text = 'Answer {"score": 1} for {prompt}, not {}'
+    check_template(text, ("prompt",))
+    assert filled(text, {"prompt": "a {target}"}) == 'Answer {"score": 1} for a {target}, not {}'
+    with pytest.raises(ValueError, match=r"\{promt\} is unknown; allowed are \{prompt\}, \{low\}"):
+        check_template("{promt}", ("prompt", "low"))
