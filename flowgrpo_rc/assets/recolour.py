@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw
 from flowgrpo_rc.assets import glyphs
 
 SIDE = 64  # of a picture, in pixels: the least that the stock pipeline edits
-# Shades of grey alone: the VAE of the bundled SD3, which is used as it is, has seen no vivid letters.
+# Shades of grey alone: the VAE of the bundled SD3, which is used as it is, has seen no others.
 SHADES: Mapping[str, int] = {"black": 20, "slate": 70, "grey": 120, "silver": 170}
 NAMES = tuple(SHADES)
 _FONT_SIZE = 25
