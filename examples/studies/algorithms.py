@@ -2,13 +2,13 @@
 
     python examples/studies/algorithms.py [--seeds 5] [--workers 1] [--results FOLDER] [--quick]
 
-The reference is FlowGRPO on exact rollouts, the cell `REFERENCE` of the ladder, whose runs are not
-made again. Every arm (`ARMS`) has its 40 iterations of 96 images and 4 updates, and trains 3 steps,
+The reference is FlowGRPO on exact rollouts, as the cell `REFERENCE` of the ladder; it runs again, so
+that its CPU seconds are those of the same machine. Every arm (`ARMS`) has its 40 iterations of 96 images and 4 updates, and trains 3 steps,
 or 3 noise levels, of each image; `fast` trains 2. All sample in fp32, so that there is no mismatch
 to correct, with 7 evaluations of the network for an image; with `mix_grpo` they are 5 to 7, with
 `fast` 5. Each run is a process of its own with one thread, and leaves one file in
-FOLDER/algorithms; the same command goes on where it was stopped. DiffusionNFT comes first, with all
-seeds, and then the others. --quick is one short run, to see that the study works.
+FOLDER/algorithms; the same command goes on where it was stopped. DiffusionNFT and
+the reference come first, with all seeds, and then the others. --quick is one short run, to see that the study works.
 
 Fixed before the first run: the result is the reward on 256 held-out words after 40 iterations. Two
 arms differ if the mean difference, seed by seed, is above two standard errors, which takes several
@@ -34,6 +34,7 @@ FLOW_GRPO = ladder.ARMS["bypass"]
 TIGHT = (*FLOW_GRPO, f"{CLIP}=1e-4")
 WINDOW = "rollout.algo.sde_window"
 ARMS: Mapping[str, Sequence[str]] = {
+    "flow_grpo": FLOW_GRPO,
     # 7 evaluations of second order, in place of 10 of which FlowGRPO's tail leaves out 3
     "diffusion_nft": (
         "--config-name",
@@ -47,7 +48,7 @@ ARMS: Mapping[str, Sequence[str]] = {
     "tight_clip": TIGHT,
     "dual_clip": (*TIGHT, "actor.diffusion_loss.dual_clip=4"),
 }
-FIRST = "diffusion_nft"
+FIRST = ("diffusion_nft", "flow_grpo")
 QUICK = (
     *BUDGET,
     "trainer.total_training_steps=2",
@@ -64,10 +65,10 @@ def overrides(run: Run, budget: Sequence[str] = BUDGET) -> list[str]:
 
 
 def plan(num_seeds: int) -> list[Run]:
-    """Lists the runs in their order: the first arm with all seeds, then the others by seed."""
+    """Lists the runs in their order: the first arms with all seeds, then the others by seed."""
     seeds = range(1, num_seeds + 1)
-    others = [Run(ROLLOUT, arm, seed) for seed in seeds for arm in ARMS if arm != FIRST]
-    return [*(Run(ROLLOUT, FIRST, seed) for seed in seeds), *others]
+    others = [Run(ROLLOUT, arm, seed) for seed in seeds for arm in ARMS if arm not in FIRST]
+    return [*(Run(ROLLOUT, arm, seed) for arm in FIRST for seed in seeds), *others]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
 
-import ladder
-from algorithms import ARMS, REFERENCE, ROLLOUT, STUDY
-from cells import Cell, load
-from learning_tables import NOTHING, Runs, after, by_cell, difference, estimate
+from algorithms import ARMS, ROLLOUT, STUDY
+from cells import Cell
+from learning_tables import NOTHING, Estimate, Runs, after, by_cell, difference, estimate
 from tables import markdown
 
 __all__ = ["CLAIMS", "ENTRIES", "STUDY"]
 
 
-def reference() -> Runs:
-    """Returns the runs of FlowGRPO, which are the ladder's, by seed."""
-    rollout, arm = REFERENCE
-    return by_cell(load(ladder.STUDY), (rollout,), (arm,))[REFERENCE]
+def runs_of(cells: Mapping[str, Cell], arm: str) -> Runs:
+    """Returns the runs of an arm by seed."""
+    return by_cell(cells, (ROLLOUT,), (arm,)).get((ROLLOUT, arm), {})
 
 
-def rewards(cells: Mapping[str, Cell], flow_grpo: Runs) -> str:
-    """Makes the table of rewards after training; arms that have not run are missing in it.
-
-    Args:
-      cells: the runs of the study.
-      flow_grpo: those of the reference, by seed.
-    """
-    rows = [["`flow_grpo`", *_of(flow_grpo), NOTHING]]
-    for (_, arm), runs in by_cell(cells, (ROLLOUT,), tuple(ARMS)).items():
-        gap = difference(runs, flow_grpo)
-        rows.append([f"`{arm}`", *_of(runs), NOTHING if gap is None else gap.signed])
-    header = ["arm", "seeds", "reward after", "exact match", "against `flow_grpo`, seed by seed"]
+def rewards(cells: Mapping[str, Cell]) -> str:
+    """Makes the table of rewards after training; arms that have not run are missing in it."""
+    flow_grpo = runs_of(cells, "flow_grpo")
+    rows = []
+    for arm in ARMS:
+        runs = runs_of(cells, arm)
+        if runs:
+            gap = None if arm == "flow_grpo" else difference(runs, flow_grpo)
+            compared = NOTHING if gap is None else gap.signed
+            rows.append([f"`{arm}`", *_of(runs), compared, _cost(runs, flow_grpo)])
+    gap_name = "against `flow_grpo`, seed by seed"
+    header = ["arm", "seeds", "reward after", "exact match", gap_name, "CPU time"]
     return markdown(header, rows)
+
+
+def _cost(runs: Runs, reference: Runs) -> str:
+    """Formats the median ratio of CPU seconds, seed by seed."""
+    ratios = [
+        runs[seed]["cpu_seconds"] / reference[seed]["cpu_seconds"]
+        for seed in runs.keys() & reference.keys()
+    ]
+    return f"{statistics.median(ratios):.2f}" if ratios else NOTHING
 
 
 def _of(runs: Runs) -> list[str]:
@@ -46,10 +54,22 @@ def missing(cells: Mapping[str, Cell]) -> str:
     return ", ".join(f"`{arm}`" for arm in ARMS if arm not in ran) or "none"
 
 
+def nft_gap(cells: Mapping[str, Cell]) -> Estimate | None:
+    """Compares DiffusionNFT with FlowGRPO, seed by seed."""
+    return difference(runs_of(cells, "diffusion_nft"), runs_of(cells, "flow_grpo"))
+
+
+def nft_is_level(cells: Mapping[str, Cell]) -> bool:
+    """Says whether the interval of their difference holds zero, over five seeds."""
+    gap = nft_gap(cells)
+    return gap is not None and gap.count == 5 and abs(gap.mean) <= gap.half
+
+
 ENTRIES: dict[str, Callable[[Mapping[str, Cell]], str]] = {
-    "algorithms_rewards": lambda cells: rewards(cells, reference()),
+    "algorithms_rewards": rewards,
     "algorithms_missing": missing,
+    "algorithms_nft": lambda cells: str(gap.signed) if (gap := nft_gap(cells)) else NOTHING,
 }
 CLAIMS: dict[str, Callable[[Mapping[str, Cell]], bool]] = {
-    "algorithms_are_not_compared": lambda cells: not cells,
+    "algorithms_nft_is_level": nft_is_level,
 }

@@ -30,15 +30,13 @@ def configs() -> dict[str, Config]:
 def test_all_arms_have_the_samples_and_updates_of_the_reference(
     configs: dict[str, Config],
 ) -> None:
-    flow_grpo = to_config(compose_config([*algorithms.FLOW_GRPO, *algorithms.BUDGET]))
-    every = [*configs.values(), flow_grpo]
-    for config in every:
+    for config in configs.values():
         check_settings(config)
-    assert {config.samples_per_step(1) for config in every} == {96}
-    assert {config.total_updates() for config in every} == {160}
-    assert {config.rollout.dtype for config in every} == {"fp32"}
+    assert {config.samples_per_step(1) for config in configs.values()} == {96}
+    assert {config.total_updates() for config in configs.values()} == {160}
+    assert {config.rollout.dtype for config in configs.values()} == {"fp32"}
     assert {arm: config.trained_steps() for arm, config in configs.items() if arm != "fast"} == (
-        dict.fromkeys(["diffusion_nft", "mix_grpo", "tight_clip", "dual_clip"], 3)
+        dict.fromkeys(["flow_grpo", "diffusion_nft", "mix_grpo", "tight_clip", "dual_clip"], 3)
     )
     assert configs["fast"].trained_steps() == 2
     evaluations = {
@@ -47,8 +45,7 @@ def test_all_arms_have_the_samples_and_updates_of_the_reference(
     }
     assert evaluations.pop("mix_grpo") == [5, 6, 7]
     assert evaluations.pop("fast") == [5]
-    assert list(evaluations.values()) == [[7]] * 3
-    assert flow_grpo.rollout.evaluations() == 7
+    assert list(evaluations.values()) == [[7]] * 4
 
 
 def test_the_arms(configs: dict[str, Config]) -> None:
@@ -60,7 +57,7 @@ def test_the_arms(configs: dict[str, Config]) -> None:
     assert (clips["mix_grpo"], clips["tight_clip"], clips["dual_clip"]) == (1e-3, 1e-4, 1e-4)
 
 
-def cell(arm: str, seed: int, after: float) -> dict[str, Any]:
+def cell(arm: str, seed: int, after: float, seconds: float = 200.0) -> dict[str, Any]:
     return {
         "rollout": "fp32",
         "arm": arm,
@@ -68,34 +65,53 @@ def cell(arm: str, seed: int, after: float) -> dict[str, Any]:
         "before": 0.5,
         "after": after,
         "exact_after": 0.25,
-        "cpu_seconds": 200.4,
+        "cpu_seconds": seconds,
     }
 
 
 def test_the_table() -> None:
-    flow_grpo = {1: cell("bypass", 1, 0.6), 2: cell("bypass", 2, 0.7), 3: cell("bypass", 3, 0.9)}
     runs = [
-        cell("diffusion_nft", 1, 0.5),
-        cell("diffusion_nft", 2, 0.8),
+        cell("flow_grpo", 1, 0.6),
+        cell("flow_grpo", 2, 0.7),
+        cell("flow_grpo", 3, 0.9),
+        cell("diffusion_nft", 1, 0.5, seconds=100.0),
+        cell("diffusion_nft", 2, 0.8, seconds=100.0),
         cell("mix_grpo", 1, 0.65),
     ]
     cells = {str(number): run for number, run in enumerate(runs)}
-    lines = algorithms_tables.rewards(cells, flow_grpo).splitlines()[2:]
-    assert lines == [
-        "| `flow_grpo` | 1, 2, 3 | 0.733 ± 0.379 | 0.250 ± 0.000 | - |",
-        "| `diffusion_nft` | 1, 2 | 0.650 ± 1.906 | 0.250 ± 0.000 | +0.000 ± 1.271 |",
-        "| `mix_grpo` | 1 | 0.650 | 0.250 | +0.050 |",
+    assert algorithms_tables.rewards(cells).splitlines()[2:] == [
+        "| `flow_grpo` | 1, 2, 3 | 0.733 ± 0.379 | 0.250 ± 0.000 | - | 1.00 |",
+        "| `diffusion_nft` | 1, 2 | 0.650 ± 1.906 | 0.250 ± 0.000 | +0.000 ± 1.271 | 0.50 |",
+        "| `mix_grpo` | 1 | 0.650 | 0.250 | +0.050 | 1.00 |",
     ]
     assert algorithms_tables.missing(cells) == "`fast`, `tight_clip`, `dual_clip`"
-    assert algorithms_tables.rewards({}, flow_grpo).splitlines()[2:] == lines[:1]
-    assert len(algorithms_tables.reference()) == 5
+    assert algorithms_tables.rewards({}).splitlines()[2:] == []
+
+
+@pytest.mark.parametrize(
+    ("gaps", "level"),
+    [
+        ([0.1, -0.1, 0.1, -0.1, 0.0], True),
+        ([0.1, 0.1, 0.1, 0.1, 0.11], False),
+        ([0.1, -0.1], False),
+    ],
+)
+def test_whether_two_arms_are_level(gaps: list[float], level: bool) -> None:
+    pairs = [
+        (cell("flow_grpo", seed, 0.6), cell("diffusion_nft", seed, 0.6 + gap))
+        for seed, gap in enumerate(gaps)
+    ]
+    cells = {f"{number}{run['arm']}": run for number, pair in enumerate(pairs) for run in pair}
+    assert algorithms_tables.nft_is_level(cells) is level
 
 
 def test_the_order() -> None:
     runs = [run.name for run in algorithms.plan(2)]
-    assert runs[:3] == [
+    assert runs[:5] == [
         "fp32_diffusion_nft_seed1",
         "fp32_diffusion_nft_seed2",
+        "fp32_flow_grpo_seed1",
+        "fp32_flow_grpo_seed2",
         "fp32_mix_grpo_seed1",
     ]
     assert len(runs) == len(set(runs)) == 2 * len(algorithms.ARMS)
