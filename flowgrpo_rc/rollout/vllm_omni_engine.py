@@ -25,9 +25,13 @@ from flowgrpo_rc.rollout.vllm_omni.channel import Message
 from flowgrpo_rc.rollout.vllm_omni.lora import fingerprint, weights_to_bind
 from flowgrpo_rc.rollout.vllm_omni.process import EngineProcess, child_environment
 
+# Class of the checkpoint's pipeline -> class in `vllm_omni/pipelines/` that samples from it.
 PIPELINES = {
-    "StableDiffusion3Pipeline": "RolloutStableDiffusion3",
-    "QwenImagePipeline": "RolloutQwenImage",
+    "StableDiffusion3Pipeline": "sd3.RolloutStableDiffusion3",
+    "QwenImagePipeline": "qwen_image.RolloutQwenImage",
+    "FluxPipeline": "flux.RolloutFlux",
+    "Flux2KleinPipeline": "flux2_klein.RolloutFlux2Klein",
+    "WanPipeline": "wan.RolloutWan",
 }
 # vLLM-Omni loads all encoders of its pipeline, whether the checkpoint has them or not.
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")

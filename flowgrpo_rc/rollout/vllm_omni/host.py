@@ -22,7 +22,7 @@ from flowgrpo_rc.batch import SamplerSpec
 from flowgrpo_rc.models.base import DTYPES, Schedule
 from flowgrpo_rc.rollout.vllm_omni.channel import Message
 from flowgrpo_rc.rollout.vllm_omni.lora import fingerprint
-from flowgrpo_rc.rollout.vllm_omni.pipelines import EXTRA, RECORDED, Sample
+from flowgrpo_rc.rollout.vllm_omni.recorder import EXTRA, RECORDED, Sample
 
 PACKAGE = "flowgrpo_rc.rollout.vllm_omni"
 BATCH_WAIT_MS = 50.0  # the last, smaller forward of a request waits so long; a full one does not
@@ -152,7 +152,10 @@ class Host:
             height=spec.height,
             width=spec.width,
             num_inference_steps=spec.num_inference_steps,
+            num_frames=spec.num_frames or 1,
             guidance_scale=spec.guidance_scale,
+            # Without this, Wan takes its own default.
+            guidance_scale_provided=True,
             # Always given, since vLLM-Omni's own default is 4.
             true_cfg_scale=1.0 if spec.true_cfg_scale is None else spec.true_cfg_scale,
             max_sequence_length=spec.max_sequence_length,
