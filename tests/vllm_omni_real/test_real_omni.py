@@ -12,9 +12,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.runs import read_rows, without_timings
-from support.tiny_models import TINY, Tiny
+from support.tiny_models import TINY, Tiny, wan
 from torch import Tensor
 
 from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch, SamplerSpec
@@ -44,6 +46,10 @@ STEPS = 4
 SIZE = {"height": 32, "width": 64}
 CONFIG = ModelConfig(lora_rank=4, lora_alpha=8)
 TIMES = {"timeout_s": 120.0, "start_timeout_s": 300.0}
+# vLLM-Omni divides the positions of Wan's heads right if their width is 0, 1 or 2 more than a
+# multiple of 6, as the published 128 is.
+CHECKPOINTS = {**TINY, "WanPipeline": replace(TINY["WanPipeline"], build=partial(wan, head_width=18))}
+SAME = 1e-5  # latents that differ by less are the same up to rounding
 
 
 @dataclass
@@ -77,7 +83,7 @@ def lora(model: FlowModel, version: int) -> dict[str, Tensor]:
 
 
 def open_case(family: str, folder: Path, dtype: str) -> Iterator[Case]:
-    tiny = TINY[family]
+    tiny = CHECKPOINTS[family]
     tiny.save(folder)
     model = load_model(replace(CONFIG, path=str(folder)), torch.device("cpu"))
     network = add_lora(model, CONFIG, seed=0)
@@ -146,25 +152,42 @@ def test_images_are_those_of_the_stock_pipeline(case: Case, guidance: str) -> No
     spec = case.tiny.spec("sde", scales, noise_level=0.0)
     seeds = SEEDS[:3]
     batch, (chunk,) = sample(case.engine, request_of(spec, seeds, range(STEPS)))
-    pipeline = case.model.pipeline
-    settings: dict[str, Any] = {
-        "prompt": list(TEXTS),
-        "negative_prompt": ["blur"] * len(TEXTS),
-        "num_inference_steps": STEPS,
-        "latents": normal(case.model.latent_shape(spec), seeds, "latents"),
-        "max_sequence_length": spec.max_sequence_length,
-        **SIZE,
-        **scales,
-    }
-    latents = pipeline(**settings, output_type="latent").images
-    images = pipeline(**settings, output_type="np").images
-    difference = (batch.all_latents[:, -1] - latents).abs().max().item()
+    latents = normal(case.model.latent_shape(spec), seeds, "latents")
+    settings = stock_settings(case, spec, scales, guidance == "guided")
+    wanted = case.model.pipeline(latents=latents, output_type="latent", **settings)[0]
+    images = case.model.pipeline(latents=latents, output_type="np", **settings)[0]
+    found = case.tiny.stock_latents(case.model, batch.all_latents[:, -1])
+    difference = (found - wanted).abs().max().item()
     print(
         f"{case.model.pipeline_class} {guidance}: latents differ by {difference:.1e} from the "
         "stock pipeline's"
     )
-    assert difference < 1e-5
+    assert difference < SAME
     assert abs(chunk.samples / 255 - images).max() <= 0.5 / 255 + 1e-5
+
+
+def stock_settings(
+    case: Case, spec: SamplerSpec, scales: Mapping[str, float], guided: bool
+) -> dict[str, Any]:
+    """Returns what the stock pipeline is called with, besides latents and kind of output."""
+    pipeline = case.model.pipeline
+    settings: dict[str, Any] = {
+        "prompt": list(TEXTS),
+        "num_inference_steps": STEPS,
+        "max_sequence_length": spec.max_sequence_length,
+        "return_dict": False,
+        **SIZE,
+        **scales,
+    }
+    if spec.num_frames is not None:
+        settings["num_frames"] = spec.num_frames
+    negative = ["blur"] * len(TEXTS)
+    if "negative_prompt" in signature(pipeline.__call__).parameters:
+        settings["negative_prompt"] = negative
+    elif guided:
+        embeds, _ = pipeline.encode_prompt(negative, max_sequence_length=spec.max_sequence_length)
+        settings["negative_prompt_embeds"] = embeds
+    return settings
 
 
 @pytest.mark.parametrize("guidance", ["unguided", "guided"])
@@ -186,7 +209,7 @@ def test_a_batch_is_that_of_the_diffusers_engine(case: Case, kind: str, guidance
             assert (
                 mine.equal(theirs)
                 if not mine.is_floating_point()
-                else (mine - theirs).abs().max() < 1e-5
+                else (mine - theirs).abs().max() < SAME
             ), field.name
         elif field.name in ("conditioning", "negative") and theirs is not None:
             for name in ("embeds", "pooled", "mask"):
@@ -195,12 +218,12 @@ def test_a_batch_is_that_of_the_diffusers_engine(case: Case, kind: str, guidance
                 assert (mine_part is None) == (their_part is None), (field.name, name)
                 assert (
                     their_part is None
-                    or (mine_part.float() - their_part.float()).abs().max() < 1e-5
+                    or (mine_part.float() - their_part.float()).abs().max() < SAME
                 )
         else:
             assert mine == theirs, field.name
     policy = FlowPolicy(case.model, case.model.network)
-    assert (policy.transition(found.step(1)).mean - mean[:, 1]).abs().max() < 1e-5
+    assert (policy.transition(found.step(1)).mean - mean[:, 1]).abs().max() < SAME
     for chunk, other in zip(chunks, others, strict=True):
         assert abs(chunk.samples.astype(int) - other.samples).max() <= 1
         assert chunk.prompts == other.prompts
@@ -231,7 +254,7 @@ def test_a_sample_follows_its_seed_and_not_its_batch(case: Case) -> None:
     assert torch.equal(together.all_latents, again.all_latents)
     assert torch.equal(together.rollout_log_probs, again.rollout_log_probs)
     for other in (concat(alone), backwards.select(torch.tensor([3, 2, 1, 0]))):
-        assert (together.all_latents - other.all_latents).abs().max() < 1e-5
+        assert (together.all_latents - other.all_latents).abs().max() < SAME
         assert (together.rollout_log_probs - other.rollout_log_probs).abs().max() < 1e-6
     assert (together.all_latents[0] - together.all_latents[1]).abs().max() > 0.1
 
@@ -243,11 +266,11 @@ def test_a_pushed_lora_is_that_of_peft(case: Case) -> None:
         case.push(version)
         found, _ = sample(case.engine, request)
         expected, _ = sample(case.diffusers, request)
-        assert (found.all_latents - expected.all_latents).abs().max() < 1e-5
+        assert (found.all_latents - expected.all_latents).abs().max() < SAME
         assert set(found.policy_version.tolist()) == {version}
         latents[version] = found.all_latents
-    assert (latents[0] - latents[2]).abs().max() > 1e-2
-    assert (latents[3] - latents[2]).abs().max() > 1e-2
+    assert (latents[0] - latents[2]).abs().max() > 10 * SAME
+    assert (latents[3] - latents[2]).abs().max() > 10 * SAME
     case.push(1)
 
 

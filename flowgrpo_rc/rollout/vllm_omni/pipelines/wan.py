@@ -24,6 +24,12 @@ class RolloutWan(Recorder, Wan22Pipeline):
         ".ffn.net.2": ".ffn.net_2",
     }
 
+    def __init__(self, **options: Any) -> None:
+        """Builds vLLM-Omni's pipeline; see there for the options."""
+        super().__init__(**options)
+        # One transformer does the whole schedule; without a boundary every forward warns.
+        self.boundary_ratio = 0.0
+
     def encode(self, texts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
         """Returns the conditioning of the texts, by the names of the pipeline's parameters."""
         embeds, _ = self.encode_prompt(
