@@ -385,7 +385,6 @@ def wan(
     *,
     scheduler: Callable[[], SchedulerMixin] = euler,
     expand_timesteps: bool = False,
-    head_width: int = _WIDTH // 2,
 ) -> WanPipeline:
     tokenizer = tiny_sd3.t5_tokenizer()
     encoder = UMT5EncoderModel(
@@ -415,7 +414,7 @@ def wan(
         scheduler=scheduler(),
         transformer=WanTransformer3DModel(
             num_attention_heads=2,
-            attention_head_dim=head_width,
+            attention_head_dim=_WIDTH // 2,
             in_channels=_LATENT_CHANNELS,
             out_channels=_LATENT_CHANNELS,
             text_dim=_WIDTH,

@@ -29,7 +29,7 @@ BATCH_WAIT_MS = 50.0  # the last, smaller forward of a request waits so long; a 
 
 
 class Host:
-    """Starts vLLM-Omni and answers the requests `sync` and `generate`.
+    """Starts vLLM-Omni and answers the requests `start`, `sync` and `generate`.
 
     Args:
       fields: those of the request `start`: `pipeline` (a class of `pipelines`), `chunk_size`,
@@ -65,6 +65,11 @@ class Host:
         self._asleep = False
         self._adapter: LoRARequest | None = None
         self._count = 0
+
+    async def start(self) -> AsyncIterator[Message]:
+        """Answers with the number of the transformer's layers, and of those that are quantized."""
+        quantized, layers = await self._call("rollout_quantized")
+        yield Message("done", {"quantized": quantized, "layers": layers}, {})
 
     async def sync(
         self, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]

@@ -26,9 +26,7 @@ class RolloutFlux(TrueCfgRecorder, FluxPipeline):
 
     def encode(self, texts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
         """Returns the conditioning of the texts, by the names of the pipeline's parameters."""
-        embeds, pooled, _ = self.encode_prompt(
-            texts, None, max_sequence_length=max_sequence_length
-        )
+        embeds, pooled, _ = self.encode_prompt(texts, None, max_sequence_length=max_sequence_length)
         # CLIP has a precision of its own.
         dtype = self.od_config.dtype
         return {"prompt_embeds": embeds.to(dtype), "pooled_prompt_embeds": pooled.to(dtype)}

@@ -27,6 +27,8 @@ class RolloutWan(Recorder, Wan22Pipeline):
     def __init__(self, **options: Any) -> None:
         """Builds vLLM-Omni's pipeline; see there for the options."""
         super().__init__(**options)
+        if self.has_transformer_2:
+            raise ValueError("vLLM-Omni is given no Wan with two transformers: use diffusers")
         # One transformer does the whole schedule; without a boundary every forward warns.
         self.boundary_ratio = 0.0
 
