@@ -36,7 +36,8 @@ from flowgrpo_rc.rollout.vllm_omni_engine import PIPELINES, VllmOmniEngine
 if find_spec("vllm_omni") is None:
     pytest.skip("vLLM-Omni is not installed", allow_module_level=True)
 
-TEXTS = ('"AB7X"', 'an "HI"', '"K9Q"')  # of different lengths, so that Qwen-Image's masks count
+# Of different lengths, so that Qwen-Image's masks count, and one of them for Wan to clean.
+TEXTS = ('"AB7X"', "an &quot;HI&quot;", '"K9Q"')
 STEPS = 4
 SIZE = {"height": 32, "width": 64}
 CONFIG = ModelConfig(lora_rank=4, lora_alpha=8)

@@ -159,8 +159,6 @@ class Host:
             num_inference_steps=spec.num_inference_steps,
             num_frames=spec.num_frames or 1,
             guidance_scale=spec.guidance_scale,
-            # Without this, Wan takes its own default.
-            guidance_scale_provided=True,
             # Always given, since vLLM-Omni's own default is 4.
             true_cfg_scale=1.0 if spec.true_cfg_scale is None else spec.true_cfg_scale,
             max_sequence_length=spec.max_sequence_length,

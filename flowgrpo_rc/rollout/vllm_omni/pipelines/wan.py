@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch import Tensor
 from vllm_omni.diffusion.models.wan2_2.pipeline_wan2_2 import Wan22Pipeline
 
@@ -23,6 +24,9 @@ class RolloutWan(Recorder, Wan22Pipeline):
         ".ffn.net.0.proj": ".ffn.net_0.proj",
         ".ffn.net.2": ".ffn.net_2",
     }
+
+    # vLLM-Omni's leaves entities such as &quot; as they are.
+    _prompt_clean = staticmethod(prompt_clean)
 
     def __init__(self, **options: Any) -> None:
         """Builds vLLM-Omni's pipeline; see there for the options."""
