@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.runs import WORDS, Train
@@ -152,8 +152,8 @@ def fake_engine(
     model: FlowModel,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
-) -> Callable[[str], VllmOmniEngine]:
-    """Makes a vLLM-Omni engine whose child answers by the given code."""
+) -> Callable[..., VllmOmniEngine]:
+    """Makes a vLLM-Omni engine with the given options whose child answers by the given code."""
     from support.engine_children import FAKE
 
     from flowgrpo_rc.models.base import ModelConfig
@@ -166,9 +166,9 @@ def fake_engine(
     monkeypatch.syspath_prepend(tmp_path)
     network = add_lora(model, ModelConfig(lora_rank=4, lora_alpha=8), seed=0)
 
-    def make(answer: str) -> VllmOmniEngine:
+    def make(answer: str, **options: Any) -> VllmOmniEngine:
         monkeypatch.setattr(vllm_omni_engine, "COMMAND", script(FAKE.replace("ANSWER", answer)))
-        return VllmOmniEngine(model, network, dtype="bf16", chunk_size=2, timeout_s=60)
+        return VllmOmniEngine(model, network, dtype="bf16", chunk_size=2, timeout_s=60, **options)
 
     return make
 

@@ -2,18 +2,19 @@
 
     python examples/studies/algorithms.py [--seeds 5] [--workers 1] [--results FOLDER] [--quick]
 
-The reference is FlowGRPO on exact rollouts, as the cell `REFERENCE` of the ladder; it runs again, so
-that its CPU seconds are those of the same machine. Every arm (`ARMS`) has its 40 iterations of 96 images and 4 updates, and trains 3 steps,
-or 3 noise levels, of each image; `fast` trains 2. All sample in fp32, so that there is no mismatch
-to correct, with 7 evaluations of the network for an image; with `mix_grpo` they are 5 to 7, with
-`fast` 5. Each run is a process of its own with one thread, and leaves one file in
-FOLDER/algorithms; the same command goes on where it was stopped. DiffusionNFT and
-the reference come first, with all seeds, and then the others. --quick is one short run, to see that the study works.
+The reference is FlowGRPO on exact rollouts, as the cell `REFERENCE` of the ladder; it runs again,
+so that its CPU seconds are those of the same machine. Every arm (`ARMS`) has its 40 iterations of
+96 images and 4 updates, and trains 3 steps, or 3 noise levels, of each image; `fast` trains 2. All
+sample in fp32, so that there is no mismatch to correct, with 7 evaluations of the network for an
+image; with `mix_grpo` they are 5 to 7, with `fast` 5. Each run is a process of its own with one
+thread, and leaves one file in FOLDER/algorithms; the same command goes on where it was stopped.
+DiffusionNFT and the reference come first, with all seeds, and then the others. --quick is one short
+run, to see that the study works.
 
 Fixed before the first run: the result is the reward on 256 held-out words after 40 iterations. Two
 arms differ if the mean difference, seed by seed, is above two standard errors, which takes several
-seeds. No setting of an arm is changed after its first run. beta=1 of DiffusionNFT and its learning rate,
-that of the bundled job, were not searched.
+seeds. No setting of an arm is changed after its first run. beta=1 of DiffusionNFT and its learning
+rate, that of the bundled job, were not searched.
 """
 
 from __future__ import annotations

@@ -26,14 +26,25 @@ from flowgrpo_rc.rollout.vllm_omni.channel import Message
 from flowgrpo_rc.rollout.vllm_omni.lora import fingerprint, weights_to_bind
 from flowgrpo_rc.rollout.vllm_omni.process import EngineProcess, child_environment
 
+# Class of the checkpoint's pipeline -> class in `vllm_omni/pipelines/` that samples from it.
 PIPELINES = {
-    "StableDiffusion3Pipeline": "RolloutStableDiffusion3",
-    "QwenImagePipeline": "RolloutQwenImage",
+    "StableDiffusion3Pipeline": "sd3.RolloutStableDiffusion3",
+    "QwenImagePipeline": "qwen_image.RolloutQwenImage",
+    "FluxPipeline": "flux.RolloutFlux",
+    "Flux2KleinPipeline": "flux2_klein.RolloutFlux2Klein",
+    "WanPipeline": "wan.RolloutWan",
+}
+# Class of a pipeline -> why it is not among those above. A test reads it in the release's sources.
+REFUSED = {
+    "ZImagePipeline": "vLLM-Omni 0.30 gives its prompts no mask, so that those of several lengths "
+    "in one forward would be others than the trainer's",
+    "SanaPipeline": "vLLM-Omni 0.30 has none for Sana's images",
+    "QwenImageEditPlusPipeline": "it edits images, and the engine gets texts alone",
 }
 # vLLM-Omni loads all encoders of its pipeline, whether the checkpoint has them or not.
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 # vLLM-Omni's SD3 transformer would ignore a quantization without a word.
-QUANTIZED = ("QwenImagePipeline",)
+QUANTIZED = ("QwenImagePipeline", "FluxPipeline", "Flux2KleinPipeline", "WanPipeline")
 ATTENTION_BACKENDS = ("TORCH_SDPA", "FLASH_ATTN", "CUDNN_ATTN", "SAGE_ATTN", "FLASHINFER_ATTN")
 logger = logging.getLogger(__name__)
 COMMAND = (sys.executable, "-m", "flowgrpo_rc.rollout.vllm_omni.child")
@@ -57,7 +68,8 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
       dtype: precision of the engine's weights.
       chunk_size: samples in one forward.
       tensor_parallel_size: GPUs of the engine; above 1 only for a trainer of one process.
-      quantization: a method of vLLM-Omni, for instance fp8.
+      quantization: a method of vLLM-Omni, for instance fp8. EngineError is raised if it
+        leaves all weights as they were.
       attention_backend: one of `ATTENTION_BACKENDS`; None takes the platform's.
       memory_fraction: largest share of the GPU's memory for the engine.
       sleep: the engine's weights leave the GPU between rollouts, and before images are decoded.
@@ -120,7 +132,9 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         def started() -> EngineProcess:
             environment = child_environment(os.environ, model.device, tensor_parallel_size)
             process = EngineProcess(COMMAND, environment, timeout_s=timeout_s)
-            list(process.ask("start", start, timeout_s=start_timeout_s))
+            (done,) = process.ask("start", start, timeout_s=start_timeout_s)
+            if quantization is not None:
+                _check_quantized(process, quantization, done)
             return process
 
         self._started = started
@@ -352,11 +366,23 @@ def _conditioning(
     )
 
 
+def _check_quantized(process: EngineProcess, quantization: str, started: Message) -> None:
+    """Ends the engine and raises EngineError if it has quantized nothing."""
+    quantized, layers = started.fields["quantized"], started.fields["layers"]
+    if quantized == 0:
+        process.fail(
+            f"ignored rollout.engine_kwargs.quantization={quantization}: none of the {layers} "
+            "layers of its transformer holds quantized weights; drop the key"
+        )
+    logger.info("vLLM-Omni quantized %d of %d layers (%s)", quantized, layers, quantization)
+
+
 def _check_model(pipeline_class: str, absent: Sequence[str], quantization: str | None) -> None:
     if pipeline_class not in PIPELINES:
+        reason = f" ({REFUSED[pipeline_class]})" if pipeline_class in REFUSED else ""
         raise ValueError(
             f"rollout.name=vllm_omni samples from {', '.join(PIPELINES)}; model.path is a "
-            f"{pipeline_class}: set rollout.name=diffusers"
+            f"{pipeline_class}{reason}: set rollout.name=diffusers"
         )
     missing = [name for name in absent if name in ENCODERS]
     if missing:

@@ -107,6 +107,19 @@ def test_an_engine_with_other_weights_is_caught(fake_engine, model, answer, mess
         fake_engine(answer).sync_weights(state, 1)
 
 
+COUNTED = 'send(connection, "done", held | {"quantized": QUANTIZED, "layers": 15}, {})'
+
+
+def test_an_engine_that_ignores_its_quantization_is_caught(fake_engine):
+    message = (
+        r"ignored rollout\.engine_kwargs\.quantization=fp8: none of the 15 layers of its "
+        "transformer holds quantized weights"
+    )
+    with pytest.raises(EngineError, match=message):
+        fake_engine(COUNTED.replace("QUANTIZED", "0"), quantization="fp8")
+    fake_engine(COUNTED.replace("QUANTIZED", "12"), quantization="fp8").close()
+
+
 # Answers with a conditioning and two chunks of a sample each, and then falls asleep.
 SLEEPY = """
     if kind == "generate":

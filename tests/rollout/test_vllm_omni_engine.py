@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -14,10 +15,11 @@ import pytest
 import torch
 from torch import nn
 
+from flowgrpo_rc.models.base import adapters_by_pipeline
 from flowgrpo_rc.rollout import vllm_omni_engine
 from flowgrpo_rc.rollout.vllm_omni.channel import Message
 from flowgrpo_rc.rollout.vllm_omni.lora import fingerprint
-from flowgrpo_rc.rollout.vllm_omni_engine import VllmOmniEngine
+from flowgrpo_rc.rollout.vllm_omni_engine import PIPELINES, REFUSED, VllmOmniEngine
 
 CPU = torch.device("cpu")
 
@@ -77,10 +79,14 @@ def test_several_gpus_for_an_engine(monkeypatch, options, processes, message):
     ("pipeline_class", "absent", "message"),
     [
         (
-            "FluxPipeline",
+            "NewPipeline",
             [],
-            r"samples from StableDiffusion3Pipeline, QwenImagePipeline; model\.path is a Fl",
+            r"WanPipeline; model\.path is a NewPipeline: set rollout\.name=",
         ),
+        ("ZImagePipeline", [], r"a ZImagePipeline \(vLLM-Omni 0\.30 gives its prompts no mask"),
+        ("SanaPipeline", [], r"a SanaPipeline \(vLLM-Omni 0\.30 has none for Sana's images\)"),
+        ("QwenImageEditPlusPipeline", [], r"it edits images, and the engine gets texts alone"),
+        ("FluxPipeline", ["text_encoder_2"], r"model\.path has no text_encoder_2"),
         (
             SD3,
             ["image_encoder", "text_encoder_3"],
@@ -91,6 +97,19 @@ def test_several_gpus_for_an_engine(monkeypatch, options, processes, message):
 def test_a_model_that_the_engine_cannot_sample(pipeline_class, absent, message):
     with pytest.raises(ValueError, match=message):
         VllmOmniEngine.check(pipeline_class, absent, CPU, {})
+
+
+@pytest.mark.parametrize("pipeline_class", PIPELINES)
+def test_each_family_is_sampled_or_refused(pipeline_class):
+    """Nothing else is checked about a family, so an engine of fp8 is refused for SD3 alone."""
+    assert adapters_by_pipeline().keys() == PIPELINES.keys() | REFUSED.keys()
+    options = {"quantization": "fp8"}
+    if pipeline_class == SD3:
+        with pytest.raises(ValueError, match=f"does not quantize a {SD3}, only QwenImagePipeline"):
+            VllmOmniEngine.check(pipeline_class, [], CPU, options)
+    else:
+        with suppress(ImportError):
+            VllmOmniEngine.check(pipeline_class, [], CPU, options)
 
 
 @pytest.mark.skipif(find_spec("vllm_omni") is not None, reason="vLLM-Omni is installed")

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from support.runs import read_rows, without_timings
-from support.tiny_models import TINY, Tiny
+from diffusers import WanPipeline, WanTransformer3DModel
+from support.tiny_models import TINY, Tiny, wan
 from torch import Tensor
 
 from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch, SamplerSpec
@@ -39,11 +36,29 @@ from flowgrpo_rc.rollout.vllm_omni_engine import PIPELINES, VllmOmniEngine
 if find_spec("vllm_omni") is None:
     pytest.skip("vLLM-Omni is not installed", allow_module_level=True)
 
-TEXTS = ('"AB7X"', 'an "HI"', '"K9Q"')  # of different lengths, so that Qwen-Image's masks count
+# Of different lengths, so that Qwen-Image's masks count, and one of them for Wan to clean.
+TEXTS = ('"AB7X"', "an &quot;HI&quot;", '"K9Q"')
 STEPS = 4
 SIZE = {"height": 32, "width": 64}
 CONFIG = ModelConfig(lora_rank=4, lora_alpha=8)
 TIMES = {"timeout_s": 120.0, "start_timeout_s": 300.0}
+SAME = 1e-5  # latents that differ by less are the same up to rounding
+
+
+def wan_with_wider_heads() -> WanPipeline:
+    """The tiny Wan with heads of another width.
+
+    vLLM-Omni divides the width of a head among three axes as diffusers does only where it is 0, 1
+    or 2 more than a multiple of 6, as the published 128 is and the tiny 16 is not.
+    """
+    pipeline = wan()
+    pipeline.transformer = WanTransformer3DModel.from_config(
+        pipeline.transformer.config, attention_head_dim=18
+    )
+    return pipeline
+
+
+CHECKPOINTS = TINY | {"WanPipeline": replace(TINY["WanPipeline"], build=wan_with_wider_heads)}
 
 
 @dataclass
@@ -77,7 +92,7 @@ def lora(model: FlowModel, version: int) -> dict[str, Tensor]:
 
 
 def open_case(family: str, folder: Path, dtype: str) -> Iterator[Case]:
-    tiny = TINY[family]
+    tiny = CHECKPOINTS[family]
     tiny.save(folder)
     model = load_model(replace(CONFIG, path=str(folder)), torch.device("cpu"))
     network = add_lora(model, CONFIG, seed=0)
@@ -146,25 +161,42 @@ def test_images_are_those_of_the_stock_pipeline(case: Case, guidance: str) -> No
     spec = case.tiny.spec("sde", scales, noise_level=0.0)
     seeds = SEEDS[:3]
     batch, (chunk,) = sample(case.engine, request_of(spec, seeds, range(STEPS)))
-    pipeline = case.model.pipeline
-    settings: dict[str, Any] = {
-        "prompt": list(TEXTS),
-        "negative_prompt": ["blur"] * len(TEXTS),
-        "num_inference_steps": STEPS,
-        "latents": normal(case.model.latent_shape(spec), seeds, "latents"),
-        "max_sequence_length": spec.max_sequence_length,
-        **SIZE,
-        **scales,
-    }
-    latents = pipeline(**settings, output_type="latent").images
-    images = pipeline(**settings, output_type="np").images
-    difference = (batch.all_latents[:, -1] - latents).abs().max().item()
+    latents = normal(case.model.latent_shape(spec), seeds, "latents")
+    settings = stock_settings(case, spec, scales, guidance == "guided")
+    wanted = case.model.pipeline(latents=latents, output_type="latent", **settings)[0]
+    images = case.model.pipeline(latents=latents, output_type="np", **settings)[0]
+    found = case.tiny.stock_latents(case.model, batch.all_latents[:, -1])
+    difference = (found - wanted).abs().max().item()
     print(
         f"{case.model.pipeline_class} {guidance}: latents differ by {difference:.1e} from the "
         "stock pipeline's"
     )
-    assert difference < 1e-5
+    assert difference < SAME
     assert abs(chunk.samples / 255 - images).max() <= 0.5 / 255 + 1e-5
+
+
+def stock_settings(
+    case: Case, spec: SamplerSpec, scales: Mapping[str, float], guided: bool
+) -> dict[str, Any]:
+    """Returns what the stock pipeline is called with, besides latents and kind of output."""
+    pipeline = case.model.pipeline
+    settings: dict[str, Any] = {
+        "prompt": list(TEXTS),
+        "num_inference_steps": STEPS,
+        "max_sequence_length": spec.max_sequence_length,
+        "return_dict": False,
+        **SIZE,
+        **scales,
+    }
+    if spec.num_frames is not None:
+        settings["num_frames"] = spec.num_frames
+    negative = ["blur"] * len(TEXTS)
+    if "negative_prompt" in signature(pipeline.__call__).parameters:
+        settings["negative_prompt"] = negative
+    elif guided:
+        embeds, _ = pipeline.encode_prompt(negative, max_sequence_length=spec.max_sequence_length)
+        settings["negative_prompt_embeds"] = embeds
+    return settings
 
 
 @pytest.mark.parametrize("guidance", ["unguided", "guided"])
@@ -186,7 +218,7 @@ def test_a_batch_is_that_of_the_diffusers_engine(case: Case, kind: str, guidance
             assert (
                 mine.equal(theirs)
                 if not mine.is_floating_point()
-                else (mine - theirs).abs().max() < 1e-5
+                else (mine - theirs).abs().max() < SAME
             ), field.name
         elif field.name in ("conditioning", "negative") and theirs is not None:
             for name in ("embeds", "pooled", "mask"):
@@ -195,12 +227,12 @@ def test_a_batch_is_that_of_the_diffusers_engine(case: Case, kind: str, guidance
                 assert (mine_part is None) == (their_part is None), (field.name, name)
                 assert (
                     their_part is None
-                    or (mine_part.float() - their_part.float()).abs().max() < 1e-5
+                    or (mine_part.float() - their_part.float()).abs().max() < SAME
                 )
         else:
             assert mine == theirs, field.name
     policy = FlowPolicy(case.model, case.model.network)
-    assert (policy.transition(found.step(1)).mean - mean[:, 1]).abs().max() < 1e-5
+    assert (policy.transition(found.step(1)).mean - mean[:, 1]).abs().max() < SAME
     for chunk, other in zip(chunks, others, strict=True):
         assert abs(chunk.samples.astype(int) - other.samples).max() <= 1
         assert chunk.prompts == other.prompts
@@ -231,7 +263,7 @@ def test_a_sample_follows_its_seed_and_not_its_batch(case: Case) -> None:
     assert torch.equal(together.all_latents, again.all_latents)
     assert torch.equal(together.rollout_log_probs, again.rollout_log_probs)
     for other in (concat(alone), backwards.select(torch.tensor([3, 2, 1, 0]))):
-        assert (together.all_latents - other.all_latents).abs().max() < 1e-5
+        assert (together.all_latents - other.all_latents).abs().max() < SAME
         assert (together.rollout_log_probs - other.rollout_log_probs).abs().max() < 1e-6
     assert (together.all_latents[0] - together.all_latents[1]).abs().max() > 0.1
 
@@ -243,11 +275,11 @@ def test_a_pushed_lora_is_that_of_peft(case: Case) -> None:
         case.push(version)
         found, _ = sample(case.engine, request)
         expected, _ = sample(case.diffusers, request)
-        assert (found.all_latents - expected.all_latents).abs().max() < 1e-5
+        assert (found.all_latents - expected.all_latents).abs().max() < SAME
         assert set(found.policy_version.tolist()) == {version}
         latents[version] = found.all_latents
-    assert (latents[0] - latents[2]).abs().max() > 1e-2
-    assert (latents[3] - latents[2]).abs().max() > 1e-2
+    assert (latents[0] - latents[2]).abs().max() > 10 * SAME
+    assert (latents[3] - latents[2]).abs().max() > 10 * SAME
     case.push(1)
 
 
@@ -306,141 +338,10 @@ def test_a_lora_that_binds_nothing_is_an_error(bf16: Case) -> None:
         list(bf16.engine._process.ask("sync", {"version": 2, "rank": CONFIG.lora_rank}, tensors))
 
 
-# --- Whole runs of the training command on the bundled model
-
-
-def documented_commands() -> list[list[str]]:
-    """Returns the overrides of the documented training commands for vLLM-Omni, without their
-    output folder.
-    """
-    text = (Path(__file__).parents[2] / "docs" / "vllm_omni.md").read_text().replace("\\\n", " ")
-    start = ".venv-vllm-omni/bin/flowgrpo-rc train "
-    lines = [
-        line.removeprefix(start).split() for line in text.splitlines() if line.startswith(start)
-    ]
-    return [[part for part in line if not part.startswith("trainer.output_dir=")] for line in lines]
-
-
-BYPASS, DECOUPLED = documented_commands()
-SMALL = (
-    "data.train_batch_size=2",
-    "rollout.n=4",
-    "rollout.micro_batch_size_per_gpu=8",
-    "rollout.val_kwargs.n=16",
-    "actor.ppo_mini_batch_size=2",
-    "actor.ppo_micro_batch_size_per_gpu=4",
-    "trainer.save_freq=2",
-    "trainer.device=cpu",
-)
-
-
-def command(folder: Path, *overrides: str, launcher: Sequence[str] = ()) -> list[str]:
-    return [
-        sys.executable,
-        *launcher,
-        "-m",
-        "flowgrpo_rc.train",
-        *overrides,
-        *SMALL,
-        f"trainer.output_dir={folder}",
-    ]
-
-
-def train(folder: Path, *overrides: str, launcher: Sequence[str] = ()) -> list[dict[str, Any]]:
-    subprocess.run(command(folder, *overrides, launcher=launcher), check=True, timeout=1800)
-    return read_rows(folder)
-
-
-def exported(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "lora" / "pytorch_lora_weights.safetensors")
-
-
-@pytest.fixture(scope="module")
-def diffusers_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "diffusers"
-    train(folder, *DECOUPLED, "rollout.name=diffusers")
-    return folder
-
-
-def engine_of(trainer: int) -> int:
-    """Returns the child of a trainer's process that has a session of its own: the engine."""
-    tasks = Path(f"/proc/{trainer}/task").iterdir()
-    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    (engine,) = [child for child in children if os.getsid(child) == child]
-    return engine
-
-
-@pytest.mark.parametrize("max_restarts", [0, 1])
-def test_decoupled_training_survives_the_death_of_its_engine(
-    diffusers_run: Path, tmp_path: Path, max_restarts: int
-) -> None:
-    """The engine is killed after the fifth step.
-
-    It is started again and the run goes on, or the run fails with a report and the same command
-    goes on to the tenth.
-    """
-    folder = tmp_path / "run"
-    words = [*DECOUPLED, f"+rollout.engine_kwargs.max_restarts={max_restarts}"]
-    with subprocess.Popen(command(folder, *words), stderr=subprocess.PIPE, text=True) as trainer:
-        try:
-            while not (folder / "metrics.jsonl").exists() or len(read_rows(folder)) < 6:
-                assert trainer.poll() is None, "the run ended before the fifth step"
-                time.sleep(0.1)
-            os.kill(engine_of(trainer.pid), signal.SIGKILL)
-            began = time.monotonic()
-            _, errors = trainer.communicate(timeout=600)
-        finally:
-            trainer.kill()
-    print(f"ended {time.monotonic() - began:.1f} s after kill -9")
-    assert "signal SIGKILL ended it" in errors or "it is started again" in errors
-    if max_restarts:
-        assert trainer.returncode == 0, errors
-        assert "it is started again (engine_kwargs.max_restarts allows 0 more)" in errors
-    else:
-        assert trainer.returncode == 1
-        assert "error: the vLLM-Omni engine" in errors
-    rows = read_rows(folder) if max_restarts else train(folder, *words)
-    expected = read_rows(diffusers_run)
-    assert [row["step"] for row in rows] == list(range(11))
-    assert [set(row) for row in without_timings(rows)] == [
-        set(row) for row in without_timings(expected)
-    ]
-    gaps = [row["rollout_corr/logprob_abs_diff_mean"] for row in rows[1:]]
-    print(f"fp32 engine: mean |difference| of log-probs {max(gaps):.1e}")
-    assert max(gaps) < 1e-6
-    for row, other in zip(rows[:3], expected[:3], strict=True):
-        for name in ("reward/mean", "val/reward", "advantages/std"):
-            assert row.get(name) == pytest.approx(other.get(name), abs=0.02), (row["step"], name)
-    assert (folder / "report.html").stat().st_size > 10_000
-    mine = exported(folder)
-    theirs = exported(diffusers_run)
-    assert mine.keys() == theirs.keys()
-    distance = max((mine[name] - theirs[name]).abs().max().item() for name in mine)
-    print(f"LoRA after ten steps: {distance:.1e} from that of the diffusers engine")
-    assert distance < 1e-3
-
-
-def test_bypass_training_shows_the_mismatch_of_a_bf16_engine(
-    diffusers_run: Path, tmp_path: Path
-) -> None:
-    rows = train(tmp_path / "run", *BYPASS)
-    assert [row["step"] for row in rows] == list(range(11))
-    gaps = [row["actor/rollout_corr/logprob_abs_diff_mean"] for row in rows[1:]]
-    print(f"bf16 engine: mean |difference| of log-probs {min(gaps):.1e} to {max(gaps):.1e}")
-    assert all(1e-5 < gap < 1e-2 for gap in gaps)
-    assert rows[0]["val/reward"] == pytest.approx(read_rows(diffusers_run)[0]["val/reward"])
-    assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
-
-
-def test_two_ranks_have_an_engine_each(diffusers_run: Path, tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    rows = train(
-        tmp_path / "run",
-        *DECOUPLED,
-        "trainer.total_training_steps=2",
-        launcher=launcher,
-    )
-    expected = read_rows(diffusers_run)
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    assert rows[1]["reward/mean"] == pytest.approx(expected[1]["reward/mean"], abs=0.02)
-    assert max(row["rollout_corr/logprob_abs_diff_mean"] for row in rows[1:]) < 1e-6
+def test_a_quantization_that_does_nothing_is_an_error(tmp_path: Path) -> None:
+    """`VllmOmniEngine.check` refuses fp8 for this family; here nobody has asked it."""
+    CHECKPOINTS["StableDiffusion3Pipeline"].save(tmp_path)
+    model = load_model(replace(CONFIG, path=str(tmp_path)), torch.device("cpu"))
+    network = add_lora(model, CONFIG, seed=0)
+    with pytest.raises(EngineError, match=r"quantization=fp8: none of the [1-9]\d+ layers"):
+        VllmOmniEngine(model, network, dtype="bf16", chunk_size=4, quantization="fp8", **TIMES)

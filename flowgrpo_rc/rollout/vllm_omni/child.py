@@ -35,7 +35,8 @@ class Session:
             from flowgrpo_rc.rollout.vllm_omni.host import Host
 
             self._host = Host(request.fields)
-            yield Message("done", {}, {})
+            async for reply in self._host.start():
+                yield reply
             return
         assert self._host is not None, "the first request starts the engine"
         replies = {"sync": self._host.sync, "generate": self._host.generate}[request.kind]

@@ -22,14 +22,14 @@ from flowgrpo_rc.batch import SamplerSpec
 from flowgrpo_rc.models.base import DTYPES, Schedule
 from flowgrpo_rc.rollout.vllm_omni.channel import Message
 from flowgrpo_rc.rollout.vllm_omni.lora import fingerprint
-from flowgrpo_rc.rollout.vllm_omni.pipelines import EXTRA, RECORDED, Sample
+from flowgrpo_rc.rollout.vllm_omni.recorder import EXTRA, RECORDED, Sample
 
 PACKAGE = "flowgrpo_rc.rollout.vllm_omni"
 BATCH_WAIT_MS = 50.0  # the last, smaller forward of a request waits so long; a full one does not
 
 
 class Host:
-    """Starts vLLM-Omni and answers the requests `sync` and `generate`.
+    """Starts vLLM-Omni and answers the requests `start`, `sync` and `generate`.
 
     Args:
       fields: those of the request `start`: `pipeline` (a class of `pipelines`), `chunk_size`,
@@ -65,6 +65,11 @@ class Host:
         self._asleep = False
         self._adapter: LoRARequest | None = None
         self._count = 0
+
+    async def start(self) -> AsyncIterator[Message]:
+        """Answers with the number of the transformer's layers, and of those that are quantized."""
+        quantized, layers = await self._call("rollout_quantized")
+        yield Message("done", {"quantized": quantized, "layers": layers}, {})
 
     async def sync(
         self, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]
@@ -152,6 +157,7 @@ class Host:
             height=spec.height,
             width=spec.width,
             num_inference_steps=spec.num_inference_steps,
+            num_frames=spec.num_frames or 1,
             guidance_scale=spec.guidance_scale,
             # Always given, since vLLM-Omni's own default is 4.
             true_cfg_scale=1.0 if spec.true_cfg_scale is None else spec.true_cfg_scale,

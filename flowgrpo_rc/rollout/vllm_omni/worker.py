@@ -13,6 +13,8 @@ from torch import Tensor
 from vllm_omni.diffusion.worker.diffusion_worker import CustomPipelineWorkerExtension
 from vllm_omni.lora.request import LoRARequest
 
+from flowgrpo_rc.rollout.vllm_omni.quantized import quantized_layers
+
 Pair = tuple[Tensor, Tensor]
 
 
@@ -22,6 +24,10 @@ class RolloutWorker(CustomPipelineWorkerExtension):
     model_runner: Any
     lora_manager: Any
     od_config: Any
+
+    def rollout_quantized(self) -> tuple[int, int]:
+        """Returns the number of the transformer's quantized layers, and that of all."""
+        return quantized_layers(self.model_runner.pipeline.transformer)
 
     def rollout_encode(self, texts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
         """Returns the conditioning of the texts."""
@@ -74,16 +80,24 @@ def _in_layers(manager: Any, rank: int) -> Iterator[tuple[str, Pair]]:
     for path, layer in manager._lora_modules.items():
         # The path begins with `transformer.`; a packed layer holds several of diffusers' layers.
         parent, _, leaf = path.partition(".")[2].rpartition(".")
-        slices = (
-            manager._get_packed_sublayer_suffixes(leaf, layer.n_slices)
-            if layer.n_slices > 1
-            else [leaf]
-        )
-        for index, name in enumerate(slices):
-            if layer._diffusion_lora_active_slices[index]:
-                a = layer.lora_a_stacked[index]
-                b = layer.lora_b_stacked[index]
-                yield f"{parent}.{name}", (a[0, 0, :rank], b[0, 0, :, :rank])
+        pairs = [
+            (a[0, 0, :rank], b[0, 0, :, :rank])
+            for a, b in zip(layer.lora_a_stacked, layer.lora_b_stacked, strict=True)
+        ]
+        active = layer._diffusion_lora_active_slices
+        names = [leaf]
+        if layer.n_slices > 1:
+            names = manager._get_packed_sublayer_suffixes(leaf, layer.n_slices)
+        if names is None:
+            # One layer of diffusers, cut in slices that share A. Others would be no whole layer,
+            # and so have no name.
+            first = pairs[0][0]
+            if all(active) and all(torch.equal(a, first) for a, _ in pairs):
+                yield f"{parent}.{leaf}", (first, torch.cat([b for _, b in pairs]))
+            continue
+        for name, pair, is_active in zip(names, pairs, active, strict=True):
+            if is_active:
+                yield f"{parent}.{name}", pair
 
 
 def _in_manager(manager: Any) -> Iterator[tuple[str, Pair]]:

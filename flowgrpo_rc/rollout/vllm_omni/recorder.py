@@ -1,4 +1,4 @@
-"""vLLM-Omni's pipelines with the trainer's denoising loop.
+"""What the pipelines of all families share: the trainer's denoising loop in vLLM-Omni.
 
 Only the engine's process imports this module. Text encoders, transformer, guidance and parallelism
 stay vLLM-Omni's. Latents, sigmas, timesteps and the maths of a step are fp32, as in
@@ -19,8 +19,6 @@ from torch import Tensor
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm_omni.diffusion.data import DiffusionOutput
-from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image import QwenImagePipeline
-from vllm_omni.diffusion.models.sd3.pipeline_sd3 import StableDiffusion3Pipeline
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
@@ -78,7 +76,7 @@ class Recorder:
         if req.is_dummy_run():
             return [DiffusionOutput(output=torch.zeros(1)) for _ in req.requests]
         self._samples = [params.extra_args[EXTRA] for params in req.sampling_params_list]
-        outputs: list[DiffusionOutput] = super().forward(req)  # type: ignore[misc]
+        outputs = self._sample(req)
         record = self._record
         spec = asdict(self._used(req.sampling_params_list[0]))
         shared = {
@@ -92,9 +90,37 @@ class Recorder:
             output.output = {"payload": {"image": own["final"]}, "metadata": {EXTRA: shared | own}}
         return outputs
 
+    def _sample(self, req: DiffusionRequestBatch) -> list[DiffusionOutput]:
+        """Has the pipeline call `_denoise`, and returns an output for each request."""
+        outputs: list[DiffusionOutput] = super().forward(req)  # type: ignore[misc]
+        return outputs
+
     def predict_noise(self, *args: Any, **named: Any) -> Tensor:
         """Returns the prediction in fp32, before guidance enlarges what bf16 rounds away."""
         return super().predict_noise(*args, **named).float()  # type: ignore[misc]
+
+    def _guided(
+        self,
+        state: Mapping[str, Any],
+        texts: Sequence[Mapping[str, Any]],
+        scale: float,
+        normalize: bool,
+    ) -> Tensor:
+        """Returns the velocity by vLLM-Omni's transformer and its classifier-free guidance.
+
+        Args:
+          state: the transformer's inputs that both evaluations share.
+          texts: its inputs that depend on the prompt, then those of the negative prompt; without
+            the second there is no guidance.
+          scale: of the guidance.
+          normalize: whether the guided velocity keeps the length of the other.
+        """
+        inputs = [{**state, **text, "return_dict": False} for text in texts]
+        is_guided = len(inputs) == 2
+        velocity: Tensor = self.predict_noise_maybe_with_cfg(  # type: ignore[attr-defined]
+            is_guided, scale, inputs[0], inputs[1] if is_guided else None, normalize
+        )
+        return velocity
 
     def _denoise(self, velocity: Velocity) -> Tensor:
         """Walks the schedule, keeps the record, and returns the final latents to the pipeline."""
@@ -125,6 +151,7 @@ class Recorder:
             height=params.height,
             width=params.width,
             num_inference_steps=params.num_inference_steps,
+            num_frames=params.num_frames if self._samples[0].spec.num_frames else None,
             guidance_scale=params.guidance_scale,
             max_sequence_length=params.max_sequence_length,
             dtype=DTYPES[self.od_config.dtype],
@@ -155,117 +182,15 @@ class Recorder:
         return model, helper
 
 
-class RolloutStableDiffusion3(Recorder, StableDiffusion3Pipeline):
-    """Stable Diffusion 3 with the trainer's denoising loop."""
+class TrueCfgRecorder(Recorder):
+    """A recorder for a family whose scale of guidance is `true_cfg_scale`.
 
-    def encode(self, texts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
-        """Returns the conditioning of the texts, by the names of the pipeline's parameters."""
-        embeds, pooled = self.encode_prompt(
-            texts, None, None, max_sequence_length=max_sequence_length
-        )
-        return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
+    Its `diffuse` sets `_guidance`, the scale that it really uses.
+    """
 
-    def diffuse(
-        self,
-        latents: Tensor,
-        timesteps: Tensor,
-        prompt_embeds: Tensor,
-        pooled_prompt_embeds: Tensor,
-        negative_prompt_embeds: Tensor | None,
-        negative_pooled_prompt_embeds: Tensor | None,
-        do_true_cfg: bool,
-        guidance_scale: float,
-        cfg_normalize: bool = False,
-    ) -> Tensor:
-        """Denoises by the trainer's loop; replaces vLLM-Omni's, with its parameters."""
-
-        def velocity(x: Tensor, at: Tensor) -> Tensor:
-            both = {
-                "hidden_states": x.to(self.od_config.dtype),
-                "timestep": at,
-                "return_dict": False,
-            }
-            positive = both | {
-                "encoder_hidden_states": prompt_embeds,
-                "pooled_projections": pooled_prompt_embeds,
-            }
-            negative = both | {
-                "encoder_hidden_states": negative_prompt_embeds,
-                "pooled_projections": negative_pooled_prompt_embeds,
-            }
-            return self.predict_noise_maybe_with_cfg(
-                do_true_cfg,
-                guidance_scale,
-                positive,
-                negative if do_true_cfg else None,
-                cfg_normalize,
-            )
-
-        return self._denoise(velocity)
-
-
-class RolloutQwenImage(Recorder, QwenImagePipeline):
-    """Qwen-Image with the trainer's denoising loop."""
-
-    renamed: ClassVar[Mapping[str, str]] = {".to_out.0": ".to_out"}
+    _guidance: float
 
     def _used(self, params: OmniDiffusionSamplingParams) -> SamplerSpec:
         used = super()._used(params)
         asked = max(used.true_cfg_scale or 1.0, 1.0)
         return used if self._guidance == asked else replace(used, true_cfg_scale=self._guidance)
-
-    def encode(self, texts: list[str], max_sequence_length: int) -> dict[str, Tensor]:
-        """Returns the conditioning of the texts, by the names of the pipeline's parameters."""
-        embeds, mask = self.encode_prompt(texts, max_sequence_length=max_sequence_length)
-        # The encoder has a precision of its own.
-        return {"prompt_embeds": embeds.to(self.od_config.dtype), "prompt_embeds_mask": mask}
-
-    def diffuse(
-        self,
-        prompt_embeds: Tensor,
-        prompt_embeds_mask: Tensor,
-        negative_prompt_embeds: Tensor | None,
-        negative_prompt_embeds_mask: Tensor | None,
-        latents: Tensor,
-        img_shapes: Any,
-        txt_seq_lens: Any,
-        negative_txt_seq_lens: Any,
-        timesteps: Tensor,
-        do_true_cfg: bool,
-        guidance: Tensor | None,
-        true_cfg_scale: float,
-        image_latents: None = None,
-        cfg_normalize: bool = True,
-        additional_transformer_kwargs: Mapping[str, Any] | None = None,
-    ) -> Tensor:
-        """Denoises by the trainer's loop; replaces vLLM-Omni's, with its parameters."""
-        self.transformer.do_true_cfg = do_true_cfg
-        self._guidance = true_cfg_scale if do_true_cfg else 1.0
-
-        def velocity(x: Tensor, at: Tensor) -> Tensor:
-            both = {
-                "hidden_states": x.to(self.od_config.dtype),
-                "timestep": at / 1000,
-                "guidance": guidance,
-                "img_shapes": img_shapes,
-                **(additional_transformer_kwargs or {}),
-            }
-            positive = both | {
-                "encoder_hidden_states": prompt_embeds,
-                "encoder_hidden_states_mask": prompt_embeds_mask,
-                "txt_seq_lens": txt_seq_lens,
-            }
-            negative = both | {
-                "encoder_hidden_states": negative_prompt_embeds,
-                "encoder_hidden_states_mask": negative_prompt_embeds_mask,
-                "txt_seq_lens": negative_txt_seq_lens,
-            }
-            return self.predict_noise_maybe_with_cfg(
-                do_true_cfg,
-                true_cfg_scale,
-                positive,
-                negative if do_true_cfg else None,
-                cfg_normalize,
-            )
-
-        return self._denoise(velocity)
