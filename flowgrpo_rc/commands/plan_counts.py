@@ -18,9 +18,10 @@ def counts(config: Config, model: FlowModel, num_processes: int) -> list[Row]:
       model: on the meta device.
       num_processes: how many processes share a step.
     """
+    passes = forwards(config, model, num_processes)
     return [
         *_samples(config, model, num_processes),
-        *_forwards(config, model, num_processes),
+        *((name, f"{number:,}", formula) for name, number, formula in passes),
         *_updates(config, model, num_processes),
     ]
 
@@ -63,8 +64,19 @@ def _sliding(config: Config) -> str:
     return f"; sliding, by {algo.sde_window_stride} every {algo.sde_window_interval} training steps"
 
 
-def _forwards(config: Config, model: FlowModel, num_processes: int) -> list[Row]:
-    """Of one process in one step. With guidance a sample takes two forwards."""
+def forwards(config: Config, model: FlowModel, num_processes: int) -> list[tuple[str, int, str]]:
+    """Counts the forwards of one process in one step; those with a backward come last.
+
+    With guidance a sample takes two.
+
+    Args:
+      config: the settings.
+      model: on the meta device.
+      num_processes: how many processes share a step.
+
+    Returns:
+      Name, number and formula of each kind.
+    """
     actor = config.actor
     rollout = config.rollout
     guided = model.cfg_scale(rollout.spec()) > 1
@@ -80,12 +92,12 @@ def _forwards(config: Config, model: FlowModel, num_processes: int) -> list[Row]
     rows = [
         (
             "forwards, sampling",
-            f"{per_rank * denoising * each_sample:,}",
+            per_rank * denoising * each_sample,
             f"{per_rank} samples x {denoising} steps{guidance}",
         )
     ]
     if config.knows_no_log_probs():
-        old = f"{trained * actor.ppo_epochs:,}"
+        old = trained * actor.ppo_epochs
         rows.append(("forwards, old policy", old, "no gradient; beside those with backward"))
     elif not config.algorithm.rollout_correction.corrects_in_loss:
         rows.append(_old_policy(config, trained))
@@ -94,7 +106,7 @@ def _forwards(config: Config, model: FlowModel, num_processes: int) -> list[Row]
         formula += f" x {batches} batches (reuse)"
     if actor.ppo_epochs > 1:
         formula += f" x {actor.ppo_epochs} epochs"
-    updated = f"{trained * batches * actor.ppo_epochs:,}"
+    updated = trained * batches * actor.ppo_epochs
     if actor.use_kl_loss:
         rows.append(("forwards, reference", updated, f"{formula}, no gradient (KL)"))
     rows.append(("forwards with backward", updated, formula))
@@ -107,7 +119,7 @@ def _trained(config: Config) -> str:
     return f"{config.trained_steps()} {what}"
 
 
-def _old_policy(config: Config, trained: int) -> Row:
+def _old_policy(config: Config, trained: int) -> tuple[str, int, str]:
     """Counts the forwards of the old policy; the first mini-batch may need none of its own.
 
     Batches that are used again need a recompute of their own.
@@ -120,7 +132,7 @@ def _old_policy(config: Config, trained: int) -> Row:
         prompts = config.data.train_batch_size
         recomputed -= trained * config.actor.ppo_mini_batch_size // prompts
         which = "of all mini-batches but the first, whose own forwards serve"
-    return "forwards, old policy", f"{recomputed:,}", f"no gradient; {which}"
+    return "forwards, old policy", recomputed, f"no gradient; {which}"
 
 
 def _updates(config: Config, model: FlowModel, num_processes: int) -> list[Row]:
