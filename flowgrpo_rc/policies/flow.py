@@ -28,6 +28,7 @@ from flowgrpo_rc.core.transition import (
     sample,
 )
 from flowgrpo_rc.models.base import FlowModel, Schedule
+from flowgrpo_rc.models.networks import transformers
 from flowgrpo_rc.policies.base import Policy, cut, nudge
 from flowgrpo_rc.policies.scheduler import step_transition
 
@@ -345,7 +346,7 @@ class _NudgedFlowPolicy(FlowPolicy):
         return super()._velocity(latents, timesteps, conditioning, negative, spec, group)
 
     def _moved(self, conditioning: Conditioning) -> Conditioning:
-        dtype = self.network.dtype
+        dtype = next(iter(transformers(self.network).values())).dtype
         embeds = nudge(conditioning.embeds, dtype)
         pooled = None if conditioning.pooled is None else nudge(conditioning.pooled, dtype)
         return replace(conditioning, embeds=embeds, pooled=pooled)
