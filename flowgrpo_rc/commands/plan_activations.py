@@ -113,6 +113,8 @@ def rows_of(config: Config) -> Rows:
 def activations(config: Config, model: FlowModel) -> Activations:
     """Measures the activations of a run, with its settings, on fake tensors.
 
+    Of several transformers the first is measured: each row goes through one of them.
+
     Args:
       config: the settings of a flow model.
       model: on the meta device, with its LoRA.
@@ -152,7 +154,7 @@ def update_bytes(config: Config, model: FlowModel, rows: int) -> int:
             velocity.square().mean().backward()
         return memory.peak
 
-    return _measured(model.network, train)
+    return _measured(model.transformer, train)
 
 
 def rollout_bytes(config: Config, model: FlowModel, rows: int) -> int:
@@ -167,7 +169,7 @@ def rollout_bytes(config: Config, model: FlowModel, rows: int) -> int:
     def sample(network: Any) -> int:
         return _forward(model, network, rows, config.rollout.spec())
 
-    return _measured(model.network, sample, DTYPES[config.rollout.dtype])
+    return _measured(model.transformer, sample, DTYPES[config.rollout.dtype])
 
 
 def evaluation_bytes(config: Config, model: FlowModel, rows: int) -> int:
@@ -183,7 +185,7 @@ def evaluation_bytes(config: Config, model: FlowModel, rows: int) -> int:
         with _mixed(config):
             return _forward(model, network, rows, config.rollout.held_out_spec())
 
-    return _measured(model.network, sample)
+    return _measured(model.transformer, sample)
 
 
 def decoding_bytes(config: Config, model: FlowModel, rows: int) -> int:

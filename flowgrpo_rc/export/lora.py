@@ -23,8 +23,8 @@ def export_lora(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) 
 
     With model.kind=diffusion: `pipe.load_lora_weights(folder)` of stock diffusers, and tools that
     read its keys. A second transformer has its file in a folder of its own, which
-    `pipe.load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)` loads. With model.kind=causal_lm: `PeftModel.from_pretrained(base, folder)` of stock
-    peft, and vLLM.
+    `pipe.load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)` loads. With
+    model.kind=causal_lm: `PeftModel.from_pretrained(base, folder)` of stock peft, and vLLM.
 
     Args:
       state: name -> tensor in the trainer's network.

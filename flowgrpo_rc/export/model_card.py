@@ -189,6 +189,7 @@ def _usage(config: Config, source: str) -> str:
         "num_frames": pipeline.num_frames,
         "num_inference_steps": held_out.num_inference_steps,
         "guidance_scale": held_out.guidance_scale,
+        "guidance_scale_2": held_out.guidance_scale_2,
         "true_cfg_scale": held_out.true_cfg_scale,
         "max_sequence_length": pipeline.max_sequence_length,
     }

@@ -113,7 +113,7 @@ class Wan(FlowModel):
         negative: Conditioning | None,
         scale: float,
     ) -> Tensor:
-        """Predicts the velocity with one transformer; `scale` of guidance if there is `negative`."""
+        """Predicts the velocity with one transformer; `scale` counts if there is `negative`."""
         if self.pipeline.config.expand_timesteps:
             # The transformer of Wan 2.2 TI2V takes a timestep for each token.
             timesteps = timesteps.unsqueeze(1).expand(-1, self._num_tokens(latents))

@@ -6,7 +6,8 @@ Legend: B samples, S denoising steps.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ class WanTwoStage(Wan):
     """
 
     networks = ("transformer", "transformer_2")
-    unsupported_components = {}
+    unsupported_components: ClassVar[Mapping[str, str]] = {}
 
     @property
     def boundary(self) -> float:
@@ -66,13 +67,12 @@ class WanTwoStage(Wan):
         scale = self.cfg_scale(spec)
         scale_2 = scale if spec.guidance_scale_2 is None else spec.guidance_scale_2
         high = timesteps >= self.boundary
+        first, second = transformer.networks.values()
         # The host has to know which transformer to run, so it waits for the device here.
-        sides = [
-            (transformer.networks[name], side.nonzero().squeeze(1), scale)
-            for name, side, scale in zip(
-                self.networks, (high, ~high), (scale, scale_2), strict=True
-            )
-        ]
+        sides = (
+            (first, high.nonzero().squeeze(1), scale),
+            (second, (~high).nonzero().squeeze(1), scale_2),
+        )
         parts = [side for side in sides if len(side[1])]
         if len(parts) == 1:
             ((part, _, scale),) = parts
