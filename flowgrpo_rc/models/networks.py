@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from torch import nn
@@ -51,3 +51,12 @@ def by_transformer(named: Mapping[str, T]) -> dict[str, dict[str, T]]:
             _, component, own = name.split(".", 2)
         found.setdefault(component, {})[own] = value
     return found
+
+
+def others_in(named: Iterable[str]) -> list[str]:
+    """Returns the transformers beside the first that names of parameters belong to.
+
+    Args:
+      named: names of parameters in a network.
+    """
+    return [component for component in by_transformer(dict.fromkeys(named)) if component != FIRST]

@@ -90,6 +90,12 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         steps_per_forward: int | None = 1,
     ) -> None:
+        given = list(transformers(network))
+        if given != list(model.networks):
+            raise ValueError(
+                f"a {type(model).__name__} samples with {' and '.join(model.networks)}; the "
+                f"network has {' and '.join(given)}: give model.network, or a copy of it"
+            )
         self.model = model
         self.network = network
         self._autocast = autocast

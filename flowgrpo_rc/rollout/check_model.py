@@ -80,7 +80,8 @@ def check_guidance(
     second = given.guidance_scale_2
     if second is not None and len(model.networks) < 2:
         raise ValueError(
-            f"{key}.guidance_scale_2={second} has no effect: model.path has one transformer; drop it"
+            f"{key}.guidance_scale_2={second} has no effect: model.path has one transformer; drop "
+            "it"
         )
     if second not in (None, 1) and given.guidance_scale <= model.unguided_scale:
         raise ValueError(
