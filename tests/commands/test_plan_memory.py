@@ -175,6 +175,18 @@ def test_split_weights_are_gathered_block_by_block() -> None:
     assert split["rollout"] == whole["rollout"]  # the engine's
 
 
+def test_gathered_blocks_are_those_of_one_transformer_at_a_time() -> None:
+    recipe = "+experiment=wan22_t2v_a14b_ocr_8xh200"
+    whole = sizes(recipe, processes=8)
+    split = sizes(recipe, "trainer.strategy=fsdp2", processes=8)
+    network = asked(recipe, processes=8)[1].network
+    stored = [*network.named_parameters(), *network.named_buffers()]
+    size = {name: p.numel() * p.itemsize for name, p in stored if "lora_" not in name}
+    outside = sum(number for name, number in size.items() if ".blocks." not in name)
+    block = sum(number for name, number in size.items() if ".transformer_2.blocks.0." in name)
+    assert split["update"] - whole["update"] == outside + 2 * block
+
+
 def test_the_host() -> None:
     config, model = asked(
         "+experiment=sd35_medium_ocr_8xh100", "model.offload_idle=true", processes=8
