@@ -16,6 +16,7 @@ from support.subjects import Subject, make_subject
 from support.tiny_models import TINY, one_step_unipc, wan
 
 from flowgrpo_rc.batch import Conditioning
+from flowgrpo_rc.calibration.measure import with_guidance
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.export.lora import export_lora
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
@@ -186,3 +187,12 @@ def test_held_out_samples_take_the_second_scale_of_the_rollout_unless_they_have_
         rollout = config_of("rollout.pipeline.guidance_scale_2=3", *own).rollout
         assert rollout.spec().guidance_scale_2 == 3
         assert rollout.held_out_spec().guidance_scale_2 == found
+
+
+@pytest.mark.parametrize(("scale", "second"), [(1.0, 1.0), (5.0, 3.0), (3.0, 2.0)])
+def test_a_fault_of_the_guidance_moves_both_scales(scale: float, second: float) -> None:
+    tiny = TINY[NAME]
+    moved = with_guidance(tiny.spec("sde", tiny.guided), "guidance_scale", scale)
+    assert (moved.guidance_scale, moved.guidance_scale_2) == (scale, second)
+    alone = with_guidance(tiny.spec("sde", tiny.unguided), "guidance_scale", scale)
+    assert (alone.guidance_scale, alone.guidance_scale_2) == (scale, None)
