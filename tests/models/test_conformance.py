@@ -269,9 +269,11 @@ def test_lora_at_initialisation_and_switched_off_is_the_base(subject: Subject) -
     for name, parameter in lora_parameters(network).items():
         if "lora_B" in name:
             parameter.data.fill_(0.01)
-    assert not torch.allclose(deterministic(model, network, tiny, spec, latents), base)
+    trained = deterministic(model, network, tiny, spec, latents)
+    assert not torch.allclose(trained, base)
     with reference_policy(network):
         assert torch.equal(deterministic(model, network, tiny, spec, latents), base)
+    assert torch.equal(deterministic(model, network, tiny, spec, latents), trained)
 
 
 @pytest.mark.parametrize("alpha", [8, 6], ids=["power_of_two", "other_scale"])

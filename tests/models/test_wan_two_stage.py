@@ -19,9 +19,12 @@ from flowgrpo_rc.batch import Conditioning
 from flowgrpo_rc.calibration.measure import with_guidance
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.export.lora import export_lora
+from flowgrpo_rc.models.layout import input_dtype
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
+from flowgrpo_rc.models.networks import transformers
 from flowgrpo_rc.models.wan_two_stage import WanTwoStage
 from flowgrpo_rc.policies.flow import FlowPolicy
+from flowgrpo_rc.rollout.replica import Replica
 
 NAME = "WanPipeline+transformer_2"
 VIDEO = (
@@ -102,6 +105,15 @@ def test_one_of_the_transformers_is_no_policy(subject: Subject) -> None:
     model = subject.load()
     with pytest.raises(ValueError, match=r"the network has transformer: give model\.network"):
         FlowPolicy(model, model.transformer)
+
+
+def test_a_replica_converts_or_shares_the_weights_of_both(subject: Subject) -> None:
+    network = add_lora(subject.load(), subject.config(), seed=0)
+    frozen = {name: p for name, p in network.named_parameters() if not p.requires_grad}
+    shared = dict(Replica(network, "fp32").network.named_parameters())
+    assert all(shared[name] is parameter for name, parameter in frozen.items())
+    rounded = transformers(Replica(network, "bf16").network)
+    assert [input_dtype(part) for part in rounded.values()] == [torch.bfloat16] * 2
 
 
 def test_training_goes_on_from_both_files_of_an_export(subject: Subject, tmp_path: Path) -> None:
