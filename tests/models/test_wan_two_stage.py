@@ -109,9 +109,10 @@ def test_one_of_the_transformers_is_no_policy(subject: Subject) -> None:
 
 def test_a_replica_converts_or_shares_the_weights_of_both(subject: Subject) -> None:
     network = add_lora(subject.load(), subject.config(), seed=0)
-    frozen = {name: p for name, p in network.named_parameters() if not p.requires_grad}
-    shared = dict(Replica(network, "fp32").network.named_parameters())
-    assert all(shared[name] is parameter for name, parameter in frozen.items())
+    weights = [part.proj_out.weight for part in transformers(network).values()]
+    copies = transformers(Replica(network, "fp32").network).values()
+    for part, weight in zip(copies, weights, strict=True):
+        assert part.proj_out.weight is weight
     rounded = transformers(Replica(network, "bf16").network)
     assert [input_dtype(part) for part in rounded.values()] == [torch.bfloat16] * 2
 
