@@ -59,7 +59,8 @@ def test_a_lora_whose_steps_are_never_trained_stays_without_effect_and_is_named(
     untrained: str | None,
 ) -> None:
     window = (f"rollout.algo.sde_window_range={bounds}", "rollout.algo.sde_window_size=null")
-    assert train(f"model.path={saved(NAME)}", *SMALL, *window) == 0
+    steps = "trainer.total_training_steps=2"
+    assert train(f"model.path={saved(NAME)}", *SMALL, *window, steps) == 0
     trained = [size > 0 for size in effect(tmp_path / "run")]
     assert trained == [untrained != "transformer", untrained != "transformer_2"]
     warned = [text for text in caplog.messages if "stays without effect" in text]
