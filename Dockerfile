@@ -5,7 +5,12 @@ FROM debian:bookworm-slim AS cpu
 # Here the builds of torch for CPUs are preferred, which are a tenth of the size.
 ENV PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 
-FROM nvidia/cuda:12.8.1-base-ubuntu24.04 AS cuda
+# As new as the CUDA of torch's builds on PyPI, so that a driver which is too old fails here, and not silently.
+FROM nvidia/cuda:13.0.1-base-ubuntu24.04 AS cuda
+# Triton compiles in C: rollout.compile, adamw_8bit.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev python3-dev \
+    && rm -rf /var/lib/apt/lists/*
 
 FROM ${DEVICE}
 # rapidocr's OpenCV needs libGL and GLib.

@@ -386,7 +386,13 @@ def make_source(
         terms = rewards.weights if config.algorithm.adv_estimator == "gdpo" else ()
         return ReplaySource(folder, task, processes, config.rollout, samples=samples, terms=terms)
     rollout = config.rollout
-    engine = make_workers(config, processes) if rollout.workers else make_engine(config, task)
+    if rollout.workers:
+        engine = make_workers(config, processes)
+    elif engine_of(config).copies_network:
+        engine = make_engine(config, task)
+    else:
+        with processes.in_turn():  # each loads a whole pipeline on the host
+            engine = make_engine(config, task)
     source = EngineSource(
         engine,
         task,

@@ -12,8 +12,8 @@ seeds, and then the others. --quick is one short run, to see that the study work
 
 Fixed before the first run: the result is the reward on 256 held-out words after 40 iterations. Two
 arms differ if the mean difference, seed by seed, is above two standard errors, which takes several
-seeds. No setting of an arm is changed after its first run. beta of DiffusionNFT is that of its
-authors, and its learning rate that of the bundled job; neither was searched.
+seeds. No setting of an arm is changed after its first run. beta=1 of DiffusionNFT and its learning rate,
+that of the bundled job, were not searched.
 """
 
 from __future__ import annotations

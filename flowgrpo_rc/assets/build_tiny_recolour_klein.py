@@ -5,11 +5,11 @@
 writes DIR/tiny_recolour_klein (diffusers layout, with build_metrics.json) and DIR/prompts. Without
 --out they replace the bundled ones. The VAE is that of `tiny_glyph_sd3`.
 
-The editor learns to paint a word in the shade that is asked for, from pairs of which only some
-have that shade (`OBEDIENCE`). So it knows how to edit, and does as it is told about half of the
-time: what is left is for reinforcement learning.
+The editor learns from timid edits: the word goes a random part of the way from its shade to the one
+that is asked for. So it knows how to edit, and stops half-way on average: the rest of the way is
+for reinforcement learning.
 
-Legend: B pairs of a batch, C colours, N tokens of a picture, H and W height and width in pixels.
+Legend: B pairs of a batch, L shades, N tokens of a picture, H and W height and width in pixels.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ from flowgrpo_rc.rewards.letter_colour import LetterColour
 SEED = 0
 NAME = "tiny_recolour_klein"
 MAX_TEXT_LENGTH = 8  # tokens of an instruction, its template included
-OBEDIENCE = 0.35  # share of pairs in the shade asked for; the others have any, by chance that too
-STEPS, BATCH, LR = 600, 16, 2e-3
+STEPS, BATCH, LR = 800, 16, 2e-3
+STOPS = 4  # of an edit on its way from one named shade to the next
+LEVELS = np.linspace(20, 170, 3 * STOPS + 1).round().astype(int).tolist()
 NUM_SCENES = 200  # of pre-training
 NUM_TRAIN, NUM_VAL = 96, 32  # scenes of reinforcement learning, each asked to change once
 EVALUATED_STEPS = 8
@@ -92,7 +93,7 @@ def write_prompts(
       folder: the folder to write to.
       name: of the file and of the folder of its pictures.
       scenes: words on their backgrounds.
-      rng: draws the colour of each picture and the one that is asked for, which is another.
+      rng: draws the shade of each picture and the one that is asked for, which is another.
 
     Returns:
       The prompts.
@@ -102,8 +103,8 @@ def write_prompts(
     for number, scene in enumerate(scenes):
         old, new = rng.choice(recolour.NAMES, size=2, replace=False).tolist()
         path = f"{name}/{number:03d}.png"
-        Image.fromarray(scene.picture(old)).save(folder / path, optimize=True)
-        colour = list(recolour.COLOURS[new])
+        Image.fromarray(scene.picture(recolour.SHADES[old])).save(folder / path, optimize=True)
+        colour = [recolour.SHADES[new]] * 3
         prompt = recolour.instruction(new)
         rows.append({"prompt": prompt, "image": path, "target": scene.word, "colour": colour})
     (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -199,7 +200,7 @@ def train_flow(pipe: Flux2KleinPipeline, pixels: Tensor) -> float:
 
     Args:
       pipe: the pipeline; its transformer is trained.
-      pixels: uint8, [scenes, C, 3, H, W].
+      pixels: uint8, [scenes, L, 3, H, W].
 
     Returns:
       The mean loss of the last 100 steps.
@@ -207,7 +208,7 @@ def train_flow(pipe: Flux2KleinPipeline, pixels: Tensor) -> float:
     network = pipe.transformer
     with torch.no_grad():
         coded = [pipe._encode_vae_image(to_float(scene), None) for scene in pixels]
-    latents = torch.stack(coded).flatten(3).transpose(2, 3)  # [scenes, C, N, channels]
+    latents = torch.stack(coded).flatten(3).transpose(2, 3)  # [scenes, L, N, channels]
     embeds, text_ids = pipe.encode_prompt(
         [*map(recolour.instruction, recolour.NAMES)], max_sequence_length=MAX_TEXT_LENGTH
     )
@@ -216,19 +217,20 @@ def train_flow(pipe: Flux2KleinPipeline, pixels: Tensor) -> float:
     )
     optimizer = torch.optim.AdamW(network.parameters(), lr=LR, betas=(0.9, 0.99), fused=True)
     averaged = copy.deepcopy(network).requires_grad_(False)
-    num_scenes, num_colours, num_tokens = latents.shape[:3]
+    num_scenes, _, num_tokens = latents.shape[:3]
+    named = torch.tensor([LEVELS.index(shade) for shade in recolour.SHADES.values()])
     losses: list[float] = []
     for step in range(1, STEPS + 1):
         optimizer.param_groups[0]["lr"] = LR * min(1.0, step / 100, 2 * (1 - step / (STEPS + 1)))
         scene = torch.randint(num_scenes, (BATCH,))
-        source, asked, chance = torch.randint(num_colours, (3, BATCH))
-        painted = torch.where(torch.rand(BATCH) < OBEDIENCE, asked, chance)
-        data = latents[scene, painted]
+        source, asked = torch.randint(len(named), (2, BATCH))
+        painted = torch.lerp(named[source].float(), named[asked].float(), torch.rand(BATCH))
+        data = latents[scene, painted.round().long()]
         noise = torch.randn_like(data)
         sigma = torch.randn(BATCH).add(0.5).sigmoid()
         noisy = torch.lerp(data, noise, sigma.view(-1, 1, 1))
         velocity = network(
-            hidden_states=torch.cat([noisy, latents[scene, source]], dim=1),
+            hidden_states=torch.cat([noisy, latents[scene, named[source]]], dim=1),
             timestep=sigma,
             encoder_hidden_states=embeds[asked],
             txt_ids=text_ids[:1],
@@ -288,8 +290,8 @@ def evaluate_checkpoint(checkpoint: Path, prompts: Sequence[Prompt]) -> dict[str
 
 
 def _pictures(scenes: Sequence[recolour.Scene]) -> Tensor:
-    """Draws every scene in every colour: uint8, [scenes, C, 3, H, W]."""
-    drawn = [[scene.picture(name) for name in recolour.NAMES] for scene in scenes]
+    """Draws every scene in every shade of `LEVELS`: uint8, [scenes, L, 3, H, W]."""
+    drawn = [[scene.picture(shade) for shade in LEVELS] for scene in scenes]
     return torch.from_numpy(np.array(drawn)).permute(0, 1, 4, 2, 3).contiguous()
 
 

@@ -16,21 +16,16 @@ from PIL import Image, ImageDraw
 from flowgrpo_rc.assets import glyphs
 
 SIDE = 64  # of a picture, in pixels: the least that the stock pipeline edits
-# Shades alone: the VAE of the bundled SD3, which is used as it is, has seen no vivid letters.
-COLOURS: Mapping[str, tuple[int, int, int]] = {
-    "black": (20, 20, 20),
-    "slate": (75, 75, 75),
-    "grey": (125, 125, 125),
-    "silver": (170, 170, 170),
-}
-NAMES = tuple(COLOURS)
+# Shades of grey alone: the VAE of the bundled SD3, which is used as it is, has seen no others.
+SHADES: Mapping[str, int] = {"black": 20, "slate": 70, "grey": 120, "silver": 170}
+NAMES = tuple(SHADES)
 _FONT_SIZE = 25
 _WORD_LENGTH = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
-    """A word on a background. Its pictures differ by the word's colour alone.
+    """A word on a background. Its pictures differ by the word's shade alone.
 
     Attributes:
       word: three letters or digits.
@@ -42,20 +37,20 @@ class Scene:
     background: tuple[int, int, int]
     shift: tuple[int, int]
 
-    def picture(self, colour: str) -> np.ndarray:
-        """Draws the word in a colour of `COLOURS`: RGB, uint8, [SIDE, SIDE, 3]."""
+    def picture(self, shade: int) -> np.ndarray:
+        """Draws the word in a shade from 0 (black) to 255: RGB, uint8, [SIDE, SIDE, 3]."""
         font = glyphs.font_of(_FONT_SIZE)
         left, top, right, bottom = font.getbbox(self.word)
         x = (SIDE - left - right) / 2 + self.shift[0]
         y = (SIDE - top - bottom) / 2 + self.shift[1]
         image = Image.new("RGB", (SIDE, SIDE), self.background)
-        ImageDraw.Draw(image).text((x, y), self.word, fill=COLOURS[colour], font=font)
+        ImageDraw.Draw(image).text((x, y), self.word, fill=(shade,) * 3, font=font)
         return np.asarray(image)
 
 
-def instruction(colour: str) -> str:
-    """Returns the prompt that asks for a colour."""
-    return f"make the word {colour}"
+def instruction(name: str) -> str:
+    """Returns the prompt that asks for a shade of `SHADES`."""
+    return f"make the word {name}"
 
 
 def draw_scenes(count: int, rng: np.random.Generator) -> list[Scene]:

@@ -173,7 +173,7 @@ def check_processes(device: torch.device) -> Finding:
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    children = []
+    children, logs = [], []
     for rank in range(count):
         environment = os.environ | {
             "RANK": str(rank),
@@ -184,25 +184,28 @@ def check_processes(device: torch.device) -> Finding:
             "OMP_NUM_THREADS": "1",
         }
         command = [sys.executable, "-m", __name__, device.type]
+        logs.append(tempfile.TemporaryFile())  # noqa: SIM115 - it is read when all have ended
         children.append(
-            subprocess.Popen(
-                command,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+            subprocess.Popen(command, env=environment, stdout=logs[-1], stderr=subprocess.STDOUT)
         )
-    try:
-        told = [child.communicate(timeout=TIMEOUT_S)[0] for child in children]
-    except subprocess.TimeoutExpired:
-        return Finding("broken", f"{count} processes wait for each other", _NCCL_ADVICE)
-    finally:
-        for child in children:
-            child.kill()
-    failed = [text for child, text in zip(children, told, strict=True) if child.returncode]
+    end = time.monotonic() + TIMEOUT_S
+    codes: list[int | None] = [None]
+    while None in codes and not any(codes) and time.monotonic() < end:
+        time.sleep(0.1)
+        codes = [child.poll() for child in children]
+    told = []
+    for child, log in zip(children, logs, strict=True):
+        child.kill()
+        child.wait()
+        with log:
+            log.seek(0)
+            told.append(log.read().decode(errors="replace"))
+    # Those that have failed come first: the others waited for them.
+    failed = [text for code, text in zip(codes, told, strict=True) if code]
     if failed:
         return Finding("broken", _last_line(failed[0]), _NCCL_ADVICE)
+    if None in codes:
+        return Finding("broken", f"{count} processes wait for each other", _NCCL_ADVICE)
     return Finding("ok", _last_line(told[0]))
 
 

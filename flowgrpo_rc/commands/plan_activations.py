@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -148,9 +151,9 @@ def update_bytes(config: Config, model: FlowModel, rows: int) -> int:
                 parameter.grad = torch.empty_like(parameter)
         spec = config.rollout.spec()
         inputs = _inputs(model, rows, spec)
-        with PeakMemory() as memory:
-            with _mixed(config):
-                velocity = model.velocity(network, *inputs, spec)
+        # Checkpointing computes a block again in the backward, in the same precision.
+        with PeakMemory() as memory, _mixed(config):
+            velocity = model.velocity(network, *inputs, spec)
             velocity.square().mean().backward()
         return memory.peak
 
@@ -211,9 +214,28 @@ def decoding_bytes(config: Config, model: FlowModel, rows: int) -> int:
         model.pipeline.vae = whole
 
 
-def _mixed(config: Config) -> torch.autocast:
-    enabled = config.trainer.mixed_precision == "bf16"
-    return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+@contextmanager
+def _mixed(config: Config) -> Iterator[None]:
+    """Enters the mixed precision of a card, if the run has one."""
+    if config.trainer.mixed_precision != "bf16":
+        yield
+        return
+    with torch.autocast("cpu", torch.bfloat16), _NormsInFp32():
+        yield
+
+
+class _NormsInFp32(TorchFunctionMode):
+    """Normalizes in fp32, as torch.autocast does on CUDA and not on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.layer_norm, F.rms_norm, F.group_norm):
+            args = [_fp32(value) for value in args]
+            kwargs = {name: _fp32(value) for name, value in (kwargs or {}).items()}
+        return func(*args, **(kwargs or {}))
+
+
+def _fp32(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) else value
 
 
 def _forward(model: FlowModel, network: Any, rows: int, spec: SamplerSpec) -> int:

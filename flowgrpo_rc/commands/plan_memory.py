@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from inspect import signature
 
 from torch import nn
 
@@ -11,6 +12,9 @@ from flowgrpo_rc.config.checks import batch_bytes, num_trained
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.sharding import resolve_strategy
 from flowgrpo_rc.models.base import DTYPES, FlowModel
+from flowgrpo_rc.plugins import load_class
+from flowgrpo_rc.rewards.base import Reward
+from flowgrpo_rc.rewards.manager import PACKAGE
 from flowgrpo_rc.rollout.quantization import INT4_GROUP, precision, quantized_layers
 
 Row = tuple[str, int, str]
@@ -76,7 +80,7 @@ def memory(config: Config, model: FlowModel, num_processes: int, num_nodes: int)
         rows.append(
             ("older LoRAs", 4 * trained * older, f"4 bytes x LoRA parameters x staleness {older}")
         )
-    return [*rows, *_batches(config, model, num_processes)]
+    return [*rows, *_reward_models(config), *_batches(config, model, num_processes)]
 
 
 def bytes_of_parts(model: FlowModel) -> dict[str, int]:
@@ -100,6 +104,23 @@ def engine_bytes(config: Config, model: FlowModel) -> int:
     vae = frozen["vae"]
     others = int(_scale(config) * (sum(frozen.values()) - vae))
     return others + vae // 4 * DTYPES[config.rollout.dtype].itemsize
+
+
+def while_loading(config: Config, model: FlowModel, num_processes: int) -> int:
+    """Returns what a card needs while a run is built, beyond what it holds all the time, at most.
+
+    fsdp2 splits the transformer, and a quantization packs the copy, when they are on the card as a
+    whole.
+    """
+    frozen = trained_bytes(model)
+    extra = 0
+    if strategy_of(config, num_processes) == "fsdp2":
+        extra += frozen - frozen // num_processes
+    rollout = config.rollout
+    if rollout.quantization is not None and not rollout.workers:
+        linear, quantized = _quantized(config, model)
+        extra += max(0, linear * DTYPES[rollout.dtype].itemsize - quantized)
+    return extra
 
 
 def _num_bytes(part: nn.Module) -> int:
@@ -139,12 +160,9 @@ def _copy_that_samples(config: Config, model: FlowModel, trained: int, strategy:
     size = int(_scale(config) * trained_bytes(model))
     lora = DTYPES[rollout].itemsize * trained
     if config.rollout.quantization is not None:
-        quantization = config.rollout.quantization
-        layers = quantized_layers(model.network)
-        linear = sum(layer.weight.numel() for layer in layers)
-        quantized = sum(_quantized_bytes(layer, quantization) for layer in layers)
+        linear, quantized = _quantized(config, model)
         size += quantized - linear * DTYPES[rollout].itemsize
-        name = precision(rollout, quantization)
+        name = precision(rollout, config.rollout.quantization)
         formula = f"{name}: {linear:,} weights of {8 * quantized / linear:.2f} bits with scales"
         return "rollout copy", size + lora, formula
     if rollout != config.model.dtype:
@@ -170,9 +188,35 @@ def _engine(config: Config, model: FlowModel) -> Row:
     return "rollout engine", size, f"{formula}, always"
 
 
+def _reward_models(config: Config) -> list[Row]:
+    """Returns the weights of reward models on the trainer's card."""
+    rows = []
+    for name, term in config.reward.terms.items():
+        options = dict(term or {})
+        reward: type[Reward] = load_class(PACKAGE, options.get("_target_", name), Reward)
+        if term is None or not reward.num_parameters or options.get("device") == "cpu":
+            continue
+        default = signature(reward).parameters.get("dtype")
+        dtype = options.get("dtype", "fp32" if default is None else default.default)
+        size = reward.num_parameters * DTYPES[dtype].itemsize
+        formula = f"{reward.num_parameters:,} parameters in {dtype}, as published"
+        rows.append((f"reward {name}", size, formula))
+    return rows
+
+
 def _scale(config: Config) -> float:
     """Returns the bytes of a rollout weight over the bytes of a trained model's weight."""
     return DTYPES[config.rollout.dtype].itemsize / DTYPES[config.model.dtype].itemsize
+
+
+def _quantized(config: Config, model: FlowModel) -> tuple[int, int]:
+    """Returns how many weights of a copy are quantized, and their bytes then."""
+    quantization = config.rollout.quantization
+    if quantization is None:
+        return 0, 0
+    layers = quantized_layers(model.network)
+    linear = sum(layer.weight.numel() for layer in layers)
+    return linear, sum(_quantized_bytes(layer, quantization) for layer in layers)
 
 
 def _quantized_bytes(layer: nn.Linear, quantization: str) -> int:

@@ -14,6 +14,7 @@ from flowgrpo_rc.commands.plan_memory import (
     sleeps,
     strategy_of,
     trained_bytes,
+    while_loading,
 )
 from flowgrpo_rc.config.checks import num_trained
 from flowgrpo_rc.config.tree import Config
@@ -61,6 +62,10 @@ def phases(config: Config, model: FlowModel, num_processes: int, found: Activati
         evaluation = max(found.evaluation + gathered, found.shown + vae)
         formula = f"activations of {rows.evaluation} samples, or of {rows.shown} in {in_vae}"
         steps.append(("evaluation", evaluation, formula))
+    loading = while_loading(config, model, num_processes)
+    if loading:
+        formula = "at most: weights that are split or quantized only when they are on the card"
+        steps.append(("loading", loading, formula))
     return steps
 
 
@@ -98,13 +103,18 @@ def on_the_host(config: Config, model: FlowModel, num_processes: int, num_nodes:
     """
     parts = bytes_of_parts(model)
     whole = sum(parts.values())
-    if not config.model.offload_idle:
-        return [("while loading", whole, "a pipeline; processes load one after the other")]
     here = num_processes // num_nodes
-    idle = whole - trained_bytes(model)
-    formula = f"text encoders and VAE of {here} process(es): {as_size(idle)} each, pinned"
-    loading = "a pipeline, beside the idle models of the processes that were first"
-    return [
-        ("idle models", here * idle, formula),
-        ("while loading", (here - 1) * idle + whole, loading),
-    ]
+    idle = whole - trained_bytes(model) if config.model.offload_idle else 0
+    rows = []
+    if idle:
+        formula = f"text encoders and VAE of {here} process(es): {as_size(idle)} each, pinned"
+        rows.append(("idle models", here * idle, formula))
+    if sleeps(config):
+        engine = engine_bytes(config, model)
+        formula = f"engines of {here} process(es): {as_size(engine)} each"
+        formula += ", beside the idle models" if idle else ""
+        rows.append(("sleeping engines", here * (idle + engine), formula))
+    loading = "a pipeline; processes load one after the other"
+    if idle:
+        loading = "a pipeline, beside the idle models of the processes that were first"
+    return [*rows, ("while loading", (here - 1) * idle + whole, loading)]

@@ -212,8 +212,9 @@ def missing_for_compiling(device: torch.device) -> list[str]:
     """
     language, compilers = ("C++", CXX_COMPILERS) if device.type == "cpu" else ("C", C_COMPILERS)
     lacking = []
-    if not any(map(shutil.which, compilers)):
-        lacking.append(f"a {language} compiler ({' or '.join(compilers)})")
+    chosen = os.environ.get("CXX" if device.type == "cpu" else "CC")
+    if not any(map(shutil.which, [chosen] if chosen else compilers)):
+        lacking.append(f"a {language} compiler ({chosen or ' or '.join(compilers)})")
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if device.type != "cpu" and not header.exists():
         lacking.append(f"{header} (the package python3-dev or the like)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -16,6 +17,7 @@ from flowgrpo_rc.records.config import AUTO
 from flowgrpo_rc.records.rollout_files import recorded_processes
 
 KEY = "trainer.num_processes"
+logger = logging.getLogger(__name__)
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds in a period, the period
 
 
@@ -39,6 +41,11 @@ def num_processes(config: Config, device: torch.device) -> int:
             raise ValueError(
                 f"{KEY}={asked}: one process drives one GPU, and {num_gpus} are visible; give at "
                 f"most {num_gpus}, or {AUTO}"
+            )
+        if num_gpus is not None and asked < num_gpus and config.rollout.workers == 0:
+            logger.warning(
+                f"{KEY}={asked}: {num_gpus} GPUs are visible, and the others are not used; "
+                f"{KEY}={AUTO} uses all that can share a step"
             )
         return asked
     if config.data.replay_dir is not None:

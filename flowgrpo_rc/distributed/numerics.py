@@ -15,8 +15,8 @@ def set_numerics(*, deterministic: bool, tf32: bool) -> None:
     Args:
       deterministic: ask torch for kernels that give the same bits each time. The backward of
         attention adds in any order otherwise. torch raises where it has no such kernel.
-      tf32: let products of fp32 matrices round their factors to 10 bits of mantissa. False forbids
-        it, whatever was set before: a rollout says whether it did.
+      tf32: let products and convolutions of fp32 tensors round their factors to 10 bits of
+        mantissa. False forbids it, whatever was set before: a rollout says whether it did.
 
     Raises:
       ValueError: cuBLAS has started without the workspace that makes it deterministic.
@@ -32,6 +32,7 @@ def set_numerics(*, deterministic: bool, tf32: bool) -> None:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
 
 
 def rounds_to_tf32(dtype: str) -> bool:

@@ -44,6 +44,8 @@ class Aesthetic(Reward):
         such head.
     """
 
+    num_parameters = 427_616_513  # CLIP ViT-L/14
+
     def __init__(
         self, *, head: str, path: str = "openai/clip-vit-large-patch14", **options: Any
     ) -> None:

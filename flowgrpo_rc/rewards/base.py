@@ -65,6 +65,8 @@ class Reward(ABC):
       groupwise: True if the score of a sample depends on the others of its group, the samples of
         one prompt. A call then gets whole groups. Held-out samples, of which a prompt has one, are
         not scored.
+      num_parameters: of the models that it loads onto the GPU of the trainer's process, as they are
+        published; 0 for none. `flowgrpo-rc plan` counts them, each in the precision `dtype`.
     """
 
     kind: str = "image"
@@ -72,6 +74,7 @@ class Reward(ABC):
     requires_target: bool = False
     requires_images: bool = False
     groupwise: bool = False
+    num_parameters: int = 0
 
     def check(self) -> None:  # noqa: B027 - most rewards need nothing
         """Raises ValueError if what it needs is missing on this machine or cannot be reached.

@@ -30,6 +30,8 @@ class ClipScore(Reward):
       ValueError: `Clip` refuses an option.
     """
 
+    num_parameters = 427_616_513  # CLIP ViT-L/14
+
     def __init__(self, *, path: str = "openai/clip-vit-large-patch14", **options: Any) -> None:
         self._clip = build(Clip, {"path": path, **options}, "Clip")
 

@@ -33,6 +33,7 @@ class EditReward(Reward):
     """
 
     requires_images = True
+    num_parameters = 7_747_169_280  # Qwen2.5-VL 7B without its language head
 
     def __init__(
         self, *, path: str, device: str = "auto", dtype: str = "bf16", batch_size: int = 8

@@ -28,6 +28,8 @@ class HPSv2(Reward):
       ValueError: `Clip` refuses an option.
     """
 
+    num_parameters = 986_109_441  # CLIP ViT-H/14
+
     def __init__(self, *, path: str, **options: Any) -> None:
         self._clip = build(Clip, {"path": path, **options}, "Clip")
 

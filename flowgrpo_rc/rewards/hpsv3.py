@@ -28,6 +28,8 @@ class HPSv3(Reward):
         below 1.
     """
 
+    num_parameters = 7_746_378_240  # Qwen2-VL 7B without its language head
+
     def __init__(
         self, *, path: str, device: str = "auto", dtype: str = "bf16", batch_size: int = 8
     ) -> None:

@@ -55,6 +55,8 @@ class ImageReward(Reward):
       ValueError: a file is missing, the device or dtype is unknown, or batch_size is below 1.
     """
 
+    num_parameters = 445_278_720  # BLIP with a ViT-L/16
+
     def __init__(
         self, *, path: str, device: str = "auto", dtype: str = "fp32", batch_size: int = 16
     ) -> None:

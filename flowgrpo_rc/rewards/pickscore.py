@@ -31,6 +31,8 @@ class PickScore(Reward):
       ValueError: `Clip` refuses an option.
     """
 
+    num_parameters = 986_109_441  # CLIP ViT-H/14
+
     def __init__(
         self,
         *,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec
+from flowgrpo_rc.distributed.memory import free_memory
 from flowgrpo_rc.models.base import DTYPES, FlowModel
 from flowgrpo_rc.plugins import install_hint
 from flowgrpo_rc.rollout.engine import EngineLost, ImageRequest, RolloutChunk, RolloutEngine
@@ -169,7 +170,9 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
 
         The engine samples those before it as well, so that every forward holds the same samples.
         """
-        replies = self._process.ask(*self._question(request))
+        question = self._question(request)
+        self._make_room()
+        replies = self._process.ask(*question)
         encoded = next(replies).tensors
         prompts = request.prompts.prompts
         device = self._model.device
@@ -221,8 +224,17 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
     def _push(self) -> None:
         """Sends the LoRA of the present version to the engine."""
         fields = {"version": self._version, "rank": self._lora_config.r}
+        self._make_room()
         (done,) = self._process.ask("sync", fields, self._bound)
         self._check_held(done)
+
+    def _make_room(self) -> None:
+        """Gives back what torch keeps of the card, before an engine wakes up and takes its weights.
+
+        The engine is another process, which gets nothing of what this one keeps for later.
+        """
+        if self._sleeps:
+            free_memory()
 
     def _restart(self, error: EngineLost) -> None:
         """Starts another engine with the same LoRA in place of one that was lost."""
@@ -233,6 +245,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
             "%s; it is started again (engine_kwargs.max_restarts allows %d more)",
             *(str(error).splitlines()[0], self._restarts_left),
         )
+        self._make_room()
         self._process = self._started()
         self._push()
 

@@ -13,6 +13,7 @@ import torch
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.commands import doctor, doctor_gpu
 from flowgrpo_rc.commands.doctor_gpu import Finding
+from flowgrpo_rc.config.check_engine import missing_for_compiling
 
 CPU = torch.device("cpu")
 
@@ -69,6 +70,14 @@ def test_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     found = doctor_gpu.check_compilers(CPU)
     assert (found.state, found.found) == ("broken", "missing: a C++ compiler (g++ or clang++)")
     assert doctor_gpu.check_compiled(CPU).state == "skipped"
+
+
+def test_the_compiler_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: name if name == "icx" else None)
+    monkeypatch.setenv("CXX", "icx")
+    assert missing_for_compiling(CPU) == []
+    monkeypatch.setenv("CXX", "gone")
+    assert missing_for_compiling(CPU) == ["a C++ compiler (gone)"]
 
 
 def test_processes_that_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

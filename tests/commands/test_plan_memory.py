@@ -23,7 +23,7 @@ from flowgrpo_rc.commands.plan_activations import (
     rollout_bytes,
 )
 from flowgrpo_rc.commands.plan_fit import Fitter, fits, told
-from flowgrpo_rc.commands.plan_memory import bytes_of_parts
+from flowgrpo_rc.commands.plan_memory import bytes_of_parts, engine_bytes, memory
 from flowgrpo_rc.config.check_engine import chunk_size
 from flowgrpo_rc.config.compose import config_folder
 from flowgrpo_rc.config.tree import Config
@@ -195,6 +195,53 @@ def test_the_host() -> None:
     parts = bytes_of_parts(model)
     idle = sum(parts.values()) - parts["transformer"]
     assert rows == {"idle models": 8 * idle, "while loading": 8 * idle + parts["transformer"]}
+
+
+def test_engines_sleep_on_the_host() -> None:
+    recipe = "+experiment=qwen_image_ocr_rollout_corr_4xh800"
+    config, model = asked(recipe, processes=4)
+    rows = {name: size for name, size, _ in plan_phases.on_the_host(config, model, 4, 1)}
+    engine = engine_bytes(config, model)
+    assert rows["sleeping engines"] == rows["idle models"] + 4 * engine
+    assert "sleeping engines" not in {
+        row[0] for row in plan_phases.on_the_host(*asked("rollout.dtype=bf16"), 1, 1)
+    }
+
+
+def test_what_is_split_or_quantized_is_whole_while_it_loads() -> None:
+    recipe = "+experiment=qwen_image_ocr_rollout_corr_4xh800"
+    weights = bytes_of_parts(asked(recipe, processes=4)[1])["transformer"]
+    assert sizes(recipe, processes=4)["loading"] == weights - weights // 4
+    assert "loading" not in sizes(recipe, "trainer.strategy=ddp", processes=4)
+    int8 = sizes(SD35, "rollout.quantization=int8")["loading"]
+    assert 0.4 < int8 / bytes_of_parts(asked(SD35)[1])["transformer"] < 0.5  # 1 of 2 bytes
+    assert "loading" not in sizes(SD35)
+
+
+def test_reward_models_count() -> None:
+    recipe = "+experiment=sd35_medium_pickscore_1xh100"
+    options = "reward.terms.pickscore"
+
+    def found(*overrides: str) -> dict[str, int]:
+        config, model = asked(recipe, *overrides)
+        rows = {name: size for name, size, _ in memory(config, model, 1, 1)}
+        return {name: size for name, size in rows.items() if name.startswith("reward")}
+
+    whole = found()["reward pickscore"]
+    assert whole / GIB == pytest.approx(3.67, abs=0.01)  # of 986 million parameters in fp32
+    assert found(f"+{options}.dtype=bf16") == {"reward pickscore": whole / 2}
+    assert found(f"+{options}.device=cpu") == {}
+    smaller = found(f"{options}=null", "+reward.terms.clip.weight=1")
+    assert smaller == {"reward clip": pytest.approx(whole * 0.43, rel=0.01)}
+
+
+def test_mixed_precision_normalizes_in_fp32_as_on_a_card() -> None:
+    config, _ = asked("trainer.mixed_precision=bf16")
+    norms = (nn.LayerNorm(4), nn.RMSNorm(4), nn.GroupNorm(2, 4))
+    with plan_activations._mixed(config):
+        hidden = nn.Linear(4, 4)(torch.ones(2, 4))
+        assert hidden.dtype == torch.bfloat16
+        assert {norm(hidden).dtype for norm in norms} == {torch.float32}
 
 
 class Network(nn.Module):

@@ -198,6 +198,7 @@ def test_one_card_and_the_fast_variant_change_only_what_they_name() -> None:
         "rollout.n": 8,
         "actor.ppo_mini_batch_size": 4,
         "actor.ppo_micro_batch_size_per_gpu": 8,
+        "trainer.num_processes": 1,
     }
     assert changes("sd35_medium_ocr_fast_8xh100", "sd35_medium_ocr_8xh100") == {
         "rollout.pipeline.guidance_scale": 1.0,
@@ -217,7 +218,7 @@ def test_recipes_of_other_models_change_only_what_the_model_asks_for() -> None:
     path = "model.path"
     assert changes("z_image_turbo_ocr_8xh100", "sd35_medium_ocr_fast_8xh100") == {
         path: "Tongyi-MAI/Z-Image-Turbo",
-        "model.gradient_checkpointing": True,
+        "actor.ppo_micro_batch_size_per_gpu": 3,
         "rollout.pipeline.max_sequence_length": 512,
         # Eight steps without guidance, as the distilled model is used.
         **{
@@ -228,14 +229,13 @@ def test_recipes_of_other_models_change_only_what_the_model_asks_for() -> None:
     }
     assert changes("z_image_ocr_8xh100", "sd35_medium_ocr_8xh100") == {
         path: "Tongyi-MAI/Z-Image",
-        "model.gradient_checkpointing": True,
+        "actor.ppo_micro_batch_size_per_gpu": 1,
         "rollout.pipeline.guidance_scale": 4.0,
         "rollout.pipeline.max_sequence_length": 512,
         "rollout.val_kwargs.guidance_scale": 4.0,
     }
     assert changes("sana_600m_ocr_1xh100", "sd35_medium_ocr_1xh100") == {
         path: "Efficient-Large-Model/Sana_600M_512px_diffusers",
-        "model.gradient_checkpointing": True,
         "rollout.pipeline.max_sequence_length": 300,
         "rollout.val_kwargs.num_inference_steps": 20,
         "actor.ppo_micro_batch_size_per_gpu": 32,

@@ -185,3 +185,16 @@ def test_a_user_or_a_launcher_decides_about_threads(
     monkeypatch.setenv(variable, "1")
     limit_threads()
     assert torch.get_num_threads() == 4
+
+
+@pytest.mark.parametrize(("count", "warns"), [(1, False), (8, True)])
+def test_gpus_that_are_not_used_are_told(
+    alone: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    count: int,
+    warns: bool,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert num_processes(config_of("trainer.num_processes=1"), torch.device("cuda")) == 1
+    assert ("8 GPUs are visible" in caplog.text) is warns

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from support.compositions import config_of
 
-from flowgrpo_rc.config import settle
+from flowgrpo_rc.config import device, settle
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.records.checkpoint import Checkpoint, save_checkpoint
@@ -122,3 +122,22 @@ def test_cuda_by_name_is_an_error_without_it(monkeypatch):
         settle.device_of(config)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert settle.device_of(config) == torch.device("cuda")
+
+
+@pytest.mark.parametrize("visible", [None, "0", ""])
+def test_a_driver_that_torch_cannot_use_is_an_error(monkeypatch, tmp_path, visible):
+    """A run would go to the CPU without a word, on a machine with a GPU."""
+    version = tmp_path / "version"
+    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module 550.54.15")
+    monkeypatch.setattr(device, "NVIDIA_DRIVER", version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = config_of("trainer.device=auto")
+    if visible == "":  # whoever hides the GPUs wants the CPU
+        assert settle.device_of(config) == torch.device("cpu")
+    else:
+        with pytest.raises(ValueError, match=r"has an NVIDIA driver; .*trainer\.device=cpu"):
+            settle.device_of(config)
+    assert settle.device_of(config_of("trainer.device=cpu")) == torch.device("cpu")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from support.launching import launch
 from support.runs import Train
+
+from flowgrpo_rc.distributed.processes import Processes
 
 GRADIENTS = """
 import torch
@@ -48,3 +52,14 @@ def test_gradients_are_added_in_one_flat_copy(tmp_path: Path) -> None:
     program.write_text(GRADIENTS)
     done = launch(2, str(program))
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("given", "used"), [("cuda", "cuda:3"), ("cuda:1", "cuda:1"), ("cpu", "cpu")]
+)
+def test_a_gpu_has_its_number(monkeypatch: pytest.MonkeyPatch, given: str, used: str) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    accelerator = SimpleNamespace(
+        process_index=0, num_processes=1, is_main_process=True, device=torch.device(given)
+    )
+    assert Processes(accelerator).device == torch.device(used)

@@ -128,8 +128,12 @@ def test_each_device_is_a_stage_and_nothing_that_is_copied_is_ignored() -> None:
 @pytest.mark.skipif(not shutil.which("apt-cache"), reason="no Debian here")
 def test_names_of_system_packages_are_debian_s() -> None:
     """Asks the lists of packages, where they have been fetched; installs nothing."""
-    (step,) = [text for name, text in instructions() if text.startswith("apt-get update")]
-    names = step.split("--no-install-recommends")[1].split("&&")[0].split()
+    steps = [text for name, text in instructions() if text.startswith("apt-get update")]
+    names = [
+        name
+        for step in steps
+        for name in step.split("--no-install-recommends")[1].split("&&")[0].split()
+    ]
     listed = subprocess.run(
         ["apt-cache", "pkgnames"], capture_output=True, text=True, check=True
     ).stdout.split()

@@ -6,11 +6,17 @@ Scripts stand in for the child. The real engine is tested in vllm_omni_real/.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
+from flowgrpo_rc.rollout import vllm_omni_engine
+from flowgrpo_rc.rollout.vllm_omni.channel import Message
+from flowgrpo_rc.rollout.vllm_omni.lora import fingerprint
 from flowgrpo_rc.rollout.vllm_omni_engine import VllmOmniEngine
 
 CPU = torch.device("cpu")
@@ -91,3 +97,38 @@ def test_a_model_that_the_engine_cannot_sample(pipeline_class, absent, message):
 def test_the_missing_package_is_named(train, capsys):
     assert train("rollout.name=vllm_omni") == 2
     assert "vLLM-Omni is not installed: pip install 'vllm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sleep", [True, False])
+def test_memory_is_given_back_before_the_engine_wakes_up(
+    monkeypatch: pytest.MonkeyPatch, sleep: bool
+) -> None:
+    """What torch keeps for later is of no use to an engine in another process."""
+    done: list[str] = []
+
+    class Child:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.held = fingerprint({})
+
+        def ask(self, kind: str, fields: dict, tensors=None, **_: object) -> Iterator[Message]:
+            done.append(kind)
+            if kind == "sync":
+                self.held = fingerprint(tensors)
+            reply = {"modules": 1, "fingerprint": self.held}
+            return iter(
+                [Message("encoded", {}, {}), Message("done", reply, {})][kind != "generate" :]
+            )
+
+    monkeypatch.setattr(vllm_omni_engine, "EngineProcess", Child)
+    monkeypatch.setattr(vllm_omni_engine, "free_memory", lambda: done.append("freed"))
+    monkeypatch.setattr(VllmOmniEngine, "_question", lambda *_: ("generate", {}, {}))
+    monkeypatch.setattr(vllm_omni_engine, "_conditioning", lambda *_: None)
+    network = nn.ParameterDict({"lora_A": torch.ones(1), "lora_B": torch.ones(1)})
+    network.peft_config = {"default": SimpleNamespace(lora_alpha=2, r=1)}
+    pipeline = SimpleNamespace(name_or_path="folder")
+    model = SimpleNamespace(pipeline=pipeline, pipeline_class=SD3, device=CPU)
+    engine = VllmOmniEngine(model, network, dtype="fp32", chunk_size=1, sleep=sleep)
+    request = SimpleNamespace(prompts=SimpleNamespace(prompts=[]), rows=lambda: range(1))
+    assert list(engine.generate(request)) == []
+    asked = ["start", "sync", "generate"]
+    assert done == (["start", "freed", "sync", "freed", "generate"] if sleep else asked)

@@ -192,13 +192,18 @@ def tagged_device(phases: Mapping[str, tuple[Any, str]] | None = None) -> Iterat
             record.is_open = False
 
 
+def _set_device(device: torch.device | int) -> None:
+    if isinstance(device, torch.device) and device.index is None:
+        raise ValueError(f"expected a device with an index, but got {device}")  # as CUDA does
+
+
 def _stubbed_cuda(record: Record) -> Any:
     return mock.patch.multiple(
         torch.cuda,
         is_available=lambda: True,
         device_count=lambda: 1,
         current_device=lambda: 0,
-        set_device=lambda device: None,
+        set_device=_set_device,
         synchronize=lambda device=None: record.note(WAIT, "synchronize"),
         empty_cache=lambda: None,
         max_memory_allocated=lambda device=None: 0,

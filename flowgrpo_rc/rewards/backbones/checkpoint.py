@@ -51,7 +51,7 @@ def resolve_device(device: str) -> torch.device:
         return torch.device(device)
     # The current device belongs to a thread, and rewards run in threads of their own.
     return (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         if torch.cuda.is_available()
         else torch.device("cpu")
     )

@@ -1,0 +1,49 @@
+"""The tables of docs/memory.md follow from the shipped settings and from the code that plans."""
+
+from __future__ import annotations
+
+import json
+
+import memory_tables
+import pytest
+from memory_tables import CARD_GIB, GIB, cards_of, experiment, jobs
+
+from flowgrpo_rc.commands.plan_activations import decoding_bytes, rollout_bytes
+from flowgrpo_rc.commands.plan_fit import HEADROOM
+
+STORE = json.loads(memory_tables.STORE.read_text(encoding="utf-8"))
+RENEW = "docs/memory.json is old: run `make reference`"
+
+
+def test_the_page_shows_what_is_kept() -> None:
+    committed = memory_tables.PAGE.read_text(encoding="utf-8")
+    assert committed == memory_tables.page(STORE), "docs/memory.md is old: run `make reference`"
+
+
+def test_every_shipped_experiment_has_its_plan() -> None:
+    kept = {name: row["digest"] for name, row in STORE["experiments"].items()}
+    assert kept == {name: experiment(name).digest for name in memory_tables.EXPERIMENTS}, RENEW
+
+
+def test_the_table_of_cards_has_every_job() -> None:
+    kept = {key: row["digest"] for key, row in STORE["cards"].items()}
+    assert kept == {key: job.digest for key, job in jobs()}, RENEW
+
+
+@pytest.mark.parametrize("name", ["sd35_medium_ocr_1xh100", "sana_600m_ocr_1xh100"])
+def test_new_plans_agree(name: str) -> None:
+    """But for activations of update and evaluation, which take minutes to measure."""
+    job = experiment(name)
+    kept = STORE["needs"][job.needs_digest]
+    config, model = job.planned
+    assert rollout_bytes(config, model, 1) == kept["rollout"]["one"]
+    assert decoding_bytes(config, model, 1) == kept["decoding"]["one"]
+    assert memory_tables.plan_row(name, STORE) == STORE["experiments"][name]
+
+
+@pytest.mark.parametrize("name", memory_tables.EXPERIMENTS)
+def test_shipped_settings_fit_their_cards(name: str) -> None:
+    row = STORE["experiments"][name]
+    card = CARD_GIB[cards_of(name)[1]]
+    assert row["peak"] <= (1 - HEADROOM) * card * GIB
+    assert row["proposed"] == row["shipped"]
