@@ -147,8 +147,7 @@ class Spec:
 
     Attributes:
       dtype: precision of the rollout's weights, such as `bf16` or `bf16+int8`.
-      tf32: whether products of fp32 matrices round their factors to TF32. False in what older
-        versions have saved.
+      tf32: whether products of fp32 matrices round their factors to TF32; in older files False.
     """
 
     dtype: str
@@ -183,8 +182,8 @@ class SamplerSpec(Spec):
       sde_type: a kind of `core.transition`.
       log_prob_convention: `gaussian` or `peers`, see `core.transition.log_prob`.
       max_sequence_length: the most text tokens of a prompt.
-      true_cfg_scale: scale of guidance on a negative prompt, for models that have both kinds; None
-        for the others.
+      true_cfg_scale: of guidance on a negative prompt, for models with both kinds; else None.
+      guidance_scale_2: of the second transformer of models that have two; None: guidance_scale.
       num_frames: frames of a video; None for images.
       condition_images: the most condition images of a prompt; 0: prompts have none.
       condition_pixels: the area of a condition image that the model is given, in pixels.
@@ -203,6 +202,7 @@ class SamplerSpec(Spec):
     log_prob_convention: str
     max_sequence_length: int
     true_cfg_scale: float | None = None
+    guidance_scale_2: float | None = None
     num_frames: int | None = None
     condition_images: int = 0
     condition_pixels: int = 2**20

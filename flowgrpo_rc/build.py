@@ -35,6 +35,7 @@ from flowgrpo_rc.losses.auto_clip import AutoClip
 from flowgrpo_rc.models.base import load_model
 from flowgrpo_rc.models.causal_lm import load_causal_lm
 from flowgrpo_rc.models.lora import add_lora, lora_parameters, reference_policy
+from flowgrpo_rc.models.networks import transformers
 from flowgrpo_rc.monitoring.expected_mismatch import (
     ENOUGH,
     LEAST,
@@ -174,7 +175,7 @@ def shard(config: Config, network: Any, processes: Processes) -> None:
     strategy = resolve_strategy(config.trainer.strategy)
     if processes.count > 1 and strategy == "fsdp2":
         timeout = timedelta(seconds=config.trainer.timeout_s)
-        shard_frozen_weights(network, processes.device, timeout)
+        shard_frozen_weights(transformers(network).values(), processes.device, timeout)
 
 
 def make_rejected(config: Config, folder: RunFolder, processes: Processes) -> RejectedSamples:
@@ -281,7 +282,8 @@ def make_task(config: Config, processes: Processes) -> Task:
         model.check(spec, f"rollout.{key}")
     network = add_lora(model, config.model, seed)
     if checkpointing:
-        model.transformer.enable_gradient_checkpointing()
+        for part in transformers(network).values():
+            part.enable_gradient_checkpointing()
     policy = FlowPolicy(
         model,
         network,

@@ -150,12 +150,18 @@ def other_guidance(model: FlowModel, spec: SamplerSpec) -> SamplerSpec:
 def with_guidance(spec: SamplerSpec, key: str, scale: float) -> SamplerSpec:
     """Returns the sampler with another guidance.
 
+    A second scale moves with the first, and both reach 1, which is no guidance, together.
+
     Args:
       spec: the sampler.
       key: guidance_scale or true_cfg_scale.
       scale: value of the key.
     """
     changed: dict[str, Any] = {key: scale}
+    second = spec.guidance_scale_2
+    if key == "guidance_scale" and second is not None and spec.guidance_scale > 1:
+        share = (scale - 1) / (spec.guidance_scale - 1)
+        changed["guidance_scale_2"] = 1 + (second - 1) * share
     return replace(spec, **changed)
 
 

@@ -13,6 +13,7 @@ from flowgrpo_rc.config.tree import stored_config
 from flowgrpo_rc.export.hub import check_push, push
 from flowgrpo_rc.export.lora import export_lora
 from flowgrpo_rc.export.model_card import check_card, write_model_card
+from flowgrpo_rc.models.networks import others_in
 from flowgrpo_rc.records.checkpoint import CheckpointError, load_checkpoint
 from flowgrpo_rc.records.run_folder import RunFolder
 
@@ -64,7 +65,10 @@ def export_checkpoint(
     tensors = loaded.tensors["lora"] if raw else loaded.tensors.get("ema", loaded.tensors["lora"])
     written = export_lora(tensors, config.model, Path(out))
     source = push_to_hub or "path/to/this/folder"
-    write_model_card(Path(out), run_dir, config, step=loaded.step, raw=raw, source=source)
+    others = others_in(tensors)
+    write_model_card(
+        Path(out), run_dir, config, step=loaded.step, raw=raw, source=source, others=others
+    )
     if push_to_hub is not None:
-        print(push(api, Path(out), push_to_hub, public=public))
+        print(push(api, Path(out), push_to_hub, public=public, others=others))
     return written

@@ -147,8 +147,9 @@ def make_plan(
         (name, numbers_in(part), type(part).__name__) for name, part in parts_of(model).items()
     ]
     trained = num_trained(model)
-    share = 100 / numbers_in(model.transformer) * trained
-    parameters.append(("LoRA", trained, f"trained: {share:.2f}% of the transformer"))
+    share = 100 / numbers_in(model.network) * trained
+    whose = "transformers" if len(model.networks) > 1 else "transformer"
+    parameters.append(("LoRA", trained, f"trained: {share:.2f}% of the {whose}"))
     where = f"{num_processes} process"
     if num_processes > 1:
         where += f"es, {strategy_of(config, num_processes)}"

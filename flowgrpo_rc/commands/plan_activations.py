@@ -116,6 +116,8 @@ def rows_of(config: Config) -> Rows:
 def activations(config: Config, model: FlowModel) -> Activations:
     """Measures the activations of a run, with its settings, on fake tensors.
 
+    Of several transformers the first is measured: each row goes through one of them.
+
     Args:
       config: the settings of a flow model.
       model: on the meta device, with its LoRA.
@@ -148,14 +150,14 @@ def update_bytes(config: Config, model: FlowModel, rows: int) -> int:
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
         spec = config.rollout.spec()
-        inputs = _inputs(model, rows, spec)
+        inputs = blank_inputs(model, rows, spec)
         # Checkpointing computes a block again in the backward, in the same precision.
         with PeakMemory() as memory, _mixed(config):
             velocity = model.velocity(network, *inputs, spec)
             velocity.square().mean().backward()
         return memory.peak
 
-    return _measured(model.network, train)
+    return measured(model.transformer, train)
 
 
 def rollout_bytes(config: Config, model: FlowModel, rows: int) -> int:
@@ -170,7 +172,7 @@ def rollout_bytes(config: Config, model: FlowModel, rows: int) -> int:
     def sample(network: Any) -> int:
         return _forward(model, network, rows, config.rollout.spec())
 
-    return _measured(model.network, sample, DTYPES[config.rollout.dtype])
+    return measured(model.transformer, sample, DTYPES[config.rollout.dtype])
 
 
 def evaluation_bytes(config: Config, model: FlowModel, rows: int) -> int:
@@ -186,7 +188,7 @@ def evaluation_bytes(config: Config, model: FlowModel, rows: int) -> int:
         with _mixed(config):
             return _forward(model, network, rows, config.rollout.held_out_spec())
 
-    return _measured(model.network, sample)
+    return measured(model.transformer, sample)
 
 
 def decoding_bytes(config: Config, model: FlowModel, rows: int) -> int:
@@ -237,13 +239,13 @@ def _fp32(value: Any) -> Any:
 
 
 def _forward(model: FlowModel, network: Any, rows: int, spec: SamplerSpec) -> int:
-    inputs = _inputs(model, rows, spec)
+    inputs = blank_inputs(model, rows, spec)
     with torch.no_grad(), PeakMemory() as memory:
         model.velocity(network, *inputs, spec)
     return memory.peak
 
 
-def _inputs(model: FlowModel, rows: int, spec: SamplerSpec) -> _Inputs:
+def blank_inputs(model: FlowModel, rows: int, spec: SamplerSpec) -> _Inputs:
     """Returns latents, timesteps, conditioning and negative of `rows` samples."""
     conditioning = model.blank_conditioning(rows, spec)
     negative = model.blank_conditioning(rows, spec) if model.cfg_scale(spec) > 1 else None
@@ -251,7 +253,7 @@ def _inputs(model: FlowModel, rows: int, spec: SamplerSpec) -> _Inputs:
     return latents, torch.empty(rows), conditioning, negative
 
 
-def _measured(
+def measured(
     network: nn.Module, measure: Callable[[Any], int], dtype: torch.dtype | None = None
 ) -> int:
     """Returns the bytes that a function finds on a network whose tensors are fakes.

@@ -26,6 +26,12 @@ def parts_of(model: FlowModel) -> dict[str, nn.Module]:
     return {name: part for name, part in components if isinstance(part, nn.Module)}
 
 
+def trained_bytes(model: FlowModel) -> int:
+    """Returns the bytes of the transformers, without the LoRA."""
+    frozen = bytes_of_parts(model)
+    return sum(frozen[name] for name in model.networks)
+
+
 def numbers_in(part: nn.Module) -> int:
     """Returns how many frozen parameters a network has; those of a LoRA are not frozen."""
     return sum(p.numel() for p in part.parameters() if not p.requires_grad)
@@ -54,8 +60,8 @@ def memory(config: Config, model: FlowModel, num_processes: int, num_nodes: int)
     trained = num_trained(model)
     strategy = strategy_of(config, num_processes)
     rows = [
-        _transformer(config, frozen["transformer"], strategy, num_processes, num_nodes),
-        _other_parts(config, sum(frozen.values()) - frozen["transformer"]),
+        _transformer(config, model, strategy, num_processes, num_nodes),
+        _other_parts(config, sum(frozen.values()) - trained_bytes(model)),
         ("LoRA", 4 * trained, "4 bytes x LoRA parameters"),
         ("gradients", 4 * trained, "4 bytes x LoRA parameters"),
     ]
@@ -68,7 +74,7 @@ def memory(config: Config, model: FlowModel, num_processes: int, num_nodes: int)
     if config.rollout.workers:
         rows.append(_workers(config, model, frozen, trained))
     else:
-        rows.append(_copy_that_samples(config, model, frozen, trained, strategy))
+        rows.append(_copy_that_samples(config, model, trained, strategy))
     older = config.rollout.staleness
     if older:
         rows.append(
@@ -106,7 +112,7 @@ def while_loading(config: Config, model: FlowModel, num_processes: int) -> int:
     fsdp2 splits the transformer, and a quantization packs the copy, when they are on the card as a
     whole.
     """
-    frozen = bytes_of_parts(model)["transformer"]
+    frozen = trained_bytes(model)
     extra = 0
     if strategy_of(config, num_processes) == "fsdp2":
         extra += frozen - frozen // num_processes
@@ -124,19 +130,20 @@ def _num_bytes(part: nn.Module) -> int:
 
 
 def _transformer(
-    config: Config, size: int, strategy: str, num_processes: int, num_nodes: int
+    config: Config, model: FlowModel, strategy: str, num_processes: int, num_nodes: int
 ) -> Row:
     """With fsdp2 each machine holds the weights once, or all machines together with one process
     each.
     """
-    shards = 1
+    size, shards = trained_bytes(model), 1
     if strategy == "fsdp2":
         per_node = num_processes // num_nodes
         shards = per_node if per_node > 1 else num_processes
     spread = "whole on each rank"
     if shards > 1:
         spread = f"/ {shards} (fsdp2; {as_size(size)} while loading)"
-    return "transformer", size // shards, f"{config.model.dtype} weights and buffers, {spread}"
+    name = "transformers" if len(model.networks) > 1 else "transformer"
+    return name, size // shards, f"{config.model.dtype} weights and buffers, {spread}"
 
 
 def _other_parts(config: Config, size: int) -> Row:
@@ -145,14 +152,12 @@ def _other_parts(config: Config, size: int) -> Row:
     return "text encoders, VAE", size, f"{config.model.dtype} encoders, fp32 VAE"
 
 
-def _copy_that_samples(
-    config: Config, model: FlowModel, frozen: dict[str, int], trained: int, strategy: str
-) -> Row:
+def _copy_that_samples(config: Config, model: FlowModel, trained: int, strategy: str) -> Row:
     """Returns the copy in the trainer's process, or an engine with a pipeline of its own."""
     if not engine_of(config).copies_network:
         return _engine(config, model)
     rollout = config.rollout.dtype
-    size = int(_scale(config) * frozen["transformer"])
+    size = int(_scale(config) * trained_bytes(model))
     lora = DTYPES[rollout].itemsize * trained
     if config.rollout.quantization is not None:
         linear, quantized = _quantized(config, model)
@@ -164,13 +169,13 @@ def _copy_that_samples(
         return "rollout copy", size + lora, f"{rollout} transformer and LoRA"
     if strategy == "fsdp2":
         formula = f"{rollout} transformer, whole, and fp32 LoRA"
-        return "rollout copy", frozen["transformer"] + 4 * trained, formula
+        return "rollout copy", trained_bytes(model) + 4 * trained, formula
     return "rollout copy", 4 * trained, "shares the frozen weights; fp32 LoRA of its own"
 
 
 def _workers(config: Config, model: FlowModel, frozen: dict[str, int], trained: int) -> Row:
     """Returns nothing for this process; a worker has a whole model, its LoRA and a copy of both."""
-    name, copy, _ = _copy_that_samples(config, model, frozen, trained, "ddp")
+    name, copy, _ = _copy_that_samples(config, model, trained, "ddp")
     size = sum(frozen.values()) + 4 * trained + copy
     return name, 0, f"in workers, each with a whole model: {as_size(size)}"
 
@@ -209,7 +214,7 @@ def _quantized(config: Config, model: FlowModel) -> tuple[int, int]:
     quantization = config.rollout.quantization
     if quantization is None:
         return 0, 0
-    layers = quantized_layers(model.transformer)
+    layers = quantized_layers(model.network)
     linear = sum(layer.weight.numel() for layer in layers)
     return linear, sum(_quantized_bytes(layer, quantization) for layer in layers)
 

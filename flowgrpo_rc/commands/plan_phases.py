@@ -4,8 +4,6 @@ the host.
 
 from __future__ import annotations
 
-from typing import Any
-
 from flowgrpo_rc.commands.plan_activations import Activations, rows_at_once, rows_of
 from flowgrpo_rc.commands.plan_memory import (
     Row,
@@ -15,11 +13,13 @@ from flowgrpo_rc.commands.plan_memory import (
     has_engine_process,
     sleeps,
     strategy_of,
+    trained_bytes,
     while_loading,
 )
 from flowgrpo_rc.config.checks import num_trained
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.models.networks import transformers
 
 # CUDA's context, the kernels of torch and the workspaces of cuBLAS. Assumed, not measured.
 CONTEXT = 3 * 2**28
@@ -55,7 +55,7 @@ def phases(config: Config, model: FlowModel, num_processes: int, found: Activati
         formula = f"activations of {rows.decoding} samples in {in_vae}"
         steps.append(("decoding", found.decoding + vae, formula))
     if offload:
-        encoders = sum(parts.values()) - parts["transformer"] - parts["vae"]
+        encoders = sum(parts.values()) - trained_bytes(model) - parts["vae"]
         steps.append(("encoding", encoders, "text encoders; their activations are small"))
     trainer = config.trainer
     if trainer.val_before_train or trainer.test_freq >= 0:
@@ -76,14 +76,13 @@ def _gathered(config: Config, model: FlowModel, num_processes: int) -> int:
     """
     if strategy_of(config, num_processes) != "fsdp2":
         return 0
-    network: Any = model.network
-    names = set(network._no_split_modules)
     blocks = [
         sum(p.numel() * p.itemsize for p in module.parameters() if not p.requires_grad)
+        for network in transformers(model.network).values()
         for module in network.modules()
-        if type(module).__name__ in names
+        if type(module).__name__ in network._no_split_modules
     ]
-    return bytes_of_parts(model)["transformer"] - sum(blocks) + 2 * max(blocks)
+    return trained_bytes(model) - sum(blocks) + 2 * max(blocks)
 
 
 def context(config: Config) -> Row:
@@ -105,7 +104,7 @@ def on_the_host(config: Config, model: FlowModel, num_processes: int, num_nodes:
     parts = bytes_of_parts(model)
     whole = sum(parts.values())
     here = num_processes // num_nodes
-    idle = whole - parts["transformer"] if config.model.offload_idle else 0
+    idle = whole - trained_bytes(model) if config.model.offload_idle else 0
     rows = []
     if idle:
         formula = f"text encoders and VAE of {here} process(es): {as_size(idle)} each, pinned"

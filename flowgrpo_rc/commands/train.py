@@ -29,6 +29,7 @@ from flowgrpo_rc.distributed.stopping import EXIT_STOPPED, StopRequest
 from flowgrpo_rc.export.lora import export_lora
 from flowgrpo_rc.export.model_card import write_model_card
 from flowgrpo_rc.models.lora_files import EXPORT_NAMES
+from flowgrpo_rc.models.networks import others_in
 from flowgrpo_rc.records.checkpoint import (
     Checkpoint,
     list_checkpoints,
@@ -188,8 +189,10 @@ def leave_results(config: Config, folder: RunFolder) -> None:
     The average of the LoRA is exported if the checkpoint has one.
     """
     newest = load_checkpoint(list_checkpoints(folder.checkpoints)[-1])
-    export_lora(newest.tensors.get("ema", newest.tensors["lora"]), config.model, folder.lora)
-    write_model_card(folder.lora, folder.root, config, step=newest.step)
+    tensors = newest.tensors.get("ema", newest.tensors["lora"])
+    export_lora(tensors, config.model, folder.lora)
+    others = others_in(tensors)
+    write_model_card(folder.lora, folder.root, config, step=newest.step, others=others)
     write_report(folder.root)
 
 

@@ -148,6 +148,7 @@ def _check_other_kind(config: Config) -> None:
                 ("num_inference_steps", "diffusion"),
                 ("guidance_scale", "diffusion"),
                 ("true_cfg_scale", "diffusion"),
+                ("guidance_scale_2", "diffusion"),
                 ("temperature", "causal_lm"),
             )
         ),

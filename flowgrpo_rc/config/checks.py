@@ -18,6 +18,7 @@ from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.config.check_engine import check_engine, check_machine
 from flowgrpo_rc.config.check_folder import check_output, checkpoint_to_resume
 from flowgrpo_rc.config.check_inputs import Prompts, check_inputs, suites_of
+from flowgrpo_rc.config.check_networks import check_networks
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.device import device_of
 from flowgrpo_rc.config.input_files import inputs_of
@@ -104,6 +105,7 @@ def check_run(
     _check_lengths(config, [*prompts.sampler.prompts, *prompts.held_out])
     _check_lengths(config, prompts_of_suites(prompts.suites))
     if trains and model is not None:
+        check_networks(config, model, num_processes)
         check_output(config, num_trained(model), batch_bytes(config, model, num_processes=1))
     return RunInputs(
         sampler=prompts.sampler,
@@ -154,7 +156,10 @@ def check_plan(config: Config, num_processes: int) -> FlowModel | None:
     """
     check_settings(config, num_processes)
     check_engine(config)
-    return _check_model(config)
+    model = _check_model(config)
+    if model is not None:
+        check_networks(config, model, num_processes)
+    return model
 
 
 def num_trained(model: FlowModel) -> int:

@@ -9,6 +9,7 @@ exactly the bits that were split.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -57,23 +58,24 @@ def resolve_strategy(strategy: str) -> str:
     return "fsdp2" if strategy == "auto" else strategy
 
 
-def shard_frozen_weights(network: Any, device: torch.device, timeout: timedelta) -> None:
-    """Splits the frozen weights of a network over the processes of this node, in place.
+def shard_frozen_weights(networks: Iterable[Any], device: torch.device, timeout: timedelta) -> None:
+    """Splits the frozen weights of networks over the processes of this node, in place.
 
     With one process to a node, they are split over all processes. Each transformer block, as the
     network's class names them, is gathered for its own forward and backward only. From then on
-    every process has to run the same forwards. Copies of the network have to be made before.
+    every process has to run the same forwards. Copies of a network have to be made before.
 
     Args:
-      network: a network with a LoRA.
+      networks: transformers with a LoRA each.
       device: the device of this process.
       timeout: how long a process waits for the others.
     """
-    blocks = set(network._no_split_modules)
-    trained = {parameter for parameter in network.parameters() if parameter.requires_grad}
     mesh = _mesh(device, timeout)
-    for module in [m for m in network.modules() if type(m).__name__ in blocks] + [network]:
-        fully_shard(module, mesh=mesh, ignored_params=trained)
+    for network in networks:
+        blocks = set(network._no_split_modules)
+        trained = {parameter for parameter in network.parameters() if parameter.requires_grad}
+        for module in [m for m in network.modules() if type(m).__name__ in blocks] + [network]:
+            fully_shard(module, mesh=mesh, ignored_params=trained)
 
 
 def _mesh(device: torch.device, timeout: timedelta) -> DeviceMesh:

@@ -7,7 +7,7 @@ never printed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -63,7 +63,7 @@ def check_push(api: HfApi, repo: str, *, public: bool) -> None:
         )
 
 
-def push(api: HfApi, folder: Path, repo: str, *, public: bool) -> str:
+def push(api: HfApi, folder: Path, repo: str, *, public: bool, others: Sequence[str] = ()) -> str:
     """Uploads a LoRA and its card; creates the repository if there is none.
 
     Args:
@@ -71,6 +71,7 @@ def push(api: HfApi, folder: Path, repo: str, *, public: bool) -> str:
       folder: folder of the exported files.
       repo: user/name or organization/name.
       public: whether a new repository is public.
+      others: transformers beside the first, whose LoRAs lie in folders with their names.
 
     Returns:
       The address of the repository.
@@ -83,7 +84,7 @@ def push(api: HfApi, folder: Path, repo: str, *, public: bool) -> str:
         api.upload_folder(
             repo_id=repo,
             folder_path=folder,
-            allow_patterns=list(UPLOADED),
+            allow_patterns=[*UPLOADED, *(f"{name}/{EXPORT_NAMES['diffusion']}" for name in others)],
             commit_message="Upload LoRA and model card",
         )
     return str(url)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.models.config import ModelConfig
-from flowgrpo_rc.models.lora_files import ADAPTER, EXPORT_NAMES, file_key
+from flowgrpo_rc.models.lora_files import ADAPTER, export_name, file_key
+from flowgrpo_rc.models.networks import FIRST, by_transformer
 from flowgrpo_rc.models.peft_files import TENSORS_NAME, peft_files
 
 
@@ -21,8 +22,9 @@ def export_lora(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) 
     """Writes LoRA tensors for the programs that sample from such a model.
 
     With model.kind=diffusion: `pipe.load_lora_weights(folder)` of stock diffusers, and tools that
-    read its keys. With model.kind=causal_lm: `PeftModel.from_pretrained(base, folder)` of stock
-    peft, and vLLM.
+    read its keys. A second transformer has its file in a folder of its own, which
+    `pipe.load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)` loads. With
+    model.kind=causal_lm: `PeftModel.from_pretrained(base, folder)` of stock peft, and vLLM.
 
     Args:
       state: name -> tensor in the trainer's network.
@@ -30,15 +32,19 @@ def export_lora(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) 
       folder: is created if it does not exist.
 
     Returns:
-      The file with the tensors.
+      The file with the tensors, of the first transformer if there are several.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if config.kind == "causal_lm":
         return _export_for_peft(state, config, folder)
-    return _export_for_diffusers(state, config, folder)
+    for component, own in by_transformer(state).items():
+        path = folder / export_name(config, component)
+        path.parent.mkdir(exist_ok=True)
+        _export_for_diffusers(own, config, path)
+    return folder / export_name(config, FIRST)
 
 
-def _export_for_diffusers(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) -> Path:
+def _export_for_diffusers(state: Mapping[str, Tensor], config: ModelConfig, path: Path) -> None:
     """Folds alpha / rank into lora_B, since loaders take a file without metadata at strength 1.
 
     That is exact if the scale is a power of two. Otherwise the tensors stay as they are, and the
@@ -53,7 +59,11 @@ def _export_for_diffusers(state: Mapping[str, Tensor], config: ModelConfig, fold
         for name, tensor in state.items()
     }
     metadata = {} if folds else {LORA_ADAPTER_METADATA_KEY: _adapter_metadata(config, state)}
-    return _write(tensors, config, folder, metadata)
+    content = {
+        file_key(name, config): tensor.detach().cpu().contiguous()
+        for name, tensor in tensors.items()
+    }
+    write_atomic(path, save(content, metadata={"format": "pt", **metadata}))
 
 
 def _export_for_peft(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) -> Path:
@@ -73,18 +83,6 @@ def _export_for_peft(state: Mapping[str, Tensor], config: ModelConfig, folder: P
     for name, content in files.items():
         write_atomic(folder / name, content)
     return folder / TENSORS_NAME
-
-
-def _write(
-    tensors: Mapping[str, Tensor], config: ModelConfig, folder: Path, metadata: Mapping[str, str]
-) -> Path:
-    content = {
-        file_key(name, config): tensor.detach().cpu().contiguous()
-        for name, tensor in tensors.items()
-    }
-    path = folder / EXPORT_NAMES[config.kind]
-    write_atomic(path, save(content, metadata={"format": "pt", **metadata}))
-    return path
 
 
 def _adapter_metadata(config: ModelConfig, state: Mapping[str, Tensor]) -> str:

@@ -41,6 +41,7 @@ def write_model_card(
     step: int,
     raw: bool = False,
     source: str = "path/to/this/folder",
+    others: Sequence[str] = (),
 ) -> Path:
     """Writes `README.md` into the folder of a LoRA and returns its path.
 
@@ -51,6 +52,7 @@ def write_model_card(
       step: the step that the weights are from.
       raw: True for the last weights, False for their average, which evaluations score.
       source: the place that users load from.
+      others: transformers beside the first, whose LoRAs lie in folders with their names.
     """
     rows = MetricsFile(run_dir / "metrics.jsonl").numbers()
     warnings = MetricsFile(run_dir / "health.jsonl").rows()
@@ -60,7 +62,7 @@ def write_model_card(
         "## Held-out reward",
         _reward(rows, config, step, averaged=config.actor.ema.enable and not raw),
         "## How to load it",
-        _usage(config, source),
+        _usage(config, source, others),
         "## Training",
         _table(("setting", "value"), _settings(config, step)),
         "## Rollout correction",
@@ -169,7 +171,7 @@ def _reward(rows: Sequence[Row], config: Config, step: int, *, averaged: bool) -
     return f"{table}\n\n{' '.join(notes)}"
 
 
-def _usage(config: Config, source: str) -> str:
+def _usage(config: Config, source: str, others: Sequence[str]) -> str:
     """Returns a program that runs where the base model and this folder are."""
     base = config.model.hub_id() or f"path/to/{Path(config.model.path).name}"
     if _is_text(config):
@@ -189,9 +191,11 @@ def _usage(config: Config, source: str) -> str:
         "num_frames": pipeline.num_frames,
         "num_inference_steps": held_out.num_inference_steps,
         "guidance_scale": held_out.guidance_scale,
+        "guidance_scale_2": held_out.guidance_scale_2,
         "true_cfg_scale": held_out.true_cfg_scale,
         "max_sequence_length": pipeline.max_sequence_length,
     }
+    place = f'"{source}", weight_name="{EXPORT_NAMES["diffusion"]}"'
     options = [f"    {name}={value}," for name, value in given.items() if value is not None]
     makes_video = pipeline.num_frames is not None
     name = "video" if makes_video else "image"
@@ -200,7 +204,11 @@ def _usage(config: Config, source: str) -> str:
         "from diffusers import DiffusionPipeline",
         "",
         f'pipe = DiffusionPipeline.from_pretrained("{base}")',
-        f'pipe.load_lora_weights("{source}", weight_name="{EXPORT_NAMES["diffusion"]}")',
+        f"pipe.load_lora_weights({place})",
+        *(
+            f'pipe.load_lora_weights({place}, subfolder="{name}", load_into_{name}=True)'
+            for name in others
+        ),
         f"{name} = pipe(",
         '    "a prompt",',
         *options,

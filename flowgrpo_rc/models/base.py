@@ -28,6 +28,7 @@ from flowgrpo_rc.core.schedule import kept_steps
 from flowgrpo_rc.libraries import loading, unasked
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.index import ABSENT, absent_components, read_index
+from flowgrpo_rc.models.networks import Networks
 from flowgrpo_rc.models.offload import Offloadable
 from flowgrpo_rc.plugins import load_class
 
@@ -97,12 +98,14 @@ class TrainableModel(Protocol):
 class FlowModel(ABC):
     """A loaded pipeline of one family of models.
 
-    `transformer` is the base network. Methods that evaluate a network take it as an argument, since
-    a rollout has a copy of its own. `check` and `latent_shape` need no weights: a pipeline of
+    `network` is the base network. Methods that evaluate a network take it as an argument, since a
+    rollout has a copy of its own. `check` and `latent_shape` need no weights: a pipeline of
     models on the meta device is enough.
 
     Attributes:
       pipeline_class: the class in the checkpoint's model_index.json.
+      networks: the pipeline's components that are trained, `transformer` first. Of the adapters for
+        a class, the one with most of a checkpoint's components is taken.
       default_target_modules: name endings of the linear layers that get a LoRA by default.
       makes: kind of the samples that `decode` returns, "image" or "video".
       cfg_key: the key of `rollout.pipeline` that holds the scale of classifier-free guidance,
@@ -125,6 +128,7 @@ class FlowModel(ABC):
     """
 
     pipeline_class: ClassVar[str]
+    networks: ClassVar[tuple[str, ...]] = ("transformer",)
     default_target_modules: ClassVar[tuple[str, ...]]
     makes: ClassVar[str] = "image"
     cfg_key: ClassVar[str] = "guidance_scale"
@@ -152,9 +156,10 @@ class FlowModel(ABC):
         }
         for module in modules.values():
             module.requires_grad_(False).eval()
-        self.transformer.to(device)
+        trained = {name: getattr(pipeline, name).to(device) for name in self.networks}
+        self._network = Networks(trained) if len(trained) > 1 else None
         encoders = [
-            module for name, module in modules.items() if name not in ("transformer", "vae")
+            module for name, module in modules.items() if name not in (*self.networks, "vae")
         ]
         self._encoders = Offloadable(encoders, device, offload=offload_idle)
         self._decode_batch_size = decode_batch_size
@@ -162,18 +167,31 @@ class FlowModel(ABC):
 
     @property
     def transformer(self) -> Any:
-        """Returns the base network."""
+        """Returns the transformer; the first one of several."""
         return self.pipeline.transformer
 
     @property
     def network(self) -> Any:
-        """Returns the network that gets the LoRA, which is the transformer."""
-        return self.transformer
+        """Returns what gets the LoRA: the transformer, or `Networks` with all of them."""
+        return self.transformer if self._network is None else self._network
 
     @property
     def scheduler(self) -> Any:
         """Returns a copy of the scheduler, since several threads set its timesteps."""
         return copy.copy(self.pipeline.scheduler)
+
+    @classmethod
+    def serves(cls) -> str:
+        """Returns what the adapter is for: `WanPipeline`, `WanPipeline+transformer_2`."""
+        return "+".join((cls.pipeline_class, *cls.networks[1:]))
+
+    def networks_of_steps(self, spec: SamplerSpec) -> list[str]:
+        """Returns which of `networks` computes the velocity of each step, [S].
+
+        Args:
+          spec: how to sample. No weights are needed.
+        """
+        return [self.networks[0]] * spec.num_inference_steps
 
     @classmethod
     def cfg_scale(cls, spec: SamplerSpec) -> float:
@@ -328,7 +346,8 @@ class FlowModel(ABC):
         """Predicts the velocity as the stock pipeline does, classifier-free guidance included.
 
         Args:
-          transformer: the network to evaluate, the base or a copy of it.
+          transformer: the network to evaluate, the base or a copy of it. A model with several
+            transformers also takes one of them, which then has all timesteps to itself.
           latents: the state, [B, ...], fp32.
           timesteps: [B], as `schedule` has them.
           conditioning: the encoded prompt of each sample, [B].
@@ -384,7 +403,13 @@ def adapter_of(config: ModelConfig) -> type[FlowModel]:
         adapters = _named_adapter(config.adapter)
         known = f"model.adapter={config.adapter} is"
     pipeline = str(index.get("_class_name"))
-    adapter = adapters.get(pipeline)
+    fitting = [
+        adapter
+        for adapter in adapters.values()
+        if adapter.pipeline_class == pipeline
+        and all(index.get(name, ABSENT) != ABSENT for name in adapter.networks[1:])
+    ]
+    adapter = max(fitting, key=lambda adapter: len(adapter.networks), default=None)
     if adapter is None:
         raise ValueError(
             f"model.path={config.path} is a {pipeline}; {known} for {', '.join(sorted(adapters))}"
@@ -435,7 +460,7 @@ def adapters_by_pipeline() -> dict[str, type[FlowModel]]:
     """Imports every module of this folder and collects the adapters.
 
     Returns:
-      Name of the pipeline class -> adapter.
+      Name of the pipeline class, and of the transformers that it has besides -> adapter.
     """
     package = importlib.import_module("flowgrpo_rc.models")
     for module in pkgutil.iter_modules(package.__path__):
@@ -445,7 +470,7 @@ def adapters_by_pipeline() -> dict[str, type[FlowModel]]:
         for adapter in _below(FlowModel)  # type: ignore[type-abstract]
         if adapter.__module__.startswith(f"{package.__name__}.") and not isabstract(adapter)
     ]
-    return {adapter.pipeline_class: adapter for adapter in ours}
+    return {adapter.serves(): adapter for adapter in ours}
 
 
 def _below(cls: type[FlowModel]) -> Iterator[type[FlowModel]]:
@@ -459,7 +484,7 @@ def _named_adapter(name: str) -> dict[str, type[FlowModel]]:
         adapter: type[FlowModel] = load_class("flowgrpo_rc.models", name, FlowModel)
     except ValueError as error:
         raise ValueError(f"model.adapter: {error}") from error
-    return {adapter.pipeline_class: adapter}
+    return {adapter.serves(): adapter}
 
 
 def _path(config: ModelConfig) -> str:

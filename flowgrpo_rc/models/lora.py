@@ -18,10 +18,11 @@ from flowgrpo_rc.core.random import derive_seed
 from flowgrpo_rc.models.base import DTYPES, TrainableModel
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.lora_files import ADAPTER, load_export
+from flowgrpo_rc.models.networks import transformers
 
 
 def add_lora(model: TrainableModel, config: ModelConfig, seed: int) -> Any:
-    """Puts a LoRA on the model's network. From then on only its tensors train.
+    """Puts a LoRA on each transformer of the model. From then on only its tensors train.
 
     Its tensors are fp32, or fp64 on an fp64 network.
 
@@ -39,6 +40,7 @@ def add_lora(model: TrainableModel, config: ModelConfig, seed: int) -> Any:
     """
     network = model.network
     targets = list(config.target_modules or model.default_target_modules)
+    parts = transformers(network).values()
     names = [name for name, _ in network.named_modules()]
     missing = [target for target in targets if not _ends_a_name(target, names)]
     if missing:
@@ -48,15 +50,16 @@ def add_lora(model: TrainableModel, config: ModelConfig, seed: int) -> Any:
     # peft draws from the global generator, whose state has to be the same after this block.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "lora"))
-        network.add_adapter(
-            LoraConfig(
-                r=config.lora_rank,
-                lora_alpha=config.lora_alpha,
-                init_lora_weights="gaussian" if config.lora_init == "gaussian" else True,
-                target_modules=targets,
-            ),
-            adapter_name=ADAPTER,
-        )
+        for part in parts:
+            part.add_adapter(
+                LoraConfig(
+                    r=config.lora_rank,
+                    lora_alpha=config.lora_alpha,
+                    init_lora_weights="gaussian" if config.lora_init == "gaussian" else True,
+                    target_modules=targets,
+                ),
+                adapter_name=ADAPTER,
+            )
     precision = torch.promote_types(DTYPES[config.dtype], torch.float32)
     for name, parameter in network.named_parameters():
         parameter.requires_grad_("lora_" in name)
@@ -86,11 +89,14 @@ def reference_policy(network: Any) -> Iterator[None]:
     Args:
       network: a network with a LoRA.
     """
-    network.disable_adapters()
+    parts = transformers(network).values()
+    for part in parts:
+        part.disable_adapters()
     try:
         yield
     finally:
-        network.enable_adapters()
+        for part in parts:
+            part.enable_adapters()
 
 
 @contextmanager

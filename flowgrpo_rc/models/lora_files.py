@@ -7,6 +7,7 @@ of peft (`peft_files`). `flowgrpo_rc.export` writes them.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -15,12 +16,15 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from flowgrpo_rc.models.config import ModelConfig
+from flowgrpo_rc.models.networks import FIRST, transformers
 from flowgrpo_rc.models.peft_files import CONFIG_NAME, TENSORS_NAME
 from flowgrpo_rc.reading import blaming, parse_mapping, read_mapping
 
 # The LoRA's name in the parameters of a network, `....lora_A.default.weight`. Files leave it out.
 ADAPTER = "default"
 EXPORT_NAMES = {"diffusion": "pytorch_lora_weights.safetensors", "causal_lm": TENSORS_NAME}
+# A second transformer has a file of its own, in a folder with the component's name: loaders of
+# diffusers read one transformer from a file, and expect its keys to begin with `transformer.`.
 _PREFIXES = {"diffusion": "transformer.", "causal_lm": "base_model.model."}
 # Settings of peft that change what the tensors mean; nothing here computes with them.
 _UNKNOWN_TO_US = (
@@ -33,22 +37,49 @@ _UNKNOWN_TO_US = (
 )
 
 
+def export_name(config: ModelConfig, component: str) -> str:
+    """Returns the place of a transformer's file in the folder of an export.
+
+    Args:
+      config: the model; `kind` says which format.
+      component: name of the transformer in its pipeline.
+    """
+    name = EXPORT_NAMES[config.kind]
+    return name if component == FIRST else f"{component}/{name}"
+
+
 def load_export(network: nn.Module, config: ModelConfig) -> None:
     """Copies an exported LoRA into a network, at the strength that it was exported with.
 
     Args:
       network: a network with a LoRA of the same rank and target modules; its tensors are changed.
-      config: the model; `lora_path` is the file, or the folder that holds it.
+      config: the model; `lora_path` is the file, or the folder that holds it. A network of several
+        transformers takes a folder, with a file for each.
 
     Raises:
       ValueError: there is no such file, it is damaged, a tensor is not finite, or it does not fit.
         The message names the first difference.
     """
-    name = EXPORT_NAMES[config.kind]
-    path = Path(config.lora_path or "").expanduser()
-    path = path / name if path.is_dir() else path
-    if not path.is_file():
-        raise ValueError(f"model.lora_path={config.lora_path}: there is no {name}")
+    folder = Path(config.lora_path or "").expanduser()
+    parts = transformers(network)
+    if len(parts) > 1 and folder.is_file():
+        raise ValueError(
+            f"model.lora_path={config.lora_path} is the LoRA of one transformer, and the model has "
+            f"{len(parts)}: give the folder with {', '.join(_files(config, parts))}"
+        )
+    for file, part in zip(_files(config, parts), parts.values(), strict=True):
+        path = folder / file if folder.is_dir() else folder
+        if not path.is_file():
+            raise ValueError(f"model.lora_path={config.lora_path}: there is no {file}")
+        _load_file(path, part, config)
+
+
+def _files(config: ModelConfig, components: Iterable[str]) -> list[str]:
+    return [export_name(config, component) for component in components]
+
+
+def _load_file(path: Path, network: nn.Module, config: ModelConfig) -> None:
+    """Copies the LoRA of one file into one transformer, or into a language model."""
     with blaming(f"model.lora_path={config.lora_path}"):
         stored, described = _read(path)
         is_text = config.kind == "causal_lm"
@@ -92,7 +123,7 @@ def file_key(name: str, config: ModelConfig) -> str:
     """Returns the name of a parameter in the file.
 
     Args:
-      name: its name in the network.
+      name: its name in its transformer, or in the language model.
       config: the model; `kind` says which format.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Wan 2.1 and 2.2, text to video with one transformer (https://arxiv.org/abs/2503.20314).
+"""Wan 2.1 and 2.2, text to video (https://arxiv.org/abs/2503.20314).
 
 Legend: B samples, C latent channels, H and W height and width of a picture in pixels.
 """
@@ -33,8 +33,7 @@ class Wan(FlowModel):
         for layer in ("to_k", "to_out.0", "to_q", "to_v")
     )
     unsupported_components: ClassVar[Mapping[str, str]] = {
-        "transformer_2": "two transformers, one for each part of the schedule, would need a LoRA "
-        "each; give a model.path with one, such as Wan 2.1 or Wan 2.2 TI2V-5B"
+        "transformer_2": "model.adapter=wan trains one transformer; drop it"
     }
 
     def check(self, spec: SamplerSpec, key: str) -> None:
@@ -51,6 +50,16 @@ class Wan(FlowModel):
                 f"{1 + pipeline.vae_scale_factor_temporal}, ..."
             )
         check_flow(pipeline.scheduler)
+        self._check_boundary()
+
+    def _check_boundary(self) -> None:
+        """Raises ValueError if the checkpoint's boundary_ratio does not fit its transformers."""
+        ratio = self.pipeline.config.boundary_ratio
+        if ratio is not None:
+            raise ValueError(
+                f"model.path: its model_index.json has boundary_ratio={ratio} and no transformer_2 "
+                "for the timesteps below it; give a model.path with both transformers"
+            )
 
     def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
         embeds, _ = self.pipeline.encode_prompt(
@@ -92,6 +101,19 @@ class Wan(FlowModel):
         spec: SamplerSpec,
     ) -> Tensor:
         """Predicts the velocity; `guidance_scale` guides if there is a negative prompt."""
+        scale = self.cfg_scale(spec)
+        return self._guided(transformer, latents, timesteps, conditioning, negative, scale)
+
+    def _guided(
+        self,
+        transformer: Any,
+        latents: Tensor,
+        timesteps: Tensor,
+        conditioning: Conditioning,
+        negative: Conditioning | None,
+        scale: float,
+    ) -> Tensor:
+        """Predicts the velocity with one transformer; `scale` counts if there is `negative`."""
         if self.pipeline.config.expand_timesteps:
             # The transformer of Wan 2.2 TI2V takes a timestep for each token.
             timesteps = timesteps.unsqueeze(1).expand(-1, self._num_tokens(latents))
@@ -111,7 +133,7 @@ class Wan(FlowModel):
         if negative is None:
             return guided
         unguided = predict(negative)
-        return unguided + self.cfg_scale(spec) * (guided - unguided)
+        return unguided + scale * (guided - unguided)
 
     def _decode(self, latents: Tensor, spec: SamplerSpec) -> Tensor:
         vae = self.pipeline.vae

@@ -28,6 +28,7 @@ from flowgrpo_rc.core.transition import (
     sample,
 )
 from flowgrpo_rc.models.base import FlowModel, Schedule
+from flowgrpo_rc.models.networks import transformers
 from flowgrpo_rc.policies.base import Policy, cut, nudge
 from flowgrpo_rc.policies.scheduler import step_transition
 
@@ -89,6 +90,12 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         steps_per_forward: int | None = 1,
     ) -> None:
+        given = list(transformers(network))
+        if given != list(model.networks):
+            raise ValueError(
+                f"a {type(model).__name__} samples with {' and '.join(model.networks)}; the "
+                f"network has {' and '.join(given)}: give model.network, or a copy of it"
+            )
         self.model = model
         self.network = network
         self._autocast = autocast
@@ -345,7 +352,7 @@ class _NudgedFlowPolicy(FlowPolicy):
         return super()._velocity(latents, timesteps, conditioning, negative, spec, group)
 
     def _moved(self, conditioning: Conditioning) -> Conditioning:
-        dtype = self.network.dtype
+        dtype = next(iter(transformers(self.network).values())).dtype
         embeds = nudge(conditioning.embeds, dtype)
         pooled = None if conditioning.pooled is None else nudge(conditioning.pooled, dtype)
         return replace(conditioning, embeds=embeds, pooled=pooled)

@@ -66,7 +66,7 @@ def check_guidance(
     Raises:
       ValueError: names the key, the scale and what is allowed.
     """
-    for name in ("guidance_scale", "true_cfg_scale"):
+    for name in ("guidance_scale", "true_cfg_scale", "guidance_scale_2"):
         value = getattr(given, name)
         least = model.unguided_scale if name == model.cfg_key else 1.0
         if value is not None and value < least:
@@ -77,3 +77,15 @@ def check_guidance(
     uses_guidance_scale = model.cfg_key == "guidance_scale" or model.embeds_guidance
     if not uses_guidance_scale and given.guidance_scale not in (1, default_scale):
         raise ValueError(f"{key}.guidance_scale={given.guidance_scale} has no effect: {used}")
+    second = given.guidance_scale_2
+    if second is not None and len(model.networks) < 2:
+        raise ValueError(
+            f"{key}.guidance_scale_2={second} has no effect: model.path has one transformer; drop "
+            "it"
+        )
+    if second not in (None, 1) and given.guidance_scale <= model.unguided_scale:
+        raise ValueError(
+            f"{key}.guidance_scale_2={second} has no effect with {key}.guidance_scale="
+            f"{given.guidance_scale}, which turns all guidance off: raise that above "
+            f"{model.unguided_scale:g}, or drop {key}.guidance_scale_2"
+        )

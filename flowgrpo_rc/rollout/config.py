@@ -33,6 +33,8 @@ class PipelineConfig:
         no guidance, but for Z-Image, whose scale starts at 0.
     true_cfg_scale: the guidance of Qwen-Image, which must be given, and of FLUX.1 with a negative
         prompt. 1 is none.
+    guidance_scale_2: of the second transformer, for models that have two, as Wan 2.2 A14B has; null
+        takes guidance_scale.
     max_sequence_length: tokens of the prompt.
     num_frames: of a video; null for images.
     condition_images: the most images that a prompt brings to be edited, at least one; 0: prompts
@@ -46,6 +48,7 @@ class PipelineConfig:
     num_inference_steps: int = 10
     guidance_scale: float = 4.5
     true_cfg_scale: float | None = None
+    guidance_scale_2: float | None = None
     max_sequence_length: int = 128
     num_frames: int | None = None
     condition_images: int = 0
@@ -96,6 +99,7 @@ class EvaluationConfig:
     num_inference_steps: denoising steps of a held-out image.
     guidance_scale: as in rollout.pipeline.
     true_cfg_scale: as in rollout.pipeline; null takes that of rollout.pipeline.
+    guidance_scale_2: as in rollout.pipeline; null takes that of rollout.pipeline.
     temperature: of held-out text; 0 takes the likeliest token.
     n: how many prompts of the file are used; null: all.
     batch_size: held-out samples made at once.
@@ -105,6 +109,7 @@ class EvaluationConfig:
     num_inference_steps: int = 40
     guidance_scale: float = 4.5
     true_cfg_scale: float | None = None
+    guidance_scale_2: float | None = None
     temperature: float = 0.0
     n: int | None = None
     batch_size: int = 16
@@ -187,6 +192,7 @@ class RolloutConfig:
             log_prob_convention=self.algo.log_prob_convention,
             max_sequence_length=self.pipeline.max_sequence_length,
             true_cfg_scale=self.pipeline.true_cfg_scale,
+            guidance_scale_2=self.pipeline.guidance_scale_2,
             num_frames=self.pipeline.num_frames,
             condition_images=self.pipeline.condition_images,
             condition_pixels=self.pipeline.condition_pixels,
@@ -201,14 +207,15 @@ class RolloutConfig:
     def held_out_spec(self) -> SamplerSpec:
         """Returns the sampler of evaluation: the ODE, in the trainer's own precision."""
         held_out = self.val_kwargs
-        true_cfg_scale = held_out.true_cfg_scale
-        if true_cfg_scale is None:
-            true_cfg_scale = self.pipeline.true_cfg_scale
+        scales: dict[str, Any] = {}
+        for name in ("true_cfg_scale", "guidance_scale_2"):
+            own = getattr(held_out, name)
+            scales[name] = getattr(self.pipeline, name) if own is None else own
         return replace(
             self.spec(),
             num_inference_steps=held_out.num_inference_steps,
             guidance_scale=held_out.guidance_scale,
-            true_cfg_scale=true_cfg_scale,
+            **scales,
             noise_level=0.0,
             sde_type="sde",
             log_prob_convention="gaussian",
@@ -428,12 +435,10 @@ class RolloutConfig:
                     f"rollout.{key}.num_inference_steps={pipeline.num_inference_steps}: give at "
                     "least 1"
                 )
-            for name, scale in (
-                ("guidance", pipeline.guidance_scale),
-                ("true_cfg", pipeline.true_cfg_scale),
-            ):
+            for name in ("guidance_scale", "true_cfg_scale", "guidance_scale_2"):
+                scale = getattr(pipeline, name)
                 if scale is not None and scale < 0:
-                    raise ValueError(f"rollout.{key}.{name}_scale={scale}: give 0 or more")
+                    raise ValueError(f"rollout.{key}.{name}={scale}: give 0 or more")
         if self.pipeline.num_inference_steps < 2:
             raise ValueError(
                 "rollout.pipeline.num_inference_steps=1 leaves no stochastic step: give at least 2"

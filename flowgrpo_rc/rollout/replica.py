@@ -15,6 +15,7 @@ from flowgrpo_rc.batch import Spec
 from flowgrpo_rc.distributed.numerics import rounds_to_tf32
 from flowgrpo_rc.models.base import DTYPES
 from flowgrpo_rc.models.lora_files import ADAPTER
+from flowgrpo_rc.models.networks import transformers
 from flowgrpo_rc.rollout.quantization import precision, quantize, repeated_blocks
 
 S = TypeVar("S", bound=Spec)
@@ -137,10 +138,13 @@ def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _stored(module: Any) -> list[Tensor]:
     """Returns a checkpoint's floating-point tensors, except what the class keeps in fp32."""
-    kept = set(module._keep_in_fp32_modules or ())
-    tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
-    return [
-        tensor
-        for name, tensor in tensors.items()
-        if tensor.is_floating_point() and not kept & set(name.split("."))
-    ]
+    found = []
+    for part in transformers(module).values():
+        kept = set(part._keep_in_fp32_modules or ())
+        tensors: dict[str, Tensor] = part.state_dict(keep_vars=True)
+        found += [
+            tensor
+            for name, tensor in tensors.items()
+            if tensor.is_floating_point() and not kept & set(name.split("."))
+        ]
+    return found

@@ -65,6 +65,13 @@ PUBLISHED = {
         "text_encoder": 5_680_910_336,
         "vae": 126_892_531,
     },
+    # Of each transformer "14B" is published.
+    "Wan2.2-T2V-A14B-Diffusers": {
+        "transformer": 14_288_491_584,
+        "transformer_2": 14_288_491_584,
+        "text_encoder": 5_680_910_336,
+        "vae": 126_892_531,
+    },
 }
 
 
@@ -146,6 +153,27 @@ def test_the_reference_recipe_by_hand() -> None:
         "steps": "1,000",
         "updates": "2,000",
     }
+
+
+def test_two_transformers_count_twice() -> None:
+    recipe = "+experiment=wan22_t2v_a14b_ocr_8xh200"
+    plan = plan_of(recipe, processes=8)
+    # LoRA of rank 32 on 8 layers of 5120 x 5120 in 40 blocks, twice.
+    trained = 2 * 40 * 8 * 32 * (5120 + 5120)
+    assert [row for row in plan.parameters if row[0] == "LoRA"] == [
+        ("LoRA", trained, "trained: 0.73% of the transformers")
+    ]
+    whole = sizes(plan)
+    assert whole["transformers"] == pytest.approx(2 * 2 * 14_288_491_584, rel=1e-3)
+    assert whole["text encoders, VAE"] == pytest.approx(
+        2 * 5_680_910_336 + 4 * 126_892_531, rel=1e-3
+    )
+    assert (whole["gradients"], whole["rollout copy"]) == (4 * trained, 4 * trained)
+    split = plan_of(recipe, "trainer.strategy=fsdp2", "rollout.dtype=fp32", processes=8)
+    assert sizes(split)["transformers"] == whole["transformers"] // 8
+    assert sizes(split)["rollout copy"] == 2 * whole["transformers"] + 4 * trained
+    small = plan_of(recipe, "rollout.quantization=int8", processes=8)
+    assert sizes(small)["rollout copy"] < 0.6 * whole["transformers"]
 
 
 def test_sharding() -> None:

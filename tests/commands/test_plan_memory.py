@@ -87,7 +87,7 @@ def test_few_blocks_tell_of_many() -> None:
         return find(copied)
 
     whole = plan_activations._on_fakes(copy.deepcopy(network), trained)
-    assert plan_activations._measured(network, lambda one: measured(one, trained)) == whole
+    assert plan_activations.measured(network, lambda one: measured(one, trained)) == whole
     assert lengths == [3, 4, 4, 5, 5]
     assert len(network.blocks) == 51
     assert network.blocks[0][0].weight.is_meta  # it is left as it was
@@ -95,7 +95,7 @@ def test_few_blocks_tell_of_many() -> None:
     def uneven(copied: Any) -> int:
         return len(copied.blocks) ** 2
 
-    assert plan_activations._measured(network, uneven) == 51**2
+    assert plan_activations.measured(network, uneven) == 51**2
 
 
 def test_fake_tensors_find_what_real_ones_need(model: FlowModel) -> None:
@@ -103,7 +103,7 @@ def test_fake_tensors_find_what_real_ones_need(model: FlowModel) -> None:
     config, meta = asked("rollout.dtype=fp32", "rollout.algo.tail_steps=null")
     add_lora(model, config.model, seed=0)
     faked = rollout_bytes(config, meta, 4)
-    inputs = plan_activations._inputs(meta, 4, config.rollout.spec())
+    inputs = plan_activations.blank_inputs(meta, 4, config.rollout.spec())
     real = [torch.zeros_like(one) for one in inputs[:2]]
     with torch.no_grad(), PeakMemory() as memory:
         model.velocity(model.network, real[0], real[1], inputs[2], inputs[3], config.rollout.spec())
@@ -173,6 +173,18 @@ def test_split_weights_are_gathered_block_by_block() -> None:
     block = sum(number for name, number in size.items() if name.startswith("transformer_blocks.0."))
     assert split["update"] - whole["update"] == outside + 2 * block
     assert split["rollout"] == whole["rollout"]  # the engine's
+
+
+def test_gathered_blocks_are_those_of_one_transformer_at_a_time() -> None:
+    recipe = "+experiment=wan22_t2v_a14b_ocr_8xh200"
+    whole = sizes(recipe, processes=8)
+    split = sizes(recipe, "trainer.strategy=fsdp2", processes=8)
+    network = asked(recipe, processes=8)[1].network
+    stored = [*network.named_parameters(), *network.named_buffers()]
+    size = {name: p.numel() * p.itemsize for name, p in stored if "lora_" not in name}
+    outside = sum(number for name, number in size.items() if ".blocks." not in name)
+    block = sum(number for name, number in size.items() if ".transformer_2.blocks.0." in name)
+    assert split["update"] - whole["update"] == outside + 2 * block
 
 
 def test_the_host() -> None:

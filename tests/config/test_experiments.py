@@ -16,7 +16,7 @@ from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.compose import compose_config, config_folder, to_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.losses.diffusion_nft import DiffusionNFT
-from flowgrpo_rc.models.base import adapters_by_pipeline
+from flowgrpo_rc.models.base import ModelConfig, adapter_of
 from flowgrpo_rc.rewards.manager import check_kind
 
 NAMES = sorted(path.stem for path in (config_folder() / "experiment").glob("*.yaml"))
@@ -34,12 +34,11 @@ def test_it_composes_for_the_hardware_in_its_name_and_fits_its_model(name: str) 
     config = experiment(name)
     assert config.trainer.experiment_name == name
     assert config.trainer.output_dir == f"outputs/{name}"
-    indices = [
-        json.loads(p.read_text())
-        for p in (config_folder() / "architectures").glob("*/model_index.json")
-    ]
-    pipelines = {index["_name_or_path"]: index["_class_name"] for index in indices}
-    adapter = adapters_by_pipeline()[pipelines[config.model.path]]
+    folders = {
+        json.loads(path.read_text())["_name_or_path"]: str(path.parent)
+        for path in (config_folder() / "architectures").glob("*/model_index.json")
+    }
+    adapter = adapter_of(ModelConfig(path=folders[config.model.path]))
     config.rollout.check_model(adapter)
     check_kind(config.reward, adapter.makes)
 
@@ -68,6 +67,7 @@ def test_the_models_and_variants_that_users_look_for() -> None:
         "sd35_medium_pickscore_8xh100",
         "sd35_medium_signs_1xh100",
         "wan21_t2v_1_3b_ocr_8xh100",
+        "wan22_t2v_a14b_ocr_8xh200",
         "z_image_ocr_8xh100",
         "z_image_turbo_ocr_8xh100",
     ]

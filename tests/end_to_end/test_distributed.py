@@ -390,7 +390,7 @@ for per_node, parts in ((4, 4), (2, 2), (1, 4)):
     network = Network()
     whole = copy.deepcopy(network)
     os.environ["LOCAL_WORLD_SIZE"] = str(per_node)
-    shard_frozen_weights(network, torch.device("cpu"), timedelta(seconds=60))
+    shard_frozen_weights([network], torch.device("cpu"), timedelta(seconds=60))
     frozen = {name: p for name, p in network.named_parameters() if not p.requires_grad}
     assert all(isinstance(p, DTensor) for p in frozen.values())
     others = [p for name, p in network.named_parameters() if name not in frozen]

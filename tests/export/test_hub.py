@@ -107,6 +107,9 @@ def exported(tmp_path: Path) -> Path:
     (folder / "README.md").write_text("---\ntags:\n- flowgrpo-rc\n---\n\n# A LoRA\n")
     (folder / "pytorch_lora_weights.safetensors").write_bytes(b"tensors")
     (folder / "notes.txt").write_text("mine alone")
+    for name in ("transformer_2", "other"):
+        (folder / name).mkdir()
+        (folder / name / "pytorch_lora_weights.safetensors").write_bytes(name.encode())
     return folder
 
 
@@ -115,14 +118,15 @@ def posted(hub: Hub, part: str) -> Any:
     return found
 
 
-@pytest.mark.parametrize("public", [False, True])
+@pytest.mark.parametrize(("public", "others"), [(False, []), (True, ["transformer_2"])])
 def test_the_lora_and_its_card_are_uploaded_and_nothing_else(
-    hub: Hub, exported: Path, public: bool
+    hub: Hub, exported: Path, public: bool, others: list[str]
 ) -> None:
     api = HfApi(endpoint=hub.address, token=TOKEN)
     check_push(api, "me/lora", public=public)
     assert not any(method == "POST" for method, _, _ in hub.calls)
-    assert push(api, exported, "me/lora", public=public) == f"{hub.address}/me/lora"
+    url = push(api, exported, "me/lora", public=public, others=others)
+    assert url == f"{hub.address}/me/lora"
     created = json.loads(posted(hub, "/api/repos/create"))
     assert created.get("private", created.get("visibility") == "private") is (not public)
     lines = [json.loads(line) for line in posted(hub, "/commit/").splitlines()]
@@ -131,7 +135,8 @@ def test_the_lora_and_its_card_are_uploaded_and_nothing_else(
         for line in lines
         if line["key"] == "file"
     }
-    names = ("README.md", "pytorch_lora_weights.safetensors")
+    lora = "pytorch_lora_weights.safetensors"
+    names = ("README.md", lora, *(f"{name}/{lora}" for name in others))
     assert files == {name: (exported / name).read_bytes() for name in names}
 
 

@@ -184,19 +184,6 @@ def test_a_setting_that_the_checkpoint_cannot_serve_is_refused(
     assert all(word in error for word in words), error
 
 
-def test_a_wan_with_two_transformers_is_refused(
-    train: Train, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    pipeline = TINY["WanPipeline"].build()
-    pipeline.register_modules(transformer_2=pipeline.transformer)
-    pipeline.register_to_config(boundary_ratio=0.875)
-    pipeline.save_pretrained(tmp_path / "wan22")
-    assert train(f"model.path={tmp_path / 'wan22'}", *VIDEO, "rollout.pipeline.num_frames=5") == 2
-    error = capsys.readouterr().err
-    assert "has a transformer_2" in error
-    assert "Wan 2.1" in error
-
-
 @pytest.mark.parametrize(
     ("name", "scheduler", "given"),
     [

@@ -28,6 +28,7 @@ from flowgrpo_rc.export.lora import export_lora
 from flowgrpo_rc.models.base import DTYPES, FlowModel, adapters_by_pipeline
 from flowgrpo_rc.models.layout import input_dtype
 from flowgrpo_rc.models.lora import add_lora, lora_parameters, reference_policy
+from flowgrpo_rc.models.networks import transformers
 from flowgrpo_rc.policies.encode_prompts import encode_prompts, encode_unique
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.concat import concat
@@ -150,7 +151,9 @@ def _call_stock(
 
 
 def stock_cfg_key(stock: Any) -> str:
-    return adapters_by_pipeline()[type(stock).__name__].cfg_key
+    adapters = adapters_by_pipeline().values()
+    (key,) = {a.cfg_key for a in adapters if a.pipeline_class == type(stock).__name__}
+    return key
 
 
 def drawn(model: FlowModel, spec: SamplerSpec) -> torch.Tensor:
@@ -172,7 +175,8 @@ def test_the_checkpoint_is_wrapped_by_its_adapter(any_subject: Subject) -> None:
 def test_the_precision_of_the_inputs_is_that_of_diffusers(any_subject: Subject, dtype: str) -> None:
     model = any_subject.load(dtype)
     network = add_lora(model, any_subject.config(dtype=dtype), seed=0)
-    assert input_dtype(network) == network.dtype == DTYPES[dtype]
+    for transformer in transformers(network).values():
+        assert input_dtype(transformer) == transformer.dtype == DTYPES[dtype]
 
 
 def test_the_schedule_goes_from_exactly_one_to_zero(any_subject: Subject) -> None:
@@ -218,7 +222,7 @@ def test_noise_zero_gives_the_stock_pipelines_output(
     tiny = any_subject.tiny
     spec = tiny.spec(kind, vars(tiny)[guidance], noise_level=0.0)
     latents = drawn(model, spec)
-    found = deterministic(model, model.transformer, tiny, spec, latents)
+    found = deterministic(model, model.network, tiny, spec, latents)
     wanted = call_stock(stock, tiny, vars(tiny)[guidance], latents, "latent")
     exact = kind == "sde" and tiny.steps_are_eulers
     as_stock = tiny.stock_latents(model, found)
@@ -243,7 +247,7 @@ def test_guidance_makes_a_difference(any_subject: Subject) -> None:
     conditioning, negative = encode_prompts(model, prompts_for(tiny), spec)
 
     def velocity(spec: SamplerSpec, negative: Conditioning | None) -> torch.Tensor:
-        return model.velocity(model.transformer, latents, timesteps, conditioning, negative, spec)
+        return model.velocity(model.network, latents, timesteps, conditioning, negative, spec)
 
     with torch.no_grad():
         guided = velocity(spec, negative)
@@ -260,15 +264,17 @@ def test_lora_at_initialisation_and_switched_off_is_the_base(subject: Subject) -
     tiny = subject.tiny
     spec = tiny.spec("sde", tiny.guided, noise_level=0.0)
     latents = drawn(model, spec)
-    base = deterministic(model, model.transformer, tiny, spec, latents)
+    base = deterministic(model, model.network, tiny, spec, latents)
     network = add_lora(model, subject.config(), seed=0)
     assert torch.equal(deterministic(model, network, tiny, spec, latents), base)
     for name, parameter in lora_parameters(network).items():
         if "lora_B" in name:
             parameter.data.fill_(0.01)
-    assert not torch.allclose(deterministic(model, network, tiny, spec, latents), base)
+    trained = deterministic(model, network, tiny, spec, latents)
+    assert not torch.allclose(trained, base)
     with reference_policy(network):
         assert torch.equal(deterministic(model, network, tiny, spec, latents), base)
+    assert torch.equal(deterministic(model, network, tiny, spec, latents), trained)
 
 
 @pytest.mark.parametrize("alpha", [8, 6], ids=["power_of_two", "other_scale"])
@@ -291,6 +297,8 @@ def test_an_export_gives_the_same_pictures_in_the_stock_pipeline(
         {name: p.detach() for name, p in lora_parameters(network).items()}, config, tmp_path
     )
     stock.load_lora_weights(tmp_path)
+    for name in model.networks[1:]:
+        stock.load_lora_weights(tmp_path / name, **{f"load_into_{name}": True})
     found = deterministic(model, network, tiny, spec, latents)
     wanted = call_stock(stock, tiny, tiny.guided, latents, "latent")
     as_stock = tiny.stock_latents(model, found)
@@ -303,7 +311,7 @@ def test_an_export_gives_the_same_pictures_in_the_stock_pipeline(
 def gradients(
     model: FlowModel, network: Any, batch: DiffusionBatch
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    value = FlowPolicy(model, network).evaluate(batch.step(1)).log_probs
+    value = FlowPolicy(model, network).evaluate(batch).log_probs
     network.zero_grad()
     value.sum().backward()
     return value.detach(), {
@@ -321,10 +329,11 @@ def test_gradients_reach_the_lora_alone_and_checkpointing_changes_nothing(subjec
     assert reached <= set(lora_parameters(network))
     # What the last block does to the text is not used: some modules of it get nothing.
     assert len(reached) > 0.8 * len(lora_parameters(network))
-    for component in model.pipeline.components.values():
-        if isinstance(component, torch.nn.Module) and component is not network:
+    for name, component in model.pipeline.components.items():
+        if isinstance(component, torch.nn.Module) and name not in model.networks:
             assert all(parameter.grad is None for parameter in component.parameters())
-    model.transformer.enable_gradient_checkpointing()
+    for transformer in transformers(network).values():
+        transformer.enable_gradient_checkpointing()
     again, checkpointed = gradients(model, network, batch)
     assert torch.equal(again, value)
     assert checkpointed.keys() == plain.keys()
@@ -351,7 +360,7 @@ def test_prompts_of_different_length_do_not_touch_each_other(
 
     def velocity(rows: slice, conditioning: Conditioning, negative: Conditioning) -> torch.Tensor:
         pair = (conditioning, negative if guidance == "guided" else None)
-        return model.velocity(model.transformer, latents[rows], timesteps[rows], *pair, spec)
+        return model.velocity(model.network, latents[rows], timesteps[rows], *pair, spec)
 
     with torch.no_grad():
         alone = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,13 +13,14 @@ import torch
 from diffusers import DiffusionPipeline
 from support.tiny_models import TINY, VARIANTS, Tiny
 
-from flowgrpo_rc.models.base import FlowModel, ModelConfig, adapters_by_pipeline, load_model
+from flowgrpo_rc.models.base import FlowModel, ModelConfig, adapter_of, load_model
 
 
 def with_own_network(model: FlowModel) -> FlowModel:
     """Returns the same model with a copy of its network: much faster than loading it again."""
     pipeline = copy.copy(model.pipeline)
-    pipeline.transformer = copy.deepcopy(model.transformer)
+    for name in model.networks:
+        setattr(pipeline, name, copy.deepcopy(getattr(pipeline, name)))
     return type(model)(pipeline, model.device)
 
 
@@ -41,7 +41,8 @@ class Subject(NamedTuple):
         pipeline = DiffusionPipeline.from_pretrained(self.folder)
         pipeline.set_progress_bar_config(disable=True)
         # As `load` has it: products of matrices differ in their last bits by where these lie.
-        pipeline.transformer = copy.deepcopy(pipeline.transformer)
+        for name in self.adapter.networks:
+            setattr(pipeline, name, copy.deepcopy(getattr(pipeline, name)))
         return pipeline
 
 
@@ -59,5 +60,4 @@ def make_subject(name: str, saved: Callable[[str], Path]) -> Subject:
     for package in (TINY | VARIANTS)[name].packages:
         pytest.importorskip(package)
     folder = saved(name)
-    pipeline_class = json.loads((folder / "model_index.json").read_text())["_class_name"]
-    return Subject(folder, (TINY | VARIANTS)[name], adapters_by_pipeline()[pipeline_class])
+    return Subject(folder, (TINY | VARIANTS)[name], adapter_of(ModelConfig(path=str(folder))))

@@ -385,7 +385,9 @@ def wan(
     *,
     scheduler: Callable[[], SchedulerMixin] = euler,
     expand_timesteps: bool = False,
+    boundary_ratio: float | None = None,
 ) -> WanPipeline:
+    """boundary_ratio: of a pipeline with two transformers; None: it has one."""
     tokenizer = tiny_sd3.t5_tokenizer()
     encoder = UMT5EncoderModel(
         UMT5Config(
@@ -412,18 +414,24 @@ def wan(
             latents_std=[2.0, 1.5, 1.0, 2.5],
         ),
         scheduler=scheduler(),
-        transformer=WanTransformer3DModel(
-            num_attention_heads=2,
-            attention_head_dim=_WIDTH // 2,
-            in_channels=_LATENT_CHANNELS,
-            out_channels=_LATENT_CHANNELS,
-            text_dim=_WIDTH,
-            freq_dim=32,
-            ffn_dim=64,
-            num_layers=2,
-            rope_max_seq_len=32,
-        ),
+        transformer=_wan_transformer(),
+        transformer_2=None if boundary_ratio is None else _wan_transformer(),
+        boundary_ratio=boundary_ratio,
         expand_timesteps=expand_timesteps,
+    )
+
+
+def _wan_transformer() -> WanTransformer3DModel:
+    return WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=_WIDTH // 2,
+        in_channels=_LATENT_CHANNELS,
+        out_channels=_LATENT_CHANNELS,
+        text_dim=_WIDTH,
+        freq_dim=32,
+        ffn_dim=64,
+        num_layers=2,
+        rope_max_seq_len=32,
     )
 
 
@@ -521,10 +529,16 @@ _KLEIN = Tiny(
 _WAN = Tiny(
     build=wan, unguided={"guidance_scale": 1.0}, guided={"guidance_scale": 5.0}, num_frames=5
 )
+# Four steps of the tiny scheduler stand at 1000, 857, 602 and 9: two for each transformer.
+_WAN_TWO_STAGE = replace(
+    _WAN,
+    build=partial(wan, boundary_ratio=0.8),
+    guided={"guidance_scale": 5.0, "guidance_scale_2": 3.0},
+)
 _Z_IMAGE = Tiny(build=z_image, unguided={"guidance_scale": 0.0}, guided={"guidance_scale": 4.0})
 _SANA = Tiny(build=sana, unguided={"guidance_scale": 1.0}, guided={"guidance_scale": 4.5})
 
-# By pipeline class, as adapters are found.
+# By what `FlowModel.serves` returns, as adapters are found.
 TINY = {
     "StableDiffusion3Pipeline": Tiny(
         build=stable_diffusion_3, unguided={"guidance_scale": 1.0}, guided={"guidance_scale": 4.5}
@@ -544,6 +558,7 @@ TINY = {
     ),
     "SanaPipeline": _SANA,
     "WanPipeline": _WAN,
+    "WanPipeline+transformer_2": _WAN_TWO_STAGE,
     "ZImagePipeline": _Z_IMAGE,
 }
 

@@ -1,0 +1,62 @@
+"""The trained networks of a model: one transformer, or several that share the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+
+T = TypeVar("T")
+
+# Where `Networks` keeps its transformers; names of its parameters begin with it.
+_HOLDER = "networks"
+FIRST = "transformer"  # a pipeline's only transformer, or its first
+
+
+class Networks(nn.Module):
+    """Several transformers that are trained together. It only holds them: it has no forward.
+
+    Args:
+      parts: name of the component of the pipeline -> transformer.
+    """
+
+    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.networks = nn.ModuleDict(parts)
+
+
+def transformers(network: Any) -> dict[str, Any]:
+    """Returns the transformers of a network by the names of their components, in order.
+
+    Args:
+      network: a transformer, a language model, or `Networks`; what is alone is `transformer`.
+    """
+    return dict(network.networks) if isinstance(network, Networks) else {FIRST: network}
+
+
+def by_transformer(named: Mapping[str, T]) -> dict[str, dict[str, T]]:
+    """Sorts values of a network's parameters by the transformer that has them.
+
+    Args:
+      named: name of the parameter in the network, as `named_parameters` has it -> value.
+
+    Returns:
+      Component -> name in its transformer -> value.
+    """
+    found: dict[str, dict[str, T]] = {}
+    for name, value in named.items():
+        component, own = FIRST, name
+        if name.startswith(f"{_HOLDER}."):
+            _, component, own = name.split(".", 2)
+        found.setdefault(component, {})[own] = value
+    return found
+
+
+def others_in(named: Iterable[str]) -> list[str]:
+    """Returns the transformers beside the first that names of parameters belong to.
+
+    Args:
+      named: names of parameters in a network.
+    """
+    return [component for component in by_transformer(dict.fromkeys(named)) if component != FIRST]

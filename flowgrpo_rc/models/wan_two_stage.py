@@ -1,0 +1,92 @@
+"""Wan 2.2 A14B, text to video with a transformer for each part of the schedule
+(https://github.com/Wan-Video/Wan2.2).
+
+Legend: B samples, S denoising steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.batch import Conditioning, SamplerSpec
+from flowgrpo_rc.models.networks import Networks
+from flowgrpo_rc.models.wan import Wan
+
+
+class WanTwoStage(Wan):
+    """Wan with two transformers: `transformer` down to the boundary, `transformer_2` below it.
+
+    The boundary is the timestep boundary_ratio x num_train_timesteps of the checkpoint. Each
+    transformer has a LoRA of its own, which learns from the steps on its side alone, and a scale of
+    guidance: guidance_scale, and guidance_scale_2 below the boundary.
+    """
+
+    networks = ("transformer", "transformer_2")
+    unsupported_components: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def boundary(self) -> float:
+        """Returns the lowest timestep of the first transformer."""
+        ratio: float = self.pipeline.config.boundary_ratio
+        return ratio * float(self.pipeline.scheduler.config.num_train_timesteps)
+
+    def _check_boundary(self) -> None:
+        if self.pipeline.config.boundary_ratio is None:
+            raise ValueError(
+                "model.path: its model_index.json has a transformer_2 and no boundary_ratio, so "
+                "the stock pipeline would never use it; set boundary_ratio, or set transformer_2 "
+                "to [null, null]"
+            )
+
+    def networks_of_steps(self, spec: SamplerSpec) -> list[str]:
+        """Returns `transformer` for the steps down to the boundary, `transformer_2` for others."""
+        scheduler = self.scheduler
+        scheduler.set_timesteps(spec.num_inference_steps, device="cpu")
+        return [self.networks[0 if high else 1] for high in scheduler.timesteps >= self.boundary]
+
+    def velocity(
+        self,
+        transformer: Any,
+        latents: Tensor,
+        timesteps: Tensor,
+        conditioning: Conditioning,
+        negative: Conditioning | None,
+        spec: SamplerSpec,
+    ) -> Tensor:
+        """Predicts the velocity of each row with the transformer of its timestep.
+
+        Rows on both sides of the boundary are evaluated apart, so the same rows give other last
+        bits than in a batch on one side.
+        """
+        if not isinstance(transformer, Networks):
+            return super().velocity(transformer, latents, timesteps, conditioning, negative, spec)
+        scale = self.cfg_scale(spec)
+        scale_2 = scale if spec.guidance_scale_2 is None else spec.guidance_scale_2
+        high = timesteps >= self.boundary
+        first, second = transformer.networks.values()
+        # The host has to know which transformer to run, so it waits for the device here.
+        sides = (
+            (first, high.nonzero().squeeze(1), scale),
+            (second, (~high).nonzero().squeeze(1), scale_2),
+        )
+        parts = [side for side in sides if len(side[1])]
+        if len(parts) == 1:
+            ((part, _, scale),) = parts
+            return self._guided(part, latents, timesteps, conditioning, negative, scale)
+        velocities = [
+            self._guided(
+                part,
+                latents[rows],
+                timesteps[rows],
+                conditioning[rows],
+                None if negative is None else negative[rows],
+                scale,
+            )
+            for part, rows, scale in parts
+        ]
+        order = torch.cat([rows for _, rows, _ in parts]).argsort()
+        return torch.cat(velocities)[order]

@@ -1,0 +1,171 @@
+"""Training of a model whose transformers share the schedule: both LoRAs, one alone, processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.documented import ROOT
+from support.launching import launch
+from support.runs import WORDS, Train, read_rows
+
+from flowgrpo_rc.cli import main
+from flowgrpo_rc.records.checkpoint import load_checkpoint
+
+NAME = "WanPipeline+transformer_2"
+# The four steps stand at 1000, 857, 602 and 9, two on each side of the boundary at 800.
+SMALL = (
+    "rollout.pipeline.num_frames=5",
+    "rollout.pipeline.num_inference_steps=4",
+    "rollout.pipeline.guidance_scale=2",
+    "rollout.pipeline.guidance_scale_2=3",
+    "rollout.algo.sde_window_size=1",
+    "rollout.algo.sde_window_range=[0,3]",
+    "rollout.n=2",
+    "data.train_batch_size=4",
+    "actor.ppo_mini_batch_size=4",
+    "actor.ppo_micro_batch_size_per_gpu=4",
+    "actor.optim.lr_scheduler=constant",
+    "trainer.total_training_steps=1",
+    "reward.terms.ocr=null",
+    "reward.terms.jpeg=null",
+    "+reward.terms.light={_target_: function, path: 'support.prompts:brightness'}",
+)
+
+
+def effect(run: Path) -> list[float]:
+    """Returns the largest number of the B of each exported LoRA, which is 0 without training."""
+    name = "pytorch_lora_weights.safetensors"
+    files = (run / "lora" / name, run / "lora" / "transformer_2" / name)
+    return [
+        max(float(tensor.abs().max()) for key, tensor in load_file(file).items() if "lora_B" in key)
+        for file in files
+    ]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "untrained"),
+    [("[0,2]", "transformer_2"), ("[2,3]", "transformer"), ("[1,3]", None)],
+)
+def test_a_lora_whose_steps_are_never_trained_stays_without_effect_and_is_named(
+    saved: Callable[[str], Path],
+    train: Train,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    bounds: str,
+    untrained: str | None,
+) -> None:
+    window = (f"rollout.algo.sde_window_range={bounds}", "rollout.algo.sde_window_size=null")
+    steps = "trainer.total_training_steps=2"
+    assert train(f"model.path={saved(NAME)}", *SMALL, *window, steps) == 0
+    trained = [size > 0 for size in effect(tmp_path / "run")]
+    assert trained == [untrained != "transformer", untrained != "transformer_2"]
+    warned = [text for text in caplog.messages if "stays without effect" in text]
+    assert len(warned) == (untrained is not None)
+    assert all(f"the LoRA of {untrained} gets no gradient" in text for text in warned)
+    card = (tmp_path / "run" / "lora" / "README.md").read_text()
+    assert 'subfolder="transformer_2", load_into_transformer_2=True)' in card
+    assert "guidance_scale_2=3.0," in card
+
+
+@pytest.mark.parametrize(
+    ("given", "is_refused"),
+    [
+        (("rollout.algo.window_sharing=group",), True),
+        (("rollout.algo.window_sharing=sample",), True),
+        (("rollout.algo.window_sharing=batch",), False),
+        (("rollout.algo.sde_window_range=[0,2]",), False),
+        (("rollout.algo.sde_window_size=3",), False),
+        (("rollout.algo.sde_window_interval=1",), False),
+        (
+            (
+                "rollout.algo.sde_window_size=0",
+                "rollout.algo.sde_window_range=null",
+                "rollout.algo.noise_level=0.7",
+                "rollout.algo.tail_steps=null",
+                "actor.diffusion_loss.loss_mode=diffusion_nft",
+                "actor.diffusion_loss.clip_ratio=1e-4",
+                "algorithm.rollout_correction=disabled",
+            ),
+            True,
+        ),
+    ],
+)
+def test_shards_need_processes_that_run_the_same_transformer(
+    saved: Callable[[str], Path],
+    capsys: pytest.CaptureFixture[str],
+    given: tuple[str, ...],
+    is_refused: bool,
+) -> None:
+    command = ["plan", f"model.path={saved(NAME)}", *SMALL, *given, "--processes", "2"]
+    assert main([*command, "trainer.strategy=ddp"]) == 0
+    capsys.readouterr()
+    assert main([*command, "trainer.strategy=fsdp2"]) == (2 if is_refused else 0)
+    error = capsys.readouterr().err
+    assert ("trainer.strategy=fsdp2 shares the frozen weights of transformer and" in error) == (
+        is_refused
+    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "window"),
+    [
+        ("ddp", ("rollout.algo.window_sharing=sample",)),
+        (
+            "fsdp2",
+            (
+                "rollout.algo.sde_window_size=2",
+                "rollout.algo.sde_window_range=[1,3]",
+                "actor.steps_per_forward=null",
+            ),
+        ),
+    ],
+)
+def test_two_processes_train_what_one_does(
+    saved: Callable[[str], Path], tmp_path: Path, strategy: str, window: tuple[str, ...]
+) -> None:
+    """Forwards have rows of both transformers.
+
+    With a window for each sample, processes run different transformers at the same time. Some
+    layers of Wan stay in fp32, and round otherwise in batches of other sizes.
+    """
+    words = tmp_path / "words.txt"
+    words.write_text("".join(f'"{word}"\n' for word in WORDS))
+    settings = [
+        f"model.path={saved(NAME)}",
+        *SMALL,
+        *window,
+        f"data.train_files={words}",
+        f"data.val_files={words}",
+        "model.lora_rank=4",
+        "model.lora_alpha=8",
+        "model.dtype=fp64",
+        "rollout.dtype=fp64",
+        "rollout.val_kwargs.num_inference_steps=2",
+        "rollout.val_kwargs.n=2",
+        "actor.use_kl_loss=true",
+        "trainer.device=cpu",
+        f"trainer.strategy={strategy}",
+    ]
+    runs = [tmp_path / "one", tmp_path / "two"]
+    assert main(["train", *settings, f"trainer.output_dir={runs[0]}"]) == 0
+    two = launch(
+        2,
+        "-m",
+        "flowgrpo_rc.train",
+        *settings,
+        f"trainer.output_dir={runs[1]}",
+        python_path=ROOT / "tests",
+    )
+    assert two.returncode == 0, two.stderr[-3000:]
+    ours, theirs = (load_checkpoint(run / "checkpoints" / "step_1").tensors["lora"] for run in runs)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(theirs[name], tensor, atol=1e-7, rtol=0)
+    assert all(size > 1e-5 for size in effect(runs[1]))
+    norms = [[row.get("actor/grad_norm", 0.0) for row in read_rows(run)] for run in runs]
+    assert max(norms[0]) > 0
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
