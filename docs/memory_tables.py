@@ -21,12 +21,20 @@ from typing import Any
 import torch
 
 from flowgrpo_rc.batch import SamplerSpec
-from flowgrpo_rc.commands import plan_activations, plan_fit, plan_memory, plan_phases
+from flowgrpo_rc.commands import (
+    plan_activations,
+    plan_counts,
+    plan_fit,
+    plan_memory,
+    plan_phases,
+    plan_work,
+)
 from flowgrpo_rc.commands.plan import planned
 from flowgrpo_rc.commands.plan_activations import rows_at_once
 from flowgrpo_rc.commands.plan_fit import Fitter, Line, Needs, fits, measure_needs
 from flowgrpo_rc.commands.plan_memory import memory
 from flowgrpo_rc.commands.plan_phases import on_the_host, phases
+from flowgrpo_rc.commands.plan_work import ASSUMED, Operations, work
 from flowgrpo_rc.config.check_engine import chunk_size
 from flowgrpo_rc.config.check_folder import disk_bytes
 from flowgrpo_rc.config.checks import batch_bytes, num_trained
@@ -76,7 +84,7 @@ JOBS = {
 }
 # Files and logins that a plan does not need.
 _ELSEWHERE = ("data.train_files=any", "data.val_files=any", "trainer.logger=[console]")
-_SOURCES = (plan_activations, plan_fit, plan_memory, plan_phases)
+_SOURCES = (plan_activations, plan_counts, plan_fit, plan_memory, plan_phases, plan_work)
 
 _BUILT: dict[str, tuple[Config, FlowModel]] = {}
 
@@ -153,6 +161,15 @@ def needs_of(job: Job, store: Any) -> Needs:
     return Needs(**{phase: Line(**line) for phase, line in kept.items()})
 
 
+def work_of(job: Job, store: Any) -> Operations:
+    """Returns the operations of a forward and of an update, counted if the store has none."""
+    kept = store["work"].get(job.needs_digest)
+    if kept is None:
+        kept = list(work(*job.planned))
+        store["work"][job.needs_digest] = kept
+    return Operations(*kept)
+
+
 def plan_row(name: str, store: Any) -> dict[str, Any]:
     """Returns the plan of an experiment, and what --fit says of its settings."""
     job = experiment(name)
@@ -172,6 +189,7 @@ def plan_row(name: str, store: Any) -> dict[str, Any]:
         "peak": fitter.peak(config),
         "host": max(size for _, size, _ in host),
         "disk": disk_bytes(config, num_trained(model), batch),
+        "flop": work_of(job, store).of_a_step(config, model, job.processes),
         "shipped": settings_of(config),
         "proposed": settings_of(fitter.fit(CARD_GIB[cards_of(name)[1]]).config),
     }
@@ -202,7 +220,10 @@ def card_row(job: Job, store: Any) -> dict[str, Any]:
 
 def updated(store: Any) -> Any:
     """Returns the store with what follows from the present settings and code."""
-    new: dict[str, Any] = {"needs": dict(store["needs"]), "experiments": {}, "cards": {}}
+    new: dict[str, Any] = {
+        **{name: dict(store.get(name, {})) for name in ("needs", "work")},
+        **{name: {} for name in ("experiments", "cards")},
+    }
     for name in EXPERIMENTS:
         kept = store["experiments"].get(name)
         current = kept is not None and kept["digest"] == experiment(name).digest
@@ -213,7 +234,8 @@ def updated(store: Any) -> Any:
         new["cards"][key] = kept if current else card_row(job, new)
     used = {experiment(name).needs_digest for name in EXPERIMENTS}
     used |= {job.needs_digest for _, job in jobs()}
-    new["needs"] = {key: needs for key, needs in sorted(new["needs"].items()) if key in used}
+    for name in ("needs", "work"):
+        new[name] = {key: found for key, found in sorted(new[name].items()) if key in used}
     return new
 
 
@@ -240,7 +262,7 @@ def page(store: Any) -> str:
 def experiments(store: Any) -> Iterator[str]:
     """Yields the rows of the shipped experiments, in GiB."""
     shown = ("update", "rollout", "decoding", "evaluation")
-    yield f"| experiment | always | {' | '.join(shown)} | peak | of | host | disk | `--fit` |\n"
+    yield f"| experiment | always | {' | '.join(shown)} | peak | of | host | disk | seconds |\n"
     yield f"|---|{'---|' * (len(shown) + 6)}\n"
     for name, row in store["experiments"].items():
         besides = row["phases"]
@@ -249,7 +271,7 @@ def experiments(store: Any) -> Iterator[str]:
         yield (
             f"| `{name}` | {_gib(row['held'])} | {told} | {_gib(row['peak'])} in {largest} "
             f"| {CARD_GIB[cards_of(name)[1]]} | {_gib(row['host'])} | {_gib(row['disk'])} "
-            f"| {_advice(row)} |\n"
+            f"| {row['flop'] / ASSUMED:,.0f} |\n"
         )
 
 
@@ -259,13 +281,6 @@ def cards(store: Any) -> Iterator[str]:
     yield f"|---|{'---|' * len(CARDS)}\n"
     for key, row in store["cards"].items():
         yield f"| {key} | {' | '.join(_cell(row['cards'][str(gib)]) for gib in CARDS)} |\n"
-
-
-def _advice(row: Any) -> str:
-    """Returns what --fit proposes in place of the shipped settings of memory."""
-    shipped, proposed = row["shipped"], row["proposed"]
-    others = [f"{key}={proposed[key]}" for key in proposed if proposed[key] != shipped[key]]
-    return ", ".join(others) or "as shipped"
 
 
 def _cell(found: Any) -> str:
@@ -310,6 +325,6 @@ def _digest(*contents: bytes) -> str:
 
 if __name__ == "__main__":
     stored = json.loads(STORE.read_text()) if STORE.is_file() else {}
-    stored = updated({"needs": {}, "experiments": {}, "cards": {}} | stored)
+    stored = updated({"experiments": {}, "cards": {}} | stored)
     STORE.write_text(json.dumps(stored, indent=1) + "\n")
     PAGE.write_text(page(stored), encoding="utf-8")

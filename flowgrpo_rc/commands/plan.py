@@ -29,6 +29,8 @@ from flowgrpo_rc.commands.plan_memory import (
     strategy_of,
 )
 from flowgrpo_rc.commands.plan_phases import context, on_the_host, phases
+from flowgrpo_rc.commands.plan_work import told as told_work
+from flowgrpo_rc.commands.plan_work import work
 from flowgrpo_rc.commands.plan_workers import worker_tables
 from flowgrpo_rc.config.checks import check_plan, num_trained
 from flowgrpo_rc.config.compose import config_folder, to_config
@@ -150,6 +152,9 @@ def make_plan(
     share = 100 / numbers_in(model.network) * trained
     whose = "transformers" if len(model.networks) > 1 else "transformer"
     parameters.append(("LoRA", trained, f"trained: {share:.2f}% of the {whose}"))
+    effort = []
+    if measure:
+        effort.append(told_work(work(config, model).of_a_step(config, model, num_processes)))
     where = f"{num_processes} process"
     if num_processes > 1:
         where += f"es, {strategy_of(config, num_processes)}"
@@ -160,7 +165,7 @@ def make_plan(
         phases=phases(config, model, num_processes, activations(config, model)) if measure else (),
         context=context(config),
         host=on_the_host(config, model, num_processes, num_nodes),
-        counts=counts(config, model, num_processes),
+        counts=[*counts(config, model, num_processes), *effort],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +14,10 @@ from flowgrpo_rc.commands.plan_counts import forwards
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.base import FlowModel
 
-ASSUMED = 400e12  # operations that a card does in a second; an H100 does some 990e12 in bf16 at best
+ASSUMED = 400e12  # operations that a card does in a second; the best of an H100 in bf16 is 990e12
 
 
-class Work(NamedTuple):
+class Operations(NamedTuple):
     """Floating-point operations of one sample at one denoising step; a product and a sum are two.
 
     Attributes:
@@ -42,7 +43,7 @@ class Work(NamedTuple):
         )
 
 
-def work(config: Config, model: FlowModel) -> Work:
+def work(config: Config, model: FlowModel) -> Operations:
     """Counts the matrix products of a forward, and of a forward with its backward to the LoRA.
 
     Args:
@@ -63,10 +64,10 @@ def work(config: Config, model: FlowModel) -> Work:
         return counter.get_total_flops()
 
     counts = (
-        measured(model.transformer, lambda network, how=how: counted(network, with_gradient=how))
-        for how in (False, True)
+        measured(model.transformer, partial(counted, with_gradient=gradient))
+        for gradient in (False, True)
     )
-    return Work(*(count // each_sample for count in counts))
+    return Operations(*(count // each_sample for count in counts))
 
 
 def told(operations: int) -> tuple[str, str, str]:
@@ -76,5 +77,6 @@ def told(operations: int) -> tuple[str, str, str]:
       operations: of one process in one step.
     """
     seconds = operations / ASSUMED
-    formula = f"of the transformer in a step; {seconds:,.0f} s at {ASSUMED / 1e12:.0f} TFLOP a second"
+    speed = f"{ASSUMED / 1e12:.0f} TFLOP a second"
+    formula = f"of the transformer in a step; {seconds:,.0f} s at {speed}, which is assumed"
     return "work of a rank", f"{operations / 1e15:,.1f} PFLOP", formula

@@ -196,7 +196,7 @@ def _check_options_on(config: Config, device: torch.device) -> None:
     pipeline_class = ""
     absent: list[str] = []
     if config.model.kind == "diffusion":
-        pipeline_class = adapter_of(config.model).pipeline_class
+        pipeline_class = adapter_of(config.model).serves()
         absent = absent_components(config.model)
     try:
         engine_of(config).check(pipeline_class, absent, device, engine_options(config))

@@ -39,6 +39,7 @@ REFUSED = {
     "ZImagePipeline": "vLLM-Omni 0.30 gives its prompts no mask, so that those of several lengths "
     "in one forward would be others than the trainer's",
     "SanaPipeline": "vLLM-Omni 0.30 has none for Sana's images",
+    "WanPipeline+transformer_2": "its own class has one transformer, and gets one LoRA",
     "QwenImageEditPlusPipeline": "it edits images, and the engine gets texts alone",
 }
 # vLLM-Omni loads all encoders of its pipeline, whether the checkpoint has them or not.

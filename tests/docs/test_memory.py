@@ -10,6 +10,7 @@ from memory_tables import CARD_GIB, GIB, cards_of, experiment, jobs
 
 from flowgrpo_rc.commands.plan_activations import decoding_bytes, rollout_bytes
 from flowgrpo_rc.commands.plan_fit import HEADROOM
+from flowgrpo_rc.commands.plan_work import work
 
 STORE = json.loads(memory_tables.STORE.read_text(encoding="utf-8"))
 RENEW = "docs/memory.json is old: run `make reference`"
@@ -38,6 +39,7 @@ def test_new_plans_agree(name: str) -> None:
     config, model = job.planned
     assert rollout_bytes(config, model, 1) == kept["rollout"]["one"]
     assert decoding_bytes(config, model, 1) == kept["decoding"]["one"]
+    assert tuple(STORE["work"][job.needs_digest]) == work(config, model)
     assert memory_tables.plan_row(name, STORE) == STORE["experiments"][name]
 
 

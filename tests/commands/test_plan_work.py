@@ -1,0 +1,87 @@
+"""The operations of a step against those of every product, and against a count by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.compositions import config_of
+from torch import nn
+from torch.nn import functional as F
+
+from flowgrpo_rc.commands.plan import make_plan, planned
+from flowgrpo_rc.commands.plan_activations import blank_inputs
+from flowgrpo_rc.commands.plan_work import ASSUMED, Operations, told, work
+from flowgrpo_rc.config.compose import config_folder
+from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.models.base import FlowModel
+
+ARCHITECTURES = config_folder() / "architectures"
+FILES = ("data.train_files=a.txt", "data.val_files=a.txt")
+
+
+def asked(*overrides: str) -> tuple[Config, FlowModel]:
+    return planned(config_of("rollout.dtype=bf16", *overrides, *FILES), 1, ARCHITECTURES)
+
+
+@pytest.mark.parametrize("guidance", ["1.0", "3.0"])
+def test_a_forward_is_the_sum_of_its_products(
+    model: FlowModel, monkeypatch: pytest.MonkeyPatch, guidance: str
+) -> None:
+    config, meta = asked(f"rollout.pipeline.guidance_scale={guidance}")
+    found = 0
+
+    def linear(module: nn.Linear, given: tuple[torch.Tensor], _: Any) -> None:
+        nonlocal found
+        found += 2 * given[0].numel() * module.out_features
+
+    def convolution(module: nn.Conv2d, _: Any, made: torch.Tensor) -> None:
+        nonlocal found
+        found += 2 * made.numel() * module.weight[0].numel()
+
+    def attention(query: torch.Tensor, key: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        nonlocal found
+        found += 4 * query.numel() * key.shape[-2]
+        return attend(query, key, *rest, **options)
+
+    attend = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    for module in model.transformer.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(linear)
+        if isinstance(module, nn.Conv2d):
+            module.register_forward_hook(convolution)
+    spec = config.rollout.spec()
+    latents, _, conditioning, negative = blank_inputs(model, 1, spec)
+    with torch.no_grad():
+        times = torch.zeros(1)
+        model.velocity(model.transformer, latents, times, conditioning, negative, spec)
+    forwards = 1 if guidance == "1.0" else 2
+    counted = work(config, meta)
+    lora = sum(p.numel() for p in meta.network.parameters() if p.requires_grad)
+    tokens = 2 * 32 * 64  # no fewer than those of a picture and its prompt
+    assert found / forwards <= counted.forward <= found / forwards + 2 * lora * tokens
+    assert 1.9 < counted.update / counted.forward < 3
+
+
+def test_a_step() -> None:
+    passes = Operations(forward=10, update=25)
+    settings = ("rollout.algo.tail_steps=null", "data.train_batch_size=2", "rollout.n=12")
+    config, model = asked(*settings)
+    sampled, trained = 24 * 10, 24 * 3
+    assert passes.of_a_step(config, model, 1) == sampled * 10 + trained * 25
+    config, model = asked(*settings, "model.gradient_checkpointing=true")
+    assert passes.of_a_step(config, model, 1) == sampled * 10 + trained * (25 + 10)
+    config, model = asked(*settings, "actor.use_kl_loss=true", "actor.kl_loss_coef=0.1")
+    assert passes.of_a_step(config, model, 1) == (sampled + trained) * 10 + trained * 25
+
+
+def test_the_plan_tells_it() -> None:
+    config, _ = asked()
+    row = make_plan(config, 1, ARCHITECTURES).counts[-1]
+    assert row[0] == "work of a rank"
+    assert told(int(3 * ASSUMED))[1:] == (
+        "1.2 PFLOP",
+        "of the transformer in a step; 3 s at 400 TFLOP a second, which is assumed",
+    )
