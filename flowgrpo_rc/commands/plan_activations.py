@@ -10,6 +10,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -17,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -220,18 +220,26 @@ def _mixed(config: Config) -> Iterator[None]:
     if config.trainer.mixed_precision != "bf16":
         yield
         return
-    with torch.autocast("cpu", torch.bfloat16), _NormsInFp32():
+    with torch.autocast("cpu", torch.bfloat16), _norms_in_fp32():
         yield
 
 
-class _NormsInFp32(TorchFunctionMode):
-    """Normalizes in fp32, as torch.autocast does on CUDA and not on the CPU."""
+@contextmanager
+def _norms_in_fp32() -> Iterator[None]:
+    """Lets torch normalize in fp32, as torch.autocast does on CUDA and not on the CPU."""
+    own = {name: getattr(F, name) for name in ("layer_norm", "rms_norm", "group_norm")}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (F.layer_norm, F.rms_norm, F.group_norm):
-            args = [_fp32(value) for value in args]
-            kwargs = {name: _fp32(value) for name, value in (kwargs or {}).items()}
-        return func(*args, **(kwargs or {}))
+    def in_fp32(normalize: Any, *args: Any, **options: Any) -> Any:
+        wide = {name: _fp32(value) for name, value in options.items()}
+        return normalize(*map(_fp32, args), **wide)
+
+    try:
+        for name, normalize in own.items():
+            setattr(F, name, partial(in_fp32, normalize))
+        yield
+    finally:
+        for name, normalize in own.items():
+            setattr(F, name, normalize)
 
 
 def _fp32(value: Any) -> Any:
