@@ -78,5 +78,7 @@ def told(operations: int) -> tuple[str, str, str]:
     """
     seconds = operations / ASSUMED
     speed = f"{ASSUMED / 1e12:.0f} TFLOP a second"
-    formula = f"of the transformer in a step; {seconds:,.0f} s at {speed}, which is assumed"
-    return "work of a rank", f"{operations / 1e15:,.1f} PFLOP", formula
+    formula = f"of the transformer in a step; {seconds:,.3g} s at {speed}, which is assumed"
+    peta = operations / 1e15
+    size = f"{peta:,.1f} PFLOP" if peta >= 1 else f"{1000 * peta:,.2f} TFLOP"
+    return "work of a rank", size, formula

@@ -81,6 +81,7 @@ def test_the_plan_tells_it() -> None:
     config, _ = asked()
     row = make_plan(config, 1, ARCHITECTURES).counts[-1]
     assert row[0] == "work of a rank"
+    assert told(int(0.01 * ASSUMED))[1] == "4.00 TFLOP"
     assert told(int(3 * ASSUMED))[1:] == (
         "1.2 PFLOP",
         "of the transformer in a step; 3 s at 400 TFLOP a second, which is assumed",
