@@ -7,6 +7,7 @@ a tensor of the host is an error.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,7 +75,8 @@ def test_auto_bands(batch: DiffusionBatch, iterations: int) -> None:
 
 
 def test_the_mismatch_monitor(batch: DiffusionBatch, processes: Processes) -> None:
-    policy = Anything(None, None)  # type: ignore[arg-type]
+    model = SimpleNamespace(networks=("transformer",))
+    policy = Anything(model, None)  # type: ignore[arg-type]
     expected = ExpectedMismatch(policy, policy, processes, size=1.0, least=4e-7, micro_batch_size=2)
     floor = MismatchMonitor(policy, processes, clip_ratio=1e-4, expected=expected)
     floor.expect(batch, 1)

@@ -32,6 +32,7 @@ TEXT = ("--config-name", "token_grpo", "trainer.device=cpu")
 MODELS = {
     "flux": "FluxPipeline",
     "qwen": "QwenImagePipeline",
+    "sana": "SanaPipeline",
     "schnell": "flux_schnell",
     "wan": "WanPipeline",
 }
@@ -138,7 +139,7 @@ IMAGES = [
     ("rollout.pipeline.height=33", "rollout.pipeline.height=33"),
     ("model.target_modules=[to_nothing]", "to_nothing"),
     ("model.path={flux} rollout.pipeline.height=20", "multiples of 8"),
-    ("model.path={flux} rollout.name=vllm_omni", "model.path is a FluxPipeline"),
+    ("model.path={sana} rollout.name=vllm_omni", "model.path is a SanaPipeline"),
     ("model.path={schnell} rollout.val_kwargs.guidance_scale=2", "guidance_scale=2.0"),
     ("model.path={qwen}", "rollout.pipeline.true_cfg_scale is not set"),
     ("model.path={wan} rollout.pipeline.num_frames=5", "reward.terms.jpeg scores images"),

@@ -63,6 +63,8 @@ class Others(Processes):
 class EvenSchedule:
     """What a policy asks of its model here: sigmas in even steps from 1 to 0."""
 
+    networks = ("transformer",)
+
     def schedule(self, spec: SamplerSpec) -> Schedule:
         sigmas = torch.linspace(1, 0, spec.num_inference_steps + 1)
         return Schedule(sigmas, sigmas[:-1] * 1000)
