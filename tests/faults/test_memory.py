@@ -79,7 +79,10 @@ def test_half_a_micro_batch(small: list[str], tmp_path: Path, whole: Trained, ph
     name = Path("checkpoints") / "step_3" / "lora.safetensors"
     expected = load_file(whole.folder / name)
     for key, tensor in load_file(tmp_path / "run" / name).items():
-        torch.testing.assert_close(tensor, expected[key], rtol=0, atol=1e-4)  # lr is 1e-3
+        # The rate is 1e-3. Where a gradient is next to 0, rounding decides which way Adam goes.
+        apart = (tensor - expected[key]).abs()
+        assert (apart > 1e-4).float().mean() < 0.02
+        assert apart.max() < 1e-3
 
 
 @fault("half of the micro-batch does not fit either", "the run ends with the line")

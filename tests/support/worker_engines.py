@@ -59,7 +59,7 @@ class Harmful(DiffusersEngine):
                 spec = replace(chunk.batch.spec, guidance_scale=7.0)
                 return replace(chunk, batch=replace(chunk.batch, spec=spec))
             case "other weights":
-                next(iter(self._replica.lora.values())).add_(1)
+                next(iter(self._replica.lora.values())).data.add_(1)
                 return chunk
         raise ArithmeticError("a worker's engine has failed")
 
