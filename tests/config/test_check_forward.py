@@ -1,4 +1,4 @@
-"""What a loss of finished samples needs of the settings, and what has no effect on it."""
+"""Checks what a loss of finished samples needs of the settings, and what does not affect it."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def spec() -> SamplerSpec:
 
 
 def prompts(count: int) -> list[Prompt]:
-    """Those with even numbers have two images, the others one."""
+    """Makes prompts: those with even numbers have two images, the others one."""
     return [Prompt(text=f"edit {i}", index=i, images=TINY.images(i)) for i in range(count)]
 
 

@@ -61,7 +61,7 @@ class Others(Processes):
 
 
 class EvenSchedule:
-    """What a policy asks of its model here: sigmas in even steps from 1 to 0."""
+    """Gives a policy what it asks of its model here: sigmas in even steps from 1 to 0."""
 
     networks = ("transformer",)
 

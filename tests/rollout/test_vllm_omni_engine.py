@@ -122,7 +122,7 @@ def test_the_missing_package_is_named(train, capsys):
 def test_memory_is_given_back_before_the_engine_wakes_up(
     monkeypatch: pytest.MonkeyPatch, sleep: bool
 ) -> None:
-    """What torch keeps for later is of no use to an engine in another process."""
+    """Checks the order: an engine in another process cannot use what torch keeps for later."""
     done: list[str] = []
 
     class Child:

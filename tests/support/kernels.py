@@ -1,4 +1,4 @@
-"""What the kernels of this machine's processor can do."""
+"""Says what the kernels of this machine's processor can do."""
 
 from __future__ import annotations
 

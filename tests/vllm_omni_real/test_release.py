@@ -1,4 +1,4 @@
-"""What the sources of the installed vLLM-Omni say about each family of models.
+"""Reads in the sources of the installed vLLM-Omni what they say about each family of models.
 
 The engine's tables (`PIPELINES`, `QUANTIZED`, `REFUSED`) hold for one release; these tests tell
 when another one differs.

@@ -1,4 +1,4 @@
-"""What the pipelines of all families share: the trainer's denoising loop in vLLM-Omni.
+"""Runs the trainer's denoising loop in vLLM-Omni; the pipelines of all families share it.
 
 Only the engine's process imports this module. Text encoders, transformer, guidance and parallelism
 stay vLLM-Omni's. Latents, sigmas, timesteps and the maths of a step are fp32, as in

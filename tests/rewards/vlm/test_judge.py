@@ -1,4 +1,4 @@
-"""What a judge reads in an answer, and what it does about one that cannot be read."""
+"""Checks what a judge reads in an answer, and what it does about one that it cannot read."""
 
 from __future__ import annotations
 
