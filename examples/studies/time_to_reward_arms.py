@@ -10,19 +10,20 @@ REFERENCE = "peer_flow_grpo_fast"  # what all seconds are divided by
 TARGETS = ("0.60", "0.65")  # held-out rewards
 
 RC = "algorithm.rollout_correction"
-CLIP = "actor.diffusion_loss.clip_ratio"
 # What the scripts of flow_grpo do as well: a constant learning rate. The bundled job's own falls to
 # the end of its 150 iterations.
 CONSTANT = ("actor.optim.lr_scheduler=constant",)
 # The bundled job without what makes it faster.
 WHOLE_SCHEDULE = ("rollout.algo.tail_steps=null",)
+WINDOW_2 = "rollout.algo.sde_window_size=2"
 SHARED = ("rollout.algo.shared_prefix=true",)
 SINGLE_STEPS = ("actor.steps_per_forward=1", "actor.ppo_micro_batch_size_per_gpu=24")
-SLOW = (*CONSTANT, *WHOLE_SCHEDULE, *SINGLE_STEPS)
 # The fast script of flow_grpo: its sampling batch is its training batch, everything is fp32, and
 # nothing is rejected.
 FAST = (
-    *SLOW,
+    *CONSTANT,
+    *WHOLE_SCHEDULE,
+    *SINGLE_STEPS,
     "rollout.dtype=fp32",
     "rollout.micro_batch_size_per_gpu=24",
     f"{RC}=bypass_ppo_clip",
@@ -39,7 +40,7 @@ WHOLE_TRAJECTORY = (
 # Overrides of the bundled job, configs/tiny_ocr.yaml.
 ARMS: Mapping[str, Sequence[str]] = {
     "shipped": CONSTANT,
-    "slow": SLOW,
+    "falling": (),
     "fp32": (*CONSTANT, "rollout.dtype=fp32"),
     "whole_schedule": (*CONSTANT, *WHOLE_SCHEDULE),
     "shared_prefix": (*CONSTANT, *SHARED),
@@ -48,10 +49,9 @@ ARMS: Mapping[str, Sequence[str]] = {
     "reuse": (*CONSTANT, "rollout.reuse=1"),
     "ahead_1": (*CONSTANT, "rollout.workers=1", "rollout.staleness=1"),
     "ahead_4": (*CONSTANT, "rollout.workers=1", "rollout.staleness=4"),
-    "shared_window_2": (*CONSTANT, *SHARED, "rollout.algo.sde_window_size=2"),
-    "shared_window_1": (*CONSTANT, *SHARED, "rollout.algo.sde_window_size=1"),
+    "window_2": (*CONSTANT, WINDOW_2),
+    "shared_window_2": (*CONSTANT, *SHARED, WINDOW_2),
     "flow_grpo_fast": FAST,
-    "flow_grpo_fast_tight": (*FAST, f"{CLIP}=1e-5"),
     "flow_grpo_default": (*FAST, *WHOLE_TRAJECTORY),
 }
 
