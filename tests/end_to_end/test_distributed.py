@@ -71,6 +71,7 @@ MODES = {
         f"{RC}.rollout_is=token",
         f"{RC}.rollout_is_batch_normalize=true",
         "rollout.reuse=2",
+        "rollout.algo.sde_type=cps",
     ),
     # A group of samples that start from one state, with fewer evaluations behind a sliding window.
     "fast": (
@@ -79,6 +80,8 @@ MODES = {
         "rollout.algo.tail=ab2",
         "rollout.algo.tail_steps=1",
         "rollout.algo.shared_prefix=true",
+        "rollout.algo.sde_type=dance_sde",
+        "rollout.algo.noise_level=0.3",
         f"{RC}.bypass_mode=true",
     ),
     # Finished samples, whose noise each process draws, and an old policy of its own.
