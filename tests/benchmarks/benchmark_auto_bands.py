@@ -67,14 +67,11 @@ def iterations(count: int) -> Iterator[Iteration]:
             seeds=[10**6 * index + row for row in range(PROMPTS * SAMPLES)],
             keep_means=True,
         )
-        parts = [
-            (chunk.batch, policy.measure(chunk.batch, 32)) for chunk in engine.generate(request)
-        ]
-        yield (
-            concat([batch for batch, _ in parts]),
-            torch.cat([found.log_probs for _, found in parts]),
-            torch.cat([found.step_kl for _, found in parts]),
-        )
+        batch = concat([chunk.batch for chunk in engine.generate(request)])
+        assert isinstance(batch, DiffusionBatch)
+        found = policy.measure(batch, 32)
+        assert found.step_kl is not None
+        yield batch, found.log_probs, found.step_kl
 
 
 def planted(given: Iteration, bands: AutoBands, seed: int) -> Iteration:

@@ -72,6 +72,8 @@ class Watching(AutoBands):
         sign = torch.randint(2, training.shape, generator=self._source) * 2 - 1
         off = training + torch.where(warm, PLANTED * sign * floor, 0.0)
         found, _ = super().judge(batch, off, step_kl, updates=updates, remember=False)
+        assert decision[0].rejection_mask is not None
+        assert found.rejection_mask is not None
         self.steps[stage] += int(warm.sum())
         self.clean[stage] += int((warm & ~decision[0].rejection_mask).sum())
         self.planted[stage] += int((warm & ~found.rejection_mask).sum())

@@ -49,7 +49,7 @@ from make_vectors import install
 
 VERSION = "0.9.1"
 WARM_UP = 3
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "rollout_is": "token",
     "rollout_is_threshold": 2.0,
     "rollout_rs": "token_k1,seq_mean_k3",

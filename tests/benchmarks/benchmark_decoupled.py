@@ -78,9 +78,9 @@ def main() -> None:
         }
         for round_number in range(arguments.rounds + 1):
             for arm, trainer in trainers.items():
-                found = step_seconds(trainer, round_number + 1)
+                timed = step_seconds(trainer, round_number + 1)
                 if round_number:  # the first round warms up
-                    seconds[arm].append(found)
+                    seconds[arm].append(timed)
     for arm, found in seconds.items():
         clock, cores = (
             statistics.median(

@@ -22,6 +22,7 @@ from flowgrpo_rc.config.check_inputs import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.monitoring.expected_mismatch import LEAST, ExpectedMismatch, by_cell
 from flowgrpo_rc.monitoring.mismatch import over
@@ -80,6 +81,7 @@ def main() -> None:
     for name, parameter in lora_parameters(model.network).items():
         if "lora_B" in name:
             parameter.data.copy_(0.02 * torch.randn(parameter.shape, generator=source))
+    assert isinstance(model, FlowModel)
     policy = FlowPolicy(model, model.network)
     copies = {f"{rows} at once": (Copy(model, "bf16", None, rows).policy, rows) for rows in (12, 1)}
     exact = Copy(model, "fp32", None, 12).policy
@@ -93,6 +95,7 @@ def main() -> None:
             {name: p.detach().clone() for name, p in lora_parameters(model.network).items()}, 0
         )
         batch = engine.collect(1).batch
+        assert isinstance(batch, DiffusionBatch)
         least = LEAST["diffusion"]
         expected = ExpectedMismatch(
             policy, policy.nudged(), processes, size=1.0, least=least, micro_batch_size=12

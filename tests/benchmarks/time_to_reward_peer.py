@@ -74,7 +74,9 @@ class Empty(types.ModuleType):
 class Settings(dict):
     """A dictionary whose keys are attributes, as the script's configuration has them."""
 
-    __getattr__ = dict.__getitem__
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
     __setattr__ = dict.__setitem__
 
 
@@ -188,8 +190,7 @@ def change(configuration: Settings, given: Sequence[str]) -> None:
 
 def scorer(config: Config) -> Any:
     """Makes what the script calls as its reward: images [N, 3, H, W] and their texts."""
-    sampler, _ = prompts_of(config)
-    prompts = {prompt.text: prompt for prompt in sampler.prompts}
+    prompts = {prompt.text: prompt for prompt in prompts_of(config).sampler.prompts}
     ocr = OCR()
     # The first image loads the model, which is no part of an iteration: a run of this package loads
     # it for the evaluation before training.
