@@ -95,7 +95,7 @@ FURTHER = (
     ("int8", "is_rs"),
 )
 
-# The differences of every run from configs/tiny_ocr.yaml: a quarter of its iterations, all of them
+# The differences of every run from configs/tiny_ocr.yaml: a third of its iterations, all of them
 # at the full learning rate, and nothing that makes them faster.
 BUDGET = (
     "rollout.dtype=bf16",

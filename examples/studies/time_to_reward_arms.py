@@ -11,7 +11,7 @@ TARGETS = ("0.60", "0.65")  # held-out rewards
 
 RC = "algorithm.rollout_correction"
 # What the scripts of flow_grpo do as well: a constant learning rate. The bundled job's own falls to
-# the end of its 150 iterations.
+# the end of a run.
 CONSTANT = ("actor.optim.lr_scheduler=constant",)
 # The bundled job without what makes it faster.
 WHOLE_SCHEDULE = ("rollout.algo.tail_steps=null",)

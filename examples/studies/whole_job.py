@@ -6,7 +6,7 @@
 The ladder stops after 40 iterations at a constant learning rate. Here the learning rate falls to 0,
 as in configs/tiny_ocr.yaml:
 
-* `bf16`: its 150 iterations with a plain and with a centered log-ratio, its own clip, and rollouts
+* `bf16`: 150 iterations with a plain and with a centered log-ratio, its own clip, and rollouts
   in bf16.
 * `int4`: 100 iterations with a centered log-ratio and with Guard, the ladder's clip, and rollouts
   with int4 weights.
@@ -29,7 +29,7 @@ from learning import CLIP, RC, Run, measure
 
 STUDY = "whole_job"
 ROLLOUTS: Mapping[str, Sequence[str]] = {
-    "bf16": ("rollout.dtype=bf16",),
+    "bf16": ("rollout.dtype=bf16", "trainer.total_training_steps=150"),
     "int4": (
         "rollout.dtype=fp32",
         "rollout.quantization=int4",
