@@ -96,7 +96,11 @@ def make_missing(
 
     def work(run: AnyRun) -> None:
         if not (folder / study / f"{run.name}.json").is_file():
-            make(run)
+            try:
+                make(run)
+            except Exception:
+                print(f"{run.name} failed; why is said after the last run", flush=True)
+                raise
             print(run.name, flush=True)
 
     executor = ThreadPoolExecutor(workers)

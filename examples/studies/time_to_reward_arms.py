@@ -79,6 +79,11 @@ PEER_ARMS: Mapping[str, PeerArm] = {
 }
 
 
+def clock_name(arm: str) -> str:
+    """Returns the name of the file with the seconds of an arm's iteration."""
+    return f"clock_{arm}"
+
+
 def settings(arm: str) -> list[str]:
     """Lists what sets an arm apart, for a reader."""
     if arm in ARMS:

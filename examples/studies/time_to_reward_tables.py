@@ -1,98 +1,178 @@
 """The tables and numbers of docs/performance.md.
 
-Seconds are ratios: the median over the seeds of an arm, divided by that of the reference.
+Seconds are ratios to the reference: the median over the seeds of an arm of the iterations to a
+reward, times the seconds of one of its iterations, which were measured for all arms in one go.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from cells import Cell
 from tables import markdown
-from time_to_reward_arms import ARMS, PEER_ARMS, REFERENCE, TARGETS, settings
+from time_to_reward_arms import ARMS, PEER_ARMS, REFERENCE, TARGETS, clock_name, settings
 from time_to_reward_arms import STUDY as STUDY
 
 MISSING = "-"
 NEVER = "not reached"
-
-Quantity = Callable[[Cell], float]
+CLOCKS = {"cpu": "CPU", "wall": "clock"}
 
 
 def runs_of(cells: Mapping[str, Cell], arm: str) -> list[Cell]:
     """Returns the runs of an arm."""
-    return [cell for cell in cells.values() if cell["arm"] == arm]
+    return [cell for cell in runs_in(cells) if cell["arm"] == arm]
 
 
-def seconds_to(clock: str, target: str) -> Quantity:
-    """Returns what reads the seconds to a reward from a run: infinite where it was not reached."""
-
-    def read(run: Cell) -> float:
-        seconds = run[f"{clock}_seconds_to"][target]
-        return math.inf if seconds is None else seconds
-
-    return read
+def runs_in(cells: Mapping[str, Cell]) -> list[Cell]:
+    """Returns all runs."""
+    return [cell for cell in cells.values() if "seed" in cell]
 
 
-def ratio(own: Sequence[Cell], reference: Sequence[Cell], quantity: Quantity) -> str:
-    """Divides the median over the runs of an arm by that over the runs of the reference.
+def clock_of(cells: Mapping[str, Cell], arm: str, clock: str) -> float | None:
+    """Returns the seconds of an arm's iteration, measured beside all others; None if it was not.
 
     Args:
-      own: the runs of the arm.
-      reference: the runs of the reference.
-      quantity: reads a number from a run.
+      cells: the results.
+      arm: the arm.
+      clock: `cpu` or `wall`.
+    """
+    cell = cells.get(clock_name(arm))
+    return cell and cell[f"iteration_{clock}_seconds"]
+
+
+def reached(run: Cell, target: str) -> float:
+    """Returns the iteration in which a run first has a reward, infinite if it never does.
+
+    The rewards between two snapshots are taken to lie on a line.
+
+    Args:
+      run: a run.
+      target: the reward.
+    """
+    steps, rewards, wanted = run["steps"], run["reward"], float(target)
+    if rewards[0] >= wanted:
+        return steps[0]
+    for i in range(1, len(rewards)):
+        if rewards[i] >= wanted:
+            share = (wanted - rewards[i - 1]) / (rewards[i] - rewards[i - 1])
+            return steps[i - 1] + share * (steps[i] - steps[i - 1])
+    return math.inf
+
+
+def iterations_to(cells: Mapping[str, Cell], arm: str, target: str) -> float | None:
+    """Returns the median over an arm's runs of the iteration that reaches a reward."""
+    runs = runs_of(cells, arm)
+    return statistics.median(reached(run, target) for run in runs) if runs else None
+
+
+def relative(own: float | None, reference: float | None, most: float | None = None) -> str:
+    """Divides a quantity of an arm by that of the reference.
+
+    Args:
+      own: of the arm; infinite if it was not reached, None if it was not measured.
+      reference: of the reference.
+      most: what the reference has spent without reaching it.
 
     Returns:
-      The text of a table's cell.
+      The text of a table's cell. Where only the reference was not reached, it is a bound.
     """
-    if not own:
+    if own is None or reference is None:
         return MISSING
-    found = statistics.median(map(quantity, own))
-    if math.isinf(found):
+    if math.isinf(own):
         return NEVER
-    if not reference:
-        return MISSING
-    base = statistics.median(map(quantity, reference))
-    return MISSING if math.isinf(base) else f"{found / base:.2f}"
+    if math.isinf(reference):
+        return MISSING if most is None else f"below {own / most:.2f}"
+    return f"{own / reference:.2f}"
+
+
+def seconds_to(
+    cells: Mapping[str, Cell], arm: str, target: str, clock: str
+) -> tuple[float | None, float | None]:
+    """Returns the seconds to a reward, and those of a whole run.
+
+    Args:
+      cells: the results.
+      arm: the arm.
+      target: the reward.
+      clock: `cpu` or `wall`.
+    """
+    iteration, iterations = clock_of(cells, arm, clock), iterations_to(cells, arm, target)
+    if iteration is None or iterations is None:
+        return None, None
+    return iteration * iterations, iteration * runs_of(cells, arm)[0]["iterations"]
+
+
+def ratio_to(cells: Mapping[str, Cell], arm: str, base: str, target: str, clock: str) -> str:
+    """Returns the seconds to a reward, divided by those of another arm."""
+    own, _ = seconds_to(cells, arm, target, clock)
+    reference, whole = seconds_to(cells, base, target, clock)
+    return relative(own, reference, whole)
 
 
 def ratios(cells: Mapping[str, Cell]) -> str:
     """Makes the table of seconds, memory and final rewards."""
-    columns: dict[str, Quantity] = {
-        "iteration, CPU": lambda run: run["iteration_cpu_seconds"],
-        **{f"CPU to {target}": seconds_to("cpu", target) for target in TARGETS},
-        **{f"clock to {target}": seconds_to("wall", target) for target in TARGETS},
-        "memory": lambda run: run["peak_memory_gib"],
-    }
-    reference = runs_of(cells, REFERENCE)
     rows = []
     for arm in (*ARMS, *PEER_ARMS):
-        runs = runs_of(cells, arm)
-        found = [ratio(runs, reference, quantity) for quantity in columns.values()]
-        rows.append([f"`{arm}`", len(runs), *found, last_reward(runs)])
-    return markdown(["arm", "seeds", *columns, "reward at the end"], rows)
+        clocks = [
+            relative(clock_of(cells, arm, clock), clock_of(cells, REFERENCE, clock))
+            for clock in CLOCKS
+        ]
+        iterations = [iterations_to(cells, arm, target) for target in TARGETS]
+        times = [
+            ratio_to(cells, arm, REFERENCE, target, clock) for clock in CLOCKS for target in TARGETS
+        ]
+        sizes = [cells.get(clock_name(one), {}).get("peak_memory_gib") for one in (arm, REFERENCE)]
+        rows.append(
+            [
+                f"`{arm}`",
+                len(runs_of(cells, arm)),
+                last_reward(cells, arm),
+                *(written(found) for found in iterations),
+                *clocks,
+                *times,
+                relative(*sizes),
+            ]
+        )
+    columns = [
+        "reward at the end",
+        *(f"iterations to {target}" for target in TARGETS),
+        *(f"iteration, {CLOCKS[clock]}" for clock in CLOCKS),
+        *(f"{CLOCKS[clock]} to {target}" for clock in CLOCKS for target in TARGETS),
+        "memory",
+    ]
+    return markdown(["arm", "seeds", *columns], rows)
 
 
-def last_reward(runs: Sequence[Cell]) -> str:
-    """Returns the median of the last rewards."""
-    return f"{statistics.median(run['reward'][-1] for run in runs):.3f}" if runs else MISSING
+def written(iterations: float | None) -> str:
+    """Returns the text of a number of iterations."""
+    if iterations is None:
+        return MISSING
+    return NEVER if math.isinf(iterations) else f"{iterations:.0f}"
+
+
+def last_reward(cells: Mapping[str, Cell], arm: str) -> str:
+    """Returns the mean of the last rewards."""
+    runs = runs_of(cells, arm)
+    return f"{statistics.mean(run['reward'][-1] for run in runs):.3f}" if runs else MISSING
 
 
 def ahead(cells: Mapping[str, Cell]) -> str:
     """Makes the table of sampling ahead; ratios are to runs that sample and train by turns."""
     rows = []
-    reference = runs_of(cells, "shipped")
-    for arm in ("shipped", "ahead_1", "ahead_4"):
+    base = "shipped"
+    for arm in (base, "ahead_1", "ahead_4"):
         runs = runs_of(cells, arm)
-        rewards = sorted(run["reward"][-1] for run in runs)
-        clocks = ("iteration_wall_seconds", "iteration_cpu_seconds")
-        found = [ratio(runs, reference, lambda run, name=name: run[name]) for name in clocks]
-        to_target = [ratio(runs, reference, seconds_to("wall", target)) for target in TARGETS]
-        spread = ", ".join(f"{reward:.3f}" for reward in rewards) or MISSING
+        found = [
+            relative(clock_of(cells, arm, clock), clock_of(cells, base, clock))
+            for clock in ("wall", "cpu")
+        ]
+        to_target = [ratio_to(cells, arm, base, target, "wall") for target in TARGETS]
+        spread = ", ".join(f"{run['reward'][-1]:.3f}" for run in runs) or MISSING
         rows.append([f"`{arm}`", len(runs), *found, *to_target, spread])
     columns = ["iteration, clock", "iteration, CPU", *(f"clock to {t}" for t in TARGETS)]
-    return markdown(["arm", "seeds", *columns, "rewards at the end"], rows)
+    return markdown(["arm", "seeds", *columns, "reward at the end of each"], rows)
 
 
 def arms(_: Mapping[str, Cell]) -> str:
@@ -106,14 +186,14 @@ def arms(_: Mapping[str, Cell]) -> str:
 
 def iterations(cells: Mapping[str, Cell]) -> str:
     """Returns how many iterations a run has."""
-    return ", ".join(str(n) for n in sorted({run["iterations"] for run in cells.values()})) or "-"
+    return ", ".join(str(n) for n in sorted({run["iterations"] for run in runs_in(cells)})) or "-"
 
 
 ENTRIES = {
     "time_to_reward": ratios,
     "time_to_reward_ahead": ahead,
     "time_to_reward_arms": arms,
-    "time_to_reward_runs": lambda cells: str(len(cells)),
+    "time_to_reward_runs": lambda cells: str(len(runs_in(cells))),
     "time_to_reward_iterations": iterations,
 }
 CLAIMS: Mapping[str, Callable[[Mapping[str, Cell]], bool]] = {}

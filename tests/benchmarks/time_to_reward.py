@@ -1,7 +1,7 @@
 """Time to reward: how many seconds of training a configuration needs for a held-out reward.
 
     PYTHONPATH=examples/studies python tests/benchmarks/time_to_reward.py [--arms shipped ...]
-        [--seeds 3] [--steps N] [--workers 1] [--peer flow_grpo=CHECKOUT] [--quick]
+        [--seeds 3] [--steps N] [--workers 1] [--peer flow_grpo=CHECKOUT] [--clock] [--quick]
         [--results FOLDER]
 
 An arm is a list of overrides of the bundled job, configs/tiny_ocr.yaml. The arms are in
@@ -14,7 +14,10 @@ the same model, words, reward and batch; time_to_reward_peer.py says how.
 * CPU seconds are those of the process and of its descendants, from the start of the first iteration
   to the end of the one before the snapshot. Loading the model is `setup_cpu_seconds`. Wall seconds
   are of the same interval. Both hold what a run writes, its checkpoints included.
-* The time to a reward is where the line through the scores of the snapshots first reaches it.
+* The time to a reward is the iteration in which the line through the scores of the snapshots first
+  reaches it, times the seconds of an iteration. For these, `--clock` runs every arm for a few
+  iterations, one after the other in one go, and trains nothing to its end. So the runs may be made
+  on several machines, or on a busy one.
 
 All arms run with their first seed before any runs with its second. Each run leaves one file in
 FOLDER/time_to_reward. Runs that have their file are skipped, so the same command goes on after an
@@ -25,6 +28,7 @@ run then falls faster.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -36,13 +40,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cells import RESULTS, make_missing, save
-from time_to_reward_arms import ARMS, PEER_ARMS, STUDY, TARGETS, settings
-from time_to_reward_watch import Watched, watch
+from time_to_reward_arms import ARMS, PEER_ARMS, STUDY, clock_name, settings
+from time_to_reward_watch import Reading, Watched, watch
 
 from flowgrpo_rc.config.compose import compose_config
 
 HERE = Path(__file__).parent
 EVERY = 10  # iterations between two snapshots
+CLOCKED = 7  # iterations of an arm under --clock
+WARM = 3  # of these, those that are not counted
 HELD_OUT = 256
 # Overrides of every run: it measures nothing itself, and keeps all its snapshots.
 BUDGET = (
@@ -123,17 +129,16 @@ def measure(run: Run, plan: Plan) -> None:
     Raises:
       RuntimeError: the training or the evaluation failed; the message holds its output.
     """
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "run"
-        watched = watch(run.command(plan, root), root / "metrics.jsonl", environment)
+        watched = watch(run.command(plan, root), root / "metrics.jsonl", environment())
         # The LoRA of the arm, and everything else as in the bundled job.
         lora = [one for one in ARMS.get(run.arm, ()) if one.startswith("model.lora_")]
         evaluation = [*lora, f"rollout.val_kwargs.n={plan.held_out}", "trainer.logger=[]"]
         program = [str(HERE / "time_to_reward_scores.py"), str(root / "checkpoints")]
         done = subprocess.run(
             [sys.executable, *program, *evaluation],
-            env=environment,
+            env=environment(),
             capture_output=True,
             text=True,
             check=False,
@@ -145,6 +150,44 @@ def measure(run: Run, plan: Plan) -> None:
     save(STUDY, run.name, about | summary(watched, scored), plan.results)
 
 
+def clock(arms: Sequence[str], plan: Plan) -> None:
+    """Measures the seconds of an iteration of every arm, and keeps them when all are measured.
+
+    Args:
+      arms: the arms, in the order in which they run.
+      plan: what all runs share.
+    """
+    found = {}
+    for arm in arms:
+        print(arm, flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder) / "run"
+            watched = watch(Run(arm, 1).command(plan, root), root / "metrics.jsonl", environment())
+        found[arm] = {
+            "arm": arm,
+            **iteration_seconds(watched.readings[min(WARM, plan.steps - 1) :]),
+            "peak_memory_gib": watched.peak_memory_gib,
+        }
+    for arm, seconds in found.items():
+        save(STUDY, clock_name(arm), seconds, plan.results)
+
+
+def environment() -> dict[str, str]:
+    """Returns the environment variables of a run: one thread, and this program's imports."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def iteration_seconds(readings: Sequence[Reading]) -> dict[str, float]:
+    """Returns the median CPU and wall seconds of an iteration, `iteration_CLOCK_seconds`."""
+    pairs = list(itertools.pairwise(readings))
+    return {
+        f"iteration_{name}_seconds": statistics.median(
+            getattr(after, name) - getattr(before, name) for before, after in pairs
+        )
+        for name in ("cpu", "wall")
+    }
+
+
 def summary(watched: Watched, scored: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
     """Makes the numbers of a run's file.
 
@@ -153,7 +196,7 @@ def summary(watched: Watched, scored: Mapping[int, Mapping[str, float]]) -> dict
       scored: step -> metric -> value, for step 0 and every snapshot.
 
     Returns:
-      The curve by snapshot, the seconds to each target, and the seconds of an iteration.
+      The curve by snapshot, and the seconds of an iteration.
     """
     first = watched.readings[0]
     since = {
@@ -161,42 +204,16 @@ def summary(watched: Watched, scored: Mapping[int, Mapping[str, float]]) -> dict
         for reading in watched.readings
     }
     steps = sorted(scored)
-    rewards = [scored[step]["reward"] for step in steps]
-    pairs = list(zip(watched.readings, watched.readings[1:], strict=False))
     found: dict[str, Any] = {
         "setup_cpu_seconds": first.cpu,
         "peak_memory_gib": watched.peak_memory_gib,
         "steps": steps,
-        "reward": rewards,
+        "reward": [scored[step]["reward"] for step in steps],
         "exact": [scored[step]["exact"] for step in steps],
     }
-    for index, clock in enumerate(("cpu", "wall")):
-        seconds = [since[step][index] for step in steps]
-        found[f"{clock}_seconds"] = seconds
-        found[f"iteration_{clock}_seconds"] = statistics.median(
-            getattr(after, clock) - getattr(before, clock) for before, after in pairs
-        )
-        found[f"{clock}_seconds_to"] = {
-            target: reached(seconds, rewards, float(target)) for target in TARGETS
-        }
-    return found
-
-
-def reached(seconds: Sequence[float], rewards: Sequence[float], target: float) -> float | None:
-    """Returns when a reward is first reached, by linear interpolation; None if it never is.
-
-    Args:
-      seconds: the time of each score, rising.
-      rewards: the scores.
-      target: the reward.
-    """
-    if rewards[0] >= target:
-        return seconds[0]
-    for i in range(1, len(rewards)):
-        if rewards[i] >= target:
-            share = (target - rewards[i - 1]) / (rewards[i] - rewards[i - 1])
-            return seconds[i - 1] + share * (seconds[i] - seconds[i - 1])
-    return None
+    for index, name in enumerate(("cpu", "wall")):
+        found[f"{name}_seconds"] = [since[step][index] for step in steps]
+    return found | iteration_seconds(watched.readings)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -209,6 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help="the bundled job's own, if not given")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=CHECKOUT")
+    parser.add_argument("--clock", action="store_true")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args(arguments)
@@ -221,13 +239,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"{', '.join(missing)} needs --peer {PEER_ARMS[missing[0]].project}=CHECKOUT")
     steps = given.steps or compose_config([]).trainer.total_training_steps
     plan = Plan(
-        steps=QUICK_STEPS if given.quick else steps,
+        steps=QUICK_STEPS if given.quick else CLOCKED if given.clock else steps,
         every=1 if given.quick else EVERY,
         held_out=8 if given.quick else HELD_OUT,
         overrides=QUICK if given.quick else (),
         checkouts=checkouts,
         results=given.results,
     )
+    if given.clock:
+        clock(arms, plan)
+        return
     seeds = range(1, 1 + (1 if given.quick else given.seeds))
     runs = [Run(arm, seed) for seed in seeds for arm in arms]
     make_missing(

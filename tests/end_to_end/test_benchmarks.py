@@ -65,3 +65,7 @@ def test_the_time_to_reward_is_measured_and_goes_on_where_it_was(
     assert cell["setup_cpu_seconds"] > 0
     time_to_reward.main(command)
     assert capsys.readouterr().out == ""
+    time_to_reward.main([*command, "--clock"])
+    clocked = load(time_to_reward.STUDY, tmp_path)["clock_flow_grpo_fast"]
+    assert clocked["iteration_cpu_seconds"] > 0 < clocked["iteration_wall_seconds"]
+    assert "seed" not in clocked
