@@ -43,12 +43,11 @@ from cells import RESULTS, make_missing, save
 from time_to_reward_arms import ARMS, PEER_ARMS, STUDY, clock_name, settings
 from time_to_reward_watch import Reading, Watched, watch
 
-from flowgrpo_rc.config.compose import compose_config
+from flowgrpo_rc.config.compose import compose_config, to_config
 
 HERE = Path(__file__).parent
 EVERY = 10  # iterations between two snapshots
-CLOCKED = 7  # iterations of an arm under --clock
-WARM = 3  # of these, those that are not counted
+WARM, CLOCKED = 3, 4  # iterations of an arm under --clock that are not counted, and that are
 HELD_OUT = 256
 # Overrides of every run: it measures nothing itself, and keeps all its snapshots.
 BUDGET = (
@@ -153,6 +152,9 @@ def measure(run: Run, plan: Plan) -> None:
 def clock(arms: Sequence[str], plan: Plan) -> None:
     """Measures the seconds of an iteration of every arm, and keeps them when all are measured.
 
+    An arm that samples ahead has as many iterations more as it is ahead: in the last ones nothing
+    is left to sample.
+
     Args:
       arms: the arms, in the order in which they run.
       plan: what all runs share.
@@ -160,16 +162,24 @@ def clock(arms: Sequence[str], plan: Plan) -> None:
     found = {}
     for arm in arms:
         print(arm, flush=True)
+        longer = plan._replace(steps=plan.steps + staleness(arm))
         with tempfile.TemporaryDirectory() as folder:
             root = Path(folder) / "run"
-            watched = watch(Run(arm, 1).command(plan, root), root / "metrics.jsonl", environment())
+            command = Run(arm, 1).command(longer, root)
+            watched = watch(command, root / "metrics.jsonl", environment())
+        counted = watched.readings[min(WARM, plan.steps - 1) : plan.steps + 1]
         found[arm] = {
             "arm": arm,
-            **iteration_seconds(watched.readings[min(WARM, plan.steps - 1) :]),
+            **iteration_seconds(counted),
             "peak_memory_gib": watched.peak_memory_gib,
         }
     for arm, seconds in found.items():
         save(STUDY, clock_name(arm), seconds, plan.results)
+
+
+def staleness(arm: str) -> int:
+    """Returns by how many iterations an arm samples ahead."""
+    return to_config(compose_config(ARMS.get(arm, ())), num_processes=1).rollout.staleness
 
 
 def environment() -> dict[str, str]:
@@ -239,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"{', '.join(missing)} needs --peer {PEER_ARMS[missing[0]].project}=CHECKOUT")
     steps = given.steps or compose_config([]).trainer.total_training_steps
     plan = Plan(
-        steps=QUICK_STEPS if given.quick else CLOCKED if given.clock else steps,
+        steps=QUICK_STEPS if given.quick else WARM + CLOCKED if given.clock else steps,
         every=1 if given.quick else EVERY,
         held_out=8 if given.quick else HELD_OUT,
         overrides=QUICK if given.quick else (),
