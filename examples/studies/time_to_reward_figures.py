@@ -15,15 +15,19 @@ from cells import Cell, load
 from learning_figures import INK, STYLE
 from matplotlib.figure import Figure
 from tables import DOCS
-from time_to_reward_arms import ARMS, PEER_ARMS, STUDY, TARGETS
-from time_to_reward_tables import runs_of
+from time_to_reward_arms import PEER_ARMS, STUDY, TARGETS
+from time_to_reward_tables import clock_of, runs_of
+
+SHOWN = ("shipped", "ahead_1", "shared_prefix", *PEER_ARMS)  # more lines could not be told apart
 
 
 def draw(cells: Mapping[str, Cell], path: Path) -> None:
     """Draws the held-out reward against CPU seconds: a line for each arm, the mean of its seeds.
 
+    Seconds are iterations times the seconds of one, which were measured for all arms in one go.
+
     Args:
-      cells: the runs; all have the same iterations.
+      cells: the results; all runs have the same iterations.
       path: the file to write.
     """
     with matplotlib.rc_context(STYLE):
@@ -31,12 +35,12 @@ def draw(cells: Mapping[str, Cell], path: Path) -> None:
         axes = figure.subplots()
         for target in TARGETS:
             axes.axhline(float(target), color=INK, linewidth=0.7, linestyle=":")
-        for number, arm in enumerate((*ARMS, *PEER_ARMS)):
-            if runs := runs_of(cells, arm):
-                seconds, rewards = (
-                    [statistics.mean(values) for values in zip(*curves, strict=True)]
-                    for curves in zip(*((r["cpu_seconds"], r["reward"]) for r in runs), strict=True)
-                )
+        for number, arm in enumerate(SHOWN):
+            runs, iteration = runs_of(cells, arm), clock_of(cells, arm, "cpu")
+            if runs and iteration is not None:
+                seconds = [iteration * step for step in runs[0]["steps"]]
+                curves = zip(*(run["reward"] for run in runs), strict=True)
+                rewards = [statistics.mean(values) for values in curves]
                 dashes = "--" if arm in PEER_ARMS else "-"
                 axes.plot(seconds, rewards, dashes, color=f"C{number}", label=arm)
         axes.set_xlabel("CPU seconds of training")

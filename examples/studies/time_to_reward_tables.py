@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from cells import Cell
 from tables import markdown
@@ -189,6 +190,19 @@ def iterations(cells: Mapping[str, Cell]) -> str:
     return ", ".join(str(n) for n in sorted({run["iterations"] for run in runs_in(cells)})) or "-"
 
 
+def level(cells: Mapping[str, Cell], arm: str, other: str) -> bool:
+    """Whether two arms end no further apart than runs of one arm that differ by their seed."""
+    ends = [[run["reward"][-1] for run in runs_of(cells, one)] for one in (arm, other)]
+    spread = max(max(found) - min(found) for found in ends)
+    return abs(statistics.mean(ends[0]) - statistics.mean(ends[1])) <= spread
+
+
+def faster(cells: Mapping[str, Cell], arm: str, other: str, ratio: float) -> bool:
+    """Whether an iteration takes an arm at most this share of another's CPU seconds."""
+    own, reference = clock_of(cells, arm, "cpu"), clock_of(cells, other, "cpu")
+    return own is not None and reference is not None and own <= ratio * reference
+
+
 ENTRIES = {
     "time_to_reward": ratios,
     "time_to_reward_ahead": ahead,
@@ -196,4 +210,41 @@ ENTRIES = {
     "time_to_reward_runs": lambda cells: str(len(runs_in(cells))),
     "time_to_reward_iterations": iterations,
 }
-CLAIMS: Mapping[str, Callable[[Mapping[str, Cell]], bool]] = {}
+for _name, _base in (
+    ("fast_script", REFERENCE),
+    ("published_clip", "peer_flow_grpo_fast_tight"),
+    ("default_script", "peer_flow_grpo_default"),
+):
+    ENTRIES[f"time_to_60_of_{_name}"] = partial(
+        ratio_to, arm="shipped", base=_base, target="0.60", clock="cpu"
+    )
+for _arm in ("shipped", "ahead_1"):
+    for _clock in CLOCKS:
+        ENTRIES[f"{_clock}_to_65_of_{_arm}"] = partial(
+            ratio_to, arm=_arm, base=REFERENCE, target="0.65", clock=_clock
+        )
+for _name, _arm in (("shipped", "shipped"), ("fast_script", REFERENCE)):
+    ENTRIES[f"iterations_to_65_of_{_name}"] = lambda cells, arm=_arm: written(
+        iterations_to(cells, arm, "0.65")
+    )
+CLAIMS: Mapping[str, Callable[[Mapping[str, Cell]], bool]] = {
+    "same_recipe_costs_the_same": lambda cells: (
+        faster(cells, "flow_grpo_fast", REFERENCE, 1.05)
+        and faster(cells, REFERENCE, "flow_grpo_fast", 1.05)
+    ),
+    "levers_keep_the_reward": lambda cells: all(
+        level(cells, "shipped", arm)
+        for arm in ("fp32", "whole_schedule", "merged_lora", "single_steps", "shared_prefix")
+    ),
+    "clock_of_a_worker_is_half": lambda cells: (
+        float(ratio_to(cells, "ahead_1", REFERENCE, "0.65", "wall")) <= 0.5
+    ),
+    "cpu_is_more_than_half": lambda cells: all(
+        float(ratio_to(cells, arm, REFERENCE, "0.65", "cpu")) > 0.5
+        for arm in ("shipped", "ahead_1")
+    ),
+    "tight_is_slower": lambda cells: (
+        (iterations_to(cells, "peer_flow_grpo_fast_tight", "0.60") or 0)
+        > (iterations_to(cells, REFERENCE, "0.60") or math.inf)
+    ),
+}
