@@ -11,8 +11,8 @@ import time_to_reward
 import time_to_reward_figures
 import time_to_reward_tables
 from cells import Cell, load
-from time_to_reward import Plan, Run, reached, summary
-from time_to_reward_arms import ARMS, PEER_ARMS, REFERENCE, STUDY, TARGETS
+from time_to_reward import Plan, Run, summary
+from time_to_reward_arms import ARMS, PEER_ARMS, REFERENCE, STUDY, clock_name
 from time_to_reward_watch import Reading, Watched, watch
 
 from flowgrpo_rc.config.compose import compose_config, to_config
@@ -27,23 +27,12 @@ def test_every_arm_is_a_valid_run(arm: str, further: tuple[str, ...], tmp_path: 
     assert config.trainer.save_freq == time_to_reward.EVERY
 
 
-@pytest.mark.parametrize(
-    ("target", "seconds"), [(0.5, 0.0), (0.6, 15.0), (0.55, 10.0), (0.8, None), (0.7, 40.0)]
-)
-def test_a_reward_is_reached_on_the_line_between_scores(
-    target: float, seconds: float | None
-) -> None:
-    found = reached([0.0, 10.0, 20.0, 30.0, 40.0], [0.5, 0.55, 0.65, 0.6, 0.7], target)
-    assert found == (None if seconds is None else pytest.approx(seconds))
-
-
 def test_seconds_count_from_the_first_iteration_and_without_it_being_loaded():
     readings = [Reading(0, 8.0, 100.0), Reading(1, 10.0, 101.0), Reading(2, 13.0, 103.0)]
     scored = {0: {"reward": 0.5, "exact": 0.1}, 2: {"reward": 0.7, "exact": 0.2}}
     found = summary(Watched([*readings, Reading(3, 15.0, 104.0)], 0.5), scored)
     assert (found["cpu_seconds"], found["wall_seconds"]) == ([0.0, 5.0], [0.0, 3.0])
     assert (found["iteration_cpu_seconds"], found["iteration_wall_seconds"]) == (2.0, 1.0)
-    assert found["cpu_seconds_to"] == {"0.60": pytest.approx(2.5), "0.65": pytest.approx(3.75)}
 
 
 def test_the_clocks_see_the_children_of_a_program(tmp_path: Path) -> None:
@@ -76,37 +65,51 @@ def test_a_program_that_fails_shows_what_it_said(tmp_path: Path) -> None:
         watch(command, tmp_path / "rows.jsonl", os.environ)
 
 
-def run(arm: str, seed: int, seconds: float | None, memory: float = 1.0) -> Cell:
-    to = dict.fromkeys(TARGETS, seconds)
-    clocks = {f"{clock}_seconds_to": to for clock in ("cpu", "wall")}
-    curve = {"steps": [0, 10], "cpu_seconds": [0.0, 9.0], "reward": [0.5, 0.6 + seed / 100]}
-    own = {"arm": arm, "seed": seed, "iterations": 10, "iteration_cpu_seconds": seed + 1.0}
-    return {**own, **clocks, **curve, "peak_memory_gib": memory}
+def run(arm: str, seed: int, *, reward: float = 0.7) -> Cell:
+    return {
+        "arm": arm,
+        "seed": seed,
+        "iterations": 10,
+        "steps": [0, 10],
+        "reward": [0.5, reward],
+    }
+
+
+def clock(arm: str, seconds: float, memory: float = 1.0) -> Cell:
+    clocks = {f"iteration_{name}_seconds": seconds for name in ("cpu", "wall")}
+    return {"arm": arm, **clocks, "peak_memory_gib": memory}
 
 
 def test_the_table_compares_medians_and_takes_partial_data(tmp_path: Path) -> None:
-    runs = [run(REFERENCE, seed, seconds) for seed, seconds in ((1, 10.0), (2, 20.0), (3, 90.0))]
-    runs += [run("shipped", 1, 5.0, memory=0.5), run("flow_grpo_fast", 1, None)]
+    runs = [run(REFERENCE, seed, reward=reward) for seed, reward in ((1, 0.7), (2, 0.7), (3, 0.6))]
+    runs += [run("shipped", 1), run("flow_grpo_fast", 1, reward=0.55)]
+    clocks = [
+        clock(REFERENCE, 4.0),
+        clock("shipped", 2.0, memory=0.5),
+        clock("flow_grpo_fast", 4.0),
+    ]
     cells = {str(number): cell for number, cell in enumerate(runs)}
+    cells |= {clock_name(cell["arm"]): cell for cell in clocks}
     found = time_to_reward_tables.ratios(cells).splitlines()
     rows = {row[0].strip("| `"): row[1:] for row in (line.split(" | ") for line in found[2:])}
     assert list(rows) == [*ARMS, *PEER_ARMS]
-    assert rows["shipped"] == ["1", "0.67", *["0.25"] * 4, "0.50", "0.610 |"]
-    assert rows["flow_grpo_fast"] == ["1", "0.67", *["not reached"] * 4, "1.00", "0.610 |"]
-    assert rows[REFERENCE] == ["3", *["1.00"] * 6, "0.620 |"]
-    assert rows["flow_grpo_default"] == ["0", *["-"] * 6, "- |"]
+    assert rows["shipped"] == ["1", "0.700", "5", "8", *["0.50"] * 6, "0.50 |"]
+    never = ["not reached"]
+    assert rows["flow_grpo_fast"] == ["1", "0.550", *never * 2, *["1.00"] * 2, *never * 4, "1.00 |"]
+    assert rows[REFERENCE] == ["3", "0.667", "5", "8", *["1.00"] * 6, "1.00 |"]
+    assert rows["flow_grpo_default"] == ["0", *["-"] * 9, "- |"]
     time_to_reward_figures.draw(cells, tmp_path / "figure.svg")
     assert ">shipped<" in (tmp_path / "figure.svg").read_text()
 
 
 def test_without_the_reference_there_is_no_ratio():
-    table = time_to_reward_tables.ratios({"a": run("shipped", 1, 5.0)})
-    assert "| `shipped` | 1 | - | - | - | - | - | - | 0.610 |" in table
+    table = time_to_reward_tables.ratios({"a": run("shipped", 1)})
+    assert f"| `shipped` | 1 | 0.700 | 5 | 8 |{' - |' * 7}" in table
 
 
 def test_files_are_of_known_arms_and_of_one_length():
-    cells = load(STUDY)
-    for name, cell in cells.items():
+    runs = {name: cell for name, cell in load(STUDY).items() if name != clock_name(cell["arm"])}
+    for name, cell in runs.items():
         assert name == time_to_reward.Run(cell["arm"], cell["seed"]).name
         assert cell["settings"] == time_to_reward.settings(cell["arm"])
-    assert len({cell["iterations"] for cell in cells.values()}) <= 1
+    assert len({cell["iterations"] for cell in runs.values()}) <= 1
