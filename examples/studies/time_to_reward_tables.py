@@ -191,14 +191,14 @@ def iterations(cells: Mapping[str, Cell]) -> str:
 
 
 def level(cells: Mapping[str, Cell], arm: str, other: str) -> bool:
-    """Whether two arms end no further apart than runs of one arm that differ by their seed."""
+    """Returns whether two arms end no further apart than runs of one arm that differ by their seed."""
     ends = [[run["reward"][-1] for run in runs_of(cells, one)] for one in (arm, other)]
     spread = max(max(found) - min(found) for found in ends)
     return abs(statistics.mean(ends[0]) - statistics.mean(ends[1])) <= spread
 
 
 def faster(cells: Mapping[str, Cell], arm: str, other: str, ratio: float) -> bool:
-    """Whether an iteration takes an arm at most this share of another's CPU seconds."""
+    """Returns whether an iteration takes an arm at most this share of another's CPU seconds."""
     own, reference = clock_of(cells, arm, "cpu"), clock_of(cells, other, "cpu")
     return own is not None and reference is not None and own <= ratio * reference
 
