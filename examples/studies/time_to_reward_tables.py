@@ -191,7 +191,7 @@ def iterations(cells: Mapping[str, Cell]) -> str:
 
 
 def level(cells: Mapping[str, Cell], arm: str, other: str) -> bool:
-    """Returns whether two arms end no further apart than runs of one arm that differ by their seed."""
+    """Returns whether two arms end no further apart than two seeds of one arm."""
     ends = [[run["reward"][-1] for run in runs_of(cells, one)] for one in (arm, other)]
     spread = max(max(found) - min(found) for found in ends)
     return abs(statistics.mean(ends[0]) - statistics.mean(ends[1])) <= spread

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def test_shell_parses(block: Block) -> None:
     assert done.returncode == 0, done.stderr
     for line in block.lines():
         if line.startswith("make "):
-            targets = line.split("#")[0].split()[1:]
+            targets = shlex.split(line, comments=True)[1:]
             subprocess.run(["make", "-n", *targets], cwd=ROOT, check=True, capture_output=True)
 
 
