@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.core.reduce import AllReduce, identity, masked_sum
+from flowgrpo_rc.core.reduce import AllReduce, identity, select
 
 Derived = Callable[..., float]
+_FEW = 4096  # elements; a larger tensor is reduced at once, since keeping it would cost memory
 
 
 class MetricBag:
@@ -24,13 +26,18 @@ class MetricBag:
     A mean is kept as a sum and a count, a maximum as a maximum. So the result is the mean or the
     maximum of the global batch, not a mean of maxima. Sums are float64. Nothing is read back to
     the host before `compute`. Values carry no gradient.
+
+    Elements wait until `compute`, which reduces those of all micro-batches at once: many small
+    reductions would cost more time than everything else that is measured. So a tensor must not
+    change after it was added.
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, Tensor] = {}
-        self._maxima: dict[str, Tensor] = {}
-        self._minima: dict[str, Tensor] = {}
+        # Name -> tensors of any shape, whose elements are still to be reduced.
+        self._sums: dict[str, list[Tensor]] = {}
+        self._counts: dict[str, list[Tensor]] = {}
+        self._maxima: dict[str, list[Tensor]] = {}
+        self._minima: dict[str, list[Tensor]] = {}
         self._derived: dict[str, tuple[tuple[str, ...], Derived]] = {}
 
     def mean(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
@@ -41,20 +48,24 @@ class MetricBag:
           values: the elements, of any shape.
           mask: bool, of the same shape; the elements that count. None for all.
         """
-        values = values.detach().double()
-        mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
-        self.ratio(name, masked_sum(values, mask), mask.sum())
+        values = values.detach()
+        if mask is None:
+            count = torch.full((), values.numel(), dtype=torch.float64, device=values.device)
+            self.ratio(name, values, count)
+        else:
+            self.ratio(name, select(values, mask), mask)
 
     def ratio(self, name: str, total: Tensor, count: Tensor) -> None:
         """Adds a sum and a count to a mean. It is absent from the result if the count is 0.
 
         Args:
           name: name of the metric.
-          total: sum of the elements, a scalar.
-          count: number of the elements, or the sum of their weights, a scalar.
+          total: sum of the elements, or what adds up to it, of any shape.
+          count: number of the elements, or the sum of their weights, or what adds up to it, of any
+            shape.
         """
-        self._add(self._sums, name, total.detach().double())
-        self._add(self._counts, name, count.detach().double())
+        self._add(self._sums, name, total)
+        self._add(self._counts, name, count)
 
     def sum(self, name: str, value: Tensor) -> None:
         """Adds the sum of a tensor to a sum.
@@ -63,7 +74,7 @@ class MetricBag:
           name: name of the metric.
           value: of any shape; all elements count.
         """
-        self._add(self._sums, name, value.detach().double().sum())
+        self._add(self._sums, name, value)
 
     def max(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Adds elements to a maximum. It is absent from the result if it has no element.
@@ -73,7 +84,7 @@ class MetricBag:
           values: the elements, of any shape.
           mask: bool, of the same shape; the elements that count. None for all.
         """
-        self._extremum(self._maxima, name, values, mask, -math.inf, torch.maximum)
+        self._extremum(self._maxima, name, values, mask, -math.inf)
 
     def min(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
         """Adds elements to a minimum. It is absent from the result if it has no element.
@@ -83,7 +94,7 @@ class MetricBag:
           values: the elements, of any shape.
           mask: bool, of the same shape; the elements that count. None for all.
         """
-        self._extremum(self._minima, name, values, mask, math.inf, torch.minimum)
+        self._extremum(self._minima, name, values, mask, math.inf)
 
     def derive(self, name: str, needs: Sequence[str], function: Derived) -> None:
         """Defines a metric that follows from others after their reduction.
@@ -108,7 +119,7 @@ class MetricBag:
         for store in self._stores():
             for old, new in names.items():
                 if old in store:
-                    store[new] = store[old] if keep else store.pop(old)
+                    store[new] = copy(store[old]) if keep else store.pop(old)
         if not keep:
             self._derived = {
                 name: (tuple(names.get(need, need) for need in needs), function)
@@ -126,7 +137,7 @@ class MetricBag:
         """
         bag = MetricBag()
         for store, own in zip(self._stores(), bag._stores(), strict=True):
-            own.update({new: store[old] for old, new in names.items() if old in store})
+            own.update({new: copy(store[old]) for old, new in names.items() if old in store})
         return bag
 
     def replace(self, other: MetricBag, prefix: str = "") -> None:
@@ -149,14 +160,9 @@ class MetricBag:
           other: the bag to take in.
           prefix: prepended to its names, with a slash between.
         """
-        for name, value in other._sums.items():
-            self._add(self._sums, _join(prefix, name), value)
-        for name, value in other._counts.items():
-            self._add(self._counts, _join(prefix, name), value)
-        for name, value in other._maxima.items():
-            self._fold(self._maxima, _join(prefix, name), value, torch.maximum)
-        for name, value in other._minima.items():
-            self._fold(self._minima, _join(prefix, name), value, torch.minimum)
+        for own, store in zip(self._stores()[:-1], other._stores()[:-1], strict=True):
+            for name, values in store.items():
+                own.setdefault(_join(prefix, name), []).extend(values)
         for name, (needs, function) in other._derived.items():
             self._derived[_join(prefix, name)] = (
                 tuple(_join(prefix, need) for need in needs),
@@ -185,9 +191,11 @@ class MetricBag:
         counted = sorted(self._counts)
         upper = sorted(self._maxima)
         lower = sorted(self._minima)
-        sums = [self._sums[name] for name in summed] + [self._counts[name] for name in counted]
+        sums = [_sum(self._sums[name]) for name in summed]
+        sums += [_sum(self._counts[name]) for name in counted]
         # A minimum travels as the maximum of negative values: one reduction serves both.
-        maxima = [self._maxima[name] for name in upper] + [-self._minima[name] for name in lower]
+        maxima = [_all(self._maxima[name]).amax() for name in upper]
+        maxima += [-_all(self._minima[name]).amin() for name in lower]
         parts = []
         if sums:
             parts.append(all_reduce_sum(torch.stack([value.to(device) for value in sums])))
@@ -215,30 +223,36 @@ class MetricBag:
     def _stores(self) -> tuple[dict[str, Any], ...]:
         return self._sums, self._counts, self._maxima, self._minima, self._derived
 
-    @staticmethod
-    def _fold(
-        store: dict[str, Tensor], name: str, value: Tensor, op: Callable[[Tensor, Tensor], Tensor]
-    ) -> None:
-        store[name] = op(store[name], value) if name in store else value
-
-    def _add(self, store: dict[str, Tensor], name: str, value: Tensor) -> None:
-        self._fold(store, name, value, torch.add)
+    def _add(self, store: dict[str, list[Tensor]], name: str, values: Tensor) -> None:
+        values = values.detach()
+        few = values.numel() <= _FEW
+        store.setdefault(name, []).append(values if few else values.double().sum())
 
     def _extremum(
         self,
-        store: dict[str, Tensor],
+        store: dict[str, list[Tensor]],
         name: str,
         values: Tensor,
         mask: Tensor | None,
         empty: float,
-        op: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
         values = values.detach().double()
         if mask is not None:
-            values = torch.where(mask, values, torch.full_like(values, empty))
-        # One more element that never wins, since a reduction of nothing fails.
-        values = torch.cat([values.flatten(), values.new_full((1,), empty)])
-        self._fold(store, name, values.amax() if empty < 0 else values.amin(), op)
+            values = torch.where(mask, values, empty)
+        if values.numel() == 0:  # a reduction of nothing fails
+            values = values.new_full((), empty)
+        elif values.numel() > _FEW:
+            values = values.amax() if empty < 0 else values.amin()
+        store.setdefault(name, []).append(values)
+
+
+def _all(values: Sequence[Tensor]) -> Tensor:
+    """Returns the elements of all tensors, float64 [number of elements]."""
+    return torch.cat([value.flatten() for value in values]).double()
+
+
+def _sum(values: Sequence[Tensor]) -> Tensor:
+    return _all(values).sum()
 
 
 def _join(prefix: str, name: str) -> str:

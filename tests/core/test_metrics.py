@@ -108,7 +108,20 @@ def test_nothing_of_the_graph_is_kept():
     values = VALUES.clone().requires_grad_()
     bag = filled(values * 2, SOME)
     stores = (bag._sums, bag._counts, bag._maxima, bag._minima)
-    assert not [name for store in stores for name, value in store.items() if value.requires_grad]
+    kept = [value for store in stores for values in store.values() for value in values]
+    assert kept
+    assert not any(value.requires_grad for value in kept)
+
+
+def test_a_large_tensor_is_not_kept():
+    bag = MetricBag()
+    values = torch.arange(10_000, dtype=torch.float32)
+    bag.mean("mean", values, values >= 0)
+    bag.max("max", values)
+    bag.sum("sum", values)
+    stores = (bag._sums, bag._counts, bag._maxima)
+    assert {value.numel() for store in stores for kept in store.values() for value in kept} == {1}
+    assert bag.compute() == {"mean": 4999.5, "max": 9999.0, "sum": 49_995_000.0}
 
 
 def test_sums_are_float64():
