@@ -39,7 +39,9 @@ def make_optimizer(parameters: Sequence[nn.Parameter], config: OptimConfig) -> O
         "weight_decay": config.weight_decay,
     }
     if config.name == "adamw":
-        return torch.optim.AdamW(parameters, **options)
+        # On a GPU torch takes many tensors at once by itself, and on a CPU only if it is told to.
+        on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
+        return torch.optim.AdamW(parameters, fused=True if on_cpu else None, **options)
     from torchao.optim import AdamW8bit
 
     optimizer: Optimizer = AdamW8bit(parameters, **options)
