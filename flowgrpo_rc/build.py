@@ -119,6 +119,7 @@ def assemble(
         trainer=config.trainer,
         algorithm=config.algorithm,
         samples_per_mini_batch=config.samples_per_mini_batch(processes.count),
+        train_n=config.trained_n(),
         staleness=config.rollout.staleness,
         processes=processes,
         folder=folder,

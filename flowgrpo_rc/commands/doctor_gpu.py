@@ -42,6 +42,7 @@ JOB = (
     "trainer.num_processes=1",
     "data.train_batch_size=4",
     "rollout.n=8",
+    "actor.train_n=null",
     "rollout.micro_batch_size_per_gpu=null",
     "actor.ppo_micro_batch_size_per_gpu=8",
     "reward.terms.ocr=null",

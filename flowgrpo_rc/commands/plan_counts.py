@@ -86,9 +86,10 @@ def forwards(config: Config, model: FlowModel, num_processes: int) -> list[tuple
     steps = range(1, config.trainer.total_training_steps + 1)
     # A sliding window changes how many steps lie behind it.
     denoising = round(sum(map(rollout.evaluations, steps)) / len(steps))
-    size = config.trained_steps()
-    trained = per_rank * size * each_sample
-    formula = f"{per_rank} samples x {_trained(config)}{guidance}"
+    size = config.trained_steps() * each_sample
+    num_trained = config.trained_per_step(num_processes)
+    trained = num_trained * size
+    formula = f"{num_trained} samples x {_trained(config)}{guidance}"
     rows = [
         (
             "forwards, sampling",
@@ -100,7 +101,7 @@ def forwards(config: Config, model: FlowModel, num_processes: int) -> list[tuple
         old = trained * actor.ppo_epochs
         rows.append(("forwards, old policy", old, "no gradient; beside those with backward"))
     elif not config.algorithm.rollout_correction.corrects_in_loss:
-        rows.append(_old_policy(config, trained))
+        rows.append(_old_policy(config, per_rank * size, trained))
     batches = 1 + rollout.reuse
     if rollout.reuse:
         formula += f" x {batches} batches (reuse)"
@@ -119,18 +120,25 @@ def _trained(config: Config) -> str:
     return f"{config.trained_steps()} {what}"
 
 
-def _old_policy(config: Config, trained: int) -> tuple[str, int, str]:
+def _old_policy(config: Config, sampled: int, trained: int) -> tuple[str, int, str]:
     """Counts the forwards of the old policy; the first mini-batch may need none of its own.
 
-    Batches that are used again need a recompute of their own.
+    Batches that are used again need a recompute of their own. Those of all mini-batches are made
+    while rewards are scored, when nobody knows yet which samples are trained on.
+
+    Args:
+      config: the settings.
+      sampled: forwards of all samples of a step.
+      trained: forwards of those that are trained on.
     """
     why = config.why_recompute()
-    recomputed = trained * (1 + config.rollout.reuse)
+    recomputed = trained * config.rollout.reuse
     if why is not None:
+        recomputed += sampled
         which = f"of every mini-batch: {why}"
     else:
         prompts = config.data.train_batch_size
-        recomputed -= trained * config.actor.ppo_mini_batch_size // prompts
+        recomputed += trained - trained * config.actor.ppo_mini_batch_size // prompts
         which = "of all mini-batches but the first, whose own forwards serve"
     return "forwards, old policy", recomputed, f"no gradient; {which}"
 

@@ -244,5 +244,7 @@ def _batches(config: Config, model: FlowModel, num_processes: int) -> list[Row]:
     rows = [("batch", size, formula)]
     reuse = config.rollout.reuse
     if reuse:
-        rows.append(("earlier batches", reuse * size, f"batch x reuse {reuse}"))
+        part = config.trained_per_step(num_processes)
+        which = "batch" if part == samples else f"{part} of {samples} samples"
+        rows.append(("earlier batches", reuse * size * part // samples, f"{which} x reuse {reuse}"))
     return rows

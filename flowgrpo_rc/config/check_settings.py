@@ -66,10 +66,12 @@ def _check_sizes(config: Config, num_processes: int) -> None:
     samples = config.samples_per_mini_batch(num_processes)
     micro = config.actor.ppo_micro_batch_size_per_gpu
     if samples % micro:
+        chosen = config.trained_n()
+        each = f"actor.train_n={chosen}" if chosen else f"rollout.n={config.rollout.n}"
         raise ValueError(
             f"actor.ppo_micro_batch_size_per_gpu={micro} does not divide the {samples} samples of "
-            f"a mini-batch on one process (actor.ppo_mini_batch_size={mini} x "
-            f"rollout.n={config.rollout.n} / {num_processes})"
+            f"a mini-batch on one process (actor.ppo_mini_batch_size={mini} x {each} / "
+            f"{num_processes})"
         )
     steps = config.actor.steps_per_forward
     if config.model.kind == "diffusion" and (steps or 1) > config.trained_steps():
@@ -102,6 +104,11 @@ def _check_alignment(config: Config) -> None:
             "actor.replay=aligned evaluates together what the rollout did, one step of each "
             f"sample, but actor.steps_per_forward={config.actor.steps_per_forward}: set it to 1, "
             "or drop actor.replay"
+        )
+    if config.trained_n() is not None:
+        raise ValueError(
+            "actor.replay=aligned evaluates together what the rollout did, but actor.train_n="
+            f"{config.actor.train_n} leaves samples out: set it to null, or drop actor.replay"
         )
     chunk = config.rollout.micro_batch_size_per_gpu
     micro = config.actor.ppo_micro_batch_size_per_gpu

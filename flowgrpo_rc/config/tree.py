@@ -182,12 +182,23 @@ class Config:
         return float(self.rollout.engine_kwargs.get("tensor_parallel_size", 1))
 
     def samples_per_step(self, num_processes: int) -> int:
-        """Returns the samples of a step on one process."""
+        """Returns the samples of a step on one process, those that are not trained on included."""
         return self.data.train_batch_size * self.rollout.n // num_processes
 
     def samples_per_mini_batch(self, num_processes: int) -> int:
         """Returns the samples of a mini-batch on one process."""
-        return self.actor.ppo_mini_batch_size * self.rollout.n // num_processes
+        each = self.trained_n() or self.rollout.n
+        return self.actor.ppo_mini_batch_size * each // num_processes
+
+    def trained_per_step(self, num_processes: int) -> int:
+        """Returns the samples of a step on one process that are trained on."""
+        each = self.trained_n() or self.rollout.n
+        return self.data.train_batch_size * each // num_processes
+
+    def trained_n(self) -> int | None:
+        """Returns the samples of a prompt that are trained on; None for all of them."""
+        chosen = self.actor.train_n
+        return None if chosen is None or chosen >= self.rollout.n else chosen
 
     def shares_evenly(self, num_processes: int) -> bool:
         """Returns whether so many processes can share a mini-batch of valid size.

@@ -182,6 +182,31 @@ def estimate(
     )
 
 
+def farthest(advantages: Tensor, group: Tensor, size: int) -> Tensor:
+    """Finds the samples of each group whose advantages are farthest from 0.
+
+    Training on them alone loses little: what a sample adds to the squared norm of the gradient
+    grows with its advantage squared. Of equal ones the first are taken.
+
+    Args:
+      advantages: of each sample, [B].
+      group: the group of each sample, int64, [B].
+      size: how many to take of each group, at most.
+
+    Returns:
+      Their positions in ascending order, int64, [B'].
+
+    See "Not All Rollouts are Useful", https://arxiv.org/abs/2504.13818, which takes the samples of
+    a group whose rewards have the largest variance.
+    """
+    order = advantages.abs().argsort(descending=True, stable=True)
+    order = order[group[order].argsort(stable=True)]  # group by group, the farthest first
+    _, counts = torch.unique_consecutive(group[order], return_counts=True)
+    first = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    place = torch.arange(len(order), device=order.device) - first
+    return order[place < size].sort().values
+
+
 def advantage_metrics(advantages: Advantages, valid: Tensor) -> MetricBag:
     """Measures advantages over the samples that are `valid`, [B] bool."""
     metrics = MetricBag()

@@ -94,6 +94,8 @@ _ADVANTAGES = _section(
     advantages/std | - | Their standard deviation.
     advantages/max | - | The largest.
     advantages/min | - | The smallest.
+    advantages/trained_fraction | fraction | Part of the sum of squared advantages that is trained
+        on, with `actor.train_n`.
     zero_std_ratio | fraction | Groups whose rewards are all equal, and which therefore teach
         nothing.
     """,

@@ -150,6 +150,8 @@ class EMAConfig:
 class ActorConfig:
     """The update.
 
+    train_n: at most so many samples of each prompt are trained on, those with the largest
+        |advantage| (arXiv 2504.13818); null: all of the rollout.n.
     ppo_mini_batch_size: prompts of one optimizer step, of all processes together.
     ppo_micro_batch_size_per_gpu: samples per forward and backward of one process; changes no
         result.
@@ -165,6 +167,7 @@ class ActorConfig:
         batch; `any` lets the sizes differ.
     """
 
+    train_n: int | None = None
     ppo_mini_batch_size: int = 24
     ppo_micro_batch_size_per_gpu: int = 8
     steps_per_forward: int | None = 1
@@ -183,6 +186,10 @@ class ActorConfig:
         for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"actor.{name}={getattr(self, name)}: give at least 1")
+        if self.train_n is not None and self.train_n < 1:
+            raise ValueError(
+                f"actor.train_n={self.train_n}: give at least 1, or null for all samples"
+            )
         if self.steps_per_forward is not None and self.steps_per_forward < 1:
             raise ValueError(
                 f"actor.steps_per_forward={self.steps_per_forward}: give at least 1, or null for "

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from flowgrpo_rc.batch import Batch, Rewards
-from flowgrpo_rc.core.advantages import advantage_metrics, estimate
+from flowgrpo_rc.core.advantages import advantage_metrics, estimate, farthest
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.distributed.memory import out_of_memory_in
 from flowgrpo_rc.distributed.processes import Processes, peak_memory_gib
@@ -58,6 +58,7 @@ class Components:
       trainer: settings of the run itself.
       algorithm: how rewards become advantages.
       samples_per_mini_batch: samples of a mini-batch on one process.
+      train_n: samples of each group that are trained on; None for all.
       staleness: how many steps the weights that sample may be behind.
       mode: bypass or decoupled mode.
       earlier: the batches of earlier steps that are trained on again.
@@ -67,6 +68,7 @@ class Components:
     trainer: TrainerConfig
     algorithm: AlgorithmConfig
     samples_per_mini_batch: int
+    train_n: int | None
     staleness: int
     processes: Processes
     folder: RunFolder
@@ -164,14 +166,18 @@ class Trainer:
             with self._timed("reward_wait"):
                 rewards = collected.rewards()
                 # Here, since it waits for the rewards of the other processes.
-                batch = self._with_advantages(batch, rewards)
+                advantages = self._advantages(batch, rewards)
             record_rewards(self._metrics, rewards, prefix="reward", total="mean")
             if components.trainer.save_rollouts:
                 self._save_rollout(collected.batch, rewards)
+            batch = batch.replace(
+                advantages=advantages.float().unsqueeze(1).expand(-1, batch.num_steps)
+            )
+            trained, as_sampled = self._chosen(advantages, batch, collected.batch)
             with self._timed("update"):
-                batch = self._update(batch)
+                trained = self._update(trained)
             components.mode.finish(self._metrics)
-            components.earlier.add(collected.batch, batch.advantages, batch.rejection_mask)
+            components.earlier.add(as_sampled, trained.advantages, trained.rejection_mask)
             with self._timed("sync_weights"):
                 components.source.sync_weights(self._sampling_weights(), step)
             self._note_decisions(collected, rewards)
@@ -188,7 +194,8 @@ class Trainer:
         path = rollout_path(folder, self._step, processes.rank, processes.count)
         save_rollout(path, SavedRollout(batch, rewards, self._components.task.origin()))
 
-    def _with_advantages(self, batch: Batch, rewards: Rewards) -> Batch:
+    def _advantages(self, batch: Batch, rewards: Rewards) -> torch.Tensor:
+        """Returns the advantage of each sample, float64 [B]."""
         algorithm = self._components.algorithm
         device = batch.group.device
         valid = rewards.valid.to(device)
@@ -210,8 +217,17 @@ class Trainer:
             all_reduce=self._components.processes.sum,
         )
         self._metrics.merge(advantage_metrics(found, valid))
-        advantages = found.values.float().unsqueeze(1).expand(-1, batch.num_steps)
-        return batch.replace(advantages=advantages)
+        return found.values
+
+    def _chosen(self, advantages: torch.Tensor, *batches: Batch) -> Sequence[Batch]:
+        """Returns those samples of each batch that are trained on, by their advantages, [B]."""
+        size = self._components.train_n
+        if size is None:  # the same tensors, not copies
+            return batches
+        rows = farthest(advantages, batches[0].group, size)
+        squares = advantages**2
+        self._metrics.ratio("advantages/trained_fraction", squares[rows], squares)
+        return [batch.select(rows) for batch in batches]
 
     def _update(self, batch: Batch) -> Batch:
         """Trains on the batch and on earlier ones; returns it with the decision on its steps."""

@@ -246,6 +246,28 @@ def test_training_again_on_earlier_batches() -> None:
     assert found["updates"] == f"{2 * (1 + 2 + 3 * 998):,}"
 
 
+def test_training_on_some_of_the_samples() -> None:
+    """All are sampled. A recompute before the rewards are known is of all of them."""
+    recipe = (
+        "+experiment=sd35_medium_ocr_1xh100",
+        "actor.train_n=2",
+        "actor.ppo_micro_batch_size_per_gpu=4",
+        "algorithm.rollout_correction.bypass_mode=false",
+        "rollout.reuse=1",
+    )
+    all_of_them = plan_of(recipe[0])
+    some = plan_of(*recipe)
+    found = values(some)
+    sampling = "forwards, sampling"
+    assert found[sampling] == values(all_of_them)[sampling]
+    chosen = 64 * 9 * 2 // 4
+    assert found["forwards with backward"] == f"{chosen * 2:,}"
+    assert found["forwards, old policy"] == f"{chosen // 2 + chosen:,}"
+    assert sizes(some)["earlier batches"] == sizes(some)["batch"] // 4
+    every = plan_of(*recipe, "actor.old_log_probs=recompute")
+    assert values(every)["forwards, old policy"] == f"{64 * 9 * 2 + chosen:,}"
+
+
 def test_why_decoupled_mode_recomputes_everything() -> None:
     decoupled = "algorithm.rollout_correction=decoupled_seq_is"
     ((count, why),) = [

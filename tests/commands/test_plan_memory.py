@@ -33,7 +33,11 @@ from flowgrpo_rc.rollout.replica import Replica
 
 ARCHITECTURES = config_folder() / "architectures"
 GIB = 2**30
-BUNDLED = ("rollout.dtype=bf16",)
+BUNDLED = (
+    "rollout.dtype=bf16",
+    "actor.train_n=null",
+    "actor.ppo_micro_batch_size_per_gpu=12",
+)
 SD35 = "+experiment=sd35_medium_ocr_1xh100"
 
 

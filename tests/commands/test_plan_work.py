@@ -68,8 +68,12 @@ def test_a_forward_is_the_sum_of_its_products(
 def test_a_step() -> None:
     passes = Operations(forward=10, update=25)
     settings = ("rollout.algo.tail_steps=null", "data.train_batch_size=2", "rollout.n=12")
+    sampled = 24 * 10
+    config, model = asked(*settings, "actor.train_n=6")
+    assert passes.of_a_step(config, model, 1) == sampled * 10 + 12 * 3 * 25
+    settings += ("actor.train_n=null",)
     config, model = asked(*settings)
-    sampled, trained = 24 * 10, 24 * 3
+    trained = 24 * 3
     assert passes.of_a_step(config, model, 1) == sampled * 10 + trained * 25
     config, model = asked(*settings, "model.gradient_checkpointing=true")
     assert passes.of_a_step(config, model, 1) == sampled * 10 + trained * (25 + 10)

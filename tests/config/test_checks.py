@@ -58,6 +58,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
             ["sde_window_size=4", "1 to 3", "rollout.pipeline.num_inference_steps"],
         ),
         ("actor.ppo_micro_batch_size_per_gpu=3", ["ppo_micro_batch_size_per_gpu=3", "4 samples"]),
+        ("actor.train_n=0", ["actor.train_n=0", "at least 1"]),
         ("actor.ppo_mini_batch_size=3", ["actor.ppo_mini_batch_size=3", "data.train_batch_size"]),
         (f"{RC}.rollout_rs=seq_mean_k9", ["seq_mean_k9", "did you mean"]),
         (f"{RC}.rollout_is=always", ["rollout_is='always'", "token, sequence"]),
@@ -176,6 +177,14 @@ def test_bad_settings_of_precision_and_processes(
         (
             ["rollout.algo.shared_prefix=true", "actor.replay=aligned"],
             ["shared_prefix", "aligned"],
+        ),
+        (
+            ["actor.train_n=1", "actor.ppo_micro_batch_size_per_gpu=4"],
+            ["micro_batch_size_per_gpu=4", "the 2 samples", "actor.train_n=1"],
+        ),
+        (
+            ["rollout.n=4", "actor.train_n=2", "actor.replay=aligned"],
+            ["actor.train_n=2", "aligned"],
         ),
         (
             ["rollout.algo.tail=ab2", "rollout.algo.sde_window_range=[1,4]"],

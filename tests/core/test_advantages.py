@@ -10,7 +10,7 @@ from support.builders import diffusion_batch, on_shards, token_batch
 from support.oracles import mean, std
 from torch import Tensor
 
-from flowgrpo_rc.core.advantages import ESTIMATORS, group_decoupled, group_relative
+from flowgrpo_rc.core.advantages import ESTIMATORS, farthest, group_decoupled, group_relative
 
 EPS = 1e-4
 OPTIONS = [
@@ -299,3 +299,24 @@ def test_gdpo_is_the_same_on_any_number_of_processes():
     )
     whole = group_decoupled(rewards, GDPO["weights"], group, valid).values
     torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=1e-12)
+
+
+def test_the_farthest_of_each_group_are_found_in_their_order():
+    advantages = torch.tensor([0.1, -3.0, 2.0, 0.0, 0.5, -0.5, 0.5, 0.0, 9.0])
+    group = torch.tensor([5, 5, 5, 5, 2, 2, 2, 2, 7])
+    assert farthest(advantages, group, 2).tolist() == [1, 2, 4, 5, 8]
+    assert farthest(advantages, group, 1).tolist() == [1, 4, 8]
+    assert farthest(advantages, group, 4).tolist() == list(range(9))
+
+
+def test_the_farthest_of_groups_that_are_mixed():
+    generator = torch.Generator().manual_seed(3)
+    advantages = torch.randn(60, generator=generator).mul(2).round()  # with many equal ones
+    group = torch.randint(7, (60,), generator=generator)
+    by_group = {number: [row for row in range(60) if group[row] == number] for number in range(7)}
+    expected = [
+        row
+        for rows in by_group.values()
+        for row in sorted(rows, key=lambda row: -abs(float(advantages[row])))[:3]
+    ]
+    assert farthest(advantages, group, 3).tolist() == sorted(expected)

@@ -73,8 +73,11 @@ MODES = {
         "rollout.reuse=2",
         "rollout.algo.sde_type=cps",
     ),
-    # A group of samples that start from one state, with fewer evaluations behind a sliding window.
+    # A group of samples that start from one state, with fewer evaluations behind a sliding window,
+    # of which some are trained on.
     "fast": (
+        "rollout.n=4",
+        "actor.train_n=2",
         "rollout.merge_lora=true",
         "rollout.algo.sde_window_interval=1",
         "rollout.algo.tail=ab2",

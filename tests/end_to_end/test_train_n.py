@@ -1,0 +1,153 @@
+"""Training on some samples of each prompt (`actor.train_n`): which, with what, and resuming."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.runs import Train, fingerprint, read_rows, without_timings
+
+from flowgrpo_rc.batch import Batch
+from flowgrpo_rc.cli import main
+from flowgrpo_rc.config.compose import compose_config, to_config
+from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint
+from flowgrpo_rc.records.rollout_files import SavedRollout
+from flowgrpo_rc.training import trainer
+from flowgrpo_rc.training.update import PolicyUpdate
+
+RC = "algorithm.rollout_correction"
+SOME = ("rollout.n=6", "actor.train_n=2", "actor.ppo_micro_batch_size_per_gpu=2")
+BYPASS = (f"{RC}.bypass_mode=true", f"{RC}.rollout_rs=token_k1", "rollout.dtype=bf16")
+DECOUPLED = (f"{RC}.bypass_mode=false", f"{RC}.rollout_is=token", "rollout.dtype=bf16")
+FORWARD = (
+    "rollout.algo.sde_window_size=0",
+    "rollout.algo.sde_window_range=null",
+    "rollout.algo.noise_level=0.7",
+    "rollout.algo.tail_steps=null",
+    "actor.diffusion_loss.loss_mode=diffusion_nft",
+    "actor.diffusion_loss.times=2",
+    f"{RC}.rollout_rs=null",
+    f"{RC}.rollout_rs_threshold=null",
+)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Batch], list[tuple[Any, Batch]]]:
+    """The batches that updates are given, and the advantages and batches that they come from."""
+    given: list[Batch] = []
+    whole: list[tuple[Any, Batch]] = []
+    run, chosen = PolicyUpdate.run, trainer.Trainer._chosen
+
+    def noted_run(self: PolicyUpdate, batch: Batch, *rest: Any) -> Any:
+        given.append(batch)
+        return run(self, batch, *rest)
+
+    def noted_chosen(self: trainer.Trainer, advantages: Any, *batches: Batch) -> Any:
+        whole.append((advantages, batches[0]))
+        return chosen(self, advantages, *batches)
+
+    monkeypatch.setattr(PolicyUpdate, "run", noted_run)
+    monkeypatch.setattr(trainer.Trainer, "_chosen", noted_chosen)
+    return given, whole
+
+
+@pytest.mark.parametrize("mode", [BYPASS, DECOUPLED, FORWARD], ids=["bypass", "decoupled", "nft"])
+def test_those_with_the_largest_advantages_are_trained_on(
+    train: Train, tmp_path: Path, overrides: list[str], seen: Any, mode: Sequence[str]
+) -> None:
+    settings = (*SOME, *mode, "trainer.total_training_steps=2")
+    assert train(*settings) == 0
+    given, whole = seen
+    rows = read_rows(tmp_path / "run")[1:]
+    assert len(given) == len(whole) == len(rows) == 2
+    prompts = to_config(compose_config([*overrides, *settings])).data.train_batch_size
+    for trained, (advantages, batch), row in zip(given, whole, rows, strict=True):
+        assert len(batch) == 6 * prompts
+        assert trained.group.tolist() == batch.group.view(-1, 6)[:, :2].flatten().tolist()
+        best = advantages.view(-1, 6).abs().sort(descending=True).values[:, :2]
+        found = dict(zip(batch.seed.tolist(), advantages.tolist(), strict=True))
+        kept = torch.tensor([found[seed] for seed in trained.seed.tolist()])
+        assert torch.equal(kept.view(-1, 2).abs().sort(descending=True).values, best.float())
+        if trained.advantages.shape[1]:
+            assert torch.equal(trained.advantages[:, 0], kept)
+        part = float((kept.double() ** 2).sum() / (advantages**2).sum())
+        assert row["advantages/trained_fraction"] == pytest.approx(part, rel=1e-6)
+        assert row["perf/samples_per_second"] == pytest.approx(
+            len(batch) / row["timing_s/step"], rel=1e-6
+        )
+
+
+def test_all_samples_are_trained_on_by_default(train: Train, tmp_path: Path, seen: Any) -> None:
+    assert train("trainer.total_training_steps=1") == 0
+    given, whole = seen
+    assert torch.equal(given[0].seed, whole[0][1].seed)
+    assert "advantages/trained_fraction" not in read_rows(tmp_path / "run")[1]
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        (*BYPASS, f"{RC}.rollout_rs_threshold=auto:4", "rollout.reuse=1"),
+        (*DECOUPLED, "rollout.algo.shared_prefix=true", "rollout.staleness=1"),
+    ],
+    ids=["bypass_reuse", "decoupled_shared_staleness"],
+)
+def test_an_interrupted_run_ends_bit_equal(
+    train: Train, tmp_path: Path, mode: Sequence[str]
+) -> None:
+    settings = (*SOME, *mode, "trainer.total_training_steps=3")
+    assert train(*settings, f"trainer.output_dir={tmp_path / 'whole'}") == 0
+    pieces = [*settings, f"trainer.output_dir={tmp_path / 'pieces'}", "trainer.max_time=0.001"]
+    assert [train(*pieces) for _ in range(3)] == [75, 75, 0]
+    assert state(tmp_path / "whole") == state(tmp_path / "pieces")
+
+
+def state(folder: Path) -> tuple[dict[str, str], list[bytes], list[dict[str, Any]]]:
+    """Returns the newest checkpoint and the metrics of a run."""
+    newest = load_checkpoint(list_checkpoints(folder / "checkpoints")[-1])
+    prints = {stem: fingerprint(tensors) for stem, tensors in newest.tensors.items()}
+    files = [path.read_bytes() for path in newest.files]
+    return prints, files, without_timings(read_rows(folder))
+
+
+def test_a_saved_rollout_holds_all_samples_and_replays(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+    save = trainer.save_rollout
+
+    def noted(path: Path, rollout: SavedRollout) -> None:
+        sizes.append(len(rollout.batch))
+        save(path, rollout)
+
+    monkeypatch.setattr(trainer, "save_rollout", noted)
+    settings = (*SOME, *BYPASS, "trainer.total_training_steps=1")
+    live, replayed = (f"trainer.output_dir={tmp_path / name}" for name in ("live", "replayed"))
+    assert train(*settings, live, "trainer.save_rollouts=true") == 0
+    rows = read_rows(tmp_path / "live")
+    assert sizes[0] % 6 == 0
+    assert train(*settings, replayed, f"data.replay_dir={tmp_path / 'live' / 'rollouts'}") == 0
+    again = read_rows(tmp_path / "replayed")
+    for name in ("advantages/trained_fraction", "actor/pg_loss", "actor/grad_norm"):
+        assert again[1][name] == rows[1][name]
+
+
+def test_text_is_trained_on_the_same_way(tmp_path: Path, seen: Any) -> None:
+    command = ["train", "--config-name", "token_grpo", "trainer.device=cpu"]
+    settings = (
+        "data.train_batch_size=2",
+        "rollout.n=4",
+        "actor.train_n=1",
+        "rollout.val_kwargs.n=4",
+        "rollout.micro_batch_size_per_gpu=8",
+        "actor.ppo_mini_batch_size=1",
+        "actor.ppo_micro_batch_size_per_gpu=1",
+        "trainer.total_training_steps=1",
+        f"trainer.output_dir={tmp_path / 'run'}",
+    )
+    assert main([*command, *settings]) == 0
+    given, whole = seen
+    assert (len(given[0]), len(whole[0][1])) == (2, 8)
