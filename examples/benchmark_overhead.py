@@ -10,8 +10,8 @@ The bare step calls the same modules on the same shapes in a plain loop:
   log-probs;
 * forward and backward for every SDE step.
 
-Every sample has forwards of its own in both, one for each step (no `rollout.algo.shared_prefix`,
-and `actor.steps_per_forward=1`), unless the overrides say otherwise.
+Every sample is trained on in both, in a forward of its own for each step, as `PLAIN` says, unless
+the overrides say otherwise.
 
 It has no sampler, no correction, no loss but a sum, no optimizer and no metrics. Training steps and
 bare steps take turns, and the printed ratio is that of the medians.
@@ -39,7 +39,11 @@ from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.training.modes import Decoupled
 from flowgrpo_rc.training.trainer import Components, Trainer
 
-PLAIN = ("rollout.algo.shared_prefix=false", "actor.steps_per_forward=1")
+PLAIN = (
+    "actor.train_n=null",
+    "actor.ppo_micro_batch_size_per_gpu=12",
+    "actor.steps_per_forward=1",
+)
 
 
 def bare_step(config: Config, parts: Components) -> None:

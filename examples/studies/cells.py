@@ -20,6 +20,8 @@ import flowgrpo_rc
 
 RESULTS = Path(__file__).parent / "results"
 DIGITS = 6
+# Overrides of the bundled job: every sample is trained on.
+EVERY_SAMPLE = ("actor.train_n=null", "actor.ppo_micro_batch_size_per_gpu=12")
 
 Cell = dict[str, Any]
 

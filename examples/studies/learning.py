@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cells import RESULTS, make_missing, save
+from cells import EVERY_SAMPLE, RESULTS, make_missing, save
 
 STUDY = "learning"
 RC = "algorithm.rollout_correction"
@@ -98,9 +98,9 @@ FURTHER = (
 # The differences of every run from configs/tiny_ocr.yaml: a third of its iterations, all of them
 # at the full learning rate, and nothing that makes them faster.
 BUDGET = (
+    *EVERY_SAMPLE,
     "rollout.dtype=bf16",
     "rollout.algo.tail_steps=null",
-    "rollout.algo.shared_prefix=false",
     "actor.steps_per_forward=1",
     "trainer.num_processes=1",
     "actor.optim.lr_scheduler=constant",

@@ -5,54 +5,50 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from cells import EVERY_SAMPLE
+
 STUDY = "time_to_reward"
 REFERENCE = "peer_flow_grpo_fast"  # what all seconds are divided by
 TARGETS = ("0.60", "0.65")  # held-out rewards
 
 RC = "algorithm.rollout_correction"
-# What the scripts of flow_grpo do as well: a constant learning rate. The bundled job's own falls to
-# the end of a run.
+# As in the scripts of flow_grpo. The learning rate of the bundled job falls to the end of a run.
 CONSTANT = ("actor.optim.lr_scheduler=constant",)
-# The bundled job without what makes it faster.
+# The base of the other arms: every sample is trained on, as in flow_grpo.
+BASE = (*CONSTANT, *EVERY_SAMPLE)
 WHOLE_SCHEDULE = ("rollout.algo.tail_steps=null",)
 WINDOW_2 = "rollout.algo.sde_window_size=2"
+AHEAD = ("rollout.workers=1", "rollout.staleness=1")
 SHARED = ("rollout.algo.shared_prefix=true",)
 SINGLE_STEPS = ("actor.steps_per_forward=1", "actor.ppo_micro_batch_size_per_gpu=24")
 # The fast script of flow_grpo: its sampling batch is its training batch, everything is fp32, and
 # nothing is rejected.
 FAST = (
-    *CONSTANT,
+    *BASE,
     *WHOLE_SCHEDULE,
     *SINGLE_STEPS,
     "rollout.dtype=fp32",
     "rollout.micro_batch_size_per_gpu=24",
     f"{RC}=bypass_ppo_clip",
 )
-# Its other script trains all steps but the last, and adds the KL to the base model. (There the last
-# step is stochastic too, here it is not.)
-WHOLE_TRAJECTORY = (
-    "rollout.algo.sde_window_size=null",
-    "rollout.algo.sde_window_range=null",
-    "actor.use_kl_loss=true",
-    "actor.kl_loss_coef=0.04",
-)
 
 # Overrides of the bundled job, configs/tiny_ocr.yaml.
 ARMS: Mapping[str, Sequence[str]] = {
     "shipped": CONSTANT,
-    "falling": (),
-    "fp32": (*CONSTANT, "rollout.dtype=fp32"),
-    "whole_schedule": (*CONSTANT, *WHOLE_SCHEDULE),
-    "shared_prefix": (*CONSTANT, *SHARED),
-    "merged_lora": (*CONSTANT, "rollout.merge_lora=true"),
-    "single_steps": (*CONSTANT, *SINGLE_STEPS),
-    "reuse": (*CONSTANT, "rollout.reuse=1"),
-    "ahead_1": (*CONSTANT, "rollout.workers=1", "rollout.staleness=1"),
-    "ahead_4": (*CONSTANT, "rollout.workers=1", "rollout.staleness=4"),
-    "window_2": (*CONSTANT, WINDOW_2),
-    "shared_window_2": (*CONSTANT, *SHARED, WINDOW_2),
+    "shipped_ahead_1": (*CONSTANT, *AHEAD),
+    "base": BASE,
+    "fp32": (*BASE, "rollout.dtype=fp32"),
+    "whole_schedule": (*BASE, *WHOLE_SCHEDULE),
+    "merged_lora": (*BASE, "rollout.merge_lora=true"),
+    "single_steps": (*BASE, *SINGLE_STEPS),
+    "reuse": (*BASE, "rollout.reuse=1"),
+    "ahead_1": (*BASE, *AHEAD),
+    "ahead_4": (*BASE, "rollout.workers=1", "rollout.staleness=4"),
+    "window_2": (*BASE, WINDOW_2),
+    "shared_window_2": (*BASE, *SHARED, WINDOW_2),
+    "shared_prefix": (*BASE, *SHARED),
+    "shared_train_6": (*CONSTANT, *SHARED),
     "flow_grpo_fast": FAST,
-    "flow_grpo_default": (*FAST, *WHOLE_TRAJECTORY),
 }
 
 

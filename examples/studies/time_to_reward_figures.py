@@ -18,7 +18,7 @@ from tables import DOCS
 from time_to_reward_arms import PEER_ARMS, STUDY, TARGETS
 from time_to_reward_tables import clock_of, runs_of
 
-SHOWN = ("shipped", "ahead_1", "shared_prefix", *PEER_ARMS)  # more lines could not be told apart
+SHOWN = ("shipped", "base", "ahead_1", *PEER_ARMS)  # more lines could not be told apart
 
 
 def draw(cells: Mapping[str, Cell], path: Path) -> None:
@@ -27,7 +27,7 @@ def draw(cells: Mapping[str, Cell], path: Path) -> None:
     Seconds are iterations times the seconds of one, which were measured for all arms in one go.
 
     Args:
-      cells: the results; all runs have the same iterations.
+      cells: the results; all runs of an arm have the same iterations.
       path: the file to write.
     """
     with matplotlib.rc_context(STYLE):

@@ -34,6 +34,7 @@ BAND = "token_k1"
 PLANTED = 10.0
 RC = "algorithm.rollout_correction"
 SETTINGS = (
+    "actor.train_n=null",
     f"{RC}.rollout_rs={BAND}",
     f"{RC}.rollout_rs_threshold=auto:4",
     "rollout.dtype=bf16",

@@ -39,7 +39,7 @@ ARMS = {
 def make_trainer(folder: str, overrides: list[str], stack: ExitStack) -> Trainer:
     """Makes a trainer with one mini-batch per step; overrides of its size have no effect."""
     settings = ["trainer.logger=[]", f"trainer.output_dir={folder}"]
-    composed = compose_config([*overrides, *settings])
+    composed = compose_config(["actor.train_n=null", *overrides, *settings])
     composed.actor.ppo_mini_batch_size = composed.data.train_batch_size
     config = to_config(composed)
     parts = assemble(

@@ -106,7 +106,7 @@ def assembled(arm: Arm, steps: int, overrides: list[str]) -> Iterator[Any]:
             f"rollout.workers={arm.workers}",
             f"rollout.staleness={arm.staleness}",
         ]
-        config = to_config(compose_config([*overrides, *settings]))
+        config = to_config(compose_config(["actor.train_n=null", *overrides, *settings]))
         processes = make_processes(config, quiet=True)
         parts = assemble(
             config, RunFolder(Path(folder)), processes, prompts_of(config), first_step=0

@@ -26,6 +26,7 @@ def sizes(mini: int, micro: int) -> list[str]:
     return [
         f"data.train_batch_size={mini}",
         "rollout.n=12",
+        "actor.train_n=null",
         f"actor.ppo_mini_batch_size={mini}",
         f"actor.ppo_micro_batch_size_per_gpu={micro}",
     ]

@@ -574,6 +574,7 @@ def test_text_models_are_refused(capsys: pytest.CaptureFixture, tmp_path: Path) 
 
 GUIDED = "rollout.pipeline.guidance_scale=4.5"
 QUICK = [
+    "actor.train_n=null",
     "reward.terms.ocr=null",
     "reward.terms.jpeg.weight=1.0",
     "rollout.val_kwargs.n=8",

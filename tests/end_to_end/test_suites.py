@@ -16,6 +16,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 GAMED = (
     "rollout.dtype=fp32",
     "rollout.n=8",
+    "actor.train_n=null",
     "rollout.val_kwargs.n=2",
     "data.train_files=four.txt",
     "data.train_batch_size=4",

@@ -69,8 +69,8 @@ def run(arm: str, seed: int, *, reward: float = 0.7) -> Cell:
     return {
         "arm": arm,
         "seed": seed,
-        "iterations": 10,
-        "steps": [0, 10],
+        "iterations": 50,
+        "steps": [0, 50],
         "reward": [0.5, reward],
     }
 
@@ -93,23 +93,25 @@ def test_the_table_compares_medians_and_takes_partial_data(tmp_path: Path) -> No
     found = time_to_reward_tables.ratios(cells).splitlines()
     rows = {row[0].strip("| `"): row[1:] for row in (line.split(" | ") for line in found[2:])}
     assert list(rows) == [*ARMS, *PEER_ARMS]
-    assert rows["shipped"] == ["1", "0.700", "5", "8", *["0.50"] * 6, "0.50 |"]
+    assert rows["shipped"] == ["1", "0.700", "25", "38", *["0.50"] * 6, "0.50 |"]
     never = ["not reached"]
     assert rows["flow_grpo_fast"] == ["1", "0.550", *never * 2, *["1.00"] * 2, *never * 4, "1.00 |"]
-    assert rows[REFERENCE] == ["3", "0.667", "5", "8", *["1.00"] * 6, "1.00 |"]
-    assert rows["flow_grpo_default"] == ["0", *["-"] * 9, "- |"]
+    assert rows[REFERENCE] == ["3", "0.667", "25", "38", *["1.00"] * 6, "1.00 |"]
+    assert rows["reuse"] == ["0", *["-"] * 9, "- |"]
     time_to_reward_figures.draw(cells, tmp_path / "figure.svg")
     assert ">shipped<" in (tmp_path / "figure.svg").read_text()
 
 
 def test_without_the_reference_there_is_no_ratio():
     table = time_to_reward_tables.ratios({"a": run("shipped", 1)})
-    assert f"| `shipped` | 1 | 0.700 | 5 | 8 |{' - |' * 7}" in table
+    assert f"| `shipped` | 1 | 0.700 | 25 | 38 |{' - |' * 7}" in table
 
 
-def test_files_are_of_known_arms_and_of_one_length():
+def test_files_are_of_known_arms_whose_runs_have_one_length():
     runs = {name: cell for name, cell in load(STUDY).items() if name != clock_name(cell["arm"])}
     for name, cell in runs.items():
         assert name == time_to_reward.Run(cell["arm"], cell["seed"]).name
         assert cell["settings"] == time_to_reward.settings(cell["arm"])
-    assert len({cell["iterations"] for cell in runs.values()}) <= 1
+    lengths = {(cell["arm"], cell["iterations"]) for cell in runs.values()}
+    assert len(lengths) == len({arm for arm, _ in lengths})
+    assert all(time_to_reward_tables.COMMON in cell["steps"] for cell in runs.values())

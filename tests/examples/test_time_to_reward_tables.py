@@ -56,3 +56,17 @@ def test_a_reference_that_never_gets_there_gives_a_bound() -> None:
 def test_what_was_not_measured_is_missing() -> None:
     assert tables.ratio_to(CELLS, "ours", "nobody", "0.60", "cpu") == tables.MISSING
     assert tables.ratio_to(CELLS, "nobody", "ours", "0.60", "cpu") == tables.MISSING
+
+
+def test_rewards_are_compared_after_as_many_iterations() -> None:
+    """An arm with cheap iterations may go on for longer."""
+    cells = {
+        "a1": run("shipped", *[0.5] * 5, 0.6, 0.9),
+        "a2": run("shipped", *[0.5] * 5, 0.7, 0.9, seed=2),
+        "b1": run("base", *[0.5] * 5, 0.62),
+    }
+    assert tables.rewards_after(cells, "shipped") == [0.6, 0.7]
+    assert tables.mean_reward(cells, "shipped") == "0.650"
+    assert tables.level(cells, "base", "shipped")
+    assert tables.longer(cells) == "`shipped` 60"
+    assert tables.longer({}) == tables.mean_reward({}, "base") == tables.MISSING
