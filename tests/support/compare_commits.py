@@ -106,7 +106,8 @@ CASES = {
     "model.gradient_checkpointing=true",
     "cps_peers": "rollout.algo.sde_type=cps rollout.algo.log_prob_convention=peers",
     "gdpo": "algorithm.adv_estimator=gdpo reward.terms.jpeg.weight=1.0",
-    "fp32_aligned": "rollout.dtype=fp32 rollout.micro_batch_size_per_gpu=null actor.replay=aligned",
+    "fp32_aligned": "rollout.dtype=fp32 rollout.micro_batch_size_per_gpu=null actor.replay=aligned "
+    "actor.train_n=null",
     "mixed_precision": "trainer.mixed_precision=bf16",
     "int4": "rollout.quantization=int4",
     "staleness": "rollout.staleness=1",
