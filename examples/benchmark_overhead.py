@@ -43,6 +43,7 @@ PLAIN = (
     "actor.train_n=null",
     "actor.ppo_micro_batch_size_per_gpu=12",
     "actor.steps_per_forward=1",
+    "rollout.algo.shared_prefix=false",
 )
 
 

@@ -20,8 +20,12 @@ import flowgrpo_rc
 
 RESULTS = Path(__file__).parent / "results"
 DIGITS = 6
-# Overrides of the bundled job: every sample is trained on.
-EVERY_SAMPLE = ("actor.train_n=null", "actor.ppo_micro_batch_size_per_gpu=12")
+# Overrides of the bundled job: every sample starts from noise of its own, and is trained on.
+PLAIN_JOB = (
+    "actor.train_n=null",
+    "actor.ppo_micro_batch_size_per_gpu=12",
+    "rollout.algo.shared_prefix=false",
+)
 
 Cell = dict[str, Any]
 

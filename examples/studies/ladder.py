@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import learning
-from cells import EVERY_SAMPLE, RESULTS, make_missing
+from cells import PLAIN_JOB, RESULTS, make_missing
 from learning import CLIP, RC, Run, measure
 
 STUDY = "ladder"
@@ -65,7 +65,7 @@ CELLS = (REFERENCE, *((rollout, arm) for rollout in reversed(RUNGS) for arm in C
 # at the full learning rate.
 ITERATIONS = 40
 BUDGET = (
-    *EVERY_SAMPLE,
+    *PLAIN_JOB,
     "rollout.dtype=bf16",
     "rollout.val_kwargs.n=256",
     "actor.optim.lr_scheduler=constant",

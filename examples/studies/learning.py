@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cells import EVERY_SAMPLE, RESULTS, make_missing, save
+from cells import PLAIN_JOB, RESULTS, make_missing, save
 
 STUDY = "learning"
 RC = "algorithm.rollout_correction"
@@ -98,7 +98,7 @@ FURTHER = (
 # The differences of every run from configs/tiny_ocr.yaml: a third of its iterations, all of them
 # at the full learning rate, and nothing that makes them faster.
 BUDGET = (
-    *EVERY_SAMPLE,
+    *PLAIN_JOB,
     "rollout.dtype=bf16",
     "rollout.algo.tail_steps=null",
     "actor.steps_per_forward=1",

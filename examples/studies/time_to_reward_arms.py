@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from cells import EVERY_SAMPLE
+from cells import PLAIN_JOB
 
 STUDY = "time_to_reward"
 REFERENCE = "peer_flow_grpo_fast"  # what all seconds are divided by
@@ -14,12 +14,13 @@ TARGETS = ("0.60", "0.65")  # held-out rewards
 RC = "algorithm.rollout_correction"
 # As in the scripts of flow_grpo. The learning rate of the bundled job falls to the end of a run.
 CONSTANT = ("actor.optim.lr_scheduler=constant",)
-# The base of the other arms: every sample is trained on, as in flow_grpo.
-BASE = (*CONSTANT, *EVERY_SAMPLE)
+# The base of most other arms, in which groups are as in flow_grpo.
+BASE = (*CONSTANT, *PLAIN_JOB)
 WHOLE_SCHEDULE = ("rollout.algo.tail_steps=null",)
-WINDOW_2 = "rollout.algo.sde_window_size=2"
 AHEAD = ("rollout.workers=1", "rollout.staleness=1")
-SHARED = ("rollout.algo.shared_prefix=true",)
+EVERY_SAMPLE = ("actor.train_n=null", "actor.ppo_micro_batch_size_per_gpu=12")
+OWN_NOISE = ("rollout.algo.shared_prefix=false",)
+FIRST_WINDOW = ("rollout.algo.sde_window_interval=50",)
 SINGLE_STEPS = ("actor.steps_per_forward=1", "actor.ppo_micro_batch_size_per_gpu=24")
 # The fast script of flow_grpo: its sampling batch is its training batch, everything is fp32, and
 # nothing is rejected.
@@ -35,7 +36,10 @@ FAST = (
 # Overrides of the bundled job, configs/tiny_ocr.yaml.
 ARMS: Mapping[str, Sequence[str]] = {
     "shipped": CONSTANT,
-    "shipped_ahead_1": (*CONSTANT, *AHEAD),
+    "shipped_2_processes": (*CONSTANT, "trainer.num_processes=2"),
+    "first_window": (*CONSTANT, *FIRST_WINDOW),
+    "own_noise": (*CONSTANT, *OWN_NOISE),
+    "every_sample": (*CONSTANT, *EVERY_SAMPLE),
     "base": BASE,
     "fp32": (*BASE, "rollout.dtype=fp32"),
     "whole_schedule": (*BASE, *WHOLE_SCHEDULE),
@@ -44,10 +48,7 @@ ARMS: Mapping[str, Sequence[str]] = {
     "reuse": (*BASE, "rollout.reuse=1"),
     "ahead_1": (*BASE, *AHEAD),
     "ahead_4": (*BASE, "rollout.workers=1", "rollout.staleness=4"),
-    "window_2": (*BASE, WINDOW_2),
-    "shared_window_2": (*BASE, *SHARED, WINDOW_2),
-    "shared_prefix": (*BASE, *SHARED),
-    "shared_train_6": (*CONSTANT, *SHARED),
+    "window_2": (*BASE, "rollout.algo.sde_window_size=2"),
     "flow_grpo_fast": FAST,
 }
 
@@ -59,19 +60,30 @@ class PeerArm(NamedTuple):
       project: its name in --peer.
       script: the script, in the project's checkout.
       settings: further changes of its configuration, `key=value`.
+      processes: how many torchrun starts.
     """
 
     project: str
     script: str
     settings: Sequence[str] = ()
+    processes: int = 1
 
 
 PEER_ARMS: Mapping[str, PeerArm] = {
     "peer_flow_grpo_fast": PeerArm("flow_grpo", "scripts/train_sd3_fast.py"),
+    "peer_flow_grpo_fast_2_processes": PeerArm(
+        "flow_grpo", "scripts/train_sd3_fast.py", processes=2
+    ),
     "peer_flow_grpo_fast_tight": PeerArm(
         "flow_grpo", "scripts/train_sd3_fast.py", ("train.clip_range=1e-5",)
     ),
     "peer_flow_grpo_default": PeerArm("flow_grpo", "scripts/train_sd3.py", ("train.beta=0.04",)),
+}
+
+# Arms that only the clock measures -> the arm that learns the same in as many iterations.
+REPEATS: Mapping[str, str] = {
+    "shipped_2_processes": "shipped",
+    "peer_flow_grpo_fast_2_processes": "peer_flow_grpo_fast",
 }
 
 
@@ -85,4 +97,5 @@ def settings(arm: str) -> list[str]:
     if arm in ARMS:
         return list(ARMS[arm])
     peer = PEER_ARMS[arm]
-    return [peer.script, *peer.settings]
+    started = [f"torchrun --nproc-per-node={peer.processes}"] if peer.processes > 1 else []
+    return [*started, peer.script, *peer.settings]

@@ -24,7 +24,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cells import EVERY_SAMPLE, RESULTS, make_missing
+from cells import PLAIN_JOB, RESULTS, make_missing
 from learning import CLIP, RC, Run, measure
 
 STUDY = "whole_job"
@@ -44,7 +44,7 @@ ARMS: Mapping[str, Mapping[str, Sequence[str]]] = {
         "guard": ("actor.diffusion_loss.loss_mode=grpo_guard",),
     },
 }
-BUDGET = (*EVERY_SAMPLE, "trainer.num_processes=1", "trainer.logger=[]")
+BUDGET = (*PLAIN_JOB, "trainer.num_processes=1", "trainer.logger=[]")
 
 
 def overrides(run: Run) -> list[str]:

@@ -39,8 +39,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cells import RESULTS, make_missing, save
-from time_to_reward_arms import ARMS, PEER_ARMS, STUDY, clock_name, settings
+from cells import PLAIN_JOB, RESULTS, make_missing, save
+from time_to_reward_arms import ARMS, PEER_ARMS, REPEATS, STUDY, clock_name, settings
 from time_to_reward_watch import Reading, Watched, watch
 
 from flowgrpo_rc.config.compose import compose_config, to_config
@@ -106,14 +106,17 @@ class Run(NamedTuple):
             f"trainer.output_dir={folder}",
         )
         # Those of the plan come last: a quick run is small in every arm.
-        return [*BUDGET, *ARMS.get(self.arm, ()), *plan.overrides, *own]
+        return [*BUDGET, *ARMS.get(self.arm, PLAIN_JOB), *plan.overrides, *own]
 
     def command(self, plan: Plan, folder: Path) -> list[str]:
         """Returns the program that trains."""
         if self.arm in ARMS:
             return [sys.executable, "-m", "flowgrpo_rc.train", *self.overrides(plan, folder)]
         peer = PEER_ARMS[self.arm]
-        program = [str(HERE / "time_to_reward_peer.py"), *(f"--set={s}" for s in peer.settings)]
+        torchrun = ("-m", "torch.distributed.run", "--standalone")
+        start = [*torchrun, f"--nproc-per-node={peer.processes}"] if peer.processes > 1 else []
+        program = [*start, str(HERE / "time_to_reward_peer.py")]
+        program += [f"--set={setting}" for setting in peer.settings]
         given = [str(plan.checkouts[peer.project]), peer.script, *self.overrides(plan, folder)]
         return [sys.executable, *program, *given]
 
@@ -244,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--quick needs a folder of its own: give --results")
     checkouts = {name: Path(path) for name, _, path in (one.partition("=") for one in given.peer)}
     possible = [*ARMS, *(arm for arm, peer in PEER_ARMS.items() if peer.project in checkouts)]
-    arms = given.arms or possible
+    arms = given.arms or [arm for arm in possible if given.clock or arm not in REPEATS]
     if missing := [arm for arm in arms if arm not in possible]:
         parser.error(f"{', '.join(missing)} needs --peer {PEER_ARMS[missing[0]].project}=CHECKOUT")
     steps = given.steps or compose_config([]).trainer.total_training_steps

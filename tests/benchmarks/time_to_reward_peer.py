@@ -23,7 +23,8 @@ outside:
 * The network gets the attribute `module`, which the KL of the script reads: it is made for several
   processes, and this is one.
 
-There is no CUDA, and torch.compile is not used by these scripts.
+Under torchrun each process takes its share of a sampling batch, as on several GPUs, and the first
+one leaves the lines and snapshots. There is no CUDA, and these scripts do not use torch.compile.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import argparse
 import ast
 import importlib.util
 import json
+import os
 import shutil
 import sys
 import time
@@ -53,6 +55,9 @@ from flowgrpo_rc.rewards.ocr import OCR
 NEVER = 10**9
 PEFT_PREFIX = "base_model.model."
 SECONDS_TO_READ = 0.5  # for the last reading of the clocks, before this program ends
+# As torchrun sets them.
+RANK = int(os.environ.get("RANK", "0"))
+PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Finished(Exception):
@@ -92,22 +97,25 @@ class Iterations:
     def __call__(self, pipeline: Any, *others: Any) -> None:
         """Notes that an iteration has ended; raises Finished after the last."""
         trainer = self._config.trainer
-        with open(self._folder / "metrics.jsonl", "a") as file:
-            file.write(json.dumps({"step": self._step}) + "\n")
         last = self._step == trainer.total_training_steps
-        if self._step and (last or self._step % trainer.save_freq == 0):
-            ema = others[-2]
-            names = [n for n, p in pipeline.transformer.named_parameters() if p.requires_grad]
-            weights = {
-                name.removeprefix(PEFT_PREFIX): tensor
-                for name, tensor in zip(names, ema.ema_parameters, strict=True)
-            }
-            found = Checkpoint(step=self._step, tensors={"lora": weights}, state={})
-            save_checkpoint(self._folder / "checkpoints", found, keep=NEVER)
+        if RANK == 0:
+            with open(self._folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"step": self._step}) + "\n")
+            if self._step and (last or self._step % trainer.save_freq == 0):
+                self._save(pipeline.transformer, others[-2])
         if last:
             time.sleep(SECONDS_TO_READ)
             raise Finished
         self._step += 1
+
+    def _save(self, transformer: Any, ema: Any) -> None:
+        names = [name for name, one in transformer.named_parameters() if one.requires_grad]
+        weights = {
+            name.removeprefix(PEFT_PREFIX): tensor
+            for name, tensor in zip(names, ema.ema_parameters, strict=True)
+        }
+        found = Checkpoint(step=self._step, tensors={"lora": weights}, state={})
+        save_checkpoint(self._folder / "checkpoints", found, keep=NEVER)
 
 
 def load(path: Path, name: str) -> types.ModuleType:
@@ -134,7 +142,7 @@ def settings(base: Settings, config: Config, folder: Path) -> Settings:
     """
     pipeline, algo = config.rollout.pipeline, config.rollout.algo
     optim = config.actor.optim
-    batch = config.actor.ppo_mini_batch_size * config.rollout.n
+    batch = config.actor.ppo_mini_batch_size * config.rollout.n // PROCESSES
     size, first, last = config.rollout.window()
     base.update(
         seed=config.trainer.seed,
@@ -259,8 +267,9 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args()
-    config = to_config(compose_config(given.overrides))
-    folder = Path(config.trainer.output_dir).resolve()
+    config = to_config(compose_config(given.overrides), num_processes=1)
+    output = Path(config.trainer.output_dir).resolve()
+    folder = output / f"process_{RANK}"  # for what each process writes on its own
     folder.mkdir(parents=True)
     for split, files in (("train", config.data.train_files), ("test", config.data.val_files)):
         (file,) = [files] if isinstance(files, str) else files
@@ -274,7 +283,7 @@ def main() -> None:
     change(configuration, given.set)
     script: Any = load(given.checkout / given.script, "peer_script")
     script.FLAGS = types.SimpleNamespace(config=configuration)
-    patch(script, config, folder)
+    patch(script, config, output)
     try:
         script.main([])
     except Finished:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cells import PLAIN_JOB
 from peft import LoraConfig, get_peft_model
 from time_to_reward_peer import Empty, Finished, Iterations, Settings, change, limited, settings
 
@@ -19,7 +20,7 @@ from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint
 @pytest.fixture
 def job(tmp_path: Path) -> Config:
     given = ("trainer.total_training_steps=3", "trainer.save_freq=2", "trainer.seed=7")
-    return to_config(compose_config([*given, f"trainer.output_dir={tmp_path}"]))
+    return to_config(compose_config([*PLAIN_JOB, *given, f"trainer.output_dir={tmp_path}"]))
 
 
 def defaults() -> Settings:
@@ -36,8 +37,27 @@ def test_the_script_gets_the_batch_and_the_sampler_of_the_job(job: Config, tmp_p
     assert (sample.sde_window_size, sample.sde_window_range) == (3, (0, 5))
     assert (sample.sde_type, sample.noise_level, train.clip_range) == ("sde", 1.0, 1e-3)
     assert (found.seed, found.mixed_precision, train.learning_rate) == (7, "no", 1e-3)
-    change(found, ["train.clip_range=1e-5"])
-    assert train.clip_range == 1e-5
+    change(found, ["train.clip_range=1e-5", "sample.sde_window_range=(0,3)"])
+    assert (train.clip_range, sample.sde_window_range) == (1e-5, (0, 3))
+
+
+def test_each_of_two_processes_gets_half_of_a_batch(
+    job: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = settings(defaults(), job, tmp_path).sample
+    monkeypatch.setattr("time_to_reward_peer.PROCESSES", 2)
+    half = settings(defaults(), job, tmp_path)
+    assert 2 * half.sample.train_batch_size == whole.train_batch_size
+    assert half.train.batch_size == half.sample.train_batch_size
+    assert half.sample.num_batches_per_epoch == whole.num_batches_per_epoch
+
+
+def test_only_the_first_process_leaves_rows(
+    job: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time_to_reward_peer.RANK", 1)
+    Iterations(tmp_path, job)(SimpleNamespace())
+    assert not list(tmp_path.iterdir())
 
 
 def test_its_evaluation_becomes_rows_and_snapshots(

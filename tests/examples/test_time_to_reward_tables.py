@@ -70,3 +70,19 @@ def test_rewards_are_compared_after_as_many_iterations() -> None:
     assert tables.level(cells, "base", "shipped")
     assert tables.longer(cells) == "`shipped` 60"
     assert tables.longer({}) == tables.mean_reward({}, "base") == tables.MISSING
+
+
+def test_an_arm_of_two_processes_has_the_iterations_of_the_one_with_one() -> None:
+    """Its seconds alone are measured."""
+    cells = {
+        "a1": run("shipped", *[0.50] * 3, 0.54, 0.60, 0.60),
+        "b1": run(tables.REFERENCE, *[0.50] * 5, 0.60),
+        "clock_shipped": clock("shipped", 2.0),
+        "clock_shipped_2_processes": clock("shipped_2_processes", 1.0),
+        f"clock_{tables.REFERENCE}": clock(tables.REFERENCE, 4.0),
+    }
+    assert tables.iterations_to(cells, "shipped_2_processes", "0.60") == pytest.approx(40)
+    lines = tables.both_cores(cells).splitlines()
+    assert "| `shipped` | 0.50 | 0.50 | 0.40 | not reached |" in lines
+    assert "| `shipped_2_processes` | 0.25 | 0.25 | 0.20 | not reached |" in lines
+    assert "2_processes" not in tables.ratios(cells)
