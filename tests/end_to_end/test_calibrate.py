@@ -111,6 +111,7 @@ def small_bench(model_path: Path, prompt_file: Path, *further: str) -> Bench:
         "rollout.pipeline.guidance_scale=4.5",
         "rollout.algo.sde_window_size=2",
         "rollout.algo.sde_window_range=[0,2]",
+        "rollout.algo.shared_prefix=false",
         "actor.ppo_micro_batch_size_per_gpu=4",
         "trainer.device=cpu",
         *further,

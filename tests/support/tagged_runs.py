@@ -36,6 +36,7 @@ IMAGES = (
     "rollout.pipeline.num_inference_steps=4",
     "rollout.algo.sde_window_size=2",
     "rollout.algo.sde_window_range=[0,3]",
+    "rollout.algo.shared_prefix=false",  # which waits once in a forward
     "rollout.algo.tail_steps=null",
     "rollout.val_kwargs.num_inference_steps=2",
     "rollout.val_kwargs.n=4",
