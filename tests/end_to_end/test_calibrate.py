@@ -575,6 +575,8 @@ def test_text_models_are_refused(capsys: pytest.CaptureFixture, tmp_path: Path) 
 
 GUIDED = "rollout.pipeline.guidance_scale=4.5"
 QUICK = [
+    "rollout.algo.shared_prefix=false",
+    "rollout.dtype=bf16",
     "actor.train_n=null",
     "reward.terms.ocr=null",
     "reward.terms.jpeg.weight=1.0",
