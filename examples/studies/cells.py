@@ -20,12 +20,10 @@ import flowgrpo_rc
 
 RESULTS = Path(__file__).parent / "results"
 DIGITS = 6
-# Overrides of the bundled job: every sample starts from noise of its own, and is trained on.
-PLAIN_JOB = (
-    "actor.train_n=null",
-    "actor.ppo_micro_batch_size_per_gpu=12",
-    "rollout.algo.shared_prefix=false",
-)
+# Overrides of the bundled job: every sample is trained on; it starts from noise of its own; both.
+EVERY_SAMPLE = ("actor.train_n=null", "actor.ppo_micro_batch_size_per_gpu=12")
+OWN_NOISE = ("rollout.algo.shared_prefix=false",)
+PLAIN_JOB = (*EVERY_SAMPLE, *OWN_NOISE)
 
 Cell = dict[str, Any]
 

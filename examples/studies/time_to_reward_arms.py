@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from cells import PLAIN_JOB
+from cells import EVERY_SAMPLE, OWN_NOISE, PLAIN_JOB
 
 STUDY = "time_to_reward"
 REFERENCE = "peer_flow_grpo_fast"  # what all seconds are divided by
@@ -17,10 +17,6 @@ CONSTANT = ("actor.optim.lr_scheduler=constant",)
 # The base of most other arms, in which groups are as in flow_grpo.
 BASE = (*CONSTANT, *PLAIN_JOB)
 WHOLE_SCHEDULE = ("rollout.algo.tail_steps=null",)
-AHEAD = ("rollout.workers=1", "rollout.staleness=1")
-EVERY_SAMPLE = ("actor.train_n=null", "actor.ppo_micro_batch_size_per_gpu=12")
-OWN_NOISE = ("rollout.algo.shared_prefix=false",)
-FIRST_WINDOW = ("rollout.algo.sde_window_interval=50",)
 SINGLE_STEPS = ("actor.steps_per_forward=1", "actor.ppo_micro_batch_size_per_gpu=24")
 # The fast script of flow_grpo: its sampling batch is its training batch, everything is fp32, and
 # nothing is rejected.
@@ -37,7 +33,7 @@ FAST = (
 ARMS: Mapping[str, Sequence[str]] = {
     "shipped": CONSTANT,
     "shipped_2_processes": (*CONSTANT, "trainer.num_processes=2"),
-    "first_window": (*CONSTANT, *FIRST_WINDOW),
+    "first_window": (*CONSTANT, "rollout.algo.sde_window_interval=50"),
     "own_noise": (*CONSTANT, *OWN_NOISE),
     "every_sample": (*CONSTANT, *EVERY_SAMPLE),
     "base": BASE,
@@ -46,7 +42,7 @@ ARMS: Mapping[str, Sequence[str]] = {
     "merged_lora": (*BASE, "rollout.merge_lora=true"),
     "single_steps": (*BASE, *SINGLE_STEPS),
     "reuse": (*BASE, "rollout.reuse=1"),
-    "ahead_1": (*BASE, *AHEAD),
+    "ahead_1": (*BASE, "rollout.workers=1", "rollout.staleness=1"),
     "ahead_4": (*BASE, "rollout.workers=1", "rollout.staleness=4"),
     "window_2": (*BASE, "rollout.algo.sde_window_size=2"),
     "flow_grpo_fast": FAST,

@@ -20,8 +20,8 @@ outside:
 * The script's evaluation, which is called before every iteration: it becomes a line of
   FOLDER/metrics.jsonl and, every `trainer.save_freq` iterations, a snapshot of the averaged LoRA in
   FOLDER/checkpoints. After the last iteration it ends the script.
-* The network gets the attribute `module`, which the KL of the script reads: it is made for several
-  processes, and this is one.
+* The network gets the attribute `module`, which the KL of the script reads: it expects the wrapper
+  that several processes put around it.
 
 Under torchrun each process takes its share of a sampling batch, as on several GPUs, and the first
 one leaves the lines and snapshots. There is no CUDA, and these scripts do not use torch.compile.
