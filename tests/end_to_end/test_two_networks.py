@@ -75,7 +75,7 @@ def test_a_lora_whose_steps_are_never_trained_stays_without_effect_and_is_named(
     ("given", "is_refused"),
     [
         (("rollout.algo.window_sharing=group",), True),
-        (("rollout.algo.window_sharing=sample",), True),
+        (("rollout.algo.window_sharing=sample", "rollout.algo.shared_prefix=false"), True),
         (("rollout.algo.window_sharing=batch",), False),
         (("rollout.algo.sde_window_range=[0,2]",), False),
         (("rollout.algo.sde_window_size=3",), False),
@@ -85,6 +85,7 @@ def test_a_lora_whose_steps_are_never_trained_stays_without_effect_and_is_named(
                 "rollout.algo.sde_window_size=0",
                 "rollout.algo.sde_window_range=null",
                 "rollout.algo.noise_level=0.7",
+                "rollout.algo.shared_prefix=false",
                 "rollout.algo.tail_steps=null",
                 "actor.diffusion_loss.loss_mode=diffusion_nft",
                 "actor.diffusion_loss.clip_ratio=1e-4",
@@ -113,7 +114,7 @@ def test_shards_need_processes_that_run_the_same_transformer(
 @pytest.mark.parametrize(
     ("strategy", "window"),
     [
-        ("ddp", ("rollout.algo.window_sharing=sample",)),
+        ("ddp", ("rollout.algo.window_sharing=sample", "rollout.algo.shared_prefix=false")),
         (
             "fsdp2",
             (

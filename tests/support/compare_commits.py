@@ -103,7 +103,7 @@ CASES = {
     "custom_loss": "loss.loss_mode=my_loss:cispo",
     "kl_loss": "actor.use_kl_loss=true actor.kl_loss_coef=10",
     "guidance": "rollout.pipeline.guidance_scale=2 rollout.algo.window_sharing=sample "
-    "model.gradient_checkpointing=true",
+    "rollout.algo.shared_prefix=false model.gradient_checkpointing=true",
     "cps_peers": "rollout.algo.sde_type=cps rollout.algo.log_prob_convention=peers",
     "gdpo": "algorithm.adv_estimator=gdpo reward.terms.jpeg.weight=1.0",
     "fp32_aligned": "rollout.dtype=fp32 rollout.micro_batch_size_per_gpu=null actor.replay=aligned "
