@@ -135,7 +135,7 @@ def test_decoupled_training_survives_the_death_of_its_engine(
 def test_bypass_training_shows_the_mismatch_of_a_bf16_engine(
     diffusers_run: Path, tmp_path: Path
 ) -> None:
-    rows = train(tmp_path / "run", *BYPASS)
+    rows = train(tmp_path / "run", *BYPASS, "rollout.dtype=bf16")
     assert [row["step"] for row in rows] == list(range(11))
     gaps = [row["actor/rollout_corr/logprob_abs_diff_mean"] for row in rows[1:]]
     print(f"bf16 engine: mean |difference| of log-probs {min(gaps):.1e} to {max(gaps):.1e}")
