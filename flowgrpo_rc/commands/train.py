@@ -17,6 +17,7 @@ from flowgrpo_rc.config.check_folder import can_be_extended, command_from_lora
 from flowgrpo_rc.config.check_inputs import Prompts
 from flowgrpo_rc.config.checks import RunInputs, check_run
 from flowgrpo_rc.config.compose import unchecked_config
+from flowgrpo_rc.config.cores import stay_on_own_core
 from flowgrpo_rc.config.device import device_of
 from flowgrpo_rc.config.less_memory import with_less_memory
 from flowgrpo_rc.config.processes import num_processes, processes_here
@@ -107,8 +108,10 @@ def run(
 def _attempt(
     config: Config, stop: StopRequest, callbacks: Sequence[Callback], *, quiet: bool
 ) -> str | None:
+    device = device_of(config)
+    stay_on_own_core(config, device)
     found = settled(config)
-    inputs = check_run(found, device_of(config), num_processes=processes_here(config))
+    inputs = check_run(found, device, num_processes=processes_here(config))
     processes = make_processes(found, quiet=quiet)
     console = make_console(found, processes, quiet=quiet)
     with processes.noticing_losses():

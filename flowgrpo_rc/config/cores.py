@@ -1,0 +1,39 @@
+"""Keeps each process of a run on a core of its own, where the run has all cores."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+
+import torch
+
+from flowgrpo_rc.config.check_engine import engine_class
+from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.distributed.child import is_child, launched_processes
+
+
+def stay_on_own_core(config: Config, device: torch.device) -> None:
+    """Binds a process that `flowgrpo-rc train` has started to the core of its rank.
+
+    The processes wait for each other several times in a step. Beside another program the system
+    puts two of them on one core now and then: on two cores, one of them busy, a step of the bundled
+    job takes 1.6 times as long, and 1.4 times if each process stays on its core.
+
+    Nothing is bound on a GPU, outside Linux, under another launcher, where there are more or fewer
+    cores than processes, where a process has several threads, or where it starts an engine or
+    workers, which would stay on its core. What the system refuses is left alone.
+
+    Args:
+      config: the settings.
+      device: what the run uses.
+    """
+    if sys.platform != "linux" or device.type != "cpu" or not is_child():
+        return
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) != launched_processes() or os.environ["OMP_NUM_THREADS"] != "1":
+        return
+    if config.rollout.workers or not engine_class(config).copies_network:
+        return
+    with suppress(OSError):
+        os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"])]})
