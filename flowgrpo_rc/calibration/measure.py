@@ -268,10 +268,19 @@ class Copy:
       dtype: precision of the copy.
       quantization: of its frozen weights; None for none.
       rows: samples in one forward.
+      merge_lora: whether the engine adds the LoRA to its weights, so that the copy does, too.
     """
 
-    def __init__(self, model: FlowModel, dtype: str, quantization: str | None, rows: int) -> None:
-        self.replica = Replica(model.network, dtype, quantization)
+    def __init__(
+        self,
+        model: FlowModel,
+        dtype: str,
+        quantization: str | None,
+        rows: int,
+        *,
+        merge_lora: bool = False,
+    ) -> None:
+        self.replica = Replica(model.network, dtype, quantization, merge_lora=merge_lora)
         self.policy = FlowPolicy(model, self.replica.network)
         self.model = model
         self.precision = self.replica.precision

@@ -276,7 +276,8 @@ def compare(config: Config, task: ImageTask, rollouts: Rollouts, lora: Lora) -> 
         return measured
 
     def copied(dtype: str, quantization: str | None) -> Copy:
-        return Copy(model, dtype, quantization, chunk_size(config))
+        merge = bool(config.rollout.merge_lora)
+        return Copy(model, dtype, quantization, chunk_size(config), merge_lora=merge)
 
     def differ(copy: Copy) -> list[Mismatch]:
         return [copy.against(*each) for each in compared]
@@ -336,7 +337,7 @@ def with_means(
 def same_as_trainer(config: Config) -> str | None:
     """Returns the precision in which a copy is the trainer's network once more.
 
-    None under autocast, which no copy has.
+    A copy with a merged LoRA rounds otherwise. None under autocast, which no copy has.
     """
     return config.model.dtype if config.trainer.mixed_precision == "no" else None
 

@@ -16,6 +16,7 @@ from flowgrpo_rc.plugins import load_class
 from flowgrpo_rc.rewards.base import Reward
 from flowgrpo_rc.rewards.manager import PACKAGE
 from flowgrpo_rc.rollout.quantization import INT4_GROUP, precision, quantized_layers
+from flowgrpo_rc.rollout.replica import lora_layers
 
 Row = tuple[str, int, str]
 
@@ -170,6 +171,11 @@ def _copy_that_samples(config: Config, model: FlowModel, trained: int, strategy:
     if strategy == "fsdp2":
         formula = f"{rollout} transformer, whole, and fp32 LoRA"
         return "rollout copy", trained_bytes(model) + 4 * trained, formula
+    if config.rollout.merge_lora:
+        weights = [layer.get_base_layer().weight for layer in lora_layers(model.network)]
+        own = sum(weight.numel() * weight.itemsize for weight in weights)
+        formula = f"fp32 LoRA, and {len(weights)} {rollout} weights that it is added to"
+        return "rollout copy", 4 * trained + own, formula
     return "rollout copy", 4 * trained, "shares the frozen weights; fp32 LoRA of its own"
 
 

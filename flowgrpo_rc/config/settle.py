@@ -11,6 +11,7 @@ from flowgrpo_rc.config.check_engine import engine_class
 from flowgrpo_rc.config.check_folder import config_of_run
 from flowgrpo_rc.config.device import device_of
 from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.distributed.sharding import resolve_strategy
 from flowgrpo_rc.records.rollout_files import keeps_means
 from flowgrpo_rc.rollout.faster_dtype import AUTO, faster_dtype
 
@@ -18,29 +19,52 @@ from flowgrpo_rc.rollout.faster_dtype import AUTO, faster_dtype
 def settled(config: Config, device: torch.device | None = None) -> Config:
     """Returns the settings with a value where they leave one open.
 
-    `rollout.dtype=auto` becomes the precision that samples faster on this machine, and
-    `algorithm.rollout_correction.centered=null` becomes true for images whose rollout records its
-    means. A run that goes on in `trainer.output_dir` keeps what it has.
+    * `rollout.dtype=auto` becomes the precision that samples faster on this machine.
+    * `rollout.merge_lora=null` becomes true where the LoRA can be merged at no loss.
+    * `algorithm.rollout_correction.centered=null` becomes true for images whose rollout records its
+      means.
+
+    A run that goes on in `trainer.output_dir` keeps what it has, but for merged weights where they
+    are sharded now.
 
     Args:
       config: the settings.
       device: that samples; None for that of this machine.
 
     Raises:
-      ValueError: there is no such engine.
+      ValueError: there is no such engine, or accelerate's configuration asks for something that the
+        trainer does not do.
     """
-    correction = config.algorithm.rollout_correction
-    if config.rollout.dtype != AUTO and correction.centered is not None:
+    rollout, correction = config.rollout, config.algorithm.rollout_correction
+    if rollout.dtype != AUTO and None not in (rollout.merge_lora, correction.centered):
         return config
     earlier = config_of_run(config)
-    if config.rollout.dtype == AUTO:
+    if rollout.dtype == AUTO:
         dtype = earlier.rollout.dtype if earlier else faster_dtype(device or device_of(config))
-        config = replace(config, rollout=replace(config.rollout, dtype=dtype))
+        rollout = replace(rollout, dtype=dtype)
+    if rollout.merge_lora is None:
+        sharded = resolve_strategy(config.trainer.strategy) == "fsdp2"
+        wanted = earlier.rollout.merge_lora if earlier else _merges_at_no_loss(config)
+        rollout = replace(rollout, merge_lora=wanted and not sharded)
     if correction.centered is None:
         centered = earlier.algorithm.rollout_correction.centered if earlier else _has_means(config)
         correction = replace(correction, centered=centered)
-        config = replace(config, algorithm=replace(config.algorithm, rollout_correction=correction))
-    return config
+    algorithm = replace(config.algorithm, rollout_correction=correction)
+    return replace(config, rollout=rollout, algorithm=algorithm)
+
+
+def _merges_at_no_loss(config: Config) -> bool:
+    """Returns whether the LoRA may be added to the sampling weights, if they are whole.
+
+    Not where the weights are exact and the sum would be rounded to bf16, or where a replay has to
+    give the rollout's very bits.
+    """
+    return (
+        engine_class(config).merges_lora
+        and config.rollout.quantization is None
+        and config.model.dtype != "bf16"
+        and config.actor.replay != "aligned"
+    )
 
 
 def _has_means(config: Config) -> bool:

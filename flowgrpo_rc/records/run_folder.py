@@ -64,6 +64,7 @@ _FREE = (
     "actor.ppo_micro_batch_size_per_gpu",
     "actor.steps_per_forward",
     "rollout.micro_batch_size_per_gpu",
+    "rollout.merge_lora",
     "rollout.workers",
     "rollout.cpus_per_worker",
     "rollout.gpus_per_worker",

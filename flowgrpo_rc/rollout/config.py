@@ -130,7 +130,8 @@ class RolloutConfig:
         or int8_dynamic (inputs of layers, too).
     compile: torch.compile for the blocks, where the engine offers it.
     merge_lora: add the LoRA to the sampling weights, where the engine offers it: faster forwards,
-        and weights that are rounded once more.
+        and weights that are rounded once more; null: if that is possible, costs no precision
+        (model.dtype is not bf16) and actor.replay is not aligned.
     staleness: sample up to this many steps ahead of training, with weights that are as many steps
         older.
     reuse: train on the samples of so many earlier steps again, after those of a step itself.
@@ -156,7 +157,7 @@ class RolloutConfig:
     dtype: str = "bf16"
     quantization: str | None = None
     compile: bool = False
-    merge_lora: bool = False
+    merge_lora: bool | None = False
     staleness: int = 0
     reuse: int = 0
     micro_batch_size_per_gpu: int | None = None

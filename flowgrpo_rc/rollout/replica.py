@@ -37,9 +37,9 @@ class Replica:
       dtype: precision of the copy.
       quantization: of its frozen weights, a key of `quantization.PACKAGES`; None for none.
       backend: the backend of torch.compile for the repeated blocks; None for no compilation.
-      merge_lora: add the LoRA to the weights at each `sync`. The sum is made of the trainer's
-        weights each time, so that its rounding does not add up. Needs a second copy of the layers
-        with a LoRA.
+      merge_lora: add the LoRA to the weights, now and at each `sync`. The sum is made of the
+        trainer's weights each time, so that its rounding does not add up. Needs a second copy of
+        the layers with a LoRA.
 
     Attributes:
       network: the copy.
@@ -68,6 +68,7 @@ class Replica:
         self.network: Any = replica.eval()
         self.precision = precision(dtype, quantization)
         self._merged = _prepare_merging(network, replica) if merge_lora else []
+        self._merge()
         if quantization is not None:
             quantize(replica, quantization)
         if backend is not None:
@@ -100,10 +101,14 @@ class Replica:
                 )
         for name, parameter in self.lora.items():
             parameter.copy_(state[name])
+        self._merge()
+        self.version = version
+
+    @torch.no_grad()
+    def _merge(self) -> None:
         for layer, original in self._merged:
             merged = original + layer.get_delta_weight(ADAPTER).to(original.dtype)
             layer.get_base_layer().weight.copy_(merged)
-        self.version = version
 
 
 def _prepare_merging(
@@ -119,14 +124,17 @@ def _prepare_merging(
       Each layer of the copy with the trainer's frozen weight of that layer.
     """
     pairs = []
-    for name, layer in replica.named_modules():
-        if isinstance(layer, LoraLayer):
-            trained: Any = network.get_submodule(name)
-            base = layer.get_base_layer()
-            base.weight = torch.nn.Parameter(base.weight.detach().clone(), requires_grad=False)
-            layer.merged_adapters = [ADAPTER]  # from now on peft's forward leaves the LoRA out
-            pairs.append((layer, trained.get_base_layer().weight.detach()))
+    for layer, trained in zip(lora_layers(replica), lora_layers(network), strict=True):
+        base = layer.get_base_layer()
+        base.weight = torch.nn.Parameter(base.weight.detach().clone(), requires_grad=False)
+        layer.merged_adapters = [ADAPTER]  # from now on peft's forward leaves the LoRA out
+        pairs.append((layer, trained.get_base_layer().weight.detach()))
     return pairs
+
+
+def lora_layers(network: torch.nn.Module) -> list[Any]:
+    """Returns the layers of a network that have a LoRA."""
+    return [layer for layer in network.modules() if isinstance(layer, LoraLayer)]
 
 
 def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -309,6 +309,8 @@ def test_settings_that_save_memory() -> None:
     ahead = sizes(plan_of(recipe, "rollout.staleness=2"))
     assert ahead["older LoRAs"] == 2 * base["LoRA"]
     assert sizes(plan_of(recipe, "rollout.reuse=2"))["earlier batches"] == 2 * base["batch"]
+    merged = sizes(plan_of(recipe, "rollout.merge_lora=true"))["rollout copy"]
+    assert merged == base["rollout copy"] + 2 * (24 * 8 - 1) * width**2
     away = plan_of(recipe, "rollout.workers=4")
     assert sizes(away)["rollout copy"] == 0
     frozen = base["transformer"] + base["text encoders, VAE"]

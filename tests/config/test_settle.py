@@ -19,6 +19,14 @@ from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.rollout import faster_dtype as module
 
 RC = "algorithm.rollout_correction"
+ALIGNED = (
+    "actor.replay=aligned",
+    "actor.steps_per_forward=1",
+    "actor.train_n=null",
+    "actor.ppo_micro_batch_size_per_gpu=12",
+    "rollout.micro_batch_size_per_gpu=12",
+    "rollout.algo.shared_prefix=false",
+)
 NO_MEANS = "rollout.name=support.faulty_engines.NoMeans"
 
 
@@ -113,6 +121,33 @@ def test_saved_images_are_centered_if_they_hold_means(tmp_path: Path, columns: l
 def test_text_is_not_centered():
     config = settled(to_config(compose_config([], config_name="token_grpo")))
     assert config.algorithm.rollout_correction.centered is False
+
+
+def merges(*overrides: str) -> bool | None:
+    return settled(config_of("rollout.merge_lora=null", *overrides)).rollout.merge_lora
+
+
+def test_a_lora_is_merged_where_that_loses_nothing():
+    assert merges() is True
+    assert merges("rollout.dtype=bf16") is True  # fp32 weights are rounded to bf16 anyway
+    assert merges("model.dtype=bf16") is False
+    assert merges("rollout.quantization=int8") is False
+    assert merges("trainer.strategy=fsdp2") is False
+    assert merges(*ALIGNED) is False
+    assert merges("rollout.name=vllm_omni") is False
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_given_choice_to_merge_stands(given: bool):
+    config = settled(config_of(f"rollout.merge_lora={given}", "rollout.quantization=int8"))
+    assert config.rollout.merge_lora is given
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_run_that_goes_on_keeps_its_weights_merged_or_not(tmp_path: Path, kept: bool):
+    output = begun(tmp_path, f"rollout.merge_lora={kept}")
+    assert merges(output) is kept
+    assert merges(output, "trainer.strategy=fsdp2") is False
 
 
 def test_cuda_by_name_is_an_error_without_it(monkeypatch):

@@ -141,6 +141,17 @@ def test_the_diffusers_engine_is_replayed_bit_for_bit(bench: Bench, dtype: str) 
     assert min(effects) > 0  # what such a fault would amount to
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_an_engine_that_merges_the_lora_is_replayed_by_a_copy_that_does(
+    checkpoint: Path, prompt_file: Path, dtype: str
+) -> None:
+    merging = small_bench(checkpoint, prompt_file, "rollout.merge_lora=true")
+    found = merging.diagnose("diffusers", dtype)
+    assert (found.cause, found.healthy, found.as_recorded) == (None, True, 0)
+    assert found.mismatch == found.copy_mismatch > 0
+    assert merging.diagnose("support.faulty_engines.StaleWeights", dtype).cause == "weights"
+
+
 @pytest.mark.parametrize(("engine", "dtype"), [("OneByOne", "fp32"), ("OtherKernels", "bf16")])
 def test_other_kernels_are_no_fault(bench: Bench, engine: str, dtype: str) -> None:
     found = bench.diagnose(f"support.faulty_engines.{engine}", dtype)
@@ -180,9 +191,9 @@ def test_copies_come_one_after_the_other(bench: Bench, monkeypatch: pytest.Monke
     made = []
 
     class Watched(Copy):
-        def __init__(self, *given: Any) -> None:
+        def __init__(self, *given: Any, **named: Any) -> None:
             assert len(alive) == 0
-            super().__init__(*given)
+            super().__init__(*given, **named)
             alive.add(self)
             made.append(self.precision)
 
@@ -441,7 +452,8 @@ def calibrate(overrides: list[str], tmp_path: Path) -> Callable[..., int]:
 def test_the_folder_of_a_result(
     calibrate: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    assert calibrate("--name", "fp32") == 0
+    separate = "rollout.merge_lora=false"
+    assert calibrate("--name", "fp32", separate) == 0
     shown = capsys.readouterr().out
     out = tmp_path / "out"
     written = json.loads((out / "calibration.json").read_text())

@@ -56,9 +56,10 @@ MODES = {
         "rollout.val_kwargs.guidance_scale=2",
     ),
     # What is shared by the processes, or follows from means that the rollout keeps; with a
-    # mismatch.
+    # mismatch, which sharded weights would change: they cannot be merged.
     "window": (
         "rollout.dtype=fp32",
+        "rollout.merge_lora=false",
         f"{RC}.bypass_mode=true",
         f"{RC}.rollout_is_batch_normalize=false",
         f"{RC}.rollout_rs=[token_k1,step_kl]",

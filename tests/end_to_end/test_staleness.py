@@ -52,6 +52,7 @@ def test_versions_and_decoupled_weights(
     assert (
         train(
             f"rollout.staleness={staleness}",
+            "rollout.merge_lora=false",
             f"trainer.total_training_steps={steps}",
             "trainer.save_rollouts=true",
             "trainer.save_freq=1",

@@ -51,6 +51,13 @@ def test_a_merged_lora_gives_the_outputs_of_a_separate_one(
     torch.testing.assert_close(*outputs, rtol=0, atol=tolerance)
 
 
+def test_a_merged_copy_has_the_trainers_lora_from_the_start(trained_lm: CausalLM) -> None:
+    tokens = torch.arange(1, 9).reshape(2, 4)
+    merged = Replica(trained_lm.network, "fp32", merge_lora=True).network(tokens).logits
+    separate = Replica(trained_lm.network, "fp32").network(tokens).logits
+    torch.testing.assert_close(merged, separate, rtol=0, atol=1e-5)
+
+
 def test_merging_leaves_the_trainers_weights_alone_and_adds_nothing_up(
     trained_lm: CausalLM,
 ) -> None:
