@@ -20,10 +20,12 @@ import flowgrpo_rc
 
 RESULTS = Path(__file__).parent / "results"
 DIGITS = 6
-# Overrides of the bundled job: every sample is trained on; it starts from noise of its own; both.
+# Overrides of the bundled job: every sample is trained on; it starts from noise of its own; the
+# rollout evaluates the LoRA's own layers; all of them.
 EVERY_SAMPLE = ("actor.train_n=null", "actor.ppo_micro_batch_size_per_gpu=12")
 OWN_NOISE = ("rollout.algo.shared_prefix=false",)
-PLAIN_JOB = (*EVERY_SAMPLE, *OWN_NOISE)
+SEPARATE_LORA = ("rollout.merge_lora=false",)
+PLAIN_JOB = (*EVERY_SAMPLE, *OWN_NOISE, *SEPARATE_LORA)
 
 Cell = dict[str, Any]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from cells import EVERY_SAMPLE, OWN_NOISE, PLAIN_JOB
+from cells import EVERY_SAMPLE, OWN_NOISE, PLAIN_JOB, SEPARATE_LORA
 
 STUDY = "time_to_reward"
 REFERENCE = "peer_flow_grpo_fast"  # what all seconds are divided by
@@ -14,6 +14,8 @@ TARGETS = ("0.60", "0.65")  # held-out rewards
 RC = "algorithm.rollout_correction"
 # As in the scripts of flow_grpo. The learning rate of the bundled job falls to the end of a run.
 CONSTANT = ("actor.optim.lr_scheduler=constant",)
+# The bundled job as it was when its arms ran: it did not merge the LoRA.
+SHIPPED = (*CONSTANT, *SEPARATE_LORA)
 # The base of most other arms, in which groups are as in flow_grpo.
 BASE = (*CONSTANT, *PLAIN_JOB)
 WHOLE_SCHEDULE = ("rollout.algo.tail_steps=null",)
@@ -31,15 +33,15 @@ FAST = (
 
 # Overrides of the bundled job, configs/tiny_ocr.yaml.
 ARMS: Mapping[str, Sequence[str]] = {
-    "shipped": CONSTANT,
-    "shipped_2_processes": (*CONSTANT, "trainer.num_processes=2"),
-    "first_window": (*CONSTANT, "rollout.algo.sde_window_interval=50"),
-    "own_noise": (*CONSTANT, *OWN_NOISE),
-    "every_sample": (*CONSTANT, *EVERY_SAMPLE),
+    "shipped": SHIPPED,
+    "shipped_2_processes": (*SHIPPED, "trainer.num_processes=2"),
+    "first_window": (*SHIPPED, "rollout.algo.sde_window_interval=50"),
+    "own_noise": (*SHIPPED, *OWN_NOISE),
+    "every_sample": (*SHIPPED, *EVERY_SAMPLE),
     "base": BASE,
     "fp32": (*BASE, "rollout.dtype=fp32"),
     "whole_schedule": (*BASE, *WHOLE_SCHEDULE),
-    "merged_lora": (*BASE, "rollout.merge_lora=true"),
+    "merged_lora": (*CONSTANT, *EVERY_SAMPLE, *OWN_NOISE, "rollout.merge_lora=true"),
     "single_steps": (*BASE, *SINGLE_STEPS),
     "reuse": (*BASE, "rollout.reuse=1"),
     "ahead_1": (*BASE, "rollout.workers=1", "rollout.staleness=1"),
