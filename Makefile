@@ -22,7 +22,7 @@ $(OMNI_VENV)/.ready: pyproject.toml $(wildcard tests/support/*.sh tests/vllm_omn
 	PYTHON=$(PYTHON) bash tests/vllm_omni_real/install.sh $(OMNI_VENV)
 	touch $@
 
-.PHONY: install demo test test-fast test-faults docs reference mismatch test-docs vllm-omni test-vllm-omni lint check benchmark benchmark-correction benchmark-decoupled benchmark-workers benchmark-time-to-reward full-size
+.PHONY: install demo test test-fast test-faults docs reference mismatch test-docs vllm-omni test-vllm-omni lint check size benchmark benchmark-correction benchmark-decoupled benchmark-workers benchmark-time-to-reward full-size
 install: $(VENV)/.ready  ## everything into .venv
 
 demo: $(VENV)/.ready  ## train the bundled model on the OCR reward
@@ -62,6 +62,9 @@ lint: $(VENV)/.ready  ## ruff and mypy, as the pre-commit hooks run them
 	PATH="$(abspath $(BIN)):$$PATH" pre-commit run --all-files
 
 check: lint test
+
+size:  ## lines of the package and tests by room and kind, words of the pages, tracked files
+	@$(PYTHON) tests/support/size.py
 
 benchmark: $(VENV)/.ready  ## time of a training step over the bare calls that it needs
 	$(BIN)/python examples/benchmark_overhead.py $(ARGS)

@@ -1,0 +1,70 @@
+"""Prints what there is to carry: `make size` counts the tracked files of the working tree."""
+
+from __future__ import annotations
+
+import ast
+import io
+import subprocess
+import tokenize
+from collections import Counter, defaultdict
+from pathlib import Path
+
+KINDS = ("code", "docstring", "comment", "blank")
+# Written by hand and read by a person, beside Python: tables, templates, styles and scripts.
+OTHER_SOURCE = {".yaml", ".jinja", ".j2", ".html", ".css", ".js", ".sh"}
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+VENDORED = "flowgrpo_rc/report/uplot/"
+
+
+def count(path: Path) -> Counter[str]:
+    """Returns how many lines of each kind a file has; all of a file that is not Python is code."""
+    text = path.read_text()
+    kinds = ["code" if line.strip() else "blank" for line in text.splitlines()]
+    if path.suffix == ".py":
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT and token.line.lstrip().startswith("#"):
+                kinds[token.start[0] - 1] = "comment"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
+                first, last = node.body[0].lineno, node.body[0].end_lineno
+                kinds[first - 1 : last] = ["docstring"] * (last - first + 1)
+    return Counter(kinds)
+
+
+def room(path: Path, top: str) -> str:
+    parts = path.relative_to(top).parts
+    return parts[0] if len(parts) > 1 else "(top)"
+
+
+def print_rooms(top: str, files: list[Path]) -> None:
+    rooms: dict[str, Counter[str]] = defaultdict(Counter)
+    for path in files:
+        source = path.suffix == ".py" or path.suffix in OTHER_SOURCE
+        if path.is_relative_to(top) and source and not path.is_relative_to(VENDORED):
+            lines = count(path) + Counter(files=1)
+            rooms[room(path, top)] += lines
+            rooms["all"] += lines
+    all_of_it = rooms.pop("all")
+    print(f"{top:<14}{'files':>7}{'lines':>8}" + "".join(f"{kind:>11}" for kind in KINDS))
+    for name, lines in [*sorted(rooms.items()), ("all", all_of_it)]:
+        total = sum(lines[kind] for kind in KINDS)
+        row = f"{name:<14}{lines['files']:>7}{total:>8}"
+        print(row + "".join(f"{lines[kind]:>11}" for kind in KINDS))
+    print()
+
+
+def main() -> None:
+    listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout
+    files = [path for path in map(Path, listed.splitlines()) if path.is_file()]
+    for top in ("flowgrpo_rc", "tests"):
+        print_rooms(top, files)
+    docs = [path for path in files if path.match("docs/*.md")]
+    read = [*docs, Path("README.md"), *(path for path in files if path.match("examples/*.md"))]
+    words = sum(len(path.read_text().split()) for path in read)
+    print(f"words of docs/, README.md and examples/*.md: {words}")
+    print(f"pages in docs/: {len(docs)}")
+    print(f"tracked files: {len(files)}")
+
+
+if __name__ == "__main__":
+    main()
