@@ -15,6 +15,7 @@ FLOORS: tuple[dict[str, str], ...] = (
         "distributed": "processes, shards, signals",
         "plugins": "finds plug-ins",
         "files": "atomic writes",
+        "redaction": "hides secrets",
         "libraries": "diffusers, quiet",
         "reading": "foreign files",
         "pictures": "images of prompts",

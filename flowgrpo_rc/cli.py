@@ -16,10 +16,10 @@ from flowgrpo_rc import __version__
 from flowgrpo_rc.commands import EXIT_BAD_INPUT, EXIT_FAILED
 from flowgrpo_rc.config.names import DEFAULT_CONFIG, OTHER_CONFIG, TOKEN_ENV
 from flowgrpo_rc.distributed.child import follow_parent, say_error
-from flowgrpo_rc.files import redact
 from flowgrpo_rc.libraries import quiet
 from flowgrpo_rc.plugins import did_you_mean
 from flowgrpo_rc.records.streams import lasting_streams
+from flowgrpo_rc.redaction import redact
 
 # Options of other programs, and the settings that do here what they do there.
 SETTINGS_OF_OPTIONS = {

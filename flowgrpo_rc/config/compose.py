@@ -40,10 +40,10 @@ from flowgrpo_rc.config.known import (
 from flowgrpo_rc.config.names import DEFAULT_CONFIG, EXPERIMENT, OTHER_CONFIG
 from flowgrpo_rc.config.tree import Config, register_asset_resolver, updates_of_steps
 from flowgrpo_rc.distributed.child import launched_processes
-from flowgrpo_rc.files import redact
 from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
 from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig, with_options
 from flowgrpo_rc.plugins import did_you_mean
+from flowgrpo_rc.redaction import redact
 from flowgrpo_rc.training.config import ActorConfig, AlgorithmConfig
 
 _START = "start"

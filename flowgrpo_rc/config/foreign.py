@@ -12,9 +12,10 @@ from pathlib import Path
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.correction.thresholds import KEY
 from flowgrpo_rc.evaluation.suite import is_bundled
-from flowgrpo_rc.files import REDACTED, plain_yaml
+from flowgrpo_rc.files import plain_yaml
 from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
 from flowgrpo_rc.records.run_folder import flat_settings
+from flowgrpo_rc.redaction import REDACTED
 from flowgrpo_rc.rewards.function import GIVEN
 
 _OWN = "flowgrpo_rc."

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
-from flowgrpo_rc.files import redact, write_atomic
+from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.models.lora_files import EXPORT_NAMES
 from flowgrpo_rc.reading import blaming, read_mapping
 from flowgrpo_rc.records.metrics_file import MetricsFile
+from flowgrpo_rc.redaction import redact
 from flowgrpo_rc.report.series import Row, correction_series, points_of
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import torch
 import yaml
 
 from flowgrpo_rc.assets import with_all_references, with_references
-from flowgrpo_rc.files import TEMPORARY, redact, redact_command, write_atomic
+from flowgrpo_rc.files import TEMPORARY, write_atomic
 from flowgrpo_rc.records.checkpoint import PARTIAL
 from flowgrpo_rc.records.inputs import (
     Input,
@@ -30,6 +30,7 @@ from flowgrpo_rc.records.inputs import (
     same_content,
     write_inputs,
 )
+from flowgrpo_rc.redaction import redact, redact_command
 
 _PACKAGES = (
     "flowgrpo-rc",

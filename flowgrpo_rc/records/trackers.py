@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from flowgrpo_rc.files import redact, write_atomic
+from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.monitoring.histograms import Counts, edges
 from flowgrpo_rc.records.run_folder import flat_settings
+from flowgrpo_rc.redaction import redact
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

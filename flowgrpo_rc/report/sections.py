@@ -15,11 +15,12 @@ from typing import Any
 import yaml
 from PIL import Image
 
-from flowgrpo_rc.files import plain_yaml, redact
+from flowgrpo_rc.files import plain_yaml
 from flowgrpo_rc.reading import blaming, parse_mapping, read_mapping
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.rejected import in_words, read_rejected
 from flowgrpo_rc.records.samples import read_grid
+from flowgrpo_rc.redaction import redact
 from flowgrpo_rc.report import html
 from flowgrpo_rc.report.facts import broken_band, setting
 

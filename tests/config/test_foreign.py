@@ -37,7 +37,7 @@ def test_everything_else_is_listed() -> None:
         {
             "a": {"_target_": "other.A"},
             "b": {"_target_": "flowgrpo_rc_other.B"},
-            "c": {"_target_": "function", "path": "flowgrpo_rc.files:redact"},
+            "c": {"_target_": "function", "path": "flowgrpo_rc.redaction:redact"},
         }
     )
     config.rollout.name = "other.Engine"
@@ -46,8 +46,9 @@ def test_everything_else_is_listed() -> None:
         check_trusted(RUN, config, "--trust")
     listed = (
         "rollout.name=other.Engine, reward.terms.a._target_=other.A, "
-        "reward.terms.b._target_=flowgrpo_rc_other.B, reward.terms.c.path=flowgrpo_rc.files:redact"
-        ", trainer.suites=mine.yaml, trainer.suites=ocr:private.txt."
+        "reward.terms.b._target_=flowgrpo_rc_other.B, "
+        "reward.terms.c.path=flowgrpo_rc.redaction:redact, trainer.suites=mine.yaml, "
+        "trainer.suites=ocr:private.txt."
     )
     assert listed in str(found.value)
 

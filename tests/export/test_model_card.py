@@ -106,7 +106,7 @@ def test_no_secret_and_no_host_is_in_it(tmp_path: Path, config: Config) -> None:
     config.reward.terms = {
         "remote": {"weight": 0.5, "url": "http://me:hunter2@host7/score", "api_key": "hunter3"}
     }
-    config.trainer.experiment_name = "run hf_abcdefghijklmnopqrst"
+    config.trainer.experiment_name = "run token=hunter4"
     text = card(tmp_path, config).content
     assert "| rewards, weight | remote 0.5 |" in text
-    assert not re.search("hunter|host7|hf_abc", text)
+    assert not re.search("hunter|host7", text)
