@@ -1,7 +1,8 @@
 """Writes the table of mismatch by family and precision in docs/add_a_model.md: `make mismatch`.
 
-It takes the random checkpoints of tests/support/tiny_models.py, so `tests` has to be importable.
-The numbers depend on the processor a little; `tests/docs/test_mismatch_table.py` measures again.
+It takes the random checkpoints of tests/support/tiny_models.py, so `tests` and `examples` have to
+be importable. The numbers depend on the processor a little; `tests/docs/test_mismatch_table.py`
+measures again.
 """
 
 from __future__ import annotations

@@ -122,9 +122,8 @@ def random_checkpoint(folder: Path) -> Path:
     Returns:
       The folder.
     """
+    from bundled_models import tiny_sd3
     from diffusers import ChromaPipeline, ChromaTransformer2DModel, FlowMatchEulerDiscreteScheduler
-
-    from flowgrpo_rc.assets import tiny_sd3
 
     tokenizer = tiny_sd3.t5_tokenizer()
     encoder = tiny_sd3.t5_encoder(tokenizer)

@@ -22,8 +22,8 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 # What only some parts may import from outside.
 RESTRICTED = {
-    "diffusers": {"models", "policies", "rollout", "training", "export", "assets"},
-    "transformers": {"models", "policies", "rollout", "rewards", "training", "assets"},
+    "diffusers": {"models", "policies", "rollout", "training", "export"},
+    "transformers": {"models", "policies", "rollout", "rewards", "training"},
     "hydra": {"config"},
     "omegaconf": {"config", "cli"},
     "accelerate": {"distributed", "records", "build"},

@@ -5,7 +5,9 @@ Legend: E estimators, B samples, T steps of the SDE window, P trained numbers.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,7 +18,6 @@ from learning_rollouts import FewBits
 from torch import Tensor
 
 from flowgrpo_rc import assets
-from flowgrpo_rc.assets import glyphs
 from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch, SamplerSpec
 from flowgrpo_rc.core.random import derive_seed
 from flowgrpo_rc.models.base import ModelConfig, load_model
@@ -25,6 +26,9 @@ from flowgrpo_rc.policies.base import Measured, join
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest
+
+sys.path.append(str(Path(__file__).parents[1]))  # examples/
+from bundled_models import glyphs
 
 SEED = 0
 RANK = 4

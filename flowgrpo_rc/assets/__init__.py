@@ -1,4 +1,4 @@
-"""Files that ship with the package: tiny checkpoints, their prompts, and what made both of them."""
+"""Files that ship with the package: tiny checkpoints, their prompts, and suites."""
 
 from __future__ import annotations
 

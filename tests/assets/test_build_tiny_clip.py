@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from bundled_models.build_tiny_clip import evaluate_checkpoint
 
 from flowgrpo_rc import assets
-from flowgrpo_rc.assets.build_tiny_clip import evaluate_checkpoint
 
 
 def test_the_bundled_clip_is_as_good_as_its_build_wrote_down():

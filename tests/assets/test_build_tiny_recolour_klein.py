@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from bundled_models.build_tiny_recolour_klein import NAME, evaluate_checkpoint
 
 from flowgrpo_rc import assets
-from flowgrpo_rc.assets.build_tiny_recolour_klein import NAME, evaluate_checkpoint
 from flowgrpo_rc.data.prompts import read_prompts
 
 SIZE = 64 * 64

@@ -7,9 +7,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from bundled_models.write_prompts import write
 
 from flowgrpo_rc import assets
-from flowgrpo_rc.assets.write_prompts import write
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.data.prompts import read_prompts
 from flowgrpo_rc.rewards.geneval import _wishes

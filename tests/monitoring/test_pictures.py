@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from bundled_models.glyphs import random_word, render
 
-from flowgrpo_rc.assets.glyphs import random_word, render
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.monitoring.health import DRIFT, HealthMonitor
 from flowgrpo_rc.monitoring.pictures import (

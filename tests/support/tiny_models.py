@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from bundled_models import tiny_sd3
 from diffusers import (
     AutoencoderDC,
     AutoencoderKLFlux2,
@@ -61,7 +62,6 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from flowgrpo_rc.assets import tiny_sd3
 from flowgrpo_rc.batch import SamplerSpec
 
 _WIDTH = 32  # of transformers: two heads of 16

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from bundled_models.tiny_sd3 import clip_tokenizer
 from safetensors.torch import save_file
 from torch import nn
 from transformers import (
@@ -15,8 +16,6 @@ from transformers import (
     CLIPImageProcessorPil,
     CLIPModel,
 )
-
-from flowgrpo_rc.assets.tiny_sd3 import clip_tokenizer
 
 CLIP_FEATURES = 12
 HIDDEN = 16  # of BLIP's text encoder

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 import torch
+from bundled_models.build_tiny_adder_lm import build_tokenizer
 from torch import Tensor
 from vllm_real.read_interface import VERSION, interface
 
-from flowgrpo_rc.assets.build_tiny_adder_lm import build_tokenizer
 from flowgrpo_rc.batch import Prompt, PromptBatch, TokenBatch, TokenSpec
 from flowgrpo_rc.core.random import derive_seed, normal
 from flowgrpo_rc.export.lora import export_lora

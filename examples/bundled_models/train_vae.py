@@ -16,7 +16,7 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
 
-from flowgrpo_rc.assets import glyphs, tiny_sd3
+from bundled_models import glyphs, tiny_sd3
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Builds the bundled language model `tiny_adder_lm` and its prompt lists from nothing but a seed.
 
-    python -m flowgrpo_rc.assets.build_tiny_adder_lm [--out DIR]
+    PYTHONPATH=examples python -m bundled_models.build_tiny_adder_lm [--out DIR]
 
 writes DIR/tiny_adder_lm (transformers layout, with build_metrics.json) and DIR/prompts. Without
 --out they replace the bundled ones. Takes about six minutes on one CPU thread.

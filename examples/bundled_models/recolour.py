@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageDraw
 
-from flowgrpo_rc.assets import glyphs
+from bundled_models import glyphs
 
 SIDE = 64  # of a picture, in pixels: the least that the stock pipeline edits
 # Shades of grey alone: the VAE of the bundled SD3, which is used as it is, has seen no others.

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from diffusers import StableDiffusion3Pipeline
 
-from flowgrpo_rc.assets import glyphs, tiny_sd3
+from bundled_models import glyphs, tiny_sd3
 from flowgrpo_rc.batch import Prompt
 
 NUM_INFERENCE_STEPS = 10

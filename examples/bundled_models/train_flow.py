@@ -20,9 +20,9 @@ import torch
 from diffusers import AutoencoderKL, StableDiffusion3Pipeline
 from torch import Tensor, nn
 
-from flowgrpo_rc.assets import glyphs, tiny_sd3
-from flowgrpo_rc.assets.evaluate import Readability
-from flowgrpo_rc.assets.train_vae import encode
+from bundled_models import glyphs, tiny_sd3
+from bundled_models.evaluate import Readability
+from bundled_models.train_vae import encode
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Builds the bundled editor `tiny_recolour_klein`, its prompts and their pictures from a seed.
 
-    python -m flowgrpo_rc.assets.build_tiny_recolour_klein [--out DIR]
+    PYTHONPATH=examples python -m bundled_models.build_tiny_recolour_klein [--out DIR]
 
 writes DIR/tiny_recolour_klein (diffusers layout, with build_metrics.json) and DIR/prompts. Without
 --out they replace the bundled ones. The VAE is that of `tiny_glyph_sd3`.
@@ -37,8 +37,9 @@ from PIL import Image
 from torch import Tensor
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from flowgrpo_rc.assets import ROOT, recolour
-from flowgrpo_rc.assets.train_vae import to_float
+from bundled_models import recolour
+from bundled_models.train_vae import to_float
+from flowgrpo_rc.assets import ROOT
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.letter_colour import LetterColour
 

@@ -1,6 +1,6 @@
 """Builds the bundled CLIP `tiny_clip`, which knows pictures of short words, from only a seed.
 
-    python -m flowgrpo_rc.assets.build_tiny_clip [--out DIR]
+    PYTHONPATH=examples python -m bundled_models.build_tiny_clip [--out DIR]
 
 writes DIR/tiny_clip (transformers layout, with build_metrics.json). Without --out it replaces the
 bundled one. Takes about seven minutes of one CPU thread.
@@ -32,9 +32,9 @@ from PIL import Image, ImageFilter
 from torch import Tensor
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
+from bundled_models.glyphs import ALPHABET, prompt, random_word, render, render_all
+from bundled_models.tiny_sd3 import MAX_TEXT_LENGTH, clip_tokenizer
 from flowgrpo_rc.assets import ROOT, path
-from flowgrpo_rc.assets.glyphs import ALPHABET, prompt, random_word, render, render_all
-from flowgrpo_rc.assets.tiny_sd3 import MAX_TEXT_LENGTH, clip_tokenizer
 
 SEED = 0
 NUM_THREADS = 1

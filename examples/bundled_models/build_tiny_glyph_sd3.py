@@ -1,6 +1,6 @@
 """Builds the bundled checkpoint `tiny_glyph_sd3` and its prompt lists from nothing but a seed.
 
-    python -m flowgrpo_rc.assets.build_tiny_glyph_sd3 [--out DIR]
+    PYTHONPATH=examples python -m bundled_models.build_tiny_glyph_sd3 [--out DIR]
 
 writes DIR/tiny_glyph_sd3 (diffusers layout, with build.log and build_metrics.json) and DIR/prompts.
 Without --out they replace the bundled ones. Takes about half an hour on two CPU cores.
@@ -24,10 +24,11 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKL, StableDiffusion3Pipeline
 
-from flowgrpo_rc.assets import ROOT, glyphs
-from flowgrpo_rc.assets.evaluate import NUM_INFERENCE_STEPS, Readability, generate, readability
-from flowgrpo_rc.assets.train_flow import FlowConfig, train_flow
-from flowgrpo_rc.assets.train_vae import VaeConfig, encode, train_vae
+from bundled_models import glyphs
+from bundled_models.evaluate import NUM_INFERENCE_STEPS, Readability, generate, readability
+from bundled_models.train_flow import FlowConfig, train_flow
+from bundled_models.train_vae import VaeConfig, encode, train_vae
+from flowgrpo_rc.assets import ROOT
 
 SEED = 0
 NUM_THREADS = 2

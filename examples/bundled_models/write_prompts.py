@@ -1,6 +1,6 @@
 """Writes the bundled prompts of real models.
 
-    python -m flowgrpo_rc.assets.write_prompts [--out DIR]
+    PYTHONPATH=examples python -m bundled_models.write_prompts [--out DIR]
 
 `signs_train.txt` and `signs_val.txt` ask for pictures with a text in them, `objects.jsonl` for
 objects in number, colour and place, `scenes.jsonl` for scenes of several kinds. Everything follows
@@ -17,8 +17,7 @@ from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
-from flowgrpo_rc.assets import ROOT
-from flowgrpo_rc.assets.prompt_words import (
+from bundled_models.prompt_words import (
     COLORS,
     COUNTS,
     DETAILS,
@@ -30,6 +29,7 @@ from flowgrpo_rc.assets.prompt_words import (
     TEXTS,
     Pattern,
 )
+from flowgrpo_rc.assets import ROOT
 
 NUM_TRAIN = 1000
 NUM_VAL = 200
