@@ -47,7 +47,7 @@ reference: $(VENV)/.ready  ## docs/configuration.md, docs/metrics.md and tables 
 	$(BIN)/python docs/memory_tables.py
 	$(BIN)/python docs/suite_table.py
 
-mismatch: $(VENV)/.ready  ## measure the table of mismatch by family in docs/add_a_model.md
+mismatch: $(VENV)/.ready  ## measure the table of mismatch by family in docs/extending.md
 	PYTHONPATH=tests:examples $(BIN)/python docs/mismatch_table.py
 
 test-docs: $(VENV)/.ready  ## run the commands and Python blocks of README.md and docs/

@@ -1,4 +1,4 @@
-"""Writes the table of mismatch by family and precision in docs/add_a_model.md: `make mismatch`.
+"""Writes the table of mismatch by family and precision in docs/extending.md: `make mismatch`.
 
 It takes the random checkpoints of tests/support/tiny_models.py, so `tests` and `examples` have to
 be importable. The numbers depend on the processor a little; `tests/docs/test_mismatch_table.py`
@@ -20,7 +20,7 @@ from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest
 
-PAGE = Path(__file__).parent / "add_a_model.md"
+PAGE = Path(__file__).parent / "extending.md"
 START = "<!-- Written by `make mismatch`. -->\n"
 END = "<!-- End of what is written. -->\n"
 # Those whose random checkpoint can be built without a further package.
@@ -33,7 +33,7 @@ STEPS = 3  # all but the last of four
 
 
 def page() -> str:
-    """Returns docs/add_a_model.md with the table as it is measured now."""
+    """Returns docs/extending.md with the table as it is measured now."""
     text = PAGE.read_text(encoding="utf-8")
     before, found, rest = text.partition(START)
     assert found, f"{PAGE.name} has no {START!r}"

@@ -35,7 +35,7 @@ without effect.
 How files, presets and overrides combine is in `configs/README.md`. The options of a reward, `reward.terms.NAME.*`, are
 in [Rewards](rewards.md#the-rewards-that-are-there); those of an engine, `rollout.engine_kwargs.*`, in
 [vLLM-Omni rollouts](vllm_omni.md#options) and [Language models](usage.md#language-models); those of a loss of your own,
-`actor.diffusion_loss.*` and `actor.token_loss.*`, in [Adding a loss](add_a_loss.md).
+`actor.diffusion_loss.*` and `actor.token_loss.*`, in [Adding a loss](extending.md#a-loss).
 """
 METRICS = """# Metrics
 

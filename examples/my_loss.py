@@ -7,7 +7,7 @@ The one here is CISPO (https://arxiv.org/abs/2506.13585): PPO's clip takes the g
 whose ratio has left the band; CISPO bounds the ratio and keeps the gradient of every step.
 Advantages, the rollout correction's weights and rejection, the mean over steps and the KL penalty
 are the trainer's, as for the losses of the package. A loss with options of its own is a class: see
-docs/add_a_loss.md.
+docs/extending.md.
 """
 
 import torch

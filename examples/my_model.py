@@ -9,7 +9,7 @@ own:
     flowgrpo-rc train model.adapter=my_model.Chroma model.path=lodestones/Chroma1-HD ...
 
 `model.adapter` names the class. It does what the stock pipeline's `__call__` does, piece by piece,
-and knows nothing of the algorithm. docs/add_a_model.md explains each piece, and the tests that
+and knows nothing of the algorithm. docs/extending.md explains each piece, and the tests that
 compare an adapter with its stock pipeline.
 
 Legend: B samples, H and W height and width of a picture in pixels.

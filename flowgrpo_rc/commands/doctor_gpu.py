@@ -308,7 +308,9 @@ def _mismatch(row: Mapping[str, float]) -> Finding:
     if over is not None:
         found += f"; {over:.2f} of what the precision explains"
         if over > _FAULT:
-            return Finding("broken", found, "docs/noise_floor.md says what may cause it")
+            return Finding(
+                "broken", found, "docs/rollout_correction.md#the-noise-floor says what may cause it"
+            )
     return Finding("ok", found)
 
 

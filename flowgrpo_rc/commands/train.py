@@ -145,7 +145,7 @@ def _say_centering(given: Config, found: Config, console: Console) -> None:
     if images and given.algorithm.rollout_correction.centered is None and not correction.centered:
         console.message(
             "note: algorithm.rollout_correction.centered=false in this run, because its rollout "
-            "records no means (docs/centering.md)"
+            "records no means (docs/rollout_correction.md#the-noise-that-was-drawn)"
         )
 
 

@@ -1,4 +1,4 @@
-"""The contract of a policy loss. One file in this folder is one loss; docs/add_a_loss.md adds one
+"""The contract of a policy loss. One file in this folder is one loss; docs/extending.md adds one
 out of the tree.
 
 Legend: B samples, T steps (denoising steps of an image, tokens of a response); b and t those of one

@@ -205,7 +205,7 @@ _MISMATCH = _section(
     "Training minus rollout log-probs before the first update of a step. Here and in the next "
     "three tables names stand for `rollout_corr/NAME` in decoupled mode and "
     "`actor/rollout_corr/NAME` in bypass mode; [what they "
-    "tell](noise_floor.md).",
+    "tell](rollout_correction.md#the-noise-floor).",
     """
     logprob_abs_diff_mean | nats | Mean size of the difference.
     logprob_abs_diff_p50 | nats | Its median.

@@ -50,7 +50,8 @@ WORDS = {
     "centered": Word(
         "Centered",
         "The log-ratio credits the noise that the rollout drew.",
-        "centering",
+        "rollout_correction",
+        "the-noise-that-was-drawn",
     ),
     "suite": Word(
         "Suite",
@@ -63,20 +64,23 @@ WORDS = {
         "Precision",
         "The number format of the rollout, which samples, and of the training graph. Different "
         "formats are the usual reason for a mismatch.",
-        "rollout_precision",
+        "calibration",
+        "precision",
     ),
     "mismatch": Word(
         "Mismatch",
         "Log-probability of the training graph minus that of the rollout, for the same weights and "
         "the same samples, before the step's first update. It should be 0. Its scale is the noise "
         "floor; beyond the clip, clipping acts on noise.",
-        "noise_floor",
+        "rollout_correction",
+        "the-noise-floor",
     ),
     "movement": Word(
         "Policy's own movement",
         "How far the step's updates moved the log-probabilities of what is evaluated after the "
         "first of them.",
-        "noise_floor",
+        "rollout_correction",
+        "the-noise-floor",
     ),
     "weight": Word(
         "Importance weight",

@@ -1,4 +1,4 @@
-"""The contract of a reward. docs/add_a_reward.md tells how to add one outside the package.
+"""The contract of a reward. docs/extending.md tells how to add one outside the package.
 
 Shapes: N samples, F frames of a video, H x W pixels.
 """

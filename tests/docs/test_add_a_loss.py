@@ -1,4 +1,4 @@
-"""The loss of docs/add_a_loss.md is GRPO-Guard: the same values and gradients."""
+"""The loss of docs/extending.md is GRPO-Guard: the same values and gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.documented import first_python
+from support.documented import python_of
 from support.gaussian_losses import BYPASS, DECOUPLED, movement, three_steps, value_and_gradient
 
 from flowgrpo_rc import DiffusionLossConfig, LossConfig, RolloutCorrectionConfig
@@ -16,7 +16,7 @@ from flowgrpo_rc import DiffusionLossConfig, LossConfig, RolloutCorrectionConfig
 @pytest.fixture(autouse=True)
 def my_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's first block as the reader's file."""
-    (tmp_path / "my_guard.py").write_text(first_python("add_a_loss.md"))
+    (tmp_path / "my_guard.py").write_text(python_of("extending.md", "class MyGuard"))
     monkeypatch.syspath_prepend(tmp_path)
     sys.modules.pop("my_guard", None)
 

@@ -1,4 +1,4 @@
-"""The table of mismatch by family and precision in docs/add_a_model.md."""
+"""The table of mismatch by family and precision in docs/extending.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run and a calibration with the loss of docs/add_a_loss.md, named on the command line."""
+"""A run and a calibration with the loss of docs/extending.md, named on the command line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from support.documented import first_python
+from support.documented import python_of
 from support.runs import Train, read_rows, without_timings
 
 from flowgrpo_rc.cli import main
@@ -20,7 +20,7 @@ LOSS = "actor.diffusion_loss"
 @pytest.fixture(autouse=True)
 def my_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's first block as the reader's file."""
-    (tmp_path / "my_guard.py").write_text(first_python("add_a_loss.md"))
+    (tmp_path / "my_guard.py").write_text(python_of("extending.md", "class MyGuard"))
     monkeypatch.syspath_prepend(tmp_path)
     sys.modules.pop("my_guard", None)
 

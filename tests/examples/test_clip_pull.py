@@ -1,4 +1,4 @@
-"""The toy of docs/collapse.md shows what the page says, and the page has its numbers."""
+"""The toy of docs/troubleshooting.md shows what the page says, and the page has its numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from support.documented import ROOT
 from torch import Tensor
 
-PAGE = (ROOT / "docs" / "collapse.md").read_text()
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 Rows = dict[tuple[int, bool], list[list[float]]]
 
 

@@ -51,9 +51,11 @@ def blocks(*languages: str) -> list[Block]:
     ]
 
 
-def first_python(page: str) -> str:
-    """The code of the first Python block of a page, such as `add_a_loss.md`."""
-    return next(block.text for block in blocks("python") if block.page.name == page)
+def python_of(page: str, words: str) -> str:
+    """The code of the Python block of a page, such as `extending.md`, that holds some words."""
+    return next(
+        block.text for block in blocks("python") if block.page.name == page and words in block.text
+    )
 
 
 def arguments(line: str) -> list[str] | None:
