@@ -1,19 +1,19 @@
-"""The raw results of a study: one small JSON file for each cell.
+"""The raw results of a study: a file of JSON lines, one for each cell.
 
-    results/STUDY/CELL.json    {"package": version, and what the study measured}
+    results/STUDY.jsonl    {"name": of the cell, "package": version, and what the study measured}
 
-A study that was stopped goes on with the cells that have no file yet. Numbers are rounded to six
-significant digits, which is far below their statistical error.
+A study that was stopped goes on with the cells that have no line yet. One process writes a study at
+a time. Numbers are rounded to six significant digits, which is far below their statistical error.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from threading import Lock
 from typing import Any, Protocol, TypeVar
 
 import flowgrpo_rc
@@ -28,13 +28,14 @@ SEPARATE_LORA = ("rollout.merge_lora=false",)
 PLAIN_JOB = (*EVERY_SAMPLE, *OWN_NOISE, *SEPARATE_LORA)
 
 Cell = dict[str, Any]
+_one_at_a_time = Lock()  # of the threads that add a cell
 
 
 class Named(Protocol):
     """A run of a study.
 
     Attributes:
-      name: of its file.
+      name: of its cell.
     """
 
     @property
@@ -54,13 +55,13 @@ def load(study: str, folder: Path = RESULTS) -> dict[str, Cell]:
     Returns:
       Name of the cell -> its results.
     """
-    return {
-        path.stem: json.loads(path.read_text()) for path in sorted((folder / study).glob("*.json"))
-    }
+    path = folder / f"{study}.jsonl"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return {row.pop("name"): row for row in map(json.loads, lines)}
 
 
 def save(study: str, name: str, cell: Cell, folder: Path = RESULTS) -> None:
-    """Writes a cell whole: an interrupted write leaves no file.
+    """Adds a cell to a study's file, or replaces it; an interrupted write changes nothing.
 
     Args:
       study: name of the study.
@@ -68,15 +69,15 @@ def save(study: str, name: str, cell: Cell, folder: Path = RESULTS) -> None:
       cell: its results.
       folder: the folder of all studies.
     """
-    path = folder / study / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     stored = rounded({"package": flowgrpo_rc.__version__, **cell})
+    path = folder / f"{study}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
-    text = json.dumps(stored, indent=1, allow_nan=False)
-    # A list of numbers stands on one line.
-    text = re.sub(r"\[([^][{}\"]*)\]", lambda found: f"[{' '.join(found[1].split())}]", text)
-    draft.write_text(text + "\n")
-    os.replace(draft, path)
+    with _one_at_a_time:
+        cells = load(study, folder) | {name: stored}
+        rows = ({"name": name, **cells[name]} for name in sorted(cells))
+        draft.write_text("".join(f"{json.dumps(row, allow_nan=False)}\n" for row in rows))
+        os.replace(draft, path)
 
 
 def make_missing(
@@ -87,12 +88,12 @@ def make_missing(
     workers: int = 1,
     folder: Path = RESULTS,
 ) -> None:
-    """Makes the runs of a study that have no file, in their order, and prints their names.
+    """Makes the runs of a study that have no cell, in their order, and prints their names.
 
     Args:
       study: name of the study.
       runs: its runs.
-      make: makes one run and its file.
+      make: makes one run and saves its cell.
       workers: runs at a time.
       folder: the folder of all studies.
 
@@ -101,16 +102,16 @@ def make_missing(
     """
 
     def work(run: AnyRun) -> None:
-        if not (folder / study / f"{run.name}.json").is_file():
-            try:
-                make(run)
-            except Exception:
-                print(f"{run.name} failed; why is said after the last run", flush=True)
-                raise
-            print(run.name, flush=True)
+        try:
+            make(run)
+        except Exception:
+            print(f"{run.name} failed; why is said after the last run", flush=True)
+            raise
+        print(run.name, flush=True)
 
+    done = load(study, folder)
     executor = ThreadPoolExecutor(workers)
-    futures = [executor.submit(work, run) for run in runs]
+    futures = [executor.submit(work, run) for run in runs if run.name not in done]
     try:
         wait(futures)
     finally:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from cells import RESULTS, Cell, save
+from cells import RESULTS, Cell, load, save
 from gradient_image_problem import PROMPTS, SAMPLES, Images, Lora
 from gradient_regions import unbounded
 from torch import Tensor
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     versions = images.train(plan.moves)
     for rollout in plan.rollouts:
         name = f"image_{rollout}"
-        if not (options.output / STUDY / f"{name}.json").exists():
+        if name not in load(STUDY, options.output):
             save(STUDY, name, run_cell(images, rollout, versions, plan), options.output)
             print(name, flush=True)
 

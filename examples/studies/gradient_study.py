@@ -9,7 +9,7 @@ and losses are in float64, the gradients of single steps in float32. An estimato
 a mismatched sampler made from the same prompts and the same noise. So the difference of two
 gradients comes from the mismatch and not from the draw.
 
-The parts, each with cells (files in results/gradient) of its own:
+The parts, each with cells (lines of results/gradient.jsonl) of its own:
 
     regions      modes, log-ratios and trust regions; three sizes of the flow, three seeds; before
                  an update and after it; for one size, also multiples of the weight error of int4
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from cells import RESULTS, Cell, save
+from cells import RESULTS, Cell, load, save
 from estimators import Estimator, calibrate
 from gradient_batches import Gradients, Study
 from gradient_corrections import corrections
@@ -77,8 +77,8 @@ class Job(NamedTuple):
     fit: int = 1000
     moves: int = 12
 
-    def file(self, name: str) -> str:
-        """Returns the name of the file of a cell."""
+    def cell_name(self, name: str) -> str:
+        """Returns the name of a cell."""
         size = f"{name}_{self.elements}"
         return size if self.part == "corrections" else f"{self.part}_{size}_{self.seed}"
 
@@ -227,17 +227,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     for job in QUICK if options.quick else FULL:
-        files = {
-            name: options.output / STUDY / f"{job.file(name)}.json"
-            for name in ("truth", *job.mismatches)
-        }
-        missing = [name for name, file in files.items() if not file.exists()]
+        done = load(STUDY, options.output)
+        missing = [name for name in ("truth", *job.mismatches) if job.cell_name(name) not in done]
         if not missing:
             continue
         runner = Runner(job)
         for name in missing:
-            save(STUDY, files[name].stem, runner.cell(name), options.output)
-            print(files[name].stem, flush=True)
+            save(STUDY, job.cell_name(name), runner.cell(name), options.output)
+            print(job.cell_name(name), flush=True)
 
 
 if __name__ == "__main__":

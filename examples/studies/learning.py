@@ -125,7 +125,7 @@ QUICK = (
 )
 QUICK_CELLS = (("fp32", "bypass"), ("fault", "is_rs"))
 
-# Name in a file -> metric of the run; in bypass mode its name has a prefix.
+# Name in a cell -> metric of the run; in bypass mode its name has a prefix.
 CURVES = {
     "reward": "reward/mean",
     "clip_fraction": "actor/clip_fraction",
@@ -189,7 +189,7 @@ def measure(run: Run, settings: Sequence[str], study: str, results: Path) -> Non
     Args:
       run: the run.
       settings: the overrides of its command, without its seed and its folder.
-      study: the folder of its file in `results`.
+      study: the study that it belongs to.
       results: the folder of all studies.
 
     Raises:

@@ -1,10 +1,10 @@
-"""Writes the numbers of the evidence pages from the studies' JSON files, or checks them.
+"""Writes the numbers of the evidence pages from the studies' results, or checks them.
 
     python examples/studies/tables.py [--check]
 
 Every module `*_tables.py` in this folder describes one study:
 
-    STUDY     the folder of its results
+    STUDY     the file of its results
     ENTRIES   name -> function that turns the study's cells into a text: a table, or a number
               inside a sentence
     CLAIMS    name -> function that says whether a conclusion holds for the cells
@@ -40,7 +40,7 @@ class Study(NamedTuple):
     """One study.
 
     Attributes:
-      name: the folder of its results.
+      name: of its results' file.
       entries: name -> function that turns the cells into a text.
       claims: name -> function that says whether a conclusion holds.
       cells: name -> results.

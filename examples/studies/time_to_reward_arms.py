@@ -86,7 +86,7 @@ REPEATS: Mapping[str, str] = {
 
 
 def clock_name(arm: str) -> str:
-    """Returns the name of the file with the seconds of an arm's iteration."""
+    """Returns the name of the cell with the seconds of an arm's iteration."""
     return f"clock_{arm}"
 
 

@@ -68,5 +68,5 @@ def test_every_figure_is_there_and_every_file_is_small():
     others = {folder / "rooms.svg", *folder.glob("collapse_*.svg")}  # of other pages
     drawn = set(folder.glob("*")) - others
     assert drawn == set(figures)
-    files = [*drawn, *tables.RESULTS.rglob("*.json")]
+    files = [*drawn, *tables.RESULTS.glob("*.jsonl")]
     assert sum(file.stat().st_size for file in files) < 1.75 * 2**20
