@@ -42,6 +42,8 @@ def check_device(
     Raises:
       ValueError: it cannot run there, or no rollout would be fast enough to be of use.
     """
+    if quantization == "int8_dynamic":
+        check_int8_products(device)
     if device.type != "cuda":
         return
     if quantization == "int4" and dtype != "bf16":
@@ -61,6 +63,28 @@ def check_device(
         )
 
 
+def check_int8_products(device: torch.device) -> None:
+    """Raises ValueError if this processor multiplies matrices of int8 wrongly.
+
+    Kernels that lack VNNI, or may not use it, add two products of 8 bits in 16 bits, which
+    overflows. A GPU's do not.
+    """
+    if device.type != "cpu":
+        return
+    # Every sum of two products is 2 * 127 * 127 or more, and so near to what 16 bits hold that
+    # an offset of the inputs, which such kernels add, takes it beyond.
+    left = torch.full((64, 256), 127, dtype=torch.int8)
+    right = torch.full((256, 128), 127, dtype=torch.int8)
+    wrong = int((torch._int_mm(left, right) != 256 * 127 * 127).sum())
+    if wrong:
+        raise ValueError(
+            "rollout.quantization=int8_dynamic: this processor's integer kernels overflow (wrong "
+            f"are {wrong} of the {64 * 128} numbers of a test product). They need VNNI, which the "
+            "processor lacks or ONEDNN_MAX_CPU_ISA forbids. Set rollout.quantization=int8, which "
+            "multiplies in rollout.dtype, or null"
+        )
+
+
 def quantize(network: nn.Module, name: str) -> None:
     """Quantizes the linear layers of the blocks in place.
 
@@ -69,11 +93,13 @@ def quantize(network: nn.Module, name: str) -> None:
       name: a key of `PACKAGES`.
 
     Raises:
-      ValueError: the shape of a layer does not allow it.
+      ValueError: the shape of a layer does not allow it, or the processor multiplies wrongly.
     """
     from torchao.quantization import quantize_
 
     check_layers(network, name)
+    if name == "int8_dynamic":  # a worker's machine may be another than the one that was checked
+        check_int8_products(next(network.parameters()).device)
     for layer in quantized_layers(network):
         quantize_(layer, _torchao_config(name, layer.weight.device))
 

@@ -25,6 +25,7 @@ def test_every_family_is_in_the_table_and_exact_in_fp32() -> None:
     assert {cells[0] for cells in table.values()} == {0}
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("pipeline", FAMILIES)
 def test_the_page_has_what_is_measured(pipeline: str) -> None:
     """Kernels differ between processors: within a factor of 2."""

@@ -13,6 +13,7 @@ RC = "algorithm.rollout_correction"
 WARM = 16
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("rollout", ["dtype=bf16", "quantization=int8", "quantization=int4"])
 def test_noise_passes_the_clip_of_a_run(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rollout: str

@@ -128,6 +128,7 @@ def test_a_fault_is_named(bench: Bench, fault: str, dtype: str) -> None:
     assert cause in found.sentence()
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_diffusers_engine_is_replayed_bit_for_bit(bench: Bench, dtype: str) -> None:
     found = bench.diagnose("diffusers", dtype)
@@ -141,6 +142,7 @@ def test_the_diffusers_engine_is_replayed_bit_for_bit(bench: Bench, dtype: str) 
     assert min(effects) > 0  # what such a fault would amount to
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_an_engine_that_merges_the_lora_is_replayed_by_a_copy_that_does(
     checkpoint: Path, prompt_file: Path, dtype: str
@@ -152,6 +154,7 @@ def test_an_engine_that_merges_the_lora_is_replayed_by_a_copy_that_does(
     assert merging.diagnose("support.faulty_engines.StaleWeights", dtype).cause == "weights"
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(("engine", "dtype"), [("OneByOne", "fp32"), ("OtherKernels", "bf16")])
 def test_other_kernels_are_no_fault(bench: Bench, engine: str, dtype: str) -> None:
     found = bench.diagnose(f"support.faulty_engines.{engine}", dtype)
@@ -159,6 +162,7 @@ def test_other_kernels_are_no_fault(bench: Bench, engine: str, dtype: str) -> No
     assert found.as_recorded > 0
 
 
+@pytest.mark.kernels
 def test_a_large_fault_shows_through_other_kernels(bench: Bench) -> None:
     found = bench.diagnose("support.faulty_engines.ShiftOfOtherKernels", "bf16")
     assert found.cause == "schedule", found
@@ -373,6 +377,7 @@ def wide(prompt_file: Path) -> Bench:
     return small_bench(assets.path("tiny_glyph_sd3"), prompt_file, "rollout.quantization=int4")
 
 
+@pytest.mark.kernels
 @needs_torchao
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_quantization_that_is_not_applied_is_named(wide: Bench, dtype: str) -> None:
@@ -619,6 +624,7 @@ def clipped_before_update(run: Path, *settings: str, config_dir: Path | None = N
     return found[0]
 
 
+@pytest.mark.kernels
 def test_noise_is_not_clipped_with_the_written_settings(calibrated: Path, tmp_path: Path) -> None:
     measured = json.loads((calibrated / "calibration.json").read_text())
     assert measured["diagnosis"]["cause"] is None

@@ -151,6 +151,7 @@ def test_a_run_says_why_it_recomputes_and_has_the_same_metrics(
         assert own == pytest.approx(recomputed, rel=1e-9, abs=1e-13)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("mode", ["bypass", "decoupled"])
 def test_a_run_reports_its_mismatch(train: Train, tmp_path: Path, mode: str) -> None:
     """The first mini-batch has half of the samples.

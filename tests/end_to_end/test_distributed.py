@@ -576,6 +576,7 @@ parts.rewards.close()
 """
 
 
+@pytest.mark.kernels
 def test_one_process_and_two_draw_the_same_images(overrides: list[str], tmp_path: Path) -> None:
     further = ["trainer.total_training_steps=3", "rollout.pipeline.guidance_scale=2.0"]
     program = tmp_path / "draw.py"

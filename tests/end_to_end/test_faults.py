@@ -42,6 +42,7 @@ from support.faulty_engines import (
     TellsCollapsed,
     UnboundLora,
 )
+from support.kernels import needs_int8_kernels
 from support.torchao import needs_torchao
 from torch import Tensor
 
@@ -270,13 +271,21 @@ CLEAN = {
 }
 
 
-@pytest.mark.parametrize("pair", CLEAN)
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    "pair",
+    [
+        pytest.param(pair, marks=needs_int8_kernels) if pair == "int8_dynamic" else pair
+        for pair in CLEAN
+    ],
+)
 def test_a_clean_engine_raises_no_alarm(bench: Bench, pair: str) -> None:
     seen = iterate(bench, *CLEAN[pair])
     assert seen.alarms == []
     assert seen.over < (0.5 if pair in ("fp32", "other_shape") else 1.8)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_clean_iterations_raise_no_alarm(bench: Bench, dtype: str) -> None:
     """`benchmarks/benchmark_monitor.py` takes fifty of them, and updates the weights."""
@@ -303,6 +312,7 @@ def test_every_fault_of_an_fp32_pair_is_noticed(
         )
 
 
+@pytest.mark.kernels
 def test_three_floors_are_noticed_in_a_bf16_pair(
     bench: Bench, floor_of_bf16: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,16 +338,19 @@ def other_kernels(in_bf16: Bench) -> Seen:
     return iterate(in_bf16, BF16, "rollout.dtype=bf16", engine(OtherKernels))
 
 
+@pytest.mark.kernels
 def test_roundings_of_other_kernels_are_expected(other_kernels: Seen) -> None:
     assert other_kernels.alarms == []
     assert 0.5 < other_kernels.over < 1.8
 
 
+@pytest.mark.kernels
 def test_equal_roundings_are_no_fault(in_bf16: Bench) -> None:
     seen = iterate(in_bf16, BF16, "rollout.dtype=bf16")
     assert (seen.over, seen.alarms) == (0, [])
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("cls", [ThreeFloors, MuchGuidance, Shift, SilentNoLora])
 def test_what_is_above_three_floors_of_bf16_is_noticed(
     in_bf16: Bench, other_kernels: Seen, monkeypatch: pytest.MonkeyPatch, cls: type[DiffusersEngine]
@@ -467,6 +480,7 @@ def test_changed_whitespace_that_the_record_tells_is_noticed(odd: Bench) -> None
 INT4 = "rollout.quantization=int4"
 
 
+@pytest.mark.kernels
 @needs_torchao
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_quantization_that_is_not_applied_is_noticed(bench: Bench, dtype: str) -> None:

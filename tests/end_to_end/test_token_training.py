@@ -65,6 +65,7 @@ def test_a_run_leaves_what_an_image_run_leaves(tmp_path: Path) -> None:
     assert samples[0]["prompt"] in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.kernels
 def test_the_mismatch_of_a_bf16_rollout_shows_and_that_of_an_fp32_rollout_is_rounding(
     tmp_path: Path,
 ) -> None:

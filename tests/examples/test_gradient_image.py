@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from gradient_image_problem import Images
 from gradient_regions import unbounded
@@ -9,6 +10,7 @@ from gradient_regions import unbounded
 from flowgrpo_rc.models.lora import lora_parameters
 
 
+@pytest.mark.kernels
 def test_a_centered_gradient_credits_the_noise_of_the_rollout() -> None:
     images = Images()
     source = torch.Generator().manual_seed(0)

@@ -68,6 +68,7 @@ def test_the_message(small: list[str], phase: str) -> None:
     assert "Traceback" not in ended.output
 
 
+@pytest.mark.kernels
 @fault("memory runs out, with trainer.retry_out_of_memory", "the run ends the same to rounding")
 @pytest.mark.parametrize("phase", PHASES)
 def test_half_a_micro_batch(small: list[str], tmp_path: Path, whole: Trained, phase: str) -> None:

@@ -192,6 +192,7 @@ def test_the_schedule_goes_from_exactly_one_to_zero(any_subject: Subject) -> Non
     assert (sigmas.diff() < 0).all()
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("guidance", GUIDANCE)
 @pytest.mark.parametrize("kind", KINDS)
 def test_fp32_replay_is_bitwise_exact(any_subject: Subject, kind: str, guidance: str) -> None:
@@ -212,6 +213,7 @@ def test_fp32_replay_is_bitwise_exact(any_subject: Subject, kind: str, guidance:
     torch.testing.assert_close(together, batch.rollout_log_probs, rtol=0, atol=1e-5)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("guidance", GUIDANCE)
 @pytest.mark.parametrize("kind", KINDS)
 def test_noise_zero_gives_the_stock_pipelines_output(
@@ -277,6 +279,7 @@ def test_lora_at_initialisation_and_switched_off_is_the_base(subject: Subject) -
     assert torch.equal(deterministic(model, network, tiny, spec, latents), trained)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("alpha", [8, 6], ids=["power_of_two", "other_scale"])
 def test_an_export_gives_the_same_pictures_in_the_stock_pipeline(
     subject: Subject, tmp_path: Path, alpha: int
@@ -343,6 +346,7 @@ def test_gradients_reach_the_lora_alone_and_checkpointing_changes_nothing(subjec
 TEXTS = ["a", "two red cats", '"AB7X"']
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("guidance", GUIDANCE)
 def test_prompts_of_different_length_do_not_touch_each_other(
     subject: Subject, guidance: str
@@ -402,6 +406,7 @@ def test_chunks_with_a_conditioning_of_their_own_can_be_joined(subject: Subject)
     assert concat([whole.rows(0, 2), whole.rows(2, 4)]).conditioning is whole.conditioning
 
 
+@pytest.mark.kernels
 def test_bf16_rollout_has_a_mismatch_of_the_expected_scale(
     subject: Subject, capsys: pytest.CaptureFixture[str]
 ) -> None:

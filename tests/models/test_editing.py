@@ -36,6 +36,7 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(text=f"edit {i}", index=i, images=TINY.images(i)) for i in range(count)]
 
 
+@pytest.mark.kernels
 def test_samples_with_images_of_other_sizes_do_not_touch_each_other(
     editor: EditingModel, spec: SamplerSpec
 ) -> None:

@@ -143,6 +143,7 @@ def test_precisions_add_up_in_squares(
     assert relative_size(rollout, dtype, mixed) == wanted
 
 
+@pytest.mark.kernels
 def test_moving_the_embeddings_of_text_shows_its_rounding() -> None:
     settings = ModelConfig(
         kind="causal_lm", path=str(assets.path("tiny_adder_lm")), lora_rank=4, dtype="bf16"

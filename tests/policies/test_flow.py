@@ -35,6 +35,7 @@ def test_fp32_replay_is_bitwise_exact(
     assert torch.equal(with_gradient.detach(), batch.rollout_log_probs)
 
 
+@pytest.mark.kernels
 def test_other_micro_batch_shape_differs_by_rounding_only(model: FlowModel) -> None:
     transformer = trained_lora(model)
     batch, _ = sample_images(model, transformer, make_spec("sde", 4.5), WINDOWS["all"])
@@ -44,6 +45,7 @@ def test_other_micro_batch_shape_differs_by_rounding_only(model: FlowModel) -> N
     assert difference < 1e-6
 
 
+@pytest.mark.kernels
 def test_bf16_rollout_has_a_mismatch_of_the_expected_scale(model: FlowModel) -> None:
     transformer = trained_lora(model)
     batch, _ = sample_images(
@@ -56,6 +58,7 @@ def test_bf16_rollout_has_a_mismatch_of_the_expected_scale(model: FlowModel) -> 
     assert 1e-7 < difference.mean() < 1e-3
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("guidance", [1.0, 4.5])
 def test_noise_zero_gives_the_stock_pipelines_image(
     checkpoint: Path, model: FlowModel, guidance: float

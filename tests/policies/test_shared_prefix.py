@@ -50,6 +50,7 @@ def gradients(model: FlowModel, transformer: torch.nn.Module, batch: DiffusionBa
     return found
 
 
+@pytest.mark.kernels
 def test_sharing_changes_neither_log_probs_nor_gradients_but_by_rounding(model: FlowModel):
     transformer = trained_lora(model)
     batch, _ = sample_images(model, transformer, shared(), WINDOWS)

@@ -34,6 +34,7 @@ def padded(batch: TokenBatch, left: int, right: int) -> TokenBatch:
 # --- The policy
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.float64, 1e-6)])
 def test_log_probs_do_not_depend_on_padding(
     trained_lm: CausalLM, dtype: torch.dtype, tolerance: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
 
@@ -13,6 +14,7 @@ from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.rollout.engine import ImageRequest
 
 
+@pytest.mark.kernels
 def test_samples_do_not_depend_on_the_chunk(model: FlowModel) -> None:
     transformer = trained_lora(model)
     spec = make_spec("sde", 1.0)

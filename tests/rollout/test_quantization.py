@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.image_rollouts import WINDOWS, make_spec, trained_lora
+from support.kernels import needs_int8_kernels
 from support.runs import Train, fingerprint
 from support.torchao import needs_torchao
 from torch import nn
@@ -28,7 +29,10 @@ from flowgrpo_rc.rollout.quantization import INT4_GROUP, PACKAGES, quantize, rep
 from flowgrpo_rc.rollout.replica import Replica
 from flowgrpo_rc.training import config as training_config
 
-QUANTIZATIONS = tuple(PACKAGES)
+QUANTIZATIONS = [
+    pytest.param(name, marks=needs_int8_kernels) if name == "int8_dynamic" else name
+    for name in PACKAGES
+]
 
 
 def largest_error(name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -72,6 +76,7 @@ def test_only_the_blocks_base_weights_are_quantized(bundled: FlowModel, name: st
     assert fingerprint(network.state_dict()) == before
 
 
+@pytest.mark.kernels
 @needs_torchao
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
 def test_the_lora_stays_separate(bundled: FlowModel, name: str) -> None:
@@ -102,6 +107,7 @@ def test_the_lora_stays_separate(bundled: FlowModel, name: str) -> None:
     assert not torch.allclose(found, plain, atol=1e-4)
 
 
+@pytest.mark.kernels
 @needs_torchao
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", QUANTIZATIONS)
@@ -148,9 +154,6 @@ def test_a_compiled_replica_computes_the_same(model: FlowModel) -> None:
     torch.testing.assert_close(compiled, plain, atol=1e-5, rtol=1e-5)
     assert counter.frame_count >= 1
     assert list(repeated_blocks(replicas[1])) == list(replicas[1].transformer_blocks)
-
-
-# --- The 8-bit optimizer
 
 
 # --- What they need
@@ -256,6 +259,34 @@ def test_int4_on_a_gpu_takes_bf16(checkpoint: Path) -> None:
     check_engine.check_machine(config, torch.device("cpu"))
 
 
+def saturating(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Multiplies int8 as kernels without VNNI do, which add pairs of products in 16 bits."""
+    shifted = left.int() + 128  # their left side has no sign
+    products = shifted[:, :, None] * right.int()
+    pairs = products.unflatten(1, (-1, 2)).sum(2).clamp(-(2**15), 2**15 - 1)
+    return (pairs.sum(1) - 128 * right.int().sum(0)).int()
+
+
+def test_a_processor_whose_int8_products_overflow_is_refused(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = torch.ones(4, 8, dtype=torch.int8)
+    assert (saturating(small, small.mT) == 8).all()
+    config = Config()
+    config.model.path = str(checkpoint)
+    config.rollout.quantization = "int8_dynamic"
+    monkeypatch.setattr(torch, "_int_mm", saturating)
+    words = r"int8_dynamic: this processor's integer kernels overflow .* Set .*quantization=int8,"
+    with pytest.raises(ValueError, match=words):
+        check_engine.check_machine(config, torch.device("cpu"))
+    network = nn.Sequential(nn.ModuleList([nn.Linear(8, 8)]))
+    with pytest.raises(ValueError, match=words):  # on a worker's machine
+        quantize(network, "int8_dynamic")
+    config.rollout.quantization = "int8"
+    check_engine.check_machine(config, torch.device("cpu"))
+
+
+@needs_int8_kernels
 def test_slow_quantizations_on_a_gpu(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
     """int8_dynamic formats the input of every layer as text; int4's kernel is made for few rows."""
     config = Config()

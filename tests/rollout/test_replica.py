@@ -35,6 +35,7 @@ def updated(model: CausalLM) -> dict[str, torch.Tensor]:
     return {name: 0.1 * torch.randn(p.shape, generator=source) for name, p in lora.items()}
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-5), ("bf16", 0.2)])
 def test_a_merged_lora_gives_the_outputs_of_a_separate_one(
     trained_lm: CausalLM, dtype: str, tolerance: float

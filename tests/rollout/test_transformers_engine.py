@@ -52,6 +52,7 @@ def test_responses_end_with_an_end_token_or_at_the_limit(trained_lm: CausalLM) -
     )
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_samples_do_not_depend_on_the_chunk(trained_lm: CausalLM, temperature: float) -> None:
     spec = replace(SPEC, temperature=temperature)
@@ -78,6 +79,7 @@ def test_recorded_log_probs_are_the_policys(trained_lm: CausalLM, temperature: f
     assert (elsewhere - batch.rollout_log_probs).abs().max() > 0.01
 
 
+@pytest.mark.kernels
 def test_bf16_rollout_has_a_small_mismatch(trained_lm: CausalLM) -> None:
     batch, _ = sample_texts(trained_lm, replace(SPEC, dtype="bf16"), n=20, chunk=20)
     difference = (

@@ -41,6 +41,7 @@ def test_a_gradient_that_is_not_finite_skips_counts_and_ends_the_run(model: Flow
         update.run(poisoned, 4)
 
 
+@pytest.mark.kernels
 def test_gradient_equals_one_big_batch(model: FlowModel) -> None:
     """Micro-batches of one step add up to the gradient of the mean over the whole mini-batch."""
     actor = ActorConfig(ppo_micro_batch_size_per_gpu=2, optim=OptimConfig(lr=1e-3, clip_grad=1e9))
