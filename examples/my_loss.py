@@ -1,49 +1,58 @@
-"""A loss of your own: a function, named by `loss_mode=my_module:function`. Run from this folder:
+"""A loss of your own: a class, named by `loss_mode=my_module.MyLoss`. Run from this folder:
 
-flowgrpo-rc train actor.diffusion_loss.loss_mode=my_loss:cispo
-flowgrpo-rc train --config-name token_grpo actor.token_loss.loss_mode=my_loss:cispo_tokens
+flowgrpo-rc train actor.diffusion_loss.loss_mode=my_loss.Cispo
+flowgrpo-rc train --config-name token_grpo actor.token_loss.loss_mode=my_loss.CispoTokens
 
 The one here is CISPO (https://arxiv.org/abs/2506.13585): PPO's clip takes the gradient from steps
 whose ratio has left the band; CISPO bounds the ratio and keeps the gradient of every step.
 Advantages, the rollout correction's weights and rejection, the mean over steps and the KL penalty
-are the trainer's, as for the losses of the package. A loss with options of its own is a class: see
+are the trainer's, as for the losses of the package. A field is a key beside `loss_mode`: see
 docs/extending.md.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flowgrpo_rc.core.reduce import select
-from flowgrpo_rc.losses.base import PolicyLoss
-from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig
+from flowgrpo_rc.core.transition import GaussianSteps
+from flowgrpo_rc.losses.base import DiffusionLoss, PolicyLoss, TokenLoss
 from flowgrpo_rc.losses.ppo_clip import ratio_metrics
 
 
-def cispo(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    keep_mask: Tensor,
-    settings: DiffusionLossConfig,
-) -> PolicyLoss:
-    """Computes CISPO for images, with the band 1 - clip_ratio to 1 + clip_ratio.
+@dataclass(frozen=True, kw_only=True)
+class Cispo(DiffusionLoss):
+    """CISPO for images, with the band 1 - clip_ratio to 1 + clip_ratio."""
 
-    All tensors are [B, T]; `settings` is `actor.diffusion_loss`.
-    """
-    width = settings.clip_ratio
-    return _cispo(log_probs, old_log_probs, advantages, keep_mask, width, width)
+    clip_ratio: float
+
+    def __call__(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        keep_mask: Tensor,
+        gaussian: GaussianSteps | None,
+    ) -> PolicyLoss:
+        """Computes the loss of each step; all tensors are [B, T]."""
+        width = self.clip_ratio
+        return _cispo(log_probs, old_log_probs, advantages, keep_mask, width, width)
 
 
-def cispo_tokens(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    keep_mask: Tensor,
-    settings: TokenLossConfig,
-) -> PolicyLoss:
-    """Computes CISPO for text; `settings` is `actor.token_loss`."""
-    low, high = settings.clip_ratio_low, settings.clip_ratio_high
-    return _cispo(log_probs, old_log_probs, advantages, keep_mask, low, high)
+@dataclass(frozen=True, kw_only=True)
+class CispoTokens(TokenLoss):
+    """CISPO for text, with the band 1 - clip_ratio_low to 1 + clip_ratio_high."""
+
+    clip_ratio_low: float
+    clip_ratio_high: float
+
+    def __call__(
+        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, keep_mask: Tensor
+    ) -> PolicyLoss:
+        """Computes the loss of each token; all tensors are [B, T]."""
+        low, high = self.clip_ratio_low, self.clip_ratio_high
+        return _cispo(log_probs, old_log_probs, advantages, keep_mask, low, high)
 
 
 def _cispo(

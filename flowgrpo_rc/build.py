@@ -49,7 +49,6 @@ from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.policies.forward import ForwardPolicy
 from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.records.console import Console
-from flowgrpo_rc.records.earlier_batches import EarlierBatches
 from flowgrpo_rc.records.rejected import RejectedSamples
 from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.run_log import Observer, RunLog
@@ -127,7 +126,6 @@ def assemble(
         source=source,
         rewards=rewards,
         mode=mode,
-        earlier=EarlierBatches(config.rollout.reuse),
         update=update,
         evaluator=Evaluator(task.sample, held_out, config.rollout.val_kwargs, rewards),
         suites=[make_suite(suite, config, task) for suite in suites],

@@ -43,12 +43,16 @@ ARMS: Mapping[str, Sequence[str]] = {
     "whole_schedule": (*BASE, *WHOLE_SCHEDULE),
     "merged_lora": (*CONSTANT, *EVERY_SAMPLE, *OWN_NOISE, "rollout.merge_lora=true"),
     "single_steps": (*BASE, *SINGLE_STEPS),
-    "reuse": (*BASE, "rollout.reuse=1"),
+    "reuse": (*BASE, "rollout.reuse=1"),  # a key that is gone; see RETIRED
     "ahead_1": (*BASE, "rollout.workers=1", "rollout.staleness=1"),
     "ahead_4": (*BASE, "rollout.workers=1", "rollout.staleness=4"),
     "window_2": (*BASE, "rollout.algo.sde_window_size=2"),
     "flow_grpo_fast": FAST,
 }
+
+# Arms whose results stay and whose settings are gone: `rollout.reuse=k` trained on the samples of
+# k earlier steps again, and brought nothing.
+RETIRED = ("reuse",)
 
 
 class PeerArm(NamedTuple):

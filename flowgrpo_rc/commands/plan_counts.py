@@ -102,12 +102,9 @@ def forwards(config: Config, model: FlowModel, num_processes: int) -> list[tuple
         rows.append(("forwards, old policy", old, "no gradient; beside those with backward"))
     elif not config.algorithm.rollout_correction.corrects_in_loss:
         rows.append(_old_policy(config, per_rank * size, trained))
-    batches = 1 + rollout.reuse
-    if rollout.reuse:
-        formula += f" x {batches} batches (reuse)"
     if actor.ppo_epochs > 1:
         formula += f" x {actor.ppo_epochs} epochs"
-    updated = trained * batches * actor.ppo_epochs
+    updated = trained * actor.ppo_epochs
     if actor.use_kl_loss:
         rows.append(("forwards, reference", updated, f"{formula}, no gradient (KL)"))
     rows.append(("forwards with backward", updated, formula))
@@ -123,8 +120,8 @@ def _trained(config: Config) -> str:
 def _old_policy(config: Config, sampled: int, trained: int) -> tuple[str, int, str]:
     """Counts the forwards of the old policy; the first mini-batch may need none of its own.
 
-    Batches that are used again need a recompute of their own. Those of all mini-batches are made
-    while rewards are scored, when nobody knows yet which samples are trained on.
+    Those of all mini-batches are made while rewards are scored, when nobody knows yet which samples
+    are trained on.
 
     Args:
       config: the settings.
@@ -132,13 +129,12 @@ def _old_policy(config: Config, sampled: int, trained: int) -> tuple[str, int, s
       trained: forwards of those that are trained on.
     """
     why = config.why_recompute()
-    recomputed = trained * config.rollout.reuse
     if why is not None:
-        recomputed += sampled
+        recomputed = sampled
         which = f"of every mini-batch: {why}"
     else:
         prompts = config.data.train_batch_size
-        recomputed += trained - trained * config.actor.ppo_mini_batch_size // prompts
+        recomputed = trained - trained * config.actor.ppo_mini_batch_size // prompts
         which = "of all mini-batches but the first, whose own forwards serve"
     return "forwards, old policy", recomputed, f"no gradient; {which}"
 
@@ -152,10 +148,8 @@ def _updates(config: Config, model: FlowModel, num_processes: int) -> list[Row]:
     size = config.trained_steps()
     together = actor.steps_per_forward or size
     guidance = 2 if model.cfg_scale(config.rollout.spec()) > 1 else 1
-    batches = 1 + config.rollout.reuse
-    updates = prompts // actor.ppo_mini_batch_size * batches * actor.ppo_epochs
+    updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
     steps = config.trainer.total_training_steps
-    fewer = ", fewer in the first steps" if batches > 1 else ""
     return [
         (
             "mini-batches per step",
@@ -174,7 +168,7 @@ def _updates(config: Config, model: FlowModel, num_processes: int) -> list[Row]:
             f"{' x 2 (guidance)' if guidance == 2 else ''}; its activations grow with them",
         ),
         ("steps", f"{steps:,}", f"{steps * images:,} {model.makes}s in all"),
-        ("updates", f"{config.total_updates():,}", f"{updates} per step{fewer}"),
+        ("updates", f"{config.total_updates():,}", f"{updates} per step"),
     ]
 
 

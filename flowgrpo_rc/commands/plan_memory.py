@@ -247,10 +247,4 @@ def _batches(config: Config, model: FlowModel, num_processes: int) -> list[Row]:
     samples = config.samples_per_step(num_processes)
     formula = f"4 bytes x {samples} samples x ({states}) states x {elements} latents"
     size = batch_bytes(config, model, num_processes)
-    rows = [("batch", size, formula)]
-    reuse = config.rollout.reuse
-    if reuse:
-        part = config.trained_per_step(num_processes)
-        which = "batch" if part == samples else f"{part} of {samples} samples"
-        rows.append(("earlier batches", reuse * size * part // samples, f"{which} x reuse {reuse}"))
-    return rows
+    return [("batch", size, formula)]

@@ -31,38 +31,34 @@ _REPLACED = (
 )
 
 
-def check_output(config: Config, num_parameters: int = 0, num_bytes: int = 0) -> None:
+def check_output(config: Config, num_parameters: int = 0) -> None:
     """Checks that the output folder can be written and that its disk has room for the checkpoints.
 
     Args:
       config: the settings of the run.
       num_parameters: how many numbers the LoRA holds; 0 where that is not known yet.
-      num_bytes: the size of a batch; 0 likewise.
 
     Raises:
       ValueError: the folder cannot be written, or there is too little room.
     """
-    needed = disk_bytes(config, num_parameters, num_bytes)
+    needed = disk_bytes(config, num_parameters)
     check_writable(Path(config.trainer.output_dir), needed_bytes=needed)
 
 
-def disk_bytes(config: Config, num_parameters: int, num_bytes: int) -> int:
+def disk_bytes(config: Config, num_parameters: int) -> int:
     """Returns what a run writes to its folder at most, without saved rollouts.
 
     A checkpoint holds each number of the LoRA four times in fp32 (weight, two moments, average),
-    and once more for each step of `rollout.staleness`. It also holds the batches of `rollout.reuse`
-    earlier steps.
+    and once more for each step of `rollout.staleness`.
 
     Args:
       config: the settings of the run.
       num_parameters: how many numbers the LoRA holds.
-      num_bytes: the size of a batch.
     """
     copies = 4 + config.rollout.staleness
     # A new checkpoint is written before the oldest one goes.
     num_checkpoints = config.trainer.max_checkpoints_to_keep + 1
-    checkpoints = num_checkpoints * (num_parameters * 4 * copies + config.rollout.reuse * num_bytes)
-    return FIRST_NEED + checkpoints
+    return FIRST_NEED + num_checkpoints * num_parameters * 4 * copies
 
 
 def config_of_run(config: Config) -> Config | None:

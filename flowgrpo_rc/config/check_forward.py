@@ -43,7 +43,6 @@ def check_trained_on(config: Config) -> None:
             f"default where a file sets it, {default}"
         )
     for setting, holds in (
-        (f"rollout.reuse={config.rollout.reuse}", config.rollout.reuse > 0),
         (f"data.replay_dir={config.data.replay_dir}", config.data.replay_dir is not None),
         ("trainer.save_rollouts=true", config.trainer.save_rollouts),
     ):

@@ -45,7 +45,6 @@ def check_settings(config: Config, num_processes: int = 1) -> None:
     _check_fp64(config)
     _check_correction(config)
     _check_replayed(config)
-    _check_reuse(config)
     _check_average(config)
 
 
@@ -325,21 +324,6 @@ def _check_replayed(config: Config) -> None:
         raise ValueError(
             f"rollout.algo.sde_window_interval={interval} has no effect with data.replay_dir: "
             "saved samples have their windows; drop one of them"
-        )
-
-
-def _check_reuse(config: Config) -> None:
-    """Samples are used again that the run itself made, and the first step has none."""
-    if config.rollout.reuse and config.data.replay_dir is not None:
-        raise ValueError(
-            f"rollout.reuse={config.rollout.reuse} is for samples that the run makes; those of "
-            "data.replay_dir come again when their files come round: drop one of them"
-        )
-    steps = config.trainer.total_training_steps
-    if config.rollout.reuse >= steps:
-        raise ValueError(
-            f"rollout.reuse={config.rollout.reuse} exceeds the {steps - 1} earlier steps that the "
-            f"last one of trainer.total_training_steps={steps} has: lower it"
         )
 
 

@@ -33,7 +33,6 @@ from flowgrpo_rc.models.lora import add_lora, lora_parameters
 from flowgrpo_rc.pictures import name_of, picture_size
 from flowgrpo_rc.plugins import install_hint
 from flowgrpo_rc.records.checkpoint import Checkpoint
-from flowgrpo_rc.records.earlier_batches import check_processes
 from flowgrpo_rc.records.inputs import Input
 from flowgrpo_rc.records.rollout_files import check_headers, replay_files
 from flowgrpo_rc.rewards.manager import check_kind
@@ -93,8 +92,6 @@ def check_run(
         check_engine(config)
     read = inputs_of(config, prompts) if trains else {}
     resumed = checkpoint_to_resume(config, read) if trains else None
-    if resumed is not None:
-        check_processes(resumed.files, num_processes)
     if trains:
         _check_replay(config, num_processes)
     model = _check_model(config, prompts.suites)
@@ -106,7 +103,7 @@ def check_run(
     _check_lengths(config, prompts_of_suites(prompts.suites))
     if trains and model is not None:
         check_networks(config, model, num_processes)
-        check_output(config, num_trained(model), batch_bytes(config, model, num_processes=1))
+        check_output(config, num_trained(model))
     return RunInputs(
         sampler=prompts.sampler,
         held_out=prompts.held_out,

@@ -220,12 +220,10 @@ def updates_of_steps(config: Any, steps: int) -> int:
 
     Args:
       config: the settings, as a `Config` or as composed.
-      steps: how many steps. A step trains on its own batch and on those of the `rollout.reuse`
-        steps before it, as far as there are any.
+      steps: how many steps.
     """
     mini_batches = config.data.train_batch_size // config.actor.ppo_mini_batch_size
-    batches = sum(1 + min(step, config.rollout.reuse) for step in range(steps))
-    return int(batches * mini_batches * config.actor.ppo_epochs)
+    return int(steps * mini_batches * config.actor.ppo_epochs)
 
 
 def register_asset_resolver() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -274,24 +274,6 @@ class TokenLoss(ABC):
         Returns:
           The loss of each token, [B, T], and metrics.
         """
-
-
-class CustomLoss(Protocol):
-    """A loss without a class, named by `loss_mode=my_module:function`.
-
-    It is called with tensors [B, T] as in `DiffusionLoss` and `TokenLoss`, without the Gaussians,
-    and with the section of the configuration as the last argument.
-    """
-
-    def __call__(
-        self,
-        log_probs: Tensor,
-        old_log_probs: Tensor,
-        advantages: Tensor,
-        keep_mask: Tensor,
-        settings: Any,
-        /,
-    ) -> PolicyLoss: ...
 
 
 def clip_bound(clip_ratio: float | Tensor, mismatch: Tensor, convention: str) -> LossBound:

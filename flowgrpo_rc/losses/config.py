@@ -23,12 +23,8 @@ from flowgrpo_rc.losses.base import (
 )
 from flowgrpo_rc.losses.find import (
     check_effects,
-    diffusion_function,
-    find_function,
-    is_function,
     make_loss,
     option_names,
-    token_function,
 )
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
@@ -42,8 +38,8 @@ class DiffusionLossConfig:
     """The loss of images, under `loss_type=ppo_clip`.
 
     loss_mode: PPO's clip on the mean-pooled ratio, GRPO-Guard's on its own, or Flow-DPPO's bound on
-        the divergence; DiffusionNFT, which trains on finished samples; or a class (`DiffusionLoss`,
-        `ForwardLoss`) or function (`CustomLoss`) of your own.
+        the divergence; DiffusionNFT, which trains on finished samples; or a class of your own
+        (`DiffusionLoss`, `ForwardLoss`).
     clip_ratio: half-width of the PPO band of flow_grpo (on the mean-pooled ratio) and grpo_guard
         (on its own); a loss of your own may have it, too. "auto:k", in bypass mode: k robust
         standard deviations of the ratio before an update, at each step of the schedule.
@@ -104,8 +100,6 @@ class DiffusionLossConfig:
             default = vars(type(self))[name]
             value: dict[str, Any] = {name: default if bound is None else bound}
             section = replace(section, **value)
-        if is_function(self.loss_mode):
-            return diffusion_function(find_function(DIFFUSION_KEY, section), section)
         loss: ImageLoss = make_loss(DIFFUSION_KEY, section, ImageLoss, DIFFUSION_OPTIONS)
         return loss
 
@@ -131,8 +125,7 @@ class DiffusionLossConfig:
             raise ValueError(
                 f"{DIFFUSION_KEY}.adv_clip_max={self.adv_clip_max}: give a number above 0"
             )
-        loss = self.loss()
-        read = ["clip_ratio"] if is_function(self.loss_mode) else option_names(type(loss))
+        read = option_names(type(self.loss()))
         check_effects(DIFFUSION_KEY, self, ImageLoss, DIFFUSION_OPTIONS, read)
 
 
@@ -140,8 +133,8 @@ class DiffusionLossConfig:
 class TokenLossConfig:
     """The loss of text, under `loss_type=ppo_clip`.
 
-    loss_mode: `ppo_clip`, `gspo` (one ratio for the sequence), or a class (`TokenLoss`) or function
-        (`CustomLoss`) of your own.
+    loss_mode: `ppo_clip`, `gspo` (one ratio for the sequence), or a class of your own
+        (`TokenLoss`).
     clip_ratio_low: the ratio stays above 1 - this.
     clip_ratio_high: the ratio stays below 1 + this.
     clip_ratio_c: dual clip, an upper bound above 1 on the ratio where the advantage is negative;
@@ -164,8 +157,6 @@ class TokenLossConfig:
         Raises:
           ValueError: for an unknown loss, and for an option that the loss does not have or refuses.
         """
-        if is_function(self.loss_mode):
-            return token_function(find_function(TOKEN_KEY, self), self)
         loss: TokenLoss = make_loss(TOKEN_KEY, self, TokenLoss, TOKEN_OPTIONS)
         return loss
 
@@ -186,8 +177,7 @@ class TokenLossConfig:
                 f"{TOKEN_KEY}.clip_ratio_c={self.clip_ratio_c}: give more than 1 + "
                 "clip_ratio_high, or null for none"
             )
-        loss = self.loss()
-        read = TOKEN_OPTIONS if is_function(self.loss_mode) else option_names(type(loss))
+        read = option_names(type(self.loss()))
         check_effects(TOKEN_KEY, self, TokenLoss, TOKEN_OPTIONS, read)
 
 

@@ -1,4 +1,4 @@
-"""From a `loss_mode` to the loss: a file of this folder, or a class or function out of the tree."""
+"""From a `loss_mode` to the loss: a file of this folder, or a class out of the tree."""
 
 from __future__ import annotations
 
@@ -6,18 +6,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from torch import Tensor
-
-from flowgrpo_rc.core.transition import GaussianSteps
-from flowgrpo_rc.losses.base import (
-    CustomLoss,
-    DiffusionLoss,
-    LossBound,
-    PolicyLoss,
-    TokenLoss,
-    clip_bound,
-)
-from flowgrpo_rc.plugins import available_plugins, build, did_you_mean, load_class, load_function
+from flowgrpo_rc.plugins import available_plugins, build, did_you_mean, load_class
 
 PACKAGE = "flowgrpo_rc.losses"
 
@@ -26,18 +15,13 @@ class LossSection(Protocol):
     """A section of the configuration that names a loss.
 
     Attributes:
-      loss_mode: name of a file in this folder, `my_module.MyLoss` or `my_module:function`.
+      loss_mode: name of a file in this folder, or `my_module.MyLoss`.
       options: options that only this loss has. Options that several losses share are fields of the
         section.
     """
 
     loss_mode: str
     options: dict[str, Any]
-
-
-def is_function(loss_mode: str) -> bool:
-    """Whether a `loss_mode` names a function and not a class."""
-    return ":" in loss_mode
 
 
 def make_loss(key: str, section: LossSection, base: type, shared: Sequence[str]) -> Any:
@@ -64,10 +48,10 @@ def make_loss(key: str, section: LossSection, base: type, shared: Sequence[str])
 def find_class(key: str, loss_mode: str, base: type) -> type:
     """Returns the loss class called `loss_mode`; ValueError lists the allowed names."""
     names = available_plugins(PACKAGE, base)
-    if "." not in loss_mode and loss_mode not in names:
+    if ":" in loss_mode or ("." not in loss_mode and loss_mode not in names):
         raise ValueError(
-            f"{key}.loss_mode={loss_mode!r}: allowed are {', '.join(names)}, my_module.MyLoss and "
-            "my_module:function (a loss of your own)"
+            f"{key}.loss_mode={loss_mode!r}: allowed are {', '.join(names)} and my_module.MyLoss "
+            "(a class of your own)"
         )
     try:
         return load_class(PACKAGE, loss_mode, base)
@@ -79,18 +63,6 @@ def package_losses(base: type) -> dict[str, Any]:
     """Returns the loss classes of this folder by name; `base` is a class of losses."""
     names = available_plugins(PACKAGE, base)
     return {name: load_class(PACKAGE, name, base) for name in names}
-
-
-def find_function(key: str, section: LossSection) -> CustomLoss:
-    """Returns the function that a section names. ValueError if there is none, or if the section has
-    options of its own, which only a class can have.
-    """
-    try:
-        function = load_function(section.loss_mode)
-    except ValueError as error:
-        raise ValueError(f"{key}.loss_mode: {error}") from error
-    _check_own(key, section, [])
-    return function
 
 
 def option_names(cls: type) -> list[str]:
@@ -132,45 +104,3 @@ def _check_own(key: str, section: LossSection, own: Sequence[str]) -> None:
                 f"{key}.{name}: unknown option{did_you_mean(name, keys)}; allowed with "
                 f"{key}.loss_mode={section.loss_mode} are {', '.join(keys)}"
             )
-
-
-def diffusion_function(function: CustomLoss, settings: Any) -> DiffusionLoss:
-    """Wraps a function as the loss of steps; it is told the section of the configuration."""
-    return _DiffusionFunction(function, settings)
-
-
-def token_function(function: CustomLoss, settings: Any) -> TokenLoss:
-    """Wraps a function as the loss of tokens; it is told the section of the configuration."""
-    return _TokenFunction(function, settings)
-
-
-class _DiffusionFunction(DiffusionLoss):
-    def __init__(self, function: CustomLoss, settings: Any) -> None:
-        self._function = function
-        self._settings = settings
-
-    def __call__(
-        self,
-        log_probs: Tensor,
-        old_log_probs: Tensor,
-        advantages: Tensor,
-        keep_mask: Tensor,
-        gaussian: GaussianSteps | None,
-    ) -> PolicyLoss:
-        return self._function(log_probs, old_log_probs, advantages, keep_mask, self._settings)
-
-    def bound(
-        self, mismatch: Tensor, gaussian: GaussianSteps | None, *, convention: str
-    ) -> LossBound | None:
-        return clip_bound(self._settings.clip_ratio, mismatch, convention)
-
-
-class _TokenFunction(TokenLoss):
-    def __init__(self, function: CustomLoss, settings: Any) -> None:
-        self._function = function
-        self._settings = settings
-
-    def __call__(
-        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, keep_mask: Tensor
-    ) -> PolicyLoss:
-        return self._function(log_probs, old_log_probs, advantages, keep_mask, self._settings)

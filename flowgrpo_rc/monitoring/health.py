@@ -150,7 +150,7 @@ def _non_finite(metrics: Mapping[str, float | None], setup: Setup) -> str | None
     names = [
         name
         for name, value in sorted(metrics.items())
-        if name.startswith((DECOUPLED_PREFIX, "actor/", "reuse/"))
+        if name.startswith((DECOUPLED_PREFIX, "actor/"))
         and (value is None or not math.isfinite(value))
     ]
     if not names:

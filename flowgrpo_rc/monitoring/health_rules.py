@@ -195,15 +195,6 @@ RULES = (
         advice=_clipping("more than half of the steps are clipped and teach nothing"),
     ),
     Rule(
-        name="reuse_clipping",
-        metric="reuse/clip_fraction",
-        judge=_above(0.5),
-        advice=lambda _: (
-            "more than half of the steps of earlier batches are clipped and teach nothing; lower "
-            "rollout.reuse or actor.optim.lr"
-        ),
-    ),
-    Rule(
         name="rounded_latents",
         metric="rollout/latents_16bit_fraction",
         judge=_above(0.5),

@@ -102,8 +102,7 @@ _ADVANTAGES = _section(
 )
 _UPDATE = _section(
     "Update",
-    "Over all mini-batches of the step's own samples; with `rollout.reuse` those of earlier steps "
-    "are in `reuse/*` and nowhere else. Log-probs of images are means over the latent's elements.",
+    "Over all mini-batches of a step. Log-probs of images are means over the latent's elements.",
     """
     actor/pg_loss | - | The policy loss.
     actor/kl_loss | nats | KL to the base model, before its coefficient; with `actor.use_kl_loss`.
@@ -134,13 +133,7 @@ _UPDATE = _section(
     actor/lr | - | The largest learning rate of the step's updates.
     actor/nonfinite_update_fraction | fraction | Updates of this step that were skipped: no finite
         gradient.
-    actor/nonfinite_updates | updates | Updates skipped since the start of the run, whatever they
-        trained on.
-    reuse/age_mean | steps | With `rollout.reuse`: how far the weights that made earlier samples
-        were behind those before the update.
-    reuse/age_max | steps | The largest.
-    reuse/{name} | - | As `actor/{name}`, over the mini-batches of earlier samples; with
-        `rollout_corr/` in `{name}` as in the tables of the correction.
+    actor/nonfinite_updates | updates | Updates skipped since the start of the run.
     """,
 )
 _ROLLOUT = _section(

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -29,8 +29,6 @@ PARTIAL = ".partial_"  # how the folder of a checkpoint that is not complete sta
 _MANIFEST = "manifest.json"
 _STATE = "state.json"
 OLDER = "lora_step_"  # stem of the LoRA of an earlier step
-OF_PROCESS = "earlier_batches_process_"  # how files that belong to a single process start
-STAGING = ".staging"  # where processes leave them for the next checkpoint, beside the checkpoints
 _NAME = re.compile(r"step_(\d+)")
 _PLAIN = re.compile(r"\w[\w.-]*")  # name of a file in the checkpoint's own folder
 _FINITE = ("lora", "optimizer", "ema")  # how stems start whose tensors are finite
@@ -48,14 +46,11 @@ class Checkpoint:
       step: the last step that is in it.
       tensors: stem of a file (`lora`, `optimizer`, `ema`, ...) -> name -> tensor.
       state: further values, which JSON can hold.
-      files: those of single processes, whose names start with `OF_PROCESS`. They are moved into the
-        checkpoint that is saved. Of one that is loaded, each process reads its own.
     """
 
     step: int
     tensors: Mapping[str, Mapping[str, Tensor]]
     state: Mapping[str, Any]
-    files: Sequence[Path] = ()
 
     def older_weights(self) -> dict[int, Mapping[str, Tensor]]:
         """Returns the LoRAs of earlier steps that rollouts still to come need, by step."""
@@ -92,8 +87,6 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
                 name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()
             }
             save_file(contiguous, partial / f"{stem}.safetensors")
-        for path in checkpoint.files:
-            path.replace(partial / path.name)
         _write_json(partial / _STATE, {"step": checkpoint.step, **checkpoint.state})
         _write_json(
             partial / _MANIFEST, {path.name: _sha256(path) for path in sorted(partial.iterdir())}
@@ -104,22 +97,16 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
             shutil.rmtree(final)
         partial.rename(final)
         _fsync(folder)
-        shutil.rmtree(folder / STAGING, ignore_errors=True)
     # Every exception, since safetensors has a type of its own for a full disk.
     except Exception as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise cannot_write(final, error) from error
+        raise CheckpointError(
+            f"cannot write the checkpoint {final}: {error}. Older checkpoints are untouched; free "
+            "some space or choose another trainer.output_dir, then run the same command to go on"
+        ) from error
     for old in list_checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
     return final
-
-
-def cannot_write(path: Path, error: Exception) -> CheckpointError:
-    """Returns the error about a checkpoint, or a part of one, that the disk refuses."""
-    return CheckpointError(
-        f"cannot write the checkpoint {path}: {error}. Older checkpoints are untouched; free some "
-        "space or choose another trainer.output_dir, then run the same command to go on"
-    )
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -168,10 +155,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
     state = _read_json(path, _STATE)
     if state.pop("step", None) != _step_of(path):
         raise _damaged(path, f"{_STATE} is of another step")
-    files = [path / name for name in manifest if name.startswith(OF_PROCESS)]
     stems = [Path(name).stem for name in manifest if name.endswith(".safetensors")]
-    tensors = {stem: _tensors(path, stem) for stem in stems if not stem.startswith(OF_PROCESS)}
-    return Checkpoint(step=_step_of(path), tensors=tensors, state=state, files=files)
+    tensors = {stem: _tensors(path, stem) for stem in stems}
+    return Checkpoint(step=_step_of(path), tensors=tensors, state=state)
 
 
 def check_tensors(

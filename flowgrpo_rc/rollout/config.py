@@ -134,7 +134,6 @@ class RolloutConfig:
         (model.dtype is not bf16) and actor.replay is not aligned.
     staleness: sample up to this many steps ahead of training, with weights that are as many steps
         older.
-    reuse: train on the samples of so many earlier steps again, after those of a step itself.
     micro_batch_size_per_gpu: samples per forward of one process; null: as the actor's, which keeps
         the replay aligned.
     calculate_log_probs: record the log-probs of the rollout; false is refused, since nothing could
@@ -159,7 +158,6 @@ class RolloutConfig:
     compile: bool = False
     merge_lora: bool | None = False
     staleness: int = 0
-    reuse: int = 0
     micro_batch_size_per_gpu: int | None = None
     calculate_log_probs: bool = True
     temperature: float = 1.0
@@ -298,8 +296,6 @@ class RolloutConfig:
         _one_of("rollout.dtype", self.dtype, (*ROLLOUT_DTYPES, AUTO))
         if self.staleness < 0:
             raise ValueError(f"rollout.staleness={self.staleness}: give 0 or more steps")
-        if self.reuse < 0:
-            raise ValueError(f"rollout.reuse={self.reuse}: give 0 or more steps")
         self._check_workers()
         self._check_text()
         _one_of("rollout.algo.sde_type", self.algo.sde_type, KINDS)

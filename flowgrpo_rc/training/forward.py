@@ -68,10 +68,6 @@ class Forward(Mode):
         self._updates += 1
         return batch
 
-    def reuse(self, batch: Batch) -> tuple[Batch, MetricBag]:
-        """Raises NotImplementedError: the settings refuse it."""
-        raise NotImplementedError("samples of earlier steps have no noise levels")
-
     def observe(self, seen: Seen, *, updated: bool) -> None:
         """Notes nothing: nothing is rejected, and there is no mismatch."""
 

@@ -62,9 +62,8 @@ class Mode(ABC):
     """What differs between bypass and decoupled mode during an iteration.
 
     The calls of one iteration, in order: `begin` with the whole batch; `before_update` with its
-    mini-batches; `reuse` with each earlier batch that is trained on again; for each forward of the
-    update, `enter` before the loss and, for the new batch, `observe` after it; `leave` after the
-    last forward of a mini-batch that had no old policy; `finish` at the end.
+    mini-batches; for each forward of the update, `enter` before the loss and `observe` after it;
+    `leave` after the last forward of a mini-batch that had no old policy; `finish` at the end.
 
     Attributes:
       policy: the training graph.
@@ -138,17 +137,6 @@ class Mode(ABC):
             f"{type(self).__name__} fills in the old policy before the update"
         )
 
-    @abstractmethod
-    def reuse(self, batch: Batch) -> tuple[Batch, MetricBag]:
-        """Returns a batch of an earlier iteration with its old policy, and metrics.
-
-        It is called before the first update. Neither the mismatch, nor what follows it, nor the
-        record of decisions takes the batch in: they are about new samples.
-
-        Args:
-          batch: as it was when it was new, with its advantages and rejection mask.
-        """
-
     def observe(self, seen: Seen, *, updated: bool) -> None:
         """Notes what a loss was computed from; `updated`: after an update of this iteration."""
         if updated:
@@ -218,10 +206,6 @@ class Bypass(Mode):
             assert isinstance(piece, DiffusionBatch)  # the configuration allows it for nothing else
             piece = piece.replace(loss_bound=self.auto_clip.bounds(piece.step_indices))
         return piece, now.gaussian
-
-    def reuse(self, batch: Batch) -> tuple[Batch, MetricBag]:
-        """Returns the batch with old := rollout. The loss corrects it by the present policy."""
-        return apply_bypass_mode(batch), MetricBag()
 
     def observe(self, seen: Seen, *, updated: bool) -> None:
         """Notes the loss, its decisions and, before any update, the mismatch."""
@@ -313,7 +297,10 @@ class Decoupled(Mode):
         if self.auto_bands is not None:
             batch, judged = self._judge(batch, old.log_probs, old.step_kl, remember=True)
             self._metrics.merge(judged)
-        batch, metrics = self._corrected(batch, old)
+        batch = batch.with_old(old.log_probs, old.means, self._kept(old))
+        batch, metrics = self.corrector.batch(
+            batch, step_kl=old.step_kl, all_reduce=self.processes.sum
+        )
         self.monitor.before_update(batch, old.log_probs)
         self._metrics.merge(metrics)
         assert batch.rejection_mask is not None
@@ -327,28 +314,14 @@ class Decoupled(Mode):
         )
         return batch
 
-    def reuse(self, batch: Batch) -> tuple[Batch, MetricBag]:
-        """Returns the batch with its old policy, recomputed, and the correction that follows.
-
-        What was rejected when the batch was new stays so.
-        """
-        return self._corrected(batch, self._measured(batch))
-
     def _kept(self, old: Measured) -> Tensor | None:
         """Returns the centered log-ratio of the old policy to the rollout if the loss takes it."""
         return old.centered if self.centered else None
 
     def _recomputed(self, batch: Batch) -> Batch:
         """Returns the batch with its old policy, by forwards of its own, and its correction."""
-        return self.leave(batch, self._measured(batch))
-
-    def _measured(self, batch: Batch) -> Measured:
-        return self.policy.measure(batch, self.micro_batch_size, keep_means=self.keep_means)
-
-    def _corrected(self, batch: Batch, old: Measured) -> tuple[Batch, MetricBag]:
-        """Returns the batch with an old policy and the correction, and the correction's metrics."""
-        batch = batch.with_old(old.log_probs, old.means, self._kept(old))
-        return self.corrector.batch(batch, step_kl=old.step_kl, all_reduce=self.processes.sum)
+        measured = self.policy.measure(batch, self.micro_batch_size, keep_means=self.keep_means)
+        return self.leave(batch, measured)
 
     def _judge(
         self, batch: Batch, log_probs: Tensor, step_kl: Tensor | None, *, remember: bool

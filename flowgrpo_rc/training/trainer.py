@@ -23,10 +23,9 @@ from flowgrpo_rc.evaluation.held_out import Evaluator
 from flowgrpo_rc.evaluation.suite_runner import SuiteRunner
 from flowgrpo_rc.monitoring.health import HealthMonitor
 from flowgrpo_rc.monitoring.histograms import Counts, histograms
-from flowgrpo_rc.monitoring.staleness import reuse_age, staleness
+from flowgrpo_rc.monitoring.staleness import staleness
 from flowgrpo_rc.records.checkpoint import (
     OLDER,
-    STAGING,
     Checkpoint,
     CheckpointError,
     check_tensors,
@@ -35,7 +34,6 @@ from flowgrpo_rc.records.checkpoint import (
 )
 from flowgrpo_rc.records.config import TrainerConfig
 from flowgrpo_rc.records.debug_bundle import write_bundle
-from flowgrpo_rc.records.earlier_batches import EarlierBatches
 from flowgrpo_rc.records.rejected import RejectedSamples
 from flowgrpo_rc.records.rollout_files import SavedRollout, rollout_path, save_rollout
 from flowgrpo_rc.records.run_folder import RunFolder
@@ -61,7 +59,6 @@ class Components:
       train_n: samples of each group that are trained on; None for all.
       staleness: how many steps the weights that sample may be behind.
       mode: bypass or decoupled mode.
-      earlier: the batches of earlier steps that are trained on again.
       suites: what evaluations ask besides the held-out prompts.
     """
 
@@ -76,7 +73,6 @@ class Components:
     source: RolloutSource
     rewards: RewardManager
     mode: Mode
-    earlier: EarlierBatches
     update: PolicyUpdate
     evaluator: Evaluator
     suites: Sequence[SuiteRunner]
@@ -112,11 +108,9 @@ class Trainer:
 
     def _go_back(self, resumed: Checkpoint) -> None:
         components = self._components
-        processes = components.processes
         components.update.load(resumed.tensors, resumed.state["update"])
         components.health.load_state_dict(resumed.state["health"])
         components.mode.load(resumed.tensors)
-        components.earlier.load(resumed.files, processes.rank, processes.device)
         lora = components.update.lora_state()
         for version, weights in sorted(resumed.older_weights().items()):
             older = check_tensors(f"{OLDER}{version}", weights, lora)
@@ -173,11 +167,10 @@ class Trainer:
             batch = batch.replace(
                 advantages=advantages.float().unsqueeze(1).expand(-1, batch.num_steps)
             )
-            trained, as_sampled = self._chosen(advantages, batch, collected.batch)
+            trained = self._chosen(advantages, batch)
             with self._timed("update"):
-                trained = self._update(trained)
+                self._update(trained)
             components.mode.finish(self._metrics)
-            components.earlier.add(as_sampled, trained.advantages, trained.rejection_mask)
             with self._timed("sync_weights"):
                 components.source.sync_weights(self._sampling_weights(), step)
             self._note_decisions(collected, rewards)
@@ -219,29 +212,23 @@ class Trainer:
         self._metrics.merge(advantage_metrics(found, valid))
         return found.values
 
-    def _chosen(self, advantages: torch.Tensor, *batches: Batch) -> Sequence[Batch]:
-        """Returns those samples of each batch that are trained on, by their advantages, [B]."""
+    def _chosen(self, advantages: torch.Tensor, batch: Batch) -> Batch:
+        """Returns the samples that are trained on, by their advantages, [B]."""
         size = self._components.train_n
         if size is None:  # the same tensors, not copies
-            return batches
-        rows = farthest(advantages, batches[0].group, size)
+            return batch
+        rows = farthest(advantages, batch.group, size)
         squares = advantages**2
         self._metrics.ratio("advantages/trained_fraction", squares[rows], squares)
-        return [batch.select(rows) for batch in batches]
+        return batch.select(rows)
 
-    def _update(self, batch: Batch) -> Batch:
-        """Trains on the batch and on earlier ones; returns it with the decision on its steps."""
+    def _update(self, batch: Batch) -> None:
         components = self._components
-        earlier = components.earlier.newest_first()
-        size = components.samples_per_mini_batch
         try:
-            updated = components.update.run(batch, size, earlier)
+            metrics = components.update.run(batch, components.samples_per_mini_batch)
         except FloatingPointError as error:
             raise self._explained(error, batch) from error
-        self._metrics.merge(updated.metrics, "actor")
-        self._metrics.merge(updated.reused, "reuse")
-        self._metrics.merge(reuse_age(earlier, self._step))
-        return batch.replace(rejection_mask=updated.rejection_mask)
+        self._metrics.merge(metrics, "actor")
 
     def _explained(self, error: FloatingPointError, batch: Batch) -> FloatingPointError:
         """Writes down what the update was given; returns the error with the step and the way on."""
@@ -324,8 +311,6 @@ class Trainer:
         processes = components.processes
         folder = components.folder.checkpoints
         with self._timed("checkpoint"):
-            files = components.earlier.save(folder / STAGING, processes.rank, processes.count)
-            processes.wait()
             if processes.is_main:
                 state: Mapping[str, Any] = {
                     "update": components.update.state(),
@@ -337,7 +322,7 @@ class Trainer:
                     **{f"{OLDER}{step}": weights for step, weights in older.items()},
                     **components.mode.tensors(),
                 }
-                checkpoint = Checkpoint(step=self._step, tensors=tensors, state=state, files=files)
+                checkpoint = Checkpoint(step=self._step, tensors=tensors, state=state)
                 keep = components.trainer.max_checkpoints_to_keep
                 save_checkpoint(folder, checkpoint, keep=keep)
             processes.wait()

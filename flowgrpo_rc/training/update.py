@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from diffusers.training_utils import EMAModel
@@ -43,21 +43,6 @@ class NonFiniteWeights(FloatingPointError):
 
 # (log-probs [b, t], batch, Gaussians of the steps or None) -> the terms of the loss.
 Loss = Callable[[Tensor, Any, Any], LossTerms]
-
-
-class Updated(NamedTuple):
-    """Holds what the updates of an iteration leave.
-
-    Attributes:
-      metrics: of the new batch, names without prefix.
-      reused: the same of the earlier batches.
-      rejection_mask: the decision on the new batch that was made before its first update, [B, T];
-        None if there was none.
-    """
-
-    metrics: MetricBag
-    reused: MetricBag
-    rejection_mask: Tensor | None
 
 
 class PolicyUpdate:
@@ -97,7 +82,6 @@ class PolicyUpdate:
             self.ema = EMAModel(self._parameters, decay=config.ema.decay)
         self._updates = 0
         self._updates_here = 0
-        self._on_new = True
         self._nonfinite_updates = 0
         self._nonfinite_in_a_row = 0
 
@@ -110,44 +94,25 @@ class PolicyUpdate:
         """Returns the LoRA tensors by name (detached views)."""
         return {name: parameter.detach() for name, parameter in self._named.items()}
 
-    def run(
-        self,
-        batch: Batch,
-        samples_per_mini_batch: int,
-        earlier: Sequence[Batch] = (),
-    ) -> Updated:
-        """Takes all optimizer steps of an iteration: on its new batch, then on earlier ones.
+    def run(self, batch: Batch, samples_per_mini_batch: int) -> MetricBag:
+        """Takes all optimizer steps of an iteration.
 
         Args:
           batch: this process's part of the global batch.
           samples_per_mini_batch: how many consecutive samples make a mini-batch here.
-          earlier: batches of earlier iterations, as they were when they were new, in the order of
-            the updates.
 
         Returns:
-          The metrics, and the decision on the batch.
+          The metrics, names without prefix.
         """
         metrics = MetricBag()
-        reused = MetricBag()
         self._updates_here = 0
         minis = self._mode.before_update(batch.split(samples_per_mini_batch))
-        older = []
-        for whole in earlier:
-            ready, found = self._mode.reuse(whole)
-            reused.merge(found, "rollout_corr")
-            older += ready.split(samples_per_mini_batch)
         for _ in range(self._config.ppo_epochs):
-            self._on_new = True
             for index, mini in enumerate(minis):
                 minis[index] = self._mini_batch(mini, metrics)
                 self._updates_here += 1
-            self._on_new = False
-            for mini in older:
-                self._mini_batch(mini, reused)
         metrics.max("nonfinite_updates", torch.tensor(float(self._nonfinite_updates)))
-        decided = [mini.rejection_mask for mini in minis if mini.rejection_mask is not None]
-        complete = len(decided) == len(minis)
-        return Updated(metrics, reused, torch.cat(decided) if complete else None)
+        return metrics
 
     def _mini_batch(self, mini: Batch, metrics: MetricBag) -> Batch:
         """Takes one optimizer step; returns the mini-batch with its old policy.
@@ -216,7 +181,7 @@ class PolicyUpdate:
         self._spoil_unless_finite(total)
         for one in seen:
             metrics.merge(one.terms.metrics)
-            self._observe(one)
+            self._mode.observe(one, updated=self._updates_here > 0)
         parts = torch.stack([one.terms.parts() for one in seen]).sum(0)
         decision = join([one.piece.rejection_mask for one in seen], dim=1)
         return parts, Measured.of(now, keep_means=keep_means), decision
@@ -266,7 +231,8 @@ class PolicyUpdate:
             start = here.stop
         self._spoil_unless_finite(terms.total)
         metrics.merge(terms.metrics)
-        self._observe(Seen(micro, log_probs, gaussian, terms))
+        seen = Seen(micro, log_probs, gaussian, terms)
+        self._mode.observe(seen, updated=self._updates_here > 0)
         return terms.parts(), micro.rejection_mask
 
     def _spoil_unless_finite(self, loss: Tensor) -> None:
@@ -274,10 +240,6 @@ class PolicyUpdate:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if gradients:
             gradients[0].add_(0 * loss.detach())
-
-    def _observe(self, seen: Seen) -> None:
-        if self._on_new:
-            self._mode.observe(seen, updated=self._updates_here > 0)
 
     def _penalty(self, now: Evaluation, piece: Batch, share: Tensor, metrics: MetricBag) -> Tensor:
         """Returns kl_loss_coef times the KL to the base model; steps count with their share."""

@@ -232,20 +232,6 @@ def test_copies_in_another_precision_and_decoupled_mode() -> None:
     assert values(changed)["updates"] == "4,000"
 
 
-def test_training_again_on_earlier_batches() -> None:
-    """Step 1 trains on one batch, step 2 on two and all others on three."""
-    again = plan_of(
-        "+experiment=sd35_medium_ocr_1xh100",
-        "algorithm.rollout_correction.bypass_mode=false",
-        "rollout.reuse=2",
-    )
-    found = values(again)
-    assert found["forwards, old policy"] == f"{64 * 9 * (1 + 2 * 2):,}"
-    assert found["forwards with backward"] == f"{64 * 9 * 2 * 3:,}"
-    assert found["mini-batches per step"] == "6"
-    assert found["updates"] == f"{2 * (1 + 2 + 3 * 998):,}"
-
-
 def test_training_on_some_of_the_samples() -> None:
     """All are sampled. A recompute before the rewards are known is of all of them."""
     recipe = (
@@ -253,7 +239,6 @@ def test_training_on_some_of_the_samples() -> None:
         "actor.train_n=2",
         "actor.ppo_micro_batch_size_per_gpu=4",
         "algorithm.rollout_correction.bypass_mode=false",
-        "rollout.reuse=1",
     )
     all_of_them = plan_of(recipe[0])
     some = plan_of(*recipe)
@@ -261,11 +246,10 @@ def test_training_on_some_of_the_samples() -> None:
     sampling = "forwards, sampling"
     assert found[sampling] == values(all_of_them)[sampling]
     chosen = 64 * 9 * 2 // 4
-    assert found["forwards with backward"] == f"{chosen * 2:,}"
-    assert found["forwards, old policy"] == f"{chosen // 2 + chosen:,}"
-    assert sizes(some)["earlier batches"] == sizes(some)["batch"] // 4
+    assert found["forwards with backward"] == f"{chosen:,}"
+    assert found["forwards, old policy"] == f"{chosen // 2:,}"
     every = plan_of(*recipe, "actor.old_log_probs=recompute")
-    assert values(every)["forwards, old policy"] == f"{64 * 9 * 2 + chosen:,}"
+    assert values(every)["forwards, old policy"] == f"{64 * 9 * 2:,}"
 
 
 def test_why_decoupled_mode_recomputes_everything() -> None:
@@ -308,7 +292,6 @@ def test_settings_that_save_memory() -> None:
     assert less["rollout copy"] == base["transformer"] - 2 * linear + bits + base["LoRA"] // 2
     ahead = sizes(plan_of(recipe, "rollout.staleness=2"))
     assert ahead["older LoRAs"] == 2 * base["LoRA"]
-    assert sizes(plan_of(recipe, "rollout.reuse=2"))["earlier batches"] == 2 * base["batch"]
     merged = sizes(plan_of(recipe, "rollout.merge_lora=true"))["rollout copy"]
     assert merged == base["rollout copy"] + 2 * (24 * 8 - 1) * width**2
     away = plan_of(recipe, "rollout.workers=4")

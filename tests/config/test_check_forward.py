@@ -56,7 +56,6 @@ def test_the_bundled_job(nft: Config) -> None:
         (f"{RC}.centered", True, [f"{RC}.centered=True", "no effect"]),
         ("actor.old_log_probs", "recompute", ["old_log_probs=recompute", "=auto"]),
         ("actor.replay", "aligned", ["actor.replay=aligned", "no effect"]),
-        ("rollout.reuse", 1, ["rollout.reuse=1", "finished samples"]),
         ("data.replay_dir", "x", ["data.replay_dir=x", "finished samples"]),
         ("trainer.save_rollouts", True, ["trainer.save_rollouts=true", "finished samples"]),
     ],

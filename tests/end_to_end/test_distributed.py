@@ -67,14 +67,6 @@ MODES = {
         f"{RC}.bypass_level=window",
         "actor.diffusion_loss.loss_mode=grpo_guard",
     ),
-    # Earlier batches, which each process keeps for itself, with a mean weight of all of them.
-    "reuse": (
-        f"{RC}.bypass_mode=false",
-        f"{RC}.rollout_is=token",
-        f"{RC}.rollout_is_batch_normalize=true",
-        "rollout.reuse=2",
-        "rollout.algo.sde_type=cps",
-    ),
     # A group of samples that start from one state, with fewer evaluations behind a sliding window,
     # of which some are trained on.
     "fast": (
@@ -207,7 +199,6 @@ def trained_by_torchrun(workplace: Path, strategy: str, mode: str) -> Path:
         ("ddp", "decoupled"),
         ("fsdp2", "bypass"),
         ("ddp", "window"),
-        ("fsdp2", "reuse"),
         ("ddp", "fast"),
         ("fsdp2", "forward"),
     ],
@@ -319,19 +310,6 @@ def test_a_run_goes_on_with_two_processes_and_with_one_again(workplace: Path) ->
     assert done.returncode == 0, done.stderr[-3000:]
     assert main(["train", *command]) == 0
     assert_same_training(trained_alone(workplace, "decoupled"), run, rows_from=3)
-
-
-def test_earlier_batches_go_on_with_as_many_processes_alone(
-    workplace: Path, capsys: pytest.CaptureFixture
-) -> None:
-    run = workplace / "resumed_reuse"
-    command = [*settings(workplace, "reuse"), f"trainer.output_dir={run}"]
-    assert launch(2, "-m", "flowgrpo_rc.train", *command, "trainer.max_time=0.001").returncode
-    assert main(["train", *command]) == 2
-    assert "(rollout.reuse) of 2 process(es), and 1 would go on" in capsys.readouterr().err
-    done = launch(2, "-m", "flowgrpo_rc.train", *command)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert_same_training(trained_alone(workplace, "reuse"), run)
 
 
 def test_two_processes_train_a_language_model_as_one_does(workplace: Path) -> None:

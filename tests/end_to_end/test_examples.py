@@ -54,7 +54,7 @@ def test_sums_get_right(mode: str) -> None:
 
 
 def test_the_example_of_a_user_s_loss_trains_images(train: Train, tmp_path: Path) -> None:
-    assert train("actor.diffusion_loss.loss_mode=my_loss:cispo") == 0
+    assert train("actor.diffusion_loss.loss_mode=my_loss.Cispo") == 0
     rows = read_rows(tmp_path / "run")
     assert "actor/clip_fraction" in rows[1]
     assert rows[1]["actor/grad_norm"] > 0

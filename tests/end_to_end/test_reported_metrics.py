@@ -30,7 +30,6 @@ def test_the_page_explains_every_metric_of_a_run_in_bypass_mode(
         train(
             *(f"{correction}.{s}" for s in settings),
             f"{correction}.rollout_rs_threshold=auto:4",
-            "rollout.reuse=1",
         )
         == 0
     )

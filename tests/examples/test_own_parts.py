@@ -24,7 +24,7 @@ def test_the_example_of_a_user_s_loss_has_the_gradient_of_its_formula(kind: str)
     fields = {"advantages": advantages, "old_log_probs": old, "rejection_mask": kept}
     correction = RolloutCorrectionConfig()
     if kind == "images":
-        own = DiffusionLossConfig(loss_mode="my_loss:cispo", clip_ratio=0.3)
+        own = DiffusionLossConfig(loss_mode="my_loss.Cispo", clip_ratio=0.3)
         config = LossConfig(rollout_correction=correction, diffusion_loss=own)
         low = 0.3
         high = 0.3
@@ -33,7 +33,9 @@ def test_the_example_of_a_user_s_loss_has_the_gradient_of_its_formula(kind: str)
         number = kept.numel()
     else:
         own = TokenLossConfig(
-            loss_mode="my_loss:cispo_tokens", clip_ratio_low=0.2, clip_ratio_high=0.4
+            loss_mode="my_loss.CispoTokens",
+            clip_ratio_low=0.2,
+            clip_ratio_high=0.4,
         )
         config = LossConfig(rollout_correction=correction, token_loss=own)
         low = 0.2
@@ -51,15 +53,15 @@ def test_the_example_of_a_user_s_loss_has_the_gradient_of_its_formula(kind: str)
     ("override", "words"),
     [
         (
-            "actor.diffusion_loss.loss_mode=my_loss:nope",
-            ["actor.diffusion_loss.loss_mode", "'nope'"],
+            "actor.diffusion_loss.loss_mode=my_loss.Nope",
+            ["actor.diffusion_loss.loss_mode", "'Nope'"],
         ),
         (
-            "actor.diffusion_loss.loss_mode=my_lost:cispo",
+            "actor.diffusion_loss.loss_mode=my_lost.Cispo",
             ["actor.diffusion_loss.loss_mode", "'my_lost'", "PYTHONPATH"],
         ),
-        ("actor.diffusion_loss.loss_mode=grpo", ["flow_dppo", "my_module:function"]),
-        ("actor.token_loss.loss_mode=ppo", ["gspo", "my_module:function"]),
+        ("actor.diffusion_loss.loss_mode=grpo", ["flow_dppo", "my_module.MyLoss"]),
+        ("actor.token_loss.loss_mode=ppo", ["gspo", "my_module.MyLoss"]),
         ("model.adapter=my_modell.Chroma", ["model.adapter", "'my_modell'", "PYTHONPATH"]),
         (
             "model.adapter=flux",

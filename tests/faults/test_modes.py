@@ -32,7 +32,6 @@ MODES = {
     "bypass": ("algorithm.rollout_correction.bypass_mode=true", "rollout.dtype=bf16"),
     "decoupled": ("algorithm.rollout_correction.bypass_mode=false", "rollout.dtype=bf16"),
     "staleness": ("rollout.staleness=1",),
-    "reuse": ("rollout.reuse=1",),
     "auto clip": (
         "algorithm.rollout_correction.bypass_mode=true",
         "actor.diffusion_loss.clip_ratio=auto:4",

@@ -17,7 +17,6 @@ from flowgrpo_rc import (
     DiffusionLossConfig,
     LossConfig,
     RolloutCorrectionConfig,
-    TokenLossConfig,
     apply_bypass_mode,
     diffusion_loss,
 )
@@ -78,12 +77,6 @@ class Lower(TokenLoss):
 
     def __call__(self, *given: Any) -> PolicyLoss:
         raise NotImplementedError
-
-
-def plain(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, kept: Tensor, settings: Any
-) -> PolicyLoss:
-    return PolicyLoss(-settings.clip_ratio * advantages * log_probs, MetricBag())
 
 
 OWN = f"{HERE}.Scaled"
@@ -149,8 +142,7 @@ def test_a_loss_of_text_has_options_too() -> None:
         ([f"{LOSS}.loss_mode=ppo_clip"], ["'ppo_clip'", "flow_dppo, flow_grpo, grpo_guard"]),
         ([f"{LOSS}.loss_mode=base"], ["'base'", "flow_dppo, flow_grpo, grpo_guard"]),
         ([f"{LOSS}.loss_mode={HERE}.Lower"], [f"{LOSS}.loss_mode", "not a subclass"]),
-        ([f"{LOSS}.loss_mode={HERE}:plain", f"{LOSS}.factor=2"], [f"{LOSS}.factor", "unknown"]),
-        ([f"{LOSS}.loss_mode={HERE}:plain", f"{LOSS}.kl_threshold=1"], ["has no effect"]),
+        ([f"{LOSS}.loss_mode={HERE}:plain"], [f"{LOSS}.loss_mode", "my_module.MyLoss"]),
         ([f"{LOSS}=null"], [LOSS]),
         ([f"{LOSS}.clip_ratio=many"], [f"{LOSS}.clip_ratio", "many"]),
         ([f"{TOKENS}.clip_ratio_lo=0.1"], ["did you mean 'clip_ratio_low'"]),
@@ -169,14 +161,6 @@ def test_settings_without_effect_are_refused_by_the_check_alone() -> None:
     assert vars(section.loss()) == {"kl_threshold": 1e-3}
     with pytest.raises(ValueError, match="clip_ratio"):
         section.validate()
-
-
-def test_a_function_reads_the_section() -> None:
-    section = DiffusionLossConfig(loss_mode=f"{HERE}:plain", clip_ratio=0.25)
-    section.validate()
-    values = section.loss()(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1), None, None).values
-    assert values.item() == -0.25
-    TokenLossConfig(loss_mode=f"{HERE}:plain", clip_ratio_c=4.0).validate()
 
 
 def test_keys_of_the_user_go_to_the_options() -> None:

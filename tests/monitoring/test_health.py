@@ -115,13 +115,6 @@ def test_clipping_of_more_than_half_the_steps() -> None:
     assert "bypass_mode" not in warning
 
 
-def test_clipping_of_earlier_batches() -> None:
-    assert check_rollout_correction_health({"reuse/clip_fraction": 0.5}, settings_of())
-    found = check_rollout_correction_health({"reuse/clip_fraction": 0.51}, settings_of())
-    (warning,) = found.warnings
-    assert "lower rollout.reuse or actor.optim.lr" in warning
-
-
 def test_decoupled_mode_is_not_told_to_become_decoupled() -> None:
     ill = {f"rollout_corr/{metric}": value for metric, _, value, _ in EDGES}
     found = check_rollout_correction_health(ill, settings_of(bypass_mode=False))

@@ -45,7 +45,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 RENAMED: dict[str, str] = {}  # metrics that have another name now: old name -> new name
-# Lines of a text that only the commit after has: settings that are new, at values without effect.
+# Lines of a text that only one commit has: new and removed settings at values without effect.
 ADDED = ("    options: {}", "  reuse: 0")
 # The package's own version, in reports and environment.json.
 VERSION = re.compile(r"(flowgrpo[-_]rc\"?[ :=\"]+)\d+\.\d+\.\d+")
@@ -100,7 +100,7 @@ CASES = {
     "guard_bypass": "loss.loss_mode=grpo_guard",
     "guard_decoupled": f"{OWN} loss.loss_mode=grpo_guard",
     "flow_dppo": "loss.loss_mode=flow_dppo",
-    "custom_loss": "loss.loss_mode=my_loss:cispo",
+    "custom_loss": "loss.loss_mode=my_loss.Cispo",
     "kl_loss": "actor.use_kl_loss=true actor.kl_loss_coef=10",
     "guidance": "rollout.pipeline.guidance_scale=2 rollout.algo.window_sharing=sample "
     "rollout.algo.shared_prefix=false model.gradient_checkpointing=true",

@@ -44,7 +44,7 @@ def mode_of(
 
 def iterate(update: PolicyUpdate, mode: Mode, batch: Batch, mini: int) -> dict[str, float]:
     """Runs one iteration; returns the metrics of the mode and of the update, without `actor/`."""
-    updated = update.run(batch, mini).metrics
+    updated = update.run(batch, mini)
     metrics = MetricBag()
     mode.finish(metrics)
     found = {name.removeprefix("actor/"): value for name, value in metrics.compute().items()}

@@ -105,7 +105,7 @@ def test_the_old_policy_samples_and_follows(model: FlowModel, batch: DiffusionBa
     update, mode = make(model, loss, micro=4)
     start = weights(model)
     ready = mode.begin(batch, 1).replace(advantages=batch.advantages)
-    metrics = update.run(ready, 4).metrics.compute()
+    metrics = update.run(ready, 4).compute()
     assert metrics["old_deviation"] == 0  # the first update starts at the old policy
     assert metrics["positive_loss"] == metrics["negative_loss"] > 0
     moved = weights(model)

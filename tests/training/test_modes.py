@@ -87,7 +87,7 @@ def iterate(
         p.register_hook(lambda gradient: gradients.append(gradient.clone()))
         for p in update.parameters
     ]
-    bag = update.run(mode.begin(batch, 1), mini).metrics
+    bag = update.run(mode.begin(batch, 1), mini)
     mode.finish(bag)
     scales = (
         []

@@ -31,7 +31,7 @@ from flowgrpo_rc.training.update import PolicyUpdate
 def test_learning_rate(model: FlowModel, name: str, warmup: int, wanted: list[float]) -> None:
     optim = OptimConfig(lr=1e-3, lr_scheduler=name, lr_warmup_steps=warmup)
     update, batch = make_update(model, ActorConfig(ppo_micro_batch_size_per_gpu=4, optim=optim))
-    rates = [update.run(batch, 4).metrics.compute()["lr"] for _ in range(3)]
+    rates = [update.run(batch, 4).compute()["lr"] for _ in range(3)]
     assert rates == pytest.approx([1e-3 * factor for factor in wanted])
 
 

@@ -130,7 +130,7 @@ def iterate(
     update._optimizer.register_step_pre_hook(
         lambda *_: gradients.extend(copy.deepcopy([p.grad for p in update.parameters]))
     )
-    metrics = update.run(mode.begin(batch, 1), 2).metrics
+    metrics = update.run(mode.begin(batch, 1), 2)
     mode.finish(metrics)
     for name, parameter in lora_parameters(policy.network).items():
         parameter.data.copy_(start[name])

@@ -26,7 +26,7 @@ def test_a_gradient_that_is_not_finite_skips_counts_and_ends_the_run(model: Flow
     poisoned = batch.replace(advantages=torch.full((4, 2), torch.nan))
     before = {name: tensor.clone() for name, tensor in update.lora_state().items()}
     for count in (1, 2):
-        metrics = update.run(poisoned, 4).metrics.compute()
+        metrics = update.run(poisoned, 4).compute()
         assert metrics["nonfinite_updates"] == count
         assert metrics["nonfinite_update_fraction"] == 1
         assert "grad_norm" not in metrics
@@ -57,7 +57,7 @@ def test_gradient_equals_one_big_batch(model: FlowModel) -> None:
     norm = torch.sqrt(
         sum(gradient.double().pow(2).sum() for gradient in wanted if gradient is not None)
     )
-    found = update.run(batch, 4).metrics.compute()
+    found = update.run(batch, 4).compute()
     assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     assert found["pg_loss"] == pytest.approx(0.0, abs=1e-6)
 

@@ -131,7 +131,7 @@ def test_a_fault_at_one_step_rejects_the_trajectory(model: FlowModel) -> None:
     rejected = {}
     for level in ("step", "window"):
         correction = RolloutCorrectionConfig(bypass_mode=True, bypass_level=level, **MEAN_BAND)
-        found = setting.update(loss_config(correction)).run(setting.batch, 4).metrics.compute()
+        found = setting.update(loss_config(correction)).run(setting.batch, 4).compute()
         rejected[level] = found["rollout_corr/rollout_rs_masked_fraction"]
     assert rejected == {"step": 1 / (4 * number), "window": number / (4 * number)}
 
@@ -168,7 +168,7 @@ def test_without_sequences_both_levels_are_the_same_update(model: FlowModel) -> 
             rollout_rs_threshold="0.9999_1.0001",
         )
         update = setting.update(loss_config(correction))
-        metrics = update.run(setting.batch, 4).metrics.compute()
+        metrics = update.run(setting.batch, 4).compute()
         weights[level] = (metrics["grad_norm"], metrics["kl_loss"], metrics["pg_loss"])
         assert metrics["kl_loss"] > 0
     assert weights["step"] == pytest.approx(weights["window"], rel=1e-5)
