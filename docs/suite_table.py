@@ -1,4 +1,4 @@
-"""Writes the table of a reward that is gamed into docs/suites.md: `make reference`.
+"""Writes the table of a reward that is gamed into docs/reports.md: `make reference`.
 
 Its numbers are those of examples/studies/results/suites/saturation.jsonl: rows of the metrics.jsonl
 and health.jsonl of the run whose command stands on the page.
@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 DOCS = Path(__file__).parent
-PAGE = DOCS / "suites.md"
+PAGE = DOCS / "reports.md"
 RESULTS = DOCS.parent / "examples" / "studies" / "results" / "suites" / "saturation.jsonl"
 START = "<!-- Written by `make reference`: gamed. -->\n"
 END = "<!-- end of what is written -->\n"
@@ -22,7 +22,7 @@ STEPS = 5  # of training that a row of the table sums up
 
 
 def page() -> str:
-    """Returns docs/suites.md with the table."""
+    """Returns docs/reports.md with the table."""
     text = PAGE.read_text(encoding="utf-8")
     before, found, rest = text.partition(START)
     assert found, f"{PAGE.name} has no {START!r}"

@@ -1,4 +1,4 @@
-"""A reward that can be gamed: it likes saturated colours, whatever is drawn (docs/suites.md)."""
+"""A reward that can be gamed: it likes saturated colours, whatever is drawn (docs/reports.md)."""
 
 from __future__ import annotations
 

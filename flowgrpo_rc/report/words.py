@@ -58,6 +58,7 @@ WORDS = {
         "Prompts and rewards of their own that the model is asked beside its training. The base "
         "model answers from the same noises. An interval that does not hold 0 is a change beyond "
         "chance.",
+        "reports",
         "suites",
     ),
     "precision": Word(

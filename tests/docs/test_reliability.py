@@ -9,7 +9,7 @@ import fault_table
 
 def test_the_table_is_that_of_the_suite() -> None:
     committed = fault_table.PAGE.read_text(encoding="utf-8")
-    assert committed == fault_table.page(), "docs/reliability.md is old: run `make reference`"
+    assert committed == fault_table.page(), "docs/scaling_out.md is old: run `make reference`"
 
 
 def test_every_test_of_the_suite_names_its_fault() -> None:

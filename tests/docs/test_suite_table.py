@@ -7,7 +7,7 @@ import suite_table
 
 def test_the_table_is_that_of_the_run() -> None:
     committed = suite_table.PAGE.read_text(encoding="utf-8")
-    assert committed == suite_table.page(), "docs/suites.md is old: run `make reference`"
+    assert committed == suite_table.page(), "docs/reports.md is old: run `make reference`"
 
 
 def test_what_the_page_concludes() -> None:

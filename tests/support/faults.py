@@ -52,7 +52,7 @@ _CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "sh
 
 
 def fault(harm: str, outcome: str) -> pytest.MarkDecorator:
-    """Marks a test of the suite; docs/reliability.md has a row for it.
+    """Marks a test of the suite; `make test-faults` prints a line for it.
 
     Args:
       harm: what is done to the run, such as "a checkpoint file is truncated".
