@@ -15,9 +15,9 @@ _NAME = (
     r"|session[_-]?id|token|(?<![a-z])(?:key|auth))"
 )
 _NAMED = re.compile(rf"{_NAME}$", re.IGNORECASE)
-# Linear in time, since the start of a name is not matched and an open quote goes up to the end.
+# "a key: gold" is prose. An open quote goes up to the end, so that the time stays linear.
 _ITEM = re.compile(
-    rf"(?P<start>(?P<name>{_NAME})(?:\\*[\"']\s*[=:]|=|(?<!key)(?<!token):)"
+    rf"(?P<start>(?P<name>{_NAME})(?:\\*[\"']\s*[=:]|=|(?<![^\w-]key)(?<![^\w-]token):)"
     r"\s*(?:(?:Bearer|Basic) +)?+)(?!\{)"
     r"(?P<value>\"(?:[^\"\\]|\\.)*+\"?|'(?:[^'\\]|\\.)*+'?|\[[^\]]*\]?|[^\s,;&}\])]+)",
     re.IGNORECASE | re.DOTALL,

@@ -20,15 +20,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.plugins import build
-from flowgrpo_rc.rewards.backbones.clip import Clip
-from flowgrpo_rc.rewards.base import Reward, Scores
+from flowgrpo_rc.rewards.backbones.clip import ClipReward
+from flowgrpo_rc.rewards.base import Scores
 
 ENDINGS = (".safetensors", ".pth")
 _WEIGHT = re.compile(r"layers\.\d+\.weight")
 
 
-class Aesthetic(Reward):
+class Aesthetic(ClipReward):
     """The predictor's score, about 1 to 10. It ignores the prompt.
 
     DDPO and flow_grpo divide the score by 10; a weight of 0.1 gives their numbers.
@@ -38,10 +37,6 @@ class Aesthetic(Reward):
         are read, or .safetensors.
       path: the CLIP that the head was trained on, a local folder or a hub id.
       options: `processor`, `device`, `dtype` and `batch_size` of `Clip`.
-
-    Raises:
-      ValueError: there is no such file, or `Clip` refuses an option. When called: the file holds no
-        such head.
     """
 
     num_parameters = 427_616_513  # CLIP ViT-L/14
@@ -54,7 +49,7 @@ class Aesthetic(Reward):
             raise ValueError(
                 f"head={head!r}: give an existing file that ends in {' or '.join(ENDINGS)}"
             )
-        self._clip = build(Clip, {"path": path, **options}, "Clip")
+        super().__init__(path=path, **options)
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         with torch.inference_mode():
@@ -72,19 +67,16 @@ def linear_head(state: Mapping[str, Tensor]) -> nn.Sequential:
 
     The dropout between the published layers does nothing at inference, so it is left out.
 
-    Args:
-      state: name -> tensor; other names than those of the layers are ignored.
-
     Raises:
-      ValueError: there are no such layers, they do not fit each other, or the last one has more
-        than one output.
+      ValueError: `state` has no such layers, they do not fit each other, or the last one has more
+        than one output. Other names are ignored.
     """
     names = sorted(
         (name for name in state if _WEIGHT.fullmatch(name)),
         key=lambda name: int(name.split(".")[1]),
     )
     biases = [name.replace("weight", "bias") for name in names]
-    shapes = {name: list(tensor.shape) for name, tensor in state.items()}
+    shapes = {name: list(state[name].shape) for name in (*names, *biases) if name in state}
     outputs = [shapes[name][:1] for name in names]
     inputs = [shapes[name][1:] for name in names]
     if outputs != [*inputs[1:], [1]] or outputs != [shapes.get(bias) for bias in biases]:

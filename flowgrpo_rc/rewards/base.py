@@ -48,6 +48,16 @@ def finite_numbers(values: Sequence[float] | np.ndarray | Tensor) -> list[float]
     ]
 
 
+def target_of(prompt: Prompt) -> str:
+    """Returns the target of a prompt. Raises ValueError if it has none."""
+    if prompt.target is None or not prompt.target.strip():
+        raise ValueError(
+            f"prompt {prompt.index} ({prompt.text!r}) has target={prompt.target!r}, and the reward "
+            'needs one: put the text between double quotes, or give the key "target"'
+        )
+    return prompt.target
+
+
 class Reward(ABC):
     """Scores samples. There is one instance per process; a thread of its own calls it.
 

@@ -19,13 +19,13 @@ def collect_rewards(
     *,
     grouped: bool,
 ) -> Rewards:
-    """Waits for the rewards of this process's samples.
+    """Waits for the rewards of this process's samples, in their order.
 
     A process without samples takes part with empty columns, so names and reductions agree.
 
     Args:
       manager: scores the samples.
-      handles: what `RewardManager.submit` returned, in the order of the samples.
+      handles: what `RewardManager.submit` returned.
       processes: the processes of the run.
       grouped: whether the samples were submitted as groups.
 
@@ -50,11 +50,7 @@ def collect_rewards(
 def record_rewards(metrics: MetricBag, rewards: Rewards, *, prefix: str, total: str) -> None:
     """Adds the mean and standard deviation of the weighted sum, each reward, and `failed_fraction`.
 
-    Args:
-      metrics: takes the metrics, under `prefix/`.
-      rewards: rewards of a batch; a mean is over the samples that have the reward.
-      prefix: prefix of the names, without the slash.
-      total: name of the weighted sum.
+    A mean is over the samples that have the reward. `total` names the weighted sum.
     """
     has_total = rewards.valid & rewards.total.isfinite()
     metrics.mean(f"{prefix}/{total}", rewards.total, has_total)

@@ -26,10 +26,6 @@ class EditReward(Reward):
       device: auto (the GPU of this process, or the CPU), cpu, cuda, cuda:1.
       dtype: fp32, bf16 or fp16; of the model, while its heads are fp32.
       batch_size: images in one forward.
-
-    Raises:
-      ValueError: a file is missing or malformed, the device or dtype is unknown, or batch_size is
-        below 1. When called: a prompt has no image.
     """
 
     requires_images = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.rewards.base import Reward, Scores
+from flowgrpo_rc.rewards.base import Reward, Scores, target_of
 
 
 class ExactMatch(Reward):
@@ -16,9 +16,6 @@ class ExactMatch(Reward):
     Args:
       ignore_case: compare without regard to case.
       strip: first remove white space around the response and the target.
-
-    Raises:
-      ValueError: when called, a prompt has no target.
     """
 
     kind = "text"
@@ -31,7 +28,7 @@ class ExactMatch(Reward):
 
     def __call__(self, samples: Sequence[str], prompts: Sequence[Prompt]) -> Scores:
         pairs = [
-            (self._normalize(text), self._normalize(_target(prompt)))
+            (self._normalize(text), self._normalize(target_of(prompt)))
             for text, prompt in zip(samples, prompts, strict=True)
         ]
         return Scores(
@@ -42,12 +39,3 @@ class ExactMatch(Reward):
     def _normalize(self, text: str) -> str:
         text = text.strip() if self.strip else text
         return text.casefold() if self.ignore_case else text
-
-
-def _target(prompt: Prompt) -> str:
-    if prompt.target is None:
-        raise ValueError(
-            f"the exact_match reward needs a target text, and prompt {prompt.index} "
-            f'({prompt.text!r}) has none: give the key "target"'
-        )
-    return prompt.target

@@ -32,17 +32,11 @@ POSITIONS = ("left of", "right of", "above", "below")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """An object that the detector found in an image.
-
-    Attributes:
-      name: its class.
-      box: left, top, right, bottom in pixels; y grows downwards.
-      color: None if the detector names none.
-    """
+    """An object that the detector found in an image; `name` is its class."""
 
     name: str
-    box: tuple[float, float, float, float]
-    color: str | None = None
+    box: tuple[float, float, float, float]  # left, top, right, bottom in pixels; y grows downwards
+    color: str | None = None  # None if the detector names none
 
 
 class GenEval(Reward):
@@ -63,11 +57,6 @@ class GenEval(Reward):
       connection: `token_env`, `ca_file`, `deadline_s`, `max_attempts`, `max_pause_s`,
         `max_response_mb`, `max_failures` and `cooldown_s` of `JsonClient`. The deadline is for all
         requests of one chunk of samples together.
-
-    Raises:
-      ValueError: batch_size is below 1, or `JsonClient` refuses an option. When called: a prompt
-        asks for nothing.
-      ServerError: when called, the detector has no answer.
     """
 
     part_names = ("strict",)
@@ -103,21 +92,13 @@ class GenEval(Reward):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wish:
-    """A wish of a prompt: at least `count` objects with these properties, or fewer than `count`.
-
-    Attributes:
-      name: class of the objects.
-      count: how many objects.
-      color: the colour that each must have; None for any.
-      position: side ("left of") and index of the entry of `include` that they must be beside.
-      excluded: True for fewer than `count` objects.
-    """
+    """A wish of a prompt: at least `count` objects of a class, or fewer than `count`."""
 
     name: str
     count: int
-    color: str | None = None
-    position: tuple[str, int] | None = None
-    excluded: bool = False
+    color: str | None = None  # that each must have
+    position: tuple[str, int] | None = None  # side, and index of an entry of `include`
+    excluded: bool = False  # fewer than `count` are wished
 
 
 def degree(wish: Wish, include: Sequence[Wish], objects: Sequence[Found]) -> float:
@@ -130,12 +111,11 @@ def degree(wish: Wish, include: Sequence[Wish], objects: Sequence[Found]) -> flo
     """
     own = [found for found in objects if found.name == wish.name]
     if wish.excluded:
-        surplus = len(own) - (wish.count - 1)
-        if surplus <= 0:
-            return 1.0
-        if wish.count > 1:
-            return max(0.0, 1 - surplus / (wish.count - 1))
-        return 0.0
+        allowed = wish.count - 1
+        surplus = len(own) - allowed
+        if surplus <= 0 or not allowed:
+            return float(surplus <= 0)
+        return max(0.0, 1 - surplus / allowed)
     own = own[: wish.count]
     there = len(own) / wish.count
     properties = []
@@ -156,13 +136,15 @@ def degree(wish: Wish, include: Sequence[Wish], objects: Sequence[Found]) -> flo
 
 def sides(one: Found, other: Found) -> set[str]:
     """Returns the sides of `other` on which `one` is, by GenEval's rule; none if too near."""
-    x = _middle(one, 0) - _middle(other, 0)
-    y = _middle(one, 1) - _middle(other, 1)
+    left, top, right, bottom = one.box
+    left_2, top_2, right_2, bottom_2 = other.box
+    x = (left + right) / 2 - (left_2 + right_2) / 2
+    y = (top + bottom) / 2 - (top_2 + bottom_2) / 2
     distance = hypot(x, y)
     if not distance:
         return set()
-    x = _beyond(x, NEAR * (_size(one, 0) + _size(other, 0)))
-    y = _beyond(y, NEAR * (_size(one, 1) + _size(other, 1)))
+    x = _beyond(x, NEAR * (right - left + (right_2 - left_2)))
+    y = _beyond(y, NEAR * (bottom - top + (bottom_2 - top_2)))
     # In the order of POSITIONS; y grows downwards.
     found = (x / distance < -0.5, x / distance > 0.5, y / distance < -0.5, y / distance > 0.5)
     return {side for side, holds in zip(POSITIONS, found, strict=True) if holds}
@@ -173,14 +155,6 @@ def _beyond(offset: float, margin: float) -> float:
     if abs(offset) <= margin:
         return 0.0
     return offset - margin if offset > 0 else offset + margin
-
-
-def _middle(found: Found, axis: int) -> float:
-    return (found.box[axis] + found.box[axis + 2]) / 2
-
-
-def _size(found: Found, axis: int) -> float:
-    return found.box[axis + 2] - found.box[axis]
 
 
 def _wishes(prompt: Prompt) -> tuple[list[Wish], list[Wish]]:
@@ -225,12 +199,11 @@ def _wish(row: Any, where: str, *, excluded: bool) -> Wish:
 
 
 def _objects(answer: Any, count: int) -> list[list[Found]]:
-    """The objects of each of `count` images. ValueError for an answer that is none."""
-    if not isinstance(answer, Mapping) or not isinstance(answer.get("objects"), list):
-        raise ValueError("the answer is no object with objects")
-    if len(answer["objects"]) != count:
-        raise ValueError(f"the answer has objects of {len(answer['objects'])} images for {count}")
-    return [[_found(row) for row in rows] for rows in answer["objects"]]
+    """Returns the objects of each of `count` images. ValueError for an answer that is none."""
+    match answer:
+        case {"objects": [*images]} if len(images) == count:
+            return [[_found(row) for row in rows] for rows in images]
+    raise ValueError(f"the answer has no objects of {count} images")
 
 
 def _found(row: Any) -> Found:

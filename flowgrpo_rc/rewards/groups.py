@@ -7,7 +7,6 @@ always has whole groups.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -19,26 +18,17 @@ from flowgrpo_rc.batch import Prompt
 
 
 class Groups(NamedTuple):
-    """The groups of a chunk's samples.
+    """The group of each sample of a chunk, [N], and the size of a whole group.
 
-    Attributes:
-      of: the group of each sample, [N]; the samples of a group stand together.
-      size: samples of a whole group.
+    The samples of a group stand together.
     """
 
     of: Sequence[int]
     size: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """The samples of one group in a chunk.
-
-    Attributes:
-      group: the group.
-      samples: images, videos, texts or latents.
-      prompts: the prompt of each of them.
-    """
+class Piece(NamedTuple):
+    """The samples of one group in a chunk, and the prompt of each."""
 
     group: int
     samples: Any

@@ -22,10 +22,6 @@ class HPSv3(Reward):
       device: auto (the GPU of this process, or the CPU), cpu, cuda, cuda:1.
       dtype: fp32, bf16 or fp16; of the model, while its head is fp32.
       batch_size: images in one forward.
-
-    Raises:
-      ValueError: a file is missing or malformed, the device or dtype is unknown, or batch_size is
-        below 1.
     """
 
     num_parameters = 7_746_378_240  # Qwen2-VL 7B without its language head

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +18,8 @@ from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.aesthetic import linear_head
 from flowgrpo_rc.rewards.backbones.checkpoint import (
     DTYPES,
-    check_device,
+    check_loading,
+    converted_folder,
     load_tokenizer,
     resolve_device,
 )
@@ -50,9 +50,6 @@ class ImageReward(Reward):
       device: auto (the GPU of this process, or the CPU), cpu, cuda, cuda:1.
       dtype: fp32, bf16 or fp16.
       batch_size: images in one forward.
-
-    Raises:
-      ValueError: a file is missing, the device or dtype is unknown, or batch_size is below 1.
     """
 
     num_parameters = 445_278_720  # BLIP with a ViT-L/16
@@ -60,18 +57,8 @@ class ImageReward(Reward):
     def __init__(
         self, *, path: str, device: str = "auto", dtype: str = "fp32", batch_size: int = 16
     ) -> None:
-        self._folder = Path(path).expanduser()
-        missing = [name for name in FILES if not (self._folder / name).is_file()]
-        if missing:
-            raise ValueError(
-                f"path={path!r} has no {missing[0]}: make it by examples/convert_reward.py "
-                "image_reward"
-            )
-        check_device(device)
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype={dtype!r}: allowed are {', '.join(DTYPES)}")
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size!r} must be at least 1")
+        self._folder = converted_folder(path, FILES, "image_reward")
+        check_loading(device=device, dtype=dtype, batch_size=batch_size)
         self._device = device
         self._dtype = DTYPES[dtype]
         self._batch_size = batch_size
@@ -124,9 +111,7 @@ class ImageReward(Reward):
             self._filled(
                 BlipTextModel(config.text_config, add_pooling_layer=False), tensors, "text_encoder."
             ),
-            linear_head(
-                {name: value for name, value in tensors.items() if name.startswith("layers.")}
-            ),
+            linear_head(tensors),
             CLIPImageProcessorPil(
                 size={"shortest_edge": size}, crop_size={"height": size, "width": size}
             ),

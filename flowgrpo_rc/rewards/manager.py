@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,39 +60,23 @@ class RewardConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardHandle:
-    """A chunk of samples that is being scored; `RewardManager.collect` waits for its rewards.
+    """A chunk of samples that is being scored; `RewardManager.collect` waits for its rewards."""
 
-    Attributes:
-      futures: term -> its scores, when they are there.
-      pieces: term that compares groups -> the parts of groups in this chunk. Empty if the samples
-        are no groups.
-      group_size: samples of a group; 0 if the samples are no groups.
-      num_samples: samples of the chunk.
-    """
-
-    futures: Mapping[str, Future[_Outcome]]
-    pieces: Mapping[str, Sequence[Piece]]
-    group_size: int
+    futures: Mapping[str, Future[_Outcome]]  # by term
+    pieces: Mapping[str, Sequence[Piece]]  # by term that compares groups; empty without groups
+    group_size: int  # samples of a group; 0 without groups
     num_samples: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Term:
+class _Term(NamedTuple):
     """A reward and its weight in the sum."""
 
     reward: Reward
     weight: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Outcome:
-    """The result of one reward for one chunk.
-
-    Attributes:
-      values: float64, [N]; NaN where the reward failed.
-      parts: name -> float64, [N]; NaN likewise.
-      error: the failure, if there was one.
-    """
+class _Outcome(NamedTuple):
+    """The result of one reward for one chunk: float64, [N], NaN where it failed."""
 
     values: Tensor
     parts: Mapping[str, Tensor]
@@ -105,10 +89,7 @@ def validate_rewards(config: RewardConfig) -> None:
 
 
 def check_needs(config: RewardConfig) -> None:
-    """Raises ValueError, naming the term, if what a reward needs is missing or cannot be reached.
-
-    Loads no model.
-    """
+    """Raises ValueError, naming the term, if what a reward needs cannot be reached. Loads no model."""
     for name, term in _build_terms(config).items():
         try:
             term.reward.check()
@@ -127,12 +108,7 @@ def requires_target(config: RewardConfig) -> bool:
 
 
 def check_images(config: RewardConfig, condition_images: int) -> None:
-    """Raises ValueError, naming the term, for a reward whose prompts have no images.
-
-    Args:
-      config: the rewards of the run.
-      condition_images: rollout.pipeline.condition_images, the most images of a prompt.
-    """
+    """Raises ValueError, naming the term, for a reward whose prompts have no images."""
     for name, term in _build_terms(config).items():
         if term.reward.requires_images and condition_images == 0:
             raise ValueError(
@@ -148,12 +124,7 @@ def needs_samples(config: RewardConfig) -> bool:
 
 
 def check_kind(config: RewardConfig, *kinds: str) -> None:
-    """Raises ValueError, naming the term, for a reward that scores none of the kinds.
-
-    Args:
-      config: the rewards of the run.
-      kinds: what the model makes: "image", "video", "text", "latent".
-    """
+    """Raises ValueError, naming the term, for a reward that scores none of the model's kinds."""
     for name, term in _build_terms(config).items():
         if term.reward.kind not in (*kinds, "any"):
             made = " or ".join(f"{kind}s" for kind in kinds)
@@ -217,13 +188,16 @@ class RewardManager:
           groups: the groups that the samples belong to; None for samples that are no groups, such
             as held-out ones, which rewards that compare groups leave out.
         """
-        _check_samples(samples, latents, prompts)
+        for what, given in ((_kind_of(samples), samples), ("latents", latents)):
+            if given is not None and len(given) != len(prompts):
+                raise ValueError(f"{len(given)} {what} but {len(prompts)} prompts")
         futures = {}
         pieces = {}
         for name, term in self._terms.items():
-            scored = latents if term.reward.kind == "latent" else samples
+            latent = term.reward.kind == "latent"
+            scored = latents if latent else samples
             if scored is None:
-                kind = "latents" if term.reward.kind == "latent" else "samples"
+                kind = "latents" if latent else "samples"
                 raise ValueError(f"reward {name!r} scores {kind}, and there are none")
             if not term.reward.groupwise:
                 futures[name] = self._executor.submit(self._score, name, scored, prompts)
@@ -244,7 +218,13 @@ class RewardManager:
         Raises:
           ValueError: a group is not whole, and a reward compares groups.
         """
-        grouped = {name: self._score_groups(name, handles) for name in handles[0].pieces}
+        grouped: dict[str, list[Future[_Outcome]]] = {}
+        for name in handles[0].pieces:
+            pieces = [piece for handle in handles for piece in handle.pieces[name]]
+            grouped[name] = [
+                self._executor.submit(self._score, name, group.samples, group.prompts)
+                for group in whole_groups(pieces, handles[0].group_size)
+            ]
         parts: dict[str, Tensor] = {}
         for name in self.taking_part(grouped=bool(grouped)):
             futures = grouped.get(name) or [handle.futures[name] for handle in handles]
@@ -255,12 +235,11 @@ class RewardManager:
             for part in self._terms[name].reward.part_names:
                 parts[f"{name}/{part}"] = torch.cat([outcome.parts[part] for outcome in outcomes])
         weighted = [weight * parts[name] for name, weight in self.weights.items() if name in parts]
-        if not weighted:
-            count = sum(handle.num_samples for handle in handles)
-            total = torch.full((count,), math.nan, dtype=torch.float64)
-            return Rewards(total=total, valid=total.isnan(), parts=parts)
-        total = torch.stack(weighted).sum(0)
-        return Rewards(total=total, valid=total.isfinite(), parts=parts)
+        if weighted:
+            total = torch.stack(weighted).sum(0)
+            return Rewards(total=total, valid=total.isfinite(), parts=parts)
+        total = _nothing(sum(handle.num_samples for handle in handles))
+        return Rewards(total=total, valid=total.isnan(), parts=parts)
 
     def taking_part(self, *, grouped: bool) -> list[str]:
         """Returns the terms that score samples which come as groups, or which do not."""
@@ -303,13 +282,6 @@ class RewardManager:
             caller.close(max(0.0, deadline - time.monotonic()))
         self._executor.shutdown(wait=True)
 
-    def _score_groups(self, name: str, handles: Sequence[RewardHandle]) -> list[Future[_Outcome]]:
-        pieces = [piece for handle in handles for piece in handle.pieces[name]]
-        return [
-            self._executor.submit(self._score, name, group.samples, group.prompts)
-            for group in whole_groups(pieces, handles[0].group_size)
-        ]
-
     def _score(self, name: str, samples: Samples | Tensor, prompts: Sequence[Prompt]) -> _Outcome:
         """Waits for the scores of a chunk in a thread, for which the main one goes on meanwhile.
 
@@ -320,8 +292,8 @@ class RewardManager:
             scores = self._callers[name](samples, prompts)
             return _checked(scores, part_names, prompts)
         except BaseException as error:
-            nothing = torch.full((len(prompts),), math.nan, dtype=torch.float64)
-            return _Outcome(values=nothing, parts=dict.fromkeys(part_names, nothing), error=error)
+            nothing = _nothing(len(prompts))
+            return _Outcome(nothing, dict.fromkeys(part_names, nothing), error)
 
     def _count(self, name: str, outcome: _Outcome) -> None:
         if outcome.error is None:
@@ -342,12 +314,8 @@ class RewardManager:
             )
 
 
-def _check_samples(
-    samples: Samples | None, latents: Tensor | None, prompts: Sequence[Prompt]
-) -> None:
-    for what, given in ((_kind_of(samples), samples), ("latents", latents)):
-        if given is not None and len(given) != len(prompts):
-            raise ValueError(f"{len(given)} {what} but {len(prompts)} prompts")
+def _nothing(count: int) -> Tensor:
+    return torch.full((count,), math.nan, dtype=torch.float64)
 
 
 def _kind_of(samples: Samples | None) -> str:
@@ -383,11 +351,11 @@ def _checked(scores: object, part_names: Sequence[str], prompts: Sequence[Prompt
     parts = {part: _column(scores.parts[part], len(prompts)) for part in part_names}
     bad = values.isnan().nonzero().flatten().tolist()
     if not bad:
-        return _Outcome(values=values, parts=parts)
+        return _Outcome(values, parts)
     first = prompts[bad[0]]
     why = scores.failure or f"{scores.values[bad[0]]!r} is no finite number"
     error = _NotFinite(f"{why}, for prompt {first.index} ({first.text!r})")
-    return _Outcome(values=values, parts=parts, error=error)
+    return _Outcome(values, parts, error)
 
 
 def _column(values: Sequence[float] | np.ndarray | Tensor, length: int) -> Tensor:
@@ -408,11 +376,8 @@ def _build_terms(config: RewardConfig) -> dict[str, _Term]:
         raise ValueError(
             "reward.terms is empty; give at least one, such as reward.terms.ocr.weight=1.0"
         )
-    if not any(term.weight != 0 for term in terms.values()):
-        raise ValueError(
-            "reward.terms: every weight is 0, so there is nothing to optimize; give one of them a "
-            "weight"
-        )
+    if not any(term.weight for term in terms.values()):
+        raise ValueError("reward.terms: every weight is 0, so there is nothing to optimize")
     if not 1 <= config.num_workers <= len(terms):
         raise ValueError(
             f"reward.num_workers={config.num_workers} must be between 1 and the number of rewards, "

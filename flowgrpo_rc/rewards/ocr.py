@@ -8,18 +8,18 @@ wheel of rapidocr, so nothing is downloaded. From 3.9 on it ships other models, 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from rapidfuzz.distance import Levenshtein
 
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.rewards.base import Reward, Scores
+from flowgrpo_rc.rewards.base import Reward, Scores, target_of
 
 if TYPE_CHECKING:
     from rapidocr import RapidOCR
@@ -29,10 +29,10 @@ DETECTION = ("auto", "always", "never")
 LINE_HEIGHT = 48
 # Pixels at that height; narrower input loses letters.
 MIN_LINE_WIDTH = 96
+PARTS = ("edit", "substring", "exact")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OcrScore:
+class OcrScore(NamedTuple):
     """The scores of one recognised text, each from 0 to 1.
 
     Attributes:
@@ -59,8 +59,8 @@ def ocr_score(text: str, target: str) -> OcrScore:
     Raises:
       ValueError: nothing but spaces in the target.
     """
-    text = _normalize(text)
-    target = _normalize(target)
+    text = text.replace(" ", "").lower()
+    target = target.replace(" ", "").lower()
     if not target:
         raise ValueError("ocr_score: the target text is empty")
     edit = 1.0 - min(Levenshtein.distance(text, target), len(target)) / len(target)
@@ -71,6 +71,20 @@ def ocr_score(text: str, target: str) -> OcrScore:
         substring=float(substring),
         exact=float(text == target),
     )
+
+
+def ocr_scores(
+    texts: Sequence[str | None], prompts: Sequence[Prompt], *, failure: str = ""
+) -> Scores:
+    """Returns the `ocr_score` of what was read for each prompt; NaN where nothing was, None."""
+    none = OcrScore(*[math.nan] * 4)
+    targets = [target_of(prompt) for prompt in prompts]
+    rows = [
+        none if text is None else ocr_score(text, target)
+        for text, target in zip(texts, targets, strict=True)
+    ]
+    parts = {name: [getattr(row, name) for row in rows] for name in PARTS}
+    return Scores(values=[row.reward for row in rows], parts=parts, failure=failure)
 
 
 class OCR(Reward):
@@ -84,12 +98,9 @@ class OCR(Reward):
       batch_size: lines recognised at once. On two cores a 32 x 64 line takes 5 ms with the
         defaults, busy or idle. With two threads and batches of 8 it takes 3 ms on an idle machine,
         and more than 10 ms during sampling.
-
-    Raises:
-      ValueError: detection is unknown or a number is below 1. When called: a prompt has no target.
     """
 
-    part_names = ("edit", "substring", "exact")
+    part_names = PARTS
     requires_target = True
 
     def __init__(self, *, detection: str = "auto", threads: int = 1, batch_size: int = 1) -> None:
@@ -103,57 +114,40 @@ class OCR(Reward):
         self.batch_size = batch_size
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
-        targets = [target_of(prompt) for prompt in prompts]
-        scores = [
-            ocr_score(text, target)
-            for text, target in zip(self.read(samples), targets, strict=True)
-        ]
-        return Scores(
-            values=[score.reward for score in scores],
-            parts={
-                "edit": [score.edit for score in scores],
-                "substring": [score.substring for score in scores],
-                "exact": [score.exact for score in scores],
-            },
-        )
+        return ocr_scores(self.read(samples), prompts)
 
     def check(self) -> None:
         """Raises ValueError if rapidocr, or a library of the system that it needs, is missing."""
         try:
             import_module("rapidocr")
         except ImportError as error:
-            raise ValueError(f"the OCR engine rapidocr cannot start: {_remedy(error)}") from error
+            remedy = "Install it: pip install 'rapidocr==3.8.*' onnxruntime"
+            if ".so" in str(error):  # OpenCV's wheel takes libGL and GLib from the system
+                remedy = (
+                    "On Debian and Ubuntu: apt-get install libgl1 libglib2.0-0. Where that cannot "
+                    "be: pip uninstall opencv-python, then pip install opencv-python-headless"
+                )
+            raise ValueError(f"the OCR engine rapidocr cannot start: {error}. {remedy}") from error
 
     def read(self, images: np.ndarray) -> list[str]:
         """Returns the text in each of N images [N, H, W, 3] uint8 RGB; "" if there is none."""
         # RapidOCR expects the channels in OpenCV's order, blue first.
         bgr = [np.ascontiguousarray(image[:, :, ::-1]) for image in images]
-        is_line = self.detection == "never" or (
-            self.detection == "auto" and images.shape[1] <= LINE_HEIGHT
-        )
-        if is_line:
-            return self._lines(bgr)
+        is_line = self.detection == "auto" and images.shape[1] <= LINE_HEIGHT
+        if is_line or self.detection == "never":
+            from rapidocr.ch_ppocr_rec import TextRecInput
+
+            return list(self._line_reader.text_rec(TextRecInput(img=bgr)).txts)
         return ["".join(self._page_reader(image).txts or ()) for image in bgr]
-
-    def _lines(self, images: list[np.ndarray]) -> list[str]:
-        from rapidocr.ch_ppocr_rec import TextRecInput
-
-        return list(self._line_reader.text_rec(TextRecInput(img=images)).txts)
 
     @cached_property
     def _line_reader(self) -> RapidOCR:
-        """An engine whose recogniser has a smaller width than the stock 320.
-
-        The stock width pads short lines and makes them four times slower.
-        """
+        # The stock width of 320 pads short lines and makes them four times slower.
         return self._engine({"Rec.rec_img_shape": [3, LINE_HEIGHT, MIN_LINE_WIDTH]})
 
     @cached_property
     def _page_reader(self) -> RapidOCR:
-        """Detection, then recognition.
-
-        `limit_type="max"` keeps the image at its size; the stock "min" enlarges it to 736.
-        """
+        # "max" keeps an image at its size; the stock "min" enlarges it to 736.
         return self._engine({"Global.use_cls": False, "Det.limit_type": "max"})
 
     def _engine(self, settings: dict[str, Any]) -> RapidOCR:
@@ -167,27 +161,3 @@ class OCR(Reward):
             threads.format("inter"): 1,
         }
         return RapidOCR(params=common | settings)
-
-
-def _remedy(error: ImportError) -> str:
-    """Returns what is missing and the command that installs it."""
-    if ".so" in str(error):  # OpenCV's wheel takes libGL and GLib from the system
-        return (
-            f"{error}. On Debian and Ubuntu: apt-get install libgl1 libglib2.0-0. Where that "
-            "cannot be: pip uninstall opencv-python, then pip install opencv-python-headless"
-        )
-    return f"{error}. Install it: pip install 'rapidocr==3.8.*' onnxruntime"
-
-
-def _normalize(text: str) -> str:
-    return text.replace(" ", "").lower()
-
-
-def target_of(prompt: Prompt) -> str:
-    """Returns the text to read. Raises ValueError if the prompt has none."""
-    if prompt.target is None or not _normalize(prompt.target):
-        raise ValueError(
-            f"reading needs a target text, and prompt {prompt.index} ({prompt.text!r}) has "
-            f'{prompt.target!r}: put the text between double quotes, or give the key "target"'
-        )
-    return prompt.target

@@ -5,30 +5,16 @@ Reference: PickScore, https://arxiv.org/abs/2305.01569.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.plugins import build
-from flowgrpo_rc.rewards.backbones.clip import Clip
-from flowgrpo_rc.rewards.base import Reward, Scores
+from flowgrpo_rc.rewards.backbones.clip import ClipReward
 
 
-class PickScore(Reward):
+class PickScore(ClipReward):
     """The cosine of image and prompt times the model's scale, about 15 to 26.
 
-    flow_grpo divides it by 26; a weight of 0.03846 gives its numbers.
-
-    Args:
-      path: the checkpoint, a local folder or a hub id.
-      processor: its image processor and tokenizer. The published checkpoint takes them from the
-        CLIP that it was trained from.
-      options: `device`, `dtype` and `batch_size` of `Clip`.
-
-    Raises:
-      ValueError: `Clip` refuses an option.
+    flow_grpo divides it by 26; a weight of 0.03846 gives its numbers. The published checkpoint
+    takes image processor and tokenizer from the CLIP that it was trained from.
     """
 
     num_parameters = 986_109_441  # CLIP ViT-H/14
@@ -40,8 +26,7 @@ class PickScore(Reward):
         processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
         **options: Any,
     ) -> None:
-        self._clip = build(Clip, {"path": path, "processor": processor, **options}, "Clip")
+        super().__init__(path=path, processor=processor, **options)
 
-    def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
-        cosines = self._clip.cosines(samples, [prompt.text for prompt in prompts])
-        return Scores(values=(cosines * self._clip.logit_scale()).tolist())
+    def _scale(self) -> float:
+        return self._clip.logit_scale()

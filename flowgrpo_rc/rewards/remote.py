@@ -27,11 +27,6 @@ class Remote(Reward):
       connection: `token_env`, `ca_file`, `deadline_s`, `max_attempts`, `max_pause_s`,
         `max_response_mb`, `max_failures` and `cooldown_s` of `JsonClient`. The deadline is for all
         requests of one chunk of samples together.
-
-    Raises:
-      ValueError: a number is below 1, part_names is no list, or `JsonClient` refuses an option.
-        When called: the answer is malformed.
-      ServerError: when called, the server has no answer.
     """
 
     kind = "any"

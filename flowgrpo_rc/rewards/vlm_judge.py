@@ -9,11 +9,10 @@ import numpy as np
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.pictures import read_picture
-from flowgrpo_rc.rewards.base import Reward, Scores
-from flowgrpo_rc.rewards.frames import check_every
+from flowgrpo_rc.rewards.backbones.frames import check_every
+from flowgrpo_rc.rewards.base import Scores
 from flowgrpo_rc.rewards.vlm.base import Question
-from flowgrpo_rc.rewards.vlm.find import make_vlm
-from flowgrpo_rc.rewards.vlm.judge import Judge, check_template, failure_of, filled
+from flowgrpo_rc.rewards.vlm.judge import AsksVlm, Judge, check_template, failure_of, filled
 
 QUESTION = (
     'This was made for the prompt "{prompt}". How well does it show what the prompt says, and how '
@@ -24,7 +23,7 @@ KINDS = ("image", "video")
 EVERY = 8  # distance between the frames of a video that are shown
 
 
-class VlmJudge(Reward):
+class VlmJudge(AsksVlm):
     """The number in a model's answer, from 0 (`low`) to 1 (`high`).
 
     A sample whose answer holds no such number has no score. The part `unanswered` is 1 for it, and
@@ -41,10 +40,6 @@ class VlmJudge(Reward):
       every: distance between the frames of a video that are shown; null: 8.
       source: show the images of the prompt first, such as the one that was edited.
       vlm: `url`, `model` and the other options of `VlmServer`, or `path` and those of `LocalVlm`.
-
-    Raises:
-      ValueError: a name in the question is unknown, an option is out of range or without effect, no
-        model is named, or its class refuses an option.
     """
 
     part_names = ("unanswered", "repeats")
@@ -75,12 +70,8 @@ class VlmJudge(Reward):
         self._question = question
         self._low = low
         self._high = high
-        self._vlm = make_vlm(vlm)
+        super().__init__(vlm)
         self._judge = Judge(self._vlm, parse=parse, low=low, high=high, attempts=attempts)
-
-    def check(self) -> None:
-        """Raises ValueError if the server cannot be reached, or serves other models."""
-        self._vlm.check()
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         questions = [
@@ -100,7 +91,6 @@ class VlmJudge(Reward):
         )
 
     def _pictures(self, sample: np.ndarray, prompt: Prompt) -> list[np.ndarray]:
-        """Returns what the model sees, in order."""
         images = prompt.images if self.requires_images else ()
         made = [sample] if self.kind == "image" else list(sample[:: self._every])
         return [*map(read_picture, images), *made]

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.rewards.base import Reward, Scores
+from flowgrpo_rc.rewards.base import Scores
 from flowgrpo_rc.rewards.vlm.base import Question
-from flowgrpo_rc.rewards.vlm.find import make_vlm
-from flowgrpo_rc.rewards.vlm.judge import Judge, Verdict, check_template, failure_of, filled
+from flowgrpo_rc.rewards.vlm.judge import AsksVlm, Judge, check_template, failure_of, filled
 
 QUESTION = (
     'Both images were made for the prompt "{prompt}". Which one shows what the prompt says better, '
@@ -27,7 +26,7 @@ QUESTION = (
 OUTCOMES = {0.0: 0.5, 1.0: 1.0, 2.0: 0.0}
 
 
-class VlmPreference(Reward):
+class VlmPreference(AsksVlm):
     """The share of its comparisons that a sample wins, from 0 to 1; half of one where it ties.
 
     A comparison without an answer that can be read does not count, and a sample without any that
@@ -45,10 +44,6 @@ class VlmPreference(Reward):
       both_orders: ask about each pair twice, with either image first, since many models prefer a
         place.
       vlm: `url`, `model` and the other options of `VlmServer`, or `path` and those of `LocalVlm`.
-
-    Raises:
-      ValueError: a name in the question is unknown, an option is out of range, no model is named,
-        or its class refuses an option. When called: the samples are of several prompts.
     """
 
     groupwise = True
@@ -71,12 +66,8 @@ class VlmPreference(Reward):
         self._question = question
         self._neighbours = neighbours
         self._both_orders = both_orders
-        self._vlm = make_vlm(vlm)
+        super().__init__(vlm)
         self._judge = Judge(self._vlm, parse=parse, low=0, high=2, attempts=attempts)
-
-    def check(self) -> None:
-        """Raises ValueError if the server cannot be reached, or serves other models."""
-        self._vlm.check()
 
     def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
         if len({prompt.index for prompt in prompts}) != 1:
@@ -88,7 +79,8 @@ class VlmPreference(Reward):
         verdicts = self._judge.ask(
             [Question(pictures=[samples[i], samples[j]], text=text) for i, j in asked]
         )
-        shares = np.array([_share(verdict) for verdict in verdicts])
+        # The first image's share of a win; NaN for an answer that is none of the three.
+        shares = np.array([OUTCOMES.get(verdict.number, math.nan) for verdict in verdicts])
         wins, unanswered = _win_rates(len(samples), asked, shares)
         contradicted = np.zeros(len(samples))
         if self._both_orders:
@@ -101,21 +93,11 @@ class VlmPreference(Reward):
 
 
 def pairs_of(count: int, neighbours: int | None) -> list[tuple[int, int]]:
-    """Returns the pairs of a group that are compared; no pair twice.
-
-    Args:
-      count: samples of the group, n.
-      neighbours: with how many that follow it in a ring each is compared; None for all pairs.
-    """
+    """Returns the pairs of a group that are compared; no pair twice. See `neighbours` above."""
     steps = range(1, count) if neighbours is None else range(1, min(neighbours, count - 1) + 1)
     ring = [(first, (first + step) % count) for step in steps for first in range(count)]
     # The second half of a ring meets the first again.
     return list(dict.fromkeys((min(pair), max(pair)) for pair in ring))
-
-
-def _share(verdict: Verdict) -> float:
-    """Returns the first image's share of a win; NaN for an answer that is none of the three."""
-    return OUTCOMES.get(verdict.number, math.nan)
 
 
 def _win_rates(
@@ -136,10 +118,7 @@ def _win_rates(
 def _contradicted(count: int, pairs: Sequence[tuple[int, int]], shares: np.ndarray) -> np.ndarray:
     """Returns the share of each sample's pairs whose two orders have different outcomes.
 
-    Args:
-      count: samples of the group.
-      pairs: the pairs, [M].
-      shares: the first image's share of a win, of each pair and then of each reversed pair, [2 M].
+    `shares` are those of the M pairs and then of the M reversed pairs.
     """
     forth, back = np.split(shares, 2)
     differ = ~np.isclose(forth, 1 - back) & ~np.isnan(forth) & ~np.isnan(back)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def checkpoint_source(path: str, *, key: str) -> str:
-    """Returns what transformers loads from: the path of a folder, or a hub id.
-
-    Args:
-      path: a local folder, or text in the form of a hub id, `owner/name`.
-      key: name of the option that holds the path, for the error message.
+    """Returns what transformers loads from: the path of a folder, or a hub id, `owner/name`.
 
     Raises:
-      ValueError: `path` is neither.
+      ValueError: `path` is neither; `key` is the option that holds it.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -33,16 +30,35 @@ def checkpoint_source(path: str, *, key: str) -> str:
     return path
 
 
-def check_device(device: str) -> None:
-    """Raises ValueError for a device that torch does not know or this machine does not have."""
-    if device == "auto":
-        return
+def converted_folder(path: str, files: Sequence[str], converter: str) -> Path:
+    """Returns the folder that `examples/convert_reward.py` has made. ValueError if it has not.
+
+    Args:
+      path: the folder.
+      files: what it must hold.
+      converter: the first argument of the script.
+    """
+    folder = Path(path).expanduser()
+    missing = [name for name in files if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"path={path!r} has no {missing[0]}: make it by examples/convert_reward.py {converter}"
+        )
+    return folder
+
+
+def check_loading(*, device: str, dtype: str, batch_size: int) -> None:
+    """Raises ValueError for a device that is not here, an unknown dtype or no batch."""
     try:
-        kind = torch.device(device).type
+        kind = "auto" if device == "auto" else torch.device(device).type
     except RuntimeError as error:
         raise ValueError(f"device={device!r}: give auto, cpu, cuda or cuda:1") from error
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={device!r}: torch finds no CUDA device; give cpu")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}: allowed are {', '.join(DTYPES)}")
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size!r} must be at least 1")
 
 
 def resolve_device(device: str) -> torch.device:
@@ -58,14 +74,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """Loads the tokenizer of a scoring model.
-
-    Args:
-      path: a local folder or a hub id.
-
-    Raises:
-      ValueError: it needs code that comes with the model.
-    """
+    """Loads the tokenizer of a scoring model. ValueError if code of the model would have to run."""
     from transformers import AutoTokenizer
 
     with loading(f"path={str(path)!r}"):
@@ -73,13 +82,7 @@ def load_tokenizer(path: str | Path) -> Any:
 
 
 def load_pretrained(cls: Any, path: str, *, device: str, dtype: str) -> Any:
-    """Loads a model from safetensors for inference.
-
-    Args:
-      cls: the model class of transformers.
-      path: a local folder or a hub id.
-      device: as in `resolve_device`.
-      dtype: a key of `DTYPES`.
+    """Loads a model of a transformers class from safetensors, for inference.
 
     Raises:
       ValueError: the checkpoint lacks weights of the class.

@@ -17,13 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.plugins import build
 from flowgrpo_rc.rewards.backbones.checkpoint import (
-    DTYPES,
-    check_device,
+    check_loading,
     checkpoint_source,
     load_pretrained,
     load_tokenizer,
 )
+from flowgrpo_rc.rewards.base import Reward, Scores
 
 
 class _LoadedClip(NamedTuple):
@@ -41,10 +43,6 @@ class Clip:
       device: auto (the GPU of this process, or the CPU), cpu, cuda, cuda:1.
       dtype: fp32, bf16 or fp16.
       batch_size: images or texts in one forward.
-
-    Raises:
-      ValueError: there is nothing to load at `path`, the device or dtype is unknown, or batch_size
-        is below 1.
     """
 
     def __init__(
@@ -64,25 +62,13 @@ class Clip:
         self.processor = (
             self.path if processor is None else checkpoint_source(processor, key="processor")
         )
-        check_device(device)
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype={dtype!r}: allowed are {', '.join(DTYPES)}")
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size!r} must be at least 1")
+        check_loading(device=device, dtype=dtype, batch_size=batch_size)
         self.device = device
         self.dtype = dtype
         self.batch_size = batch_size
 
     def cosines(self, images: np.ndarray, texts: Sequence[str]) -> Tensor:
-        """Computes the cosine of each image and the text at the same place.
-
-        Args:
-          images: uint8 RGB, [N, H, W, 3].
-          texts: N texts.
-
-        Returns:
-          fp32 on the CPU, [N].
-        """
+        """Computes the cosine of each image [N, H, W, 3] uint8 and its text, fp32 [N]."""
         return (self.image_features(images) * self.text_features(texts)).sum(1)
 
     def logit_scale(self) -> float:
@@ -135,3 +121,23 @@ class Clip:
             CLIPImageProcessorPil.from_pretrained(self.processor),
             load_tokenizer(self.processor),
         )
+
+
+class ClipReward(Reward):
+    """Scores by the cosine of image and prompt in a CLIP.
+
+    Args:
+      path: the CLIP checkpoint, a local folder or a hub id.
+      options: `processor`, `device`, `dtype` and `batch_size` of `Clip`.
+    """
+
+    def __init__(self, *, path: str, **options: Any) -> None:
+        self._clip = build(Clip, {"path": path, **options}, "Clip")
+
+    def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
+        cosines = self._clip.cosines(samples, [prompt.text for prompt in prompts])
+        return Scores(values=(cosines * self._scale()).tolist())
+
+    def _scale(self) -> float:
+        """Returns the factor of the cosine."""
+        return 1.0

@@ -15,21 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowgrpo_rc.rewards.backbones.checkpoint import DTYPES, check_device, load_tokenizer
+from flowgrpo_rc.rewards.backbones.checkpoint import check_loading, load_tokenizer
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 Messages = Sequence[Mapping[str, Any]]
 
 
 def check_qwen_vl(path: str, *, device: str, dtype: str, batch_size: int) -> None:
-    """Raises ValueError if a folder holds another model, or an option is out of range.
-
-    Args:
-      path: a local folder, or a hub id, which is not looked at.
-      device: as in `resolve_device`.
-      dtype: a key of `DTYPES`.
-      batch_size: conversations in one forward.
-    """
+    """Raises ValueError if a folder holds another model, or an option is out of range."""
     config = Path(path) / "config.json"
     if Path(path).is_dir():
         if not config.is_file():
@@ -40,11 +33,7 @@ def check_qwen_vl(path: str, *, device: str, dtype: str, batch_size: int) -> Non
                 f"path={path!r} holds a {family}; allowed are {', '.join(FAMILIES)}. Another model "
                 "can be asked through a server: give url and model in place of path"
             )
-    check_device(device)
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r}: allowed are {', '.join(DTYPES)}")
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size!r} must be at least 1")
+    check_loading(device=device, dtype=dtype, batch_size=batch_size)
 
 
 def plain(text: str) -> str:

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from flowgrpo_rc.reading import blaming, read_mapping
-from flowgrpo_rc.rewards.backbones.checkpoint import load_pretrained
+from flowgrpo_rc.rewards.backbones.checkpoint import converted_folder, load_pretrained
 from flowgrpo_rc.rewards.backbones.qwen_vl import QwenVlReader, check_qwen_vl, plain
 
 WEIGHTS = "model.safetensors"
@@ -63,28 +63,12 @@ class VlmReward:
       device: auto (the GPU of this process, or the CPU), cpu, cuda, cuda:1.
       dtype: fp32, bf16 or fp16; of the model, while the heads are fp32.
       batch_size: samples in one forward.
-
-    Raises:
-      ValueError: a file is missing, the model is another one, `reward.json` is malformed, or an
-        option is out of range.
     """
 
     def __init__(
-        self,
-        *,
-        path: str,
-        converter: str,
-        device: str,
-        dtype: str,
-        batch_size: int,
+        self, *, path: str, converter: str, device: str, dtype: str, batch_size: int
     ) -> None:
-        self._folder = Path(path).expanduser()
-        missing = [name for name in FILES if not (self._folder / name).is_file()]
-        if missing:
-            raise ValueError(
-                f"path={path!r} has no {missing[0]}: make it by examples/convert_reward.py "
-                f"{converter}"
-            )
+        self._folder = converted_folder(path, FILES, converter)
         check_qwen_vl(str(self._folder), device=device, dtype=dtype, batch_size=batch_size)
         with blaming(f"path={path!r}: {ASKED}"):
             self._asked = _asked(read_mapping(self._folder / ASKED))
@@ -93,17 +77,11 @@ class VlmReward:
         self._batch_size = batch_size
 
     def means(self, pictures: Sequence[Sequence[np.ndarray]], texts: Sequence[str]) -> Tensor:
-        """Computes the mean that each head gives for each sample.
+        """Computes the mean that each head gives for each sample, fp32 on the CPU, [N, I].
 
         Args:
           pictures: what the model sees of each sample: uint8 RGB, [H, W, 3] each; [N].
           texts: the prompt of each sample, [N].
-
-        Returns:
-          fp32 on the CPU, [N, I].
-
-        Raises:
-          ValueError: the checkpoint has other heads than instructions.
         """
         rows = []
         for start in range(0, len(texts), self._batch_size):

@@ -119,17 +119,17 @@ class JsonClient:
         self._max_pause_s = max_pause_s
         self._max_bytes = int(max_response_mb * 1e6)
         self._token = None if token_env is None else read_token(token_env)
-        self._tls = None if ca_file is None else _trusting(ca_file)
-        self._breaker = Breaker(max_failures, cooldown_s)
+        self._tls: ssl.SSLContext | bool = True if ca_file is None else _trusting(ca_file)
+        self._max_failures = max_failures
+        self._cooldown_s = cooldown_s
+        self._failures = 0  # failed calls in a row
+        self._closed_until = 0.0
         # At their lowest level these loggers print headers, which a server may fill with the token.
         for name in ("httpx2", "httpcore2"):
             logging.getLogger(name).setLevel(logging.WARNING)
 
     def probe(self, path: str) -> Any:
-        """Asks the server once whether it is there, with a GET request.
-
-        Args:
-          path: is appended to the client's url.
+        """Asks the server once whether it is there, by a GET request.
 
         Returns:
           The JSON of its answer; None if it is there and has none, since it need not answer GET.
@@ -144,13 +144,6 @@ class JsonClient:
         if isinstance(answer, _NoAccess):
             raise ValueError(f"{answer}: token_env must name the variable with its token")
         return None if isinstance(answer, ServerError) else answer
-
-    def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Returns the answer to one request. Raises ServerError without one by the deadline."""
-        (answer,) = self.post_all(path, [body])
-        if isinstance(answer, ServerError):
-            raise answer
-        return answer
 
     def post_all(
         self, path: str, bodies: Sequence[Mapping[str, Any]], *, concurrency: int = 1
@@ -167,13 +160,23 @@ class JsonClient:
         Raises:
           ServerError: the server is left alone for now, after too many failures.
         """
-        self._breaker.check()
+        if (left := self._closed_until - time.monotonic()) > 0:
+            raise ServerError(
+                f"left alone for another {left:.0f} s after {self._failures} failures in a row"
+            )
         answers = asyncio.run(
             self._ask_all(path, bodies, concurrency, self._deadline_s, attempts=self._max_attempts)
         )
         failed = bool(answers) and all(isinstance(answer, ServerError) for answer in answers)
-        self._breaker.record(failed)
+        self._failures = self._failures + 1 if failed else 0
+        if self._failures >= self._max_failures:
+            self._closed_until = time.monotonic() + self._cooldown_s
         return answers
+
+    def without_token(self, text: str) -> str:
+        """Returns what a server said in a form that may stand in a message: printable, no token."""
+        printable = "".join(character for character in text if character.isprintable())
+        return printable if self._token is None else printable.replace(self._token, "***")
 
     async def _ask_all(
         self,
@@ -186,42 +189,8 @@ class JsonClient:
     ) -> list[Any | ServerError]:
         """Posts each body; None in place of a body makes a GET request."""
         import httpx2
-
-        turn = asyncio.Semaphore(concurrency)
-        end = time.monotonic() + deadline_s
-        asyncio.get_running_loop().set_default_executor(_Lookups())
-
-        async def one(body: Mapping[str, Any] | None) -> Any | ServerError:
-            try:
-                async with asyncio.timeout(end - time.monotonic()), turn:
-                    return await self._with_retries(client, path, body, attempts)
-            except TimeoutError:
-                return ServerError(f"{self._url} gave no answer within deadline_s={deadline_s:g}")
-            except ServerError as error:
-                return error
-
-        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
-        if self._token is not None:
-            headers["Authorization"] = f"Bearer {self._token}"
-        verify = True if self._tls is None else self._tls
-        # trust_env=False: a proxy of the environment would see the samples, and .netrc could send
-        # other credentials.
-        # The deadline ends a request; connecting may take half of it.
-        timeout = httpx2.Timeout(None, connect=deadline_s / 2)
-        async with httpx2.AsyncClient(
-            headers=headers, verify=verify, timeout=timeout, follow_redirects=False, trust_env=False
-        ) as client:
-            return await asyncio.gather(*(one(body) for body in bodies))
-
-    async def _with_retries(
-        self,
-        client: httpx2.AsyncClient,
-        path: str,
-        body: Mapping[str, Any] | None,
-        num_attempts: int,
-    ) -> Any:
         from tenacity import (
-            AsyncRetrying,
+            retry,
             retry_if_exception_type,
             stop_after_attempt,
             wait_random_exponential,
@@ -233,13 +202,38 @@ class JsonClient:
             error = state.outcome.exception() if state.outcome else None
             return grows(state) + (error.after_s if isinstance(error, _ComeAgain) else 0.0)
 
-        attempts = AsyncRetrying(
+        send = retry(
             retry=retry_if_exception_type(_ComeAgain),
-            stop=stop_after_attempt(num_attempts),
+            stop=stop_after_attempt(attempts),
             wait=pause,
             reraise=True,
-        )
-        return await attempts(self._send, client, path, body)
+        )(self._send)
+        turn = asyncio.Semaphore(concurrency)
+        end = time.monotonic() + deadline_s
+        asyncio.get_running_loop().set_default_executor(_Lookups())
+
+        async def one(body: Mapping[str, Any] | None) -> Any | ServerError:
+            try:
+                async with asyncio.timeout(end - time.monotonic()), turn:
+                    return await send(client, path, body)
+            except TimeoutError:
+                return ServerError(f"{self._url} gave no answer within deadline_s={deadline_s:g}")
+            except ServerError as error:
+                return error
+
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
+        if self._token is not None:
+            headers["Authorization"] = f"Bearer {self._token}"
+        async with httpx2.AsyncClient(
+            headers=headers,
+            verify=self._tls,
+            # The deadline ends a request; connecting may take half of it.
+            timeout=httpx2.Timeout(None, connect=deadline_s / 2),
+            follow_redirects=False,
+            # A proxy of the environment would see the samples; .netrc could send other credentials.
+            trust_env=False,
+        ) as client:
+            return await asyncio.gather(*(one(body) for body in bodies))
 
     async def _send(
         self, client: httpx2.AsyncClient, path: str, body: Mapping[str, Any] | None
@@ -247,9 +241,17 @@ class JsonClient:
         import httpx2
 
         method = "GET" if body is None else "POST"
+        content = bytearray()
         try:
             async with client.stream(method, f"{self._url}{path}", json=body) as response:
-                content = await self._content(response)
+                # Raw, since a short compressed answer may become a long one.
+                async for chunk in response.aiter_raw():
+                    content += chunk
+                    if len(content) > self._max_bytes:
+                        raise ServerError(
+                            f"{self._url} answered more than "
+                            f"max_response_mb={self._max_bytes / 1e6:g}"
+                        )
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             # Nothing has been sent yet, so the text of the error cannot hold the token.
             raise _Unreachable(
@@ -260,28 +262,16 @@ class JsonClient:
             raise ServerError(
                 f"{self._url} broke off or does not speak HTTP ({type(error).__name__})"
             ) from None
-        return self._parsed(response, content)
-
-    async def _content(self, response: httpx2.Response) -> bytes:
-        """Reads the body as it comes, without decompression, up to the size limit."""
-        chunks = []
-        size = 0
-        async for chunk in response.aiter_raw():
-            chunks.append(chunk)
-            size += len(chunk)
-            if size > self._max_bytes:
-                raise ServerError(
-                    f"{self._url} answered more than max_response_mb={self._max_bytes / 1e6:g}"
-                )
-        return b"".join(chunks)
+        return self._parsed(response, bytes(content))
 
     def _parsed(self, response: httpx2.Response, content: bytes) -> Any:
         status = response.status_code
         kind = response.headers.get("content-type", "").split(";")[0].strip().lower()
         if status in BUSY:
-            raise _ComeAgain(
-                f"{self._url} answered {status}", _seconds(response.headers.get("retry-after", ""))
-            )
+            # Retry-After may be a date as well, which would need equal clocks.
+            after = response.headers.get("retry-after", "")
+            seconds = float(after) if re.fullmatch("[0-9]{1,5}", after) else 0.0
+            raise _ComeAgain(f"{self._url} answered {status}", seconds)
         if status != 200:
             said = self._quoted(content) if kind == "application/json" else ""
             failure = _NoAccess if status in NO_ACCESS else ServerError
@@ -304,11 +294,6 @@ class JsonClient:
             return ""
         return f": {self.without_token(said)[:_LONGEST_QUOTE]}"
 
-    def without_token(self, text: str) -> str:
-        """Returns what a server said in a form that may stand in a message: printable, no token."""
-        printable = "".join(character for character in text if character.isprintable())
-        return printable if self._token is None else printable.replace(self._token, "***")
-
 
 class _Lookups(ThreadPoolExecutor):
     """Runs DNS look-ups. One that hangs cannot be stopped, so nobody waits for it at the end."""
@@ -317,64 +302,12 @@ class _Lookups(ThreadPoolExecutor):
         super().shutdown(wait=False, cancel_futures=cancel_futures)
 
 
-class Breaker:
-    """Lets calls fail at once for a while after several failures in a row.
-
-    Args:
-      max_failures: failed calls in a row that start a pause.
-      cooldown_s: length of a pause, in seconds; the call after it decides anew.
-    """
-
-    def __init__(self, max_failures: int, cooldown_s: float) -> None:
-        self._max_failures = max_failures
-        self._cooldown_s = cooldown_s
-        self._failures = 0
-        self._open_until = 0.0
-
-    def check(self) -> None:
-        """Raises ServerError during a pause."""
-        left = self._open_until - time.monotonic()
-        if left > 0:
-            raise ServerError(
-                f"left alone for another {left:.0f} s after {self._failures} failures in a row"
-            )
-
-    def record(self, failed: bool) -> None:
-        """Counts a call that failed, or resets the count after one that did not."""
-        self._failures = self._failures + 1 if failed else 0
-        if self._failures >= self._max_failures:
-            self._open_until = time.monotonic() + self._cooldown_s
-
-
 def is_loopback(host: str) -> bool:
     """Returns True if a host's name or address is this machine's own."""
-    if host == "localhost":
-        return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _check_url(url: str) -> None:
-    address = urlsplit(url)
-    if address.scheme not in ("http", "https") or not address.hostname:
-        raise ValueError("url must begin with https:// or, to this machine, http:// and a host")
-    try:
-        _ = address.port  # urlsplit parses the port only here
-    except ValueError:
-        raise ValueError("url must have a port from 0 to 65535 after the host, or none") from None
-    has_user = address.username is not None or address.password is not None
-    if has_user or address.query or address.fragment:
-        raise ValueError(
-            "url must have no user, query or fragment: put a token into an environment variable "
-            "(token_env)"
-        )
-    if address.scheme == "http" and not is_loopback(address.hostname):
-        raise ValueError(
-            f"url={url!r} would send samples and token in the clear: use https, or a tunnel to "
-            "this machine such as ssh -L 8000:localhost:8000"
-        )
 
 
 def read_token(name: str) -> str:
@@ -395,6 +328,26 @@ def read_token(name: str) -> str:
     return token
 
 
+def _check_url(url: str) -> None:
+    address = urlsplit(url)
+    if address.scheme not in ("http", "https") or not address.hostname:
+        raise ValueError("url must begin with https:// or, to this machine, http:// and a host")
+    try:
+        _ = address.port  # urlsplit parses the port only here
+    except ValueError:
+        raise ValueError("url must have a port from 0 to 65535 after the host, or none") from None
+    if "@" in address.netloc or address.query or address.fragment:
+        raise ValueError(
+            "url must have no user, query or fragment: put a token into an environment variable "
+            "(token_env)"
+        )
+    if address.scheme == "http" and not is_loopback(address.hostname):
+        raise ValueError(
+            f"url={url!r} would send samples and token in the clear: use https, or a tunnel to "
+            "this machine such as ssh -L 8000:localhost:8000"
+        )
+
+
 def _trusting(ca_file: str) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=Path(ca_file).expanduser())
@@ -402,8 +355,3 @@ def _trusting(ca_file: str) -> ssl.SSLContext:
         raise ValueError(
             f"ca_file={ca_file!r}: give a file of certificates in PEM ({error})"
         ) from error
-
-
-def _seconds(text: str) -> float:
-    """Reads Retry-After in seconds; 0 for its other form, a date, which would need equal clocks."""
-    return float(text) if text.isascii() and text.isdigit() and len(text) < 6 else 0.0

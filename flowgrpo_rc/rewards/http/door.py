@@ -20,10 +20,7 @@ MOST_OUTSIDE = 128  # connections without it
 class Door:
     """Closes connections that do not show the token in time, and the oldest if they are too many.
 
-    Args:
-      deadline_s: how long a connection may take, in seconds.
-      most: so many connections wait at most. A new one takes the place of the oldest, so a client
-        gets in that shows its token at once.
+    A new one takes the place of the oldest, so a client gets in that shows its token at once.
     """
 
     def __init__(self, deadline_s: float = DEADLINE_S, most: int = MOST_OUTSIDE) -> None:
@@ -48,8 +45,7 @@ class Door:
 def protocol(door: Door) -> type[H11Protocol]:
     """Returns the protocol of connections that come through a door.
 
-    `request.state.let_in()` tells that a request has shown the token. h11 is taken since it bounds
-    the headers.
+    `request.state.let_in()` tells that a request has shown the token. h11 bounds the headers.
     """
     from uvicorn.protocols.http.h11_impl import H11Protocol
 

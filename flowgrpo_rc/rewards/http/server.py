@@ -30,11 +30,6 @@ def make_app(reward: Reward, token: str, *, max_body_mb: float) -> "FastAPI":
     It answers 401 without the token, 408 to a body that takes too long, 413 to one that is too
     long, 415 to another type than JSON, 422 to a body that is no request or whose samples the
     reward does not score, and 500 with the exception if the reward fails.
-
-    Args:
-      reward: scores the samples.
-      token: the bearer token that clients must send.
-      max_body_mb: longest body of a request, in MB.
     """
     from fastapi import Depends, FastAPI, HTTPException, Request
     from fastapi.concurrency import run_in_threadpool
@@ -45,11 +40,8 @@ def make_app(reward: Reward, token: str, *, max_body_mb: float) -> "FastAPI":
     def authorize(request: Request) -> None:
         given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, f"Bearer {token}".encode()):
-            raise HTTPException(
-                401,
-                "wrong or missing bearer token",
-                {"WWW-Authenticate": "Bearer", "Connection": "close"},
-            )
+            headers = {"WWW-Authenticate": "Bearer", "Connection": "close"}
+            raise HTTPException(401, "wrong or missing bearer token", headers)
         request.state.let_in()
 
     @app.get("/v1/reward", dependencies=[Depends(authorize)])
@@ -135,11 +127,6 @@ def serve(
       certificate: file with the TLS certificate; None for plain HTTP, on this machine only.
       key: file with the key of the certificate.
       max_body_mb: longest body of a request, in MB.
-
-    Raises:
-      ValueError: the reward or an option does not exist, the reward lacks what it needs, there is
-        no valid token, other machines would reach the address without TLS, or the packages of the
-        extra `serve` are missing.
     """
     if not all(find_spec(package) for package in PACKAGES):
         raise ValueError(f"serve-reward needs {' and '.join(PACKAGES)}: {install_hint('serve')}")
@@ -164,11 +151,5 @@ def serve(
     import uvicorn
 
     app = make_app(reward, token, max_body_mb=max_body_mb)
-    uvicorn.run(
-        app,
-        host=host,
-        port=port,
-        ssl_certfile=certificate,
-        ssl_keyfile=key,
-        **limits(Door()),
-    )
+    tls: dict[str, Any] = {"ssl_certfile": certificate, "ssl_keyfile": key}
+    uvicorn.run(app, host=host, port=port, **tls, **limits(Door()))

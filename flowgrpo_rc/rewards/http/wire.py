@@ -20,7 +20,7 @@ from numbers import Real
 from typing import Any
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.pictures import picture_bytes, picture_size
@@ -33,31 +33,21 @@ _PROMPT_FIELDS = ("text", "index", "target", "negative_text", "metadata", "image
 
 
 def encode(samples: Any, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Makes the request for the scores of samples.
-
-    Args:
-      samples: uint8 images [N, H, W, 3] or videos [N, F, H, W, 3], or N texts.
-      prompts: the prompt of each sample.
-    """
+    """Makes the request for the scores of N images, videos or texts."""
+    request: dict[str, Any] = {"prompts": [_row(prompt) for prompt in prompts]}
     if not isinstance(samples, np.ndarray):
-        kind = "text"
-        encoded = list(samples)
-    elif samples.ndim == 4:
-        kind = "image"
-        encoded = [encode_png(image) for image in samples]
-    else:
-        kind = "video"
-        encoded = [[encode_png(frame) for frame in video] for video in samples]
-    return {"kind": kind, "samples": encoded, "prompts": [_row(prompt) for prompt in prompts]}
+        return request | {"kind": "text", "samples": list(samples)}
+    if samples.ndim == 4:
+        return request | {"kind": "image", "samples": [encode_png(image) for image in samples]}
+    videos = [[encode_png(frame) for frame in video] for video in samples]
+    return request | {"kind": "video", "samples": videos}
 
 
 def decode(request: Any) -> tuple[Any, list[Prompt]]:
     """Returns samples and prompts of a request. Raises ValueError if it is malformed."""
     if not isinstance(request, Mapping) or set(request) != {"kind", "samples", "prompts"}:
         raise ValueError("a request is an object with kind, samples and prompts")
-    kind = request["kind"]
-    samples = request["samples"]
-    prompts = request["prompts"]
+    kind, samples, prompts = (request[name] for name in ("kind", "samples", "prompts"))
     if kind not in KINDS or not isinstance(samples, list) or not isinstance(prompts, list):
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, samples and prompts lists")
     if not samples or len(samples) != len(prompts):
@@ -78,12 +68,7 @@ def encode_scores(scores: Scores) -> dict[str, Any]:
 
 
 def decode_scores(answer: Any, part_names: Sequence[str], count: int) -> Scores:
-    """Reads the scores in an answer; null becomes NaN.
-
-    Args:
-      answer: the JSON of the answer.
-      part_names: the parts to keep; others are ignored.
-      count: number of samples that were sent.
+    """Reads the scores of `count` samples in an answer; null becomes NaN, other parts are ignored.
 
     Raises:
       ValueError: the answer is malformed or lacks a part.
@@ -108,11 +93,7 @@ def encode_png(image: np.ndarray) -> str:
 
 
 def decode_png(text: Any, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Returns the image [H, W, 3] uint8 of a PNG file in base64.
-
-    Raises:
-      ValueError: `text` is something else, or the image has more than `max_pixels` pixels.
-    """
+    """Returns the image [H, W, 3] uint8 of a PNG file in base64. ValueError for all else."""
     if not isinstance(text, str):
         raise ValueError("an image must be a PNG file in base64")
     try:
@@ -122,13 +103,7 @@ def decode_png(text: Any, max_pixels: int = MAX_PIXELS) -> np.ndarray:
                     f"{image.width} x {image.height} pixels are too many for one request"
                 )
             return np.asarray(image.convert("RGB"))
-    except (
-        binascii.Error,
-        UnidentifiedImageError,
-        OSError,
-        SyntaxError,
-        Image.DecompressionBombError,
-    ) as error:
+    except (binascii.Error, OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(
             f"an image must be a PNG file in base64 ({type(error).__name__})"
         ) from error

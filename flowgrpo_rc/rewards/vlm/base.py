@@ -53,14 +53,7 @@ class Vlm(ABC):
 
     @abstractmethod
     def answer(self, questions: Sequence[Question]) -> list[Answer | VlmError]:
-        """Answers N questions.
-
-        Args:
-          questions: [N].
-
-        Returns:
-          The answer to each question, or why it has none, [N].
-        """
+        """Returns the answer to each of N questions, or why it has none."""
 
     def quote(self, text: str) -> str:
         """Returns the beginning of an answer in a form that may stand in a message."""

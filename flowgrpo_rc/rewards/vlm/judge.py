@@ -1,4 +1,4 @@
-"""A judge: a vision-language model whose answers are read as numbers.
+"""Rewards that ask a vision-language model, and a judge that reads its answers as numbers.
 
 An answer in which no number can be found is a failure. The judge is asked again, in the same
 conversation, and in the end the question has no number. It never becomes 0.
@@ -10,9 +10,13 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from flowgrpo_rc.plugins import build
+from flowgrpo_rc.rewards.base import Reward
 from flowgrpo_rc.rewards.vlm.base import Answer, Question, Vlm, VlmError
+from flowgrpo_rc.rewards.vlm.local import LocalVlm
+from flowgrpo_rc.rewards.vlm.server import VlmServer
 
 LONGEST_ANSWER = 20_000  # characters of an answer that are read, from its end
 MOST_BRACES = 100  # in an answer, at which a JSON object is looked for
@@ -23,6 +27,30 @@ _RANGE = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)\s*(?:to|and|-|\u2013)\s*(-?[0-9]+(
 _PLACE = re.compile(r"\{(\w+)\}")
 
 Read = Callable[[str], float]
+
+
+class AsksVlm(Reward):
+    """A reward that asks a model: one behind a server, or one in this process.
+
+    Args:
+      vlm: options of `VlmServer`, with `url`, or those of `LocalVlm`, with `path`.
+    """
+
+    def __init__(self, vlm: dict[str, Any]) -> None:
+        if ("url" in vlm) == ("path" in vlm):
+            raise ValueError(
+                "which model answers? Give url and model for one behind a server, or path for one "
+                "in this process"
+            )
+        self._vlm: Vlm
+        if "url" in vlm:
+            self._vlm = build(VlmServer, vlm, "a VLM's server")
+        else:
+            self._vlm = build(LocalVlm, vlm, "a VLM of this process")
+
+    def check(self) -> None:
+        """Raises ValueError if the server cannot be reached, or serves other models."""
+        self._vlm.check()
 
 
 class Verdict(NamedTuple):
@@ -54,9 +82,6 @@ class Judge:
       low: the least number that counts as an answer.
       high: the largest.
       attempts: how often a question is asked at most, if its answer cannot be read.
-
-    Raises:
-      ValueError: parse has another form, low is not below high, or attempts is below 1.
     """
 
     def __init__(self, vlm: Vlm, *, parse: str, low: float, high: float, attempts: int) -> None:
@@ -98,13 +123,10 @@ class Judge:
             return Verdict(math.nan, repeats, "the answer was cut at max_tokens; raise it")
         try:
             number = self._read(answer.text[-LONGEST_ANSWER:])
+            if not self._low <= number <= self._high:
+                raise _Unreadable(f"not between low={self._low:g} and high={self._high:g}")
         except _Unreadable as error:
             return Verdict(math.nan, repeats, f"{error}: {self._vlm.quote(answer.text)}")
-        if not self._low <= number <= self._high:
-            said = self._vlm.quote(answer.text)
-            return Verdict(
-                math.nan, repeats, f"not between low={self._low:g} and high={self._high:g}: {said}"
-            )
         return Verdict(number, repeats)
 
 
@@ -190,10 +212,6 @@ def _json_value(text: str, key: str) -> float:
         start = text.find("{", end)
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise _Unreadable(f"no JSON object with a number at {key!r}")
-    return _finite(number)
-
-
-def _finite(number: int | float) -> float:
     try:
         return float(number)
     except OverflowError:

@@ -28,10 +28,6 @@ class LocalVlm(Vlm):
       dtype: fp32, bf16 or fp16.
       batch_size: questions in one forward.
       max_tokens: longest answer.
-
-    Raises:
-      ValueError: there is nothing to load at `path`, it is another model, the device or dtype is
-        unknown, or a number is below 1.
     """
 
     def __init__(

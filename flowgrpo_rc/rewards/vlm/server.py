@@ -22,9 +22,6 @@ class VlmServer(Vlm):
       connection: `token_env`, `ca_file`, `deadline_s`, `max_attempts`, `max_pause_s`,
         `max_response_mb`, `max_failures` and `cooldown_s` of `JsonClient`. The deadline is for all
         questions of one call together.
-
-    Raises:
-      ValueError: a number is below 1, or `JsonClient` refuses an option.
     """
 
     def __init__(

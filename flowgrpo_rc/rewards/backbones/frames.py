@@ -1,0 +1,57 @@
+"""The score of a video as the mean over its frames.
+
+Shapes: N videos, F frames, H x W pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.plugins import build
+from flowgrpo_rc.rewards.base import Reward, Scores
+
+
+class FrameMean(Reward):
+    """The mean score of every `every`-th frame of videos [N, F, H, W, 3], parts included.
+
+    Args:
+      every: distance between the frames that are scored.
+      options: options of the image reward.
+    """
+
+    kind = "video"
+    image_reward: ClassVar[type[Reward]]
+
+    def __init__(self, *, every: int = 8, **options: Any) -> None:
+        check_every(every)
+        self._every = every
+        self._images: Reward = build(self.image_reward, options, self.image_reward.__name__)
+
+    def check(self) -> None:
+        """Raises ValueError if the image reward lacks what it needs."""
+        self._images.check()
+
+    def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
+        frames = samples[:, :: self._every]
+        count = frames.shape[1]
+        scores = self._images(
+            frames.reshape(-1, *frames.shape[2:]),
+            [prompt for prompt in prompts for _ in range(count)],
+        )
+
+        def mean(values: Sequence[float]) -> list[float]:
+            averages: list[float] = np.asarray(values).reshape(-1, count).mean(axis=1).tolist()
+            return averages
+
+        parts = {name: mean(part) for name, part in scores.parts.items()}
+        return Scores(values=mean(scores.values), parts=parts)
+
+
+def check_every(every: int) -> None:
+    """Raises ValueError for a distance between frames that is below 1."""
+    if every < 1:
+        raise ValueError(f"every={every!r} must be at least 1")
