@@ -7,7 +7,7 @@ A guard is whatever reports its change since the start with a confidence interva
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from statistics import fmean, variance
 from typing import Any
 
@@ -28,26 +28,29 @@ class Guards:
         self._last: list[float] = []
         self._count = 0
 
-    def judge(self, metrics: Mapping[str, float | None]) -> Iterator[tuple[str, str | None]]:
+    def judge(self, metrics: Mapping[str, float | None]) -> Iterator[tuple[str, str]]:
         """Takes in a step's reward, and yields what each guard of the step says.
-
-        Args:
-          metrics: metrics of one step; None stands for a value that was not finite.
 
         Yields:
           The name of a guard, and a sentence if it has fallen beyond its interval while the reward
-          has risen beyond its noise; None if not.
+          has risen beyond its noise; "" if not.
         """
-        self._take(metrics.get(REWARD))
+        reward = metrics.get(REWARD)
+        if reward is not None and math.isfinite(reward):
+            self._count += 1
+            if len(self._first) < _STEPS:
+                self._first.append(reward)
+            self._last = [*self._last, reward][-_STEPS:]
         gain = self._gain()
         for name in sorted(metrics):
             if not name.endswith(f"{_CHANGE}_high"):
                 continue
             change = name.removesuffix("_high")
-            values = [metrics.get(key) for key in (change, f"{change}_low", name)]
-            if any(value is None or not math.isfinite(value) for value in values):
+            mean, low, high = (metrics.get(key) for key in (change, f"{change}_low", name))
+            if mean is None or low is None or high is None:
                 continue
-            yield change.removesuffix(_CHANGE), _sentence(change, values, gain)
+            if math.isfinite(mean + low + high):
+                yield change.removesuffix(_CHANGE), _sentence(change, mean, low, high, gain)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state; JSON can hold it."""
@@ -58,14 +61,6 @@ class Guards:
         self._first = [float(value) for value in state["first"]]
         self._last = [float(value) for value in state["last"]]
         self._count = int(state["count"])
-
-    def _take(self, reward: float | None) -> None:
-        if reward is None or not math.isfinite(reward):
-            return
-        self._count += 1
-        if len(self._first) < _STEPS:
-            self._first.append(reward)
-        self._last = [*self._last, reward][-_STEPS:]
 
     def _gain(self) -> float | None:
         """Returns by how much the reward has risen; None if that may be noise.
@@ -82,11 +77,9 @@ class Guards:
         return gain if gain > t_quantile(2 * size - 2, _LEVEL) * error else None
 
 
-def _sentence(change: str, values: Sequence[float | None], gain: float | None) -> str | None:
-    mean, low, high = values
-    assert high is not None
+def _sentence(change: str, mean: float, low: float, high: float, gain: float | None) -> str:
     if gain is None or high >= 0:
-        return None
+        return ""
     return (
         f"{change} is {mean:.4g} (95% interval {low:.4g} to {high:.4g}), while {REWARD} has risen "
         f"by {gain:.4g}: the reward may be gained at the expense of what the suite measures. Look "

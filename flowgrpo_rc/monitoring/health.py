@@ -16,36 +16,12 @@ from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.metric_names import other_names
 from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
 from flowgrpo_rc.monitoring.guards import Guards
-from flowgrpo_rc.monitoring.health_rules import RULES, Setup, narrow_the_gap
+from flowgrpo_rc.monitoring.health_rules import RULES, Setup
 from flowgrpo_rc.monitoring.mismatch import advised_clip_ratio
 from flowgrpo_rc.monitoring.pictures import PictureWatch
 
 DECOUPLED_PREFIX = "rollout_corr/"
 BYPASS_PREFIX = "actor/rollout_corr/"
-
-
-@dataclass(frozen=True, slots=True)
-class _Finding:
-    """One rule applied to one step; `message` is None if the rule does not hold."""
-
-    rule: str
-    message: str | None
-    immediate: bool
-
-
-class _Samples(NamedTuple):
-    """Says what the samples of a step are.
-
-    Attributes:
-      text: whether they are responses of a language model, and not images.
-      fresh: whether the weights that are trained made them, and not older ones.
-      unquantized: `unquantized_share` of the rollout; None without a quantization.
-    """
-
-    text: bool
-    fresh: bool
-    unquantized: float | None = None
-
 
 MOST_CLIPPED = 0.3  # share of the differences that may lie outside the clip band
 FAULT = 2.0  # mismatch over what the precisions explain, from which on it is a fault
@@ -56,6 +32,24 @@ LARGEST_SHARE = 0.25
 LEAST_BOUND = 0.1  # where nothing is left without it
 DRIFT = 3.0  # how far pictures may move, in standard deviations between those of the base
 GAIN = 0.25  # from which rise of the reward on this is held against them, in its own ones
+
+Metrics = Mapping[str, float | None]
+
+
+class _Finding(NamedTuple):
+    """One rule applied to one step; `message` is "" if the rule does not hold."""
+
+    rule: str
+    message: str
+    immediate: bool
+
+
+class _Samples(NamedTuple):
+    """Says what the samples of a step are."""
+
+    text: bool  # responses of a language model, not images
+    fresh: bool  # sampled by the weights that are trained, not by older ones
+    unquantized: float | None = None  # `unquantized_share`; None without a quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +68,7 @@ class Health:
 
 
 def check_rollout_correction_health(
-    metrics: Mapping[str, float | None],
+    metrics: Metrics,
     config: RolloutCorrectionConfig,
     *,
     text: bool = False,
@@ -93,7 +87,7 @@ def check_rollout_correction_health(
       True if healthy; its `warnings` say what is not.
     """
     found = _findings(metrics, Setup.of(config), _Samples(text, fresh))
-    return Health(tuple(finding.message for finding in found if finding.message is not None))
+    return Health(tuple(finding.message for finding in found if finding.message))
 
 
 def correction_metric_name(metrics: Mapping[str, Any], name: str) -> str | None:
@@ -114,38 +108,37 @@ def correction_metric_name(metrics: Mapping[str, Any], name: str) -> str | None:
     return next((candidate for candidate in candidates if candidate in metrics), None)
 
 
-def _findings(
-    metrics: Mapping[str, float | None], setup: Setup, samples: _Samples
-) -> Iterator[_Finding]:
+def _finite(metrics: Metrics, name: str) -> tuple[str, float] | None:
+    """Returns the full name and the value of a metric; None if it is absent or not finite."""
+    full = name if name in metrics else correction_metric_name(metrics, name)
+    value = None if full is None else metrics[full]
+    return (full, value) if full and value is not None and math.isfinite(value) else None
+
+
+def _findings(metrics: Metrics, setup: Setup, samples: _Samples) -> Iterator[_Finding]:
     yield _Finding("non_finite", _non_finite(metrics, setup), immediate=True)
-    fault = _fault(metrics)
+    is_fault = False
+    if over := _finite(metrics, "mismatch_over_expected"):
+        fault = _fault(metrics, *over)
+        is_fault = bool(fault)
+        # A few unlikely tokens can double the mean of a step.
+        yield _Finding("fault", fault, immediate=not samples.text)
+        share = samples.unquantized
+        if share is not None and share <= LARGEST_SHARE:
+            yield _Finding("unquantized", _unquantized(*over, share), immediate=True)
     # What a fault makes the clip do is no noise, and a wider band is not the answer.
-    noise = None if fault else _noise(metrics, setup, samples)
-    unquantized = _unquantized(metrics, samples)
-    for kind, sentence, immediate in (
-        ("noise", noise, False),
-        ("fault", fault, not samples.text),  # a few unlikely tokens can double the mean of a step
-        ("unquantized", unquantized, True),
-    ):
-        if sentence is not None:
-            yield _Finding(kind, sentence or None, immediate)
+    if not is_fault and (clipped := _finite(metrics, "pre_update_clip_fraction")):
+        yield _Finding("noise", _noise(metrics, *clipped, setup, samples), immediate=False)
     for rule in RULES:
-        if fault and rule.name == "clipping":
-            continue
-        name: str | None = rule.metric
-        if rule.metric not in metrics:
-            name = correction_metric_name(metrics, rule.metric)
-        value = None if name is None else metrics[name]
-        if value is None or not math.isfinite(value):
-            continue
-        message = None
-        crossed = rule.judge(value, setup)
-        if crossed is not None:
-            message = f"{name} is {value:.4g}, {crossed}: {rule.advice(setup)}."
-        yield _Finding(rule.name, message, rule.immediate)
+        found = _finite(metrics, rule.metric)
+        if found and not (is_fault and rule.name == "clipping"):
+            name, value = found
+            crossed = rule.judge(value, setup)
+            message = f"{name} is {value:.4g}, {crossed}." if crossed else ""
+            yield _Finding(rule.name, message, rule.immediate)
 
 
-def _non_finite(metrics: Mapping[str, float | None], setup: Setup) -> str | None:
+def _non_finite(metrics: Metrics, setup: Setup) -> str:
     """Judges what training computes; a reward or a timing cannot ruin the weights."""
     names = [
         name
@@ -154,35 +147,27 @@ def _non_finite(metrics: Mapping[str, float | None], setup: Setup) -> str | None
         and (value is None or not math.isfinite(value))
     ]
     if not names:
-        return None
+        return ""
     others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     measured = metrics[names[0]]
     shown = "" if measured is None else f" but {measured}"
-    return (
-        f"{names[0]}{others} is not finite{shown}: lower actor.optim.lr, or "
-        f"{narrow_the_gap(setup)}."
-    )
+    return f"{names[0]}{others} is not finite{shown}: lower actor.optim.lr, or {setup.narrow}."
 
 
-def _noise(metrics: Mapping[str, float | None], setup: Setup, samples: _Samples) -> str | None:
-    """Says whether the clip acts before any update; "" if it does not, None if nobody can tell."""
-    name = correction_metric_name(metrics, "pre_update_clip_fraction")
-    clipped = _finite(metrics, "pre_update_clip_fraction")
-    if clipped is None:
-        return None
+def _noise(metrics: Metrics, name: str, clipped: float, setup: Setup, samples: _Samples) -> str:
+    """Says whether the clip acts before any update."""
     if clipped <= MOST_CLIPPED:
         return ""
-    over = _finite(metrics, "mismatch_over_clip")
-    p99 = _finite(metrics, "logprob_abs_diff_p99")
     size = ""
-    if over is not None:
-        size = f", and half of them differ by {over:.2g} times the clip band or more"
     widen = "a wider clip band"
-    if over is not None and p99 is not None:
-        key = f"{DIFFUSION_KEY}.clip_ratio"
-        if samples.text:
-            key = f"{TOKEN_KEY}.clip_ratio_low and clip_ratio_high"
-        widen = f"{key} >= {advised_clip_ratio(p99):g} (99% differ by less than {p99:.2g})"
+    if over := _finite(metrics, "mismatch_over_clip"):
+        size = f", and half of them differ by {over[1]:.2g} times the clip band or more"
+        if p99 := _finite(metrics, "logprob_abs_diff_p99"):
+            key = f"{DIFFUSION_KEY}.clip_ratio"
+            if samples.text:
+                key = f"{TOKEN_KEY}.clip_ratio_low and clip_ratio_high"
+            advised = advised_clip_ratio(p99[1])
+            widen = f"{key} >= {advised:g} (99% differ by less than {p99[1]:.2g})"
     ways = [f"set {setup.recompute}"] if setup.recompute else []
     ways.append(f"or take {widen}")
     if samples.fresh:
@@ -195,16 +180,12 @@ def _noise(metrics: Mapping[str, float | None], setup: Setup, samples: _Samples)
     )
 
 
-def _fault(metrics: Mapping[str, float | None]) -> str | None:
-    """Says whether the mismatch is more than noise; "" if not, None if nobody can tell."""
-    name = correction_metric_name(metrics, "mismatch_over_expected")
-    over = _finite(metrics, "mismatch_over_expected")
-    if over is None:
-        return None
+def _fault(metrics: Metrics, name: str, over: float) -> str:
+    """Says whether the mismatch is more than noise."""
     if over <= FAULT:
         return ""
     mean = _finite(metrics, "logprob_abs_diff_mean")
-    size = "" if mean is None else f" ({mean:.2g} on average)"
+    size = f" ({mean[1]:.2g} on average)" if mean else ""
     return (
         f"{name} is {over:.4g}, above {FAULT:g}: before any update, rollout and training graph "
         f"differ by more than their precisions explain{size}. The engine samples with other "
@@ -213,13 +194,9 @@ def _fault(metrics: Mapping[str, float | None]) -> str | None:
     )
 
 
-def _unquantized(metrics: Mapping[str, float | None], samples: _Samples) -> str | None:
-    """Says whether a quantization is missing; "" if not, None if nobody can tell."""
-    name = correction_metric_name(metrics, "mismatch_over_expected")
-    over = _finite(metrics, "mismatch_over_expected")
-    if over is None or samples.unquantized is None or samples.unquantized > LARGEST_SHARE:
-        return None
-    bound = max(UNQUANTIZED * samples.unquantized, LEAST_BOUND)
+def _unquantized(name: str, over: float, share: float) -> str:
+    """Says whether a quantization is missing."""
+    bound = max(UNQUANTIZED * share, LEAST_BOUND)
     if over >= bound:
         return ""
     return (
@@ -229,11 +206,8 @@ def _unquantized(metrics: Mapping[str, float | None], samples: _Samples) -> str 
     )
 
 
-def _gamed(metrics: Mapping[str, float | None], pictures: PictureWatch) -> str | None:
-    """Says whether reward and pictures have moved together; "" if not, None if nobody can tell."""
-    drift, gain = metrics.get("pictures/drift"), metrics.get("pictures/reward_gain")
-    if drift is None or gain is None:
-        return None
+def _gamed(metrics: Metrics, drift: float, gain: float, pictures: PictureWatch) -> str:
+    """Says whether reward and pictures have moved together."""
     if drift <= DRIFT or gain < GAIN:
         return ""
     return (
@@ -244,18 +218,19 @@ def _gamed(metrics: Mapping[str, float | None], pictures: PictureWatch) -> str |
     )
 
 
-def _finite(metrics: Mapping[str, float | None], name: str) -> float | None:
-    full = correction_metric_name(metrics, name)
-    value = None if full is None else metrics[full]
-    return value if value is not None and math.isfinite(value) else None
-
-
 class HealthMonitor:
     """Warns when a rule starts to hold, once, and again only after a whole window without it.
 
     A rule has to hold in a majority of the last `window` steps that report its metric; a value that
     is not finite is reported at once. The state goes into the checkpoint, so a resumed run warns
     like an uninterrupted one.
+
+    Args:
+      config: settings of the correction.
+      window: number of steps that a majority is taken of.
+      text: whether a language model is trained.
+      fresh: whether the weights that are trained made the samples.
+      unquantized: `unquantized_share` of the rollout; None without a quantization.
     """
 
     def __init__(
@@ -267,15 +242,6 @@ class HealthMonitor:
         fresh: bool = True,
         unquantized: float | None = None,
     ) -> None:
-        """Parses the settings of the correction.
-
-        Args:
-          config: settings of the correction.
-          window: number of steps that a majority is taken of.
-          text: whether a language model is trained.
-          fresh: whether the weights that are trained made the samples.
-          unquantized: `unquantized_share` of the rollout; None without a quantization.
-        """
         if window < 1:
             raise ValueError(f"HealthMonitor: window is {window}, and must be at least 1")
         self._setup = Setup.of(config)
@@ -287,30 +253,31 @@ class HealthMonitor:
         self._guards = Guards()
         self._step = -1
 
-    def compare(self, metrics: Mapping[str, float | None]) -> dict[str, float]:
+    def compare(self, metrics: Metrics) -> dict[str, float]:
         """Returns how far pictures and reward have moved since the first step; see PictureWatch."""
         return self._pictures.compare(metrics)
 
-    def update(self, step: int, metrics: Mapping[str, float | None]) -> list[str]:
+    def update(self, step: int, metrics: Metrics) -> list[str]:
         """Returns the warnings that begin with this step; one that was judged before has none."""
         if step <= self._step:
             return []
         self._step = step
         found = [*_findings(metrics, self._setup, self._samples)]
-        gamed = _gamed(metrics, self._pictures)
-        if gamed is not None:
-            found.append(_Finding("gamed", gamed or None, immediate=False))
+        drift, gain = metrics.get("pictures/drift"), metrics.get("pictures/reward_gain")
+        if drift is not None and gain is not None:
+            gamed = _gamed(metrics, drift, gain, self._pictures)
+            found.append(_Finding("gamed", gamed, immediate=False))
         found += [_Finding(name, text, True) for name, text in self._guards.judge(metrics)]
-        return [sentence for finding in found if (sentence := self._onset(finding)) is not None]
+        return [message for finding in found if (message := self._onset(finding))]
 
-    def _onset(self, finding: _Finding) -> str | None:
+    def _onset(self, finding: _Finding) -> str:
         history = self._history.setdefault(finding.rule, deque(maxlen=self._window))
-        history.append(finding.message is not None)
+        history.append(bool(finding.message))
         if len(history) == self._window and not any(history):
             self._active.discard(finding.rule)
         sustained = finding.immediate or sum(history) > self._window / 2
-        if finding.message is None or not sustained or finding.rule in self._active:
-            return None
+        if not finding.message or not sustained or finding.rule in self._active:
+            return ""
         self._active.add(finding.rule)
         if finding.immediate or self._window == 1:
             return finding.message

@@ -89,7 +89,7 @@ def validate_rewards(config: RewardConfig) -> None:
 
 
 def check_needs(config: RewardConfig) -> None:
-    """Raises ValueError, naming the term, if what a reward needs cannot be reached. Loads no model."""
+    """Raises ValueError, naming the term, if a reward lacks what it needs. Loads no model."""
     for name, term in _build_terms(config).items():
         try:
             term.reward.check()

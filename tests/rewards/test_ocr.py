@@ -133,7 +133,7 @@ def test_scores_images_against_their_own_prompts():
 @pytest.mark.parametrize("target", [None, "", " "])
 def test_a_prompt_without_target_is_named(target):
     images = np.stack([draw("KBCA"), draw("HEY")])
-    with pytest.raises(ValueError, match="prompt 7 .* has target="):
+    with pytest.raises(ValueError, match=r"prompt 7 .* has target="):
         OCR()(images, [prompt("KBCA"), prompt(target, 7)])
 
 
