@@ -67,19 +67,19 @@ size:  ## lines of the package and tests by room and kind, words of the pages, t
 	@$(PYTHON) tests/support/size.py
 
 benchmark: $(VENV)/.ready  ## time of a training step over the bare calls that it needs
-	$(BIN)/python examples/benchmark_overhead.py $(ARGS)
+	$(BIN)/python examples/benchmarks/benchmark_overhead.py $(ARGS)
 
 benchmark-correction: $(VENV)/.ready  ## time, memory and host transfers of the correction beside verl 0.9.1 from PyPI
-	$(BIN)/python tests/benchmarks/benchmark_correction.py --install $(ARGS)
+	$(BIN)/python examples/benchmarks/benchmark_correction.py --install $(ARGS)
 
 benchmark-decoupled: $(VENV)/.ready  ## time of a step in decoupled mode over that in bypass mode, with and without recompute
-	$(BIN)/python tests/benchmarks/benchmark_decoupled.py $(ARGS)
+	$(BIN)/python examples/benchmarks/benchmark_decoupled.py $(ARGS)
 
 benchmark-workers: $(VENV)/.ready  ## time of sampling with two workers over one, and of a step with a worker over one without
-	$(BIN)/python tests/benchmarks/benchmark_workers.py $(ARGS)
+	$(BIN)/python examples/benchmarks/benchmark_workers.py $(ARGS)
 
 full-size: $(VENV)/.ready  ## train SD3.5-medium's published size with random weights for two steps; 7 GB of disk, 10 GB of memory
-	$(BIN)/python tests/benchmarks/full_size.py $(ARGS)
+	$(BIN)/python examples/benchmarks/full_size.py $(ARGS)
 
 benchmark-time-to-reward: $(VENV)/.ready  ## seconds of training to a held-out reward, for the arms of docs/performance.md; takes hours
-	PYTHONPATH=examples/studies $(BIN)/python tests/benchmarks/time_to_reward.py $(ARGS)
+	PYTHONPATH=examples/studies $(BIN)/python examples/benchmarks/time_to_reward.py $(ARGS)

@@ -18,7 +18,6 @@ OTHERS = {
     "end_to_end",
     "faults",
     "tagged_device",
-    "benchmarks",
     "docs",
     "examples",
     "vllm_real",

@@ -1,4 +1,4 @@
-"""The arms of the time to reward, tests/benchmarks/time_to_reward.py: a line for each."""
+"""The arms of the time to reward, examples/benchmarks/time_to_reward.py: a line for each."""
 
 from __future__ import annotations
 

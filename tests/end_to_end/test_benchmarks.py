@@ -31,7 +31,7 @@ def test_the_benchmark_of_decoupled_mode_prints_its_ratios(
 
 
 def test_the_benchmark_of_workers_prints_its_ratios(overrides: list[str], tmp_path: Path) -> None:
-    script = ROOT / "tests" / "benchmarks" / "benchmark_workers.py"
+    script = ROOT / "examples" / "benchmarks" / "benchmark_workers.py"
     words = " ".join(["--rounds 1 --steps 1", *overrides])
     done = run_shell(f"{sys.executable} {script} {words}", tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -39,14 +39,14 @@ def test_the_benchmark_of_workers_prints_its_ratios(overrides: list[str], tmp_pa
 
 
 def test_the_benchmark_of_the_overhead_prints_its_ratio(tmp_path: Path) -> None:
-    script = ROOT / "examples" / "benchmark_overhead.py"
+    script = ROOT / "examples" / "benchmarks" / "benchmark_overhead.py"
     done = run_shell(f"{sys.executable} {script} --rounds 1 rollout.n=12", tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert re.search(r"ratio \d\.\d+", done.stdout)
 
 
 def test_the_benchmark_says_how_to_install_verl() -> None:
-    script = ROOT / "tests" / "benchmarks" / "benchmark_correction.py"
+    script = ROOT / "examples" / "benchmarks" / "benchmark_correction.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
     assert "--install" in done.stdout
 

@@ -1,6 +1,6 @@
 """Time to reward: how many seconds of training a configuration needs for a held-out reward.
 
-    PYTHONPATH=examples/studies python tests/benchmarks/time_to_reward.py [--arms shipped ...]
+    PYTHONPATH=examples/studies python examples/benchmarks/time_to_reward.py [--arms shipped ...]
         [--seeds 3] [--steps N] [--workers 1] [--peer flow_grpo=CHECKOUT] [--clock] [--quick]
         [--results FOLDER]
 

@@ -1,7 +1,7 @@
 """Time, memory and host transfers of the rollout correction beside verl 0.9.1, in one process and
 one run.
 
-    python tests/benchmarks/benchmark_correction.py --install [FOLDER] [--rounds 15] [--threads N]
+    python examples/benchmarks/benchmark_correction.py --install [FOLDER] [--rounds 15]
 
 Both get the same float32 log-probs and int64 mask of right-padded responses, and the same settings:
 token weights and two rejection criteria. `--install` fetches verl by name from PyPI into FOLDER, or
@@ -44,7 +44,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from flowgrpo_rc import compute_rollout_correction_and_rejection_mask as ours
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "correction" / "parity"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "correction" / "parity"))
 from make_vectors import install
 
 VERSION = "0.9.1"

@@ -1,6 +1,6 @@
 """Scores the snapshots of a LoRA on held-out words, after the run that left them.
 
-    python tests/benchmarks/time_to_reward_scores.py FOLDER [overrides]
+    python examples/benchmarks/time_to_reward_scores.py FOLDER [overrides]
 
 FOLDER holds the checkpoints of a run; their averaged LoRA is scored, or the LoRA itself if there is
 no average. The overrides change the bundled job, whose own evaluation scores them. The result is a

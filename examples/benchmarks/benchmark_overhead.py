@@ -1,6 +1,6 @@
 """Measures how much a training step costs over the bare calls that it needs.
 
-    python examples/benchmark_overhead.py [--rounds 7] [overrides]
+    python examples/benchmarks/benchmark_overhead.py [--rounds 7] [overrides]
 
 The bare step calls the same modules on the same shapes in a plain loop:
 
@@ -24,6 +24,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers.utils import logging as diffusers_logging
@@ -49,10 +50,11 @@ PLAIN = (
 
 def bare_step(config: Config, parts: Components) -> None:
     """Makes the calls of one training step and nothing else, in the step's own batch shapes."""
-    model = parts.task.model
+    model: Any = parts.task.model
+    source: Any = parts.source  # of an engine in this process
     spec = config.rollout.spec()
     micro_batch_size = config.actor.ppo_micro_batch_size_per_gpu
-    prompts = [p for p in parts.source.prompts(1).prompts for _ in range(config.rollout.n)]
+    prompts = [p for p in source.prompts(1).prompts for _ in range(config.rollout.n)]
     conditioning = encode_unique(model, prompts, spec)
     x = normal(model.latent_shape(spec), range(len(prompts)))
     everyone = torch.arange(len(prompts))
@@ -68,7 +70,7 @@ def bare_step(config: Config, parts: Components) -> None:
     with torch.no_grad():
         for rows in everyone.split(config.rollout.micro_batch_size_per_gpu or micro_batch_size):
             for t in range(len(schedule.timesteps)):
-                velocity(parts.source.engine.transformer, rows, t)
+                velocity(source.engine.transformer, rows, t)
             images = model.decode(x[rows], spec)
             scored = parts.rewards.submit(images, [prompts[row] for row in rows.tolist()])
             parts.rewards.collect([scored])

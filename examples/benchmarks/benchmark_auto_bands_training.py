@@ -1,6 +1,6 @@
 """Measures what `auto:4` rejects while the bundled job trains, by stage of an iteration.
 
-    python tests/benchmarks/benchmark_auto_bands_training.py [--iterations 40] [overrides]
+    python examples/benchmarks/benchmark_auto_bands_training.py [--iterations 40] [overrides]
 
 Later mini-batches are judged after updates, beside samples that came as late. Each step is judged a
 second time with an error planted on it: ten robust standard deviations of the mismatch before any

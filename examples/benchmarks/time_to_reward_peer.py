@@ -1,6 +1,6 @@
 """Runs a training script of flow_grpo's checkout on the bundled job, for the time to reward.
 
-    python tests/benchmarks/time_to_reward_peer.py [--set key=value ...] CHECKOUT SCRIPT [overrides]
+    python examples/benchmarks/time_to_reward_peer.py [--set key=value] CHECKOUT SCRIPT [overrides]
 
 The overrides change the bundled job, configs/tiny_ocr.yaml, whose model, words, batch, sampler and
 optimizer settings go into the script's own configuration. Its loop, sampler, log-probs, loss,

@@ -1,6 +1,6 @@
 """Measures what rollout workers gain: seconds of sampling and of training steps, in turns.
 
-    python tests/benchmarks/benchmark_workers.py [--rounds 3] [--steps 6] [overrides]
+    python examples/benchmarks/benchmark_workers.py [--rounds 3] [--steps 6] [overrides]
 
 Each arm is a process of its own that trains the configuration (the bundled job without overrides):
 

@@ -1,6 +1,6 @@
 """Trains Stable Diffusion 3.5 medium at its published size on a CPU, with random weights.
 
-    python tests/benchmarks/full_size.py [--folder FOLDER] [overrides]
+    python examples/benchmarks/full_size.py [--folder FOLDER] [overrides]
 
 No weights are needed: the networks are built from `configs/architectures` and saved as a checkpoint
 without T5, some 7 GB. Then the commands of a user run, each in a process of its own: two prompts of

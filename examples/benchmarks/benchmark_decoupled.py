@@ -1,7 +1,7 @@
 """Time of a training step in decoupled mode over that in bypass mode, with a recompute and without,
 measured in turns.
 
-    python tests/benchmarks/benchmark_decoupled.py [--rounds 9] [--threads 1] [overrides]
+    python examples/benchmarks/benchmark_decoupled.py [--rounds 9] [--threads 1] [overrides]
 
 One mini-batch per rollout, token weights, no rejection, no batch normalisation. Three trainers of
 the same model take a step each, in turns; the printed ratios are medians of those of the rounds, by
