@@ -3,7 +3,7 @@ reference`.
 
 A key's type and default are those of its dataclass, its meaning stands in that dataclass's
 docstring, and what is allowed is what validation answers to a value that nobody would give.
-Metrics: `flowgrpo_rc.monitoring.metric_names`.
+Metrics: `docs/metric_names.py`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
+from metric_names import SECTIONS, SLIME
+
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config
-from flowgrpo_rc.monitoring.metric_names import SECTIONS, SLIME
 
 DOCS = Path(__file__).parent
 CONFIGURATION = """# Configuration
@@ -39,7 +40,7 @@ in [Rewards](rewards.md#the-rewards-that-are-there); those of an engine, `rollou
 """
 METRICS = """# Metrics
 
-<!-- Written by `make reference` from flowgrpo_rc/monitoring/metric_names.py. -->
+<!-- Written by `make reference` from docs/metric_names.py. -->
 
 Every name that a run writes to `metrics.jsonl`, to trackers and to the report, one row a step; step 0 holds the first
 evaluation. Means, extrema and percentiles are those of the global batch, whatever the number of processes and

@@ -71,17 +71,7 @@ class Decisions:
         *,
         updated: bool = False,
     ) -> None:
-        """Adds a decision about a batch.
-
-        Args:
-          batch: the samples.
-          training_log_probs: by the training graph, [b, t].
-          cells: `Policy.cells` of the steps, [b, t] int64.
-          keep_mask: the steps that were kept, [b, t] bool.
-          weights: what the loss multiplies by, [b, t]; None without weights.
-          step_kl: exact KL of each step, [b, t]; None if the policy has none.
-          updated: True if the step's first update came before.
-        """
+        """Adds a decision about the samples of a batch; the arguments are those of `Decision`."""
         assert batch.rollout_log_probs is not None
         self._decisions.append(
             Decision(

@@ -63,12 +63,8 @@ def relative_size(rollout: str, dtype: str, mixed_precision: str) -> float | Non
 def unquantized_share(rollout: str, dtype: str, mixed_precision: str) -> float | None:
     """Returns what is left of the expected mismatch if a quantization is not applied.
 
-    None if the rollout is not quantized, or if nothing can be measured.
-
-    Args:
-      rollout: precision of the rollout as in specs, `bf16+int8`.
-      dtype: precision of the training weights.
-      mixed_precision: autocast of the training graph; "no" for none.
+    None if the rollout is not quantized, or if nothing can be measured. The arguments are those of
+    `relative_size`.
     """
     sampled, _, quantization = rollout.partition("+")
     size = relative_size(rollout, dtype, mixed_precision)

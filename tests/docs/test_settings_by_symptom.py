@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
+from metric_names import SECTIONS
 from support.documented import ROOT
 
 from flowgrpo_rc.config.compose import compose_config, to_config
-from flowgrpo_rc.monitoring.metric_names import SECTIONS
 
 TEXT = (ROOT / "docs" / "rollout_correction.md").read_text()
 TABLE = TEXT.partition("## Which setting\n")[2].partition("\n## ")[0]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from metric_names import find
 from support.runs import Train, read_rows
 
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.monitoring.metric_names import find
 
 
 def unknown_metrics(run_dir: Path) -> list[str]:
