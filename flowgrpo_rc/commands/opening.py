@@ -16,7 +16,6 @@ from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.records.checkpoint import Checkpoint, set_aside_after
 from flowgrpo_rc.records.inputs import write_inputs
 from flowgrpo_rc.records.metrics_file import MetricsFile
-from flowgrpo_rc.records.rejected import drop_rejected_after
 from flowgrpo_rc.records.run_folder import RunFolder
 
 
@@ -44,10 +43,9 @@ def prepare_folder(
     settings: dict[str, Any] = dataclasses.asdict(config)
     folder.create(settings, processes.device, processes.count, inputs.read)
     rows = MetricsFile(folder.metrics)
-    for file in (rows, MetricsFile(folder.histograms), MetricsFile(folder.health)):
+    for file in (rows, MetricsFile(folder.rejected_rows), MetricsFile(folder.health)):
         file.truncate_after(step)
     folder.drop_rollouts_after(step)
-    drop_rejected_after(folder.rejected, step)
     messages = [f"goes on with other inputs: {change}" for change in changed]
     messages += [
         f"a damaged checkpoint was passed over and is kept as {path}; steps after {step} are "

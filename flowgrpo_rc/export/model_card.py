@@ -16,7 +16,7 @@ from flowgrpo_rc.models.lora_files import EXPORT_NAMES
 from flowgrpo_rc.reading import blaming, read_mapping
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.redaction import redact
-from flowgrpo_rc.report.series import Row, correction_series, points_of
+from flowgrpo_rc.report.series import Row, points_of, series_of
 
 if TYPE_CHECKING:
     from flowgrpo_rc.config.tree import Config
@@ -291,7 +291,7 @@ def _correction(config: Config, rows: Sequence[Row], warnings: Sequence[Mapping[
     words = ", ".join(f"`{key}={value}`" for key, value in set_here.items())
     measured = []
     for title, name in _MEASURED:
-        values = [value for line in correction_series(rows, (name,)) for _, value in line.finite()]
+        values = [value for line in series_of(rows, (name,)) for value in line.values()]
         if values:
             measured.append((title, f"{sum(values) / len(values):.3g}", f"{max(values):.3g}"))
     text = f"In {mode}{f'; {words}' if words else ''}."

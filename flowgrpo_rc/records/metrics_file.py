@@ -19,17 +19,16 @@ LAST_STEP = 10**6  # the pages keep a column for each step up to the last
 class MetricsFile:
     """Rows of names and numbers, one JSON object a line.
 
-    It also serves health.jsonl, whose rows hold a message, and histograms.jsonl, whose rows hold
-    counts by bin. Every row reaches the disk before `append` returns. A value that is not finite is
-    written as null, since JSON has no NaN. The next reader or writer drops a line torn by a kill.
+    It also serves health.jsonl, whose rows hold a message, and rejected.jsonl, whose rows hold
+    texts and lists. Every row reaches the disk before `append` returns. A value that is not finite
+    is written as null, since JSON has no NaN. The next reader or writer drops a line torn by a
+    kill.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def append(
-        self, step: int, values: Mapping[str, float | str | Mapping[int, int] | None]
-    ) -> None:
+    def append(self, step: int, values: Mapping[str, Any]) -> None:
         """Adds the row of a step. Raises OSError, naming the file, if the disk refuses it."""
         row = {"step": step} | {name: _as_json(value) for name, value in values.items()}
         line = json.dumps(row, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
@@ -123,10 +122,8 @@ def _is_number(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and abs(value) <= sys.float_info.max)
 
 
-def _as_json(
-    value: float | str | Mapping[int, int] | None,
-) -> float | str | Mapping[int, int] | None:
-    if value is None or isinstance(value, str | int | Mapping):
+def _as_json(value: Any) -> Any:
+    if value is None or isinstance(value, str | int | list):
         return value
     return float(value) if math.isfinite(value) else None
 

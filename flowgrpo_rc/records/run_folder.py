@@ -79,9 +79,9 @@ _FREE = (
 class RunFolder:
     """The paths of a run.
 
-    They are config.yaml, environment.json, inputs.json, metrics.jsonl, histograms.jsonl,
-    health.jsonl, samples/, rejected/, checkpoints/, lora/, rollouts/ if asked for, suites/ after an
-    evaluation by suites, and debug/ after an update that failed.
+    They are config.yaml, environment.json, inputs.json, metrics.jsonl, health.jsonl, rejected.jsonl
+    with the pictures in rejected/, samples/, checkpoints/, lora/, rollouts/ if asked for, suites/
+    after an evaluation by suites, and debug/ after an update that failed.
     """
 
     def __init__(self, root: Path) -> None:
@@ -89,9 +89,9 @@ class RunFolder:
         self.config = root / "config.yaml"
         self.inputs = root / "inputs.json"
         self.metrics = root / "metrics.jsonl"
-        self.histograms = root / "histograms.jsonl"
         self.health = root / "health.jsonl"
         self.samples = root / "samples"
+        self.rejected_rows = root / "rejected.jsonl"
         self.rejected = root / "rejected"
         self.checkpoints = root / "checkpoints"
         self.lora = root / "lora"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from PIL import Image
 
-from flowgrpo_rc.monitoring.histograms import Counts
 from flowgrpo_rc.records.console import Console
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.run_folder import RunFolder
@@ -22,8 +22,8 @@ Observer = Callable[[int, Mapping[str, float]], None]
 class RunLog:
     """Writes what a step reports to every place that shall have it.
 
-    Numbers and warnings that cannot be written end the run. Pictures and histograms do not: they
-    are for people to look at.
+    Numbers and warnings that cannot be written end the run. What is for people to look
+    at, pictures and rejected samples, does not.
 
     Attributes:
       console: tells the user.
@@ -52,30 +52,19 @@ class RunLog:
         self._speed = speed
         self._observers = observers
         self._rows = MetricsFile(folder.metrics)
-        self._histograms = MetricsFile(folder.histograms)
+        self._rejected = MetricsFile(folder.rejected_rows)
         self._health = MetricsFile(folder.health)
         self._missed: set[str] = set()
 
-    def write(
-        self,
-        step: int,
-        metrics: Mapping[str, float],
-        histograms: Mapping[str, Counts],
-        warnings: Sequence[str],
-    ) -> None:
+    def write(self, step: int, metrics: Mapping[str, float], warnings: Sequence[str]) -> None:
         """Writes a step down, on the main process.
 
         Args:
           step: the step; 0 is the evaluation before the first one.
           metrics: numbers by name.
-          histograms: counts by name, empty if no sample was trained on.
           warnings: what the health check says of the step.
         """
         self._rows.append(step, metrics)
-        if histograms:
-            with self._spared("histograms.jsonl"):
-                self._histograms.append(step, histograms)
-            self.trackers.log_histograms(step, histograms)
         self.trackers.log(step, metrics)
         self.console.step(step, metrics)
         slow = self._speed.notice(step, metrics)
@@ -88,6 +77,12 @@ class RunLog:
         for observe in self._observers:
             observe(step, metrics)
 
+    def rejected(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Writes the rejected samples of a step down, on the main process."""
+        with self.spared("rejected.jsonl"):
+            for row in rows:
+                self._rejected.append(step, row)
+
     def image(self, step: int, name: str, draw: Callable[[], Image.Image | None]) -> None:
         """Has a picture written, and gives it to the trackers.
 
@@ -96,13 +91,13 @@ class RunLog:
           name: name of the picture in the trackers.
           draw: writes the picture's files and returns it, or None if there is none.
         """
-        with self._spared(name):
+        with self.spared(name):
             image = draw()
             if image is not None:
                 self.trackers.log_image(step, name, image)
 
     @contextmanager
-    def _spared(self, name: str) -> Iterator[None]:
+    def spared(self, name: str) -> Iterator[None]:
         """Warns if something cannot be written, the first time only."""
         try:
             yield

@@ -192,13 +192,20 @@ def save_grid(
       columns: images in a row, at most.
     """
     grid = image_grid(images, captions, columns=columns)
-    text = PngInfo()
-    text.add_itxt(_TILES, grid.info[_TILES])
-    buffer = io.BytesIO()
-    grid.save(buffer, format="PNG", optimize=True, pnginfo=text)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, buffer.getvalue())
+    write_atomic(path, png_bytes(grid))
     return grid
+
+
+def png_bytes(picture: np.ndarray | Image.Image) -> bytes:
+    """Returns a picture as a PNG, which says where its tiles are if it is a grid."""
+    image = picture if isinstance(picture, Image.Image) else Image.fromarray(picture)
+    text = PngInfo()
+    if _TILES in image.info:
+        text.add_itxt(_TILES, image.info[_TILES])
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG", optimize=True, pnginfo=text)
+    return buffer.getvalue()
 
 
 def with_sources(images: np.ndarray, prompts: Sequence[Prompt]) -> np.ndarray:

@@ -8,13 +8,11 @@ switched off.
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +20,6 @@ import numpy as np
 from PIL import Image
 
 from flowgrpo_rc.files import write_atomic
-from flowgrpo_rc.monitoring.histograms import Counts, edges
 from flowgrpo_rc.records.run_folder import flat_settings
 from flowgrpo_rc.redaction import redact
 
@@ -128,11 +125,6 @@ class Trackers:
         """Logs an image of a step under a name."""
         self._each(lambda tracker_name, tracker: _image(tracker_name, tracker, step, name, image))
 
-    def log_histograms(self, step: int, found: Mapping[str, Counts]) -> None:
-        """Logs histograms of a step, with the bins of `monitoring.histograms`."""
-        for name, counts in found.items():
-            self._each(partial(_histogram, step=step, key=f"histograms/{name}", counts=counts))
-
     def alert(self, step: int, text: str) -> None:
         """Sends a warning to the people who watch the run, if a tracker can, as wandb does."""
         title = f"step {step}: rollout correction"
@@ -196,30 +188,6 @@ def _image(name: str, tracker: GeneralTracker, step: int, key: str, image: Image
         import mlflow
 
         mlflow.log_image(image, key=key, step=step)
-
-
-def _histogram(name: str, tracker: GeneralTracker, *, step: int, key: str, counts: Counts) -> None:
-    numbers = range(min(counts, default=0), max(counts, default=0) + 1)
-    heights = [counts.get(number, 0) for number in numbers]
-    limits = edges(numbers)
-    if name == "wandb":
-        import wandb
-
-        histogram = wandb.Histogram(np_histogram=(np.array(heights), np.array(limits)))
-        tracker.tracker.log({key: histogram}, step=step)
-    elif name == "tensorboard":
-        centres = np.array([(a + b) / 2 for a, b in itertools.pairwise(limits)])
-        tracker.tracker.add_histogram_raw(
-            key,
-            min=limits[0],
-            max=limits[-1],
-            num=sum(heights),
-            sum=float(centres @ heights),
-            sum_squares=float(centres**2 @ heights),
-            bucket_limits=limits[1:],
-            bucket_counts=heights,
-            global_step=step,
-        )
 
 
 def _options(

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.reading import blaming
-from flowgrpo_rc.report import html
-from flowgrpo_rc.report import sections as files
-from flowgrpo_rc.report.charts import Chart, Series, draw, gallery, shown, smoothed, smoothing
+from flowgrpo_rc.report import folder as files
+from flowgrpo_rc.report.charts import Chart, Points, Series, shown, smoothed
 from flowgrpo_rc.report.correction import mean_by_timestep
 from flowgrpo_rc.report.facts import facts
-from flowgrpo_rc.report.series import (
-    Row,
-    correction_series,
-    distinct,
-    ends,
-    phases,
-    points_of,
-    series_of,
-)
-from flowgrpo_rc.report.words import documentation_site, explained
+from flowgrpo_rc.report.page import render
+from flowgrpo_rc.report.series import Row, distinct, ends, metric_points, phases
 
 MOST_RUNS = 4  # colours that are told apart
 _NAMES_ONLY = ("trainer.output_dir", "trainer.experiment_name", "trainer.project_name")
@@ -41,9 +32,9 @@ _CORRECTION = (
 )
 _UPDATE = (
     ("Clipped fraction", "clip", "actor/clip_fraction"),
-    ("Gradient norm", None, "actor/grad_norm"),
+    ("Gradient norm", "", "actor/grad_norm"),
     ("KL to the reference", "reference", "actor/kl_loss"),
-    ("Learning rate", None, "actor/lr"),
+    ("Learning rate", "", "actor/lr"),
 )
 
 
@@ -62,7 +53,7 @@ class ComparedRun(NamedTuple):
     folder: Path
     rows: Sequence[Row]
     settings: Mapping[str, str]
-    facts: Sequence[tuple[str | None, str, str]]
+    facts: Sequence[tuple[str, str, str]]
 
 
 def write_comparison(folders: Sequence[Path], path: Path) -> Path:
@@ -76,29 +67,28 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
       ValueError: there are fewer or more runs, one is given twice, or a folder is not a run's.
     """
     runs = _read(folders)
-    between = " and " if len(runs) == 2 else ", "
-    names = between.join(run.name for run in runs)
-    sections = [
-        html.section("numbers", "Final numbers", _numbers(runs)),
-        html.section(
-            "samples",
-            "Samples of the last evaluation",
-            files.last_samples([(run.name, run.folder) for run in runs]),
-        ),
-        html.section("settings", "What differs", _settings(runs)),
-        html.section("reward", "Reward", _rewards(runs)),
-        html.section("correction", "Rollout correction by step", _correction(runs)),
-        html.section("update", "Policy update", _updates(runs)),
-        html.section("health", "Health warnings", _health(runs)),
-    ]
-    folder_names = "; ".join(
-        f"{run.name}: {run.rows[-1]['step'] if run.rows else 0} steps" for run in runs
+    names = [run.name for run in runs]
+    steps = [f"{run.name}: {run.rows[-1]['step'] if run.rows else 0} steps" for run in runs]
+    page = render(
+        "compare.html",
+        title=f"Comparison of {(' and ' if len(runs) == 2 else ', ').join(names)}",
+        outcome=_outcome(runs),
+        progress="; ".join(steps),
+        facts=[line for line in runs[0].facts if all(line in run.facts for run in runs)],
+        names=names,
+        caveat=_caveat(runs),
+        numbers=_numbers(runs),
+        samples=_last_samples(runs),
+        settings=_settings(runs),
+        rewards=_rewards(runs),
+        correction=_correction(runs),
+        update=[
+            _overlay(runs, title, name, word=word)
+            for title, word, name in _UPDATE
+            if any(metric_points(run.rows, name) for run in runs)
+        ],
+        health=[(run.name, files.health(run.folder)) for run in runs],
     )
-    header = html.header(f"Comparison of {names}", _outcome(runs), folder_names)
-    header += html.facts([line for line in runs[0].facts if all(line in run.facts for run in runs)])
-    words = explained([header, *sections], documentation_site())
-    sections.append(html.section("words", "Words", words))
-    page = html.page(f"Comparison of {names}", header, sections)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, page.encode())
     return path
@@ -116,15 +106,12 @@ def _read(folders: Sequence[Path]) -> list[ComparedRun]:
     for depth in (1, 2):
         if len(set(titles)) < len(titles):
             titles = ["/".join(folder.resolve().parts[-depth:]) for folder in folders]
-    settings = [dict(files.flat(config)) for config in configs]
-    found = []
-    for folder, config, own in zip(folders, configs, rows, strict=True):
+    runs = []
+    for title, folder, config, own in zip(titles, folders, configs, rows, strict=True):
         with blaming(f"{folder}: config.yaml or environment.json"):
-            found.append(facts(config, files.environment(folder), own))
-    return [
-        ComparedRun(*columns)
-        for columns in zip(titles, folders, rows, settings, found, strict=True)
-    ]
+            known = facts(config, files.environment(folder), own)
+        runs.append(ComparedRun(title, folder, own, dict(files.leaves(config)), known))
+    return runs
 
 
 def _outcome(runs: Sequence[ComparedRun]) -> str:
@@ -133,80 +120,87 @@ def _outcome(runs: Sequence[ComparedRun]) -> str:
     return f"Last held-out reward: {', '.join(known)}" if known else "No held-out reward yet"
 
 
-def _numbers(runs: Sequence[ComparedRun]) -> str:
-    """Makes a table of held-out scores and other summary numbers, with one column for each run."""
-    scores = sorted({name for run in runs for name in distinct(run.rows, "val/", "val/reward")})
-    scores.sort(key=lambda name: name != "val/reward")
-    rows = [
-        (f"held-out {name.removeprefix('val/')}", [_first_last(run, name) for run in runs])
-        for name in scores
-    ]
-    rewards = [_last(points_of(run.rows, "reward/mean")) for run in runs]
-    rows.append(("training reward, last step", rewards))
-    for title, _, name, _ in _CORRECTION:
-        means = [_mean(correction_series(run.rows, (name,))) for run in runs]
-        rows.append((f"{title[0].lower()}{title[1:]}, over all steps", means))
-    speeds = [_mean(series_of(run.rows, ("perf/samples_per_second",))) for run in runs]
-    rows.append(("training samples per second", speeds))
-    seconds = [f"{sum(phases(run.rows).values()):.0f}" for run in runs]
-    rows.append(("measured time, seconds", seconds))
-    shown = [(name, *values) for name, values in rows if set(values) != {_ABSENT}]
-    return _caveat(runs) + html.columns(
-        ("", *(run.name for run in runs)), shown, kind="columns even"
-    )
-
-
 def _caveat(runs: Sequence[ComparedRun]) -> str:
     """Warns if the runs were not evaluated alike."""
-    keys = [key for key, _ in _differences(runs) if key.startswith(_EVALUATION)]
+    keys = [key for key, *_ in _differences(runs) if key.startswith(_EVALUATION)]
     if not keys:
         return ""
-    text = (
+    return (
         f"The runs were not evaluated alike ({', '.join(keys)}): their held-out numbers say "
         "nothing about each other."
     )
-    return html.warnings([("Careful.", text)])
 
 
-def _differences(runs: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
+def _numbers(runs: Sequence[ComparedRun]) -> list[list[str]]:
+    """Returns held-out scores and other summary numbers, with one column for each run."""
+    scores = sorted({name for run in runs for name in distinct(run.rows, "val/", "val/reward")})
+    scores.sort(key=lambda name: name != "val/reward")
+    rows = []
+    for name in scores:
+        pairs = [ends(run.rows, name) for run in runs]
+        texts = [f"{pair[0]:.4f} \u2192 {pair[1]:.4f}" if pair else _ABSENT for pair in pairs]
+        rows.append([f"held-out {name.removeprefix('val/')}", *texts])
+    pairs = [ends(run.rows, "reward/mean") for run in runs]
+    rewards = [f"{pair[1]:.4f}" if pair else _ABSENT for pair in pairs]
+    rows.append(["training reward, last step", *rewards])
+    for title, _, name, _ in _CORRECTION:
+        means = [_mean(metric_points(run.rows, name)) for run in runs]
+        rows.append([f"{title[0].lower()}{title[1:]}, over all steps", *means])
+    speeds = [_mean(metric_points(run.rows, "perf/samples_per_second")) for run in runs]
+    rows.append(["training samples per second", *speeds])
+    seconds = [f"{sum(phases(run.rows).values()):.0f}" for run in runs]
+    rows.append(["measured time, seconds", *seconds])
+    return [row for row in rows if set(row[1:]) != {_ABSENT}]
+
+
+def _differences(runs: Sequence[ComparedRun]) -> list[list[str]]:
     """Returns the keys whose values differ, with the value of each run."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
-    found = [(key, [run.settings.get(key, _ABSENT) for run in runs]) for key in keys]
-    return [(key, values) for key, values in found if len(set(values)) > 1]
+    found = [[key, *(run.settings.get(key, _ABSENT) for run in runs)] for key in keys]
+    return [row for row in found if len(set(row[1:])) > 1]
 
 
-def _settings(runs: Sequence[ComparedRun]) -> str:
-    rows = [(key, *values) for key, values in _differences(runs) if key not in _NAMES_ONLY]
+def _settings(runs: Sequence[ComparedRun]) -> list[list[str]]:
+    rows = [row for row in _differences(runs) if row[0] not in _NAMES_ONLY]
     recorded = [{name: value for _, name, value in run.facts} for run in runs]
     for name in _NO_SETTINGS:
         values = [facts.get(name, _ABSENT) for facts in recorded]
         if len(set(values)) > 1:
-            rows.append((name, *values))
-    return (
-        html.columns(("", *(run.name for run in runs)), rows, kind="columns even")
-        if rows
-        else html.empty("None.")
-    )
+            rows.append([name, *values])
+    return rows
 
 
-def _rewards(runs: Sequence[ComparedRun]) -> str:
+def _last_samples(runs: Sequence[ComparedRun]) -> dict[str, Any]:
+    """Returns the samples of each run's last evaluation, of which there may be none."""
+    grids, tables = [], []
+    for run in runs:
+        grids += [(run.name, path) for path in files.sample_files(run.folder, "png")[-1:]]
+        for path in files.sample_files(run.folder, "jsonl")[-1:]:
+            tables += files.side_by_side([(files.caption(path), path)], run.name)["tables"]
+    found = files.side_by_side(grids) if grids else {}
+    return found | ({"tables": tables} if tables else {})
+
+
+def _rewards(runs: Sequence[ComparedRun]) -> list[Chart]:
+    """Returns the rewards of all runs: held-out, training, and their parts."""
     names: set[str] = set()
     for run in runs:
         names |= set(distinct(run.rows, "val/", "val/reward")[1:])
         names |= set(distinct(run.rows, "reward/", "reward/mean")[1:])
-    held_out = _overlay(runs, "Held-out reward", "val/reward", "reward")
-    training = _overlay(runs, "Training reward", "reward/mean", "reward")
-    others = [
-        _overlay(runs, name, name) for name in sorted(names) if not name.endswith("failed_fraction")
+    others = [name for name in sorted(names) if not name.endswith("failed_fraction")]
+    return [
+        _overlay(runs, "Held-out reward", "val/reward", word="reward"),
+        _overlay(runs, "Training reward", "reward/mean", word="reward"),
+        *(_overlay(runs, name, name) for name in others),
     ]
-    return html.wide(draw(held_out)) + html.wide(draw(training)) + gallery(others)
 
 
-def _correction(runs: Sequence[ComparedRun]) -> str:
-    charts = []
-    for title, word, name, log_y in _CORRECTION:
-        series = _each(runs, [correction_series(run.rows, (name,)) for run in runs])
-        charts += [Chart(title=title, series=series, log_y=log_y, word=word)] if series else []
+def _correction(runs: Sequence[ComparedRun]) -> list[Chart]:
+    charts = [
+        _overlay(runs, title, name, word=word, log_y=log_y)
+        for title, word, name, log_y in _CORRECTION
+        if any(metric_points(run.rows, name) for run in runs)
+    ]
     by_timestep = [mean_by_timestep(run.rows) for run in runs]
     if any(by_timestep):
         levels = [
@@ -222,58 +216,20 @@ def _correction(runs: Sequence[ComparedRun]) -> str:
             word="timestep",
         )
         charts.append(by_step)
-    return (
-        gallery(charts) if charts else html.empty("The runs report no rollout-correction metrics.")
-    )
+    return charts
 
 
-def _updates(runs: Sequence[ComparedRun]) -> str:
-    charts = [
-        _overlay(runs, title, name, word)
-        for title, word, name in _UPDATE
-        if any(points_of(run.rows, name) for run in runs)
-    ]
-    return gallery(charts) if charts else html.empty("No update yet.")
-
-
-def _overlay(runs: Sequence[ComparedRun], title: str, name: str, word: str | None = None) -> Chart:
+def _overlay(
+    runs: Sequence[ComparedRun], title: str, name: str, *, word: str = "", log_y: bool = False
+) -> Chart:
     """Returns a metric of all runs in one chart; training rewards smoothed."""
-    lines = [Series(name=run.name, points=points_of(run.rows, name)) for run in runs]
-    note = smoothing(lines) if name == "reward/mean" else ""
+    # A run without the metric keeps an empty line, so that the others keep their colours.
+    lines = [Series(name=run.name, points=metric_points(run.rows, name)) for run in runs]
     if name.startswith("reward/"):
         lines = [part for index, line in enumerate(lines) for part in smoothed(line, index)]
-    return Chart(title=title, series=lines, note=note, word=word)
+    return Chart(title=title, series=lines, log_y=log_y, word=word)
 
 
-def _each(runs: Sequence[ComparedRun], found: Sequence[Sequence[Series]]) -> list[Series]:
-    """Returns the first series of each run under the run's name; [] if no run has one.
-
-    A run without a series gets an empty one, so that the others keep their colours.
-    """
-    named = zip(runs, found, strict=True)
-    lines = [
-        Series(name=run.name, points=series[0].points if series else ()) for run, series in named
-    ]
-    return lines if any(found) else []
-
-
-def _health(runs: Sequence[ComparedRun]) -> str:
-    lists = {run.name: files.health(run.folder) for run in runs}
-    if set(lists.values()) == {files.NO_WARNING}:
-        return files.NO_WARNING
-    return "".join(html.note(name) + warnings for name, warnings in lists.items())
-
-
-def _first_last(run: ComparedRun, name: str) -> str:
-    pair = ends(run.rows, name)
-    return _ABSENT if pair is None else f"{pair[0]:.4f} \u2192 {pair[1]:.4f}"
-
-
-def _last(points: Sequence[tuple[float, float | None]]) -> str:
+def _mean(points: Points) -> str:
     values = [value for _, value in points if value is not None]
-    return f"{values[-1]:.4f}" if values else _ABSENT
-
-
-def _mean(series: Sequence[Series]) -> str:
-    values = [value for line in series for _, value in line.finite()]
     return shown(float(f"{sum(values) / len(values):.3g}")) if values else _ABSENT

@@ -1,4 +1,4 @@
-"""The report's sections about rollout correction: curves, timesteps, histograms."""
+"""The report's charts about rollout correction: curves, timesteps, rejected samples."""
 
 from __future__ import annotations
 
@@ -6,100 +6,47 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from flowgrpo_rc.monitoring.health import FAULT, MOST_CLIPPED
-from flowgrpo_rc.monitoring.histograms import LAST, bin_edges
 from flowgrpo_rc.reading import blaming
-from flowgrpo_rc.records.metrics_file import LAST_STEP, MetricsFile
-from flowgrpo_rc.report import html
-from flowgrpo_rc.report.axes import linear_axis, tick_labels
-from flowgrpo_rc.report.charts import Chart, Series, draw, gallery
-from flowgrpo_rc.report.heat_map import columns_by_step, extent, heat_map, spread_counts
-from flowgrpo_rc.report.series import Row, clip_band, correction_series
+from flowgrpo_rc.records.metrics_file import MetricsFile
+from flowgrpo_rc.records.rejected import in_words
+from flowgrpo_rc.report.charts import Chart, Series, shown
+from flowgrpo_rc.report.folder import cut
+from flowgrpo_rc.report.series import Row, charts_of, clip_band, series_of
 
-# Chart title, its word, what the health check warns about, its thresholds, the metrics drawn.
-_CORRECTION_CHARTS: tuple[tuple[str, str, str, tuple[float, ...], tuple[str, ...]], ...] = (
-    (
-        "Importance weight",
-        "weight",
-        "warns outside 0.5 to 2",
-        (0.5, 2.0),
-        ("rollout_is_mean", "rollout_is_max", "rollout_is_min"),
-    ),
-    (
-        "Effective sample size",
-        "ess",
-        "fraction of the batch; warns below 0.3",
-        (0.3,),
-        ("rollout_is_eff_sample_size",),
-    ),
-    (
-        "Rejected and vetoed",
-        "rejection",
-        "fraction; warns above 0.05 of samples",
-        (0.05, 0.1),
-        (
-            "rollout_rs_masked_fraction",
-            "rollout_rs_seq_masked_fraction",
-            "rollout_is_veto_fraction",
-        ),
-    ),
-    ("KL(rollout, training)", "kl", "warns beyond 0.1", (-0.1, 0.1), ("kl", "k3_kl")),
-    (
-        "Log-perplexity difference",
-        "mismatch",
-        "absolute; warns above 1",
-        (1.0,),
-        ("log_ppl_abs_diff",),
-    ),
-    ("Chi-squared divergence", "chi2", "warns above 1", (1.0,), ("chi2_token", "chi2_seq")),
-    (
-        "Clipped by noise before any update",
-        "clip",
-        f"fraction; warns above {MOST_CLIPPED:g}",
-        (MOST_CLIPPED,),
-        ("pre_update_clip_fraction",),
-    ),
-    (
-        "Mismatch over what the precisions explain",
-        "mismatch",
-        f"above {FAULT:g} it is a fault",
-        (FAULT,),
-        ("mismatch_over_expected",),
-    ),
-)
+# Title, its word, what the health check warns about, its thresholds, the metrics drawn.
+_CHARTS = f"""
+Importance weight | weight | warns outside 0.5 to 2 | 0.5 2.0 \
+    | rollout_is_mean rollout_is_max rollout_is_min
+Effective sample size | ess | fraction of the batch; warns below 0.3 | 0.3 \
+    | rollout_is_eff_sample_size
+Rejected and vetoed | rejection | fraction; warns above 0.05 of samples | 0.05 0.1 \
+    | rollout_rs_masked_fraction rollout_rs_seq_masked_fraction rollout_is_veto_fraction
+KL(rollout, training) | kl | warns beyond 0.1 | -0.1 0.1 | kl k3_kl
+Log-perplexity difference | mismatch | absolute; warns above 1 | 1.0 | log_ppl_abs_diff
+Chi-squared divergence | chi2 | warns above 1 | 1.0 | chi2_token chi2_seq
+Clipped by noise before any update | clip | fraction; warns above {MOST_CLIPPED:g} \
+    | {MOST_CLIPPED} | pre_update_clip_fraction
+Mismatch over what the precisions explain | mismatch | above {FAULT:g} it is a fault | {FAULT} \
+    | mismatch_over_expected
+"""
 _MISMATCH = (
     "logprob_abs_diff_p50",
     "logprob_abs_diff_mean",
     "logprob_abs_diff_p99",
     "policy_drift_abs_mean",
 )
-_HISTOGRAMS = {
-    "log_ratio": (
-        "Log-ratio, training over rollout",
-        "each SDE step or token, before the first update of a training step; the range holds 99% "
-        "of all",
-    ),
-    "log_weight": (
-        "Logarithm of the weights in the loss",
-        "of the steps that are kept, before the first update; 0 is a weight of 1; the range holds "
-        "99% of all",
-    ),
-}
-_ROWS = 41  # of a histogram's map; an odd number, so that one row is around zero
 _TIMESTEP = re.compile(r"(?:.*/)?logprob_abs_diff/ts_(\d+)")
+_MAX_CARDS = 12
+_MAX_COLUMNS = 120  # of the heat map; more steps are averaged
 
 
-def curves(rows: Sequence[Row]) -> str:
-    """Draws the correction metrics by step, with the thresholds of the health check."""
-    charts = [
-        Chart(title=title, series=series, note=note, thresholds=bounds, word=word)
-        for title, word, note, bounds, names in _CORRECTION_CHARTS
-        if (series := correction_series(rows, names))
-    ]
-    if differences := correction_series(rows, _MISMATCH):
+def curves(rows: Sequence[Row]) -> list[Chart]:
+    """Returns the correction metrics by step, with the thresholds of the health check."""
+    charts = charts_of(_CHARTS, rows)
+    if differences := series_of(rows, _MISMATCH):
         words, band = clip_band(rows)
         note = (
             "log-probability difference before the first update, and the policy's own movement "
@@ -114,54 +61,61 @@ def curves(rows: Sequence[Row]) -> str:
             word="mismatch",
         )
         charts.insert(0, floor)
-    return (
-        gallery(charts) if charts else html.empty("The run reports no rollout-correction metrics.")
-    )
+    return charts
 
 
-def timesteps(rows: Sequence[Row]) -> str:
-    """Draws the difference by timestep: over the whole run, and step by step."""
+def timesteps(rows: Sequence[Row]) -> tuple[Chart, dict[str, Any]] | str:
+    """Returns the difference by timestep, over the whole run and step by step; or why not."""
     found = _by_step(rows)
-    mean = Series(name="mean over steps", points=mean_by_timestep(rows))
-    levels = [int(t) for t, _ in mean.points]
-    if not levels:
-        return html.empty("The run reports no difference by timestep.")
-    points = [(t, max(here[t] for here in found.values() if t in here)) for t in levels]
+    means = mean_by_timestep(rows)
+    if not means:
+        return "The run reports no difference by timestep."
+    points = [(t, max(here[t] for here in found.values() if t in here)) for t, _ in means]
     if not any(value > 0 for _, value in points):
-        return html.empty("The difference is exactly zero at every timestep.")
-    worst = Series(name="largest step", points=points)
+        return "The difference is exactly zero at every timestep."
     words, band = clip_band(rows)
-    note = f"absolute, rollout against training, before the first update{words}"
     chart = Chart(
         title="Difference by timestep",
-        series=[mean, worst],
-        note=note,
+        series=[
+            Series(name="mean over steps", points=means),
+            Series(name="largest step", points=points),
+        ],
+        note=f"absolute, rollout against training, before the first update{words}",
         x_name="timestep",
         log_y=True,
         thresholds=band,
         word="timestep",
     )
-    table = {
-        step: np.array([here.get(t, math.nan) for t in reversed(levels)])
-        for step, here in found.items()
-    }
-    every = math.ceil(len(levels) / 10)  # at most ten labels
-    ticks = [
-        ((row + 0.5) / len(levels), str(t)) for row, t in enumerate(levels) if row % every == 0
+    return chart, _heat_map(found, [t for t, _ in means])
+
+
+def _heat_map(found: Mapping[int, Mapping[int, float]], levels: Sequence[int]) -> dict[str, Any]:
+    """Shades the differences by step and timestep, from 0 to 1 by their logarithm."""
+    first, last = min(found), max(found)
+    size = math.ceil((last - first + 1) / _MAX_COLUMNS)
+    means: list[list[float | None]] = []
+    for t in reversed(levels):
+        means.append([])
+        for start in range(first, last + 1, size):
+            steps = range(start, start + size)
+            known = [found[step][t] for step in steps if t in found.get(step, {})]
+            means[-1].append(sum(known) / len(known) if known else None)
+    positive = [value for row in means for value in row if value]
+    low, high = min(positive), max(positive)
+    # Zeros have the lowest shade; where all is alike, the shade is in the middle.
+    span = math.log(high / low)
+    shades = [
+        [v if v is None else math.log(max(v, low) / low) / span if span else 0.5 for v in row]
+        for row in means
     ]
-    heat = heat_map(
-        "Difference by step and timestep",
-        columns_by_step(table),
-        min(table),
-        ticks,
-        note="rows: timesteps; empty where no sample was trained there",
-        unit="mean |difference|",
-        log=True,
-    )
-    return html.pair([html.wide(draw(chart)), html.wide(heat)])
+    return {
+        "rows": list(zip(reversed(levels), shades, strict=True)),
+        "steps": (first, last, size),
+        "range": (shown(float(f"{low:.2g}")), shown(float(f"{high:.2g}"))),
+    }
 
 
-def mean_by_timestep(rows: Sequence[Row]) -> list[tuple[float, float]]:
+def mean_by_timestep(rows: Sequence[Row]) -> list[tuple[int, float]]:
     """Returns each timestep with its |difference|, averaged over training steps."""
     found: dict[int, list[float]] = {}
     for here in _by_step(rows).values():
@@ -171,63 +125,49 @@ def mean_by_timestep(rows: Sequence[Row]) -> list[tuple[float, float]]:
 
 
 def _by_step(rows: Sequence[Row]) -> dict[int, dict[int, float]]:
-    return {row["step"]: here for row in rows if (here := _by_timestep(row))}
+    found: dict[int, dict[int, float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            match = _TIMESTEP.fullmatch(name)
+            if match is not None and value is not None:
+                found.setdefault(row["step"], {})[int(match[1])] = value
+    return found
 
 
-def _by_timestep(row: Row) -> dict[int, float]:
-    matches = ((_TIMESTEP.fullmatch(name), value) for name, value in row.items())
-    return {
-        int(match[1]): value for match, value in matches if match is not None and value is not None
-    }
-
-
-def histograms(run_dir: Path, rows: Sequence[Row]) -> str:
-    """Draws the histograms of log-ratios and weights, step by step."""
-    file = MetricsFile(run_dir / "histograms.jsonl")
+def rejected(run_dir: Path, rows: Sequence[Row]) -> dict[str, Any]:
+    """Returns the largest difference of each step's rejected samples, and the newest of these."""
+    file = MetricsFile(run_dir / "rejected.jsonl")
+    largest: dict[str, dict[int, float | None]] = {}
     with blaming(file.path):
-        found = {name: _counts(file.rows(), name) for name in _HISTOGRAMS}
-    _, band = clip_band(rows)
-    charts = []
-    for name, (title, note) in _HISTOGRAMS.items():
-        counts = found[name]
-        if counts:
-            charts.append(_histogram(title, note, counts, band if name == "log_ratio" else ()))
-    return html.pair(charts) if charts else html.empty("The run has counted none.")
-
-
-def _counts(rows: Sequence[Row], name: str) -> dict[int, dict[int, int]]:
-    """Returns the counts of a histogram by step and bin; ValueError if there are no such bins."""
-    counts = {
-        row["step"]: {int(bin): int(count) for bin, count in row[name].items()}
-        for row in rows
-        if row.get(name)
-    }
-    if any(not 0 <= step <= LAST_STEP for step in counts):
-        raise ValueError(f"a step is not in 0 to {LAST_STEP}")
-    if any(abs(bin) > LAST or count < 1 for here in counts.values() for bin, count in here.items()):
-        raise ValueError(f"{name} has a bin beyond {LAST}, or an empty one")
-    return counts
-
-
-def _histogram(
-    title: str, note: str, counts: Mapping[int, Mapping[int, int]], band: Sequence[float]
-) -> str:
-    size = extent(list(counts.values()), bin_edges)
-    limits = np.linspace(-size, size, _ROWS + 1)
-    shares = {step: spread_counts(here, bin_edges, limits)[::-1] for step, here in counts.items()}
-    axis = linear_axis([-size, size], tight=True)
-    labels = tick_labels(axis)
-    ticks = [(axis.place(tick), label) for tick, label in zip(axis.ticks, labels, strict=True)]
-    lines = [axis.place(bound) for size in band for bound in (-size, size)]
-    if any(0 < line < 1 for line in lines):
-        note += "; dashed: the clip band"
-    chart = heat_map(
-        title,
-        columns_by_step(shares),
-        min(shares),
-        ticks,
-        note=note,
-        unit="share",
-        thresholds=lines,
+        found = file.rows()
+        for row in found:
+            first = row["reasons"][0]["criterion"] if row["reasons"] else "rejected"
+            by_step = largest.setdefault(str(first), {})
+            size = None if row["log_ratio"] is None else abs(float(row["log_ratio"]))
+            by_step[row["step"]] = max(size, by_step.get(row["step"]), key=lambda one: one or 0.0)
+        cards = [_card(run_dir, row) for row in found[-_MAX_CARDS:]]
+    words, band = clip_band(rows)
+    chart = Chart(
+        title="Largest rejected difference",
+        series=[Series(name=name, points=list(by.items())) for name, by in largest.items()],
+        note=f"|log-ratio| of the worst rejected sample of a step, by criterion{words}",
+        log_y=True,
+        thresholds=band,
+        word="rejection",
     )
-    return html.wide(chart)
+    return {"chart": chart, "cards": cards, "total": len(found)}
+
+
+def _card(run_dir: Path, row: Mapping[str, Any]) -> dict[str, Any]:
+    where = f"timestep {row['timestep']}" if "timestep" in row else f"token {row['position']}"
+    lines = [in_words(reason) for reason in row["reasons"]]
+    for name, value in (("log-ratio", row["log_ratio"]), ("reward", row["reward"])):
+        lines += [] if value is None else [f"{name} {value:.3g}"]
+    # Only the name, so that no page shows a file from elsewhere.
+    picture = run_dir / "rejected" / Path(row.get("picture") or "none").name
+    return {
+        "heading": f"Step {row['step']}, {where}",
+        "lines": lines,
+        "texts": [cut(text) for text in (row["prompt"], row.get("text")) if text],
+        "picture": picture.read_bytes() if picture.is_file() else None,
+    }

@@ -7,66 +7,50 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import PurePath
 from typing import Any
 
 from flowgrpo_rc.monitoring.health import BYPASS_PREFIX, DECOUPLED_PREFIX
+from flowgrpo_rc.report.folder import setting
 from flowgrpo_rc.report.series import Row
 
-_PACKAGES = ("torch", "diffusers", "transformers")
+_VERSIONS = ("flowgrpo-rc", "git", "torch", "diffusers", "transformers")
 
 
 def facts(
     config: Mapping[str, Any], environment: Mapping[str, Any], rows: Sequence[Row]
-) -> list[tuple[str | None, str, str]]:
-    """Returns lines of word (key of `words.WORDS` or None), name and value.
+) -> list[tuple[str, str, str]]:
+    """Returns lines of word (a key of words.yaml, or empty), name and value.
 
     Args:
       config: content of config.yaml.
       environment: content of environment.json.
       rows: the rows of metrics.jsonl.
     """
-    seed = setting(config, "trainer.seed")
+    get = partial(setting, config)
+    text = get("model.kind") == "causal_lm"
+    loss = get("actor.token_loss" if text else "actor.diffusion_loss") or {}
+    correction = get("algorithm.rollout_correction") or {}
+    rank, seed, started = get("model.lora_rank"), get("trainer.seed"), environment.get("started")
+    packages = (environment.get("packages") or {}) | {"git": environment.get("git")}
+    versions = [f"{name} {packages[name]}" for name in _VERSIONS if packages.get(name)]
     lines = [
-        (None, "Model", _last_name(setting(config, "model.path"))),
-        ("reward", "Reward", _rewards(setting(config, "reward.terms"))),
+        ("", "Model", _model_name(get("model.path"))),
+        ("reward", "Reward", _rewards(get("reward.terms"))),
         ("mode", "Mode", _mode(rows)),
-        ("clip", "Loss and clip", _loss(config)),
-        ("centered", "Log-ratio", _centered(config)),
-        ("rejection", "Rejection", _rejection(config)),
-        ("weight", "Weights", _weights(config)),
+        ("clip", "Loss and clip", _loss(loss)),
+        ("centered", "Log-ratio", "centered" if correction.get("centered") else ""),
+        ("rejection", "Rejection", _rejection(correction)),
+        ("weight", "Weights", _weights(correction)),
         ("precision", "Precision", _precision(config)),
-        ("lora", "LoRA", _lora(config)),
-        (None, "Seed", "" if seed is None else str(seed)),
-        (None, "Started", _time(environment.get("started"))),
-        (None, "Ran on", _machine(environment)),
-        (None, "Versions", _versions(environment)),
+        ("lora", "LoRA", f"rank {rank}, alpha {get('model.lora_alpha')}" if rank else ""),
+        ("", "Seed", "" if seed is None else str(seed)),
+        ("", "Started", f"{datetime.fromisoformat(started):%Y-%m-%d %H:%M %Z}" if started else ""),
+        ("", "Ran on", _machine(environment)),
+        ("", "Versions", ", ".join(versions)),
     ]
     return [line for line in lines if line[2]]
-
-
-def setting(tree: Mapping[str, Any], name: str) -> Any:
-    """Returns the value behind a dotted name; None if there is none."""
-    value: Any = tree
-    for key in name.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
-
-
-def broken_band(config: Mapping[str, Any], criterion: str) -> str:
-    """Returns the `auto` threshold of a criterion as it was set; empty if it has none.
-
-    Args:
-      config: content of config.yaml.
-      criterion: a name in `rollout_rs`.
-    """
-    correction = setting(config, "algorithm.rollout_correction") or {}
-    criteria = _split(correction.get("rollout_rs"))
-    thresholds = _split(correction.get("rollout_rs_threshold"))
-    if len(thresholds) == 1:
-        thresholds *= len(criteria)
-    found = dict(zip(criteria, thresholds, strict=False)).get(criterion, "")
-    return found if found.startswith("auto:") else ""
 
 
 def _split(value: Any) -> list[str]:
@@ -75,18 +59,16 @@ def _split(value: Any) -> list[str]:
     return [str(part).strip() for part in parts if str(part).strip()]
 
 
-def _last_name(path: object) -> str:
+def _model_name(path: Any) -> str:
     """Returns a hub id as it is, and of a path only its last name."""
-    if path is None:
-        return ""
-    path = str(path).removeprefix("${asset:").removesuffix("}")
-    return PurePath(path).name if path.startswith(("/", ".", "~")) else path
+    name = str(path or "").removeprefix("${asset:").removesuffix("}")
+    return PurePath(name).name if name.startswith(("/", ".", "~")) else name
 
 
 def _rewards(terms: Any) -> str:
     used = {name: term or {} for name, term in (terms or {}).items()}
     if len(used) == 1:
-        return next(iter(used))
+        return str(next(iter(used)))
     return ", ".join(f"{name} x {term.get('weight', 1.0):g}" for name, term in used.items())
 
 
@@ -98,25 +80,14 @@ def _mode(rows: Sequence[Row]) -> str:
     return "decoupled" if any(name.startswith(DECOUPLED_PREFIX) for name in names) else ""
 
 
-def _loss(config: Mapping[str, Any]) -> str:
-    if setting(config, "model.kind") == "causal_lm":
-        loss = setting(config, "actor.token_loss") or {}
-        bounds = [loss.get("clip_ratio_low"), loss.get("clip_ratio_high")]
-    else:
-        loss = setting(config, "actor.diffusion_loss") or {}
-        bounds = [loss.get("clip_ratio")]
+def _loss(loss: Mapping[str, Any]) -> str:
+    bounds = [loss.get(key) for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")]
     sizes = dict.fromkeys(str(bound) for bound in bounds if bound is not None)
     clip = " below, ".join(sizes) + (" above" if len(sizes) > 1 else "")
     return ", clip ".join(part for part in (loss.get("loss_mode"), clip) if part)
 
 
-def _centered(config: Mapping[str, Any]) -> str:
-    centered = setting(config, "algorithm.rollout_correction.centered")
-    return "centered" if centered else ""
-
-
-def _rejection(config: Mapping[str, Any]) -> str:
-    correction = setting(config, "algorithm.rollout_correction") or {}
+def _rejection(correction: Mapping[str, Any]) -> str:
     criteria = ", ".join(_split(correction.get("rollout_rs")))
     threshold = ", ".join(_split(correction.get("rollout_rs_threshold")))
     found = [f"{criteria} {threshold}".strip()] if criteria else []
@@ -124,11 +95,10 @@ def _rejection(config: Mapping[str, Any]) -> str:
     return "; ".join([*found, f"veto {veto}"] if veto is not None else found)
 
 
-def _weights(config: Mapping[str, Any]) -> str:
-    correction = setting(config, "algorithm.rollout_correction") or {}
+def _weights(correction: Mapping[str, Any]) -> str:
     if not correction.get("rollout_is"):
         return ""
-    parts = (correction["rollout_is"], correction.get("rollout_is_mode") or "")
+    parts = (correction["rollout_is"], correction.get("rollout_is_mode"))
     words = " ".join(str(part) for part in parts if part)
     return f"{words}, bound {correction.get('rollout_is_threshold')}"
 
@@ -136,38 +106,18 @@ def _weights(config: Mapping[str, Any]) -> str:
 def _precision(config: Mapping[str, Any]) -> str:
     rollout = setting(config, "rollout.dtype")
     training = setting(config, "model.dtype")
-    quantization = setting(config, "rollout.quantization")
     if rollout is None or training is None:
         return ""
+    quantization = setting(config, "rollout.quantization")
     sampled = f"{rollout} with {quantization}" if quantization else str(rollout)
     mixed = setting(config, "trainer.mixed_precision")
     trained = f"{training} with {mixed}" if mixed not in (None, "no", False) else str(training)
     return f"rollout {sampled}, training {trained}"
 
 
-def _lora(config: Mapping[str, Any]) -> str:
-    rank = setting(config, "model.lora_rank")
-    return f"rank {rank}, alpha {setting(config, 'model.lora_alpha')}" if rank else ""
-
-
-def _time(stamp: str | None) -> str:
-    return f"{datetime.fromisoformat(stamp):%Y-%m-%d %H:%M %Z}" if stamp else ""
-
-
 def _machine(environment: Mapping[str, Any]) -> str:
     device = environment.get("device")
     processes = environment.get("processes")
-    if device is None:
-        return ""
-    if processes is None:
-        return str(device)
+    if device is None or processes is None:
+        return str(device or "")
     return f"{device}, {processes} process{'' if processes == 1 else 'es'}"
-
-
-def _versions(environment: Mapping[str, Any]) -> str:
-    packages = environment.get("packages") or {}
-    git = environment.get("git")
-    parts = [f"flowgrpo-rc {packages['flowgrpo-rc']}"] if "flowgrpo-rc" in packages else []
-    parts += [f"git {git}"] if git else []
-    parts += [f"{name} {packages[name]}" for name in _PACKAGES if name in packages]
-    return ", ".join(parts)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flowgrpo_rc.records.metrics_file import MetricsFile
-from flowgrpo_rc.report.series import Row, correction_series
+from flowgrpo_rc.report.series import Row, series_of
 
 # Panel title, correction metrics, reference lines with what they mean.
 _PANELS: tuple[tuple[str, tuple[str, ...], tuple[tuple[float, str], ...]], ...] = (
@@ -51,13 +51,13 @@ def plot_rollout_correction(
     from matplotlib.figure import Figure
 
     rows = [{"step": position, **row} for position, row in enumerate(_history_rows(history))]
-    if not any(correction_series(rows, names) for _, names, _ in _PANELS):
+    if not any(series_of(rows, names) for _, names, _ in _PANELS):
         raise ValueError(
             "plot_rollout_correction: no row of the history holds a rollout_corr/ metric"
         )
     figure = Figure(figsize=(13, 7), layout="constrained")
     for axes, (title, names, bounds) in zip(figure.subplots(2, 3).flat, _PANELS, strict=True):
-        series = correction_series(rows, names)
+        series = series_of(rows, names)
         for line in series:
             values = [math.nan if y is None else y for _, y in line.points]
             axes.plot([x for x, _ in line.points], values, label=line.name, linewidth=1.8)

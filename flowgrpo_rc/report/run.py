@@ -8,36 +8,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
+
 from flowgrpo_rc.files import write_atomic
 from flowgrpo_rc.reading import blaming
-from flowgrpo_rc.report import correction, html, suites
-from flowgrpo_rc.report import sections as files
-from flowgrpo_rc.report.charts import Chart, Series, draw, gallery, smoothed, smoothing
-from flowgrpo_rc.report.facts import facts, setting
-from flowgrpo_rc.report.series import Row, change, distinct, ends, phases, points_of, series_of
-from flowgrpo_rc.report.words import documentation_site, explained
+from flowgrpo_rc.report import correction, folder, suites
+from flowgrpo_rc.report.charts import Chart, Series, smoothed
+from flowgrpo_rc.report.facts import facts
+from flowgrpo_rc.report.page import render
+from flowgrpo_rc.report.series import Row, charts_of, distinct, ends, phases, points_of
 
-# Chart title, its word, the metrics drawn.
-_UPDATE_CHARTS: tuple[tuple[str, str | None, tuple[str, ...]], ...] = (
-    ("Policy loss", None, ("actor/pg_loss",)),
-    (
-        "Clipped fraction",
-        "clip",
-        ("actor/clip_fraction", "actor/clip_fraction_higher", "actor/clip_fraction_lower"),
-    ),
-    ("Standard deviation of the ratio", "clip", ("actor/ratio_std",)),
-    ("KL to the reference", "reference", ("actor/kl_loss",)),
-    ("Gradient norm", None, ("actor/grad_norm",)),
-    ("Learning rate", None, ("actor/lr",)),
-)
+# Title, its word, note, thresholds, the metrics drawn.
+_UPDATE = """
+Policy loss | | | | actor/pg_loss
+Clipped fraction | clip | | \
+    | actor/clip_fraction actor/clip_fraction_higher actor/clip_fraction_lower
+Standard deviation of the ratio | clip | | | actor/ratio_std
+KL to the reference | reference | | | actor/kl_loss
+Gradient norm | | | | actor/grad_norm
+Learning rate | | | | actor/lr
+"""
+_RESPONSES = """
+Response length, tokens | | | | response/length_mean response/length_max
+Responses cut at the limit, or empty | | | | response/limit_fraction response/empty_fraction
+"""
 _NO_FAILURE = {"val/failed_fraction": (0.0, 0.0)}  # values that need no tile
-_RESPONSE_CHARTS = (
-    ("Response length, tokens", ("response/length_mean", "response/length_max")),
-    (
-        "Responses cut at the limit, or empty",
-        ("response/limit_fraction", "response/empty_fraction"),
-    ),
-)
 
 
 def write_report(run_dir: Path) -> Path:
@@ -46,33 +41,35 @@ def write_report(run_dir: Path) -> Path:
     Raises:
       ValueError: the folder holds no metrics.jsonl, or a file is damaged.
     """
-    rows = files.metrics(run_dir)
-    config = files.config(run_dir)
-    environment = files.environment(run_dir)
-    sections = [
-        html.section("samples", "Before and after", _summary(rows) + files.samples(run_dir)),
-        html.section("reward", "Reward", _reward(rows)),
-        *suites.sections(run_dir, rows),
-        html.section("health", "Health warnings", files.health(run_dir)),
-        html.section("correction", "Rollout correction by step", correction.curves(rows)),
-        html.section(
-            "timesteps", "Log-probability difference by timestep", correction.timesteps(rows)
-        ),
-        html.section("histograms", "Log-ratios and weights", correction.histograms(run_dir, rows)),
-        html.section("rejected", "Rejected samples", files.rejected(run_dir, config)),
-        html.section("update", "Policy update", _update(rows)),
-        html.section("timing", "Time by phase", _timing(rows)),
-        html.section("config", "Configuration", files.config_text(config)),
-        html.section("environment", "Environment", files.environment_table(environment)),
-        html.section("checkpoints", "Checkpoints and weights", files.checkpoints(run_dir)),
-    ]
-    title = files.title(run_dir, config)
-    header = html.header(title, *_outcome(rows, setting(config, "trainer.total_training_steps")))
+    rows = folder.metrics(run_dir)
+    config = folder.config(run_dir)
+    environment = folder.environment(run_dir)
     with blaming(f"{run_dir}: config.yaml or environment.json"):
-        header += html.facts(facts(config, environment, rows))
-    words = explained([header, *sections], documentation_site())
-    sections.append(html.section("words", "Words", words))
-    page = html.page(title, header, sections)
+        known = facts(config, environment, rows)
+    outcome, progress = _outcome(rows, folder.setting(config, "trainer.total_training_steps"))
+    reward, rewards = _rewards(rows)
+    page = render(
+        "run.html",
+        title=folder.title(run_dir, config),
+        outcome=outcome,
+        progress=progress,
+        facts=known,
+        tiles=_tiles(rows),
+        samples=folder.first_and_last_samples(run_dir),
+        reward=reward,
+        rewards=rewards,
+        suites=suites.results(run_dir),
+        suite_charts=suites.curves(rows),
+        health=folder.health(run_dir),
+        correction=correction.curves(rows),
+        timesteps=correction.timesteps(rows),
+        rejected=correction.rejected(run_dir, rows),
+        update=charts_of(_UPDATE, rows),
+        timing=_timing(rows),
+        config=yaml.safe_dump(config, sort_keys=False, allow_unicode=True) if config else "",
+        environment=folder.leaves(environment) if environment else [],
+        checkpoints=folder.checkpoints(run_dir),
+    )
     path = run_dir / "report.html"
     write_atomic(path, page.encode())
     return path
@@ -86,17 +83,22 @@ def _outcome(rows: Sequence[Row], total_steps: int | None) -> tuple[str, str]:
         progress += f" of {total_steps}"
     evaluations = [value for _, value in points_of(rows, "val/reward") if value is not None]
     if len(evaluations) > 1:
-        return f"Held-out reward {change((evaluations[0], evaluations[-1]))}", progress
+        return f"Held-out reward {_change(evaluations[0], evaluations[-1])}", progress
     outcome = "Not evaluated yet"
     if evaluations:
         outcome = f"Held-out reward {evaluations[0]:.4f}, evaluated once"
     trained = ends(rows, "reward/mean")
     if trained:
-        outcome += f"; training reward {change(trained)}"
+        outcome += f"; training reward {_change(*trained)}"
     return outcome, progress
 
 
-def _summary(rows: Sequence[Row]) -> str:
+def _change(first: float, last: float) -> str:
+    return f"{first:.4f} \u2192 {last:.4f} ({last - first:+.4f})"
+
+
+def _tiles(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Returns names and values of the numbers that a reader asks first."""
     tiles = []
     for name in distinct(rows, "val/", "val/reward"):
         pair = ends(rows, name)
@@ -106,52 +108,38 @@ def _summary(rows: Sequence[Row]) -> str:
             tiles.append((f"held-out {name.removeprefix('val/')}", text))
     speeds = [value for _, value in points_of(rows, "perf/samples_per_second") if value is not None]
     memory = [value for _, value in points_of(rows, "perf/peak_memory_gib") if value is not None]
-    seconds = sum(phases(rows).values()) if rows else 0.0
+    seconds = sum(phases(rows).values())
     if speeds:
         tiles.append(("training samples per second", f"{sum(speeds) / len(speeds):.1f}"))
     if memory:
         tiles.append(("peak memory, GiB", f"{max(memory):.2f}"))
     if seconds:
         tiles.append(("measured time", _duration(seconds)))
-    return html.tiles(tiles) if tiles else html.empty("No numbers yet.")
+    return tiles
 
 
-def _reward(rows: Sequence[Row]) -> str:
+def _rewards(rows: Sequence[Row]) -> tuple[Chart, list[Chart]]:
+    """Returns the chart of the mean reward, and those of its parts and of responses."""
     training = Series(name="training", points=points_of(rows, "reward/mean"))
     held_out = Series(name="held-out", points=points_of(rows, "val/reward"), color=1)
     lines = [*smoothed(training, color=0), held_out]
-    note = smoothing([training])
-    mean = Chart(title="Mean reward", series=lines, note=note, word="reward")
+    mean = Chart(title="Mean reward", series=lines, word="reward")
     charts = []
     for name in distinct(rows, "reward/", "reward/mean")[1:]:
         line = Series(name=name.rpartition("/")[2], points=points_of(rows, name))
         charts.append(Chart(title=name, series=smoothed(line, color=0)))
-    charts += [
-        Chart(title=title, series=found)
-        for title, keys in _RESPONSE_CHARTS
-        if (found := series_of(rows, keys))
-    ]
-    return html.wide(draw(mean)) + gallery(charts)
+    return mean, charts + charts_of(_RESPONSES, rows)
 
 
-def _update(rows: Sequence[Row]) -> str:
-    charts = [
-        Chart(title=title, series=series, word=word)
-        for title, word, names in _UPDATE_CHARTS
-        if (series := series_of(rows, names))
-    ]
-    return gallery(charts) if charts else html.empty("No update yet.")
-
-
-def _timing(rows: Sequence[Row]) -> str:
+def _timing(rows: Sequence[Row]) -> list[tuple[str, float, str]]:
+    """Returns name, share of the run, and duration of each phase, the longest first."""
     found = sorted(phases(rows).items(), key=lambda phase: -phase[1])
     total = sum(seconds for _, seconds in found)
-    if not total:
-        return html.empty("No timings yet.")
-    bars = [
-        (name, seconds, f"{_duration(seconds)}, {seconds / total:.0%}") for name, seconds in found
+    return [
+        (name, seconds / total, f"{_duration(seconds)}, {seconds / total:.0%}")
+        for name, seconds in found
+        if total
     ]
-    return html.bars(bars)
 
 
 def _duration(seconds: float) -> str:

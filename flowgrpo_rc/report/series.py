@@ -1,4 +1,4 @@
-"""Rows of metrics.jsonl as series, for the report and for figures."""
+"""Rows of metrics.jsonl as series and charts, for the report and for figures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowgrpo_rc.monitoring.health import correction_metric_name
-from flowgrpo_rc.report.charts import Series
+from flowgrpo_rc.report.charts import Chart, Points, Series
 
 Row = Mapping[str, Any]
 
@@ -16,33 +16,44 @@ def points_of(rows: Sequence[Row], name: str) -> list[tuple[float, float | None]
     return [(row["step"], row[name]) for row in rows if name in row]
 
 
+def correction_points(rows: Sequence[Row], name: str) -> list[tuple[float, float | None]]:
+    """Returns (step, value) of a correction metric, in either mode; `name` has no prefix."""
+    keys = [correction_metric_name(row, name) for row in rows]
+    return [(row["step"], row[key]) for row, key in zip(rows, keys, strict=True) if key is not None]
+
+
+def metric_points(rows: Sequence[Row], name: str) -> Points:
+    """Returns (step, value) of a metric; a name without a slash is one of the correction."""
+    return points_of(rows, name) if "/" in name else correction_points(rows, name)
+
+
 def series_of(rows: Sequence[Row], names: Sequence[str]) -> list[Series]:
     """Returns a series for each metric that some row has; null stays as a gap."""
-    found = [Series(name=name, points=points_of(rows, name)) for name in names]
+    found = [Series(name=name, points=metric_points(rows, name)) for name in names]
     return [series for series in found if series.points]
 
 
-def correction_series(rows: Sequence[Row], names: Sequence[str]) -> list[Series]:
-    """Returns a series for each correction metric, in either mode, by its name without prefix."""
-    found = []
-    for name in names:
-        keys = [correction_metric_name(row, name) for row in rows]
-        points = [
-            (row["step"], row[key]) for row, key in zip(rows, keys, strict=True) if key is not None
-        ]
-        found.append(Series(name=name, points=points))
-    return [series for series in found if series.points]
+def charts_of(table: str, rows: Sequence[Row]) -> list[Chart]:
+    """Returns the charts of a table whose metrics some row has.
+
+    Args:
+      table: lines of title | word | note | thresholds | metrics.
+      rows: the rows of metrics.jsonl.
+    """
+    charts = []
+    for line in table.strip().splitlines():
+        title, word, note, thresholds, names = (part.strip() for part in line.split("|"))
+        if series := series_of(rows, names.split()):
+            bounds = tuple(map(float, thresholds.split()))
+            chart = Chart(title=title, series=series, note=note, thresholds=bounds, word=word)
+            charts.append(chart)
+    return charts
 
 
 def ends(rows: Sequence[Row], name: str) -> tuple[float, float] | None:
     """Returns the first and the last finite value of a metric; None if there is none."""
     values = [value for _, value in points_of(rows, name) if value is not None]
     return (values[0], values[-1]) if values else None
-
-
-def change(ends: tuple[float, float]) -> str:
-    """Returns a first and a last value in words, with their difference."""
-    return f"{ends[0]:.4f} \u2192 {ends[1]:.4f} ({ends[1] - ends[0]:+.4f})"
 
 
 def distinct(rows: Sequence[Row], prefix: str, first: str) -> list[str]:

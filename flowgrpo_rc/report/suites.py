@@ -1,22 +1,16 @@
-"""The section about suites: base model and LoRA side by side, and the change over the training."""
+"""What the report shows of suites: base model and LoRA side by side, and the change by step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from flowgrpo_rc.evaluation.intervals import Estimate, PolicyComparison
-from flowgrpo_rc.records.suite_files import (
-    BASE,
-    TUNED,
-    StoredResult,
-    read_suite_results,
-    sample_stem,
-)
-from flowgrpo_rc.report import html
-from flowgrpo_rc.report.charts import Chart, Series, gallery
-from flowgrpo_rc.report.sections import pictures, responses
+from flowgrpo_rc.records.suite_files import BASE, TUNED, read_suite_results, sample_stem
+from flowgrpo_rc.report.charts import Chart, Series
+from flowgrpo_rc.report.folder import side_by_side
 from flowgrpo_rc.report.series import Row, points_of
 
 _LABELS = {BASE: "base model", TUNED: "with LoRA"}
@@ -26,23 +20,26 @@ _PREFIX = "suite/"
 _LINES = {"change": "", "interval, low": "_low", "interval, high": "_high"}
 
 
-def sections(run_dir: Path, rows: Sequence[Row]) -> list[str]:
-    """Returns the section about suites; none if no suite was asked.
-
-    Args:
-      run_dir: folder of the run.
-      rows: the rows of metrics.jsonl.
-    """
+def results(run_dir: Path) -> list[dict[str, Any]]:
+    """Returns title, rows and samples of each suite that was evaluated."""
     folder = run_dir / "suites"
-    body = _curves(rows)
-    body += "".join(_result(folder, result) for result in read_suite_results(folder))
-    return [html.section("suites", "Suites", body)] if body else []
+    found = []
+    for result in read_suite_results(folder):
+        title = (
+            f"Suite {result.name}: {result.prompts} prompts, {result.seeds} samples of each, the "
+            "same noises for both. Intervals of 95% over prompts."
+        )
+        comparisons = [*result.comparisons.items(), *result.groups.items()]
+        rows = [_row(name, comparison) for name, comparison in comparisons]
+        samples = _samples(folder, result.name)
+        found.append({"title": title, "rows": rows, "samples": samples})
+    return found
 
 
-def _curves(rows: Sequence[Row]) -> str:
+def curves(rows: Sequence[Row]) -> list[Chart]:
+    """Returns the change to the base model over the training, a chart for each suite."""
     names = {name for row in rows for name in row if name.startswith(_PREFIX)}
-    changes = sorted(name for name in names if name.endswith(_CHANGE))
-    charts = [
+    return [
         Chart(
             title=f"{name.removeprefix(_PREFIX).removesuffix(_CHANGE)}: change to the base model",
             series=[
@@ -53,33 +50,23 @@ def _curves(rows: Sequence[Row]) -> str:
             thresholds=(0.0,),
             word="suite",
         )
-        for name in changes
+        for name in sorted(names)
+        if name.endswith(_CHANGE)
     ]
-    return gallery(charts) if charts else ""
 
 
-def _result(folder: Path, result: StoredResult) -> str:
-    title = (
-        f"Suite {result.name}: {result.prompts} prompts, {result.seeds} samples of each, the same "
-        "noises for both. Intervals of 95% over prompts."
-    )
-    found = [*_rows(result.comparisons), *_rows(result.groups)]
-    names = ("score", "prompts", "base model", "with LoRA", "change", "interval of the change", "")
-    return html.note(title) + html.columns(names, found) + _samples(folder, result.name)
-
-
-def _rows(comparisons: Mapping[str, PolicyComparison]) -> list[tuple[str, ...]]:
+def _row(name: str, found: PolicyComparison) -> list[str]:
+    change = found.change
+    # On which side of zero the whole interval lies.
+    verdict = "lower" if change.high < 0 else "higher" if change.low > 0 else ""
     return [
-        (
-            name,
-            str(found.num_prompts),
-            _with_interval(found.base),
-            _with_interval(found.tuned),
-            f"{found.change.mean:+.4f}",
-            f"{found.change.low:+.4f} to {found.change.high:+.4f}",
-            _verdict(found.change),
-        )
-        for name, found in comparisons.items()
+        name,
+        str(found.num_prompts),
+        _with_interval(found.base),
+        _with_interval(found.tuned),
+        f"{change.mean:+.4f}",
+        f"{change.low:+.4f} to {change.high:+.4f}",
+        verdict,
     ]
 
 
@@ -88,17 +75,10 @@ def _with_interval(estimate: Estimate) -> str:
     return f"{estimate.mean:.4f}" if math.isnan(half) else f"{estimate.mean:.4f} \u00b1 {half:.4f}"
 
 
-def _verdict(change: Estimate) -> str:
-    """Says on which side of zero the whole interval lies."""
-    if change.high < 0:
-        return "lower"
-    return "higher" if change.low > 0 else ""
-
-
-def _samples(folder: Path, name: str) -> str:
+def _samples(folder: Path, name: str) -> dict[str, Any]:
     stems = [(label, sample_stem(folder, name, policy)) for policy, label in _LABELS.items()]
-    grids = [(label, stem.with_suffix(".png")) for label, stem in stems]
-    if all(path.is_file() for _, path in grids):
-        return pictures(grids)
-    texts = [(label, stem.with_suffix(".jsonl")) for label, stem in stems]
-    return responses(texts) if all(path.is_file() for _, path in texts) else ""
+    for ending in (".png", ".jsonl"):
+        files = [(label, stem.with_suffix(ending)) for label, stem in stems]
+        if all(path.is_file() for _, path in files):
+            return side_by_side(files)
+    return {}

@@ -4,6 +4,7 @@ advantages -> update.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,6 @@ from flowgrpo_rc.distributed.stopping import StopRequest
 from flowgrpo_rc.evaluation.held_out import Evaluator
 from flowgrpo_rc.evaluation.suite_runner import SuiteRunner
 from flowgrpo_rc.monitoring.health import HealthMonitor
-from flowgrpo_rc.monitoring.histograms import Counts, histograms
 from flowgrpo_rc.monitoring.staleness import staleness
 from flowgrpo_rc.records.checkpoint import (
     OLDER,
@@ -93,7 +93,6 @@ class Trainer:
         self._components = components
         self._metrics = MetricBag()
         self._seconds: dict[str, float] = {}
-        self._histograms: dict[str, Counts] = {}
         self._step = 0
         if resumed is not None:
             self._step = resumed.step
@@ -249,23 +248,24 @@ class Trainer:
         )
 
     def _note_decisions(self, collected: Collected, rewards: Rewards) -> None:
-        """Counts the histograms of all processes, and writes the rejected samples of this one."""
+        """Writes the rejected samples of all processes down."""
         components = self._components
-        seen = components.mode.decisions.take()
-        self._histograms = histograms(seen, components.processes.sum)
-        names = partial(components.task.policy.cell_names, collected.batch)
-        bands = components.mode.auto_bands
-        draw = partial(
-            components.rejected.write,
-            self._step,
-            seen,
-            collected.batch,
-            collected.shown,
-            rewards,
-            names,
-            bands,
-        )
-        components.log.image(self._step, "rejected/samples", draw)
+        processes = components.processes
+        rows = []
+        with components.log.spared("rejected samples"):
+            rows = components.rejected.rows(
+                self._step,
+                components.mode.decisions.take(),
+                collected.batch,
+                collected.shown,
+                rewards,
+                partial(components.task.policy.cell_names, collected.batch),
+                components.mode.auto_bands,
+            )
+        # All processes get here, whether or not they could write their pictures.
+        texts = processes.texts_of_all([json.dumps(rows)], processes.rank, processes.count)
+        if processes.is_main:
+            components.log.rejected(self._step, [row for text in texts for row in json.loads(text)])
 
     def _evaluate(self) -> None:
         components = self._components
@@ -296,14 +296,12 @@ class Trainer:
         memory = torch.tensor(peak_memory_gib(processes.device))
         self._metrics.max("perf/peak_memory_gib", memory)
         row = self._metrics.compute(processes.sum, processes.max, processes.device)
-        counts = self._histograms
         self._metrics = MetricBag()
         self._seconds = {}
-        self._histograms = {}
         row |= components.health.compare(row)
         warnings = components.health.update(self._step, row)
         if processes.is_main:
-            components.log.write(self._step, row, counts, warnings)
+            components.log.write(self._step, row, warnings)
 
     def _save(self) -> None:
         """Writes a checkpoint; its seconds stand in the next row."""

@@ -30,7 +30,6 @@ trackers = Trackers(
 )
 trackers.log(0, {"val/reward": 0.25})
 trackers.log_image(0, "samples", Image.new("RGB", (16, 8), "red"))
-trackers.log_histograms(1, {"log_ratio": {-31: 4, 0: 1, 41: 3}})
 trackers.log(1, {"reward/mean": 0.5, "actor/pg_loss": float("nan")})
 trackers.alert(1, "kl is outside its bounds")
 trackers.finish()
@@ -62,7 +61,6 @@ def test_wandb_offline_records_numbers_and_images_and_no_secret(tmp_path: Path) 
         b"mine",
         b"exp",
         b"kl is outside its bounds",
-        b"log_ratio",
     ):
         assert expected in content
     assert any(path.suffix == ".png" for path in files)
@@ -79,17 +77,6 @@ def test_tensorboard_records_numbers_and_images(tmp_path: Path) -> None:
     found = EventAccumulator(str(events.parent)).Reload()
     assert [(event.step, event.value) for event in found.Scalars("val/reward")] == [(0, 0.25)]
     assert [(event.step, event.value) for event in found.Scalars("reward/mean")] == [(1, 0.5)]
-    (event,) = found.Histograms("histograms/log_ratio")
-    heights = dict(
-        zip(event.histogram_value.bucket_limit, event.histogram_value.bucket, strict=True)
-    )
-    # The upper edges of the bins -31, 0 and 41: ten bins for each power of ten from 1e-9.
-    assert {f"{limit:.4g}": n for limit, n in heights.items() if n} == {
-        "-1e-06": 4,
-        "1e-09": 1,
-        "1.259e-05": 3,
-    }
-    assert (event.step, event.histogram_value.num) == (1, 8)
     (image,) = found.Images("samples")
     assert (image.width, image.height) == (16, 8)
 

@@ -18,13 +18,7 @@ from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.reasons import Reason
 from flowgrpo_rc.monitoring.decisions import Decisions
-from flowgrpo_rc.records.rejected import (
-    STEPS_KEPT,
-    RejectedSamples,
-    drop_rejected_after,
-    in_words,
-    read_rejected,
-)
+from flowgrpo_rc.records.rejected import PICTURES_KEPT, RejectedSamples, in_words
 from flowgrpo_rc.records.samples import Shown
 
 
@@ -47,8 +41,8 @@ def test_reasons_in_words(reason: Reason, text: str) -> None:
 
 def step(
     folder: Path, number: int, *, rank: int = 0, count: int = 1, samples: Any = None
-) -> Image.Image | None:
-    """Writes one step of 6 samples, of which the odd ones are rejected at their second step."""
+) -> list[dict[str, Any]]:
+    """Returns the rows of a step of 6 samples; the odd ones are rejected at their second step."""
     difference = 1e-3 * torch.arange(12, dtype=torch.float64).reshape(6, 2)
     kept = torch.ones(6, 2, dtype=torch.bool)
     kept[1::2, 1] = False
@@ -64,15 +58,12 @@ def step(
     total = torch.tensor([0.0, 0.1, 0.2, math.nan, 0.4, 0.5])
     rewards = Rewards(total=total, valid=total.isfinite(), parts={})
     writer = RejectedSamples(folder, config, rank=rank, count=count)
-    return writer.write(number, seen.take(), batch, shown, rewards, lambda: ["ts_1000", "ts_750"])
+    return writer.rows(number, seen.take(), batch, shown, rewards, lambda: ["ts_1000", "ts_750"])
 
 
 def test_rejected_samples_are_written_with_picture_reason_and_step(tmp_path: Path) -> None:
-    assert step(tmp_path, 3).size[0] > 3 * 100
-    rows = read_rejected(tmp_path)
-    assert [(row["prompt"], row["step"], row["timestep"]) for row in rows] == [
-        (f"p{i}", 3, 750) for i in (5, 3, 1)
-    ]
+    rows = step(tmp_path, 3)
+    assert [(row["prompt"], row["timestep"]) for row in rows] == [(f"p{i}", 750) for i in (5, 3, 1)]
     assert [row["log_ratio"] for row in rows] == pytest.approx([0.011, 0.007, 0.003])
     assert [row["reward"] for row in rows] == pytest.approx([0.5, None, 0.1])
     (reason,) = rows[0]["reasons"]
@@ -87,38 +78,26 @@ def test_rejected_samples_are_written_with_picture_reason_and_step(tmp_path: Pat
 
 
 def test_texts_need_no_picture_and_latents_alone_have_none(tmp_path: Path) -> None:
-    assert step(tmp_path / "texts", 1, samples=[f"answer {i}" for i in range(6)]) is None
-    assert [row["text"] for row in read_rejected(tmp_path / "texts")] == [
-        "answer 5",
-        "answer 3",
-        "answer 1",
-    ]
-    assert step(tmp_path / "latents", 1, samples=[None] * 6) is None
-    assert [row["prompt"] for row in read_rejected(tmp_path / "latents")] == ["p5", "p3", "p1"]
+    texts = step(tmp_path, 1, samples=[f"answer {i}" for i in range(6)])
+    assert [row["text"] for row in texts] == ["answer 5", "answer 3", "answer 1"]
+    latents = step(tmp_path, 1, samples=[None] * 6)
+    assert [row["prompt"] for row in latents] == ["p5", "p3", "p1"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_kept_is_bounded_for_every_process(tmp_path: Path) -> None:
-    for number in range(1, STEPS_KEPT + 4):
-        step(tmp_path, number, rank=1, count=2)
+    steps = PICTURES_KEPT // 2 + 3
+    for number in range(1, steps + 1):
+        rows = step(tmp_path, number, rank=1, count=2)
+        assert len(rows) == 2
     step(tmp_path, 1, rank=0, count=2)
-    rows = read_rejected(tmp_path)
-    assert sorted({row["step"] for row in rows}) == [1, *range(4, STEPS_KEPT + 4)]
-    assert len(rows) == 2 * (STEPS_KEPT + 1)
-    assert len(list(tmp_path.glob("*.png"))) == len(rows)
-
-
-def test_samples_of_steps_that_a_resumed_run_repeats_are_deleted(tmp_path: Path) -> None:
-    for number in (1, 2, 3):
-        step(tmp_path, number)
-    drop_rejected_after(tmp_path, 1)
-    assert {path.name.split("_")[1] for path in tmp_path.iterdir()} == {"000001"}
-    drop_rejected_after(tmp_path / "nothing", 1)
+    own = sorted(path.name for path in tmp_path.glob("*_process_1_*.png"))
+    assert (len(own), own[0]) == (PICTURES_KEPT, "step_000004_process_1_0.png")
+    assert len(list(tmp_path.glob("*_process_0_*.png"))) == 2
 
 
 def test_rows_are_json_without_nan(tmp_path: Path) -> None:
-    step(tmp_path, 3)
-    (path,) = tmp_path.glob("*.json")
-    json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(name))
+    json.dumps(step(tmp_path, 3), allow_nan=False)
 
 
 def test_a_band_that_moves_tells_the_bounds_that_it_had(tmp_path: Path) -> None:
@@ -139,8 +118,7 @@ def test_a_band_that_moves_tells_the_bounds_that_it_had(tmp_path: Path) -> None:
     writer = RejectedSamples(tmp_path, config, rank=0, count=1)
     rewards = Rewards(total=torch.zeros(2), valid=torch.ones(2, dtype=torch.bool), parts={})
     names = ["ts_1000", "ts_750"]
-    writer.write(3, seen.take(), batch, Shown(), rewards, lambda: names, bands)
-    (row,) = read_rejected(tmp_path)
+    (row,) = writer.rows(3, seen.take(), batch, Shown(), rewards, lambda: names, bands)
     (reason,) = row["reasons"]
     assert reason["value"] == pytest.approx(math.exp(2e-3))
     assert 1 - 6e-4 < reason["lower"] < 1 - 3e-4

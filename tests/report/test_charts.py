@@ -11,9 +11,18 @@ import pytest
 from support.report_pages import chart_data
 
 import flowgrpo_rc.report
-from flowgrpo_rc.report.charts import Chart, Series, draw, gallery, smoothed
+from flowgrpo_rc.report.charts import Chart, Series, smoothed
+from flowgrpo_rc.report.page import templates
 
 UPLOT = Path(flowgrpo_rc.report.__file__).parent / "uplot"
+
+
+def draw(one: Chart) -> str:
+    return str(templates().get_template("shapes.html").module.chart(one))
+
+
+def gallery(charts: list[Chart]) -> str:
+    return str(templates().get_template("shapes.html").module.gallery(charts))
 
 
 def chart(values: list[float | None], **settings: object) -> Chart:
@@ -102,7 +111,7 @@ def test_names_cannot_leave_their_element() -> None:
     page = draw(Chart(title=name, series=[line]))
     assert page.count("<script") == page.count("</script>") == 1
     data = re.findall(r"json\">(.*?)</script>", page)[0]
-    assert "\\u003c/script>" in data
+    assert "\\u003c/script\\u003e" in data
 
 
 def test_the_library_is_what_its_readme_says() -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from flowgrpo_rc.report.facts import broken_band, facts
+from flowgrpo_rc.report.facts import facts
 
 CONFIG = {
     "model": {"kind": "diffusion", "path": "/home/me/sd3", "dtype": "fp32", "lora_rank": 8},
@@ -70,8 +68,3 @@ def test_a_text_run_tells_both_sides_of_its_clip() -> None:
     loss = {"loss_mode": "ppo_clip", "clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
     config = {"model": {"kind": "causal_lm"}, "actor": {"token_loss": loss}}
     assert told(config, {}, "step") == {"Loss and clip": "ppo_clip, clip 0.2 below, 0.28 above"}
-
-
-@pytest.mark.parametrize(("criterion", "band"), [("token_k1", "auto:4"), ("step_kl", "")])
-def test_the_band_of_a_criterion_is_the_one_at_its_place(criterion: str, band: str) -> None:
-    assert broken_band(CONFIG, criterion) == band

@@ -74,20 +74,16 @@ def pictures(page: str) -> list[Image.Image]:
     return found
 
 
-@pytest.mark.parametrize(("name", "number"), [("report", 16 + 3 * 2 + 6), ("compare", 16)])
+@pytest.mark.parametrize(("name", "number"), [("report", 16 + 6), ("compare", 16)])
 def test_pictures_decode_and_are_not_blank(
     pages: Mapping[str, Path], name: str, number: int
 ) -> None:
-    """They are the samples, three heat maps with a colour bar each, and the rejected samples."""
+    """They are the samples and the rejected samples."""
     found = pictures(pages[name].read_text())
     assert len(found) == number
     for picture in found:
         assert picture.width > 1
         assert len(np.unique(np.asarray(picture.convert("RGB")).reshape(-1, 3), axis=0)) > 3
-    if name == "report":
-        shapes = [picture.size for picture in found[17:22:2]]
-        assert shapes == [(60, 6), (60, 41), (60, 41)]  # steps by timesteps, and by bins
-        assert [picture.size for picture in found[22:]] == [(64, 32)] * 6
 
 
 @pytest.mark.parametrize("name", ["report", "compare"])

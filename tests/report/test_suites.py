@@ -18,7 +18,7 @@ from flowgrpo_rc.evaluation.suite import Suite
 from flowgrpo_rc.evaluation.suite_runner import SuiteResult, SuiteScores
 from flowgrpo_rc.records.samples import save_grid, save_texts
 from flowgrpo_rc.records.suite_files import read_suite_results, sample_stem, write_suite_result
-from flowgrpo_rc.report.suites import sections
+from flowgrpo_rc.report.run import write_report
 from flowgrpo_rc.rewards.manager import RewardConfig
 
 PROMPTS = [Prompt(text=f"p{i}", index=i) for i in range(4)]
@@ -34,7 +34,11 @@ def result(changes: Sequence[float], **groups: PolicyComparison) -> SuiteResult:
 
 
 def section(run: Path, rows: Sequence[dict[str, Any]] = ()) -> str:
-    return "".join(sections(run, rows))
+    """Returns the section about suites of a run's report; empty without one."""
+    lines = (json.dumps(row) + "\n" for row in rows)
+    (run / "metrics.jsonl").write_text("".join(lines))
+    _, _, rest = write_report(run).read_text().partition('<section id="suites">')
+    return rest.partition("</section>")[0]
 
 
 def suite() -> Suite:

@@ -27,6 +27,7 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.open: list[str] = []
         self.text: list[str] = []
+        self.images: list[tuple[str, str]] = []
         self.feed(text)
         self.close()
         assert not self.open
@@ -39,9 +40,16 @@ class Page(HTMLParser):
             for name, value in attrs
             if name in ("src", "href", "srcset", "action") and value and not value.startswith("#")
         ]
-        assert not any(name.startswith("on") for name, _ in attrs)
+        found = {name: value or "" for name, value in attrs}
+        if tag == "img":
+            self.images.append((found["alt"], found["src"]))
+        assert not any(name.startswith("on") for name in found)
         if tag not in VOID:
             self.open.append(tag)
+
+    def pictures(self, alt: str) -> list[str]:
+        """Returns the sources of the pictures with this text."""
+        return [source for text, source in self.images if text == alt]
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
@@ -151,13 +159,7 @@ def make_run(folder: Path, steps: int = 60) -> Path:
     (folder / "health.jsonl").write_text(
         '{"step": 12, "message": "kl is 0.2 <script>alert(1)</script>"}\n'
     )
-    counts = {
-        "log_ratio": {"-51": 30, "-48": 60, "0": 5, "48": 70, "52": 20},
-        "log_weight": {"-30": 7, "44": 9},
-    }
-    lines = [{"step": step, **counts} for step in range(1, steps + 1) if step != 5]
-    (folder / "histograms.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    make_rejected(folder / "rejected", images)
+    make_rejected(folder, images)
     for step in (20, 60):
         (folder / "checkpoints" / f"step_{step}").mkdir(parents=True)
         (folder / "checkpoints" / f"step_{step}" / "state.pt").write_bytes(b"0" * 2_000_000)
@@ -167,29 +169,17 @@ def make_run(folder: Path, steps: int = 60) -> Path:
     return folder
 
 
-def make_rejected(folder: Path, images: np.ndarray) -> None:
-    """Writes two samples in each of 8 steps, of which the report shows 12; one is a text with
-    markup.
-    """
-    folder.mkdir()
+def make_rejected(run: Path, images: np.ndarray) -> None:
+    """Writes two samples in every second step; one is a text with markup."""
+    (run / "rejected").mkdir()
     reasons = [{"criterion": "seq_mean_k1", "value": 1.00031, "lower": 0.9998, "upper": 1.0002}]
-    for step in range(1, 9):
-        stem = f"step_{step:06d}_process_0_of_1"
-        Image.fromarray(images[step - 1]).save(folder / f"{stem}_0.png")
-        row = {
-            "step": step,
-            "reward": 0.25,
-            "timestep": 750,
-            "log_ratio": 3.1e-4,
-            "reasons": reasons,
-        }
-        picture = row | {"prompt": f"a sign {step}", "picture": f"{stem}_0.png"}
-        broken = [{"criterion": "not finite", "value": None, "lower": None, "upper": None}]
-        text = row | {
-            "prompt": "1+1=",
-            "text": "<b>3</b>",
-            "reward": None,
-            "log_ratio": None,
-            "reasons": broken,
-        }
-        (folder / f"{stem}.json").write_text(json.dumps([picture, text]))
+    broken = [{"criterion": "not finite", "value": None, "lower": None, "upper": None}]
+    rows = []
+    for step in range(2, 61, 2):
+        name = f"step_{step:06d}_process_0_0.png"
+        Image.fromarray(images[step % 8]).save(run / "rejected" / name)
+        row = {"step": step, "timestep": 750, "log_ratio": 3e-4 + 1e-5 * step, "reasons": reasons}
+        rows.append(row | {"reward": 0.25, "prompt": f"a sign {step}", "picture": name})
+        text = {"prompt": "1+1=", "text": "<b>3</b>", "reward": None, "log_ratio": None}
+        rows.append(row | text | {"reasons": broken})
+    (run / "rejected.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -16,7 +16,7 @@ from flowgrpo_rc.core.tokens import until_end
 from flowgrpo_rc.models.causal_lm import CausalLM
 from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.records.samples import Shown
-from flowgrpo_rc.report.sections import samples as report_samples
+from flowgrpo_rc.report.folder import first_and_last_samples
 from flowgrpo_rc.rollout.config import EvaluationConfig, RolloutConfig
 from flowgrpo_rc.rollout.engine import TextRequest
 from flowgrpo_rc.training.tasks.text import TextTask
@@ -102,17 +102,13 @@ def test_saved_samples_and_their_report(trained_lm: CausalLM, tmp_path: Path) ->
         {"prompt": "1+<b>=", "target": "3", "completion": "3\u2028", "score": 1.0},
         {"prompt": "2+2=", "target": None, "completion": "</td>", "score": None},
     ]
-    only = report_samples(tmp_path)
-    assert only.count(">Step 0<") == 1
-    assert "1+&lt;b&gt;=" in only
-    assert "&lt;/td&gt;" in only
-    assert "failed" in only
+    ((_, names, cells),) = first_and_last_samples(tmp_path)["tables"]
+    assert names == ["prompt", "target", "Step 0", "score"]
+    assert cells == [["1+<b>=", "3", "3\u2028", "1.00"], ["2+2=", "", "</td>", "failed"]]
     for step, text in ((10, "middle"), (20, "last")):
         task(trained_lm).save_samples(
             stem.with_name(f"step_{step:06d}"), [text, "4"], prompts, [0.25, 0.0]
         )
-    both = report_samples(tmp_path)
-    assert "Step 20" in both
-    assert "last" in both
-    assert "0.25" in both
-    assert "middle" not in both
+    ((_, names, cells),) = first_and_last_samples(tmp_path)["tables"]
+    assert names[2:] == ["Step 0", "score", "Step 20", "score"]
+    assert cells[0] == ["1+<b>=", "3", "3\u2028", "1.00", "last", "0.25"]

@@ -1,0 +1,163 @@
+"""Reads the files of a run's folder for the pages. Each may be missing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from flowgrpo_rc.files import plain_yaml
+from flowgrpo_rc.reading import blaming, parse_mapping, read_mapping
+from flowgrpo_rc.records.metrics_file import MetricsFile
+from flowgrpo_rc.records.samples import png_bytes, read_grid
+from flowgrpo_rc.redaction import redact
+
+_MAX_TEXT = 1000  # characters of a prompt or a response
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Returns the rows of metrics.jsonl. ValueError if there is none, or it is damaged."""
+    file = MetricsFile(run_dir / "metrics.jsonl")
+    if not file.path.is_file():
+        raise ValueError(f"{run_dir} is not the folder of a run: it has no metrics.jsonl")
+    return file.numbers()
+
+
+def config(run_dir: Path) -> dict[str, Any]:
+    """Returns the resolved configuration without secrets; ValueError if it is damaged."""
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        return {}
+    with blaming(path):
+        return {str(key): value for key, value in redact(plain_yaml(path)).items()}
+
+
+def environment(run_dir: Path) -> dict[str, Any]:
+    """Returns the machine and the versions that the run had; ValueError if they are damaged."""
+    path = run_dir / "environment.json"
+    return dict(redact(read_mapping(path))) if path.is_file() else {}
+
+
+def setting(tree: Mapping[str, Any], name: str) -> Any:
+    """Returns the value behind a dotted name; None if there is none."""
+    value: Any = tree
+    for key in name.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def title(run_dir: Path, config: Mapping[str, Any]) -> str:
+    """Returns the name of the experiment; without one, the name of the folder."""
+    return str(setting(config, "trainer.experiment_name") or run_dir.resolve().name)
+
+
+def leaves(value: Any, prefix: str = "") -> list[tuple[str, str]]:
+    """Returns the leaves of a tree of mappings, with dotted names and values as text."""
+    if isinstance(value, Mapping):
+        return [
+            row
+            for key, item in value.items()
+            for row in leaves(item, f"{prefix}.{key}" if prefix else str(key))
+        ]
+    return [(prefix, " ".join(map(str, value)) if isinstance(value, list) else str(value))]
+
+
+def health(run_dir: Path) -> list[tuple[str, str]]:
+    """Returns when and what the health check warned."""
+    file = MetricsFile(run_dir / "health.jsonl")
+    with blaming(file.path):
+        return [(f"step {row['step']}", str(row["message"])) for row in file.rows()]
+
+
+def first_and_last_samples(run_dir: Path) -> dict[str, Any]:
+    """Returns the first and the last held-out samples, as `side_by_side` does; {} for none."""
+    for ending in ("png", "jsonl"):
+        if files := sample_files(run_dir, ending):
+            return side_by_side([(caption(path), path) for path in files])
+    return {}
+
+
+def sample_files(run_dir: Path, ending: str) -> list[Path]:
+    """Returns the first and the last `step_N` file of held-out samples, or the only one."""
+    found = (run_dir / "samples").glob(f"step_*.{ending}")
+    paths = sorted(path for path in found if re.fullmatch(r"step_\d+", path.stem))
+    return paths if len(paths) < 2 else [paths[0], paths[-1]]
+
+
+def caption(path: Path) -> str:
+    """Returns the step of a file of samples."""
+    return f"Step {int(path.stem.removeprefix('step_'))}"
+
+
+def side_by_side(files: Sequence[tuple[str, Path]], heading: str = "") -> dict[str, Any]:
+    """Puts samples of the same subjects together.
+
+    Args:
+      files: label and file: all grids of pictures, or all texts.
+      heading: of a table of texts.
+
+    Returns:
+      One of these. stacks: subject, and label and PNG of each picture of it. grids: label and PNG
+      of grids that do not show the same subjects. tables: heading, names and rows of texts.
+    """
+    if files[0][1].suffix == ".jsonl":
+        return {"tables": [(heading, *_responses(files))]}
+    grids = [read_grid(path) for _, path in files]
+    subjects = [[tile.subject for tile in tiles] for tiles in grids]
+    if not subjects[0] or any(each != subjects[0] for each in subjects):
+        return {"grids": [(label, path.read_bytes()) for label, path in files]}
+    labels = [label for label, _ in files]
+    stacks = []
+    for stack in zip(*grids, strict=True):
+        pictures = [
+            (f"{label}: {tile.score}", png_bytes(tile.image))
+            for label, tile in zip(labels, stack, strict=True)
+        ]
+        stacks.append((stack[0].subject, pictures))
+    return {"stacks": stacks}
+
+
+def cut(text: str | None) -> str:
+    """Cuts a text that would make a page unreadable; the file has all of it."""
+    text = text or ""
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
+
+
+def checkpoints(run_dir: Path) -> list[tuple[str, str]]:
+    """Returns checkpoints and exported weights with their sizes."""
+    # A checkpoint that is not complete has another name.
+    found = (run_dir / "checkpoints").glob("step_*")
+    folders = [path for path in found if re.fullmatch(r"step_\d+", path.name)]
+    folders.sort(key=lambda path: int(path.name.removeprefix("step_")))
+    rows = []
+    for folder in (*folders, run_dir / "lora"):
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        if folder.is_dir():
+            rows.append((str(folder.relative_to(run_dir)), f"{size / 2**20:.1f} MiB"))
+    return rows
+
+
+def _responses(files: Sequence[tuple[str, Path]]) -> tuple[list[str], list[list[str]]]:
+    """Returns names and rows of a table of responses, from label and file of each evaluation."""
+    columns = [_by_prompt(path) for _, path in files]
+    names = ["prompt", "target", *(name for label, _ in files for name in (label, "score"))]
+    rows = []
+    for prompt in columns[0]:
+        # Evaluations on other numbers of processes may show other prompts.
+        if all(prompt in column for column in columns):
+            cells = [*prompt, *(cell for column in columns for cell in column[prompt])]
+            rows.append([cut(cell) for cell in cells])
+    return names, rows
+
+
+def _by_prompt(path: Path) -> dict[tuple[str, str | None], tuple[str, str]]:
+    """Returns response and score by prompt and target."""
+    found = {}
+    with blaming(path):
+        for line in path.read_text(encoding="utf-8").split("\n"):
+            if line:
+                row = parse_mapping(line)
+                score = "failed" if row["score"] is None else f"{row['score']:.2f}"
+                found[(row["prompt"], row["target"])] = (row["completion"], score)
+    return found

@@ -1,0 +1,85 @@
+"""Fills the templates of the pages. page.css, page.js and uPlot become part of each page."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from flowgrpo_rc.report.charts import shown
+
+_FOLDER = Path(__file__).parent
+
+
+def render(template: str, *, title: str, **content: Any) -> str:
+    """Returns a whole HTML document.
+
+    Args:
+      template: the file that says what the page holds.
+      title: text of the browser's tab, and the heading.
+      content: what the template shows; texts are escaped.
+    """
+    body = templates().get_template(template).render(title=title, **content)
+    used = {key: word for key, word in words().items() if f'"#word-{key}"' in body}
+    scripts = [f"/*\n{_read('uplot/LICENSE')}\n*/\n{_read('uplot/uPlot.iife.min.js')}"]
+    scripts.append(_read("page.js"))
+    return (
+        templates()
+        .get_template("page.html")
+        .render(
+            title=title,
+            body=Markup(body),
+            words=used,
+            style=Markup(_read("uplot/uPlot.min.css") + _read("page.css")),
+            scripts=[Markup(script) for script in scripts],
+            hashes=[_hash(script) for script in scripts],
+        )
+    )
+
+
+@cache
+def words() -> dict[str, dict[str, str]]:
+    """Returns the list of words by key: name, meaning, and page of the documentation."""
+    found: dict[str, dict[str, str]] = yaml.safe_load(_read("words.yaml"))
+    return found
+
+
+@cache
+def templates() -> Environment:
+    """Returns what fills the templates, with the filters that they use."""
+    found = Environment(
+        loader=FileSystemLoader(_FOLDER / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.filters |= {"breakable": _breakable, "shown": shown, "data_uri": _data_uri}
+    found.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    return found
+
+
+def _read(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")
+
+
+def _hash(script: str) -> str:
+    """Returns a script's name in a Content-Security-Policy."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
+
+
+def _breakable(text: str) -> Markup:
+    """Escapes a text, and lets long names break behind their dots, slashes and the like alone."""
+    return Markup(re.sub(r"(?<=[A-Za-z])([_/.=-])(?=[A-Za-z])", r"\1<wbr>", str(escape(text))))
+
+
+def _data_uri(png: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
