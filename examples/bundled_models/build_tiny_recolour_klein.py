@@ -15,7 +15,9 @@ Legend: B pairs of a batch, L shades, N tokens of a picture, H and W height and 
 from __future__ import annotations
 
 import argparse
+import base64
 import copy
+import io
 import json
 import logging
 import string
@@ -41,6 +43,7 @@ from bundled_models import recolour
 from bundled_models.train_vae import to_float
 from flowgrpo_rc.assets import ROOT
 from flowgrpo_rc.batch import Prompt
+from flowgrpo_rc.pictures import read_picture
 from flowgrpo_rc.rewards.letter_colour import LetterColour
 
 SEED = 0
@@ -88,35 +91,38 @@ def build(out: Path) -> None:
 def write_prompts(
     folder: Path, name: str, scenes: Sequence[recolour.Scene], rng: np.random.Generator
 ) -> list[Prompt]:
-    """Writes a prompt file and the pictures that it names, one instruction for each scene.
+    """Writes a prompt file that holds its pictures, one instruction for each scene.
 
     Args:
       folder: the folder to write to.
-      name: of the file and of the folder of its pictures.
+      name: of the file.
       scenes: words on their backgrounds.
       rng: draws the shade of each picture and the one that is asked for, which is another.
 
     Returns:
       The prompts.
     """
-    (folder / name).mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    for number, scene in enumerate(scenes):
+    pictures = []
+    for scene in scenes:
         old, new = rng.choice(recolour.NAMES, size=2, replace=False).tolist()
-        path = f"{name}/{number:03d}.png"
-        Image.fromarray(scene.picture(recolour.SHADES[old])).save(folder / path, optimize=True)
+        file = io.BytesIO()
+        Image.fromarray(scene.picture(recolour.SHADES[old])).save(file, "png", optimize=True)
+        pictures.append(file.getvalue())
+        picture = {"base64": base64.b64encode(file.getvalue()).decode()}
         colour = [recolour.SHADES[new]] * 3
         prompt = recolour.instruction(new)
-        rows.append({"prompt": prompt, "image": path, "target": scene.word, "colour": colour})
+        rows.append({"prompt": prompt, "image": picture, "target": scene.word, "colour": colour})
     (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return [
         Prompt(
             text=row["prompt"],
             index=i,
-            images=(str(folder / row["image"]),),
+            images=(picture,),
             metadata={"colour": row["colour"]},
         )
-        for i, row in enumerate(rows)
+        for i, (row, picture) in enumerate(zip(rows, pictures, strict=True))
     ]
 
 
@@ -273,7 +279,7 @@ def evaluate_checkpoint(checkpoint: Path, prompts: Sequence[Prompt]) -> dict[str
     pipe.set_progress_bar_config(disable=True)
     edited = [
         pipe(
-            image=Image.open(str(prompt.images[0])),
+            image=Image.fromarray(read_picture(prompt.images[0])),
             prompt=prompt.text,
             num_inference_steps=EVALUATED_STEPS,
             guidance_scale=1.0,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 from pathlib import Path
 
 from flowgrpo_rc.data.readers import Row
@@ -33,12 +35,12 @@ def images_of(
         raise ValueError(f"{where}: has both image and images: give one of them")
     values = [image for value in given for image in (value if isinstance(value, list) else [value])]
     _check_number(len(values), where, most)
-    images = tuple(_image(value, folder, where) for value in values)
-    for image in images:
-        try:
+    try:
+        images = tuple(_image(value, folder) for value in values)
+        for image in images:
             _check_picture(image, max_pixels)
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
     return images
 
 
@@ -70,14 +72,19 @@ def _check_number(number: int, where: str, most: int) -> None:
         )
 
 
-def _image(value: object, folder: Path, where: str) -> str | bytes:
+def _image(value: object, folder: Path) -> str | bytes:
     """One image: its content, or its path, which stands relative to the prompt file."""
     match value:
         case {"bytes": bytes() as content}:
             return content
+        case {"base64": str() as text}:
+            try:
+                return base64.b64decode(text, validate=True)
+            except binascii.Error as error:
+                raise ValueError(f"the base64 of an image is broken: {error}") from error
         case {"path": str() as path} | (str() as path) if path:
             return str(folder / Path(path).expanduser())
     shown = repr(value) if len(repr(value)) < 100 else f"{repr(value)[:100]}..."
     raise ValueError(
-        f"{where}: an image must be a path, or an object with its bytes or its path, got {shown}"
+        f"an image must be a path, or an object with its path, bytes or base64, got {shown}"
     )

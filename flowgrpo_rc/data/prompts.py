@@ -43,8 +43,8 @@ def read_prompts(
 
     The files of verl-omni are understood too: a prompt may be a chat, and the target may be in
     `reward_model.ground_truth`. A prompt without a target gets the text in its first pair of double
-    quotes. An image is a path relative to the prompt file, or in parquet {"bytes": ..., "path":
-    ...} as well; several are a list.
+    quotes. An image is a path relative to the prompt file, or its content: {"base64": ...}, in
+    parquet {"bytes": ...}; several are a list.
 
     Args:
       paths: files or folders, one or several.

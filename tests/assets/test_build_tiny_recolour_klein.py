@@ -8,17 +8,18 @@ import pytest
 from bundled_models.build_tiny_recolour_klein import NAME, evaluate_checkpoint
 
 from flowgrpo_rc import assets
+from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.data.prompts import read_prompts
 
-SIZE = 64 * 64
+
+def read(name: str) -> list[Prompt]:
+    file = assets.path(f"prompts/recolour_{name}.jsonl")
+    return read_prompts(file, require_target=False, most_images=1, max_image_pixels=64 * 64)
 
 
 def test_the_bundled_editor_is_as_good_as_its_build_wrote_down() -> None:
     """It can edit, and does not always do as it is told."""
-    file = assets.path("prompts/recolour_val.jsonl")
-    prompts = read_prompts(
-        file, require_target=False, key="data.val_files", most_images=1, max_image_pixels=SIZE
-    )
+    prompts = read("val")
     folder = assets.path(NAME)
     said = json.loads((folder / "build_metrics.json").read_text())["val"]
     found = evaluate_checkpoint(folder, prompts)
@@ -29,10 +30,6 @@ def test_the_bundled_editor_is_as_good_as_its_build_wrote_down() -> None:
 
 
 def test_no_held_out_picture_is_trained_on() -> None:
-    read = {
-        name: (assets.ROOT / "prompts" / f"recolour_{name}").glob("*.png")
-        for name in ("train", "val")
-    }
-    contents = {name: {path.read_bytes() for path in paths} for name, paths in read.items()}
-    assert (len(contents["train"]), len(contents["val"])) == (96, 32)
-    assert contents["train"].isdisjoint(contents["val"])
+    train, val = ({prompt.images for prompt in read(name)} for name in ("train", "val"))
+    assert (len(train), len(val)) == (96, 32)
+    assert train.isdisjoint(val)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 
@@ -45,6 +46,12 @@ def test_paths_stand_relative_to_the_file_and_are_no_metadata(folder: Path) -> N
     assert prompt.metadata == {"level": 3}
 
 
+def test_lines_may_hold_the_files_themselves(folder: Path) -> None:
+    content = (folder / "b.png").read_bytes()
+    row = {"prompt": "x", "image": {"base64": base64.b64encode(content).decode()}}
+    assert read(folder, row) == [(content,)]
+
+
 def test_parquet_may_hold_the_files_themselves(folder: Path) -> None:
     content = (folder / "b.png").read_bytes()
     rows = [
@@ -69,9 +76,11 @@ def test_parquet_may_hold_the_files_themselves(folder: Path) -> None:
         ({}, "has no image, and rollout.pipeline.condition_images=2"),
         ({"images": []}, "has no image"),
         ({"images": ["a.png"] * 3}, "has 3 images, and rollout.pipeline.condition_images=2"),
-        ({"image": 7}, "must be a path, or an object with its bytes or its path, got 7"),
+        ({"image": 7}, "must be a path, or an object with its path, bytes or base64, got 7"),
         ({"image": ""}, "must be a path"),
         ({"image": {"bytes": None, "path": None}}, "must be a path"),
+        ({"image": {"base64": "abc"}}, "the base64 of an image is broken: Incorrect padding"),
+        ({"image": {"base64": "abcd"}}, "an image of 3 bytes cannot be read as a picture"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_line(
