@@ -29,6 +29,7 @@ from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.distributed.stopping import EXIT_STOPPED, StopRequest
 from flowgrpo_rc.export.lora import export_lora
 from flowgrpo_rc.export.model_card import write_model_card
+from flowgrpo_rc.losses.config import DECOUPLED_CLIP
 from flowgrpo_rc.models.lora_files import EXPORT_NAMES
 from flowgrpo_rc.models.networks import others_in
 from flowgrpo_rc.records.checkpoint import (
@@ -118,7 +119,7 @@ def _attempt(
         if config.rollout.dtype == AUTO and inputs.resumed is None:
             found = _agreed(found, processes, console)
         if inputs.resumed is None:
-            _say_centering(config, found, console)
+            _say_settled(config, found, console)
         observers = [partial(_tell, callback, stop) for callback in callbacks]
         reason = _run(found, processes, inputs, stop, console, observers)
     processes.close()
@@ -138,8 +139,14 @@ def _agreed(config: Config, processes: Processes, console: Console) -> Config:
     return replace(config, rollout=replace(config.rollout, dtype=dtype))
 
 
-def _say_centering(given: Config, found: Config, console: Console) -> None:
-    """Says that the log-ratio is not centered, if nobody asked for that."""
+def _say_settled(given: Config, found: Config, console: Console) -> None:
+    """Says what the run has in place of a default that it cannot have."""
+    if given.fixed_clip() == DECOUPLED_CLIP:
+        console.message(
+            f"note: actor.diffusion_loss.clip_ratio={given.actor.diffusion_loss.clip_ratio} "
+            "follows the mismatch of new samples in bypass mode; this run clips at "
+            f"{found.actor.diffusion_loss.clip_ratio:g}"
+        )
     correction = found.algorithm.rollout_correction
     images = found.model.kind != "causal_lm" and not found.knows_no_log_probs()
     if images and given.algorithm.rollout_correction.centered is None and not correction.centered:

@@ -29,6 +29,7 @@ def check_settings(config: Config, num_processes: int = 1) -> None:
     Raises:
       ValueError: names the key, the value and what is allowed.
     """
+    config = config.with_fixed_clip()
     config.model.validate()
     config.rollout.validate()
     config.actor.validate()

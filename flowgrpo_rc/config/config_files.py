@@ -94,7 +94,7 @@ class ConfigFiles:
         self.homes = {
             path.relative_to(folder).with_suffix("").as_posix(): folder
             for folder in folders
-            for pattern in ("*.yaml", f"{EXPERIMENT}/*.yaml")
+            for pattern in ("*.yaml", f"{EXPERIMENT}/*.yaml", "correction/*.yaml")
             for path in folder.glob(pattern)
         }
 

@@ -23,6 +23,8 @@ def settled(config: Config, device: torch.device | None = None) -> Config:
     * `rollout.merge_lora=null` becomes true where the LoRA can be merged at no loss.
     * `algorithm.rollout_correction.centered=null` becomes true for images whose rollout records its
       means.
+    * `actor.diffusion_loss.clip_ratio=auto:k` becomes a number where the ratio has no mismatch that
+      it could follow.
 
     A run that goes on in `trainer.output_dir` keeps what it has, but for merged weights where they
     are sharded now.
@@ -35,6 +37,7 @@ def settled(config: Config, device: torch.device | None = None) -> Config:
       ValueError: there is no such engine, or accelerate's configuration asks for something that the
         trainer does not do.
     """
+    config = config.with_fixed_clip()
     rollout, correction = config.rollout, config.algorithm.rollout_correction
     if rollout.dtype != AUTO and None not in (rollout.merge_lora, correction.centered):
         return config

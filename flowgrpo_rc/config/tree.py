@@ -19,7 +19,7 @@ from flowgrpo_rc.correction.recompute import why_recompute
 from flowgrpo_rc.correction.thresholds import KEY
 from flowgrpo_rc.files import plain_yaml
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
-from flowgrpo_rc.losses.config import LossConfig
+from flowgrpo_rc.losses.config import DECOUPLED_CLIP, DiffusionLossConfig, LossConfig
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.monitoring.expected_mismatch import relative_size
 from flowgrpo_rc.records.config import TrainerConfig
@@ -128,6 +128,30 @@ class Config:
         band = self.actor.diffusion_loss.loss().clip_band
         assert not isinstance(band, Tensor)  # it is a number unless it follows the mismatch
         return band
+
+    def fixed_clip(self) -> float | None:
+        """Returns the number that `clip_ratio=auto:k` stands for where no mismatch can be followed.
+
+        In decoupled mode the ratio compares two forwards of the training graph, and from saved
+        samples the policy moves away with every update. REINFORCE and some losses clip nothing:
+        they get the default, which has no effect there. None where the clip follows the mismatch,
+        and where it is a number already.
+        """
+        section, correction = self.actor.diffusion_loss, self.algorithm.rollout_correction
+        if "clip_ratio" not in section.auto or self.model.kind == "causal_lm":
+            return None
+        if correction.loss_type == "reinforce" or not section.reads("clip_ratio"):
+            return float(DiffusionLossConfig().clip_ratio)
+        follows = correction.corrects_in_loss and self.data.replay_dir is None
+        return None if follows or section.loss_mode != "flow_grpo" else DECOUPLED_CLIP
+
+    def with_fixed_clip(self) -> Config:
+        """Returns the settings with `fixed_clip` in place of an `auto` clip that cannot follow."""
+        number = self.fixed_clip()
+        if number is None:
+            return self
+        section = replace(self.actor.diffusion_loss, clip_ratio=number)
+        return replace(self, actor=replace(self.actor, diffusion_loss=section))
 
     def knows_no_log_probs(self) -> bool:
         """Returns whether the loss trains on finished images, so that there is no mismatch."""

@@ -30,6 +30,8 @@ from flowgrpo_rc.losses.find import (
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 # Keys of the sections that belong to some losses; the others are read outside of the loss.
 DIFFUSION_OPTIONS = ("clip_ratio", "kl_threshold")
+# What the studies clip at in decoupled mode, where the ratio starts at 1.
+DECOUPLED_CLIP = 1e-3
 TOKEN_OPTIONS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 
 
@@ -73,6 +75,10 @@ class DiffusionLossConfig:
         """Option -> k, for each option that is "auto:k"; ValueError for one that is no number."""
         parsed = {name: parse_auto(name, vars(self)[name]) for name in DIFFUSION_OPTIONS}
         return {name: deviations for name, deviations in parsed.items() if deviations is not None}
+
+    def reads(self, option: str) -> bool:
+        """Returns whether the loss has an option of `DIFFUSION_OPTIONS`."""
+        return option in option_names(type(self.loss()))
 
     @property
     def forward(self) -> ForwardLoss | None:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 from support.compositions import composed, config_of
 
@@ -14,14 +15,31 @@ from flowgrpo_rc.cli import main
 from flowgrpo_rc.config.check_inputs import prompts_of
 from flowgrpo_rc.config.check_settings import check_settings
 from flowgrpo_rc.config.compose import compose_config, config_folder, to_config
+from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.losses.diffusion_nft import DiffusionNFT
 from flowgrpo_rc.models.base import ModelConfig, adapter_of
 from flowgrpo_rc.rewards.manager import check_kind
 
 NAMES = sorted(path.stem for path in (config_folder() / "experiment").glob("*.yaml"))
-# One is centered from the start, and one has no log-probs to correct.
-PUBLISHED = [name for name in NAMES if "signs" not in name and "nft" not in name]
+# Those without a published recipe of their own begin with the one default of images.
+DEFAULT = [
+    "flux2_klein_4b_edit_ocr_1xh100",
+    "qwen_image_edit_ocr_4xh200",
+    "sana_600m_ocr_1xh100",
+    "sd35_medium_signs_1xh100",
+    "wan22_t2v_a14b_ocr_8xh200",
+    "z_image_ocr_8xh100",
+    "z_image_turbo_ocr_8xh100",
+]
+# One has no log-probs to correct.
+PUBLISHED = [name for name in NAMES if name not in DEFAULT and "nft" not in name]
+CENTERED = {
+    "actor.diffusion_loss.clip_ratio": "auto:16",
+    "algorithm.rollout_correction.centered": None,
+    "algorithm.rollout_correction.rollout_rs": "token_k1",
+    "algorithm.rollout_correction.rollout_rs_threshold": "auto:4",
+}
 
 
 def experiment(name: str, *overrides: str) -> Config:
@@ -123,24 +141,24 @@ def test_it_takes_the_correction_that_the_studies_found_best(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_it_takes_guard(name: str) -> None:
-    guarded = experiment(name, "+correction=guard")
-    assert guarded.actor.diffusion_loss.loss_mode == "grpo_guard"
-    assert guarded.actor.diffusion_loss.clip_ratio == "auto:16"
-    found = guarded.algorithm.rollout_correction
-    assert (found.bypass_mode, found.rollout_is, found.rollout_rs) == (True, None, "token_k1")
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
 def test_it_takes_centering(name: str) -> None:
     published = experiment(name)
     assert not published.algorithm.rollout_correction.centered
-    centered = experiment(name, "+correction=centered")
+    centered = settled(experiment(name, "+correction=centered"), torch.device("cpu"))
     found = centered.algorithm.rollout_correction
     assert (found.bypass_mode, found.centered, found.rollout_is) == (True, True, None)
     assert (found.rollout_rs, found.rollout_rs_threshold) == ("token_k1", "auto:4")
     assert centered.actor.diffusion_loss.clip_ratio == "auto:16"
     assert centered.keep_means()
+
+
+@pytest.mark.parametrize("name", [*DEFAULT, None])
+def test_the_default_of_images_is_centered_bypass_with_bands_that_follow(name: str | None):
+    config = settled(experiment(name) if name else config_of(), torch.device("cpu"))
+    found = config.algorithm.rollout_correction
+    assert (found.bypass_mode, found.centered, found.rollout_is) == (True, True, None)
+    assert (found.rollout_rs, found.rollout_rs_threshold) == ("token_k1", "auto:4")
+    assert config.actor.diffusion_loss.clip_ratio == "auto:16"
 
 
 def test_the_first_run_of_a_real_model_is_the_recipe_on_prompts_of_the_package() -> None:
@@ -149,8 +167,6 @@ def test_the_first_run_of_a_real_model_is_the_recipe_on_prompts_of_the_package()
     assert (len(sampler.prompts), len(held_out)) == (1000, 200)
     assert config.rollout.val_kwargs.n == 64
     assert not {p.text for p in sampler.prompts} & {p.text for p in held_out}
-    assert config.algorithm.rollout_correction.centered
-    assert config.actor.diffusion_loss.clip_ratio == "auto:16"
     assert config.actor.optim == experiment("sd35_medium_ocr_1xh100").actor.optim
 
 
@@ -216,7 +232,7 @@ def test_one_card_and_the_fast_variant_change_only_what_they_name() -> None:
 
 def test_recipes_of_other_models_change_only_what_the_model_asks_for() -> None:
     path = "model.path"
-    assert changes("z_image_turbo_ocr_8xh100", "sd35_medium_ocr_fast_8xh100") == {
+    assert changes("z_image_turbo_ocr_8xh100", "sd35_medium_ocr_fast_8xh100") == CENTERED | {
         path: "Tongyi-MAI/Z-Image-Turbo",
         "actor.ppo_micro_batch_size_per_gpu": 3,
         "rollout.pipeline.max_sequence_length": 512,
@@ -227,14 +243,14 @@ def test_recipes_of_other_models_change_only_what_the_model_asks_for() -> None:
             for name, value in (("num_inference_steps", 8), ("guidance_scale", 0.0))
         },
     }
-    assert changes("z_image_ocr_8xh100", "sd35_medium_ocr_8xh100") == {
+    assert changes("z_image_ocr_8xh100", "sd35_medium_ocr_8xh100") == CENTERED | {
         path: "Tongyi-MAI/Z-Image",
         "actor.ppo_micro_batch_size_per_gpu": 1,
         "rollout.pipeline.guidance_scale": 4.0,
         "rollout.pipeline.max_sequence_length": 512,
         "rollout.val_kwargs.guidance_scale": 4.0,
     }
-    assert changes("sana_600m_ocr_1xh100", "sd35_medium_ocr_1xh100") == {
+    assert changes("sana_600m_ocr_1xh100", "sd35_medium_ocr_1xh100") == CENTERED | {
         path: "Efficient-Large-Model/Sana_600M_512px_diffusers",
         "rollout.pipeline.max_sequence_length": 300,
         "rollout.val_kwargs.num_inference_steps": 20,

@@ -176,3 +176,19 @@ def test_a_driver_that_torch_cannot_use_is_an_error(monkeypatch, tmp_path, visib
         with pytest.raises(ValueError, match=r"has an NVIDIA driver; .*trainer\.device=cpu"):
             settle.device_of(config)
     assert settle.device_of(config_of("trainer.device=cpu")) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "clip"),
+    [
+        ([], "auto:16"),
+        (["+correction=recomputed"], 1e-3),
+        ([f"{RC}=decoupled_seq_is_rs"], 1e-3),
+        (["data.replay_dir=saved"], 1e-3),
+        ([f"{RC}=bypass_pg_geo_rs_seq_tis"], 1e-4),
+        (["actor.diffusion_loss.loss_mode=flow_dppo"], 1e-4),
+        (["actor.diffusion_loss.loss_mode=grpo_guard"], "auto:16"),
+    ],
+)
+def test_a_clip_follows_the_mismatch_only_where_there_is_one(overrides, clip):
+    assert config_of(*overrides).with_fixed_clip().actor.diffusion_loss.clip_ratio == clip
