@@ -21,27 +21,18 @@ from typing import Any
 import torch
 
 from flowgrpo_rc.batch import SamplerSpec
-from flowgrpo_rc.commands import (
-    plan_activations,
-    plan_counts,
-    plan_fit,
-    plan_memory,
-    plan_phases,
-    plan_work,
-)
-from flowgrpo_rc.commands.plan import planned
-from flowgrpo_rc.commands.plan_activations import rows_at_once
-from flowgrpo_rc.commands.plan_fit import Fitter, Line, Needs, fits, measure_needs
-from flowgrpo_rc.commands.plan_memory import memory
-from flowgrpo_rc.commands.plan_phases import on_the_host, phases
-from flowgrpo_rc.commands.plan_work import ASSUMED, Operations, work
 from flowgrpo_rc.config.check_engine import chunk_size
 from flowgrpo_rc.config.check_folder import disk_bytes
-from flowgrpo_rc.config.checks import batch_bytes, num_trained
+from flowgrpo_rc.config.checks import batch_bytes
 from flowgrpo_rc.config.compose import compose_config, config_folder, to_config
 from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.config.tree import Config
-from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.planning import activations, fit, phases, weights, work
+from flowgrpo_rc.planning.activations import rows_at_once
+from flowgrpo_rc.planning.fit import Fitter, Line, measure_needs
+from flowgrpo_rc.planning.plan import job_of
+from flowgrpo_rc.planning.weights import Job
+from flowgrpo_rc.planning.work import ASSUMED, Operations
 from flowgrpo_rc.records.run_folder import flat_settings
 
 DOCS = Path(__file__).parent
@@ -84,12 +75,12 @@ JOBS = {
 }
 # Files and logins that a plan does not need.
 _ELSEWHERE = ("data.train_files=any", "data.val_files=any", "trainer.logger=[console]")
-_SOURCES = (plan_activations, plan_counts, plan_fit, plan_memory, plan_phases, plan_work)
+_SOURCES = (activations, fit, phases, weights, work)
 
-_BUILT: dict[str, tuple[Config, FlowModel]] = {}
+_BUILT: dict[str, Job] = {}
 
 
-class Job:
+class Composed:
     """Settings on a number of cards, and what follows from them without measuring."""
 
     def __init__(self, *overrides: str, processes: int) -> None:
@@ -100,16 +91,17 @@ class Job:
         self.config: Config = settled(given, torch.device("cuda"))
 
     @functools.cached_property
-    def planned(self) -> tuple[Config, FlowModel]:
-        """Returns the settings with the model's folder, and the model without weights.
+    def planned(self) -> Job:
+        """Returns the run to plan, with the model's folder and a model without weights.
 
         Jobs with equal forwards share a model, which takes seconds to build.
         """
         if self.needs_digest not in _BUILT:
-            _BUILT[self.needs_digest] = planned(self.config, self.processes, ARCHITECTURES)
-        first, model = _BUILT[self.needs_digest]
-        path = first.model.path
-        return replace(self.config, model=replace(self.config.model, path=path)), model
+            _BUILT[self.needs_digest] = job_of(self.config, self.processes, ARCHITECTURES)
+        first = _BUILT[self.needs_digest]
+        model = replace(self.config.model, path=first.config.model.path)
+        config = replace(self.config, model=model)
+        return Job(config=config, model=first.model, processes=self.processes)
 
     @functools.cached_property
     def needs_digest(self) -> str:
@@ -128,9 +120,7 @@ class Job:
             self.config.trainer.mixed_precision,
             rows_at_once(self.config) // self.config.actor.ppo_micro_batch_size_per_gpu,
         )
-        return _digest(
-            repr(settings).encode(), inspect.getsource(plan_activations).encode(), *files
-        )
+        return _digest(repr(settings).encode(), inspect.getsource(activations).encode(), *files)
 
     @functools.cached_property
     def digest(self) -> str:
@@ -140,9 +130,9 @@ class Job:
         return _digest(self.needs_digest.encode(), settings, str(self.processes).encode(), *code)
 
 
-def experiment(name: str) -> Job:
+def experiment(name: str) -> Composed:
     """Returns the job of a shipped experiment on the cards of its name."""
-    return Job(f"+experiment={name}", processes=int(cards_of(name)[0]))
+    return Composed(f"+experiment={name}", processes=int(cards_of(name)[0]))
 
 
 def cards_of(name: str) -> tuple[str, str]:
@@ -152,20 +142,20 @@ def cards_of(name: str) -> tuple[str, str]:
     return found[1], found[2]
 
 
-def needs_of(job: Job, store: Any) -> Needs:
+def needs_of(job: Composed, store: Any) -> dict[str, Line]:
     """Returns the activations of a job, measured if the store does not have them."""
     kept = store["needs"].get(job.needs_digest)
     if kept is None:
-        kept = asdict(measure_needs(*job.planned))
+        kept = {phase: asdict(line) for phase, line in measure_needs(job.planned).items()}
         store["needs"][job.needs_digest] = kept
-    return Needs(**{phase: Line(**line) for phase, line in kept.items()})
+    return {phase: Line(**line) for phase, line in kept.items()}
 
 
-def work_of(job: Job, store: Any) -> Operations:
+def work_of(job: Composed, store: Any) -> Operations:
     """Returns the operations of a forward and of an update, counted if the store has none."""
     kept = store["work"].get(job.needs_digest)
     if kept is None:
-        kept = list(work(*job.planned))
+        kept = list(work.operations(job.planned))
         store["work"][job.needs_digest] = kept
     return Operations(*kept)
 
@@ -173,24 +163,20 @@ def work_of(job: Job, store: Any) -> Operations:
 def plan_row(name: str, store: Any) -> dict[str, Any]:
     """Returns the plan of an experiment, and what --fit says of its settings."""
     job = experiment(name)
-    config, model = job.planned
+    run = job.planned
     needs = needs_of(job, store)
-    besides = {
-        phase: size for phase, size, _ in phases(config, model, job.processes, needs.of(config))
-    }
-    fitter = Fitter(config, model, job.processes, needs=needs)
-    held = memory(config, model, job.processes, 1)
-    host = on_the_host(config, model, job.processes, 1)
-    batch = batch_bytes(config, model, 1)
+    besides = phases.phases(run, fit.activations_of(needs, run.config))
+    fitter = Fitter(run, needs=needs)
+    batch = batch_bytes(run.config, run.model, 1)
     return {
         "digest": job.digest,
-        "held": sum(size for _, size, _ in held),
-        "phases": besides,
-        "peak": fitter.peak(config),
-        "host": max(size for _, size, _ in host),
-        "disk": disk_bytes(config, num_trained(model), batch),
-        "flop": work_of(job, store).of_a_step(config, model, job.processes),
-        "shipped": settings_of(config),
+        "held": sum(size for _, size, _ in weights.memory(run)),
+        "phases": {phase: size for phase, size, _ in besides},
+        "peak": fitter.peak(run.config),
+        "host": max(size for _, size, _ in weights.on_the_host(run)),
+        "disk": disk_bytes(run.config, run.trained, batch),
+        "flop": work_of(job, store).of_a_step(run),
+        "shipped": settings_of(run.config),
         "proposed": settings_of(fitter.fit(CARD_GIB[cards_of(name)[1]]).config),
     }
 
@@ -207,14 +193,14 @@ def settings_of(config: Config) -> dict[str, Any]:
     }
 
 
-def card_row(job: Job, store: Any) -> dict[str, Any]:
+def card_row(job: Composed, store: Any) -> dict[str, Any]:
     """Returns what --fit proposes for a job on each size of card."""
-    fitter = Fitter(*job.planned, job.processes, needs=needs_of(job, store))
+    fitter = Fitter(job.planned, needs=needs_of(job, store))
     found = {}
     for gib in CARDS:
         proposal = fitter.fit(gib)
         settings = settings_of(proposal.config)
-        found[str(gib)] = {"fits": fits(proposal, gib), "peak": proposal.peak, **settings}
+        found[str(gib)] = {"fits": proposal.fits(gib), "peak": proposal.peak, **settings}
     return {"digest": job.digest, "cards": found}
 
 
@@ -239,11 +225,11 @@ def updated(store: Any) -> Any:
     return new
 
 
-def jobs() -> Iterator[tuple[str, Job]]:
+def jobs() -> Iterator[tuple[str, Composed]]:
     """Yields the jobs of the table of cards."""
     for model, overrides in JOBS.items():
         for processes, words in zip(PROCESSES, overrides, strict=True):
-            yield f"{model}, {processes}", Job(*words, processes=processes)
+            yield f"{model}, {processes}", Composed(*words, processes=processes)
 
 
 def page(store: Any) -> str:

@@ -39,7 +39,10 @@ FLOORS: tuple[dict[str, str], ...] = (
     {"training": "the loop: trainer, update, modes, tasks, sources"},
     {"config": "the settings, Hydra, all checks, keys of verl-omni"},
     {"build": "assembles a run", "export": "LoRA for others, model card"},
-    {"calibration": "measures engine against trainer, finds settings"},
+    {
+        "calibration": "measures engine against trainer, finds settings",
+        "planning": "memory, work and workers of a run",
+    },
     {"commands": "train, plan, evaluate, calibrate, export, report, compare, serve, doctor"},
     {"cli": "the command line", "api": "train(...) in Python"},
     {

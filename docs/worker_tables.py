@@ -1,6 +1,6 @@
 """Writes the tables about workers in docs/scaling_out.md: `make reference`.
 
-One is simulated for an example. The other compares what is simulated with what was measured.
+One is computed for an example. The other compares the formula with what was measured.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from flowgrpo_rc.workers.simulate import Pace, Work, simulate
+from flowgrpo_rc.planning.workers import Work
 
 PAGE = Path(__file__).parent / "scaling_out.md"
-EXAMPLE = Work(chunks=64, num_processes=1, chunk_s=5.0, reward_s=2.0, training_s=45.0)
+EXAMPLE = Work(chunks=64, chunk_s=5.0, reward_s=2.0, training_s=45.0)
 # Medians of the bundled job without workers; seconds of its steps with one, by staleness.
-MEASURED = Work(chunks=4, num_processes=1, chunk_s=0.326, reward_s=0.141, training_s=1.465)
+MEASURED = Work(chunks=4, chunk_s=0.326, reward_s=0.141, training_s=1.465)
 STEP_S = 2.96
 STEP_S_WITH_WORKER = {0: 3.01, 1: 1.85}
 END = "<!-- end of what is written -->\n"
@@ -34,10 +34,8 @@ def simulated() -> Iterator[str]:
         " | ".join(f"{cell}, {mode}" for cell in cells) for mode in ("strict", "k = 1")
     )
     yield f"| workers | {strict} | {ahead} |\n|---|---|---|---|---|---|---|\n"
-    one = simulate(EXAMPLE, num_workers=1, staleness=0)
     for number in (1, 2, 4, 8, 16, 32, 64):
-        paces = [simulate(EXAMPLE, num_workers=number, staleness=k) for k in (0, 1)]
-        yield f"| {number} | {' | '.join(_cells(pace, one) for pace in paces)} |\n"
+        yield f"| {number} | {_cells(number, 0)} | {_cells(number, 1)} |\n"
 
 
 def compared() -> Iterator[str]:
@@ -46,7 +44,7 @@ def compared() -> Iterator[str]:
     yield "| measured |\n|---|---|---|---|---|---|\n"
     yield f"| `rollout.workers=0` | | {STEP_S:.2f} s | | | |\n"
     for staleness, seconds in STEP_S_WITH_WORKER.items():
-        predicted = simulate(MEASURED, num_workers=1, staleness=staleness).step_s
+        predicted = MEASURED.step_s(1, staleness)
         yield (
             f"| `rollout.workers=1 rollout.staleness={staleness}` | {predicted:.2f} s "
             f"| {seconds:.2f} s | {seconds / predicted:.2f} | {STEP_S / predicted:.2f} "
@@ -54,8 +52,10 @@ def compared() -> Iterator[str]:
         )
 
 
-def _cells(pace: Pace, one: Pace) -> str:
-    return f"{pace.step_s:.0f} s | {one.step_s / pace.step_s:.1f} | {pace.workers_busy:.0%}"
+def _cells(workers: int, staleness: int) -> str:
+    step_s = EXAMPLE.step_s(workers, staleness)
+    faster = EXAMPLE.step_s(1, 0) / step_s
+    return f"{step_s:.0f} s | {faster:.1f} | {EXAMPLE.workers_busy(workers, staleness):.0%}"
 
 
 def _with_table(text: str, start: str, rows: Iterable[str]) -> str:

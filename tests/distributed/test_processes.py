@@ -15,7 +15,7 @@ from flowgrpo_rc.distributed.processes import Processes
 GRADIENTS = """
 import torch
 from accelerate import Accelerator
-from flowgrpo_rc.commands.plan_activations import PeakMemory
+from flowgrpo_rc.planning.activations import PeakMemory
 from flowgrpo_rc.distributed.processes import Processes
 
 accelerator = Accelerator(cpu=True)

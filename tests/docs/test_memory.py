@@ -8,9 +8,9 @@ import memory_tables
 import pytest
 from memory_tables import CARD_GIB, GIB, cards_of, experiment, jobs
 
-from flowgrpo_rc.commands.plan_activations import decoding_bytes, rollout_bytes
-from flowgrpo_rc.commands.plan_fit import HEADROOM
-from flowgrpo_rc.commands.plan_work import work
+from flowgrpo_rc.planning.activations import phase_bytes
+from flowgrpo_rc.planning.fit import HEADROOM
+from flowgrpo_rc.planning.work import operations
 
 STORE = json.loads(memory_tables.STORE.read_text(encoding="utf-8"))
 RENEW = "docs/memory.json is old: run `make reference`"
@@ -36,10 +36,10 @@ def test_new_plans_agree(name: str) -> None:
     """But for activations of update and evaluation, which take minutes to measure."""
     job = experiment(name)
     kept = STORE["needs"][job.needs_digest]
-    config, model = job.planned
-    assert rollout_bytes(config, model, 1) == kept["rollout"]["one"]
-    assert decoding_bytes(config, model, 1) == kept["decoding"]["one"]
-    assert tuple(STORE["work"][job.needs_digest]) == work(config, model)
+    run = job.planned
+    for phase in ("rollout", "decoding"):
+        assert phase_bytes(phase, run.config, run.model, 1) == kept[phase]["one"]
+    assert tuple(STORE["work"][job.needs_digest]) == operations(run)
     assert memory_tables.plan_row(name, STORE) == STORE["experiments"][name]
 
 

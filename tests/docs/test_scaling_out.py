@@ -5,10 +5,8 @@ from __future__ import annotations
 import worker_tables
 from worker_tables import EXAMPLE, STEP_S_WITH_WORKER
 
-from flowgrpo_rc.workers.simulate import enough_workers, simulate
 
-
-def test_the_tables_are_those_of_the_simulation() -> None:
+def test_the_tables_are_those_of_the_formula() -> None:
     committed = worker_tables.PAGE.read_text(encoding="utf-8")
     assert committed == worker_tables.page(), "docs/scaling_out.md is old: run `make reference`"
 
@@ -19,11 +17,11 @@ def test_what_the_page_concludes() -> None:
     assert f"{EXAMPLE.reward_s:g} s of waiting for the last rewards" in text
     assert f"{EXAMPLE.training_s:g} s of\ntraining" in text
     assert "With a staleness of 1 eight workers hide sampling" in text
-    assert enough_workers(EXAMPLE, staleness=1) == 8
-    assert simulate(EXAMPLE, num_workers=8, staleness=1).trainer_busy == 1.0
+    assert EXAMPLE.enough_workers(1) == 8
+    assert EXAMPLE.trainer_busy(8, 1) == 1.0
     measured = worker_tables.MEASURED
     longer = [
-        seconds / simulate(measured, num_workers=1, staleness=staleness).step_s - 1
+        seconds / measured.step_s(1, staleness) - 1
         for staleness, seconds in STEP_S_WITH_WORKER.items()
     ]
     strict, ahead = (f"{share:.0%}" for share in longer)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from flowgrpo_rc.calibration.choice import KEY, Settings
-from flowgrpo_rc.commands.plan import Plan, make_plan
 from flowgrpo_rc.config.compose import compose_config, config_folder, to_config
+from flowgrpo_rc.planning.plan import Plan, job_of, make_plan
 
 ROOT = Path(__file__).parents[2]
 GIB = {"h100": 80e9 / 2**30, "h200": 141e9 / 2**30}
@@ -65,7 +65,7 @@ def cards(script: str) -> int:
 
 def plan(overrides: list[str], processes: int, config_dir: str | None = None) -> Plan:
     config = to_config(compose_config(overrides, config_dir=config_dir), num_processes=processes)
-    return make_plan(config, processes, config_folder() / "architectures", measure=False)
+    return make_plan(job_of(config, processes, config_folder() / "architectures"), measure=False)
 
 
 def calibration_bytes(plan: Plan, shards: int) -> int:

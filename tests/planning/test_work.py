@@ -6,30 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from support.compositions import config_of
+from support.plans import job
 from torch import nn
 from torch.nn import functional as F
 
-from flowgrpo_rc.commands.plan import make_plan, planned
-from flowgrpo_rc.commands.plan_activations import blank_inputs
-from flowgrpo_rc.commands.plan_work import ASSUMED, Operations, told, work
-from flowgrpo_rc.config.compose import config_folder
-from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.base import FlowModel
-
-ARCHITECTURES = config_folder() / "architectures"
-FILES = ("data.train_files=a.txt", "data.val_files=a.txt")
-
-
-def asked(*overrides: str) -> tuple[Config, FlowModel]:
-    return planned(config_of("rollout.dtype=bf16", *overrides, *FILES), 1, ARCHITECTURES)
+from flowgrpo_rc.planning.activations import blank_inputs
+from flowgrpo_rc.planning.work import ASSUMED, Operations, operations, told
 
 
 @pytest.mark.parametrize("guidance", ["1.0", "3.0"])
 def test_a_forward_is_the_sum_of_its_products(
     model: FlowModel, monkeypatch: pytest.MonkeyPatch, guidance: str
 ) -> None:
-    config, meta = asked(f"rollout.pipeline.guidance_scale={guidance}")
+    run = job("rollout.dtype=bf16", f"rollout.pipeline.guidance_scale={guidance}")
     found = 0
 
     def linear(module: nn.Linear, given: tuple[torch.Tensor], _: Any) -> None:
@@ -52,39 +42,37 @@ def test_a_forward_is_the_sum_of_its_products(
             module.register_forward_hook(linear)
         if isinstance(module, nn.Conv2d):
             module.register_forward_hook(convolution)
-    spec = config.rollout.spec()
+    spec = run.config.rollout.spec()
     latents, _, conditioning, negative = blank_inputs(model, 1, spec)
     with torch.no_grad():
         times = torch.zeros(1)
         model.velocity(model.transformer, latents, times, conditioning, negative, spec)
     forwards = 1 if guidance == "1.0" else 2
-    counted = work(config, meta)
-    lora = sum(p.numel() for p in meta.network.parameters() if p.requires_grad)
+    counted = operations(run)
     tokens = 2 * 32 * 64  # no fewer than those of a picture and its prompt
-    assert found / forwards <= counted.forward <= found / forwards + 2 * lora * tokens
+    assert found / forwards <= counted.forward <= found / forwards + 2 * run.trained * tokens
     assert 1.9 < counted.update / counted.forward < 3
 
 
 def test_a_step() -> None:
     passes = Operations(forward=10, update=25)
-    settings = ("rollout.algo.tail_steps=null", "data.train_batch_size=2", "rollout.n=12")
+
+    def found(*overrides: str) -> int:
+        sizes = ("rollout.algo.tail_steps=null", "data.train_batch_size=2", "rollout.n=12")
+        return passes.of_a_step(job("rollout.dtype=bf16", *sizes, *overrides))
+
     sampled = 24 * 10
-    config, model = asked(*settings, "actor.train_n=6")
-    assert passes.of_a_step(config, model, 1) == sampled * 10 + 12 * 3 * 25
-    settings += ("actor.train_n=null",)
-    config, model = asked(*settings)
+    assert found("actor.train_n=6") == sampled * 10 + 12 * 3 * 25
     trained = 24 * 3
-    assert passes.of_a_step(config, model, 1) == sampled * 10 + trained * 25
-    config, model = asked(*settings, "model.gradient_checkpointing=true")
-    assert passes.of_a_step(config, model, 1) == sampled * 10 + trained * (25 + 10)
-    config, model = asked(*settings, "actor.use_kl_loss=true", "actor.kl_loss_coef=0.1")
-    assert passes.of_a_step(config, model, 1) == (sampled + trained) * 10 + trained * 25
+    every = "actor.train_n=null"
+    assert found(every) == sampled * 10 + trained * 25
+    again = found(every, "model.gradient_checkpointing=true")
+    assert again == sampled * 10 + trained * (25 + 10)
+    with_kl = found(every, "actor.use_kl_loss=true", "actor.kl_loss_coef=0.1")
+    assert with_kl == (sampled + trained) * 10 + trained * 25
 
 
-def test_the_plan_tells_it() -> None:
-    config, _ = asked()
-    row = make_plan(config, 1, ARCHITECTURES).counts[-1]
-    assert row[0] == "work of a rank"
+def test_what_a_plan_tells() -> None:
     assert told(int(0.01 * ASSUMED))[1] == "4.00 TFLOP"
     assert told(int(3 * ASSUMED))[1:] == (
         "1.2 PFLOP",

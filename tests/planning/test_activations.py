@@ -5,33 +5,25 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from support.compositions import config_of
+from support.plans import job
 from torch import nn
 
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.commands import plan_activations, plan_phases
-from flowgrpo_rc.commands.plan import make_plan, planned
-from flowgrpo_rc.commands.plan_activations import (
-    Activations,
-    PeakMemory,
-    decoding_bytes,
-    rollout_bytes,
-)
-from flowgrpo_rc.commands.plan_fit import Fitter, fits, told
-from flowgrpo_rc.commands.plan_memory import bytes_of_parts, engine_bytes, memory
 from flowgrpo_rc.config.check_engine import chunk_size
-from flowgrpo_rc.config.compose import config_folder
-from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.models.lora import add_lora
+from flowgrpo_rc.planning import activations
+from flowgrpo_rc.planning.activations import PeakMemory, phase_bytes
+from flowgrpo_rc.planning.fit import Fitter
+from flowgrpo_rc.planning.phases import phases
+from flowgrpo_rc.planning.plan import make_plan
+from flowgrpo_rc.planning.weights import CONTEXT, context, memory, on_the_host
 from flowgrpo_rc.rollout.replica import Replica
 
-ARCHITECTURES = config_folder() / "architectures"
 GIB = 2**30
 BUNDLED = (
     "rollout.dtype=bf16",
@@ -39,13 +31,6 @@ BUNDLED = (
     "actor.ppo_micro_batch_size_per_gpu=12",
 )
 SD35 = "+experiment=sd35_medium_ocr_1xh100"
-
-
-@cache
-def asked(*overrides: str, processes: int = 1) -> tuple[Config, FlowModel]:
-    files = ("data.train_files=a.txt", "data.val_files=a.txt")
-    config = config_of(*overrides, *files, num_processes=processes)
-    return planned(config, processes, ARCHITECTURES)
 
 
 def test_the_tracker_counts_what_is_alive_at_once() -> None:
@@ -90,8 +75,8 @@ def test_few_blocks_tell_of_many() -> None:
         lengths.append(len(copied.blocks))
         return find(copied)
 
-    whole = plan_activations._on_fakes(copy.deepcopy(network), trained)
-    assert plan_activations.measured(network, lambda one: measured(one, trained)) == whole
+    whole = activations.on_fakes(copy.deepcopy(network), trained)
+    assert activations.measured(network, lambda one: measured(one, trained)) == whole
     assert lengths == [3, 4, 4, 5, 5]
     assert len(network.blocks) == 51
     assert network.blocks[0][0].weight.is_meta  # it is left as it was
@@ -99,18 +84,19 @@ def test_few_blocks_tell_of_many() -> None:
     def uneven(copied: Any) -> int:
         return len(copied.blocks) ** 2
 
-    assert plan_activations.measured(network, uneven) == 51**2
+    assert activations.measured(network, uneven) == 51**2
 
 
 def test_fake_tensors_find_what_real_ones_need(model: FlowModel) -> None:
     """On the bundled model, with numbers in the tensors."""
-    config, meta = asked("rollout.dtype=fp32", "rollout.algo.tail_steps=null")
-    add_lora(model, config.model, seed=0)
-    faked = rollout_bytes(config, meta, 4)
-    inputs = plan_activations.blank_inputs(meta, 4, config.rollout.spec())
+    run = job("rollout.dtype=fp32", "rollout.algo.tail_steps=null")
+    add_lora(model, run.config.model, seed=0)
+    faked = phase_bytes("rollout", run.config, run.model, 4)
+    spec = run.config.rollout.spec()
+    inputs = activations.blank_inputs(run.model, 4, spec)
     real = [torch.zeros_like(one) for one in inputs[:2]]
     with torch.no_grad(), PeakMemory() as memory:
-        model.velocity(model.network, real[0], real[1], inputs[2], inputs[3], config.rollout.spec())
+        model.velocity(model.network, real[0], real[1], inputs[2], inputs[3], spec)
     assert faked == pytest.approx(memory.peak, rel=0.1)
 
 
@@ -119,18 +105,22 @@ def test_fake_tensors_find_what_real_ones_need(model: FlowModel) -> None:
     [("flux1_dev_ocr_8xh100", 8, 0.75), ("qwen_image_ocr_rollout_corr_4xh800", 4, 1.69)],
 )
 def test_decoding_of_an_image(experiment: str, processes: int, gib: float) -> None:
-    config, model = asked(f"+experiment={experiment}", processes=processes)
-    assert decoding_bytes(config, model, 2) / 2 / GIB == pytest.approx(gib, rel=0.01)
+    run = job(f"+experiment={experiment}", processes=processes)
+    found = phase_bytes("decoding", run.config, run.model, 2)
+    assert found / 2 / GIB == pytest.approx(gib, rel=0.01)
 
 
-FOUND = Activations(
-    update=5 * GIB, rollout=2 * GIB, decoding=3 * GIB, evaluation=GIB, shown=4 * GIB
-)
+FOUND = {
+    "update": 5 * GIB,
+    "rollout": 2 * GIB,
+    "decoding": 3 * GIB,
+    "evaluation": GIB,
+    "shown": 4 * GIB,
+}
 
 
 def sizes(*overrides: str, processes: int = 1) -> dict[str, int]:
-    config, model = asked(*overrides, processes=processes)
-    return {name: size for name, size, _ in plan_phases.phases(config, model, processes, FOUND)}
+    return {name: size for name, size, _ in phases(job(*overrides, processes=processes), FOUND)}
 
 
 def test_phases_follow_each_other() -> None:
@@ -140,7 +130,7 @@ def test_phases_follow_each_other() -> None:
     assert sizes(SD35, "rollout.workers=1") == trainer
     never = ("trainer.val_before_train=false", "trainer.test_freq=-1")
     assert sizes(SD35, *never) == {"update": 5 * GIB} | rollout
-    parts = bytes_of_parts(asked(SD35)[1])
+    parts = job(SD35).parts
     offloaded = sizes(SD35, "model.offload_idle=true")
     assert offloaded["decoding"] == 3 * GIB + parts["vae"]
     assert offloaded["evaluation"] == 4 * GIB + parts["vae"]
@@ -150,28 +140,26 @@ def test_phases_follow_each_other() -> None:
 
 def test_an_engine_that_sleeps_counts_while_it_samples() -> None:
     engine = ("rollout.name=vllm_omni", "rollout.algo.noise_level=0.7")
-    config, model = asked(SD35, *engine)
-    assert plan_phases.context(config)[1] == 2 * plan_phases.CONTEXT
+    run = job(SD35, *engine)
+    assert context(run)[1] == 2 * CONTEXT
     awake = sizes(SD35, *engine)
     asleep = sizes(SD35, *engine, "+rollout.engine_kwargs.sleep=true")
-    whole = sum(bytes_of_parts(model).values())
+    whole = sum(run.parts.values())
     assert asleep["rollout"] - awake["rollout"] == pytest.approx(whole, rel=0.03)
     assert asleep["decoding"] == awake["decoding"]
 
 
 def test_gradients_of_several_processes_are_copied() -> None:
-    small = Activations(update=1, rollout=1, decoding=1, evaluation=1, shown=1)
-    config, model = asked("+experiment=sd35_medium_ocr_8xh100", processes=8)
-    rows = {name: size for name, size, _ in plan_phases.phases(config, model, 8, small)}
-    trained = sum(p.numel() for p in model.network.parameters() if p.requires_grad)
-    assert rows["update"] == 4 * trained
+    run = job("+experiment=sd35_medium_ocr_8xh100", processes=8)
+    update, *_ = phases(run, dict.fromkeys(FOUND, 1))
+    assert update[1] == 4 * run.trained
 
 
 def test_split_weights_are_gathered_block_by_block() -> None:
     recipe = "+experiment=qwen_image_ocr_rollout_corr_4xh800"
     whole = sizes(recipe, "trainer.strategy=ddp", processes=4)
     split = sizes(recipe, processes=4)
-    network = asked(recipe, processes=4)[1].network
+    network = job(recipe, processes=4).model.network
     size = {name: 2 * p.numel() for name, p in network.named_parameters() if "lora_" not in name}
     outside = sum(number for name, number in size.items() if "transformer_blocks" not in name)
     block = sum(number for name, number in size.items() if name.startswith("transformer_blocks.0."))
@@ -183,7 +171,7 @@ def test_gathered_blocks_are_those_of_one_transformer_at_a_time() -> None:
     recipe = "+experiment=wan22_t2v_a14b_ocr_8xh200"
     whole = sizes(recipe, processes=8)
     split = sizes(recipe, "trainer.strategy=fsdp2", processes=8)
-    network = asked(recipe, processes=8)[1].network
+    network = job(recipe, processes=8).model.network
     stored = [*network.named_parameters(), *network.named_buffers()]
     size = {name: p.numel() * p.itemsize for name, p in stored if "lora_" not in name}
     outside = sum(number for name, number in size.items() if ".blocks." not in name)
@@ -192,33 +180,29 @@ def test_gathered_blocks_are_those_of_one_transformer_at_a_time() -> None:
 
 
 def test_the_host() -> None:
-    config, model = asked(
-        "+experiment=sd35_medium_ocr_8xh100", "model.offload_idle=true", processes=8
-    )
-    rows = {name: size for name, size, _ in plan_phases.on_the_host(config, model, 8, 1)}
-    parts = bytes_of_parts(model)
+    run = job("+experiment=sd35_medium_ocr_8xh100", "model.offload_idle=true", processes=8)
+    rows = {name: size for name, size, _ in on_the_host(run)}
+    parts = run.parts
     idle = sum(parts.values()) - parts["transformer"]
     assert rows == {"idle models": 8 * idle, "while loading": 8 * idle + parts["transformer"]}
 
 
 def test_engines_sleep_on_the_host() -> None:
     recipe = "+experiment=qwen_image_ocr_rollout_corr_4xh800"
-    config, model = asked(recipe, processes=4)
-    rows = {name: size for name, size, _ in plan_phases.on_the_host(config, model, 4, 1)}
-    engine = engine_bytes(config, model)
-    assert rows["sleeping engines"] == rows["idle models"] + 4 * engine
-    assert "sleeping engines" not in {
-        row[0] for row in plan_phases.on_the_host(*asked("rollout.dtype=bf16"), 1, 1)
-    }
+    run = job(recipe, processes=4)
+    rows = {name: size for name, size, _ in on_the_host(run)}
+    assert rows["sleeping engines"] == rows["idle models"] + 4 * run.engine
+    own = on_the_host(job("rollout.dtype=bf16"))
+    assert "sleeping engines" not in {name for name, _, _ in own}
 
 
 def test_what_is_split_or_quantized_is_whole_while_it_loads() -> None:
     recipe = "+experiment=qwen_image_ocr_rollout_corr_4xh800"
-    weights = bytes_of_parts(asked(recipe, processes=4)[1])["transformer"]
+    weights = job(recipe, processes=4).transformers
     assert sizes(recipe, processes=4)["loading"] == weights - weights // 4
     assert "loading" not in sizes(recipe, "trainer.strategy=ddp", processes=4)
     int8 = sizes(SD35, "rollout.quantization=int8")["loading"]
-    assert 0.4 < int8 / bytes_of_parts(asked(SD35)[1])["transformer"] < 0.5  # 1 of 2 bytes
+    assert 0.4 < int8 / job(SD35).transformers < 0.5  # 1 of 2 bytes
     assert "loading" not in sizes(SD35)
 
 
@@ -227,9 +211,8 @@ def test_reward_models_count() -> None:
     options = "reward.terms.pickscore"
 
     def found(*overrides: str) -> dict[str, int]:
-        config, model = asked(recipe, *overrides)
-        rows = {name: size for name, size, _ in memory(config, model, 1, 1)}
-        return {name: size for name, size in rows.items() if name.startswith("reward")}
+        rows = memory(job(recipe, *overrides))
+        return {name: size for name, size, _ in rows if name.startswith("reward")}
 
     whole = found()["reward pickscore"]
     assert whole / GIB == pytest.approx(3.67, abs=0.01)  # of 986 million parameters in fp32
@@ -240,9 +223,8 @@ def test_reward_models_count() -> None:
 
 
 def test_mixed_precision_normalizes_in_fp32_as_on_a_card() -> None:
-    config, _ = asked("trainer.mixed_precision=bf16")
     norms = (nn.LayerNorm(4), nn.RMSNorm(4), nn.GroupNorm(2, 4))
-    with plan_activations._mixed(config):
+    with activations.as_on_a_card(True):
         hidden = nn.Linear(4, 4)(torch.ones(2, 4))
         assert hidden.dtype == torch.bfloat16
         assert {norm(hidden).dtype for norm in norms} == {torch.float32}
@@ -271,13 +253,13 @@ def test_a_copy_in_another_precision_is_never_held_in_the_first_one() -> None:
 
 @pytest.fixture(scope="module")
 def fitter() -> Fitter:
-    return Fitter(*asked(*BUNDLED), num_processes=1)
+    return Fitter(job(*BUNDLED))
 
 
 def test_a_card_gets_the_fastest_settings_that_fit(fitter: Fitter) -> None:
-    config = asked(*BUNDLED)[0]
+    config = job(*BUNDLED).config
     roomy, nothing = fitter.fit(80), fitter.fit(0.5)
-    assert fits(roomy, 80)
+    assert roomy.fits(80)
     mini = config.samples_per_mini_batch(1)
     assert roomy.overrides == [
         "model.gradient_checkpointing=false",
@@ -286,10 +268,10 @@ def test_a_card_gets_the_fastest_settings_that_fit(fitter: Fitter) -> None:
         f"rollout.micro_batch_size_per_gpu={chunk_size(config)}",
         f"actor.ppo_micro_batch_size_per_gpu={mini}",
     ]
-    assert roomy.peak == make_plan(roomy.config, 1, ARCHITECTURES).peak_bytes
-    assert not fits(nothing, 0.5)
-    assert told(nothing, 0.5).startswith("does not fit a card of 0.5 GiB")
-    order = list(fitter._candidates())
+    assert roomy.peak == make_plan(replace(job(*BUNDLED), config=roomy.config)).peak_bytes
+    assert not nothing.fits(0.5)
+    assert nothing.told(0.5).startswith("does not fit a card of 0.5 GiB")
+    order = list(fitter.candidates())
     middle = [nothing.peak / GIB / 0.92 + extra for extra in (0.0, 0.05, 0.1, 0.3)]
     places = [order.index(fitter.fit(gib).config) for gib in (*middle, 80)]
     assert places == sorted(places, reverse=True)
@@ -300,10 +282,10 @@ def test_a_card_gets_the_fastest_settings_that_fit(fitter: Fitter) -> None:
 
 
 def test_aligned_sizes_are_left_alone() -> None:
-    config, model = asked(*BUNDLED)
-    aligned = replace(config, actor=replace(config.actor, replay="aligned"))
+    run = job(*BUNDLED)
+    actor = replace(run.config.actor, replay="aligned")
     with pytest.raises(ValueError, match=r"--fit: actor\.replay=aligned ties the sizes"):
-        Fitter(aligned, model, num_processes=1)
+        Fitter(replace(run, config=replace(run.config, actor=actor)))
 
 
 def test_the_commands(capsys: pytest.CaptureFixture) -> None:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from support.compositions import config_of
+from support.plans import ARCHITECTURES, job
 
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.commands.plan import Plan, make_plan
-from flowgrpo_rc.config.compose import config_folder
 from flowgrpo_rc.models.architecture import build_architecture
 from flowgrpo_rc.models.base import ModelConfig
+from flowgrpo_rc.planning.plan import make_plan
+from flowgrpo_rc.planning.weights import Job, memory
+from flowgrpo_rc.planning.work import counts
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
-
-ARCHITECTURES = config_folder() / "architectures"
 
 Z_IMAGE = {"transformer": 6_154_908_736, "text_encoder": 4_022_468_096, "vae": 83_819_683}
 
@@ -75,19 +73,12 @@ PUBLISHED = {
 }
 
 
-@cache
-def plan_of(*overrides: str, processes: int = 1, nodes: int = 1, data: bool = True) -> Plan:
-    files = ["data.train_files=a.txt", "data.val_files=a.txt"] if data else []
-    config = config_of(*overrides, *files, num_processes=processes)
-    return make_plan(config, processes, ARCHITECTURES, num_nodes=nodes, measure=False)
+def sizes(run: Job) -> dict[str, int]:
+    return {name: size for name, size, _ in memory(run)}
 
 
-def sizes(plan: Plan) -> dict[str, int]:
-    return {name: size for name, size, _ in plan.memory}
-
-
-def values(plan: Plan) -> dict[str, str]:
-    return {name: value for name, value, _ in plan.counts}
+def values(run: Job) -> dict[str, str]:
+    return {name: value for name, value, _ in counts(run)}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -121,10 +112,10 @@ def test_every_architecture_is_listed() -> None:
 
 
 def test_the_reference_recipe_by_hand() -> None:
-    plan = plan_of("+experiment=sd35_medium_ocr_8xh100", processes=8)
+    plan = job("+experiment=sd35_medium_ocr_8xh100", processes=8)
     # LoRA of rank 32 on 8 layers of 1536 x 1536 in 24 blocks; the last has no to_add_out.
     trained = (24 * 8 - 1) * 32 * (1536 + 1536)
-    assert [count for name, count, _ in plan.parameters if name == "LoRA"] == [trained]
+    assert plan.trained == trained
     position = 384 * 384 * 1536  # a buffer
     assert sizes(plan) == {
         "transformer": 2 * (2_243_171_520 + position),
@@ -157,41 +148,40 @@ def test_the_reference_recipe_by_hand() -> None:
 
 def test_two_transformers_count_twice() -> None:
     recipe = "+experiment=wan22_t2v_a14b_ocr_8xh200"
-    plan = plan_of(recipe, processes=8)
+    plan = job(recipe, processes=8)
     # LoRA of rank 32 on 8 layers of 5120 x 5120 in 40 blocks, twice.
     trained = 2 * 40 * 8 * 32 * (5120 + 5120)
-    assert [row for row in plan.parameters if row[0] == "LoRA"] == [
-        ("LoRA", trained, "trained: 0.73% of the transformers")
-    ]
+    parameters = make_plan(plan, measure=False).parameters
+    assert parameters[-1] == ("LoRA", trained, "trained: 0.73% of the transformers")
     whole = sizes(plan)
     assert whole["transformers"] == pytest.approx(2 * 2 * 14_288_491_584, rel=1e-3)
     assert whole["text encoders, VAE"] == pytest.approx(
         2 * 5_680_910_336 + 4 * 126_892_531, rel=1e-3
     )
     assert (whole["gradients"], whole["rollout copy"]) == (4 * trained, 4 * trained)
-    split = plan_of(recipe, "trainer.strategy=fsdp2", "rollout.dtype=fp32", processes=8)
+    split = job(recipe, "trainer.strategy=fsdp2", "rollout.dtype=fp32", processes=8)
     assert sizes(split)["transformers"] == whole["transformers"] // 8
     assert sizes(split)["rollout copy"] == 2 * whole["transformers"] + 4 * trained
-    small = plan_of(recipe, "rollout.quantization=int8", processes=8)
+    small = job(recipe, "rollout.quantization=int8", processes=8)
     assert sizes(small)["rollout copy"] < 0.6 * whole["transformers"]
 
 
 def test_sharding() -> None:
     """Frozen weights are split over the ranks of a node, and over no more."""
     recipe = "+experiment=sd35_medium_ocr_8xh100"
-    whole = sizes(plan_of(recipe, processes=8))["transformer"]
+    whole = sizes(job(recipe, processes=8))["transformer"]
     for nodes in (1, 2):
-        sharded = plan_of(recipe, "trainer.strategy=fsdp2", processes=8, nodes=nodes)
+        sharded = job(recipe, "trainer.strategy=fsdp2", processes=8, nodes=nodes)
         assert sizes(sharded)["transformer"] == whole // (8 // nodes)
 
 
 def test_a_separate_engine() -> None:
     """Qwen-Image: frozen weights over four ranks, and a whole pipeline in the engine."""
-    sharded = plan_of("+experiment=qwen_image_ocr_rollout_corr_4xh800", processes=4)
+    sharded = job("+experiment=qwen_image_ocr_rollout_corr_4xh800", processes=4)
     assert sizes(sharded)["transformer"] == 2 * 20_430_401_088 // 4
     engine = 2 * sum(PUBLISHED["Qwen-Image"].values())
     assert sizes(sharded)["rollout engine"] == 0  # it sleeps, but for the rollout
-    awake = plan_of(
+    awake = job(
         "+experiment=qwen_image_ocr_rollout_corr_4xh800",
         "rollout.engine_kwargs.sleep=false",
         processes=4,
@@ -208,15 +198,15 @@ class OwnEngine(DiffusersEngine):
 
 def test_an_engine_says_whether_it_copies_the_network() -> None:
     recipe = "+experiment=sd35_medium_ocr_1xh100"
-    own = plan_of(recipe, f"rollout.name={__name__}.OwnEngine")
-    assert sizes(own) == sizes(plan_of(recipe))
+    own = job(recipe, f"rollout.name={__name__}.OwnEngine")
+    assert sizes(own) == sizes(job(recipe))
     assert "rollout copy" in sizes(own)
-    assert "rollout engine" in sizes(plan_of(recipe, "rollout.name=vllm_omni"))
+    assert "rollout engine" in sizes(job(recipe, "rollout.name=vllm_omni"))
 
 
 def test_copies_in_another_precision_and_decoupled_mode() -> None:
-    base = plan_of("+experiment=sd35_medium_ocr_1xh100")
-    changed = plan_of(
+    base = job("+experiment=sd35_medium_ocr_1xh100")
+    changed = job(
         "+experiment=sd35_medium_ocr_1xh100",
         "model.dtype=fp32",
         "algorithm.rollout_correction.bypass_mode=false",
@@ -240,15 +230,15 @@ def test_training_on_some_of_the_samples() -> None:
         "actor.ppo_micro_batch_size_per_gpu=4",
         "algorithm.rollout_correction.bypass_mode=false",
     )
-    all_of_them = plan_of(recipe[0])
-    some = plan_of(*recipe)
+    all_of_them = job(recipe[0])
+    some = job(*recipe)
     found = values(some)
     sampling = "forwards, sampling"
     assert found[sampling] == values(all_of_them)[sampling]
     chosen = 64 * 9 * 2 // 4
     assert found["forwards with backward"] == f"{chosen:,}"
     assert found["forwards, old policy"] == f"{chosen // 2:,}"
-    every = plan_of(*recipe, "actor.old_log_probs=recompute")
+    every = job(*recipe, "actor.old_log_probs=recompute")
     assert values(every)["forwards, old policy"] == f"{64 * 9 * 2:,}"
 
 
@@ -256,7 +246,7 @@ def test_why_decoupled_mode_recomputes_everything() -> None:
     decoupled = "algorithm.rollout_correction=decoupled_seq_is"
     ((count, why),) = [
         (value, why)
-        for name, value, why in plan_of("+experiment=sd35_medium_ocr_1xh100", decoupled).counts
+        for name, value, why in counts(job("+experiment=sd35_medium_ocr_1xh100", decoupled))
         if name == "forwards, old policy"
     ]
     assert count == f"{64 * 9 * 2:,}"
@@ -265,9 +255,9 @@ def test_why_decoupled_mode_recomputes_everything() -> None:
 
 def test_settings_that_save_memory() -> None:
     recipe = "+experiment=sd35_medium_ocr_1xh100"
-    base = sizes(plan_of(recipe))
+    base = sizes(job(recipe))
     less = sizes(
-        plan_of(
+        job(
             recipe,
             "model.offload_idle=true",
             "actor.optim.name=adamw_8bit",
@@ -290,15 +280,15 @@ def test_settings_that_save_memory() -> None:
     bits = packed // 2 + packed // 32 * 4
     assert 8 * bits / linear == pytest.approx(6.4, abs=0.1)
     assert less["rollout copy"] == base["transformer"] - 2 * linear + bits + base["LoRA"] // 2
-    ahead = sizes(plan_of(recipe, "rollout.staleness=2"))
+    ahead = sizes(job(recipe, "rollout.staleness=2"))
     assert ahead["older LoRAs"] == 2 * base["LoRA"]
-    merged = sizes(plan_of(recipe, "rollout.merge_lora=true"))["rollout copy"]
+    merged = sizes(job(recipe, "rollout.merge_lora=true"))["rollout copy"]
     assert merged == base["rollout copy"] + 2 * (24 * 8 - 1) * width**2
-    away = plan_of(recipe, "rollout.workers=4")
+    away = job(recipe, "rollout.workers=4")
     assert sizes(away)["rollout copy"] == 0
     frozen = base["transformer"] + base["text encoders, VAE"]
     worker = frozen + base["LoRA"] + base["rollout copy"]
-    assert f"each with a whole model: {worker / 2**30:.2f} GiB" in str(away)
+    assert f"each with a whole model: {worker / 2**30:.2f} GiB" in str(memory(away))
 
 
 def test_the_command(capsys: pytest.CaptureFixture) -> None:

@@ -16,13 +16,13 @@ from flowgrpo_rc.config.tree import Config, stored_config
 from flowgrpo_rc.reading import blaming, read_mapping
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.run_folder import RunFolder, flat_settings
-from flowgrpo_rc.workers.simulate import Work, enough_workers, simulate
 
 _STALENESS = "rollout.staleness"
 _STEP = "timing_s/step"
 _ROLLOUT = "timing_s/rollout"
 _REWARDS = "timing_s/reward_wait"
 _BUSY = "workers/busy_fraction"
+_GAIN = 0.01  # a smaller one is none
 _WITHOUT_EFFECT = {
     "config_name": None,
     "config_dir": None,
@@ -31,7 +31,7 @@ _WITHOUT_EFFECT = {
     "fit": None,
 }
 _ASSUMED = """\
-Simulated, not measured. Assumed: a worker is as fast as what sampled in this run, and has a core or
+Computed, not measured. Assumed: a worker is as fast as what sampled in this run, and has a core or
 a card of its own; rewards take no time from the trainer, and keep up with more workers; transport,
 evaluations and checkpoints take none."""
 
@@ -39,18 +39,51 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredSteps:
-    """The seconds of a run: medians over its steps without the first.
+class Work:
+    """What a step is made of: medians over a run's steps without the first.
 
     Attributes:
-      num_steps: how many steps they are of.
-      step_s: seconds of a step.
-      work: what a step is made of.
+      chunks: chunks of all processes of the trainer, which share the workers.
+      chunk_s: seconds of a worker for a chunk.
+      reward_s: seconds from the last chunk of a step to its last reward.
+      training_s: seconds of the trainer for everything else.
     """
 
-    num_steps: int
-    step_s: float
-    work: Work
+    chunks: int
+    chunk_s: float
+    reward_s: float
+    training_s: float
+
+    def step_s(self, workers: int, staleness: int) -> float:
+        """Returns the seconds of a step with workers that sample.
+
+            max(training, sampling / workers, one version / (staleness + 1))
+
+        A version of the weights is sampled in whole rounds of the workers, scored and trained on,
+        and `staleness` + 1 versions are on their way at once. A strict run (0) has one, so that a
+        step takes the sum.
+        """
+        sampling_s = self.chunks * self.chunk_s
+        version_s = math.ceil(self.chunks / workers) * self.chunk_s + self.reward_s
+        version_s += self.training_s
+        return max(self.training_s, sampling_s / workers, version_s / (staleness + 1))
+
+    def workers_busy(self, workers: int, staleness: int) -> float:
+        """Returns the share of the time that a worker samples."""
+        return self.chunks * self.chunk_s / (workers * self.step_s(workers, staleness))
+
+    def trainer_busy(self, workers: int, staleness: int) -> float:
+        """Returns the share of the time that the trainer trains."""
+        return self.training_s / self.step_s(workers, staleness)
+
+    def enough_workers(self, staleness: int) -> int:
+        """Returns the smallest number of workers that no larger number beats by 1% or more.
+
+        One worker more may gain nothing where two more do: 8 chunks take 4 workers as long as 5.
+        """
+        most = self.chunks * (staleness + 1)  # more have nothing to do
+        longest = (1 + _GAIN) * self.step_s(most, staleness)
+        return next(n for n in range(1, most + 1) if self.step_s(n, staleness) < longest)
 
 
 def worker_tables(arguments: argparse.Namespace) -> str:
@@ -74,61 +107,61 @@ def worker_tables(arguments: argparse.Namespace) -> str:
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option} has no effect with --measured: the run says what it is")
     folder = RunFolder(Path(arguments.measured).expanduser())
-    measured = read_measured(folder)
+    steps, step_s, work = read_measured(folder)
     staleness = _staleness(folder, arguments.overrides)
-    work = measured.work
-    most = work.chunks * work.num_processes
-    powers = [2**power for power in range(most.bit_length()) if 2**power < most]
-    numbers = sorted(set(arguments.workers)) or [*powers, most]
-    tables = ["\n".join(_table(measured, numbers, each)) for each in dict.fromkeys((0, staleness))]
-    return "\n\n".join([_summary(folder, measured), *tables, _ASSUMED])
+    powers = [2**power for power in range(work.chunks.bit_length()) if 2**power < work.chunks]
+    numbers = sorted(set(arguments.workers)) or [*powers, work.chunks]
+    summary = (
+        f"{folder.root}: medians of {steps} steps without the first\n"
+        f"  {step_s:8.2f} s  a step\n"
+        f"  {work.chunk_s:8.2f} s  sampling a chunk; {work.chunks} in a step\n"
+        f"  {work.reward_s:8.2f} s  waiting for rewards after the last chunk\n"
+        f"  {work.training_s:8.2f} s  everything else in the trainer"
+    )
+    tables = [
+        "\n".join(_table(work, step_s, numbers, each)) for each in dict.fromkeys((0, staleness))
+    ]
+    return "\n\n".join([summary, *tables, _ASSUMED])
 
 
-def read_measured(folder: RunFolder) -> MeasuredSteps:
-    """Reads what a run measured.
+def read_measured(folder: RunFolder) -> tuple[int, float, Work]:
+    """Reads what a run measured: the number of its steps, their seconds, and what they are made of.
 
     Raises:
       ValueError: this is no run, it took fewer than two steps, or its sampling has no seconds of
         its own.
     """
+    where = f"--measured {folder.root}"
     if not folder.metrics.is_file():
         raise ValueError(
-            f"--measured {folder.root}: there is no {folder.metrics.name}, which holds the seconds "
+            f"{where}: there is no {folder.metrics.name}, which holds the seconds "
             "of a run's steps (a calibration measures none); give the folder of a run"
         )
     config = stored_config(folder.config)
-    _check_samples(folder, config)
-    rows = [row for row in MetricsFile(folder.metrics).numbers() if row.get(_STEP)]
-    has_workers = config.rollout.workers > 0
-    # The first step is slower than the others.
-    pairs = [(before, row) for before, row in pairwise(rows) if (_BUSY in row) == has_workers]
-    if not pairs:
-        raise ValueError(
-            f"--measured {folder.root}: it has no step with rollout.workers="
-            f"{config.rollout.workers} besides the first, which is slower; run at least two"
-        )
-    with blaming(f"{folder.root}: config.yaml, environment.json or metrics.jsonl"):
-        processes = int(read_mapping(folder.root / "environment.json")["processes"])
-        return MeasuredSteps(
-            num_steps=len(pairs),
-            step_s=median(row[_STEP] for _, row in pairs),
-            work=_work(config, processes, pairs),
-        )
-
-
-def _check_samples(folder: RunFolder, config: Config) -> None:
-    """Raises ValueError if a run does not tell how long it sampled."""
+    workers = config.rollout.workers
     if config.data.replay_dir is not None:
         raise ValueError(
-            f"--measured {folder.root}: it sampled nothing "
-            f"(data.replay_dir={config.data.replay_dir}); give a run that did"
+            f"{where}: it sampled nothing (data.replay_dir={config.data.replay_dir}); give a run "
+            "that did"
         )
-    if config.rollout.staleness > 0 and config.rollout.workers == 0:
+    if config.rollout.staleness > 0 and workers == 0:
         raise ValueError(
-            f"--measured {folder.root}: its {_ROLLOUT} is the waiting for samples, since "
+            f"{where}: its {_ROLLOUT} is the waiting for samples, since "
             f"{_STALENESS}={config.rollout.staleness}; give a run with {_STALENESS}=0 or with "
             "rollout.workers=1"
         )
+    rows = [row for row in MetricsFile(folder.metrics).numbers() if row.get(_STEP)]
+    # The first step is slower than the others.
+    pairs = [(before, row) for before, row in pairwise(rows) if (_BUSY in row) == (workers > 0)]
+    if not pairs:
+        raise ValueError(
+            f"{where}: it has no step with rollout.workers={workers} besides the first, which is "
+            "slower; run at least two"
+        )
+    with blaming(f"{folder.root}: config.yaml, environment.json or metrics.jsonl"):
+        processes = int(read_mapping(folder.root / "environment.json")["processes"])
+        work = _work(config, processes, pairs)
+        return len(pairs), median(row[_STEP] for _, row in pairs), work
 
 
 def _work(config: Config, processes: int, pairs: Sequence[tuple[Row, Row]]) -> Work:
@@ -140,16 +173,16 @@ def _work(config: Config, processes: int, pairs: Sequence[tuple[Row, Row]]) -> W
       pairs: the row of each step, behind that of the step before.
     """
     rows = [row for _, row in pairs]
-    chunks = math.ceil(config.samples_per_step(processes) / chunk_size(config))
+    each = math.ceil(config.samples_per_step(processes) / chunk_size(config))
     workers = config.rollout.workers
     if workers > 0:
+        # The busy share is over all that lies between two readings.
         busy_s = median(row[_BUSY] * _seconds_between(before, row) for before, row in pairs)
-        chunk_s = busy_s * workers / (chunks * processes)
+        chunk_s = busy_s * workers / (each * processes)
     else:
-        chunk_s = median(row[_ROLLOUT] for row in rows) / chunks
+        chunk_s = median(row[_ROLLOUT] for row in rows) / each
     found = Work(
-        chunks=chunks,
-        num_processes=processes,
+        chunks=each * processes,
         chunk_s=chunk_s,
         reward_s=median(row[_REWARDS] for row in rows),
         training_s=median(row[_STEP] - row[_ROLLOUT] - row[_REWARDS] for row in rows),
@@ -160,7 +193,6 @@ def _work(config: Config, processes: int, pairs: Sequence[tuple[Row, Row]]) -> W
 
 
 def _seconds_between(before: Row, row: Row) -> float:
-    """Returns the seconds over which the workers' busy share of a step is taken."""
     evaluation = before.get("timing_s/evaluation") or 0.0
     checkpoint = row.get("timing_s/checkpoint") or 0.0
     return float(row[_STEP] + evaluation + checkpoint)
@@ -185,35 +217,21 @@ def _staleness(folder: RunFolder, overrides: Sequence[str]) -> int:
     return asked.rollout.staleness
 
 
-def _summary(folder: RunFolder, measured: MeasuredSteps) -> str:
-    """Returns the seconds that the tables follow from."""
-    work = measured.work
-    where = f" of each of {work.num_processes} processes" if work.num_processes > 1 else ""
-    return (
-        f"{folder.root}: medians of {measured.num_steps} steps without the first\n"
-        f"  {measured.step_s:8.2f} s  a step\n"
-        f"  {work.chunk_s:8.2f} s  sampling a chunk; {work.chunks} in a step{where}\n"
-        f"  {work.reward_s:8.2f} s  waiting for rewards after the last chunk\n"
-        f"  {work.training_s:8.2f} s  everything else in the trainer"
-    )
-
-
-def _table(measured: MeasuredSteps, numbers: Sequence[int], staleness: int) -> Iterator[str]:
+def _table(work: Work, step_s: float, numbers: Sequence[int], staleness: int) -> Iterator[str]:
     """Yields the lines of the table for one staleness."""
     yield f"{_STALENESS}={staleness}{' (strict)' if staleness == 0 else ''}"
     yield "  workers  seconds of a step  times as fast  workers busy  trainer busy"
     for number in numbers:
-        pace = simulate(measured.work, num_workers=number, staleness=staleness)
+        seconds = work.step_s(number, staleness)
         yield (
-            f"  {number:7}  {pace.step_s:17.2f}  {measured.step_s / pace.step_s:13.2f}"
-            f"  {pace.workers_busy:12.0%}  {pace.trainer_busy:12.0%}"
+            f"  {number:7}  {seconds:17.2f}  {step_s / seconds:13.2f}"
+            f"  {work.workers_busy(number, staleness):12.0%}"
+            f"  {work.trainer_busy(number, staleness):12.0%}"
         )
-    enough = enough_workers(measured.work, staleness=staleness)
-    best = simulate(measured.work, num_workers=enough, staleness=staleness)
+    enough = work.enough_workers(staleness)
     are = "are" if enough > 1 else "is"
-    idle = 1 - best.trainer_busy
+    idle = 1 - work.trainer_busy(enough, staleness)
+    rest = f"more gain less than 1%, and the trainer waits for {idle:.0%} of the time"
     if idle < 0.01:
         rest = "sampling hides behind training"
-    else:
-        rest = f"more gain less than 1%, and the trainer waits for {idle:.0%} of the time"
     yield f"  {enough} {are} enough: {rest}"

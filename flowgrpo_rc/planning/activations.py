@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -26,23 +26,7 @@ from flowgrpo_rc.config.check_engine import chunk_size
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.base import DTYPES, FlowModel
 
-
-class Activations(NamedTuple):
-    """Bytes that each phase needs beside weights and states. The phases do not coincide.
-
-    Attributes:
-      update: forward and backward of a micro-batch.
-      rollout: a forward of a chunk.
-      decoding: the VAE's, of as many samples as are decoded at once.
-      evaluation: a forward of held-out samples.
-      shown: the VAE's, of as many held-out samples as are decoded at once.
-    """
-
-    update: int
-    rollout: int
-    decoding: int
-    evaluation: int
-    shown: int
+_Inputs = tuple[Tensor, Tensor, Conditioning, Conditioning | None]
 
 
 class PeakMemory(TorchDispatchMode):
@@ -76,19 +60,6 @@ class PeakMemory(TorchDispatchMode):
         self.bytes -= size
 
 
-class Rows(NamedTuple):
-    """Says how many samples are at work at once, of each phase of `Activations`."""
-
-    update: int
-    rollout: int
-    decoding: int
-    evaluation: int
-    shown: int
-
-
-_Inputs = tuple[Tensor, Tensor, Conditioning, Conditioning | None]
-
-
 def _storages(tree: Any) -> list[Any]:
     return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
@@ -96,137 +67,102 @@ def _storages(tree: Any) -> list[Any]:
 def rows_at_once(config: Config) -> int:
     """Returns the rows of a forward of the update: samples times SDE steps, without guidance."""
     actor = config.actor
-    together = actor.steps_per_forward or config.trained_steps()
-    return actor.ppo_micro_batch_size_per_gpu * together
+    return actor.ppo_micro_batch_size_per_gpu * (actor.steps_per_forward or config.trained_steps())
 
 
-def rows_of(config: Config) -> Rows:
-    """Returns how many samples are at work at once."""
+def samples_at_once(config: Config) -> Mapping[str, int]:
+    """Returns how many samples are at work at once in each phase; `shown` decodes held-out ones."""
     chunk, held_out = chunk_size(config), config.rollout.val_kwargs.batch_size
     most = config.model.decode_batch_size
-    return Rows(
-        update=config.actor.ppo_micro_batch_size_per_gpu,
-        rollout=chunk,
-        decoding=min(most or chunk, chunk),
-        evaluation=held_out,
-        shown=min(most or held_out, held_out),
-    )
+    return {
+        "update": config.actor.ppo_micro_batch_size_per_gpu,
+        "rollout": chunk,
+        "decoding": min(most or chunk, chunk),
+        "evaluation": held_out,
+        "shown": min(most or held_out, held_out),
+    }
 
 
-def activations(config: Config, model: FlowModel) -> Activations:
-    """Measures the activations of a run, with its settings, on fake tensors.
+def activations(config: Config, model: FlowModel) -> dict[str, int]:
+    """Measures what each phase needs beside weights and states, in bytes; they do not coincide."""
+    return {
+        phase: phase_bytes(phase, config, model, samples)
+        for phase, samples in samples_at_once(config).items()
+    }
+
+
+def phase_bytes(phase: str, config: Config, model: FlowModel, samples: int) -> int:
+    """Measures the activations of one phase.
 
     Of several transformers the first is measured: each row goes through one of them.
 
     Args:
+      phase: of `samples_at_once`.
       config: the settings of a flow model.
       model: on the meta device, with its LoRA.
+      samples: how many are at work at once.
     """
-    rows = rows_of(config)
-    together = rows_at_once(config) // rows.update
-    return Activations(
-        update=update_bytes(config, model, rows.update * together),
-        rollout=rollout_bytes(config, model, rows.rollout),
-        decoding=decoding_bytes(config, model, rows.decoding),
-        evaluation=evaluation_bytes(config, model, rows.evaluation),
-        shown=decoding_bytes(config, model, rows.shown),
-    )
+    if phase in ("decoding", "shown"):
+        return _decoding(config, model, samples)
+    if phase == "update":
+        rows = samples * rows_at_once(config) // config.actor.ppo_micro_batch_size_per_gpu
+        return measured(model.transformer, partial(_train, config, model, rows))
+    spec, dtype = config.rollout.spec(), None
+    if phase == "rollout":
+        dtype = DTYPES[config.rollout.dtype]
+    else:  # held-out samples are made with the trainer's network
+        spec = config.rollout.held_out_spec()
 
-
-def update_bytes(config: Config, model: FlowModel, rows: int) -> int:
-    """Measures forward and backward of a micro-batch.
-
-    Args:
-      config: the settings.
-      model: on the meta device, with its LoRA.
-      rows: samples times SDE steps that are evaluated at once.
-    """
-
-    def train(network: Any) -> int:
-        if config.model.gradient_checkpointing:
-            network.enable_gradient_checkpointing()
-        network.train()  # checkpointing asks for it; there is no dropout
-        for parameter in network.parameters():
-            if parameter.requires_grad:
-                parameter.grad = torch.empty_like(parameter)
-        spec = config.rollout.spec()
-        inputs = blank_inputs(model, rows, spec)
-        # Checkpointing computes a block again in the backward, in the same precision.
-        with PeakMemory() as memory, _mixed(config):
-            velocity = model.velocity(network, *inputs, spec)
-            velocity.square().mean().backward()
+    def forward(network: Any) -> int:
+        inputs = blank_inputs(model, samples, spec)
+        mixed = phase == "evaluation" and config.trainer.mixed_precision == "bf16"
+        with as_on_a_card(mixed), torch.no_grad(), PeakMemory() as memory:
+            model.velocity(network, *inputs, spec)
         return memory.peak
 
-    return measured(model.transformer, train)
+    return measured(model.transformer, forward, dtype)
 
 
-def rollout_bytes(config: Config, model: FlowModel, rows: int) -> int:
-    """Measures a forward of the rollout.
-
-    Args:
-      config: the settings.
-      model: on the meta device, with its LoRA.
-      rows: samples of a chunk.
-    """
-
-    def sample(network: Any) -> int:
-        return _forward(model, network, rows, config.rollout.spec())
-
-    return measured(model.transformer, sample, DTYPES[config.rollout.dtype])
-
-
-def evaluation_bytes(config: Config, model: FlowModel, rows: int) -> int:
-    """Measures a forward of the evaluation, which samples with the trainer's network.
-
-    Args:
-      config: the settings.
-      model: on the meta device, with its LoRA.
-      rows: held-out samples that are made at once.
-    """
-
-    def sample(network: Any) -> int:
-        with _mixed(config):
-            return _forward(model, network, rows, config.rollout.held_out_spec())
-
-    return measured(model.transformer, sample)
+def _train(config: Config, model: FlowModel, rows: int, network: Any) -> int:
+    """Measures a forward and a backward of samples times SDE steps."""
+    if config.model.gradient_checkpointing:
+        network.enable_gradient_checkpointing()
+    network.train()  # checkpointing asks for it; there is no dropout
+    for parameter in network.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
+    spec = config.rollout.spec()
+    inputs = blank_inputs(model, rows, spec)
+    # Checkpointing computes a block again in the backward, in the same precision.
+    with PeakMemory() as memory, as_on_a_card(config.trainer.mixed_precision == "bf16"):
+        velocity = model.velocity(network, *inputs, spec)
+        velocity.square().mean().backward()
+    return memory.peak
 
 
-def decoding_bytes(config: Config, model: FlowModel, rows: int) -> int:
-    """Measures the decoding of final latents.
-
-    Args:
-      config: the settings.
-      model: on the meta device.
-      rows: samples that are decoded at once.
-    """
+def _decoding(config: Config, model: FlowModel, samples: int) -> int:
+    """Measures the decoding of final latents."""
     whole = model.pipeline.vae
 
     def decode(vae: Any) -> int:
         model.pipeline.vae = vae
-        latents = torch.empty(rows, *model.latent_shape(config.rollout.spec()))
+        latents = torch.empty(samples, *model.latent_shape(config.rollout.spec()))
         with torch.no_grad(), PeakMemory() as memory:
             model._decode(latents, config.rollout.spec())
         return memory.peak
 
     try:
-        return _on_fakes(copy.deepcopy(whole), decode)
+        return on_fakes(copy.deepcopy(whole), decode)
     finally:
         model.pipeline.vae = whole
 
 
 @contextmanager
-def _mixed(config: Config) -> Iterator[None]:
-    """Enters the mixed precision of a card, if the run has one."""
-    if config.trainer.mixed_precision != "bf16":
+def as_on_a_card(mixed: bool) -> Iterator[None]:
+    """Enters bf16 autocast if asked for, and lets torch normalize in fp32 there, as CUDA does."""
+    if not mixed:
         yield
         return
-    with torch.autocast("cpu", torch.bfloat16), _norms_in_fp32():
-        yield
-
-
-@contextmanager
-def _norms_in_fp32() -> Iterator[None]:
-    """Lets torch normalize in fp32, as torch.autocast does on CUDA and not on the CPU."""
     own = {name: getattr(F, name) for name in ("layer_norm", "rms_norm", "group_norm")}
 
     def in_fp32(normalize: Any, *args: Any, **options: Any) -> Any:
@@ -236,7 +172,8 @@ def _norms_in_fp32() -> Iterator[None]:
     try:
         for name, normalize in own.items():
             setattr(F, name, partial(in_fp32, normalize))
-        yield
+        with torch.autocast("cpu", torch.bfloat16):
+            yield
     finally:
         for name, normalize in own.items():
             setattr(F, name, normalize)
@@ -244,13 +181,6 @@ def _norms_in_fp32() -> Iterator[None]:
 
 def _fp32(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) else value
-
-
-def _forward(model: FlowModel, network: Any, rows: int, spec: SamplerSpec) -> int:
-    inputs = blank_inputs(model, rows, spec)
-    with torch.no_grad(), PeakMemory() as memory:
-        model.velocity(network, *inputs, spec)
-    return memory.peak
 
 
 def blank_inputs(model: FlowModel, rows: int, spec: SamplerSpec) -> _Inputs:
@@ -264,7 +194,7 @@ def blank_inputs(model: FlowModel, rows: int, spec: SamplerSpec) -> _Inputs:
 def measured(
     network: nn.Module, measure: Callable[[Any], int], dtype: torch.dtype | None = None
 ) -> int:
-    """Returns the bytes that a function finds on a network whose tensors are fakes.
+    """Returns the number that a function finds on a network whose tensors are fakes.
 
     What a transformer needs grows evenly with its blocks. Where they are many, copies with 1, 2 and
     3 of each kind are measured in its place.
@@ -275,32 +205,25 @@ def measured(
       dtype: of their floating-point tensors; None for their own.
     """
     runs = _runs(network)
-    few = [_FEW] * len(runs)
-    one_more, two_more = (
-        [[*few[:run], _FEW + more, *few[run + 1 :]] for run in range(len(runs))] for more in (1, 2)
-    )
-    tries = [few, *one_more, *two_more]
-    if sum(map(sum, tries)) >= sum(run.length for run in runs):
-        return _on_fakes(copy.deepcopy(network), measure, dtype)
-    found = [_on_fakes(_shortened(network, runs, lengths), measure, dtype) for lengths in tries]
-    least, ones, twos = found[0], found[1 : 1 + len(runs)], found[1 + len(runs) :]
-    if any(two - one != one - least for one, two in zip(ones, twos, strict=True)):
-        return _on_fakes(copy.deepcopy(network), measure, dtype)
-    return least + sum(
-        (run.length - _FEW) * (one - least) for run, one in zip(runs, ones, strict=True)
-    )
 
+    def shortened(longer: int | None = None, more: int = 0) -> int:
+        lengths = [1 + more * (place == longer) for place in range(len(runs))]
+        return on_fakes(_shortened(network, runs, lengths), measure, dtype)
 
-_FEW = 1
+    # Nothing is saved if the short copies have as many blocks together as the network.
+    if (1 + 2 * len(runs)) * len(runs) + 3 * len(runs) < sum(run.length for run in runs):
+        least = shortened()
+        ones = [shortened(place, 1) for place in range(len(runs))]
+        twos = [shortened(place, 2) for place in range(len(runs))]
+        if all(two - one == one - least for one, two in zip(ones, twos, strict=True)):
+            blocks = zip(runs, ones, strict=True)
+            return least + sum((run.length - 1) * (one - least) for run, one in blocks)
+    return on_fakes(copy.deepcopy(network), measure, dtype)
 
 
 class _Blocks(NamedTuple):
-    """Blocks of one kind that follow each other.
-
-    Attributes:
-      name: of the list that they are in.
-      start: place of the first of them.
-      length: how many they are.
+    """Blocks of one kind that follow each other in a list of a network: its name, the place of the
+    first of them, and how many they are.
     """
 
     name: str
@@ -309,7 +232,7 @@ class _Blocks(NamedTuple):
 
 
 def _runs(network: nn.Module) -> list[_Blocks]:
-    """Returns the blocks of a transformer by their kinds, in order; none if each kind is alone."""
+    """Returns the blocks of a transformer by their kinds, in order; without kinds that are few."""
     found = []
     for name, blocks in network.named_children():
         if not isinstance(blocks, nn.ModuleList):
@@ -319,7 +242,7 @@ def _runs(network: nn.Module) -> list[_Blocks]:
             length = len(list(group))
             found.append(_Blocks(name, start, length))
             start += length
-    return [run for run in found if run.length > _FEW + 2]
+    return [run for run in found if run.length > 3]
 
 
 def _kind(block: nn.Module) -> list[tuple[str, torch.Size, bool]]:
@@ -341,18 +264,13 @@ def _shortened(network: nn.Module, runs: Sequence[_Blocks], lengths: Sequence[in
     return shorter
 
 
-def _on_fakes(
+def on_fakes(
     network: nn.Module, measure: Callable[[Any], int], dtype: torch.dtype | None = None
 ) -> int:
-    """Returns what a function finds on a network, after its tensors have become fakes on the CPU.
+    """Returns what a function finds on a network, whose tensors become fakes on the CPU.
 
     On the CPU torch has the kernels of attention that do not hold all its products, as on a GPU;
     tensors on the meta device would take those that do.
-
-    Args:
-      network: on the meta device; it is changed.
-      measure: called with it.
-      dtype: of its floating-point tensors; None for their own.
     """
 
     def fake(tensor: Tensor) -> Tensor:

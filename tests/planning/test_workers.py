@@ -1,11 +1,11 @@
-"""`flowgrpo-rc plan --workers`: what it reads of a run, the table, and what it refuses."""
+"""`flowgrpo-rc plan --workers`: the formula, what it reads of a run, and what it refuses."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,9 @@ import yaml
 from support.compositions import config_of
 
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.commands.plan_workers import read_measured
+from flowgrpo_rc.planning.workers import Work, read_measured
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.run_folder import RunFolder
-from flowgrpo_rc.workers.simulate import Work
 
 # 96 samples in 8 chunks of 12. Steps: an evaluation alone, a slow first one, and three usual ones.
 CHUNKS = "rollout.micro_batch_size_per_gpu=12"
@@ -34,7 +33,7 @@ USUAL = {
 LONGER = USUAL | {"timing_s/step": 40.0, "timing_s/rollout": 27.0, "timing_s/reward_wait": 3.0}
 SHORTER = USUAL | {"timing_s/step": 30.0, "timing_s/rollout": 19.0, "timing_s/reward_wait": 1.0}
 ROWS = (EVALUATION, FIRST, LONGER, USUAL, SHORTER)
-WORK = Work(chunks=8, num_processes=1, chunk_s=3.0, reward_s=2.0, training_s=10.0)
+WORK = Work(chunks=8, chunk_s=3.0, reward_s=2.0, training_s=10.0)
 
 Written = Callable[..., Path]
 
@@ -59,15 +58,53 @@ def written(tmp_path: Path) -> Written:
     return write
 
 
+@pytest.mark.parametrize(
+    ("workers", "staleness", "seconds"),
+    [
+        (1, 0, 24 + 2 + 10),  # one strict worker takes the sum
+        (2, 0, 12 + 2 + 10),
+        (3, 0, 9 + 2 + 10),  # three rounds, the last of which two of them sample
+        (8, 0, 3 + 2 + 10),
+        (9, 0, 3 + 2 + 10),  # more workers than chunks change nothing
+        (1, 1, 24),  # training hides behind sampling
+        (3, 1, (9 + 2 + 10) / 2),  # two versions are on their way
+        (4, 1, 10),  # sampling hides behind training
+        (3, 3, 10),
+    ],
+)
+def test_a_step_takes_its_slowest_part(workers: int, staleness: int, seconds: float) -> None:
+    assert WORK.step_s(workers, staleness) == seconds
+    assert WORK.workers_busy(workers, staleness) == 24 / (workers * seconds)
+    assert WORK.trainer_busy(workers, staleness) == 10 / seconds
+
+
+def test_slow_rewards_hold_up_the_next_version_unless_it_may_be_older() -> None:
+    slow = replace(WORK, reward_s=14.0)
+    assert [slow.step_s(4, staleness) for staleness in (0, 1, 2)] == [30.0, 15.0, 10.0]
+
+
+@pytest.mark.parametrize(
+    ("work", "staleness", "number"),
+    [
+        (WORK, 0, 8),  # 4 workers take 18 seconds, as 5 do, and 8 take 15
+        (WORK, 1, 4),
+        (replace(WORK, chunks=4, training_s=1000.0), 0, 1),  # 1014, 1008 and 1005 seconds
+        (replace(WORK, chunks=4, training_s=300.0), 0, 2),  # 314, 308 and 305
+    ],
+)
+def test_how_many_workers_are_enough(work: Work, staleness: int, number: int) -> None:
+    assert work.enough_workers(staleness) == number
+
+
 def test_the_medians_of_a_run_without_workers(written: Written) -> None:
-    found = read_measured(RunFolder(written()))
-    assert (found.num_steps, found.step_s, found.work) == (3, 36.0, WORK)
+    assert read_measured(RunFolder(written())) == (3, 36.0, WORK)
 
 
-def test_chunks_are_those_of_one_process(written: Written) -> None:
+def test_chunks_are_those_of_each_process(written: Written) -> None:
     """Splits the 48 samples of a process into 5 chunks, the last of which is smaller."""
-    found = read_measured(RunFolder(written("rollout.micro_batch_size_per_gpu=10", processes=2)))
-    assert (found.work.num_processes, found.work.chunks, found.work.chunk_s) == (2, 5, 24 / 5)
+    root = written("rollout.micro_batch_size_per_gpu=10", processes=2)
+    _, _, work = read_measured(RunFolder(root))
+    assert (work.chunks, work.chunk_s) == (10, 24 / 5)
 
 
 def test_workers_tell_how_long_they_were_busy(written: Written) -> None:
@@ -77,17 +114,15 @@ def test_workers_tell_how_long_they_were_busy(written: Written) -> None:
     saved = [row | {"timing_s/checkpoint": seconds} for seconds in (4.0, 2.0)]
     rows = (FIRST | waits | EVALUATION, row, *saved)
     root = written("rollout.workers=3", "rollout.staleness=1", rows=rows, processes=2)
-    work = read_measured(RunFolder(root)).work
+    _, _, work = read_measured(RunFolder(root))
     # 35, 48 and 46 seconds lie between two readings.
-    assert (work.num_processes, work.chunks) == (2, 4)
-    assert work.chunk_s == 3 * 0.5 * 46 / 8
-    assert (work.training_s, work.reward_s) == (16.0, 0.0)
+    assert work == Work(chunks=8, chunk_s=3 * 0.5 * 46 / 8, reward_s=0.0, training_s=16.0)
 
 
 def test_steps_before_a_run_got_workers_are_left_out(written: Written) -> None:
     rows = (FIRST, LONGER, USUAL | {"workers/busy_fraction": 1.0})
-    found = read_measured(RunFolder(written("rollout.workers=1", rows=rows)))
-    assert (found.num_steps, found.work.chunk_s) == (1, 36 / 8)
+    steps, _, work = read_measured(RunFolder(written("rollout.workers=1", rows=rows)))
+    assert (steps, work.chunk_s) == (1, 36 / 8)
 
 
 def test_the_command(written: Written, capsys: pytest.CaptureFixture) -> None:

@@ -1,0 +1,175 @@
+"""`flowgrpo-rc plan --fit GIB`: the fastest settings of memory with which a run fits a card.
+
+None of them changes what is trained, but for rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from flowgrpo_rc.config.check_engine import chunk_size
+from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.planning.activations import phase_bytes, samples_at_once
+from flowgrpo_rc.planning.phases import phases
+from flowgrpo_rc.planning.weights import Job, as_size, context, memory
+
+HEADROOM = 0.08  # of a card, for what fragments its memory and what is not planned
+
+# A few samples fill a card while they are decoded; more would only take memory, also for
+# workspaces of convolutions, which fake tensors do not show.
+_DECODED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Bytes that grow evenly with the number of samples.
+
+    Attributes:
+      one: bytes for one sample.
+      more: bytes for each further one.
+    """
+
+    one: int
+    more: int
+
+    def at(self, samples: int) -> int:
+        """Returns the bytes for a number of samples."""
+        return self.one + (samples - 1) * self.more
+
+
+# Activations by the number of samples, of each phase; `checkpointed` is an update that computes
+# activations again.
+Needs = Mapping[str, Line]
+
+
+def measure_needs(job: Job) -> dict[str, Line]:
+    """Measures what one and two samples need, whatever the settings of memory are."""
+
+    def line(phase: str, *, checkpointing: bool = False) -> Line:
+        model = replace(job.config.model, gradient_checkpointing=checkpointing)
+        config = replace(job.config, model=model)
+        one, two = (phase_bytes(phase, config, job.model, samples) for samples in (1, 2))
+        return Line(one, two - one)
+
+    plain = {phase: line(phase) for phase in ("update", "rollout", "evaluation", "decoding")}
+    return plain | {"checkpointed": line("update", checkpointing=True)}
+
+
+def activations_of(needs: Needs, config: Config) -> dict[str, int]:
+    """Returns the activations of each phase with some settings of memory."""
+    lines = {**needs, "shown": needs["decoding"]}
+    if config.model.gradient_checkpointing:
+        lines["update"] = needs["checkpointed"]
+    at_once = samples_at_once(config)
+    return {phase: lines[phase].at(samples) for phase, samples in at_once.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Settings, and the bytes of one process with them."""
+
+    config: Config
+    peak: int
+
+    @property
+    def overrides(self) -> Sequence[str]:
+        """Returns the settings of memory as overrides."""
+        model, actor = self.config.model, self.config.actor
+        return [
+            f"model.gradient_checkpointing={str(model.gradient_checkpointing).lower()}",
+            f"model.offload_idle={str(model.offload_idle).lower()}",
+            f"model.decode_batch_size={model.decode_batch_size}",
+            f"rollout.micro_batch_size_per_gpu={chunk_size(self.config)}",
+            f"actor.ppo_micro_batch_size_per_gpu={actor.ppo_micro_batch_size_per_gpu}",
+        ]
+
+    def fits(self, gib: float) -> bool:
+        """Returns whether they fit a card."""
+        return self.peak <= gib * 2**30 * (1 - HEADROOM)
+
+    def told(self, gib: float) -> str:
+        """Returns the proposal for a card as text."""
+        card = f"a card of {gib:g} GiB with {HEADROOM:.0%} to spare"
+        words = f"does not fit {card}: at least {as_size(self.peak)} are needed, with"
+        if self.fits(gib):
+            words = f"fits {card}: peak {as_size(self.peak)} with"
+        return f"{words}\n  {' '.join(self.overrides)}"
+
+
+class Fitter:
+    """Finds settings for cards of several sizes; measures activations once."""
+
+    def __init__(self, job: Job, *, needs: Needs | None = None) -> None:
+        """Takes the settings to start from.
+
+        Args:
+          job: the run.
+          needs: what `measure_needs` has found; None to measure it now.
+
+        Raises:
+          ValueError: the sizes of forwards are part of what is asked for.
+        """
+        if job.config.actor.replay == "aligned":
+            raise ValueError(
+                "--fit: actor.replay=aligned ties the sizes of forwards in rollout and update to "
+                "each other; choose them by hand, or drop it"
+            )
+        self._job = job
+        self._needs = needs or measure_needs(job)
+        self._held = {}
+        for offload in (False, True):
+            model = replace(job.config.model, offload_idle=offload)
+            held = replace(job, config=replace(job.config, model=model))
+            self._held[offload] = sum(size for _, size, _ in [*memory(held), context(held)])
+
+    def fit(self, gib: float) -> Proposal:
+        """Returns the fastest settings that fit; if none does, those that need least.
+
+        Args:
+          gib: memory of a card in GiB.
+        """
+        proposals = []
+        for config in self.candidates():
+            proposals.append(Proposal(config, self.peak(config)))
+            if proposals[-1].fits(gib):
+                return proposals[-1]
+        return min(proposals, key=lambda proposal: proposal.peak)
+
+    def candidates(self) -> Iterator[Config]:
+        """Yields settings from the fastest to the smallest.
+
+        Copying idle models takes seconds of a step; computing activations twice a quarter of the
+        update. So the first goes before the second.
+        """
+        config = self._job.config
+        mini = config.samples_per_mini_batch(self._job.processes)
+        for checkpointing in (False, True):
+            for offload in (False, True):
+                for micro in (n for n in range(mini, 0, -1) if mini % n == 0):
+                    for sampled in _halves(chunk_size(config)):
+                        for decoded in _halves(min(sampled, _DECODED)):
+                            yield replace(
+                                config,
+                                model=replace(
+                                    config.model,
+                                    gradient_checkpointing=checkpointing,
+                                    offload_idle=offload,
+                                    decode_batch_size=decoded,
+                                ),
+                                rollout=replace(config.rollout, micro_batch_size_per_gpu=sampled),
+                                actor=replace(config.actor, ppo_micro_batch_size_per_gpu=micro),
+                            )
+
+    def peak(self, config: Config) -> int:
+        """Returns the bytes of one process with other settings of memory."""
+        besides = phases(replace(self._job, config=config), activations_of(self._needs, config))
+        return self._held[config.model.offload_idle] + max(size for _, size, _ in besides)
+
+
+def _halves(number: int) -> Iterator[int]:
+    """Yields a number, half of it, and so on to 1."""
+    while number > 1:
+        yield number
+        number = (number + 1) // 2
+    yield 1

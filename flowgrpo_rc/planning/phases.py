@@ -1,0 +1,69 @@
+"""What each phase of a planned step needs besides, beyond what a process holds all the time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from flowgrpo_rc.models.networks import transformers
+from flowgrpo_rc.planning.activations import rows_at_once, samples_at_once
+from flowgrpo_rc.planning.weights import Job, Row, as_size, while_loading
+
+
+def phases(job: Job, found: Mapping[str, int]) -> list[Row]:
+    """Returns what each phase of a step needs besides; the phases follow each other.
+
+    Args:
+      job: the run.
+      found: the activations of its phases.
+    """
+    config = job.config
+    gathered = _gathered(job)
+    around = f", {as_size(gathered)} of gathered weights" if gathered else ""
+    update = found["update"] + gathered
+    formula = f"activations of {rows_at_once(config)} rows{around}"
+    if job.processes > 1:
+        update = max(update, 4 * job.trained)
+        formula += ", or a flat copy of the gradients"
+    steps = [("update", update, formula)]
+    samples = samples_at_once(config)
+    vae, in_vae = 0, "the fp32 VAE"
+    if config.model.offload_idle:
+        vae, in_vae = job.parts["vae"], "the fp32 VAE, and the VAE"
+    if not config.rollout.workers:
+        sampling, formula = found["rollout"], f"activations of {samples['rollout']} samples"
+        if job.sleeps:
+            sampling += job.engine
+            formula += ", and the engine, which sleeps otherwise"
+        steps.append(("rollout", sampling, formula))
+        formula = f"activations of {samples['decoding']} samples in {in_vae}"
+        steps.append(("decoding", found["decoding"] + vae, formula))
+    if config.model.offload_idle:
+        encoders = job.others - job.parts["vae"]
+        steps.append(("encoding", encoders, "text encoders; their activations are small"))
+    if config.trainer.val_before_train or config.trainer.test_freq >= 0:
+        evaluation = max(found["evaluation"] + gathered, found["shown"] + vae)
+        formula = (
+            f"activations of {samples['evaluation']} samples, or of {samples['shown']} in {in_vae}"
+        )
+        steps.append(("evaluation", evaluation, formula))
+    loading = while_loading(job)
+    if loading:
+        formula = "at most: weights that are split or quantized only when they are on the card"
+        steps.append(("loading", loading, formula))
+    return steps
+
+
+def _gathered(job: Job) -> int:
+    """Returns the bytes of split weights that are whole on a card during a forward or backward.
+
+    These are a block that computes, one that is fetched meanwhile, and what is in no block.
+    """
+    if job.strategy != "fsdp2":
+        return 0
+    blocks = [
+        sum(p.numel() * p.itemsize for p in module.parameters() if not p.requires_grad)
+        for network in transformers(job.model.network).values()
+        for module in network.modules()
+        if type(module).__name__ in network._no_split_modules
+    ]
+    return job.transformers - sum(blocks) + 2 * max(blocks)

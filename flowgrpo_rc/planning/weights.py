@@ -1,0 +1,283 @@
+"""The memory that a planned run holds all the time, part by part: weights, states and batches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from inspect import signature
+
+from torch import nn
+
+from flowgrpo_rc.config.check_engine import engine_of
+from flowgrpo_rc.config.checks import batch_bytes, num_trained
+from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.distributed.sharding import resolve_strategy
+from flowgrpo_rc.models.base import DTYPES, FlowModel
+from flowgrpo_rc.plugins import load_class
+from flowgrpo_rc.rewards.base import Reward
+from flowgrpo_rc.rewards.manager import PACKAGE
+from flowgrpo_rc.rollout.quantization import INT4_GROUP, precision, quantized_layers
+from flowgrpo_rc.rollout.replica import lora_layers
+
+Row = tuple[str, int, str]  # name, bytes, formula
+# CUDA's context, the kernels of torch and the workspaces of cuBLAS. Assumed, not measured.
+CONTEXT = 3 * 2**28
+_OF_LORA = "4 bytes x LoRA parameters"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run to plan.
+
+    Attributes:
+      config: its settings, of a flow model.
+      model: on the meta device, with its LoRA.
+      processes: how many processes share a step.
+      nodes: how many machines they are spread over, evenly.
+    """
+
+    config: Config
+    model: FlowModel
+    processes: int = 1
+    nodes: int = 1
+
+    @property
+    def strategy(self) -> str:
+        """How the frozen weights are spread: `ddp` or `fsdp2`."""
+        return "ddp" if self.processes == 1 else resolve_strategy(self.config.trainer.strategy)
+
+    @cached_property
+    def networks(self) -> dict[str, nn.Module]:
+        """The networks of the pipeline by name."""
+        components = self.model.pipeline.components.items()
+        return {name: part for name, part in components if isinstance(part, nn.Module)}
+
+    @cached_property
+    def parts(self) -> dict[str, int]:
+        """The bytes of each network, without the LoRA."""
+        return {name: _num_bytes(part) for name, part in self.networks.items()}
+
+    @property
+    def transformers(self) -> int:
+        """The bytes of the transformers, without the LoRA."""
+        return sum(self.parts[name] for name in self.model.networks)
+
+    @property
+    def others(self) -> int:
+        """The bytes of text encoders and VAE."""
+        return sum(self.parts.values()) - self.transformers
+
+    @cached_property
+    def trained(self) -> int:
+        """The numbers of the LoRA."""
+        return num_trained(self.model)
+
+    @property
+    def has_engine_process(self) -> bool:
+        """Whether an engine of its own process samples on the trainer's card."""
+        return not self.config.rollout.workers and not engine_of(self.config).copies_network
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether that engine leaves the card between rollouts."""
+        asleep = bool(self.config.rollout.engine_kwargs.get("sleep"))
+        return self.has_engine_process and asleep
+
+    @property
+    def engine(self) -> int:
+        """The bytes of an engine that has a pipeline of its own."""
+        vae = self.parts["vae"]
+        others = int(_scale(self.config) * (sum(self.parts.values()) - vae))
+        return others + vae // 4 * DTYPES[self.config.rollout.dtype].itemsize
+
+
+def numbers_in(part: nn.Module) -> int:
+    """Returns how many frozen parameters a network has; those of a LoRA are not frozen."""
+    return sum(p.numel() for p in part.parameters() if not p.requires_grad)
+
+
+def as_size(number: int) -> str:
+    """Returns a number of bytes as text."""
+    return f"{number / 2**30:.2f} GiB" if number >= 2**27 else f"{number / 2**20:.1f} MiB"
+
+
+def memory(job: Job) -> list[Row]:
+    """Returns what one process holds all the time."""
+    config, trained = job.config, job.trained
+    moment = 1 if config.actor.optim.name == "adamw_8bit" else 4
+    rows = [
+        _transformer(job),
+        _other_parts(job),
+        ("LoRA", 4 * trained, _OF_LORA),
+        ("gradients", 4 * trained, _OF_LORA),
+        ("optimizer", 2 * moment * trained, f"two moments of {moment} byte(s) x LoRA parameters"),
+    ]
+    if config.actor.ema.enable:
+        rows.append(("average", 4 * trained, _OF_LORA))
+    rows.append(_workers(job) if config.rollout.workers else _copy_that_samples(job, job.strategy))
+    older = config.rollout.staleness
+    if older:
+        rows.append(("older LoRAs", 4 * trained * older, f"{_OF_LORA} x staleness {older}"))
+    return [*rows, *_reward_models(config), _batch(job)]
+
+
+def while_loading(job: Job) -> int:
+    """Returns what a card needs while a run is built, beyond what it holds all the time, at most.
+
+    fsdp2 splits the transformer, and a quantization packs the copy, when they are on the card as a
+    whole.
+    """
+    extra = 0
+    if job.strategy == "fsdp2":
+        extra += job.transformers - job.transformers // job.processes
+    rollout = job.config.rollout
+    if rollout.quantization is not None and not rollout.workers:
+        linear, quantized = _quantized(job, rollout.quantization)
+        extra += max(0, linear * DTYPES[rollout.dtype].itemsize - quantized)
+    return extra
+
+
+def context(job: Job) -> Row:
+    """Returns what CUDA takes for itself in the processes on a card."""
+    processes = 2 if job.has_engine_process else 1
+    formula = f"assumed for each of {processes} processes" if processes > 1 else "assumed"
+    return "CUDA and libraries", CONTEXT * processes, formula
+
+
+def on_the_host(job: Job) -> list[Row]:
+    """Returns the memory of a machine's host."""
+    here = job.processes // job.nodes
+    idle = job.others if job.config.model.offload_idle else 0
+    rows = []
+    if idle:
+        formula = f"text encoders and VAE of {here} process(es): {as_size(idle)} each, pinned"
+        rows.append(("idle models", here * idle, formula))
+    if job.sleeps:
+        formula = f"engines of {here} process(es): {as_size(job.engine)} each"
+        formula += ", beside the idle models" if idle else ""
+        rows.append(("sleeping engines", here * (idle + job.engine), formula))
+    loading = "a pipeline; processes load one after the other"
+    if idle:
+        loading = "a pipeline, beside the idle models of the processes that were first"
+    return [*rows, ("while loading", (here - 1) * idle + sum(job.parts.values()), loading)]
+
+
+def _num_bytes(part: nn.Module) -> int:
+    """Returns the bytes of frozen parameters and buffers."""
+    parameters = [p for p in part.parameters() if not p.requires_grad]
+    return sum(tensor.numel() * tensor.itemsize for tensor in [*parameters, *part.buffers()])
+
+
+def _transformer(job: Job) -> Row:
+    shards = 1
+    if job.strategy == "fsdp2":
+        # Each machine holds the weights once, or all machines together with one process each.
+        per_node = job.processes // job.nodes
+        shards = per_node if per_node > 1 else job.processes
+    spread = "whole on each rank"
+    if shards > 1:
+        spread = f"/ {shards} (fsdp2; {as_size(job.transformers)} while loading)"
+    name = "transformers" if len(job.model.networks) > 1 else "transformer"
+    formula = f"{job.config.model.dtype} weights and buffers, {spread}"
+    return name, job.transformers // shards, formula
+
+
+def _other_parts(job: Job) -> Row:
+    if job.config.model.offload_idle:
+        return "text encoders, VAE", 0, f"on the CPU; {as_size(job.others)} while at work"
+    return "text encoders, VAE", job.others, f"{job.config.model.dtype} encoders, fp32 VAE"
+
+
+def _copy_that_samples(job: Job, strategy: str) -> Row:
+    """Returns the copy in the trainer's process, or an engine with a pipeline of its own."""
+    if not engine_of(job.config).copies_network:
+        return _engine(job)
+    rollout = job.config.rollout
+    itemsize = DTYPES[rollout.dtype].itemsize
+    size = int(_scale(job.config) * job.transformers)
+    lora = itemsize * job.trained
+    if rollout.quantization is not None:
+        linear, quantized = _quantized(job, rollout.quantization)
+        size += quantized - linear * itemsize
+        name = precision(rollout.dtype, rollout.quantization)
+        formula = f"{name}: {linear:,} weights of {8 * quantized / linear:.2f} bits with scales"
+    elif rollout.dtype != job.config.model.dtype:
+        formula = f"{rollout.dtype} transformer and LoRA"
+    else:
+        lora = 4 * job.trained
+        if strategy == "fsdp2":
+            formula = f"{rollout.dtype} transformer, whole, and fp32 LoRA"
+        elif rollout.merge_lora:
+            weights = [layer.get_base_layer().weight for layer in lora_layers(job.model.network)]
+            size = sum(weight.numel() * weight.itemsize for weight in weights)
+            formula = f"fp32 LoRA, and {len(weights)} {rollout.dtype} weights that it is added to"
+        else:
+            size, formula = 0, "shares the frozen weights; fp32 LoRA of its own"
+    return "rollout copy", size + lora, formula
+
+
+def _workers(job: Job) -> Row:
+    """Returns nothing for this process; a worker has a whole model, its LoRA and a copy of both."""
+    name, copy, _ = _copy_that_samples(job, "ddp")
+    size = sum(job.parts.values()) + 4 * job.trained + copy
+    return name, 0, f"in workers, each with a whole model: {as_size(size)}"
+
+
+def _engine(job: Job) -> Row:
+    rollout = job.config.rollout
+    formula = f"{rollout.name} on the same card: a {rollout.dtype} pipeline"
+    if job.sleeps:
+        formula += f", asleep but for the rollout: {as_size(job.engine)}"
+        return "rollout engine", 0, formula
+    return "rollout engine", job.engine, f"{formula}, always"
+
+
+def _reward_models(config: Config) -> list[Row]:
+    """Returns the weights of reward models on the trainer's card."""
+    rows = []
+    for name, term in config.reward.terms.items():
+        options = dict(term or {})
+        reward: type[Reward] = load_class(PACKAGE, options.get("_target_", name), Reward)
+        if term is None or not reward.num_parameters or options.get("device") == "cpu":
+            continue
+        default = signature(reward).parameters.get("dtype")
+        dtype = options.get("dtype", "fp32" if default is None else default.default)
+        size = reward.num_parameters * DTYPES[dtype].itemsize
+        formula = f"{reward.num_parameters:,} parameters in {dtype}, as published"
+        rows.append((f"reward {name}", size, formula))
+    return rows
+
+
+def _scale(config: Config) -> float:
+    """Returns the bytes of a rollout weight over the bytes of a trained model's weight."""
+    return DTYPES[config.rollout.dtype].itemsize / DTYPES[config.model.dtype].itemsize
+
+
+def _quantized(job: Job, quantization: str) -> tuple[int, int]:
+    """Returns how many weights of a copy are quantized, and their bytes as torchao packs them."""
+    layers = quantized_layers(job.model.network)
+    linear = sum(layer.weight.numel() for layer in layers)
+    if quantization != "int4":
+        return linear, linear + sum(4 * layer.out_features for layer in layers)
+    size = 0
+    for layer in layers:
+        # On a GPU int4 pads a weight to multiples of 8 rows and 1024 columns, and has a scale and a
+        # zero point of 16 bits for each group.
+        rows, columns = math.ceil(layer.out_features / 8), math.ceil(layer.in_features / 1024)
+        padded = rows * 8 * columns * 1024
+        size += padded // 2 + padded // INT4_GROUP * 4
+    return linear, size
+
+
+def _batch(job: Job) -> Row:
+    config = job.config
+    steps = config.rollout.window()[0]
+    elements = math.prod(job.model.latent_shape(config.rollout.spec()))
+    states = f"{steps} + 1"
+    if config.keep_means():
+        states += f" + {steps} means"
+    samples = config.samples_per_step(job.processes)
+    formula = f"4 bytes x {samples} samples x ({states}) states x {elements} latents"
+    size = batch_bytes(config, job.model, job.processes)
+    return "batch", size, formula

@@ -1,0 +1,30 @@
+"""Runs to plan. Those with equal models share one, which takes seconds to build."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from support.compositions import config_of
+
+from flowgrpo_rc.config.compose import config_folder
+from flowgrpo_rc.planning.plan import job_of
+from flowgrpo_rc.planning.weights import Job
+
+ARCHITECTURES = config_folder() / "architectures"
+FILES = ("data.train_files=a.txt", "data.val_files=a.txt")
+_BUILT: dict[str, Job] = {}
+
+
+def job(*overrides: str, processes: int = 1, nodes: int = 1) -> Job:
+    """Returns the run of some settings, whose prompts need not be there."""
+    config = config_of(*overrides, *FILES, num_processes=processes)
+    # What these three say changes no model.
+    alike = replace(
+        config.model, offload_idle=False, gradient_checkpointing=False, decode_batch_size=None
+    )
+    if repr(alike) not in _BUILT:
+        _BUILT[repr(alike)] = job_of(config, processes, ARCHITECTURES)
+    first = _BUILT[repr(alike)]
+    model = replace(config.model, path=first.config.model.path)
+    config = replace(config, model=model)
+    return replace(first, config=config, processes=processes, nodes=nodes)
