@@ -204,7 +204,7 @@ def png_bytes(picture: np.ndarray | Image.Image) -> bytes:
     if _TILES in image.info:
         text.add_itxt(_TILES, image.info[_TILES])
     buffer = io.BytesIO()
-    image.save(buffer, format="PNG", optimize=True, pnginfo=text)
+    image.save(buffer, format="PNG", pnginfo=text)
     return buffer.getvalue()
 
 
