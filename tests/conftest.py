@@ -179,6 +179,33 @@ def overrides(checkpoint: Path, prompt_file: Path, tmp_path: Path) -> list[str]:
 
     There are 4 prompts with 2 samples each, an fp32 rollout and the JPEG reward.
     """
+    return _small_run(checkpoint, prompt_file, tmp_path / "run")
+
+
+@pytest.fixture(scope="session")
+def trained(
+    checkpoint: Path, prompt_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """Returns the folder of a finished run of `overrides` and further ones, trained once.
+
+    Tests only read it: a run costs seconds.
+    """
+    from flowgrpo_rc.cli import main
+
+    root = tmp_path_factory.mktemp("trained")
+    folders: dict[tuple[str, ...], Path] = {}
+
+    def folder(*further: str) -> Path:
+        if further not in folders:
+            out = root / f"run_{len(folders)}"
+            assert main(["train", *_small_run(checkpoint, prompt_file, out), *further]) == 0
+            folders[further] = out
+        return folders[further]
+
+    return folder
+
+
+def _small_run(checkpoint: Path, prompt_file: Path, folder: Path) -> list[str]:
     return [
         f"model.path={checkpoint}",
         "model.lora_rank=4",
@@ -206,7 +233,7 @@ def overrides(checkpoint: Path, prompt_file: Path, tmp_path: Path) -> list[str]:
         "reward.terms.jpeg.weight=1.0",
         "trainer.total_training_steps=2",
         "trainer.device=cpu",
-        f"trainer.output_dir={tmp_path / 'run'}",
+        f"trainer.output_dir={folder}",
     ]
 
 

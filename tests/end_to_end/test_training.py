@@ -17,7 +17,7 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import load_file
 from support.launching import wait_for
-from support.runs import Train, fingerprint, read_rows, without_timings
+from support.runs import Train, Trained, fingerprint, read_rows, without_timings
 
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.core.random import derive_seed, normal
@@ -28,6 +28,7 @@ from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint
 from flowgrpo_rc.records.run_folder import RunFolder
 
 RC = "algorithm.rollout_correction"
+ALPHA = {8: (), 6: ("model.lora_alpha=6",)}  # 8 is what `trained` has
 QUICKSTART = (
     f"{RC}.bypass_mode=True",
     f"{RC}.rollout_is=sequence",
@@ -53,9 +54,8 @@ DOCUMENTED = (
 )
 
 
-def test_two_steps_with_all_three_text_encoders(train: Train, tmp_path: Path) -> None:
-    assert train() == 0
-    run = tmp_path / "run"
+def test_two_steps_with_all_three_text_encoders(trained: Trained) -> None:
+    run = trained()
     names = {path.name for path in run.iterdir()}
     expected = {
         "config.yaml",
@@ -153,39 +153,30 @@ def test_settings_train(train: Train, tmp_path: Path, further: tuple[str, ...]) 
     assert row["actor/grad_norm"] > 0
 
 
-def test_gradient_checkpointing_changes_nothing(train: Train, tmp_path: Path) -> None:
-    loras = []
-    for name, checkpointing in (("plain", "false"), ("checkpointing", "true")):
-        further = (
-            f"trainer.output_dir={tmp_path / name}",
-            f"model.gradient_checkpointing={checkpointing}",
-        )
-        assert train(*further) == 0
-        loras.append(
-            fingerprint(load_file(tmp_path / name / "lora" / "pytorch_lora_weights.safetensors"))
-        )
-    assert loras[0] == loras[1]
+def test_gradient_checkpointing_changes_nothing(trained: Trained) -> None:
+    plain, checkpointed = (
+        fingerprint(load_file(run / "lora" / "pytorch_lora_weights.safetensors"))
+        for run in (trained(), trained("model.gradient_checkpointing=true"))
+    )
+    assert plain == checkpointed
 
 
 def test_a_finished_run_says_so_and_changes_nothing(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture
+    train: Train, trained: Trained, capsys: pytest.CaptureFixture
 ) -> None:
-    assert train() == 0
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
-    assert train() == 0
+    run = trained()
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    assert train(f"trainer.output_dir={run}") == 0
     said = capsys.readouterr().out
     assert "finished" in said
-    assert said.endswith(
-        f"model.lora_path={tmp_path}/run/lora trainer.output_dir={tmp_path}/run_2\n"
-    )
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+    assert said.endswith(f"model.lora_path={run}/lora trainer.output_dir={run}_2\n")
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
 def test_another_setting_in_the_same_folder_is_refused(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture
+    train: Train, trained: Trained, capsys: pytest.CaptureFixture
 ) -> None:
-    assert train() == 0
-    assert train("actor.optim.lr=2e-3") == 2
+    assert train(f"trainer.output_dir={trained()}", "actor.optim.lr=2e-3") == 2
     error = capsys.readouterr().err
     assert "actor.optim.lr" in error
     assert "trainer.output_dir" in error
@@ -196,7 +187,7 @@ def test_a_start_that_failed_does_not_hold_its_folder(
 ) -> None:
     assert train("rollout.pipeline.height=33") == 2
     assert "rollout.pipeline.height=33" in capsys.readouterr().err
-    assert train() == 0
+    assert train("trainer.total_training_steps=1", "trainer.test_freq=-1") == 0
 
 
 def test_a_folder_in_use_is_refused(
@@ -209,10 +200,9 @@ def test_a_folder_in_use_is_refused(
 
 @pytest.mark.parametrize("alpha", [8, 6], ids=["power_of_two", "other_scale"])
 def test_exported_lora_gives_bit_equal_images_in_stock_diffusers(
-    train: Train, tmp_path: Path, checkpoint: Path, alpha: int
+    trained: Trained, checkpoint: Path, alpha: int
 ) -> None:
-    assert train(f"model.lora_alpha={alpha}") == 0
-    run = tmp_path / "run"
+    run = trained(*ALPHA[alpha])
     config = ModelConfig(path=str(checkpoint), lora_rank=4, lora_alpha=alpha)
     model = load_model(config, torch.device("cpu"))
     transformer = add_lora(model, config, seed=0)
@@ -242,19 +232,19 @@ def test_exported_lora_gives_bit_equal_images_in_stock_diffusers(
 
 @pytest.mark.parametrize("alpha", [8, 6], ids=["folded", "with_metadata"])
 def test_training_goes_on_from_an_exported_lora(
-    train: Train, tmp_path: Path, checkpoint: Path, alpha: int
+    trained: Trained, tmp_path: Path, checkpoint: Path, alpha: int
 ) -> None:
-    assert train("actor.ema.enable=false", f"model.lora_alpha={alpha}") == 0
-    exported = tmp_path / "run" / "lora"
+    run = trained(*ALPHA[alpha])
+    exported = run / "lora"
     config = ModelConfig(
         path=str(checkpoint), lora_rank=4, lora_alpha=alpha, lora_path=str(exported)
     )
     model = load_model(config, torch.device("cpu"))
     transformer = add_lora(model, config, seed=99)
-    newest = load_checkpoint(list_checkpoints(tmp_path / "run" / "checkpoints")[-1])
+    averages = load_checkpoint(list_checkpoints(run / "checkpoints")[-1]).tensors["ema"]
     for name, parameter in transformer.named_parameters():
         if parameter.requires_grad:
-            assert torch.equal(parameter, newest.tensors["lora"][name])
+            assert torch.equal(parameter, averages[name])
     # Another alpha here scales lora_B, so that the effect stays that of the file.
     stronger = ModelConfig(
         path=str(checkpoint), lora_rank=4, lora_alpha=16, lora_path=str(exported)
@@ -263,7 +253,7 @@ def test_training_goes_on_from_an_exported_lora(
     for name, parameter in add_lora(rescaled, stronger, seed=0).named_parameters():
         if parameter.requires_grad:
             factor = alpha / 16 if "lora_B" in name else 1.0
-            torch.testing.assert_close(parameter.data, factor * newest.tensors["lora"][name])
+            torch.testing.assert_close(parameter.data, factor * averages[name])
     wrong = ModelConfig(path=str(checkpoint), lora_rank=8, lora_alpha=8, lora_path=str(exported))
     other = load_model(wrong, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"model\.lora_rank=8"):
@@ -273,25 +263,24 @@ def test_training_goes_on_from_an_exported_lora(
         load_export(transformer, empty)
 
 
-def test_evaluation_consumes_no_training_randomness(train: Train, tmp_path: Path) -> None:
-    rows = []
-    for name, frequency in (("often", 1), ("rarely", 0)):
-        assert train(f"trainer.output_dir={tmp_path / name}", f"trainer.test_freq={frequency}") == 0
-        rows.append(without_timings(read_rows(tmp_path / name)))
+def test_evaluation_consumes_no_training_randomness(trained: Trained) -> None:
+    runs = (trained(), trained("trainer.test_freq=1"))
+    rows = [without_timings(read_rows(run)) for run in runs]
     for often, rarely in zip(*rows, strict=True):
         assert {k: v for k, v in often.items() if not k.startswith("val/")} == {
             k: v for k, v in rarely.items() if not k.startswith("val/")
         }
 
 
-def test_a_run_without_evaluations_trains_the_same(train: Train, tmp_path: Path) -> None:
+def test_a_run_without_evaluations_trains_the_same(trained: Trained, tmp_path: Path) -> None:
     """Takes the keys as verl does: val_before_train means the start alone, -1 the end, too."""
-    settings = {"both": (True, 0), "end": (False, 0), "none": (False, -1)}
-    rows = {}
-    for name, (before, frequency) in settings.items():
-        asked = (f"trainer.val_before_train={before}", f"trainer.test_freq={frequency}")
-        assert train(f"trainer.output_dir={tmp_path / name}", *asked) == 0
-        rows[name] = without_timings(read_rows(tmp_path / name))
+    no_start = "trainer.val_before_train=false"
+    runs = {
+        "both": trained(),
+        "end": trained(no_start),
+        "none": trained(no_start, "trainer.test_freq=-1"),
+    }
+    rows = {name: without_timings(read_rows(run)) for name, run in runs.items()}
     evaluated = {
         name: [row["step"] for row in found if "val/reward" in row] for name, found in rows.items()
     }
@@ -300,13 +289,11 @@ def test_a_run_without_evaluations_trains_the_same(train: Train, tmp_path: Path)
         {key: value for key, value in row.items() if not key.startswith("val/")}
         for row in rows["both"][1:]
     ]
-    run = tmp_path / "none"
+    run = runs["none"]
     assert "Not evaluated yet" in (run / "report.html").read_text()
     assert "The run was not evaluated." in (run / "lora" / "README.md").read_text()
     assert not list(run.glob("samples/*"))
-    assert (
-        main(["compare", str(run), str(tmp_path / "both"), "--out", str(tmp_path / "c.html")]) == 0
-    )
+    assert main(["compare", str(run), str(runs["both"]), "--out", str(tmp_path / "c.html")]) == 0
 
 
 def _command(overrides: list[str], *further: str) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 
 WORDS = ("AB7X", "HELP", "K9Q", "MNPR", "TUV2", "WXY", "C3D4", "EFGH")
 Train = Callable[..., int]
+Trained = Callable[..., Path]
 
 
 def fingerprint(state: Mapping[str, torch.Tensor]) -> str:

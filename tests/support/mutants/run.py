@@ -57,7 +57,7 @@ def passes(copy: Path, tests: list[str]) -> bool:
 
 
 def found_by(checkout: Path, room: str, fault: Fault) -> str:
-    """Plants a fault in a copy and returns which tests find it: `room`, `whole runs` or `nothing`."""
+    """Plants a fault in a copy; returns who finds it: `room`, `whole runs` or `nothing`."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "copy")
         ignored = shutil.ignore_patterns(".git", ".venv*", "__pycache__", "outputs")
