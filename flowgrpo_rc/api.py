@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowgrpo_rc.config.compat import table
 from flowgrpo_rc.config.compose import compose_all, unchecked_config
-from flowgrpo_rc.config.foreign import check_plain, check_secrets, check_trusted
+from flowgrpo_rc.config.rows import table
 from flowgrpo_rc.config.tree import Config, stored_config
+from flowgrpo_rc.config.trust import check_plain, check_secrets, check_trusted
 from flowgrpo_rc.libraries import quiet
 from flowgrpo_rc.records.metrics_file import MetricsFile
 from flowgrpo_rc.records.run_folder import RunFolder

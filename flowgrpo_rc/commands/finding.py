@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from flowgrpo_rc.config.check_inputs import suites_of
-from flowgrpo_rc.config.foreign import check_plain, check_secrets, check_trusted
 from flowgrpo_rc.config.tree import stored_config
+from flowgrpo_rc.config.trust import check_plain, check_secrets, check_trusted
 from flowgrpo_rc.records.checkpoint import list_checkpoints
 from flowgrpo_rc.records.run_folder import RunFolder
 

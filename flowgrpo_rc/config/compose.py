@@ -20,8 +20,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from flowgrpo_rc.config.check_settings import check_settings
-from flowgrpo_rc.config.compat import Row, Setting, rollout_correction, rows_of_notes, translate
-from flowgrpo_rc.config.compat.overrides import TRANSLATED, check, is_whole_command, resolved
 from flowgrpo_rc.config.config_files import (
     ConfigFile,
     ConfigFiles,
@@ -38,6 +36,10 @@ from flowgrpo_rc.config.known import (
     typed_tree,
 )
 from flowgrpo_rc.config.names import DEFAULT_CONFIG, EXPERIMENT, OTHER_CONFIG
+from flowgrpo_rc.config.rows import TRANSLATED, Row, check, resolved, rows_of_notes
+from flowgrpo_rc.config.setting import Setting
+from flowgrpo_rc.config.translate import is_whole_command, translate
+from flowgrpo_rc.config.translate_correction import rollout_correction
 from flowgrpo_rc.config.tree import Config, register_asset_resolver, updates_of_steps
 from flowgrpo_rc.distributed.child import launched_processes
 from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY

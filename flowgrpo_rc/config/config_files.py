@@ -15,11 +15,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from flowgrpo_rc.config.compat import Row
-from flowgrpo_rc.config.compat.overrides import TRANSLATED, is_whole_command
-from flowgrpo_rc.config.compat.tree import leaves, translate_tree, values_of
 from flowgrpo_rc.config.known import CORRECTION, FREE_FORM, check_keys, is_correction, known_keys
 from flowgrpo_rc.config.names import DEFAULT_CONFIG, EXPERIMENT, OTHER_CONFIG
+from flowgrpo_rc.config.rows import TRANSLATED, Row
+from flowgrpo_rc.config.translate import is_whole_command, leaves, translate_tree, values_of
 
 _SELF = "_self_"
 

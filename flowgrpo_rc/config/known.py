@@ -8,7 +8,8 @@ from functools import cache
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from flowgrpo_rc.config.compat.verl_omni import PREFIX, RULES
+from flowgrpo_rc.config.setting import PREFIX
+from flowgrpo_rc.config.translate import foreign_keys
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.losses.base import DIFFUSION_KEY, TOKEN_KEY
 
@@ -46,7 +47,7 @@ def check_keys(keys: Iterable[str], groups: Collection[str] = ()) -> None:
     for key in keys:
         if key.startswith(("hydra", *FREE_FORM)) or key in known or key in groups:
             continue
-        theirs = [name.removeprefix(PREFIX) for name in RULES]
+        theirs = [name.removeprefix(PREFIX) for name in foreign_keys()]
         near = [
             *difflib.get_close_matches(key, known, n=1, cutoff=0.7),
             *difflib.get_close_matches(key, {*known, *theirs}, n=1, cutoff=0.5),

@@ -174,7 +174,7 @@ def test_a_file_in_own_words_is_left_alone(tmp_path: Path) -> None:
         ("data: {seed: 1}\nrollout: {n: many}", ["rollout.n: In 'mine'", "'many'"]),
         ("trainer: {seed: 2}\ndata: {seed: 1}", ["trainer.seed=2", "data.seed=1", "contradict"]),
         ("rollout: {n: [", ["mine.yaml", "cannot be read"]),
-        ("algorithm: {rollout_correction: {rollout_iss: token}}", ["did you mean rollout_is?"]),
+        ("algorithm: {rollout_correction: {rollout_iss: token}}", ["did you mean 'rollout_is'?"]),
     ],
 )
 @pytest.mark.parametrize("start", ["", "defaults: [tiny_ocr, _self_]\n"], ids=["block", "file"])

@@ -22,8 +22,8 @@ from flowgrpo_rc import (
     apply_rollout_correction_to_batch,
     diffusion_loss,
 )
-from flowgrpo_rc.config.compat import rollout_correction
 from flowgrpo_rc.config.compose import compose_all
+from flowgrpo_rc.config.translate_correction import rollout_correction
 from flowgrpo_rc.correction.correct import Corrector
 
 SECTION = "algorithm.rollout_correction"

@@ -18,14 +18,13 @@ from support.builders import diffusion_batch, log_probs, loss_config, token_batc
 
 import flowgrpo_rc
 from flowgrpo_rc import DiffusionBatch, RolloutCorrectionConfig
-from flowgrpo_rc.config.compat import rollout_correction
 from flowgrpo_rc.config.compose import compose_all, to_config
+from flowgrpo_rc.config.translate_correction import KNOWN_KEYS, OWN_KEYS, rollout_correction
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.correction.config import LOSS_TYPES
 from flowgrpo_rc.correction.metric_names import SLIME_FRACTIONS, SLIME_NAMES
 from flowgrpo_rc.correction.presets import PRESETS
 from flowgrpo_rc.correction.thresholds import CRITERIA, IS_MODES, OLDER_NAMES
-from flowgrpo_rc.correction.translate import KNOWN_KEYS, OWN_KEYS
 from flowgrpo_rc.correction.weights import IS_LEVELS
 
 PAGE = Path(__file__).parents[2] / "docs" / "rollout_correction_names.md"

@@ -9,8 +9,8 @@ import pytest
 
 from flowgrpo_rc import RolloutCorrectionConfig
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.config.compat import rollout_correction
 from flowgrpo_rc.config.compose import compose_all, compose_config, to_config
+from flowgrpo_rc.config.translate_correction import rollout_correction
 
 SECTION = "algorithm.rollout_correction"
 OTHER = "actor.rollout_correction"
@@ -463,14 +463,14 @@ def test_saying_the_same_twice_is_no_contradiction(settings: dict[str, Any]) -> 
         ),
         ([f"{SECTION}=pg_is", f"{OTHER}=geo_rs"], ["'pg_is'", "'geo_rs'", SECTION, OTHER]),
         ([f"{SECTION}=pg_is", f"{OTHER}.bypass_mode=false"], ["preset=pg_is", "bypass_mode=False"]),
-        ([f"{SECTION}.rollout_iss=token"], ["rollout_iss", "did you mean rollout_is?"]),
-        ([f"{SECTION}.use_tiss=true"], ["use_tiss", "did you mean use_tis?"]),
+        ([f"{SECTION}.rollout_iss=token"], ["rollout_iss", "did you mean 'rollout_is'?"]),
+        ([f"{SECTION}.use_tiss=true"], ["use_tiss", "did you mean 'use_tis'?"]),
         (
             [f"{OTHER}.rollout_rs_treshold=2.0"],
-            ["rollout_rs_treshold", "did you mean rollout_rs_threshold?"],
+            ["rollout_rs_treshold", "did you mean 'rollout_rs_threshold'?"],
         ),
-        ([f"{SECTION}=pgis"], ["'pgis'", "did you mean pg_is?", "decoupled_geo_rs"]),
-        ([f"{SECTION}.preset=token_si"], ["'token_si'", "did you mean token_is?"]),
+        ([f"{SECTION}=pgis"], ["'pgis'", "did you mean 'pg_is'?", "decoupled_geo_rs"]),
+        ([f"{SECTION}.preset=token_si"], ["'token_si'", "did you mean 'token_is'?"]),
         (
             [f"{SECTION}.custom_config_path=/there/is/none.yaml"],
             ["custom_config_path=/there/is/none.yaml"],

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from flowgrpo_rc.config.foreign import check_plain, check_trusted
 from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.config.trust import check_plain, check_trusted
 
 RUN = Path("run") / "config.yaml"
 

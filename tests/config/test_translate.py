@@ -10,7 +10,6 @@ import pytest
 from support.verl_omni_commands import QWEN_IMAGE, SD35
 
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.config.compat import Row, Setting, translate
 from flowgrpo_rc.config.compose import (
     Composition,
     compose_all,
@@ -19,6 +18,9 @@ from flowgrpo_rc.config.compose import (
     to_config,
 )
 from flowgrpo_rc.config.known import known_keys
+from flowgrpo_rc.config.rows import Row
+from flowgrpo_rc.config.setting import Setting
+from flowgrpo_rc.config.translate import translate
 
 KINDS = ("translated", "no counterpart", "stops the run", "ignored")
 OTHER = "actor_rollout_ref."
@@ -185,7 +187,7 @@ def test_a_whole_command_takes_the_defaults_of_verl_omni() -> None:
 def verl_omni_keys() -> list[str]:
     keys = []
     for line in (
-        (Path(__file__).parents[2] / "support" / "verl_omni_keys.txt").read_text().splitlines()
+        (Path(__file__).parents[1] / "support" / "verl_omni_keys.txt").read_text().splitlines()
     ):
         section, colon, names = line.partition(": ")
         if not line.startswith("#"):
@@ -385,7 +387,7 @@ def test_several_rewards_of_a_command() -> None:
 
 def documented() -> list[tuple[str, str]]:
     """Returns the rows `override` -> `override` of the table in docs/migrating.md."""
-    page = (Path(__file__).parents[3] / "docs" / "migrating.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
     section = page.partition("### Keys")[2].partition("\n## ")[0]
     return re.findall(r"^\| `(\S+)` \| (`.*`) \|$", section, re.MULTILINE)
 

@@ -1,0 +1,122 @@
+"""What became of settings in another system's words: a table to print, and what stops the run."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from flowgrpo_rc.config.setting import PREFIX, REPLACED
+
+# What may become of a setting.
+TRANSLATED = "translated"
+NONE = "no counterpart"
+STOPS = "stops the run"
+IGNORED = "ignored"
+_KIND_WIDTH = len(NONE)
+# Characters of an override in a summary.
+_LONGEST = 80
+
+
+class Row(NamedTuple):
+    """A line of the table.
+
+    Attributes:
+      kind: what became of the setting.
+      given: the setting as it was given.
+      here: what it is here, or why it is nothing.
+      key: of the setting.
+    """
+
+    kind: str
+    given: str
+    here: str
+    key: str = ""
+
+
+def rows_of_notes(notes: Iterable[str]) -> list[Row]:
+    """Returns notes such as `use_tis -> rollout_is=token` as rows."""
+    return [Row(TRANSLATED, *note.partition(" -> ")[::2]) for note in notes]
+
+
+def resolved(rows: Iterable[Row], ignore: Sequence[str]) -> list[Row]:
+    """Marks the rows that `compat.ignore` names. It names keys without counterpart, or sections."""
+    return [
+        row._replace(kind=IGNORED)
+        if row.kind == STOPS and any(_names(name, row.key) for name in ignore)
+        else row
+        for row in rows
+    ]
+
+
+def check(rows: Sequence[Row], ignore: Sequence[str]) -> None:
+    """Raises ValueError if a key without counterpart would change what is trained.
+
+    Also if `compat.ignore` names a key that would not.
+    """
+    for name in ignore:
+        if not any(_names(name, row.key) for row in rows if row.kind in (IGNORED, STOPS)):
+            raise ValueError(
+                f"compat.ignore names {name}, but no override of that name is without counterpart "
+                "and would change what is trained: drop it"
+            )
+    left = [row for row in rows if row.kind == STOPS]
+    if left:
+        reasons = "; ".join(f"{row.given} ({row.here})" for row in left)
+        keys = ",".join(dict.fromkeys(row.key.removeprefix(PREFIX) for row in left))
+        raise ValueError(
+            f"without a counterpart here, and would change what is trained: {reasons}. Set what is "
+            f"named there, or go on without them by compat.ignore=[{keys}]"
+        )
+
+
+def _names(name: str, key: str) -> bool:
+    name, key = name.removeprefix(PREFIX), key.removeprefix(PREFIX)
+    return key == name or key.startswith(f"{name}.")
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Returns all rows in three columns; empty without any."""
+    return _columns([row[:3] for row in rows])
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Returns the rows that tell something as `table` does, and the others in a line each.
+
+    The others are those that only lose a prefix, and keys that need no counterpart.
+    """
+    bare = [row for row in rows if row.here == row.given.lstrip("+").removeprefix(PREFIX)]
+    needless = [row for row in rows if row.kind == NONE and not row.here.startswith(REPLACED)]
+    shown = [
+        (row.kind, _short(row.given), row.here)
+        for row in rows
+        if row not in bare and row not in needless
+    ]
+    parts = [_columns(shown)]
+    if bare:
+        parts.append(f"{TRANSLATED:{_KIND_WIDTH}}  {len(bare)} that only lose {PREFIX}")
+    if needless:
+        keys = ", ".join(dict.fromkeys(row.key.removeprefix(PREFIX) for row in needless))
+        parts.append(
+            textwrap.fill(
+                f"{NONE}  not needed, or said elsewhere (--cfg job tells why): {keys}",
+                100,
+                subsequent_indent=" " * (_KIND_WIDTH + 2),
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        )
+    return "\n".join(part for part in parts if part)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def _columns(cells: Sequence[tuple[str, ...]]) -> str:
+    if not cells:
+        return ""
+    lines = [("", "given", "here"), *cells]
+    widths = [max(_KIND_WIDTH, *(len(line[0]) for line in lines))]
+    widths.append(max(len(line[1]) for line in lines))
+    return "\n".join(f"{a:{widths[0]}}  {b:{widths[1]}}  {c}".rstrip() for a, b, c in lines)

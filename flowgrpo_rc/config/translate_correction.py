@@ -1,0 +1,338 @@
+"""Builds the rollout correction from layers of settings in the words of verl, verl-omni or slime.
+
+A key that is set twice with different values is an error that names both. Nothing is dropped
+without a note.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from flowgrpo_rc.config.setting import foreign
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.presets import PRESETS
+from flowgrpo_rc.correction.thresholds import KEY, OLDER_NAMES
+from flowgrpo_rc.plugins import did_you_mean
+
+Layer = Mapping[str, Any]
+OWN_KEYS = tuple(f.name for f in dataclasses.fields(RolloutCorrectionConfig))
+# These switch a correction on.
+_SLIME_CORRECTIONS = ("use_tis", "use_rollout_correction", "use_rs")
+_TIS = ("level", "mode", "lower_bound", "upper_bound", "batch_normalize")
+_REJECTION = ("level", "lower_bound", "upper_bound")
+SLIME_KEYS = (
+    *_SLIME_CORRECTIONS,
+    *(f"{prefix}_{name}" for prefix in ("tis", "mis") for name in _TIS),
+    *(f"rs_{name}" for name in _REJECTION),
+    *foreign("slime"),
+)
+# Two spellings of one setting.
+_PAIRS = (
+    ("use_tis", "use_rollout_correction"),
+    ("rs_veto_threshold", "mis_veto_threshold"),
+    *((f"tis_{name}", f"mis_{name}") for name in _TIS),
+)
+_FILE_KEY = "custom_config_path"
+KNOWN_KEYS = (*OWN_KEYS, "preset", *foreign("verl"), *SLIME_KEYS, _FILE_KEY)
+# A preset is named for these, so that it cannot be refined by others.
+_FIXED_BY_PRESET = ("bypass_mode", "loss_type")
+# What depends on a switch, and goes with it.
+_DEPENDENTS = {
+    "rollout_is": ("rollout_is_mode", "rollout_is_batch_normalize"),
+    "rollout_rs": ("rollout_rs_threshold", "rollout_rs_threshold_lower"),
+}
+_WHY_DECOUPLED = (
+    "in bypass mode with ppo_clip weights would be metrics alone (bypass_mode=true, if that is "
+    "meant)"
+)
+
+
+def rollout_correction(layers: Sequence[Layer]) -> tuple[RolloutCorrectionConfig, list[str]]:
+    """Builds the rollout correction, and checks it.
+
+    A later layer overrides an earlier one and refines its slime flags; a layer that names a preset
+    replaces all earlier ones. A layer that asks for weights without a word on the mode gets
+    decoupled mode, the default of the documents, if an earlier one has a mode in which weights are
+    metrics alone.
+
+    Args:
+      layers: settings of the files and of the command line, in this order.
+
+    Returns:
+      The correction, and notes on what was translated.
+
+    Raises:
+      ValueError: two keys of one layer contradict each other, or the result cannot work.
+    """
+    settings: dict[str, Any] = {}
+    notes: list[str] = []
+    flags: dict[str, Any] = {}
+    for layer in layers:
+        given, read = _with_file(layer)
+        if given.get("preset") is not None:
+            settings = {}
+            flags = {}
+        own = {key: value for key, value in given.items() if key in SLIME_KEYS}
+        replaced = {key for pair in _PAIRS for key in pair if own.keys() & set(pair)}
+        flags = {key: value for key, value in flags.items() if key not in replaced} | own
+        found = _translated(given | flags if own else given)
+        notes += [*read, *found.notes]
+        asking = _asks_for_weights(settings, found.values, own)
+        settings = _over(settings, found.values)
+        says_mode = "bypass_mode" in found.values or "loss_type" in found.values
+        metrics = settings.get("bypass_mode") and settings.get("loss_type") in (None, "ppo_clip")
+        if asking and metrics and not says_mode:
+            settings["bypass_mode"] = False
+            notes.append(f"{asking} -> bypass_mode=False; {_WHY_DECOUPLED}")
+    config = RolloutCorrectionConfig(**settings)
+    try:
+        config.validate()
+    except ValueError as error:
+        told = f" (translated: {'; '.join(notes)})" if notes else ""
+        raise ValueError(f"{error}{told}") from error
+    return config, notes
+
+
+def _asks_for_weights(before: Layer, layer: Layer, slime: Layer) -> str:
+    """Returns the setting of a layer that asks for weights where there were none; "" without any.
+
+    slime's switches always do: its own default for the mode is decoupled.
+    """
+    for key in _SLIME_CORRECTIONS:
+        if str(slime.get(key)).lower() == "true":
+            return f"{key}=true"
+    level = layer.get("rollout_is")
+    return "" if level is None or before.get("rollout_is") is not None else f"rollout_is={level}"
+
+
+def _over(settings: Layer, over: Layer) -> dict[str, Any]:
+    """Returns settings with others over them. What depends on a switch that these turn off goes."""
+    off = [names for switch, names in _DEPENDENTS.items() if over.get(switch, 0) is None]
+    gone = {name for names in off for name in names}
+    return {key: value for key, value in settings.items() if key not in gone} | dict(over)
+
+
+def _with_file(layer: Layer) -> tuple[dict[str, Any], list[str]]:
+    """Adds the keys of a slime file (`custom_config_path`) to a layer, and makes a note of them."""
+    given = {str(key): value for key, value in layer.items()}
+    path = given.pop(_FILE_KEY, None)
+    if path is None:
+        return given, []
+    file = f"{KEY}.{_FILE_KEY}={path}"
+    try:
+        there = OmegaConf.to_container(OmegaConf.load(Path(str(path)).expanduser()))
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    if not isinstance(there, dict):
+        raise ValueError(f"{file} must hold a mapping of keys such as use_tis: true")
+    for key, value in there.items():
+        if key in given and given[key] != value:
+            raise ValueError(
+                f"{KEY}.{key}={given[key]!r} and {file} with {key}={value!r} contradict: drop one"
+            )
+    read = {str(key): value for key, value in there.items()}
+    return read | given, [f"{_FILE_KEY}={path} -> {', '.join(read)}"]
+
+
+class _Settings:
+    """Our settings so far, which key of the user each came from, and notes."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.notes: list[str] = []
+        self._source: dict[str, str] = {}
+
+    def put(self, key: str, value: Any, source: str) -> None:
+        if key in self.values and self.values[key] != value:
+            raise ValueError(
+                f"{KEY}.{source} means {key}={value!r}, but {KEY}.{self._source[key]} says "
+                f"{key}={self.values[key]!r}: drop one of them"
+            )
+        self.values[key] = value
+        self._source.setdefault(key, source)
+        if source != key:
+            self.notes.append(f"{source} -> {key}={value}")
+
+
+def _translated(given: Layer) -> _Settings:
+    """Translates the settings of a layer.
+
+    Raises:
+      ValueError: for an unknown key (naming the nearest), an unknown preset and a contradiction
+        (naming both keys).
+    """
+    found = _Settings()
+    for key in given:
+        if key not in KNOWN_KEYS:
+            raise ValueError(
+                f"{KEY}.{key}: unknown key{did_you_mean(key, KNOWN_KEYS)}; its keys are "
+                f"{', '.join(OWN_KEYS)} and preset"
+            )
+    for key in OWN_KEYS:
+        if key in given:
+            found.put(key, given[key], key)
+    level = given.get("rollout_rs")
+    if isinstance(level, str) and level in OLDER_NAMES:
+        found.notes.append(f"rollout_rs={level} -> {OLDER_NAMES[level]}")
+    for key, row in {**foreign("verl"), **foreign("slime")}.items():
+        if given.get(key) is None:
+            continue
+        if isinstance(row, str):
+            found.notes.append(f"{key}: {row}")
+        else:
+            value = _VALUES[row["value"]](given[key], key)
+            found.put(row["to"], row.get("values", {}).get(value, value), key)
+    _slime(given, found)
+    if given.get("preset") is not None:
+        _preset(given["preset"], found)
+    return found
+
+
+def _preset(name: Any, found: _Settings) -> None:
+    """Puts the preset's settings below those that are given; its mode and loss are fixed."""
+    if name not in PRESETS:
+        raise ValueError(
+            f"{KEY}.preset={name!r}{did_you_mean(str(name), PRESETS)}: there are "
+            f"{', '.join(PRESETS)}"
+        )
+    chosen = vars(getattr(RolloutCorrectionConfig, name)())
+    for key in _FIXED_BY_PRESET:
+        if found.values.get(key, chosen[key]) != chosen[key]:
+            raise ValueError(
+                f"{KEY}.preset={name} has {key}={chosen[key]}, but {KEY}.{key}={found.values[key]} "
+                "is given: choose another preset, or drop one of them"
+            )
+    default = vars(RolloutCorrectionConfig())
+    changed = {key: value for key, value in chosen.items() if value != default[key]}
+    found.values = _over(changed, found.values)
+    listed = ", ".join(f"{key}={value}" for key, value in changed.items()) or "metrics only"
+    found.notes.append(f"preset={name} -> {listed}")
+
+
+class _Given(NamedTuple):
+    """A key of the user and its value, None where it is not given."""
+
+    key: str
+    value: Any
+
+    def source(self, switch: _Given) -> str:
+        """Who says so: the key, or the switch that is on where the key is not given."""
+        return switch.key if self.value is None else self.key
+
+    def is_on(self) -> bool:
+        return self.value is not None and _flag(self.value, self.key)
+
+    def number(self, default: float) -> float:
+        return default if self.value is None else _number(self.value, self.key)
+
+
+def _slime(given: Layer, found: _Settings) -> None:
+    """Puts what slime's switches turn on. What they leave unused is left out with a note."""
+    tis = {name: _same(given, f"tis_{name}", f"mis_{name}") for name in _TIS}
+    rejection = {name: _Given(f"rs_{name}", given.get(f"rs_{name}")) for name in _REJECTION}
+    weigh = _same(given, "use_tis", "use_rollout_correction")
+    reject = _Given("use_rs", given.get("use_rs"))
+    used: set[str] = set()
+    if weigh.is_on():
+        used |= _slime_weights(weigh, tis, found)
+    elif weigh.value is not None:
+        found.put("rollout_is", None, weigh.key)
+        found.put("rollout_is_mode", None, weigh.key)
+        found.put("rollout_is_batch_normalize", False, weigh.key)
+    if reject.is_on():
+        used |= _slime_rejection(reject, rejection, tis, found)
+    elif reject.value is not None:
+        for key in ("rollout_rs", *_DEPENDENTS["rollout_rs"]):
+            found.put(key, None, reject.key)
+    for one in (*tis.values(), *rejection.values()):
+        if one.value is None or one.key in used:
+            continue
+        switch = reject if one.key.startswith("rs_") else weigh
+        why = (
+            "tis_mode=truncate has no lower bound" if switch.is_on() else f"{switch.key} is not on"
+        )
+        found.notes.append(f"{one.key}={one.value} is not used: {why}")
+
+
+def _slime_weights(switch: _Given, tis: Mapping[str, _Given], found: _Settings) -> set[str]:
+    """Puts slime's settings of the weights. Returns the keys that took part."""
+    level, mode, lower, upper, normalize = (tis[name] for name in _TIS)
+    used = {level.key, mode.key, upper.key, normalize.key}
+    found.put("rollout_is", level.value or "token", level.source(switch))
+    if mode.value is not None:
+        found.put("rollout_is_mode", mode.value, mode.key)
+    highest = upper.number(2.0)
+    if mode.value in (None, "truncate"):
+        found.put("rollout_is_threshold", highest, upper.source(switch))
+    else:
+        used.add(lower.key)
+        lowest = lower.number(1 / highest if highest else 0.0)
+        source = lower if upper.value is None else upper
+        found.put("rollout_is_threshold", f"{lowest}_{highest}", source.source(switch))
+        if lower.value is not None:
+            found.notes.append(f"{lower.key} -> the lower bound in rollout_is_threshold")
+    if normalize.value is not None:
+        found.put("rollout_is_batch_normalize", normalize.is_on(), normalize.key)
+    return used
+
+
+def _slime_rejection(
+    switch: _Given, rejection: Mapping[str, _Given], tis: Mapping[str, _Given], found: _Settings
+) -> set[str]:
+    """Puts slime's settings of the rejection. Returns the keys that took part.
+
+    Bounds that are not given fall back to those of the weights.
+    """
+    level = rejection["level"]
+    lower, upper = (
+        tis[name] if rejection[name].value is None else rejection[name]
+        for name in ("lower_bound", "upper_bound")
+    )
+    name = level.value or "token"
+    found.put("rollout_rs", OLDER_NAMES.get(name, name), level.source(switch))
+    found.put("rollout_rs_threshold", upper.number(2.0), upper.source(switch))
+    if lower.value is not None:
+        found.put("rollout_rs_threshold_lower", lower.number(0), lower.key)
+    return {level.key, upper.key, lower.key}
+
+
+def _same(given: Layer, one: str, other: str) -> _Given:
+    """Reads a setting with two names. ValueError if they are given with different values."""
+    if given.get(other) is None:
+        return _Given(one, given.get(one))
+    if given.get(one, given[other]) not in (None, given[other]):
+        raise ValueError(
+            f"{KEY}.{one}={given[one]!r} and {KEY}.{other}={given[other]!r} contradict: drop one "
+            "of them"
+        )
+    return _Given(other, given[other])
+
+
+def _flag(value: Any, key: str) -> bool:
+    if str(value).lower() not in ("true", "false"):
+        raise ValueError(f"{KEY}.{key}={value!r}: give true or false")
+    return str(value).lower() == "true"
+
+
+def _number(value: Any, key: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{KEY}.{key}={value!r}: give a number") from None
+
+
+def _function(value: Any, key: str) -> str:
+    """slime writes `module.function`, here it is `module:function`."""
+    module, _, name = str(value).replace(":", ".").rpartition(".")
+    return f"{module}:{name}"
+
+
+# What `value` names in the table.
+_VALUES = {"flag": _flag, "number": _number, "function": _function}

@@ -1,0 +1,166 @@
+"""What verl-omni's keys of the rewards are here: terms of `reward.terms`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flowgrpo_rc.config.setting import PREFIX, REPLACED, Given, Outcome, Setting, Written, foreign
+
+TERMS = "reward.terms"
+_FUNCTION = "reward.custom_reward_function.path"
+_FUNCTIONS = "reward.reward_functions"
+_MODEL = "reward.reward_model.model_path"
+_SET_HERE = f"rewards are set in {TERMS}"
+# The reward that asks the reward model, and where `vllm serve` listens.
+_READER = "vlm_ocr"
+_URL = "http://127.0.0.1:8000/v1"
+
+
+def chooses_rewards(given: Given) -> bool:
+    """Returns whether settings choose what scores."""
+    names = (TERMS, _FUNCTION, f"{_FUNCTIONS}.")
+    return any(key.startswith(names) and value is not None for key, value in given.items())
+
+
+def _file(path: Any) -> str:
+    """Returns `genrm_ocr` for `a/b/genrm_ocr.py` and for `pkg://a.b.genrm_ocr`."""
+    name = str(path).rsplit("/", 1)[-1]
+    return name.removesuffix(".py").rsplit(".", 1)[-1]
+
+
+def _scorer(path: Any) -> dict[str, Any] | None:
+    """Returns the reward here that scores as a file of verl-omni does; None if there is none."""
+    found: dict[str, Any] | None = foreign("rewards").get(_file(path))
+    return found
+
+
+def _paths(given: Given) -> dict[str, Any]:
+    """Returns the file of each reward function, by the name that its term has here."""
+    several = {
+        key.split(".")[2]: path
+        for key, path in given.items()
+        if key.startswith(f"{_FUNCTIONS}.") and key.endswith(".path")
+    }
+    path = given.get(_FUNCTION)
+    if several or path is None:
+        return several
+    scorer = _scorer(path)
+    return {scorer["name"] if scorer else _file(path): path}
+
+
+def _own_terms(given: Given) -> list[str]:
+    """Returns the terms that the user has chosen in this project's words.
+
+    Options of a translated term refine it, and a term of weight 0 is only logged.
+    """
+    names: dict[str, bool] = {}
+    for key, value in given.items():
+        if key == TERMS and isinstance(value, Mapping):
+            names |= {str(name): term is not None for name, term in value.items()}
+        elif key.startswith(f"{TERMS}."):
+            name, _, option = key.removeprefix(f"{TERMS}.").partition(".")
+            names[name] = value is not None and not (option == "weight" and value == 0)
+    translated = _paths(given)
+    return [name for name, chosen in names.items() if chosen and name not in translated]
+
+
+def _replaced(given: Given) -> Outcome | None:
+    """Returns the outcome of a key whose place the user's own terms take."""
+    own = ", ".join(f"{TERMS}.{name}" for name in _own_terms(given))
+    return Outcome(why=f"{REPLACED} {own}") if own else None
+
+
+def _term(name: str, path: Any, given: Given) -> Outcome:
+    """Returns the term that a reward function is here."""
+    key = f"{TERMS}.{name}"
+    if given.get(key, ...) is None:
+        return Outcome(why=f"dropped by {key}=null")
+    scorer = _scorer(path)
+    if scorer is None:
+        known = ", ".join(foreign("rewards"))
+        why = f"{_SET_HERE}, which takes the place of this; only {known} have a counterpart"
+        return Outcome(why=why, stops=True)
+    found: dict[str, Any] = {}
+    if name != "ocr" and f"{TERMS}.ocr" not in given and "ocr" not in _paths(given):
+        found[f"{TERMS}.ocr"] = None
+    if name != scorer["name"]:
+        found[f"{key}._target_"] = scorer["name"]
+    if scorer["divisor"] != 1 and f"{_FUNCTIONS}.{name}.weight" not in given:
+        found[f"{key}.weight"] = 1 / scorer["divisor"]
+    if scorer["name"] != _READER:
+        return Outcome(found)
+    if f"{key}.url" not in given:
+        found[f"{key}.url"] = _URL
+    return Outcome(
+        found,
+        f"start its server first, `vllm serve {given.get(_MODEL, 'MODEL')}`; without one, "
+        f"{TERMS}.ocr.weight=1 scores in place of it. The answers are greedy here, sampled there",
+    )
+
+
+def _function(setting: Setting, given: Given) -> Outcome:
+    if setting.value is None:
+        return Outcome(why="no function")
+    paths = _paths(given)
+    if setting.value not in paths.values():
+        return _replaced(given) or Outcome(why=f"{_FUNCTIONS} are given")
+    return _replaced(given) or _term(next(iter(paths)), setting.value, given)
+
+
+def _functions(setting: Setting, given: Given) -> Outcome:
+    """One of several functions: `reward.reward_functions.NAME.path`, `.weight` and so on."""
+    if setting.key == _FUNCTIONS:
+        none = setting.value == {}
+        return Outcome(why="none") if none else Outcome(why=_SET_HERE, stops=True)
+    replaced = _replaced(given)
+    if replaced is not None:
+        return replaced
+    name, _, option = setting.key.removeprefix(f"{_FUNCTIONS}.").partition(".")
+    path = _paths(given).get(name)
+    if option == "path":
+        return _term(name, path, given)
+    scorer = _scorer(path)
+    if option in ("name", "required") or (path is not None and scorer is None):
+        return Outcome(why=f"belongs to {_FUNCTIONS}.{name}.path")
+    if option == "weight" and scorer is not None:
+        return Outcome({f"{TERMS}.{name}.weight": setting.value * (1 / scorer["divisor"])})
+    return Outcome(why=f"set {TERMS}.{name}", stops=True)
+
+
+def _readers(given: Given) -> list[str]:
+    """Returns the terms that ask the reward model."""
+    if _own_terms(given):
+        return []
+    scorers = {name: _scorer(path) for name, path in _paths(given).items()}
+    return [name for name, scorer in scorers.items() if scorer and scorer["name"] == _READER]
+
+
+def _enable(setting: Setting, given: Given) -> Outcome:
+    if setting.value is False or _readers(given):
+        return Outcome(why=foreign("verl_omni")["reward"]["reward_model"])
+    return _replaced(given) or Outcome(why=_SET_HERE, stops=True)
+
+
+def _model_path(setting: Setting, given: Given) -> Outcome:
+    terms = _readers(given)
+    if not terms or setting.value is None:
+        return Outcome(why="belongs to reward_model.enable")
+    return Outcome({f"{TERMS}.{name}.model": Written(setting.text) for name in terms})
+
+
+def _workers(setting: Setting, given: Given) -> Outcome:
+    """verl-omni counts processes under this name; here it is rewards scored at the same time."""
+    if any(key.startswith(PREFIX) for key in given):
+        return Outcome(why="reward processes; here a reward is one thread")
+    return Outcome({setting.key: Written(setting.text)})
+
+
+# What `rule` names in the table.
+REWARD_RULES = {
+    "function": _function,
+    "functions": _functions,
+    "enable": _enable,
+    "model_path": _model_path,
+    "workers": _workers,
+}
