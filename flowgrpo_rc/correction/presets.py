@@ -9,7 +9,7 @@ without a PPO clip.
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 Threshold = float | str
 GEOMETRIC_BAND = "0.999_1.001"
@@ -33,19 +33,9 @@ class Presets:
         return cls._make(rollout_is="token", rollout_is_threshold=threshold)
 
     @classmethod
-    def token_is(cls, threshold: Threshold = 2.0) -> Self:
-        """Is `decoupled_token_is` under its older name."""
-        return cls.decoupled_token_is(threshold)
-
-    @classmethod
     def decoupled_seq_is(cls, threshold: Threshold = 2.0) -> Self:
         """Weighs whole sequences by the product of their ratios, cut at `threshold`."""
         return cls._make(rollout_is="sequence", rollout_is_threshold=threshold)
-
-    @classmethod
-    def seq_is(cls, threshold: Threshold = 2.0) -> Self:
-        """Is `decoupled_seq_is` under its older name."""
-        return cls.decoupled_seq_is(threshold)
 
     @classmethod
     def decoupled_token_icepop(cls, threshold: float = 5.0, threshold_lower: float = 0.5) -> Self:
@@ -69,16 +59,6 @@ class Presets:
         )
 
     @classmethod
-    def seq_is_rs(
-        cls,
-        is_threshold: Threshold = 2.0,
-        rs_threshold: Threshold = "0.5_2.0",
-        rs_threshold_lower: float | None = None,
-    ) -> Self:
-        """Is `decoupled_seq_is_rs` under its older name."""
-        return cls.decoupled_seq_is_rs(is_threshold, rs_threshold, rs_threshold_lower)
-
-    @classmethod
     def seq_mis(cls, threshold: float = 2.0) -> Self:
         """Is `seq_is_rs` with one threshold and no lower bound."""
         return cls.decoupled_seq_is_rs(threshold, threshold, 0.0)
@@ -98,16 +78,6 @@ class Presets:
             **_geometric(rs_threshold, rs_threshold_lower),
             rollout_token_veto_threshold=veto_threshold,
         )
-
-    @classmethod
-    def geo_rs(
-        cls,
-        rs_threshold: Threshold = GEOMETRIC_BAND,
-        rs_threshold_lower: float | None = None,
-        veto_threshold: float | None = 1e-4,
-    ) -> Self:
-        """Is `decoupled_geo_rs` under its older name."""
-        return cls.decoupled_geo_rs(rs_threshold, rs_threshold_lower, veto_threshold)
 
     @classmethod
     def decoupled_geo_rs_seq_tis(
@@ -178,16 +148,6 @@ class Presets:
         return cls._pg(rollout_is="sequence", rollout_is_threshold=threshold)
 
     @classmethod
-    def pg_is(cls, threshold: Threshold = 2.0) -> Self:
-        """Is `bypass_pg_is` under its older name."""
-        return cls.bypass_pg_is(threshold)
-
-    @classmethod
-    def pure_is(cls, threshold: Threshold = 2.0) -> Self:
-        """Is `bypass_pg_is` under another older name."""
-        return cls.bypass_pg_is(threshold)
-
-    @classmethod
     def pg_rs(
         cls,
         rs_threshold: Threshold = GEOMETRIC_BAND,
@@ -227,6 +187,15 @@ class Presets:
         return cls._pg(
             rollout_is="token", rollout_is_threshold=is_threshold, **_geometric(rs_threshold)
         )
+
+    # The older names of some; `ClassVar` keeps them out of the dataclass's fields.
+
+    token_is: ClassVar = decoupled_token_is
+    seq_is: ClassVar = decoupled_seq_is
+    seq_is_rs: ClassVar = decoupled_seq_is_rs
+    geo_rs: ClassVar = decoupled_geo_rs
+    pg_is: ClassVar = bypass_pg_is
+    pure_is: ClassVar = bypass_pg_is
 
     # slime's combinations.
 
