@@ -10,7 +10,7 @@ import pytest
 import torch
 from cells import PLAIN_JOB
 from peft import LoraConfig, get_peft_model
-from time_to_reward_peer import Empty, Finished, Iterations, Settings, change, limited, settings
+from time_to_reward_peer import Finished, Iterations, Settings, change, limited, settings
 
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config
@@ -39,25 +39,6 @@ def test_the_script_gets_the_batch_and_the_sampler_of_the_job(job: Config, tmp_p
     assert (found.seed, found.mixed_precision, train.learning_rate) == (7, "no", 1e-3)
     change(found, ["train.clip_range=1e-5"])
     assert train.clip_range == 1e-5
-
-
-def test_each_of_two_processes_gets_half_of_a_batch(
-    job: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = settings(defaults(), job, tmp_path).sample
-    monkeypatch.setattr("time_to_reward_peer.PROCESSES", 2)
-    half = settings(defaults(), job, tmp_path)
-    assert 2 * half.sample.train_batch_size == whole.train_batch_size
-    assert half.train.batch_size == half.sample.train_batch_size
-    assert half.sample.num_batches_per_epoch == whole.num_batches_per_epoch
-
-
-def test_only_the_first_process_leaves_rows(
-    job: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("time_to_reward_peer.RANK", 1)
-    Iterations(tmp_path, job)(SimpleNamespace())
-    assert not list(tmp_path.iterdir())
 
 
 def test_its_evaluation_becomes_rows_and_snapshots(
@@ -96,9 +77,3 @@ def test_tokenizers_keep_their_own_limit():
         "max_length",
     )
     assert limited(Tokenizer())("a", max_length=8, padding="longest") == ("a", 8, "longest")
-
-
-def test_an_empty_module_takes_any_use():
-    module = Empty("wandb")
-    assert module.init(project="x") is None
-    assert module.config.flags.DEFINE("config", "file") is None
