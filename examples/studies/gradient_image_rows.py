@@ -84,16 +84,8 @@ def moves(cells: Cells) -> str:
 
 ENTRIES: dict[str, Callable[[Cells], str]] = {
     "gradient_image": lambda cells: table("slopes", cells),
-    "gradient_image_further": lambda cells: table("further", cells),
     "gradient_image_exact": lambda cells: absolute(cells, EXACT).text,
     "gradient_image_moves": moves,
-    **{
-        f"gradient_image_{rollout}_{name}": lambda cells, r=rollout, e=estimator: (
-            relative(cells, r, e).text
-        )
-        for rollout in ("int4", "stale_8")
-        for name, estimator in (("plain", EXACT), ("centered", CENTERED[0]))
-    },
     "gradient_image_int4_gain": lambda cells: gain(cells, "int4").text,
     "gradient_image_bits2_gain": lambda cells: gain(cells, "bits2").text,
     "gradient_image_stale_8_gain": lambda cells: gain(cells, "stale_8").text,

@@ -12,23 +12,19 @@ from gradient_region_rows import (
     UNCLIPPED,
     WIDE_MISMATCHES,
     WIDE_PROBLEMS,
-    fitting,
     mean,
-    of_size,
     problems,
     rollouts_own,
     short,
 )
-from gradient_regions import CHOICES, GUARD_REGIONS
+from gradient_regions import CHOICES
 from gradient_rows import Cells
 
 UPDATES = ("first", "second")
-COARSE = {"int4", "stale_1", "stale_8"}
 AUTO = "bypass_centered_auto"
 PLAIN = ("bypass_plain_none", "decoupled_plain_none")
 # Rollouts whose mismatch is of the size of an update, or smaller.
 PRECISE = ("bf16", "int8", "guidance")
-NEAR = ("bf16", "int8", "guidance", "stale_1")
 
 
 def never_clearly_below(cells: Cells, names: list[str], update: str) -> bool:
@@ -74,15 +70,6 @@ def width(cells: Cells, problem: str, mismatch: str, estimator: str, update: str
     return found
 
 
-def size_gap(cells: Cells, size: int) -> float:
-    """Returns how much bypass mode is below decoupled mode for int4 and one size of the flow."""
-    bypass, decoupled = (
-        mean(of_size(cells, size), "int4", f"{mode}_centered_none", "first").value
-        for mode in ("bypass", "decoupled")
-    )
-    return decoupled - bypass
-
-
 CLAIMS: dict[str, Callable[[Cells], bool]] = {
     "gradient_centered_is_right": lambda c: never_clearly_below(
         c, [choice.name for choice in UNCLIPPED], "first"
@@ -102,15 +89,8 @@ CLAIMS: dict[str, Callable[[Cells], bool]] = {
         and mean(c, "exact", f"{mode}_centered_none", "second").value > 0.99
         for mode in ("bypass", "decoupled")
     ),
-    "gradient_short_unclipped_second": lambda c: all(
-        set(short(c, "second", choice).below) <= {"int4", "stale_8"} for choice in UNCLIPPED
-    ),
     "gradient_centered_modes_agree": lambda c: (
         apart(c, "bypass_centered_none", "decoupled_centered_none", "first") < 0.02
-    ),
-    "gradient_guard_centers_itself": lambda c: all(
-        same(c, f"guard_bypass_plain_{region}", f"guard_bypass_centered_{region}")
-        for region in GUARD_REGIONS["bypass"]
     ),
     # A published bound lets the centered log-ratio pull as it does the plain one.
     "gradient_published_turns_centered": lambda c: (
@@ -122,33 +102,16 @@ CLAIMS: dict[str, Callable[[Cells], bool]] = {
         for choice in CHOICES
         if choice.mode == "decoupled" and choice.region in ("published", "dppo")
     ),
-    "gradient_fitting_holds_back": lambda c: all(
-        mean(c, m, "bypass_centered_auto", "second").value
-        < mean(c, m, "bypass_centered_none", "second").value - 0.05
-        for m in ("guidance", "stale_1")
-    ),
     "gradient_unclipped_second": lambda c: all(
         mean(c, m, choice.name, "second").value > 0.93 for m in COLUMNS for choice in UNCLIPPED
-    ),
-    "gradient_plain_second": lambda c: all(
-        mean(c, m, name, "second").value < mean(c, m, name, "first").value - 0.05
-        for m in NEAR
-        for name in PLAIN
     ),
     "gradient_random_is_silent": lambda c: all(
         mean(c, m, choice.name, "first", "chance").value < 0.06
         for m in COLUMNS
         for choice in UNCLIPPED
     ),
-    "gradient_random_plain_is_silent": lambda c: all(
-        mean(c, m, name, "first", "chance").value < 0.1 for m in COLUMNS for name in PLAIN
-    ),
     "gradient_random_published": lambda c: all(
         mean(c, m, "bypass_centered_published", "first", "chance").value > 0.5 for m in COLUMNS
-    ),
-    "gradient_centered_is_between": lambda c: all(
-        mean(c, m, "bypass_centered_none", "first").value > rollouts_own(c, m).value
-        for m in ("stale_8", "int4x8")
     ),
     "gradient_sweep_turns": lambda c: all(
         mean(c, m, choice.name, "first").value < ENOUGH and rollouts_own(c, m).value < ENOUGH
@@ -162,13 +125,6 @@ CLAIMS: dict[str, Callable[[Cells], bool]] = {
     ),
     "gradient_sweep_plain": lambda c: all(
         mean(c, m, name, "first").value < 0.6 for m in FACTORS for name in PLAIN
-    ),
-    "gradient_short_not_decoupled": lambda c: all(
-        not short(c, "first", choice).below for choice in fitting() if choice.mode == "decoupled"
-    ),
-    "gradient_short_is_old": lambda c: (
-        all(set(short(c, "first", choice).below) <= COARSE for choice in fitting())
-        and all(mean(c, m, AUTO, "first").value < 0.95 for m in ("stale_1", "stale_8"))
     ),
     # A clip of 16 robust deviations lets old weights pass; of 32, an update as well.
     "gradient_widths_before": lambda c: all(
@@ -186,8 +142,5 @@ CLAIMS: dict[str, Callable[[Cells], bool]] = {
         width(c, problem, m, "decoupled_0.001", "second") < 0.5
         for problem in WIDE_PROBLEMS
         for m in WIDE_MISMATCHES
-    ),
-    "gradient_ratio_adds_little": lambda c: (
-        size_gap(c, 16) > 0.01 and size_gap(c, 16) > size_gap(c, 64) and size_gap(c, 256) < 0.005
     ),
 }

@@ -204,36 +204,9 @@ def fitting() -> list[Choice]:
     ]
 
 
-def shortfalls(update: str, cells: Cells) -> str:
-    """Makes the table of the right estimators that are not right everywhere."""
-    rows = []
-    for choice in fitting():
-        found = short(cells, update, choice)
-        where = ", ".join(f"{COLUMNS[m]} ({count})" for m, count in found.below.items())
-        count = f"{sum(found.below.values())} of {found.total}"
-        rows.append([label(choice), count, found.clearly, found.least.text, where or "-"])
-    return markdown(["", "below 0.97", "clearly", "lowest", "where (problems)"], rows)
-
-
 def of_size(cells: Cells, size: int) -> Cells:
     """Returns the cells of one size of the flow."""
     return {name: cell for name, cell in cells.items() if f"_{size}_" in name}
-
-
-def by_elements(cells: Cells) -> str:
-    """Makes the table of the mean cosine over seeds for each size of the flow."""
-    rows = []
-    for mismatch in ("int4", "stale_8"):
-        for size in ELEMENTS:
-            own = of_size(cells, size)
-            floor = fmean(
-                cell["calibration"]["floor"]
-                for name, cell in own.items()
-                if name.startswith(f"regions_{mismatch}_")
-            )
-            values = [mean(own, mismatch, name, "first").text for name in SWEPT]
-            rows.append([COLUMNS[mismatch], size, f"{floor:.2g}", *values])
-    return markdown(["rollout", "elements", "floor", *SWEPT.values()], rows)
 
 
 def width_table(cells: Cells) -> str:

@@ -22,7 +22,6 @@ MISMATCHES = {
     "stale_8": "8 old",
 }
 PRECISE = ("bf16", "int8", "rounding", "guidance")
-LOW_PRECISION = ("bf16", "int8", "int4", "rounding")
 STALE = tuple(name for name in MISMATCHES if name.startswith("stale"))
 SYSTEMATIC = tuple(name for name in MISMATCHES if name != "rounding")
 NAMES = {

@@ -11,10 +11,10 @@ Every module `*_tables.py` in this folder describes one study:
 
 and the pages, `PAGES`, hold their markers, which Markdown does not show:
 
-    <!-- table: NAME -->            written between the markers, on lines of its own
-    <!-- /table -->
-    <!-- value: NAME -->0.93<!-- /value -->
-    This sentence draws a conclusion.<!-- claim: NAME -->
+    <!--table:NAME-->            written between the markers, on lines of its own
+    <!--/table-->
+    <!--value:NAME-->0.93<!--/value-->
+    This sentence draws a conclusion.<!--claim:NAME-->
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from cells import RESULTS, Cell, load
 
 FOLDER = Path(__file__).parent
 DOCS = FOLDER.parents[1] / "docs"
-NAMES = ("evidence", "gradient_study", "gradient_estimators", "performance")
+NAMES = ("evidence", "gradient_study", "performance")
 PAGES = tuple(DOCS / f"{name}.md" for name in NAMES)
-MARKED = re.compile(r"(<!-- (table|value): (\w+) -->)(.*?)(<!-- /\2 -->)", re.DOTALL)
-CLAIM = re.compile(r"<!-- claim: (\w+) -->")
+MARKED = re.compile(r"(<!--(table|value):(\w+)-->)(.*?)(<!--/\2-->)", re.DOTALL)
+CLAIM = re.compile(r"<!--claim:(\w+)-->")
 
 
 class Study(NamedTuple):

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 from cells import Cell
 from tables import markdown
@@ -123,44 +122,36 @@ def ratio_to(cells: Mapping[str, Cell], arm: str, base: str, target: str, clock:
 
 
 def ratios(cells: Mapping[str, Cell]) -> str:
-    """Makes the table of seconds, memory and final rewards."""
+    """Makes the table of what sets the arms apart, and of their seconds and rewards."""
     rows = []
-    for arm in (one for one in (*ARMS, *PEER_ARMS) if one not in REPEATS):
+    for arm in (*ARMS, *PEER_ARMS):
         clocks = [
             relative(clock_of(cells, arm, clock), clock_of(cells, REFERENCE, clock))
             for clock in CLOCKS
         ]
-        iterations = [iterations_to(cells, arm, target) for target in TARGETS]
         times = [
             ratio_to(cells, arm, REFERENCE, target, clock) for clock in CLOCKS for target in TARGETS
         ]
-        sizes = [cells.get(clock_name(one), {}).get("peak_memory_gib") for one in (arm, REFERENCE)]
-        rows.append(
-            [
-                f"`{arm}`",
-                len(runs_of(cells, arm)),
-                mean_reward(cells, arm),
-                *(written(found) for found in iterations),
-                *clocks,
-                *times,
-                relative(*sizes),
-            ]
-        )
+        rows.append([f"`{arm}`", changes(arm), mean_reward(cells, arm), *clocks, *times])
     columns = [
         f"reward after {COMMON}",
-        *(f"iterations to {target}" for target in TARGETS),
         *(f"iteration, {CLOCKS[clock]}" for clock in CLOCKS),
         *(f"{CLOCKS[clock]} to {target}" for clock in CLOCKS for target in TARGETS),
-        "memory",
     ]
-    return markdown(["arm", "seeds", *columns], rows)
+    return markdown(["arm", "what it is", *columns], rows)
 
 
-def written(iterations: float | None) -> str:
-    """Returns the text of a number of iterations."""
-    if iterations is None:
-        return MISSING
-    return NEVER if math.isinf(iterations) else f"{iterations:.0f}"
+def changes(arm: str) -> str:
+    """Returns what sets an arm apart from the arm that it builds on."""
+    found = settings(arm)
+    for base in ("base", "shipped"):
+        rest = [one for one in found if one not in settings(base)]
+        if arm != base and set(settings(base)) <= set(found):
+            return f"`{base}`, {' '.join(f'`{one}`' for one in rest)}"
+    return {
+        "shipped": "the bundled job with a separate LoRA and a constant rate",
+        "merged_lora": "`base`, `rollout.merge_lora=true`",
+    }.get(arm) or " ".join(f"`{one}`" for one in found)
 
 
 def rewards_after(cells: Mapping[str, Cell], arm: str, iterations: int = COMMON) -> list[float]:
@@ -172,68 +163,6 @@ def mean_reward(cells: Mapping[str, Cell], arm: str) -> str:
     """Returns the mean of these rewards."""
     found = rewards_after(cells, arm)
     return f"{statistics.mean(found):.3f}" if found else MISSING
-
-
-def ahead(cells: Mapping[str, Cell]) -> str:
-    """Makes the table of sampling ahead; ratios are to runs that sample and train by turns."""
-    arms = ("base", "ahead_1", "ahead_4")
-    header, rows = by_the_clock(cells, arms, base="base")
-    for arm, row in zip(arms, rows, strict=True):
-        row[1:1] = [len(runs_of(cells, arm))]
-        row.append(each_reward(cells, arm))
-    return markdown([header[0], "seeds", *header[1:], f"reward of each after {COMMON}"], rows)
-
-
-def both_cores(cells: Mapping[str, Cell]) -> str:
-    """Makes the table of runs that use the second core; ratios are to one process of the peer."""
-    arms = (
-        REFERENCE,
-        "peer_flow_grpo_fast_2_processes",
-        "shipped",
-        "shipped_2_processes",
-    )
-    return markdown(*by_the_clock(cells, arms, base=REFERENCE))
-
-
-def by_the_clock(
-    cells: Mapping[str, Cell], arms: Sequence[str], base: str
-) -> tuple[list[str], list[list[Any]]]:
-    """Makes the columns of a table about seconds by the clock, as ratios to one arm.
-
-    Args:
-      cells: the results.
-      arms: an arm for each row.
-      base: what they are divided by.
-
-    Returns:
-      The header, and the rows.
-    """
-    rows: list[list[Any]] = []
-    for arm in arms:
-        found = [
-            relative(clock_of(cells, arm, clock), clock_of(cells, base, clock))
-            for clock in ("wall", "cpu")
-        ]
-        to_target = [ratio_to(cells, arm, base, target, "wall") for target in TARGETS]
-        rows.append([f"`{arm}`", *found, *to_target])
-    columns = ["iteration, clock", "iteration, CPU", *(f"clock to {t}" for t in TARGETS)]
-    return ["arm", *columns], rows
-
-
-def arms(_: Mapping[str, Cell]) -> str:
-    """Makes the table of what sets the arms apart."""
-    rows = [
-        [f"`{arm}`", " ".join(f"`{one}`" for one in settings(arm)) or "nothing"]
-        for arm in (*ARMS, *PEER_ARMS)
-    ]
-    return markdown(["arm", "overrides, or script"], rows)
-
-
-def longer(cells: Mapping[str, Cell]) -> str:
-    """Names the arms whose runs go on after the common number of iterations, and to which."""
-    lengths = {run["arm"]: run["iterations"] for run in runs_in(cells)}
-    found = {arm: lengths[arm] for arm in ARMS if lengths.get(arm, COMMON) > COMMON}
-    return ", ".join(f"`{arm}` {length}" for arm, length in found.items()) or MISSING
 
 
 def level(cells: Mapping[str, Cell], arm: str, other: str) -> bool:
@@ -256,11 +185,7 @@ def each_reward(cells: Mapping[str, Cell], arm: str) -> str:
 
 ENTRIES = {
     "time_to_reward": ratios,
-    "time_to_reward_ahead": ahead,
-    "time_to_reward_both_cores": both_cores,
-    "time_to_reward_arms": arms,
     "time_to_reward_runs": lambda cells: str(len(runs_in(cells))),
-    "time_to_reward_longer": longer,
 }
 for _name, _base in (
     ("published_clip", "peer_flow_grpo_fast_tight"),
@@ -276,7 +201,6 @@ for _target in TARGETS:
         )
 for _name, _arm in (
     ("shipped", "shipped"),
-    ("first_window", "first_window"),
     ("base", "base"),
     ("fast_script", REFERENCE),
 ):

@@ -29,7 +29,7 @@ def test_the_page_uses_everything_that_a_study_offers(study: tables.Study) -> No
 
 def test_no_marker_begins_a_line_of_a_paragraph():
     """Markdown would end the paragraph there."""
-    assert re.findall(r"^<!-- (?:value|claim): \w+", TEXT, re.MULTILINE) == []
+    assert re.findall(r"^<!--(?:value|claim):\w+", TEXT, re.MULTILINE) == []
 
 
 def test_no_name_stands_for_two_things():
@@ -42,7 +42,7 @@ def test_a_wrong_number_is_found(tmp_path: Path) -> None:
         (name, entry, study) for study in STUDIES for name, entry in study.entries.items()
     )
     page = tmp_path / "evidence.md"
-    right = f"<!-- table: {name} -->\n{entry(study.cells)}\n<!-- /table -->\n"
+    right = f"<!--table:{name}-->\n{entry(study.cells)}\n<!--/table-->\n"
     page.write_text(right)
     tables.main(["--check"], [page])
     page.write_text(re.sub(r"\d", lambda digit: str(9 - int(digit[0])), right, count=1))
@@ -56,9 +56,9 @@ def test_a_wrong_conclusion_is_found():
     false = tables.Study(
         "planted", {}, {"wrong": lambda cells: False, "right": lambda cells: True}, {}
     )
-    assert tables.broken_claims(
-        "So.<!-- claim: wrong --> And so.<!-- claim: right -->", [false]
-    ) == ["wrong"]
+    assert tables.broken_claims("So.<!--claim:wrong--> And so.<!--claim:right-->", [false]) == [
+        "wrong"
+    ]
 
 
 def test_every_figure_is_there_and_every_file_is_small():
