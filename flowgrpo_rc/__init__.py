@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from flowgrpo_rc.monitoring.health import check_rollout_correction_health
     from flowgrpo_rc.report.figure import plot_rollout_correction
 
-__version__ = "0.2.0"
+__version__ = "0.9.0"
 
 __all__ = [
     "DiffusionBatch",
