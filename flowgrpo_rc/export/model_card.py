@@ -5,10 +5,12 @@ It is a function of the run's folder. Paths, hosts and secrets of the training m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jinja2 import Environment, StrictUndefined, Template
 
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.files import write_atomic
@@ -32,6 +34,7 @@ _MEASURED = (
     ("Rejected samples, fraction", "rollout_rs_seq_masked_fraction"),
     ("Effective sample size, fraction", "rollout_is_eff_sample_size"),
 )
+_DEFAULTS = {field.name: field.default for field in fields(RolloutCorrectionConfig)}
 
 
 def write_model_card(
@@ -56,22 +59,37 @@ def write_model_card(
       others: transformers beside the first, whose LoRAs lie in folders with their names.
     """
     rows = MetricsFile(run_dir / "metrics.jsonl").numbers()
-    warnings = MetricsFile(run_dir / "health.jsonl").rows()
-    paragraphs = [
-        f"# {config.trainer.experiment_name}",
-        _introduction(config, run_dir),
-        "## Held-out reward",
-        _reward(rows, config, step, averaged=config.actor.ema.enable and not raw),
-        "## How to load it",
-        _usage(config, source, others),
-        "## Training",
-        _table(("setting", "value"), _settings(config, step)),
-        "## Rollout correction",
-        _correction(config, rows, warnings),
-    ]
-    text = redact(f"---\n{_metadata(config)}\n---\n\n" + "\n\n".join(paragraphs) + "\n")
+    names, scores, evaluated = _scores(rows, step)
+    base = Path(config.model.path).name
+    correction = config.algorithm.rollout_correction
+    text = _template().render(
+        config=config,
+        text=_is_text(config),
+        metadata=_metadata(config),
+        hub_id=config.model.hub_id(),
+        base=base,
+        place=config.model.hub_id() or f"path/to/{base}",
+        source=source,
+        others=others,
+        weight_name=EXPORT_NAMES["diffusion"],
+        versions=_versions(run_dir),
+        step=step,
+        raw=raw,
+        score_names=names,
+        scores=scores,
+        evaluated=evaluated,
+        correction=correction,
+        correction_set=[
+            (key, value)
+            for key, value in asdict(correction).items()
+            if value != _DEFAULTS[key] and key != "bypass_mode"
+        ],
+        measured=_measured(rows),
+        warnings=MetricsFile(run_dir / "health.jsonl").rows(),
+        steps=len(points_of(rows, "reward/mean")),
+    )
     path = folder / CARD_NAME
-    write_atomic(path, text.encode())
+    write_atomic(path, redact(text).encode())
     return path
 
 
@@ -83,6 +101,14 @@ def check_card(folder: Path) -> None:
             f"--out {folder} holds a {CARD_NAME} that is no model card of ours: choose another "
             "folder"
         )
+
+
+def _template() -> Template:
+    language = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    path = Path(__file__).with_name("model_card.md.jinja")
+    return language.from_string(path.read_text(encoding="utf-8"))
 
 
 def _is_text(config: Config) -> bool:
@@ -103,21 +129,6 @@ def _metadata(config: Config) -> str:
     return data.to_yaml().strip()
 
 
-def _introduction(config: Config, run_dir: Path) -> str:
-    method = "GRPO" if _is_text(config) else "FlowGRPO"
-    base = config.model.hub_id()
-    of = (
-        f"[{base}](https://huggingface.co/{base})"
-        if base
-        else f"a local checkpoint, `{Path(config.model.path).name}`"
-    )
-    return (
-        f"A LoRA for {of}, trained with {method} by flowgrpo_rc{_versions(run_dir)}. Everything "
-        "below was measured in that run or set for it.\n\nNo licence is declared here: add "
-        "`license:` to the header of this file. That of the base model applies as well."
-    )
-
-
 def _versions(run_dir: Path) -> str:
     path = run_dir / "environment.json"
     if not path.is_file():
@@ -132,190 +143,35 @@ def _versions(run_dir: Path) -> str:
         return f" {packages.get('flowgrpo-rc', '')} ({', '.join(named)})"
 
 
-def _reward(rows: Sequence[Row], config: Config, step: int, *, averaged: bool) -> str:
+def _scores(
+    rows: Sequence[Row], step: int
+) -> tuple[Sequence[str], Sequence[Sequence[str]], int | None]:
+    """Returns names and rows of the table of held-out scores, and the last step that has some."""
     evaluations = [row for row in rows if row.get("val/reward") is not None and row["step"] <= step]
     if not evaluations:
-        return "The run was not evaluated."
-    first = evaluations[0]
-    last = evaluations[-1]
+        return (), (), None
+    first, last = evaluations[0], evaluations[-1]
     names = [name for name in sorted(last) if name.startswith("val/") and last[name] is not None]
     names.sort(key=lambda name: name != "val/reward")
-    held_out = config.rollout.val_kwargs
-    count = "all" if held_out.n is None else f"at most {held_out.n}"
-    if not _is_text(config):
-        how = f"{held_out.num_inference_steps} ODE steps"
-    elif held_out.temperature:
-        how = f"temperature {held_out.temperature:g}"
-    else:
-        how = "the likeliest answers"
-    notes = [f"On {count} prompts of the held-out file, one sample each, {how}, fixed seeds."]
+    before = "before" if first["step"] == 0 else f"step {first['step']}"
+    columns = {before: first, f"after step {last['step']}": last}
     if first is last:
-        columns: tuple[str, ...] = ("score", f"step {first['step']}")
-        table = _table(
-            columns, [(name.removeprefix("val/"), _number(last[name])) for name in names]
-        )
-    else:
-        columns = (
-            "score",
-            "before" if first["step"] == 0 else f"step {first['step']}",
-            f"after step {last['step']}",
-        )
-        cells = [
-            (name.removeprefix("val/"), _number(first.get(name)), _number(last[name]))
-            for name in names
-        ]
-        table = _table(columns, cells)
-    if last["step"] != step:
-        notes.append(f"These weights are those of step {step}, which was not evaluated.")
-    if not averaged and config.actor.ema.enable:
-        notes.append("The scores are those of the averaged weights; this file holds the last ones.")
-    return f"{table}\n\n{' '.join(notes)}"
-
-
-def _usage(config: Config, source: str, others: Sequence[str]) -> str:
-    """Returns a program that runs where the base model and this folder are."""
-    base = config.model.hub_id() or f"path/to/{Path(config.model.path).name}"
-    if _is_text(config):
-        return _code(
-            "from peft import PeftModel",
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
-            "",
-            f'model = AutoModelForCausalLM.from_pretrained("{base}")',
-            f'model = PeftModel.from_pretrained(model, "{source}")',
-            f'tokenizer = AutoTokenizer.from_pretrained("{base}")',
-        )
-    pipeline = config.rollout.pipeline
-    held_out = config.rollout.held_out_spec()
-    given: dict[str, float | None] = {
-        "height": pipeline.height,
-        "width": pipeline.width,
-        "num_frames": pipeline.num_frames,
-        "num_inference_steps": held_out.num_inference_steps,
-        "guidance_scale": held_out.guidance_scale,
-        "guidance_scale_2": held_out.guidance_scale_2,
-        "true_cfg_scale": held_out.true_cfg_scale,
-        "max_sequence_length": pipeline.max_sequence_length,
-    }
-    place = f'"{source}", weight_name="{EXPORT_NAMES["diffusion"]}"'
-    options = [f"    {name}={value}," for name, value in given.items() if value is not None]
-    makes_video = pipeline.num_frames is not None
-    name = "video" if makes_video else "image"
-    output = "frames[0]" if makes_video else "images[0]"
-    program = _code(
-        "from diffusers import DiffusionPipeline",
-        "",
-        f'pipe = DiffusionPipeline.from_pretrained("{base}")',
-        f"pipe.load_lora_weights({place})",
-        *(
-            f'pipe.load_lora_weights({place}, subfolder="{name}", load_into_{name}=True)'
-            for name in others
-        ),
-        f"{name} = pipe(",
-        '    "a prompt",',
-        *options,
-        f").{output}",
-    )
-    return f"In stock diffusers, with the sampler of the evaluation:\n\n{program}"
-
-
-def _settings(config: Config, step: int) -> list[tuple[str, str]]:
-    model = config.model
-    rollout = config.rollout
-    actor = config.actor
-    algorithm = config.algorithm
-    optim = actor.optim
-    per_step = config.data.train_batch_size * rollout.n
-    terms = {name: term for name, term in config.reward.terms.items() if term is not None}
-    rows = [
-        ("steps", f"{step} of {config.trainer.total_training_steps}, each of {per_step} samples"),
-        ("samples per prompt", str(rollout.n)),
-        (
-            "rewards, weight",
-            ", ".join(f"{name} {term.get('weight', 1.0):g}" for name, term in terms.items()),
-        ),
-        ("advantages", algorithm.adv_estimator),
-        ("LoRA rank, alpha", f"{model.lora_rank}, {model.lora_alpha}"),
-        ("optimizer, learning rate", f"{optim.name}, {optim.lr:g} ({optim.lr_scheduler})"),
-        ("averaged weights", f"decay {actor.ema.decay:g}" if actor.ema.enable else "no"),
-        ("KL to the base model", f"{actor.kl_loss_coef:g}" if actor.use_kl_loss else "no"),
-        ("precision of rollout, of training", f"{rollout.spec().dtype}, {model.dtype}"),
-        ("seed", str(config.trainer.seed)),
+        columns = {f"step {first['step']}": first}
+    table = [
+        (name.removeprefix("val/"), *(_number(row.get(name)) for row in columns.values()))
+        for name in names
     ]
-    if _is_text(config):
-        loss = actor.token_loss
-        return [
-            *rows,
-            ("loss", f"{loss.loss_mode}, clip {loss.clip_ratio_low:g} / {loss.clip_ratio_high:g}"),
-        ]
-    pipeline = rollout.pipeline
-    algo = rollout.algo
-    size, first, last = rollout.window()
-    if size == 0:
-        options = actor.diffusion_loss.options
-        told = [f"{name} {value}" for name, value in options.items()]
-        return [
-            *rows,
-            ("loss", ", ".join([actor.diffusion_loss.loss_mode, *told])),
-            ("size", f"{pipeline.width} x {pipeline.height}"),
-            ("sampler of the rollout", f"the ODE, {pipeline.num_inference_steps} steps"),
-            ("noise levels of a sample", str(config.trained_steps())),
-        ]
-    return [
-        *rows,
-        (
-            "loss",
-            f"{actor.diffusion_loss.loss_mode}, clip_ratio {actor.diffusion_loss.clip_ratio}",
-        ),
-        ("size", f"{pipeline.width} x {pipeline.height}"),
-        (
-            "sampler of the rollout",
-            f"{algo.sde_type}, {pipeline.num_inference_steps} steps, noise {algo.noise_level:g}",
-        ),
-        ("stochastic steps", f"{size} of the steps {first} to {last - 1}"),
-    ]
+    return ("score", *columns), table, last["step"]
 
 
-def _correction(config: Config, rows: Sequence[Row], warnings: Sequence[Mapping[str, Any]]) -> str:
-    """Tells what was set and what was measured about the mismatch of rollout and training."""
-    correction = config.algorithm.rollout_correction
-    mode = (
-        "bypass mode: the old policy is the rollout's"
-        if correction.corrects_in_loss
-        else "decoupled mode: the old policy is the training graph's before each update"
-    )
-    set_here = {
-        key: value
-        for key, value in asdict(correction).items()
-        if value != _DEFAULTS[key] and key != "bypass_mode"
-    }
-    words = ", ".join(f"`{key}={value}`" for key, value in set_here.items())
-    measured = []
+def _measured(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
+    """Returns title, mean and largest value of what the run measured of the mismatch."""
+    found = []
     for title, name in _MEASURED:
         values = [value for line in series_of(rows, (name,)) for value in line.values()]
         if values:
-            measured.append((title, f"{sum(values) / len(values):.3g}", f"{max(values):.3g}"))
-    text = f"In {mode}{f'; {words}' if words else ''}."
-    if measured:
-        text += f"\n\n{_table(('measured in each step', 'mean over steps', 'largest'), measured)}"
-    else:
-        text += " The run has measured no mismatch."
-    said = [f"- step {row['step']}: {row['message']}" for row in warnings]
-    steps = len(points_of(rows, "reward/mean"))
-    if said:
-        return text + f"\n\nHealth warnings in {steps} steps:\n\n" + "\n".join(said)
-    return text + f"\n\nNo health warning in {steps} steps."
-
-
-_DEFAULTS = {field.name: field.default for field in fields(RolloutCorrectionConfig)}
-
-
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [names, ["---"] * len(names), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
-
-
-def _code(*lines: str) -> str:
-    return "\n".join(("```python", *lines, "```"))
+            found.append((title, f"{sum(values) / len(values):.3g}", f"{max(values):.3g}"))
+    return found
 
 
 def _number(value: float | None) -> str:
