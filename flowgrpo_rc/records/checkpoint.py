@@ -59,14 +59,9 @@ class Checkpoint:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
-    """Writes `folder/step_N` and deletes all but the newest `keep` checkpoints.
+    """Writes `folder/step_N` and deletes all but the newest `keep` checkpoints, this one included.
 
     A failure leaves every older checkpoint as it was, and no incomplete one.
-
-    Args:
-      folder: the folder of all checkpoints.
-      checkpoint: what to write.
-      keep: how many checkpoints to keep, this one included.
 
     Raises:
       CheckpointError: the disk refuses, or weights, moments or averages are not finite.
@@ -91,6 +86,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
         _write_json(
             partial / _MANIFEST, {path.name: _sha256(path) for path in sorted(partial.iterdir())}
         )
+        # The rename may reach the disk before the files do, so these are synced first.
         for path in [*partial.iterdir(), partial]:
             _fsync(path)
         if final.exists():
@@ -118,20 +114,12 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def set_aside_after(folder: Path, step: int) -> list[Path]:
-    """Renames the checkpoints of later steps, which were found damaged, to `damaged_step_N_1`.
-
-    Args:
-      folder: the folder of all checkpoints.
-      step: the last step that a run goes on from.
-
-    Returns:
-      Their new paths.
-    """
-    later = [path for path in list_checkpoints(folder) if _step_of(path) > step]
+    """Renames the checkpoints of later steps, which were found damaged; returns their new paths."""
     moved = []
-    for path in later:
-        free = (folder / f"damaged_{path.name}_{number}" for number in count(1))
-        moved.append(path.rename(next(target for target in free if not target.exists())))
+    for path in list_checkpoints(folder):
+        if _step_of(path) > step:
+            free = (folder / f"damaged_{path.name}_{number}" for number in count(1))
+            moved.append(path.rename(next(target for target in free if not target.exists())))
     return moved
 
 
@@ -163,15 +151,10 @@ def load_checkpoint(path: Path) -> Checkpoint:
 def check_tensors(
     stem: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
-    """Returns tensors of a checkpoint after a check that a run can take them over.
-
-    Args:
-      stem: of their file.
-      found: name -> tensor.
-      expected: the same names, with tensors of the same shapes and dtypes.
+    """Returns tensors of a checkpoint whose names, shapes and dtypes are the expected ones.
 
     Raises:
-      CheckpointError: names the first difference.
+      CheckpointError: names the file, which is `stem`, and the first difference.
     """
     if found.keys() != expected.keys():
         different = sorted(found.keys() ^ expected.keys())
@@ -190,10 +173,9 @@ def check_tensors(
 
 
 def not_finite(tensors: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-    """Returns the tensors that hold a number that is not finite, as `stem/name`.
+    """Returns the tensors, by stem and name, that hold a number that is not finite.
 
-    Args:
-      tensors: stem -> name -> tensor. If all are finite, they are read with one transfer.
+    If all are finite, they are read with one transfer.
     """
     named = {
         f"{stem}/{name}": tensor

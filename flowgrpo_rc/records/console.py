@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console as RichConsole
@@ -104,14 +104,12 @@ class Console:
         """Prints the held-out metrics before and after training; "-" where one side has none."""
         if self._quiet:
             return
-        table = Table(title="held-out evaluation", title_justify="left")
-        table.add_column("metric")
-        for name in ("before", "after", "change"):
-            table.add_column(name, justify="right")
-        for name in (*after, *(name for name in before if name not in after)):
-            table.add_row(
-                name.removeprefix("val/"), *_comparison(before.get(name), after.get(name))
-            )
+        table = _table("held-out evaluation", ("metric", "before", "after", "change"))
+        for name in dict.fromkeys((*after, *before)):
+            first, last = before.get(name), after.get(name)
+            change = "-" if first is None or last is None else f"{last - first:+.4f}"
+            numbers = ["-" if value is None else f"{value:.4f}" for value in (first, last)]
+            table.add_row(name.removeprefix("val/"), *numbers, change)
         self._rich.print(table)
 
     def suite_table(
@@ -120,19 +118,11 @@ class Console:
         comparisons: Mapping[str, PolicyComparison],
         groups: Mapping[str, PolicyComparison],
     ) -> None:
-        """Prints what two policies got in a suite, and their difference with its interval.
-
-        Args:
-          name: name of the suite.
-          comparisons: by column of the scores.
-          groups: comparisons of the weighted sum, by group.
-        """
+        """Prints what two policies got in a suite, by score and by group of prompts."""
         if self._quiet:
             return
-        table = Table(title=f"suite {name}", title_justify="left")
-        table.add_column("score")
-        for column in ("prompts", "base", "LoRA", "change", "95% interval"):
-            table.add_column(column, justify="right")
+        columns = ("score", "prompts", "base", "LoRA", "change", "95% interval")
+        table = _table(f"suite {name}", columns)
         for row, found in [*comparisons.items(), *groups.items()]:
             change = found.change
             interval = f"{change.low:+.4f} to {change.high:+.4f}"
@@ -165,13 +155,11 @@ class Console:
         return f"  eta {_duration(seconds)}"
 
 
-def _comparison(before: float | None, after: float | None) -> tuple[str, str, str]:
-    change = "-" if before is None or after is None else f"{after - before:+.4f}"
-    return _number(before), _number(after), change
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left")
+    return table
 
 
 def _duration(seconds: float) -> str:

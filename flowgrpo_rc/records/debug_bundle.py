@@ -13,6 +13,15 @@ from torch import Tensor
 from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.files import write_atomic
 
+_COLUMNS = (
+    "seed",
+    "policy_version",
+    "advantages",
+    "rollout_log_probs",
+    "old_log_probs",
+    "rejection_mask",
+)
+
 
 def write_bundle(
     path: Path, step: int, batch: Batch, tensors: Mapping[str, Mapping[str, Tensor]]
@@ -27,18 +36,10 @@ def write_bundle(
       batch: the samples of this process, with advantages.
       tensors: stem -> name -> weight, moment or average.
     """
-    columns = {
-        "slot": batch.group,
-        "seed": batch.seed,
-        "policy_version": batch.policy_version,
-        "advantages": batch.advantages,
-        "rollout_log_probs": batch.rollout_log_probs,
-        "old_log_probs": batch.old_log_probs,
-        "rejection_mask": batch.rejection_mask,
-    }
     content = {
         "step": step,
-        "samples": {name: _plain(column) for name, column in columns.items()},
+        "samples": {"slot": _plain(batch.group)}
+        | {name: _plain(getattr(batch, name)) for name in _COLUMNS},
         "norms": {
             f"{stem}/{name}": _number(float(tensor.double().norm()))
             for stem, group in tensors.items()

@@ -22,25 +22,14 @@ _SUFFIXES = (".json", _WEIGHTS, ".txt", ".model")  # of a model's folder
 
 
 class Input(NamedTuple):
-    """Holds where something is that a run reads, and a digest of it.
-
-    Attributes:
-      path: where it is, for messages.
-      digest: a SHA-256 of its content.
-    """
+    """Where something is that a run reads, for messages, and a SHA-256 of its content."""
 
     path: str
     digest: str
 
 
 def prompts_input(paths: Sequence[Path], prompts: Sequence[Prompt]) -> Input:
-    """Returns the input of prompts as they were read, whatever the format of their files, with the
-    content of their images.
-
-    Args:
-      paths: the files.
-      prompts: their prompts, in order.
-    """
+    """Returns the input of prompts as they were read from files, with the content of images."""
     found = hashlib.sha256()
     for prompt in prompts:
         row: list[object] = [prompt.text, prompt.target, prompt.negative_text, prompt.metadata]
@@ -51,12 +40,7 @@ def prompts_input(paths: Sequence[Path], prompts: Sequence[Prompt]) -> Input:
 
 
 def model_inputs(key: str, folder: Path) -> dict[str, Input]:
-    """Returns the descriptions, weights and vocabularies in a model's folder and those below it.
-
-    Args:
-      key: the setting that names the folder.
-      folder: the folder.
-    """
+    """Returns the descriptions, weights and vocabularies in the folder that a setting names."""
     paths = sorted((*folder.glob("*"), *folder.glob("*/*")))
     return {
         f"{key}/{path.relative_to(folder).as_posix()}": file_input(path)
@@ -83,13 +67,7 @@ def file_input(path: Path) -> Input:
 
 
 def write_inputs(path: Path, inputs: Mapping[str, Input], *, keep: bool = True) -> None:
-    """Writes the digests of inputs.
-
-    Args:
-      path: the file to write.
-      inputs: by name.
-      keep: keep those that the file holds of others.
-    """
+    """Writes the digests of inputs; `keep` keeps those that the file holds of others."""
     digests = _read(path) if keep else {}
     digests |= {name: found.digest for name, found in inputs.items()}
     write_atomic(path, json.dumps(digests, indent=1, sort_keys=True).encode())
@@ -118,13 +96,7 @@ def changed_inputs(path: Path, inputs: Mapping[str, Input]) -> list[str]:
 
 
 def same_content(path: Path, key: str, inputs: Mapping[str, Input]) -> bool:
-    """Returns whether what a setting names is what `write_inputs` saw.
-
-    Args:
-      path: what `write_inputs` wrote.
-      key: the setting, such as `model.path`.
-      inputs: those of all settings, by name.
-    """
+    """Returns whether what a setting such as `model.path` names is what `write_inputs` saw."""
     here = {name: found.digest for name, found in of_setting(key, inputs).items()}
     return bool(here) and here == of_setting(key, _read(path))
 

@@ -42,11 +42,7 @@ class MetricsFile:
             raise _unwritable(self.path, error) from error
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns all rows in file order; [] if there is no file.
-
-        Raises:
-          ValueError: a line before the last one is damaged.
-        """
+        """Returns all rows; [] without a file. ValueError if a line before the last is damaged."""
         return [row for row, _ in self._lines()]
 
     def numbers(self) -> list[dict[str, Any]]:
@@ -102,6 +98,7 @@ class MetricsFile:
     def _drop_torn_line(self) -> None:
         if not self.path.is_file() or self.path.stat().st_size == 0:
             return
+        # Only the last byte is read, since the file may be large.
         with self.path.open("rb") as file:
             file.seek(-1, os.SEEK_END)
             if file.read(1) == b"\n":

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 
 from flowgrpo_rc.batch import Batch, Rewards, Spec
 from flowgrpo_rc.files import write_atomic
@@ -27,13 +27,7 @@ _FILES = "step_*_process_*_of_*.safetensors"
 
 
 class SavedRollout(NamedTuple):
-    """One process's samples of one step.
-
-    Attributes:
-      batch: the samples.
-      rewards: their rewards.
-      origin: what else a reader has to agree with; see `Task.origin`.
-    """
+    """One process's samples of one step; a reader has to agree with the origin (`Task.origin`)."""
 
     batch: Batch
     rewards: Rewards
@@ -41,14 +35,7 @@ class SavedRollout(NamedTuple):
 
 
 def rollout_path(folder: Path, step: int, rank: int, count: int) -> Path:
-    """Returns the file of one process's samples of one step.
-
-    Args:
-      folder: the folder of all saved rollouts.
-      step: the training step.
-      rank: number of the process.
-      count: number of processes.
-    """
+    """Returns the file of one process's samples of one step."""
     return folder / f"step_{step:06d}_process_{rank}_of_{count}.safetensors"
 
 
@@ -80,16 +67,11 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def keeps_means(folder: Path) -> bool:
-    """Returns whether saved rollouts hold the means of their steps.
+    """Returns whether the first rollout of a run's folder, or its rollouts/, holds means of steps.
 
-    Args:
-      folder: a run's, or its rollouts/.
-
-    Returns:
-      Whether the first file does; False if there is none, or if it is damaged.
+    False if there is none, or if it is damaged.
     """
-    inside = folder / "rollouts"
-    files = sorted((inside if inside.is_dir() else folder).glob(_FILES))
+    files = sorted(_inside(folder).glob(_FILES))
     try:
         with safe_open(files[0], framework="pt") as file:
             return "prev_sample_mean" in file.keys()  # noqa: SIM118, the file is no mapping
@@ -101,24 +83,16 @@ def load_rollout(path: Path, device: torch.device) -> SavedRollout:
     """Reads a rollout back, bit for bit. ValueError if the file is damaged or something else."""
     header = read_header(path)
     try:
-        with safe_open(path, framework="pt") as file:
-            names = file.keys()  # the file is no mapping, so it cannot be iterated itself
-            tensors = {name: file.get_tensor(name) for name in names}
-        columns = {
-            name: value.to(device)
-            for name, value in tensors.items()
-            if not name.startswith(_REWARD)
-        }
-        prefix = f"{_REWARD}parts/"
-        parts = {
-            name.removeprefix(prefix): values
-            for name, values in tensors.items()
-            if name.startswith(prefix)
-        }
-        rewards = Rewards(
-            total=tensors[f"{_REWARD}total"], valid=tensors[f"{_REWARD}valid"], parts=parts
-        )
+        columns, scores = {}, {}
+        for name, tensor in load_file(path).items():
+            if name.startswith(_REWARD):
+                scores[name.removeprefix(_REWARD)] = tensor
+            else:
+                columns[name] = tensor.to(device)
+        total, valid = scores.pop("total"), scores.pop("valid")
+        parts = {name.removeprefix("parts/"): values for name, values in scores.items()}
         batch = unpack(PackedBatch(header, columns))
+        rewards = Rewards(total=total, valid=valid, parts=parts)
         return SavedRollout(batch, rewards, header["origin"])
     except (SafetensorError, KeyError, TypeError) as error:
         raise ValueError(
@@ -127,10 +101,8 @@ def load_rollout(path: Path, device: torch.device) -> SavedRollout:
 
 
 def replay_files(folder: Path, rank: int, count: int) -> list[Path]:
-    """The saved steps of a process, in order; all processes must have all of them. `folder` is a
-    run's, or its rollouts/."""
-    inside = folder / "rollouts"
-    folder = inside if inside.is_dir() else folder
+    """Returns the saved steps of a process, in order; all processes must have all of them."""
+    folder = _inside(folder)
     found = {path.name for path in folder.glob(_FILES)}
     if not found:
         name = rollout_path(folder, 1, rank, count).name
@@ -155,11 +127,15 @@ def replay_files(folder: Path, rank: int, count: int) -> list[Path]:
 
 
 def recorded_processes(folder: Path) -> int:
-    """Returns how many processes saved the rollouts of a run's folder, or its rollouts/; 1 if there
-    are none.
-    """
-    names = [path.stem for path in folder.glob("**/step_*_process_*_of_*.safetensors")]
+    """Returns how many processes saved the rollouts of a folder; 1 if there are none."""
+    names = [path.stem for path in folder.glob(f"**/{_FILES}")]
     return int(names[0].rpartition("_")[2]) if names else 1
+
+
+def _inside(folder: Path) -> Path:
+    """Returns the folder of rollouts, given that or the folder of its run."""
+    inside = folder / "rollouts"
+    return inside if inside.is_dir() else folder
 
 
 def check_headers(paths: Sequence[Path], spec: Spec, origin: Mapping[str, Any]) -> None:
@@ -210,9 +186,6 @@ def check_contents(
       samples: samples of a step on this process.
       group_size: samples of a prompt, `rollout.n`.
       terms: rewards that must be known one by one.
-
-    Raises:
-      ValueError: names the file, what it has and which key to change.
     """
     lacking = sorted(set(terms) - set(rewards.parts))
     if lacking:

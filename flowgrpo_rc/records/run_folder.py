@@ -149,19 +149,16 @@ class RunFolder:
         processes: int,
         inputs: Mapping[str, Input],
     ) -> None:
-        """Writes config.yaml, environment.json and inputs.json.
+        """Writes config.yaml without secrets, environment.json and inputs.json.
 
         Args:
-          config: the resolved configuration. Secrets are removed from it, and paths of bundled
-            files become `${asset:NAME}`, so that the folder can be used elsewhere.
+          config: the resolved configuration.
           device: the device of the main process.
           processes: number of processes.
           inputs: what decides what is trained, by name.
-
-        Raises:
-          OSError: the folder cannot be made.
         """
         self.root.mkdir(parents=True, exist_ok=True)
+        # Paths of bundled files become `${asset:NAME}`, so that the folder can be used elsewhere.
         portable = with_references(redact(config))
         write_atomic(self.config, yaml.safe_dump(portable, sort_keys=False).encode())
         write_inputs(self.inputs, inputs)
@@ -215,15 +212,7 @@ class RunFolder:
             raise self._other_run([*settings, *contents], settings=bool(settings))
 
     def check_same_inputs(self, inputs: Mapping[str, Input], *, accept: bool) -> list[str]:
-        """Returns what is no longer as the run began with it, in words.
-
-        Args:
-          inputs: what decides what is trained, by name.
-          accept: allow it.
-
-        Raises:
-          ValueError: names the inputs whose content differs, unless that is accepted.
-        """
+        """Returns what has changed since the run began; ValueError unless that is accepted."""
         changed = changed_inputs(self.inputs, inputs)
         if changed and not accept:
             raise self._other_run(changed, settings=False)

@@ -38,15 +38,7 @@ class RunLog:
         speed: SpeedWatch,
         observers: Sequence[Observer] = (),
     ) -> None:
-        """Opens the files of a run's folder.
-
-        Args:
-          folder: the run's folder.
-          console: tells the user.
-          trackers: tell wandb and tensorboard.
-          speed: says when steps become slow.
-          observers: called with the number and the metrics of each step, when all else is written.
-        """
+        """Opens the files of a run's folder; observers are called when all else is written."""
         self.console = console
         self.trackers = trackers
         self._speed = speed
@@ -57,13 +49,7 @@ class RunLog:
         self._missed: set[str] = set()
 
     def write(self, step: int, metrics: Mapping[str, float], warnings: Sequence[str]) -> None:
-        """Writes a step down, on the main process.
-
-        Args:
-          step: the step; 0 is the evaluation before the first one.
-          metrics: numbers by name.
-          warnings: what the health check says of the step.
-        """
+        """Writes metrics and health warnings of a step down, on the main process."""
         self._rows.append(step, metrics)
         self.trackers.log(step, metrics)
         self.console.step(step, metrics)
@@ -84,13 +70,7 @@ class RunLog:
                 self._rejected.append(step, row)
 
     def image(self, step: int, name: str, draw: Callable[[], Image.Image | None]) -> None:
-        """Has a picture written, and gives it to the trackers.
-
-        Args:
-          step: the step.
-          name: name of the picture in the trackers.
-          draw: writes the picture's files and returns it, or None if there is none.
-        """
+        """Has a picture written by `draw`, and gives what that returns to the trackers."""
         with self.spared(name):
             image = draw()
             if image is not None:

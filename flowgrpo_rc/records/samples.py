@@ -54,8 +54,12 @@ class Shown(NamedTuple):
     @classmethod
     def of(cls, samples: Any, prompts: Sequence[Prompt]) -> Shown:
         """Takes what is kept of a chunk's samples: images, videos or texts; None if not decoded."""
+        if samples is None:
+            return cls(prompts, [None] * len(prompts))
         facts = PictureFacts.of(samples) if isinstance(samples, np.ndarray) else None
-        return cls(prompts, thumbnails(samples, len(prompts)), facts)
+        return cls(
+            prompts, [one if isinstance(one, str) else thumbnail(one) for one in samples], facts
+        )
 
     @classmethod
     def join(cls, chunks: Sequence[Shown]) -> Shown:
@@ -69,13 +73,7 @@ class Shown(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One sample of a grid.
-
-    Attributes:
-      image: its picture.
-      subject: its caption without the last word.
-      score: the last word of its caption.
-    """
+    """One sample of a grid; the score is the last word of its caption, the subject the rest."""
 
     image: Image.Image
     subject: str
@@ -99,8 +97,6 @@ def image_grid(
             f"image_grid: images are {images.dtype} {images.shape}; expected uint8 [N, H, W, 3] "
             "with N > 0"
         )
-    if len(captions) != len(images):
-        raise ValueError(f"image_grid: {len(images)} images but {len(captions)} captions")
     tiles = [_resized(Image.fromarray(image), scale) for image in images]
     columns = min(columns, len(tiles))
     rows = -(-len(tiles) // columns)
@@ -168,29 +164,10 @@ def thumbnail(sample: np.ndarray) -> np.ndarray:
     return sample if factor == 1 else np.asarray(Image.fromarray(sample).reduce(factor))
 
 
-def thumbnails(samples: Any, number: int) -> list[np.ndarray | str | None]:
-    """Returns what people may see of each sample: a thumbnail, the text, or None if not decoded.
-
-    Args:
-      samples: images, videos or texts; None if nothing was decoded.
-      number: how many samples there are.
-    """
-    if samples is None:
-        return [None] * number
-    return [sample if isinstance(sample, str) else thumbnail(sample) for sample in samples]
-
-
 def save_grid(
     path: Path, images: np.ndarray, captions: Sequence[str], *, columns: int = 8
 ) -> Image.Image:
-    """Writes `image_grid` as a PNG, whole or not at all, and returns it.
-
-    Args:
-      path: the file.
-      images: uint8, [N, H, W, 3].
-      captions: one for each image.
-      columns: images in a row, at most.
-    """
+    """Writes `image_grid` as a PNG, whole or not at all, and returns it."""
     grid = image_grid(images, captions, columns=columns)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, png_bytes(grid))
@@ -209,14 +186,9 @@ def png_bytes(picture: np.ndarray | Image.Image) -> bytes:
 
 
 def with_sources(images: np.ndarray, prompts: Sequence[Prompt]) -> np.ndarray:
-    """Puts the first condition image of each prompt to the left of its sample.
+    """Puts the first condition image of each prompt to the left of its sample, [N, H, 2 W, 3].
 
-    Args:
-      images: uint8, [N, H, W, 3].
-      prompts: the prompt of each, [N].
-
-    Returns:
-      uint8, [N, H, 2 W, 3]; the images as they are if a prompt has no condition image.
+    The images stay as they are if a prompt has no condition image.
     """
     if not all(prompt.images for prompt in prompts):
         return images
@@ -234,20 +206,9 @@ def film_strips(videos: np.ndarray) -> np.ndarray:
     return np.concatenate([videos[:, frame] for frame in (0, last // 2, last)], axis=2)
 
 
-def save_animation(
-    path: Path, videos: np.ndarray, captions: Sequence[str], *, columns: int = 8
-) -> None:
-    """Writes the grids of all frames as an animated WebP, whole or not at all.
-
-    Args:
-      path: the file.
-      videos: uint8, [N, F, H, W, 3].
-      captions: one for each video.
-      columns: videos in a row, at most.
-    """
-    first, *rest = (
-        image_grid(videos[:, frame], captions, columns=columns) for frame in range(videos.shape[1])
-    )
+def save_animation(path: Path, videos: np.ndarray, captions: Sequence[str]) -> None:
+    """Writes grids of all frames of videos [N, F, H, W, 3] as an animated WebP, or nothing."""
+    first, *rest = (image_grid(videos[:, frame], captions) for frame in range(videos.shape[1]))
     buffer = io.BytesIO()
     duration = round(1000 / _FRAMES_PER_SECOND)
     first.save(buffer, format="WEBP", save_all=True, append_images=rest, duration=duration, loop=0)

@@ -27,12 +27,7 @@ class SpeedWatch:
         self._is_slow = False
 
     def notice(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Returns what to tell the user when steps begin to be slow; None otherwise.
-
-        Args:
-          step: the step.
-          metrics: its metrics; those of an evaluation alone have no speed.
-        """
+        """Returns what to tell the user when steps begin to be slow; None otherwise."""
         if SPEED not in metrics:
             return None
         earlier, was_slow = self._rows, self._is_slow
@@ -44,9 +39,11 @@ class SpeedWatch:
         if was_slow or not self._is_slow:
             return None
         phase, now, before = _slowest(metrics, earlier)
+        # Two digits, without an exponent.
+        made, often = (f"{float(f'{speed:.2g}'):g}" for speed in (metrics[SPEED], usual))
         return (
-            f"slow: step {step} made {_rounded(metrics[SPEED])} samples/s, less than a third of "
-            f"the median of this run, {_rounded(usual)}. Most of it went into "
+            f"slow: step {step} made {made} samples/s, less than a third of "
+            f"the median of this run, {often}. Most of it went into "
             f"{phase} ({now:.1f} s, before {before:.1f} s). {self._advice(phase)} ({_PAGE})"
         )
 
@@ -64,17 +61,10 @@ class SpeedWatch:
         )
 
 
-def _rounded(speed: float) -> str:
-    return f"{float(f'{speed:.2g}'):g}"  # two digits, without an exponent
-
-
 def _slowest(
     metrics: Mapping[str, float], earlier: list[Mapping[str, float]]
 ) -> tuple[str, float, float]:
-    """Returns the phase of a step that took most time beyond its median, its time and the median.
-
-    It is the whole step if no phase of it is known.
-    """
+    """Returns the phase that took most time beyond its median, its time and the median."""
     usual = {
         name: median(row.get(name, 0.0) for row in earlier)
         for name in metrics

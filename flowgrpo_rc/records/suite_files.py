@@ -17,18 +17,11 @@ from flowgrpo_rc.reading import blaming, read_mapping
 BASE = "base"  # ending of the names of sample files
 TUNED = "lora"
 _VALUES = ("mean", "low", "high")
+_POLICIES = ("base", "tuned", "change")
 
 
 class StoredResult(NamedTuple):
-    """A result as it was written.
-
-    Attributes:
-      name: name of the suite.
-      prompts: number of prompts.
-      seeds: samples of each.
-      comparisons: by column.
-      groups: comparisons of the weighted sum, by group.
-    """
+    """A result as it was written: `seeds` samples of each prompt, compared by column and group."""
 
     name: str
     prompts: int
@@ -43,13 +36,7 @@ def sample_stem(folder: Path, name: str, policy: str) -> Path:
 
 
 def write_suite_result(folder: Path, suite: Suite, result: SuiteResult) -> None:
-    """Writes the result of a suite, in place of an older one.
-
-    Args:
-      folder: `suites` of a run's folder; made if it is not there.
-      suite: the suite.
-      result: what the two policies got.
-    """
+    """Writes what the two policies got in a suite, in place of an older result."""
     folder.mkdir(exist_ok=True)
     row = {
         "suite": suite.name,
@@ -60,7 +47,10 @@ def write_suite_result(folder: Path, suite: Suite, result: SuiteResult) -> None:
         "groups": _written(result.groups),
         "texts": [prompt.text for prompt in suite.prompts],
         "scores": {
-            policy: {name: _lists(values) for name, values in scores.columns.items()}
+            policy: {
+                name: [_finite(row) for row in values.tolist()]
+                for name, values in scores.columns.items()
+            }
             for policy, scores in ((BASE, result.base), (TUNED, result.tuned))
         },
     }
@@ -68,14 +58,7 @@ def write_suite_result(folder: Path, suite: Suite, result: SuiteResult) -> None:
 
 
 def read_suite_results(folder: Path) -> Iterator[StoredResult]:
-    """Reads the results of all suites, sorted by name.
-
-    Args:
-      folder: `suites` of a run's folder; need not exist.
-
-    Raises:
-      ValueError: a file is damaged.
-    """
+    """Reads the results of all suites, sorted by name; ValueError if a file is damaged."""
     for path in sorted(folder.glob("*.json")):
         row = read_mapping(path)
         with blaming(path):
@@ -91,26 +74,20 @@ def read_suite_results(folder: Path) -> Iterator[StoredResult]:
 def _written(comparisons: Mapping[str, PolicyComparison]) -> dict[str, Any]:
     return {
         name: {
-            "base": _numbers(found.base),
-            "tuned": _numbers(found.tuned),
-            "change": _numbers(found.change),
+            **{
+                key: dict(zip(_VALUES, _finite(getattr(found, key)), strict=True))
+                for key in _POLICIES
+            },
             "count": found.num_prompts,
         }
         for name, found in comparisons.items()
     }
 
 
-def _numbers(estimate: Estimate) -> dict[str, float | None]:
-    return dict(zip(_VALUES, _finite(estimate), strict=True))
-
-
 def _read(rows: Mapping[str, Any]) -> dict[str, PolicyComparison]:
     return {
         str(name): PolicyComparison(
-            _estimate(row["base"]),
-            _estimate(row["tuned"]),
-            _estimate(row["change"]),
-            int(row["count"]),
+            **{key: _estimate(row[key]) for key in _POLICIES}, num_prompts=int(row["count"])
         )
         for name, row in rows.items()
     }
@@ -118,10 +95,6 @@ def _read(rows: Mapping[str, Any]) -> dict[str, PolicyComparison]:
 
 def _estimate(row: Mapping[str, Any]) -> Estimate:
     return Estimate(*(math.nan if row[name] is None else float(row[name]) for name in _VALUES))
-
-
-def _lists(values: Any) -> list[list[float | None]]:
-    return [_finite(row) for row in values.tolist()]
 
 
 def _finite(values: Any) -> list[float | None]:

@@ -101,6 +101,8 @@ class Trackers:
         first_step: int = 0,
     ) -> None:
         self._running: dict[str, GeneralTracker] = {}
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
         names = [str(name) for name in accelerator.log_with] if accelerator.is_main_process else []
         safe = _shared(config)
         for name in names:
@@ -109,7 +111,10 @@ class Trackers:
                 options = _options(name, experiment_name, run_dir, id_file, first_step)
                 if name == "wandb":
                     options["config"] = safe
-                tracker = _started(name, project_name, accelerator.logging_dir, options)
+                kind = LOGGER_TYPE_TO_CLASS[name]
+                place = [accelerator.logging_dir] if kind.requires_logging_directory else []
+                tracker = kind(project_name, *place, **options)
+                tracker.start()
                 never_again = name == "mlflow" and id_file.exists()  # it never changes a setting
                 if name in _TAKE_SETTINGS and not never_again:
                     tracker.store_init_configuration(flat_settings(safe))
@@ -160,18 +165,6 @@ class Trackers:
             )
 
 
-def _started(
-    name: str, project_name: str, logging_dir: str | None, options: Mapping[str, Any]
-) -> GeneralTracker:
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-    tracker_class = LOGGER_TYPE_TO_CLASS[name]
-    place = [logging_dir] if tracker_class.requires_logging_directory else []
-    tracker = tracker_class(project_name, *place, **options)
-    tracker.start()
-    return tracker
-
-
 def _image(name: str, tracker: GeneralTracker, step: int, key: str, image: Image.Image) -> None:
     if name in ("wandb", "swanlab"):
         tracker.log_images({key: [image]}, step=step)
@@ -197,13 +190,24 @@ def _options(
     known_id = id_file.read_text() if id_file.exists() else None
     match name:
         case "wandb":
-            return _wandb_settings(experiment_name, run_dir, _own_id(id_file))
+            import wandb
+
+            # wandb's metadata would hold the command line, where an override may be a password.
+            settings = wandb.Settings(disable_git=True, x_disable_meta=True)
+            resume = None if _wandb_is_offline() else "allow"
+            own = {"name": experiment_name, "id": _own_id(id_file), "resume": resume}
+            return {**own, "dir": str(run_dir), "settings": settings}
         case "tensorboard":
             return {"purge_step": first_step} if first_step > 0 else {}
         case "trackio":
             return {"name": experiment_name, "resume": "allow" if first_step > 0 else "never"}
         case "swanlab":
-            return _swanlab_settings(experiment_name, run_dir, _own_id(id_file))
+            import swanlab
+
+            # Its description of the process holds the command line, as wandb's does.
+            quiet = swanlab.Settings(probe={"runtime": False, "git": False})
+            own = {"name": experiment_name, "id": _own_id(id_file), "resume": "allow"}
+            return {**own, "log_dir": str(run_dir / "swanlab"), "settings": quiet}
         case "mlflow":
             return {"run_name": experiment_name, "run_id": known_id}
         case "aim":
@@ -224,35 +228,6 @@ def _own_id(path: Path) -> str:
     if not path.exists():
         write_atomic(path, secrets.token_hex(8).encode())
     return path.read_text()
-
-
-def _wandb_settings(experiment_name: str, run_dir: Path, identity: str) -> dict[str, Any]:
-    import wandb
-
-    # wandb's metadata would hold the whole command line, where an override may be a password.
-    settings = wandb.Settings(disable_git=True, x_disable_meta=True)
-    resume = None if _wandb_is_offline() else "allow"
-    return {
-        "name": experiment_name,
-        "id": identity,
-        "resume": resume,
-        "dir": str(run_dir),
-        "settings": settings,
-    }
-
-
-def _swanlab_settings(experiment_name: str, run_dir: Path, identity: str) -> dict[str, Any]:
-    import swanlab
-
-    # Its description of the process holds the command line, as wandb's does.
-    settings = swanlab.Settings(probe={"runtime": False, "git": False})
-    return {
-        "name": experiment_name,
-        "id": identity,
-        "resume": "allow",
-        "log_dir": str(run_dir / "swanlab"),
-        "settings": settings,
-    }
 
 
 def _wandb_is_offline() -> bool:

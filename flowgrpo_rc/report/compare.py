@@ -31,23 +31,15 @@ _CORRECTION = (
     ("Effective sample size", "ess", "rollout_is_eff_sample_size", False),
 )
 _UPDATE = (
-    ("Clipped fraction", "clip", "actor/clip_fraction"),
-    ("Gradient norm", "", "actor/grad_norm"),
-    ("KL to the reference", "reference", "actor/kl_loss"),
-    ("Learning rate", "", "actor/lr"),
+    ("Clipped fraction", "clip", "actor/clip_fraction", False),
+    ("Gradient norm", "", "actor/grad_norm", False),
+    ("KL to the reference", "reference", "actor/kl_loss", False),
+    ("Learning rate", "", "actor/lr", False),
 )
 
 
 class ComparedRun(NamedTuple):
-    """A run's folder as it was read.
-
-    Attributes:
-      name: the experiment's name, or a part of the path that tells the runs apart.
-      folder: the folder.
-      rows: the rows of metrics.jsonl.
-      settings: the keys of config.yaml and their values, without secrets.
-      facts: what `facts.facts` says.
-    """
+    """A run's folder as it was read, with a name that tells the runs apart."""
 
     name: str
     folder: Path
@@ -58,10 +50,6 @@ class ComparedRun(NamedTuple):
 
 def write_comparison(folders: Sequence[Path], path: Path) -> Path:
     """Writes a page about two to four runs, finished or not, and returns its path.
-
-    Args:
-      folders: the folders of the runs.
-      path: the file to write.
 
     Raises:
       ValueError: there are fewer or more runs, one is given twice, or a folder is not a run's.
@@ -81,12 +69,8 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
         samples=_last_samples(runs),
         settings=_settings(runs),
         rewards=_rewards(runs),
-        correction=_correction(runs),
-        update=[
-            _overlay(runs, title, name, word=word)
-            for title, word, name in _UPDATE
-            if any(metric_points(run.rows, name) for run in runs)
-        ],
+        correction=_overlays(runs, _CORRECTION) + _by_timestep(runs),
+        update=_overlays(runs, _UPDATE),
         health=[(run.name, files.health(run.folder)) for run in runs],
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -195,28 +179,28 @@ def _rewards(runs: Sequence[ComparedRun]) -> list[Chart]:
     ]
 
 
-def _correction(runs: Sequence[ComparedRun]) -> list[Chart]:
-    charts = [
+def _by_timestep(runs: Sequence[ComparedRun]) -> list[Chart]:
+    series = [Series(name=run.name, points=mean_by_timestep(run.rows)) for run in runs]
+    chart = Chart(
+        title="Difference by timestep",
+        series=series,
+        note="mean over steps",
+        x_name="timestep",
+        log_y=True,
+        word="timestep",
+    )
+    return [chart] if any(line.points for line in series) else []
+
+
+def _overlays(
+    runs: Sequence[ComparedRun], table: Sequence[tuple[str, str, str, bool]]
+) -> list[Chart]:
+    """Returns the charts of a table whose metrics some run has."""
+    return [
         _overlay(runs, title, name, word=word, log_y=log_y)
-        for title, word, name, log_y in _CORRECTION
+        for title, word, name, log_y in table
         if any(metric_points(run.rows, name) for run in runs)
     ]
-    by_timestep = [mean_by_timestep(run.rows) for run in runs]
-    if any(by_timestep):
-        levels = [
-            Series(name=run.name, points=points)
-            for run, points in zip(runs, by_timestep, strict=True)
-        ]
-        by_step = Chart(
-            title="Difference by timestep",
-            series=levels,
-            note="mean over steps",
-            x_name="timestep",
-            log_y=True,
-            word="timestep",
-        )
-        charts.append(by_step)
-    return charts
 
 
 def _overlay(

@@ -21,13 +21,7 @@ _VERSIONS = ("flowgrpo-rc", "git", "torch", "diffusers", "transformers")
 def facts(
     config: Mapping[str, Any], environment: Mapping[str, Any], rows: Sequence[Row]
 ) -> list[tuple[str, str, str]]:
-    """Returns lines of word (a key of words.yaml, or empty), name and value.
-
-    Args:
-      config: content of config.yaml.
-      environment: content of environment.json.
-      rows: the rows of metrics.jsonl.
-    """
+    """Returns lines of word (a key of words.yaml, or empty), name and value."""
     get = partial(setting, config)
     text = get("model.kind") == "causal_lm"
     loss = get("actor.token_loss" if text else "actor.diffusion_loss") or {}

@@ -16,15 +16,12 @@ def points_of(rows: Sequence[Row], name: str) -> list[tuple[float, float | None]
     return [(row["step"], row[name]) for row in rows if name in row]
 
 
-def correction_points(rows: Sequence[Row], name: str) -> list[tuple[float, float | None]]:
-    """Returns (step, value) of a correction metric, in either mode; `name` has no prefix."""
-    keys = [correction_metric_name(row, name) for row in rows]
-    return [(row["step"], row[key]) for row, key in zip(rows, keys, strict=True) if key is not None]
-
-
 def metric_points(rows: Sequence[Row], name: str) -> Points:
-    """Returns (step, value) of a metric; a name without a slash is one of the correction."""
-    return points_of(rows, name) if "/" in name else correction_points(rows, name)
+    """Returns (step, value) of a metric; a name without a slash is one of the correction's."""
+    if "/" in name:
+        return points_of(rows, name)
+    keys = [correction_metric_name(row, name) for row in rows]  # their prefix tells the mode
+    return [(row["step"], row[key]) for row, key in zip(rows, keys, strict=True) if key is not None]
 
 
 def series_of(rows: Sequence[Row], names: Sequence[str]) -> list[Series]:
@@ -34,12 +31,7 @@ def series_of(rows: Sequence[Row], names: Sequence[str]) -> list[Series]:
 
 
 def charts_of(table: str, rows: Sequence[Row]) -> list[Chart]:
-    """Returns the charts of a table whose metrics some row has.
-
-    Args:
-      table: lines of title | word | note | thresholds | metrics.
-      rows: the rows of metrics.jsonl.
-    """
+    """Returns the charts of a table (title | word | note | thresholds | metrics) that have data."""
     charts = []
     for line in table.strip().splitlines():
         title, word, note, thresholds, names = (part.strip() for part in line.split("|"))
@@ -60,11 +52,6 @@ def distinct(rows: Sequence[Row], prefix: str, first: str) -> list[str]:
     """Returns `first` and the other names below `prefix` that do not repeat its values.
 
     A run with one reward reports that reward's values twice.
-
-    Args:
-      rows: the rows of metrics.jsonl.
-      prefix: beginning of the names.
-      first: the metric that comes first.
     """
     others = [name for name in _names(rows, prefix) if name != first]
     return [first, *(name for name in others if points_of(rows, name) != points_of(rows, first))]

@@ -107,9 +107,15 @@ def test_only_the_scripts_of_the_package_may_run(pages: Mapping[str, Path]) -> N
     assert len(scripts) == 2
 
 
-@pytest.mark.parametrize("name", ["report", "compare"])
-@pytest.mark.parametrize("width", [400, 1400])
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize(
+    ("name", "width", "dark"),
+    [
+        ("report", 400, True),
+        ("report", 1400, False),
+        ("compare", 400, False),
+        ("compare", 1400, True),
+    ],
+)
 def test_pages_open_without_errors_and_fit_the_window(
     tab: Browser, pages: Mapping[str, Path], name: str, width: int, dark: bool
 ) -> None:
