@@ -23,13 +23,6 @@ class Constant(Reward):
         return Scores(values=[self.value] * len(images))
 
 
-class Plain(Reward):
-    """A reward without options."""
-
-    def __call__(self, images, prompts):
-        return Scores(values=[0.0] * len(images))
-
-
 class Unfinished(Reward):
     """An abstract reward: it lacks __call__."""
 
@@ -58,15 +51,8 @@ def test_the_ending_of_an_engine_may_be_left_out(name):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "jpg",
-            r"no plug-in 'jpg' \(did you mean 'jpeg'\?\); "
-            "available: aesthetic, clip, edit_reward, exact_match",
-        ),
-        (
-            "nothing_like_it",
-            r"no plug-in 'nothing_like_it'; available: aesthetic, clip, edit_reward, exact_match",
-        ),
+        ("jpg", r"no plug-in 'jpg' \(did you mean 'jpeg'\?\); available: aesthetic, clip, edit_"),
+        ("nothing_like_it", r"no plug-in 'nothing_like_it'; available: aesthetic, clip, edit_rew"),
         ("base", "must define one concrete subclass of Reward; it has: none"),
         ("no_such_package.module.Class", "there is no module 'no_such_package.module'"),
         (f"{HERE}.Missing", "is not a subclass of flowgrpo_rc.rewards.base.Reward"),
@@ -95,19 +81,14 @@ def test_a_failing_import_inside_a_plug_in_is_shown_as_it_is(tmp_path, monkeypat
         (
             Jpeg,
             {"qualty": 3},
-            r"reward\.terms\.x\.qualty: unknown option \(did you mean 'quality'\?\); allowed: obj",
+            r"\.qualty: unknown option \(did you mean 'quality'\?\); allowed: obj",
         ),
-        (
-            Jpeg,
-            {"objective": "small"},
-            r"reward\.terms\.x: objective='small' is not one of compressibility, incom",
-        ),
-        (Jpeg, {"quality": 0}, r"reward\.terms\.x: quality=0 is not between 1 and 95"),
-        (Jpeg, {"quality": "high"}, r"reward\.terms\.x: quality='high' is not between 1 and 95"),
-        (Constant, {}, r"reward\.terms\.x: Constant needs the option value"),
-        (Plain, {"a": 1}, r"reward\.terms\.x\.a: unknown option; allowed: none"),
+        (Jpeg, {"objective": "small"}, r": objective='small' is not one of compressibility, incom"),
+        (Jpeg, {"quality": 0}, r": quality=0 is not between 1 and 95"),
+        (Jpeg, {"quality": "high"}, r": quality='high' is not between 1 and 95"),
+        (Constant, {}, r": Constant needs the option value"),
     ],
 )
 def test_options_that_do_not_fit(cls, options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"reward\.terms\.x{message}"):
         build(cls, options, "reward.terms.x")

@@ -22,10 +22,7 @@ class Caller:
     further one fails at once. It is a daemon thread, for which the process does not wait at its
     end.
 
-    Args:
-      function: the function.
-      timeout_s: seconds that a call may take; None for no limit.
-      name: name of the thread.
+    `timeout_s` is None for no limit; `name` is that of the thread.
     """
 
     def __init__(self, function: Callable[..., Any], timeout_s: float | None, *, name: str) -> None:

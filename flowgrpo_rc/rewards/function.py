@@ -29,9 +29,6 @@ class Function(Reward):
       path: `my_package.my_module:score`; the module is imported at once. Or `given:NAME` for what
         `give` took.
       kind: "image", "video", "text" or "latent" for a function that scores nothing else.
-
-    Raises:
-      ValueError: `path` leads to no function, or to one that does not take a sample and a prompt.
     """
 
     def __init__(self, *, path: str, kind: str = "any") -> None:
@@ -52,13 +49,6 @@ def give(name: str, score: Score) -> str:
 
     A function of a module is found there again by every process. Any other one, such as that of a
     notebook's cell, is kept for this session alone.
-
-    Args:
-      name: name of the reward.
-      score: the function, or another callable.
-
-    Raises:
-      ValueError: this cannot be called.
     """
     if not callable(score):
         raise ValueError(f"rewards[{name!r}]={score!r} is no function (sample, prompt) -> number")

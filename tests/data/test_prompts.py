@@ -30,18 +30,15 @@ def some_prompts(count: int) -> list[Prompt]:
 # --- Files
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_quoted_text():
+    for text, expected in (
         ('a sign that says "OPEN"', "OPEN"),
         ('"A" and then "B"', "A"),
         ('left "unclosed', None),
         ("no quotes, it's plain", None),
         ('empty "" here', ""),
-    ],
-)
-def test_quoted_text(text, expected):
-    assert quoted_text(text) == expected
+    ):
+        assert quoted_text(text) == expected
 
 
 def test_text_files(tmp_path):
@@ -55,9 +52,10 @@ def test_text_files(tmp_path):
     assert {p.negative_text for p in prompts} == {"blurry"}
 
 
-def test_targets_are_optional_unless_required(tmp_path):
-    path = write(tmp_path / "a.txt", 'a cat\nan empty ""\na "dog"')
-    assert [p.target for p in read_prompts(path, require_target=False)] == [None, None, "dog"]
+def test_targets_are_optional_unless_required(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "a.txt", 'a cat\nan empty ""\na "dog"')
+    assert [p.target for p in read_prompts("~/a.txt", require_target=False)] == [None, None, "dog"]
 
 
 ROWS = [
@@ -70,27 +68,15 @@ def write_jsonl(path):
     return write(path, "\n".join(json.dumps(row) for row in ROWS))
 
 
-def write_parquet(path):
-    return as_parquet(path, ROWS)
-
-
-@pytest.mark.parametrize(
-    ("name", "writer"), [("a.jsonl", write_jsonl), ("a.parquet", write_parquet)]
-)
-def test_jsonl_and_parquet_files(tmp_path, name, writer):
-    first, second = read_prompts(
-        writer(tmp_path / name), require_target=True, negative_text="blurry"
-    )
-    assert (first.target, first.negative_text, first.metadata) == (
-        "Bistro",
-        "dark",
-        {"source": "x", "id": 7},
-    )
-    assert (second.target, second.negative_text, second.metadata) == (
-        "CAFE",
-        "blurry",
-        {"source": None, "id": 8},
-    )
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_jsonl_and_parquet_files(tmp_path, kind):
+    path = tmp_path / f"a.{kind}"
+    write_jsonl(path) if kind == "jsonl" else as_parquet(path, ROWS)
+    found = read_prompts(path, require_target=True, negative_text="blurry")
+    assert [(p.target, p.negative_text, p.metadata) for p in found] == [
+        ("Bistro", "dark", {"source": "x", "id": 7}),
+        ("CAFE", "blurry", {"source": None, "id": 8}),
+    ]
 
 
 def test_several_files_share_one_numbering(tmp_path):
@@ -140,7 +126,7 @@ def test_missing_file_and_no_file(tmp_path):
 
 
 def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
-    path = write_parquet(tmp_path / "a.parquet")
+    path = as_parquet(tmp_path / "a.parquet", ROWS)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(
         ValueError, match=r"data\.train_files: .* needs pyarrow: pip install 'pyarrow>=\d+'"
@@ -151,19 +137,11 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
 # --- Datasets of flow_grpo and verl-omni
 
 GENEVAL = [
+    {"include": [{"class": "bus", "count": 1, "color": "red"}], "prompt": "a red bus"},
     {
-        "tag": "color_attr",
-        "include": [
-            {"class": "bus", "count": 1, "color": "red"},
-            {"class": "cup", "count": 1, "color": "blue"},
-        ],
-        "prompt": "a photo of a red bus and a blue cup",
-    },
-    {
-        "tag": "counting",
         "include": [{"class": "dog", "count": 3}],
         "exclude": [{"class": "dog", "count": 4}],
-        "prompt": "a photo of three dogs",
+        "prompt": "three dogs",
     },
 ]
 SYSTEM = {"role": "system", "content": "Describe the image."}
@@ -186,13 +164,12 @@ def dataset(tmp_path):
     """A small copy of flow_grpo's `dataset` folder, with a verl-omni folder beside it."""
     for name in ("ocr", "pickscore", "geneval", "verl"):
         (tmp_path / name).mkdir()
-    write(
-        tmp_path / "ocr" / "train.txt",
-        'A sign that reads "OPEN" in neon\nA cake with "Happy Day"\n',
-    )
-    write(tmp_path / "ocr" / "test.txt", 'A van that says "TAXI"\n')
-    write(tmp_path / "pickscore" / "train.txt", "a fox, watercolour\nan astronaut\n")
-    write(tmp_path / "pickscore" / "test.txt", "a hut\n")
+    for folder, train, test in (
+        ("ocr", 'A sign "OPEN" in neon\nA cake "Happy Day"\n', 'A van "TAXI"\n'),
+        ("pickscore", "a fox, watercolour\nan astronaut\n", "a hut\n"),
+    ):
+        write(tmp_path / folder / "train.txt", train)
+        write(tmp_path / folder / "test.txt", test)
     for split, rows in (("train", GENEVAL), ("test", GENEVAL[:1])):
         lines = "\n".join(json.dumps(row) for row in rows)
         write(tmp_path / "geneval" / f"{split}_metadata.jsonl", lines)
@@ -207,11 +184,7 @@ def dataset(tmp_path):
 @pytest.mark.parametrize(
     ("folder", "train", "held_out"),
     [
-        (
-            "ocr",
-            ['A sign that reads "OPEN" in neon', 'A cake with "Happy Day"'],
-            ['A van that says "TAXI"'],
-        ),
+        ("ocr", ['A sign "OPEN" in neon', 'A cake "Happy Day"'], ['A van "TAXI"']),
         ("pickscore", ["a fox, watercolour", "an astronaut"], ["a hut"]),
         ("geneval", [row["prompt"] for row in GENEVAL], [GENEVAL[0]["prompt"]]),
         ("verl", ['a "CAFE"', "a shop"], ['a "BAR"']),
@@ -219,9 +192,8 @@ def dataset(tmp_path):
 )
 def test_a_folder_has_both_splits(dataset, folder, train, held_out):
     for key, texts in (("data.train_files", train), ("data.val_files", held_out)):
-        assert [
-            p.text for p in read_prompts(dataset / folder, require_target=False, key=key)
-        ] == texts
+        found = read_prompts(dataset / folder, require_target=False, key=key)
+        assert [prompt.text for prompt in found] == texts
 
 
 def test_targets_and_metadata_reach_the_prompts(dataset):
@@ -290,12 +262,6 @@ def test_bad_chats_are_named(tmp_path, chat, message):
     assert str(error.value).startswith(f"data.train_files: {path}")
 
 
-def test_a_row_without_ground_truth_needs_quotes(tmp_path):
-    path = as_parquet(tmp_path / "a.parquet", [verl_row('a "B"', ""), verl_row("no quotes", "")])
-    with pytest.raises(ValueError, match=r"row 2: 'no quotes' has no target"):
-        read_prompts(path, require_target=True)
-
-
 def test_folders_without_a_file_or_with_several(dataset):
     with pytest.raises(
         ValueError, match=r"data\.val_files: the folder .* has none of test\.txt, .*: geneval, ocr"
@@ -306,12 +272,6 @@ def test_folders_without_a_file_or_with_several(dataset):
         ValueError, match=r"data\.train_files: .* has train\.txt, train\.jsonl: give one"
     ):
         read_prompts(dataset / "ocr", require_target=False)
-
-
-def test_the_home_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    write(tmp_path / "a.txt", "one")
-    assert [p.text for p in read_prompts("~/a.txt", require_target=False)] == ["one"]
 
 
 # --- Order
@@ -347,25 +307,16 @@ def test_seed_and_epoch_change_the_order_and_shuffle_false_keeps_it():
 
 
 @pytest.mark.parametrize("per_step", [0, 4])
-def test_too_few_prompts(per_step):
+def test_too_few_prompts_and_a_negative_step(per_step):
     with pytest.raises(
         ValueError, match=rf"data\.train_batch_size={per_step} must be between 1 and .* 3"
     ):
         PromptSampler(some_prompts(3), per_step, seed=0)
-
-
-def test_a_negative_step_is_refused():
     with pytest.raises(ValueError, match="step=-1"):
         PromptSampler(some_prompts(3), 1, seed=0).step(-1)
 
 
 # --- Processes
-
-
-def test_shares_by_hand():
-    batch = shard(some_prompts(8), step=6, mini_batch_size=4, rank=1, world_size=2)
-    assert (batch.step, list(batch.slots)) == (6, [2, 3, 6, 7])
-    assert [prompt.index for prompt in batch.prompts] == [2, 3, 6, 7]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 6])
@@ -377,6 +328,7 @@ def test_mini_batches_do_not_depend_on_the_number_of_processes(world_size, mini_
         shard(prompts, step=0, mini_batch_size=mini_batch_size, rank=rank, world_size=world_size)
         for rank in range(world_size)
     ]
+    assert all([prompt.index for prompt in batch.prompts] == list(batch.slots) for batch in ranks)
     for k in range(12 // mini_batch_size):
         together = [slot for batch in ranks for slot in batch.slots[k * share : (k + 1) * share]]
         assert together == list(range(k * mini_batch_size, (k + 1) * mini_batch_size))

@@ -27,6 +27,7 @@ def warnings(rewards: Sequence[float | None], last: dict[str, float | None]) -> 
 
 
 def test_both_are_named() -> None:
+    assert len(warnings([0.1, 0.11, 0.3, 0.31], FALLEN)) == 1  # a run of four steps
     (said,) = warnings(RISING, FALLEN)
     assert said.startswith(
         "suite/ocr/change is -0.3 (95% interval -0.4 to -0.2), while reward/mean"
@@ -54,10 +55,6 @@ def test_what_is_no_sign_of_gaming(
     assert warnings(rewards, last) == []
 
 
-def test_a_run_of_four_steps_can_be_told() -> None:
-    assert len(warnings([0.1, 0.11, 0.3, 0.31], FALLEN)) == 1
-
-
 def test_it_is_said_once_for_each_guard_also_by_a_run_that_goes_on() -> None:
     other = {name.replace("ocr", "looks"): value for name, value in FALLEN.items()}
     monitor = HealthMonitor(RolloutCorrectionConfig())
@@ -81,7 +78,7 @@ def test_the_state_of_an_older_version_has_no_guards() -> None:
 
 def test_a_level_reward_counts_as_risen_in_one_run_of_twenty() -> None:
     rng = np.random.default_rng(0)
-    runs = 400
+    runs = 200
     told = sum(bool(warnings(rng.normal(0, 1, 12).tolist(), FALLEN)) for _ in range(runs))
     # 5%, and three standard errors.
-    assert told / runs == pytest.approx(0.05, abs=0.033)
+    assert told / runs == pytest.approx(0.05, abs=0.047)

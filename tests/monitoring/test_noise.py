@@ -153,8 +153,7 @@ def test_shared_noise_is_seen(name: str) -> None:
 
 
 def test_steps_of_little_noise_are_left_out() -> None:
-    y = torch.randn(2, 2, 4096, generator=torch.Generator().manual_seed(0))
-    assert shared_noise(y, torch.full((2, 2), 0.6), 2).item() == -math.inf
+    assert shared_noise(torch.ones(2, 2, 4096), torch.full((2, 2), 0.6), 2).item() == -math.inf
 
 
 @pytest.mark.parametrize("means", [True, False])
@@ -180,11 +179,9 @@ def test_what_is_reported() -> None:
     assert found["rollout/noise_variance"] == pytest.approx(mean_squares(batch).mean().item())
     assert found["rollout/noise_of_seed_min"] == pytest.approx(1, abs=0.1)
     assert "rollout/noise_of_seed_min" not in observe_noise(batch, seeded=False).compute()
-
-
-def test_a_mixture_of_seeds_is_reported_by_its_worst_sample() -> None:
-    batch = record(noise=lambda seeds, step: drawn(seeds[:1] * SAMPLES, step))
-    found = observe_noise(batch, seeded=True).compute()
+    # Where the first sample alone has its own noise, the worst one is reported.
+    mixed = record(noise=lambda seeds, step: drawn(seeds[:1] * SAMPLES, step))
+    found = observe_noise(mixed, seeded=True).compute()
     assert found["rollout/noise_of_seed_min"] == pytest.approx(0, abs=0.1)
 
 
@@ -205,6 +202,5 @@ def test_processes_with_some_of_the_groups_say_the_same() -> None:
 
 
 def test_a_mean_square_is_off_beyond_its_statistical_error() -> None:
-    assert variance_off(1.07, 12_800) == 0
-    assert variance_off(1.21, 12_800) == pytest.approx(0.11)
-    assert variance_off(0.79, 12_800) == pytest.approx(0.11)
+    found = [variance_off(mean_square, 12_800) for mean_square in (1.07, 1.21, 0.79)]
+    assert found == pytest.approx([0, 0.11, 0.11])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.prompts import numbered_prompts, random_images, sums
 from support.tiny_rewards import (
     CLIP_FEATURES,
     HIDDEN,
@@ -24,8 +26,11 @@ from transformers import (
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.rewards.aesthetic import Aesthetic, linear_head
 from flowgrpo_rc.rewards.clip import ClipScore
+from flowgrpo_rc.rewards.exact_match import ExactMatch
 from flowgrpo_rc.rewards.hpsv2 import HPSv2
 from flowgrpo_rc.rewards.image_reward import ImageReward
+from flowgrpo_rc.rewards.jpeg import Jpeg
+from flowgrpo_rc.rewards.manager import RewardConfig, requires_target
 from flowgrpo_rc.rewards.pickscore import PickScore
 from flowgrpo_rc.rewards.video_clip import VideoClip
 
@@ -138,7 +143,38 @@ def test_image_reward(tmp_path):
     assert ImageReward(path=str(folder))(IMAGES, PROMPTS).values == pytest.approx(wanted, abs=1e-4)
 
 
-# --- GenEval, by hand
+def test_jpeg_sizes():
+    noise = random_images(1, 64)[0]
+    flat = np.full((64, 64, 3), 128, np.uint8)
+    file = BytesIO()
+    Image.fromarray(noise).save(file, "JPEG", quality=95)
+    batch = np.stack([noise, flat])
+    grow = Jpeg(objective="incompressibility")(batch, numbered_prompts(2)).values
+    shrink = Jpeg(objective="compressibility")(batch, numbered_prompts(2)).values
+    assert grow[0] == len(file.getvalue()) / 1000
+    assert grow[0] > 4 * grow[1] > 0
+    assert shrink == [-value for value in grow]
+    coarse = Jpeg(objective="incompressibility", quality=20)(batch, numbered_prompts(2)).values
+    assert coarse[0] < grow[0]
 
 
-# --- Examples
+@pytest.mark.parametrize(
+    ("options", "values", "contains"),
+    [
+        ({}, [1, 1, 0, 0, 0], [1, 1, 1, 1, 0]),
+        ({"strip": False}, [1, 0, 0, 0, 0], [1, 1, 1, 1, 0]),
+        ({"ignore_case": True}, [1, 1, 0, 0, 1], [1, 1, 1, 1, 1]),
+    ],
+)
+def test_exact_match(options, values, contains):
+    texts = ["95a", " 95a\n", "95a.", "195a", "95A"]
+    scores = ExactMatch(**options)(texts, sums(*["95a"] * 5))
+    assert scores.values == values
+    assert scores.parts == {"contains": contains}
+
+
+def test_exact_match_of_nothing_is_a_match_only_for_an_empty_target():
+    assert ExactMatch()(["", "1"], sums("1", "1")).values == [0.0, 1.0]
+    with pytest.raises(ValueError, match=r"prompt 1 \('1\+1='\) has target=None"):
+        ExactMatch()(["1", "1"], sums("1", None))
+    assert requires_target(RewardConfig(terms={"exact_match": {}}))

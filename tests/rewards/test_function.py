@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from support.prompts import sums
 
 from flowgrpo_rc.plugins import load_function
@@ -16,6 +17,7 @@ from flowgrpo_rc.rewards.manager import (
     RewardConfig,
     RewardManager,
     check_kind,
+    needs_samples,
     validate_rewards,
 )
 
@@ -59,10 +61,7 @@ def test_a_function_scores_texts_and_images():
         (":length", "write it as"),
         (f"{HERE}:", "write it as"),
         ("..relative:score", "write it as"),
-        (
-            "no_such_module_at_all:score",
-            "there is no module 'no_such_module_at_all'; is its folder on PYTHONPATH",
-        ),
+        ("no_such_module:score", "no module 'no_such_module'; is its folder on PYTHONPATH"),
         (f"{HERE}.deeper:score", "there is no module"),
         (f"{HERE}:missing", "has no function 'missing'"),
         (f"{HERE}:NOT_A_FUNCTION", "has no function 'NOT_A_FUNCTION'"),
@@ -141,31 +140,35 @@ def test_submit_checks_texts(samples, count, message):
     manager.close()
 
 
-def test_a_reward_must_fit_the_model():
-    function = {"_target_": "function", "path": f"{HERE}:length"}
-    check_kind(RewardConfig(terms={"jpeg": {}, "f": function}), "image")
-    check_kind(RewardConfig(terms={"exact_match": {}, "f": function, "ocr": None}), "text")
-    with pytest.raises(
-        ValueError, match=r"reward\.terms\.ocr scores images, and the model makes texts: drop it"
-    ):
-        check_kind(RewardConfig(terms={"ocr": {}, "exact_match": {}}), "text")
-    with pytest.raises(
-        ValueError, match=r"reward\.terms\.match scores texts, and the model makes images"
-    ):
-        check_kind(
-            RewardConfig(terms={"match": {"_target_": "exact_match", "weight": 0.0}, "jpeg": {}}),
+FUNCTION = {"_target_": "function", "path": f"{HERE}:length"}
+
+
+@pytest.mark.parametrize(
+    ("terms", "kind", "message"),
+    [
+        ({"jpeg": {}, "f": FUNCTION}, "image", ""),
+        ({"exact_match": {}, "f": FUNCTION, "ocr": None}, "text", ""),
+        ({"ocr": {}}, "text", r"\.ocr scores images, and the model makes texts: drop it"),
+        (
+            {"match": {"_target_": "exact_match", "weight": 0.0}, "jpeg": {}},
             "image",
-        )
-    with pytest.raises(
-        ValueError, match=r"reward\.terms\.jpeg scores images, and the model makes videos: drop it"
-    ):
-        check_kind(RewardConfig(terms={"jpeg": {}, "f": function}), "video")
-    with pytest.raises(
-        ValueError,
-        match=r"reward\.terms\.x: Unknown\.kind='sound': "
-        "allowed are image, video, text, latent, any",
-    ):
-        validate_rewards(RewardConfig(terms={"x": {"_target_": f"{HERE}.Unknown"}}))
+            r"\.match scores texts, and the model makes images",
+        ),
+        ({"jpeg": {}, "f": FUNCTION}, "video", r"\.jpeg scores images, .* makes videos: drop it"),
+        ({"latent": FUNCTION | {"kind": "latent"}}, "text", r"\.latent scores latents, .* texts"),
+        (
+            {"x": {"_target_": f"{HERE}.Unknown"}},
+            "image",
+            r"\.x: Unknown\.kind='sound': allowed are image, video, text, latent, any",
+        ),
+    ],
+)
+def test_a_reward_must_fit_the_model(terms, kind, message):
+    if not message:
+        check_kind(RewardConfig(terms=terms), kind)
+        return
+    with pytest.raises(ValueError, match=rf"reward\.terms{message}"):
+        check_kind(RewardConfig(terms=terms), kind)
 
 
 def test_a_score_that_is_no_number_is_shown_as_it_is() -> None:
@@ -174,3 +177,36 @@ def test_a_score_that_is_no_number_is_shown_as_it_is() -> None:
     rewards = manager.collect([manager.submit(["95"], sums("95"))])
     assert not rewards.valid.any()
     assert manager.last_error["texts"].startswith("'a' is no finite number")
+
+
+LATENTS = torch.arange(8.0).reshape(2, 2, 2)
+LATENT = {"_target_": "function", "path": f"{HERE}:mean", "kind": "latent"}
+IMAGE = {**LATENT, "kind": "image"}
+
+
+def mean(sample, prompt):
+    return float(sample.mean())
+
+
+def test_each_reward_gets_what_it_scores():
+    manager = RewardManager(RewardConfig(terms={"latent": LATENT, "image": IMAGE}))
+    rewards = manager.collect([manager.submit(IMAGES, sums("1", "2"), LATENTS)])
+    assert rewards.parts["latent"].tolist() == [1.5, 5.5]
+    assert rewards.parts["image"].tolist() == [0.0, 0.0]
+    with pytest.raises(ValueError, match="reward 'latent' scores latents, and there are none"):
+        manager.submit(IMAGES, sums("1", "2"))
+    with pytest.raises(ValueError, match="3 latents but 2 prompts"):
+        manager.submit(IMAGES, sums("1", "2"), torch.zeros(3, 2))
+    manager.close()
+
+
+def test_latents_alone_are_enough_for_latent_rewards():
+    manager = RewardManager(RewardConfig(terms={"latent": LATENT}))
+    assert not manager.needs_samples
+    assert manager.collect([manager.submit(None, sums("1", "2"), LATENTS)]).total.tolist() == [
+        1.5,
+        5.5,
+    ]
+    manager.close()
+    assert not needs_samples(RewardConfig(terms={"latent": LATENT}))
+    assert needs_samples(RewardConfig(terms={"latent": LATENT, "image": {**IMAGE, "weight": 0.0}}))

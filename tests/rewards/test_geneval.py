@@ -34,6 +34,7 @@ def test_sides(one, other, found):
 
 TWO = Wish(name="dog", count=2)
 CAT = Wish(name="cat", count=1)
+LEFT = Wish(name="dog", count=1, position=("left of", 0))
 FEWER = Wish(name="dog", count=3, excluded=True)
 
 
@@ -51,21 +52,16 @@ FEWER = Wish(name="dog", count=3, excluded=True)
         (Wish(name="dog", count=2, color="red"), [dog(0, 0, "red"), dog(0, 0, "blue")], 0.75),
         (Wish(name="dog", count=1, color="red"), [dog(0, 0, "red")], 1.0),
         (Wish(name="dog", count=1, color="red"), [dog(0, 0)], 0.5),
-        (
-            Wish(name="dog", count=1, position=("left of", 0)),
-            [dog(0, 0), dog(50, 0, name="cat")],
-            1.0,
-        ),
-        (
-            Wish(name="dog", count=1, position=("right of", 0)),
-            [dog(0, 0), dog(50, 0, name="cat")],
-            0.5,
-        ),
-        (Wish(name="dog", count=1, position=("left of", 0)), [dog(0, 0)], 0.5),
+        (LEFT, [dog(0, 0), dog(50, 0, name="cat")], 1.0),
+        (LEFT, [dog(99, 0), dog(50, 0, name="cat")], 0.5),
+        (LEFT, [dog(0, 0)], 0.5),
     ],
 )
 def test_how_far_a_wish_is_met(wish, objects, met):
     assert degree(wish, [CAT], objects) == pytest.approx(met)
+
+
+DOG = {"class": "dog", "count": 1}
 
 
 @pytest.mark.parametrize(
@@ -74,33 +70,20 @@ def test_how_far_a_wish_is_met(wish, objects, met):
         ({}, r"prompt 4 \('x'\) has no field include"),
         ({"include": []}, "has no field include"),
         ({"include": [{"class": "dog"}]}, "must be an object with class and count"),
-        ({"include": [{"class": "dog", "count": 0}]}, "must be an object with class and count"),
-        (
-            {"include": [{"class": "dog", "count": 1, "position": ["near", 0]}]},
-            "position .*: give one of left of",
-        ),
-        (
-            {"include": [{"class": "dog", "count": 1, "position": ["above", 1]}]},
-            "position .*: give one of left of",
-        ),
-        (
-            {"include": [{"class": "dog", "count": 1, "position": ["above"]}]},
-            r"perhaps color and position \[",
-        ),
-        (
-            {"include": [{"class": "dog", "count": 1, "position": "above"}]},
-            r"perhaps color and position \[",
-        ),
-        ({"include": [{"class": "dog", "count": 1, "color": 3}]}, r"perhaps color and position \["),
+        ({"include": [DOG | {"count": 0}]}, "must be an object with class and count"),
+        ({"include": [DOG | {"position": ["near", 0]}]}, "position .*: give one of left of"),
+        ({"include": [DOG | {"position": ["above", 1]}]}, "position .*: give one of left of"),
+        ({"include": [DOG | {"position": ["above"]}]}, r"perhaps color and position \["),
+        ({"include": [DOG | {"position": "above"}]}, r"perhaps color and position \["),
+        ({"include": [DOG | {"color": 3}]}, r"perhaps color and position \["),
         ({"include": ["dog"]}, r"perhaps color and position \["),
-        ({"include": [{"class": "dog", "count": 1}], "exclude": 3}, "exclude must be a list"),
+        ({"include": [DOG], "exclude": 3}, "exclude must be a list"),
     ],
 )
 def test_geneval_asks_no_server_about_a_prompt_that_it_cannot_judge(metadata, message):
+    prompt = Prompt(text="x", index=4, metadata=metadata)
     with pytest.raises(ValueError, match=message):
-        GenEval(url="http://127.0.0.1:1")(
-            random_images(1), [Prompt(text="x", index=4, metadata=metadata)]
-        )
+        GenEval(url="http://127.0.0.1:1")(random_images(1), [prompt])
 
 
 @pytest.mark.parametrize(
@@ -114,9 +97,9 @@ def test_geneval_asks_no_server_about_a_prompt_that_it_cannot_judge(metadata, me
     ],
 )
 def test_geneval_refuses_what_is_no_detection(answer):
-    metadata = {"include": [{"class": "dog", "count": 1}]}
+    prompt = Prompt(text="x", index=4, metadata={"include": [DOG]})
     with (
         scripted(answering(lambda _: answer)) as server,
         pytest.raises(ValueError, match=r"the answer|of the answer"),
     ):
-        GenEval(url=server.url)(random_images(1), [Prompt(text="x", index=4, metadata=metadata)])
+        GenEval(url=server.url)(random_images(1), [prompt])

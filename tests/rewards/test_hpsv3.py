@@ -15,7 +15,6 @@ from support.tiny_vlm import IDS, INSTRUCTIONS, NUM_PIXELS, save_vlm_reward
 from transformers import Qwen2VLForConditionalGeneration
 
 from flowgrpo_rc.batch import Prompt
-from flowgrpo_rc.rewards.backbones.vlm_reward import VlmReward
 from flowgrpo_rc.rewards.edit_reward import EditReward
 from flowgrpo_rc.rewards.hpsv3 import HPSv3
 from flowgrpo_rc.rewards.http.wire import encode_png
@@ -86,7 +85,7 @@ def test_it_is_the_mean_of_the_head_at_the_token(folder: Path) -> None:
 
 def test_two_pictures_and_two_heads(tmp_path: Path) -> None:
     folder = save_vlm_reward(tmp_path, heads=2, old_names=False, seed=3)
-    model = VlmReward(path=str(folder), converter="x", batch_size=1, **CPU)
+    model = EditReward(path=str(folder), batch_size=1, **CPU)
     found = model.means([[IMAGES[0], IMAGES[1]], [IMAGES[1], IMAGES[0]]], ["the cat", "a"])
     wanted = [
         [

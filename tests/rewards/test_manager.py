@@ -159,14 +159,7 @@ def test_submit_returns_at_once_and_close_drops_what_waits():
 
 
 WHOLE_CHUNK = [
-    "raise",
-    "none",
-    "list",
-    "short",
-    "long",
-    "no values",
-    "one number",
-    "undeclared part",
+    *("raise", "none", "list", "short", "long", "no values", "one number", "undeclared part"),
 ]
 SINGLE = ["nan", "inf", "text", "None inside", "complex", "array", "tensor"]
 
@@ -180,9 +173,8 @@ def test_failures_stay_where_they_are(what, caplog):
     lost = torch.tensor([index in failed for index in range(5)])
     assert torch.equal(rewards.valid, ~lost)
     assert torch.equal(rewards.total.isnan(), lost)
-    assert rewards.total[~lost].tolist() == [
-        2.0 * index for index in range(5) if index not in failed
-    ]
+    index = torch.arange(5, dtype=torch.float64)
+    assert torch.equal(rewards.total[~lost], 2 * index[~lost])
     assert rewards.parts["good"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert manager.failures == manager.count_failed(rewards) == {"bad": len(failed), "good": 0}
     assert set(manager.last_error) == {"bad"}
@@ -190,23 +182,17 @@ def test_failures_stay_where_they_are(what, caplog):
     assert f"reward 'bad' failed for {len(failed)} of 3 samples" in caplog.text
 
 
-def test_the_last_error_says_what_happened():
-    assert (
-        run(RewardConfig(terms={"x": returns("raise")}))[0].last_error["x"]
-        == "KeyError: 'broken on purpose'"
-    )
-    assert (
-        "2 scores for 3 samples"
-        in run(RewardConfig(terms={"x": returns("short")}))[0].last_error["x"]
-    )
-    assert (
-        "NoneType instead of Scores"
-        in run(RewardConfig(terms={"x": returns("none")}))[0].last_error["x"]
-    )
-    assert (
-        "nan is no finite number, for prompt 2"
-        in run(RewardConfig(terms={"x": returns("nan")}))[0].last_error["x"]
-    )
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("raise", "KeyError: 'broken on purpose'"),
+        ("short", "2 scores for 3 samples"),
+        ("none", "NoneType instead of Scores"),
+        ("nan", "nan is no finite number, for prompt 2"),
+    ],
+)
+def test_the_last_error_says_what_happened(what, said):
+    assert said in run(RewardConfig(terms={"x": returns(what)}))[0].last_error["x"]
 
 
 def test_a_kind_of_failure_is_logged_once_but_counted_always(caplog):
@@ -228,11 +214,7 @@ def test_too_many_failures_raise():
         match=r"'x' failed for 2 of 5 samples \(40%\).*max_failed_fraction=0\.2.*prompt 2",
     ):
         manager.check_failed_fraction({"x": 2}, 5)
-
-
-def test_a_failure_on_another_process_raises_here_too():
-    manager = RewardManager(RewardConfig(terms={"x": returns("nan")}))
-    manager.close()
+    manager.last_error.clear()
     with pytest.raises(RewardError, match=r"last error: on another process"):
         manager.check_failed_fraction({"x": 3}, 4)
 
@@ -241,11 +223,7 @@ def test_a_failure_on_another_process_raises_here_too():
     ("batch", "count", "message"),
     [
         (random_images(2), 3, "2 images but 3 prompts"),
-        (
-            random_images(2).astype(np.float32),
-            2,
-            r"\[N, H, W, 3\] uint8, got \[2, 16, 16, 3\] float32",
-        ),
+        (random_images(2) / 1.0, 2, r"\[N, H, W, 3\] uint8, got \[2, 16, 16, 3\] float64"),
         (random_images(2).transpose(0, 3, 1, 2), 2, r"got \[2, 3, 16, 16\] uint8"),
     ],
 )
@@ -285,50 +263,31 @@ def test_a_reward_that_hangs_costs_its_samples_and_holds_no_other_one():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (RewardConfig(terms={}), r"reward\.terms is empty"),
-        (RewardConfig(terms={"ocr": None}), r"reward\.terms is empty"),
-        (RewardConfig(terms={"ocr": 1.0}), r"reward\.terms\.ocr=1\.0 must be a mapping"),
-        (
-            RewardConfig(terms={"ocr": {"weight": "big"}}),
-            r"reward\.terms\.ocr\.weight='big' must be a finite",
-        ),
-        (
-            RewardConfig(terms={"ocr": {"weight": math.nan}}),
-            r"reward\.terms\.ocr\.weight=nan must be a finite",
-        ),
-        (RewardConfig(terms={"ocr": {"wieght": 1}}), r"reward\.terms\.ocr\.wieght: unknown option"),
-        (
-            RewardConfig(terms={"ocr": {"detection": "no"}}),
-            r"reward\.terms\.ocr: detection='no' is not one of",
-        ),
-        (RewardConfig(terms={"orc": {}}), r"no plug-in 'orc' \(did you mean 'ocr'"),
-        (RewardConfig(num_workers=0), r"reward\.num_workers=0 must be between 1 and .* 1:"),
-        (RewardConfig(num_workers=2), r"reward\.num_workers=2 must be between 1 and .* 1:"),
-        (
-            RewardConfig(max_failed_fraction=1.5),
-            r"reward\.max_failed_fraction=1\.5 must be between 0 and 1",
-        ),
-        (
-            RewardConfig(timeout_s=0),
-            r"reward\.timeout_s=0: give a number of seconds above 0, or null",
-        ),
-        (RewardConfig(timeout_s=math.inf), r"reward\.timeout_s=inf: give a number of seconds"),
+        ({"terms": {}}, r"terms is empty"),
+        ({"terms": {"ocr": None}}, r"terms is empty"),
+        ({"terms": {"jpeg": {"weight": 0.0}}}, r"terms: every weight is 0"),
+        ({"terms": {"ocr": 1.0}}, r"terms\.ocr=1\.0 must be a mapping"),
+        ({"terms": {"ocr": {"weight": "big"}}}, r"terms\.ocr\.weight='big' must be a finite"),
+        ({"terms": {"ocr": {"weight": math.nan}}}, r"terms\.ocr\.weight=nan must be a finite"),
+        ({"terms": {"ocr": {"wieght": 1}}}, r"terms\.ocr\.wieght: unknown option"),
+        ({"terms": {"ocr": {"detection": "no"}}}, r"terms\.ocr: detection='no' is not one of"),
+        ({"terms": {"orc": {}}}, r"terms\.orc: .* no plug-in 'orc' \(did you mean 'ocr'"),
+        ({"num_workers": 0}, r"num_workers=0 must be between 1 and .* 1:"),
+        ({"num_workers": 2}, r"num_workers=2 must be between 1 and .* 1:"),
+        ({"max_failed_fraction": 1.5}, r"max_failed_fraction=1\.5 must be between 0 and 1"),
+        ({"timeout_s": 0}, r"timeout_s=0: give a number of seconds above 0, or null"),
+        ({"timeout_s": math.inf}, r"timeout_s=inf: give a number of seconds"),
     ],
 )
 def test_bad_configurations(config, message):
-    with pytest.raises(ValueError, match=message):
-        validate_rewards(config)
+    with pytest.raises(ValueError, match=rf"reward\.{message}"):
+        validate_rewards(RewardConfig(**config))
 
 
 def test_configuration_is_a_hydra_schema():
     schema = OmegaConf.structured(RewardConfig)
     assert OmegaConf.to_object(schema) == RewardConfig()
-    overrides = [
-        "terms.jpeg.weight=0.1",
-        "terms.jpeg.quality=50",
-        "terms.ocr=null",
-        "num_workers=1",
-    ]
+    overrides = ["terms.jpeg.weight=0.1", "terms.jpeg.quality=50", "terms.ocr=null"]
     config = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.from_dotlist(overrides)))
     assert isinstance(config, RewardConfig)
     assert config.terms == {"ocr": None, "jpeg": {"weight": 0.1, "quality": 50}}
@@ -352,5 +311,3 @@ def test_a_reward_of_weight_zero_is_logged_and_cannot_invalidate_a_sample():
     assert rewards.total.tolist() == rewards.parts["a"].tolist()
     assert rewards.valid.all()
     assert rewards.parts["b"].isnan().any()
-    with pytest.raises(ValueError, match=r"every weight is 0"):
-        validate_rewards(RewardConfig(terms={"jpeg": {"weight": 0.0}}))

@@ -42,15 +42,7 @@ def prompt(target: str | None, index: int = 0) -> Prompt:
         ("THECAFE", "CAFE", 1.0, 0.25, 1.0, 0.0),  # three insertions, but the word is there
         ("XXCAFEXX", "CAFE", 1.0, 0.0, 1.0, 0.0),
         ("", "CAFE", 0.0, 0.0, 0.0, 0.0),
-        # The distance is cut at the target's length.
-        (
-            "somethingquiteelse",
-            "abc",
-            0.0,
-            0.0,
-            0.0,
-            0.0,
-        ),
+        ("somethingquiteelse", "abc", 0.0, 0.0, 0.0, 0.0),  # the distance is cut at the length
         ("kitten", "sitting", 4 / 7, 4 / 7, 0.0, 0.0),  # the textbook distance, 3
     ],
 )
@@ -81,20 +73,10 @@ def test_reads_faint_colours_as_the_library_does_from_a_file():
     rng = np.random.default_rng(0)
     inks = rng.integers(0, 256, (24, 3))
     papers = np.clip(inks + rng.integers(-20, 21, (24, 3)), 0, 255)
-    images = np.stack(
-        [
-            draw("KBCA", ink=tuple(ink), paper=tuple(paper))
-            for ink, paper in zip(inks, papers, strict=True)
-        ]
-    )
-    library = RapidOCR(
-        params={
-            "Global.use_det": False,
-            "Global.use_cls": False,
-            "Global.log_level": "warning",
-            "Rec.rec_img_shape": [3, 48, 96],
-        }
-    )
+    colours = zip(inks, papers, strict=True)
+    images = np.stack([draw("KBCA", ink=tuple(i), paper=tuple(p)) for i, p in colours])
+    plain = {"Global.use_det": False, "Global.use_cls": False, "Global.log_level": "warning"}
+    library = RapidOCR(params=plain | {"Rec.rec_img_shape": [3, 48, 96]})
     expected = [library(Image.fromarray(image)).txts[0] for image in images]
     assert OCR().read(images) == expected
     assert OCR().read(images[..., ::-1]) != expected
@@ -112,9 +94,9 @@ def test_detection_joins_lines_from_top_to_bottom():
     assert OCR().read(page[None])[0].replace(" ", "") == "HAPPYBIRTHDAY"
 
 
-@pytest.mark.parametrize("shape", [(2, 32, 64, 3), (2, 128, 128, 3)])
-def test_blank_images_have_no_text_and_no_reward(shape):
-    blank = np.full(shape, 255, np.uint8)
+@pytest.mark.parametrize("side", [32, 128])
+def test_blank_images_have_no_text_and_no_reward(side):
+    blank = np.full((2, side, side, 3), 255, np.uint8)
     reward = OCR()
     assert reward.read(blank) == ["", ""]
     assert reward(blank, [prompt("CAFE"), prompt("X")]).values == [0.0, 0.0]
@@ -130,11 +112,11 @@ def test_scores_images_against_their_own_prompts():
     assert scores.parts["exact"] == [1.0, 1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("target", [None, "", " "])
-def test_a_prompt_without_target_is_named(target):
+def test_a_prompt_without_target_is_named():
     images = np.stack([draw("KBCA"), draw("HEY")])
-    with pytest.raises(ValueError, match=r"prompt 7 .* has target="):
-        OCR()(images, [prompt("KBCA"), prompt(target, 7)])
+    for target in (None, "", " "):
+        with pytest.raises(ValueError, match=r"prompt 7 .* has target="):
+            OCR()(images, [prompt("KBCA"), prompt(target, 7)])
 
 
 @pytest.mark.parametrize(

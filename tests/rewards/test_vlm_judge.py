@@ -80,31 +80,18 @@ def test_the_images_of_the_prompt_are_shown_first() -> None:
             assert reward(IMAGES[:1], [prompt]).values == [0.5]
             assert reward.requires_images == shown
     assert [pictures(received) for received in server.received] == [[77, 2], [2]]
-
-
-def test_a_run_without_images_cannot_show_them() -> None:
     config = RewardConfig(terms={"vlm_judge": {"path": "a/b", "source": True}})
     check_images(config, 1)
     with pytest.raises(ValueError, match=r"reward\.terms\.vlm_judge looks at .*condition_images=0"):
         check_images(config, 0)
 
 
+SHARED = [
+    *("hangs", "hangs up", "is busy", "fails", "answers HTML", "answers broken JSON"),
+    *("answers something else", "echoes the token"),
+]
 MISBEHAVING = {
-    **{
-        name: HOSTILE[name]
-        for name in (
-            "hangs",
-            "drips its body",
-            "hangs up",
-            "is busy",
-            "fails",
-            "answers HTML",
-            "answers broken JSON",
-            "answers deep JSON",
-            "answers something else",
-            "echoes the token",
-        )
-    },
+    **{name: HOSTILE[name] for name in SHARED},
     "says nonsense": says(http(chat("as a language model \u202e\0 I ..."))),
     "repeats the token": says(http(chat(f"no {TOKEN[:5]}\0{TOKEN[5:]}"))),
     "says a number far off": says(http(chat("1000"))),

@@ -74,7 +74,7 @@ class QwenVlReader:
 
         Args:
           conversations: messages in the form of chat templates, with {"type": "image"} where a
-            picture stands, [N].
+            picture stands.
           pictures: uint8 RGB, [H, W, 3], of all conversations in order.
 
         Returns:

@@ -12,19 +12,22 @@ Facts about prompt, head and positions are those of MizzenAI/HPSv3 and TIGER-AI-
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.reading import blaming, read_mapping
 from flowgrpo_rc.rewards.backbones.checkpoint import converted_folder, load_pretrained
 from flowgrpo_rc.rewards.backbones.qwen_vl import QwenVlReader, check_qwen_vl, plain
+from flowgrpo_rc.rewards.base import Reward, Scores
 
 WEIGHTS = "model.safetensors"
 ASKED = "reward.json"
@@ -34,17 +37,11 @@ _HEAD = re.compile(r"rm_head(?:s\.head_(\d+))?\.(\d+)\.(weight|bias)")
 
 
 class Asked(NamedTuple):
-    """Holds what `reward.json` says of a checkpoint.
+    """Holds what `reward.json` says of a checkpoint."""
 
-    Attributes:
-      instructions: what the model is told, one for each head, with `PLACE` in it and the token.
-      token: the token whose hidden state is read.
-      num_pixels: to which pictures are scaled.
-    """
-
-    instructions: Sequence[str]
-    token: str
-    num_pixels: int
+    instructions: Sequence[str]  # one for each head, with `PLACE` in it and the token
+    token: str  # whose hidden state is read
+    num_pixels: int  # to which pictures are scaled
 
 
 class _LoadedReward(NamedTuple):
@@ -54,21 +51,22 @@ class _LoadedReward(NamedTuple):
     token_id: int
 
 
-class VlmReward:
-    """A Qwen2-VL or Qwen2.5-VL with such heads; loads at its first use.
+class VlmReward(Reward):
+    """Scores by a Qwen2-VL or Qwen2.5-VL with such heads: the mean over them. Loads at first use.
 
     Args:
       path: the folder that `examples/convert_reward.py` makes from the published checkpoint.
-      converter: the first argument of that script, for the message.
       device: auto (the GPU of this process, or the CPU), cpu, cuda, cuda:1.
       dtype: fp32, bf16 or fp16; of the model, while the heads are fp32.
       batch_size: samples in one forward.
     """
 
+    converter: ClassVar[str]  # the first argument of that script
+
     def __init__(
-        self, *, path: str, converter: str, device: str, dtype: str, batch_size: int
+        self, *, path: str, device: str = "auto", dtype: str = "bf16", batch_size: int = 8
     ) -> None:
-        self._folder = converted_folder(path, FILES, converter)
+        self._folder = converted_folder(path, FILES, self.converter)
         check_qwen_vl(str(self._folder), device=device, dtype=dtype, batch_size=batch_size)
         with blaming(f"path={path!r}: {ASKED}"):
             self._asked = _asked(read_mapping(self._folder / ASKED))
@@ -76,13 +74,17 @@ class VlmReward:
         self._dtype = dtype
         self._batch_size = batch_size
 
-    def means(self, pictures: Sequence[Sequence[np.ndarray]], texts: Sequence[str]) -> Tensor:
-        """Computes the mean that each head gives for each sample, fp32 on the CPU, [N, I].
+    @abstractmethod
+    def pictures(self, sample: np.ndarray, prompt: Prompt) -> list[np.ndarray]:
+        """Returns what the model sees of a sample, uint8 RGB, [H, W, 3] each."""
 
-        Args:
-          pictures: what the model sees of each sample: uint8 RGB, [H, W, 3] each; [N].
-          texts: the prompt of each sample, [N].
-        """
+    def __call__(self, samples: np.ndarray, prompts: Sequence[Prompt]) -> Scores:
+        shown = [self.pictures(*pair) for pair in zip(samples, prompts, strict=True)]
+        means = self.means(shown, [prompt.text for prompt in prompts])
+        return Scores(values=means.mean(1).tolist())
+
+    def means(self, pictures: Sequence[Sequence[np.ndarray]], texts: Sequence[str]) -> Tensor:
+        """Computes the mean that each head gives for each sample, fp32 on the CPU, [N, I]."""
         rows = []
         for start in range(0, len(texts), self._batch_size):
             stop = start + self._batch_size

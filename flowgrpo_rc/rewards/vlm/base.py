@@ -12,17 +12,11 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """A question about pictures.
+    """A question about pictures."""
 
-    Attributes:
-      pictures: uint8 RGB, [H, W, 3] each, in the order in which the model sees them.
-      text: the question, which stands behind the pictures.
-      turns: what was said since: an answer and the reply to it, an answer and the reply to it.
-    """
-
-    pictures: Sequence[np.ndarray]
-    text: str
-    turns: tuple[tuple[str, str], ...] = ()
+    pictures: Sequence[np.ndarray]  # uint8 RGB, [H, W, 3] each, in the order of the model's view
+    text: str  # stands behind the pictures
+    turns: tuple[tuple[str, str], ...] = ()  # what was said since: an answer and the reply to it
 
     def after(self, answer: str, reply: str) -> Question:
         """Returns the question in the same conversation, after an answer and a reply to it."""
@@ -30,12 +24,7 @@ class Question:
 
 
 class Answer(NamedTuple):
-    """Holds what a model said.
-
-    Attributes:
-      text: its words.
-      is_cut: whether they end because the limit of their length was reached.
-    """
+    """Holds what a model said, and whether the limit of its length cut it."""
 
     text: str
     is_cut: bool

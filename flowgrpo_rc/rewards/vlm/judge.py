@@ -54,17 +54,11 @@ class AsksVlm(Reward):
 
 
 class Verdict(NamedTuple):
-    """The outcome of a question.
+    """The outcome of a question."""
 
-    Attributes:
-      number: what the judge said; NaN if nothing that could be read.
-      repeats: how often it was asked again.
-      failure: why there is no number; empty if there is one.
-    """
-
-    number: float
-    repeats: int
-    failure: str = ""
+    number: float  # NaN if nothing could be read
+    repeats: int  # how often it was asked again
+    failure: str = ""  # why there is no number
 
 
 class _Unreadable(ValueError):

@@ -19,6 +19,7 @@ from flowgrpo_rc.rewards.http.client import JsonClient, ServerError
 from flowgrpo_rc.rewards.http.wire import decode_png
 from flowgrpo_rc.rewards.jpeg import Jpeg
 from flowgrpo_rc.rewards.manager import RewardConfig, RewardManager, validate_rewards
+from flowgrpo_rc.rewards.remote import Remote
 from flowgrpo_rc.rewards.vlm.base import VlmError
 from flowgrpo_rc.rewards.vlm_ocr import VlmOCR
 
@@ -71,10 +72,7 @@ def test_a_refused_connection_is_tried_again_until_the_deadline():
     rewards = manager(f"http://127.0.0.1:{port}", **PATIENT)
     assert rewards.collect([rewards.submit(IMAGES, PROMPTS)]).parts["remote"].isnan().all()
     rewards.close()
-    assert (
-        "cannot be reached (ConnectError: All connection attempts failed)"
-        in rewards.last_error["remote"]
-    )
+    assert "reached (ConnectError: All connection attempts fail" in rewards.last_error["remote"]
 
 
 def test_a_name_lookup_without_end_does_not_hold_a_call(monkeypatch):
@@ -153,22 +151,14 @@ def test_a_server_that_keeps_failing_is_left_alone_for_a_while():
     ],
 )
 def test_bad_options(options, message, monkeypatch):
+    for url in ("http://127.0.0.1:1", "http://[::1]:1/path", "https://example.org/rewards"):
+        JsonClient(url=url)
     monkeypatch.setenv("BROKEN", "one\ntwo")
     monkeypatch.setenv("QUOTED", 'one"two')
     term = {"url": "http://localhost:8000", **options}
     with pytest.raises(ValueError, match=message) as caught:
         validate_rewards(RewardConfig(terms={"remote": term}))
     assert "secret" not in str(caught.value)
-
-
-def test_addresses_that_are_fine():
-    for url in (
-        "http://localhost:1",
-        "http://127.0.0.1:1",
-        "http://[::1]:1/path",
-        "https://example.org/rewards",
-    ):
-        JsonClient(url=url)
 
 
 def test_one_unanswered_image_does_not_fail_the_others():
@@ -179,10 +169,8 @@ def test_one_unanswered_image_does_not_fail_the_others():
 
     def reads(connection: socket.socket, received: Received, server: Scripted) -> None:
         (picture, words) = received.body["messages"][0]["content"]
-        first = decode_png(picture["image_url"]["url"].removeprefix("data:image/png;base64,"))[
-            0, 0
-        ].tobytes()
-        text = ["A\nB", None, "xx A B!"][answers[first]]
+        png = picture["image_url"]["url"].removeprefix("data:image/png;base64,")
+        text = ["A\nB", None, "xx A B!"][answers[decode_png(png)[0, 0].tobytes()]]
         choice = {"message": {"role": "assistant", "content": text}}
         assert words["text"]
         connection.sendall(http({"choices": [choice]}))
@@ -199,3 +187,39 @@ def test_one_unanswered_image_does_not_fail_the_others():
     assert {(received.path, received.body["model"]) for received in server.received} == {
         ("/v1/chat/completions", "reader")
     }
+
+
+MODELS = {"object": "list", "data": [{"id": "a"}, {"id": "b"}]}
+# Servers that are there, though they do not answer the question.
+THERE = ["refuses", "answers HTML", "hangs up", "is unavailable", "redirects", "answers nothing"]
+
+
+@pytest.mark.parametrize("name", THERE)
+def test_a_server_need_not_answer_the_question(name: str) -> None:
+    with scripted(HOSTILE[name]) as server:
+        Remote(url=server.url, part_names=["x"]).check()
+        VlmOCR(url=server.url, model="a").check()
+        assert [each.head.split(" ")[0] for each in server.received] == ["GET", "GET"]
+
+
+@pytest.mark.parametrize("status", ["401 Unauthorized", "403 Forbidden"])
+def test_a_token_that_the_server_refuses(status: str) -> None:
+    with (
+        scripted(says(http({}, status))) as server,
+        pytest.raises(ValueError, match=f"answered {status[:3]}.*token_env"),
+    ):
+        Remote(url=server.url).check()
+
+
+def test_parts_that_the_server_does_not_return() -> None:
+    with scripted(says(http({"part_names": ["x", "y"]}))) as server:
+        Remote(url=server.url, part_names=["y"]).check()
+        with pytest.raises(ValueError, match=r"part_names=\['z'\]: the server .*'x', 'y'"):
+            Remote(url=server.url, part_names=["z"]).check()
+
+
+def test_a_model_that_the_server_does_not_have() -> None:
+    with scripted(says(http(MODELS))) as server:
+        VlmOCR(url=server.url, model="b").check()
+        with pytest.raises(ValueError, match="model=c: the server has a, b"):
+            VlmOCR(url=server.url, model="c").check()

@@ -30,7 +30,6 @@ from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.rewards.base import Reward, Scores
 from flowgrpo_rc.rewards.exact_match import ExactMatch
-from flowgrpo_rc.rewards.function import Function
 from flowgrpo_rc.rewards.http import server
 from flowgrpo_rc.rewards.http.client import ServerError
 from flowgrpo_rc.rewards.http.door import Door
@@ -59,7 +58,7 @@ class Video(Reward):
             raise RuntimeError("broken on purpose")
         first = samples[:, :, 0, 0, 0].astype(float)
         return Scores(
-            values=[np.nan, *first[1:, 0]],
+            values=[None, *first[1:, 0]],
             parts={"last": first[:, -1].tolist(), "more": first[:, 0]},
         )
 
@@ -92,12 +91,15 @@ def remote(url: str, **options: Any) -> Remote:
     return Remote(url=url, token_env="FLOWGRPO_REWARD_TOKEN", **options)
 
 
-def test_images_come_back_with_the_scores_of_the_reward_itself():
+@pytest.fixture(scope="module")
+def jpegs() -> Iterator[str]:
     with served(Jpeg()) as url:
-        assert (
-            remote(url, batch_size=2, concurrency=2)(IMAGES, PROMPTS).values
-            == Jpeg()(IMAGES, PROMPTS).values
-        )
+        yield url
+
+
+def test_images_come_back_with_the_scores_of_the_reward_itself(jpegs):
+    scores = remote(jpegs, batch_size=2, concurrency=2)(IMAGES, PROMPTS)
+    assert scores.values == Jpeg()(IMAGES, PROMPTS).values
 
 
 @pytest.fixture(scope="module")
@@ -170,17 +172,6 @@ def test_videos_and_samples_without_a_score():
             remote(url)(IMAGES, PROMPTS)
 
 
-def unfinished(text: str, prompt: Prompt) -> float | None:
-    return None if prompt.index == 1 else 0.5
-
-
-def test_a_function_that_gives_one_sample_no_score():
-    with served(Function(path=f"{__name__}:unfinished")) as url:
-        assert np.array_equal(
-            remote(url)(["a", "b", "c"], PROMPTS[:3]).values, [0.5, np.nan, 0.5], equal_nan=True
-        )
-
-
 class Slow(Reward):
     """Waits for `go`, and records whom it scored."""
 
@@ -211,19 +202,14 @@ def test_a_request_whose_client_is_gone_is_not_scored():
     assert reward.scored == ["first", "last"]
 
 
-def test_samples_and_prompts_arrive_as_they_were_sent():
-    samples, prompts = decode(json.loads(json.dumps(encode(IMAGES, PROMPTS))))
-    assert np.array_equal(samples, IMAGES)
-    assert prompts == PROMPTS
-
-
-def test_images_of_prompts_arrive_as_files_and_only_where_there_are_some(tmp_path):
+def test_samples_prompts_and_their_images_arrive_as_they_were_sent(tmp_path):
     file = base64.b64decode(encode_png(IMAGES[0]))
     (tmp_path / "a.png").write_bytes(file)
     prompts = [replace(PROMPTS[0], images=(str(tmp_path / "a.png"), file)), *PROMPTS[1:]]
     request = encode(IMAGES, prompts)
     assert ["images" in row for row in request["prompts"]] == [True] + [False] * (len(prompts) - 1)
-    _, received = decode(json.loads(json.dumps(request)))
+    samples, received = decode(json.loads(json.dumps(request)))
+    assert np.array_equal(samples, IMAGES)
     assert received == [replace(PROMPTS[0], images=(file, file)), *PROMPTS[1:]]
 
 
@@ -259,11 +245,9 @@ GOOD = {"kind": "image", "samples": [PNG], "prompts": [{"text": "a"}]}
         ({"more": 1}, "an object with kind"),
     ],
 )
-def test_bad_requests_are_refused_in_words(change, said):
-    with served(Jpeg()) as url:
-        done = httpx2.post(
-            f"{url}/v1/score", json=GOOD | change, headers={"Authorization": f"Bearer {TOKEN}"}
-        )
+def test_bad_requests_are_refused_in_words(change, said, jpegs):
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    done = httpx2.post(f"{jpegs}/v1/score", json=GOOD | change, headers=headers)
     assert (done.status_code, said in done.json()["detail"]) == (422, True), done.text
 
 
@@ -281,20 +265,15 @@ def test_who_gets_in():
         assert status(content=b"{}") == 415
         assert status(content=b"[" * 5_000, headers={"Content-Type": "application/json"}) == 422
         assert status(json={"samples": "a" * 20_000}) == 413
-        assert (
-            status(
-                content=(b" " * 5_000 for _ in range(9)),
-                headers={"Content-Type": "application/json"},
-            )
-            == 413
-        )
+        chunks = (b" " * 5_000 for _ in range(9))
+        assert status(content=chunks, headers={"Content-Type": "application/json"}) == 413
         assert httpx2.get(f"{url}/v1/reward").status_code == 401
         assert httpx2.get(f"{url}/openapi.json").status_code == 404
         about = httpx2.get(f"{url}/v1/reward", headers={"Authorization": f"Bearer {TOKEN}"}).json()
     assert about == {"name": "Jpeg", "kind": "image", "part_names": [], "requires_target": False}
 
 
-def test_a_body_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_has_a_deadline(jpegs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "BODY_S", 0.2)
 
     def drips() -> Iterator[bytes]:
@@ -303,8 +282,7 @@ def test_a_body_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
             yield b" "
 
     headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
-    with served(Jpeg()) as url:
-        answer = httpx2.post(f"{url}/v1/score", content=drips(), headers=headers)
+    answer = httpx2.post(f"{jpegs}/v1/score", content=drips(), headers=headers)
     assert answer.status_code == 408
 
 
