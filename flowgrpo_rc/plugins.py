@@ -60,15 +60,7 @@ def load_class(package: str, name: str, base: type) -> type:
 
 
 def available_plugins(package: str, base: type) -> list[str]:
-    """Lists the names that `load_class` knows in a package. Imports all modules of the package.
-
-    Args:
-      package: the plug-in folder.
-      base: the class that its plug-ins are derived from.
-
-    Returns:
-      The names, sorted.
-    """
+    """Lists the names that `load_class` knows in a package, sorted. Imports all its modules."""
     names = sorted(_module_names(package))
     return [
         name
@@ -98,15 +90,12 @@ def check_engine_name(package: str, name: str, key: str) -> None:
 
 
 def build(cls: type[T], options: Mapping[str, object], where: str) -> T:
-    """Makes an object from its options.
+    """Returns `cls(**options)`.
 
     Args:
       cls: the class.
       options: keyword arguments of its constructor.
       where: the configuration key that the options come from, such as `reward.terms.ocr`.
-
-    Returns:
-      `cls(**options)`.
 
     Raises:
       ValueError: an option is unknown or missing, or the constructor refuses a value. The message
@@ -153,13 +142,7 @@ def check_options(
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """Loads a function by its path.
-
-    Args:
-      path: of the form `my_package.my_module:name`.
-
-    Returns:
-      The function, or any other callable of that name.
+    """Loads a function, or another callable, by its path `my_package.my_module:name`.
 
     Raises:
       ValueError: the path leads to no callable.
@@ -184,13 +167,10 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 def install_hint(extra: str) -> str:
-    """Returns the command that installs an optional part of this package.
+    """Returns the command that installs an extra of pyproject.toml, such as `vllm-omni`.
 
     It names the part's own requirements, so it works whether the package was installed from an
     index, from a wheel or from a clone.
-
-    Args:
-      extra: the name of the part in pyproject.toml, such as `vllm-omni`.
     """
     try:
         requirements = metadata.requires("flowgrpo-rc") or []

@@ -79,13 +79,7 @@ def read_prompts(
 
 
 def place_of(paths: str | Path | Sequence[str | Path], key: str, index: int) -> str:
-    """Returns where a prompt stands that `read_prompts` read from these files, for messages.
-
-    Args:
-      paths: files or folders, one or several.
-      key: the configuration key that the paths come from, `data.train_files` or `data.val_files`.
-      index: of the prompt.
-    """
+    """Returns where the prompt `index` stands that `read_prompts` read there, for messages."""
     places = (
         f"{key}: {file}, {place}"
         for file in prompt_files(paths, key)
@@ -95,15 +89,7 @@ def place_of(paths: str | Path | Sequence[str | Path], key: str, index: int) -> 
 
 
 def prompt_files(paths: str | Path | Sequence[str | Path], key: str) -> list[Path]:
-    """Returns the prompt files that `read_prompts` reads.
-
-    Args:
-      paths: files or folders, one or several.
-      key: the configuration key that the paths come from, `data.train_files` or `data.val_files`.
-
-    Raises:
-      ValueError: a folder has no such file, or several.
-    """
+    """Returns the prompt files that `read_prompts` reads. ValueError if a folder has not just one."""
     listed = [paths] if isinstance(paths, (str, Path)) else paths
     return [find_file(Path(path).expanduser(), _SPLITS[key], key) for path in listed]
 
@@ -146,17 +132,7 @@ class PromptSampler:
         self._order = lru_cache(maxsize=2)(self._epoch_order)
 
     def step(self, step: int) -> list[Prompt]:
-        """Returns the prompts of one step.
-
-        Args:
-          step: number of the global step, from 0.
-
-        Returns:
-          The prompts of the global batch, the same on all processes.
-
-        Raises:
-          ValueError: the step is negative.
-        """
+        """Returns the prompts of the global batch of a step, from 0; the same on all processes."""
         if step < 0:
             raise ValueError(f"step={step} must not be negative")
         first = step * self.prompts_per_step

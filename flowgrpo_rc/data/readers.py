@@ -18,17 +18,14 @@ _ENDINGS = (".txt", ".jsonl", "_metadata.jsonl", ".parquet")
 
 
 def find_file(path: Path, split: str, key: str) -> Path:
-    """Finds the prompt file of a dataset folder.
+    """Finds the prompt file of a dataset folder; a file is returned as it is.
 
     Folders of flow_grpo hold train.txt or train_metadata.jsonl, those of verl-omni train.parquet.
 
     Args:
-      path: a folder, or a file, which is returned as it is.
+      path: a folder, or a file.
       split: `train` or `test`, the beginning of the file name.
       key: the configuration key that the path comes from, for messages.
-
-    Returns:
-      The file.
 
     Raises:
       ValueError: the folder has no such file, or several.
