@@ -89,7 +89,7 @@ def place_of(paths: str | Path | Sequence[str | Path], key: str, index: int) -> 
 
 
 def prompt_files(paths: str | Path | Sequence[str | Path], key: str) -> list[Path]:
-    """Returns the prompt files that `read_prompts` reads. ValueError if a folder has not just one."""
+    """Returns the prompt files that `read_prompts` reads; ValueError if a folder lacks one."""
     listed = [paths] if isinstance(paths, (str, Path)) else paths
     return [find_file(Path(path).expanduser(), _SPLITS[key], key) for path in listed]
 
