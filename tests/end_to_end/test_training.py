@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +17,7 @@ from support.launching import wait_for
 from support.runs import Train, Trained, fingerprint, read_rows, without_timings
 
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.core.random import derive_seed, normal
+from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.base import ModelConfig, load_model
 from flowgrpo_rc.models.lora import add_lora
 from flowgrpo_rc.models.lora_files import load_export
@@ -294,57 +291,6 @@ def test_a_run_without_evaluations_trains_the_same(trained: Trained, tmp_path: P
     assert "The run was not evaluated." in (run / "lora" / "README.md").read_text()
     assert not list(run.glob("samples/*"))
     assert main(["compare", str(run), str(runs["both"]), "--out", str(tmp_path / "c.html")]) == 0
-
-
-def _command(overrides: list[str], *further: str) -> list[str]:
-    return [sys.executable, "-m", "flowgrpo_rc.train", *overrides, *further]
-
-
-def _final_state(run: Path) -> tuple[dict[str, str], list[dict]]:
-    newest = load_checkpoint(list_checkpoints(run / "checkpoints")[-1])
-    prints = {stem: fingerprint(tensors) for stem, tensors in newest.tensors.items()}
-    exported = load_file(run / "lora" / "pytorch_lora_weights.safetensors")
-    return prints | {"export": fingerprint(exported)}, without_timings(read_rows(run))
-
-
-def test_sigkill_and_the_same_command_give_an_uninterrupted_runs_result(
-    overrides: list[str], tmp_path: Path
-) -> None:
-    settings = [
-        *overrides,
-        "trainer.total_training_steps=6",
-        "trainer.save_freq=1",
-        "trainer.test_freq=2",
-        "rollout.dtype=bf16",
-        "actor.optim.lr_scheduler=linear",
-        "actor.ema.update_interval=3",
-    ]
-    whole = tmp_path / "whole"
-    killed = tmp_path / "killed"
-    assert main(["train", *settings, f"trainer.output_dir={whole}"]) == 0
-    generator = torch.Generator().manual_seed(derive_seed("kill"))
-    for _ in range(3):
-        process = subprocess.Popen(
-            _command(settings, f"trainer.output_dir={killed}"),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        seen = (
-            len((killed / "metrics.jsonl").read_text().splitlines())
-            if (killed / "metrics.jsonl").exists()
-            else 0
-        )
-        wait_for(
-            lambda seen=seen, process=process: (
-                _num_rows(killed) > seen or process.poll() is not None
-            )
-        )
-        time.sleep(0.5 * torch.rand((), generator=generator).item())
-        process.kill()
-        process.wait()
-    assert _num_rows(killed) >= 1
-    assert main(["train", *settings, f"trainer.output_dir={killed}"]) == 0
-    assert _final_state(killed) == _final_state(whole)
 
 
 def _num_rows(run: Path) -> int:

@@ -47,6 +47,9 @@ def small(overrides: list[str]) -> list[str]:
         "trainer.save_freq=1",
         "trainer.test_freq=3",
         "rollout.val_kwargs.n=2",
+        "rollout.dtype=bf16",
+        "actor.optim.lr_scheduler=linear",
+        "actor.ema.update_interval=3",
     ]
 
 

@@ -12,7 +12,7 @@ from support.faults import Trained, at_change, command, die, fault, final_state,
 from flowgrpo_rc.commands import train
 
 # Every how many changes a run is harmed; 1 takes them all.
-EVERY = int(os.environ.get("FAULTS_EVERY", "7"))
+EVERY = int(os.environ.get("FAULTS_EVERY", "11"))
 CHANGES = 84  # a run of `small` has fewer
 
 
