@@ -27,6 +27,7 @@ from flowgrpo_rc.config.checks import batch_bytes
 from flowgrpo_rc.config.compose import compose_config, config_folder, to_config
 from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.models.architecture import find_architecture
 from flowgrpo_rc.planning import activations, fit, phases, weights, work
 from flowgrpo_rc.planning.activations import rows_at_once
 from flowgrpo_rc.planning.fit import Fitter, Line, measure_needs
@@ -107,11 +108,8 @@ class Composed:
     def needs_digest(self) -> str:
         """Returns the digest of what the activations of some samples follow from."""
         model = self.config.model
-        folder = next(
-            index.parent
-            for index in sorted(ARCHITECTURES.glob("*/model_index.json"))
-            if json.loads(index.read_text())["_name_or_path"] == self.config.model.path
-        )
+        folder = find_architecture(self.config.model.path, ARCHITECTURES)
+        assert folder is not None, self.config.model.path
         files = [path.read_bytes() for path in sorted(folder.rglob("*.json"))]
         settings = (
             *(model.dtype, model.lora_rank, model.target_modules),

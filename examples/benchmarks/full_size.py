@@ -57,8 +57,9 @@ SETTINGS = (
 def build(folder: Path) -> None:
     """Writes a checkpoint of the published size with random weights."""
     from flowgrpo_rc.config.compose import config_folder
+    from flowgrpo_rc.models.architecture import unpack_architecture
 
-    architecture = config_folder() / "architectures" / ARCHITECTURE
+    architecture = unpack_architecture(config_folder() / "architectures" / f"{ARCHITECTURE}.json")
     index = json.loads((architecture / "model_index.json").read_text())
     index |= {"text_encoder_3": [None, None], "tokenizer_3": [None, None]}
     folder.mkdir(parents=True)

@@ -28,7 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from flowgrpo_rc.config.check_engine import missing_for_compiling
 from flowgrpo_rc.config.compose import config_folder
 from flowgrpo_rc.libraries import quiet
-from flowgrpo_rc.models.architecture import build_architecture
+from flowgrpo_rc.models.architecture import build_architecture, unpack_architecture
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.records.metrics_file import MetricsFile
 
@@ -241,9 +241,9 @@ def check_decoding(device: torch.device, pixels: int) -> Finding:
       device: where it is decoded.
       pixels: its height and width.
     """
-    folder = config_folder() / "architectures" / "stable-diffusion-3.5-medium"
+    file = config_folder() / "architectures" / "stable-diffusion-3.5-medium.json"
     with quiet("diffusers", "transformers"):
-        vae: Any = build_architecture(ModelConfig(path=str(folder))).pipeline.vae
+        vae: Any = build_architecture(ModelConfig(path=str(unpack_architecture(file)))).pipeline.vae
     vae.to_empty(device=device)
     for parameter in vae.parameters():
         torch.nn.init.normal_(parameter, std=0.02)

@@ -5,8 +5,14 @@ It has the names and the shapes of all layers and takes no memory.
 
 from __future__ import annotations
 
+import atexit
+import json
+import shutil
+import tempfile
 from collections.abc import Mapping
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -16,7 +22,7 @@ from transformers import PreTrainedModel
 
 from flowgrpo_rc.models.base import DTYPES, FlowModel, adapter_of
 from flowgrpo_rc.models.config import INDEX_FILES, ModelConfig
-from flowgrpo_rc.reading import blaming
+from flowgrpo_rc.reading import blaming, read_mapping
 
 META = torch.device("meta")
 _MOST_LAYERS = 1000  # ten times those of the largest models
@@ -44,6 +50,33 @@ def build_architecture(config: ModelConfig) -> FlowModel:
     }
     with blaming(f"model.path={config.path}: {INDEX_FILES['diffusion']}"):
         return adapter(getattr(diffusers, adapter.pipeline_class)(**components), META)
+
+
+def find_architecture(hub_id: str, folder: Path) -> Path | None:
+    """Returns the folder of a model of the Hub, unpacked; None if `folder` has no such file."""
+    for file in sorted(folder.glob("*.json")):
+        if read_mapping(file)["model_index.json"]["_name_or_path"] == hub_id:
+            return unpack_architecture(file)
+    return None
+
+
+@cache
+def unpack_architecture(file: Path) -> Path:
+    """Writes the configuration files of a pipeline, held in one JSON file, to a folder.
+
+    Args:
+      file: an object of name, such as transformer/config.json -> content.
+
+    Returns:
+      A temporary folder, which goes when the process ends.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=f"{file.stem}_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for name, content in read_mapping(file).items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(content, indent=2) + "\n")
+    return folder
 
 
 def _component(config: ModelConfig, name: str, library: str | None, class_name: str | None) -> Any:

@@ -6,13 +6,13 @@ allocated, and only small files are read.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flowgrpo_rc.config.checks import check_plan
 from flowgrpo_rc.config.tree import Config
+from flowgrpo_rc.models.architecture import find_architecture
 from flowgrpo_rc.planning.activations import activations
 from flowgrpo_rc.planning.phases import phases
 from flowgrpo_rc.planning.weights import (
@@ -132,10 +132,7 @@ def _location(path: str, architectures: Path) -> str:
     folder = Path(path).expanduser()
     if folder.exists():
         return str(folder)
-    for index in sorted(architectures.glob("*/model_index.json")):
-        if json.loads(index.read_text())["_name_or_path"] == path:
-            return str(index.parent)
-    return path
+    return str(find_architecture(path, architectures) or path)
 
 
 def _sized(rows: Sequence[Row]) -> list[tuple[str, str, str]]:

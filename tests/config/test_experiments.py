@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from flowgrpo_rc.config.compose import compose_config, config_folder, to_config
 from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.losses.diffusion_nft import DiffusionNFT
+from flowgrpo_rc.models.architecture import find_architecture
 from flowgrpo_rc.models.base import ModelConfig, adapter_of
 from flowgrpo_rc.rewards.manager import check_kind
 
@@ -52,11 +52,8 @@ def test_it_composes_for_the_hardware_in_its_name_and_fits_its_model(name: str) 
     config = experiment(name)
     assert config.trainer.experiment_name == name
     assert config.trainer.output_dir == f"outputs/{name}"
-    folders = {
-        json.loads(path.read_text())["_name_or_path"]: str(path.parent)
-        for path in (config_folder() / "architectures").glob("*/model_index.json")
-    }
-    adapter = adapter_of(ModelConfig(path=folders[config.model.path]))
+    folder = find_architecture(config.model.path, config_folder() / "architectures")
+    adapter = adapter_of(ModelConfig(path=str(folder)))
     config.rollout.check_model(adapter)
     check_kind(config.reward, adapter.makes)
 

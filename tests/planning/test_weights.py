@@ -11,7 +11,7 @@ import torch
 from support.plans import ARCHITECTURES, job
 
 from flowgrpo_rc.cli import main
-from flowgrpo_rc.models.architecture import build_architecture
+from flowgrpo_rc.models.architecture import build_architecture, unpack_architecture
 from flowgrpo_rc.models.base import ModelConfig
 from flowgrpo_rc.planning.plan import make_plan
 from flowgrpo_rc.planning.weights import Job, memory
@@ -83,7 +83,8 @@ def values(run: Job) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_the_published_ones_and_nothing_is_allocated(name: str) -> None:
-    model = build_architecture(ModelConfig(path=str(ARCHITECTURES / name), dtype="bf16"))
+    folder = unpack_architecture(ARCHITECTURES / f"{name}.json")
+    model = build_architecture(ModelConfig(path=str(folder), dtype="bf16"))
     parts = {
         key: part
         for key, part in model.pipeline.components.items()
@@ -99,16 +100,12 @@ def test_parameters_are_the_published_ones_and_nothing_is_allocated(name: str) -
 
 def test_every_architecture_is_listed() -> None:
     listed = (ARCHITECTURES / "README.md").read_text()
-    assert {path.parent.name for path in ARCHITECTURES.glob("*/model_index.json")} == set(PUBLISHED)
-    for index in ARCHITECTURES.glob("*/model_index.json"):
-        assert json.loads(index.read_text())["_name_or_path"] in listed
+    files = {path.stem: path for path in ARCHITECTURES.glob("*.json")}
+    assert files.keys() == PUBLISHED.keys()
+    for file in files.values():
+        assert json.loads(file.read_text())["model_index.json"]["_name_or_path"] in listed
     for parts in PUBLISHED.values():
         assert all(f"{count:,}" in listed for count in parts.values())
-    assert not [
-        path
-        for path in ARCHITECTURES.rglob("*")
-        if path.is_file() and path.suffix not in (".json", ".md")
-    ]
 
 
 def test_the_reference_recipe_by_hand() -> None:
@@ -338,7 +335,7 @@ def test_a_component_whose_settings_are_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     folder = tmp_path / "model"
-    shutil.copytree(ARCHITECTURES / "Qwen-Image", folder)
+    shutil.copytree(unpack_architecture(ARCHITECTURES / "Qwen-Image.json"), folder)
     (folder / "vae" / "config.json").unlink()
     assert (
         main(["plan", "+experiment=qwen_image_ocr_rollout_corr_4xh800", f"model.path={folder}"])
