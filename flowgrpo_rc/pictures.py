@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
@@ -35,54 +37,27 @@ def read_picture(picture: str | bytes) -> np.ndarray:
     Raises:
       ValueError: there is no such file, or it is no picture. The message names it.
     """
-    try:
-        with Image.open(_opened(picture), formats=_FORMATS) as image:
-            pixels = np.array(ImageOps.exif_transpose(image).convert("RGB"))
-    except _FAULTS as error:
-        raise ValueError(_unreadable(picture, error)) from error
+    with _opened(picture) as image:
+        pixels = np.array(ImageOps.exif_transpose(image).convert("RGB"))
     pixels.setflags(write=False)
     return pixels
 
 
 def verify_picture(picture: str | bytes) -> None:
-    """Checks that a picture is whole, by check sums where its format has some.
-
-    Args:
-      picture: a path, or the content of a file.
-
-    Raises:
-      ValueError: there is no such file, or it is no picture, or damaged.
-    """
-    try:
-        with Image.open(_opened(picture), formats=_FORMATS) as image:
-            image.verify()
-    except _FAULTS as error:
-        raise ValueError(_unreadable(picture, error)) from error
+    """Checks that a picture is whole, by check sums where its format has some, or ValueError."""
+    with _opened(picture) as image:
+        image.verify()
 
 
 def picture_size(picture: str | bytes) -> tuple[int, int]:
-    """Returns width and height of a picture, of which the beginning is read.
-
-    Args:
-      picture: a path, or the content of a file.
-
-    Raises:
-      ValueError: there is no such file, or it is no picture.
-    """
-    try:
-        with Image.open(_opened(picture), formats=_FORMATS) as image:
-            sideways = image.getexif().get(_ORIENTATION, 1) >= 5
-            return (image.height, image.width) if sideways else image.size
-    except _FAULTS as error:
-        raise ValueError(_unreadable(picture, error)) from error
+    """Returns width and height of a picture, of which the beginning is read, or ValueError."""
+    with _opened(picture) as image:
+        sideways = image.getexif().get(_ORIENTATION, 1) >= 5
+        return (image.height, image.width) if sideways else image.size
 
 
 def picture_bytes(picture: str | bytes) -> bytes:
-    """Returns the content of a picture's file.
-
-    Args:
-      picture: a path, or the content itself.
-    """
+    """Returns the content of a picture's file."""
     return picture if isinstance(picture, bytes) else Path(picture).read_bytes()
 
 
@@ -96,11 +71,16 @@ def name_of(picture: str | bytes) -> str:
     return picture if isinstance(picture, str) else f"an image of {len(picture)} bytes"
 
 
-def _opened(picture: str | bytes) -> str | io.BytesIO:
-    return picture if isinstance(picture, str) else io.BytesIO(picture)
-
-
-def _unreadable(picture: str | bytes, error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):
-        return f"there is no file {name_of(picture)}"
-    return f"{name_of(picture)} cannot be read as a picture ({type(error).__name__}: {error})"
+@contextmanager
+def _opened(picture: str | bytes) -> Iterator[Image.Image]:
+    """Opens a picture; what is wrong with it becomes a ValueError that names it."""
+    file = picture if isinstance(picture, str) else io.BytesIO(picture)
+    try:
+        with Image.open(file, formats=_FORMATS) as image:
+            yield image
+    except FileNotFoundError as error:
+        raise ValueError(f"there is no file {name_of(picture)}") from error
+    except _FAULTS as error:
+        raise ValueError(
+            f"{name_of(picture)} cannot be read as a picture ({type(error).__name__}: {error})"
+        ) from error

@@ -28,8 +28,16 @@ SECTIONS += ["timing", "config", "environment", "checkpoints", "words"]
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_report(make_run(tmp_path_factory.mktemp("run"))).read_text()
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with its report, for tests that only read them."""
+    folder = make_run(tmp_path_factory.mktemp("run"))
+    write_report(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def report(run: Path) -> str:
+    return (run / "report.html").read_text()
 
 
 def test_page_stands_alone_and_has_every_section(report: str) -> None:
@@ -71,9 +79,8 @@ def test_page_tells_the_outcome(report: str) -> None:
     assert "30.0 s, 10%" in text
 
 
-def test_before_and_after_stand_above_one_another(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    page = Page(write_report(run).read_text())
+def test_before_and_after_stand_above_one_another(run: Path, report: str) -> None:
+    page = Page(report)
     grids = [Image.open(run / "samples" / f"step_{step:06d}.png") for step in (0, 60)]
     for number in range(8):
         for step, grid in zip((0, 60), grids, strict=True):
@@ -133,10 +140,8 @@ def test_a_picture_from_elsewhere_is_not_shown(tmp_path: Path) -> None:
     assert base64.b64encode(b"a secret").decode() not in "".join(page.references)
 
 
-def test_report_is_deterministic(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    first = write_report(run).read_bytes()
-    assert write_report(run).read_bytes() == first
+def test_report_is_deterministic(run: Path, report: str) -> None:
+    assert write_report(run).read_text() == report
     assert sorted(path.name for path in run.iterdir() if path.name.startswith(".")) == []
 
 
