@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from flowgrpo_rc.calibration.faults import Replay, Trial
-from flowgrpo_rc.calibration.measure import Mismatch, RecordedRollout
+from flowgrpo_rc.calibration.measure import Mismatch
 from flowgrpo_rc.calibration.noise import NoiseReport
 
 # A replay explains a mismatch that it makes this many times smaller.
@@ -53,7 +53,6 @@ class Diagnosis:
       mismatch: between trainer and engine.
       copy_mismatch: between trainer and its copy in the engine's precision.
       as_recorded: between that copy and the engine: what the precision leaves unexplained.
-      resolution: rounding of fp32 log-probs.
       trials: replays with a fault each.
       found: what record, engine and noise themselves show, (cause, sentence).
       explanation: the trial that explains the mismatch; None if none does.
@@ -65,7 +64,6 @@ class Diagnosis:
     mismatch: float
     copy_mismatch: float
     as_recorded: float
-    resolution: float
     trials: Sequence[Trial]
     found: Sequence[tuple[str, str]]
     explanation: Trial | None
@@ -119,7 +117,6 @@ class Diagnosis:
 
 
 def diagnose(
-    rollout: RecordedRollout,
     replay: Replay,
     engine: Mismatch,
     copies: Sequence[Mismatch],
@@ -130,7 +127,6 @@ def diagnose(
     """Explains the mismatch of a few recorded steps.
 
     Args:
-      rollout: the recorded steps.
       replay: replays them with faults.
       engine: the mismatch of trainer and engine.
       copies: the mismatch of the trainer and its copies in several precisions; the copy in the
@@ -139,41 +135,40 @@ def diagnose(
       noise: from `check_noise`.
       whitespace: replays the samples of a prompt with whitespace planted in it.
     """
-    recorded = rollout.recorded
-    mismatch = size(engine)
-    copy_mismatch = size(copies[0])
+    mismatch, copy_mismatch = engine.mean(), copies[0].mean()
     as_recorded = replay.as_recorded
-    resolution = RESOLUTION * recorded.abs().mean().item()
+    resolution = RESOLUTION * replay.recorded.abs().mean().item()
     allowed = max(copy_mismatch, resolution)
     enough = _enough(as_recorded, allowed, resolution)
-    quantized = "+" in engine.precision
-    plain = _precisions(engine, copies[1:], mismatch)
+    plain = _precisions(engine, copies[1:])
     trials = [*plain, *replay.trials()]
     # Not `>`, which would be False for nan.
     open_question = not as_recorded <= resolution
-    trials += replay.sized_trials(
-        fitted=open_question and all(trial.residual > enough for trial in trials)
-    )
-    best = min(
-        trials, key=lambda trial: trial.residual if math.isfinite(trial.residual) else math.inf
-    )
+    fitted = open_question and all(trial.residual > enough for trial in trials)
+    trials += replay.sized_trials(fitted=fitted)
+    best = _least(trials)
     explained = open_question and best.residual <= enough
     healthy = not explained and as_recorded <= BEYOND * allowed
     found = list(found)
     if not explained:
         found += _of_prompts(whitespace, allowed, resolution)
-        wrong = [*noise.shared, *noise.seeds, *(noise.moments if healthy else ())]
+        wrong = [*noise.wrong, *(noise.moments if healthy else ())]
         found += [("noise", sentence) for sentence in wrong]
-        if quantized:
-            found += _nearer_to_plain(plain, as_recorded)
+        nearest = _least(plain)
+        # The engine's kernels may be other ones than the copies', so that no copy is near.
+        if "+" in engine.precision and nearest.residual < as_recorded / NEARER:
+            sentence = (
+                f"{nearest.fault}: so the engine differs by {nearest.residual:.1e}, and by "
+                f"{as_recorded:.1e} from quantized weights"
+            )
+            found.append(("quantization", sentence))
     similar = (
-        copy.precision for copy in copies if 0.5 < mismatch / max(size(copy), resolution) < 2
+        copy.precision for copy in copies if 0.5 < mismatch / max(copy.mean(), resolution) < 2
     )
     return Diagnosis(
         mismatch=mismatch,
         copy_mismatch=copy_mismatch,
         as_recorded=as_recorded,
-        resolution=resolution,
         trials=trials,
         found=found,
         explanation=best if explained else None,
@@ -181,6 +176,12 @@ def diagnose(
         healthy=healthy,
         notes=noise.notes,
     )
+
+
+def _least(trials: Sequence[Trial]) -> Trial:
+    """Returns the first of the trials that come nearest to the engine."""
+    # nan is no distance, and min would keep one that comes first.
+    return min(trials, key=lambda one: one.residual if math.isfinite(one.residual) else math.inf)
 
 
 def _enough(as_recorded: float, allowed: float, resolution: float) -> float:
@@ -195,64 +196,28 @@ def _enough(as_recorded: float, allowed: float, resolution: float) -> float:
     return max(enough, AS_NEAR * allowed) if as_recorded > BEYOND * allowed else enough
 
 
-def _precisions(engine: Mismatch, copies: Sequence[Mismatch], mismatch: float) -> list[Trial]:
+def _precisions(engine: Mismatch, copies: Sequence[Mismatch]) -> list[Trial]:
     """Compares the engine with the trainer, and with copies in other precisions than it says."""
     _, _, quantization = engine.precision.partition("+")
     cause = "quantization" if quantization else "precision"
     prefix = f"{quantization} not applied: " if quantization else ""
-    trials = [Trial(cause=cause, fault=f"{prefix}computed as the trainer does", residual=mismatch)]
+    trials = [Trial(cause, f"{prefix}computed as the trainer does", engine.mean())]
     for copy in copies:
         residual = (engine.differences - copy.differences).abs().mean().item()
-        fault = f"{prefix}computed in {copy.precision}"
-        trials.append(Trial(cause=cause, fault=fault, residual=residual))
+        trials.append(Trial(cause, f"{prefix}computed in {copy.precision}", residual))
     return trials
 
 
-def _nearer_to_plain(plain: Sequence[Trial], as_recorded: float) -> list[tuple[str, str]]:
-    """Says whether the engine is nearer to plain weights than to quantized ones.
-
-    Its kernels may be other ones than the copies', so that no copy is near.
-
-    Args:
-      plain: from `_precisions`.
-      as_recorded: distance from the copy with quantized weights.
-    """
-    best = min(plain, key=lambda trial: trial.residual)
-    if not best.residual < as_recorded / NEARER:
-        return []
-    return [
-        (
-            "quantization",
-            f"{best.fault}: so the engine differs by {best.residual:.1e}, and by {as_recorded:.1e} "
-            "from quantized weights",
-        )
-    ]
-
-
 def _of_prompts(whitespace: Replay, allowed: float, resolution: float) -> list[tuple[str, str]]:
-    """Says what was done to the prompt with planted whitespace, as (cause, sentence).
-
-    Args:
-      whitespace: replays its samples.
-      allowed: what the precision explains.
-      resolution: rounding of fp32 log-probs.
-    """
+    """Says what was done to the prompt with planted whitespace, as (cause, sentence)."""
     as_recorded = whitespace.as_recorded
     if as_recorded <= resolution:
         return []
-    best = min(whitespace.prompt_trials(), key=lambda trial: trial.residual)
-    # Not `>`, which would be False for nan.
+    best = _least(list(whitespace.prompt_trials()))
     if not best.residual <= _enough(as_recorded, allowed, resolution):
         return []
-    return [
-        (
-            "prompt",
-            f"{best.fault}, which shows in a prompt with planted whitespace: replayed so, its "
-            f"mismatch falls from {as_recorded:.1e} to {best.residual:.1g}",
-        )
-    ]
-
-
-def size(mismatch: Mismatch) -> float:
-    """Returns the mean |difference|."""
-    return mismatch.differences.abs().mean().item()
+    sentence = (
+        f"{best.fault}, which shows in a prompt with planted whitespace: replayed so, its "
+        f"mismatch falls from {as_recorded:.1e} to {best.residual:.1g}"
+    )
+    return [("prompt", sentence)]

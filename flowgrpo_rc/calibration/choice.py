@@ -77,16 +77,13 @@ class Bound(NamedTuple):
 
 
 def bound_of(config: Config, differences: Tensor, measured: Measured) -> Bound | None:
-    """Measures what the configured loss bounds.
+    """Measures what the configured loss bounds; None if it clips nothing, or names no bound.
 
     Args:
       config: the configuration.
       differences: the mismatch, [B, T] float64.
       measured: the trainer's steps; with a KL if the loss compares means, and with the centered
         log-ratio to the engine if the correction is centered.
-
-    Returns:
-      The bound; None for `reinforce`, which clips nothing, and for a loss that names no bound.
     """
     if config.algorithm.rollout_correction.loss_type == "reinforce":
         return None
@@ -198,9 +195,6 @@ def choose(config: Config, bound: Bound | None, *, mode: str, doubt: str | None)
       bound: of the loss; None for none.
       mode: `bypass` or `decoupled` overrules the choice of the mode, but not the numbers; `auto`.
       doubt: why no room should be made for the mismatch, such as a fault that explains it.
-
-    Returns:
-      The settings.
     """
     if bound is None:
         return _without_bound(config, mode, doubt)

@@ -10,16 +10,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.batch import DiffusionBatch, Prompt, SamplerSpec
+from flowgrpo_rc.batch import Conditioning, DiffusionBatch, Prompt, SamplerSpec
 from flowgrpo_rc.calibration.measure import Copy, RecordedRollout, with_guidance
-from flowgrpo_rc.calibration.prompts import CHANGES, changed, sampled_prompts
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.core.transition import log_prob
 from flowgrpo_rc.core.transition import sample as draw
@@ -40,10 +39,19 @@ TYPICAL_SHIFT = 1.1
 TYPICAL_SCALE = 1.01
 GOLDEN = (math.sqrt(5) - 1) / 2  # a search shrinks its interval by this in every round
 TOLERANCE = 1e-4  # of a fitted size, relative
+# What may be done to the text of a prompt.
+TEXTS: Mapping[str, Callable[[str], str]] = {
+    "stripped": str.strip,
+    "whitespace collapsed": lambda text: " ".join(text.split()),
+    "newlines turned to spaces": lambda text: text.replace("\n", " "),
+    "newlines left out": lambda text: text.replace("\n", ""),
+    "lower case": str.lower,
+}
+# Training prompts need not have whitespace that an engine could change.
+PLANTED = "  a  b\nc \n"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
+class Trial(NamedTuple):
     """A fault that was tried.
 
     Attributes:
@@ -58,12 +66,8 @@ class Trial:
 
 
 class Lora(NamedTuple):
-    """The trainer's LoRA tensors at three points in time.
-
-    Attributes:
-      start: before any movement.
-      before: before the last movement.
-      current: those that the engine was given last.
+    """The trainer's LoRA tensors: before any movement, before the last one, and as the engine was
+    given them last.
     """
 
     start: State
@@ -81,40 +85,50 @@ class Replay:
       lora_scale: alpha / rank.
 
     Attributes:
-      model: the trainer's model.
+      recorded: the engine's log-probs, [B, T].
       log_probs: of a replay without any fault, [B, T].
-      as_recorded: mean |difference| between it and the engine.
+      as_recorded: mean |difference| between the two.
     """
 
     def __init__(self, copy: Copy, rollout: RecordedRollout, lora: Lora, lora_scale: float) -> None:
         self._copy = copy
         self._rollout = rollout
+        self.recorded = rollout.recorded
         self._lora = lora
         self._lora_scale = lora_scale
-        self.model = copy.model
+        self._model = copy.model
         self._batch = rollout.batch
         self._spec = rollout.batch.spec
-        self._timesteps = self.model.walked_schedule(self._spec).timesteps
-        self.log_probs = self._changed(lambda piece: piece)
-        self.as_recorded = distance(self.log_probs, rollout.recorded)
+        self._timesteps = self._model.walked_schedule(self._spec).timesteps
+        self.log_probs = self._replayed(_as_it_is)
+        self.as_recorded = distance(self.log_probs, self.recorded)
 
     def trials(self) -> Iterator[Trial]:
         """Tries every fault that has no size."""
-        yield from self._dropped()
-        yield from self._rounded_timesteps()
-        yield from self._rounded_latents()
-        yield from self._window()
-        yield from self._weights()
+        for cause, fault, change in self._changes():
+            yield Trial(cause, fault, self._residual(change))
+        yield from self._lost_latents()
+        yield from self._late_log_probs()
+        current = self._lora.current
+        states: Sequence[tuple[str, str, State]] = (
+            ("lora", "LoRA not applied", scaled(current, 0.0)),
+            ("lora", "LoRA applied without alpha / rank", scaled(current, 1 / self._lora_scale)),
+            ("weights", "weights of the version before", self._lora.before),
+            ("weights", "weights of the start", self._lora.start),
+        )
+        for cause, fault, state in states:
+            self._copy.load(state)
+            yield Trial(cause, fault, self._residual(_as_it_is))
+        self._copy.load(current)
         yield from self.prompt_trials()
 
     def prompt_trials(self) -> Iterator[Trial]:
         """Tries texts that were changed before they were encoded, where a change has an effect."""
-        prompts = sampled_prompts(self._rollout)
-        for name, change in CHANGES.items():
-            others = changed(prompts, change)
-            if others is not None:
-                residual = self._residual(self._encoded(others))
-                yield Trial(cause="prompt", fault=f"prompts {name}", residual=residual)
+        rows = torch.arange(len(self._batch), device=self._batch.prompt_index.device)
+        for name, others in other_prompts(self._rollout.prompts):
+            conditioning = encode_unique(self._model, others, self._spec)
+            residual = self._residual(partial(encoded, conditioning=conditioning, rows=rows))
+            yield Trial("prompt", f"prompts {name}", residual)
 
     def sized_trials(self, *, fitted: bool) -> Iterator[Trial]:
         """Tries every fault that has a size.
@@ -122,144 +136,104 @@ class Replay:
         Args:
           fitted: True fits the size to the record, False tries a typical one.
         """
-        yield self._schedule(fitted)
-        yield self._guidance(self.model.cfg_key, fitted)
-        if self.model.embeds_guidance:
-            yield self._guidance("guidance_scale", fitted)
-
-    def _dropped(self) -> Iterator[Trial]:
-        """Tries no guidance, and no shift of the schedule."""
-        asked = self.model.cfg_scale(self._spec)
-        if asked > 1:
-            key = self.model.cfg_key
-            none = self.model.cfg_value(1.0)
-            wanted = self.model.cfg_value(asked)
-            spec = with_guidance(self._spec, key, none)
-            residual = self._residual(lambda piece: piece.replace(spec=spec, negative=None))
-            yield Trial(cause="guidance", fault=dropped(key, none, wanted), residual=residual)
-        plain = unshifted(self.model, self._spec)
-        if not torch.equal(plain.timesteps, self._timesteps):
-            residual = self._residual(partial(take_schedule, schedule=plain))
-            fault = "shift dropped: the schedule is that of shift 1"
-            yield Trial(cause="schedule", fault=fault, residual=residual)
-
-    def _encoded(self, prompts: Sequence[Prompt]) -> Change:
-        """Returns the change to the conditioning of other prompts, one for each sample."""
-        conditioning = encode_unique(self.model, prompts, self._spec)
-        rows = torch.arange(len(prompts), device=self._batch.prompt_index.device)
-        return lambda piece: piece.replace(
-            conditioning=conditioning,
-            prompt_index=rows,
-            negative=None if piece.negative is None else piece.negative[piece.prompt_index],
-        )
-
-    def _schedule(self, fitted: bool) -> Trial:
-        def residual(shift: float) -> float:
-            return self._residual(partial(shift_schedule, timesteps=self._timesteps, shift=shift))
-
+        residual = self._of_size(lambda shift: partial(shifted, self._timesteps, shift))
         shift = fit(residual, SHIFTS) if fitted else TYPICAL_SHIFT
-        return Trial(
-            cause="schedule", fault=f"sigmas shifted by {shift:.4g}", residual=residual(shift)
-        )
+        yield Trial("schedule", f"sigmas shifted by {shift:.4g}", residual(shift))
+        yield self.guidance_trial(self._model.cfg_key, fitted=fitted)
+        if self._model.embeds_guidance:
+            yield self.guidance_trial("guidance_scale", fitted=fitted)
 
-    def _rounded_timesteps(self) -> Iterator[Trial]:
+    def _changes(self) -> Iterator[tuple[str, str, Change]]:
+        """Yields the table of faults that change what a step starts from: cause, words, change."""
+        model, spec = self._model, self._spec
+        asked = model.cfg_scale(spec)
+        if asked > 1:
+            none = model.cfg_value(1.0)
+            without = with_guidance(spec, model.cfg_key, none)
+            fault = dropped(model.cfg_key, none, model.cfg_value(asked))
+            yield "guidance", fault, lambda piece: piece.replace(spec=without, negative=None)
+        plain = unshifted(model, spec)
+        if not torch.equal(plain.timesteps, self._timesteps):
+            fault = "shift dropped: the schedule is that of shift 1"
+            yield "schedule", fault, partial(rescheduled, plain)
         for name, dtype in HALF.items():
-            residual = self._residual(partial(round_timesteps, dtype=dtype))
-            yield Trial(cause="timestep", fault=f"timesteps rounded to {name}", residual=residual)
+            yield "timestep", f"timesteps rounded to {name}", partial(round_timesteps, dtype)
+        for name, dtype in HALF.items():
+            yield "latents", f"latents rounded to {name} before a step", partial(round_start, dtype)
+        for by, where in ((-1, "earlier"), (1, "later")):
+            fault = f"steps are one {where} than recorded"
+            yield "window", fault, partial(moved, self._timesteps, by)
 
-    def _rounded_latents(self) -> Iterator[Trial]:
-        """Tries latents rounded before a step, after a step, or in the record.
+    def _lost_latents(self) -> Iterator[Trial]:
+        """Tries latents rounded after their log-prob was taken, after a step or in the record.
 
-        A replay can round the latents that a step starts from. What was rounded after its log-prob
-        was taken is lost. Then the pattern of the mismatch is compared with that of steps of our
-        own, made from the same noise.
+        What was rounded away then is lost. So the pattern of the mismatch is compared with that of
+        steps of our own, made from the same noise.
         """
-        observed = self.log_probs - self._rollout.recorded
-        sampled = self._sampled_again()
-        stepped = self._stepped_again()
+        observed = self.log_probs - self.recorded
+        again = (
+            ("latents recorded in {}", self._sampled_again(), 0),
+            ("latents rounded to {} after a step", self._stepped_again(), 1),
+        )
         for name, dtype in HALF.items():
-            residual = self._residual(partial(round_start, dtype=dtype))
-            yield Trial(
-                cause="latents", fault=f"latents rounded to {name} before a step", residual=residual
-            )
-            for fault, again, first in (
-                (f"latents recorded in {name}", sampled, 0),
-                (f"latents rounded to {name} after a step", stepped, 1),
-            ):
-                assert again.rollout_log_probs is not None
-                rounded = self._copy.log_probs(round_states(again, dtype, first))
-                pattern = rounded - again.rollout_log_probs
-                yield Trial(cause="latents", fault=fault, residual=distance(pattern, observed))
+            for fault, batch, first in again:
+                assert batch.rollout_log_probs is not None
+                rounded = self._copy.log_probs(round_states(batch, dtype, first))
+                pattern = rounded - batch.rollout_log_probs
+                yield Trial("latents", fault.format(name), distance(pattern, observed))
 
-    def _guidance(self, key: str, fitted: bool) -> Trial:
+    def _late_log_probs(self) -> Iterator[Trial]:
+        if self._batch.num_steps < 2:
+            return
+        for by, where in ((-1, "earlier"), (1, "later")):
+            inside = slice(0, -1) if by > 0 else slice(1, None)
+            ours = self.log_probs.roll(-by, 1)[:, inside]
+            residual = distance(ours, self.recorded[:, inside])
+            yield Trial("window", f"log-probs are of one step {where}", residual)
+
+    def guidance_trial(self, key: str, *, fitted: bool) -> Trial:
         """Tries another guidance: classifier-free, or the one that the transformer gets."""
-        batch = self._batch
-        classifier_free = key == self.model.cfg_key
-        asked = self.model.cfg_scale(self._spec) if classifier_free else self._spec.guidance_scale
-        negative = batch.negative
-        if negative is None and classifier_free:
-            prompts = self._rollout.request.prompts.prompts
-            negative = encode_unique(self.model, prompts, self._spec, negative=True)
+        model, spec, negative = self._model, self._spec, self._batch.negative
+        value: Callable[[float], float] = float
+        usual: Sequence[float] = ()
+        if key == model.cfg_key:
+            asked, value = model.cfg_scale(spec), model.cfg_value
+            if negative is None:
+                prompts = self._rollout.request.prompts.prompts
+                negative = encode_unique(model, prompts, spec, negative=True)
+        else:
+            asked = spec.guidance_scale
+            usual = (TYPICAL_SCALE, *(scale / asked for scale in EMBEDDED))
 
-        def value(scale: float) -> float:
-            return self.model.cfg_value(scale) if classifier_free else scale
+        def change(factor: float) -> Change:
+            other = with_guidance(spec, key, value(asked * factor))
+            return lambda piece: piece.replace(spec=other, negative=negative)
 
-        def residual(factor: float) -> float:
-            spec = with_guidance(batch.spec, key, value(asked * factor))
-            return self._residual(lambda piece: piece.replace(spec=spec, negative=negative))
-
-        usual = () if classifier_free else (TYPICAL_SCALE, *(scale / asked for scale in EMBEDDED))
+        residual = self._of_size(change)
         factor = fit(residual, sorted({*SCALES, *usual})) if fitted else TYPICAL_SCALE
         scale = asked * factor
+        fault = f"{key} {value(scale):.4g} in place of {value(asked):g}"
         if math.isclose(scale, 1.0, rel_tol=1e-3) and asked > 1:
             fault = dropped(key, value(1.0), value(asked))
-        else:
-            fault = f"{key} {value(scale):.4g} in place of {value(asked):g}"
-        return Trial(cause="guidance", fault=fault, residual=residual(factor))
+        return Trial("guidance", fault, residual(factor))
 
-    def _window(self) -> Iterator[Trial]:
-        ours = self.log_probs
-        theirs = self._rollout.recorded
-        for by, where in ((-1, "earlier"), (1, "later")):
-            residual = self._residual(partial(move_step, timesteps=self._timesteps, by=by))
-            yield Trial(
-                cause="window", fault=f"steps are one {where} than recorded", residual=residual
-            )
-            if self._batch.num_steps > 1:
-                moved = ours.roll(-by, 1)
-                inside = slice(0, -1) if by > 0 else slice(1, None)
-                residual = distance(moved[:, inside], theirs[:, inside])
-                yield Trial(
-                    cause="window", fault=f"log-probs are of one step {where}", residual=residual
-                )
-
-    def _weights(self) -> Iterator[Trial]:
-        current = self._lora.current
-        changed: Sequence[tuple[str, str, State]] = (
-            ("lora", "LoRA not applied", scaled(current, 0.0)),
-            ("lora", "LoRA applied without alpha / rank", scaled(current, 1 / self._lora_scale)),
-            ("weights", "weights of the version before", self._lora.before),
-            ("weights", "weights of the start", self._lora.start),
-        )
-        for cause, fault, state in changed:
-            self._copy.load(state)
-            yield Trial(cause=cause, fault=fault, residual=self._residual(lambda piece: piece))
-        self._copy.load(current)
-
-    def _changed(self, change: Change) -> Tensor:
+    def _replayed(self, change: Change) -> Tensor:
         """Returns log-probs [B, T] with every step changed; nan where there is no such step."""
         columns = []
         for t in range(self._batch.num_steps):
             piece = change(self._batch.step(t))
             if piece is None:
-                recorded = self._rollout.recorded[:, t : t + 1]
+                recorded = self.recorded[:, t : t + 1]
                 columns.append(torch.full_like(recorded, math.nan))
             else:
                 columns.append(self._copy.log_probs(piece))
         return torch.cat(columns, 1)
 
     def _residual(self, change: Change) -> float:
-        return distance(self._changed(change), self._rollout.recorded)
+        return distance(self._replayed(change), self.recorded)
+
+    def _of_size(self, change: Callable[[float], Change]) -> Callable[[float], float]:
+        return lambda size: self._residual(change(size))
 
     def _sampled_again(self) -> DiffusionBatch:
         """Returns what the copy samples from the same seeds."""
@@ -285,7 +259,7 @@ class Replay:
     @torch.no_grad()
     def _stepped_again(self) -> DiffusionBatch:
         """Takes every recorded step again with the copy and the same noise."""
-        convention = self._batch.spec.log_prob_convention
+        convention = self._spec.log_prob_convention
         batches = []
         for rows in self._rows():
             states = [rows.all_latents[:, 0]]
@@ -307,111 +281,89 @@ class Replay:
             yield self._batch.rows(start, start + self._copy.rows)
 
 
+def other_prompts(prompts: Sequence[Prompt]) -> Iterator[tuple[str, list[Prompt]]]:
+    """Yields each change of `TEXTS` by name, with the changed prompts, if it changes any."""
+    for name, change in TEXTS.items():
+        others = [replace(prompt, text=change(prompt.text)) for prompt in prompts]
+        if others != list(prompts):
+            yield name, others
+
+
 def noise(batch: DiffusionBatch, step: int) -> Tensor:
     """Returns the noise [B, ...] that the samples drew at a step of the schedule."""
-    return normal(batch.all_latents.shape[2:], batch.seed.tolist(), "step", step).to(
-        batch.all_latents.device
-    )
+    drawn = normal(batch.all_latents.shape[2:], batch.seed.tolist(), "step", step)
+    return drawn.to(batch.all_latents.device)
 
 
 def dropped(key: str, none: float, asked: float) -> str:
-    """Returns the fault of an engine that takes no account of the guidance, in words.
-
-    Args:
-      key: guidance_scale or true_cfg_scale.
-      none: its value without guidance.
-      asked: its value that was asked for.
-    """
+    """Says that an engine takes no account of the guidance, whose key has `none` without any."""
     return f"guidance dropped: {key} {none:g} in place of {asked:g}"
 
 
-class _Rescheduled:
-    """A pipeline with another scheduler.
-
-    Args:
-      pipeline: what everything else is taken from.
-      scheduler: the scheduler.
-    """
-
-    def __init__(self, pipeline: Any, scheduler: Any) -> None:
-        self._pipeline = pipeline
-        self.scheduler = scheduler
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pipeline, name)
-
-
 def unshifted(model: FlowModel, spec: SamplerSpec) -> Schedule:
-    """Returns the schedule that the model's scheduler has without any shift.
-
-    Args:
-      model: the trainer's model.
-      spec: how to sample.
-    """
+    """Returns the schedule that the model's scheduler has without any shift."""
     scheduler = model.scheduler
     none = {"shift": 1.0, "flow_shift": 1.0, "use_dynamic_shifting": False}
     known = {name: value for name, value in none.items() if name in scheduler.config}
     other = copy.copy(model)
-    plain = type(scheduler).from_config(scheduler.config, **known)
-    other.pipeline = _Rescheduled(model.pipeline, plain)
+    other.pipeline = copy.copy(model.pipeline)
+    other.pipeline.scheduler = type(scheduler).from_config(scheduler.config, **known)
     return other.walked_schedule(spec)
 
 
-def take_schedule(piece: DiffusionBatch, schedule: Schedule) -> DiffusionBatch:
+# --- Changes of a step. `piece` holds one step of the samples.
+
+
+def _as_it_is(piece: DiffusionBatch) -> DiffusionBatch:
+    return piece
+
+
+def encoded(piece: DiffusionBatch, conditioning: Conditioning, rows: Tensor) -> DiffusionBatch:
+    """Conditions on other prompts, one for each sample."""
+    negative = None if piece.negative is None else piece.negative[piece.prompt_index]
+    return piece.replace(conditioning=conditioning, prompt_index=rows, negative=negative)
+
+
+def rescheduled(schedule: Schedule, piece: DiffusionBatch) -> DiffusionBatch:
     """Moves a step to the same place of another schedule."""
     timesteps = schedule.timesteps[piece.step_indices]
     return piece.replace(sigmas=schedule.sigmas, all_timesteps=timesteps)
 
 
-def shift_schedule(piece: DiffusionBatch, timesteps: Tensor, shift: float) -> DiffusionBatch:
+def shifted(timesteps: Tensor, shift: float, piece: DiffusionBatch) -> DiffusionBatch:
     """Moves a step to the schedule shift x sigma / (1 + (shift - 1) x sigma).
 
-    Args:
-      piece: one step of the samples.
-      timesteps: of the configured schedule, [S]; they move in proportion to the sigmas.
-      shift: 1 changes nothing.
+    The timesteps of the configured schedule, [S], move in proportion to the sigmas.
     """
     sigmas = shift * piece.sigmas / (1 + (shift - 1) * piece.sigmas)
-    moved = timesteps * (sigmas / piece.sigmas)[:-1]
-    return piece.replace(sigmas=sigmas, all_timesteps=moved[piece.step_indices])
+    others = timesteps * (sigmas / piece.sigmas)[:-1]
+    return piece.replace(sigmas=sigmas, all_timesteps=others[piece.step_indices])
 
 
-def round_timesteps(piece: DiffusionBatch, dtype: torch.dtype) -> DiffusionBatch:
+def round_timesteps(dtype: torch.dtype, piece: DiffusionBatch) -> DiffusionBatch:
     """Rounds the timesteps to a precision."""
     return piece.replace(all_timesteps=piece.all_timesteps.to(dtype).float())
 
 
-def round_start(piece: DiffusionBatch, dtype: torch.dtype) -> DiffusionBatch:
+def round_start(dtype: torch.dtype, piece: DiffusionBatch) -> DiffusionBatch:
     """Starts the step from rounded latents; its end stays as recorded."""
     start, end = piece.all_latents.unbind(1)
     return piece.replace(all_latents=torch.stack([start.to(dtype).float(), end], 1))
 
 
-def round_states(batch: DiffusionBatch, dtype: torch.dtype, first: int) -> DiffusionBatch:
-    """Rounds recorded states.
-
-    Args:
-      batch: the samples.
-      dtype: the precision to round to.
-      first: index of the first state that is rounded; 0 is the start of the first step.
-    """
-    states = batch.all_latents
-    rounded = torch.cat([states[:, :first], states[:, first:].to(dtype).float()], 1)
-    return batch.replace(all_latents=rounded)
-
-
-def move_step(piece: DiffusionBatch, timesteps: Tensor, by: int) -> DiffusionBatch | None:
-    """Moves a step to another place of the schedule, with the same latents; None if there is none.
-
-    Args:
-      piece: one step of the samples.
-      timesteps: of the schedule, [S].
-      by: number of steps.
-    """
+def moved(timesteps: Tensor, by: int, piece: DiffusionBatch) -> DiffusionBatch | None:
+    """Moves a step by some places of the schedule, with the same latents; None if there is none."""
     steps = piece.step_indices + by
     if not 0 <= int(steps.min()) <= int(steps.max()) < len(timesteps):
         return None
     return piece.replace(step_indices=steps, all_timesteps=timesteps[steps])
+
+
+def round_states(batch: DiffusionBatch, dtype: torch.dtype, first: int) -> DiffusionBatch:
+    """Rounds recorded states, from the one with index `first` on; 0 is where step 1 starts."""
+    states = batch.all_latents
+    rounded = torch.cat([states[:, :first], states[:, first:].to(dtype).float()], 1)
+    return batch.replace(all_latents=rounded)
 
 
 def scaled(state: State, factor: float) -> dict[str, Tensor]:

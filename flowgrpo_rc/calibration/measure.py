@@ -32,12 +32,7 @@ FEW = (2, 4)  # number of prompts, and samples of each, that the replays use
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedRollout:
-    """A request to the engine, and what it recorded.
-
-    Attributes:
-      request: the request.
-      batch: the engine's samples, all chunks together.
-    """
+    """A request to the engine, and the samples that it recorded, all chunks together."""
 
     request: ImageRequest
     batch: DiffusionBatch
@@ -47,6 +42,11 @@ class RecordedRollout:
         """The engine's log-probs, [B, T]."""
         assert self.batch.rollout_log_probs is not None
         return self.batch.rollout_log_probs
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompt of each sample, [B]."""
+        return [self.request.prompt_of(row) for row in range(len(self.batch))]
 
     @property
     def timesteps(self) -> list[int]:
@@ -81,19 +81,18 @@ class Mismatch:
         """Returns the mean |difference| at each timestep, [T]."""
         return self.differences.abs().mean(0).tolist()
 
-    def scale(self) -> float:
-        """Returns the noise floor: the robust standard deviation of the differences."""
-        return robust(self.differences)
-
-    def quantile(self, q: float) -> float:
-        """Returns a quantile of |difference|."""
-        return torch.quantile(self.differences.abs().flatten(), q).item()
+    def mean(self) -> float:
+        """Returns the mean |difference|."""
+        return self.differences.abs().mean().item()
 
     def summary(self) -> dict[str, float]:
-        """Returns mean, quantiles, maximum and noise floor of the mismatch."""
-        mean = self.differences.abs().mean().item()
-        quantiles = {f"p{100 * q:g}": self.quantile(q) for q in (0.5, 0.99, 0.999)}
-        return {"mean": mean, **quantiles, "max": self.quantile(1.0), "floor": self.scale()}
+        """Returns mean, quantiles and maximum of |difference|, and the noise floor: the robust
+        standard deviation of the differences.
+        """
+        sizes = self.differences.abs().flatten()
+        names = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
+        quantiles = {name: torch.quantile(sizes, q).item() for name, q in names.items()}
+        return {"mean": self.mean(), **quantiles, "floor": robust(self.differences)}
 
 
 def robust(values: Tensor) -> float:
@@ -102,31 +101,19 @@ def robust(values: Tensor) -> float:
 
 
 def plant_movements(network: nn.Module, seed: int) -> list[dict[str, Tensor]]:
-    """Moves a network's LoRA twice at random.
+    """Moves a network's LoRA twice at random; returns it before, between and after the movements.
 
     A fresh LoRA changes nothing. Nobody would notice an engine that lacks it or holds the LoRA of
     the step before.
-
-    Args:
-      network: the trainer's network with the LoRA.
-      seed: of the movements.
-
-    Returns:
-      The LoRA's tensors before, between and after the movements.
     """
-    states = [_copied(network)]
+    parameters = lora_parameters(network)
+    states = [{name: p.detach().clone() for name, p in parameters.items()}]
     for movement in range(2):
-        for name, parameter in lora_parameters(network).items():
+        for name, parameter in parameters.items():
             if ".lora_B." in name:
                 _move(network, name, parameter, generator(seed, "movement", movement, name))
-        states.append(_copied(network))
+        states.append({name: p.detach().clone() for name, p in parameters.items()})
     return states
-
-
-def _copied(network: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: parameter.detach().clone() for name, parameter in lora_parameters(network).items()
-    }
 
 
 @torch.no_grad()
@@ -151,11 +138,6 @@ def with_guidance(spec: SamplerSpec, key: str, scale: float) -> SamplerSpec:
     """Returns the sampler with another guidance.
 
     A second scale moves with the first, and both reach 1, which is no guidance, together.
-
-    Args:
-      spec: the sampler.
-      key: guidance_scale or true_cfg_scale.
-      scale: value of the key.
     """
     changed: dict[str, Any] = {key: scale}
     second = spec.guidance_scale_2
@@ -173,15 +155,7 @@ def ask(
     *,
     keep_means: bool = False,
 ) -> ImageRequest:
-    """Makes a request in which all steps are stochastic that a window could hold.
-
-    Args:
-      config: configuration of the run.
-      prompts: the prompts.
-      samples: samples of each prompt.
-      spec: the sampler.
-      keep_means: whether the engine has to record the means of the steps.
-    """
+    """Makes a request in which all steps are stochastic that a window could hold."""
     _, first, last = config.rollout.window()
     rows = [(prompt.index, sample) for prompt in prompts for sample in range(samples)]
     return ImageRequest(
@@ -199,13 +173,8 @@ def sample(
 ) -> RecordedRollout:
     """Samples with the engine.
 
-    Args:
-      engine: the engine.
-      request: what to sample.
-      needs_means: whether to refuse a record without means.
-
     Raises:
-      ValueError: log-probs are not finite, or means are missing.
+      ValueError: log-probs are not finite, or means are missing that the settings need.
     """
     batch = concat([chunk.batch for chunk in engine.generate(request)])
     assert isinstance(batch, DiffusionBatch)
@@ -222,14 +191,7 @@ def sample(
 
 
 def require_finite(rollout: RecordedRollout, log_probs: Tensor, whose: str, key: str) -> None:
-    """Raises ValueError if some log-prob is not finite.
-
-    Args:
-      rollout: the recorded steps.
-      log_probs: [B, T].
-      whose: the owner of the log-probs, for the message.
-      key: the setting to look at, for the message.
-    """
+    """Raises ValueError if some log-prob [B, T] is not finite; names its owner and a setting."""
     broken = ~log_probs.isfinite()
     if broken.any():
         steps = sorted(set(rollout.batch.step_indices[broken].tolist()))
@@ -242,19 +204,25 @@ def require_finite(rollout: RecordedRollout, log_probs: Tensor, whose: str, key:
 
 
 def against_engine(rollout: RecordedRollout, log_probs: Tensor, guidance: float) -> Mismatch:
-    """Returns the trainer's log-probs minus those that the engine recorded.
+    """Returns the trainer's log-probs [B, T] minus those that the engine recorded."""
+    return _mismatch(rollout, log_probs, guidance, rollout.recorded, rollout.request.spec.dtype)
 
-    Args:
-      rollout: the recorded steps.
-      log_probs: the trainer's, [B, T].
-      guidance: scale of the guidance.
-    """
+
+def _mismatch(
+    rollout: RecordedRollout,
+    log_probs: Tensor,
+    guidance: float,
+    others: Tensor,
+    precision: str,
+    *,
+    engine: bool = True,
+) -> Mismatch:
     return Mismatch(
         guidance=guidance,
-        precision=rollout.request.spec.dtype,
-        engine=True,
+        precision=precision,
+        engine=engine,
         timesteps=rollout.timesteps,
-        differences=log_probs.double() - rollout.recorded.double(),
+        differences=log_probs.double() - others.double(),
     )
 
 
@@ -295,20 +263,9 @@ class Copy:
         return self.policy.log_probs(batch, self.rows)
 
     def against(self, rollout: RecordedRollout, log_probs: Tensor, guidance: float) -> Mismatch:
-        """Returns the trainer's log-probs minus this copy's.
-
-        Args:
-          rollout: the recorded steps.
-          log_probs: the trainer's, [B, T].
-          guidance: scale of the guidance.
-        """
-        return Mismatch(
-            guidance=guidance,
-            precision=self.precision,
-            engine=False,
-            timesteps=rollout.timesteps,
-            differences=log_probs.double() - self.log_probs(rollout.batch).double(),
-        )
+        """Returns the trainer's log-probs [B, T] minus this copy's."""
+        ours = self.log_probs(rollout.batch)
+        return _mismatch(rollout, log_probs, guidance, ours, self.precision, engine=False)
 
 
 def finite(value: float) -> float | None:

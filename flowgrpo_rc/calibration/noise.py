@@ -23,20 +23,18 @@ LEAST = {"mean": 0.01, "variance": 0.02, "kurtosis": 0.1}
 
 
 class NoiseReport(NamedTuple):
-    """Says what is wrong with the noise; a list of sentences each, empty if nothing is.
+    """What is said about the noise, a list of sentences each.
 
     Attributes:
-      shared: about noise that steps have in common.
-      moments: about noise that is not standard normal. Means and standard deviations of the steps
-        have to be right for it.
-      seeds: about noise that is not the seeds', though the engine says so.
+      wrong: noise that steps have in common, or else that is not the seeds', though the engine says
+        so.
+      moments: noise that is not standard normal, if the means and standard deviations are right.
       notes: what is no fault.
     """
 
-    shared: Sequence[str] = ()
-    moments: Sequence[str] = ()
-    seeds: Sequence[str] = ()
-    notes: Sequence[str] = ()
+    wrong: Sequence[str]
+    moments: Sequence[str]
+    notes: Sequence[str]
 
 
 def check_noise(batch: DiffusionBatch, *, says_seeds: bool) -> NoiseReport:
@@ -47,12 +45,17 @@ def check_noise(batch: DiffusionBatch, *, says_seeds: bool) -> NoiseReport:
       says_seeds: whether the engine says that it draws the seeds' noise.
     """
     noise, _ = rollout_noise(batch, ELEMENTS)
-    shared = check_sharing(noise)
-    seeds: list[str] = []
-    notes: list[str] = []
-    if not shared:
-        seeds, notes = check_seeds(batch, says_seeds=says_seeds)
-    return NoiseReport(shared, check_moments(noise), seeds, notes)
+    shared, moments = check_sharing(noise), check_moments(noise)
+    shares = torch.cat([follows_seed(batch.step(t)) for t in range(batch.num_steps)])
+    others = int((shares < 0.5).sum())
+    if shared or not others:
+        return NoiseReport(shared, moments, [])
+    sentence = f"{others} of {len(shares)} steps do not have the noise of their sample's seed"
+    if says_seeds:
+        wrong = f"{sentence}, which the engine says that it draws (draws_seed_noise)"
+        return NoiseReport([wrong], moments, [])
+    note = f"{sentence}: the engine draws noise of its own, which is no fault"
+    return NoiseReport([], moments, [note])
 
 
 def check_sharing(noise: Tensor) -> list[str]:
@@ -62,9 +65,6 @@ def check_sharing(noise: Tensor) -> list[str]:
 
     Args:
       noise: [B, T, K].
-
-    Returns:
-      A sentence for each kind of pair that is correlated.
     """
     num_samples, num_steps, num_elements = noise.shape
     rows = noise.flatten(0, 1)
@@ -99,9 +99,6 @@ def check_moments(noise: Tensor) -> list[str]:
 
     Args:
       noise: [B, T, K].
-
-    Returns:
-      A sentence for each moment that is off.
     """
     values = noise.double().flatten()
     square = values.square().mean()
@@ -116,23 +113,3 @@ def check_moments(noise: Tensor) -> list[str]:
         if abs(value - wanted) > max(error, LEAST[name]):
             sentences.append(f"the {name} of the noise is {value:.3g}, not {wanted:g}")
     return sentences
-
-
-def check_seeds(batch: DiffusionBatch, *, says_seeds: bool) -> tuple[list[str], list[str]]:
-    """Compares the noise with that of the seeds.
-
-    Args:
-      batch: the steps, with their means.
-      says_seeds: whether the engine says that it draws the seeds' noise.
-
-    Returns:
-      What is wrong, and what is only worth knowing.
-    """
-    shares = torch.cat([follows_seed(batch.step(t)) for t in range(batch.num_steps)])
-    others = int((shares < 0.5).sum())
-    if not others:
-        return [], []
-    sentence = f"{others} of {len(shares)} steps do not have the noise of their sample's seed"
-    if says_seeds:
-        return [f"{sentence}, which the engine says that it draws (draws_seed_noise)"], []
-    return [], [f"{sentence}: the engine draws noise of its own, which is no fault"]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowgrpo_rc.batch import DiffusionBatch, Spec
-from flowgrpo_rc.calibration.faults import HALF, dropped
+from flowgrpo_rc.batch import DiffusionBatch, Prompt, Spec
+from flowgrpo_rc.calibration.faults import HALF, dropped, other_prompts
 from flowgrpo_rc.calibration.measure import RecordedRollout
-from flowgrpo_rc.calibration.prompts import check_conditioning
 from flowgrpo_rc.core.transition import log_prob
 from flowgrpo_rc.correction.correct import require_rollout_log_probs
 from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.monitoring.conditioning import conditioning_error
+from flowgrpo_rc.monitoring.health_rules import OTHER_PROMPT
 from flowgrpo_rc.policies.scheduler import step_transition
 from flowgrpo_rc.rollout.engine import RolloutEngine, other_tensors
 
@@ -25,15 +26,12 @@ MEANS_APART = 1e-5
 def check_record(
     rollout: RecordedRollout, model: FlowModel, *, version: int
 ) -> list[tuple[str, str]]:
-    """Checks a record apart from its log-probs.
+    """Checks a record apart from its log-probs, as (cause, sentence).
 
     Args:
       rollout: the record.
       model: the trainer's model.
       version: version of the weights that the engine was given last.
-
-    Returns:
-      Each fault as (cause, sentence).
     """
     batch = rollout.batch
     request = rollout.request
@@ -73,12 +71,9 @@ def check_record(
 
 
 def check_means(batch: DiffusionBatch) -> list[tuple[str, str]]:
-    """Checks that the recorded means belong to the recorded log-probs, as (cause, sentence).
+    """Checks that the recorded means, if any, fit the recorded log-probs, as (cause, sentence).
 
     A centered log-ratio rests on them, and log-probs that agree do not show that they are wrong.
-
-    Args:
-      batch: a record, with or without means.
     """
     if batch.prev_sample_mean is None:
         return []
@@ -106,14 +101,23 @@ def check_means(batch: DiffusionBatch) -> list[tuple[str, str]]:
 
 
 def check_prompts(rollout: RecordedRollout, model: FlowModel) -> list[tuple[str, str]]:
-    """Checks the recorded conditioning, as (cause, sentence).
+    """Compares recorded conditioning with what the trainer's encoders make of the prompts.
 
-    Args:
-      rollout: the record of a prompt with whitespace planted in it.
-      model: the trainer's model.
+    An engine that encodes itself may record the conditioning of another text. That makes no
+    mismatch.
+
+    Returns:
+      What was done to the texts, as (cause, sentence).
     """
-    found = check_conditioning(rollout, model)
-    return [] if found is None else [("prompt", f"the engine recorded prompts {found}")]
+
+    def differs(others: Sequence[Prompt]) -> bool:
+        return bool(conditioning_error(model, rollout.batch, others).max() > OTHER_PROMPT)
+
+    if not differs(rollout.prompts):
+        return []
+    unknown = "changed in a way that is not known here, or encoded by another text encoder"
+    names = (name for name, others in other_prompts(rollout.prompts) if not differs(others))
+    return [("prompt", f"the engine recorded prompts {next(names, unknown)}")]
 
 
 def check_engine(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +71,12 @@ class Calibration:
                 "floor": finite(diagnosis.copy_mismatch),
                 "as_recorded": finite(diagnosis.as_recorded),
                 "trials": [
-                    asdict(trial) | {"residual": finite(trial.residual)}
+                    trial._asdict() | {"residual": finite(trial.residual)}
                     for trial in diagnosis.trials
                 ],
             },
             "tails": [
-                asdict(trial) | {"agreement": finite(trial.agreement)} for trial in self.tails
+                trial._asdict() | {"agreement": finite(trial.agreement)} for trial in self.tails
             ],
             "settings": self.settings.values,
             "reason": self.settings.reason,
@@ -89,22 +89,13 @@ class Calibration:
         return [
             f"Measured with {subject['engine']}, {subject['precision']}, on {subject['model']}, "
             f"guidance {subject['guidance']:g}, {subject['samples']} samples; noise floor "
-            f"{self.mismatches[0].scale():.1e}.",
+            f"{self.mismatches[0].summary()['floor']:.1e}.",
             f"{self.diagnosis.sentence()}.",
         ]
 
 
 class Folder:
-    """The files of one result.
-
-    Args:
-      root: the folder.
-      name: name of the YAML, `root/calibration/NAME.yaml`.
-
-    Attributes:
-      json: the file with the numbers.
-      picture: the picture.
-      yaml: the settings for training.
+    """The files of one result: numbers, picture, and `calibration/NAME.yaml` for training.
 
     Raises:
       ValueError: the name cannot be the name of a configuration.
@@ -198,12 +189,7 @@ def show(found: Calibration, folder: Folder) -> None:
 
 
 def clipped(bound: Bound, shares: Mapping[float, float]) -> str:
-    """Tells which share of the steps is beyond some bounds.
-
-    Args:
-      bound: the bound of the loss.
-      shares: value of the bound -> share of steps outside it.
-    """
+    """Tells which share of the steps is outside each value of the bound."""
     listed = ", ".join(
         f"{100 * share:.1f}% with {bound.key}={value:g}" for value, share in shares.items()
     )

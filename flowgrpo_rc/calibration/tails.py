@@ -8,7 +8,8 @@ schedule's own tail, from the same noise.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +28,7 @@ from flowgrpo_rc.training.tasks.image import ImageTask
 AGREEMENT = 0.95  # the least correlation of a tail that is recommended
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TailTrial:
+class TailTrial(NamedTuple):
     """A tail, and what its samples are worth.
 
     Attributes:
@@ -61,12 +61,6 @@ def try_tails(
     prompts: PromptBatch,
 ) -> list[TailTrial]:
     """Samples the prompts once with the schedule's own tail and once with each shorter one.
-
-    Args:
-      config: the settings.
-      task: says what is asked of the engine.
-      engine: the rollout engine, which has weights.
-      prompts: what to sample from, `rollout.n` times each.
 
     Returns:
       The tails, those with the fewest evaluations first.

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flowgrpo_rc.batch import DiffusionBatch, Prompt, PromptBatch
+from flowgrpo_rc.batch import Prompt, PromptBatch
 from flowgrpo_rc.build import make_engine, make_processes, make_task
 from flowgrpo_rc.calibration.causes import Diagnosis, diagnose
 from flowgrpo_rc.calibration.choice import Bound, bound_of, check_modes, choose
-from flowgrpo_rc.calibration.faults import Lora, Replay
+from flowgrpo_rc.calibration.faults import PLANTED, Lora, Replay
 from flowgrpo_rc.calibration.measure import (
     FEW,
     Copy,
@@ -26,7 +27,6 @@ from flowgrpo_rc.calibration.measure import (
     sample,
 )
 from flowgrpo_rc.calibration.noise import check_noise
-from flowgrpo_rc.calibration.prompts import planted
 from flowgrpo_rc.calibration.record import (
     check_engine,
     check_means,
@@ -47,7 +47,6 @@ from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.models.base import DTYPES, FlowModel
 from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.policies.base import Measured
-from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.engine import RolloutEngine
 from flowgrpo_rc.training.tasks.image import ImageTask
 
@@ -55,68 +54,34 @@ PRECISIONS = ("fp32", "fp16", "bf16")  # of the copies, besides the engine's own
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Calibrates the configuration that the command line asks for."""
-    calibrate(
-        unchecked_config(arguments.composition.config),
-        out=arguments.out,
-        name=arguments.name,
-        num_prompts=arguments.prompts,
-        mode=arguments.mode,
-        overwrite=arguments.overwrite,
-        tail=arguments.tail,
-    )
-    return EXIT_OK
+    """Calibrates the configuration that the command line asks for: measures, prints and writes.
 
-
-def calibrate(
-    config: Config,
-    *,
-    out: str,
-    name: str,
-    num_prompts: int,
-    mode: str = "auto",
-    overwrite: bool = False,
-    tail: bool = False,
-) -> Calibration:
-    """Measures, prints and writes a calibration; nothing is trained.
-
-    Args:
-      config: the settings of the run to calibrate for.
-      out: the folder for the result.
-      name: what the result is called, for `+calibration=NAME`.
-      num_prompts: how many training prompts are sampled from.
-      mode: `auto`, `bypass` or `decoupled`.
-      overwrite: replace a result that is in the folder.
-      tail: also measure how few evaluations do behind the window.
-
-    Returns:
-      The calibration.
+    Nothing is trained.
 
     Raises:
       ValueError: before anything is loaded, for settings that cannot work, text models, replayed
         data, a mode that cannot be, or if another result would be lost; later, for log-probs that
         are no numbers.
     """
-    folder = Folder(Path(out), name)
-    folder.check(overwrite=overwrite)
-    prompts = _checked_prompts(config, num_prompts, mode)
-    if tail:
+    config = unchecked_config(arguments.composition.config)
+    folder = Folder(Path(arguments.out), arguments.name)
+    folder.check(overwrite=arguments.overwrite)
+    prompts = _checked_prompts(config, arguments.prompts, arguments.mode)
+    if arguments.tail:
         check_tail(config)
-    found = measure(config, prompts, mode=mode, tail=tail)
+    found = measure(config, prompts, mode=arguments.mode, tail=arguments.tail)
     folder.write(found)
     show(found, folder)
-    return found
+    return EXIT_OK
 
 
-def measure(
-    config: Config, prompts: Sequence[Prompt], *, mode: str, tail: bool = False
-) -> Calibration:
+def measure(config: Config, prompts: Sequence[Prompt], *, mode: str, tail: bool) -> Calibration:
     """Measures a calibration of checked settings in one process.
 
     Args:
       config: the settings.
       prompts: what to sample from.
-      mode: `auto`, `bypass` or `decoupled`.
+      mode: one of `choice.MODES`.
       tail: also measure how few evaluations do behind the window.
 
     Raises:
@@ -149,9 +114,24 @@ def measure(
         settings = with_tail(settings, tails)
     clipped: dict[float, float] = {}
     if bound is not None:
-        clipped = _clipped(bound, settings.values[f"{DIFFUSION_KEY}.{bound.key}"])
+        chosen = settings.values[f"{DIFFUSION_KEY}.{bound.key}"]
+        values = sorted({bound.reference, bound.configured, chosen})
+        clipped = {value: bound.exceeded(value) for value in values if value < math.inf}
+    mixed = config.trainer.mixed_precision
+    subject = {
+        "model": config.model.path,
+        "trainer": config.model.dtype if mixed == "no" else mixed,
+        "engine": config.rollout.name,
+        "precision": config.rollout.spec().dtype,
+        "guidance": mismatches[0].guidance,
+        "window": list(config.rollout.window()),
+        "sde_type": config.rollout.algo.sde_type,
+        "loss_mode": config.actor.diffusion_loss.loss_mode,
+        "log_prob_convention": config.rollout.algo.log_prob_convention,
+        "samples": len(rollouts.many.batch),
+    }
     return Calibration(
-        subject=_subject(config, mismatches[0].guidance, len(rollouts.many.batch)),
+        subject=subject,
         mismatches=mismatches,
         bound=bound,
         clipped=clipped,
@@ -159,31 +139,6 @@ def measure(
         settings=settings,
         tails=tails,
     )
-
-
-def _subject(config: Config, guidance: float, num_samples: int) -> dict[str, object]:
-    """Returns what was calibrated."""
-    return {
-        "model": config.model.path,
-        "trainer": trainer_precision(config),
-        "engine": config.rollout.name,
-        "precision": config.rollout.spec().dtype,
-        "guidance": guidance,
-        "window": list(config.rollout.window()),
-        "sde_type": config.rollout.algo.sde_type,
-        "loss_mode": config.actor.diffusion_loss.loss_mode,
-        "log_prob_convention": config.rollout.algo.log_prob_convention,
-        "samples": num_samples,
-    }
-
-
-def _clipped(bound: Bound, chosen: float) -> dict[float, float]:
-    """Returns what share each bound clips before any update in bypass mode.
-
-    The bounds are those of the reference, of the settings and of the result.
-    """
-    values = {bound.reference, bound.configured, chosen}
-    return {value: bound.exceeded(value) for value in sorted(values) if value < math.inf}
 
 
 class Rollouts(NamedTuple):
@@ -213,20 +168,12 @@ def sample_all(
     lora: Lora,
     prompts: Sequence[Prompt],
 ) -> Rollouts:
-    """Samples after the engine was given the LoRA of both movements, as versions 1 and 2.
-
-    Args:
-      config: the settings.
-      model: the model that the engine samples from.
-      engine: the rollout engine.
-      lora: the LoRA before and after a movement.
-      prompts: what to sample from.
-    """
+    """Samples after the engine was given the LoRA of both movements, as versions 1 and 2."""
     for version, state in ((1, lora.before), (2, lora.current)):
         engine.sync_weights(state, version)
     spec = config.rollout.spec(tf32=config.trainer.tf32)
     read_back = check_engine(engine, lora.current, spec)
-    few = prompts[: FEW[0]]
+    few, whitespace = prompts[: FEW[0]], replace(prompts[0], text=PLANTED)
     all_prompts = ask(config, prompts, config.rollout.n, spec, keep_means=True)
     centered = config.algorithm.rollout_correction.centered
     needs_means = centered or config.actor.diffusion_loss.needs_means
@@ -234,35 +181,21 @@ def sample_all(
         many=sample(engine, all_prompts, needs_means=needs_means),
         few=sample(engine, ask(config, few, FEW[1], spec)),
         other=sample(engine, ask(config, few, FEW[1], other_guidance(model, spec))),
-        whitespace=sample(engine, ask(config, [planted(prompts[0])], FEW[1], spec)),
+        whitespace=sample(engine, ask(config, [whitespace], FEW[1], spec)),
         read_back=read_back,
         says_seeds=engine.draws_seed_noise,
     )
 
 
-class Comparison(NamedTuple):
-    """What the trainer says about an engine's samples.
-
-    Attributes:
-      mismatches: of the engine over many samples and at another guidance; then of copies of the
-        trainer's network, in the engine's precision and in others.
-      bound: the bound of the loss; None if it has none.
-      diagnosis: what explains the mismatch.
-    """
-
-    mismatches: list[Mismatch]
-    bound: Bound | None
-    diagnosis: Diagnosis
-
-
-def compare(config: Config, task: ImageTask, rollouts: Rollouts, lora: Lora) -> Comparison:
+def compare(
+    config: Config, task: ImageTask, rollouts: Rollouts, lora: Lora
+) -> tuple[list[Mismatch], Bound | None, Diagnosis]:
     """Evaluates the engine's samples by the trainer and, one after the other, by copies of it.
 
-    Args:
-      config: the settings.
-      task: the trainer's model and policy.
-      rollouts: what the engine sampled.
-      lora: the LoRA that the engine was given.
+    Returns:
+      The mismatches: of the engine over many samples and at another guidance; then of copies of the
+      trainer's network, in the engine's precision and in others. The bound of the loss, and what
+      explains the mismatch.
     """
     model = task.model
     micro = config.actor.ppo_micro_batch_size_per_gpu
@@ -270,17 +203,14 @@ def compare(config: Config, task: ImageTask, rollouts: Rollouts, lora: Lora) -> 
 
     def trainer(rollout: RecordedRollout) -> Measured:
         measured = task.policy.measure(rollout.batch, micro)
-        require_finite(
-            rollout, measured.log_probs, "trainer", "model.dtype and trainer.mixed_precision"
-        )
+        keys = "model.dtype and trainer.mixed_precision"
+        require_finite(rollout, measured.log_probs, "trainer", keys)
         return measured
 
-    def copied(dtype: str, quantization: str | None) -> Copy:
+    def copied(dtype: str, quantization: str | None) -> tuple[Copy, list[Mismatch]]:
         merge = bool(config.rollout.merge_lora)
-        return Copy(model, dtype, quantization, chunk_size(config), merge_lora=merge)
-
-    def differ(copy: Copy) -> list[Mismatch]:
-        return [copy.against(*each) for each in compared]
+        copy = Copy(model, dtype, quantization, chunk_size(config), merge_lora=merge)
+        return copy, [copy.against(*each) for each in compared]
 
     many = trainer(rollouts.many)
     guidance = [model.cfg_value(model.cfg_scale(rollout.request.spec)) for rollout in few]
@@ -289,9 +219,9 @@ def compare(config: Config, task: ImageTask, rollouts: Rollouts, lora: Lora) -> 
     compared = list(zip(few, log_probs, guidance, strict=True))
     engine, engine_other = (against_engine(*each) for each in compared)
     # Each copy is gone before the next is made.
-    others = [differ(copied(name, None)) for name in other_precisions(config)]
-    own = copied(config.rollout.dtype, config.rollout.quantization)
-    copies = [differ(own), *others]
+    others = [copied(name, None)[1] for name in other_precisions(config)]
+    own, of_own = copied(config.rollout.dtype, config.rollout.quantization)
+    copies = [of_own, *others]
     lora_scale = config.model.lora_alpha / config.model.lora_rank
     replay, whitespace = (
         Replay(own, rollout, lora, lora_scale) for rollout in (rollouts.few, rollouts.whitespace)
@@ -302,36 +232,16 @@ def compare(config: Config, task: ImageTask, rollouts: Rollouts, lora: Lora) -> 
         *rollouts.read_back,
         *check_prompts(rollouts.whitespace, model),
     ]
-    diagnosis = diagnose(
-        rollouts.few,
-        replay,
-        engine,
-        [copy[0] for copy in copies],
-        found,
-        check_noise(with_means(rollouts.many, task.policy, micro), says_seeds=rollouts.says_seeds),
-        whitespace,
-    )
+    noisy = rollouts.many.batch
+    if noisy.prev_sample_mean is None:  # the engine records none: the trainer's stand in
+        means = task.policy.measure(noisy, micro, keep_means=True).means
+        noisy = noisy.replace(prev_sample_mean=means)
+    noise = check_noise(noisy, says_seeds=rollouts.says_seeds)
+    of_few = [copy[0] for copy in copies]
+    diagnosis = diagnose(replay, engine, of_few, found, noise, whitespace)
     shown = [each for copy in copies for each in copy if each.precision != same_as_trainer(config)]
-    return Comparison(
-        [whole, engine_other, *shown], bound_of(config, whole.differences, many), diagnosis
-    )
-
-
-def with_means(
-    rollout: RecordedRollout, policy: FlowPolicy, micro_batch_size: int
-) -> DiffusionBatch:
-    """Returns recorded samples with the means of their steps: the engine's, or else the trainer's.
-
-    Args:
-      rollout: the record.
-      policy: the trainer's.
-      micro_batch_size: samples of one forward.
-    """
-    batch = rollout.batch
-    if batch.prev_sample_mean is not None:
-        return batch
-    means = policy.measure(batch, micro_batch_size, keep_means=True).means
-    return batch.replace(prev_sample_mean=means)
+    bound = bound_of(config, whole.differences, many)
+    return [whole, engine_other, *shown], bound, diagnosis
 
 
 def same_as_trainer(config: Config) -> str | None:
@@ -351,12 +261,6 @@ def other_precisions(config: Config) -> list[str]:
     known = (config.rollout.spec().dtype, same_as_trainer(config))
     size = DTYPES[config.model.dtype].itemsize
     return [name for name in PRECISIONS if name not in known and DTYPES[name].itemsize <= size]
-
-
-def trainer_precision(config: Config) -> str:
-    """Returns the precision of the training graph."""
-    mixed = config.trainer.mixed_precision
-    return config.model.dtype if mixed == "no" else mixed
 
 
 def _checked_prompts(config: Config, num_prompts: int, mode: str) -> list[Prompt]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +18,9 @@ from rich.table import Table
 from flowgrpo_rc import assets
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.commands import EXIT_FAILED, EXIT_OK
-from flowgrpo_rc.commands.doctor_gpu import Finding, as_json, gpu_checks
+from flowgrpo_rc.commands.doctor_gpu import Finding, gpu_checks
+
+PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -33,13 +37,10 @@ def doctor() -> bool:
     """Prints what a run needs and whether it is there; returns False if something is missing."""
     checks: list[tuple[str, Callable[[], str]]] = [
         ("python", lambda: sys.version.split()[0]),
-        *(
-            (name, _version_check(name))
-            for name in ("torch", "diffusers", "transformers", "peft", "accelerate")
-        ),
+        *((name, partial(importlib.metadata.version, name)) for name in PACKAGES),
         ("device", _device),
         ("threads", lambda: str(torch.get_num_threads())),
-        ("bundled model", _bundled_model),
+        ("bundled model", lambda: str(assets.path("tiny_glyph_sd3"))),
         ("OCR", _ocr),
         ("disk", lambda: f"{shutil.disk_usage('.').free / 2**30:.1f} GiB free here"),
     ]
@@ -75,23 +76,16 @@ def _gpu(out: str | None) -> bool:
         table.add_row(name, one.state, one.found, one.advice)
     console.print(table)
     if out is not None:
-        Path(out).write_text(as_json(findings))
+        told = {name: one._asdict() for name, one in findings.items()}
+        Path(out).write_text(json.dumps(told, indent=1) + "\n")
         console.print(f"written to {out}; look at it before you attach it to an issue")
     return all(one.state != "broken" for one in findings.values())
-
-
-def _version_check(package: str) -> Callable[[], str]:
-    return lambda: importlib.metadata.version(package)
 
 
 def _device() -> str:
     if torch.cuda.is_available():
         return f"cuda: {torch.cuda.get_device_name()}"
     return "cpu"
-
-
-def _bundled_model() -> str:
-    return str(assets.path("tiny_glyph_sd3"))
 
 
 def _ocr() -> str:

@@ -5,23 +5,19 @@ Each check also runs where there is no GPU, on what there is.
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import distributed
+from torch import distributed, multiprocessing
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -51,13 +47,13 @@ JOB = (
 _FLOOR = "actor/rollout_corr/logprob_abs_diff_mean"
 _LARGEST = "actor/rollout_corr/logprob_abs_diff_max"
 _OVER_EXPECTED = "actor/rollout_corr/mismatch_over_expected"
+_FAILED = (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException)
 _ROUNDING = 1e-5  # nats; fp32 log-probs of the same weights differ by less
 _FAULT = 2.0  # mismatch over what the precisions explain
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Tells what a check has found.
+class Finding(NamedTuple):
+    """What a check has found.
 
     Attributes:
       state: `ok`, `slow`, `broken` or `skipped`.
@@ -74,11 +70,7 @@ Check = Callable[[], Finding]
 
 
 def gpu_checks(device: torch.device) -> list[tuple[str, Check]]:
-    """Returns the checks by name, the quick ones first.
-
-    Args:
-      device: where runs would be.
-    """
+    """Returns the checks of a device by name, the quick ones first."""
     return [
         ("GPU", partial(check_device, device)),
         ("memory", partial(check_memory, device)),
@@ -171,76 +163,52 @@ def check_processes(device: torch.device) -> Finding:
     count = torch.cuda.device_count() if device.type == "cuda" else 2
     if count < 2:
         return Finding("skipped", "a single GPU")
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    children, logs = [], []
-    for rank in range(count):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(count),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, "-m", __name__, device.type]
-        logs.append(tempfile.TemporaryFile())  # noqa: SIM115 - it is read when all have ended
-        children.append(
-            subprocess.Popen(command, env=environment, stdout=logs[-1], stderr=subprocess.STDOUT)
-        )
+    advice = "NCCL_DEBUG=INFO says more; NCCL_P2P_DISABLE=1 goes around a broken link"
     end = time.monotonic() + TIMEOUT_S
-    codes: list[int | None] = [None]
-    while None in codes and not any(codes) and time.monotonic() < end:
-        time.sleep(0.1)
-        codes = [child.poll() for child in children]
-    told = []
-    for child, log in zip(children, logs, strict=True):
-        child.kill()
-        child.wait()
-        with log:
-            log.seek(0)
-            told.append(log.read().decode(errors="replace"))
-    # Those that have failed come first: the others waited for them.
-    failed = [text for code, text in zip(codes, told, strict=True) if code]
-    if failed:
-        return Finding("broken", _last_line(failed[0]), _NCCL_ADVICE)
-    if None in codes:
-        return Finding("broken", f"{count} processes wait for each other", _NCCL_ADVICE)
-    return Finding("ok", _last_line(told[0]))
+    with tempfile.TemporaryDirectory() as folder:
+        given = (count, device.type, folder)
+        children = multiprocessing.spawn(_add_over_processes, given, nprocs=count, join=False)
+        try:
+            while not children.join(timeout=1):
+                if time.monotonic() > end:
+                    return Finding("broken", f"{count} processes wait for each other", advice)
+        except _FAILED as error:
+            return Finding("broken", _last_line(str(error)), advice)
+        finally:
+            for child in children.processes:
+                child.kill()
+        return Finding("ok", Path(folder, "found").read_text())
 
 
-_NCCL_ADVICE = "NCCL_DEBUG=INFO says more; NCCL_P2P_DISABLE=1 goes around a broken link"
-
-
-def _add_over_processes(device_type: str) -> None:
+def _add_over_processes(rank: int, count: int, device_type: str, folder: str) -> None:
     """Is one of the processes of `check_processes`."""
-    rank = int(os.environ["RANK"])
-    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    device = torch.device("cpu")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     if device_type == "cuda":
+        device = torch.device(device_type, rank)
         torch.cuda.set_device(device)
-    distributed.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    distributed.init_process_group(
+        "nccl" if device_type == "cuda" else "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=count,
+    )
     numbers = torch.full((2**24,), float(rank), device=device)
     distributed.all_reduce(torch.zeros(1, device=device))
     start = time.perf_counter()
     distributed.all_reduce(numbers)
     total = numbers[-1].item()  # waits for the device, too
     seconds = time.perf_counter() - start
-    count = distributed.get_world_size()
     if total != count * (count - 1) / 2:
-        raise SystemExit(f"the sum of {count} processes is wrong: {total}")
-    backend = distributed.get_backend()
+        raise RuntimeError(f"the sum of {count} processes is wrong: {total}")
+    if rank == 0:
+        how = f"over {distributed.get_backend()} in {1e3 * seconds:.1f} ms"
+        Path(folder, "found").write_text(f"{count} processes added 64 MiB {how}")
     distributed.destroy_process_group()
-    print(f"{count} processes added 64 MiB over {backend} in {1e3 * seconds:.1f} ms")
 
 
 def check_decoding(device: torch.device, pixels: int) -> Finding:
-    """Decodes an image of a published size with SD3.5-medium's VAE and random weights.
-
-    Args:
-      device: where it is decoded.
-      pixels: its height and width.
-    """
+    """Decodes an image of a published size with SD3.5-medium's VAE and random weights."""
     file = config_folder() / "architectures" / "stable-diffusion-3.5-medium.json"
     with quiet("diffusers", "transformers"):
         vae: Any = build_architecture(ModelConfig(path=str(unpack_architecture(file)))).pipeline.vae
@@ -319,11 +287,7 @@ def _pace(row: Mapping[str, float]) -> str:
 
 
 def _job(*overrides: str) -> Mapping[str, float]:
-    """Returns the metrics of the second step of a job, which a process of its own trains.
-
-    Raises:
-      RuntimeError: it fails.
-    """
+    """Returns the metrics of the second step of a job, which a process of its own trains."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "flowgrpo_rc.train", *JOB, *overrides]
         done = subprocess.run(
@@ -335,24 +299,9 @@ def _job(*overrides: str) -> Mapping[str, float]:
         )
         if done.returncode:
             raise RuntimeError(_last_line(done.stderr))
-        rows: list[Mapping[str, float]] = list(
-            MetricsFile(Path(folder, "run", "metrics.jsonl")).numbers()
-        )
-    return rows[-1]
+        *_, row = MetricsFile(Path(folder, "run", "metrics.jsonl")).numbers()
+    return row
 
 
 def _last_line(text: str) -> str:
     return (text.strip().splitlines() or ["it said nothing"])[-1]
-
-
-def as_json(findings: Mapping[str, Finding]) -> str:
-    """Returns findings as the text of a file for an issue."""
-    told = {
-        name: {"state": one.state, "found": one.found, "advice": one.advice}
-        for name, one in findings.items()
-    }
-    return json.dumps(told, indent=1) + "\n"
-
-
-if __name__ == "__main__":
-    _add_over_processes(sys.argv[1])

@@ -110,7 +110,7 @@ def test_an_unexplained_mismatch_is_not_treated_as_noise(
     cause: str | None, healthy: bool, doubted: bool
 ) -> None:
     found = [] if cause is None else [(cause, "it is off")]
-    numbers = {"mismatch": 1e-4, "copy_mismatch": 1e-5, "as_recorded": 1e-4, "resolution": 1e-8}
+    numbers = {"mismatch": 1e-4, "copy_mismatch": 1e-5, "as_recorded": 1e-4}
     diagnosis = Diagnosis(
         **numbers, trials=[], found=found, explanation=None, similar=None, healthy=healthy
     )

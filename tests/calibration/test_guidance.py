@@ -84,7 +84,7 @@ def test_dropped_guidance_is_named_by_the_keys_own_values(job: Job) -> None:
 
 
 def test_another_guidance_is_fitted(job: Job) -> None:
-    found = replay(job, job.sampled_with(5.0))._guidance("guidance_scale", fitted=True)
+    found = replay(job, job.sampled_with(5.0)).guidance_trial("guidance_scale", fitted=True)
     assert found.fault == "guidance_scale 5 in place of 4"
     assert found.residual < 1e-6
 

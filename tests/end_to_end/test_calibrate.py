@@ -45,6 +45,7 @@ from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
 
 KEY = "algorithm.rollout_correction"
 PLAIN = f"{KEY}.centered=false"
+ENGINES = "support.faulty_engines"
 CLIP = "actor.diffusion_loss.clip_ratio"
 BYPASS = f"{KEY}.bypass_mode=true"
 GUARD = "actor.diffusion_loss.loss_mode=grpo_guard"
@@ -81,13 +82,22 @@ class Bench:
         self.task.policy = FlowPolicy(self.task.model, self.task.model.network)
         self.prompts = prompts_of(self.config)[0].step(0)[:1]
         self.lora = Lora(*plant_movements(self.task.model.network, 0))
+        self._found: dict[tuple[str, str, str | None], Diagnosis] = {}
 
-    def diagnose(self, name: str, dtype: str) -> Diagnosis:
-        self.config.rollout.name = name
-        self.config.rollout.dtype = dtype
+    def diagnose(self, name: str, dtype: str, quantization: str | None = None) -> Diagnosis:
+        """Diagnoses an engine once; tests share what was found."""
+        asked = (name, dtype, quantization)
+        if asked not in self._found:
+            self._found[asked] = self.diagnosed(*asked)
+        return self._found[asked]
+
+    def diagnosed(self, name: str, dtype: str, quantization: str | None = None) -> Diagnosis:
+        rollout = self.config.rollout
+        rollout.name = name if name == "diffusers" or "." in name else f"{ENGINES}.{name}"
+        rollout.dtype, rollout.quantization = dtype, quantization
         engine = make_engine(self.config, self.task)
         rollouts = sample_all(self.config, self.task.model, engine, self.lora, self.prompts)
-        return compare(self.config, self.task, rollouts, self.lora).diagnosis
+        return compare(self.config, self.task, rollouts, self.lora)[-1]
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +130,7 @@ def small_bench(model_path: Path, prompt_file: Path, *further: str) -> Bench:
 
 @pytest.mark.parametrize(("fault", "dtype"), BOTH)
 def test_a_fault_is_named(bench: Bench, fault: str, dtype: str) -> None:
-    found = bench.diagnose(f"support.faulty_engines.{fault}", dtype)
+    found = bench.diagnose(fault, dtype)
     cause = (FAULTS | VARIANTS)[fault]
     assert found.cause == cause, found
     assert found.explanation is not None  # by replay, whatever the record admits
@@ -134,6 +144,7 @@ def test_the_diffusers_engine_is_replayed_bit_for_bit(bench: Bench, dtype: str) 
     found = bench.diagnose("diffusers", dtype)
     assert (found.cause, found.healthy, found.as_recorded) == (None, True, 0)
     assert found.mismatch == found.copy_mismatch
+    assert found.notes == []
     effects = [
         trial.residual
         for trial in found.trials
@@ -151,41 +162,50 @@ def test_an_engine_that_merges_the_lora_is_replayed_by_a_copy_that_does(
     found = merging.diagnose("diffusers", dtype)
     assert (found.cause, found.healthy, found.as_recorded) == (None, True, 0)
     assert found.mismatch == found.copy_mismatch > 0
-    assert merging.diagnose("support.faulty_engines.StaleWeights", dtype).cause == "weights"
+    assert merging.diagnose("StaleWeights", dtype).cause == "weights"
+
+
+# Engine, precision, cause, words of the verdict.
+VERDICTS = [
+    # Other kernels are no fault.
+    ("OneByOne", "fp32", None, "no fault: the mismatch of"),
+    ("OtherKernels", "bf16", None, "no fault: the mismatch of"),
+    ("OwnNoise", "fp32", None, "the engine draws noise of its own, which is no fault"),
+    ("ShiftOfOtherKernels", "bf16", "schedule", "Replayed so"),
+    ("Bf16Weights", "fp32", "precision", "computed in bf16"),
+    ("Autocast", "fp32", None, "it is as large as that of bf16: see whether the engine computes"),
+    ("UnboundLora", "fp32", "lora", "the LoRA is bound to no module"),
+    ("HalfLora", "fp32", "lora", "tensors are bound nowhere"),  # the engine shows it, no replay
+    *(
+        (fault, dtype, "guidance", words)
+        for dtype in ("fp32", "bf16")
+        for fault, words in (
+            ("NoGuidance", "guidance dropped: guidance_scale 1 in place of 4.5"),
+            ("NoNegative", "no negative prompt is recorded"),
+        )
+    ),
+]
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize(("engine", "dtype"), [("OneByOne", "fp32"), ("OtherKernels", "bf16")])
-def test_other_kernels_are_no_fault(bench: Bench, engine: str, dtype: str) -> None:
-    found = bench.diagnose(f"support.faulty_engines.{engine}", dtype)
-    assert (found.cause, found.healthy) == (None, True), found
-    assert found.as_recorded > 0
-
-
-@pytest.mark.kernels
-def test_a_large_fault_shows_through_other_kernels(bench: Bench) -> None:
-    found = bench.diagnose("support.faulty_engines.ShiftOfOtherKernels", "bf16")
-    assert found.cause == "schedule", found
-    assert found.as_recorded > 3 * found.copy_mismatch
-
-
-def test_another_precision_than_it_says(bench: Bench) -> None:
-    assert bench.diagnose("support.faulty_engines.Bf16Weights", "fp32").cause == "precision"
-
-
-def test_an_unexplained_mismatch_is_reported_as_such(bench: Bench) -> None:
-    found = bench.diagnose("support.faulty_engines.Autocast", "fp32")
-    assert (found.cause, found.healthy) == (None, False)
-    assert "no known fault explains" in found.sentence()
-    assert "it is as large as that of bf16" in found.sentence()
+@pytest.mark.parametrize(("engine", "dtype", "cause", "words"), VERDICTS)
+def test_a_verdict(bench: Bench, engine: str, dtype: str, cause: str | None, words: str) -> None:
+    found = bench.diagnose(engine, dtype)
+    assert found.cause == cause, found
+    assert words in found.sentence()
+    unexplained = engine == "Autocast"
+    assert ("no known fault explains" in found.sentence()) == unexplained
+    assert (found.doubt is None) == (cause is None and not unexplained)
+    if engine in ("OneByOne", "OtherKernels"):
+        assert found.as_recorded > 0
+    if engine == "ShiftOfOtherKernels":
+        assert found.as_recorded > 3 * found.copy_mismatch
 
 
 def test_the_guidance_that_a_transformer_takes_as_an_input_is_tried_too(
     saved: Callable[[str], Path], prompt_file: Path
 ) -> None:
-    found = small_bench(saved("FluxPipeline"), prompt_file).diagnose(
-        "support.faulty_engines.Guidance", "fp32"
-    )
+    found = small_bench(saved("FluxPipeline"), prompt_file).diagnose("Guidance", "fp32")
     assert found.explanation is not None, found
     assert found.explanation.fault == "guidance_scale 4.545 in place of 4.5"
 
@@ -202,7 +222,7 @@ def test_copies_come_one_after_the_other(bench: Bench, monkeypatch: pytest.Monke
             made.append(self.precision)
 
     monkeypatch.setattr(command, "Copy", Watched)
-    bench.diagnose("diffusers", "bf16")
+    bench.diagnosed("diffusers", "bf16")
     assert made == ["fp16", "bf16"]
 
 
@@ -294,7 +314,7 @@ NOISE = {
     ("fault", "dtype"), [*((fault, "fp32") for fault in NOISE), ("SharedNoise", "bf16")]
 )
 def test_wrong_noise_is_named(bench: Bench, fault: str, dtype: str) -> None:
-    found = bench.diagnose(f"support.faulty_engines.{fault}", dtype)
+    found = bench.diagnose(fault, dtype)
     assert (found.cause, found.explanation, found.as_recorded) == ("noise", None, 0), found
     assert NOISE[fault] in found.sentence()
     assert found.doubt is not None
@@ -311,22 +331,6 @@ def test_noise_is_judged_by_the_trainers_means_if_the_engine_records_none(bench:
     found = bench.diagnose(f"{__name__}.WithoutMeans", "bf16")
     assert found.cause == "noise"
     assert NOISE["SharedNoise"] in found.sentence()
-
-
-def test_noise_of_its_own_is_told_and_is_no_fault(bench: Bench) -> None:
-    found = bench.diagnose("support.faulty_engines.OwnNoise", "fp32")
-    assert (found.cause, found.healthy, found.doubt) == (None, True, None), found
-    assert "the engine draws noise of its own, which is no fault" in found.sentence()
-    assert bench.diagnose("diffusers", "fp32").notes == []
-
-
-def test_a_lora_that_is_bound_nowhere_or_in_part_is_named(bench: Bench) -> None:
-    """A part of it is named by what the engine shows, and by no replay."""
-    sentence = bench.diagnose("support.faulty_engines.UnboundLora", "fp32").sentence()
-    assert "the LoRA is bound to no module" in sentence
-    found = bench.diagnose("support.faulty_engines.HalfLora", "fp32")
-    assert (found.cause, found.explanation) == ("lora", None)
-    assert "tensors are bound nowhere" in found.sentence()
 
 
 @pytest.fixture(scope="module")
@@ -350,7 +354,7 @@ PROMPTS = {
 )
 def test_changed_whitespace_is_named(qwen: Bench, fault: str, dtype: str) -> None:
     """The prompts of the run have no whitespace that could be changed."""
-    found = qwen.diagnose(f"support.faulty_engines.{fault}", dtype)
+    found = qwen.diagnose(fault, dtype)
     assert found.cause == "prompt", found
     assert PROMPTS[fault] in found.sentence()
 
@@ -360,13 +364,8 @@ def test_the_engine_of_a_model_that_sees_whitespace_has_no_fault(qwen: Bench) ->
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_what_is_dropped_is_named(bench: Bench, qwen: Bench, dtype: str) -> None:
-    found = bench.diagnose("support.faulty_engines.NoGuidance", dtype)
-    assert "guidance dropped: guidance_scale 1 in place of 4.5" in found.sentence()
-    found = bench.diagnose("support.faulty_engines.NoNegative", dtype)
-    assert (found.cause, found.mismatch) == ("guidance", found.copy_mismatch)
-    assert "no negative prompt is recorded" in found.sentence()
-    found = qwen.diagnose("support.faulty_engines.NoShift", dtype)
+def test_a_shift_that_is_dropped_is_named(qwen: Bench, dtype: str) -> None:
+    found = qwen.diagnose("NoShift", dtype)
     assert found.cause == "schedule", found
     assert "shift dropped: the schedule is that of shift 1" in found.sentence()
 
@@ -374,20 +373,20 @@ def test_what_is_dropped_is_named(bench: Bench, qwen: Bench, dtype: str) -> None
 @pytest.fixture(scope="module")
 def wide(prompt_file: Path) -> Bench:
     """The bundled model, whose layers are wide enough for groups of 32."""
-    return small_bench(assets.path("tiny_glyph_sd3"), prompt_file, "rollout.quantization=int4")
+    return small_bench(assets.path("tiny_glyph_sd3"), prompt_file)
 
 
 @pytest.mark.kernels
 @needs_torchao
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_quantization_that_is_not_applied_is_named(wide: Bench, dtype: str) -> None:
-    clean = wide.diagnose("diffusers", dtype)
+    clean = wide.diagnose("diffusers", dtype, "int4")
     assert (clean.cause, clean.healthy) == (None, True)
-    read = wide.diagnose("support.faulty_engines.PlainWeights", dtype)
+    read = wide.diagnose("PlainWeights", dtype, "int4")
     assert read.cause == "quantization"
     assert "int4 is not applied: " in read.sentence()
     assert "layers hold plain weights" in read.sentence()
-    measured = wide.diagnose("support.faulty_engines.HiddenPlainWeights", dtype)
+    measured = wide.diagnose("HiddenPlainWeights", dtype, "int4")
     assert measured.explanation is not None
     where = {"fp32": "as the trainer does", "bf16": "in bf16"}[dtype]
     assert f"quantization: int4 not applied: computed {where}" in measured.sentence()
@@ -397,14 +396,13 @@ def test_a_quantization_that_is_not_applied_is_named(wide: Bench, dtype: str) ->
 @needs_bf16_kernels
 def test_other_kernels_without_the_quantization_are_nearer_to_plain_weights(wide: Bench) -> None:
     """The error of fp8 is not large enough for a replay to explain it."""
-    engine = "support.faulty_engines.PlainWeightsOfOtherKernels"
-    assert wide.diagnose(engine, "bf16").cause == "quantization"
-    wide.config.rollout.quantization = "fp8"
-    found = wide.diagnose(engine, "bf16")
+    engine = "PlainWeightsOfOtherKernels"
+    assert wide.diagnose(engine, "bf16", "int4").cause == "quantization"
+    found = wide.diagnose(engine, "bf16", "fp8")
     assert (found.cause, found.explanation) == ("quantization", None), found
     assert "fp8 not applied: computed in bf16: so the engine differs by" in found.sentence()
-    for clean in ("diffusers", "support.faulty_engines.QuantizedOfOtherKernels"):
-        assert wide.diagnose(clean, "bf16").cause is None
+    for clean in ("diffusers", "QuantizedOfOtherKernels"):
+        assert wide.diagnose(clean, "bf16", "fp8").cause is None
 
 
 def test_an_engine_that_shows_nothing_is_not_judged_by_it(bench: Bench) -> None:
