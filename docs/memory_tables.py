@@ -23,7 +23,6 @@ import torch
 from flowgrpo_rc.batch import SamplerSpec
 from flowgrpo_rc.config.check_engine import chunk_size
 from flowgrpo_rc.config.check_folder import disk_bytes
-from flowgrpo_rc.config.checks import batch_bytes
 from flowgrpo_rc.config.compose import compose_config, config_folder, to_config
 from flowgrpo_rc.config.settle import settled
 from flowgrpo_rc.config.tree import Config
@@ -165,14 +164,13 @@ def plan_row(name: str, store: Any) -> dict[str, Any]:
     needs = needs_of(job, store)
     besides = phases.phases(run, fit.activations_of(needs, run.config))
     fitter = Fitter(run, needs=needs)
-    batch = batch_bytes(run.config, run.model, 1)
     return {
         "digest": job.digest,
         "held": sum(size for _, size, _ in weights.memory(run)),
         "phases": {phase: size for phase, size, _ in besides},
         "peak": fitter.peak(run.config),
         "host": max(size for _, size, _ in weights.on_the_host(run)),
-        "disk": disk_bytes(run.config, run.trained, batch),
+        "disk": disk_bytes(run.config, run.trained),
         "flop": work_of(job, store).of_a_step(run),
         "shipped": settings_of(run.config),
         "proposed": settings_of(fitter.fit(CARD_GIB[cards_of(name)[1]]).config),

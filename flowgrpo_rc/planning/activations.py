@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from flowgrpo_rc.config.check_engine import chunk_size
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.base import DTYPES, FlowModel
 
+_Run = tuple[str, int, int]  # blocks of a kind in a list of a network: its name, first and end
 _Inputs = tuple[Tensor, Tensor, Conditioning, Conditioning | None]
 
 
@@ -98,7 +99,7 @@ def phase_bytes(phase: str, config: Config, model: FlowModel, samples: int) -> i
 
     Args:
       phase: of `samples_at_once`.
-      config: the settings of a flow model.
+      config: the settings.
       model: on the meta device, with its LoRA.
       samples: how many are at work at once.
     """
@@ -205,62 +206,53 @@ def measured(
       dtype: of their floating-point tensors; None for their own.
     """
     runs = _runs(network)
+    lengths = [stop - start for _, start, stop in runs]
 
     def shortened(longer: int | None = None, more: int = 0) -> int:
-        lengths = [1 + more * (place == longer) for place in range(len(runs))]
-        return on_fakes(_shortened(network, runs, lengths), measure, dtype)
+        few = [1 + more * (place == longer) for place in range(len(runs))]
+        return on_fakes(_shortened(network, runs, few), measure, dtype)
 
     # Nothing is saved if the short copies have as many blocks together as the network.
-    if (1 + 2 * len(runs)) * len(runs) + 3 * len(runs) < sum(run.length for run in runs):
+    if (1 + 2 * len(runs)) * len(runs) + 3 * len(runs) < sum(lengths):
         least = shortened()
         ones = [shortened(place, 1) for place in range(len(runs))]
         twos = [shortened(place, 2) for place in range(len(runs))]
         if all(two - one == one - least for one, two in zip(ones, twos, strict=True)):
-            blocks = zip(runs, ones, strict=True)
-            return least + sum((run.length - 1) * (one - least) for run, one in blocks)
+            blocks = zip(lengths, ones, strict=True)
+            return least + sum((length - 1) * (one - least) for length, one in blocks)
     return on_fakes(copy.deepcopy(network), measure, dtype)
 
 
-class _Blocks(NamedTuple):
-    """Blocks of one kind that follow each other in a list of a network: its name, the place of the
-    first of them, and how many they are.
-    """
-
-    name: str
-    start: int
-    length: int
-
-
-def _runs(network: nn.Module) -> list[_Blocks]:
+def _runs(network: nn.Module) -> list[_Run]:
     """Returns the blocks of a transformer by their kinds, in order; without kinds that are few."""
+
+    def kind(block: nn.Module) -> list[tuple[str, torch.Size, bool]]:
+        return [(name, p.shape, p.requires_grad) for name, p in block.named_parameters()]
+
     found = []
     for name, blocks in network.named_children():
-        if not isinstance(blocks, nn.ModuleList):
-            continue
         start = 0
-        for _, group in groupby(blocks, _kind):
-            length = len(list(group))
-            found.append(_Blocks(name, start, length))
-            start += length
-    return [run for run in found if run.length > 3]
+        for _, group in groupby(blocks if isinstance(blocks, nn.ModuleList) else (), kind):
+            stop = start + len(list(group))
+            found.append((name, start, stop))
+            start = stop
+    return [(name, start, stop) for name, start, stop in found if stop - start > 3]
 
 
-def _kind(block: nn.Module) -> list[tuple[str, torch.Size, bool]]:
-    return [(name, p.shape, p.requires_grad) for name, p in block.named_parameters()]
-
-
-def _shortened(network: nn.Module, runs: Sequence[_Blocks], lengths: Sequence[int]) -> nn.Module:
+def _shortened(network: nn.Module, runs: Sequence[_Run], lengths: Sequence[int]) -> nn.Module:
     """Returns a copy with as many blocks of each run as `lengths` say."""
+    left_out = [
+        (name, slice(start + length, stop))
+        for (name, start, stop), length in zip(runs, lengths, strict=True)
+    ]
     # deepcopy takes what it finds in its memo: what is left out afterwards need not be copied.
     memo: dict[int, Any] = {}
-    for run, length in zip(runs, lengths, strict=True):
-        blocks: Any = network.get_submodule(run.name)
-        left_out = blocks[run.start + length : run.start + run.length]
-        memo |= {id(block): nn.Identity() for block in left_out}
-    shorter = copy.deepcopy(network, memo=memo)
-    for run, length in reversed(list(zip(runs, lengths, strict=True))):
-        blocks = shorter.get_submodule(run.name)
-        del blocks[run.start + length : run.start + run.length]
+    for name, place in left_out:
+        blocks: Any = network.get_submodule(name)
+        memo |= {id(block): nn.Identity() for block in blocks[place]}
+    shorter: Any = copy.deepcopy(network, memo=memo)
+    for name, place in reversed(left_out):
+        del shorter.get_submodule(name)[place]
     return shorter
 
 

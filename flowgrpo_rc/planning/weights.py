@@ -106,20 +106,35 @@ def memory(job: Job) -> list[Row]:
     """Returns what one process holds all the time."""
     config, trained = job.config, job.trained
     moment = 1 if config.actor.optim.name == "adamw_8bit" else 4
+    idle = config.model.offload_idle
+    where = f"{config.model.dtype} encoders, fp32 VAE"
+    if idle:
+        where = f"on the CPU; {as_size(job.others)} while at work"
     rows = [
         _transformer(job),
-        _other_parts(job),
+        ("text encoders, VAE", 0 if idle else job.others, where),
         ("LoRA", 4 * trained, _OF_LORA),
         ("gradients", 4 * trained, _OF_LORA),
         ("optimizer", 2 * moment * trained, f"two moments of {moment} byte(s) x LoRA parameters"),
     ]
     if config.actor.ema.enable:
         rows.append(("average", 4 * trained, _OF_LORA))
-    rows.append(_workers(job) if config.rollout.workers else _copy_that_samples(job, job.strategy))
+    if config.rollout.workers:
+        name, copy, _ = _copy_that_samples(job, "ddp")
+        worker = sum(job.parts.values()) + 4 * trained + copy
+        rows.append((name, 0, f"in workers, each with a whole model: {as_size(worker)}"))
+    else:
+        rows.append(_copy_that_samples(job, job.strategy))
     older = config.rollout.staleness
     if older:
         rows.append(("older LoRAs", 4 * trained * older, f"{_OF_LORA} x staleness {older}"))
-    return [*rows, *_reward_models(config), _batch(job)]
+    steps = config.rollout.window()[0]
+    elements = math.prod(job.model.latent_shape(config.rollout.spec()))
+    states = f"({steps} + 1{f' + {steps} means' if config.keep_means() else ''}) states"
+    samples = config.samples_per_step(job.processes)
+    formula = f"4 bytes x {samples} samples x {states} x {elements} latents"
+    batch = ("batch", batch_bytes(config, job.model, job.processes), formula)
+    return [*rows, *_reward_models(config), batch]
 
 
 def while_loading(job: Job) -> int:
@@ -183,17 +198,15 @@ def _transformer(job: Job) -> Row:
     return name, job.transformers // shards, formula
 
 
-def _other_parts(job: Job) -> Row:
-    if job.config.model.offload_idle:
-        return "text encoders, VAE", 0, f"on the CPU; {as_size(job.others)} while at work"
-    return "text encoders, VAE", job.others, f"{job.config.model.dtype} encoders, fp32 VAE"
-
-
 def _copy_that_samples(job: Job, strategy: str) -> Row:
     """Returns the copy in the trainer's process, or an engine with a pipeline of its own."""
-    if not engine_of(job.config).copies_network:
-        return _engine(job)
     rollout = job.config.rollout
+    if not engine_of(job.config).copies_network:
+        formula = f"{rollout.name} on the same card: a {rollout.dtype} pipeline"
+        if job.sleeps:
+            formula += f", asleep but for the rollout: {as_size(job.engine)}"
+            return "rollout engine", 0, formula
+        return "rollout engine", job.engine, f"{formula}, always"
     itemsize = DTYPES[rollout.dtype].itemsize
     size = int(_scale(job.config) * job.transformers)
     lora = itemsize * job.trained
@@ -215,22 +228,6 @@ def _copy_that_samples(job: Job, strategy: str) -> Row:
         else:
             size, formula = 0, "shares the frozen weights; fp32 LoRA of its own"
     return "rollout copy", size + lora, formula
-
-
-def _workers(job: Job) -> Row:
-    """Returns nothing for this process; a worker has a whole model, its LoRA and a copy of both."""
-    name, copy, _ = _copy_that_samples(job, "ddp")
-    size = sum(job.parts.values()) + 4 * job.trained + copy
-    return name, 0, f"in workers, each with a whole model: {as_size(size)}"
-
-
-def _engine(job: Job) -> Row:
-    rollout = job.config.rollout
-    formula = f"{rollout.name} on the same card: a {rollout.dtype} pipeline"
-    if job.sleeps:
-        formula += f", asleep but for the rollout: {as_size(job.engine)}"
-        return "rollout engine", 0, formula
-    return "rollout engine", job.engine, f"{formula}, always"
 
 
 def _reward_models(config: Config) -> list[Row]:
@@ -268,16 +265,3 @@ def _quantized(job: Job, quantization: str) -> tuple[int, int]:
         padded = rows * 8 * columns * 1024
         size += padded // 2 + padded // INT4_GROUP * 4
     return linear, size
-
-
-def _batch(job: Job) -> Row:
-    config = job.config
-    steps = config.rollout.window()[0]
-    elements = math.prod(job.model.latent_shape(config.rollout.spec()))
-    states = f"{steps} + 1"
-    if config.keep_means():
-        states += f" + {steps} means"
-    samples = config.samples_per_step(job.processes)
-    formula = f"4 bytes x {samples} samples x ({states}) states x {elements} latents"
-    size = batch_bytes(config, job.model, job.processes)
-    return "batch", size, formula

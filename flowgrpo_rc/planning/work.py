@@ -24,17 +24,16 @@ def counts(job: Job) -> list[tuple[str, str, str]]:
 
 
 def _samples(job: Job) -> list[tuple[str, str, str]]:
-    rollout, algo = job.config.rollout, job.config.rollout.algo
+    rollout = job.config.rollout
+    algo, pipeline = rollout.algo, rollout.pipeline
     prompts = job.config.data.train_batch_size
     size, first, last = rollout.window()
-    window = f"none of {rollout.pipeline.num_inference_steps}: the ODE"
+    window = f"none of {pipeline.num_inference_steps}: the ODE"
     if size:
-        steps = rollout.pipeline.num_inference_steps
-        window = f"{size} of the steps {first} to {last - 1}, of {steps}"
+        window = f"{size} of the steps {first} to {last - 1}, of {pipeline.num_inference_steps}"
         if algo.sde_window_interval is not None:
             every = f"every {algo.sde_window_interval} training steps"
             window += f"; sliding, by {algo.sde_window_stride} {every}"
-    pipeline = rollout.pipeline
     latents = job.model.latent_shape(rollout.spec())
     shape = " x ".join(map(str, latents))
     shape += f" for {pipeline.height} x {pipeline.width} pixels"
