@@ -59,18 +59,17 @@ def metrics() -> str:
     parts = [METRICS]
     for section in SECTIONS:
         rows = "\n".join(
-            f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in section.metrics
+            f"|`{metric.name}`|{metric.unit}|{metric.meaning}|" for metric in section.metrics
         )
         parts.append(
-            f"## {section.title}\n\n{section.about}\n\n| metric | unit | meaning "
-            f"|\n|---|---|---|\n{rows}\n"
+            f"## {section.title}\n\n{section.about}\n\n|metric|unit|meaning|\n|---|---|---|\n{rows}\n"
         )
-    rows = "\n".join(f"| `{theirs}` | `{ours}` |" for theirs, ours in SLIME)
+    rows = "\n".join(f"|`{theirs}`|`{ours}`|" for theirs, ours in SLIME)
     about = (
         "With `metric_names=slime` these take the place of the names above, with `both` they stand "
         "beside them."
     )
-    parts.append(f"## slime's names\n\n{about}\n\n| slime | here |\n|---|---|\n{rows}\n")
+    parts.append(f"## slime's names\n\n{about}\n\n|slime|here|\n|---|---|\n{rows}\n")
     return "\n".join(parts)
 
 
@@ -108,14 +107,14 @@ def _section(section: Any, prefix: str) -> Iterator[str]:
     if prefix:
         first = inspect.cleandoc(type(section).__doc__ or "").split("\n\n")[0].replace("\n", " ")
         yield f"## {prefix.removesuffix('.')}\n\n{first}\n"
-        yield "| key | values | default | meaning |\n|---|---|---|---|"
+        yield "|key|values|default|meaning|\n|---|---|---|---|"
     for name, value in parts.items():
         if not dataclasses.is_dataclass(value):
             values = "; ".join(
                 filter(None, (_type(types[name]), allowed(prefix + name, types[name])))
             )
             cells = (f"`{name}`", values, f"`{_written(value)}`", texts[name])
-            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+            yield "|" + "|".join(cell.replace("|", "\\|") for cell in cells) + "|"
     if prefix:
         yield ""
     for name, value in parts.items():

@@ -7,7 +7,6 @@ from functools import partial
 from statistics import fmean
 
 from gradient_region_rows import (
-    AFTER,
     COLUMNS,
     FACTORS,
     HEADLINE,
@@ -59,7 +58,6 @@ def count_problems(cells: Cells) -> str:
 
 ENTRIES: dict[str, Callable[[Cells], str]] = {
     "gradient_first": partial(cosines, "first", HEADLINE),
-    "gradient_second": partial(cosines, "second", AFTER),
     "gradient_widths": width_table,
     "gradient_sweep": partial(targets, FACTORS, "weight error of int4, times"),
     "gradient_problems": count_problems,

@@ -103,7 +103,7 @@ def broken_claims(page: str, found: Sequence[Study]) -> list[str]:
 def markdown(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Formats a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(str(item) for item in line) + " |" for line in lines)
+    return "\n".join("|" + "|".join(str(item) for item in line) + "|" for line in lines)
 
 
 def main(arguments: Sequence[str] | None = None, pages: Sequence[Path] = PAGES) -> None:

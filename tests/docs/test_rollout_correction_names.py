@@ -218,12 +218,10 @@ def rows() -> Iterator[Row]:
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
             section = line.removeprefix("## ")
-        inside = line.startswith("|") and (
-            inside or line == "| there | documents | here | remark |"
-        )
-        if not inside or line.startswith(("|---", "| there |")):
+        inside = line.startswith("|") and (inside or line == "|there|documents|here|remark|")
+        if not inside or line.startswith(("|---", "|there|")):
             continue
-        there, documents, here, _ = (cell.strip() for cell in line.strip("|").split("|"))
+        there, documents, here, _ = (cell.strip() for cell in line[1:-1].split("|"))
         quoted = re.findall(r"`([^`]+)`", here)
         assert quoted or here in ("same", "none"), line
         found = re.findall(r"`([^`]+)`", there)
