@@ -36,6 +36,7 @@ from flowgrpo_rc.records.checkpoint import Checkpoint
 from flowgrpo_rc.records.inputs import Input
 from flowgrpo_rc.records.rollout_files import check_headers, replay_files
 from flowgrpo_rc.rewards.manager import check_kind
+from flowgrpo_rc.rollout.check_model import check_model
 from flowgrpo_rc.rollout.quantization import check_layers
 from flowgrpo_rc.training.optim import check_optimizer
 
@@ -184,7 +185,7 @@ def _check_model(config: Config, suites: Sequence[Suite] = ()) -> FlowModel | No
     if config.model.kind != "diffusion":
         return None
     adapter = adapter_of(config.model)
-    config.rollout.check_model(adapter)
+    check_model(adapter, config.rollout)
     if suites and config.rollout.pipeline.condition_images:
         raise ValueError(
             f"trainer.suites: the prompts of {suites[0].name} bring no images, and "

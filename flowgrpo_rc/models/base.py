@@ -32,6 +32,9 @@ from flowgrpo_rc.models.networks import Networks
 from flowgrpo_rc.models.offload import Offloadable
 from flowgrpo_rc.plugins import load_class
 
+# A prompt's text and its images.
+Edit = tuple[str, tuple[str | bytes, ...]]
+
 DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -111,12 +114,15 @@ class FlowModel(ABC):
       cfg_key: the key of `rollout.pipeline` that holds the scale of classifier-free guidance,
         guidance_scale or true_cfg_scale.
       unguided_scale: the value of that key that stands for no guidance.
+      guides_in_one_batch: both prompts go through the transformer in one batch, the negative ones
+        first; False: one after the other.
       embeds_guidance: the transformer also takes guidance_scale as an input.
       min_sequence_length: the fewest tokens that max_sequence_length may be set to.
       max_sequence_length: the most tokens of a prompt that the stock pipeline allows.
       takes_images, needs_images: whether prompts may, or have to, bring images; see `EditingModel`.
       text_width_key: the key of the transformer's settings that holds the width of embeddings of
         text.
+      masks_text: whether tokens of text have a mask, so that prompts may have several lengths.
       unsupported_components: name in model_index.json -> why a checkpoint that has this component
         cannot be trained.
 
@@ -133,12 +139,14 @@ class FlowModel(ABC):
     makes: ClassVar[str] = "image"
     cfg_key: ClassVar[str] = "guidance_scale"
     unguided_scale: ClassVar[float] = 1.0
+    guides_in_one_batch: ClassVar[bool] = False
     embeds_guidance: ClassVar[bool] = False
     min_sequence_length: ClassVar[int] = 0
     max_sequence_length: ClassVar[int] = 512
     takes_images: ClassVar[bool] = False
     needs_images: ClassVar[bool] = False
     text_width_key: ClassVar[str] = "joint_attention_dim"
+    masks_text: ClassVar[bool] = False
     unsupported_components: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
@@ -237,6 +245,22 @@ class FlowModel(ABC):
         with self.encoders_at_work():
             return encode(prompts, max_sequence_length=max_sequence_length)
 
+    def encode_edits(
+        self, edits: Sequence[Edit], spec: SamplerSpec, *, negative: bool = False
+    ) -> Conditioning:
+        """Encodes prompts with the images that they bring; `EditingModel` looks at these.
+
+        Args:
+          edits: [P]; each text with its images, as `Prompt.images` has them.
+          spec: how to sample.
+          negative: the texts are negative prompts.
+
+        Returns:
+          The conditioning of P prompts.
+        """
+        texts = [text for text, _ in edits]
+        return self.encode(texts, max_sequence_length=spec.max_sequence_length, negative=negative)
+
     @torch.no_grad()
     def decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
         """Decodes final latents as the stock pipeline does.
@@ -295,9 +319,9 @@ class FlowModel(ABC):
         pooled = None
         if config.get("pooled_projection_dim"):
             pooled = torch.empty(count, config["pooled_projection_dim"], dtype=embeds.dtype)
-        return Conditioning(embeds=embeds, pooled=pooled)
+        mask = torch.ones(embeds.shape[:2], dtype=torch.bool) if self.masks_text else None
+        return Conditioning(embeds=embeds, pooled=pooled, mask=mask)
 
-    @abstractmethod
     def latent_shape(self, spec: SamplerSpec) -> tuple[int, ...]:
         """Returns the shape of one sample's latents, as the stock pipeline takes them.
 
@@ -305,8 +329,10 @@ class FlowModel(ABC):
           spec: how to sample.
 
         Returns:
-          The shape, without the batch dimension.
+          The shape, without the batch dimension: channels, height and width unless overridden.
         """
+        factor = self.pipeline.vae_scale_factor
+        return self.transformer.config.in_channels, spec.height // factor, spec.width // factor
 
     def walked_schedule(self, spec: SamplerSpec) -> Schedule:
         """Returns the part of the schedule that a rollout walks.
@@ -333,7 +359,6 @@ class FlowModel(ABC):
           The schedule on the device.
         """
 
-    @abstractmethod
     def velocity(
         self,
         transformer: Any,
@@ -357,6 +382,37 @@ class FlowModel(ABC):
         Returns:
           The velocity, [B, ...], fp32; differentiable in the network's weights.
         """
+        if negative is None:
+            return self._predict(transformer, latents, timesteps, conditioning, spec)
+        if self.guides_in_one_batch:
+            # In the order of the stock pipelines: a row's last bits may depend on its place.
+            both = Conditioning.join([negative, conditioning])
+            x, at = torch.cat([latents] * 2), torch.cat([timesteps] * 2)
+            unguided, guided = self._predict(transformer, x, at, both, spec).chunk(2)
+        else:
+            guided = self._predict(transformer, latents, timesteps, conditioning, spec)
+            unguided = self._predict(transformer, latents, timesteps, negative, spec)
+        return self._combine(guided, unguided, spec)
+
+    def _predict(
+        self, transformer: Any, x: Tensor, at: Tensor, text: Conditioning, spec: SamplerSpec
+    ) -> Tensor:
+        """Predicts the velocity under one prompt, without guidance but that of `embeds_guidance`.
+
+        A family that overrides `velocity` does without it.
+
+        Args:
+          transformer: as of `velocity`.
+          x: the state, [B, ...], fp32.
+          at: the timesteps, [B].
+          text: the encoded prompt of each sample, [B].
+          spec: how to sample.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines neither velocity nor _predict")
+
+    def _combine(self, guided: Tensor, unguided: Tensor, spec: SamplerSpec) -> Tensor:
+        """Applies classifier-free guidance (https://arxiv.org/abs/2207.12598)."""
+        return unguided + self.cfg_scale(spec) * (guided - unguided)
 
     @abstractmethod
     def _decode(self, latents: Tensor, spec: SamplerSpec) -> Tensor:

@@ -16,11 +16,8 @@ from PIL import Image
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, ImageSizes, SamplerSpec
-from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.models.base import Edit, FlowModel
 from flowgrpo_rc.pictures import read_picture
-
-# A prompt's text and its images.
-Edit = tuple[str, tuple[str | bytes, ...]]
 
 
 class EditingModel(FlowModel):
@@ -48,16 +45,12 @@ class EditingModel(FlowModel):
         """
 
     @torch.no_grad()
-    def encode_edits(self, edits: Sequence[Edit], spec: SamplerSpec) -> Conditioning:
-        """Encodes prompts together with their images.
-
-        Args:
-          edits: [P]; each text with its images, as `Prompt.images` has them.
-          spec: how to sample.
-
-        Returns:
-          The conditioning of P prompts.
-        """
+    def encode_edits(
+        self, edits: Sequence[Edit], spec: SamplerSpec, *, negative: bool = False
+    ) -> Conditioning:
+        """Encodes prompts together with their images, unless all are text alone."""
+        if not spec.condition_images:
+            return super().encode_edits(edits, spec, negative=negative)
         with self.encoders_at_work(), self._vae.at_work():
             return Conditioning.join(
                 [
@@ -86,14 +79,14 @@ class EditingModel(FlowModel):
         if len(rows_of) < 2:
             own = _without_padding(conditioning)
             other = None if negative is None else _without_padding(negative)
-            return self._velocity(transformer, latents, timesteps, own, other, spec)
+            return super().velocity(transformer, latents, timesteps, own, other, spec)
         parts = []
         for listed in rows_of.values():
             rows = torch.tensor(listed, device=latents.device)
             own = _without_padding(conditioning[rows])
             other = None if negative is None else _without_padding(negative[rows])
             parts.append(
-                self._velocity(transformer, latents[rows], timesteps[rows], own, other, spec)
+                super().velocity(transformer, latents[rows], timesteps[rows], own, other, spec)
             )
         order = torch.tensor([row for listed in rows_of.values() for row in listed])
         return torch.cat(parts)[order.argsort().to(latents.device)]
@@ -119,18 +112,6 @@ class EditingModel(FlowModel):
         self, prompt: str, images: Sequence[Image.Image], spec: SamplerSpec
     ) -> Conditioning:
         """Encodes one prompt for `encode_edits`, which has put encoders and VAE on the device."""
-
-    @abstractmethod
-    def _velocity(
-        self,
-        transformer: Any,
-        latents: Tensor,
-        timesteps: Tensor,
-        conditioning: Conditioning,
-        negative: Conditioning | None,
-        spec: SamplerSpec,
-    ) -> Tensor:
-        """Predicts the velocity of samples whose images have the same sizes, as `velocity` says."""
 
 
 def _without_padding(conditioning: Conditioning) -> Conditioning:

@@ -17,7 +17,13 @@ from torch import Tensor
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.models.base import Schedule
 from flowgrpo_rc.models.editing import EditingModel
-from flowgrpo_rc.models.layout import check_size, input_dtype, shifted_schedule
+from flowgrpo_rc.models.layout import (
+    JOINT_ATTENTION,
+    check_size,
+    decode_picture,
+    input_dtype,
+    shifted_schedule,
+)
 
 # An image's place on the first axis of positions: 0 for the one that is made, then 10, 20, ...
 _BETWEEN_IMAGES = 10
@@ -33,15 +39,8 @@ class Flux2Klein(EditingModel):
 
     pipeline_class = "Flux2KleinPipeline"
     default_target_modules = (
-        "attn.add_k_proj",
-        "attn.add_q_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-        "attn.to_k",
-        "attn.to_out.0",
-        "attn.to_q",
+        *JOINT_ATTENTION,
         "attn.to_qkv_mlp_proj",
-        "attn.to_v",
         "ff.linear_in",
         "ff.linear_out",
         "ff_context.linear_in",
@@ -105,53 +104,36 @@ class Flux2Klein(EditingModel):
         mu = compute_empirical_mu(image_seq_len=rows * columns, num_steps=steps)
         return shifted_schedule(self.scheduler, steps, mu, self.device)
 
-    def _velocity(
-        self,
-        transformer: Any,
-        latents: Tensor,
-        timesteps: Tensor,
-        conditioning: Conditioning,
-        negative: Conditioning | None,
-        spec: SamplerSpec,
+    def _predict(
+        self, transformer: Any, x: Tensor, at: Tensor, text: Conditioning, spec: SamplerSpec
     ) -> Tensor:
-        sizes = conditioning.image_sizes[0] if conditioning.image_sizes else ()
+        sizes = text.image_sizes[0] if text.image_sizes else ()
         positions = torch.cat(
             [
                 _positions(place * _BETWEEN_IMAGES, *size)
                 for place, size in enumerate((self._patches(spec), *sizes))
             ]
-        ).to(latents.device)
-        tokens = _packed(latents)
+        ).to(x.device)
+        tokens = _packed(x)
         made = tokens.shape[1]
-        if conditioning.images is not None:
-            tokens = torch.cat([tokens, conditioning.images], dim=1)
+        if text.images is not None:
+            tokens = torch.cat([tokens, text.images], dim=1)
         dtype = input_dtype(transformer)
-
-        def predict(text: Conditioning) -> Tensor:
-            length = torch.arange(text.embeds.shape[1], device=latents.device)
-            none = length.new_zeros(1)
-            predicted: Tensor = transformer(
-                hidden_states=tokens.to(dtype),
-                timestep=timesteps / 1000,
-                guidance=None,
-                encoder_hidden_states=text.embeds.to(dtype),
-                txt_ids=torch.cartesian_prod(none, none, none, length),
-                img_ids=positions,
-                return_dict=False,
-            )[0]
-            own = predicted[:, :made].float()
-            return own.transpose(1, 2).unflatten(2, latents.shape[2:])
-
-        guided = predict(conditioning)
-        if negative is None:
-            return guided
-        unguided = predict(negative)
-        return unguided + self.cfg_scale(spec) * (guided - unguided)
+        length = torch.arange(text.embeds.shape[1], device=x.device)
+        none = length.new_zeros(1)
+        predicted: Tensor = transformer(
+            hidden_states=tokens.to(dtype),
+            timestep=at / 1000,
+            guidance=None,
+            encoder_hidden_states=text.embeds.to(dtype),
+            txt_ids=torch.cartesian_prod(none, none, none, length),
+            img_ids=positions,
+            return_dict=False,
+        )[0]
+        return predicted[:, :made].float().transpose(1, 2).unflatten(2, x.shape[2:])
 
     def _decode(self, latents: Tensor, spec: SamplerSpec) -> Tensor:
-        vae = self.pipeline.vae
-        decoded = vae.decode(self.vae_latents(latents).to(vae.dtype), return_dict=False)[0]
-        return self.pipeline.image_processor.postprocess(decoded, output_type="pt")
+        return decode_picture(self.pipeline, self.vae_latents(latents))
 
     def vae_latents(self, latents: Tensor) -> Tensor:
         """Returns final latents as the VAE takes them, which the stock pipeline calls its latents.

@@ -15,6 +15,24 @@ from torch import Tensor
 from flowgrpo_rc.batch import SamplerSpec
 from flowgrpo_rc.models.base import Schedule
 
+# Linear layers that get a LoRA by default: where text and picture attend to each other, and where
+# the picture attends to itself and then to the text.
+JOINT_ATTENTION = (
+    "attn.add_k_proj",
+    "attn.add_q_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
+    "attn.to_k",
+    "attn.to_out.0",
+    "attn.to_q",
+    "attn.to_v",
+)
+SELF_AND_CROSS_ATTENTION = tuple(
+    f"{attention}.{layer}"
+    for attention in ("attn1", "attn2")
+    for layer in ("to_k", "to_out.0", "to_q", "to_v")
+)
+
 
 def input_dtype(transformer: Any) -> torch.dtype:
     """Returns the precision of the inputs that a transformer takes, as its `dtype` does.
@@ -159,3 +177,18 @@ def unscaled(latents: Tensor, vae: Any) -> Tensor:
     )
     # Divided by 1 / std as the stock pipelines do, to get their bits.
     return latents / (1.0 / std) + mean
+
+
+def decode_picture(pipeline: Any, latents: Tensor) -> Tensor:
+    """Decodes latents in the scale of the VAE.
+
+    Args:
+      pipeline: has the VAE and what brings its output to [0, 1].
+      latents: [B, C, H, W].
+
+    Returns:
+      Pictures with values in [0, 1].
+    """
+    vae = pipeline.vae
+    decoded = vae.decode(latents.to(vae.dtype), return_dict=False)[0]
+    return pipeline.image_processor.postprocess(decoded, output_type="pt")

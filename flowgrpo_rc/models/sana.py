@@ -8,16 +8,20 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-import torch
 from diffusers import SanaPipeline
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.models.base import FlowModel, Schedule
-from flowgrpo_rc.models.layout import check_flow, check_size, input_dtype
+from flowgrpo_rc.models.layout import (
+    SELF_AND_CROSS_ATTENTION,
+    check_flow,
+    check_size,
+    decode_picture,
+    input_dtype,
+)
 
 # What Gemma is told before each prompt, but not before a negative one.
 _INSTRUCTION = (
@@ -28,9 +32,8 @@ _INSTRUCTION = (
 class Sana(FlowModel):
     """Sana: Gemma gives the tokens, with a mask; latents [B, C, H/32, W/32].
 
-    guidance_scale guides on a negative prompt. Both prompts go through the transformer in one
-    batch, the negative ones first, as in the stock pipeline. Pictures have the size that is asked
-    for: the stock pipeline's use_resolution_binning=False.
+    guidance_scale guides on a negative prompt. Pictures have the size that is asked for: the stock
+    pipeline's use_resolution_binning=False.
 
     Checkpoints come with DPM-Solver++, a multistep solver whose steps are no Gaussians. Its sigmas
     and timesteps are kept, and the steps are Euler's.
@@ -40,11 +43,9 @@ class Sana(FlowModel):
     min_sequence_length = 2
     max_sequence_length = 300
     text_width_key = "caption_channels"
-    default_target_modules = tuple(
-        f"{attention}.{layer}"
-        for attention in ("attn1", "attn2")
-        for layer in ("to_k", "to_out.0", "to_q", "to_v")
-    )
+    masks_text = True
+    guides_in_one_batch = True
+    default_target_modules = SELF_AND_CROSS_ATTENTION
 
     def check(self, spec: SamplerSpec, key: str) -> None:
         """Refuses sizes that do not fill patches, and schedulers that are not made for flows."""
@@ -71,16 +72,6 @@ class Sana(FlowModel):
         )
         return Conditioning(embeds=embeds, mask=mask.bool())
 
-    def blank_conditioning(self, count: int, spec: SamplerSpec) -> Conditioning:
-        """Returns tokens with a mask, which prompts always have."""
-        blank = super().blank_conditioning(count, spec)
-        return replace(blank, mask=torch.ones(blank.embeds.shape[:2], dtype=torch.bool))
-
-    def latent_shape(self, spec: SamplerSpec) -> tuple[int, ...]:
-        """Returns channels, height and width of the latents."""
-        factor = self.pipeline.vae_scale_factor
-        return self.transformer.config.in_channels, spec.height // factor, spec.width // factor
-
     def schedule(self, spec: SamplerSpec) -> Schedule:
         """Returns the sigmas and timesteps of the checkpoint's scheduler, starting at 1."""
         scheduler = self.scheduler
@@ -91,39 +82,20 @@ class Sana(FlowModel):
         sigmas[0] = 1.0
         return Schedule(sigmas, scheduler.timesteps.float())
 
-    def velocity(
-        self,
-        transformer: Any,
-        latents: Tensor,
-        timesteps: Tensor,
-        conditioning: Conditioning,
-        negative: Conditioning | None,
-        spec: SamplerSpec,
+    def _predict(
+        self, transformer: Any, x: Tensor, at: Tensor, text: Conditioning, spec: SamplerSpec
     ) -> Tensor:
-        """Predicts the velocity; `guidance_scale` guides if there is a negative prompt."""
-        embeds = conditioning.embeds
-        mask = conditioning.mask
-        assert mask is not None, "Sana's tokens have a mask"
-        if negative is not None:
-            assert negative.mask is not None, "Sana's tokens have a mask"
-            latents = torch.cat([latents] * 2)
-            timesteps = torch.cat([timesteps] * 2)
-            embeds = torch.cat([negative.embeds, embeds])
-            mask = torch.cat([negative.mask, mask])
+        assert text.mask is not None, "Sana's tokens have a mask"
         dtype = input_dtype(transformer)
-        predicted = transformer(
-            latents.to(dtype),
-            encoder_hidden_states=embeds.to(dtype),
-            encoder_attention_mask=mask,
-            timestep=timesteps * transformer.config.timestep_scale,
+        predicted: Tensor = transformer(
+            x.to(dtype),
+            encoder_hidden_states=text.embeds.to(dtype),
+            encoder_attention_mask=text.mask,
+            timestep=at * transformer.config.timestep_scale,
             return_dict=False,
-        )[0].float()
-        if negative is None:
-            return predicted
-        unguided, guided = predicted.chunk(2)
-        return unguided + self.cfg_scale(spec) * (guided - unguided)
+        )[0]
+        return predicted.float()
 
     def _decode(self, latents: Tensor, spec: SamplerSpec) -> Tensor:
         vae = self.pipeline.vae
-        decoded = vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor, return_dict=False)
-        return self.pipeline.image_processor.postprocess(decoded[0], output_type="pt")
+        return decode_picture(self.pipeline, latents.to(vae.dtype) / vae.config.scaling_factor)

@@ -9,32 +9,28 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.models.base import FlowModel, Schedule
-from flowgrpo_rc.models.layout import check_size, dynamic_shift, input_dtype
+from flowgrpo_rc.models.layout import (
+    JOINT_ATTENTION,
+    check_size,
+    decode_picture,
+    dynamic_shift,
+    input_dtype,
+)
 
 
 class StableDiffusion3(FlowModel):
     """Stable Diffusion 3: two CLIP encoders and, optionally, T5; latents [B, C, H/8, W/8].
 
-    guidance_scale guides on a negative prompt. Both prompts go through the transformer in one
-    batch, the negative ones first, as in the stock pipeline.
+    guidance_scale guides on a negative prompt.
     """
 
     pipeline_class = "StableDiffusion3Pipeline"
-    default_target_modules = (
-        "attn.add_k_proj",
-        "attn.add_q_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-        "attn.to_k",
-        "attn.to_out.0",
-        "attn.to_q",
-        "attn.to_v",
-    )
+    guides_in_one_batch = True
+    default_target_modules = JOINT_ATTENTION
 
     def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
@@ -59,11 +55,6 @@ class StableDiffusion3(FlowModel):
             spec, multiple=multiple, largest=self.transformer.config.pos_embed_max_size * multiple
         )
 
-    def latent_shape(self, spec: SamplerSpec) -> tuple[int, ...]:
-        """Returns channels, height and width of the latents."""
-        factor = self.pipeline.vae_scale_factor
-        return self.transformer.config.in_channels, spec.height // factor, spec.width // factor
-
     def schedule(self, spec: SamplerSpec) -> Schedule:
         """Returns the scheduler's own sigmas, shifted for the size if its settings say so."""
         scheduler = self.scheduler
@@ -75,43 +66,20 @@ class StableDiffusion3(FlowModel):
         scheduler.set_timesteps(spec.num_inference_steps, device=self.device, **shift)
         return Schedule(scheduler.sigmas.clone(), scheduler.timesteps.clone())
 
-    def velocity(
-        self,
-        transformer: Any,
-        latents: Tensor,
-        timesteps: Tensor,
-        conditioning: Conditioning,
-        negative: Conditioning | None,
-        spec: SamplerSpec,
+    def _predict(
+        self, transformer: Any, x: Tensor, at: Tensor, text: Conditioning, spec: SamplerSpec
     ) -> Tensor:
-        """Predicts the velocity; `guidance_scale` guides if there is a negative prompt."""
-        embeds = conditioning.embeds
-        pooled = _pooled(conditioning)
-        if negative is not None:
-            latents = torch.cat([latents] * 2)
-            timesteps = torch.cat([timesteps] * 2)
-            embeds = torch.cat([negative.embeds, embeds])
-            pooled = torch.cat([_pooled(negative), pooled])
+        assert text.pooled is not None, "SD3 conditioning has a pooled embedding"
         dtype = input_dtype(transformer)
-        predicted = transformer(
-            hidden_states=latents.to(dtype),
-            timestep=timesteps,
-            encoder_hidden_states=embeds.to(dtype),
-            pooled_projections=pooled.to(dtype),
+        predicted: Tensor = transformer(
+            hidden_states=x.to(dtype),
+            timestep=at,
+            encoder_hidden_states=text.embeds.to(dtype),
+            pooled_projections=text.pooled.to(dtype),
             return_dict=False,
-        )[0].float()
-        if negative is None:
-            return predicted
-        unguided, guided = predicted.chunk(2)
-        return unguided + self.cfg_scale(spec) * (guided - unguided)
+        )[0]
+        return predicted.float()
 
     def _decode(self, latents: Tensor, spec: SamplerSpec) -> Tensor:
-        vae = self.pipeline.vae
-        scaled = latents / vae.config.scaling_factor + vae.config.shift_factor
-        decoded = vae.decode(scaled.to(vae.dtype), return_dict=False)[0]
-        return self.pipeline.image_processor.postprocess(decoded, output_type="pt")
-
-
-def _pooled(conditioning: Conditioning) -> Tensor:
-    assert conditioning.pooled is not None, "SD3 conditioning has a pooled embedding"
-    return conditioning.pooled
+        config = self.pipeline.vae.config
+        return decode_picture(self.pipeline, latents / config.scaling_factor + config.shift_factor)

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.models.base import FlowModel, Schedule
-from flowgrpo_rc.models.layout import check_flow, check_size, input_dtype, unscaled
+from flowgrpo_rc.models.layout import (
+    SELF_AND_CROSS_ATTENTION,
+    check_flow,
+    check_size,
+    input_dtype,
+    unscaled,
+)
 
 
 class Wan(FlowModel):
@@ -27,11 +33,7 @@ class Wan(FlowModel):
     pipeline_class = "WanPipeline"
     makes = "video"
     text_width_key = "text_dim"
-    default_target_modules = tuple(
-        f"{attention}.{layer}"
-        for attention in ("attn1", "attn2")
-        for layer in ("to_k", "to_out.0", "to_q", "to_v")
-    )
+    default_target_modules = SELF_AND_CROSS_ATTENTION
     unsupported_components: ClassVar[Mapping[str, str]] = {
         "transformer_2": "model.adapter=wan trains one transformer; drop it"
     }
@@ -91,54 +93,23 @@ class Wan(FlowModel):
         # UniPC takes a logarithm of 1 - sigma, and so starts 1e-6 below 1.
         return Schedule(torch.where(sigmas > 1 - 2e-6, 1.0, sigmas), scheduler.timesteps.float())
 
-    def velocity(
-        self,
-        transformer: Any,
-        latents: Tensor,
-        timesteps: Tensor,
-        conditioning: Conditioning,
-        negative: Conditioning | None,
-        spec: SamplerSpec,
+    def _predict(
+        self, transformer: Any, x: Tensor, at: Tensor, text: Conditioning, spec: SamplerSpec
     ) -> Tensor:
-        """Predicts the velocity; `guidance_scale` guides if there is a negative prompt."""
-        scale = self.cfg_scale(spec)
-        return self._guided(transformer, latents, timesteps, conditioning, negative, scale)
-
-    def _guided(
-        self,
-        transformer: Any,
-        latents: Tensor,
-        timesteps: Tensor,
-        conditioning: Conditioning,
-        negative: Conditioning | None,
-        scale: float,
-    ) -> Tensor:
-        """Predicts the velocity with one transformer; `scale` counts if there is `negative`."""
         if self.pipeline.config.expand_timesteps:
             # The transformer of Wan 2.2 TI2V takes a timestep for each token.
-            timesteps = timesteps.unsqueeze(1).expand(-1, self._num_tokens(latents))
-
+            num_tokens = x[0, 0].numel() // math.prod(self.transformer.config.patch_size)
+            at = at.unsqueeze(1).expand(-1, num_tokens)
         dtype = input_dtype(transformer)
-
-        def predict(text: Conditioning) -> Tensor:
-            predicted: Tensor = transformer(
-                hidden_states=latents.to(dtype),
-                timestep=timesteps,
-                encoder_hidden_states=text.embeds.to(dtype),
-                return_dict=False,
-            )[0]
-            return predicted.float()
-
-        guided = predict(conditioning)
-        if negative is None:
-            return guided
-        unguided = predict(negative)
-        return unguided + scale * (guided - unguided)
+        predicted: Tensor = transformer(
+            hidden_states=x.to(dtype),
+            timestep=at,
+            encoder_hidden_states=text.embeds.to(dtype),
+            return_dict=False,
+        )[0]
+        return predicted.float()
 
     def _decode(self, latents: Tensor, spec: SamplerSpec) -> Tensor:
         vae = self.pipeline.vae
         decoded = vae.decode(unscaled(latents.to(vae.dtype), vae), return_dict=False)[0]
         return self.pipeline.video_processor.postprocess_video(decoded, output_type="pt")
-
-    def _num_tokens(self, latents: Tensor) -> int:
-        return latents[0, 0].numel() // math.prod(self.transformer.config.patch_size)

@@ -7,6 +7,7 @@ Legend: B samples, S denoising steps.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -64,29 +65,30 @@ class WanTwoStage(Wan):
         """
         if not isinstance(transformer, Networks):
             return super().velocity(transformer, latents, timesteps, conditioning, negative, spec)
-        scale = self.cfg_scale(spec)
-        scale_2 = scale if spec.guidance_scale_2 is None else spec.guidance_scale_2
+        second_scale = spec.guidance_scale_2
+        if second_scale is None:
+            second_scale = spec.guidance_scale
         high = timesteps >= self.boundary
         first, second = transformer.networks.values()
         # The host has to know which transformer to run, so it waits for the device here.
         sides = (
-            (first, high.nonzero().squeeze(1), scale),
-            (second, (~high).nonzero().squeeze(1), scale_2),
+            (first, high.nonzero().squeeze(1), spec),
+            (second, (~high).nonzero().squeeze(1), replace(spec, guidance_scale=second_scale)),
         )
         parts = [side for side in sides if len(side[1])]
         if len(parts) == 1:
-            ((part, _, scale),) = parts
-            return self._guided(part, latents, timesteps, conditioning, negative, scale)
+            ((part, _, own),) = parts
+            return super().velocity(part, latents, timesteps, conditioning, negative, own)
         velocities = [
-            self._guided(
+            super(WanTwoStage, self).velocity(
                 part,
                 latents[rows],
                 timesteps[rows],
                 conditioning[rows],
                 None if negative is None else negative[rows],
-                scale,
+                own,
             )
-            for part, rows, scale in parts
+            for part, rows, own in parts
         ]
         order = torch.cat([rows for _, rows, _ in parts]).argsort()
         return torch.cat(velocities)[order]

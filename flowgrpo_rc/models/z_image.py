@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.models.base import FlowModel, Schedule
-from flowgrpo_rc.models.layout import check_size, dynamic_shift, input_dtype
+from flowgrpo_rc.models.layout import check_size, decode_picture, dynamic_shift, input_dtype
 
 
 class ZImage(FlowModel):
@@ -54,11 +54,6 @@ class ZImage(FlowModel):
         padded = pad_sequence(embeds, batch_first=True)
         positions = torch.arange(padded.shape[1], device=self.device)
         return Conditioning(embeds=padded, mask=positions < lengths.unsqueeze(1))
-
-    def latent_shape(self, spec: SamplerSpec) -> tuple[int, ...]:
-        """Returns channels, height and width of the latents."""
-        factor = self.pipeline.vae_scale_factor
-        return self.transformer.config.in_channels, spec.height // factor, spec.width // factor
 
     def schedule(self, spec: SamplerSpec) -> Schedule:
         """Returns evenly spaced sigmas from 1 to 1 / num_inference_steps, shifted."""
@@ -107,8 +102,7 @@ class ZImage(FlowModel):
     def _decode(self, latents: Tensor, spec: SamplerSpec) -> Tensor:
         vae = self.pipeline.vae
         scaled = latents.to(vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
-        decoded = vae.decode(scaled, return_dict=False)[0]
-        return self.pipeline.image_processor.postprocess(decoded, output_type="pt")
+        return decode_picture(self.pipeline, scaled)
 
 
 def _rows(text: Conditioning, dtype: torch.dtype) -> list[Tensor]:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, Prompt, SamplerSpec
-from flowgrpo_rc.models.base import FlowModel
-from flowgrpo_rc.models.editing import Edit, EditingModel
+from flowgrpo_rc.models.base import Edit, FlowModel
 
 _CPU = torch.device("cpu")
 _LIMIT = 2**30  # bytes
@@ -99,12 +98,7 @@ def encode_unique(
     """
     edits = _edits(prompts, negative=negative)
     unique = list(dict.fromkeys(edits))
-    if isinstance(model, EditingModel) and spec.condition_images:
-        return _picked(model.encode_edits(unique, spec), _places(edits))
-    texts = [text for text, _ in unique]
-    length = spec.max_sequence_length
-    encoded = model.encode(texts, max_sequence_length=length, negative=negative)
-    return _picked(encoded, _places(edits))
+    return _picked(model.encode_edits(unique, spec, negative=negative), _places(edits))
 
 
 def _edits(prompts: Sequence[Prompt], *, negative: bool) -> list[Edit]:

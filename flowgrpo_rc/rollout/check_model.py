@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from flowgrpo_rc.models.base import FlowModel
-    from flowgrpo_rc.rollout.config import EvaluationConfig, PipelineConfig
+from flowgrpo_rc.models.base import FlowModel
+from flowgrpo_rc.rollout.config import EvaluationConfig, PipelineConfig, RolloutConfig
 
 
-def check_pipeline(model: type[FlowModel], pipeline: PipelineConfig) -> None:
-    """Checks what a pipeline is asked to make, its guidance aside.
+def check_model(model: type[FlowModel], rollout: RolloutConfig) -> None:
+    """Checks the settings of images and videos.
 
     Args:
       model: the adapter.
-      pipeline: the settings of `rollout.pipeline`.
+      rollout: the settings.
 
     Raises:
       ValueError: a setting has no effect, or one that the model needs is missing.
     """
+    _check_guidance(model, rollout.pipeline, "rollout.pipeline")
+    _check_guidance(model, rollout.val_kwargs, "rollout.val_kwargs")
+    _check_pipeline(model, rollout.pipeline)
+
+
+def _check_pipeline(model: type[FlowModel], pipeline: PipelineConfig) -> None:
+    """Checks what a pipeline is asked to make, its guidance aside."""
     name = model.pipeline_class
     only_true_cfg = model.cfg_key == "true_cfg_scale" and not model.embeds_guidance
     if only_true_cfg and pipeline.true_cfg_scale is None:
@@ -52,20 +56,10 @@ def check_pipeline(model: type[FlowModel], pipeline: PipelineConfig) -> None:
         )
 
 
-def check_guidance(
-    model: type[FlowModel], given: PipelineConfig | EvaluationConfig, default_scale: float, key: str
+def _check_guidance(
+    model: type[FlowModel], given: PipelineConfig | EvaluationConfig, key: str
 ) -> None:
-    """Refuses a scale below that of no guidance, and one without effect, but for the default.
-
-    Args:
-      model: the adapter.
-      given: the settings that hold the scales.
-      default_scale: guidance_scale of who gives none.
-      key: where the settings come from, for messages.
-
-    Raises:
-      ValueError: names the key, the scale and what is allowed.
-    """
+    """Refuses a scale below that of no guidance, and one without effect, except the default."""
     for name in ("guidance_scale", "true_cfg_scale", "guidance_scale_2"):
         value = getattr(given, name)
         least = model.unguided_scale if name == model.cfg_key else 1.0
@@ -75,7 +69,7 @@ def check_guidance(
     if model.cfg_key != "true_cfg_scale" and given.true_cfg_scale not in (None, 1):
         raise ValueError(f"{key}.true_cfg_scale={given.true_cfg_scale} has no effect: {used}")
     uses_guidance_scale = model.cfg_key == "guidance_scale" or model.embeds_guidance
-    if not uses_guidance_scale and given.guidance_scale not in (1, default_scale):
+    if not uses_guidance_scale and given.guidance_scale not in (1, type(given).guidance_scale):
         raise ValueError(f"{key}.guidance_scale={given.guidance_scale} has no effect: {used}")
     second = given.guidance_scale_2
     if second is not None and len(model.networks) < 2:

@@ -5,21 +5,46 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import Any
 
 from flowgrpo_rc.batch import SamplerSpec, TokenSpec
 from flowgrpo_rc.core.schedule import SHARING, TAILS, kept_steps, sliding_start, window_bounds
 from flowgrpo_rc.core.transition import CONVENTIONS, KINDS
 from flowgrpo_rc.plugins import check_engine_name
-from flowgrpo_rc.rollout.check_model import check_guidance, check_pipeline
 from flowgrpo_rc.rollout.faster_dtype import AUTO
 from flowgrpo_rc.rollout.quantization import precision
 
-if TYPE_CHECKING:
-    from flowgrpo_rc.models.base import FlowModel
-
 PACKAGE = "flowgrpo_rc.rollout"
 ROLLOUT_DTYPES = ("fp32", "bf16", "fp16", "fp64")
+
+# The least value of settings that are numbers, by their keys in `rollout`. Each may also be null if
+# that is its default.
+LEAST = {
+    "n": 2,  # a group compares its samples
+    "staleness": 0,
+    "prompt_length": 1,
+    "response_length": 1,
+    "workers": 0,
+    "cpus_per_worker": 1,
+    "max_restarts": 0,
+    "pipeline.num_inference_steps": 2,  # the last step is never stochastic
+    "pipeline.guidance_scale": 0,
+    "pipeline.true_cfg_scale": 0,
+    "pipeline.guidance_scale_2": 0,
+    "pipeline.num_frames": 1,
+    "pipeline.condition_images": 0,
+    "pipeline.condition_pixels": 1,
+    "algo.sde_window_interval": 1,
+    "algo.sde_window_stride": 1,
+    "algo.tail_steps": 1,
+    "val_kwargs.num_inference_steps": 1,
+    "val_kwargs.guidance_scale": 0,
+    "val_kwargs.true_cfg_scale": 0,
+    "val_kwargs.guidance_scale_2": 0,
+    "val_kwargs.n": 1,
+    "val_kwargs.batch_size": 1,
+}
 
 
 @dataclass(kw_only=True)
@@ -225,13 +250,6 @@ class RolloutConfig:
             shared_prefix=False,
         )
 
-    def check_model(self, model: type[FlowModel]) -> None:
-        """Raises ValueError for a setting that the model ignores, and for one that it lacks."""
-        pipeline, held_out = self.pipeline, self.val_kwargs
-        check_guidance(model, pipeline, PipelineConfig().guidance_scale, "rollout.pipeline")
-        check_guidance(model, held_out, EvaluationConfig().guidance_scale, "rollout.val_kwargs")
-        check_pipeline(model, pipeline)
-
     def token_spec(self, *, tf32: bool = False) -> TokenSpec:
         """Returns the sampler of training rollouts of text.
 
@@ -294,10 +312,13 @@ class RolloutConfig:
         """Raises ValueError, naming key, value and what is allowed, for a setting out of range."""
         check_engine_name(PACKAGE, self.name, "rollout.name")
         _one_of("rollout.dtype", self.dtype, (*ROLLOUT_DTYPES, AUTO))
-        if self.staleness < 0:
-            raise ValueError(f"rollout.staleness={self.staleness}: give 0 or more steps")
+        for key, least in LEAST.items():
+            value = attrgetter(key)(self)
+            if value is not None and value < least:
+                raise ValueError(f"rollout.{key}={value}: give at least {least}")
         self._check_workers()
-        self._check_text()
+        self._check_temperature()
+        self._check_condition()
         _one_of("rollout.algo.sde_type", self.algo.sde_type, KINDS)
         _one_of("rollout.algo.log_prob_convention", self.algo.log_prob_convention, CONVENTIONS)
         _one_of("rollout.algo.window_sharing", self.algo.window_sharing, SHARING)
@@ -305,21 +326,12 @@ class RolloutConfig:
             raise ValueError(
                 "rollout.algo.log_prob_convention=peers exists for rollout.algo.sde_type=cps only"
             )
-        if self.n < 2:
-            raise ValueError(f"rollout.n={self.n}: a group needs at least 2 samples to compare")
         upper = 1.0 if self.algo.sde_type == "cps" else float("inf")
         if not 0 < self.algo.noise_level <= upper:
             raise ValueError(
                 f"rollout.algo.noise_level={self.algo.noise_level}: give a number above 0"
                 + (" and at most 1 for cps" if upper == 1 else "")
             )
-        held_out = self.val_kwargs
-        if held_out.batch_size < 1 or (held_out.n is not None and held_out.n < 1):
-            raise ValueError(
-                f"rollout.val_kwargs.batch_size={held_out.batch_size} and "
-                f"rollout.val_kwargs.n={held_out.n}: give at least 1 (n: or null for all prompts)"
-            )
-        self._check_steps()
         if not self.calculate_log_probs:
             raise ValueError(
                 "rollout.calculate_log_probs=false leaves nothing to correct with, in bypass mode "
@@ -355,9 +367,6 @@ class RolloutConfig:
                     "drawn: set rollout.algo.sde_window_interval, or drop it"
                 )
             return
-        for name, value in (("interval", interval), ("stride", stride)):
-            if value < 1:
-                raise ValueError(f"rollout.algo.sde_window_{name}={value}: give at least 1")
         if algo.window_sharing != AlgoConfig.window_sharing:
             raise ValueError(
                 f"rollout.algo.window_sharing={algo.window_sharing} has no effect with "
@@ -372,10 +381,6 @@ class RolloutConfig:
             )
 
     def _check_workers(self) -> None:
-        least = {"workers": 0, "cpus_per_worker": 1, "max_restarts": 0}
-        for name, smallest in least.items():
-            if getattr(self, name) < smallest:
-                raise ValueError(f"rollout.{name}={getattr(self, name)}: give at least {smallest}")
         gpus = self.gpus_per_worker
         if gpus is not None and (gpus < 0 or (gpus > 1 and gpus % 1)):
             raise ValueError(
@@ -401,58 +406,22 @@ class RolloutConfig:
                 f"rollout.algo.tail={algo.tail} has no effect: no step lies behind "
                 "rollout.algo.sde_window_range; end the range earlier"
             )
-        if algo.tail_steps is not None and algo.tail_steps < 1:
-            raise ValueError(
-                f"rollout.algo.tail_steps={algo.tail_steps}: give at least 1 evaluation, or null "
-                "for those of the schedule"
-            )
         if algo.shared_prefix and algo.window_sharing == "sample":
             raise ValueError(
                 "rollout.algo.shared_prefix=true needs samples of a prompt with the same window: "
                 "set rollout.algo.window_sharing to group or batch"
             )
 
-    def _check_text(self) -> None:
+    def _check_temperature(self) -> None:
         if not 0 < self.temperature < math.inf or not 0 <= self.val_kwargs.temperature < math.inf:
             raise ValueError(
                 f"rollout.temperature={self.temperature}, "
                 f"rollout.val_kwargs.temperature={self.val_kwargs.temperature}: give a number "
                 "above 0; held-out text may take 0, the likeliest token"
             )
-        if self.prompt_length < 1 or self.response_length < 1:
-            raise ValueError(
-                f"rollout.prompt_length={self.prompt_length}, "
-                f"rollout.response_length={self.response_length}: give at least 1 token"
-            )
-
-    def _check_steps(self) -> None:
-        for key, pipeline in (("pipeline", self.pipeline), ("val_kwargs", self.val_kwargs)):
-            if pipeline.num_inference_steps < 1:
-                raise ValueError(
-                    f"rollout.{key}.num_inference_steps={pipeline.num_inference_steps}: give at "
-                    "least 1"
-                )
-            for name in ("guidance_scale", "true_cfg_scale", "guidance_scale_2"):
-                scale = getattr(pipeline, name)
-                if scale is not None and scale < 0:
-                    raise ValueError(f"rollout.{key}.{name}={scale}: give 0 or more")
-        if self.pipeline.num_inference_steps < 2:
-            raise ValueError(
-                "rollout.pipeline.num_inference_steps=1 leaves no stochastic step: give at least 2"
-            )
-        if self.pipeline.num_frames is not None and self.pipeline.num_frames < 1:
-            raise ValueError(
-                f"rollout.pipeline.num_frames={self.pipeline.num_frames}: give at least 1, or null"
-            )
-        self._check_condition()
 
     def _check_condition(self) -> None:
         images, pixels = self.pipeline.condition_images, self.pipeline.condition_pixels
-        if images < 0 or pixels < 1:
-            raise ValueError(
-                f"rollout.pipeline.condition_images={images} and "
-                f"rollout.pipeline.condition_pixels={pixels}: give at least 0 images and 1 pixel"
-            )
         if images == 0 and pixels != PipelineConfig.condition_pixels:
             raise ValueError(
                 f"rollout.pipeline.condition_pixels={pixels} has no effect without condition "

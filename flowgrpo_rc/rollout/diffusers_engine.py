@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from flowgrpo_rc.batch import Conditioning, DiffusionBatch, PromptBatch, SamplerSpec
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.policies.encode_prompts import encode_prompts
 from flowgrpo_rc.policies.flow import FlowPolicy
-from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk, RolloutEngine
-from flowgrpo_rc.rollout.quantization import PACKAGES, plain_layers
-from flowgrpo_rc.rollout.replica import Replica
+from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk
+from flowgrpo_rc.rollout.replica import Replica, ReplicaEngine
 
 
-class DiffusersEngine(RolloutEngine[ImageRequest]):
+class DiffusersEngine(ReplicaEngine[ImageRequest]):
     """Samples with a copy of the LoRA-wrapped transformer; the rest belongs to the shared model.
 
     Args:
@@ -31,9 +29,7 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
     """
 
     kind = "diffusion"
-    quantizations = PACKAGES
     compiles = True
-    merges_lora = True
     records_means = True
     finishes_alone = True
     aligns = True
@@ -65,22 +61,6 @@ class DiffusersEngine(RolloutEngine[ImageRequest]):
         conditioning, negative = self._encode(request)
         for rows in request.chunks(self._chunk_size):
             yield self._chunk(request, conditioning, negative, rows)
-
-    def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Copies the trainer's LoRA. ValueError if names or shapes differ."""
-        self._replica.sync(state, version)
-
-    def held_weights(self) -> Mapping[str, Tensor]:
-        """Returns the LoRA of the copy."""
-        return self._replica.lora
-
-    def plain_layers(self) -> int:
-        """Returns how many linear layers of the copy's blocks hold plain weights."""
-        return plain_layers(self._replica.network)
-
-    def close(self) -> None:
-        """Frees the copy."""
-        del self.transformer, self._replica, self._policy
 
     def _encode(self, request: ImageRequest) -> tuple[Conditioning, Conditioning | None]:
         """Encodes the prompts once for all requests of a step, which may be one for each chunk."""

@@ -270,6 +270,22 @@ def check_settings(asked: Spec, echoed: Spec) -> None:
         raise EngineError(f"the rollout engine sampled with other settings: {'; '.join(different)}")
 
 
+def check_tensors(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    """Raises ValueError unless LoRA tensors have the names and shapes of an engine's.
+
+    Args:
+      state: what the trainer pushes, by name.
+      shapes: of the engine's tensors, by name.
+    """
+    pushed = {name: tensor.shape for name, tensor in state.items()}
+    different = sorted({name for name, _ in pushed.items() ^ shapes.items()})[:3]
+    if different:
+        told = [f"{name} ({shapes.get(name)}, not {pushed.get(name)})" for name in different]
+        raise ValueError(
+            f"the engine's LoRA has other tensors than the trainer's, among them {', '.join(told)}"
+        )
+
+
 def other_tensors(held: Mapping[str, Tensor], pushed: Mapping[str, Tensor]) -> int:
     """Counts the LoRA tensors that are not those that were pushed, apart from rounding.
 

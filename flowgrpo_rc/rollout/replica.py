@@ -16,7 +16,14 @@ from flowgrpo_rc.distributed.numerics import rounds_to_tf32
 from flowgrpo_rc.models.base import DTYPES
 from flowgrpo_rc.models.lora_files import ADAPTER
 from flowgrpo_rc.models.networks import transformers
-from flowgrpo_rc.rollout.quantization import precision, quantize, repeated_blocks
+from flowgrpo_rc.rollout.engine import R, RolloutEngine, check_tensors
+from flowgrpo_rc.rollout.quantization import (
+    PACKAGES,
+    plain_layers,
+    precision,
+    quantize,
+    repeated_blocks,
+)
 
 S = TypeVar("S", bound=Spec)
 
@@ -88,17 +95,7 @@ class Replica:
     @torch.no_grad()
     def sync(self, state: Mapping[str, Tensor], version: int) -> None:
         """Copies LoRA tensors. ValueError unless names and shapes are those of the copy."""
-        if state.keys() != self.lora.keys():
-            different = sorted(state.keys() ^ self.lora.keys())[:3]
-            raise ValueError(
-                f"the engine's LoRA has other tensors than the trainer's, among them {different}"
-            )
-        for name, parameter in self.lora.items():
-            if state[name].shape != parameter.shape:
-                raise ValueError(
-                    f"the engine's {name} is {tuple(parameter.shape)}, the trainer's "
-                    f"{tuple(state[name].shape)}"
-                )
+        check_tensors(state, {name: tensor.shape for name, tensor in self.lora.items()})
         for name, parameter in self.lora.items():
             parameter.copy_(state[name])
         self._merge()
@@ -109,6 +106,30 @@ class Replica:
         for layer, original in self._merged:
             merged = original + layer.get_delta_weight(ADAPTER).to(original.dtype)
             layer.get_base_layer().weight.copy_(merged)
+
+
+class ReplicaEngine(RolloutEngine[R]):
+    """An engine that samples with a `Replica`, which its constructor sets."""
+
+    quantizations = PACKAGES
+    merges_lora = True
+    _replica: Replica
+
+    def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
+        """Copies the trainer's LoRA. ValueError if names or shapes differ."""
+        self._replica.sync(state, version)
+
+    def held_weights(self) -> Mapping[str, Tensor]:
+        """Returns the LoRA of the copy."""
+        return self._replica.lora
+
+    def plain_layers(self) -> int:
+        """Returns how many linear layers of the copy's blocks hold plain weights."""
+        return plain_layers(self._replica.network)
+
+    def close(self) -> None:
+        """Frees the copy."""
+        self.__dict__.clear()
 
 
 def _prepare_merging(

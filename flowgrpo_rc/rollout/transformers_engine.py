@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from flowgrpo_rc.batch import TokenBatch
 from flowgrpo_rc.core.random import uniform
 from flowgrpo_rc.models.causal_lm import CausalLM
 from flowgrpo_rc.policies.token import TokenPolicy
-from flowgrpo_rc.rollout.engine import RolloutChunk, RolloutEngine, TextRequest
-from flowgrpo_rc.rollout.quantization import PACKAGES, plain_layers
-from flowgrpo_rc.rollout.replica import Replica
+from flowgrpo_rc.rollout.engine import RolloutChunk, TextRequest
+from flowgrpo_rc.rollout.replica import Replica, ReplicaEngine
 
 
-class TransformersEngine(RolloutEngine[TextRequest]):
+class TransformersEngine(ReplicaEngine[TextRequest]):
     """Samples with a copy of the LoRA-wrapped network.
 
     Args:
@@ -29,8 +27,6 @@ class TransformersEngine(RolloutEngine[TextRequest]):
     """
 
     kind = "causal_lm"
-    quantizations = PACKAGES
-    merges_lora = True
 
     def __init__(
         self,
@@ -51,22 +47,6 @@ class TransformersEngine(RolloutEngine[TextRequest]):
         """Yields chunks of `chunk_size` responses."""
         for rows in request.chunks(self._chunk_size):
             yield self._chunk(request, rows)
-
-    def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Copies the trainer's LoRA. ValueError if names or shapes differ."""
-        self._replica.sync(state, version)
-
-    def held_weights(self) -> Mapping[str, Tensor]:
-        """Returns the LoRA of the copy."""
-        return self._replica.lora
-
-    def plain_layers(self) -> int:
-        """Returns how many linear layers of the copy's blocks hold plain weights."""
-        return plain_layers(self._replica.network)
-
-    def close(self) -> None:
-        """Frees the copy."""
-        del self._replica, self._policy
 
     def _chunk(self, request: TextRequest, rows: range) -> RolloutChunk:
         spec = request.spec

@@ -18,7 +18,7 @@ from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.causal_lm import CausalLM
 from flowgrpo_rc.plugins import install_hint
 from flowgrpo_rc.rollout.devices import visible_device
-from flowgrpo_rc.rollout.engine import RolloutChunk, RolloutEngine, TextRequest
+from flowgrpo_rc.rollout.engine import RolloutChunk, RolloutEngine, TextRequest, check_tensors
 from flowgrpo_rc.rollout.vllm_lora import VllmAdapter, max_lora_rank, module_of
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -143,12 +143,7 @@ class VllmEngine(RolloutEngine[TextRequest]):
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         """Replaces the adapter. ValueError if names or shapes differ."""
-        shapes = {name: tensor.shape for name, tensor in state.items()}
-        if shapes != self._shapes:
-            different = sorted({name for name, _ in shapes.items() ^ self._shapes.items()})[:3]
-            raise ValueError(
-                f"the engine's LoRA has other tensors than the trainer's, among them {different}"
-            )
+        check_tensors(state, self._shapes)
         self._adapter.load(state)
         self._version = version
 

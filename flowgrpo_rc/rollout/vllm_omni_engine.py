@@ -21,7 +21,13 @@ from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec
 from flowgrpo_rc.distributed.memory import free_memory
 from flowgrpo_rc.models.base import DTYPES, FlowModel
 from flowgrpo_rc.plugins import install_hint
-from flowgrpo_rc.rollout.engine import EngineLost, ImageRequest, RolloutChunk, RolloutEngine
+from flowgrpo_rc.rollout.engine import (
+    EngineLost,
+    ImageRequest,
+    RolloutChunk,
+    RolloutEngine,
+    check_tensors,
+)
 from flowgrpo_rc.rollout.vllm_omni.channel import Message
 from flowgrpo_rc.rollout.vllm_omni.lora import fingerprint, weights_to_bind
 from flowgrpo_rc.rollout.vllm_omni.process import EngineProcess, child_environment
@@ -211,12 +217,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
 
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
         """Sends the LoRA and checks what the engine's layers hold afterwards."""
-        shapes = {name: tensor.shape for name, tensor in state.items()}
-        if shapes != self._shapes:
-            different = sorted({name for name, _ in shapes.items() ^ self._shapes.items()})[:3]
-            raise ValueError(
-                f"the engine's LoRA has other tensors than the trainer's, among them {different}"
-            )
+        check_tensors(state, self._shapes)
         scale = self._lora_config.lora_alpha / self._lora_config.r
         tensors = weights_to_bind(
             state, adapter=self._adapter, scale=scale, dtype=DTYPES[self._dtype]

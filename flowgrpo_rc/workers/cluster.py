@@ -51,6 +51,32 @@ class Cluster:
     token: str = field(default="", repr=False)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolSettings:
+    """Says what a pool of workers is made of.
+
+    Attributes:
+      num_workers: how many there are.
+      num_cpus: cores that Ray sets aside for each; also its threads.
+      num_gpus: GPUs of each, or the share of one.
+      timeout_s: the longest time to load, or for a chunk; then the worker is taken to hang.
+      max_restarts: how often workers are started again, all together.
+      staleness: how many versions of the LoRA are in use besides the newest.
+      chunk_size: samples of a chunk.
+      in_turn: workers of one machine load one after the other. A model that is on its way to a GPU
+        is on the host for a while; all workers at once would need as many copies there.
+    """
+
+    num_workers: int
+    num_cpus: int
+    num_gpus: float
+    timeout_s: float
+    max_restarts: int
+    staleness: int
+    chunk_size: int
+    in_turn: bool
+
+
 def spare_gpus(
     visible: Sequence[str], num_trainers: int, num_workers: int, share: float
 ) -> str | None:

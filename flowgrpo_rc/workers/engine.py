@@ -24,8 +24,8 @@ from flowgrpo_rc.rollout.engine import (
     RolloutRequest,
 )
 from flowgrpo_rc.workers.arrays import to_arrays, to_tensors
+from flowgrpo_rc.workers.cluster import PoolSettings
 from flowgrpo_rc.workers.pool import PoolStatus, WorkerPool
-from flowgrpo_rc.workers.start import PoolSettings
 from flowgrpo_rc.workers.worker import SampledChunk, package_versions
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from flowgrpo_rc.rollout.engine import EngineError
-from flowgrpo_rc.workers.start import PoolSettings
+from flowgrpo_rc.workers.cluster import PoolSettings
 from flowgrpo_rc.workers.worker import Worker
 
 _KEPT_VERSIONS = 2  # more than a run with staleness needs besides its newest

@@ -4,40 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.rollout.engine import RolloutEngine
-from flowgrpo_rc.workers.cluster import Cluster, join, leave, spare_gpus, start_or_join
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PoolSettings:
-    """Says what a pool of workers is made of.
-
-    Attributes:
-      num_workers: how many there are.
-      num_cpus: cores that Ray sets aside for each; also its threads.
-      num_gpus: GPUs of each, or the share of one.
-      timeout_s: the longest time to load, or for a chunk; then the worker is taken to hang.
-      max_restarts: how often workers are started again, all together.
-      staleness: how many versions of the LoRA are in use besides the newest.
-      chunk_size: samples of a chunk.
-      in_turn: workers of one machine load one after the other. A model that is on its way to a GPU
-        is on the host for a while; all workers at once would need as many copies there.
-    """
-
-    num_workers: int
-    num_cpus: int
-    num_gpus: float
-    timeout_s: float
-    max_restarts: int
-    staleness: int
-    chunk_size: int
-    in_turn: bool
+from flowgrpo_rc.workers.cluster import (
+    Cluster,
+    PoolSettings,
+    join,
+    leave,
+    spare_gpus,
+    start_or_join,
+)
 
 
 def start_workers(

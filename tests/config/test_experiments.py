@@ -20,6 +20,7 @@ from flowgrpo_rc.losses.diffusion_nft import DiffusionNFT
 from flowgrpo_rc.models.architecture import find_architecture
 from flowgrpo_rc.models.base import ModelConfig, adapter_of
 from flowgrpo_rc.rewards.manager import check_kind
+from flowgrpo_rc.rollout.check_model import check_model
 
 NAMES = sorted(path.stem for path in (config_folder() / "experiment").glob("*.yaml"))
 # Those without a published recipe of their own begin with the one default of images.
@@ -54,7 +55,7 @@ def test_it_composes_for_the_hardware_in_its_name_and_fits_its_model(name: str) 
     assert config.trainer.output_dir == f"outputs/{name}"
     folder = find_architecture(config.model.path, config_folder() / "architectures")
     adapter = adapter_of(ModelConfig(path=str(folder)))
-    config.rollout.check_model(adapter)
+    check_model(adapter, config.rollout)
     check_kind(config.reward, adapter.makes)
 
 

@@ -16,6 +16,7 @@ from flowgrpo_rc.config.check_engine import engine_of
 from flowgrpo_rc.config.checks import check_run
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.models.qwen_image_edit import QwenImageEdit
+from flowgrpo_rc.rollout.check_model import check_model
 
 
 @pytest.fixture
@@ -70,10 +71,10 @@ def test_an_editing_model_asks_for_images_and_for_its_package(
     edits: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     edits.rollout.pipeline.true_cfg_scale = 1.0
-    edits.rollout.check_model(QwenImageEdit)
+    check_model(QwenImageEdit, edits.rollout)
     edits.rollout.pipeline.condition_images = 0
     with pytest.raises(ValueError, match="condition_images=0: QwenImageEditPlusPipeline edits"):
-        edits.rollout.check_model(QwenImageEdit)
+        check_model(QwenImageEdit, edits.rollout)
     edits.rollout.pipeline.condition_images = 1
     monkeypatch.setattr("flowgrpo_rc.models.flux2_klein.Flux2Klein.packages", ("no_such_package",))
     with pytest.raises(ValueError, match=r"needs no_such_package: pip install .*torchvision"):

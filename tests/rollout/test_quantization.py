@@ -166,7 +166,7 @@ def test_a_compiled_replica_computes_the_same(model: FlowModel) -> None:
             ["rollout.quantization=int3"],
             ["rollout.quantization='int3'", "int8, int4, fp8, int8_dynamic"],
         ),
-        (["rollout.staleness=-1"], ["rollout.staleness=-1", "0 or more"]),
+        (["rollout.staleness=-1"], ["rollout.staleness=-1: give at least 0"]),
         (["rollout.staleness=1", "data.replay_dir=x"], ["rollout.staleness=1", "data.replay_dir"]),
         (
             ["rollout.quantization=int8", "data.replay_dir=x"],

@@ -117,7 +117,7 @@ def test_sync_weights_changes_the_samples_and_refuses_other_tensors(trained_lm: 
     name = next(iter(new))
     with pytest.raises(ValueError, match="other tensors than the trainer's"):
         engine.sync_weights({other: new[other] for other in new if other != name}, version=9)
-    with pytest.raises(ValueError, match=r"the engine's .* is \(4, 64\), the trainer's \(1, 64\)"):
+    with pytest.raises(ValueError, match=r"\[4, 64\]\), not .*\[1, 64\]"):
         engine.sync_weights(new | {name: new[name][:1]}, version=9)
     engine.close()
 

@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from accelerate import Accelerator
 from flowgrpo_rc.distributed.processes import Processes
-from flowgrpo_rc.workers.start import PoolSettings, start_workers
+from flowgrpo_rc.workers.cluster import PoolSettings
+from flowgrpo_rc.workers.start import start_workers
 
 
 def load(folder):

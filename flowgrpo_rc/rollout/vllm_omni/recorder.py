@@ -61,11 +61,13 @@ class Recorder:
 
     Attributes:
       renamed: end of a module's name in diffusers -> in vLLM-Omni.
+      timestep_unit: what timesteps are divided by for the transformer.
       lora: the tensors to bind and their rank; set before vLLM-Omni asks for the adapter.
     """
 
     supports_request_batch = True
     renamed: ClassVar[Mapping[str, str]] = {}
+    timestep_unit: ClassVar[float] = 1.0
     od_config: Any
     device: torch.device
     lora: tuple[Mapping[str, Tensor], int] | None = None
@@ -121,6 +123,42 @@ class Recorder:
             is_guided, scale, inputs[0], inputs[1] if is_guided else None, normalize
         )
         return velocity
+
+    def _walk(
+        self,
+        is_guided: bool,
+        scale: float,
+        normalize: bool,
+        texts: Mapping[str, tuple[Any, Any]],
+        shared: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """Does what a family's `diffuse` has to do.
+
+        Args:
+          is_guided: whether a negative prompt guides.
+          scale: of the guidance.
+          normalize: as of `_guided`.
+          texts: each input of the transformer that depends on the prompt -> its value for the
+            prompt, and for the negative one.
+          shared: its other inputs, without the state and the timestep.
+
+        Returns:
+          The final latents.
+        """
+        prompts = [
+            {name: pair[place] for name, pair in texts.items()}
+            for place in range(2 if is_guided else 1)
+        ]
+
+        def velocity(x: Tensor, at: Tensor) -> Tensor:
+            state = {
+                "hidden_states": x.to(self.od_config.dtype),
+                "timestep": at / self.timestep_unit,
+                **(shared or {}),
+            }
+            return self._guided(state, prompts, scale, normalize)
+
+        return self._denoise(velocity)
 
     def _denoise(self, velocity: Velocity) -> Tensor:
         """Walks the schedule, keeps the record, and returns the final latents to the pipeline."""
@@ -183,12 +221,15 @@ class Recorder:
 
 
 class TrueCfgRecorder(Recorder):
-    """A recorder for a family whose scale of guidance is `true_cfg_scale`.
+    """A recorder for a family whose scale of guidance is `true_cfg_scale`."""
 
-    Its `diffuse` sets `_guidance`, the scale that it really uses.
-    """
+    timestep_unit = 1000.0
+    transformer: Any
 
-    _guidance: float
+    def _walk(self, is_guided: bool, scale: float, *given: Any) -> Tensor:
+        self.transformer.do_true_cfg = is_guided
+        self._guidance = scale if is_guided else 1.0  # the scale that is really used
+        return super()._walk(is_guided, scale, *given)
 
     def _used(self, params: OmniDiffusionSamplingParams) -> SamplerSpec:
         used = super()._used(params)

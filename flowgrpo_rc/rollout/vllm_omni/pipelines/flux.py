@@ -48,27 +48,10 @@ class RolloutFlux(TrueCfgRecorder, FluxPipeline):
         cfg_normalize: bool = False,
     ) -> Tensor:
         """Denoises by the trainer's loop; replaces vLLM-Omni's, with its parameters."""
-        self.transformer.do_true_cfg = do_true_cfg
-        self._guidance = true_cfg_scale if do_true_cfg else 1.0
-        positive = {
-            "encoder_hidden_states": prompt_embeds,
-            "pooled_projections": pooled_prompt_embeds,
-            "txt_ids": text_ids,
+        texts = {
+            "encoder_hidden_states": (prompt_embeds, negative_prompt_embeds),
+            "pooled_projections": (pooled_prompt_embeds, negative_pooled_prompt_embeds),
+            "txt_ids": (text_ids, negative_text_ids),
         }
-        negative = {
-            "encoder_hidden_states": negative_prompt_embeds,
-            "pooled_projections": negative_pooled_prompt_embeds,
-            "txt_ids": negative_text_ids,
-        }
-        texts = (positive, negative) if do_true_cfg else (positive,)
-
-        def velocity(x: Tensor, at: Tensor) -> Tensor:
-            state = {
-                "hidden_states": x.to(self.od_config.dtype),
-                "timestep": at / 1000,
-                "guidance": guidance,
-                "img_ids": latent_image_ids,
-            }
-            return self._guided(state, texts, true_cfg_scale, cfg_normalize)
-
-        return self._denoise(velocity)
+        shared = {"guidance": guidance, "img_ids": latent_image_ids}
+        return self._walk(do_true_cfg, true_cfg_scale, cfg_normalize, texts, shared)

@@ -41,28 +41,11 @@ class RolloutQwenImage(TrueCfgRecorder, QwenImagePipeline):
         additional_transformer_kwargs: Mapping[str, Any] | None = None,
     ) -> Tensor:
         """Denoises by the trainer's loop; replaces vLLM-Omni's, with its parameters."""
-        self.transformer.do_true_cfg = do_true_cfg
-        self._guidance = true_cfg_scale if do_true_cfg else 1.0
-        positive = {
-            "encoder_hidden_states": prompt_embeds,
-            "encoder_hidden_states_mask": prompt_embeds_mask,
-            "txt_seq_lens": txt_seq_lens,
+        texts = {
+            "encoder_hidden_states": (prompt_embeds, negative_prompt_embeds),
+            "encoder_hidden_states_mask": (prompt_embeds_mask, negative_prompt_embeds_mask),
+            "txt_seq_lens": (txt_seq_lens, negative_txt_seq_lens),
         }
-        negative = {
-            "encoder_hidden_states": negative_prompt_embeds,
-            "encoder_hidden_states_mask": negative_prompt_embeds_mask,
-            "txt_seq_lens": negative_txt_seq_lens,
-        }
-        texts = (positive, negative) if do_true_cfg else (positive,)
-
-        def velocity(x: Tensor, at: Tensor) -> Tensor:
-            state = {
-                "hidden_states": x.to(self.od_config.dtype),
-                "timestep": at / 1000,
-                "guidance": guidance,
-                "img_shapes": img_shapes,
-                **(additional_transformer_kwargs or {}),
-            }
-            return self._guided(state, texts, true_cfg_scale, cfg_normalize)
-
-        return self._denoise(velocity)
+        shared = {"guidance": guidance, "img_shapes": img_shapes}
+        shared |= additional_transformer_kwargs or {}
+        return self._walk(do_true_cfg, true_cfg_scale, cfg_normalize, texts, shared)

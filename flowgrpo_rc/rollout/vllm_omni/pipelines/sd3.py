@@ -31,18 +31,8 @@ class RolloutStableDiffusion3(Recorder, StableDiffusion3Pipeline):
         cfg_normalize: bool = False,
     ) -> Tensor:
         """Denoises by the trainer's loop; replaces vLLM-Omni's, with its parameters."""
-        positive = {
-            "encoder_hidden_states": prompt_embeds,
-            "pooled_projections": pooled_prompt_embeds,
+        texts = {
+            "encoder_hidden_states": (prompt_embeds, negative_prompt_embeds),
+            "pooled_projections": (pooled_prompt_embeds, negative_pooled_prompt_embeds),
         }
-        negative = {
-            "encoder_hidden_states": negative_prompt_embeds,
-            "pooled_projections": negative_pooled_prompt_embeds,
-        }
-        texts = (positive, negative) if do_true_cfg else (positive,)
-
-        def velocity(x: Tensor, at: Tensor) -> Tensor:
-            state = {"hidden_states": x.to(self.od_config.dtype), "timestep": at}
-            return self._guided(state, texts, guidance_scale, cfg_normalize)
-
-        return self._denoise(velocity)
+        return self._walk(do_true_cfg, guidance_scale, cfg_normalize, texts)

@@ -62,12 +62,5 @@ class RolloutWan(Recorder, Wan22Pipeline):
         generator: Any = None,
     ) -> Tensor:
         """Denoises by the trainer's loop; replaces vLLM-Omni's, with its parameters."""
-        positive = {"encoder_hidden_states": prompt_embeds}
-        negative = {"encoder_hidden_states": negative_prompt_embeds}
-        texts = (positive, negative) if guidance_low > 1 else (positive,)
-
-        def velocity(x: Tensor, at: Tensor) -> Tensor:
-            state = {"hidden_states": x.to(self.od_config.dtype), "timestep": at}
-            return self._guided(state, texts, guidance_low, normalize=False)
-
-        return self._denoise(velocity)
+        texts = {"encoder_hidden_states": (prompt_embeds, negative_prompt_embeds)}
+        return self._walk(guidance_low > 1, guidance_low, False, texts)
