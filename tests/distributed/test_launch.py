@@ -34,7 +34,7 @@ def _signals_are_heard() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("codes", "expected"),
-    [((0, 0), 0), ((75, 75), 75), ((0, 75), 75), ((2, 2), 2), ((1, 0), 1), ((75, 3), 3)],
+    [((0, 0), 0), ((0, 75), 75), ((1, 0), 1), ((75, 3), 3)],
 )
 def test_exit_codes_come_through(script: Script, codes: tuple[int, int], expected: int) -> None:
     code = f"import os, sys; sys.exit({codes}[int(os.environ['RANK'])])"

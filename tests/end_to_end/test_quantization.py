@@ -25,26 +25,10 @@ def test_two_steps_with_an_int8_rollout_and_an_8_bit_optimizer(
 @needs_torchao
 def test_text_with_an_int8_rollout(tmp_path: Path) -> None:
     settings = [
-        "data.train_batch_size=2",
-        "actor.ppo_mini_batch_size=2",
-        "rollout.n=4",
-        "rollout.val_kwargs.n=4",
+        *("data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "rollout.n=4"),
+        *("rollout.val_kwargs.n=4", "actor.ppo_micro_batch_size_per_gpu=8", "trainer.device=cpu"),
+        *("trainer.total_training_steps=1", f"trainer.output_dir={tmp_path}"),
+        *("rollout.quantization=int8", "algorithm.rollout_correction.bypass_mode=false"),
     ]
-    settings += [
-        "actor.ppo_micro_batch_size_per_gpu=8",
-        "trainer.total_training_steps=1",
-        "trainer.device=cpu",
-    ]
-    run_dir = tmp_path / "run"
-    command = ["train", "--config-name", "token_grpo", *settings, f"trainer.output_dir={run_dir}"]
-    assert (
-        main(
-            [
-                *command,
-                "rollout.quantization=int8",
-                "algorithm.rollout_correction.bypass_mode=false",
-            ]
-        )
-        == 0
-    )
-    assert read_rows(run_dir)[1]["rollout_corr/logprob_abs_diff_mean"] > 0
+    assert main(["train", "--config-name", "token_grpo", *settings]) == 0
+    assert read_rows(tmp_path)[1]["rollout_corr/logprob_abs_diff_mean"] > 0

@@ -22,8 +22,6 @@ RC = "algorithm.rollout_correction"
 TESTS = ROOT / "tests"
 MODES = {
     "bypass, bf16": (f"{RC}.bypass_mode=true", "rollout.dtype=bf16"),
-    "decoupled, bf16": (f"{RC}.bypass_mode=false", "rollout.dtype=bf16"),
-    "bypass, int4": (f"{RC}.bypass_mode=true", "rollout.quantization=int4"),
     "decoupled, int4": (f"{RC}.bypass_mode=false", "rollout.quantization=int4"),
     # Versions of the LoRA, a state that samples share, means, and chunks of unequal size.
     "ahead": (
