@@ -16,20 +16,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from inspect import isabstract
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
-from flowgrpo_rc.batch import Conditioning, DiffusionBatch, SamplerSpec
+from flowgrpo_rc.batch import Conditioning, SamplerSpec
 from flowgrpo_rc.core.schedule import kept_steps
 from flowgrpo_rc.libraries import loading, unasked
 from flowgrpo_rc.models.config import ModelConfig
 from flowgrpo_rc.models.index import ABSENT, absent_components, read_index
 from flowgrpo_rc.models.networks import Networks
 from flowgrpo_rc.models.offload import Offloadable
+from flowgrpo_rc.models.schedule import Schedule as Schedule
+from flowgrpo_rc.models.schedule import to_uint8 as to_uint8
 from flowgrpo_rc.plugins import load_class
 
 # A prompt's text and its images.
@@ -41,45 +43,6 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-
-
-class Schedule(NamedTuple):
-    """The noise levels that a denoising walks through.
-
-    Attributes:
-      sigmas: fp32, [S+1], decreasing to 0.
-      timesteps: [S], as the transformer receives them.
-    """
-
-    sigmas: Tensor
-    timesteps: Tensor
-
-    def check(self, batch: DiffusionBatch) -> None:
-        """Checks that a rollout walked this schedule.
-
-        Training reads the schedule from the batch, so another one, or timesteps in 16 bits, would
-        show in no log-prob.
-
-        Raises:
-          ValueError: if its sigmas or timesteps are others.
-        """
-        for name, found, wanted in (
-            ("sigmas", batch.sigmas, self.sigmas),
-            ("all_timesteps", batch.all_timesteps, self.timesteps[batch.step_indices]),
-        ):
-            if found.shape != wanted.shape or not torch.allclose(
-                found, wanted.to(found), rtol=1e-5, atol=1e-6
-            ):
-                raise ValueError(
-                    f"the rollout walked another schedule than the model's: {name} are "
-                    f"{_first(found)}, and should be {_first(wanted)}; check the scheduler (shift, "
-                    "dtype of the timesteps) of the engine"
-                )
-
-
-def _first(values: Tensor) -> str:
-    numbers = values.flatten()[:4].tolist()
-    return ", ".join(f"{value:g}" for value in numbers) + ", ..."
 
 
 class TrainableModel(Protocol):
@@ -421,21 +384,6 @@ class FlowModel(ABC):
         Returns:
           Values in [0, 1]: images [B, C, H, W] or videos [B, F, C, H, W].
         """
-
-
-def to_uint8(pictures: Tensor) -> np.ndarray:
-    """Rounds values in [0, 1] to 0 to 255, and puts channels last.
-
-    It is done where the pictures are, so that bytes travel to the host, and not floats.
-
-    Args:
-      pictures: [..., C, H, W].
-
-    Returns:
-      uint8, [..., H, W, C].
-    """
-    rounded = (pictures.float() * 255).round().to(torch.uint8)
-    return rounded.movedim(-3, -1).cpu().numpy()
 
 
 def adapter_of(config: ModelConfig) -> type[FlowModel]:

@@ -1,0 +1,65 @@
+"""The noise levels that a denoising walks through, and pictures out of the VAE as bytes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.batch import DiffusionBatch
+
+
+class Schedule(NamedTuple):
+    """The noise levels that a denoising walks through.
+
+    Attributes:
+      sigmas: fp32, [S+1], decreasing to 0.
+      timesteps: [S], as the transformer receives them.
+    """
+
+    sigmas: Tensor
+    timesteps: Tensor
+
+    def check(self, batch: DiffusionBatch) -> None:
+        """Checks that a rollout walked this schedule.
+
+        Training reads the schedule from the batch, so another one, or timesteps in 16 bits, would
+        show in no log-prob.
+
+        Raises:
+          ValueError: if its sigmas or timesteps are others.
+        """
+        for name, found, wanted in (
+            ("sigmas", batch.sigmas, self.sigmas),
+            ("all_timesteps", batch.all_timesteps, self.timesteps[batch.step_indices]),
+        ):
+            if found.shape != wanted.shape or not torch.allclose(
+                found, wanted.to(found), rtol=1e-5, atol=1e-6
+            ):
+                raise ValueError(
+                    f"the rollout walked another schedule than the model's: {name} are "
+                    f"{_first(found)}, and should be {_first(wanted)}; check the scheduler (shift, "
+                    "dtype of the timesteps) of the engine"
+                )
+
+
+def _first(values: Tensor) -> str:
+    numbers = values.flatten()[:4].tolist()
+    return ", ".join(f"{value:g}" for value in numbers) + ", ..."
+
+
+def to_uint8(pictures: Tensor) -> np.ndarray:
+    """Rounds values in [0, 1] to 0 to 255, and puts channels last.
+
+    It is done where the pictures are, so that bytes travel to the host, and not floats.
+
+    Args:
+      pictures: [..., C, H, W].
+
+    Returns:
+      uint8, [..., H, W, C].
+    """
+    rounded = (pictures.float() * 255).round().to(torch.uint8)
+    return rounded.movedim(-3, -1).cpu().numpy()
