@@ -34,10 +34,6 @@ _REPLACED = (
 def check_output(config: Config, num_parameters: int = 0) -> None:
     """Checks that the output folder can be written and that its disk has room for the checkpoints.
 
-    Args:
-      config: the settings of the run.
-      num_parameters: how many numbers the LoRA holds; 0 where that is not known yet.
-
     Raises:
       ValueError: the folder cannot be written, or there is too little room.
     """
@@ -50,10 +46,6 @@ def disk_bytes(config: Config, num_parameters: int) -> int:
 
     A checkpoint holds each number of the LoRA four times in fp32 (weight, two moments, average),
     and once more for each step of `rollout.staleness`.
-
-    Args:
-      config: the settings of the run.
-      num_parameters: how many numbers the LoRA holds.
     """
     copies = 4 + config.rollout.staleness
     # A new checkpoint is written before the oldest one goes.
@@ -72,10 +64,6 @@ def checkpoint_to_resume(config: Config, inputs: Mapping[str, Input]) -> Checkpo
     """Returns the newest whole checkpoint of the output folder; None for a new run.
 
     Damaged ones that are newer are passed over; `set_aside_after` moves them out of the way.
-
-    Args:
-      config: the settings of the command.
-      inputs: what it reads, by the setting that names it.
 
     Raises:
       ValueError: a run in the folder is still going on, has other settings or has read other
@@ -122,12 +110,7 @@ def can_be_extended(config: Config) -> bool:
 
 
 def command_from_lora(config: Config, steps: int) -> str:
-    """Returns the command that starts another run from the LoRA of the run in the output folder.
-
-    Args:
-      config: the settings of that run.
-      steps: how many steps the other run has.
-    """
+    """Returns the command that starts another run from the LoRA of the run in the output folder."""
     root = Path(config.trainer.output_dir)
     free = (root.with_name(f"{root.name}_{number}") for number in count(2))
     changes = (

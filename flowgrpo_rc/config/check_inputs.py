@@ -43,9 +43,6 @@ def check_inputs(config: Config, *, num_processes: int = 1, trains: bool = True)
 
     Returns:
       The prompts.
-
-    Raises:
-      ValueError: names the key, the value and what is allowed.
     """
     check_settings(config, num_processes)
     device_of(config)

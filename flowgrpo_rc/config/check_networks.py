@@ -16,11 +16,6 @@ def check_networks(config: Config, model: FlowModel, num_processes: int) -> None
 
     Warns of a transformer whose steps are never trained: its LoRA stays without effect.
 
-    Args:
-      config: the settings.
-      model: may be on the meta device.
-      num_processes: how many processes share a step.
-
     Raises:
       ValueError: processes that share the frozen weights would run different transformers.
     """

@@ -6,6 +6,8 @@ have no effect is an error.
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import torch
 
 from flowgrpo_rc.config.check_forward import check_trained_on
@@ -17,18 +19,29 @@ from flowgrpo_rc.rewards.manager import check_kind, validate_rewards
 
 # What a reward may score, by the kind of the model.
 SCORED = {"diffusion": ("image", "video", "latent"), "causal_lm": ("text",)}
+# Keys and sections that one kind of model alone reads.
+OF_IMAGES = (
+    "rollout.pipeline",
+    "rollout.algo",
+    "actor.diffusion_loss",
+    "actor.steps_per_forward",
+    "rollout.val_kwargs.num_inference_steps",
+    "rollout.val_kwargs.guidance_scale",
+    "rollout.val_kwargs.true_cfg_scale",
+    "rollout.val_kwargs.guidance_scale_2",
+    "data.negative_prompt",
+)
+OF_TEXT = (
+    "rollout.val_kwargs.temperature",
+    "actor.token_loss",
+    "rollout.temperature",
+    "rollout.prompt_length",
+    "rollout.response_length",
+)
 
 
 def check_settings(config: Config, num_processes: int = 1) -> None:
-    """Checks all settings by themselves and against each other, without reading a file.
-
-    Args:
-      config: the settings of a run.
-      num_processes: how many processes will share a step.
-
-    Raises:
-      ValueError: names the key, the value and what is allowed.
-    """
+    """Checks all settings by themselves and against each other, without reading a file."""
     config = config.with_fixed_clip()
     config.model.validate()
     config.rollout.validate()
@@ -124,55 +137,9 @@ def _check_alignment(config: Config) -> None:
 def _check_other_kind(config: Config) -> None:
     """Refuses settings of images where text is made, and settings of text where images are."""
     default = Config()
-    rollout = config.rollout
-    unset = default.rollout
-    held_out = rollout.val_kwargs
-    held_out_unset = unset.val_kwargs
-    # key, the kind of model that it is for, its value, its default
-    settings = (
-        ("rollout.pipeline", "diffusion", rollout.pipeline, unset.pipeline),
-        ("rollout.algo", "diffusion", rollout.algo, unset.algo),
-        (
-            "actor.diffusion_loss",
-            "diffusion",
-            config.actor.diffusion_loss,
-            default.actor.diffusion_loss,
-        ),
-        (
-            "actor.steps_per_forward",
-            "diffusion",
-            config.actor.steps_per_forward,
-            default.actor.steps_per_forward,
-        ),
-        *(
-            (
-                f"rollout.val_kwargs.{name}",
-                kind,
-                getattr(held_out, name),
-                getattr(held_out_unset, name),
-            )
-            for name, kind in (
-                ("num_inference_steps", "diffusion"),
-                ("guidance_scale", "diffusion"),
-                ("true_cfg_scale", "diffusion"),
-                ("guidance_scale_2", "diffusion"),
-                ("temperature", "causal_lm"),
-            )
-        ),
-        (
-            "data.negative_prompt",
-            "diffusion",
-            config.data.negative_prompt,
-            default.data.negative_prompt,
-        ),
-        ("actor.token_loss", "causal_lm", config.actor.token_loss, default.actor.token_loss),
-        *(
-            (f"rollout.{name}", "causal_lm", getattr(rollout, name), getattr(unset, name))
-            for name in ("temperature", "prompt_length", "response_length")
-        ),
-    )
-    for key, kind, value, unset_value in settings:
-        if kind != config.model.kind and value != unset_value:
+    for key in OF_IMAGES if config.model.kind == "causal_lm" else OF_TEXT:
+        read = attrgetter(key)
+        if read(config) != read(default):
             raise ValueError(
                 f"{key} is set but has no effect with model.kind={config.model.kind}: drop it"
             )

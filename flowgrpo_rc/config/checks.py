@@ -117,9 +117,6 @@ def check_run(
 def check_suites(config: Config) -> list[Suite]:
     """Checks an evaluation by `trainer.suites`, which asks neither the run's prompts nor rewards.
 
-    Args:
-      config: the settings of a run.
-
     Returns:
       The suites.
 
@@ -142,15 +139,8 @@ def prompts_of_suites(suites: Sequence[Suite]) -> list[Prompt]:
 def check_plan(config: Config, num_processes: int) -> FlowModel | None:
     """Checks what holds on every machine: the settings, the engine's options and the model.
 
-    Args:
-      config: the settings.
-      num_processes: how many processes share a step.
-
     Returns:
       The model on the meta device, with its LoRA; None for a language model.
-
-    Raises:
-      ValueError: names the key, the value and what is allowed.
     """
     check_settings(config, num_processes)
     check_engine(config)
@@ -166,13 +156,7 @@ def num_trained(model: FlowModel) -> int:
 
 
 def batch_bytes(config: Config, model: FlowModel, num_processes: int) -> int:
-    """Returns the size of the latents of a step on one process, with their means if they are kept.
-
-    Args:
-      config: the settings.
-      model: may be on the meta device.
-      num_processes: how many processes share a step.
-    """
+    """Returns the bytes of the latents of a step on one process, and of their means if kept."""
     elements = math.prod(model.latent_shape(config.rollout.spec()))
     return 4 * config.samples_per_step(num_processes) * config.states_per_sample() * elements
 

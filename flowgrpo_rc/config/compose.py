@@ -115,9 +115,6 @@ def compose_all(
       config_name: the file. None: that of the bundled model, `verl_omni` for a whole command line
         of verl-omni, and experiment/NAME for `+experiment=NAME`.
       config_dir: a further folder with files.
-
-    Raises:
-      ValueError: names the key, the value and what is allowed.
     """
     _register_resolvers()
     folders = _folders(config_dir)
@@ -305,12 +302,7 @@ def _value(override: Override) -> Any:
 def to_config(composed: DictConfig, *, num_processes: int | None = None) -> Config:
     """Returns the dataclasses of a composed configuration, after `check_settings`.
 
-    Args:
-      composed: the configuration.
-      num_processes: how many processes will share a step; None: as many as the launcher announces.
-
-    Raises:
-      ValueError: names the key, the value and what is allowed.
+    `num_processes=None` stands for as many as the launcher announces.
     """
     config = unchecked_config(composed)
     check_settings(config, num_processes or launched_processes() or 1)

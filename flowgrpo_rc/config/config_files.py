@@ -80,12 +80,7 @@ class ConfigFile:
 
 
 class ConfigFiles:
-    """The configuration files in some folders.
-
-    Args:
-      folders: the folders; the first is this project's.
-      beside: values of the keys on the command line.
-    """
+    """The configuration files in some folders."""
 
     def __init__(self, folders: Sequence[Path], beside: Mapping[str, Any]) -> None:
         self._own = folders[0]

@@ -23,10 +23,6 @@ def stay_on_own_core(config: Config, device: torch.device) -> None:
     Nothing is bound on a GPU, outside Linux, under another launcher, where there are more or fewer
     cores than processes, where a process has several threads, or where it starts an engine or
     workers, which would stay on its core. What the system refuses is left alone.
-
-    Args:
-      config: the settings.
-      device: what the run uses.
     """
     if sys.platform != "linux" or device.type != "cpu" or not is_child():
         return

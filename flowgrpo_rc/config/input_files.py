@@ -20,10 +20,6 @@ def inputs_of(config: Config, prompts: Prompts) -> dict[str, Input]:
     A model from the hub counts with the files that have been fetched. The code of a plug-in, the
     files of `data.replay_dir`, and `model.lora_path`, which a run that goes on no longer reads, are
     left out.
-
-    Args:
-      config: settings whose prompt files exist.
-      prompts: the prompts that were read from them.
     """
     data = config.data
     found = {

@@ -37,12 +37,7 @@ def is_correction(key: str) -> bool:
 
 
 def check_keys(keys: Iterable[str], groups: Collection[str] = ()) -> None:
-    """Raises ValueError for a key that is neither in the tree nor a group.
-
-    Args:
-      keys: such as `rollout.n`.
-      groups: folders of configuration files.
-    """
+    """Raises ValueError for a key that is neither in the tree nor a group."""
     known = known_keys()
     for key in keys:
         if key.startswith(("hydra", *FREE_FORM)) or key in known or key in groups:

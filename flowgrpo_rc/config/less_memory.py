@@ -13,10 +13,6 @@ def with_less_memory(config: Config, phase: str) -> tuple[Config, str] | None:
 
     Both train the same up to rounding, so a run may go on with them.
 
-    Args:
-      config: the settings.
-      phase: the phase that ran out of memory, as in `timing_s/*`.
-
     Returns:
       None if the phase has no micro-batch, or one of odd size.
     """

@@ -24,10 +24,6 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds in a 
 def num_processes(config: Config, device: torch.device) -> int:
     """Returns how many processes share a step of the training command.
 
-    Args:
-      config: the settings; `check_run` says whether a number that they give can be had.
-      device: what the run would use.
-
     Raises:
       ValueError: a setting is wrong, or contradicts the launcher.
     """
@@ -90,9 +86,6 @@ def limit_threads(*, quiet: bool = False) -> None:
     beside one busy core two threads do 3 forwards and backwards of the bundled model a second and
     one does 7.7; on idle cores they do 11 and 8.5. On more cores nothing has been measured, and
     torch's number stays, as far as there are so many cores. OMP_NUM_THREADS overrules this.
-
-    Args:
-      quiet: print nothing.
     """
     if launched_processes() is not None or "OMP_NUM_THREADS" in os.environ:
         return

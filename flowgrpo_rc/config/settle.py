@@ -29,9 +29,7 @@ def settled(config: Config, device: torch.device | None = None) -> Config:
     A run that goes on in `trainer.output_dir` keeps what it has, but for merged weights where they
     are sharded now.
 
-    Args:
-      config: the settings.
-      device: that samples; None for that of this machine.
+    `device` samples; None stands for that of this machine.
 
     Raises:
       ValueError: there is no such engine, or accelerate's configuration asks for something that the

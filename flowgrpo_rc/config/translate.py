@@ -315,11 +315,6 @@ def translate_tree(
 ) -> tuple[dict[str, Any], list[Row]]:
     """Translates a file. A key that neither system has stays, for the caller to refuse.
 
-    Args:
-      tree: the file's content, nested.
-      known: this project's keys.
-      beside: values of keys that are set elsewhere.
-
     Returns:
       The content in this project's naming, and a row for each setting that had another name or
       value.

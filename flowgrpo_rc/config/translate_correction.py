@@ -62,9 +62,6 @@ def rollout_correction(layers: Sequence[Layer]) -> tuple[RolloutCorrectionConfig
     decoupled mode, the default of the documents, if an earlier one has a mode in which weights are
     metrics alone.
 
-    Args:
-      layers: settings of the files and of the command line, in this order.
-
     Returns:
       The correction, and notes on what was translated.
 

@@ -195,10 +195,8 @@ class Config:
         return self.data.replay_dir is None and self.rollout.workers == 0
 
     def gpus_per_worker(self, device_type: str) -> float:
-        """Returns the GPUs that are set aside for a rollout worker.
-
-        Args:
-          device_type: `cuda`, where a worker gets all that its engine spans by default, or `cpu`.
+        """Returns the GPUs that are set aside for a rollout worker: all that its engine spans on
+        `cuda`, by default.
         """
         given = self.rollout.gpus_per_worker
         if given is not None or device_type != "cuda":
@@ -240,12 +238,7 @@ class Config:
 
 
 def updates_of_steps(config: Any, steps: int) -> int:
-    """Returns the optimizer updates of the first steps of a run.
-
-    Args:
-      config: the settings, as a `Config` or as composed.
-      steps: how many steps.
-    """
+    """Returns the optimizer updates of the first steps of a run."""
     mini_batches = config.data.train_batch_size // config.actor.ppo_mini_batch_size
     return int(steps * mini_batches * config.actor.ppo_epochs)
 
@@ -259,10 +252,6 @@ def stored_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a run's config.yaml, without checking it. Keys newer than the file take their defaults.
 
     Bundled files are those of this installation, whichever one has written the run's folder.
-
-    Args:
-      path: the file.
-      overrides: changes to it, such as `rollout.n=8`.
 
     Raises:
       ValueError: the file is not there or damaged, a key is unknown, or a value has the wrong type.

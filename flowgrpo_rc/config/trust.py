@@ -26,11 +26,7 @@ _ASSET = "${asset:"
 
 
 def check_plain(path: Path) -> None:
-    """Raises ValueError if a run's config.yaml reads something else, such as `${oc.env:HF_TOKEN}`.
-
-    Args:
-      path: the run's config.yaml.
-    """
+    """Raises ValueError if a run's config.yaml reads another value, as `${oc.env:TOKEN}` does."""
     for key, value in flat_settings(plain_yaml(path)).items():
         if "${" in str(value).replace(_ASSET, ""):
             raise ValueError(
@@ -54,11 +50,6 @@ def check_trusted(path: Path, config: Config, how: str) -> None:
     """Checks that a run asks for no code from outside of this package, no secret and no server.
 
     A server would be sent the prompts, which may be any file of this machine.
-
-    Args:
-      path: the run's config.yaml.
-      config: what was read from it, with the changes of the user.
-      how: what the user has to give to trust both, such as `--trust`.
 
     Raises:
       ValueError: it does; nothing is imported. The message lists the settings.
