@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,14 @@ def register_asset_resolver() -> None:
     OmegaConf.register_new_resolver("asset", lambda name: str(assets.path(name)), replace=True)
 
 
+# Keys that earlier versions had, and the only value with which such a run can go on.
+GONE = {
+    "rollout.reuse": 0,
+    "rollout.algo.sde_window_stride": 1,
+    "actor.optim.max_nonfinite_updates": 5,
+}
+
+
 def stored_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a run's config.yaml, without checking it. Keys newer than the file take their defaults.
 
@@ -260,7 +269,12 @@ def stored_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ValueError(f"{path.parent} is not the folder of a run: it has no {path.name}")
     register_asset_resolver()
     try:
-        stored = OmegaConf.to_container(OmegaConf.create(plain_yaml(path)))
+        stored: Any = OmegaConf.to_container(OmegaConf.create(plain_yaml(path)))
+        for key, value in GONE.items():
+            section, _, name = key.rpartition(".")
+            place = reduce(lambda tree, part: tree.get(part) or {}, section.split("."), stored)
+            if place.get(name) == value:
+                del place[name]
         defaults = OmegaConf.structured(Config)
         defaults.reward.terms = {}  # the file names all rewards of the run
         merged = OmegaConf.merge(

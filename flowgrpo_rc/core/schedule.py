@@ -64,13 +64,11 @@ def window_bounds(
     return length, first, last
 
 
-def sliding_start(
-    step: int, *, size: int, first: int, last: int, interval: int, stride: int
-) -> int:
+def sliding_start(step: int, *, size: int, first: int, last: int, interval: int) -> int:
     """Computes where the windows of a training step start if they slide along the schedule.
 
-    They stay for `interval` training steps at first, then at first + stride, and so on as long as
-    a window fits, and then begin at first again.
+    They stay for `interval` training steps at first, then at first + 1, and so on as long as a
+    window fits, and then begin at first again.
 
     Args:
       step: training step, from 1; a calibration, which has step 0, counts as the first.
@@ -78,7 +76,6 @@ def sliding_start(
       first: the first step that a window may hold.
       last: one past the last step that a window may hold.
       interval: training steps at one place.
-      stride: steps of the schedule from one place to the next.
 
     Returns:
       The index of the first step of all windows.
@@ -86,7 +83,7 @@ def sliding_start(
     See "MixGRPO", https://arxiv.org/abs/2507.21802, section 3.2, whose window stops at the end; its
     published scripts start anew, as here.
     """
-    starts = range(first, last - size + 1, stride)
+    starts = range(first, last - size + 1)
     return starts[max(step - 1, 0) // interval % len(starts)]
 
 

@@ -33,7 +33,7 @@ def _samples(job: Job) -> list[tuple[str, str, str]]:
         window = f"{size} of the steps {first} to {last - 1}, of {pipeline.num_inference_steps}"
         if algo.sde_window_interval is not None:
             every = f"every {algo.sde_window_interval} training steps"
-            window += f"; sliding, by {algo.sde_window_stride} {every}"
+            window += f"; sliding by one {every}"
     latents = job.model.latent_shape(rollout.spec())
     shape = " x ".join(map(str, latents))
     shape += f" for {pipeline.height} x {pipeline.width} pixels"

@@ -36,7 +36,6 @@ LEAST = {
     "pipeline.condition_images": 0,
     "pipeline.condition_pixels": 1,
     "algo.sde_window_interval": 1,
-    "algo.sde_window_stride": 1,
     "algo.tail_steps": 1,
     "val_kwargs.num_inference_steps": 1,
     "val_kwargs.guidance_scale": 0,
@@ -94,7 +93,6 @@ class AlgoConfig:
         last step.
     sde_window_interval: MixGRPO's sliding window: it begins with the range, and moves on after so
         many training steps, and at the end of the range starts anew; null: it is drawn.
-    sde_window_stride: how many denoising steps a sliding window moves on.
     window_sharing: who has the same window: all samples of a step, those of a prompt, or nobody.
     tail: solver of the ODE steps behind `sde_window_range`, or behind a sliding window: `euler` as
         in the stock pipeline, or `ab2`, Adams-Bashforth of order 2.
@@ -109,7 +107,6 @@ class AlgoConfig:
     sde_window_size: int | None = None
     sde_window_range: list[int] | None = None
     sde_window_interval: int | None = None
-    sde_window_stride: int = 1
     window_sharing: str = "group"
     tail: str = "euler"
     tail_steps: int | None = None
@@ -291,7 +288,6 @@ class RolloutConfig:
             first=first,
             last=last,
             interval=algo.sde_window_interval,
-            stride=algo.sde_window_stride,
         )
         return size, start, start + size
 
@@ -359,13 +355,8 @@ class RolloutConfig:
     def _check_sliding(self) -> None:
         """Refuses settings of a sliding window that are wrong or have no effect."""
         algo = self.algo
-        interval, stride = algo.sde_window_interval, algo.sde_window_stride
+        interval = algo.sde_window_interval
         if interval is None:
-            if stride != AlgoConfig.sde_window_stride:
-                raise ValueError(
-                    f"rollout.algo.sde_window_stride={stride} has no effect on a window that is "
-                    "drawn: set rollout.algo.sde_window_interval, or drop it"
-                )
             return
         if algo.window_sharing != AlgoConfig.window_sharing:
             raise ValueError(
@@ -373,11 +364,11 @@ class RolloutConfig:
                 "rollout.algo.sde_window_interval: all samples share a sliding window; drop it"
             )
         size, first, last = self.window()
-        if first + size + stride > last:
+        if first + size >= last:
             raise ValueError(
                 f"rollout.algo.sde_window_interval={interval} has no effect: a window of {size} "
-                f"steps cannot move by rollout.algo.sde_window_stride={stride} in "
-                f"rollout.algo.sde_window_range=[{first}, {last}]; widen the range or drop it"
+                f"steps cannot move in rollout.algo.sde_window_range=[{first}, {last}]; widen the "
+                "range or drop it"
             )
 
     def _check_workers(self) -> None:

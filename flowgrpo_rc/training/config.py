@@ -83,8 +83,6 @@ class OptimConfig:
     clip_grad: largest norm of the gradient.
     lr_scheduler: how the learning rate changes until the end of the run.
     lr_warmup_steps: optimizer updates until it is reached.
-    max_nonfinite_updates: the run ends after so many updates in a row whose gradient is not finite
-        (each is skipped).
     """
 
     name: str = "adamw"
@@ -95,7 +93,6 @@ class OptimConfig:
     clip_grad: float = 1.0
     lr_scheduler: str = "constant"
     lr_warmup_steps: int = 0
-    max_nonfinite_updates: int = 5
 
     def validate(self) -> None:
         """Raises ValueError for a wrong setting."""
@@ -118,10 +115,6 @@ class OptimConfig:
             raise ValueError(
                 f"actor.optim.lr_scheduler={self.lr_scheduler!r}: allowed are "
                 f"{', '.join(LR_SCHEDULERS)}"
-            )
-        if self.max_nonfinite_updates < 1:
-            raise ValueError(
-                f"actor.optim.max_nonfinite_updates={self.max_nonfinite_updates}: give at least 1"
             )
 
 

@@ -41,6 +41,8 @@ class NonFiniteWeights(FloatingPointError):
     """Says that an update has left weights, moments or averages that are not finite."""
 
 
+# So many updates in a row without a finite gradient end the run; each is skipped.
+MOST_NONFINITE = 5
 # (log-probs [b, t], batch, Gaussians of the steps or None) -> the terms of the loss.
 Loss = Callable[[Tensor, Any, Any], LossTerms]
 
@@ -278,10 +280,10 @@ class PolicyUpdate:
         finite = torch.isfinite(norm)
         metrics.mean("grad_norm", norm, finite)
         metrics.mean("nonfinite_update_fraction", (~finite).double())
-        if self._nonfinite_in_a_row >= self._config.optim.max_nonfinite_updates:
+        if self._nonfinite_in_a_row >= MOST_NONFINITE:
             raise NonFiniteGradient(
                 f"the gradient was not finite in {self._nonfinite_in_a_row} updates in a row; "
-                "lower actor.optim.lr or raise actor.optim.max_nonfinite_updates"
+                "lower actor.optim.lr"
             )
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:

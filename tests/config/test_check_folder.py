@@ -62,13 +62,17 @@ def test_the_folder_names_bundled_files_and_no_path_of_this_installation(own: li
 
 @pytest.mark.parametrize("root", [assets.ROOT, Path("/no/such/flowgrpo_rc/assets")])
 def test_a_run_of_an_older_version_goes_on(own: list[str], root: Path) -> None:
-    """Its folder has absolute paths, perhaps of an installation that is gone, and no digests."""
+    """Its folder has absolute paths, perhaps of an installation that is gone, keys that went, and
+    no digests.
+    """
     config = config_of(*own)
     folder = made(config)
     folder.inputs.unlink()
     tree = dataclasses.asdict(config)
     tree["model"]["path"] = f"{root}/tiny_glyph_sd3"
     tree["data"]["val_files"] = f"{root}/prompts/glyph_val.txt"
+    tree["rollout"]["reuse"] = 0
+    tree["actor"]["optim"]["max_nonfinite_updates"] = 5
     folder.config.write_text(yaml.safe_dump(tree))
     assert goes_on(config)
     assert stored_config(folder.config) == config

@@ -112,19 +112,18 @@ def test_a_process_without_prompts_has_no_windows():
     [
         ({}, [0, 0, 1, 1, 2, 2, 3, 3, 0, 0, 1, 1]),
         ({"interval": 1}, [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]),
-        ({"interval": 3, "stride": 2}, [0, 0, 0, 2, 2, 2, 0, 0, 0, 2, 2, 2]),
-        ({"first": 2, "stride": 3}, [2] * 12),
-        ({"size": 1, "first": 1, "interval": 4, "stride": 3}, [1, 1, 1, 1, 4, 4, 4, 4, 1, 1, 1, 1]),
+        ({"first": 3}, [3] * 12),
+        ({"size": 1, "first": 1, "interval": 4}, [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]),
     ],
 )
 def test_where_a_sliding_window_starts(changed, starts):
     """The places are written down by hand, for windows in the steps 0 to 4."""
-    settings = {"size": 2, "first": 0, "last": 5, "interval": 2, "stride": 1} | changed
+    settings = {"size": 2, "first": 0, "last": 5, "interval": 2} | changed
     assert [sliding_start(step, **settings) for step in range(1, 13)] == starts
 
 
 def test_the_published_schedule_of_mixgrpo():
     """4 of 25 steps move by one every 25 iterations; the last step is never trained."""
-    settings = {"size": 4, "first": 0, "last": 24, "interval": 25, "stride": 1}
+    settings = {"size": 4, "first": 0, "last": 24, "interval": 25}
     starts = [sliding_start(step, **settings) for step in (1, 25, 26, 50, 51, 300, 525, 526)]
     assert starts == [0, 0, 1, 1, 2, 11, 20, 0]

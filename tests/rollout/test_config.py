@@ -40,12 +40,7 @@ def test_a_sliding_window_takes_its_tail_along() -> None:
 @pytest.mark.parametrize(
     ("algo", "words"),
     [
-        ({"sde_window_stride": 2}, ["sde_window_stride=2", "sde_window_interval"]),
         ({"sde_window_interval": 0}, ["sde_window_interval=0", "at least 1"]),
-        (
-            {"sde_window_interval": 1, "sde_window_stride": 0},
-            ["sde_window_stride=0", "at least 1"],
-        ),
         (
             {"sde_window_interval": 1, "window_sharing": "sample"},
             ["window_sharing=sample", "sliding window"],
@@ -53,10 +48,6 @@ def test_a_sliding_window_takes_its_tail_along() -> None:
         (
             {"sde_window_interval": 5, "sde_window_size": 5},
             ["sde_window_interval=5", "window of 5 steps", "sde_window_range=[0, 5]"],
-        ),
-        (
-            {"sde_window_interval": 5, "sde_window_stride": 4},
-            ["sde_window_stride=4", "sde_window_range=[0, 5]"],
         ),
     ],
 )

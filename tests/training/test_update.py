@@ -15,13 +15,11 @@ from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.training.config import ActorConfig, EMAConfig, OptimConfig
-from flowgrpo_rc.training.update import NonFiniteGradient, PolicyUpdate
+from flowgrpo_rc.training.update import MOST_NONFINITE, NonFiniteGradient, PolicyUpdate
 
 
 def test_a_gradient_that_is_not_finite_skips_counts_and_ends_the_run(model: FlowModel) -> None:
-    actor = ActorConfig(
-        ppo_micro_batch_size_per_gpu=4, optim=OptimConfig(lr=1e-3, max_nonfinite_updates=3)
-    )
+    actor = ActorConfig(ppo_micro_batch_size_per_gpu=4, optim=OptimConfig(lr=1e-3))
     update, batch = make_update(model, actor)
     poisoned = batch.replace(advantages=torch.full((4, 2), torch.nan))
     before = {name: tensor.clone() for name, tensor in update.lora_state().items()}
@@ -35,9 +33,9 @@ def test_a_gradient_that_is_not_finite_skips_counts_and_ends_the_run(model: Flow
     assert any(
         not torch.equal(before[name], tensor) for name, tensor in update.lora_state().items()
     )
-    update.run(poisoned, 4)
-    update.run(poisoned, 4)
-    with pytest.raises(NonFiniteGradient, match=r"actor\.optim\.max_nonfinite_updates"):
+    for _ in range(MOST_NONFINITE - 1):
+        update.run(poisoned, 4)
+    with pytest.raises(NonFiniteGradient, match=r"in a row; lower actor\.optim\.lr"):
         update.run(poisoned, 4)
 
 
