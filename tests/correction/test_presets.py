@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 
 import pytest
@@ -146,23 +145,6 @@ def test_calls_of_the_documents(call, same):
 def test_a_lower_bound_beside_a_band_is_an_error_and_not_dropped(name):
     with pytest.raises(ValueError, match="both give a lower bound"):
         preset(name, rs_threshold_lower=0.9).validate()
-
-
-def test_the_older_and_the_newer_spelling_have_the_same_arguments():
-    pairs = [
-        ("token_is", "decoupled_token_is"),
-        ("seq_is", "decoupled_seq_is"),
-        ("seq_is_rs", "decoupled_seq_is_rs"),
-    ]
-    pairs += [
-        ("geo_rs", "decoupled_geo_rs"),
-        ("pg_is", "bypass_pg_is"),
-        ("pure_is", "bypass_pg_is"),
-    ]
-    for older, newer in pairs:
-        assert inspect.signature(getattr(Config, older)) == inspect.signature(
-            getattr(Config, newer)
-        )
 
 
 def test_the_usage_document_s_yaml_of_the_geometric_preset_is_the_preset():
