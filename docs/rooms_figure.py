@@ -36,7 +36,8 @@ FLOORS: tuple[dict[str, str], ...] = (
     {"monitoring": "mismatch, decisions, health, names of metrics"},
     {"records": "what a run leaves: checkpoints, metrics, samples"},
     {"report": "the page about a run", "workers": "rollouts in processes of their own, by Ray"},
-    {"training": "the loop: trainer, update, modes, tasks, sources"},
+    {"algorithms": "policy gradients in two modes, DiffusionNFT; one protocol"},
+    {"training": "the loop: trainer, update, tasks, sources"},
     {"config": "the settings, Hydra, all checks, keys of verl-omni"},
     {"build": "assembles a run", "export": "LoRA for others, model card"},
     {

@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flowgrpo_rc.algorithms.policy_gradient.images import diffusion_loss
+    from flowgrpo_rc.algorithms.policy_gradient.text import token_loss
     from flowgrpo_rc.api import Run, train
     from flowgrpo_rc.batch import (
         DiffusionBatch,
@@ -33,8 +35,6 @@ if TYPE_CHECKING:
     )
     from flowgrpo_rc.correction.config import RolloutCorrectionConfig
     from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig, TokenLossConfig
-    from flowgrpo_rc.losses.diffusion import diffusion_loss
-    from flowgrpo_rc.losses.token import token_loss
     from flowgrpo_rc.monitoring.health import check_rollout_correction_health
     from flowgrpo_rc.report.figure import plot_rollout_correction
 
@@ -93,8 +93,8 @@ _HOMES = {
     "DiffusionLossConfig": "losses.config",
     "LossConfig": "losses.config",
     "TokenLossConfig": "losses.config",
-    "diffusion_loss": "losses.diffusion",
-    "token_loss": "losses.token",
+    "diffusion_loss": "algorithms.policy_gradient.images",
+    "token_loss": "algorithms.policy_gradient.text",
     "check_rollout_correction_health": "monitoring.health",
     "plot_rollout_correction": "report.figure",
 }

@@ -16,6 +16,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 
+from flowgrpo_rc.algorithms.algorithm import Algorithm
+from flowgrpo_rc.algorithms.diffusion_nft.algorithm import ForwardProcess
+from flowgrpo_rc.algorithms.diffusion_nft.graph import VelocityGraph
+from flowgrpo_rc.algorithms.policy_gradient.images import DiffusionObjective
+from flowgrpo_rc.algorithms.policy_gradient.modes import make_mode
+from flowgrpo_rc.algorithms.policy_gradient.text import TokenObjective
 from flowgrpo_rc.config.check_engine import ENGINE_KWARGS, chunk_size, engine_of, engine_options
 from flowgrpo_rc.config.check_folder import check_output
 from flowgrpo_rc.config.check_inputs import Prompts
@@ -46,7 +52,6 @@ from flowgrpo_rc.monitoring.health import HealthMonitor
 from flowgrpo_rc.monitoring.mismatch import MismatchMonitor
 from flowgrpo_rc.plugins import build
 from flowgrpo_rc.policies.flow import FlowPolicy
-from flowgrpo_rc.policies.forward import ForwardPolicy
 from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.records.console import Console
 from flowgrpo_rc.records.rejected import RejectedSamples
@@ -56,16 +61,18 @@ from flowgrpo_rc.records.speed import SpeedWatch
 from flowgrpo_rc.records.trackers import Trackers, accelerate_loggers
 from flowgrpo_rc.rewards.manager import RewardManager, needs_samples
 from flowgrpo_rc.rollout.engine import RolloutEngine
-from flowgrpo_rc.training.forward import Forward
-from flowgrpo_rc.training.modes import Mode, make_mode
+from flowgrpo_rc.training.advantages import Advantages
+from flowgrpo_rc.training.evaluations import Evaluations
+from flowgrpo_rc.training.journal import Journal
 from flowgrpo_rc.training.sources.ahead import AheadSource
 from flowgrpo_rc.training.sources.engine import EngineSource
 from flowgrpo_rc.training.sources.replay import ReplaySource
 from flowgrpo_rc.training.sources.source import RolloutSource
+from flowgrpo_rc.training.state import RunState
 from flowgrpo_rc.training.tasks.image import ImageTask
 from flowgrpo_rc.training.tasks.task import Task
 from flowgrpo_rc.training.tasks.text import TextTask
-from flowgrpo_rc.training.trainer import Components
+from flowgrpo_rc.training.trainer import Trainer
 from flowgrpo_rc.training.update import PolicyUpdate
 from flowgrpo_rc.workers.cluster import PoolSettings
 from flowgrpo_rc.workers.start import start_workers
@@ -81,8 +88,8 @@ def assemble(
     *,
     first_step: int,
     log: RunLog | None = None,
-) -> Components:
-    """Loads the model and builds every component of a run.
+) -> Trainer:
+    """Loads the model and makes the trainer of a run.
 
     Args:
       config: settings that have been checked.
@@ -93,7 +100,9 @@ def assemble(
       log: where the numbers of a step go; None for that of `make_log`.
     """
     config = settled(config)
+    log = log or make_log(config, folder, processes, first_step=first_step)
     sampler, held_out, suites = prompts
+
     task = make_task(config, processes)
     network = task.model.network
     task.check_prompts([*sampler.prompts, *held_out])
@@ -106,33 +115,28 @@ def assemble(
     source = make_source(config, task, sampler, rewards, processes, first_step=first_step)
     if copied:
         shard(config, network, processes)
-    mode = mode_of(config, task, processes)
-    update = PolicyUpdate(
-        mode.policy,
-        config.actor,
-        task.objective(config.loss()).terms,
-        processes,
-        mode,
-        total_updates=config.total_updates(),
-    )
-    return Components(
-        trainer=config.trainer,
-        algorithm=config.algorithm,
-        samples_per_mini_batch=config.samples_per_mini_batch(processes.count),
-        train_n=config.trained_n(),
-        staleness=config.rollout.staleness,
+
+    algorithm = make_algorithm(config, task, processes)
+    update = PolicyUpdate(algorithm, config.actor, processes, total_updates=config.total_updates())
+    health = make_health(config)
+    rejected = make_rejected(config, folder, processes)
+    evaluator = Evaluator(task.sample, held_out, config.rollout.val_kwargs, rewards)
+    runners = [make_suite(suite, config, task) for suite in suites]
+    keep = config.trainer.max_checkpoints_to_keep
+    return Trainer(
+        config=config.trainer,
         processes=processes,
-        folder=folder,
         task=task,
         source=source,
         rewards=rewards,
-        mode=mode,
+        algorithm=algorithm,
+        advantages=Advantages(config.algorithm, rewards.weights, config.trained_n(), processes.sum),
         update=update,
-        evaluator=Evaluator(task.sample, held_out, config.rollout.val_kwargs, rewards),
-        suites=[make_suite(suite, config, task) for suite in suites],
-        health=make_health(config),
-        rejected=make_rejected(config, folder, processes),
-        log=log or make_log(config, folder, processes, first_step=first_step),
+        mini_batch_size=config.samples_per_mini_batch(processes.count),
+        may_be_stale=config.rollout.staleness > 0,
+        evaluations=Evaluations(evaluator, runners, task, update, processes, folder, log),
+        state=RunState(folder.checkpoints, keep, processes, update, algorithm, health, source),
+        journal=Journal(folder, log, health, rejected, processes),
     )
 
 
@@ -148,25 +152,32 @@ def make_suite(suite: Suite, config: Config, task: Task) -> SuiteRunner:
     return SuiteRunner(suite, task.sample, base, batch_size=batch_size)
 
 
-def mode_of(config: Config, task: Task, processes: Processes) -> Mode:
-    """Makes the mode of rollout correction, or that of a loss which knows no log-probs."""
-    shared: dict[str, Any] = {
-        "processes": processes,
-        "monitor": make_monitor(config, task, processes),
-        "micro_batch_size": config.actor.ppo_micro_batch_size_per_gpu,
-    }
-    forward = config.actor.diffusion_loss.forward
+def make_algorithm(config: Config, task: Task, processes: Processes) -> Algorithm[Any]:
+    """Makes the algorithm that the loss belongs to."""
+    section = config.actor.diffusion_loss
+    micro_batch_size = config.actor.ppo_micro_batch_size_per_gpu
+    forward = section.forward
     if forward is not None:
         assert isinstance(task.policy, FlowPolicy)
-        return Forward(policy=ForwardPolicy(task.policy), loss=forward, **shared)
+        return ForwardProcess(
+            VelocityGraph(task.policy),
+            forward,
+            adv_clip_max=section.adv_clip_max,
+            micro_batch_size=micro_batch_size,
+        )
+    is_text = config.model.kind == "causal_lm"
+    objective = TokenObjective(config.loss()) if is_text else DiffusionObjective(config.loss())
     return make_mode(
         config.algorithm.rollout_correction,
         own_forwards=config.why_recompute() is None,
-        keep_means=config.actor.diffusion_loss.needs_means,
+        keep_means=section.needs_means,
         policy=task.policy,
+        terms=objective.terms,
+        processes=processes,
+        monitor=make_monitor(config, task, processes),
+        micro_batch_size=micro_batch_size,
         auto_bands=make_auto_bands(config, processes),
         auto_clip=make_auto_clip(config, processes),
-        **shared,
     )
 
 

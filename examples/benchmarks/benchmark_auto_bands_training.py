@@ -28,7 +28,6 @@ from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.correction.auto_bands import AutoBands, stage_of
 from flowgrpo_rc.correction.thresholds import parse_bands
 from flowgrpo_rc.records.run_folder import RunFolder
-from flowgrpo_rc.training.trainer import Trainer
 
 BAND = "token_k1"
 PLANTED = 10.0
@@ -89,19 +88,18 @@ def train(iterations: int, overrides: list[str]) -> Watching:
         config = to_config(compose_config([*SETTINGS, *overrides, output]))
         processes = make_processes(config)
         run_folder = RunFolder(Path(folder))
-        parts = assemble(config, run_folder, processes, prompts_of(config), first_step=1)
+        trainer = assemble(config, run_folder, processes, prompts_of(config), first_step=1)
         bands = Watching(
             parse_bands(BAND, "auto:4"),
             config.rollout.pipeline.num_inference_steps,
             processes.device,
             num_mini_batches=config.data.train_batch_size // config.actor.ppo_mini_batch_size,
         )
-        parts.mode.auto_bands = bands
-        trainer = Trainer(parts, None)
+        trainer.algorithm.auto_bands = bands
+        trainer.start(None)
         for step in range(1, iterations + 1):
             trainer.train_step(step)
-        parts.rewards.close()
-        parts.source.close()
+        trainer.close()
     return bands
 
 

@@ -42,12 +42,12 @@ def make_trainer(folder: str, overrides: list[str], stack: ExitStack) -> Trainer
     composed = compose_config(["actor.train_n=null", *overrides, *settings])
     composed.actor.ppo_mini_batch_size = composed.data.train_batch_size
     config = to_config(composed)
-    parts = assemble(
+    trainer = assemble(
         config, RunFolder(Path(folder)), make_processes(config), prompts_of(config), first_step=0
     )
-    stack.callback(parts.rewards.close)
-    stack.callback(parts.source.close)
-    return Trainer(parts, None)
+    stack.callback(trainer.close)
+    trainer.start(None)
+    return trainer
 
 
 def step_seconds(trainer: Trainer, step: int) -> tuple[float, float]:

@@ -30,6 +30,7 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
+from flowgrpo_rc.algorithms.policy_gradient.modes import Decoupled
 from flowgrpo_rc.build import assemble, make_processes
 from flowgrpo_rc.config.check_inputs import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
@@ -37,8 +38,7 @@ from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.policies.encode_prompts import encode_unique
 from flowgrpo_rc.records.run_folder import RunFolder
-from flowgrpo_rc.training.modes import Decoupled
-from flowgrpo_rc.training.trainer import Components, Trainer
+from flowgrpo_rc.training.trainer import Trainer
 
 PLAIN = (
     "actor.train_n=null",
@@ -48,10 +48,10 @@ PLAIN = (
 )
 
 
-def bare_step(config: Config, parts: Components) -> None:
+def bare_step(config: Config, run: Trainer) -> None:
     """Makes the calls of one training step and nothing else, in the step's own batch shapes."""
-    model: Any = parts.task.model
-    source: Any = parts.source  # of an engine in this process
+    model: Any = run.task.model
+    source: Any = run.source  # of an engine in this process
     spec = config.rollout.spec()
     micro_batch_size = config.actor.ppo_micro_batch_size_per_gpu
     prompts = [p for p in source.prompts(1).prompts for _ in range(config.rollout.n)]
@@ -61,7 +61,7 @@ def bare_step(config: Config, parts: Components) -> None:
     schedule = model.walked_schedule(spec)
     window, _, _ = config.rollout.window()
     # Samples of the first mini-batch, whose own forwards give its old log-probs.
-    own = 0 if config.why_recompute() else config.samples_per_mini_batch(parts.processes.count)
+    own = 0 if config.why_recompute() else config.samples_per_mini_batch(run.processes.count)
 
     def velocity(transformer: torch.nn.Module, rows: torch.Tensor, t: int) -> torch.Tensor:
         timesteps = schedule.timesteps[t].expand(len(rows))
@@ -72,15 +72,15 @@ def bare_step(config: Config, parts: Components) -> None:
             for t in range(len(schedule.timesteps)):
                 velocity(source.engine.transformer, rows, t)
             images = model.decode(x[rows], spec)
-            scored = parts.rewards.submit(images, [prompts[row] for row in rows.tolist()])
-            parts.rewards.collect([scored])
+            scored = run.rewards.submit(images, [prompts[row] for row in rows.tolist()])
+            run.rewards.collect([scored])
     for rows in everyone.split(micro_batch_size):
         for t in range(window):
-            if isinstance(parts.mode, Decoupled) and rows[0] >= own:
+            if isinstance(run.algorithm, Decoupled) and rows[0] >= own:
                 with torch.no_grad():
                     velocity(model.transformer, rows, t)
             velocity(model.transformer, rows, t).sum().backward()
-    for parameter in parts.update.parameters:
+    for parameter in run.update.parameters:
         parameter.grad = None
 
 
@@ -104,21 +104,21 @@ def main() -> None:
         config = to_config(compose_config([*PLAIN, *arguments.overrides, *quiet]))
         prompts = prompts_of(config)
         processes = make_processes(config)
-        parts = assemble(config, RunFolder(Path(folder)), processes, prompts, first_step=0)
-        trainer = Trainer(parts, None)
+        trainer = assemble(config, RunFolder(Path(folder)), processes, prompts, first_step=0)
+        trainer.start(None)
         full = []
         bare = []
         for round_number in range(arguments.rounds + 1):
             start = time.perf_counter()
             trainer.train_step(round_number + 1)
             middle = time.perf_counter()
-            bare_step(config, parts)
+            bare_step(config, trainer)
             end = time.perf_counter()
             # The first round warms up.
             if round_number:
                 full.append(middle - start)
                 bare.append(end - middle)
-        parts.rewards.close()
+        trainer.rewards.close()
     step = statistics.median(full)
     calls = statistics.median(bare)
     print(f"training step {step:.3f} s, bare calls {calls:.3f} s, ratio {step / calls:.3f}")

@@ -72,15 +72,13 @@ def measure(arm: Arm, steps: int, overrides: list[str]) -> list[float]:
     """Returns the seconds of each of `steps` steps, or of their sampling."""
     import torch
 
-    from flowgrpo_rc.training.trainer import Trainer
-
     torch.set_num_threads(arm.threads)
     ends = []
-    with assembled(arm, steps, overrides) as parts:
-        trainer = Trainer(parts, None)
+    with assembled(arm, steps, overrides) as trainer:
+        trainer.start(None)
         for step in range(1, WARM_UP + steps + 1):
             if arm.measured == "sampling":
-                parts.source.ask(step)()
+                trainer.source.ask(step)()
             else:
                 trainer.train_step(step)
             ends.append(time.perf_counter())
@@ -89,7 +87,7 @@ def measure(arm: Arm, steps: int, overrides: list[str]) -> list[float]:
 
 @contextmanager
 def assembled(arm: Arm, steps: int, overrides: list[str]) -> Iterator[Any]:
-    """Gives the components of a run, and closes them."""
+    """Gives the trainer of a run, and closes it."""
     from flowgrpo_rc.build import assemble, make_processes
     from flowgrpo_rc.config.check_inputs import prompts_of
     from flowgrpo_rc.config.compose import compose_config, to_config
@@ -108,14 +106,13 @@ def assembled(arm: Arm, steps: int, overrides: list[str]) -> Iterator[Any]:
         ]
         config = to_config(compose_config(["actor.train_n=null", *overrides, *settings]))
         processes = make_processes(config, quiet=True)
-        parts = assemble(
+        trainer = assemble(
             config, RunFolder(Path(folder)), processes, prompts_of(config), first_step=0
         )
         try:
-            yield parts
+            yield trainer
         finally:
-            parts.source.close()
-            parts.rewards.close()
+            trainer.close()
 
 
 def measured_alone(name: str, arguments: argparse.Namespace) -> list[float]:

@@ -43,7 +43,7 @@ from flowgrpo_rc.records.run_folder import RunFolder
 from flowgrpo_rc.records.run_log import Observer
 from flowgrpo_rc.report.run import write_report
 from flowgrpo_rc.rollout.faster_dtype import AUTO
-from flowgrpo_rc.training.trainer import Components, Trainer
+from flowgrpo_rc.training.trainer import Trainer
 
 # Called with a step and its metrics, by name; step 0 is the first evaluation. True ends the run
 # after this step, with its state saved.
@@ -188,9 +188,9 @@ def _run(
             observers=observers,
         )
         with out_of_memory_in("loading"):
-            parts = assemble(config, folder, processes, prompts, first_step=first_step, log=log)
+            trainer = assemble(config, folder, processes, prompts, first_step=first_step, log=log)
         note_fetched(config, folder, processes, inputs)
-        return _train(config, parts, resumed, stop)
+        return _train(config, trainer, folder, resumed, stop)
 
 
 def leave_results(config: Config, folder: RunFolder) -> None:
@@ -207,25 +207,27 @@ def leave_results(config: Config, folder: RunFolder) -> None:
 
 
 def _train(
-    config: Config, parts: Components, resumed: Checkpoint | None, stop: StopRequest
+    config: Config,
+    trainer: Trainer,
+    folder: RunFolder,
+    resumed: Checkpoint | None,
+    stop: StopRequest,
 ) -> str | None:
+    console = trainer.journal.log.console
     for note in notes(config):
-        parts.log.console.message(f"note: {note}")
+        console.message(f"note: {note}")
     try:
-        with parts.log.console:
-            reason = Trainer(parts, resumed).fit(stop)
-        if parts.processes.is_main:
-            leave_results(config, parts.folder)
-            _say_results(config, parts, reason)
-        parts.processes.wait()
+        with console:
+            trainer.start(resumed)
+            reason = trainer.fit(stop)
+        if trainer.processes.is_main:
+            leave_results(config, folder)
+            _say_results(config, folder, console, reason)
+        trainer.processes.wait()
     except ValueError as error:  # from here on it is no longer the user's input that is wrong
         raise RuntimeError(f"training failed: {error}") from error
     finally:
-        parts.rewards.close()
-        for suite in parts.suites:
-            suite.close()
-        parts.source.close()
-        parts.log.trackers.finish()
+        trainer.close()
     return reason
 
 
@@ -272,8 +274,7 @@ def _results_are_new(config: Config, folder: RunFolder) -> bool:
     return all(path.is_file() and path.stat().st_mtime >= written for path in results)
 
 
-def _say_results(config: Config, parts: Components, reason: str | None) -> None:
-    console, folder = parts.log.console, parts.folder
+def _say_results(config: Config, folder: RunFolder, console: Console, reason: str | None) -> None:
     rows = MetricsFile(folder.metrics).rows()
     evaluated = [
         {name: row[name] for name in sorted(row) if name.startswith("val/")}

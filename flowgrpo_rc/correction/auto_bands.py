@@ -25,7 +25,7 @@ from flowgrpo_rc.core.row_metrics import RowMetrics
 from flowgrpo_rc.correction.history import ROBUST, WARM_UP, Gather, History
 from flowgrpo_rc.correction.log_ratios import LogRatios, compute_log_ratios
 from flowgrpo_rc.correction.reasons import Reason
-from flowgrpo_rc.correction.rejection import judge, statistic
+from flowgrpo_rc.correction.rejection import inside, statistic
 from flowgrpo_rc.correction.thresholds import Band
 
 # The least standard deviation. fp32 sums in another order differ by 1e-8.
@@ -153,7 +153,7 @@ class AutoBands:
 
             standardised = select((value - centre) / spread, units)
             band_metrics = RowMetrics()
-            keep_mask = keep_mask & judge(band_metrics, ratios, band, standardised)
+            keep_mask = keep_mask & inside(band_metrics, ratios, band, standardised)
 
             metrics.merge(band_metrics.bag())
             warm = spread < torch.inf

@@ -1,16 +1,13 @@
 """The correction itself: log-probs [B, T] in, weights, mask and metrics out.
 
-It sees log-probs and a mask of the steps that exist, whether they are SDE steps or tokens. From two
-log-probs to a mask it is three calls, and everything below them is a formula:
-
-    Corrector.__call__      the settings, parsed once; rows in blocks; batch normalisation
-      correct_block         one block of rows: log-ratios, weights, criteria, veto, metrics
-        judge               one criterion: which statistics lie inside its band
+It sees log-probs and a mask of the steps that exist, whether they are SDE steps or tokens. The
+`Corrector` holds the settings, parsed once, and goes through the rows in blocks; `rejection.judge`
+decides which steps stay; everything below them is a formula.
 
 References: rollout correction in verl, verl-omni and slime; decoupled PPO,
 https://arxiv.org/abs/2110.00641. Truncated importance sampling and rejection are described there.
 
-Legend: B rows, b rows of a block, T steps.
+Legend: B rows, T steps.
 """
 
 from __future__ import annotations
@@ -29,31 +26,14 @@ from flowgrpo_rc.correction.config import RolloutCorrectionConfig, Rules
 from flowgrpo_rc.correction.diagnostics import put_gap, put_weights
 from flowgrpo_rc.correction.log_ratios import compute_log_ratios
 from flowgrpo_rc.correction.metric_names import apply_names
-from flowgrpo_rc.correction.rejection import count_catastrophic, judge, put_decisions, statistic
+from flowgrpo_rc.correction.rejection import judge, put_decisions
 from flowgrpo_rc.correction.thresholds import RS_KEY, STEP_KL, THRESHOLD_KEY, WeightBounds
-from flowgrpo_rc.correction.weights import mean_weight_terms, outside, weigh
+from flowgrpo_rc.correction.weights import mean_weight_terms, weigh
 
 B = TypeVar("B", bound=Batch)
-# A block has about so many elements: its float64 temporaries stay in the cache, and the memory
-# small.
+# A block has about so many elements: its float64 temporaries stay in the cache, and memory small.
 _BLOCK = {"cpu": 2**16, "cuda": 2**22}
 _UNBOUNDED = WeightBounds("truncate", 0.0, torch.inf)
-
-
-class Block(NamedTuple):
-    """What the rules make of a block of rows.
-
-    Attributes:
-      weights: importance weights, float64, before batch normalisation; 0 where there is no step,
-        [b, T]. Those of the token level if the rules have none.
-      keep_mask: bool, the steps that stay in the loss, [b, T].
-      weight_terms: terms of the mean weight, [2, b]; see `mean_weight_terms`. None without batch
-        normalisation.
-    """
-
-    weights: Tensor
-    keep_mask: Tensor
-    weight_terms: Tensor | None
 
 
 class Correction(NamedTuple):
@@ -64,32 +44,14 @@ class Correction(NamedTuple):
         settings ask for none.
       mask: bool, the steps that stay in the loss, [B, T].
       metrics: names without prefix.
-      weight_terms: terms of the mean weight, [2, B]; see `mean_weight_terms`. None without batch
-        normalisation.
+      weight_sums: sum and number of the weights whose mean is normalised, [2] float64; None without
+        batch normalisation.
     """
 
     weights: Tensor | None
     mask: Tensor
     metrics: MetricBag
-    weight_terms: Tensor | None = None
-
-    @property
-    def weight_total(self) -> Tensor | None:
-        """The sum of the weights whose mean is normalised, scalar; None if none is."""
-        return None if self.weight_terms is None else self.weight_terms[0].sum()
-
-    @property
-    def weight_count(self) -> Tensor | None:
-        """The number of the weights whose mean is normalised, scalar; None if none is."""
-        return None if self.weight_terms is None else self.weight_terms[1].sum()
-
-    def put(self, rows: slice, block: Block) -> None:
-        """Takes in a block of rows, in place."""
-        self.mask[rows] = block.keep_mask
-        if self.weights is not None:
-            self.weights[rows] = block.weights
-        if self.weight_terms is not None and block.weight_terms is not None:
-            self.weight_terms[:, rows] = block.weight_terms
+    weight_sums: Tensor | None
 
 
 class CustomCorrection(Protocol):
@@ -166,28 +128,61 @@ class Corrector:
         """
         dtype = training_log_probs.dtype
         if self.config.log_prob_scale == "sum":
+            # In float64: D times a difference of 1e-4 must keep the digits of that difference.
             training_log_probs = training_log_probs.detach().double() * num_elements
             rollout_log_probs = rollout_log_probs.detach().double() * num_elements
         if self._custom is not None:
-            correction = self._apply_custom(training_log_probs, rollout_log_probs, step_mask)
-            return self._finished(correction, dtype, normalise, all_reduce)
+            found = self._apply_custom(training_log_probs, rollout_log_probs, step_mask)
+        else:
+            _check_given(self.rules, allowed, step_kl)
+            kl = step_kl if self.rules.needs_step_kl else None
+            found = self._apply_rules(training_log_probs, rollout_log_probs, step_mask, allowed, kl)
+        weights = found.weights
+        if weights is not None and found.weight_sums is not None:
+            if normalise:
+                factor = normalisation(*all_reduce(found.weight_sums))
+                found.metrics.max("rollout_is_batch_norm_factor", factor)
+                weights = (weights / factor).to(weights.dtype)
+            else:
+                found.metrics.ratio("rollout_is_batch_norm_factor", *found.weight_sums)
+        apply_names(found.metrics, self.config.metric_names, self.rules.bounds.mode)
+        return found._replace(weights=None if weights is None else weights.to(dtype))
 
-        _check_given(self.rules, allowed, step_kl)
-        correction = _empty(training_log_probs, step_mask, self.rules)
+    def _apply_rules(
+        self,
+        training_log_probs: Tensor,
+        rollout_log_probs: Tensor,
+        step_mask: Tensor,
+        allowed: Tensor | None,
+        step_kl: Tensor | None,
+    ) -> Correction:
+        """Computes weights, mask and metrics, block by block, before batch normalisation."""
+        rules = self.rules
+        weighs = rules.level is not None
+        keep_mask = torch.empty_like(step_mask)
+        weights = torch.empty_like(training_log_probs) if weighs else None
+        terms = keep_mask.new_empty((2, len(step_mask)), dtype=torch.float64)
         metrics = RowMetrics()
         for rows in row_blocks(step_mask):
-            block = correct_block(
+            ratios = compute_log_ratios(
                 training_log_probs[rows],
                 rollout_log_probs[rows],
                 step_mask[rows],
-                self.rules,
-                metrics,
-                allowed=None if allowed is None else allowed[rows],
-                step_kl=None if step_kl is None else step_kl[rows],
+                None if step_kl is None else step_kl[rows],
             )
-            correction.put(rows, block)
-        correction = correction._replace(metrics=metrics.bag())
-        return self._finished(correction, dtype, normalise, all_reduce)
+            # Without a level the weight metrics are those of the token level.
+            weight = weigh(ratios, rules.level or "token", rules.bounds)
+            put_gap(metrics, ratios)
+            put_weights(metrics, ratios, weight, rules.bounds)
+            kept = judge(metrics, ratios, weight, rules, None if allowed is None else allowed[rows])
+            keep_mask[rows] = kept
+            if weights is not None:
+                weights[rows] = weight.of_steps(ratios.finite_mask)
+            if rules.batch_normalize:
+                over = kept if rules.over_kept else None
+                terms[:, rows] = mean_weight_terms(ratios, weight, over)
+        sums = terms.sum(1) if rules.batch_normalize and weighs else None
+        return Correction(weights, keep_mask, metrics.bag(), sums)
 
     def batch(
         self, batch: B, *, step_kl: Tensor | None = None, all_reduce: AllReduce = identity
@@ -251,78 +246,11 @@ class Corrector:
         put_gap(metrics, ratios)
         put_weights(metrics, ratios, weights, _UNBOUNDED)
         put_decisions(metrics, ratios, keep_mask, torch.zeros_like(ratios.num_finite_B))
-        terms = None
+        sums = None
         if given is not None and self.rules.batch_normalize:
-            terms = mean_weight_terms(ratios, weights, keep_mask if self.rules.over_kept else None)
-        return Correction(given, keep_mask, metrics.bag(), terms)
-
-    def _finished(
-        self, found: Correction, dtype: torch.dtype, normalise: bool, all_reduce: AllReduce
-    ) -> Correction:
-        """Returns the correction with normalised weights in `dtype`, and renames its metrics."""
-        weights = found.weights
-        if weights is not None and found.weight_terms is not None:
-            terms = found.weight_terms.sum(1)
-            if normalise:
-                factor = normalisation(*all_reduce(terms))
-                found.metrics.max("rollout_is_batch_norm_factor", factor)
-                weights = (weights / factor).to(weights.dtype)
-            else:
-                found.metrics.ratio("rollout_is_batch_norm_factor", *terms)
-        apply_names(found.metrics, self.config.metric_names, self.rules.bounds.mode)
-        return found._replace(weights=None if weights is None else weights.to(dtype))
-
-
-def correct_block(
-    training_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    step_mask: Tensor,
-    rules: Rules,
-    metrics: RowMetrics,
-    *,
-    allowed: Tensor | None = None,
-    step_kl: Tensor | None = None,
-) -> Block:
-    """Computes weights, mask and metrics of a block of rows, before batch normalisation.
-
-    Args:
-      training_log_probs: log-probs of the training graph, [b, T].
-      rollout_log_probs: log-probs of the policy that sampled, [b, T].
-      step_mask: bool, the steps that exist, [b, T].
-      rules: what to apply. Without a level the weight metrics are those of the token level.
-      metrics: takes in the metrics of these rows, names without prefix.
-      allowed: bool, the steps that an earlier decision keeps, [b, T]; None for everything.
-      step_kl: exact KL between rollout's and training graph's steps, [b, T]; left alone unless a
-        criterion asks for it.
-
-    Returns:
-      Weights, mask and the terms of the mean weight.
-    """
-    if not rules.needs_step_kl:
-        step_kl = None
-    ratios = compute_log_ratios(training_log_probs, rollout_log_probs, step_mask, step_kl)
-    weights = weigh(ratios, rules.level or "token", rules.bounds)
-    put_gap(metrics, ratios)
-    put_weights(metrics, ratios, weights, rules.bounds)
-
-    keep_mask = ratios.finite_mask
-    if allowed is not None:
-        keep_mask = keep_mask & allowed
-    for band in rules.bands:
-        keep_mask = keep_mask & judge(metrics, ratios, band, statistic(ratios, band))
-    if rules.level is not None and rules.bounds.mode == "mask":
-        keep_mask = keep_mask & ~outside(weights.raw, rules.bounds)
-    num_catastrophic_B = torch.zeros_like(ratios.num_finite_B)
-    if rules.log_veto is not None:
-        # A single catastrophic step rejects its whole row.
-        num_catastrophic_B = count_catastrophic(ratios, rules.log_veto)
-        keep_mask = keep_mask & (num_catastrophic_B == 0).unsqueeze(1)
-    put_decisions(metrics, ratios, keep_mask, num_catastrophic_B)
-
-    terms = None
-    if rules.batch_normalize:
-        terms = mean_weight_terms(ratios, weights, keep_mask if rules.over_kept else None)
-    return Block(weights.of_steps(ratios.finite_mask), keep_mask, terms)
+            over = keep_mask if self.rules.over_kept else None
+            sums = mean_weight_terms(ratios, weights, over).sum(1)
+        return Correction(given, keep_mask, metrics.bag(), sums)
 
 
 def normalisation(total: Tensor, count: Tensor) -> Tensor:
@@ -362,17 +290,6 @@ def row_blocks(step_mask: Tensor) -> Iterator[slice]:
     size = max(1, _BLOCK.get(step_mask.device.type, 2**20) // max(num_steps, 1))
     for start in range(0, max(num_rows, 1), size):
         yield slice(start, start + size)
-
-
-def _empty(training_log_probs: Tensor, step_mask: Tensor, rules: Rules) -> Correction:
-    """Returns a correction of all rows whose values `put` fills in, block by block."""
-    keep_mask = torch.empty_like(step_mask)
-    if rules.level is None:
-        return Correction(None, keep_mask, MetricBag())
-    terms = None
-    if rules.batch_normalize:
-        terms = torch.empty(2, len(step_mask), dtype=torch.float64, device=step_mask.device)
-    return Correction(torch.empty_like(training_log_probs), keep_mask, MetricBag(), terms)
 
 
 def _check_given(rules: Rules, allowed: Tensor | None, step_kl: Tensor | None) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from flowgrpo_rc.core.kl import k1, k2
 from flowgrpo_rc.core.metrics import MetricBag, sample_std_from_moments, std_from_moments
 from flowgrpo_rc.core.reduce import row_counts, row_max, select_
 from flowgrpo_rc.core.row_metrics import RowMetrics
+from flowgrpo_rc.correction.config import Rules
 from flowgrpo_rc.correction.log_ratios import LogRatios
 from flowgrpo_rc.correction.thresholds import Band
+from flowgrpo_rc.correction.weights import Weights, outside
 
 
 def statistic(ratios: LogRatios, band: Band) -> Tensor:
@@ -47,7 +50,40 @@ def statistic(ratios: LogRatios, band: Band) -> Tensor:
     return total / ratios.num_finite_B.clamp(min=1).unsqueeze(1)
 
 
-def judge(metrics: RowMetrics, ratios: LogRatios, band: Band, value: Tensor) -> Tensor:
+def judge(
+    metrics: RowMetrics, ratios: LogRatios, weights: Weights, rules: Rules, allowed: Tensor | None
+) -> Tensor:
+    """Decides which steps of a block of rows stay in the loss.
+
+    A step stays if it is finite, if an earlier decision allows it, and if every criterion, the
+    weight under `mask`, and the veto let it pass.
+
+    Args:
+      metrics: takes in the metrics of the decisions.
+      ratios: log-ratios of the block.
+      weights: their importance weights.
+      rules: what to apply.
+      allowed: bool, the steps that an earlier decision keeps, [b, T]; None for everything.
+
+    Returns:
+      The steps that stay, bool, [b, T].
+    """
+    keep_mask = ratios.finite_mask if allowed is None else ratios.finite_mask & allowed
+    for band in rules.bands:
+        keep_mask = keep_mask & inside(metrics, ratios, band, statistic(ratios, band))
+    if rules.level is not None and rules.bounds.mode == "mask":
+        keep_mask = keep_mask & ~outside(weights.raw, rules.bounds)
+    num_catastrophic_B = torch.zeros_like(ratios.num_finite_B)
+    if rules.log_veto is not None:
+        # The difference as it came, before any bound: a ratio of 0 is catastrophic, too.
+        num_catastrophic_B = row_counts(ratios.step_mask & (ratios.difference < rules.log_veto))
+        # A single catastrophic step rejects its whole row.
+        keep_mask = keep_mask & (num_catastrophic_B == 0).unsqueeze(1)
+    put_decisions(metrics, ratios, keep_mask, num_catastrophic_B)
+    return keep_mask
+
+
+def inside(metrics: RowMetrics, ratios: LogRatios, band: Band, value: Tensor) -> Tensor:
     """Decides which statistics lie inside a band: lower <= value <= upper.
 
     A sequence with a step that is not finite fails every band of sequences.
@@ -64,10 +100,11 @@ def judge(metrics: RowMetrics, ratios: LogRatios, band: Band, value: Tensor) -> 
     units = ratios.unit_mask(value)
     high = value > band.upper
     low = value < band.lower
-    inside = ~(high | low)
+    passes = ~(high | low)
     if not band.per_step:
+        # The statistic of a broken sequence leaves its broken steps out, and would hide them.
         all_finite_B = ratios.num_finite_B == ratios.num_steps_B
-        inside = inside & all_finite_B.unsqueeze(1)
+        passes = passes & all_finite_B.unsqueeze(1)
 
     # From here on only the metrics of the decision, columns of one number for each row.
     num_high_B = row_counts(high & units)
@@ -78,7 +115,7 @@ def judge(metrics: RowMetrics, ratios: LogRatios, band: Band, value: Tensor) -> 
         num_rejected_B = num_high_B + num_low_B
     else:
         mean_B = value.squeeze(1)
-        num_rejected_B = ratios.row_sum(~inside & units)
+        num_rejected_B = ratios.row_sum(~passes & units)
     clamped = value.clamp(band.lower, band.upper)
     if not band.lower <= 0 <= band.upper:
         # Clamping has moved the zeros of steps that do not exist.
@@ -97,20 +134,7 @@ def judge(metrics: RowMetrics, ratios: LogRatios, band: Band, value: Tensor) -> 
         num_low_B=num_low_B,
         num_rejected_B=num_rejected_B,
     )
-    return inside
-
-
-def count_catastrophic(ratios: LogRatios, log_threshold: float) -> Tensor:
-    """Counts the existing steps of each row with a ratio below a threshold.
-
-    Args:
-      ratios: log-ratios of a block of rows; no bound is applied to them.
-      log_threshold: logarithm of the threshold.
-
-    Returns:
-      The number of each row, [b].
-    """
-    return row_counts(ratios.step_mask & (ratios.difference < log_threshold))
+    return passes
 
 
 def put_decisions(

@@ -296,10 +296,7 @@ class LossTerms(NamedTuple):
     Attributes:
       total: sum of the loss, scalar, differentiable.
       share: how much each step counts in `total`, [B, T].
-      number: number of steps or sequences that `total` is the sum of, float64 scalar.
-      weight_total: sum of the weights that are still to be divided by their mean, float64 scalar; 0
-        if there are none.
-      weight_count: number of these weights, float64 scalar.
+      parts: what `denominator` needs, [3] float64: see `counts`.
       metrics: names without prefix.
       keep_mask: bool, the steps that were not rejected, [B, T].
       weights: what the loss of each step was multiplied by, [B, T]; None for nothing.
@@ -307,18 +304,24 @@ class LossTerms(NamedTuple):
 
     total: Tensor
     share: Tensor
-    number: Tensor
-    weight_total: Tensor
-    weight_count: Tensor
+    parts: Tensor
     metrics: MetricBag
     keep_mask: Tensor
     weights: Tensor | None
 
-    def parts(self) -> Tensor:
-        """Returns what `denominator` needs, [3] float64; it adds up over micro-batches and
-        processes.
-        """
-        return torch.stack([self.number, self.weight_total, self.weight_count])
+
+def counts(number: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Computes what `denominator` needs; it adds up over micro-batches and processes.
+
+    Args:
+      number: number of steps or sequences that the loss is the sum of, float64 scalar.
+      weights: sum and number of weights that are still to be divided by their mean, [2] float64;
+        None if there are none.
+
+    Returns:
+      The three, [3] float64.
+    """
+    return torch.cat([number.unsqueeze(0), number.new_zeros(2) if weights is None else weights])
 
 
 def denominator(parts: Tensor, all_reduce: AllReduce = identity) -> Tensor:
@@ -334,6 +337,8 @@ def denominator(parts: Tensor, all_reduce: AllReduce = identity) -> Tensor:
       The number of steps or sequences of all processes, times the mean weight where weights are
       still to be divided by it; float64 scalar. 1 where nothing counts, so that the loss is 0.
     """
+    # The one division of a mini-batch comes at its end: means of micro-batches or processes would
+    # count steps differently, depending on how the batch is cut.
     number, weight_total, weight_count = all_reduce(parts)
     mean_weight = torch.where(
         weight_count > 0, normalisation(weight_total, weight_count), torch.ones_like(number)

@@ -19,6 +19,8 @@ from support.oracles import estimate
 from torch import Tensor
 
 from flowgrpo_rc import compute_rollout_correction_and_rejection_mask
+from flowgrpo_rc.algorithms.policy_gradient.algorithm import PolicyGradient
+from flowgrpo_rc.algorithms.policy_gradient.images import DiffusionObjective
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.reduce import AllReduce, identity
@@ -35,10 +37,8 @@ from flowgrpo_rc.correction.auto_bands import (
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.thresholds import parse_bands
 from flowgrpo_rc.distributed.processes import Processes
-from flowgrpo_rc.losses.diffusion import DiffusionObjective
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.training.config import ActorConfig
-from flowgrpo_rc.training.modes import Mode
 from flowgrpo_rc.training.optim import OptimConfig
 from flowgrpo_rc.training.update import PolicyUpdate
 
@@ -321,7 +321,7 @@ def test_a_decision_costs_no_host_transfer() -> None:
 
 def bypass_update(
     model: FlowModel, epochs: int, history: float, later: float, lr: float = 1e-1
-) -> tuple[PolicyUpdate, Mode, Counting, DiffusionBatch]:
+) -> tuple[PolicyUpdate, PolicyGradient, Counting, DiffusionBatch]:
     """Makes an update of two mini-batches that moves the policy far.
 
     Its bands know differences of scale `history` in the first one, and `later` in the second.
@@ -338,13 +338,12 @@ def bypass_update(
         bypass_mode=True, rollout_rs="token_k1", rollout_rs_threshold="auto:4"
     )
     policy = Counting(model, transformer)
-    mode = mode_of(correction, policy, micro_batch_size=2, auto_bands=bands)
+    terms = DiffusionObjective(loss_config(correction)).terms
+    mode = mode_of(correction, policy, micro_batch_size=2, auto_bands=bands, terms=terms)
     update = PolicyUpdate(
-        policy,
-        ActorConfig(ppo_epochs=epochs, ppo_micro_batch_size_per_gpu=2, optim=OptimConfig(lr=lr)),
-        DiffusionObjective(loss_config(correction)).terms,
-        Processes(Accelerator(cpu=True)),
         mode,
+        ActorConfig(ppo_epochs=epochs, ppo_micro_batch_size_per_gpu=2, optim=OptimConfig(lr=lr)),
+        Processes(Accelerator(cpu=True)),
         total_updates=10,
     )
     batch = batch.replace(old_log_probs=batch.rollout_log_probs, advantages=advantages)

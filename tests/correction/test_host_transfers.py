@@ -9,11 +9,11 @@ from support.builders import diffusion_batch, loss_config, token_batch
 from support.costs import transfers
 
 from flowgrpo_rc import compute_offpolicy_metrics, compute_rollout_correction_and_rejection_mask
+from flowgrpo_rc.algorithms.policy_gradient.images import DiffusionObjective
+from flowgrpo_rc.algorithms.policy_gradient.text import TokenObjective
 from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig
-from flowgrpo_rc.losses.diffusion import DiffusionObjective
-from flowgrpo_rc.losses.token import TokenObjective
 
 INPUTS = make_inputs(6, 32)
 SETTINGS = [

@@ -17,6 +17,7 @@ from support.runs import read_rows
 from support.torchao import needs_torchao
 
 from flowgrpo_rc import assets
+from flowgrpo_rc.algorithms.policy_gradient.images import diffusion_loss
 from flowgrpo_rc.batch import Prompt
 from flowgrpo_rc.build import make_engine, make_processes, make_task
 from flowgrpo_rc.calibration.causes import Diagnosis
@@ -38,7 +39,6 @@ from flowgrpo_rc.commands.calibrate import compare, other_precisions, same_as_tr
 from flowgrpo_rc.config.check_inputs import prompts_of
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config
-from flowgrpo_rc.losses.diffusion import diffusion_loss
 from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.rollout.engine import ImageRequest, RolloutChunk

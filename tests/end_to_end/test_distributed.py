@@ -529,16 +529,15 @@ from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.build import assemble, make_processes
 from flowgrpo_rc.records.run_folder import RunFolder
-from flowgrpo_rc.training.trainer import Trainer
 
 config = to_config(compose_config(sys.argv[2:]))
 processes = make_processes(config)
 folder = RunFolder(Path(config.trainer.output_dir))
-parts = assemble(config, folder, processes, prompts_of(config), first_step=0)
-Trainer(parts, None)
-prompts = parts.source.prompts(1)
-request = parts.task.request(prompts, parts.source._seeds(prompts))
-chunks = list(parts.source.engine.generate(request))
+run = assemble(config, folder, processes, prompts_of(config), first_step=0)
+run.start(None)
+prompts = run.source.prompts(1)
+request = run.task.request(prompts, run.source._seeds(prompts))
+chunks = list(run.source.engine.generate(request))
 seeds = torch.cat([chunk.batch.seed for chunk in chunks])
 save_file(
     {
@@ -550,7 +549,7 @@ save_file(
     },
     f"{sys.argv[1]}/rank_{processes.rank}.safetensors",
 )
-parts.rewards.close()
+run.rewards.close()
 """
 
 

@@ -15,7 +15,8 @@ from flowgrpo_rc.cli import main
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint
 from flowgrpo_rc.records.rollout_files import SavedRollout
-from flowgrpo_rc.training import trainer
+from flowgrpo_rc.training import journal
+from flowgrpo_rc.training.advantages import Advantages
 from flowgrpo_rc.training.update import PolicyUpdate
 
 RC = "algorithm.rollout_correction"
@@ -39,18 +40,18 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Batch], list[tuple[Any, 
     """The batches that updates are given, and the advantages and batches that they come from."""
     given: list[Batch] = []
     whole: list[tuple[Any, Batch]] = []
-    run, chosen = PolicyUpdate.run, trainer.Trainer._chosen
+    run, chosen = PolicyUpdate.run, Advantages.chosen
 
     def noted_run(self: PolicyUpdate, batch: Batch, *rest: Any) -> Any:
         given.append(batch)
         return run(self, batch, *rest)
 
-    def noted_chosen(self: trainer.Trainer, advantages: Any, batch: Batch) -> Any:
+    def noted_chosen(self: Advantages, advantages: Any, batch: Batch, *rest: Any) -> Any:
         whole.append((advantages, batch))
-        return chosen(self, advantages, batch)
+        return chosen(self, advantages, batch, *rest)
 
     monkeypatch.setattr(PolicyUpdate, "run", noted_run)
-    monkeypatch.setattr(trainer.Trainer, "_chosen", noted_chosen)
+    monkeypatch.setattr(Advantages, "chosen", noted_chosen)
     return given, whole
 
 
@@ -116,16 +117,16 @@ def test_a_saved_rollout_holds_all_samples_and_replays(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = []
-    save = trainer.save_rollout
+    save = journal.save_rollout
 
     def noted(path: Path, rollout: SavedRollout) -> None:
         sizes.append(len(rollout.batch))
         save(path, rollout)
 
-    monkeypatch.setattr(trainer, "save_rollout", noted)
+    monkeypatch.setattr(journal, "save_rollout", noted)
     settings = (*SOME, *BYPASS, "trainer.total_training_steps=1")
     live, replayed = (f"trainer.output_dir={tmp_path / name}" for name in ("live", "replayed"))
-    assert train(*settings, live, "trainer.save_rollouts=true") == 0
+    assert train(*settings, live, "journal.save_rollouts=true") == 0
     rows = read_rows(tmp_path / "live")
     assert sizes[0] % 6 == 0
     assert train(*settings, replayed, f"data.replay_dir={tmp_path / 'live' / 'rollouts'}") == 0

@@ -8,11 +8,11 @@ import pytest
 import torch
 from support.builders import diffusion_batch, drawn_log_probs, gradient_of, token_batch
 
+from flowgrpo_rc.algorithms.policy_gradient.images import diffusion_loss
+from flowgrpo_rc.algorithms.policy_gradient.text import token_loss
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig, TokenLossConfig
-from flowgrpo_rc.losses.diffusion import diffusion_loss
-from flowgrpo_rc.losses.token import token_loss
 
 
 @pytest.mark.parametrize("kind", ["images", "text"])

@@ -18,11 +18,11 @@ from support.builders import (
 from support.documented import ROOT
 from torch import Tensor
 
+from flowgrpo_rc.algorithms.policy_gradient.images import diffusion_loss
+from flowgrpo_rc.algorithms.policy_gradient.text import token_loss
 from flowgrpo_rc.correction.api import apply_bypass_mode, apply_rollout_correction_to_batch
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig, TokenLossConfig
-from flowgrpo_rc.losses.diffusion import diffusion_loss
-from flowgrpo_rc.losses.token import token_loss
 
 MODES = ("bypass", "decoupled")
 

@@ -16,12 +16,12 @@ from support.subjects import with_own_network
 from torch import Tensor
 
 from flowgrpo_rc import RolloutCorrectionConfig, diffusion_loss
+from flowgrpo_rc.algorithms.policy_gradient.images import DiffusionObjective
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.kl import gaussian_kl
 from flowgrpo_rc.core.transition import GaussianSteps, Transition, centered_log_ratio, log_prob
 from flowgrpo_rc.losses.base import PolicyLoss
 from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig
-from flowgrpo_rc.losses.diffusion import DiffusionObjective
 from flowgrpo_rc.losses.grpo_guard import GRPOGuard
 from flowgrpo_rc.losses.ppo_clip import ppo_clip
 from flowgrpo_rc.models.base import FlowModel
@@ -375,12 +375,12 @@ def update_of(
         micro_batch_size=2,
         own_forwards=own_forwards,
         keep_means=config.diffusion_loss.needs_means,
+        terms=DiffusionObjective(config).terms,
     )
     actor = ActorConfig(
         ppo_micro_batch_size_per_gpu=2, optim=OptimConfig(lr=1e-3), ema=EMAConfig(enable=False)
     )
-    terms = DiffusionObjective(config).terms
-    update = PolicyUpdate(policy, actor, terms, mode.processes, mode, total_updates=4)
+    update = PolicyUpdate(mode, actor, mode.processes, total_updates=4)
     batch = mode.begin(batch.replace(advantages=advantages), step=1)
     found = iterate(update, mode, batch, 2)
     state = update.lora_state().values()

@@ -20,13 +20,13 @@ from flowgrpo_rc import (
     apply_bypass_mode,
     diffusion_loss,
 )
+from flowgrpo_rc.algorithms.policy_gradient.images import DiffusionObjective
 from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.config.tree import Config, stored_config
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.losses.base import DiffusionLoss, PolicyLoss, TokenLoss
 from flowgrpo_rc.losses.config import with_options
-from flowgrpo_rc.losses.diffusion import DiffusionObjective
 from flowgrpo_rc.losses.flow_grpo import FlowGRPO
 from flowgrpo_rc.records.run_folder import RunFolder
 

@@ -29,10 +29,10 @@ from flowgrpo_rc import (
     apply_rollout_correction_to_diffusion_batch,
     diffusion_loss,
 )
+from flowgrpo_rc.algorithms.policy_gradient.images import DiffusionObjective
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.losses.base import denominator
-from flowgrpo_rc.losses.diffusion import DiffusionObjective
 
 ADV_CLIP = 1.5
 CLIP = Clip(0.1, 0.1)
@@ -398,7 +398,7 @@ def summed(config: LossConfig, now: Tensor, batches: list[DiffusionBatch], reduc
             rows = leaf[start : start + len(batch), t : t + 1]
             terms = DiffusionObjective(config).terms(rows, batch.step(t))
             terms.total.backward()
-            total, parts = total + terms.total.detach(), parts + terms.parts()
+            total, parts = total + terms.total.detach(), parts + terms.parts
             bag.merge(terms.metrics)
         start += len(batch)
     add = reduce["sum"] if reduce else lambda value: value

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
 from flowgrpo_rc import RolloutCorrectionConfig
+from flowgrpo_rc.algorithms.policy_gradient.images import DiffusionObjective
 from flowgrpo_rc.core.transition import GaussianSteps
-from flowgrpo_rc.losses.diffusion import DiffusionObjective
 
 
 def parts(given: Steps, theta: Tensor, b: int, t: int) -> tuple[Tensor, float]:

@@ -30,10 +30,10 @@ from flowgrpo_rc import (
     apply_rollout_correction_to_batch,
     token_loss,
 )
+from flowgrpo_rc.algorithms.policy_gradient.text import TokenObjective
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.losses.base import denominator
 from flowgrpo_rc.losses.config import AGGREGATIONS
-from flowgrpo_rc.losses.token import TokenObjective
 
 CLIP = Clip(0.15, 0.25, 1.5)
 SETTINGS = {"clip_ratio_low": 0.15, "clip_ratio_high": 0.25, "clip_ratio_c": 1.5}
@@ -342,7 +342,7 @@ def summed(
         terms.total.backward()
         total, parts, start = (
             total + terms.total.detach(),
-            parts + terms.parts(),
+            parts + terms.parts,
             start + len(piece),
         )
         bag.merge(terms.metrics)

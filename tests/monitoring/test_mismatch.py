@@ -19,11 +19,11 @@ from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lo
 from support.modes import mode_of
 from torch import Tensor
 
+from flowgrpo_rc.algorithms.policy_gradient.images import DiffusionObjective
 from flowgrpo_rc.batch import Batch, DiffusionBatch, SamplerSpec
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.distributed.processes import Processes
-from flowgrpo_rc.losses.diffusion import DiffusionObjective
 from flowgrpo_rc.models.base import FlowModel, Schedule
 from flowgrpo_rc.monitoring.mismatch import (
     MismatchMonitor,
@@ -224,16 +224,14 @@ def make(model: FlowModel) -> Make:
         policy = FlowPolicy(model, network)
         processes = Processes(Accelerator(cpu=True))
         correction = RolloutCorrectionConfig(bypass_mode=bypass)
-        mode = mode_of(correction, policy, micro_batch_size=2, clip_ratio=1e-4)
-        config = loss_config(correction, clip=1e-4)
+        terms = DiffusionObjective(loss_config(correction, clip=1e-4)).terms
+        mode = mode_of(correction, policy, micro_batch_size=2, clip_ratio=1e-4, terms=terms)
         update = PolicyUpdate(
-            policy,
+            mode,
             ActorConfig(
                 ppo_micro_batch_size_per_gpu=2, ppo_epochs=epochs, optim=OptimConfig(lr=1e-2)
             ),
-            DiffusionObjective(config).terms,
             processes,
-            mode,
             total_updates=10,
         )
         return update, mode.monitor, batch

@@ -6,14 +6,17 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from flowgrpo_rc.algorithms.policy_gradient.algorithm import Loss, PolicyGradient
+from flowgrpo_rc.algorithms.policy_gradient.images import DiffusionObjective
+from flowgrpo_rc.algorithms.policy_gradient.modes import make_mode
 from flowgrpo_rc.batch import Batch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.losses.config import LossConfig
 from flowgrpo_rc.monitoring.mismatch import MismatchMonitor
 from flowgrpo_rc.policies.base import Policy
-from flowgrpo_rc.training.modes import Mode, make_mode
 from flowgrpo_rc.training.update import PolicyUpdate
 
 
@@ -26,8 +29,13 @@ def mode_of(
     own_forwards: bool = False,
     keep_means: bool = False,
     clip_ratio: float | None = None,
-) -> Mode:
-    """Makes the mode that `correction` asks for, in one process."""
+    terms: Loss | None = None,
+) -> PolicyGradient:
+    """Makes the mode that `correction` asks for, in one process.
+
+    `terms` computes the loss; None for that of images with the defaults of the configuration.
+    """
+    terms = terms or DiffusionObjective(LossConfig(rollout_correction=correction)).terms
     processes = Processes(Accelerator(cpu=True))
     names = correction.metric_names
     return make_mode(
@@ -35,6 +43,7 @@ def mode_of(
         own_forwards=own_forwards,
         keep_means=keep_means,
         policy=policy,
+        terms=terms,
         processes=processes,
         monitor=MismatchMonitor(policy, processes, clip_ratio=clip_ratio, metric_names=names),
         micro_batch_size=micro_batch_size,
@@ -42,7 +51,9 @@ def mode_of(
     )
 
 
-def iterate(update: PolicyUpdate, mode: Mode, batch: Batch, mini: int) -> dict[str, float]:
+def iterate(
+    update: PolicyUpdate, mode: PolicyGradient, batch: Batch, mini: int
+) -> dict[str, float]:
     """Runs one iteration; returns the metrics of the mode and of the update, without `actor/`."""
     updated = update.run(batch, mini)
     metrics = MetricBag()

@@ -7,11 +7,11 @@ from accelerate import Accelerator
 from support.image_rollouts import WINDOWS, make_spec, sample_images, trained_lora
 from support.modes import mode_of
 
+from flowgrpo_rc.algorithms.policy_gradient.images import DiffusionObjective
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig
-from flowgrpo_rc.losses.diffusion import DiffusionObjective
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.training.config import ActorConfig
@@ -28,12 +28,8 @@ def make_update(model: FlowModel, actor: ActorConfig) -> tuple[PolicyUpdate, Dif
         rollout_correction=RolloutCorrectionConfig(),
     )
     policy = FlowPolicy(model, transformer)
-    mode = mode_of(loss.rollout_correction, policy)
-    return PolicyUpdate(
-        policy,
-        actor,
-        DiffusionObjective(loss).terms,
-        Processes(Accelerator(cpu=True)),
-        mode,
-        total_updates=10,
-    ), batch
+    size = actor.ppo_micro_batch_size_per_gpu
+    terms = DiffusionObjective(loss).terms
+    mode = mode_of(loss.rollout_correction, policy, micro_batch_size=size, terms=terms)
+    processes = Processes(Accelerator(cpu=True))
+    return PolicyUpdate(mode, actor, processes, total_updates=10), batch

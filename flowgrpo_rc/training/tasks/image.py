@@ -18,10 +18,7 @@ from flowgrpo_rc.correction.correct import require_rollout_log_probs
 from flowgrpo_rc.correction.thresholds import KEY
 from flowgrpo_rc.evaluation.held_out import HeldOut
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
-from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig
-from flowgrpo_rc.losses.diffusion import DiffusionObjective
-from flowgrpo_rc.losses.forward import ForwardObjective
-from flowgrpo_rc.losses.policy import Objective
+from flowgrpo_rc.losses.config import DiffusionLossConfig
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.monitoring.images import observe_images
 from flowgrpo_rc.policies.encode_prompts import KnownPrompts
@@ -135,12 +132,6 @@ class ImageTask(Task):
                 f"{KEY}.rollout_rs=step_kl and, in bypass mode, with "
                 f"{DIFFUSION_KEY}.loss_mode={DiffusionLossConfig.loss_mode}"
             )
-
-    def objective(self, config: LossConfig) -> Objective:
-        """Builds the loss of denoising steps, or of finished samples."""
-        if config.diffusion_loss.forward is not None:
-            return ForwardObjective(config.diffusion_loss)
-        return DiffusionObjective(config)
 
     def observe(self, batch: DiffusionBatch, shown: Shown, step: int) -> MetricBag:
         """Measures latents, noise, prompts and pictures, with `observe_images`."""

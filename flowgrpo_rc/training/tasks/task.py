@@ -14,8 +14,6 @@ from PIL import Image
 from flowgrpo_rc.batch import Prompt, PromptBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.evaluation.held_out import HeldOut
-from flowgrpo_rc.losses.config import LossConfig
-from flowgrpo_rc.losses.policy import Objective
 from flowgrpo_rc.models.base import TrainableModel
 from flowgrpo_rc.policies.base import Policy
 from flowgrpo_rc.records.samples import Shown
@@ -56,10 +54,6 @@ class Task(ABC):
     @abstractmethod
     def check_rollout(self, batch: Any) -> None:
         """Raises ValueError unless a chunk of a rollout holds what training needs."""
-
-    @abstractmethod
-    def objective(self, config: LossConfig) -> Objective:
-        """Builds the loss of this kind of model, once for a run."""
 
     @abstractmethod
     def observe(self, batch: Any, shown: Shown, step: int) -> MetricBag:

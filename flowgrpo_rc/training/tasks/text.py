@@ -20,8 +20,6 @@ from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.random import uniform
 from flowgrpo_rc.correction.correct import require_rollout_log_probs
 from flowgrpo_rc.evaluation.held_out import HeldOut
-from flowgrpo_rc.losses.config import LossConfig
-from flowgrpo_rc.losses.token import TokenObjective
 from flowgrpo_rc.models.causal_lm import CausalLM
 from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.records.samples import Shown, save_texts
@@ -73,10 +71,6 @@ class TextTask(Task):
     def check_rollout(self, batch: TokenBatch) -> None:
         """Raises ValueError unless the rollout has log-probs."""
         require_rollout_log_probs(batch)
-
-    def objective(self, config: LossConfig) -> TokenObjective:
-        """Builds the loss of tokens."""
-        return TokenObjective(config)
 
     def observe(self, batch: TokenBatch, shown: Shown, step: int) -> MetricBag:
         """Measures lengths in tokens, with the end token, and shares of cut and empty responses."""

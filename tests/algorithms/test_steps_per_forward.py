@@ -16,6 +16,7 @@ from support.runs import Train
 from support.subjects import with_own_network
 from torch import Tensor
 
+from flowgrpo_rc.algorithms.policy_gradient.images import DiffusionObjective
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.config.compose import compose_config, to_config
@@ -23,7 +24,6 @@ from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig
-from flowgrpo_rc.losses.diffusion import DiffusionObjective
 from flowgrpo_rc.models.base import FlowModel, ModelConfig, load_model
 from flowgrpo_rc.models.lora import lora_parameters
 from flowgrpo_rc.policies.flow import FlowPolicy, StepEvaluation
@@ -117,13 +117,12 @@ def iterate(
         else None,
         own_forwards=own_forwards,
         keep_means=config.diffusion_loss.needs_means,
+        terms=DiffusionObjective(config).terms,
     )
     update = PolicyUpdate(
-        policy,
-        ActorConfig(ppo_micro_batch_size_per_gpu=2, optim=OptimConfig(lr=1e-4), **actor),
-        DiffusionObjective(config).terms,
-        Processes(Accelerator(cpu=True)),
         mode,
+        ActorConfig(ppo_micro_batch_size_per_gpu=2, optim=OptimConfig(lr=1e-4), **actor),
+        Processes(Accelerator(cpu=True)),
         total_updates=10,
     )
     gradients: list[Tensor] = []

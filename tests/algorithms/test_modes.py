@@ -18,6 +18,9 @@ from support.text_rollouts import perturb, sample_texts
 from torch import Tensor
 
 from flowgrpo_rc import assets
+from flowgrpo_rc.algorithms.policy_gradient.algorithm import Loss
+from flowgrpo_rc.algorithms.policy_gradient.images import DiffusionObjective
+from flowgrpo_rc.algorithms.policy_gradient.text import TokenObjective
 from flowgrpo_rc.batch import Batch, DiffusionBatch, TokenSpec
 from flowgrpo_rc.config.tree import Config
 from flowgrpo_rc.core.reduce import identity
@@ -27,8 +30,6 @@ from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.recompute import why_recompute
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.config import DiffusionLossConfig, LossConfig, TokenLossConfig
-from flowgrpo_rc.losses.diffusion import DiffusionObjective
-from flowgrpo_rc.losses.token import TokenObjective
 from flowgrpo_rc.models.base import ModelConfig, load_model
 from flowgrpo_rc.models.causal_lm import load_causal_lm
 from flowgrpo_rc.models.lora import add_lora, lora_parameters
@@ -37,7 +38,7 @@ from flowgrpo_rc.policies.flow import StepEvaluation
 from flowgrpo_rc.policies.token import TokenPolicy
 from flowgrpo_rc.training.config import ActorConfig
 from flowgrpo_rc.training.optim import OptimConfig
-from flowgrpo_rc.training.update import Loss, PolicyUpdate
+from flowgrpo_rc.training.update import PolicyUpdate
 
 RC = "algorithm.rollout_correction"
 
@@ -80,8 +81,9 @@ def iterate(
         auto_bands=bands,
         own_forwards=own_forwards,
         keep_means=keep_means,
+        terms=loss,
     )
-    update = PolicyUpdate(policy, config, loss, processes, mode, total_updates=10)
+    update = PolicyUpdate(mode, config, processes, total_updates=10)
     gradients: list[Tensor] = []
     hooks = [
         p.register_hook(lambda gradient: gradients.append(gradient.clone()))

@@ -1,42 +1,35 @@
 """A flow model on the forward process: its velocities at finished samples with noise added.
 
-Legend: B samples, T noise levels of each; b samples and t noise levels of one forward of the
-update, which sees them as b t rows.
+Legend: B samples, T noise levels of each; b samples and t noise levels of one forward, which sees
+them as b t rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from torch import Tensor
 
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.random import derive_seed, normal
 from flowgrpo_rc.core.schedule import draw_times
-from flowgrpo_rc.policies.base import Policy
 from flowgrpo_rc.policies.flow import FlowPolicy
 
 
 class Matching(NamedTuple):
-    """A flow model at noised samples; differentiable in the weights.
+    """Velocities at noised samples, [b, t, ...]; differentiable in the weights.
 
     Attributes:
-      log_probs: minus the mean squared error of the velocity, [b, t]: what flow matching has in
-        place of a log-prob.
-      means: the velocity, [b, t, ...].
-      target: what it should be, noise minus sample, [b, t, ...].
-      gaussian: None: no step is taken.
+      velocity: what the model predicts.
+      target: what it should be, noise minus sample.
     """
 
-    log_probs: Tensor
-    means: Tensor
+    velocity: Tensor
     target: Tensor
-    gaussian: None = None
 
 
-class ForwardPolicy(Policy[DiffusionBatch, Matching]):
+class VelocityGraph:
     """The transformer of a flow policy on finished samples.
 
     The noise of a sample at a noise level follows from the sample's seed and the level alone.
@@ -91,41 +84,20 @@ class ForwardPolicy(Policy[DiffusionBatch, Matching]):
         noise = normal(clean.shape[1:], _noise_seeds(piece), "forward").to(clean)
         sigma = piece.sigmas[piece.step_indices].flatten()
         sigma = sigma.reshape(-1, *[1] * (clean.ndim - 1))
-        rows = len(piece), piece.num_steps
         velocity = self._flow.velocity(piece, (1 - sigma) * clean + sigma * noise)
-        velocity = velocity.unflatten(0, rows)
-        target = (noise - clean).unflatten(0, rows)
-        return Matching(-(velocity - target).square().flatten(2).mean(2), velocity, target)
-
-    def steps(self, piece: DiffusionBatch, now: Any) -> Iterator[tuple[DiffusionBatch, Any]]:
-        """Returns the piece whole: its noise levels do not see each other."""
-        yield piece, now
+        rows = len(piece), piece.num_steps
+        return Matching(velocity.unflatten(0, rows), (noise - clean).unflatten(0, rows))
 
     def divergence(self, now: Matching, reference: Matching, piece: DiffusionBatch) -> Tensor:
         """Computes the mean squared difference of two velocities, [b, t].
 
         See "DiffusionNFT", https://arxiv.org/abs/2509.16117, whose published code adds it.
         """
-        return (now.means - reference.means).square().flatten(2).mean(2)
-
-    def cells(self, batch: DiffusionBatch) -> Tensor:
-        """Returns the position of each noise level in the schedule, int64, [B, T]."""
-        return self._flow.cells(batch)
-
-    def cell_names(self, batch: DiffusionBatch) -> Sequence[str]:
-        """Returns `ts_{t}` for each timestep t of the schedule."""
-        return self._flow.cell_names(batch)
-
-    def under(self, autocast: Callable[[], AbstractContextManager[Any]]) -> ForwardPolicy:
-        """Returns this policy with another autocast around its transformer."""
-        return ForwardPolicy(self._flow.under(autocast))
-
-    def nudged(self) -> ForwardPolicy:
-        """Returns this policy with moved text embeddings."""
-        return ForwardPolicy(self._flow.nudged())
+        return (now.velocity - reference.velocity).square().flatten(2).mean(2)
 
 
 def _noise_seeds(piece: DiffusionBatch) -> list[int]:
     """Returns a seed for each sample and noise level, [b t]."""
+    # Of the sample and the level alone: neither micro-batches nor processes move the noise.
     levels = zip(piece.seed.tolist(), piece.step_indices.tolist(), strict=True)
     return [derive_seed(seed, step) for seed, steps in levels for step in steps]

@@ -14,6 +14,7 @@ from support.modes import iterate, mode_of
 from torch import Tensor
 
 from flowgrpo_rc import diffusion_loss
+from flowgrpo_rc.algorithms.policy_gradient.images import DiffusionObjective
 from flowgrpo_rc.batch import DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.correction.auto_bands import AutoBands
@@ -21,7 +22,6 @@ from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.correct import Corrector
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.losses.config import LossConfig
-from flowgrpo_rc.losses.diffusion import DiffusionObjective
 from flowgrpo_rc.models.base import FlowModel
 from flowgrpo_rc.training.config import ActorConfig
 from flowgrpo_rc.training.optim import OptimConfig
@@ -58,25 +58,23 @@ class Setting:
     def update(self, config: LossConfig, bands: AutoBands | None = None) -> PolicyUpdate:
         micro = self.actor.ppo_micro_batch_size_per_gpu
         self.mode = mode_of(
-            config.rollout_correction, self.policy, micro_batch_size=micro, auto_bands=bands
-        )
-        return PolicyUpdate(
+            config.rollout_correction,
             self.policy,
-            self.actor,
-            DiffusionObjective(config).terms,
-            Processes(Accelerator(cpu=True)),
-            self.mode,
-            total_updates=10,
+            micro_batch_size=micro,
+            auto_bands=bands,
+            terms=DiffusionObjective(config).terms,
         )
+        processes = Processes(Accelerator(cpu=True))
+        return PolicyUpdate(self.mode, self.actor, processes, total_updates=10)
 
     def gradient(self, config: LossConfig, micro: int = 4) -> tuple[list[Tensor], dict[str, float]]:
         """Returns what the update accumulates before its division, with micro-batches of
         `micro`.
         """
         update = self.update(config)
+        self.mode.micro_batch_size = micro
         bag = MetricBag()
-        for start in range(0, 4, micro):
-            update._accumulate_window(self.batch.rows(start, start + micro), bag)
+        self.mode.loss(self.batch, lambda forward: forward.total.backward(), bag, updates=0)
         return [p.grad.clone() for p in update.parameters if p.grad is not None], bag.compute()
 
 

@@ -4,180 +4,33 @@ Bypass: the old policy is the rollout's, as recorded. The correction, current / 
 the loss. Decoupled: the old policy is the training graph before the first update of an iteration.
 The correction, old / rollout, is computed once for each batch.
 
-A mode also owns what follows from that: `auto` bands, the record of decisions, the mismatch, and
-the prefix of the metrics. No other file asks which mode it is in.
+No other file asks which mode it is in.
 
 Legend: b rows of a micro-batch, t steps that one forward evaluates, B and T those of a whole batch.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from flowgrpo_rc.algorithms.policy_gradient.algorithm import PolicyGradient, Seen, Told
 from flowgrpo_rc.batch import Batch, DiffusionBatch
 from flowgrpo_rc.core.metrics import MetricBag
 from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.correction.api import apply_bypass_mode
-from flowgrpo_rc.correction.auto_bands import AutoBands
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.correction.correct import Corrector, require_rollout_log_probs
-from flowgrpo_rc.distributed.processes import Processes
-from flowgrpo_rc.losses.auto_clip import AutoClip
-from flowgrpo_rc.losses.base import LossTerms
-from flowgrpo_rc.monitoring.decisions import Decisions
 from flowgrpo_rc.monitoring.health import BYPASS_PREFIX, DECOUPLED_PREFIX
-from flowgrpo_rc.monitoring.mismatch import MismatchMonitor
-from flowgrpo_rc.policies.base import Evaluation, Measured, Policy
-
-# Names in a checkpoint.
-_AUTO_BANDS = "auto_bands"
-_AUTO_CLIP = "auto_clip"
-_MISMATCH = "noise_floor"
-
-
-class Seen(NamedTuple):
-    """What a loss was computed from.
-
-    Attributes:
-      piece: the samples.
-      log_probs: of the current policy, [b, t].
-      gaussian: the Gaussians of the steps, [b, t]; None for tokens, velocities without log-probs.
-      terms: the terms of the loss.
-    """
-
-    piece: Batch
-    log_probs: Tensor
-    gaussian: Any
-    terms: LossTerms
+from flowgrpo_rc.policies.base import Evaluation, Measured
 
 
 @dataclass(kw_only=True, eq=False)
-class Mode(ABC):
-    """What differs between bypass and decoupled mode during an iteration.
-
-    The calls of one iteration, in order: `begin` with the whole batch; `before_update` with its
-    mini-batches; for each forward of the update, `enter` before the loss and `observe` after it;
-    `leave` after the last forward of a mini-batch that had no old policy; `finish` at the end.
-
-    Attributes:
-      policy: the training graph.
-      processes: the processes of the run.
-      monitor: measures the mismatch.
-      micro_batch_size: samples of a forward, the same as in the update.
-      auto_bands: criteria with an `auto` threshold; None if there are none.
-      auto_clip: the bound of a loss that follows the mismatch, in bypass mode; None for a number.
-      whole_windows: whether the loss sees all steps of a sample at once.
-      keep_means: whether `leave` needs the means of the steps.
-      centered: whether the loss takes centered log-ratios to the rollout.
-      decisions: what the correction decided in this iteration, sample by sample.
-      prefix: prefix of the correction's metrics.
-      old_is_rollout: whether the old policy's log-probs are those of the rollout.
-    """
-
-    prefix: ClassVar[str]
-    old_is_rollout: ClassVar[bool]
-    policy: Policy[Any, Any]
-    processes: Processes
-    monitor: MismatchMonitor
-    micro_batch_size: int
-    auto_bands: AutoBands | None = None
-    auto_clip: AutoClip | None = None
-    whole_windows: bool = False
-    keep_means: bool = False
-    centered: bool = False
-    decisions: Decisions = field(default_factory=Decisions)
-    _metrics: MetricBag = field(default_factory=MetricBag, init=False)
-
-    @abstractmethod
-    def begin(self, batch: Batch, step: int) -> Batch:
-        """Returns the batch with its old policy, or without one if the update's forwards will tell.
-
-        Args:
-          batch: the samples of this process.
-          step: the iteration, from 1.
-        """
-
-    @abstractmethod
-    def before_update(self, minis: Sequence[Batch]) -> list[Batch]:
-        """Returns the mini-batches with all that must be known before the first update.
-
-        Args:
-          minis: the mini-batches, in the order of the updates.
-        """
-
-    @abstractmethod
-    def enter(self, piece: Batch, now: Evaluation, *, updates: int) -> tuple[Batch, Any]:
-        """Returns a piece as the loss takes it, and what the loss compares: the Gaussians of its
-        steps, or velocities.
-
-        Args:
-          piece: what one call of the loss sees, [b, t].
-          now: what a forward says of the current policy on it.
-          updates: how many updates of the iteration came before.
-        """
-
-    def seen_at_once(self, piece: Batch, now: Evaluation) -> Iterable[tuple[Batch, Any]]:
-        """Cuts an evaluated piece into what one call of the loss sees, with what was found on it.
-
-        Args:
-          piece: what one forward evaluated, [b, t].
-          now: what that forward says of the current policy.
-        """
-        return [(piece, now)] if self.whole_windows else self.policy.steps(piece, now)
-
-    def leave(self, batch: Batch, old: Measured) -> Batch:
-        """Returns the batch with forwards from before any update as its old policy."""
-        raise NotImplementedError(
-            f"{type(self).__name__} fills in the old policy before the update"
-        )
-
-    def observe(self, seen: Seen, *, updated: bool) -> None:
-        """Notes what a loss was computed from; `updated`: after an update of this iteration."""
-        if updated:
-            self.monitor.after_update(seen.piece, seen.log_probs)
-        else:
-            self.monitor.clipped(seen.terms.metrics)
-
-    def sampling_weights(self, current: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Returns the LoRA to sample with: the one that is trained, `current`, by name."""
-        return current
-
-    def finish(self, metrics: MetricBag) -> None:
-        """Ends the iteration: adds the metrics of correction and mismatch, under full names."""
-        for follower in self._followers().values():
-            follower.finish(self.processes.gather)
-        metrics.merge(self._metrics, self.prefix)
-        mismatch = self.monitor.finish(old_is_rollout=self.old_is_rollout)
-        metrics.replace(mismatch, self.prefix)
-        self._metrics = MetricBag()
-
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Returns what a checkpoint holds of the mode, by part."""
-        found = {name: follower.tensors() for name, follower in self._followers().items()}
-        if monitor := self.monitor.tensors():
-            found[_MISMATCH] = monitor
-        return found
-
-    def load(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Goes back to what `tensors` recorded."""
-        for name, follower in self._followers().items():
-            follower.load(tensors[name])
-        self.monitor.load(tensors.get(_MISMATCH, {}))
-
-    def _followers(self) -> dict[str, AutoBands | AutoClip]:
-        """Returns what follows the mismatch from iteration to iteration, by name."""
-        found = {_AUTO_BANDS: self.auto_bands, _AUTO_CLIP: self.auto_clip}
-        return {name: follower for name, follower in found.items() if follower is not None}
-
-
-@dataclass(kw_only=True, eq=False)
-class Bypass(Mode):
+class Bypass(PolicyGradient):
     """Takes the rollout's log-probs for the old policy's; the loss corrects current / rollout.
 
     The `auto` bands judge each sample once, by the first forward of the update that it is in.
@@ -191,10 +44,6 @@ class Bypass(Mode):
         self.monitor.expect(batch, step)
         return apply_bypass_mode(batch)
 
-    def before_update(self, minis: Sequence[Batch]) -> list[Batch]:
-        """Returns the mini-batches as they are: the update's own forwards judge them."""
-        return list(minis)
-
     def enter(
         self, piece: Batch, now: Evaluation, *, updates: int
     ) -> tuple[Batch, GaussianSteps | None]:
@@ -206,6 +55,10 @@ class Bypass(Mode):
             assert isinstance(piece, DiffusionBatch)  # the configuration allows it for nothing else
             piece = piece.replace(loss_bound=self.auto_clip.bounds(piece.step_indices))
         return piece, now.gaussian
+
+    def leave(self, mini: Batch, told: Told) -> Batch:
+        """Returns the mini-batch with its decision: later epochs judge no sample again."""
+        return mini.replace(rejection_mask=told.decision)
 
     def observe(self, seen: Seen, *, updated: bool) -> None:
         """Notes the loss, its decisions and, before any update, the mismatch."""
@@ -238,7 +91,7 @@ class Bypass(Mode):
 
 
 @dataclass(kw_only=True, eq=False)
-class Decoupled(Mode):
+class Decoupled(PolicyGradient):
     """Recomputes the old policy with the training graph, and corrects old / rollout once a batch.
 
     Attributes:
@@ -292,8 +145,15 @@ class Decoupled(Mode):
             gaussian = gaussian._replace(kl=torch.zeros_like(gaussian.std))
         return piece, gaussian
 
-    def leave(self, batch: Batch, old: Measured) -> Batch:
-        """Returns the batch with its old policy and the correction that follows from it."""
+    def leave(self, mini: Batch, told: Told) -> Batch:
+        """Returns the mini-batch with its old policy and correction, if it had none.
+
+        No update came before these forwards, so they are those of the old policy.
+        """
+        return self._with_old(mini, told.now) if mini.old_log_probs is None else mini
+
+    def _with_old(self, batch: Batch, old: Measured) -> Batch:
+        """Returns a batch with its old policy and the correction that follows from it."""
         if self.auto_bands is not None:
             batch, judged = self._judge(batch, old.log_probs, old.step_kl, remember=True)
             self._metrics.merge(judged)
@@ -321,7 +181,7 @@ class Decoupled(Mode):
     def _recomputed(self, batch: Batch) -> Batch:
         """Returns the batch with its old policy, by forwards of its own, and its correction."""
         measured = self.policy.measure(batch, self.micro_batch_size, keep_means=self.keep_means)
-        return self.leave(batch, measured)
+        return self._with_old(batch, measured)
 
     def _judge(
         self, batch: Batch, log_probs: Tensor, step_kl: Tensor | None, *, remember: bool
@@ -334,7 +194,7 @@ class Decoupled(Mode):
 
 def make_mode(
     correction: RolloutCorrectionConfig, *, own_forwards: bool, keep_means: bool, **shared: Any
-) -> Mode:
+) -> PolicyGradient:
     """Makes the mode that the settings ask for.
 
     Args:
@@ -346,7 +206,6 @@ def make_mode(
     shared["centered"] = bool(correction.centered)
     if correction.bypass_mode:
         return Bypass(whole_windows=correction.bypass_level == "window", **shared)
-    corrector = Corrector(correction)
     return Decoupled(
-        corrector=corrector, own_forwards=own_forwards, keep_means=keep_means, **shared
+        corrector=Corrector(correction), own_forwards=own_forwards, keep_means=keep_means, **shared
     )

@@ -1,0 +1,1 @@
+"""Algorithms: each turns samples with rewards into gradients, behind `algorithm.Algorithm`."""

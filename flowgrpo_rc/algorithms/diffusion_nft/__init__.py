@@ -1,0 +1,1 @@
+"""DiffusionNFT: learns from good and bad finished samples by flow matching, without log-probs."""

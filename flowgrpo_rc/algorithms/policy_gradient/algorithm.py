@@ -1,0 +1,253 @@
+"""Policy gradients: the losses of recorded steps, by ratios of their log-probs.
+
+Two modes say what the old policy of the ratio is and where the rollout correction comes in:
+`modes.Bypass` and `modes.Decoupled`.
+
+Legend: b rows of a micro-batch, t steps that one forward evaluates or one loss sees, B and T those
+of a whole batch.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.algorithms.algorithm import Algorithm, Backward, Forward
+from flowgrpo_rc.batch import Batch
+from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.core.transition import GaussianSteps
+from flowgrpo_rc.correction.auto_bands import AutoBands
+from flowgrpo_rc.distributed.processes import Processes
+from flowgrpo_rc.losses.auto_clip import AutoClip
+from flowgrpo_rc.losses.base import LossTerms
+from flowgrpo_rc.monitoring.decisions import Decisions
+from flowgrpo_rc.monitoring.mismatch import MismatchMonitor
+from flowgrpo_rc.policies.base import Evaluation, Measured, Policy, join
+
+# (log-probs [b, t], samples, Gaussians of the steps or None) -> the terms of the loss.
+Loss = Callable[[Tensor, Any, GaussianSteps | None], LossTerms]
+# Names in a checkpoint.
+_AUTO_BANDS = "auto_bands"
+_AUTO_CLIP = "auto_clip"
+_MISMATCH = "noise_floor"
+
+
+class Seen(NamedTuple):
+    """What a loss was computed from.
+
+    Attributes:
+      piece: the samples.
+      log_probs: of the current policy, [b, t].
+      gaussian: the Gaussians of the steps, [b, t]; None for tokens.
+      terms: the terms of the loss.
+    """
+
+    piece: Batch
+    log_probs: Tensor
+    gaussian: GaussianSteps | None
+    terms: LossTerms
+
+
+class Told(NamedTuple):
+    """What forwards have told when their gradients have been added; `join` puts them together.
+
+    Attributes:
+      now: the forwards without their gradients, [b, t].
+      decision: the steps that are kept, bool [b, t]; None if the loss decided that.
+    """
+
+    now: Measured
+    decision: Tensor | None
+
+
+@dataclass(kw_only=True, eq=False)
+class PolicyGradient(Algorithm[Any]):
+    """What the two modes have in common: forwards, losses, and what follows the mismatch.
+
+    For each forward of an update a mode is asked for two things: `enter` before the loss and
+    `observe` after it. `leave` comes after the last forward of a mini-batch.
+
+    Attributes:
+      policy: the training graph.
+      terms: computes the loss, such as `objective.Objective.terms`.
+      processes: the processes of the run.
+      monitor: measures the mismatch.
+      micro_batch_size: samples of a forward.
+      auto_bands: criteria with an `auto` threshold; None if there are none.
+      auto_clip: the bound of a loss that follows the mismatch, in bypass mode; None for a number.
+      whole_windows: whether the loss sees all steps of a sample at once.
+      keep_means: whether `leave` needs the means of the steps.
+      centered: whether the loss takes centered log-ratios to the rollout.
+      decisions: what the correction decided in this iteration, sample by sample.
+      prefix: prefix of the correction's metrics.
+      old_is_rollout: whether the old policy's log-probs are those of the rollout.
+    """
+
+    prefix: ClassVar[str]
+    old_is_rollout: ClassVar[bool]
+    policy: Policy[Any, Any]
+    terms: Loss
+    processes: Processes
+    monitor: MismatchMonitor
+    micro_batch_size: int
+    auto_bands: AutoBands | None = None
+    auto_clip: AutoClip | None = None
+    whole_windows: bool = False
+    keep_means: bool = False
+    centered: bool = False
+    decisions: Decisions = field(default_factory=Decisions)
+    _metrics: MetricBag = field(default_factory=MetricBag, init=False)
+
+    @abstractmethod
+    def enter(
+        self, piece: Any, now: Evaluation, *, updates: int
+    ) -> tuple[Any, GaussianSteps | None]:
+        """Returns a piece as the loss takes it, and the Gaussians of its steps.
+
+        Args:
+          piece: what one call of the loss sees, [b, t].
+          now: what a forward says of the current policy on it.
+          updates: how many updates of the iteration came before.
+        """
+
+    @abstractmethod
+    def leave(self, mini: Any, told: Told) -> Any:
+        """Returns a mini-batch with what its forwards have told, for later epochs.
+
+        Args:
+          mini: the mini-batch, [B, T].
+          told: by its forwards before its own update, [B, T].
+        """
+
+    def observe(self, seen: Seen, *, updated: bool) -> None:
+        """Notes what a loss was computed from; `updated`: after an update of this iteration."""
+        if updated:
+            self.monitor.after_update(seen.piece, seen.log_probs)
+        else:
+            self.monitor.clipped(seen.terms.metrics)
+
+    def loss(
+        self, mini: Any, backward: Backward, metrics: MetricBag, *, updates: int
+    ) -> tuple[Any, Tensor]:
+        """Computes the loss of a mini-batch; see `Algorithm.loss`."""
+        parts = torch.zeros(3, dtype=torch.float64, device=mini.group.device)
+        rows = []
+        for micro in mini.split(self.micro_batch_size):
+            pieces = list(self.policy.pieces(micro))
+            if self.whole_windows and len(pieces) > 1:
+                found = [self._window(micro, backward, metrics, updates)]
+            else:
+                found = [self._piece(piece, backward, metrics, updates) for piece in pieces]
+            parts = parts + sum(part for part, _ in found)
+            rows.append(join([told for _, told in found], dim=1))
+        return self.leave(mini, join(rows, dim=0)), parts
+
+    def _piece(
+        self, piece: Any, backward: Backward, metrics: MetricBag, updates: int
+    ) -> tuple[Tensor, Told]:
+        """Differentiates the loss of what one forward evaluates, [b, t]."""
+        now = self.policy.evaluate(piece)
+        keep_means = self.keep_means and piece.old_log_probs is None
+        seen = [self._seen(*part, updates) for part in self._seen_at_once(piece, now)]
+        total = torch.stack([one.terms.total for one in seen]).sum()
+        share = torch.cat([one.terms.share for one in seen], 1)
+        backward(Forward(piece, now, total, share))
+        for one in seen:
+            metrics.merge(one.terms.metrics)
+            self.observe(one, updated=updates > 0)
+        parts = torch.stack([one.terms.parts for one in seen]).sum(0)
+        decision = join([one.piece.rejection_mask for one in seen], dim=1)
+        return parts, Told(Measured.of(now, keep_means=keep_means), decision)
+
+    def _seen_at_once(self, piece: Any, now: Any) -> Iterable[tuple[Any, Any]]:
+        """Cuts an evaluated piece into what one call of the loss sees, with what was found."""
+        return [(piece, now)] if self.whole_windows else self.policy.steps(piece, now)
+
+    def _seen(self, piece: Any, now: Evaluation, updates: int) -> Seen:
+        piece, gaussian = self.enter(piece, now, updates=updates)
+        return Seen(piece, now.log_probs, gaussian, self.terms(now.log_probs, piece, gaussian))
+
+    def _window(
+        self, micro: Any, backward: Backward, metrics: MetricBag, updates: int
+    ) -> tuple[Tensor, Told]:
+        """Differentiates a loss of all steps of a sample, with the memory of one forward.
+
+        By the chain rule, in two passes:
+
+            d loss / d weights = sum_t (d loss / d log_prob_t) (d log_prob_t / d weights)
+
+        The first evaluates all steps without graphs and differentiates the loss by their log-probs.
+        The second evaluates the steps of one forward with a graph, and multiplies. The exact KL and
+        the centered log-ratio of the steps, if the loss reads them, are treated like the log-probs.
+
+        Args:
+          micro: samples with all steps of their windows, [b, T].
+          backward: as of `loss`.
+          metrics: takes in the metrics of the loss.
+          updates: how many updates of the iteration came before.
+        """
+        measured = self.policy.measure(micro, len(micro))
+        micro, gaussian = self.enter(micro, measured, updates=updates)
+        log_probs = measured.log_probs.requires_grad_()
+        leaves = [log_probs, *_leaves(gaussian)]
+        for leaf in leaves:
+            leaf.requires_grad_()
+        terms = self.terms(log_probs, micro, gaussian)
+        terms.total.backward()
+        slopes = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+        start = 0
+        for piece in self.policy.pieces(micro):
+            now = self.policy.evaluate(piece)
+            here = slice(start, start + piece.num_steps)
+            values = [now.log_probs, *_leaves(now.gaussian)]
+            products = (v * s[:, here] for v, s in zip(values, slopes, strict=True))
+            # The sum is not the loss, whose value may be infinite where no slope is: 0 times the
+            # loss makes the update see that.
+            total = sum((product.sum() for product in products), 0 * terms.total.detach())
+            backward(Forward(piece, now, total, terms.share[:, here]))
+            start = here.stop
+        metrics.merge(terms.metrics)
+        self.observe(Seen(micro, log_probs, gaussian, terms), updated=updates > 0)
+        return terms.parts, Told(Measured.of(measured), micro.rejection_mask)
+
+    def finish(self, metrics: MetricBag) -> None:
+        """Ends the iteration: adds the metrics of correction and mismatch, under full names."""
+        for follower in self._followers().values():
+            follower.finish(self.processes.gather)
+        metrics.merge(self._metrics, self.prefix)
+        mismatch = self.monitor.finish(old_is_rollout=self.old_is_rollout)
+        metrics.replace(mismatch, self.prefix)
+        self._metrics = MetricBag()
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Returns what follows the mismatch from iteration to iteration, by part."""
+        found = {name: follower.tensors() for name, follower in self._followers().items()}
+        if monitor := self.monitor.tensors():
+            found[_MISMATCH] = monitor
+        return found
+
+    def load(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Goes back to what `tensors` recorded."""
+        for name, follower in self._followers().items():
+            follower.load(tensors[name])
+        self.monitor.load(tensors.get(_MISMATCH, {}))
+
+    def _followers(self) -> dict[str, AutoBands | AutoClip]:
+        found = {_AUTO_BANDS: self.auto_bands, _AUTO_CLIP: self.auto_clip}
+        return {name: follower for name, follower in found.items() if follower is not None}
+
+
+def _leaves(gaussian: GaussianSteps | None) -> list[Tensor]:
+    """Returns what a loss may differentiate besides log-probs: the KL and the centered log-ratio.
+
+    Args:
+      gaussian: Gaussians of the steps, [b, t]; None if steps are no Gaussians.
+    """
+    if gaussian is None:
+        return []
+    return [fact for fact in (gaussian.kl, gaussian.centered) if fact is not None]

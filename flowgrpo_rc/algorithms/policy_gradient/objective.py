@@ -1,0 +1,215 @@
+"""From two log-probs to a loss, for SDE steps and tokens alike.
+
+Between two log-probs and a mask there are three calls:
+
+    Objective.terms      the loss of what one forward has evaluated: correction, policy loss, mean
+      Corrector          the settings of the correction, parsed once; weights
+        judge            which steps stay: every criterion of rejection
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.core.reduce import select
+from flowgrpo_rc.core.transition import GaussianSteps
+from flowgrpo_rc.correction.config import RolloutCorrectionConfig
+from flowgrpo_rc.correction.correct import Corrector, require_rollout_log_probs
+from flowgrpo_rc.losses.base import LossTerms, PolicyLoss, counts, denominator
+from flowgrpo_rc.losses.reinforce import reinforce
+
+
+class Objective(ABC):
+    """The loss of a run, built once and called for every forward.
+
+    Args:
+      correction: settings of the rollout correction.
+      aggregation: mean that the loss is, see `shares`.
+      normalize: steps that the denominator counts, `all` or `kept`, if the correction does not say.
+      adv_clip_max: advantages are clipped to +- this.
+    """
+
+    def __init__(
+        self,
+        correction: RolloutCorrectionConfig,
+        *,
+        aggregation: str,
+        normalize: str,
+        adv_clip_max: float = math.inf,
+    ) -> None:
+        # A copy: settings that a caller changes later change nothing in a run that has begun.
+        self._correction = copy.copy(correction)
+        self._corrector = Corrector(correction) if correction.corrects_in_loss else None
+        self._aggregation = aggregation
+        self._counts_kept = (correction.normalize or normalize) == "kept"
+        self._adv_clip_max = adv_clip_max
+
+    @abstractmethod
+    def policy_loss(
+        self,
+        current: Tensor,
+        old: Tensor,
+        advantages: Tensor,
+        keep_mask: Tensor,
+        batch: Any,
+        gaussian: GaussianSteps | None,
+    ) -> PolicyLoss:
+        """Computes the configured policy loss of each step, [B, T].
+
+        Args:
+          current: of the current policy, as `compared` returns it, [B, T]; differentiable.
+          old: of the old policy, [B, T].
+          advantages: clipped, [B, T].
+          keep_mask: bool, the steps that were not rejected, [B, T].
+          batch: the samples.
+          gaussian: the current policy's steps, [B, T]; None where steps are not Gaussian.
+        """
+
+    def compared(
+        self, log_probs: Tensor, batch: Any, gaussian: GaussianSteps | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns two numbers for each step, [B, T], of the current and of the old policy.
+
+        Their difference is the log-ratio of the policy loss.
+        """
+        return log_probs, batch.old_log_probs
+
+    def terms(
+        self, log_probs: Tensor, batch: Any, gaussian: GaussianSteps | None = None
+    ) -> LossTerms:
+        """Computes the terms of the loss on a batch.
+
+            total = sum over steps of share * weight * policy loss
+
+        Args:
+          log_probs: log-probs of the current policy, [B, T]; differentiable.
+          batch: samples with advantages and old log-probs; with rollout log-probs if the correction
+            is made inside the loss, on [B, T] as given.
+          gaussian: the current policy's steps, [B, T]; None where steps are not Gaussian. For
+            losses that compare means, for centered log-ratios, and for `rollout_rs=step_kl`.
+
+        Returns:
+          Terms that add up over micro-batches and processes.
+
+        Raises:
+          ValueError: if the batch lacks what the loss or the correction needs.
+        """
+        if batch.advantages is None or batch.old_log_probs is None:
+            raise ValueError("the loss needs advantages and old_log_probs; fill the batch first")
+        current, old = self.compared(log_probs, batch, gaussian)
+        step_mask = batch.step_mask
+        allowed = batch.rejection_mask
+        keep_mask = step_mask if allowed is None else step_mask & allowed
+        weights = batch.rollout_is_weights
+        weight_sums = None
+        metrics = MetricBag()
+        if self._corrector is not None:
+            found = self._corrector(
+                log_probs,
+                require_rollout_log_probs(batch),
+                step_mask,
+                allowed=allowed,
+                step_kl=None if gaussian is None else gaussian.kl,
+                num_elements=batch.num_elements,
+                normalise=False,
+            )
+            metrics.merge(found.metrics, "rollout_corr")
+            keep_mask = keep_mask & found.mask
+            # The ratio of PPO is the weight already: a second one would count it twice.
+            weights = None if self._correction.weights_are_metrics else found.weights
+            weight_sums = found.weight_sums
+        if self._correction.centered:
+            # The corrector has looked at the log-probs alone.
+            keep_mask = keep_mask & torch.isfinite(current.detach() - old)
+
+        policy = self._policy_loss(current, old, batch, keep_mask, gaussian)
+        metrics.merge(policy.metrics)
+        values = policy.values
+        if weights is not None:
+            # A select: 0 * inf of a rejected step would be nan.
+            values = select(values * weights, keep_mask)
+        counted = keep_mask if self._counts_kept else step_mask
+        share, number = shares(counted, self._aggregation, log_probs.dtype)
+        total = (values * share).sum()
+        _put_loss(metrics, total, number, weight_sums)
+        return LossTerms(
+            total=total,
+            share=share,
+            parts=counts(number, weight_sums),
+            metrics=metrics,
+            keep_mask=keep_mask,
+            weights=weights,
+        )
+
+    def on_batch(
+        self, log_probs: Tensor, batch: Any, gaussian: GaussianSteps | None = None
+    ) -> tuple[Tensor, MetricBag]:
+        """Computes the loss of a whole batch, scalar, and its metrics; arguments as of `terms`."""
+        terms = self.terms(log_probs, batch, gaussian)
+        return terms.total / denominator(terms.parts).to(terms.total.dtype), terms.metrics
+
+    def _policy_loss(
+        self,
+        current: Tensor,
+        old: Tensor,
+        batch: Any,
+        keep_mask: Tensor,
+        gaussian: GaussianSteps | None,
+    ) -> PolicyLoss:
+        """Computes REINFORCE, or the configured loss, under the names that the settings ask for."""
+        limit = self._adv_clip_max
+        advantages = batch.advantages.clamp(-limit, limit).to(current.dtype)
+        if self._correction.loss_type == "reinforce":
+            policy = reinforce(current, old, advantages, keep_mask)
+        else:
+            policy = self.policy_loss(current, old, advantages, keep_mask, batch, gaussian)
+        names = self._correction.metric_names
+        if names != "verl" and self._corrector is None:
+            policy.metrics.rename({"ratio_mean": "ois"}, keep=names == "both")
+        return policy
+
+
+def _put_loss(
+    metrics: MetricBag, total: Tensor, number: Tensor, weight_sums: Tensor | None
+) -> None:
+    """Puts pg_loss, the loss of the batch that all micro-batches and processes make together."""
+    if weight_sums is None:
+        metrics.ratio("pg_loss", total, number)
+        return
+    # The loss is only known when all processes have added up their weights.
+    metrics.ratio("_pg_loss", total, number)
+    metrics.ratio("_mean_weight", *weight_sums)
+    metrics.derive(
+        "pg_loss", ("_pg_loss", "_mean_weight"), lambda loss, weight: loss / (weight or 1.0)
+    )
+
+
+def shares(counted: Tensor, aggregation: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Computes how much each step counts in the sum, and what the sum is divided by.
+
+    token-mean: the mean over steps. seq-mean-token-sum: the mean over sequences of their sums.
+    seq-mean-token-mean: the mean over sequences of their means. A sequence without a counted step
+    is not a sequence of the mean.
+
+    Args:
+      counted: bool, the steps that the mean is taken over, [B, T].
+      aggregation: one of the three means.
+      dtype: of the shares.
+
+    Returns:
+      The share of each step, [B, T], and the number of steps or sequences, float64 scalar.
+    """
+    share = counted.to(dtype)
+    counted_B = counted.sum(1)
+    if aggregation == "token-mean":
+        return share, counted_B.sum().double()
+    if aggregation == "seq-mean-token-mean":
+        share = share / counted_B.clamp(min=1).unsqueeze(1)
+    return share, (counted_B > 0).sum().double()

@@ -1,0 +1,109 @@
+"""What a run writes down of its steps: metrics, warnings, rejected samples, rollouts, failures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from flowgrpo_rc.algorithms.algorithm import Algorithm
+from flowgrpo_rc.batch import Batch, Rewards
+from flowgrpo_rc.core.metrics import MetricBag
+from flowgrpo_rc.distributed.processes import Processes, peak_memory_gib
+from flowgrpo_rc.monitoring.health import HealthMonitor
+from flowgrpo_rc.records.checkpoint import list_checkpoints
+from flowgrpo_rc.records.debug_bundle import write_bundle
+from flowgrpo_rc.records.rejected import RejectedSamples
+from flowgrpo_rc.records.rollout_files import SavedRollout, rollout_path, save_rollout
+from flowgrpo_rc.records.run_folder import RunFolder
+from flowgrpo_rc.records.run_log import RunLog
+from flowgrpo_rc.training.sources.source import Collected
+
+
+class Journal:
+    """Writes down what a step was, in the run's folder and where its log goes."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        log: RunLog,
+        health: HealthMonitor,
+        rejected: RejectedSamples,
+        processes: Processes,
+    ) -> None:
+        """Takes the folder and the writers of its files."""
+        self.log = log
+        self._folder = folder
+        self._health = health
+        self._rejected = rejected
+        self._processes = processes
+
+    def rollout(self, step: int, saved: SavedRollout) -> None:
+        """Keeps this process's trajectories, for `data.replay_dir` of another run."""
+        processes = self._processes
+        path = rollout_path(self._folder.rollouts, step, processes.rank, processes.count)
+        save_rollout(path, saved)
+
+    def decisions(
+        self,
+        step: int,
+        algorithm: Algorithm[Batch],
+        collected: Collected,
+        rewards: Rewards,
+        cell_names: Callable[[], Sequence[str]],
+    ) -> None:
+        """Writes the rejected samples of all processes down."""
+        if algorithm.decisions is None:
+            return
+        rows = []
+        with self.log.spared("rejected samples"):
+            rows = self._rejected.rows(
+                step,
+                algorithm.decisions.take(),
+                collected.batch,
+                collected.shown,
+                rewards,
+                cell_names,
+                algorithm.auto_bands,
+            )
+        processes = self._processes
+        # All processes get here, whether or not they could write their pictures.
+        texts = processes.texts_of_all([json.dumps(rows)], processes.rank, processes.count)
+        if processes.is_main:
+            self.log.rejected(step, [row for text in texts for row in json.loads(text)])
+
+    def finish(self, step: int, metrics: MetricBag) -> None:
+        """Reduces the step's metrics, with one host transfer, and writes them down."""
+        processes = self._processes
+        memory = torch.tensor(peak_memory_gib(processes.device))
+        metrics.max("perf/peak_memory_gib", memory)
+        row = metrics.compute(processes.sum, processes.max, processes.device)
+        row |= self._health.compare(row)
+        warnings = self._health.update(step, row)
+        if processes.is_main:
+            self.log.write(step, row, warnings)
+
+    def explained(
+        self,
+        step: int,
+        error: FloatingPointError,
+        batch: Batch,
+        tensors: Mapping[str, Mapping[str, Tensor]],
+    ) -> FloatingPointError:
+        """Writes down what an update was given; returns its error with step and way on."""
+        name = f"step_{step:06d}_process_{self._processes.rank}.json"
+        bundle = self._folder.debug / name
+        try:
+            write_bundle(bundle, step, batch, tensors)
+            told = f"samples, seeds and norms are in {bundle}"
+        except OSError as refused:
+            told = f"samples, seeds and norms could not be written ({refused})"
+        checkpoints = list_checkpoints(self._folder.checkpoints)
+        newest = checkpoints[-1].name if checkpoints else "none"
+        return type(error)(
+            f"step {step}: {error}. Nothing of it was saved: the last good checkpoint is "
+            f"{newest}, and the same command goes on from it. A lower actor.optim.lr or "
+            f"actor.optim.clip_grad may help; {told}"
+        )
