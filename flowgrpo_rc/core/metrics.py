@@ -160,6 +160,7 @@ class MetricBag:
           other: the bag to take in.
           prefix: prepended to its names, with a slash between.
         """
+        # References, not copies: the elements are reduced once, in `compute`.
         for own, store in zip(self._stores()[:-1], other._stores()[:-1], strict=True):
             for name, values in store.items():
                 own.setdefault(_join(prefix, name), []).extend(values)
@@ -196,6 +197,7 @@ class MetricBag:
         # A minimum travels as the maximum of negative values: one reduction serves both.
         maxima = [_all(self._maxima[name]).amax() for name in upper]
         maxima += [-_all(self._minima[name]).amin() for name in lower]
+        # One tensor and one transfer for all sums, one for all extrema.
         parts = []
         if sums:
             parts.append(all_reduce_sum(torch.stack([value.to(device) for value in sums])))
@@ -209,8 +211,10 @@ class MetricBag:
         result = {
             name: total[name] / count.get(name, 1.0) for name in total if count.get(name, 1.0) > 0
         }
+        # An extremum of nothing stayed infinite, and is no number to report.
         result |= {name: value for name, value in highest.items() if value != -math.inf}
         result |= {name: value for name, value in lowest.items() if value != math.inf}
+        # Last, in the order of their definition: one may need another that is derived.
         for name, (needs, function) in self._derived.items():
             if all(need in result for need in needs):
                 result[name] = function(*(result[need] for need in needs))
@@ -225,6 +229,7 @@ class MetricBag:
 
     def _add(self, store: dict[str, list[Tensor]], name: str, values: Tensor) -> None:
         values = values.detach()
+        # Few elements wait for one reduction of all; many would cost memory until then.
         few = values.numel() <= _FEW
         store.setdefault(name, []).append(values if few else values.double().sum())
 
@@ -238,6 +243,7 @@ class MetricBag:
     ) -> None:
         values = values.detach().double()
         if mask is not None:
+            # A select: what is masked out may be nan.
             values = torch.where(mask, values, empty)
         if values.numel() == 0:  # a reduction of nothing fails
             values = values.new_full((), empty)

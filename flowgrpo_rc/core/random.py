@@ -26,6 +26,7 @@ def derive_seed(*parts: int | str) -> int:
     # The type and a separator that no text contains keep (1, "2") and ("1", 2) and (12,) apart.
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     digest = hashlib.sha256(text.encode()).digest()
+    # 63 bits: torch takes a signed 64-bit seed.
     return int.from_bytes(digest[:8], "big") >> 1
 
 
@@ -52,6 +53,7 @@ def normal(shape: Sequence[int], seeds: Sequence[int], *purpose: int | str) -> T
     Returns:
       [len(seeds), *shape], fp32, on the CPU.
     """
+    # Row by row: one draw of all rows would depend on how many there are.
     rows = [torch.randn(tuple(shape), generator=generator(seed, *purpose)) for seed in seeds]
     return torch.stack(rows)
 

@@ -103,6 +103,7 @@ def kept_steps(num_steps: int, tail_start: int | None, tail_steps: int | None) -
     """
     if tail_start is None or tail_steps is None or tail_start + tail_steps >= num_steps:
         return list(range(num_steps))
+    # Spread over the tail without its last step, which changes nothing next to sigma 0.
     length = num_steps - 1 - tail_start
     tail = [tail_start + round(step * length / tail_steps) for step in range(tail_steps)]
     return [*range(tail_start), *tail]
@@ -142,6 +143,7 @@ def draw_windows(
     # Samples that share a window share the numbers that its start is drawn from.
     key_length = {"batch": 0, "group": 1, "sample": 2}[sharing]
     num_positions = last - first - size + 1
+    # A generator of its own for each sample: no draw depends on who else is in the batch.
     starts = []
     for sample in samples:
         source = generator(seed, step, *sample[:key_length], "window")
@@ -162,5 +164,6 @@ def draw_times(seeds: Sequence[int], num_steps: int, count: int | None) -> Tenso
     Returns:
       Indices of the steps, int64, [B, T].
     """
+    # A permutation, then a cut: T levels are a prefix of all, whatever T is.
     orders = [torch.randperm(num_steps, generator=generator(seed, "times")) for seed in seeds]
     return torch.stack(orders)[:, :count]

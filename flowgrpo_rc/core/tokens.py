@@ -26,6 +26,7 @@ def token_log_probs(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
     Returns:
       Log-probabilities in nats, fp32, of the shape of `ids`; differentiable in the logits.
     """
+    # Gathered before logsumexp is subtracted: [B, T] numbers in place of [B, T, V].
     scaled = _scaled(logits, temperature)
     chosen = scaled.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
     return chosen - scaled.logsumexp(-1)
@@ -48,6 +49,7 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, temperature: float) -> Tenso
     # Sums of integers do not depend on their order, so every device finds the same token.
     cumulative = (probs * _FIXED_POINT).long().cumsum(-1)
     total = cumulative[..., -1:]
+    # Below the total, so that rounding up never runs past the last token.
     threshold = (uniforms.double().unsqueeze(-1) * total).long().minimum(total - 1)
     return (cumulative > threshold).int().argmax(-1)
 

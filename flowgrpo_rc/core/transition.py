@@ -137,6 +137,7 @@ def _sde(
     """Computes the step of FlowGRPO's SDE; sigma and sigma_next are [B, 1, ...] here and below."""
     dt = sigma_next - sigma
     largest = torch.as_tensor(sigma_max, dtype=sigma.dtype, device=sigma.device)
+    # At sigma 1 the formula divides by zero: the next entry of the schedule takes its place.
     below_one = torch.where(sigma == 1, largest, sigma)
     s = noise_level * torch.sqrt(sigma / (1 - below_one))
     drift = s**2 / (2 * sigma)
@@ -150,6 +151,7 @@ def _dance_sde(
 ) -> Transition:
     """Computes the step of DanceGRPO's SDE."""
     dt = sigma_next - sigma
+    # The score by way of the predicted image, as in the published code.
     x0 = x - sigma * v
     score_term = 0.5 * noise_level**2 * (x - x0 * (1 - sigma)) / sigma**2
     mean = x + v * dt + score_term * dt
@@ -206,6 +208,7 @@ def log_prob(step: Transition, x_next: Tensor, *, convention: str = "gaussian") 
     error = (x_next - step.mean) ** 2
     if convention == "peers":
         return -error.flatten(1).mean(1)
+    # The mean over D gives latents of every size one scale, and so one clip.
     density = -error / (2 * step.std**2) - torch.log(step.std) - 0.5 * math.log(2 * math.pi)
     return density.flatten(1).mean(1)
 
@@ -241,6 +244,7 @@ def centered_log_ratio(
     Returns:
       The centered log-ratio per element, [B]; differentiable in step.mean. 0 where the means agree.
     """
+    # One inner product in place of a difference of two log-probs, which would cancel.
     product = (x_next - rollout_mean) * (step.mean - rollout_mean)
     if convention == "peers":
         return 2 * product.flatten(1).mean(1)
@@ -270,6 +274,7 @@ def reference_kl(
 
     See "Flow-GRPO", https://arxiv.org/abs/2505.05470, section 4.2.
     """
+    # The standard deviation is one number a sample: any element of it will do.
     scale = step.std.flatten(1)[:, 0]
     if kind != "cps":
         scale = scale / torch.sqrt(sigma - sigma_next)

@@ -236,6 +236,7 @@ class Corrector:
                 f"custom_correction={config.custom_correction}: weights and mask must be "
                 f"{tuple(shape)}"
             )
+        # The user's mask may keep a broken step, whose loss would be nan.
         ratios = compute_log_ratios(training_log_probs, rollout_log_probs, step_mask)
         keep_mask = keep_mask.bool() & ratios.finite_mask
         weights = weigh(ratios, "token", _UNBOUNDED)
@@ -263,6 +264,7 @@ def normalisation(total: Tensor, count: Tensor) -> Tensor:
     Returns:
       total / count, float64 scalar; 1 where all weights are 0, as in verl.
     """
+    # The weights of all micro-batches and processes, divided once.
     mean = total / count.clamp(min=1)
     return torch.where(mean > 1e-8, mean, torch.ones_like(mean))
 

@@ -83,6 +83,7 @@ def gap_metrics(
         log_ppl_B = -log_prob_sum_B / length_B
         metrics.mean(f"{name}_log_ppl", log_ppl_B, present_B)
         metrics.mean(f"{name}_ppl", safe_expm1(log_ppl_B) + 1, present_B)
+    # The difference itself, not that of two perplexities, which would cancel.
     log_ppl_diff_B = -log_ratio_sum_B / length_B
     metrics.mean("log_ppl_diff", log_ppl_diff_B, present_B)
     metrics.mean("log_ppl_abs_diff", log_ppl_diff_B.abs(), present_B)
@@ -110,6 +111,7 @@ def put_weights(
       weights: their weights.
       bounds: the bounds of the weights.
     """
+    # About 1: the square of 1 + 1e-8 has no digit left for the 1e-8.
     deviation = select_(weights.used - 1, ratios.unit_mask(weights.used))
     # As in verl, the extrema are those after the bounds for steps, and before for sequences.
     extreme = weights.used if weights.per_step else weights.unbounded
@@ -237,5 +239,6 @@ def _effective_sample_size(mean: float, mean_square: float) -> float:
 
 def _chi2(ratio_minus_one: Tensor) -> Tensor:
     """Computes ratio^2 - 1 with the ratio bounded to exp(+-20)."""
+    # r^2 - 1 = (r - 1)(r + 1), which does not cancel where r is near 1.
     bounded = ratio_minus_one.clamp(LOWEST_WEIGHT - 1, HIGHEST_WEIGHT - 1)
     return (bounded + 2).mul_(bounded)

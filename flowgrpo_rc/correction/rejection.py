@@ -42,6 +42,7 @@ def statistic(ratios: LogRatios, band: Band) -> Tensor:
         estimate = k1(ratios.log_ratio) if band.estimator == "k1" else k2(ratios.log_ratio)
     if band.per_step:
         return estimate
+    # From here on a number for each sequence; broken steps are 0 and add nothing.
     if band.level == "seq_max":
         return row_max(estimate).unsqueeze(1)  # k2 and k3 are never negative
     total = estimate.sum(1, keepdim=True)
@@ -231,6 +232,7 @@ def band_metrics(
     num_finite = num_finite_B.sum()
     num_sequences = present_B.sum()
     num_units = num_finite if band.per_step else num_sequences
+    # Sums over all rows and one division: a mean of means would weigh short rows more.
     metrics.ratio(f"{name}_mean", sum_B.sum(), num_finite)
     metrics.ratio(f"_{name}_clamped", clamped_sum_B.sum(), num_finite)
     metrics.ratio(f"_{name}_clamped_square", clamped_square_sum_B.sum(), num_finite)

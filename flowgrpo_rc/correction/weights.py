@@ -63,9 +63,11 @@ def weigh(ratios: LogRatios, level: str, bounds: WeightBounds) -> Weights:
             # The lower bound has raised the zeros of missing steps.
             used = select_(used, ratios.finite_mask)
         return Weights(raw, used, raw, per_step=True)
+    # Sums of logarithms, bounded before exp: a product of T ratios would overflow.
     log_weight = ratios.log_ratio_sum_B if level == "sequence" else ratios.log_ratio_mean_B
     log_weight = log_weight.unsqueeze(1)
     raw = safe_weight(safe_expm1(log_weight))
+    # Only for the metrics: how large the weight would have been.
     unbounded = torch.exp(log_weight.clamp(max=SAFETY_BOUND))
     return Weights(raw, bound(raw, bounds), unbounded, per_step=False)
 
@@ -87,6 +89,7 @@ def bound(weights: Tensor, bounds: WeightBounds) -> Tensor:
     if bounds.mode == "clip":
         return weights.clamp(bounds.lower, bounds.upper)
     if bounds.mode == "icepop":
+        # A select, as everywhere: inf times 0 would be nan.
         return torch.where(outside(weights, bounds), torch.zeros_like(weights), weights)
     return weights
 
@@ -117,6 +120,7 @@ def mean_weight_terms(ratios: LogRatios, weights: Weights, keep_mask: Tensor | N
         total_B = masked_sum(weights.used.expand_as(keep_mask), keep_mask, 1)
         number_B = row_counts(keep_mask)
     if not weights.per_step:
+        # A sequence counts once, however many steps it has.
         total_B = total_B / number_B.clamp(min=1)
         number_B = (number_B > 0).double()
     return torch.stack([total_B, number_B])

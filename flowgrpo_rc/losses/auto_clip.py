@@ -132,6 +132,7 @@ class AutoClip:
         self._is_kl = found.is_kl
         if self._floor is None:
             self._floor = found.reference
+        # As the loss will see it: |ratio - 1|, or the KL itself.
         sizes = found.values if found.is_kl else torch.expm1(found.values).abs()
         self._history.add(batch.step_indices, torch.where(sizes.isfinite(), sizes, torch.nan))
 
@@ -159,6 +160,7 @@ class AutoClip:
         bounds = []
         for step in range(len(self._bounds)):
             sizes = self._history.of_step(step)
+            # On the device: a bool here would make the host wait for every step.
             warm = torch.isfinite(sizes).sum() >= WARM_UP
             bound = (scale * torch.nanquantile(sizes, 0.5)).clamp(min=self._floor)
             bounds.append(torch.where(warm, bound, math.inf))

@@ -61,6 +61,7 @@ class DiffusionNFT(ForwardLoss):
         """Computes the loss of each sample and noise level; see `ForwardLoss`."""
         optimality = (1 + advantages) / 2
         difference = velocities.current - velocities.old
+        # Both policies from v_old, so that their errors agree to the last bit where v = v_old.
         error = velocities.target - velocities.old
         positive = _distance(error - self.beta * difference, velocities.sigma)
         negative = _distance(error + self.beta * difference, velocities.sigma)
@@ -88,5 +89,6 @@ def _distance(error: Tensor, sigma: Tensor) -> Tensor:
       [b, t].
     """
     clean_error = error.flatten(2) * sigma.unsqueeze(2)
+    # float64: the loss is divided by this mean over D elements.
     size = clean_error.detach().double().abs().mean(2).clamp(min=SMALLEST_ERROR)
     return clean_error.square().mean(2) / size.to(torch.promote_types(error.dtype, torch.float32))

@@ -54,10 +54,12 @@ def ppo_clip(
     lowest: Any = 1 - clip_low  # a number or a tensor, as torch.clamp takes them
     highest: Any = 1 + clip_high
     clipped_ratio = ratio.clamp(lowest, highest)
+    # The pessimistic of the two: the clip removes a gain, never a loss.
     values = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
 
     metrics = ratio_metrics(log_ratio, keep_mask)
     if dual_clip is not None:
+        # Only bad samples: their ratio may grow without a bound, and with it the loss.
         bounded = torch.minimum(values, -advantages * dual_clip)
         binds = (advantages < 0) & (bounded < values)
         metrics.mean("dual_clip_fraction", binds.double(), keep_mask)
@@ -94,6 +96,7 @@ def _clip_metrics(
     """Computes the fractions of the kept steps whose ratio is above or below the band."""
     metrics = MetricBag()
     deviation = torch.expm1(log_ratio.detach().double())
+    # By expm1, as the ratio's mean: an fp32 ratio has steps of 1e-7 about 1.
     higher = deviation > clip_high
     lower = deviation < -clip_low
     metrics.mean("clip_fraction", (higher | lower).double(), keep_mask)

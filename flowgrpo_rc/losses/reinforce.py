@@ -28,5 +28,6 @@ def reinforce(
     Returns:
       The loss of each step, [B, T], and no metrics.
     """
+    # Selected before the product as well: 0 times an infinite log-prob has a nan gradient.
     values = -advantages * select(log_probs, keep_mask)
     return PolicyLoss(select(values, keep_mask), MetricBag())

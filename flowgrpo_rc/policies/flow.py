@@ -166,7 +166,8 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         negative = None if piece.negative is None else piece.negative[prompts]
         timesteps = piece.all_timesteps.flatten()
         steps = piece.step_indices.flatten()
-        # Samples of a group may have a state in common only at the same step.
+        # Samples of a group may have a state in common only at the same step, and steps of two
+        # groups never: one number for each pair of both.
         group = piece.group.repeat_interleave(piece.num_steps) * len(piece.sigmas) + steps
         conditioning = piece.conditioning[prompts]
         return self._velocity(x, timesteps, conditioning, negative, piece.spec, group)
@@ -185,6 +186,7 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
             return rows.unflatten(0, (len(piece), piece.num_steps))
 
         step = self.transition(piece)
+        # The state that was recorded, never one that is drawn again: the ratio is about this step.
         x_next = piece.all_latents[:, 1:].flatten(0, 1)
         convention = piece.spec.log_prob_convention
         kl = None
@@ -332,6 +334,7 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
             negative = None if negative is None else negative[rows]
         with self._autocast():
             v = self.model.velocity(self.network, latents, timesteps, conditioning, negative, spec)
+        # In fp32 from here on: log-ratios are 1e-4, and bf16 resolves 4e-3.
         return v.float() if place is None else v.float()[place]
 
 
@@ -369,6 +372,7 @@ def distinct_rows(states: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
       The rows that are left when those are dropped, [R], and for each row the position of its
       state among them, [B].
     """
+    # argmax of a bool row is its first True: the first row of the group.
     first = (group.unsqueeze(1) == group).int().argmax(1)
     same = (states == states[first]).flatten(1).all(1)
     own = torch.arange(len(group), device=group.device)
@@ -407,49 +411,93 @@ def sample_trajectory(
     See "Flow-GRPO", https://arxiv.org/abs/2505.05470, section 4; for the window, "MixGRPO",
     https://arxiv.org/abs/2507.21802.
     """
-    num_samples, length = window.shape
-    states = latents.new_zeros((num_samples, length + 1, *latents.shape[1:]))
-    log_probs = latents.new_zeros((num_samples, length))
-    means = None
-    if keep_means:
-        means = latents.new_zeros((num_samples, length, *latents.shape[1:]))
-    one_per_sample = (-1,) + (1,) * (latents.ndim - 1)
+    record = _Record(latents, window, keep_means=keep_means)
     # Read once to the host, so that the loop does not wait for the device at every step.
     stochastic = set(window.flatten().tolist())
-
     x = latents
     v_before = None
     for index in range(len(schedule.timesteps)):
-        steps = torch.full((num_samples,), index, device=x.device)
+        steps = torch.full((len(window),), index, device=x.device)
         v = velocity(x, schedule.timesteps[steps])
-        # Without noise the mean of the step is the step of the ODE.
-        x_next = _transition(x, v, schedule.sigmas, steps, spec, noise_level=0.0).mean
-        if v_before is not None and spec.tail == "ab2" and index >= (spec.tail_start or 0):
-            # Noise in between would have moved the state to where the velocity is another one.
-            smooth_B = (window < index - 1).all(1)
-            curve = second_order(v, v_before, schedule.sigmas, index)
-            x_next = x_next + torch.where(smooth_B.reshape(one_per_sample), curve, 0.0)
+        x_next = _ode_step(x, v, v_before, schedule, steps, spec, window, index)
         if index in stochastic:
-            # Windows may start at different steps: only some samples take this step as an SDE.
-            position_B = index - window[:, 0]
-            inside_B = (position_B >= 0) & (position_B < length)
             step = _transition(x, v, schedule.sigmas, steps, spec)
-            x_drawn = sample(step, noise(index))
-            x_next = torch.where(inside_B.reshape(one_per_sample), x_drawn, x_next)
+            # Windows may start at different steps: only some samples take this step as an SDE.
+            inside_B = record.inside(index)
+            x_next = torch.where(_like(inside_B, x), sample(step, noise(index)), x_next)
             log_prob_B = log_prob(step, x_next, convention=spec.log_prob_convention)
-
-            # The host waits for the device once: an index by a mask waits each time.
-            row = inside_B.nonzero().squeeze(1)
-            position = position_B[row]
-            states[row, position] = x[row]
-            states[row, position + 1] = x_next[row]
-            log_probs[row, position] = log_prob_B[row]
-            if means is not None:
-                means[row, position] = step.mean[row]
+            record.add(index, inside_B, x, x_next, log_prob_B, step.mean)
         x, v_before = x_next, v
-    if length == 0:
-        states = x.unsqueeze(1)
-    return Trajectory(x, states, log_probs, schedule, means)
+    states = record.states if window.shape[1] else x.unsqueeze(1)
+    return Trajectory(x, states, record.log_probs, schedule, record.means)
+
+
+class _Record:
+    """The steps of the windows, at the places that they have in them.
+
+    Args:
+      latents: initial noise, [B, ...].
+      window: step indices, int64, [B, T].
+      keep_means: keep the means of the steps too.
+    """
+
+    def __init__(self, latents: Tensor, window: Tensor, *, keep_means: bool) -> None:
+        num_samples, length = window.shape
+        shape = latents.shape[1:]
+        self._window = window
+        self.states = latents.new_zeros((num_samples, length + 1, *shape))
+        self.log_probs = latents.new_zeros((num_samples, length))
+        self.means = latents.new_zeros((num_samples, length, *shape)) if keep_means else None
+
+    def inside(self, index: int) -> Tensor:
+        """Returns whose window holds a step, bool [B]."""
+        position_B = index - self._window[:, 0]
+        return (position_B >= 0) & (position_B < self._window.shape[1])
+
+    def add(
+        self,
+        index: int,
+        inside_B: Tensor,
+        x: Tensor,
+        x_next: Tensor,
+        log_prob_B: Tensor,
+        mean: Tensor,
+    ) -> None:
+        """Takes in a step of the samples that are inside of their windows."""
+        # The host waits for the device once: an index by a mask waits each time.
+        row = inside_B.nonzero().squeeze(1)
+        position = index - self._window[row, 0]
+        self.states[row, position] = x[row]
+        self.states[row, position + 1] = x_next[row]
+        self.log_probs[row, position] = log_prob_B[row]
+        if self.means is not None:
+            self.means[row, position] = mean[row]
+
+
+def _ode_step(
+    x: Tensor,
+    v: Tensor,
+    v_before: Tensor | None,
+    schedule: Schedule,
+    steps: Tensor,
+    spec: SamplerSpec,
+    window: Tensor,
+    index: int,
+) -> Tensor:
+    """Computes the next state without noise, of second order where `spec.tail` says so."""
+    # Without noise the mean of the step is the step of the ODE.
+    x_next = _transition(x, v, schedule.sigmas, steps, spec, noise_level=0.0).mean
+    if v_before is None or spec.tail != "ab2" or index < (spec.tail_start or 0):
+        return x_next
+    # Noise in between would have moved the state to where the velocity is another one.
+    smooth_B = (window < index - 1).all(1)
+    curve = second_order(v, v_before, schedule.sigmas, index)
+    return x_next + torch.where(_like(smooth_B, x), curve, 0.0)
+
+
+def _like(values_B: Tensor, x: Tensor) -> Tensor:
+    """Returns one value of each sample in the form of its state, [B, 1, ...]."""
+    return values_B.reshape(-1, *[1] * (x.ndim - 1))
 
 
 def second_order(v: Tensor, v_before: Tensor, sigmas: Tensor, index: int) -> Tensor:
