@@ -102,13 +102,10 @@ class Conditioning:
 
     @classmethod
     def join(cls, parts: Sequence[Conditioning]) -> Conditioning:
-        """Joins several conditionings into one with the prompts of all, in order.
+        """Joins conditionings of one model into one with the prompts of all, in order.
 
-        Args:
-          parts: conditionings of one model. Shorter ones are padded on the right and masked there.
-
-        Returns:
-          One conditioning of all prompts; its mask is None if no part has one and none is padded.
+        Shorter ones are padded on the right and masked there. The mask is None if no part has one
+        and none is padded.
         """
         length = max(part.embeds.shape[1] for part in parts)
         pooled = [part.pooled for part in parts if part.pooled is not None]
@@ -154,14 +151,7 @@ class Spec:
     tf32: bool = False
 
     def differences(self, other: Spec) -> list[str]:
-        """Lists the fields in which two specs differ.
-
-        Args:
-          other: a spec of the same class.
-
-        Returns:
-          One text for each field that differs, with both values.
-        """
+        """Lists the fields in which two specs of a class differ, with both values."""
         pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
         return [
             f"{name}: {mine!r} here, {theirs!r} there"
@@ -302,26 +292,11 @@ class Batch:
         return self.step_mask.any(1) & ~(self.step_mask & self.rejection_mask).any(1)
 
     def replace(self, **changes: Any) -> Self:
-        """Returns the batch with other values in some fields.
-
-        Args:
-          **changes: the new values by field name.
-
-        Returns:
-          A new batch.
-        """
+        """Returns the batch with other values in some fields."""
         return replace(self, **changes)
 
     def rows(self, start: int, stop: int) -> Self:
-        """Returns a range of samples.
-
-        Args:
-          start: first sample.
-          stop: one past the last sample; it may exceed B.
-
-        Returns:
-          A new batch with views of the tensors.
-        """
+        """Returns a range of samples, as views; `stop` may exceed B."""
         return replace(
             self, **{name: value[start:stop] for name, value in self.per_sample().items()}
         )
@@ -331,14 +306,7 @@ class Batch:
         return [self.rows(start, start + size) for start in range(0, len(self), size)]
 
     def select(self, index: Tensor) -> Self:
-        """Returns some of the samples, in any order and number.
-
-        Args:
-          index: positions of the samples, int64, [B'].
-
-        Returns:
-          A new batch of B' samples.
-        """
+        """Returns the samples at the positions `index`, int64 [B'], in any order and number."""
         return replace(self, **{name: value[index] for name, value in self.per_sample().items()})
 
     def per_sample(self) -> dict[str, Any]:
@@ -412,26 +380,11 @@ class DiffusionBatch(Batch):
         )
 
     def step(self, t: int) -> DiffusionBatch:
-        """Returns one SDE step of each sample.
-
-        Args:
-          t: position of the step in the window.
-
-        Returns:
-          A batch with T = 1.
-        """
+        """Returns one SDE step of each sample, by its position in the window; T = 1."""
         return self.steps(t, t + 1)
 
     def steps(self, start: int, stop: int) -> DiffusionBatch:
-        """Returns a range of the SDE steps of each sample.
-
-        Args:
-          start: position of the first step in the window.
-          stop: one past the last step; it may exceed T.
-
-        Returns:
-          A batch of these steps with views of the tensors.
-        """
+        """Returns a range of the SDE steps of each sample, as views; `stop` may exceed T."""
         columns = self.per_sample()
         per_step: dict[str, Any] = {
             name: columns[name][:, start:stop] for name in _STEP_COLUMNS if name in columns

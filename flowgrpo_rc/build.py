@@ -354,7 +354,7 @@ def make_monitor(config: Config, task: Task, processes: Processes) -> MismatchMo
         in_bf16 = config.model.dtype == "bf16"
         expected = ExpectedMismatch(
             task.policy,
-            task.policy.nudged() if in_bf16 else task.policy.under(autocast),
+            task.policy.rounded_otherwise(None if in_bf16 else autocast),
             processes,
             size=size,
             least=LEAST[config.model.kind],

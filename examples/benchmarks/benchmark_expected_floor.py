@@ -85,7 +85,10 @@ def main() -> None:
     policy = FlowPolicy(model, model.network)
     copies = {f"{rows} at once": (Copy(model, "bf16", None, rows).policy, rows) for rows in (12, 1)}
     exact = Copy(model, "fp32", None, 12).policy
-    copies["other kernels"] = exact.under(partial(torch.autocast, "cpu", torch.bfloat16)), 12
+    copies["other kernels"] = (
+        exact.rounded_otherwise(partial(torch.autocast, "cpu", torch.bfloat16)),
+        12,
+    )
     for guidance in (1.0, 4.5):
         config = configure(guidance)
         task = ImageTask(model, policy, config.rollout, seed=0)
@@ -98,7 +101,12 @@ def main() -> None:
         assert isinstance(batch, DiffusionBatch)
         least = LEAST["diffusion"]
         expected = ExpectedMismatch(
-            policy, policy.nudged(), processes, size=1.0, least=least, micro_batch_size=12
+            policy,
+            policy.rounded_otherwise(),
+            processes,
+            size=1.0,
+            least=least,
+            micro_batch_size=12,
         )
         expected.measure(batch.rows(0, 16), len(policy.cell_names(batch)))
         for name, (copy, rows) in copies.items():

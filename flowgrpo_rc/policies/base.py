@@ -178,25 +178,14 @@ class Policy(ABC, Generic[B, E]):
         """
 
     @abstractmethod
-    def under(self, autocast: Callable[[], AbstractContextManager[Any]]) -> Policy[B, E]:
-        """Returns this policy with another autocast around its network.
+    def rounded_otherwise(
+        self, autocast: Callable[[], AbstractContextManager[Any]] | None = None
+    ) -> Policy[B, E]:
+        """Returns a policy that shares the network, and differs from this one by rounding alone.
 
         Args:
-          autocast: makes the context in which the network runs.
-
-        Returns:
-          A policy that shares the network.
-        """
-
-    @abstractmethod
-    def nudged(self) -> Policy[B, E]:
-        """Returns this policy with slightly moved inputs: the embeddings go through `nudge`.
-
-        It is a second evaluation that differs from the first by rounding alone, for networks whose
-        weights are bf16, where another autocast changes nothing.
-
-        Returns:
-          A policy that shares the network.
+          autocast: makes another context in which the network runs. None: the embeddings go
+            through `nudge`, for weights in bf16, where another autocast changes nothing.
         """
 
     @torch.no_grad()

@@ -80,6 +80,7 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
       autocast: makes the context in which the transformer runs.
       steps_per_forward: SDE steps of a sample that one forward of the update evaluates; None for
         all of its window.
+      nudged: move the text embeddings by `nudge`.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         *,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         steps_per_forward: int | None = 1,
+        nudged: bool = False,
     ) -> None:
         given = list(transformers(network))
         if given != list(model.networks):
@@ -100,6 +102,7 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         self.network = network
         self._autocast = autocast
         self._steps_per_forward = steps_per_forward
+        self._nudged = nudged
 
     @torch.no_grad()
     def rollout(
@@ -208,27 +211,12 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         )
 
     def pieces(self, micro: DiffusionBatch) -> Iterator[DiffusionBatch]:
-        """Cuts a micro-batch into the SDE steps of each forward.
-
-        Args:
-          micro: the micro-batch, [b, T].
-
-        Returns:
-          Batches of `steps_per_forward` steps each, in order; the last one may have fewer.
-        """
+        """Cuts a micro-batch into batches of `steps_per_forward` steps; the last may have fewer."""
         size = self._steps_per_forward or micro.num_steps
         return (micro.steps(start, start + size) for start in range(0, micro.num_steps, size))
 
     def steps(self, piece: DiffusionBatch, now: Any) -> Iterator[tuple[DiffusionBatch, Any]]:
-        """Cuts an evaluated piece into its SDE steps.
-
-        Args:
-          piece: the recorded steps, [b, t].
-          now: what was found on them, [b, t].
-
-        Returns:
-          t pairs of both, of one step each.
-        """
+        """Cuts an evaluated piece into its SDE steps, [b, 1] each."""
         return ((piece.step(t), cut(now, t)) for t in range(piece.num_steps))
 
     def divergence(
@@ -236,13 +224,7 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
     ) -> Tensor:
         """Computes the KL of the reverse steps with `core.transition.reference_kl`.
 
-        Args:
-          now: the current policy on the piece.
-          reference: the reference policy on the piece.
-          piece: the recorded steps, [b, t].
-
-        Returns:
-          The divergence, [b, t], in nats per element; differentiable in `now`.
+        It is [b, t], in nats per element, and differentiable in `now`.
 
         See "Flow-GRPO", https://arxiv.org/abs/2505.05470, section 4.2.
         """
@@ -261,12 +243,6 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         """Returns the position of each step in the schedule, since the mismatch depends on it.
 
         Late steps have little noise, and so amplify an error of the velocity.
-
-        Args:
-          batch: the recorded steps, [B, T].
-
-        Returns:
-          int64, [B, T].
         """
         return batch.step_indices
 
@@ -274,44 +250,21 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
         """Returns `ts_{t}` for each timestep t of the schedule.
 
         It is the whole schedule: the part that a rollout walks behind a sliding window changes.
-
-        Args:
-          batch: any batch of the run.
-
-        Returns:
-          S names, in the order of the schedule.
         """
         sigmas = self.model.schedule(batch.spec).sigmas
         timesteps = (sigmas[:-1] * 1000).round().int().tolist()
         return [f"ts_{timestep}" for timestep in timesteps]
 
-    def under(self, autocast: Callable[[], AbstractContextManager[Any]]) -> FlowPolicy:
-        """Returns this policy with another autocast around its transformer.
-
-        Args:
-          autocast: makes the context in which the transformer runs.
-
-        Returns:
-          A policy that shares the transformer.
-        """
+    def rounded_otherwise(
+        self, autocast: Callable[[], AbstractContextManager[Any]] | None = None
+    ) -> FlowPolicy:
+        """Returns a policy with another autocast, or with moved text embeddings."""
         return FlowPolicy(
             self.model,
             self.network,
-            autocast=autocast,
+            autocast=autocast or self._autocast,
             steps_per_forward=self._steps_per_forward,
-        )
-
-    def nudged(self) -> FlowPolicy:
-        """Returns this policy with the text embeddings moved by `nudge`.
-
-        Returns:
-          A policy that shares the transformer.
-        """
-        return _NudgedFlowPolicy(
-            self.model,
-            self.network,
-            autocast=self._autocast,
-            steps_per_forward=self._steps_per_forward,
+            nudged=autocast is None,
         )
 
     def _velocity(
@@ -327,6 +280,9 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
 
         With `spec.shared_prefix` a state that samples of a group have in common is evaluated once.
         """
+        if self._nudged:
+            conditioning = self._moved(conditioning)
+            negative = None if negative is None else self._moved(negative)
         place = None
         if spec.shared_prefix and group is not None:
             rows, place = distinct_rows(latents, group)
@@ -336,23 +292,6 @@ class FlowPolicy(Policy[DiffusionBatch, StepEvaluation]):
             v = self.model.velocity(self.network, latents, timesteps, conditioning, negative, spec)
         # In fp32 from here on: log-ratios are 1e-4, and bf16 resolves 4e-3.
         return v.float() if place is None else v.float()[place]
-
-
-class _NudgedFlowPolicy(FlowPolicy):
-    """A flow policy whose transformer is given moved text embeddings."""
-
-    def _velocity(
-        self,
-        latents: Tensor,
-        timesteps: Tensor,
-        conditioning: Conditioning,
-        negative: Conditioning | None,
-        spec: SamplerSpec,
-        group: Tensor | None = None,
-    ) -> Tensor:
-        conditioning = self._moved(conditioning)
-        negative = None if negative is None else self._moved(negative)
-        return super()._velocity(latents, timesteps, conditioning, negative, spec, group)
 
     def _moved(self, conditioning: Conditioning) -> Conditioning:
         dtype = next(iter(transformers(self.network).values())).dtype

@@ -7,7 +7,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +65,7 @@ class TokenPolicy(Policy[TokenBatch, TokenEvaluation]):
       autocast: makes the context in which the network runs.
       checkpoint_gradients: keep fewer activations in `evaluate`, and compute the others again in
         the backward pass.
+      nudged: move the token embeddings by `nudge`.
     """
 
     def __init__(
@@ -74,11 +75,13 @@ class TokenPolicy(Policy[TokenBatch, TokenEvaluation]):
         *,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         checkpoint_gradients: bool = False,
+        nudged: bool = False,
     ) -> None:
         self.model = model
         self.network = network
         self._autocast = autocast
         self._checkpoint_gradients = checkpoint_gradients
+        self._nudged = nudged
 
     @torch.no_grad()
     def rollout(
@@ -133,7 +136,7 @@ class TokenPolicy(Policy[TokenBatch, TokenEvaluation]):
         mask = torch.cat([piece.prompt_mask, piece.response_mask], 1)
         checkpointed = self._checkpoint_gradients and torch.is_grad_enabled()
         saving = gradient_checkpointing(self.network) if checkpointed else nullcontext()
-        with self._autocast(), saving:
+        with self._autocast(), saving, self._moved_embeddings():
             # The logits at a token score the next one. So the last token of a row is left out, and
             # the last T positions of what remains score the response.
             logits = self.network(
@@ -147,26 +150,11 @@ class TokenPolicy(Policy[TokenBatch, TokenEvaluation]):
         return TokenEvaluation(log_probs.masked_fill(~piece.response_mask, 0.0))
 
     def pieces(self, micro: TokenBatch) -> Iterator[TokenBatch]:
-        """Returns the whole micro-batch: one forward evaluates all tokens.
-
-        Args:
-          micro: the micro-batch, [b, T].
-
-        Returns:
-          The micro-batch itself, alone.
-        """
+        """Returns the whole micro-batch: one forward evaluates all tokens."""
         yield micro
 
     def steps(self, piece: TokenBatch, now: Any) -> Iterator[tuple[TokenBatch, Any]]:
-        """Returns the whole piece: a loss sees all tokens.
-
-        Args:
-          piece: recorded responses, [b, T].
-          now: what was found on them, [b, T].
-
-        Returns:
-          One pair of both.
-        """
+        """Returns the whole piece: a loss sees all tokens."""
         yield piece, now
 
     def divergence(
@@ -176,76 +164,45 @@ class TokenPolicy(Policy[TokenBatch, TokenEvaluation]):
 
             KL = r - 1 - log(r),   r = p_reference / p_now
 
-        Args:
-          now: the current policy on the piece.
-          reference: the reference policy on the piece.
-          piece: recorded responses, [B, T].
-
-        Returns:
-          The estimate, [B, T], in nats; 0 at padding; differentiable in `now`.
+        It is [B, T], in nats, 0 at padding, and differentiable in `now`.
 
         See "DeepSeekMath", https://arxiv.org/abs/2402.03300, equation 4.
         """
         return k3((reference.log_probs - now.log_probs).clamp(-_LARGEST, _LARGEST))
 
     def cells(self, batch: TokenBatch) -> Tensor:
-        """Returns the same cell for every token, since its position says little of its mismatch.
-
-        Args:
-          batch: recorded responses, [B, T].
-
-        Returns:
-          Zeros, int64, [B, T].
-        """
+        """Returns one cell for every token, since its position says little of its mismatch."""
         return torch.zeros_like(batch.response_ids)
 
     def cell_names(self, batch: TokenBatch) -> Sequence[str]:
-        """Returns one empty name: the only cell gets no metric of its own.
-
-        Args:
-          batch: any batch of the run.
-
-        Returns:
-          A list with an empty string.
-        """
+        """Returns one empty name: the only cell gets no metric of its own."""
         return [""]
 
-    def under(self, autocast: Callable[[], AbstractContextManager[Any]]) -> TokenPolicy:
-        """Returns this policy with another autocast around its network.
-
-        Args:
-          autocast: makes the context in which the network runs.
-
-        Returns:
-          A policy that shares the network.
-        """
+    def rounded_otherwise(
+        self, autocast: Callable[[], AbstractContextManager[Any]] | None = None
+    ) -> TokenPolicy:
+        """Returns a policy with another autocast, or with moved token embeddings."""
         return TokenPolicy(
             self.model,
             self.network,
-            autocast=autocast,
+            autocast=autocast or self._autocast,
             checkpoint_gradients=self._checkpoint_gradients,
+            nudged=autocast is None,
         )
 
-    def nudged(self) -> TokenPolicy:
-        """Returns this policy with the token embeddings moved by `nudge`.
-
-        Returns:
-          A policy that shares the network.
-        """
-        return _NudgedTokenPolicy(self.model, self.network, autocast=self._autocast)
-
-
-class _NudgedTokenPolicy(TokenPolicy):
-    """A token policy whose network computes with moved token embeddings."""
-
-    def evaluate(self, piece: TokenBatch) -> TokenEvaluation:
+    @contextmanager
+    def _moved_embeddings(self) -> Iterator[None]:
+        """Moves the token embeddings in the forwards inside, if they are to be moved."""
+        if not self._nudged:
+            yield
+            return
         embeddings = self.network.get_input_embeddings()
         # Embeddings are looked up inside the network, so a hook on that layer has to move them.
         hook = embeddings.register_forward_hook(
             lambda module, given, found: nudge(found, found.dtype)
         )
         try:
-            return super().evaluate(piece)
+            yield
         finally:
             hook.remove()
 

@@ -159,7 +159,7 @@ def test_moving_the_embeddings_of_text_shows_its_rounding() -> None:
     before = policy.log_probs(batch, 4)
     expected = ExpectedMismatch(
         policy,
-        policy.nudged(),
+        policy.rounded_otherwise(),
         Processes(Accelerator(cpu=True)),
         size=1.0,
         least=4e-6,
