@@ -68,32 +68,15 @@ class MetricBag:
         self._add(self._counts, name, count)
 
     def sum(self, name: str, value: Tensor) -> None:
-        """Adds the sum of a tensor to a sum.
-
-        Args:
-          name: name of the metric.
-          value: of any shape; all elements count.
-        """
+        """Adds all elements of a tensor, of any shape, to a sum."""
         self._add(self._sums, name, value)
 
     def max(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """Adds elements to a maximum. It is absent from the result if it has no element.
-
-        Args:
-          name: name of the metric.
-          values: the elements, of any shape.
-          mask: bool, of the same shape; the elements that count. None for all.
-        """
+        """Adds elements to a maximum; arguments as of `mean`."""
         self._extremum(self._maxima, name, values, mask, -math.inf)
 
     def min(self, name: str, values: Tensor, mask: Tensor | None = None) -> None:
-        """Adds elements to a minimum. It is absent from the result if it has no element.
-
-        Args:
-          name: name of the metric.
-          values: the elements, of any shape.
-          mask: bool, of the same shape; the elements that count. None for all.
-        """
+        """Adds elements to a minimum; arguments as of `mean`."""
         self._extremum(self._minima, name, values, mask, math.inf)
 
     def derive(self, name: str, needs: Sequence[str], function: Derived) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from flowgrpo_rc.correction.thresholds import (
     parse_weight_bounds,
 )
 from flowgrpo_rc.correction.weights import IS_LEVELS
+from flowgrpo_rc.plugins import load_function
 
 LOSS_TYPES = ("ppo_clip", "reinforce")
 NORMALIZE = ("all", "kept")
@@ -185,33 +185,20 @@ class RolloutCorrectionConfig(Presets):
         return scaled or rules.level is not None or self.custom_correction is not None
 
     def load_custom(self) -> Callable[..., Any] | None:
-        """Finds the function that `custom_correction` names.
-
-        Returns:
-          The function; None if the setting is null.
+        """Finds the function that `custom_correction` names; None if the setting is null.
 
         Raises:
           ValueError: if there is no such function.
         """
-        if self.custom_correction is None:
+        path = self.custom_correction
+        if path is None:
             return None
-        module, _, name = str(self.custom_correction).partition(":")
-        if not module or not name:
-            raise ValueError(
-                f"{KEY}.custom_correction={self.custom_correction!r}: write it as module:function"
-            )
         try:
-            function = vars(importlib.import_module(module)).get(name)
-        except ImportError as error:
+            return load_function(str(path))
+        except ValueError as error:
             raise ValueError(
-                f"{KEY}.custom_correction={self.custom_correction!r}: {error}"
+                f"{KEY}.custom_correction={path!r}: give module:function ({error})"
             ) from error
-        if not callable(function):
-            raise ValueError(
-                f"{KEY}.custom_correction={self.custom_correction!r}: {module} has no function "
-                f"{name!r}"
-            )
-        return function
 
     def _validate_values(self) -> None:
         choices: tuple[tuple[str, tuple[str | None, ...]], ...] = (

@@ -103,11 +103,7 @@ class AutoClip:
         self._bounds = torch.full((num_steps,), math.inf, dtype=torch.float64, device=device)
 
     def bounds(self, steps: Tensor) -> Tensor:
-        """Returns the bound of each step, float64, [b, t].
-
-        Args:
-          steps: positions in the schedule, int64, [b, t].
-        """
+        """Returns the bound at each position in the schedule, float64, [b, t]."""
         return self._bounds[steps]
 
     def observe(
@@ -143,19 +139,6 @@ class AutoClip:
           gather: joins the rows of all processes.
         """
         self._history.finish(gather)
-        self._follow()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Returns the observations that the bounds follow, for a checkpoint."""
-        return self._history.tensors(_NAME) | {f"{_NAME}.bounds": self._bounds}
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Goes back to the observations and bounds that `tensors` recorded."""
-        self._history.load(tensors, _NAME)
-        self._bounds = tensors[f"{_NAME}.bounds"].to(self._bounds)
-
-    def _follow(self) -> None:
-        """Computes the bound of each step from the observations."""
         scale = self._deviations**2 if self._is_kl else self._deviations * ROBUST
         bounds = []
         for step in range(len(self._bounds)):
@@ -165,3 +148,12 @@ class AutoClip:
             bound = (scale * torch.nanquantile(sizes, 0.5)).clamp(min=self._floor)
             bounds.append(torch.where(warm, bound, math.inf))
         self._bounds = torch.stack(bounds)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the observations that the bounds follow, for a checkpoint."""
+        return self._history.tensors(_NAME) | {f"{_NAME}.bounds": self._bounds}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Goes back to the observations and bounds that `tensors` recorded."""
+        self._history.load(tensors, _NAME)
+        self._bounds = tensors[f"{_NAME}.bounds"].to(self._bounds)
