@@ -26,6 +26,7 @@ from support.faults import (
 )
 from support.runs import read_rows
 
+from flowgrpo_rc.algorithms.policy_gradient.algorithm import PolicyGradient
 from flowgrpo_rc.rollout.diffusers_engine import DiffusersEngine
 from flowgrpo_rc.training.update import PolicyUpdate
 
@@ -68,7 +69,7 @@ def spoil_gradient(update: PolicyUpdate, found: Any) -> Any:
     return found
 
 
-def infinite_loss(update: PolicyUpdate, found: Any) -> Any:
+def infinite_loss(algorithm: PolicyGradient, found: Any) -> Any:
     """Makes a loss infinite whose gradient is finite."""
     return found._replace(terms=found.terms._replace(total=found.terms.total + math.inf))
 
@@ -152,7 +153,7 @@ def test_one_gradient(small: list[str], tmp_path: Path) -> None:
 
 @fault("a loss is infinite and its gradient is not", "the update is skipped and counted")
 def test_one_loss(small: list[str], tmp_path: Path) -> None:
-    harm = nth_call(PolicyUpdate, "_seen", 2, infinite_loss)
+    harm = nth_call(PolicyGradient, "_seen", 2, infinite_loss)
     ended = command(*words_of(small), harm=harm)
     assert ended.code == 0, ended.output
     assert has_nan(tmp_path / "run") == []
@@ -161,11 +162,16 @@ def test_one_loss(small: list[str], tmp_path: Path) -> None:
 
 @fault("every gradient is NaN", "the run stops with the step, the reason and a debug bundle")
 @pytest.mark.parametrize(
-    "site", [("_divide_gradients", spoil_gradient), ("_seen", infinite_loss)], ids=["grad", "loss"]
+    "site",
+    [
+        (PolicyUpdate, "_divide_gradients", spoil_gradient),
+        (PolicyGradient, "_seen", infinite_loss),
+    ],
+    ids=["grad", "loss"],
 )
-def test_all_gradients(small: list[str], tmp_path: Path, site: tuple[str, Any]) -> None:
-    name, change = site
-    ended = command(*words_of(small), harm=nth_call(PolicyUpdate, name, -1, change))
+def test_all_gradients(small: list[str], tmp_path: Path, site: tuple[type, str, Any]) -> None:
+    owner, name, change = site
+    ended = command(*words_of(small), harm=nth_call(owner, name, -1, change))
     assert ended.code == 1, ended.output
     assert "step 3: the gradient was not finite in 5 updates in a row" in ended.output
     assert has_nan(tmp_path / "run") == []

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from support.tagged_device import Record, Tagged, tagged_device
 from torch import Tensor
 
+from flowgrpo_rc.algorithms.policy_gradient.algorithm import PolicyGradient
 from flowgrpo_rc.cli import main
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.policies import flow
@@ -22,7 +23,7 @@ OPTIMIZER_STEP = "optimizer step"  # without its micro-batches
 ROLLOUT = "rollout"
 STOCHASTIC_STEP = "stochastic step"
 PHASES = {
-    MICRO_BATCH: (PolicyUpdate, "_accumulate"),
+    MICRO_BATCH: (PolicyGradient, "_piece"),
     OPTIMIZER_STEP: (PolicyUpdate, "_mini_batch"),
     ROLLOUT: (flow, "sample_trajectory"),
     STOCHASTIC_STEP: (flow, "sample"),

@@ -15,7 +15,6 @@ from torch import nn
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.models.base import FlowModel
-from flowgrpo_rc.policies.flow import FlowPolicy
 from flowgrpo_rc.records.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from flowgrpo_rc.records.optimizer_state import optimizer_tensors
 from flowgrpo_rc.training import optim
@@ -77,14 +76,7 @@ def test_8_bit_state_survives_a_checkpoint_bit_for_bit(
     state = update.state()
     loaded = load_checkpoint(path)
     processes = Processes(Accelerator(cpu=True))
-    fresh = PolicyUpdate(
-        FlowPolicy(bundled, bundled.transformer),
-        actor,
-        update._loss,
-        processes,
-        update._mode,
-        total_updates=10,
-    )
+    fresh = PolicyUpdate(update._algorithm, actor, processes, total_updates=10)
     fresh.load(loaded.tensors, loaded.state["update"])
     fresh.run(batch, 4)
     assert fingerprint(fresh.lora_state()) == wanted

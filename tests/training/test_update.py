@@ -73,14 +73,8 @@ def test_state_round_trip_is_bitwise(model: FlowModel, tmp_path: Path) -> None:
     state = update.state()
     update.run(batch, 4)
     wanted = {name: tensor.clone() for name, tensor in update.lora_state().items()}
-    fresh = PolicyUpdate(
-        FlowPolicy(model, model.transformer),
-        actor,
-        update._loss,
-        Processes(Accelerator(cpu=True)),
-        update._mode,
-        total_updates=10,
-    )
+    processes = Processes(Accelerator(cpu=True))
+    fresh = PolicyUpdate(update._algorithm, actor, processes, total_updates=10)
     fresh.load(tensors, state)
     fresh.run(batch, 4)
     assert list(lora_parameters(model.transformer)) == list(wanted)

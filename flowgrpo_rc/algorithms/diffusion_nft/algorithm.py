@@ -68,7 +68,7 @@ class ForwardProcess(Algorithm[DiffusionBatch]):
                 now = self.policy.evaluate(piece)
                 values = self._values(piece, now, metrics)
                 total = self._adv_clip_max * values.sum()
-                metrics.ratio("pg_loss", total, number.new_tensor(values.numel()))
+                metrics.ratio("pg_loss", total, number.new_full((), values.numel()))
                 backward(Forward(piece, now, total, torch.ones_like(values)))
                 number = number + values.numel()
         self._updates += 1
