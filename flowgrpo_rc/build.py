@@ -61,7 +61,7 @@ from flowgrpo_rc.records.speed import SpeedWatch
 from flowgrpo_rc.records.trackers import Trackers, accelerate_loggers
 from flowgrpo_rc.rewards.manager import RewardManager, needs_samples
 from flowgrpo_rc.rollout.engine import RolloutEngine
-from flowgrpo_rc.training.advantages import Advantages
+from flowgrpo_rc.training.advantages import AdvantageEstimator
 from flowgrpo_rc.training.evaluations import Evaluations
 from flowgrpo_rc.training.journal import Journal
 from flowgrpo_rc.training.sources.ahead import AheadSource
@@ -130,7 +130,9 @@ def assemble(
         source=source,
         rewards=rewards,
         algorithm=algorithm,
-        advantages=Advantages(config.algorithm, rewards.weights, config.trained_n(), processes.sum),
+        advantages=AdvantageEstimator(
+            config.algorithm, rewards.weights, config.trained_n(), processes.sum
+        ),
         update=update,
         mini_batch_size=config.samples_per_mini_batch(processes.count),
         may_be_stale=config.rollout.staleness > 0,

@@ -16,7 +16,7 @@ from flowgrpo_rc.core.reduce import AllReduce
 from flowgrpo_rc.training.config import AlgorithmConfig
 
 
-class Advantages:
+class AdvantageEstimator:
     """Makes advantages of rewards.
 
     Args:

@@ -25,7 +25,7 @@ from flowgrpo_rc.records.config import TrainerConfig
 from flowgrpo_rc.records.rollout_files import SavedRollout
 from flowgrpo_rc.rewards.collect import record_rewards
 from flowgrpo_rc.rewards.manager import RewardManager
-from flowgrpo_rc.training.advantages import Advantages
+from flowgrpo_rc.training.advantages import AdvantageEstimator
 from flowgrpo_rc.training.evaluations import Evaluations
 from flowgrpo_rc.training.journal import Journal
 from flowgrpo_rc.training.sources.source import RolloutSource
@@ -62,7 +62,7 @@ class Trainer:
     source: RolloutSource
     rewards: RewardManager
     algorithm: Algorithm[Any]
-    advantages: Advantages
+    advantages: AdvantageEstimator
     update: PolicyUpdate
     mini_batch_size: int
     may_be_stale: bool

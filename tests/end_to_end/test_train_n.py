@@ -16,7 +16,7 @@ from flowgrpo_rc.config.compose import compose_config, to_config
 from flowgrpo_rc.records.checkpoint import list_checkpoints, load_checkpoint
 from flowgrpo_rc.records.rollout_files import SavedRollout
 from flowgrpo_rc.training import journal
-from flowgrpo_rc.training.advantages import Advantages
+from flowgrpo_rc.training.advantages import AdvantageEstimator
 from flowgrpo_rc.training.update import PolicyUpdate
 
 RC = "algorithm.rollout_correction"
@@ -40,18 +40,18 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Batch], list[tuple[Any, 
     """The batches that updates are given, and the advantages and batches that they come from."""
     given: list[Batch] = []
     whole: list[tuple[Any, Batch]] = []
-    run, chosen = PolicyUpdate.run, Advantages.chosen
+    run, chosen = PolicyUpdate.run, AdvantageEstimator.chosen
 
     def noted_run(self: PolicyUpdate, batch: Batch, *rest: Any) -> Any:
         given.append(batch)
         return run(self, batch, *rest)
 
-    def noted_chosen(self: Advantages, advantages: Any, batch: Batch, *rest: Any) -> Any:
+    def noted_chosen(self: AdvantageEstimator, advantages: Any, batch: Batch, *rest: Any) -> Any:
         whole.append((advantages, batch))
         return chosen(self, advantages, batch, *rest)
 
     monkeypatch.setattr(PolicyUpdate, "run", noted_run)
-    monkeypatch.setattr(Advantages, "chosen", noted_chosen)
+    monkeypatch.setattr(AdvantageEstimator, "chosen", noted_chosen)
     return given, whole
 
 
