@@ -1,4 +1,4 @@
-# Two commands do everything on a fresh machine with Python 3.11, 3.12 or 3.13: `make demo` and `make test`.
+# Two commands do everything on a fresh machine with Python 3.11: `make demo` and `make test`.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -22,7 +22,7 @@ $(OMNI_VENV)/.ready: pyproject.toml $(wildcard tests/support/*.sh tests/vllm_omn
 	PYTHON=$(PYTHON) bash tests/vllm_omni_real/install.sh $(OMNI_VENV)
 	touch $@
 
-.PHONY: install demo test test-fast test-faults docs reference mismatch test-docs vllm-omni test-vllm-omni lint check size benchmark benchmark-correction benchmark-decoupled benchmark-workers benchmark-time-to-reward full-size
+.PHONY: install demo test test-fast test-faults test-kernels docs reference mismatch test-docs vllm-omni test-vllm-omni lint check size benchmark benchmark-correction benchmark-decoupled benchmark-workers benchmark-time-to-reward full-size
 install: $(VENV)/.ready  ## everything into .venv
 
 demo: $(VENV)/.ready  ## train the bundled model on the OCR reward
@@ -33,6 +33,9 @@ test: $(VENV)/.ready  ## run the tests, or with PKG=correction those of one room
 
 test-faults: $(VENV)/.ready  ## harm runs in every way that we know, and say which were survived; FAULTS_EVERY=1 takes all
 	$(PYTEST) $(PARALLEL) tests/faults $(ARGS)
+
+test-kernels: $(VENV)/.ready  ## run the tests that rest on a processor's kernels as one with AVX2 alone would
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) $(PARALLEL) -m kernels $(ARGS)
 
 test-fast: $(VENV)/.ready  ## run the tests that start no whole run: under a minute on two cores
 	$(PYTEST) $(PARALLEL) $(SLOW:%=--ignore=tests/%) $(ARGS)
