@@ -103,15 +103,6 @@ def test_median_and_deviation_are_those_of_the_definition(size: int) -> None:
         assert [x.item() for x in scale] == pytest.approx([median, spread], rel=1e-13)
 
 
-def test_the_deviation_is_that_of_a_normal_distribution() -> None:
-    values = (
-        torch.distributions.Normal(0.0, 1.0).icdf(torch.arange(1, 10**5).double() / 10**5) * 3e-4
-        + 1e-4
-    )
-    centre, spread = robust(values, parse_bands("token_k1", "auto:4")[0])
-    assert [centre.item(), spread.item()] == pytest.approx([1e-4, 3e-4], rel=1e-4)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_exactly_the_rejected_samples_have_reasons_with_the_bounds_of_their_step(name: str) -> None:
     bands = warmed(auto_bands(name))
@@ -186,16 +177,6 @@ def test_each_step_of_the_schedule_has_its_own_scale() -> None:
 
 
 # --- What it promises
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_few_clean_samples_and_most_planted_errors_are_rejected(name: str) -> None:
-    """Each step of a sample is off by ten deviations. The bands have not seen the clean samples."""
-    bands = warmed(auto_bands(name))
-    for planted, least, most in ((0.0, 0.0, 0.005), (10.0, 0.9, 1.0)):
-        judged, _ = bands.judge(*mismatch(99, 20000, planted))
-        rejected = 1 - judged.rejection_mask.double().mean().item()
-        assert least <= rejected <= most, (planted, rejected)
 
 
 def test_nothing_is_rejected_before_a_band_has_seen_enough() -> None:
@@ -350,13 +331,6 @@ def bypass_update(
     return update, mode, policy, batch
 
 
-def test_the_updates_own_forwards_judge(model: FlowModel) -> None:
-    update, mode, policy, batch = bypass_update(model, 1, history=1e-6, later=1.0)
-    found = iterate(update, mode, batch, 2)
-    assert found["rollout_corr/rollout_rs_token_k1_auto_warm_fraction"] == 1
-    assert policy.forwards == 4
-
-
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_what_updates_usually_move_is_not_rejected(model: FlowModel, epochs: int) -> None:
     """The first update moves later ratios far outside a band of 4e-6, but not outside that of the
@@ -366,6 +340,7 @@ def test_what_updates_usually_move_is_not_rejected(model: FlowModel, epochs: int
     found = iterate(update, mode, batch, 2)
     assert found["rollout_corr/rollout_rs_token_k1_masked_fraction"] == 0
     assert found["rollout_corr/rollout_rs_masked_fraction"] == 0
+    assert found["rollout_corr/rollout_rs_token_k1_auto_warm_fraction"] == 1
     assert found["rollout_corr/logprob_abs_diff_max"] > 1e-4
     assert policy.forwards == 4 * epochs
 

@@ -6,91 +6,10 @@ import math
 
 import pytest
 import torch
-from support.builders import expected, log_probs, mask_of, run
-from support.oracles import LEVELS, MODES, Rule
+from support.builders import expected, run
+from support.oracles import LEVELS, Rule
 
 from flowgrpo_rc import compute_offpolicy_metrics, compute_rollout_correction_and_rejection_mask
-
-ALWAYS = {
-    *("training_log_ppl", "training_ppl", "rollout_log_ppl", "rollout_ppl"),
-    *("log_ppl_diff", "log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min", "ppl_ratio"),
-    *("kl", "k3_kl", "chi2_token", "chi2_seq", "logprob_abs_diff_mean", "logprob_abs_diff_max"),
-    *(
-        "rollout_is_mean",
-        "rollout_is_raw_mean",
-        "rollout_is_std",
-        "rollout_is_max",
-        "rollout_is_min",
-    ),
-    *(
-        "rollout_is_eff_sample_size",
-        "rollout_is_ratio_fraction_high",
-        "rollout_is_ratio_fraction_low",
-    ),
-    *("rollout_is_seq_mean", "rollout_is_seq_std", "rollout_is_seq_max", "rollout_is_seq_min"),
-    *(
-        "rollout_is_seq_max_deviation",
-        "rollout_is_seq_fraction_high",
-        "rollout_is_seq_fraction_low",
-    ),
-    *("rollout_is_masked_fraction", "rollout_is_seq_masked_fraction"),
-    *("rollout_is_veto_fraction", "rollout_is_catastrophic_token_fraction"),
-    *(
-        "rollout_rs_masked_fraction",
-        "rollout_rs_seq_masked_fraction",
-        "rollout_rs_nonfinite_fraction",
-    ),
-    "rejected_ratio",
-}
-OF_A_CRITERION = (
-    *(
-        "mean",
-        "std",
-        "max",
-        "min",
-        "fraction_high",
-        "fraction_low",
-        "masked_fraction",
-        "seq_masked_fraction",
-    ),
-    *(
-        "seq_mean",
-        "seq_std",
-        "seq_max",
-        "seq_min",
-        "seq_max_deviation",
-        "seq_fraction_high",
-        "seq_fraction_low",
-    ),
-)
-
-
-@pytest.mark.parametrize("level", [None, *LEVELS])
-def test_the_names_of_the_metrics(level):
-    training, rollout = log_probs()
-    rule = Rule(
-        level,
-        bands=(("token_k1", 0.5, 2.0), ("seq_max_k3", 0.0, 0.2)),
-        veto=1e-4,
-        normalise=level is not None,
-    )
-    names = {
-        f"rollout_rs_{band}_{suffix}" for band, _, _ in rule.bands for suffix in OF_A_CRITERION
-    }
-    found = run(training, rollout, mask_of("right"), rule).metrics.compute()
-    assert set(found) == ALWAYS | names | ({"rollout_is_batch_norm_factor"} if level else set())
-    plain = run(training, rollout, mask_of("right"), Rule(level)).metrics.compute()
-    assert set(plain) == ALWAYS
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_modes_other_than_truncation_count_what_is_out_of_bounds(mode):
-    training, rollout = log_probs()
-    lower = 0.0 if mode == "truncate" else 0.5
-    found = run(
-        training, rollout, mask_of("right"), Rule("token", mode, lower, 2.0)
-    ).metrics.compute()
-    assert set(found) == ALWAYS | (set() if mode == "truncate" else {"rollout_is_oob_ratio"})
 
 
 def test_metrics_by_hand():
@@ -196,20 +115,18 @@ def test_the_largest_sequence_ratio_shown_is_e_to_the_20_and_the_smallest_has_no
     assert values["rollout_is_min"] == pytest.approx(math.exp(-30), rel=1e-12)
 
 
-def test_without_valid_steps_there_are_no_metrics_of_values():
-    found = compute_rollout_correction_and_rejection_mask(
-        torch.zeros(2, 3), torch.ones(2, 3), torch.zeros(2, 3)
-    )
-    assert found.metrics == {}
-
-
-@pytest.mark.parametrize("shape", [(0, 2), (2, 0), (0, 0)])
+@pytest.mark.parametrize("shape", [(0, 2), (2, 0), (0, 0), (2, 3)])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("criterion", ["token_k1", "seq_mean_k3", "seq_max_k2"])
-def test_an_empty_batch_has_no_metrics(shape, level, criterion):
-    empty = torch.zeros(shape)
+def test_without_valid_steps_there_are_no_metrics(shape, level, criterion):
+    nothing = torch.zeros(shape)
     found = compute_rollout_correction_and_rejection_mask(
-        empty, empty, empty, rollout_is=level, rollout_rs=criterion, rollout_rs_threshold=2.0
+        nothing,
+        nothing + 1,
+        nothing,
+        rollout_is=level,
+        rollout_rs=criterion,
+        rollout_rs_threshold=2.0,
     )
     assert found.weights.shape == found.mask.shape == shape
     assert found.metrics == {}

@@ -56,17 +56,3 @@ def test_slime_names(mode, metric_names):
     )
     found = Corrector(config)(training, rollout, mask_of("right")).metrics.compute()
     assert found == pytest.approx(left | renamed, rel=1e-10, abs=1e-12)
-
-
-@pytest.mark.parametrize("mode", ["clip", "mask"])
-@pytest.mark.parametrize("metric_names", ["slime", "both"])
-def test_renamed_metrics_still_combine(mode, metric_names):
-    training, rollout = log_probs()
-    config = RolloutCorrectionConfig(**settings(rule_of("token", mode)), metric_names=metric_names)
-    whole = Corrector(config)(training, rollout, mask_of("right")).metrics
-    first, second = (
-        Corrector(config)(training[rows], rollout[rows], mask_of("right")[rows]).metrics
-        for rows in (slice(0, 2), slice(2, 6))
-    )
-    first.merge(second)
-    assert first.compute() == pytest.approx(whole.compute(), rel=1e-12, abs=1e-12)

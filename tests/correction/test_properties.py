@@ -223,19 +223,6 @@ def test_a_tighter_band_never_keeps_more(case, criterion, lower, tighter, upper)
     assert not (run(*case, narrow).mask & ~run(*case, wide).mask).any()
 
 
-@every(max_examples=40)
-@hypothesis.given(cases(EXTREME | ORDINARY), rules())
-def test_on_policy_weights_are_exactly_one_and_nothing_is_rejected(case, rule):
-    found = run(case.rollout, case.rollout, case.mask, rule)
-    assert torch.equal(found.mask, case.mask)
-    if found.weights is not None:
-        assert torch.equal(found.weights, case.mask.to(found.weights.dtype))
-    values = found.metrics.compute()
-    assert {
-        values.get(name, 0) for name in ("kl", "k3_kl", "chi2_token", "chi2_seq", "rejected_ratio")
-    } == {0}
-
-
 @every(max_examples=30)
 @hypothesis.given(cases(ORDINARY, st.just(torch.float64)), rules(), st.sampled_from(AGGREGATIONS))
 def test_scaled_advantages_scale_the_loss_of_reinforce(case, rule, aggregation):

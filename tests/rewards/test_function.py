@@ -10,7 +10,6 @@ import pytest
 import torch
 from support.prompts import sums
 
-from flowgrpo_rc.plugins import load_function
 from flowgrpo_rc.rewards.base import Reward, Scores
 from flowgrpo_rc.rewards.function import Function, give
 from flowgrpo_rc.rewards.manager import (
@@ -54,47 +53,30 @@ def test_a_function_scores_texts_and_images():
 
 
 @pytest.mark.parametrize(
-    ("path", "message"),
+    ("options", "message"),
     [
-        ("length", "write it as my_package.my_module:name"),
-        (f"{HERE}.length", "write it as"),
-        (":length", "write it as"),
-        (f"{HERE}:", "write it as"),
-        ("..relative:score", "write it as"),
-        ("no_such_module:score", "no module 'no_such_module'; is its folder on PYTHONPATH"),
-        (f"{HERE}.deeper:score", "there is no module"),
-        (f"{HERE}:missing", "has no function 'missing'"),
-        (f"{HERE}:NOT_A_FUNCTION", "has no function 'NOT_A_FUNCTION'"),
+        ({"path": "length"}, "write it as my_package.my_module:name"),
+        ({"path": f"{HERE}.length"}, "write it as"),
+        ({"path": ":length"}, "write it as"),
+        ({"path": f"{HERE}:"}, "write it as"),
+        ({"path": "..relative:score"}, "write it as"),
+        ({"path": "no_such_module:score"}, "no module 'no_such_module'; is its folder on PYTHON"),
+        ({"path": f"{HERE}.deeper:score"}, "there is no module"),
+        ({"path": f"{HERE}:missing"}, "has no function 'missing'"),
+        ({"path": f"{HERE}:NOT_A_FUNCTION"}, "has no function 'NOT_A_FUNCTION'"),
+        ({"path": "no_library:score"}, "no_library cannot be imported: ModuleNotFoundError: No mo"),
+        ({"path": "no_python:score"}, r"imported: SyntaxError: .*\(no_python.py, line 1\)"),
+        ({}, "Function needs the option path"),
     ],
 )
-def test_paths_that_lead_to_no_function(path, message):
-    with pytest.raises(ValueError, match=message):
-        load_function(path)
-    with pytest.raises(ValueError, match=r"reward\.terms\.mine: path="):
-        validate_rewards(RewardConfig(terms={"mine": {"_target_": "function", "path": path}}))
-
-
-def test_a_function_reward_needs_its_path():
-    with pytest.raises(
-        ValueError, match=r"reward\.terms\.function: Function needs the option path"
-    ):
-        validate_rewards(RewardConfig(terms={"function": {}}))
-
-
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [
-        ("import a_library_nobody_has", "ModuleNotFoundError: No module .*a_library_nobody_has"),
-        ("def score(:", r"SyntaxError: .*\(scores_with_a_hole.py, line 1\)"),
-    ],
-)
-def test_a_failing_import_of_the_functions_module_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, message: str
+def test_paths_that_lead_to_no_function(
+    options: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "scores_with_a_hole.py").write_text(f"{code}\n")
+    (tmp_path / "no_library.py").write_text("import a_library_nobody_has\n")
+    (tmp_path / "no_python.py").write_text("def score(:\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=f"scores_with_a_hole cannot be imported: {message}"):
-        load_function("scores_with_a_hole:score")
+    with pytest.raises(ValueError, match=rf"reward\.terms\.function: .*{message}"):
+        validate_rewards(RewardConfig(terms={"function": options}))
 
 
 def test_the_manager_scores_texts():
