@@ -144,7 +144,8 @@ def _say_settled(given: Config, found: Config, console: Console) -> None:
     if given.fixed_clip() == DECOUPLED_CLIP:
         console.message(
             f"note: actor.diffusion_loss.clip_ratio={given.actor.diffusion_loss.clip_ratio} "
-            "follows the mismatch of new samples in bypass mode; this run clips at "
+            "follows the mismatch of new samples in bypass mode, if the loss says what it clips; "
+            "this run clips at "
             f"{found.actor.diffusion_loss.clip_ratio:g}"
         )
     correction = found.algorithm.rollout_correction

@@ -12,7 +12,6 @@ import torch
 
 from flowgrpo_rc.config.check_forward import check_trained_on
 from flowgrpo_rc.config.tree import Config
-from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.losses.base import DIFFUSION_KEY
 from flowgrpo_rc.losses.config import DiffusionLossConfig, TokenLossConfig
 from flowgrpo_rc.rewards.manager import check_kind, validate_rewards
@@ -208,11 +207,6 @@ def _check_auto_bound(config: Config) -> None:
                 "in the ratio with algorithm.rollout_correction.bypass_mode=false: give a number, "
                 "or set bypass_mode=true"
             )
-        if correction.loss_type == "reinforce":
-            raise ValueError(
-                f"{setting} has no effect with algorithm.rollout_correction.loss_type=reinforce, "
-                "which bounds nothing: drop it"
-            )
         if config.data.replay_dir is not None:
             raise ValueError(
                 f"{setting} follows the mismatch, which grows with every update where saved "
@@ -226,17 +220,13 @@ def _check_follows(config: Config, name: str, setting: str) -> None:
     section = config.actor.diffusion_loss
     if len(section.auto) > 1:
         raise ValueError(f"{setting}: only one option can follow the mismatch; give a number")
-    loss = section.step_loss()
-    one = torch.ones(1, 1, dtype=torch.float64)
-    steps = GaussianSteps(one, -one, one if loss.needs_means else None)
-    found = loss.bound(0 * one, steps, convention=config.rollout.algo.log_prob_convention)
-    if found is None or found.option != name:
+    if section.bounded_option(config.rollout.algo.log_prob_convention) != name:
         raise ValueError(
             f"{setting}: loss_mode={section.loss_mode} does not say what {name} bounds "
             "(`DiffusionLoss.bound`): give a number"
         )
     try:
-        section.loss(one)
+        section.loss(torch.ones(1, 1, dtype=torch.float64))
     except (RuntimeError, ValueError) as error:
         raise ValueError(
             f"{setting}: loss_mode={section.loss_mode} takes a number and no bound for each step, "

@@ -135,16 +135,20 @@ class Config:
 
         In decoupled mode the ratio compares two forwards of the training graph, and from saved
         samples the policy moves away with every update. REINFORCE and some losses clip nothing:
-        they get the default, which has no effect there. None where the clip follows the mismatch,
-        and where it is a number already.
+        they get the default, which has no effect there. A loss of your own may not say what it
+        clips. None where the clip follows the mismatch, and where it is a number already.
         """
         section, correction = self.actor.diffusion_loss, self.algorithm.rollout_correction
         if "clip_ratio" not in section.auto or self.model.kind == "causal_lm":
             return None
         if correction.loss_type == "reinforce" or not section.reads("clip_ratio"):
             return float(DiffusionLossConfig().clip_ratio)
-        follows = correction.corrects_in_loss and self.data.replay_dir is None
-        return None if follows or section.loss_mode != "flow_grpo" else DECOUPLED_CLIP
+        # Guard's clip is on another scale, so that no number here could stand for it.
+        if section.step_loss().needs_density:
+            return None
+        compares = correction.corrects_in_loss and self.data.replay_dir is None
+        option = section.bounded_option(self.rollout.algo.log_prob_convention)
+        return None if compares and option == "clip_ratio" else DECOUPLED_CLIP
 
     def with_fixed_clip(self) -> Config:
         """Returns the settings with `fixed_clip` in place of an `auto` clip that cannot follow."""

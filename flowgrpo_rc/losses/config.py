@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from flowgrpo_rc.core.transition import GaussianSteps
 from flowgrpo_rc.correction.config import RolloutCorrectionConfig
 from flowgrpo_rc.losses.auto_clip import number, parse_auto
 from flowgrpo_rc.losses.base import (
@@ -75,6 +77,18 @@ class DiffusionLossConfig:
         """Option -> k, for each option that is "auto:k"; ValueError for one that is no number."""
         parsed = {name: parse_auto(name, vars(self)[name]) for name in DIFFUSION_OPTIONS}
         return {name: deviations for name, deviations in parsed.items() if deviations is not None}
+
+    def bounded_option(self, convention: str) -> str | None:
+        """Returns the option that "auto:k" can follow: the loss says what it bounds by it.
+
+        Args:
+          convention: of the log-probs, `gaussian` or `peers`.
+        """
+        loss = self.step_loss()
+        one = torch.ones(1, 1, dtype=torch.float64)
+        steps = GaussianSteps(one, -one, one if loss.needs_means else None)
+        found = loss.bound(0 * one, steps, convention=convention)
+        return None if found is None else found.option
 
     def reads(self, option: str) -> bool:
         """Returns whether the loss has an option of `DIFFUSION_OPTIONS`."""

@@ -219,20 +219,24 @@ def test_the_loss_clips_each_step_at_its_own_bound() -> None:
         ([f"{CLIP}=auto:x"], "give a number, or auto:k"),
         ([f"{CLIP}=wide"], "give a number, or auto:k"),
         (
-            [f"{CLIP}=auto:4", "algorithm.rollout_correction.bypass_mode=false"],
+            [
+                "actor.diffusion_loss.loss_mode=grpo_guard",
+                "algorithm.rollout_correction.bypass_mode=false",
+            ],
             "set bypass_mode=true",
         ),
-        (
-            [f"{CLIP}=auto:4", "algorithm.rollout_correction.loss_type=reinforce"],
-            "bounds nothing: drop it",
-        ),
-        (["actor.diffusion_loss.auto_floor=1e-4"], "has no effect without a bound"),
+        ([f"{CLIP}=1e-3", "actor.diffusion_loss.auto_floor=1e-4"], "has no effect without a bound"),
         ([f"{CLIP}=auto:4", "actor.diffusion_loss.auto_floor=-1"], "give a number above 0"),
         (["actor.diffusion_loss.kl_threshold=auto:4"], "has no effect with"),
-        ([f"{CLIP}=auto:4", "data.replay_dir=/saved"], "grows with every update"),
+        (
+            ["actor.diffusion_loss.loss_mode=grpo_guard", "data.replay_dir=/saved"],
+            "grows with every update",
+        ),
         ([f"{CLIP}=auto:4", f"{MODE}.Strict"], "takes a number and no bound for each step"),
-        ([f"{CLIP}=auto:4", f"{MODE}.Silent"], "does not say what clip_ratio bounds"),
-        (["actor.diffusion_loss.kl_threshold=auto:4", f"{MODE}.Both"], "what kl_threshold bounds"),
+        (
+            [f"{CLIP}=1e-3", "actor.diffusion_loss.kl_threshold=auto:4", f"{MODE}.Both"],
+            "what kl_threshold bounds",
+        ),
         (
             [f"{CLIP}=auto:4", "actor.diffusion_loss.kl_threshold=auto:4", f"{MODE}.Both"],
             "only one option",
@@ -248,3 +252,8 @@ def test_wrong_settings_are_refused(overrides: list[str], message: str) -> None:
 def test_a_number_may_be_written_as_text() -> None:
     """An environment variable gives text."""
     assert DiffusionLossConfig(clip_ratio="1e-3").clip_ratio == 1e-3
+
+
+def test_a_loss_that_does_not_say_what_it_clips_gets_a_number() -> None:
+    silent = config_of(f"{MODE}.Silent").with_fixed_clip()
+    assert silent.actor.diffusion_loss.clip_ratio == 1e-3

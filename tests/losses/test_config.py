@@ -32,6 +32,7 @@ from flowgrpo_rc.records.run_folder import RunFolder
 
 HERE = __name__
 LOSS = "actor.diffusion_loss"
+CLIP = "actor.diffusion_loss.clip_ratio=1e-3"
 TOKENS = "actor.token_loss"
 
 
@@ -97,7 +98,7 @@ def test_a_loss_out_of_the_tree_gets_shared_and_own_options() -> None:
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
 def test_its_own_options_are_keys_of_the_command_line(prefix: str) -> None:
-    config = composed(f"{LOSS}.loss_mode={OWN}", f"{prefix}{LOSS}.factor=2.5")
+    config = composed(CLIP, f"{LOSS}.loss_mode={OWN}", f"{prefix}{LOSS}.factor=2.5")
     assert config.actor.diffusion_loss.options == {"factor": 2.5}
     assert config.actor.diffusion_loss.loss() == Scaled(clip_ratio=1e-3, factor=2.5)
     assert config.clip_ratio() is None
@@ -114,7 +115,7 @@ def test_its_own_options_are_keys_of_files(tmp_path: Path) -> None:
     assert composed(**given).actor.diffusion_loss.options == {"factor": 2.0}
     assert composed("+study=four", **given).actor.diffusion_loss.options == {"factor": 4.0}
     whole = composed(f"{LOSS}={{loss_mode: {OWN}, factor: 5.0}}").actor.diffusion_loss
-    assert (whole.options, whole.clip_ratio) == ({"factor": 5.0}, 1e-3)
+    assert (whole.options, whole.clip_ratio) == ({"factor": 5.0}, "auto:16")
     assert composed(f"{LOSS}.factor=6", **given).actor.diffusion_loss.options == {"factor": 6}
 
 
@@ -133,12 +134,12 @@ def test_a_loss_of_text_has_options_too() -> None:
         ([f"{LOSS}.loss_mode={OWN}", f"{LOSS}.factor=-2"], [LOSS, "factor=-2", "above 0"]),
         ([f"{LOSS}.loss_mode={DEMANDING}"], [LOSS, "needs the option needed"]),
         (
-            [f"{LOSS}.loss_mode={DEMANDING}", f"{LOSS}.needed=1"],
+            [CLIP, f"{LOSS}.loss_mode={DEMANDING}", f"{LOSS}.needed=1"],
             [f"{LOSS}.clip_ratio=0.001 has no effect", "drop it", "flow_grpo or grpo_guard"],
         ),
         ([f"{LOSS}.kl_threshold=1e-3"], ["kl_threshold=0.001 has no effect", "flow_dppo"]),
         ([f"{LOSS}.kl_threshold=0"], [f"{LOSS}.kl_threshold=0", "above 0"]),
-        ([f"{LOSS}.loss_mode=flow_dppo"], ["clip_ratio=0.001 has no effect", "drop it"]),
+        ([CLIP, f"{LOSS}.loss_mode=flow_dppo"], ["clip_ratio=0.001 has no effect", "drop it"]),
         ([f"{LOSS}.loss_mode=ppo_clip"], ["'ppo_clip'", "flow_dppo, flow_grpo, grpo_guard"]),
         ([f"{LOSS}.loss_mode=base"], ["'base'", "flow_dppo, flow_grpo, grpo_guard"]),
         ([f"{LOSS}.loss_mode={HERE}.Lower"], [f"{LOSS}.loss_mode", "not a subclass"]),
@@ -211,13 +212,13 @@ def test_the_file_of_an_older_run_is_that_of_the_same_run(tmp_path: Path) -> Non
 
 
 def test_options_are_stored_and_compared(tmp_path: Path) -> None:
-    config = composed(f"{LOSS}.loss_mode={OWN}", f"{LOSS}.factor=2.0")
+    config = composed(CLIP, f"{LOSS}.loss_mode={OWN}", f"{LOSS}.factor=2.0")
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(dataclasses.asdict(config)))
     stored = stored_config(path)
     assert stored == config
     assert stored.actor.diffusion_loss.loss() == Scaled(clip_ratio=1e-3, factor=2.0)
-    other = composed(f"{LOSS}.loss_mode={OWN}", f"{LOSS}.factor=3.0")
+    other = composed(CLIP, f"{LOSS}.loss_mode={OWN}", f"{LOSS}.factor=3.0")
     with pytest.raises(ValueError, match=rf"{LOSS}.options.factor: 2.0 there, 3.0 now"):
         RunFolder(tmp_path).check_same_run(
             dataclasses.asdict(stored), dataclasses.asdict(other), {}
