@@ -22,8 +22,7 @@ from flowgrpo_rc.plugins import check_options, install_hint, load_class
 from flowgrpo_rc.rollout.config import PACKAGE
 from flowgrpo_rc.rollout.engine import RolloutEngine
 from flowgrpo_rc.rollout.quantization import check_device
-from flowgrpo_rc.workers.cluster import check_reachable
-from flowgrpo_rc.workers.start import gpus_for_workers
+from flowgrpo_rc.workers.cluster import check_reachable, spare_gpus
 
 ENGINE_KWARGS = "rollout.engine_kwargs"
 CXX_COMPILERS = ("g++", "clang++")
@@ -177,7 +176,7 @@ def _check_workers(config: Config, device: torch.device) -> None:
         return
     asked = processes if isinstance(processes, int) else 1
     here = int(os.environ.get("LOCAL_WORLD_SIZE", asked))
-    gpus_for_workers(rollout.workers, config.gpus_per_worker(device.type), device, here)
+    spare_gpus(device, here, rollout.workers, config.gpus_per_worker(device.type))
 
 
 def _check_installed(config: Config) -> None:

@@ -23,11 +23,7 @@ _REMEDIES = {
 
 
 class OutOfMemory(RuntimeError):
-    """A phase of the run needs more memory than there is; the message says what to change.
-
-    Attributes:
-      phase: the phase, as in `timing_s/*`.
-    """
+    """A phase of the run, as in `timing_s/*`, lacks memory; the message says what to change."""
 
     def __init__(self, phase: str, error: BaseException) -> None:
         lines = str(error).splitlines()
@@ -41,11 +37,7 @@ class OutOfMemory(RuntimeError):
 
 @contextmanager
 def out_of_memory_in(phase: str) -> Iterator[None]:
-    """Turns an error for want of memory into `OutOfMemory` of a phase.
-
-    Args:
-      phase: as in `timing_s/*`, or "loading". The innermost one counts.
-    """
+    """Turns an error for want of memory into `OutOfMemory` of a phase; the innermost one counts."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -36,9 +36,5 @@ def set_numerics(*, deterministic: bool, tf32: bool) -> None:
 
 
 def rounds_to_tf32(dtype: str) -> bool:
-    """Returns whether a network rounds the factors of its products to TF32 in this process.
-
-    Args:
-      dtype: precision of the network, as in `Spec`; only fp32 is rounded.
-    """
+    """Returns whether a network of this precision now rounds factors to TF32; only fp32 does."""
     return dtype.partition("+")[0] == "fp32" and torch.backends.cuda.matmul.allow_tf32

@@ -67,14 +67,7 @@ class Processes:
         return rows if self.count == 1 else self.accelerator.gather(rows)
 
     def gather_ragged(self, values: Tensor) -> Tensor:
-        """Collects the numbers of all processes, which may have different numbers of them.
-
-        Args:
-          values: the numbers of this process, [N].
-
-        Returns:
-          All numbers, with nan in place of those that a process lacks to the largest N.
-        """
+        """Collects the numbers [N] of all processes, filled up with nan to the largest N."""
         if self.count == 1:
             return values
         padded = self.accelerator.pad_across_processes(values, pad_index=math.nan)
@@ -107,14 +100,12 @@ class Processes:
             self.wait()
 
     def meet(self, where: str, timeout_s: float) -> None:
-        """Waits until all processes have come here.
-
-        Args:
-          where: what this place is, in words.
-          timeout_s: how long process 0 waits.
+        """Waits until all processes have come here, process 0 for `timeout_s`.
 
         Raises:
-          ProcessLost: one has not come; on process 0 with the numbers of all of these.
+          ProcessLost: one has not come to the place that `where` names; on process 0 with the
+            numbers of
+            all of these.
         """
         if self.count == 1:
             return
@@ -144,10 +135,11 @@ class Processes:
         return bytes(found).decode()
 
     def rows_of_all(self, rows: Tensor, first: int, total: int) -> Tensor:
-        """Puts rows of all processes together, each at its place.
+        """Puts rows [k, ...] of all processes together, each at its place; k may differ between
+        them.
 
         Args:
-          rows: the rows of this process, [k, ...]; k may differ between processes.
+          rows: the rows of this process.
           first: the place of the first of them; the others follow.
           total: number of rows of the whole. Rows beyond it are dropped.
 
@@ -171,11 +163,7 @@ class Processes:
 
     @contextmanager
     def noticing_losses(self) -> Iterator[None]:
-        """Turns the errors of the communication library into `ProcessLost`, with advice.
-
-        Raises:
-          ProcessLost: another process is gone or hangs.
-        """
+        """Turns the errors of the communication library into `ProcessLost`, with advice."""
         try:
             yield
         except RuntimeError as error:
@@ -199,16 +187,13 @@ class Processes:
         self.accelerator.state.destroy_process_group()
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Adds the gradients over the processes, in place.
+        """Adds the gradients over the processes, in place. A parameter without a gradient gets
+        zeros.
 
         Losses are divided by global numbers of elements, so the sum is the gradient of the global
         mini-batch. One flat buffer is enough, since LoRA gradients are small. Some tensors of a
         LoRA have none, such as those of the last block's text stream in SD3, which a
         DistributedDataParallel wrapper would refuse.
-
-        Args:
-          parameters: the same ones in the same order on all processes. One without a gradient gets
-            zeros.
         """
         parameters = list(parameters)
         for parameter in parameters:

@@ -30,17 +30,12 @@ _NOT_OURS = {
 
 
 def resolve_strategy(strategy: str) -> str:
-    """Decides between whole and sharded weights.
+    """Decides between whole weights (`ddp`) and sharded ones (`fsdp2`).
 
-    Args:
-      strategy: `ddp`, `fsdp2`, or `auto`, which follows the configuration that accelerate launched
-        this process with.
-
-    Returns:
-      `ddp` or `fsdp2`.
+    `auto` follows the configuration that accelerate launched this process with.
 
     Raises:
-      ValueError: accelerate's configuration asks for something that the trainer does not do.
+      ValueError: that configuration asks for something that the trainer does not do.
     """
     launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if not launched:
@@ -64,11 +59,6 @@ def shard_frozen_weights(networks: Iterable[Any], device: torch.device, timeout:
     With one process to a node, they are split over all processes. Each transformer block, as the
     network's class names them, is gathered for its own forward and backward only. From then on
     every process has to run the same forwards. Copies of a network have to be made before.
-
-    Args:
-      networks: transformers with a LoRA each.
-      device: the device of this process.
-      timeout: how long a process waits for the others.
     """
     mesh = _mesh(device, timeout)
     for network in networks:

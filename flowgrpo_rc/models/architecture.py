@@ -31,12 +31,8 @@ _MOST_LAYERS = 1000  # ten times those of the largest models
 def build_architecture(config: ModelConfig) -> FlowModel:
     """Builds the adapter of a checkpoint around models without weights.
 
-    Args:
-      config: the model; `path`, `adapter` and `dtype` are used. Of the checkpoint, only
-        model_index.json and the configuration of each component are read.
-
-    Returns:
-      The adapter. Tokenizers and other components without weights are None.
+    Only model_index.json and the configuration of each component are read. Tokenizers and other
+    components without weights are None.
 
     Raises:
       ValueError: as `adapter_of`, or the configuration of a component cannot be read.
@@ -62,13 +58,10 @@ def find_architecture(hub_id: str, folder: Path) -> Path | None:
 
 @cache
 def unpack_architecture(file: Path) -> Path:
-    """Writes the configuration files of a pipeline, held in one JSON file, to a folder.
+    """Writes the configuration files of a pipeline to a temporary folder, which goes with the
+    process.
 
-    Args:
-      file: an object of name, such as transformer/config.json -> content.
-
-    Returns:
-      A temporary folder, which goes when the process ends.
+    `file` is a JSON object of name, such as transformer/config.json -> content.
     """
     folder = Path(tempfile.mkdtemp(prefix=f"{file.stem}_"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from inspect import isabstract
-from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -46,12 +45,7 @@ DTYPES = {
 
 
 class TrainableModel(Protocol):
-    """A model that a LoRA can be put on.
-
-    Attributes:
-      device: where the network is.
-      default_target_modules: name endings of the linear layers that get a LoRA by default.
-    """
+    """A model that a LoRA can be put on, by default on layers with these name endings."""
 
     device: torch.device
     default_target_modules: ClassVar[tuple[str, ...]]
@@ -157,33 +151,21 @@ class FlowModel(ABC):
         return "+".join((cls.pipeline_class, *cls.networks[1:]))
 
     def networks_of_steps(self, spec: SamplerSpec) -> list[str]:
-        """Returns which of `networks` computes the velocity of each step, [S].
-
-        Args:
-          spec: how to sample. No weights are needed.
-        """
+        """Returns which of `networks` computes each step, [S] (no weights needed)."""
         return [self.networks[0]] * spec.num_inference_steps
 
     @classmethod
     def cfg_scale(cls, spec: SamplerSpec) -> float:
         """Returns the scale w of classifier-free guidance, in negative + w (positive - negative).
 
-        Args:
-          spec: how to sample.
-
-        Returns:
-          The scale. Above 1 a step takes a negative prompt and a second evaluation.
+        Above 1 a step takes a negative prompt and a second evaluation.
         """
         value: float | None = getattr(spec, cls.cfg_key)
         return 1.0 if value is None else value + (1.0 - cls.unguided_scale)
 
     @classmethod
     def cfg_value(cls, scale: float) -> float:
-        """Returns the value of `cfg_key` that gives a scale; `cfg_scale` the other way round.
-
-        Args:
-          scale: w of `cfg_scale`; 1 is no guidance.
-        """
+        """Returns the value of `cfg_key` that gives a scale; `cfg_scale` the other way round."""
         return scale + (cls.unguided_scale - 1.0)
 
     def encoders_at_work(self) -> AbstractContextManager[None]:
@@ -194,16 +176,7 @@ class FlowModel(ABC):
     def encode(
         self, prompts: Sequence[str], *, max_sequence_length: int, negative: bool = False
     ) -> Conditioning:
-        """Encodes prompts.
-
-        Args:
-          prompts: [P].
-          max_sequence_length: the most tokens of a prompt.
-          negative: they are negative prompts.
-
-        Returns:
-          The conditioning of P prompts.
-        """
+        """Encodes P prompts of at most `max_sequence_length` tokens, maybe as negative ones."""
         encode = self._encode_negative if negative else self._encode
         with self.encoders_at_work():
             return encode(prompts, max_sequence_length=max_sequence_length)
@@ -211,26 +184,13 @@ class FlowModel(ABC):
     def encode_edits(
         self, edits: Sequence[Edit], spec: SamplerSpec, *, negative: bool = False
     ) -> Conditioning:
-        """Encodes prompts with the images that they bring; `EditingModel` looks at these.
-
-        Args:
-          edits: [P]; each text with its images, as `Prompt.images` has them.
-          spec: how to sample.
-          negative: the texts are negative prompts.
-
-        Returns:
-          The conditioning of P prompts.
-        """
+        """Encodes P prompts with the images that they bring; `EditingModel` looks at these."""
         texts = [text for text, _ in edits]
         return self.encode(texts, max_sequence_length=spec.max_sequence_length, negative=negative)
 
     @torch.no_grad()
     def decode(self, latents: Tensor, spec: SamplerSpec) -> np.ndarray:
-        """Decodes final latents as the stock pipeline does.
-
-        Args:
-          latents: at sigma 0, [B, ...].
-          spec: how they were sampled.
+        """Decodes final latents [B, ...], at sigma 0, as the stock pipeline does.
 
         Returns:
           Images [B, H, W, 3] or videos [B, F, H, W, 3], uint8.
@@ -242,14 +202,11 @@ class FlowModel(ABC):
 
     @abstractmethod
     def check(self, spec: SamplerSpec, key: str) -> None:
-        """Checks that this checkpoint can sample with these settings.
+        """Raises ValueError if this checkpoint cannot make this size or this guidance.
 
         Args:
           spec: how to sample.
           key: the configuration section that the settings come from, for messages.
-
-        Raises:
-          ValueError: the checkpoint cannot make this size or this guidance.
         """
 
     @abstractmethod
@@ -262,10 +219,6 @@ class FlowModel(ABC):
 
     def blank_conditioning(self, count: int, spec: SamplerSpec) -> Conditioning:
         """Makes conditioning of the largest shape that prompts can have, to measure memory with.
-
-        Args:
-          count: how many prompts.
-          spec: how to sample.
 
         Raises:
           ValueError: the settings of the transformer do not tell the shape.
@@ -286,26 +239,16 @@ class FlowModel(ABC):
         return Conditioning(embeds=embeds, pooled=pooled, mask=mask)
 
     def latent_shape(self, spec: SamplerSpec) -> tuple[int, ...]:
-        """Returns the shape of one sample's latents, as the stock pipeline takes them.
+        """Returns the shape of one sample's latents, without the batch, as the stock pipeline takes
+        them.
 
-        Args:
-          spec: how to sample.
-
-        Returns:
-          The shape, without the batch dimension: channels, height and width unless overridden.
+        It is channels, height and width unless overridden.
         """
         factor = self.pipeline.vae_scale_factor
         return self.transformer.config.in_channels, spec.height // factor, spec.width // factor
 
     def walked_schedule(self, spec: SamplerSpec) -> Schedule:
-        """Returns the part of the schedule that a rollout walks.
-
-        Args:
-          spec: how to sample; `tail_steps` may leave out steps of the tail.
-
-        Returns:
-          The schedule on the device. With a shorter tail its S counts the steps that are left.
-        """
+        """Returns the steps of the schedule that a rollout walks; `tail_steps` may drop some."""
         schedule = self.schedule(spec)
         num_steps = len(schedule.timesteps)
         kept = kept_steps(num_steps, spec.tail_start, spec.tail_steps)
@@ -313,13 +256,8 @@ class FlowModel(ABC):
 
     @abstractmethod
     def schedule(self, spec: SamplerSpec) -> Schedule:
-        """Returns the sigmas and timesteps that the stock pipeline would use, bit for bit.
-
-        Args:
-          spec: how to sample.
-
-        Returns:
-          The schedule on the device.
+        """Returns the sigmas and timesteps that the stock pipeline would use, bit for bit, on the
+        device.
         """
 
     def velocity(
@@ -362,14 +300,9 @@ class FlowModel(ABC):
     ) -> Tensor:
         """Predicts the velocity under one prompt, without guidance but that of `embeds_guidance`.
 
-        A family that overrides `velocity` does without it.
-
-        Args:
-          transformer: as of `velocity`.
-          x: the state, [B, ...], fp32.
-          at: the timesteps, [B].
-          text: the encoded prompt of each sample, [B].
-          spec: how to sample.
+        Arguments are as of `velocity`: state `x`, timesteps `at`, and `text` of each sample. A
+        family
+        that overrides `velocity` does without it.
         """
         raise NotImplementedError(f"{type(self).__name__} defines neither velocity nor _predict")
 
@@ -381,19 +314,12 @@ class FlowModel(ABC):
     def _decode(self, latents: Tensor, spec: SamplerSpec) -> Tensor:
         """Decodes latents for `decode`, which has put the VAE on the device.
 
-        Returns:
-          Values in [0, 1]: images [B, C, H, W] or videos [B, F, C, H, W].
+        Returns values in [0, 1]: images [B, C, H, W] or videos [B, F, C, H, W].
         """
 
 
 def adapter_of(config: ModelConfig) -> type[FlowModel]:
     """Finds the adapter of a checkpoint. Reads its model_index.json and nothing else.
-
-    Args:
-      config: the model; `path` and `adapter` are used.
-
-    Returns:
-      The adapter class.
 
     Raises:
       ValueError: the checkpoint cannot be read, no adapter is made for its pipeline class, or it
@@ -404,7 +330,11 @@ def adapter_of(config: ModelConfig) -> type[FlowModel]:
         adapters = adapters_by_pipeline()
         known = "adapters exist"
     else:
-        adapters = _named_adapter(config.adapter)
+        try:
+            adapter_class = load_class("flowgrpo_rc.models", config.adapter, FlowModel)
+        except ValueError as error:
+            raise ValueError(f"model.adapter: {error}") from error
+        adapters = {adapter_class.serves(): adapter_class}
         known = f"model.adapter={config.adapter} is"
     pipeline = str(index.get("_class_name"))
     fitting = [
@@ -425,17 +355,10 @@ def adapter_of(config: ModelConfig) -> type[FlowModel]:
 
 
 def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
-    """Loads a pipeline through diffusers and wraps it in the adapter for its class.
+    """Loads a pipeline through diffusers and wraps it in the adapter for its class, without LoRA.
 
-    Args:
-      config: the model. The transformer and the text encoders get its dtype.
-      device: where the models compute.
-
-    Returns:
-      The adapter, without LoRA.
-
-    Raises:
-      ValueError: as `adapter_of`.
+    The transformer and the text encoders get the precision of `config.dtype`. ValueError as of
+    `adapter_of`.
     """
     adapter = adapter_of(config)
     # A component that the index marks as absent has to be passed as None, or diffusers refuses to
@@ -445,7 +368,7 @@ def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
     dtypes = {"default": DTYPES[config.dtype], "vae": torch.float32}
     with loading(f"model.path={config.path}"), unasked():
         pipeline = DiffusionPipeline.from_pretrained(
-            _path(config),
+            config.location(),
             dtype=dtypes,
             use_safetensors=True,
             trust_remote_code=False,
@@ -461,11 +384,7 @@ def load_model(config: ModelConfig, device: torch.device) -> FlowModel:
 
 
 def adapters_by_pipeline() -> dict[str, type[FlowModel]]:
-    """Imports every module of this folder and collects the adapters.
-
-    Returns:
-      Name of the pipeline class, and of the transformers that it has besides -> adapter.
-    """
+    """Imports every module of this folder and collects the adapters, by what they serve."""
     package = importlib.import_module("flowgrpo_rc.models")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"flowgrpo_rc.models.{module.name}")
@@ -481,16 +400,3 @@ def _below(cls: type[FlowModel]) -> Iterator[type[FlowModel]]:
     for subclass in cls.__subclasses__():
         yield subclass
         yield from _below(subclass)
-
-
-def _named_adapter(name: str) -> dict[str, type[FlowModel]]:
-    try:
-        adapter: type[FlowModel] = load_class("flowgrpo_rc.models", name, FlowModel)
-    except ValueError as error:
-        raise ValueError(f"model.adapter: {error}") from error
-    return {adapter.serves(): adapter}
-
-
-def _path(config: ModelConfig) -> str:
-    folder = Path(config.path).expanduser()
-    return str(folder) if folder.exists() else config.path

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -22,37 +21,22 @@ from flowgrpo_rc.models.hub import model_file
 
 
 class CausalLM:
-    """A frozen causal language model and its tokenizer.
+    """A frozen causal language model and its tokenizer. ValueError if it has no end token.
 
     Only the end tokens of the checkpoint's generation settings are used. A penalty or a cut that
     its authors advise for sampling would make another distribution than the one that is trained.
 
     Attributes:
-      default_target_modules: name endings of the linear layers that get a LoRA by default.
       network: the base network; a rollout has a copy of its own.
       tokenizer: the tokenizer of transformers.
       device: where the network computes.
       eos_ids: the tokens that end a response, from the generation settings and the tokenizer.
       pad_id: the token that fills rows: the tokenizer's, or else the first of eos_ids. Masks, not
         ids, tell what is padding.
-
-    Args:
-      network: the loaded network. It is frozen here.
-      tokenizer: its tokenizer.
-      device: where the network computes.
-
-    Raises:
-      ValueError: the checkpoint names no end token.
     """
 
-    default_target_modules: ClassVar[tuple[str, ...]] = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
+    default_target_modules: ClassVar[tuple[str, ...]] = tuple(
+        f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")
     )
 
     def __init__(self, network: Any, tokenizer: Any, device: torch.device) -> None:
@@ -67,28 +51,21 @@ class CausalLM:
                 "model.path: neither the tokenizer nor generation_config.json names an "
                 "end-of-sequence token, so no response could ever end"
             )
-        self.pad_id = (
-            self.eos_ids[0] if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
-        )
+        pad_id = tokenizer.pad_token_id
+        self.pad_id = self.eos_ids[0] if pad_id is None else int(pad_id)
         network.generation_config = GenerationConfig(
             eos_token_id=list(self.eos_ids), pad_token_id=self.pad_id
         )
 
     def encode(self, prompts: Sequence[str], *, max_length: int) -> tuple[Tensor, Tensor]:
-        """Turns prompts into tokens.
+        """Turns P prompts into tokens: ids, int64, [P, L], padded on the left, and their mask,
+        bool.
 
         The tokenizer adds the tokens that it puts around every text, such as Llama's begin token.
         No chat template is applied: prompt files hold the text that the model shall see.
 
-        Args:
-          prompts: [P].
-          max_length: the most tokens of a prompt. Prompts are never cut.
-
-        Returns:
-          ids, int64, [P, L], padded on the left; and their mask, bool, [P, L].
-
         Raises:
-          ValueError: a prompt has no token, or more than `max_length`.
+          ValueError: a prompt has no token, or more than `max_length`; prompts are never cut.
         """
         rows = token_rows(self.tokenizer, prompts, max_length=max_length)
         width = max(map(len, rows))
@@ -97,22 +74,14 @@ class CausalLM:
         return ids.to(self.device), mask.to(self.device)
 
     def decode(self, ids: Tensor, mask: Tensor) -> list[str]:
-        """Turns tokens into texts, without end tokens and other special ones.
+        """Turns tokens, int64 [B, T], into texts, without end tokens and other special ones.
 
-        Args:
-          ids: int64, [B, T].
-          mask: bool, [B, T]; True for the tokens of the response.
-
-        Returns:
-          B texts.
+        `mask`, bool [B, T], is True for the tokens of the response.
         """
         texts = []
         for row, kept in zip(ids.tolist(), mask.tolist(), strict=True):
-            tokens = [
-                token
-                for token, keep in zip(row, kept, strict=True)
-                if keep and token not in self.eos_ids
-            ]
+            valid = [token for token, keep in zip(row, kept, strict=True) if keep]
+            tokens = [token for token in valid if token not in self.eos_ids]
             text = self.tokenizer.decode(
                 tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
@@ -121,11 +90,7 @@ class CausalLM:
 
 
 def token_rows(tokenizer: Any, prompts: Sequence[str], *, max_length: int) -> list[list[int]]:
-    """Returns the token ids of each prompt.
-
-    Raises:
-      ValueError: a prompt has no token, or more than `max_length`.
-    """
+    """Returns the token ids of each prompt. ValueError if it has none, or too many."""
     rows = [list(tokenizer(prompt).input_ids) for prompt in prompts]
     for prompt, row in zip(prompts, rows, strict=True):
         if not row:
@@ -139,42 +104,32 @@ def token_rows(tokenizer: Any, prompts: Sequence[str], *, max_length: int) -> li
 
 
 def load_tokenizer(config: ModelConfig) -> Any:
-    """Loads the tokenizer of the checkpoint at `config.path`, and nothing else of it.
-
-    Raises:
-      ValueError: it cannot be read.
+    """Loads the tokenizer of the checkpoint at `config.path` alone. ValueError if it cannot be
+    read.
     """
     from transformers import AutoTokenizer
 
     model_file(config.path, INDEX_FILES["causal_lm"])
     with loading(f"model.path={config.path}"):
         try:
-            return AutoTokenizer.from_pretrained(_location(config), trust_remote_code=False)
+            return AutoTokenizer.from_pretrained(config.location(), trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise _unreadable(config, error) from error
 
 
 def load_causal_lm(config: ModelConfig, device: torch.device) -> CausalLM:
-    """Loads network and tokenizer through transformers.
+    """Loads network and tokenizer through transformers, without LoRA.
 
-    Only safetensors files are read, and no code of the checkpoint is run.
-
-    Args:
-      config: the model; `path` and `dtype` are used.
-      device: where the network computes.
-
-    Returns:
-      The model, without LoRA.
-
-    Raises:
-      ValueError: the checkpoint cannot be read in this way.
+    Only safetensors files are read, and no code of the checkpoint is run. ValueError if it cannot
+    be
+    read in this way.
     """
     from transformers import AutoModelForCausalLM
 
     with loading(f"model.path={config.path}"):
         try:
             network = AutoModelForCausalLM.from_pretrained(
-                _location(config),
+                config.location(),
                 dtype=DTYPES[config.dtype],
                 use_safetensors=True,
                 trust_remote_code=False,
@@ -182,11 +137,6 @@ def load_causal_lm(config: ModelConfig, device: torch.device) -> CausalLM:
         except (OSError, ValueError) as error:
             raise _unreadable(config, error) from error
     return CausalLM(network, load_tokenizer(config), device)
-
-
-def _location(config: ModelConfig) -> str:
-    folder = Path(config.path).expanduser()
-    return str(folder) if folder.exists() else config.path
 
 
 def _unreadable(config: ModelConfig, error: Exception) -> ValueError:
@@ -197,12 +147,10 @@ def _unreadable(config: ModelConfig, error: Exception) -> ValueError:
 
 @contextmanager
 def gradient_checkpointing(network: Any) -> Iterator[None]:
-    """Makes a forward keep only the inputs of the decoder layers, to save memory.
+    """Makes a forward inside the context keep only the inputs of the decoder layers, to save
+    memory.
 
     The backward pass computes the other activations again.
-
-    Args:
-      network: the network whose forwards inside the context are checkpointed.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 

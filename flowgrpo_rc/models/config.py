@@ -47,6 +47,11 @@ class ModelConfig:
     decode_batch_size: int | None = None
     adapter: str | None = None
 
+    def location(self) -> str:
+        """Returns `path` as libraries take it: ~ is the home folder, hub ids stay as they are."""
+        folder = Path(self.path).expanduser()
+        return str(folder) if folder.exists() else self.path
+
     def hub_id(self) -> str | None:
         """Returns `path` if it is a hub id; None for a local folder, which may be gone by now."""
         is_local = Path(self.path).expanduser().exists() or self.path.startswith((".", "/", "~"))
@@ -62,29 +67,22 @@ class ModelConfig:
             raise ValueError(f"model.kind={self.kind!r}: allowed are {', '.join(INDEX_FILES)}")
         if self.dtype not in ("fp32", "bf16", "fp64"):
             raise ValueError(f"model.dtype={self.dtype!r}: allowed are fp32, bf16, fp64")
-        if self.lora_rank < 1 or self.lora_alpha < 1:
-            raise ValueError(
-                f"model.lora_rank={self.lora_rank}, model.lora_alpha={self.lora_alpha}: give at "
-                "least 1"
-            )
-        if self.decode_batch_size is not None and self.decode_batch_size < 1:
-            raise ValueError(
-                f"model.decode_batch_size={self.decode_batch_size}: give at least 1, or null"
-            )
+        for key in ("lora_rank", "lora_alpha", "decode_batch_size"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                or_null = ", or null" if key == "decode_batch_size" else ""
+                raise ValueError(f"model.{key}={value}: give at least 1{or_null}")
         if self.lora_init not in LORA_INITS:
             raise ValueError(
                 f"model.lora_init={self.lora_init!r}: allowed are {', '.join(LORA_INITS)}"
             )
-        for given, setting in (
-            (self.offload_idle, "model.offload_idle=true"),
-            (
-                self.decode_batch_size is not None,
-                f"model.decode_batch_size={self.decode_batch_size}",
-            ),
-            (self.adapter is not None, f"model.adapter={self.adapter}"),
-        ):
-            if given and self.kind != "diffusion":
-                raise ValueError(f"{setting} has no effect with model.kind={self.kind}: drop it")
+        for key in ("offload_idle", "decode_batch_size", "adapter"):
+            value = getattr(self, key)
+            if value not in (None, False) and self.kind != "diffusion":
+                given = "true" if value is True else value
+                raise ValueError(
+                    f"model.{key}={given} has no effect with model.kind={self.kind}: drop it"
+                )
         if not self.path:
             raise ValueError("model.path is empty: give a local folder or a hub id")
         self._check_path()

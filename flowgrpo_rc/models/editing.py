@@ -34,11 +34,8 @@ class EditingModel(FlowModel):
 
     @abstractmethod
     def image_size(self, width: int, height: int, spec: SamplerSpec) -> tuple[int, int]:
-        """Returns rows and columns of the tokens of a condition image. It needs no weights.
-
-        Args:
-          width, height: of the picture, in pixels.
-          spec: how it is prepared.
+        """Returns rows and columns of the tokens of a condition image of so many pixels, without
+        weights.
 
         Raises:
           ValueError: the model does not take a picture of this size.
@@ -92,12 +89,7 @@ class EditingModel(FlowModel):
         return torch.cat(parts)[order.argsort().to(latents.device)]
 
     def with_blank_images(self, blank: Conditioning, spec: SamplerSpec) -> Conditioning:
-        """Adds as many tokens of images to blank conditioning as prompts can have.
-
-        Args:
-          blank: of text alone.
-          spec: how to sample; `condition_images` of `condition_pixels` each, square.
-        """
+        """Adds tokens of square images to blank conditioning: as many as prompts can have."""
         if spec.condition_images == 0:
             return blank
         side = math.isqrt(spec.condition_pixels)

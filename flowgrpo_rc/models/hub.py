@@ -17,13 +17,6 @@ from huggingface_hub.errors import (
 def model_file(path: str, name: str) -> Path:
     """Finds a file of the model at `model.path`, and fetches it if it is on the Hub.
 
-    Args:
-      path: a local folder or a hub id.
-      name: the file, such as model_index.json.
-
-    Returns:
-      The local file.
-
     Raises:
       ValueError: it cannot be had. The message says whether the network, the access or the file is
         missing.

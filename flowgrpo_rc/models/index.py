@@ -15,17 +15,7 @@ _LIBRARIES = ("diffusers", "transformers")
 
 
 def read_index(config: ModelConfig) -> dict[str, Any]:
-    """Reads model_index.json.
-
-    Args:
-      config: the model; only `path` is used.
-
-    Returns:
-      Its content.
-
-    Raises:
-      ValueError: it cannot be read, or names code of its own.
-    """
+    """Reads model_index.json. ValueError if it cannot be read, or names code of its own."""
     try:
         index = read_mapping(model_file(config.path, INDEX_FILES["diffusion"]))
     except (OSError, ValueError) as error:
@@ -48,14 +38,7 @@ def read_index(config: ModelConfig) -> dict[str, Any]:
 
 
 def absent_components(config: ModelConfig) -> list[str]:
-    """Lists the components of its pipeline that a checkpoint lacks.
-
-    Args:
-      config: the model; only `path` is used.
-
-    Returns:
-      Their names in model_index.json, the only file that is read.
-    """
+    """Lists the components of its pipeline that a checkpoint lacks, by model_index.json alone."""
     return [name for name, value in read_index(config).items() if value == ABSENT]
 
 

@@ -39,9 +39,6 @@ def input_dtype(transformer: Any) -> torch.dtype:
 
     `ModelMixin.dtype` walks through all modules in search of a hook, at every call. Only the first
     parameter is needed here.
-
-    Args:
-      transformer: a model of diffusers.
     """
     kept = transformer._keep_in_fp32_modules or ()
     return next(
@@ -52,16 +49,7 @@ def input_dtype(transformer: Any) -> torch.dtype:
 
 
 def check_size(spec: SamplerSpec, *, multiple: int, largest: int | None = None) -> None:
-    """Checks height and width of a picture.
-
-    Args:
-      spec: how to sample.
-      multiple: height and width have to be multiples of it, in pixels.
-      largest: the most pixels of a side; None for no bound.
-
-    Raises:
-      ValueError: the model cannot make this size.
-    """
+    """Raises ValueError unless height and width, in pixels, fill patches and fit the model."""
     for name, size in (("height", spec.height), ("width", spec.width)):
         if size % multiple or size <= 0 or (largest is not None and size > largest):
             limit = "" if largest is None else f" up to {largest}"
@@ -72,14 +60,7 @@ def check_size(spec: SamplerSpec, *, multiple: int, largest: int | None = None) 
 
 
 def check_flow(scheduler: Any) -> None:
-    """Checks that a scheduler, of whatever solver, walks the sigmas of a flow.
-
-    Args:
-      scheduler: of a pipeline of diffusers.
-
-    Raises:
-      ValueError: it does not.
-    """
+    """Raises ValueError unless a scheduler, of whatever solver, walks the sigmas of a flow."""
     is_flow = isinstance(scheduler, FlowMatchEulerDiscreteScheduler)
     if not is_flow and not scheduler.config.get("use_flow_sigmas"):
         raise ValueError(
@@ -89,19 +70,13 @@ def check_flow(scheduler: Any) -> None:
 
 
 def dynamic_shift(scheduler: Any, num_tokens: int) -> float:
-    """Computes `mu` of the scheduler's time shift, which depends on the size of the picture.
+    """Computes `mu` of the scheduler's time shift, which depends on the size of the picture in
+    tokens.
 
         mu = base_shift + slope (num_tokens - base_image_seq_len)
 
     slope is that of the line through (base_image_seq_len, base_shift) and (max_image_seq_len,
-    max_shift).
-
-    Args:
-      scheduler: a flow-matching scheduler of diffusers, whose config holds the two points.
-      num_tokens: number of tokens of the picture.
-
-    Returns:
-      mu.
+    max_shift), two points of the scheduler's config.
 
     See "Scaling Rectified Flow Transformers for High-Resolution Image Synthesis",
     https://arxiv.org/abs/2403.03206, on shifting the timesteps by resolution.
@@ -116,61 +91,27 @@ def dynamic_shift(scheduler: Any, num_tokens: int) -> float:
 def linear_schedule(
     scheduler: Any, num_steps: int, num_tokens: int, device: torch.device
 ) -> Schedule:
-    """Returns evenly spaced sigmas from 1 to 1 / num_steps, shifted for the size of the picture.
-
-    Args:
-      scheduler: a flow-matching scheduler of diffusers; its timesteps are set.
-      num_steps: number of denoising steps, S.
-      num_tokens: number of tokens of the picture.
-      device: where the schedule shall be.
-
-    Returns:
-      The schedule.
-    """
+    """Returns evenly spaced sigmas from 1 to 1 / num_steps, shifted for the size of the picture."""
     return shifted_schedule(scheduler, num_steps, dynamic_shift(scheduler, num_tokens), device)
 
 
 def shifted_schedule(scheduler: Any, num_steps: int, mu: float, device: torch.device) -> Schedule:
-    """Returns evenly spaced sigmas from 1 to 1 / num_steps, shifted in time.
-
-    Args:
-      scheduler: a flow-matching scheduler of diffusers; its timesteps are set.
-      num_steps: number of denoising steps, S.
-      mu: how far they are shifted.
-      device: where the schedule shall be.
-
-    Returns:
-      The schedule.
-    """
+    """Returns evenly spaced sigmas from 1 to 1 / num_steps, shifted in time by `mu`."""
     scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu, device=device)
     return Schedule(scheduler.sigmas.clone(), scheduler.timesteps.clone())
 
 
 def unpack(latents: Tensor, rows: int, columns: int) -> Tensor:
-    """Turns packed latents into a picture of latents.
+    """Turns packed latents into a picture of latents, [B, C, 2 rows, 2 columns].
 
-    Args:
-      latents: patches of 2 x 2 latents, row by row, [B, rows * columns, 4 C].
-      rows: number of patches from top to bottom.
-      columns: number of patches from left to right.
-
-    Returns:
-      [B, C, 2 rows, 2 columns].
+    Packed are patches of 2 x 2 latents, row by row, [B, rows * columns, 4 C].
     """
     patches = latents.unflatten(1, (rows, columns)).unflatten(-1, (-1, 2, 2))
     return patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
 
 
 def unscaled(latents: Tensor, vae: Any) -> Tensor:
-    """Takes the normalisation of each channel back, before a video VAE decodes.
-
-    Args:
-      latents: with mean 0 and standard deviation 1 in each channel, [B, C, F, H, W].
-      vae: the VAE, whose config holds mean and standard deviation of each channel.
-
-    Returns:
-      Latents in the scale of the VAE, [B, C, F, H, W].
-    """
+    """Takes the normalisation of each channel back, [B, C, F, H, W], before a video VAE decodes."""
     mean, std = (
         torch.tensor(values).reshape(1, -1, 1, 1, 1).to(latents)
         for values in (vae.config.latents_mean, vae.config.latents_std)
@@ -180,15 +121,7 @@ def unscaled(latents: Tensor, vae: Any) -> Tensor:
 
 
 def decode_picture(pipeline: Any, latents: Tensor) -> Tensor:
-    """Decodes latents in the scale of the VAE.
-
-    Args:
-      pipeline: has the VAE and what brings its output to [0, 1].
-      latents: [B, C, H, W].
-
-    Returns:
-      Pictures with values in [0, 1].
-    """
+    """Decodes latents in the scale of the VAE, [B, C, H, W], to pictures with values in [0, 1]."""
     vae = pipeline.vae
     decoded = vae.decode(latents.to(vae.dtype), return_dict=False)[0]
     return pipeline.image_processor.postprocess(decoded, output_type="pt")

@@ -6,7 +6,7 @@ B are trained. See https://arxiv.org/abs/2106.09685.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,12 +24,7 @@ from flowgrpo_rc.models.networks import transformers
 def add_lora(model: TrainableModel, config: ModelConfig, seed: int) -> Any:
     """Puts a LoRA on each transformer of the model. From then on only its tensors train.
 
-    Its tensors are fp32, or fp64 on an fp64 network.
-
-    Args:
-      model: the model; its network is changed.
-      config: rank, alpha, target modules and initialisation; `lora_path` for values to start from.
-      seed: seed of the run. The initial values follow from it alone.
+    They are fp32, or fp64 on an fp64 network. The initial values follow from the run's seed alone.
 
     Returns:
       The network.
@@ -42,7 +37,9 @@ def add_lora(model: TrainableModel, config: ModelConfig, seed: int) -> Any:
     targets = list(config.target_modules or model.default_target_modules)
     parts = transformers(network).values()
     names = [name for name, _ in network.named_modules()]
-    missing = [target for target in targets if not _ends_a_name(target, names)]
+    missing = [
+        target for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)
+    ]
     if missing:
         raise ValueError(
             f"model.target_modules: the network has no module that ends in {', '.join(missing)}"
@@ -71,24 +68,13 @@ def add_lora(model: TrainableModel, config: ModelConfig, seed: int) -> Any:
 
 
 def lora_parameters(network: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the trainable tensors of a network by name, sorted by name.
-
-    Args:
-      network: a network with a LoRA.
-
-    Returns:
-      Name -> parameter. The order is the same on all processes.
-    """
+    """Returns the trainable tensors of a network by name, in the same order on all processes."""
     return {name: p for name, p in sorted(network.named_parameters()) if p.requires_grad}
 
 
 @contextmanager
 def reference_policy(network: Any) -> Iterator[None]:
-    """Switches the LoRA off inside the context, so that the network is the base model.
-
-    Args:
-      network: a network with a LoRA.
-    """
+    """Switches the LoRA off inside the context, so that the network is the base model."""
     parts = transformers(network).values()
     for part in parts:
         part.disable_adapters()
@@ -103,13 +89,9 @@ def reference_policy(network: Any) -> Iterator[None]:
 def other_weights(
     parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
 ) -> Iterator[None]:
-    """Gives a LoRA other values inside the context. Nothing is copied.
+    """Gives a LoRA other values inside the context, by the same names. Nothing is copied.
 
     A graph that is built inside must not be differentiated after the context.
-
-    Args:
-      parameters: of the LoRA, by name.
-      tensors: the values, by the same names; they stay as they are.
     """
     own = {name: parameter.data for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
@@ -119,8 +101,3 @@ def other_weights(
     finally:
         for name, parameter in parameters.items():
             parameter.data = own[name]
-
-
-def _ends_a_name(target: str, names: Sequence[str]) -> bool:
-    """Whether one of the dotted names is the target or ends in it."""
-    return any(name == target or name.endswith("." + target) for name in names)

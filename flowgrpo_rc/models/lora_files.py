@@ -38,23 +38,15 @@ _UNKNOWN_TO_US = (
 
 
 def export_name(config: ModelConfig, component: str) -> str:
-    """Returns the place of a transformer's file in the folder of an export.
-
-    Args:
-      config: the model; `kind` says which format.
-      component: name of the transformer in its pipeline.
-    """
+    """Returns the place of a transformer's file in the folder of an export."""
     name = EXPORT_NAMES[config.kind]
     return name if component == FIRST else f"{component}/{name}"
 
 
 def load_export(network: nn.Module, config: ModelConfig) -> None:
-    """Copies an exported LoRA into a network, at the strength that it was exported with.
+    """Copies the LoRA of `lora_path` into a network, at the strength that it was exported with.
 
-    Args:
-      network: a network with a LoRA of the same rank and target modules; its tensors are changed.
-      config: the model; `lora_path` is the file, or the folder that holds it. A network of several
-        transformers takes a folder, with a file for each.
+    A network of several transformers takes a folder, with a file for each.
 
     Raises:
       ValueError: there is no such file, it is damaged, a tensor is not finite, or it does not fit.
@@ -120,15 +112,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], str]:
 
 
 def file_key(name: str, config: ModelConfig) -> str:
-    """Returns the name of a parameter in the file.
-
-    Args:
-      name: its name in its transformer, or in the language model.
-      config: the model; `kind` says which format.
-
-    Returns:
-      The key.
-    """
+    """Returns the name in the file of a parameter of a transformer or a language model."""
     return f"{_PREFIXES[config.kind]}{name.replace(f'.{ADAPTER}.', '.')}"
 
 

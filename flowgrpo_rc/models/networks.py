@@ -15,11 +15,7 @@ FIRST = "transformer"  # a pipeline's only transformer, or its first
 
 
 class Networks(nn.Module):
-    """Several transformers that are trained together. It only holds them: it has no forward.
-
-    Args:
-      parts: name of the component of the pipeline -> transformer.
-    """
+    """Several transformers that are trained together, by component. It has no forward."""
 
     def __init__(self, parts: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -29,21 +25,13 @@ class Networks(nn.Module):
 def transformers(network: Any) -> dict[str, Any]:
     """Returns the transformers of a network by the names of their components, in order.
 
-    Args:
-      network: a transformer, a language model, or `Networks`; what is alone is `transformer`.
+    A transformer or a language model that is alone is `transformer`.
     """
     return dict(network.networks) if isinstance(network, Networks) else {FIRST: network}
 
 
 def by_transformer(named: Mapping[str, T]) -> dict[str, dict[str, T]]:
-    """Sorts values of a network's parameters by the transformer that has them.
-
-    Args:
-      named: name of the parameter in the network, as `named_parameters` has it -> value.
-
-    Returns:
-      Component -> name in its transformer -> value.
-    """
+    """Sorts values of a network's parameters: component -> name in its transformer -> value."""
     found: dict[str, dict[str, T]] = {}
     for name, value in named.items():
         component, own = FIRST, name
@@ -54,9 +42,5 @@ def by_transformer(named: Mapping[str, T]) -> dict[str, dict[str, T]]:
 
 
 def others_in(named: Iterable[str]) -> list[str]:
-    """Returns the transformers beside the first that names of parameters belong to.
-
-    Args:
-      named: names of parameters in a network.
-    """
+    """Returns the transformers beside the first that names of parameters belong to."""
     return [component for component in by_transformer(dict.fromkeys(named)) if component != FIRST]

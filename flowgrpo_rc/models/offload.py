@@ -62,14 +62,8 @@ class Offloadable:
 
 
 def packed(tensors: Sequence[Tensor], *, pin: bool) -> Iterator[Tensor]:
-    """Copies tensors into few large blocks of the host's memory, in order.
-
-    Args:
-      tensors: what is copied, one after the other as the copies are asked for.
-      pin: pin the blocks, from which a GPU copies fastest.
-
-    Yields:
-      A view of a block for each tensor.
+    """Yields a copy of each tensor, a view of one of few large blocks of the host's memory, in
+    order.
     """
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
     block = torch.empty(0, dtype=torch.uint8)

@@ -22,7 +22,7 @@ def peft_files(
     target_modules: Sequence[str],
     base: str,
 ) -> dict[str, bytes]:
-    """Makes the contents of both files.
+    """Makes the contents of both files, by their names.
 
     Args:
       state: the tensors of the LoRA by their names in the network.
@@ -31,9 +31,6 @@ def peft_files(
       alpha: the LoRA is added with strength alpha / rank.
       target_modules: name endings of the layers that have a LoRA.
       base: path or hub id of the base model.
-
-    Returns:
-      File name -> content.
     """
     described = LoraConfig(
         r=rank,

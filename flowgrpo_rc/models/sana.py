@@ -54,14 +54,15 @@ class Sana(FlowModel):
         check_size(spec, multiple=math.lcm(32, side))
         check_flow(pipeline.scheduler)
 
-    def _encode(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
-        return self._encoded(prompts, max_sequence_length, _INSTRUCTION)
-
     def _encode_negative(self, prompts: Sequence[str], *, max_sequence_length: int) -> Conditioning:
-        return self._encoded(prompts, max_sequence_length, None)
+        return self._encode(prompts, max_sequence_length=max_sequence_length, instruction=None)
 
-    def _encoded(
-        self, prompts: Sequence[str], max_sequence_length: int, instruction: list[str] | None
+    def _encode(
+        self,
+        prompts: Sequence[str],
+        *,
+        max_sequence_length: int,
+        instruction: list[str] | None = _INSTRUCTION,
     ) -> Conditioning:
         embeds, mask, *_ = self.pipeline.encode_prompt(
             list(prompts),

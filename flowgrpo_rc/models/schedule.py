@@ -23,13 +23,10 @@ class Schedule(NamedTuple):
     timesteps: Tensor
 
     def check(self, batch: DiffusionBatch) -> None:
-        """Checks that a rollout walked this schedule.
+        """Raises ValueError unless a rollout walked this schedule.
 
         Training reads the schedule from the batch, so another one, or timesteps in 16 bits, would
         show in no log-prob.
-
-        Raises:
-          ValueError: if its sigmas or timesteps are others.
         """
         for name, found, wanted in (
             ("sigmas", batch.sigmas, self.sigmas),
@@ -51,15 +48,9 @@ def _first(values: Tensor) -> str:
 
 
 def to_uint8(pictures: Tensor) -> np.ndarray:
-    """Rounds values in [0, 1] to 0 to 255, and puts channels last.
+    """Rounds values in [0, 1], [..., C, H, W], to 0 to 255, and puts channels last.
 
     It is done where the pictures are, so that bytes travel to the host, and not floats.
-
-    Args:
-      pictures: [..., C, H, W].
-
-    Returns:
-      uint8, [..., H, W, C].
     """
     rounded = (pictures.float() * 255).round().to(torch.uint8)
     return rounded.movedim(-3, -1).cpu().numpy()

@@ -7,11 +7,7 @@ from flowgrpo_rc.rollout.config import EvaluationConfig, PipelineConfig, Rollout
 
 
 def check_model(model: type[FlowModel], rollout: RolloutConfig) -> None:
-    """Checks the settings of images and videos.
-
-    Args:
-      model: the adapter.
-      rollout: the settings.
+    """Checks the settings of images and videos against an adapter.
 
     Raises:
       ValueError: a setting has no effect, or one that the model needs is missing.

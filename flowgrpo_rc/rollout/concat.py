@@ -19,12 +19,6 @@ def concat(batches: Sequence[B]) -> B:
     Responses and prompts of different lengths are padded to the longest. Batches that have the
     conditioning of their own prompts get one conditioning of all prompts.
 
-    Args:
-      batches: at least one, all with the same fields filled in.
-
-    Returns:
-      One batch.
-
     Raises:
       ValueError: the batches differ in a field that their samples share.
     """

@@ -197,26 +197,15 @@ class RolloutConfig:
     val_kwargs: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     def spec(self, step: int = 1, *, tf32: bool = False) -> SamplerSpec:
-        """Returns the sampler of the rollouts of a training step.
+        """Returns the sampler of the rollouts of a training step, from 1; a window may slide.
 
-        Args:
-          step: number of the training step, from 1; a window may slide.
-          tf32: `trainer.tf32`. Shapes and schedules do not depend on it.
+        Shapes and schedules do not depend on `tf32`, which is `trainer.tf32`.
         """
         return SamplerSpec(
-            height=self.pipeline.height,
-            width=self.pipeline.width,
-            num_inference_steps=self.pipeline.num_inference_steps,
-            guidance_scale=self.pipeline.guidance_scale,
+            **vars(self.pipeline),
             noise_level=self.algo.noise_level,
             sde_type=self.algo.sde_type,
             log_prob_convention=self.algo.log_prob_convention,
-            max_sequence_length=self.pipeline.max_sequence_length,
-            true_cfg_scale=self.pipeline.true_cfg_scale,
-            guidance_scale_2=self.pipeline.guidance_scale_2,
-            num_frames=self.pipeline.num_frames,
-            condition_images=self.pipeline.condition_images,
-            condition_pixels=self.pipeline.condition_pixels,
             dtype=precision(self.dtype, self.quantization),
             tf32=tf32 and self.dtype == "fp32",
             tail=self.algo.tail,
@@ -248,11 +237,7 @@ class RolloutConfig:
         )
 
     def token_spec(self, *, tf32: bool = False) -> TokenSpec:
-        """Returns the sampler of training rollouts of text.
-
-        Args:
-          tf32: as of `spec`.
-        """
+        """Returns the sampler of training rollouts of text."""
         return TokenSpec(
             dtype=precision(self.dtype, self.quantization),
             tf32=tf32 and self.dtype == "fp32",
@@ -262,11 +247,7 @@ class RolloutConfig:
         )
 
     def window(self) -> tuple[int, int, int]:
-        """Returns (size, first, last) of the SDE window, in steps.
-
-        Raises:
-          ValueError: the window does not fit the schedule.
-        """
+        """Returns (size, first, last) of the SDE window. ValueError if it does not fit."""
         algo = self.algo
         if algo.sde_window_size == 0:
             return 0, 0, 0
@@ -282,19 +263,12 @@ class RolloutConfig:
         algo = self.algo
         if algo.sde_window_interval is None:
             return size, first, last
-        start = sliding_start(
-            step,
-            size=size,
-            first=first,
-            last=last,
-            interval=algo.sde_window_interval,
-        )
+        interval = algo.sde_window_interval
+        start = sliding_start(step, size=size, first=first, last=last, interval=interval)
         return size, start, start + size
 
     def tail_start(self, step: int = 1) -> int | None:
-        """Returns the first step behind every window of a training step if the tail differs from
-        the stock one.
-        """
+        """Returns the first step behind every window of a step; None for the stock tail."""
         algo = self.algo
         stock = algo.tail == "euler" and algo.tail_steps is None
         return None if stock else self.window_at(step)[2]
@@ -313,8 +287,18 @@ class RolloutConfig:
             if value is not None and value < least:
                 raise ValueError(f"rollout.{key}={value}: give at least {least}")
         self._check_workers()
-        self._check_temperature()
-        self._check_condition()
+        if not 0 < self.temperature < math.inf or not 0 <= self.val_kwargs.temperature < math.inf:
+            raise ValueError(
+                f"rollout.temperature={self.temperature}, "
+                f"rollout.val_kwargs.temperature={self.val_kwargs.temperature}: give a number "
+                "above 0; held-out text may take 0, the likeliest token"
+            )
+        images, pixels = self.pipeline.condition_images, self.pipeline.condition_pixels
+        if images == 0 and pixels != PipelineConfig.condition_pixels:
+            raise ValueError(
+                f"rollout.pipeline.condition_pixels={pixels} has no effect without condition "
+                "images: set rollout.pipeline.condition_images, or drop it"
+            )
         _one_of("rollout.algo.sde_type", self.algo.sde_type, KINDS)
         _one_of("rollout.algo.log_prob_convention", self.algo.log_prob_convention, CONVENTIONS)
         _one_of("rollout.algo.window_sharing", self.algo.window_sharing, SHARING)
@@ -401,22 +385,6 @@ class RolloutConfig:
             raise ValueError(
                 "rollout.algo.shared_prefix=true needs samples of a prompt with the same window: "
                 "set rollout.algo.window_sharing to group or batch"
-            )
-
-    def _check_temperature(self) -> None:
-        if not 0 < self.temperature < math.inf or not 0 <= self.val_kwargs.temperature < math.inf:
-            raise ValueError(
-                f"rollout.temperature={self.temperature}, "
-                f"rollout.val_kwargs.temperature={self.val_kwargs.temperature}: give a number "
-                "above 0; held-out text may take 0, the likeliest token"
-            )
-
-    def _check_condition(self) -> None:
-        images, pixels = self.pipeline.condition_images, self.pipeline.condition_pixels
-        if images == 0 and pixels != PipelineConfig.condition_pixels:
-            raise ValueError(
-                f"rollout.pipeline.condition_pixels={pixels} has no effect without condition "
-                "images: set rollout.pipeline.condition_images, or drop it"
             )
 
 

@@ -86,11 +86,7 @@ class ImageRequest(RolloutRequest):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextRequest(RolloutRequest):
-    """A request for responses of a language model.
-
-    Attributes:
-      spec: the sampler of text.
-    """
+    """A request for responses of a language model."""
 
     spec: TokenSpec
 
@@ -198,11 +194,8 @@ class RolloutEngine(ABC, Generic[R]):
 
     @abstractmethod
     def sync_weights(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Takes over the trainer's LoRA tensors.
-
-        Args:
-          state: name -> tensor.
-          version: number of updates so far; later chunks report it as `policy_version`.
+        """Takes over the trainer's LoRA tensors; later chunks report `version`, the number of
+        updates.
 
         Raises:
           ValueError: names or shapes do not match exactly.
@@ -216,11 +209,8 @@ class RolloutEngine(ABC, Generic[R]):
         """
 
     def check_weights(self, pushed: Mapping[str, Tensor], version: int) -> None:
-        """Raises EngineError if the engine holds another LoRA than the one of `version`.
-
-        Args:
-          pushed: what `sync_weights` got last, tensors by name.
-          version: the version of these weights.
+        """Raises EngineError if the engine holds another LoRA than the one pushed last, of
+        `version`.
         """
         held = self.held_weights()
         number = 0 if held is None else other_tensors(held, pushed)
@@ -239,11 +229,7 @@ class RolloutEngine(ABC, Generic[R]):
         return None
 
     def check_quantization(self, spec: Spec) -> None:
-        """Raises EngineError if weights are plain and the settings promise quantized ones.
-
-        Args:
-          spec: the settings that the trainer asks for.
-        """
+        """Raises EngineError if weights are plain and the settings promise quantized ones."""
         plain = self.plain_layers()
         if "+" in spec.dtype and plain:
             raise EngineError(
@@ -271,12 +257,7 @@ def check_settings(asked: Spec, echoed: Spec) -> None:
 
 
 def check_tensors(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
-    """Raises ValueError unless LoRA tensors have the names and shapes of an engine's.
-
-    Args:
-      state: what the trainer pushes, by name.
-      shapes: of the engine's tensors, by name.
-    """
+    """Raises ValueError unless LoRA tensors have the names and shapes of an engine's."""
     pushed = {name: tensor.shape for name, tensor in state.items()}
     different = sorted({name for name, _ in pushed.items() ^ shapes.items()})[:3]
     if different:
@@ -287,13 +268,10 @@ def check_tensors(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size])
 
 
 def other_tensors(held: Mapping[str, Tensor], pushed: Mapping[str, Tensor]) -> int:
-    """Counts the LoRA tensors that are not those that were pushed, apart from rounding.
+    """Counts the LoRA tensors that an engine holds otherwise than they were pushed, beyond
+    rounding.
 
     A tensor that only one of the two has counts as well.
-
-    Args:
-      held: what an engine holds, by name, in its precision.
-      pushed: what it was given, by name.
     """
     one_sided = held.keys() ^ pushed.keys()
     differ = [

@@ -17,13 +17,10 @@ LEAST_SAVING = 0.2
 
 @cache
 def faster_dtype(device: torch.device) -> str:
-    """Returns `bf16` or `fp32`, whichever samples faster.
+    """Returns `bf16` or `fp32`, whichever samples faster on a device.
 
     A GPU multiplies faster in bf16. Of CPUs some do (AMX, AVX512_BF16) and others take longer, so
     products in both are timed, by turns. It takes about a second, or less, once in a process.
-
-    Args:
-      device: the device that samples.
     """
     if device.type == "cuda":
         return "bf16"

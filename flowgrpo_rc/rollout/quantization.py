@@ -31,16 +31,8 @@ def precision(dtype: str, quantization: str | None) -> str:
 def check_device(
     dtype: str, quantization: str | None, device: torch.device, compiles: bool
 ) -> None:
-    """Refuses a quantization that cannot run on a device or is useless there; warns of a slow one.
-
-    Args:
-      dtype: precision of the rollout.
-      quantization: a key of `PACKAGES`, or None.
-      device: where the replica is.
-      compiles: whether torch.compile is used (`rollout.compile`).
-
-    Raises:
-      ValueError: it cannot run there, or no rollout would be fast enough to be of use.
+    """Raises ValueError if a quantization cannot run on a device or is useless there; warns if
+    slow.
     """
     if quantization == "int8_dynamic":
         check_int8_products(device)
@@ -86,11 +78,7 @@ def check_int8_products(device: torch.device) -> None:
 
 
 def quantize(network: nn.Module, name: str) -> None:
-    """Quantizes the linear layers of the blocks in place.
-
-    Args:
-      network: a transformer.
-      name: a key of `PACKAGES`.
+    """Quantizes the linear layers of a transformer's blocks in place.
 
     Raises:
       ValueError: the shape of a layer does not allow it, or the processor multiplies wrongly.
@@ -108,9 +96,6 @@ def plain_layers(network: nn.Module) -> int:
     """Counts the linear layers of the blocks whose weights are plain floating-point tensors.
 
     torchao puts tensors of its own classes in the place of what it quantizes.
-
-    Args:
-      network: a transformer, quantized or not.
     """
     weights = [layer.weight for layer in quantized_layers(network)]
     return sum(

@@ -84,11 +84,7 @@ class Replica:
         self.version = 0
 
     def spec(self, asked: S) -> S:
-        """Returns what was asked for, with the precision that the copy really has.
-
-        Args:
-          asked: settings of a rollout.
-        """
+        """Returns what was asked for, with the precision that the copy really has."""
         tf32 = rounds_to_tf32(self.precision)
         return dataclasses.replace(asked, dtype=self.precision, tf32=tf32)
 
@@ -137,12 +133,7 @@ def _prepare_merging(
 ) -> list[tuple[Any, Tensor]]:
     """Gives each layer with a LoRA a weight of its own, to which the LoRA is then added.
 
-    Args:
-      network: the trainer's network.
-      replica: its copy, changed.
-
-    Returns:
-      Each layer of the copy with the trainer's frozen weight of that layer.
+    Returns each layer of the copy with the trainer's frozen weight of that layer.
     """
     pairs = []
     for layer, trained in zip(lora_layers(replica), lora_layers(network), strict=True):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -17,7 +15,7 @@ from flowgrpo_rc.batch import TokenBatch, TokenSpec
 from flowgrpo_rc.core.random import normal
 from flowgrpo_rc.models.causal_lm import CausalLM
 from flowgrpo_rc.plugins import install_hint
-from flowgrpo_rc.rollout.devices import visible_device
+from flowgrpo_rc.rollout.devices import showing, visible_device
 from flowgrpo_rc.rollout.engine import RolloutChunk, RolloutEngine, TextRequest, check_tensors
 from flowgrpo_rc.rollout.vllm_lora import VllmAdapter, max_lora_rank, module_of
 
@@ -33,8 +31,6 @@ class VllmEngine(RolloutEngine[TextRequest]):
       batch. Rollouts are not reproducible bit for bit.
     * The log-probabilities are those of the distribution that was sampled from, after the
       temperature, in fp32 (`logprobs_mode=processed_logprobs`).
-    * Each `sync_weights` makes a new adapter, since vLLM caches adapters by their number and
-      prefixes by their name.
     * vLLM silently ignores an adapter for modules that it does not find. The constructor therefore
       checks that every kind of target module moves the log-probabilities.
 
@@ -46,12 +42,7 @@ class VllmEngine(RolloutEngine[TextRequest]):
       gpu_memory_utilization: vLLM's share of the whole GPU, which the trainer uses as well.
       kv_cache_memory_bytes: size of the cache alone; None lets vLLM decide.
       tensor_parallel_size: GPUs of the engine; above 1 only for a trainer of one process.
-      max_model_len: as in vLLM, like all that follow.
-      max_num_seqs: as in vLLM.
-      max_num_batched_tokens: as in vLLM.
-      enable_prefix_caching: as in vLLM.
-      enforce_eager: as in vLLM.
-      quantization: as in vLLM.
+      others: as in vLLM.
     """
 
     kind = "causal_lm"
@@ -85,7 +76,9 @@ class VllmEngine(RolloutEngine[TextRequest]):
         self._shapes = {name: tensor.shape for name, tensor in lora.items()}
         ((name, config),) = network.peft_config.items()
         self._version = 0
-        with _trainer_device_only(model.device, tensor_parallel_size):
+        # vLLM's process takes the first GPU that it sees, unless it is to use several.
+        alone = model.device.type == "cuda" and tensor_parallel_size == 1
+        with showing(visible_device(model.device) if alone else None):
             self._llm = vllm.LLM(
                 model=network.name_or_path,
                 dtype=DTYPES[dtype],
@@ -241,26 +234,6 @@ class VllmEngine(RolloutEngine[TextRequest]):
         )
         (completion,) = self._complete([PROBE], [self._sampling_params(spec, 0)])
         return completion.token_ids[0], completion.logprobs.logprobs[0]
-
-
-@contextmanager
-def _trainer_device_only(device: torch.device, tensor_parallel_size: int) -> Iterator[None]:
-    """Shows vLLM the trainer's GPU alone, unless it is to use several.
-
-    vLLM's process takes the first GPU that it sees.
-    """
-    if device.type != "cuda" or tensor_parallel_size > 1:
-        yield
-        return
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible_device(device)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-        else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def _missing() -> str:

@@ -42,12 +42,9 @@ class VllmAdapter:
         self._count = 0
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Makes LoRA tensors the adapter, in place of the former one.
+        """Makes LoRA tensors, all or some, the adapter, in place of the former one.
 
         Each time it is a new adapter to vLLM, which caches weights by number and prefixes by name.
-
-        Args:
-          state: all or some of the LoRA's tensors, named as in the network.
         """
         self.drop()
         self._count += 1
@@ -89,11 +86,7 @@ def module_of(key: str) -> str:
 
 
 def max_lora_rank(rank: int) -> int:
-    """Returns the smallest rank that vLLM makes room for and that holds `rank`.
-
-    Raises:
-      ValueError: vLLM has no room for such a rank.
-    """
+    """Returns the smallest rank that vLLM makes room for and that holds `rank`."""
     fitting = [allowed for allowed in MAX_LORA_RANKS if allowed >= rank]
     if not fitting:
         raise ValueError(f"model.lora_rank={rank}: vLLM takes at most {MAX_LORA_RANKS[-1]}")

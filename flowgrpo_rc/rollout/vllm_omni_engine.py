@@ -140,8 +140,15 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
             environment = child_environment(os.environ, model.device, tensor_parallel_size)
             process = EngineProcess(COMMAND, environment, timeout_s=timeout_s)
             (done,) = process.ask("start", start, timeout_s=start_timeout_s)
-            if quantization is not None:
-                _check_quantized(process, quantization, done)
+            if quantization is None:
+                return process
+            quantized, layers = done.fields["quantized"], done.fields["layers"]
+            if quantized == 0:
+                process.fail(
+                    f"ignored rollout.engine_kwargs.quantization={quantization}: none of the "
+                    f"{layers} layers of its transformer holds quantized weights; drop the key"
+                )
+            logger.info("vLLM-Omni quantized %d of %d layers (%s)", quantized, layers, quantization)
             return process
 
         self._started = started
@@ -163,14 +170,7 @@ class VllmOmniEngine(RolloutEngine[ImageRequest]):
         defaults = {name: each.default for name, each in signature(cls).parameters.items()}
         given = defaults | dict(options)
         _check_model(pipeline_class, absent, given["quantization"])
-        names = ("tensor_parallel_size", "attention_backend", "memory_fraction", "sleep")
-        _check_options(device, *(given[name] for name in names))
-        restarts = given["max_restarts"]
-        if not (isinstance(restarts, int) and restarts >= 0):
-            raise ValueError(
-                f"rollout.engine_kwargs.max_restarts={restarts!r}: give a number of at least 0"
-            )
-        _check_timeouts(timeout_s=given["timeout_s"], start_timeout_s=given["start_timeout_s"])
+        _check_options(device, given)
         if find_spec("vllm_omni") is None:
             raise ImportError(f"vLLM-Omni is not installed: {install_hint('vllm-omni')}")
 
@@ -368,17 +368,6 @@ def _conditioning(
     )
 
 
-def _check_quantized(process: EngineProcess, quantization: str, started: Message) -> None:
-    """Ends the engine and raises EngineError if it has quantized nothing."""
-    quantized, layers = started.fields["quantized"], started.fields["layers"]
-    if quantized == 0:
-        process.fail(
-            f"ignored rollout.engine_kwargs.quantization={quantization}: none of the {layers} "
-            "layers of its transformer holds quantized weights; drop the key"
-        )
-    logger.info("vLLM-Omni quantized %d of %d layers (%s)", quantized, layers, quantization)
-
-
 def _check_model(pipeline_class: str, absent: Sequence[str], quantization: str | None) -> None:
     if pipeline_class not in PIPELINES:
         reason = f" ({REFUSED[pipeline_class]})" if pipeline_class in REFUSED else ""
@@ -399,44 +388,37 @@ def _check_model(pipeline_class: str, absent: Sequence[str], quantization: str |
         )
 
 
-def _check_options(
-    device: torch.device,
-    tensor_parallel_size: int,
-    attention_backend: str | None,
-    memory_fraction: float | None,
-    sleep: bool,
-) -> None:
-    if tensor_parallel_size < 1:
-        raise ValueError(f"tensor_parallel_size={tensor_parallel_size}: give at least 1")
-    if tensor_parallel_size > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+def _check_options(device: torch.device, given: Mapping[str, Any]) -> None:
+    gpus, fraction = given["tensor_parallel_size"], given["memory_fraction"]
+    if gpus < 1:
+        raise ValueError(f"tensor_parallel_size={gpus}: give at least 1")
+    if gpus > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError(
-            f"tensor_parallel_size={tensor_parallel_size}: each process of the trainer has an "
-            "engine on its own GPU; an engine of several GPUs takes a trainer of one process"
+            f"tensor_parallel_size={gpus}: each process of the trainer has an engine on its own "
+            "GPU; an engine of several GPUs takes a trainer of one process"
         )
-    if tensor_parallel_size > 1 and memory_fraction is not None:
+    if gpus > 1 and fraction is not None:
         raise ValueError(
-            f"memory_fraction={memory_fraction} has no effect with "
-            f"tensor_parallel_size={tensor_parallel_size}, whose workers are processes of their "
-            "own: drop it"
+            f"memory_fraction={fraction} has no effect with tensor_parallel_size={gpus}, whose "
+            "workers are processes of their own: drop it"
         )
-    if attention_backend is not None and attention_backend not in ATTENTION_BACKENDS:
+    backend = given["attention_backend"]
+    if backend is not None and backend not in ATTENTION_BACKENDS:
         raise ValueError(
-            f"attention_backend={attention_backend!r}: allowed are {', '.join(ATTENTION_BACKENDS)}"
+            f"attention_backend={backend!r}: allowed are {', '.join(ATTENTION_BACKENDS)}"
         )
-    if memory_fraction is not None and not 0 < memory_fraction <= 1:
-        raise ValueError(f"memory_fraction={memory_fraction}: give a number above 0 and at most 1")
+    if fraction is not None and not 0 < fraction <= 1:
+        raise ValueError(f"memory_fraction={fraction}: give a number above 0 and at most 1")
     if device.type != "cuda":
-        given = {
-            "tensor_parallel_size": tensor_parallel_size > 1,
-            "memory_fraction": memory_fraction is not None,
-            "sleep": sleep,
-        }
-        for name, is_given in given.items():
-            if is_given:
+        without = {"tensor_parallel_size": 1, "memory_fraction": None, "sleep": False}
+        for name, default in without.items():
+            if given[name] != default:
                 raise ValueError(f"{name} has no effect on {device.type}: it is for GPUs")
-
-
-def _check_timeouts(**seconds: float) -> None:
-    for name, value in seconds.items():
-        if not value > 0:
-            raise ValueError(f"{name}={value}: give a number of seconds above 0")
+    restarts = given["max_restarts"]
+    if not (isinstance(restarts, int) and restarts >= 0):
+        raise ValueError(
+            f"rollout.engine_kwargs.max_restarts={restarts!r}: give a number of at least 0"
+        )
+    for name in ("timeout_s", "start_timeout_s"):
+        if not given[name] > 0:
+            raise ValueError(f"{name}={given[name]}: give a number of seconds above 0")

@@ -11,13 +11,7 @@ from torch import Tensor
 
 
 class Array(NamedTuple):
-    """A tensor as bytes.
-
-    Attributes:
-      data: its numbers, uint8, [number of bytes].
-      shape: its shape.
-      dtype: the name of its dtype, such as `bfloat16`, which numpy need not know.
-    """
+    """A tensor as bytes [n], its shape, and the name of its dtype, which numpy need not know."""
 
     data: np.ndarray
     shape: tuple[int, ...]

@@ -15,10 +15,13 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
+from flowgrpo_rc.rollout.devices import showing, visible_gpus
 from flowgrpo_rc.rollout.engine import EngineError
 
 _SETTINGS = {
@@ -30,7 +33,6 @@ _SETTINGS = {
 # decides that as it is imported. Its own token would lie in the home folder, for every cluster.
 _LOCAL = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
 _TOKEN = "RAY_AUTH_TOKEN"
-_GPUS = "CUDA_VISIBLE_DEVICES"
 _HOST = "127.0.0.1"
 _CONNECT_S = 10.0
 
@@ -78,18 +80,17 @@ class PoolSettings:
 
 
 def spare_gpus(
-    visible: Sequence[str], num_trainers: int, num_workers: int, share: float
+    device: torch.device, num_trainers: int, num_workers: int, share: float
 ) -> str | None:
-    """Returns the GPUs of this machine that no trainer process uses, for CUDA_VISIBLE_DEVICES.
+    """Returns the GPUs of this machine that no trainer process uses, for CUDA_VISIBLE_DEVICES; None
+    if
+    none are asked for.
 
     Args:
-      visible: the GPUs that the trainers see; each takes one, from the first on.
-      num_trainers: processes of the trainer on this machine that have a GPU.
+      device: the trainer's. On GPUs its processes take one each, from the first on.
+      num_trainers: processes of the trainer on this machine.
       num_workers: how many workers there are.
       share: GPUs of each of them, or the share of one; 0 for none.
-
-    Returns:
-      The GPUs; None if none are asked for.
 
     Raises:
       ValueError: there are fewer.
@@ -97,11 +98,13 @@ def spare_gpus(
     if share == 0:
         return None
     wanted = num_workers * share if share >= 1 else math.ceil(num_workers / int(1 / share))
-    spare = visible[num_trainers:]
+    visible = visible_gpus()
+    training = num_trainers if device.type == "cuda" else 0
+    spare = visible[training:]
     if len(spare) < wanted:
         raise ValueError(
             f"rollout.workers={num_workers}: with {share:g} GPUs each (rollout.gpus_per_worker) "
-            f"they need {wanted:g}, and of {len(visible)} GPUs here {num_trainers} train. Lower "
+            f"they need {wanted:g}, and of {len(visible)} GPUs here {training} train. Lower "
             "one of them, or set rollout.gpus_per_worker=0 to have the workers share the first GPU "
             "with the trainer"
         )
@@ -109,15 +112,12 @@ def spare_gpus(
 
 
 def start_or_join(address: str | None, num_cpus: int, gpus: str | None = None) -> Cluster:
-    """Starts a cluster on this machine, or joins one that is running, with a namespace of its own.
+    """Starts a cluster on this machine, or joins the one at `address`, with a namespace of its own.
 
-    A cluster that is started has no dashboard, listens on 127.0.0.1 alone, asks for a token of its
-    own, and ends with this process.
-
-    Args:
-      address: of a running cluster; None to start one.
-      num_cpus: cores of a cluster that is started.
-      gpus: the GPUs of a cluster that is started; None for all that this process sees.
+    A cluster that is started has `num_cpus` cores and, of the GPUs that this process sees, those in
+    `gpus`; None for all. It has no dashboard, listens on 127.0.0.1 alone, asks for a token of its
+    own,
+    and ends with this process.
 
     Raises:
       EngineError: Ray would listen on other addresses, or cannot be reached.
@@ -142,17 +142,10 @@ def _started(namespace: str, num_cpus: int, gpus: str | None) -> Cluster:
     # Others may write to the folder that Ray would make, and sockets want short paths.
     folder = tempfile.mkdtemp(prefix="ray_", dir="/tmp")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    seen = os.environ.get(_GPUS)
-    if gpus is not None:
-        os.environ[_GPUS] = gpus  # Ray's processes take it over; this one has found its own
-    try:
+    with showing(gpus):  # Ray's processes take the environment over
         cluster = _connected(
             "local", namespace, num_cpus=num_cpus, include_dashboard=False, _temp_dir=folder
         )
-    finally:
-        if gpus is not None:
-            os.environ.pop(_GPUS)
-            os.environ.update({} if seen is None else {_GPUS: seen})
     if not cluster.address.startswith(f"{_HOST}:"):
         import ray
 
@@ -171,13 +164,6 @@ def join(cluster: Cluster) -> None:
     if cluster.token:
         os.environ.update(_LOCAL | {_TOKEN: cluster.token})
     _connected(cluster.address, cluster.namespace)
-
-
-def leave() -> None:
-    """Ends the connection, and a cluster that this process has started."""
-    import ray
-
-    ray.shutdown()
 
 
 def check_reachable(address: str) -> None:

@@ -26,7 +26,7 @@ from flowgrpo_rc.rollout.engine import (
 from flowgrpo_rc.workers.arrays import to_arrays, to_tensors
 from flowgrpo_rc.workers.cluster import PoolSettings
 from flowgrpo_rc.workers.pool import PoolStatus, WorkerPool
-from flowgrpo_rc.workers.worker import SampledChunk, package_versions
+from flowgrpo_rc.workers.worker import LATENTS, SampledChunk, package_versions
 
 logger = logging.getLogger(__name__)
 _POOL = "pool"
@@ -48,15 +48,12 @@ class WorkersEngine(RolloutEngine[Any]):
         settings: PoolSettings,
         device: torch.device,
     ) -> None:
-        """Starts the pool, or joins that of the first process.
+        """Starts the pool, or joins that of the first process. EngineError if no worker starts.
 
         Args:
           make_engine: makes an engine in a worker; None in all processes but the first.
           settings: how many workers there are, and how long to wait for them.
           device: where batches are wanted.
-
-        Raises:
-          EngineError: no worker starts.
         """
         self._settings = settings
         self._device = device
@@ -130,6 +127,7 @@ class WorkersEngine(RolloutEngine[Any]):
             rows, reference = asked.pop(0)  # so that Ray can free it when it has been read
             sampled = self._received(boxed, rows, version, reference)
             tensors = to_tensors(sampled.arrays, self._device)
+            latents = tensors.pop(LATENTS, None)
             if rows.start == 0:
                 encoded = {name: value for name, value in tensors.items() if "." in name}
             batch = unpack(PackedBatch(sampled.header, encoded | tensors))
@@ -137,9 +135,6 @@ class WorkersEngine(RolloutEngine[Any]):
                 # `concat` keeps encoded prompts once if they are one object in all chunks.
                 first = first or batch
                 batch = batch.replace(conditioning=first.conditioning, negative=first.negative)
-            latents = None
-            if sampled.latents is not None:
-                latents = to_tensors({"latents": sampled.latents}, self._device)["latents"]
             samples = sampled.samples
             yield RolloutChunk(
                 batch=batch,

@@ -81,22 +81,13 @@ class WorkerPool:
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by machine
 
     async def start(self) -> None:
-        """Starts the workers, and waits for the first of them.
-
-        Raises:
-          EngineError: none of them starts.
-        """
+        """Starts the workers, and waits for the first of them. EngineError if none starts."""
         for _ in range(self._settings.num_workers):
             self._start_one()
         self._free.put_nowait(await self._next())
 
     async def put_adapter(self, version: int, adapter: list[Any]) -> None:
-        """Takes a version of the LoRA.
-
-        Args:
-          version: its number.
-          adapter: a list of one reference.
-        """
+        """Takes a version of the LoRA, as a list of one reference."""
         self._adapters[version] = adapter[0]
         oldest = version - self._settings.staleness - _KEPT_VERSIONS
         self._adapters = {v: kept for v, kept in self._adapters.items() if v >= oldest}
@@ -112,10 +103,7 @@ class WorkerPool:
           version: of the LoRA. Another process than the one that asks puts it here, maybe later.
 
         Returns:
-          A list of one reference to the `SampledChunk`.
-
-        Raises:
-          EngineError: none is left.
+          A list of one reference to the `SampledChunk`. EngineError if no worker is left.
         """
         async with self._new_adapter:
             await self._new_adapter.wait_for(lambda: version in self._adapters)

@@ -6,15 +6,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from flowgrpo_rc.distributed.processes import Processes
 from flowgrpo_rc.rollout.engine import RolloutEngine
 from flowgrpo_rc.workers.cluster import (
     Cluster,
     PoolSettings,
     join,
-    leave,
     spare_gpus,
     start_or_join,
 )
@@ -27,12 +24,12 @@ def start_workers(
     *,
     address: str | None,
 ) -> RolloutEngine[Any]:
-    """Starts workers that all processes of a run share.
+    """Starts workers that all processes of a run share; each process calls this.
 
     Args:
       make_engine: makes an engine in a worker.
       settings: how many workers there are, and how long to wait for them.
-      processes: the processes of the run; each of them calls this.
+      processes: the processes of the run.
       address: of a running Ray cluster; None to start one on this machine.
 
     Raises:
@@ -49,13 +46,15 @@ def start_workers(
     if processes.is_main:
         workers, gpus = settings.num_workers, None
         if address is None:
-            gpus = gpus_for_workers(workers, settings.num_gpus, processes.device, here)
+            gpus = spare_gpus(processes.device, here, workers, settings.num_gpus)
         cluster = start_or_join(address, workers * settings.num_cpus, gpus)
         told = f"{cluster.address} {cluster.namespace} {cluster.token}"
     found, namespace, token = processes.text_of_main(told).split(" ")
     if not processes.is_main:
         join(Cluster(address=found, namespace=namespace, token=token))
     # From here on Ray may be imported: it has been told where to listen.
+    import ray
+
     from flowgrpo_rc.workers.engine import WorkersEngine
 
     try:
@@ -66,21 +65,5 @@ def start_workers(
         processes.wait()
         return engine
     except Exception:
-        leave()
+        ray.shutdown()
         raise
-
-
-def gpus_for_workers(
-    num_workers: int, share: float, device: torch.device, num_trainers: int
-) -> str | None:
-    """Returns the GPUs of this machine for its workers, as `spare_gpus`.
-
-    Args:
-      num_workers: how many workers there are.
-      share: GPUs of each, or the share of one.
-      device: the trainer's.
-      num_trainers: processes of the trainer on this machine.
-    """
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = named.split(",") if named else [str(n) for n in range(torch.cuda.device_count())]
-    return spare_gpus(visible, num_trainers if device.type == "cuda" else 0, num_workers, share)

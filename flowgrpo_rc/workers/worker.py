@@ -24,6 +24,7 @@ from flowgrpo_rc.workers.arrays import Array, num_bytes, to_arrays, to_tensors
 # What has to be of one version where a chunk is sampled and where it is trained on.
 _PACKAGES = ("flowgrpo-rc", "torch", "diffusers", "transformers", "peft")
 _OF_PROMPTS = ("conditioning.", "negative.")
+LATENTS = "latents"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,15 +33,14 @@ class SampledChunk:
 
     Attributes:
       header: that of its packed batch.
-      arrays: tensors of its packed batch. Encoded prompts come with the first chunk of a request.
+      arrays: tensors of its packed batch, and the final `latents` of pictures. Encoded prompts come
+        with the first chunk of a request.
       samples: what rewards see; None if nothing was decoded.
-      latents: the final latents; None for text.
     """
 
     header: Mapping[str, Any]
     arrays: Mapping[str, Array]
     samples: Samples | None
-    latents: Array | None
 
 
 def package_versions() -> dict[str, str]:
@@ -52,11 +52,7 @@ class Worker:
     """Samples with an engine of its own."""
 
     def __init__(self, num_threads: int) -> None:
-        """Takes the place that the cluster gives it.
-
-        Args:
-          num_threads: of torch, on a CPU.
-        """
+        """Takes the place that the cluster gives it, with so many threads of torch."""
         torch.set_num_threads(num_threads)
         self._engine: RolloutEngine[Any]
         self._version: int | None = None
@@ -67,11 +63,7 @@ class Worker:
         return name
 
     def load(self, make_engine: Callable[[], RolloutEngine[Any]]) -> dict[str, str]:
-        """Loads the model; returns the versions of the packages here.
-
-        Args:
-          make_engine: makes the engine, in this process.
-        """
+        """Makes the engine, in this process; returns the versions of the packages here."""
         self._engine = make_engine()
         return package_versions()
 
@@ -82,20 +74,15 @@ class Worker:
         version: int,
         adapter: Mapping[str, Array],
     ) -> tuple[int, SampledChunk]:
-        """Samples some rows of a request with a version of the LoRA.
-
-        Args:
-          request: the whole request.
-          rows: the rows of one chunk.
-          version: of the LoRA.
-          adapter: the LoRA, tensors by name.
+        """Samples the rows of one chunk of a request with a version of the LoRA.
 
         Returns:
           The number of bytes of the chunk, and the chunk.
 
         Raises:
           EngineError: the engine has sampled with other settings, does not hold this LoRA
-            afterwards, or does not quantize.
+            afterwards, or
+            does not quantize.
         """
         state = to_tensors(adapter, torch.device("cpu"))
         if version != self._version:
@@ -117,14 +104,10 @@ class Worker:
             for name, array in to_arrays(packed.tensors).items()
             if rows.start == 0 or not name.startswith(_OF_PROMPTS)
         }
-        latents = None if chunk.latents is None else to_arrays({"latents": chunk.latents})
-        sampled = SampledChunk(
-            header=packed.header,
-            arrays=arrays,
-            samples=chunk.samples,
-            latents=None if latents is None else latents["latents"],
-        )
-        size = num_bytes(arrays) + (num_bytes(latents) if latents else 0)
+        if chunk.latents is not None:
+            arrays |= to_arrays({LATENTS: chunk.latents})
+        sampled = SampledChunk(header=packed.header, arrays=arrays, samples=chunk.samples)
+        size = num_bytes(arrays)
         if isinstance(chunk.samples, np.ndarray):
             size += chunk.samples.nbytes
         return size, sampled

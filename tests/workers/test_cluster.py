@@ -5,37 +5,43 @@ from __future__ import annotations
 import socket
 
 import pytest
+import torch
 
 from flowgrpo_rc.workers.cluster import check_reachable, spare_gpus
 
 
 @pytest.mark.parametrize(
-    ("visible", "trainers", "workers", "share", "expected"),
+    ("visible", "device", "trainers", "workers", "share", "expected"),
     [
-        (["0", "1", "2", "3"], 2, 2, 1, "2,3"),
-        (["4", "7", "GPU-a"], 1, 4, 0.5, "7,GPU-a"),
-        (["0", "1", "2"], 1, 1, 2, "1,2"),
-        (["0"], 0, 1, 1, "0"),
-        (["0"], 1, 9, 0, None),
-        ([], 0, 2, 0, None),
+        ("0,1,2,3", "cuda", 2, 2, 1, "2,3"),
+        ("4,7,GPU-a", "cuda", 1, 4, 0.5, "7,GPU-a"),
+        ("0,1,2", "cuda", 1, 1, 2, "1,2"),
+        ("0", "cpu", 1, 1, 1, "0"),
+        ("0", "cuda", 1, 9, 0, None),
+        ("", "cpu", 1, 2, 0, None),
     ],
 )
 def test_workers_get_the_gpus_that_no_trainer_uses(
-    visible: list[str], trainers: int, workers: int, share: float, expected: str | None
+    monkeypatch, visible, device, trainers, workers, share, expected
 ) -> None:
-    assert spare_gpus(visible, trainers, workers, share) == expected
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert spare_gpus(torch.device(device), trainers, workers, share) == expected
 
 
 @pytest.mark.parametrize(
-    ("visible", "trainers", "workers", "share", "needed"),
-    [(["0", "1"], 1, 2, 1, 2), ([], 0, 1, 1, 1), (["0", "1", "2"], 1, 3, 0.6, 3)],
+    ("visible", "device", "trainers", "workers", "share", "words"),
+    [
+        ("0,1", "cuda", 1, 2, 1, "need 2, and of 2 GPUs here 1 train"),
+        ("0", "cpu", 1, 2, 1, "need 2, and of 1 GPUs here 0 train"),
+        ("0,1,2", "cuda", 1, 3, 0.6, "need 3, and of 3 GPUs here 1 train"),
+    ],
 )
 def test_too_few_gpus_are_an_error(
-    visible: list[str], trainers: int, workers: int, share: float, needed: int
+    monkeypatch, visible, device, trainers, workers, share, words
 ) -> None:
-    words = rf"need {needed}, and of {len(visible)} GPUs here {trainers} train"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(ValueError, match=words):
-        spare_gpus(visible, trainers, workers, share)
+        spare_gpus(torch.device(device), trainers, workers, share)
 
 
 def test_an_address_is_tried() -> None:

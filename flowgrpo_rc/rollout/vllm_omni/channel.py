@@ -15,13 +15,7 @@ from torch import Tensor
 
 
 class Message(NamedTuple):
-    """One message.
-
-    Attributes:
-      kind: what kind of message it is.
-      fields: what JSON can hold.
-      tensors: by name.
-    """
+    """One message: its kind, what JSON can hold, and tensors by name."""
 
     kind: str
     fields: Mapping[str, Any]
@@ -31,14 +25,7 @@ class Message(NamedTuple):
 def send(
     connection: Connection, kind: str, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Writes one message. OSError if the other end is gone.
-
-    Args:
-      connection: this end of the pair of sockets.
-      kind: what kind of message it is.
-      fields: what JSON can hold.
-      tensors: by name, on any device.
-    """
+    """Writes one message, with tensors of any device. OSError if the other end is gone."""
     connection.send_bytes(json.dumps({"kind": kind, "fields": fields}).encode())
     connection.send_bytes(
         save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})

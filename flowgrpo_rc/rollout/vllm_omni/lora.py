@@ -17,8 +17,7 @@ def weights_to_bind(
     Args:
       state: name -> tensor in the trainer's network, such as
         `blocks.0.attn.to_q.lora_A.default.weight`.
-      adapter: the adapter's name, `default` in that example; it is left out of the new names, as in
-        peft's files.
+      adapter: the adapter's name, `default` in that example; peft's files and new names lack it.
       scale: alpha / rank.
       dtype: the engine's precision.
     """

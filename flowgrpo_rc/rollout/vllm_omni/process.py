@@ -50,10 +50,7 @@ def child_environment(
 ) -> dict[str, str]:
     """Returns the engine's environment: without the launcher's variables, with its GPUs.
 
-    Args:
-      parent: the trainer's environment.
-      device: the trainer's device, the only GPU that the engine sees unless it spans several.
-      tensor_parallel_size: GPUs of the engine.
+    The trainer's device is the only GPU that the engine sees unless it spans several.
     """
     kept = {"VLLM_LOGGING_LEVEL": "WARNING"} | {
         name: value
@@ -124,14 +121,9 @@ class EngineProcess:
     ) -> Iterator[Message]:
         """Sends a request and yields its replies, the last of which is `done`.
 
-        Args:
-          kind: what kind of request it is.
-          fields: what JSON can hold.
-          tensors: by name.
-          timeout_s: the longest silence for this request; None for the usual one.
-
         Raises:
-          EngineLost: the child ends, or is silent for too long.
+          EngineLost: the child ends, or is silent for longer than `timeout_s`; None for the usual
+            time.
           EngineError: the child reports an error. It is gone then as well, and the message holds
             the end of its log.
         """
@@ -161,9 +153,7 @@ class EngineProcess:
     def fail(self, what: str, kind: type[EngineError] = EngineError) -> NoReturn:
         """Ends the child and raises an error with what it did, how it ended, and its log's end.
 
-        Args:
-          what: what went wrong, in words that follow "the engine".
-          kind: the error.
+        `what` went wrong, in words that follow "the engine".
         """
         how = _ending(self._kill())
         self.log = self._saved_output()

@@ -6,16 +6,10 @@ from torch import Tensor, nn
 
 
 def quantized_layers(network: nn.Module) -> tuple[int, int]:
-    """Counts the layers that hold quantized weights, and those that hold any.
+    """Counts the layers that hold quantized matrices, and those that hold any matrix.
 
-    Only matrices count: norms and biases stay as they are in every method. A method that a layer
-    merely names does not count either, since its kernel may have left the weights alone.
-
-    Args:
-      network: a transformer, with its weights loaded.
-
-    Returns:
-      The number of layers with a quantized matrix, and that of layers with a matrix.
+    Norms and biases stay as they are in every method. A method that a layer merely names does not
+    count either, since its kernel may have left the weights alone.
     """
     matrices = [
         [weight for weight in module.parameters(recurse=False) if weight.ndim > 1]

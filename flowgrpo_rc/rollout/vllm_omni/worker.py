@@ -37,15 +37,8 @@ class RolloutWorker(CustomPipelineWorkerExtension):
     def rollout_bind_lora(
         self, request: LoRARequest, tensors: Mapping[str, Tensor], rank: int
     ) -> dict[str, Tensor]:
-        """Replaces the adapter and returns what the layers hold now.
-
-        Args:
-          request: the adapter's name and number.
-          tensors: name -> LoRA tensor.
-          rank: of the LoRA.
-
-        Raises:
-          ValueError: some tensor has no layer.
+        """Replaces the adapter and returns what the layers hold now. ValueError if a tensor has no
+        layer.
         """
         for adapter in self.lora_manager.list_adapters():
             self.lora_manager.remove_adapter(adapter)
